@@ -1,0 +1,1 @@
+"""Leases, fencing, versions and row locks: the part that knows no framework."""

@@ -1,0 +1,141 @@
+"""Everything dlock can raise.
+
+Each error carries its data as attributes, survives pickling, names the lock and says what to do next.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+__all__ = [
+    "AcquireTimeout",
+    "AlreadyHeld",
+    "BackendUnavailable",
+    "DLockError",
+    "LeaseLost",
+    "NotHeld",
+    "NotSupported",
+    "RowLocked",
+    "SnapshotTooOld",
+    "StaleObject",
+    "StaleToken",
+]
+
+E = TypeVar("E", bound="DLockError")
+
+
+class DLockError(Exception):
+    """The base of every error of dlock; `name` is the lock or object it speaks of."""
+
+    name: str = ""
+
+    def __init__(self, message: str, *, name: str = "") -> None:
+        super().__init__(message)
+        self.name = name
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return rebuild, (type(self), self.args, self.__dict__)
+
+
+def rebuild(kind: type[E], args: tuple[Any, ...], data: dict[str, Any]) -> E:
+    """Make an error of another class (or process) out of the text and the data of one."""
+    error = kind.__new__(kind)
+    error.args = args
+    error.__dict__.update(data)
+    return error
+
+
+class AcquireTimeout(DLockError, TimeoutError):
+    """The lock stayed taken for all of `wait`.
+
+    `waited` and `retry_after` are seconds; `held_by` is what the holder said of itself, or an empty text.
+    """
+
+    def __init__(self, name: str, *, waited: float, held_by: str = "", retry_after: float = 1.0) -> None:
+        holder = f", held by {held_by}" if held_by else ""
+        super().__init__(f"lock {name!r} not acquired within {waited:.3g} s{holder}: try again later", name=name)
+        self.waited, self.held_by, self.retry_after = waited, held_by, retry_after
+
+
+class AlreadyHeld(DLockError):
+    """The same thread, task or transaction asked again for a lock that it holds: waiting would never end."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(
+            f"lock {name!r} is already held by this thread, task or transaction: "
+            "release it first, or ask with reentrant=True",
+            name=name,
+        )
+
+
+class LeaseLost(DLockError):
+    """The lease was held before and is not provably held now: another holder may be at work, so stop."""
+
+    def __init__(self, name: str, *, token: int = 0, reason: str = "it ran out") -> None:
+        super().__init__(f"lease of lock {name!r} (token {token}) is lost: {reason}; stop and start over", name=name)
+        self.token, self.reason = token, reason
+
+
+class NotHeld(DLockError):
+    """This process never had, or no longer has, the lease that it wants to renew or release."""
+
+    def __init__(self, name: str, *, reason: str = "it was never acquired here") -> None:
+        super().__init__(f"lease of lock {name!r} is not held: {reason}", name=name)
+        self.reason = reason
+
+
+class StaleToken(DLockError):
+    """The database has seen a newer holder (`highest`, None when unknown) and refused `token`; roll back."""
+
+    def __init__(self, name: str, *, token: int, highest: int | None = None) -> None:
+        newer = f" (it has admitted {highest})" if highest is not None else ""
+        super().__init__(
+            f"token {token} of lock {name!r} is stale{newer}: a newer holder is at work, roll back", name=name
+        )
+        self.token, self.highest = token, highest
+
+
+class StaleObject(DLockError):
+    """The row changed, or went away (`found` is None), since `instance` was read with version `expected`."""
+
+    def __init__(self, instance: Any, *, expected: Any, found: Any = None, action: str = "save") -> None:
+        name = f"{type(instance).__name__}({getattr(instance, 'pk', None)!r})"
+        what = "the row is gone" if found is None else f"the row has version {found!r}"
+        super().__init__(f"cannot {action} {name} at version {expected!r}: {what}; read it again and retry", name=name)
+        self.instance, self.expected, self.found, self.action = instance, expected, found, action
+
+
+class SnapshotTooOld(DLockError):
+    """The lock was asked for after the transaction had taken its snapshot: reads would be older than the lock."""
+
+    def __init__(self, name: str, *, isolation: str) -> None:
+        super().__init__(
+            f"lock {name!r} was asked for inside a {isolation} transaction that has already read: "
+            "take the lock first, use READ COMMITTED, or pass snapshot='ignore'",
+            name=name,
+        )
+        self.isolation = isolation
+
+
+class RowLocked(DLockError):
+    """Another transaction holds the row: NOWAIT, or the time to wait for it (`waited` seconds) ran out."""
+
+    def __init__(self, name: str, *, waited: float = 0.0) -> None:
+        super().__init__(
+            f"row {name!r} is locked by another transaction (waited {waited:.3g} s): try again", name=name
+        )
+        self.waited, self.retry_after = waited, 1.0
+
+
+class BackendUnavailable(DLockError):
+    """The store cannot be asked, or did not answer: the effect is unknown; `__cause__` is the client's error."""
+
+    retry_after = 1.0
+
+    def __init__(self, name: str, *, reason: str) -> None:
+        super().__init__(f"store unavailable for lock {name!r}: {reason}", name=name)
+        self.reason = reason
+
+
+class NotSupported(DLockError, NotImplementedError):
+    """The store or database cannot do this at all; raised before any I/O."""

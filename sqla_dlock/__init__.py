@@ -1,0 +1,1 @@
+"""dlock for SQLAlchemy: not there yet."""
