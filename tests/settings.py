@@ -1,0 +1,63 @@
+"""Django settings of the test suite.
+
+The first process to import them picks ports and a directory and leaves them in the environment, so that every process it starts
+talks to the same servers and the same SQLite files. Servers are started by fixtures, when a test asks for them.
+"""
+
+import importlib.util
+import os
+import shutil
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+from tests import servers
+
+
+def _shared(name: str, make: Callable[[], object]) -> str:
+    return os.environ.get(name) or os.environ.setdefault(name, str(make()))
+
+
+def _new_directory() -> Path:
+    """A directory that server accounts may enter and that goes when this process ends."""
+    directory = Path(tempfile.mkdtemp(prefix="dlock-"))
+    directory.chmod(0o755)
+    servers.when_done(shutil.rmtree, directory, ignore_errors=True)
+    return directory
+
+
+def _sqlite(name: str) -> dict[str, object]:
+    pragmas = "PRAGMA journal_mode=WAL; PRAGMA synchronous=OFF"
+    options = {"transaction_mode": "IMMEDIATE", "timeout": 20, "init_command": pragmas}
+    return {"ENGINE": "django.db.backends.sqlite3", "NAME": str(TEST_DIRECTORY / name), "OPTIONS": options}
+
+
+TEST_DIRECTORY = Path(_shared("DLOCK_TEST_DIRECTORY", _new_directory))
+POSTGRESQL_PORT = int(_shared("DLOCK_TEST_POSTGRESQL_PORT", servers.free_port))
+MARIADB_PORT = int(_shared("DLOCK_TEST_MARIADB_PORT", servers.free_port))
+
+DATABASES = {"default": _sqlite("default.sqlite3"), "other": _sqlite("other.sqlite3")}
+if importlib.util.find_spec("psycopg"):
+    DATABASES["postgresql"] = {
+        "ENGINE": "django.db.backends.postgresql",
+        "NAME": "postgres",
+        "USER": "postgres",
+        "HOST": "127.0.0.1",
+        "PORT": POSTGRESQL_PORT,
+    }
+if importlib.util.find_spec("MySQLdb"):
+    DATABASES["mariadb"] = {
+        "ENGINE": "django.db.backends.mysql",
+        "NAME": "dlock",
+        "USER": "root",
+        "HOST": "127.0.0.1",
+        "PORT": MARIADB_PORT,
+        "OPTIONS": {"charset": "utf8mb4"},
+    }
+
+INSTALLED_APPS = ["django.contrib.contenttypes", "django.contrib.auth", "django_dlock", "tests.testapp"]
+DEFAULT_AUTO_FIELD = "django.db.models.BigAutoField"
+SECRET_KEY = "only for tests"
+ALLOWED_HOSTS = ["*"]
+ROOT_URLCONF = "tests.testapp.urls"
+USE_TZ = True
