@@ -1,0 +1,151 @@
+"""What an HTTP client is told about an error: problem+json (RFC 9457), or a small page for a person.
+
+Only the name of the lock or object leaves the server: never a token, nor what the holder or the store said.
+"""
+
+from __future__ import annotations
+
+import html
+import json
+import math
+from dataclasses import dataclass
+from http import HTTPStatus
+from typing import TYPE_CHECKING, Final
+
+from dlock_core.errors import (
+    AcquireTimeout,
+    BackendUnavailable,
+    DLockError,
+    LeaseLost,
+    RowLocked,
+    StaleObject,
+    StaleToken,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+__all__ = ["Answer", "answer", "prefers_html"]
+
+LONGEST_RETRY: Final = 86400.0
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A whole HTTP answer; the framework only has to send it."""
+
+    status: int
+    headers: dict[str, str]
+    body: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class _Problem:
+    kind: str
+    status: HTTPStatus
+    title: str
+    detail: str
+    subject: str = "lock"
+
+
+_TAKEN: Final = "Somebody else is working on {name}. Try again in a moment."
+_CHANGED: Final = "{name} was changed by somebody else in the meantime. Look at it again before you repeat your change."
+_OVERTAKEN: Final = "The work on {name} took too long and somebody else began. Look at it again before you repeat it."
+_DOWN: Final = "The lock service cannot be reached. Try again in a moment."
+
+_PROBLEMS: Final[dict[type[DLockError], _Problem]] = {
+    AcquireTimeout: _Problem("acquire-timeout", HTTPStatus.LOCKED, "In use by somebody else", _TAKEN),
+    RowLocked: _Problem("row-locked", HTTPStatus.LOCKED, "In use by somebody else", _TAKEN, "object"),
+    StaleObject: _Problem("stale-object", HTTPStatus.CONFLICT, "Changed by somebody else", _CHANGED, "object"),
+    StaleToken: _Problem("stale-token", HTTPStatus.CONFLICT, "Overtaken by somebody else", _OVERTAKEN),
+    LeaseLost: _Problem("lease-lost", HTTPStatus.CONFLICT, "Overtaken by somebody else", _OVERTAKEN),
+    BackendUnavailable: _Problem("unavailable", HTTPStatus.SERVICE_UNAVAILABLE, "Lock service unavailable", _DOWN),
+}
+
+_PAGE: Final = """\
+<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>{title}</title>
+</head>
+<body>
+<main>
+<h1>{title}</h1>
+<p>{detail}</p>
+</main>
+</body>
+</html>
+"""
+
+
+def answer(error: DLockError, accept: str = "") -> Answer | None:
+    """Turn an error into an HTTP answer in the form that `accept`, an Accept header, prefers.
+
+    None for the errors that are mistakes of the program, such as NotSupported: let them propagate.
+    """
+    problem = next((_PROBLEMS[kind] for kind in type(error).__mro__ if kind in _PROBLEMS), None)
+    if problem is None:
+        return None
+    as_html = prefers_html(accept)
+    headers = {
+        "Content-Type": "text/html; charset=utf-8" if as_html else "application/problem+json",
+        "Vary": "Accept",
+        **_retry_after(error),
+    }
+    return Answer(problem.status, headers, (_page if as_html else _json)(problem, error.name))
+
+
+def prefers_html(accept: str) -> bool:
+    """Say whether an Accept header asks for HTML rather than JSON (RFC 9110, 12.5.1).
+
+    HTML needs the higher q-value; at equal values, to be named more precisely (`text/html, */*`). Whoever accepts both
+    equally, either, neither, or says nothing gets JSON.
+    """
+    ranges = list(_ranges(accept))
+    return _quality(ranges, "text/html") > max(_quality(ranges, f"application/{kind}json") for kind in ("problem+", ""))
+
+
+def _ranges(accept: str) -> Iterator[tuple[str, float]]:
+    for item in accept.lower().split(","):
+        media, *parameters = [part.strip() for part in item.split(";")]
+        yield media, next((_q(value[2:]) for value in parameters if value.startswith("q=")), 1.0)
+
+
+def _q(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        return 0.0
+    return value if 0 <= value <= 1 else 0.0
+
+
+def _quality(ranges: Iterable[tuple[str, float]], media: str) -> tuple[float, int]:
+    """Give q-value and precision of the most precise range that covers a media type."""
+    covering = ("*/*", media.split("/", maxsplit=1)[0] + "/*", media)
+    precision, q = max(((covering.index(given), q) for given, q in ranges if given in covering), default=(-1, 0.0))
+    return q, precision if q else -1
+
+
+def _retry_after(error: DLockError) -> dict[str, str]:
+    seconds = getattr(error, "retry_after", None)
+    if seconds is None:
+        return {}
+    return {"Retry-After": str(math.ceil(min(LONGEST_RETRY, max(1.0, seconds))))}
+
+
+def _json(problem: _Problem, name: str) -> bytes:
+    data = {
+        "type": f"urn:dlock:{problem.kind}",
+        "title": problem.title,
+        "status": int(problem.status),
+        "detail": problem.detail.format(name=name),
+        problem.subject: name,
+    }
+    return json.dumps(data).encode()
+
+
+def _page(problem: _Problem, name: str) -> bytes:
+    text = _PAGE.format(title=html.escape(problem.title), detail=html.escape(problem.detail.format(name=name)))
+    return text.encode(errors="replace")
