@@ -1,0 +1,122 @@
+"""Checks of DLOCK and of MIDDLEWARE; no connection is opened."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+from django.conf import settings
+from django.core.checks import CheckMessage, Error, Warning, register  # noqa: A004 - Django's own name
+from django.utils.module_loading import import_string
+
+from django_dlock.conf import EXAMPLE, InvalidStore, is_declared, stores
+from django_dlock.middleware import LockMiddleware
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+TAG: Final = "dlock"
+SHORT_TTL: Final = 1.0
+MIDDLEWARE: Final = "django_dlock.middleware.LockMiddleware"
+OUTSIDE: Final = ("django.middleware.security.SecurityMiddleware", "corsheaders.middleware.CorsMiddleware")
+
+_STORE_IDS: Final = {"TTL": "dlock.E004", "WAIT": "dlock.E005"}
+
+
+@register(TAG)
+def check_stores(**_: Any) -> list[CheckMessage]:
+    """E001-E005, W004: every store of DLOCK can be made; no connection is opened."""
+    if not is_declared():
+        return []
+    try:
+        aliases = list(stores)
+    except InvalidStore as error:
+        return [_store_error(error)]
+    return [message for alias in aliases for message in _store(alias)]
+
+
+def _store(alias: str) -> Iterator[CheckMessage]:
+    try:
+        store = stores[alias]
+    except InvalidStore as error:
+        yield _store_error(error)
+        return
+    if store.ttl < SHORT_TTL:
+        yield Warning(
+            f"DLOCK[{alias!r}]['TTL'] is {store.ttl:g} s: a pause of that length loses the lease.",
+            hint="Choose several seconds; a ttl only matters when a holder dies, a live one renews its lease.",
+            id="dlock.W004",
+        )
+
+
+def _store_error(error: InvalidStore) -> Error:
+    if isinstance(error.__cause__, ImportError):
+        hint = "Install the client library of this store, such as dlock-orm[redis], or correct the dotted path."
+        return Error(str(error), hint=hint, id="dlock.E003")
+    if error.key in ("BACKEND", "OPTIONS"):
+        return Error(str(error), hint="A URL looks like redis://localhost:6379/0.", id="dlock.E002")
+    hint = "Times are seconds or a timedelta; WAIT may be None." if error.key else f"A complete setting: {EXAMPLE}"
+    return Error(str(error), hint=hint, id=_STORE_IDS.get(error.key, "dlock.E001"))
+
+
+@register(TAG, deploy=True)
+def check_shared_store(**_: Any) -> list[CheckMessage]:
+    """W011: no store of a deployed project lives in one process only."""
+    try:
+        entries = stores.settings.items() if is_declared() else ()
+    except InvalidStore:
+        return []  # E001 says it
+    return [
+        Warning(
+            f"DLOCK[{alias!r}] keeps its leases in the memory of one process: other processes are not excluded.",
+            hint="Use a store that all processes share, such as redis://.",
+            id="dlock.W011",
+        )
+        for alias, entry in entries
+        if isinstance(entry, dict) and str(entry.get("BACKEND")).startswith("memory:")
+    ]
+
+
+@register(TAG)
+def check_middleware(**_: Any) -> list[CheckMessage]:
+    """W001-W003: LockMiddleware is there, once, in its place, and has something to do."""
+    ours = [place for place, path in enumerate(settings.MIDDLEWARE) if _is_ours(path)]
+    if ours:
+        return [*_middleware_order(ours), *_middleware_unused()]
+    if not is_declared():
+        return []
+    return [
+        Warning(
+            "DLOCK is set, but LockMiddleware is not in MIDDLEWARE: a lock that is taken answers 500.",
+            hint=f"Add {MIDDLEWARE!r} after SecurityMiddleware.",
+            id="dlock.W001",
+        )
+    ]
+
+
+def _is_ours(path: str) -> bool:
+    try:
+        found = import_string(path)
+    except ImportError:
+        return False  # Django says it
+    return isinstance(found, type) and issubclass(found, LockMiddleware)
+
+
+def _middleware_order(ours: Sequence[int]) -> Iterator[CheckMessage]:
+    if len(ours) > 1:
+        yield Warning("LockMiddleware is in MIDDLEWARE more than once.", hint="Keep the first one.", id="dlock.W002")
+    for path in settings.MIDDLEWARE[ours[0] :]:
+        if path in OUTSIDE:
+            yield Warning(
+                f"LockMiddleware stands before {path}, so some of its answers lack that one's headers.",
+                hint="Put LockMiddleware after it, and before every middleware that takes locks or opens transactions.",
+                id="dlock.W002",
+            )
+
+
+def _middleware_unused() -> Iterator[CheckMessage]:
+    if not is_declared():
+        yield Warning(
+            "LockMiddleware is in MIDDLEWARE, but DLOCK is not set: lock() and @locked have no store.",
+            hint=f"Set {EXAMPLE}, or DLOCK_URL in the environment.",
+            id="dlock.W003",
+        )

@@ -1,0 +1,194 @@
+"""The `DLOCK` setting: named stores of leases, made once per process and shared by all its threads.
+
+Read when a store is first asked for, and again after `override_settings`; nothing is written back.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, Final, cast
+from urllib.parse import unquote
+
+from django.conf import settings as django_settings
+from django.core.exceptions import ImproperlyConfigured
+from django.core.signals import setting_changed
+from django.dispatch import receiver
+from django.utils.connection import BaseConnectionHandler
+from django.utils.module_loading import import_string
+
+from dlock_core.deadline import ttl_seconds, wait_seconds
+from dlock_core.registry import connect
+
+if TYPE_CHECKING:
+    from dlock_core.backend import Backend
+
+    Handler = BaseConnectionHandler["Store"]
+else:
+    Handler = BaseConnectionHandler
+
+__all__ = ["InvalidStore", "Store", "UnknownStore", "stores"]
+
+TTL: Final = 30.0
+WAIT: Final = 10.0
+KEYS: Final = ("BACKEND", "TTL", "WAIT", "OPTIONS")
+EXAMPLE: Final = 'DLOCK = {"default": {"BACKEND": "redis://localhost:6379/0"}}'
+
+
+class InvalidStore(ImproperlyConfigured):
+    """An entry of DLOCK cannot be used; `key` is the wrong part of it, empty when it is the entry itself."""
+
+    def __init__(self, problem: str, alias: str = "", key: str = "") -> None:
+        path = "DLOCK" + "".join(f"[{part!r}]" for part in (alias, key) if part)
+        super().__init__(f"{path}: {problem}")
+        self.key = key
+
+
+class UnknownStore(InvalidStore):
+    """DLOCK has no store of this name."""
+
+
+@dataclass(frozen=True, slots=True)
+class Store:
+    """A backend and what a lock gets that names neither; `ttl` and `wait` in seconds, `wait` None is for ever."""
+
+    alias: str
+    backend: Backend
+    ttl: float
+    wait: float | None
+
+
+class Stores(Handler):
+    """The stores of DLOCK by alias: `stores["default"]`.
+
+    Unlike CACHES, every thread is given the same one. Raises InvalidStore, or UnknownStore, before any I/O.
+    """
+
+    settings_name = "DLOCK"
+    exception_class = UnknownStore
+
+    def __init__(self, settings: dict[str, Any] | None = None) -> None:
+        super().__init__(settings)
+        self._connections = SimpleNamespace()
+        self._making = threading.Lock()
+        self._ours: list[Backend] = []
+
+    def configure_settings(self, settings: dict[str, Any] | None) -> dict[str, Any]:
+        declared = settings if settings is not None else _declared()
+        if not isinstance(declared, Mapping) or not all(isinstance(alias, str) and alias for alias in declared):
+            raise InvalidStore(f"must be a dict of stores by name, such as {EXAMPLE}")
+        return dict(declared)
+
+    def __getitem__(self, alias: str) -> Store:
+        found: Store | None = vars(self._connections).get(alias)
+        if found is not None:
+            return found
+        with self._making:
+            if alias not in self.settings:
+                known = ", ".join(map(repr, self.settings)) or "none"
+                raise UnknownStore(f"there is no store {alias!r}, only: {known}")
+            return super().__getitem__(alias)
+
+    def create_connection(self, alias: str) -> Store:
+        entry = _entry(alias, self.settings[alias])
+        ttl, wait = _ttl(alias, entry), _wait(alias, entry)
+        backend = _backend(alias, entry["BACKEND"], dict(entry.get("OPTIONS", {})))
+        if isinstance(entry["BACKEND"], str):
+            self._ours.append(backend)
+        return Store(alias, backend, ttl, wait)
+
+    def close_all(self) -> None:
+        """Close the connections of the backends made here, not of those that the setting brought along."""
+        for backend in self._ours:
+            backend.close()
+
+    def reset(self) -> None:
+        """Close all and read the setting again at the next use; leases are not released."""
+        with self._making:
+            self.close_all()
+            self._ours.clear()
+            self._connections = SimpleNamespace()
+            self._settings = None
+            self.__dict__.pop("settings", None)
+
+
+def is_declared() -> bool:
+    """Say whether the project has named its stores, in DLOCK or by DLOCK_URL in the environment."""
+    return getattr(django_settings, "DLOCK", None) is not None or bool(os.environ.get("DLOCK_URL"))
+
+
+def _declared() -> object:
+    if not is_declared():
+        raise InvalidStore(f"is missing: set {EXAMPLE}, or DLOCK_URL in the environment")
+    declared = getattr(django_settings, "DLOCK", None)
+    return declared if declared is not None else {"default": {"BACKEND": os.environ["DLOCK_URL"]}}
+
+
+def _entry(alias: str, entry: object) -> Mapping[str, Any]:
+    if not isinstance(entry, Mapping):
+        raise InvalidStore(f"must be a dict with {', '.join(KEYS)}, not {type(entry).__name__}", alias)
+    if unknown := [key for key in entry if key not in KEYS]:
+        raise InvalidStore(f"does not know {unknown[0]!r}, only {', '.join(KEYS)}", alias)
+    if "BACKEND" not in entry:
+        raise InvalidStore("is missing: give a URL, such as 'redis://localhost:6379/0'", alias, "BACKEND")
+    if not isinstance(entry.get("OPTIONS", {}), Mapping):
+        raise InvalidStore(f"must be a dict, not {type(entry['OPTIONS']).__name__}", alias, "OPTIONS")
+    return entry
+
+
+def _ttl(alias: str, entry: Mapping[str, Any]) -> float:
+    try:
+        return ttl_seconds(entry.get("TTL", TTL))
+    except (TypeError, ValueError) as error:
+        raise InvalidStore(str(error), alias, "TTL") from None
+
+
+def _wait(alias: str, entry: Mapping[str, Any]) -> float | None:
+    try:
+        return wait_seconds(entry.get("WAIT", WAIT))
+    except (TypeError, ValueError) as error:
+        raise InvalidStore(str(error), alias, "WAIT") from None
+
+
+def _backend(alias: str, given: Any, options: dict[str, Any]) -> Backend:
+    if hasattr(given, "try_acquire") and not isinstance(given, type):
+        if options:
+            raise InvalidStore("has no effect on a backend that is made already", alias, "OPTIONS")
+        return cast("Backend", given)
+    try:
+        return _made(given, options)
+    except Exception as error:  # whatever it is, the reader has to know which entry
+        reason = f"{type(error).__name__}: {error}"
+        if _tells_secret(reason, str(given)):
+            raise InvalidStore(f"cannot be used ({type(error).__name__})", alias, "BACKEND") from None
+        raise InvalidStore(f"cannot be used: {reason}", alias, "BACKEND") from error
+
+
+def _made(given: Any, options: dict[str, Any]) -> Backend:
+    if not isinstance(given, str) or "://" in given:
+        return connect(given, **options)
+    backend = import_string(given)(**options)
+    if not hasattr(backend, "try_acquire"):
+        raise TypeError(f"{given} gives {type(backend).__name__}, which is no backend: it has no try_acquire")
+    return cast("Backend", backend)
+
+
+def _tells_secret(text: str, url: str) -> bool:
+    """Find any piece of a URL's password in a text; a "/" in a password makes parsers quote one half of it."""
+    before_host = url.partition("://")[2].rpartition("@")[0]
+    secrets = [before_host.partition(":")[2] or before_host, *re.findall(r"(?i)pass\w*=([^&#]*)", url)]
+    pieces = {piece for secret in secrets for whole in (secret, unquote(secret)) for piece in re.split(r"\W", whole)}
+    return any(piece in text for piece in pieces if piece)
+
+
+stores: Final = Stores()
+
+
+@receiver(setting_changed)
+def _read_again(*, setting: str, **_: object) -> None:
+    if setting == "DLOCK":
+        stores.reset()

@@ -1,0 +1,127 @@
+"""`LockMiddleware`: errors as HTTP answers, the request as owner, and no lease that outlives its request.
+
+Place it after what every answer needs (security and CORS headers) and before what takes locks or opens transactions.
+"""
+
+from __future__ import annotations
+
+import logging
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Final
+
+from asgiref.sync import iscoroutinefunction, markcoroutinefunction
+from django.core.handlers.exception import convert_exception_to_response
+from django.http import HttpResponse
+
+from dlock_core.errors import DLockError
+from dlock_core.http import answer
+from dlock_core.owner import request_line
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from django.http import HttpRequest
+    from django.http.response import HttpResponseBase
+
+__all__ = ["LockMiddleware"]
+
+LONGEST_LINE: Final = 200
+
+logger = logging.getLogger("dlock")
+
+
+class LockMiddleware:
+    """Answers 409, 423 or 503 to a lock error, and names "POST /orders/42/ship" as the owner of what a request takes.
+
+    The answer is made after the ROLLBACK of ATOMIC_REQUESTS. Errors of the program, such as NotSupported, propagate.
+    A lease that the view forgot is released, with a warning, once the response has been returned; the body of a
+    streaming response is sent after that, without the lease.
+    """
+
+    sync_capable = True
+    async_capable = True
+
+    def __init__(self, get_response: Callable[[HttpRequest], Any]) -> None:
+        self.get_response = _raising(get_response)
+        self.is_async = iscoroutinefunction(get_response)
+        if self.is_async:
+            markcoroutinefunction(self)
+
+    def __call__(self, request: HttpRequest) -> Any:
+        if self.is_async:
+            return self._acall(request)
+        with _named(request) as line:
+            try:
+                return self.get_response(request)
+            except DLockError as error:
+                return self._answer(request, error)
+            finally:
+                _release(line)
+
+    async def _acall(self, request: HttpRequest) -> HttpResponseBase:
+        with _named(request) as line:
+            try:
+                return await self.get_response(request)  # type: ignore[no-any-return]
+            except DLockError as error:
+                return self._answer(request, error)
+            finally:
+                await _arelease(line)
+
+    def process_exception(self, request: HttpRequest, exception: Exception) -> HttpResponse | None:
+        """Answer a lock error of the view; Django calls this outside the view's transaction."""
+        found = answer(exception, request.headers.get("Accept", "")) if isinstance(exception, DLockError) else None
+        if found is None:
+            return None
+        logger.log(logging.ERROR if found.status >= 500 else logging.INFO, "%s: %s", _line(request), exception)
+        return HttpResponse(found.body, status=found.status, headers=found.headers)
+
+    def _answer(self, request: HttpRequest, error: DLockError) -> HttpResponse:
+        response = self.process_exception(request, error)
+        if response is None:
+            raise error
+        return response
+
+
+def _raising(get_response: Callable[[HttpRequest], Any]) -> Callable[[HttpRequest], Any]:
+    """Look behind the wrapper that Django puts around every middleware: it would turn a lock error into a 500."""
+    wrapped = getattr(get_response, "__globals__", {}).get("__name__") == convert_exception_to_response.__module__
+    return get_response.__wrapped__ if wrapped else get_response  # type: ignore[attr-defined, no-any-return]
+
+
+@contextmanager
+def _named(request: HttpRequest) -> Iterator[str]:
+    line = _line(request)
+    token = request_line.set(line)
+    try:
+        yield line
+    finally:
+        request_line.reset(token)
+
+
+def _line(request: HttpRequest) -> str:
+    """Name a request by method and path; a query string may hold what is nobody's business."""
+    text = f"{request.method} {request.path}"[:LONGEST_LINE]
+    return "".join(char if char.isprintable() else "?" for char in text)
+
+
+def _release(line: str) -> None:
+    from django_dlock.locks import release_forgotten
+
+    try:
+        _warn(line, release_forgotten())
+    except DLockError:
+        logger.exception("%s: a forgotten lease could not be released and runs out by itself", line)
+
+
+async def _arelease(line: str) -> None:
+    from django_dlock.locks import release_forgotten_async
+
+    try:
+        _warn(line, await release_forgotten_async())
+    except DLockError:
+        logger.exception("%s: a forgotten lease could not be released and runs out by itself", line)
+
+
+def _warn(line: str, names: list[str]) -> None:
+    if names:
+        logger.warning("%s ended without releasing %s: use `with lock(...)` or @locked", line, ", ".join(names))
