@@ -13,6 +13,7 @@ import signal
 import socket
 import subprocess
 import sys
+import sysconfig
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -184,8 +185,13 @@ def redis_of_wheel() -> str:
 
 def find(program: str, *extra: Path, package: str) -> str:
     """The path of a program of the system; ServerMissing names the Debian package that has it."""
-    outside = [place for place in os.get_exec_path() if not Path(place).is_relative_to(sys.prefix)]
-    places = [*outside, "/usr/sbin", "/usr/local/sbin", *map(str, sorted(extra, reverse=True))]
+    wheels = sysconfig.get_path("scripts") if sys.prefix != sys.base_prefix else None
+    places = [
+        *(place for place in os.get_exec_path() if place != wheels),
+        "/usr/sbin",
+        "/usr/local/sbin",
+        *map(str, sorted(extra, reverse=True)),
+    ]
     found = shutil.which(program, path=os.pathsep.join(places))
     if found is None:
         raise ServerMissing(f"{program} is missing: apt-get install {package}")

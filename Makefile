@@ -1,0 +1,58 @@
+# Two commands do all the set-up:  make demo  and  make test.  `make help` lists the rest.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet
+
+SERVERS := redis-server postgresql mariadb-server
+HEADERS := gcc pkg-config libmariadb-dev python3-dev
+
+.PHONY: help demo test check lint types layers format servers clean
+
+help: ## This list
+	@sed -n 's/^\([a-z]*\):.*## /make \1	/p' Makefile
+
+demo: $(VENV)/demo.stamp ## The race on SQLite and an embedded Redis: what goes wrong without locks, and what each strategy prevents
+	cd example_project && ../$(BIN)/python manage.py race --orders 200 --workers 8
+
+test: $(VENV)/test.stamp servers $(VENV)/mariadb.stamp ## All tests; as root on Debian, servers that are missing are installed first
+	$(BIN)/python -m pytest
+
+check: lint types layers test ## What the continuous integration runs
+
+lint: $(VENV)/lint.stamp ## Style
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(VENV)/test.stamp $(VENV)/lint.stamp ## Types, strict
+	$(BIN)/mypy
+
+layers: $(VENV)/lint.stamp ## Who may import whom
+	$(BIN)/lint-imports --no-logo
+
+format: $(VENV)/lint.stamp ## Repair what style can repair
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean: ## Remove the virtualenv and every cache
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .import_linter_cache .hypothesis .nox
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# Without these servers their tests are skipped, and say why; under CI=true they fail.
+servers:
+	@.ci/debian $(SERVERS) || test "$(CI)" != true
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit("dlock needs Python 3.11 or newer" if sys.version_info < (3, 11) else 0)'
+	@$(PYTHON) -c 'import ensurepip' 2>/dev/null || .ci/debian python3-venv
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) --upgrade 'pip>=25.1'
+
+$(VENV)/demo.stamp $(VENV)/test.stamp $(VENV)/lint.stamp: $(VENV)/%.stamp: pyproject.toml | $(BIN)/python
+	$(PIP) --editable . --group $*
+	@touch $@
+
+$(VENV)/mariadb.stamp: pyproject.toml | $(BIN)/python
+	@.ci/debian $(HEADERS) || true
+	@$(PIP) --group mariadb && touch $@ || { echo "no mysqlclient: the tests on MariaDB cannot run" >&2; test "$(CI)" != true; }
