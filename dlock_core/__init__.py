@@ -1,1 +1,38 @@
 """Leases, fencing, versions and row locks: the part that knows no framework."""
+
+from dlock_core.errors import (
+    AcquireTimeout,
+    AlreadyHeld,
+    BackendUnavailable,
+    DLockError,
+    LeaseLost,
+    NotHeld,
+    NotSupported,
+    RowLocked,
+    SnapshotTooOld,
+    StaleObject,
+    StaleToken,
+)
+from dlock_core.lease import Released
+from dlock_core.lock import AsyncLease, AsyncLock, Lease, Lock
+from dlock_core.registry import connect
+
+__all__ = [
+    "AcquireTimeout",
+    "AlreadyHeld",
+    "AsyncLease",
+    "AsyncLock",
+    "BackendUnavailable",
+    "DLockError",
+    "Lease",
+    "LeaseLost",
+    "Lock",
+    "NotHeld",
+    "NotSupported",
+    "Released",
+    "RowLocked",
+    "SnapshotTooOld",
+    "StaleObject",
+    "StaleToken",
+    "connect",
+]

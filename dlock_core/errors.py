@@ -121,9 +121,7 @@ class RowLocked(DLockError):
     """Another transaction holds the row: NOWAIT, or the time to wait for it (`waited` seconds) ran out."""
 
     def __init__(self, name: str, *, waited: float = 0.0) -> None:
-        super().__init__(
-            f"row {name!r} is locked by another transaction (waited {waited:.3g} s): try again", name=name
-        )
+        super().__init__(f"row {name!r} is locked by another transaction (waited {waited:.3g} s): try again", name=name)
         self.waited, self.retry_after = waited, 1.0
 
 
@@ -132,9 +130,11 @@ class BackendUnavailable(DLockError):
 
     retry_after = 1.0
 
-    def __init__(self, name: str, *, reason: str) -> None:
+    def __init__(self, name: str, *, reason: str, broken: bool = False) -> None:
         super().__init__(f"store unavailable for lock {name!r}: {reason}", name=name)
         self.reason = reason
+        self.broken = broken
+        """A connection that had been idle turned out to be dead: a new one may work at once."""
 
 
 class NotSupported(DLockError, NotImplementedError):

@@ -1,0 +1,1 @@
+"""The stores; each imports its client library only here, and only when it is used."""

@@ -1,0 +1,203 @@
+"""Leases in this process's memory: for tests, and as the shortest complete example of a backend.
+
+All processes of a deployment must share a store; this one is shared only by the threads and tasks of one process.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from dlock_core.backend import Busy, Granted, Holder, LockState, Waiter
+from dlock_core.runtime import clock
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from dlock_core.backend import Renewal, Request
+    from dlock_core.runtime import Runtime, Signal
+
+__all__ = ["MemoryBackend"]
+
+CLAIM = 1.0
+"""Seconds in which a waiter must take up a lock that was handed to it."""
+ALIVE = 5.0
+"""Seconds after its last question in which a waiter keeps its place."""
+
+
+@dataclass(slots=True)
+class _Grant:
+    request: Request
+    token: int
+    since: float
+    until: float
+
+
+@dataclass(slots=True)
+class _Place:
+    request: Request
+    since: float
+    alive_until: float
+    signal: Signal | None = None
+
+
+@dataclass(slots=True)
+class _State:
+    holders: dict[str, _Grant] = field(default_factory=dict)
+    queue: dict[str, _Place] = field(default_factory=dict)
+
+
+class MemoryBackend:
+    """A store in memory; `now` is its clock, seconds that never step back."""
+
+    token_order: ClassVar[Literal["strict", "clock"]] = "strict"
+    expiry: ClassVar[Literal["lease", "session", "connection"]] = "lease"
+    supports_fair: ClassVar[bool] = True
+    supports_shared: ClassVar[bool] = True
+    lists_waiters: ClassVar[bool] = True
+    ttl_min: ClassVar[float] = 0.001
+    ttl_step: ClassVar[float] = 0.001
+
+    def __init__(self, now: Callable[[], float] = clock) -> None:
+        self._now, self._guard = now, threading.Lock()
+        self._states: dict[str, _State] = {}
+        self._tokens = itertools.count(1)
+
+    @classmethod
+    def from_url(cls, url: str) -> MemoryBackend:
+        """Make a new, empty store for `memory://`."""
+        if url.rstrip("/") not in ("memory:", "memory"):
+            raise ValueError("the memory store's URL is memory:// and nothing more")
+        return cls()
+
+    async def try_acquire(
+        self, runtime: Runtime, request: Request, ticket: Any = None, *, unsure: bool = False
+    ) -> Granted | Busy:
+        with self._guard:
+            state = self._live(request.name)
+            if request.holder not in state.holders:
+                self._enqueue(state, request)
+                self._serve(state, barging=None if request.fair else request.holder)
+            grant = state.holders.get(request.holder)
+            if grant is None:
+                return self._busy(state, request)
+            state.queue.pop(request.holder, None)
+            if grant.token <= request.floor:
+                grant.token = self._token(request.floor)
+            grant.until = self._now() + request.ttl
+            return Granted(grant.token, request.ttl)
+
+    async def wait(self, runtime: Runtime, request: Request, busy: Busy, timeout: float) -> None:
+        signal = runtime.signal()
+        with self._guard:
+            place = self._live(request.name).queue.get(request.holder)
+            if place is None:
+                return
+            place.signal, place.alive_until = signal, self._now() + timeout + ALIVE
+        await runtime.wait(signal, timeout)
+
+    async def withdraw(self, runtime: Runtime, request: Request, ticket: Any = None) -> None:
+        self._end(request)
+
+    async def release(
+        self, runtime: Runtime, request: Request, granted: Granted
+    ) -> Literal["released", "absent", "other"]:
+        if self._end(request):
+            return "released"
+        return "other" if self._live(request.name).holders else "absent"
+
+    async def renew_many(self, runtime: Runtime, renewals: Sequence[Renewal]) -> list[float | None]:
+        with self._guard:
+            return [self._renew(renewal.request) for renewal in renewals]
+
+    async def inspect(self, runtime: Runtime, name: str | None = None) -> list[LockState]:
+        with self._guard:
+            names = sorted(self._states) if name is None else [name]
+            states = [self._show(each) for each in names]
+            return states if name is not None else [state for state in states if state.holders or state.waiters]
+
+    async def force_release(self, runtime: Runtime, name: str, token: int) -> bool:
+        with self._guard:
+            state = self._live(name)
+            found = [grant for grant in state.holders.values() if grant.token == token]
+        return any(self._end(grant.request) for grant in found)
+
+    def close(self) -> None:
+        """Nothing to close: the leases stay."""
+
+    def _live(self, name: str) -> _State:
+        state, now = self._states.setdefault(name, _State()), self._now()
+        for holder in [key for key, grant in state.holders.items() if grant.until <= now]:
+            del state.holders[holder]
+        for holder in [key for key, place in state.queue.items() if place.alive_until <= now]:
+            del state.queue[holder]
+        return state
+
+    def _enqueue(self, state: _State, request: Request) -> None:
+        now = self._now()
+        if not request.queue and (state.holders or state.queue):
+            self._serve(state, barging=None)
+        place = state.queue.setdefault(request.holder, _Place(request, now, now + ALIVE))
+        place.alive_until = now + ALIVE
+
+    def _serve(self, state: _State, barging: str | None) -> None:
+        """Grant to the waiters who may come in now, in order; `barging` is served before the others."""
+        order = sorted(state.queue.values(), key=lambda place: place.request.holder != barging)
+        for place in order:
+            request = place.request
+            taken = any(not grant.request.shared for grant in state.holders.values())
+            if taken or (state.holders and not request.shared):
+                return
+            now = self._now()
+            state.holders[request.holder] = _Grant(
+                request, self._token(request.floor), now, now + min(CLAIM, request.ttl)
+            )
+            del state.queue[request.holder]
+            if place.signal is not None:
+                place.signal.set()
+
+    def _busy(self, state: _State, request: Request) -> Busy:
+        if not request.queue:
+            state.queue.pop(request.holder, None)
+        first = min(state.holders.values(), key=lambda grant: grant.until, default=None)
+        if first is None:
+            return Busy(CLAIM)
+        return Busy(max(0.0, first.until - self._now()) + 0.001, first.request.owner)
+
+    def _token(self, floor: int) -> int:
+        token = next(self._tokens)
+        if token <= floor:
+            self._tokens = itertools.count(floor + 2)
+            token = floor + 1
+        return token
+
+    def _renew(self, request: Request) -> float | None:
+        grant = self._live(request.name).holders.get(request.holder)
+        if grant is None:
+            return None
+        grant.until = self._now() + request.ttl
+        return request.ttl
+
+    def _end(self, request: Request) -> bool:
+        with self._guard:
+            state = self._live(request.name)
+            state.queue.pop(request.holder, None)
+            ours = state.holders.pop(request.holder, None) is not None
+            self._serve(state, barging=None)
+            if not state.holders and not state.queue:
+                self._states.pop(request.name, None)
+            return ours
+
+    def _show(self, name: str) -> LockState:
+        state, now = self._live(name), self._now()
+        holders = [
+            Holder(key, grant.token, grant.request.shared, grant.request.owner, grant.until - now, now - grant.since)
+            for key, grant in state.holders.items()
+        ]
+        waiters = [
+            Waiter(key, place.request.shared, place.request.owner, now - place.since)
+            for key, place in state.queue.items()
+        ]
+        return LockState(name, tuple(holders), tuple(waiters))

@@ -1,0 +1,171 @@
+"""Leases in Redis or Valkey (6.2 or newer): one script a step, waiters served in order by the release itself.
+
+The lock key of an exclusive lease is a plain string set with NX and PX, so that other libraries which lock the same
+key exclude us, and we them. (Idea of the value and of NX PX: the distributed locks page of the Redis documentation.)
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal
+
+from dlock_core.backend import Busy, Granted
+from dlock_core.backends.redis import reading
+from dlock_core.backends.redis.clients import connectors, of_url
+from dlock_core.backends.redis.scripts import script
+from dlock_core.backends.redis.wire import AsyncioWire, BlockingWire, Wire, answered, ask, converse
+from dlock_core.errors import BackendUnavailable
+from dlock_core.runtime import Asyncio
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from dlock_core.backend import LockState, Renewal, Request
+    from dlock_core.runtime import Runtime
+
+__all__ = ["RedisBackend"]
+
+SLICE: Final = 2.5
+"""The longest wait in seconds before a waiter shows that it lives; a wake-up that got lost costs no more than this."""
+ALIVE: Final = 5000
+"""Milliseconds after its last sign of life in which a waiter keeps its place."""
+LISTED: Final = 500
+"""Locks read by one inspection request, so that a large listing never holds up the server."""
+FOUND: Final[dict[int, Literal["released", "absent", "other"]]] = {1: "released", 0: "absent", 2: "other"}
+
+
+class RedisBackend:
+    """One Redis server, named by a URL or by an existing redis-py client or pool (blocking or asyncio).
+
+    Its own connections: they reach the same server with the same credentials, and neither wait for the client's pool
+    nor use it up. `timeout` bounds each request, in seconds. `prefix` starts every key.
+    """
+
+    token_order: ClassVar[Literal["strict", "clock"]] = "clock"
+    expiry: ClassVar[Literal["lease", "session", "connection"]] = "lease"
+    supports_fair: ClassVar[bool] = True
+    supports_shared: ClassVar[bool] = True
+    lists_waiters: ClassVar[bool] = True
+    ttl_min: ClassVar[float] = 0.01
+    ttl_step: ClassVar[float] = 0.001
+
+    def __init__(self, client: Any, *, prefix: str = "dlock:", timeout: float = 2.0) -> None:
+        if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not 0 < timeout < math.inf:
+            raise ValueError(f"timeout bounds a request, in seconds greater than 0, not {timeout!r}")
+        if "{" in prefix or "}" in prefix:
+            raise ValueError(f"prefix must not have braces, which are the keys' hash tag: {prefix!r}")
+        blocking, awaiting = connectors(client, timeout)
+        self._blocking, self._asyncio = BlockingWire(blocking), AsyncioWire(awaiting)
+        self._prefix, self._timeout = prefix, timeout
+        self._globals = (f"{prefix}token", f"{prefix}held")
+        self._acquire, self._release = script("acquire"), script("release")
+
+    @classmethod
+    def from_url(cls, url: str, **options: Any) -> RedisBackend:
+        """Reach the server at redis://, rediss:// or unix://."""
+        return cls(of_url(url), **options)
+
+    def lock_key(self, name: str) -> str:
+        """Give the key of a lock, for other libraries that shall exclude us."""
+        return f"{self._prefix}{{{name}}}"
+
+    async def try_acquire(
+        self, runtime: Runtime, request: Request, ticket: Any = None, *, unsure: bool = False
+    ) -> Granted | Busy:
+        keys, args = self._question(request)
+        return self._answer(
+            request, await ask(self._wire(runtime), runtime, request.name, self._acquire, keys, args, self._timeout)
+        )
+
+    async def wait(self, runtime: Runtime, request: Request, busy: Busy, timeout: float) -> Granted | Busy | None:
+        """Sleep on our private wake-up list; the next attempt is sent along and made the moment the list wakes us."""
+        seconds = min(timeout, SLICE, request.ttl / 4)
+        if busy.ticket is None:  # another library's lock: it will not wake us
+            await runtime.sleep(min(seconds, random.uniform(0.05, 0.1)))  # noqa: S311 - only jitter
+            return None
+        keys, args = self._question(request)
+        sleep = ("BLPOP", args[-1] + request.holder, f"{max(seconds, 0.001):.3f}")
+        again = ("EVALSHA", self._acquire.sha, len(keys), *keys, *args)
+        wire, limit = self._wire(runtime), seconds + self._timeout
+        woken, reply = await converse(wire, runtime, request.name, [sleep, again], limit)
+        answered(request.name, woken)
+        return None if isinstance(reply, Exception) else self._answer(request, reply)
+
+    async def withdraw(self, runtime: Runtime, request: Request, ticket: Any = None) -> None:
+        keys, wake = self._keys(request.name)
+        await self._ask(runtime, request.name, "withdraw", keys, (request.holder, wake))
+
+    async def release(
+        self, runtime: Runtime, request: Request, granted: Granted
+    ) -> Literal["released", "absent", "other"]:
+        keys, wake = self._keys(request.name)
+        args = (request.holder, wake)
+        return FOUND[await ask(self._wire(runtime), runtime, request.name, self._release, keys, args, self._timeout)]
+
+    async def renew_many(self, runtime: Runtime, renewals: Sequence[Renewal]) -> list[float | None]:
+        requests = [renewal.request for renewal in renewals]
+        keys = (self._globals[1], *[self.lock_key(request.name) for request in requests])
+        args = [item for request in requests for item in (request.holder, math.ceil(request.ttl * 1000))]
+        renewed = await self._ask(runtime, requests[0].name, "renew", keys, tuple(args))
+        return [request.ttl if ours else None for request, ours in zip(requests, renewed, strict=True)]
+
+    async def inspect(self, runtime: Runtime, name: str | None = None) -> list[LockState]:
+        keys = [self.lock_key(name).encode()] if name is not None else await self._held(runtime)
+        states: list[LockState] = []
+        for start in range(0, len(keys), LISTED):
+            part = keys[start : start + LISTED]
+            replies = await self._ask(runtime, name or "*", "inspect", tuple(part), ())
+            states += [reading.state(self._name(key), reply) for key, reply in zip(part, replies, strict=True)]
+        return states if name is not None else [state for state in states if state.holders or state.waiters]
+
+    async def force_release(self, runtime: Runtime, name: str, token: int) -> bool:
+        keys, wake = self._keys(name)
+        return bool(await self._ask(runtime, name, "force_release", keys, (token, wake)))
+
+    def close(self) -> None:
+        """Close the idle connections; leases stay as they are."""
+        self._blocking.close()
+        self._asyncio.close()
+
+    def _wire(self, runtime: Runtime) -> Wire:
+        return self._asyncio if isinstance(runtime, Asyncio) else self._blocking
+
+    def _keys(self, name: str) -> tuple[tuple[str, str, str], str]:
+        key = f"{self._prefix}{{{name}}}"
+        return (key, *self._globals), key + ":wake:"
+
+    def _question(self, request: Request) -> tuple[tuple[str, str, str], tuple[Any, ...]]:
+        keys, wake = self._keys(request.name)
+        mode, place, barge = "s" if request.shared else "x", ALIVE if request.queue else 0, 0 if request.fair else 1
+        return keys, (
+            request.holder,
+            math.ceil(request.ttl * 1000),
+            mode,
+            request.owner,
+            place,
+            request.floor,
+            barge,
+            wake,
+        )
+
+    def _answer(self, request: Request, reply: Any) -> Granted | Busy:
+        if reply[0] == 1:
+            return Granted(reply[1], reply[2] / 1000)
+        owner = reply[2].decode(errors="replace")
+        parts = owner.split("|", 3)
+        if len(parts) < 4 and owner:
+            return Busy(reply[1] / 1000, "a client that is not dlock")
+        return Busy(reply[1] / 1000, parts[-1], ticket=request.holder)
+
+    async def _ask(self, runtime: Runtime, name: str, which: str, keys: Any, args: Any) -> Any:
+        return await ask(self._wire(runtime), runtime, name, script(which), keys, args, self._timeout)
+
+    async def _held(self, runtime: Runtime) -> list[bytes]:
+        (keys,) = await converse(
+            self._wire(runtime), runtime, "*", [("ZRANGE", self._globals[1], 0, -1)], self._timeout
+        )
+        return sorted(answered("*", keys))
+
+    def _name(self, key: bytes) -> str:
+        return key.decode()[len(self._prefix) + 1 : -1]

@@ -1,0 +1,78 @@
+-- acquire.lua: take the lock, or a place in its queue; idempotent by holder.
+-- KEYS  lock, token counter[, list of held locks]
+-- ARGV  holder, ttl ms, mode x|s, owner, place in the queue lives for ms (0: take none), floor, barge 0|1, wake-up prefix
+-- reply {1, token, ttl ms} granted | {0, ms until it makes sense to ask again, owner} busy
+local lock, tokens, index = KEYS[1], KEYS[2], KEYS[3]
+local holder, ttl, mode, wake = ARGV[1], tonumber(ARGV[2]), ARGV[3], ARGV[8]
+local value, counter = unpack(redis.call('MGET', lock, tokens))
+
+if not value and mode == 'x' and redis.call('EXISTS', lock .. ':q') == 0 then
+  local at = redis.call('TIME')
+  local token = math.max((tonumber(counter) or 0) + 1, at[1] * 1000000 + at[2], ARGV[6] + 1)
+  local text = string.format('%.0f', token)
+  if redis.call('SET', lock, holder .. '|' .. text .. '|' .. at[1] .. '|' .. ARGV[4], 'NX', 'PX', ttl) then
+    redis.call('SET', tokens, text)
+    if index then redis.call('ZADD', index, at[1] * 1000 + ttl, lock) end
+    return {1, token, ttl}
+  end
+end
+--#include queue.lua
+local kind = redis.call('TYPE', lock).ok
+if kind ~= 'string' and kind ~= 'none' then
+  return {0, math.max(redis.call('PTTL', lock), 100), 'a key of another type'}
+end
+
+local function mine()
+  local text = redis.call('GET', lock)
+  if text == 'shared' then
+    text = redis.call('ZSCORE', sharers, holder) and redis.call('HGET', owners, holder)
+  end
+  if not text or string.sub(text, 1, 33) ~= holder .. '|' then return nil end
+  leave(holder)
+  redis.call('DEL', wake .. holder)
+  return tonumber(string.match(text, '^%x+|(%d+)|'))
+end
+
+local function confirm(token)
+  local floor = tonumber(ARGV[6])
+  if token <= floor then
+    redis.call('ZREM', sharers, holder)
+    return {1, grant(holder, mode, ARGV[4], ttl, floor), ttl}
+  end
+  if mode == 'x' then
+    redis.call('PEXPIRE', lock, ttl)
+  else
+    redis.call('ZADD', sharers, now + ttl, holder)
+    for _, key in ipairs({lock, sharers, owners}) do
+      redis.call('PEXPIRE', key, math.max(ttl, redis.call('PTTL', key)))
+    end
+  end
+  note(ttl)
+  return {1, token, ttl}
+end
+
+if value == 'shared' then prune() end
+local token = mine()
+if not token then
+  local place = string.format('%.0f|%s|%.0f|%s|%s', now + math.max(tonumber(ARGV[5]), 1), mode, ttl, ARGV[6], ARGV[4])
+  local arrival = ARGV[7] == '1' and 0 or time[1] * 1000000 + time[2]
+  redis.call('ZADD', queue, 'NX', arrival, holder)
+  redis.call('HSET', places, holder, place)
+  redis.call('PEXPIRE', queue, 3600000)
+  redis.call('PEXPIRE', places, 3600000)
+  serve()
+  token = mine()
+end
+if token then return confirm(token) end
+if ARGV[5] == '0' then
+  leave(holder)
+  serve()
+end
+value = redis.call('GET', lock)
+local left, ours = redis.call('PTTL', lock), value and (value == 'shared' or string.match(value, '^%x+|%d+|%d+|'))
+if not ours then note(tonumber(ARGV[5])) end
+if value == 'shared' then
+  left = tonumber(redis.call('ZRANGE', sharers, 0, 0, 'WITHSCORES')[2]) - now
+  value = redis.call('HGET', owners, redis.call('ZRANGE', sharers, 0, 0)[1])
+end
+return {0, ours and math.max(left, 0) + 1 or 100, value or ''}

@@ -1,0 +1,21 @@
+-- inspect.lua: show who holds and who waits for some locks; reads only.
+-- KEYS  locks
+-- reply for each lock: {value, ms left, {sharer, expiry ms, text, ...}, {waiter, arrival us, place, ...}, server's ms}
+local time, answers = redis.call('TIME'), {}
+local now = time[1] * 1000 + math.floor(time[2] / 1000)
+for i, lock in ipairs(KEYS) do
+  local value, sharers, waiters = redis.pcall('GETRANGE', lock, 0, -1), {}, {}
+  if type(value) == 'table' then value = 'a key of another type' end
+  if value == 'shared' then
+    local live = redis.call('ZRANGEBYSCORE', lock .. ':s', now, '+inf', 'WITHSCORES')
+    for j = 1, #live, 2 do
+      sharers[#sharers + 1] = {live[j], live[j + 1], redis.call('HGET', lock .. ':o', live[j]) or ''}
+    end
+  end
+  local line = redis.call('ZRANGE', lock .. ':q', 0, -1, 'WITHSCORES')
+  for j = 1, #line, 2 do
+    waiters[#waiters + 1] = {line[j], line[j + 1], redis.call('HGET', lock .. ':w', line[j]) or ''}
+  end
+  answers[i] = {value, redis.call('PTTL', lock), sharers, waiters, string.format('%.0f', now)}
+end
+return answers

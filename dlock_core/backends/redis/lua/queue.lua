@@ -1,0 +1,61 @@
+-- queue.lua: the waiters of a lock, included by the scripts that grant or end a lease.
+-- Expects `lock` (key), `tokens` (key of the counter), `index` (key of the list of held locks, or nil) and `wake`
+-- (prefix of the private wake-up lists). All keys of a lock carry its hash tag, so they live in one slot.
+local CLAIM, queue, places, sharers, owners = 2000, lock .. ':q', lock .. ':w', lock .. ':s', lock .. ':o'
+local time = redis.call('TIME')
+local now = time[1] * 1000 + math.floor(time[2] / 1000)
+
+local function draw(floor)
+  local token = math.max((tonumber(redis.call('GET', tokens)) or 0) + 1, time[1] * 1000000 + time[2], floor + 1)
+  redis.call('SET', tokens, string.format('%.0f', token))
+  return token
+end
+
+local function note(ttl)
+  if index then redis.call('ZADD', index, now + ttl, lock) end
+end
+
+local function prune()
+  redis.call('ZREMRANGEBYSCORE', sharers, '-inf', now)
+  if redis.call('EXISTS', sharers) == 0 then redis.call('DEL', lock, owners) end
+end
+
+local function grant(holder, mode, owner, ttl, floor)
+  local token = draw(tonumber(floor))
+  local text = holder .. '|' .. string.format('%.0f', token) .. '|' .. time[1] .. '|' .. owner
+  if mode == 'x' then
+    redis.call('SET', lock, text, 'PX', ttl)
+  else
+    redis.call('ZADD', sharers, now + ttl, holder)
+    redis.call('HSET', owners, holder, text)
+    local longest = math.max(ttl, redis.call('PTTL', lock))
+    redis.call('SET', lock, 'shared', 'PX', longest)
+    redis.call('PEXPIRE', sharers, longest)
+    redis.call('PEXPIRE', owners, longest)
+  end
+  note(ttl)
+  return token
+end
+
+local function leave(holder)
+  redis.call('ZREM', queue, holder)
+  redis.call('HDEL', places, holder)
+end
+
+local function serve()
+  while true do
+    local value, head = redis.call('GET', lock), redis.call('ZRANGE', queue, 0, 0)[1]
+    if not head or (value and value ~= 'shared') then return end
+    local alive, mode, ttl, floor, owner = string.match(redis.call('HGET', places, head) or '', '^(%d+)|(%a)|(%d+)|(%d+)|(.*)$')
+    if not alive or tonumber(alive) < now then
+      leave(head)
+    elseif value and mode == 'x' then
+      return
+    else
+      leave(head)
+      grant(head, mode, owner, math.min(CLAIM, tonumber(ttl)), floor)
+      redis.call('RPUSH', wake .. head, 1)
+      redis.call('PEXPIRE', wake .. head, CLAIM)
+    end
+  end
+end

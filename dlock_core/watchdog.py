@@ -1,0 +1,145 @@
+"""Renews every lease of this process, in batches: one thread and one request per store, for any number of leases.
+
+A renewal is answered renewed, lost, or not at all. No answer is not a loss: it is asked again soon, and becomes one
+when the lease's own validity is over. Leases are known by weak reference, so one that was thrown away runs out.
+(Idea: the lease monitor of madelson/DistributedLock.)
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import weakref
+from typing import TYPE_CHECKING, Final
+
+from dlock_core.backend import Renewal
+from dlock_core.errors import BackendUnavailable
+from dlock_core.runtime import BLOCKING, clock, run
+
+if TYPE_CHECKING:
+    from dlock_core.backend import Backend
+    from dlock_core.lease import Held
+
+__all__ = ["unwatch", "watch"]
+
+logger = logging.getLogger("dlock")
+
+TICKS: Final = 32
+"""Leases that are due in the same 1/32 s share a bucket, so that watching one costs the same whatever their number."""
+BATCH: Final = 1000
+IDLE: Final = 10.0
+"""Seconds without a lease after which the thread ends."""
+
+
+class Watchdog:
+    """The renewing thread of one store."""
+
+    def __init__(self) -> None:
+        self._guard = threading.Lock()
+        self._wake = threading.Event()
+        self._due: dict[int, set[weakref.ref[Held]]] = {}
+        self._next = 0
+        self._thread: threading.Thread | None = None
+
+    def watch(self, held: Held, seconds: float) -> None:
+        """Renew this lease in so many seconds."""
+        held.due = due = int((clock() + seconds) * TICKS)
+        with self._guard:
+            self._due.setdefault(due, set()).add(weakref.ref(held))
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="dlock-watchdog", daemon=True)
+                self._thread.start()
+            elif due < self._next:
+                self._wake.set()
+
+    def unwatch(self, held: Held) -> None:
+        """Forget this lease."""
+        with self._guard:
+            bucket = self._due.get(held.due)
+            if bucket is not None:
+                bucket.discard(weakref.ref(held))
+                if not bucket:
+                    del self._due[held.due]
+
+    def _run(self) -> None:
+        while (pause := self._pause()) is not None:
+            self._wake.wait(pause)
+            self._wake.clear()
+            leases = self._take()
+            for start in range(0, len(leases), BATCH):
+                self._renew(leases[start : start + BATCH])
+
+    def _pause(self) -> float | None:
+        """Tell how long nothing is due; None, and no thread any more, when nothing has been for long."""
+        with self._guard:
+            idle = not self._due
+            if idle and self._next < 0:
+                self._thread = None
+                return None
+            self._next = -1 if idle else min(self._due)
+            return IDLE if idle else max(0.0, self._next / TICKS - clock())
+
+    def _take(self) -> list[Held]:
+        now = clock() * TICKS
+        with self._guard:
+            due = [tick for tick in self._due if tick <= now]
+            leases = [ref() for tick in due for ref in self._due.pop(tick)]
+        return [held for held in leases if held is not None and held.renewing and held.ended is None]
+
+    def _renew(self, leases: list[Held]) -> None:
+        sent, reason = clock(), "it could not be renewed in time"
+        answers: list[float | None] = []
+        try:
+            answers = run(leases[0].backend.renew_many(BLOCKING, [Renewal(h.request, h.granted) for h in leases]))
+        except BackendUnavailable as error:
+            reason = f"{reason}: {error.reason}"
+        except Exception:  # this thread must outlive any surprise: every lease depends on it
+            logger.exception("dlock: a renewal failed")
+        if answers:
+            for held, valid_for in zip(leases, answers, strict=True):
+                self._renewed(held, sent, valid_for)
+        else:
+            for held in leases:
+                self._unknown(held, reason)
+
+    def _renewed(self, held: Held, sent: float, valid_for: float | None) -> None:
+        if not held.renewing:
+            return
+        if valid_for is None:
+            held.lose("the store gave it to another, or forgot it")
+            return
+        held.extend(sent, valid_for)
+        self.watch(held, valid_for / 3)
+
+    def _unknown(self, held: Held, reason: str) -> None:
+        left = held.until - clock()
+        if left <= 0:
+            held.lose(reason)
+        elif held.renewing:
+            self.watch(held, min(left, max(held.request.ttl / 20, 1 / TICKS)))
+
+
+_dogs: weakref.WeakKeyDictionary[Backend, Watchdog] = weakref.WeakKeyDictionary()
+
+
+def watch(held: Held) -> None:
+    """Renew the lease, from a third of its ttl on, until it is released, lost or thrown away."""
+    dog = _dogs.get(held.backend)
+    if dog is None:
+        dog = _dogs.setdefault(held.backend, Watchdog())
+    dog.watch(held, (held.until - clock()) / 3)
+
+
+def unwatch(held: Held) -> None:
+    """Stop renewing the lease."""
+    dog = _dogs.get(held.backend)
+    if dog is not None:
+        dog.unwatch(held)
+
+
+def _after_fork_in_child() -> None:
+    _dogs.clear()  # the threads did not come along, and their locks may be taken for ever
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)
