@@ -1,6 +1,6 @@
 """Which errors mean "somebody was faster, start over", and the loop that starts over.
 
-A database error is told by its driver's code, never by its text. No driver is imported: an error knows where it comes from.
+A database error is told by its driver's code, never by its text. No driver is imported: a class knows its module.
 """
 
 from __future__ import annotations
