@@ -169,7 +169,7 @@ def _backend(alias: str, given: Any, options: dict[str, Any]) -> Backend:
 
 
 def _made(given: Any, options: dict[str, Any]) -> Backend:
-    if not isinstance(given, str) or "://" in given:
+    if not isinstance(given, str) or ":" in given:
         return connect(given, **options)
     backend = import_string(given)(**options)
     if not hasattr(backend, "try_acquire"):
@@ -179,8 +179,8 @@ def _made(given: Any, options: dict[str, Any]) -> Backend:
 
 def _tells_secret(text: str, url: str) -> bool:
     """Find any piece of a URL's password in a text; a "/" in a password makes parsers quote one half of it."""
-    before_host = url.partition("://")[2].rpartition("@")[0]
-    secrets = [before_host.partition(":")[2] or before_host, *re.findall(r"(?i)pass\w*=([^&#]*)", url)]
+    login = url.partition(":")[2].rpartition("@")[0]
+    secrets = [login, *re.findall(r"(?i)pass\w*=([^&#]*)", url)]
     pieces = {piece for secret in secrets for whole in (secret, unquote(secret)) for piece in re.split(r"\W", whole)}
     return any(piece in text for piece in pieces if piece)
 

@@ -61,7 +61,7 @@ class LockMiddleware:
     async def _acall(self, request: HttpRequest) -> HttpResponseBase:
         with _named(request) as line:
             try:
-                return await self.get_response(request)  # type: ignore[no-any-return]
+                return await self.get_response(request)
             except DLockError as error:
                 return self._answer(request, error)
             finally:

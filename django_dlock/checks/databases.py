@@ -61,7 +61,7 @@ def _mysql(alias: str, connection: BaseDatabaseWrapper) -> Iterator[CheckMessage
 
 
 def _postgresql(alias: str, connection: BaseDatabaseWrapper) -> Iterator[CheckMessage]:
-    from django.db.backends.postgresql.psycopg_any import IsolationLevel
+    from django.db.backends.postgresql.psycopg_any import IsolationLevel  # type: ignore[import-untyped]
 
     level = _options(connection).get("isolation_level", IsolationLevel.READ_COMMITTED)
     name = next((known.name for known in IsolationLevel if known == level), "")
@@ -72,7 +72,7 @@ def _isolation(alias: str, level: str, wanted: str, check_id: str) -> Iterator[C
     if level in RAISED and (is_declared() or _uses_rows()):
         yield Warning(
             f"Database {alias!r} runs at {level}: a lock taken after the first read of a transaction protects nothing.",
-            hint=f"Set DATABASES[{alias!r}]['OPTIONS']['isolation_level'] to {wanted}, or take every lock before BEGIN.",
+            hint=f"Set its OPTIONS['isolation_level'] to {wanted}, or take every lock before BEGIN.",
             id=check_id,
         )
 
@@ -82,7 +82,7 @@ def check_atomic_requests(**_: Any) -> list[CheckMessage]:
     """I001: what ATOMIC_REQUESTS means for a lease taken in the body of a view."""
     return [
         Info(
-            f"Database {alias!r} has ATOMIC_REQUESTS: lock() in the body of a view is asked for inside the transaction.",
+            f"Database {alias!r} has ATOMIC_REQUESTS: lock() in a view's body is asked for inside the transaction.",
             hint="Put @locked on the view: it takes the lease before BEGIN and gives it back after COMMIT.",
             id="dlock.I001",
         )
