@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
+from contextlib import suppress
 from datetime import timedelta
 
 import pytest
@@ -72,21 +73,28 @@ def test_wait_may_be_for_ever():
         assert stores["default"].wait is None
 
 
+class SlowBackend(FakeBackend):
+    """Its constructor waits for a second thread to be in it, too."""
+
+    both_inside = threading.Barrier(2, timeout=0.3)
+
+    def __init__(self):
+        super().__init__()
+        with suppress(threading.BrokenBarrierError):
+            self.both_inside.wait()
+
+
 def test_the_backend_is_shared_by_all_threads_and_made_once():
-    found, barrier = [], threading.Barrier(8)
+    found = []
 
-    def ask():
-        barrier.wait(10)
-        found.append(stores["default"])
-
-    with only(BACKEND=FAKE):
-        threads = [threading.Thread(target=ask) for _ in range(8)]
+    with only(BACKEND=f"{__name__}.SlowBackend"):
+        threads = [threading.Thread(target=lambda: found.append(stores["default"])) for _ in range(4)]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
 
-    assert len(found) == 8
+    assert len(found) == 4
     assert len({id(store) for store in found}) == len(FakeBackend.made) == 1
 
 
