@@ -1,0 +1,65 @@
+"""Calls hooks before the statements that user code sends on one database connection.
+
+Its wrapper is the first of the connection's execute wrappers, which live as long as the connection object.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
+
+from django_dlock.watch import is_open
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from django.db.backends.base.base import BaseDatabaseWrapper
+
+    Hook: TypeAlias = Callable[[BaseDatabaseWrapper, str, bool], None]
+
+__all__ = ["Announcer", "announcer"]
+
+# After an error PostgreSQL accepts nothing before the rollback to a savepoint.
+_DJANGOS_OWN: Final = ("BEGIN", "RELEASE SAVEPOINT", "ROLLBACK TO SAVEPOINT")
+
+
+class Announcer:
+    """The execute wrapper of one connection; hooks never hear of each other's statements or their own."""
+
+    def __init__(self) -> None:
+        self.hooks: list[Hook] = []
+        self.is_busy = False
+
+    def __call__(self, execute: Callable[..., Any], sql: Any, params: Any, *rest: Any) -> Any:
+        """Stand in for Django's execute(sql, params, many, context)."""
+        if not self.is_busy:
+            self.announce(rest[1]["connection"], _text(sql))
+        return execute(sql, params, *rest)
+
+    def announce(self, connection: BaseDatabaseWrapper, sql: str) -> None:
+        inside = is_open(connection)
+        if sql.startswith(_DJANGOS_OWN) or (sql.startswith("SAVEPOINT") and not inside):
+            return
+        self.is_busy = True
+        try:
+            for hook in self.hooks:
+                hook(connection, sql, inside)
+        finally:
+            self.is_busy = False
+
+
+def announcer(connection: BaseDatabaseWrapper) -> Announcer:
+    """The announcer of a connection, set up when first asked for."""
+    for wrapper in connection.execute_wrappers:
+        if isinstance(wrapper, Announcer):
+            return wrapper
+    new = Announcer()
+    # Not at the end: execute_wrapper() takes away whatever is last when its block is left.
+    connection.execute_wrappers.insert(0, new)
+    return new
+
+
+def _text(sql: Any) -> str:
+    """The statement as text: psycopg also takes bytes and its own composed objects."""
+    if isinstance(sql, bytes):
+        return sql.decode(errors="replace")
+    return str(sql.as_string(None) if hasattr(sql, "as_string") else sql)
