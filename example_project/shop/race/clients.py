@@ -1,0 +1,112 @@
+"""The customers of a race: processes that ship and cancel the same orders at the same moment, over HTTP.
+
+Knows no Django and no database: what it tells is what a customer sees.
+"""
+
+import multiprocessing
+import multiprocessing.synchronize
+import random
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from http.client import HTTPConnection, HTTPException, HTTPResponse
+from http.cookies import SimpleCookie
+
+from shop.race import RaceFailed
+
+PATIENCE = 60  # seconds to wait for an answer of the shop, or a report of a client
+
+ACTIONS = ("ship", "cancel")
+
+
+@dataclass(frozen=True)
+class Pair:
+    """One order, and the two requests to be sent for it at once."""
+
+    port: int
+    order: int
+    csrf: str
+    actions: list[str]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What one request was told: the HTTP status (0: no answer), and when, on a clock that all processes share."""
+
+    status: int
+    started: float
+    ended: float
+    retries: int = 0
+
+
+def race(port: int, orders: list[int], workers: int, seed: int) -> Iterator[list[Answer]]:
+    """Send a ship and a cancel for every order, `workers` orders at a time; give the answers of each."""
+    chance = random.Random(seed)
+    csrf = csrf_cookie(port, orders[0])
+    pairs = [Pair(port, order, csrf, chance.sample(ACTIONS, 2)) for order in orders]
+    try:
+        yield from answers(chance.sample(pairs, len(pairs)), workers)
+    except (multiprocessing.TimeoutError, threading.BrokenBarrierError):
+        raise RaceFailed(f"a client process has not reported within {PATIENCE} s") from None
+
+
+def answers(pairs: list[Pair], workers: int) -> Iterator[list[Answer]]:
+    processes = multiprocessing.get_context("spawn")
+    all_here = processes.Barrier(workers + 1)
+    with processes.Pool(workers, initializer=arrive, initargs=(all_here,)) as pool:
+        all_here.wait(PATIENCE)
+        reports = pool.imap_unordered(send_both, pairs)
+        for _ in pairs:
+            yield reports.next(PATIENCE)
+
+
+def arrive(all_here: multiprocessing.synchronize.Barrier) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, who stops us
+    all_here.wait(PATIENCE)
+
+
+def send_both(pair: Pair) -> list[Answer]:
+    gate = threading.Barrier(2)
+    with ThreadPoolExecutor(2) as threads:
+        return list(threads.map(lambda action: send(pair, action, gate), pair.actions))
+
+
+def send(pair: Pair, action: str, gate: threading.Barrier) -> Answer:
+    gate.wait()
+    started, status, retries = time.monotonic(), 0, 0
+    try:
+        response = ask(pair.port, "POST", f"/orders/{pair.order}/{action}/", pair.csrf)
+        status, retries = response.status, int(response.headers.get("Shop-Retries", 0))
+    except (OSError, HTTPException):
+        pass  # told as status 0
+    return Answer(status, started, time.monotonic(), retries)
+
+
+def ask(port: int, method: str, path: str, csrf: str = "") -> HTTPResponse:
+    connection = HTTPConnection("127.0.0.1", port, timeout=PATIENCE / 2)
+    try:
+        connection.request(method, path, headers={"Cookie": f"csrftoken={csrf}", "X-CSRFToken": csrf} if csrf else {})
+        response = connection.getresponse()
+        response.read()
+        return response
+    finally:
+        connection.close()
+
+
+def csrf_cookie(port: int, order: int) -> str:
+    """Open an order's page, as everybody does who then clicks on a button there."""
+    page = ask(port, "GET", f"/orders/{order}/")
+    if page.status != 200:
+        raise RaceFailed(f"the shop cannot show an order: HTTP {page.status}")
+    return SimpleCookie(page.headers["Set-Cookie"])["csrftoken"].value
+
+
+def is_open(port: int) -> bool:
+    """Tell whether anybody answers there."""
+    try:
+        return bool(ask(port, "GET", "/"))
+    except (OSError, HTTPException):
+        return False

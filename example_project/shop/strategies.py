@@ -1,0 +1,50 @@
+"""Ship and cancel, protected in four ways: read them side by side.
+
+`act` is `ship` or `cancel` of shop.actions. All four views do the same; they differ in how the order is read and saved.
+"""
+
+from django.db import transaction
+from django.http import HttpRequest, HttpResponse
+
+from django_dlock import locked, pk, retry_on_conflict
+from shop.actions import Act
+from shop.answers import answer
+from shop.models import Order
+
+
+def none(request: HttpRequest, pk: int, act: Act) -> HttpResponse:
+    """No protection: a transaction keeps our writes together, but the order may change after we have read it."""
+    order = Order.objects.get(pk=pk)
+    with transaction.atomic():
+        event = act(order)
+        order.save()
+    return answer(request, event)
+
+
+def row(request: HttpRequest, pk: int, act: Act) -> HttpResponse:
+    """A row lock: the second request waits in the database, before it reads, until the first has committed."""
+    with Order.locked_row(pk) as order:
+        event = act(order)
+        order.save()
+    return answer(request, event)
+
+
+@retry_on_conflict(attempts=5)
+def version(request: HttpRequest, pk: int, act: Act) -> HttpResponse:
+    """A version column: nobody waits; who saves second is rolled back, and starts again from a fresh read."""
+    order = Order.objects.get(pk=pk)
+    event = act(order)
+    order.save_with_version()
+    return answer(request, event)
+
+
+@locked("order", pk)
+def lease(request: HttpRequest, pk: int, act: Act) -> HttpResponse:
+    """A lease on Redis, held until COMMIT: for work in several tables, several databases, or outside of them."""
+    order = Order.objects.get(pk=pk)
+    event = act(order)
+    order.save()
+    return answer(request, event)
+
+
+STRATEGIES = {"none": none, "row": row, "version": version, "lease": lease}

@@ -1,0 +1,71 @@
+"""The shop's race in small, run as a newcomer runs it: without protection orders are shipped and refunded, with it never."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SHOP = Path(__file__).parents[2] / "example_project"
+ANOMALIES = ("both_shipped_and_cancelled", "refunds_of_shipped", "lost_updates")
+KEYS = ["strategy", "orders", *ANOMALIES, "conflicts", "retries", "p50_ms", "p99_ms", "throughput"]
+
+pytestmark = pytest.mark.timeout(300)
+
+
+def shop(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    clean = {name: value for name, value in os.environ.items() if name not in {"DATABASE_URL", "REDIS_URL"}}
+    command = [sys.executable, "manage.py", *arguments]
+    variables = clean | {"PYTHONPATH": str(SHOP.parent), "DJANGO_SETTINGS_MODULE": "shopsite.settings"} | environment
+    return subprocess.run(command, cwd=SHOP, env=variables, capture_output=True, text=True, check=False)
+
+
+def race(strategy: str, *, orders: int) -> dict[str, object]:
+    done = shop("race", "--strategy", strategy, "--orders", str(orders), "--workers", "4", "--format", "json")
+    assert done.returncode == 0, done.stderr
+    [result] = json.loads(done.stdout)
+    return result
+
+
+def test_without_protection_orders_are_both_shipped_and_refunded():
+    for orders in (30, 60, 120, 240):  # chance decides; four times none at all is past believing
+        result = race("none", orders=orders)
+        if all(result[name] for name in ANOMALIES):
+            return
+    pytest.fail(f"the race does not show what it is for: {result}")
+
+
+@pytest.mark.parametrize("strategy", ["row", "version", "lease"])
+def test_under_protection_no_order_is_both_shipped_and_refunded_and_no_update_is_lost(strategy):
+    result = race(strategy, orders=30)
+    assert {name: result[name] for name in ANOMALIES} == dict.fromkeys(ANOMALIES, 0)
+    assert (result["orders"], result["conflicts"]) == (
+        30,
+        30,
+    )  # one of each pair was done, the other told that it is too late
+
+
+def test_the_report_in_json_has_exactly_the_promised_keys():
+    assert list(race("none", orders=2)) == KEYS
+
+
+@pytest.mark.parametrize(
+    ("arguments", "environment", "message"),
+    [
+        (["--orders", "0"], {}, "--orders: must be a whole number of at least 1"),
+        (["--workers", "0"], {}, "--workers: must be a whole number of at least 1"),
+        (["--strategy", "luck"], {}, "invalid choice: 'luck'"),
+        ([], {"DATABASE_URL": "postgres://me:hush@127.0.0.1:1/shop"}, "the database of DATABASE_URL cannot be reached"),
+        ([], {"DATABASE_URL": "oracle://me:hush@127.0.0.1/shop"}, "DATABASE_URL must begin with one of"),
+        ([], {"REDIS_URL": "redis://:hush@127.0.0.1:1/0"}, "the Redis of REDIS_URL cannot be reached"),
+        ([], {"REDIS_URL": "redis://:hu/sh@127.0.0.1:1/0"}, "REDIS_URL must be like"),
+    ],
+)
+def test_bad_input_is_told_in_one_line_without_traceback_or_password(arguments, environment, message):
+    done = shop("race", *arguments, **environment)
+    assert done.returncode != 0
+    assert message in done.stderr.splitlines()[-1]
+    assert "Traceback" not in done.stderr
+    assert "hush" not in done.stdout + done.stderr
