@@ -3,7 +3,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip install --quiet
+PIP := $(BIN)/python -m pip install --quiet --quiet
 
 SERVERS := redis-server postgresql mariadb-server
 HEADERS := gcc pkg-config libmariadb-dev python3-dev

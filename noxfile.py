@@ -1,4 +1,4 @@
-"""The tests on each pair of Python and Django that we promise: `nox`, or one of them: `nox -s 'tests(python="3.12")'`."""
+"""The tests on each pair of Python and Django that we promise: `nox`, or one of them: `nox -s tests-3.12`."""
 
 import nox
 
