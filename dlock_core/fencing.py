@@ -103,7 +103,7 @@ async def _shared_row(database: Database, dialect: Dialect, claim: Claim) -> int
 async def _any(database: Database, statements: tuple[str, ...], claim: Claim) -> bool:
     for sql in statements:
         changed, row = await database.execute(sql, _params(claim))
-        if changed if row is None else row[0]:
+        if (changed if row is None else row[0] or 0) > 0:
             return True
     return False
 

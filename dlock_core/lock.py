@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from dlock_core.backend import Backend
 
-__all__ = ["AsyncLease", "AsyncLock", "Lease", "Lock"]
+__all__ = ["AsyncLease", "AsyncLock", "Lease", "LeaseView", "Lock", "new_request", "supported_ttl"]
 
 logger = logging.getLogger("dlock")
 
@@ -37,13 +37,13 @@ _mine: WeakValueDictionary[tuple[Hashable, int, str], Held] = WeakValueDictionar
 """What each thread or task holds, so that asking twice is an error at once and never a deadlock with oneself."""
 
 
-class _Lease:
-    """What both kinds of lease tell about themselves; none of it does I/O."""
+class LeaseView:
+    """What every kind of lease tells about itself; none of it does I/O."""
 
-    __slots__ = ("_held", "_key", "_left")
+    __slots__ = ("_held",)
 
-    def __init__(self, held: Held, key: tuple[Hashable, int, str]) -> None:
-        self._held, self._key, self._left = held, key, False
+    def __init__(self, held: Held) -> None:
+        self._held = held
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.name!r} token={self.token} remaining={self.remaining():.3f}>"
@@ -80,6 +80,14 @@ class _Lease:
     def ensure_held(self) -> None:
         """Raise LeaseLost unless the lease surely holds now; without I/O."""
         self._held.ensure()
+
+
+class _Lease(LeaseView):
+    __slots__ = ("_key", "_left")
+
+    def __init__(self, held: Held, key: tuple[Hashable, int, str]) -> None:
+        super().__init__(held)
+        self._key, self._left = key, False
 
     def _leave(self) -> bool:
         """Leave once; True for the last handle of the grant, which has to release it."""
@@ -174,7 +182,7 @@ class _Lock:
         on_lost: Callable[[], None] | None = None,
     ) -> None:
         self.name, self.backend = canonical(name), backend
-        self.ttl, self.wait = _supported_ttl(backend, ttl_seconds(ttl)), wait_seconds(wait)
+        self.ttl, self.wait = supported_ttl(backend, ttl_seconds(ttl)), wait_seconds(wait)
         self.shared, self.renew, self.reentrant, self.fair, self.on_lost = shared, renew, reentrant, fair, on_lost
         if shared and not backend.supports_shared:
             raise NotSupported(f"{type(backend).__name__} has no shared locks", name=self.name)
@@ -184,9 +192,7 @@ class _Lock:
         return f"<{type(self).__name__} {self.name!r}>"
 
     def _request(self) -> Request:
-        holder = secrets.token_hex(16)
-        queue = self.wait != 0.0
-        return Request(self.name, holder, self.ttl, self.shared, queue, self.fair, owner.text())
+        return new_request(self.name, self.ttl, self.wait, shared=self.shared, fair=self.fair)
 
     def _joined(self, key: tuple[Hashable, int, str]) -> Held | None:
         held = _mine.get(key)
@@ -213,7 +219,13 @@ class _Lock:
         return lease
 
 
-def _supported_ttl(backend: Backend, ttl: float) -> float:
+def new_request(name: str, ttl: float, wait: float | None, *, shared: bool, fair: bool) -> Request:
+    """Make the request of one acquire call: a fresh holder, and a place in the queue unless there is only one try."""
+    return Request(name, secrets.token_hex(16), ttl, shared, wait != 0.0, fair, owner.text())
+
+
+def supported_ttl(backend: Backend, ttl: float) -> float:
+    """Round a ttl up to what the store can do."""
     steps = math.ceil(ttl / backend.ttl_step - 1e-9)
     return max(backend.ttl_min, steps * backend.ttl_step)
 
