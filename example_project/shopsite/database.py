@@ -19,6 +19,7 @@ SQLITE = {
     "timeout": 30,
     "init_command": "PRAGMA journal_mode=WAL; PRAGMA synchronous=NORMAL",
 }
+SERVER = {"connect_timeout": 10}
 
 
 def database(url: str) -> dict[str, object]:
@@ -40,6 +41,6 @@ def database(url: str) -> dict[str, object]:
         "PASSWORD": unquote(parts.password or ""),
         "HOST": host,
         "PORT": port,
-        "OPTIONS": (SQLITE if parts.scheme == "sqlite" else {}) | dict(parse_qsl(parts.query)),
+        "OPTIONS": (SQLITE if parts.scheme == "sqlite" else SERVER) | dict(parse_qsl(parts.query)),
         "CONN_MAX_AGE": 60,
     }

@@ -20,15 +20,14 @@ def place(*, with_redis: bool) -> Iterator[Path]:
     """Make a database ready, and a Redis if wanted, and name them in the environment; gives a directory for logs."""
     with TemporaryDirectory(prefix="race-") as directory, ExitStack() as stack:
         home = Path(directory)
-        if "DATABASE_URL" not in os.environ:
+        if not os.environ.get("DATABASE_URL"):
             use_sqlite(home / "race.sqlite3")
-        reach_database()
-        call_command("migrate", verbosity=0)
-        if with_redis and "REDIS_URL" not in os.environ:
+        prepare_database()
+        stack.callback(connection.close)
+        if with_redis and not os.environ.get("REDIS_URL"):
             os.environ["REDIS_URL"] = stack.enter_context(servers.redis(home))
         elif with_redis:
             reach_redis(os.environ["REDIS_URL"])
-        stack.callback(connection.close)
         yield home
 
 
@@ -37,11 +36,11 @@ def use_sqlite(path: Path) -> None:
     os.environ["DATABASE_URL"] = f"sqlite:///{quote(str(path))}"
 
 
-def reach_database() -> None:
+def prepare_database() -> None:
     try:
-        connection.ensure_connection()
+        call_command("migrate", verbosity=0)
     except Error as error:
-        raise RaceFailed(f"the database of DATABASE_URL cannot be reached: {first_line(error)}") from None
+        raise RaceFailed(f"the database of DATABASE_URL cannot be used: {first_line(error)}") from None
 
 
 def reach_redis(url: str) -> None:
@@ -52,7 +51,7 @@ def reach_redis(url: str) -> None:
     except ValueError:
         raise RaceFailed("REDIS_URL must be like redis://host:port/0, rediss://… or unix://path") from None
     except RedisError as error:
-        raise RaceFailed(f"the Redis of REDIS_URL cannot be reached: {first_line(error)}") from None
+        raise RaceFailed(f"the Redis of REDIS_URL cannot be used: {first_line(error)}") from None
 
 
 def first_line(error: Exception) -> str:

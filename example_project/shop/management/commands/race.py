@@ -67,7 +67,7 @@ class Command(BaseCommand):
             raise CommandError(str(error)) from None
         except KeyboardInterrupt:
             sys.exit(128 + signal.SIGINT)
-        self.show([result for result, _ in rounds], format, title=f"Cancel vs ship on {connection.vendor}")
+        self.show([result for result, _ in rounds], format, title=f"Cancel vs ship on {connection.display_name}")
         if faults := [fault for _, found in rounds for fault in found]:
             raise CommandError("\n".join(faults))
 
