@@ -4,7 +4,6 @@ import nox
 
 nox.options.default_venv_backend = "venv"
 
-PYPROJECT = nox.project.load_toml("pyproject.toml")
 DJANGO_OF_PYTHON = {"3.11": "5.2", "3.12": "6.0", "3.13": "6.1"}
 
 
@@ -12,6 +11,6 @@ DJANGO_OF_PYTHON = {"3.11": "5.2", "3.12": "6.0", "3.13": "6.1"}
 def tests(session: nox.Session) -> None:
     """Servers that are missing are skipped with their reason; `make test` installs them on Debian."""
     django = DJANGO_OF_PYTHON[str(session.python)]
-    groups = nox.project.dependency_groups(PYPROJECT, "test", "mariadb")
-    session.install("--editable", ".", *groups, f"django~={django}.0")
+    session.install("--upgrade", "pip>=25.1")
+    session.install("--editable", ".", "--group", "test", "--group", "mariadb", f"django~={django}.0")
     session.run("python", "-m", "pytest", *session.posargs)
