@@ -12,7 +12,7 @@ import secrets
 import threading
 import warnings
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import WeakValueDictionary
 
 from dlock_core import engine, owner, watchdog
@@ -29,9 +29,11 @@ if TYPE_CHECKING:
 
     from dlock_core.backend import Backend
 
-__all__ = ["AsyncLease", "AsyncLock", "Lease", "LeaseView", "Lock", "new_request", "supported_ttl"]
+__all__ = ["AsyncLease", "AsyncLock", "Blocks", "Lease", "LeaseView", "Lock", "new_request", "supported_ttl"]
 
 logger = logging.getLogger("dlock")
+
+T = TypeVar("T")
 
 _mine: WeakValueDictionary[tuple[Hashable, int, str], Held] = WeakValueDictionary()
 """What each thread or task holds, so that asking twice is an error at once and never a deadlock with oneself."""
@@ -186,7 +188,7 @@ class _Lock:
         self.shared, self.renew, self.reentrant, self.fair, self.on_lost = shared, renew, reentrant, fair, on_lost
         if shared and not backend.supports_shared:
             raise NotSupported(f"{type(backend).__name__} has no shared locks", name=self.name)
-        self._entered: dict[Hashable, list[Any]] = {}
+        self._blocks = Blocks()
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.name!r}>"
@@ -211,11 +213,26 @@ class _Lock:
             watchdog.watch(held)
         return held
 
-    def _exited(self, key: Hashable) -> Any:
-        leases = self._entered[key]
+
+class Blocks:
+    """The leases of the `with` blocks that each thread or task is in, so that a lock can be shared by all of them."""
+
+    __slots__ = ("_leases",)
+
+    def __init__(self) -> None:
+        self._leases: dict[Hashable, list[Any]] = {}
+
+    def enter(self, caller: Hashable, lease: T) -> T:
+        """Remember the lease of a block that begins."""
+        self._leases.setdefault(caller, []).append(lease)
+        return lease
+
+    def leave(self, caller: Hashable) -> Any:
+        """Give the lease of the innermost block, which ends."""
+        leases = self._leases[caller]
         lease = leases.pop()
         if not leases:
-            del self._entered[key]
+            del self._leases[caller]
         return lease
 
 
@@ -268,14 +285,12 @@ class Lock(_Lock):
         return None if held is None else Lease(held if held.depth > 1 else self._keep(held, key), key)
 
     def __enter__(self) -> Lease:
-        lease = self.acquire()
-        self._entered.setdefault(threading.get_ident(), []).append(lease)
-        return lease
+        return self._blocks.enter(threading.get_ident(), self.acquire())
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        lease = self._exited(threading.get_ident())
+        lease: Lease = self._blocks.leave(threading.get_ident())
         with _leaving(lease, error):
             lease.release()
 
@@ -298,13 +313,11 @@ class AsyncLock(_Lock):
         return None if held is None else AsyncLease(held if held.depth > 1 else self._keep(held, key), key)
 
     async def __aenter__(self) -> AsyncLease:
-        lease = await self.acquire()
-        self._entered.setdefault(asyncio.current_task(), []).append(lease)
-        return lease
+        return self._blocks.enter(asyncio.current_task(), await self.acquire())
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        lease = self._exited(asyncio.current_task())
+        lease: AsyncLease = self._blocks.leave(asyncio.current_task())
         with _leaving(lease, error):
             await lease.release()
