@@ -20,6 +20,7 @@ _DOUBTFUL_SQLSTATES: Final = (
 # https://mariadb.com/kb/en/mariadb-error-code-reference/
 _DOUBTFUL_ERRNOS: Final = frozenset(
     {
+        0,  # the client was not connected
         1053,  # server shutdown in progress
         1180,  # got error … during COMMIT
         1317,  # query execution was interrupted
