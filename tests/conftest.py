@@ -96,7 +96,7 @@ def django_db_setup(default: None) -> None:
 def create_tables(django_test_environment: None, django_db_blocker) -> Callable[[str], None]:
     def create(alias: str) -> None:
         if alias not in settings.DATABASES:
-            give_up(f"the driver for {alias} is missing: pip install --group test")
+            give_up(f"the driver for {alias} is missing: pip install --group test --group mariadb")
         with django_db_blocker.unblock():
             call_command("migrate", database=alias, run_syncdb=True, interactive=False, verbosity=0)
             connections[alias].close()
