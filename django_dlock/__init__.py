@@ -1,1 +1,23 @@
-"""dlock for Django."""
+"""Locks for Django: leases held until COMMIT, fencing, version columns, row locks."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    from django_dlock.locks import lock
+    from django_dlock.retry import retry_on_conflict
+    from django_dlock.views import locked, pk
+
+__all__ = ["lock", "locked", "pk", "retry_on_conflict"]
+
+_HOMES: Final = {"lock": "locks", "locked": "views", "pk": "views", "retry_on_conflict": "retry"}
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name when it is first used: Django imports this package before its models can be."""
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)

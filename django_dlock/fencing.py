@@ -1,0 +1,152 @@
+"""The fence in Django's databases: the table `dlock_fence`, or the protected row itself (`FencedMixin`)."""
+
+from __future__ import annotations
+
+import re
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+from django.db import DatabaseError, connections, models
+from django.db.models import Q
+
+from django_dlock.errors import NotSupported, RowLocked, SnapshotTooOld, StaleToken, as_database_error
+from django_dlock.row_sql import waiting
+from dlock_core import fencing
+from dlock_core.errors import StaleToken as CoreStaleToken
+from dlock_core.retry import Trouble, classify
+from dlock_core.runtime import run
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Coroutine, Mapping
+
+    from django.db.backends.base.base import BaseDatabaseWrapper
+
+    from dlock_core.fencing import Claim
+
+__all__ = ["FencedMixin", "RowFence", "TableFence", "dialect", "fence_for"]
+
+
+class FencedMixin(models.Model):
+    """A model whose rows carry the fence themselves: `lock(Order, pk)` admits its token with one UPDATE of that row.
+
+    It guards, and locks, the row instead of one in `dlock_fence`; a row that does not exist yet is guarded there.
+    """
+
+    dlock_token = models.BigIntegerField(default=0, db_default=0, editable=False)
+    dlock_holder = models.CharField(max_length=32, default="", db_default="", editable=False)
+
+    class Meta:
+        abstract = True
+
+
+class TableFence:
+    """The row of a lock in `dlock_fence`."""
+
+    def admit(self, connection: BaseDatabaseWrapper, claim: Claim) -> None:
+        """Admit the lease into the open transaction; raises StaleToken, RowLocked, SnapshotTooOld."""
+        _run(fencing.admit, connection, claim)
+
+    def announce(self, connection: BaseDatabaseWrapper, claim: Claim) -> None:
+        """Raise the row, committed on its own, for a lease of several transactions; raises StaleToken, RowLocked."""
+        _run(fencing.announce, connection, claim)
+
+    def confirm(self, connection: BaseDatabaseWrapper, claim: Claim) -> None:
+        """Prove just before COMMIT that nobody newer was announced; raises StaleToken, RowLocked."""
+        _run(fencing.confirm, connection, claim)
+
+
+class RowFence(TableFence):
+    """The fence columns of one row of a `FencedMixin` model."""
+
+    def __init__(self, model: type[FencedMixin], key: Any) -> None:
+        self.model, self.key = model, key
+
+    def admit(self, connection: BaseDatabaseWrapper, claim: Claim) -> None:
+        self._raise(connection, claim, super().admit)
+
+    def announce(self, connection: BaseDatabaseWrapper, claim: Claim) -> None:
+        self._raise(connection, claim, super().announce)
+
+    def confirm(self, connection: BaseDatabaseWrapper, claim: Claim) -> None:
+        ours = self._rows(connection).filter(dlock_token=claim.token, dlock_holder=claim.holder)
+        if not _limited(connection, claim, lambda: ours.update(dlock_holder=claim.holder)):
+            self._refuse(connection, claim, super().confirm)
+
+    def _raise(self, connection: BaseDatabaseWrapper, claim: Claim, table: Callable[..., None]) -> None:
+        if claim.shared:
+            raise NotSupported("a shared lock needs the fence table: use a name instead of the model", name=claim.name)
+        older = Q(dlock_token__lt=claim.token) | Q(dlock_token=claim.token, dlock_holder=claim.holder)
+        rows = self._rows(connection).filter(older)
+        values = {"dlock_token": claim.token, "dlock_holder": claim.holder}
+        if not _limited(connection, claim, lambda: rows.update(**values)):
+            self._refuse(connection, claim, table)
+
+    def _refuse(self, connection: BaseDatabaseWrapper, claim: Claim, table: Callable[..., None]) -> None:
+        highest = self._rows(connection).values_list("dlock_token", flat=True).first()
+        if highest is not None:
+            raise StaleToken(claim.name, token=claim.token, highest=highest)
+        table(connection, claim)
+
+    def _rows(self, connection: BaseDatabaseWrapper) -> models.QuerySet[Any]:
+        return models.QuerySet(self.model).using(connection.alias).filter(pk=self.key)
+
+
+def fence_for(parts: tuple[Any, ...]) -> TableFence:
+    """Choose the fence of a lock by its parts: (Model, pk) of a `FencedMixin` model, or anything else."""
+    if len(parts) == 2 and isinstance(parts[0], type) and issubclass(parts[0], FencedMixin):
+        return RowFence(parts[0], parts[1])
+    return TableFence()
+
+
+class _Cursor:
+    """The port that `dlock_core.fencing` speaks to."""
+
+    def __init__(self, connection: BaseDatabaseWrapper) -> None:
+        self._connection = connection
+
+    async def execute(self, sql: str, params: Mapping[str, Any]) -> tuple[int, tuple[Any, ...] | None]:
+        with self._connection.cursor() as cursor:
+            cursor.execute(_pyformat(sql), params)
+            return cursor.rowcount, cursor.fetchone() if cursor.description else None
+
+
+@lru_cache(maxsize=64)
+def _pyformat(sql: str) -> str:
+    return re.sub(r"(?<!:):(\w+)", r"%(\1)s", sql)
+
+
+def dialect(connection: BaseDatabaseWrapper) -> fencing.Dialect:
+    """Give the statements for a database; raises NotSupported where there is no fence (Oracle)."""
+    vendor = "mariadb" if getattr(connection, "mysql_is_mariadb", False) else connection.vendor
+    try:
+        return fencing.DIALECTS[vendor]
+    except KeyError:
+        known = ", ".join(fencing.DIALECTS)
+        raise NotSupported(f"no fence on {vendor}: use one of {known}, or pass fence=False") from None
+
+
+def _run(step: Callable[..., Coroutine[Any, Any, None]], connection: BaseDatabaseWrapper, claim: Claim) -> None:
+    try:
+        run(step(_Cursor(connection), dialect(connection), claim))
+    except CoreStaleToken as error:
+        raise as_database_error(error) from None
+    except DatabaseError as error:
+        raise _meaning(error, connection, claim) from error
+
+
+def _meaning(error: DatabaseError, connection: BaseDatabaseWrapper, claim: Claim) -> DatabaseError:
+    trouble = classify(error)
+    if trouble is Trouble.LOCK_TIMEOUT:
+        return RowLocked(claim.name, waited=claim.limit or 0.0)
+    if trouble is Trouble.SERIALIZATION and connection.vendor == "sqlite":
+        return SnapshotTooOld(claim.name, isolation="deferred SQLite")
+    return error
+
+
+def _limited(connection: BaseDatabaseWrapper, claim: Claim, update: Callable[[], int]) -> int:
+    """Update the protected row, waiting for its lock no longer than the claim allows."""
+    try:
+        with waiting(connection, claim.limit):
+            return update()
+    except DatabaseError as error:
+        raise _meaning(error, connection, claim) from error

@@ -1,0 +1,278 @@
+"""`lock(...)`: a lease that is released when the transaction it protects has ended, with the fence in that transaction.
+
+Outside a transaction the lease lives as long as its block, and each transaction that begins under it is fenced. Inside
+one it lives, like a row lock, until that transaction's COMMIT or ROLLBACK is known.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from contextlib import contextmanager
+from types import EllipsisType
+from typing import TYPE_CHECKING, Any, Literal
+
+from asgiref.sync import sync_to_async
+from django.db import DEFAULT_DB_ALIAS, models
+
+from django_dlock.conf import Store, stores
+from django_dlock.errors import AlreadyHeld, LeaseLost, as_database_error
+from django_dlock.fencing import fence_for
+from django_dlock.snapshots import refuse_old_snapshot
+from django_dlock.ties import DatabaseTie, FenceForm, current, forget, remember
+from django_dlock.transactions import in_transaction
+from dlock_core import engine, names, watchdog
+from dlock_core.deadline import Seconds, deadline, ttl_seconds, wait_seconds
+from dlock_core.errors import BackendUnavailable, DLockError, NotSupported
+from dlock_core.lease import Released
+from dlock_core.lock import Blocks, LeaseView, new_request, supported_ttl
+from dlock_core.runtime import ASYNCIO, BLOCKING, Blocking, Runtime, clock, run
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from types import TracebackType
+
+__all__ = ["Lease", "Lock", "lock", "release_forgotten", "release_forgotten_async"]
+
+
+logger = logging.getLogger("dlock")
+
+
+class Lease(LeaseView):
+    """A lock that this context holds. Its methods do no I/O, but for those that renew and release."""
+
+    __slots__ = ("_left", "_tie")
+
+    def __init__(self, tie: DatabaseTie) -> None:
+        super().__init__(tie.held)
+        self._tie, self._left = tie, False
+
+    def release(self) -> Released | None:
+        """Release now; None when it is not the time: inside a transaction its end releases, in a joined block the outer.
+
+        Raises NotHeld in a forked child, BackendUnavailable when the store cannot be asked: the lease then runs out.
+        """
+        with _as_django():
+            return run(engine.release(BLOCKING, self._held)) if self._leave() else self._held.ended
+
+    async def arelease(self) -> Released | None:
+        """See `release`."""
+        with _as_django():
+            return await engine.release(ASYNCIO, self._held) if self._leave() else self._held.ended
+
+    def renew(self, ttl: Seconds | None = None) -> None:
+        """Push the expiry to `ttl` seconds from now (None: its ttl); raises LeaseLost, BackendUnavailable."""
+        with _as_django():
+            run(engine.renew(BLOCKING, self._held, None if ttl is None else ttl_seconds(ttl)))
+
+    async def arenew(self, ttl: Seconds | None = None) -> None:
+        """See `renew`."""
+        with _as_django():
+            await engine.renew(ASYNCIO, self._held, None if ttl is None else ttl_seconds(ttl))
+
+    def _leave(self) -> bool:
+        self._held.ensure_own_process()
+        if self._left:
+            return False
+        self._left = True
+        self._tie.depth -= 1
+        if self._tie.depth > 0 or self._tie.left:
+            return False
+        forget(self._tie)
+        return self._tie.leave()
+
+
+class Lock:
+    """See `lock`."""
+
+    def __init__(
+        self,
+        *parts: Any,
+        ttl: Seconds | None = None,
+        wait: Seconds | EllipsisType | None = ...,
+        shared: bool = False,
+        fence: bool | Literal["transaction", "lease"] = True,
+        using: str = DEFAULT_DB_ALIAS,
+        store: str = "default",
+        snapshot: Literal["raise", "ignore"] = "raise",
+        reentrant: bool = False,
+        renew: bool = True,
+        fair: bool = True,
+        on_lost: Callable[[], None] | None = None,
+    ) -> None:
+        self.name, self.fence = names.join(*map(_part, parts)), fence_for(parts)
+        self.ttl = None if ttl is None else ttl_seconds(ttl)
+        self.wait = wait if isinstance(wait, EllipsisType) else wait_seconds(wait)
+        self.form = _form(fence)
+        if snapshot not in ("raise", "ignore"):
+            raise ValueError(f"snapshot must be 'raise' or 'ignore', not {snapshot!r}")
+        self.shared, self.using, self.store, self.snapshot = shared, using, store, snapshot
+        self.reentrant, self.renew, self.fair, self.on_lost = reentrant, renew, fair, on_lost
+        self._blocks = Blocks()
+
+    def __repr__(self) -> str:
+        return f"<lock {self.name!r} in store {self.store!r}>"
+
+    def acquire(self) -> Lease:
+        """Hold the lock, waiting at most `wait` seconds.
+
+        Raises AcquireTimeout, AlreadyHeld, BackendUnavailable, SnapshotTooOld; inside a transaction also StaleToken and
+        RowLocked, when a newer or a paused older holder stands in the way at the fence.
+        """
+        with _as_django():
+            return run(self._acquire(BLOCKING, BLOCKING))
+
+    async def aacquire(self) -> Lease:
+        """See `acquire`. The transaction itself runs in one function called through `sync_to_async`."""
+        with _as_django():
+            return await self._acquire(ASYNCIO, _SENSITIVE)
+
+    def __enter__(self) -> Lease:
+        return self._blocks.enter(threading.get_ident(), self.acquire())
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        lease: Lease = self._blocks.leave(threading.get_ident())
+        with _leaving(lease, error):
+            lease.release()
+
+    async def __aenter__(self) -> Lease:
+        return self._blocks.enter(asyncio.current_task(), await self.aacquire())
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        lease: Lease = self._blocks.leave(asyncio.current_task())
+        lease._tie.cancelled = isinstance(error, asyncio.CancelledError)
+        with _leaving(lease, error):
+            await lease.arelease()
+
+    async def _acquire(self, runtime: Runtime, database: Runtime) -> Lease:
+        store = stores[self.store]
+        if (joined := self._joined(store, runtime)) is not None:
+            await database.call(joined.demand, self.form, self.using)
+            return Lease(joined)
+        if runtime is BLOCKING and self.snapshot == "raise":
+            refuse_old_snapshot(self.name, self.using)
+        tie = await self._ask(store, runtime)
+        try:
+            await database.call(tie.bind, self.using)
+        except BaseException:
+            await runtime.shield(_give_back(runtime, tie))
+            raise
+        if self.renew:
+            watchdog.watch(tie.held)
+        remember(tie)
+        return Lease(tie)
+
+    async def _ask(self, store: Store, runtime: Runtime) -> DatabaseTie:
+        if self.shared and not store.backend.supports_shared:
+            raise NotSupported(f"the store {self.store!r} has no shared locks", name=self.name)
+        wait = store.wait if isinstance(self.wait, EllipsisType) else self.wait
+        ttl = supported_ttl(store.backend, self.ttl or store.ttl)
+        until = deadline(clock(), wait)
+        request = new_request(self.name, ttl, wait, shared=self.shared, fair=self.fair)
+        held = await engine.acquire(runtime, store.backend, request, wait)
+        held.on_lost = () if self.on_lost is None else (self.on_lost,)
+        return DatabaseTie(held, fence=self.fence, form=self.form, wait=wait, deadline=until)
+
+    def _joined(self, store: Store, runtime: Runtime) -> DatabaseTie | None:
+        for tie in current():
+            if tie.held.name == self.name and tie.held.backend is store.backend and tie.held.remaining() > 0.0:
+                inside = isinstance(runtime, Blocking) and in_transaction(self.using)
+                if not (inside or self.reentrant) or (tie.held.request.shared and not self.shared):
+                    raise AlreadyHeld(self.name)
+                tie.depth += 1
+                return tie
+        return None
+
+
+def lock(*parts: Any, **options: Any) -> Lock:
+    """Make a lock: `with lock("order", order.pk) as lease:`, or `async with`, or `.acquire()` and `.aacquire()`.
+
+    `parts` name it; a model class stands for its label, and with a `FencedMixin` model and a key the row itself is the
+    fence. `ttl` seconds (default: the store's TTL) is how long it outlives a dead holder; `wait` seconds (the store's
+    WAIT; None for ever, 0 one try) bounds the acquire. `shared` lets other shared holders in. `fence`: True or
+    "transaction" (each transaction under the lease begins with the admit of its token), "lease" (the token is announced
+    at once, and confirmed at each COMMIT), False (none). `using`: the database of the protected data. `store`: an alias
+    of DLOCK. `snapshot="ignore"` allows to ask inside a transaction whose snapshot is older than the lock. `reentrant`:
+    join the lease that this context holds already, instead of AlreadyHeld; inside a transaction it always joins.
+
+    Guarantees: released after COMMIT or ROLLBACK is known, in any nesting; a holder that lost the lease cannot commit
+    on `using`. It does not protect what is outside that database, nor what was read before the transaction began.
+    """
+    return Lock(*parts, **options)
+
+
+def release_forgotten() -> list[str]:
+    """Release what this context still holds outside any transaction, and tell its names; for the end of a request."""
+    forgotten = [tie for tie in current() if not tie.left]
+    for tie in forgotten:
+        forget(tie)
+        if tie.leave():
+            run(engine.release(BLOCKING, tie.held))
+    return [tie.held.name for tie in forgotten]
+
+
+async def release_forgotten_async() -> list[str]:
+    """See `release_forgotten`."""
+    forgotten = [tie for tie in current() if not tie.left]
+    for tie in forgotten:
+        forget(tie)
+        if tie.leave():
+            await engine.release(ASYNCIO, tie.held)
+    return [tie.held.name for tie in forgotten]
+
+
+class _Sensitive(Blocking):
+    """Calls database code in the thread that owns this context's connections."""
+
+    async def call(self, function: Callable[..., Any], *args: Any) -> Any:
+        return await sync_to_async(function, thread_sensitive=True)(*args)
+
+
+_SENSITIVE = _Sensitive()
+
+
+async def _give_back(runtime: Runtime, tie: DatabaseTie) -> None:
+    forget(tie)
+    if tie.leave():
+        await engine.release(runtime, tie.held)
+
+
+@contextmanager
+def _as_django() -> Iterator[None]:
+    try:
+        yield
+    except DLockError as error:
+        twin = as_database_error(error)
+        if twin is error:
+            raise
+        raise twin from error.__cause__
+
+
+@contextmanager
+def _leaving(lease: Lease, error: BaseException | None) -> Iterator[None]:
+    """Judge how a block left its lease: work without a transaction must not look protected when it was not."""
+    try:
+        yield
+    except BackendUnavailable as failure:
+        logger.warning("dlock: %s; the lease runs out by itself", failure)
+    held = lease._held
+    if error is None and lease._tie.transactions == 0 and held.ended in (Released.EXPIRED, Released.STOLEN):
+        raise LeaseLost(held.name, token=held.token, reason=held.lost_because or "it had ended before its release")
+
+
+def _part(part: Any) -> Any:
+    is_model = isinstance(part, type) and issubclass(part, models.Model)
+    return part._meta.label_lower if is_model else part
+
+
+def _form(fence: Any) -> FenceForm:
+    if fence is True or fence == "transaction":
+        return "transaction"
+    if fence is False or fence == "lease":
+        return fence  # type: ignore[no-any-return]
+    raise ValueError(f"fence must be True, 'transaction', 'lease' or False, not {fence!r}")

@@ -1,0 +1,51 @@
+"""The fence table, and the mixins for models whose rows are locked, versioned or fenced."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+from django.db import models
+
+from django_dlock.fencing import FencedMixin
+from django_dlock.rows import RowLockMixin
+from django_dlock.versions import VersionedMixin, VersionField
+
+if TYPE_CHECKING:
+    from django.db.backends.base.base import BaseDatabaseWrapper
+
+    _CharField = models.CharField[str, str]
+else:
+    _CharField = models.CharField
+
+__all__ = ["Fence", "FencedMixin", "RowLockMixin", "VersionField", "VersionedMixin"]
+
+_COLUMN: Final = {
+    "postgresql": 'character varying(512) COLLATE "C"',
+    "mysql": "varchar(512) CHARACTER SET ascii COLLATE ascii_bin",
+}
+
+
+class LockNameField(_CharField):
+    """A lock's name: ASCII, compared byte by byte, so that "order:A" and "order:a" are two locks on every database."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**{**options, "max_length": 512})
+
+    def db_type(self, connection: BaseDatabaseWrapper) -> str | None:
+        return _COLUMN.get(connection.vendor) or super().db_type(connection)
+
+
+class Fence(models.Model):
+    """The newest holder that was admitted to each lock; the row named '' is the floor that `dlock purge` left."""
+
+    name = LockNameField(primary_key=True)
+    token = models.BigIntegerField()
+    holder = models.CharField(max_length=32)
+    s_token = models.BigIntegerField(default=0, db_default=0)
+
+    class Meta:
+        db_table = "dlock_fence"
+        default_permissions = ("view",)
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.token}"

@@ -1,0 +1,66 @@
+"""The snapshot trap: a lock asked for after the transaction took its snapshot protects nothing under snapshot isolation.
+
+MySQL and MariaDB lose updates in silence under REPEATABLE READ, their server's default (Django's is READ COMMITTED);
+PostgreSQL answers 40001. SQLite refuses the write itself, at the admit.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+from django.db import connections
+
+from django_dlock.errors import SnapshotTooOld
+from django_dlock.transactions import in_transaction
+
+if TYPE_CHECKING:
+    from django.db.backends.base.base import BaseDatabaseWrapper
+
+__all__ = ["refuse_old_snapshot"]
+
+_FRESH: Final = ("read committed", "read uncommitted")
+"""Isolation levels in which each statement sees what was committed before it."""
+
+
+def refuse_old_snapshot(name: str, using: str) -> None:
+    """Raise SnapshotTooOld when this thread's open transaction may read from before the lock; may ask the database."""
+    if not in_transaction(using):
+        return
+    connection = connections[using]
+    isolation = _isolation(connection) if _has_begun(connection) else None
+    if isolation is not None and isolation not in _FRESH:
+        raise SnapshotTooOld(name, isolation=isolation.upper())
+
+
+def _has_begun(connection: BaseDatabaseWrapper) -> bool:
+    """Say whether a statement was sent in the transaction: BEGIN alone takes no snapshot."""
+    driver: Any = connection.connection
+    if driver is None:
+        return False
+    if connection.vendor == "postgresql":
+        return bool(driver.info.transaction_status != 0)
+    if getattr(connection, "mysql_is_mariadb", False) and _level(connection) not in _FRESH:
+        return bool(_one(connection, "SELECT @@in_transaction"))
+    return True
+
+
+def _isolation(connection: BaseDatabaseWrapper) -> str | None:
+    if connection.vendor == "postgresql":
+        return str(_one(connection, "SHOW transaction_isolation"))
+    if connection.vendor != "mysql":
+        return None
+    if (level := _level(connection)) in _FRESH:
+        return level
+    variable = "tx_isolation" if connection.mysql_is_mariadb else "transaction_isolation"  # type: ignore[attr-defined]
+    return str(_one(connection, f"SELECT @@{variable}")).replace("-", " ").lower()
+
+
+def _level(connection: BaseDatabaseWrapper) -> str:
+    return str(getattr(connection, "isolation_level", None) or "")
+
+
+def _one(connection: BaseDatabaseWrapper, sql: str) -> Any:
+    with connection.cursor() as cursor:
+        cursor.execute(sql)
+        row = cursor.fetchone()
+        return row[0] if row else None
