@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from django.apps import apps
 from django.core.checks import CheckMessage, Error, Tags, Warning, register  # noqa: A004 - Django's own name
+from django.db.models import SET_DEFAULT, SET_NULL
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -18,10 +19,15 @@ TAG: Final = "dlock"
 
 @register(TAG, Tags.models)
 def check_models(app_configs: Sequence[AppConfig] | None = None, **_: Any) -> list[CheckMessage]:
-    """E006, E007, W008, W009: nothing writes a versioned row past its version."""
+    """E006, E007, W008, W009, W012: nothing writes a versioned row past its version."""
     from django_dlock.models import VersionedMixin
 
-    checks: tuple[Callable[[type[Model]], Iterable[CheckMessage]], ...] = (_version_field, _base_manager, _managers)
+    checks: tuple[Callable[[type[Model]], Iterable[CheckMessage]], ...] = (
+        _version_field,
+        _base_manager,
+        _managers,
+        _on_delete,
+    )
     return [
         message
         for model in models_of(VersionedMixin, app_configs=app_configs)
@@ -68,4 +74,20 @@ def _managers(model: type[Model]) -> Iterator[CheckMessage]:
                 hint="Derive its queryset from django_dlock.versions.VersionedQuerySet.",
                 obj=model,
                 id="dlock.W009",
+            )
+
+
+def _on_delete(model: type[Model]) -> Iterator[CheckMessage]:
+    """Django clears a foreign key through the base manager when its target is deleted."""
+    from django_dlock.versions import VersionedQuerySet
+
+    if isinstance(model._base_manager.get_queryset(), VersionedQuerySet):
+        return
+    for field in model._meta.local_fields:
+        if getattr(field.remote_field, "on_delete", None) in (SET_NULL, SET_DEFAULT):
+            yield Warning(
+                f"When its target is deleted, {field.name!r} changes without a count of the version.",
+                hint='Set Meta.base_manager_name = "objects", a manager that counts versions.',
+                obj=model,
+                id="dlock.W012",
             )
