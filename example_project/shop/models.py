@@ -1,7 +1,8 @@
 """What the shop keeps. An order is paid, then either shipped or cancelled: never both."""
 
 from django.db import models
-from django_dlock.models import RowLockMixin, VersionedMixin, VersionField
+
+from django_dlock.models import RowLockMixin, VersionedMixin
 
 
 class Product(models.Model):
@@ -24,10 +25,13 @@ class Order(RowLockMixin, VersionedMixin, models.Model):
     amount = models.DecimalField(max_digits=9, decimal_places=2)
     state = models.CharField(max_length=9, choices=State, default=State.PAID)
     events = models.PositiveIntegerField(default=0, help_text="how many lines the history has: shows lost updates")
-    version = VersionField()
 
     def __str__(self) -> str:
         return f"Order {self.pk}"
+
+    def save_unchecked(self) -> None:
+        """Save whatever the row says by now; `save()` checks the version, and the other strategies are to do without."""
+        Order.objects.filter(pk=self.pk).update(state=self.state, events=self.events)
 
     def note(self, kind: str, text: str) -> "Event":
         """Write a line into the history and count it, as everyday code counts: read, add one, write."""

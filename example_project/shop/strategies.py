@@ -17,7 +17,7 @@ def none(request: HttpRequest, pk: int, act: Act) -> HttpResponse:
     order = Order.objects.get(pk=pk)
     with transaction.atomic():
         event = act(order)
-        order.save()
+        order.save_unchecked()
     return answer(request, event)
 
 
@@ -25,7 +25,7 @@ def row(request: HttpRequest, pk: int, act: Act) -> HttpResponse:
     """A row lock: the second request waits in the database, before it reads, until the first has committed."""
     with Order.locked_row(pk) as order:
         event = act(order)
-        order.save()
+        order.save_unchecked()
     return answer(request, event)
 
 
@@ -41,9 +41,10 @@ def version(request: HttpRequest, pk: int, act: Act) -> HttpResponse:
 @locked("order", pk)
 def lease(request: HttpRequest, pk: int, act: Act) -> HttpResponse:
     """A lease on Redis, held until COMMIT: for work in several tables, several databases, or outside of them."""
-    order = Order.objects.get(pk=pk)
-    event = act(order)
-    order.save()
+    with transaction.atomic():
+        order = Order.objects.get(pk=pk)
+        event = act(order)
+        order.save_unchecked()
     return answer(request, event)
 
 
