@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
-from django_dlock.watch import is_open
+from django_dlock.watch import watch
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -36,7 +36,7 @@ class Announcer:
         return execute(sql, params, *rest)
 
     def announce(self, connection: BaseDatabaseWrapper, sql: str) -> None:
-        inside = is_open(connection)
+        inside = watch(connection).is_open()
         if sql.startswith(_DJANGOS_OWN) or (sql.startswith("SAVEPOINT") and not inside):
             return
         self.is_busy = True

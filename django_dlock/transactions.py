@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from django.db import connections
 
 from django_dlock.statements import announcer
-from django_dlock.watch import is_open, watch
+from django_dlock.watch import watch
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -27,7 +27,7 @@ def in_transaction(using: str = "default") -> bool:
 
     Atomic blocks of a test case do not count, nor does a block whose connection has been closed inside it.
     """
-    return is_open(connections[using])
+    return watch(connections[using]).is_open()
 
 
 def transaction_key(using: str = "default") -> object | None:
@@ -35,7 +35,7 @@ def transaction_key(using: str = "default") -> object | None:
 
     Every transaction has its own, also each one between two commits with autocommit off.
     """
-    return watch(using).transaction()
+    return watch(connections[using]).transaction()
 
 
 def on_end(
@@ -55,7 +55,7 @@ def on_end(
 
     Raises RuntimeError outside a transaction.
     """
-    transaction = watch(using).transaction()
+    transaction = watch(connections[using]).transaction()
     if transaction is None:
         raise RuntimeError(f"on_end() needs an open transaction on database {using!r}: use transaction.atomic()")
     transaction.settlers.append(settle)
@@ -69,7 +69,7 @@ def on_rollback(restore: Callable[[], None], *, using: str = "default") -> None:
     The last registered is called first; what it raises is logged. Not called when the outcome of COMMIT is unknown.
     Does nothing outside a transaction.
     """
-    transaction = watch(using).transaction()
+    transaction = watch(connections[using]).transaction()
     if transaction is not None:
         transaction.undo.append(restore)
 

@@ -12,7 +12,7 @@ from functools import partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from django.db import DatabaseError, Error, connections
+from django.db import DatabaseError, Error
 from django.db.transaction import TransactionManagementError
 
 from django_dlock.commit_errors import is_refusal
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     Step: TypeAlias = Callable[[], object]
 
-__all__ = ["Transaction", "Watch", "is_open", "watch"]
+__all__ = ["Transaction", "Watch", "watch"]
 
 logger = logging.getLogger("dlock")
 
@@ -53,6 +53,11 @@ class Transaction:
                 steps.append(step)
         return steps
 
+    def steps(self) -> list[Step]:
+        """What is to be called now that it has ended."""
+        undone = self.undo_to(None) if self.outcome is Outcome.ROLLED_BACK else []
+        return undone + [partial(settle, self.outcome) for settle in reversed(self.settlers)]
+
 
 class _NoSavepoint(str):
     """Put where Django has None, for a block with savepoint=False: we hear of its end, the database does not."""
@@ -66,13 +71,17 @@ class Watch:
     def __init__(self, connection: BaseDatabaseWrapper) -> None:
         self.connection: Any = connection
         self.current: Transaction | None = None
-        names = ("_commit", "_rollback", "close", "savepoint", "savepoint_commit", "savepoint_rollback")
+        names = ("_commit", "_rollback", "_close", "savepoint", "savepoint_commit", "savepoint_rollback")
         self.django = SimpleNamespace(**{name: getattr(connection, name) for name in names})
         vars(connection).update({name: getattr(self, name) for name in names}, _dlock_watch=self)
 
+    def is_open(self) -> bool:
+        """A transaction of the user's is open, from its first statement until its COMMIT or ROLLBACK is done."""
+        return self.current is not None or _is_open(self.connection)
+
     def transaction(self) -> Transaction | None:
         """The user's open transaction; it has an identity from the first time it is asked for."""
-        if self.current is None and is_open(self.connection):
+        if self.current is None and _is_open(self.connection):
             is_manual = not (self.connection.in_atomic_block and self.connection.commit_on_exit)
             self.current = Transaction(_anchor(self.connection), is_manual)
         return self.current
@@ -96,10 +105,11 @@ class Watch:
         except BaseException:
             self._roll_back(ending)
             raise
+        ending.outcome = Outcome.COMMITTED
         if ending.anchor is None:
             # Django sets it next; now, so that its hooks run even if a settler is interrupted.
             self.connection.run_commit_hooks_on_set_autocommit_on = True
-        self._end(Outcome.COMMITTED)
+        self._settle(self._take())
 
     def _check(self, ending: Transaction) -> None:
         try:
@@ -120,22 +130,26 @@ class Watch:
                 self.connection.savepoint_rollback(ending.anchor)
 
     def _rollback(self) -> None:
+        ending = self._take()
         try:
             self.django._rollback()
         except BaseException:
-            if self.current is not None:
+            if ending is not None:
                 with suppress(Error):
                     self.connection.close()
             raise
         finally:
-            self._end()
+            self._settle(ending)
 
-    def close(self) -> None:
+    def _close(self) -> None:
+        ending = self._take()
         try:
-            self.django.close()
+            self.django._close()
         finally:
-            if self.connection.connection is None or self.connection.closed_in_transaction:
-                self._end()
+            # Django says so next; now, because settlers may ask.
+            self.connection.closed_in_transaction = self.connection.in_atomic_block
+            if ending is not None:
+                _call_all(ending.steps())
 
     def savepoint(self) -> str | None:
         sid: str | None = self.django.savepoint()
@@ -156,56 +170,50 @@ class Watch:
             self.django.savepoint_commit(sid)
 
     def savepoint_rollback(self, sid: str) -> None:
-        is_end = self.current is not None and sid == self.current.anchor
+        ending = self._take() if self.current is not None and sid == self.current.anchor else None
         try:
             if isinstance(sid, _NoSavepoint):
                 self.connection.needs_rollback = True
             else:
                 self.django.savepoint_rollback(sid)
         finally:
-            if is_end:
-                self._end()
-        if self.current is not None and not is_end:
+            self._settle(ending)
+        if self.current is not None:
             _call_all(self.current.undo_to(sid))
 
-    def _end(self, outcome: Outcome | None = None) -> None:
+    def _take(self) -> Transaction | None:
         ending, self.current = self.current, None
-        if ending is None:
-            return
-        outcome = outcome or ending.outcome
-        undone = ending.undo_to(None) if outcome is Outcome.ROLLED_BACK else ()
-        steps: list[Step] = [*undone, *(partial(settle, outcome) for settle in reversed(ending.settlers))]
-        if steps:
+        return ending
+
+    def _settle(self, ending: Transaction | None) -> None:
+        if ending is not None and (steps := ending.steps()):
             _call_between_transactions(self.connection, steps, is_manual=ending.is_manual)
 
 
-def watch(using: str) -> Watch:
-    """The watch over this thread's connection, set up when first asked for."""
-    connection: Any = connections[using]
+def watch(connection: BaseDatabaseWrapper) -> Watch:
+    """The watch over a connection, set up when first asked for."""
     return vars(connection).get("_dlock_watch") or Watch(connection)
 
 
-def is_open(connection: BaseDatabaseWrapper) -> bool:
-    """A transaction of the user's is open; a test case's own blocks, always the outermost ones, do not count."""
-    if connection.atomic_blocks:
-        return not _is_of_testcase(connection.atomic_blocks[-1]) and not connection.closed_in_transaction
+def _is_open(connection: BaseDatabaseWrapper) -> bool:
+    """What Django knows; a test case's own blocks, always the outermost ones, do not count."""
+    blocks: list[Any] = connection.atomic_blocks
+    if blocks:
+        return not blocks[-1]._from_testcase and not connection.closed_in_transaction
     if connection.connection is None:
         return not connection.settings_dict["AUTOCOMMIT"]
     return not connection.autocommit
 
 
 def _anchor(connection: BaseDatabaseWrapper) -> str | None:
-    blocks, savepoints = connection.atomic_blocks, connection.savepoint_ids
-    first = next((n for n, block in enumerate(blocks) if not _is_of_testcase(block)), 0)
+    blocks: list[Any] = connection.atomic_blocks
+    savepoints = connection.savepoint_ids
+    first = next((n for n, block in enumerate(blocks) if not block._from_testcase), 0)
     if first == 0:
         return None
     place = first - (len(blocks) - len(savepoints))
     savepoints[place] = savepoints[place] or _NoSavepoint("none")
     return savepoints[place]
-
-
-def _is_of_testcase(block: Any) -> bool:
-    return bool(block._from_testcase)
 
 
 def _call_between_transactions(connection: BaseDatabaseWrapper, steps: list[Step], *, is_manual: bool) -> None:

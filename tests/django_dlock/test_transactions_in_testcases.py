@@ -84,6 +84,17 @@ def test_check_that_raises_in_a_testcase_undoes_the_block(database, in_testcase,
     assert heard == [ROLLED_BACK]
 
 
+def test_check_in_a_testcase_runs_inside_the_transaction(database, in_testcase, heard):
+    def body(case):
+        with atomic(database):
+            on_end(heard.append, using=database, before_commit=lambda: heard.append(in_transaction(database)))
+            on_end(heard.append, using=database, before_commit=lambda: heard.append(transaction_key(database)))
+            key = transaction_key(database)
+        assert heard == [True, key, COMMITTED, COMMITTED]
+
+    in_testcase(body)
+
+
 def test_testcase_without_a_block_of_the_user_is_no_transaction(database, in_testcase, heard):
     def body(case):
         assert not in_transaction(database)

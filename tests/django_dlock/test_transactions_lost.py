@@ -180,6 +180,8 @@ def test_interrupt_inside_rollback_commits_nothing_afterwards(database, heard):
 
 def interrupt_once(alias: str, method: str, when: str, error: type[BaseException]) -> None:
     """Have a method of a fresh connection raise once, before or after its work; the connection goes with the test."""
+    connections[alias].close()
+    del connections[alias]
     connection = connections[alias]
     work: Callable[[], None] = getattr(connection, method)
     pending = [error]
@@ -191,7 +193,6 @@ def interrupt_once(alias: str, method: str, when: str, error: type[BaseException
         if pending:
             raise pending.pop()
 
-    assert "_dlock_watch" not in vars(connection)
     vars(connection)[method] = interrupted
 
 
