@@ -30,7 +30,7 @@ class Order(RowLockMixin, VersionedMixin, models.Model):
         return f"Order {self.pk}"
 
     def save_unchecked(self) -> None:
-        """Save whatever the row says by now; `save()` checks the version, and the other strategies are to do without."""
+        """Save over whatever the row says by now: `save()` would check the version, which is one strategy's own."""
         Order.objects.filter(pk=self.pk).update(state=self.state, events=self.events)
 
     def note(self, kind: str, text: str) -> "Event":

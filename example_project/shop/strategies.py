@@ -40,11 +40,10 @@ def version(request: HttpRequest, pk: int, act: Act) -> HttpResponse:
 
 @locked("order", pk)
 def lease(request: HttpRequest, pk: int, act: Act) -> HttpResponse:
-    """A lease on Redis, held until COMMIT: for work in several tables, several databases, or outside of them."""
-    with transaction.atomic():
-        order = Order.objects.get(pk=pk)
-        event = act(order)
-        order.save_unchecked()
+    """A lease on Redis: taken before the transaction begins, held until its COMMIT is known, and fenced in between."""
+    order = Order.objects.get(pk=pk)
+    event = act(order)
+    order.save_unchecked()
     return answer(request, event)
 
 
