@@ -46,6 +46,10 @@ class TableFence:
         """Admit the lease into the open transaction; raises StaleToken, RowLocked, SnapshotTooOld."""
         _run(fencing.admit, connection, claim)
 
+    def prepare(self, connection: BaseDatabaseWrapper, claim: Claim) -> None:
+        """Make the row, committed on its own, so that the first shared holders do not wait for each other."""
+        _run(fencing.prepare, connection, claim)
+
     def announce(self, connection: BaseDatabaseWrapper, claim: Claim) -> None:
         """Raise the row, committed on its own, for a lease of several transactions; raises StaleToken, RowLocked."""
         _run(fencing.announce, connection, claim)

@@ -63,6 +63,8 @@ class DatabaseTie(Tie):
             self.leave()  # like a row lock: the transaction's end releases it
         elif self.form == "lease":
             self._guard_with(self.fence.announce, connections[using])
+        elif self.form and self.held.request.shared:
+            self._guard_with(self.fence.prepare, connections[using])
 
     def enter(self, connection: BaseDatabaseWrapper) -> None:
         """Tie the open transaction of this thread's connection to the lease, and admit the token into it."""
@@ -105,7 +107,8 @@ class DatabaseTie(Tie):
         def settle(outcome: Outcome) -> None:
             self._admitted.pop(transaction, None)
             self.settle(outcome)
-            forget(self)
+            if self.left:
+                forget(self)
 
         on_end(settle, using=connection.alias, before_commit=lambda: self._before_commit(connection, transaction))
         self.begin()

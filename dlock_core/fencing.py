@@ -20,7 +20,7 @@ from dlock_core.errors import StaleToken
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["DIALECTS", "Claim", "Database", "Dialect", "Fence", "admit", "announce", "confirm"]
+__all__ = ["DIALECTS", "Claim", "Database", "Dialect", "Fence", "admit", "announce", "confirm", "prepare"]
 
 Fence = Literal["transaction", "lease"]
 
@@ -68,6 +68,11 @@ async def admit(database: Database, dialect: Dialect, claim: Claim) -> None:
         await _admit_shared(database, dialect, claim)
     elif not await _any(database, (dialect.admit, *dialect.admit_again), claim):
         raise await _stale(database, claim)
+
+
+async def prepare(database: Database, dialect: Dialect, claim: Claim) -> None:
+    """Make the row on which shared holders will meet, in a transaction of its own, if there is none yet."""
+    await database.execute(dialect.share_first, _params(claim))
 
 
 async def announce(database: Database, dialect: Dialect, claim: Claim) -> None:
