@@ -61,7 +61,7 @@ class LockMiddleware:
     async def _acall(self, request: HttpRequest) -> HttpResponseBase:
         with _named(request) as line:
             try:
-                return await self.get_response(request)
+                return await self.get_response(request)  # type: ignore[no-any-return]
             except DLockError as error:
                 return self._answer(request, error)
             finally:
@@ -85,7 +85,7 @@ class LockMiddleware:
 def _raising(get_response: Callable[[HttpRequest], Any]) -> Callable[[HttpRequest], Any]:
     """Look behind the wrapper that Django puts around every middleware: it would turn a lock error into a 500."""
     wrapped = getattr(get_response, "__globals__", {}).get("__name__") == convert_exception_to_response.__module__
-    return get_response.__wrapped__ if wrapped else get_response  # type: ignore[attr-defined, no-any-return]
+    return get_response.__wrapped__ if wrapped else get_response  # type: ignore[attr-defined]
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 
@@ -303,6 +304,23 @@ async def test_a_sync_view_under_asgi_forgets_no_lease_either(aclient, dlock_log
 def test_a_lease_forgotten_by_a_failing_view_is_released(client):
     assert client.get("/forget-and-fail").status_code == 423
     assert client.get("/take").status_code == 200
+
+
+async def test_a_cancelled_request_leaves_no_lease():
+    reached = asyncio.Event()
+
+    async def get_response(request):
+        await lock("order", "a").aacquire()
+        reached.set()
+        await asyncio.Event().wait()
+
+    task = asyncio.create_task(LockMiddleware(get_response)(RequestFactory().get("/")))
+    await reached.wait()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+    await (await lock("order", "a").aacquire()).arelease()
 
 
 def test_an_orderly_request_warns_of_nothing(client, dlock_log):
