@@ -9,6 +9,7 @@ from __future__ import annotations
 import enum
 import logging
 import os
+import threading
 from typing import TYPE_CHECKING, Final
 
 from dlock_core import hooks
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
 __all__ = ["Held", "Released", "valid_until"]
 
 logger = logging.getLogger("dlock")
+
+_losing = threading.Lock()
 
 DRIFT: Final = 0.01
 """How much faster our clock may run than the store's: one percent, far more than quartz does."""
@@ -53,24 +56,31 @@ class Held:
         "due",
         "ended",
         "granted",
+        "in_time",
         "lost_because",
+        "now",
         "on_lost",
         "pid",
+        "release_requests",
         "renewing",
         "request",
         "since",
+        "trouble",
         "until",
     )
 
-    def __init__(self, backend: Backend, request: Request, granted: Granted, sent: float) -> None:
-        self.backend, self.request, self.granted = backend, request, granted
+    def __init__(
+        self, backend: Backend, request: Request, granted: Granted, sent: float, now: Callable[[], float] = clock
+    ) -> None:
+        self.backend, self.request, self.granted, self.now = backend, request, granted, now
         self.since, self.until = sent, valid_until(sent, granted.valid_for)
         self.pid = os.getpid()
         self.depth = 1
         self.due = 0
         self.renewing = True
+        self.in_time, self.release_requests = False, 0
         self.ended: Released | None = None
-        self.lost_because = ""
+        self.lost_because, self.trouble = "", "it ran out before it was renewed"
         self.on_lost: tuple[Callable[[], None], ...] = ()
 
     @property
@@ -85,7 +95,7 @@ class Held:
         """Give the seconds for which the lease surely holds; 0.0 once it is lost, released or another process's."""
         if self.lost_because or self.ended is not None or self.pid != os.getpid():
             return 0.0
-        return max(0.0, self.until - clock())
+        return max(0.0, self.until - self.now())
 
     def is_lost(self) -> bool:
         """Tell whether the lease ended otherwise than by its release."""
@@ -105,7 +115,7 @@ class Held:
         """Say why the lease does not hold."""
         if self.pid != os.getpid():
             return f"it belongs to process {self.pid}, which forked this one"
-        return "it was released" if self.ended is not None else self.lost_because or "it ran out before it was renewed"
+        return "it was released" if self.ended is not None else self.lost_because or self.trouble
 
     def end(self, found: Released) -> Released:
         """Note how the lease ended; the first note stands."""
@@ -113,16 +123,20 @@ class Held:
         return self.ended
 
     def extend(self, sent: float, valid_for: float) -> None:
-        """Note a renewal that was asked for at `sent`."""
-        self.until = max(self.until, valid_until(sent, valid_for))
+        """Note a renewal that was asked for at `sent`; an answer that comes after the lease ran out does not heal it."""
+        if self.is_lost():
+            self.lose()
+        else:
+            self.until = max(self.until, valid_until(sent, valid_for))
 
-    def lose(self, reason: str) -> None:
+    def lose(self, reason: str = "") -> None:
         """Note the loss, once, and tell whoever asked to know."""
-        if self.lost_because or self.ended is not None:
-            return
-        self.lost_because = reason
+        with _losing:
+            if self.lost_because or self.ended is not None:
+                return
+            self.lost_because = reason = reason or self.trouble
         logger.warning("dlock: lease of lock %r (token %d) is lost: %s", self.name, self.token, reason)
-        hooks.emit("lost", self.name, self.token, clock() - self.since, reason)
+        hooks.emit("lost", self.name, self.token, self.now() - self.since, reason)
         for callback in self.on_lost:
             _tell(callback, self.name)
 

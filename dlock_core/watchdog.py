@@ -50,7 +50,7 @@ class Watchdog:
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="dlock-watchdog", daemon=True)
                 self._thread.start()
-            elif due < self._next:
+            elif self._next < 0 or due < self._next:  # it sleeps without a lease, or longer than this one may
                 self._wake.set()
 
     def unwatch(self, held: Held) -> None:
@@ -66,9 +66,12 @@ class Watchdog:
         while (pause := self._pause()) is not None:
             self._wake.wait(pause)
             self._wake.clear()
-            leases = self._take()
-            for start in range(0, len(leases), BATCH):
-                self._renew(leases[start : start + BATCH])
+            self._turn()
+
+    def _turn(self) -> None:
+        leases = self._take()  # gone when this returns: whoever is kept here while we sleep would never be thrown away
+        for start in range(0, len(leases), BATCH):
+            self._renew(leases[start : start + BATCH])
 
     def _pause(self) -> float | None:
         """Tell how long nothing is due; None, and no thread any more, when nothing has been for long."""
@@ -88,36 +91,46 @@ class Watchdog:
         return [held for held in leases if held is not None and held.renewing and held.ended is None]
 
     def _renew(self, leases: list[Held]) -> None:
+        for held in leases:
+            if held.remaining() == 0.0:
+                held.lose()
+        leases = [held for held in leases if not held.is_lost()]
+        if leases:
+            self._ask(leases)
+
+    def _ask(self, leases: list[Held]) -> None:
         sent, reason = clock(), "it could not be renewed in time"
+        renewals = [Renewal(held.request, held.granted) for held in leases]
         answers: list[float | None] = []
         try:
-            answers = run(leases[0].backend.renew_many(BLOCKING, [Renewal(h.request, h.granted) for h in leases]))
+            answers = run(leases[0].backend.renew_many(BLOCKING, renewals))
         except BackendUnavailable as error:
             reason = f"{reason}: {error.reason}"
         except Exception:  # this thread must outlive any surprise: every lease depends on it
             logger.exception("dlock: a renewal failed")
         if answers:
-            for held, valid_for in zip(leases, answers, strict=True):
-                self._renewed(held, sent, valid_for)
+            for held, renewal, valid_for in zip(leases, renewals, answers, strict=True):
+                self._renewed(held, renewal, sent, valid_for)
         else:
             for held in leases:
                 self._unknown(held, reason)
 
-    def _renewed(self, held: Held, sent: float, valid_for: float | None) -> None:
+    def _renewed(self, held: Held, renewal: Renewal, sent: float, valid_for: float | None) -> None:
         if not held.renewing:
             return
         if valid_for is None:
             held.lose("the store gave it to another, or forgot it")
             return
-        held.extend(sent, valid_for)
+        if held.request is renewal.request:  # else the caller has renewed meanwhile, for another ttl
+            held.extend(sent, valid_for)
         self.watch(held, valid_for / 3)
 
     def _unknown(self, held: Held, reason: str) -> None:
-        left = held.until - clock()
-        if left <= 0:
-            held.lose(reason)
+        held.trouble = reason
+        if held.renewing and not held.is_lost():
+            self.watch(held, min(held.remaining(), max(held.request.ttl / 20, 1 / TICKS)))
         elif held.renewing:
-            self.watch(held, min(left, max(held.request.ttl / 20, 1 / TICKS)))
+            held.lose()
 
 
 _dogs: weakref.WeakKeyDictionary[Backend, Watchdog] = weakref.WeakKeyDictionary()
