@@ -9,6 +9,7 @@ end withdraw, so that no orphan is left.
 from __future__ import annotations
 
 import dataclasses
+import logging
 import random
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
     from dlock_core.runtime import Runtime
 
 __all__ = ["acquire", "raise_token", "release", "renew", "try_acquire"]
+
+logger = logging.getLogger("dlock")
 
 FRESH: Final = 0.75
 """A grant that has less than this share of its ttl left on arrival is confirmed with one more request."""
@@ -70,18 +73,24 @@ class _Attempt:
         except BaseException:
             await self.withdraw()
             raise
-        if isinstance(self.answer, Granted):
-            held = Held(self.backend, self.request, self.answer, self.sent)
+        if isinstance(self.answer, Granted) and self.has_left(self.answer.valid_for):
+            held = Held(self.backend, self.request, self.answer, self.sent, self.runtime.now)
             hooks.emit("acquired", held.name, held.token, self.sent - self.started)
             return held
         await self.withdraw()
+        if isinstance(self.answer, Granted):
+            raise BackendUnavailable(self.request.name, reason=f"it answers slower than the ttl, {self.request.ttl} s")
         return None
 
     def is_over(self) -> bool:
         answer = self.answer
-        if isinstance(answer, Granted):
-            return self.runtime.now() < valid_until(self.sent, answer.valid_for * FRESH)
+        if isinstance(answer, Granted) and self.has_left(answer.valid_for * FRESH):
+            return True
         return answer is not None and self.sent >= self.deadline
+
+    def has_left(self, seconds: float) -> bool:
+        """Tell whether so much of a grant's time has not passed since it was asked for."""
+        return self.runtime.now() < valid_until(self.sent, seconds)
 
     async def step(self) -> None:
         """Wait if we must, then ask; a store may send its answer along with the wake-up."""
@@ -118,8 +127,10 @@ class _Attempt:
         first, self.broken = self.broken is None, error
         if first and error.broken:
             return  # an idle connection had died: the store may be well, and is asked once more even with wait=0
-        if now >= self.deadline:
+        if now >= self.deadline or error.refused:
             raise error
+        if first:
+            logger.warning("dlock: %s; it is asked again until the lock's wait is over", error)
         await self.runtime.sleep(min(random.uniform(0.01, PAUSE), self.deadline - now))  # noqa: S311 - only jitter
 
     async def withdraw(self) -> None:
@@ -129,10 +140,12 @@ class _Attempt:
 
     async def _withdraw(self) -> None:
         ticket = self.answer.ticket if isinstance(self.answer, Busy) else None
-        for _ in range(2):  # the first may meet the connection that broke
-            with suppress(BackendUnavailable):  # the lease is finite: an orphan that we cannot reach ends by itself
-                return await self.backend.withdraw(self.runtime, self.request, ticket)
-        return None
+        try:
+            await self.backend.withdraw(self.runtime, self.request, ticket)
+        except BackendUnavailable as error:
+            if error.broken:
+                with suppress(BackendUnavailable):  # the lease is finite: an orphan that we cannot reach ends by itself
+                    await self.backend.withdraw(self.runtime, self.request, ticket)
 
     def timeout(self) -> AcquireTimeout:
         waited = self.runtime.now() - self.started
@@ -146,14 +159,16 @@ async def renew(runtime: Runtime, held: Held, ttl: float | None = None) -> None:
     """Push the expiry of a lease that is still ours; raises LeaseLost, or BackendUnavailable, which says nothing."""
     held.ensure_own_process()
     held.ensure()
+    sent = runtime.now()
     if ttl is not None:
         held.request = dataclasses.replace(held.request, ttl=ttl)
-    sent = runtime.now()
+        held.until = min(held.until, valid_until(sent, ttl))  # it is shorter from now on, answered or not
     (valid_for,) = await held.backend.renew_many(runtime, [Renewal(held.request, held.granted)])
     if valid_for is None:
         held.lose("the store gave it to another, or forgot it")
         raise LeaseLost(held.name, token=held.token, reason=held.why())
-    held.until = valid_until(sent, valid_for)
+    held.extend(sent, valid_for)
+    held.ensure()
 
 
 async def release(runtime: Runtime, held: Held) -> Released:
@@ -163,20 +178,26 @@ async def release(runtime: Runtime, held: Held) -> Released:
     """
     held.ensure_own_process()
     if held.ended is None:
-        surely_ours, held.renewing = held.remaining() > 0.0, False
-        await runtime.shield(_release(runtime, held, surely_ours=surely_ours))
+        held.renewing = False
+        await runtime.shield(_release(runtime, held))
         hooks.emit("released", held.name, held.token, runtime.now() - held.since)
     return held.ended or Released.EXPIRED
 
 
-async def _release(runtime: Runtime, held: Held, *, surely_ours: bool) -> None:
+async def _release(runtime: Runtime, held: Held) -> None:
+    held.in_time = held.in_time or held.remaining() > 0.0
     try:
-        found = await held.backend.release(runtime, held.request, held.granted)
+        found = await _ask_release(runtime, held)
     except BackendUnavailable:
-        found = await held.backend.release(runtime, held.request, held.granted)
-        if surely_ours:
-            found = "released"  # whoever holds it now was let in by our first attempt, whose answer was lost
+        found = await _ask_release(runtime, held)
+    if held.in_time and held.release_requests > 1:
+        found = "released"  # whoever holds it now was let in by an earlier request of ours, whose answer was lost
     held.end(FOUND[found])
+
+
+async def _ask_release(runtime: Runtime, held: Held) -> str:
+    held.release_requests += 1
+    return await held.backend.release(runtime, held.request, held.granted)
 
 
 async def raise_token(runtime: Runtime, held: Held, floor: int) -> bool:

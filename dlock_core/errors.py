@@ -130,11 +130,13 @@ class BackendUnavailable(DLockError):
 
     retry_after = 1.0
 
-    def __init__(self, name: str, *, reason: str, broken: bool = False) -> None:
+    def __init__(self, name: str, *, reason: str, broken: bool = False, refused: bool = False) -> None:
         super().__init__(f"store unavailable for lock {name!r}: {reason}", name=name)
         self.reason = reason
         self.broken = broken
         """A connection that had been idle turned out to be dead: a new one may work at once."""
+        self.refused = refused
+        """The store does not let us in (wrong password, no permission): asking again will not help."""
 
 
 class NotSupported(DLockError, NotImplementedError):
