@@ -15,7 +15,6 @@ from dlock_core.backends.redis import reading
 from dlock_core.backends.redis.clients import connectors, of_url
 from dlock_core.backends.redis.scripts import script
 from dlock_core.backends.redis.wire import AsyncioWire, BlockingWire, Wire, answered, ask, converse
-from dlock_core.errors import BackendUnavailable
 from dlock_core.runtime import Asyncio
 
 if TYPE_CHECKING:
@@ -107,7 +106,9 @@ class RedisBackend:
         requests = [renewal.request for renewal in renewals]
         keys = (self._globals[1], *[self.lock_key(request.name) for request in requests])
         args = [item for request in requests for item in (request.holder, math.ceil(request.ttl * 1000))]
-        renewed = await self._ask(runtime, requests[0].name, "renew", keys, tuple(args))
+        limit = min(self._timeout, *[request.ttl / 3 for request in requests])  # a late answer would be of no use
+        wire = self._wire(runtime)
+        renewed = await ask(wire, runtime, requests[0].name, script("renew"), keys, tuple(args), limit)
         return [request.ttl if ours else None for request, ours in zip(requests, renewed, strict=True)]
 
     async def inspect(self, runtime: Runtime, name: str | None = None) -> list[LockState]:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import re
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final, cast
+from urllib.parse import urlsplit
 
 import redis
 import redis.asyncio
@@ -19,6 +22,13 @@ _KEPT: Final = frozenset({
 })  # fmt: skip
 """What describes the server and how to reach it. Retries, time limits and decoding are ours."""
 
+_DATABASE: Final = re.compile(r"(/\d*)?")
+
+_BAD_URL: Final = (
+    "bad Redis URL: expected redis://[user:password@]host:port/db or unix:///path, "
+    "with every / ? # @ of the password percent-encoded"
+)
+
 _KINDS: Final = (
     (redis.UnixDomainSocketConnection, redis.asyncio.UnixDomainSocketConnection),
     (redis.SSLConnection, redis.asyncio.SSLConnection),
@@ -29,9 +39,12 @@ _KINDS: Final = (
 def of_url(url: str) -> Any:
     """Parse redis://, rediss:// and unix:// as redis-py does; raises ValueError, without the password."""
     try:
+        where = urlsplit(url)
+        if not (where.path if where.scheme == "unix" else _DATABASE.fullmatch(where.path)):
+            raise ValueError(where.path)
         return redis.ConnectionPool.from_url(url)
-    except (ValueError, TypeError) as error:
-        raise ValueError(f"bad Redis URL: {error} (expected redis://[user:password@]host:port/db)") from None
+    except (ValueError, TypeError):  # its text may quote a part of the password
+        raise ValueError(_BAD_URL) from None
 
 
 def connectors(client: Any, limit: float) -> tuple[Callable[[], Any], Callable[[], Any]]:
@@ -41,11 +54,12 @@ def connectors(client: Any, limit: float) -> tuple[Callable[[], Any], Callable[[
     pair = next((pair for pair in _KINDS if kind is not None and issubclass(kind, pair)), None)
     if pair is None:
         raise TypeError(f"not a redis-py client or pool that dlock can follow: {type(client).__name__}")
-    blocking, awaiting = cast("tuple[Any, Any]", pair)
-    return (
-        lambda: blocking(**_kept(blocking, given), socket_timeout=limit),
-        lambda: awaiting(**_kept(awaiting, given), socket_timeout=None),
-    )
+    blocking, awaiting = (partial(one, **_kept(one, given)) for one in cast("tuple[Any, Any]", pair))
+    try:
+        blocking(socket_timeout=limit)  # sends nothing
+    except redis.RedisError as error:
+        raise ValueError(f"bad Redis options: {error}") from error
+    return partial(blocking, socket_timeout=limit), partial(awaiting, socket_timeout=None)
 
 
 def _kept(kind: type, given: dict[str, Any]) -> dict[str, Any]:

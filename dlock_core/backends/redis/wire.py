@@ -1,4 +1,4 @@
-"""Requests over redis-py's bare `Connection`s, kept by us: a third of the client's cost, and no retries behind our back.
+"""Requests over redis-py's bare `Connection`s, kept by us: a third of the client's cost, no retries behind our back.
 
 Connections are made like those of the client or URL we were given, but are not taken from its pool, whose size and
 time limits are the application's business. A connection is checked out for one request, or for one wait.
@@ -9,17 +9,25 @@ from __future__ import annotations
 import asyncio
 import os
 from collections import deque
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final, Protocol
-from weakref import WeakKeyDictionary
 
-from redis.exceptions import AuthenticationError, NoScriptError, RedisError, ResponseError
+from redis.exceptions import (
+    AuthenticationError,
+    AuthorizationError,
+    NoPermissionError,
+    NoScriptError,
+    RedisError,
+    ResponseError,
+)
 from redis.exceptions import ConnectionError as RedisConnectionError
+from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from dlock_core.errors import BackendUnavailable
 from dlock_core.runtime import Asyncio, Runtime, clock
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, MutableMapping
+    from collections.abc import AsyncGenerator, Callable
 
     from dlock_core.backends.redis.scripts import Script
 
@@ -42,6 +50,12 @@ class Wire(Protocol):
     def checkin(self, connection: Any) -> None:
         """Take back a connection whose replies were all read."""
 
+    def discard(self, connection: Any) -> None:
+        """Close a connection in unknown state, at once."""
+
+    def forget(self) -> None:
+        """Close the idle connections: one of them turned out to be dead, so the others may be."""
+
     async def exchange(self, runtime: Runtime, connection: Any, packed: Any, replies: int, limit: float) -> list[Any]:
         """Send, and read so many replies, an error reply as an exception object, within `limit` seconds."""
 
@@ -63,25 +77,34 @@ async def ask(
 def answered(name: str, reply: Any) -> Any:
     """Turn an error reply into BackendUnavailable: a server that cannot answer has not said no."""
     if isinstance(reply, RedisError):
-        raise BackendUnavailable(name, reason=f"{type(reply).__name__}: {reply}") from reply
+        raise _unavailable(name, reply, reused=False) from reply
     return reply
 
 
 async def converse(wire: Wire, runtime: Runtime, name: str, commands: list[Command], limit: float) -> list[Any]:
     """Send commands in one write and read their replies."""
-    connection, reused = None, False
+    connection = wire.checkout()
+    reused = connection.dlock_used > 0
     try:
-        connection = wire.checkout()
-        reused = connection.dlock_used > 0
         packed = connection.pack_commands(commands) if len(commands) > 1 else connection.pack_command(*commands[0])
         replies = await wire.exchange(runtime, connection, packed, len(commands), limit)
-    except AuthenticationError as error:
-        raise BackendUnavailable(name, reason=f"the server refused our credentials: {error}") from error
-    except (RedisError, OSError) as error:
-        broken = reused and isinstance(error, RedisConnectionError)
-        raise BackendUnavailable(name, reason=f"{type(error).__name__}: {error}", broken=broken) from error
+    except BaseException as error:
+        wire.discard(connection)  # closed at once: what it carries must not be carried out after our withdrawal
+        if not isinstance(error, RedisError | OSError):
+            raise
+        failure = _unavailable(name, error, reused=reused)
+        if failure.broken:
+            wire.forget()
+        raise failure from error
     wire.checkin(connection)
     return replies
+
+
+def _unavailable(name: str, error: RedisError | OSError, *, reused: bool) -> BackendUnavailable:
+    broken = reused and isinstance(error, RedisConnectionError)
+    refused = isinstance(error, AuthenticationError | AuthorizationError | NoPermissionError)
+    reason = f"the server refused our credentials: {error}" if refused else f"{type(error).__name__}: {error}"
+    return BackendUnavailable(name, reason=reason, broken=broken, refused=refused)
 
 
 class _Idle:
@@ -94,11 +117,10 @@ class _Idle:
     def pop(self) -> Any:
         if self._pid != os.getpid():  # a forked child must not talk on its parent's sockets
             self._pid, self._free = os.getpid(), deque()
-        while self._free:
-            connection = self._free.pop()
+        while (connection := self._last()) is not None:
             if clock() - connection.dlock_used < TRUSTED or self._is_alive(connection):
                 return connection
-            self._drop(connection)
+            self.discard(connection)
         connection = self._connect()
         connection.dlock_used = 0.0
         return connection
@@ -107,23 +129,29 @@ class _Idle:
         connection.dlock_used = clock()
         self._free.append(connection)
         if len(self._free) > IDLE_KEPT:
-            self._drop(self._free.popleft())
+            self.discard(self._free.popleft())
 
     def clear(self) -> None:
-        while self._free:
-            self._drop(self._free.pop())
+        while (connection := self._last()) is not None:
+            self.discard(connection)
+
+    def _last(self) -> Any:
+        try:
+            return self._free.pop()
+        except IndexError:
+            return None
 
     def _is_alive(self, connection: Any) -> bool:
         return True
 
-    def _drop(self, connection: Any) -> None:
+    def discard(self, connection: Any) -> None:
         raise NotImplementedError
 
 
 class BlockingWire(_Idle):
     """Connections for threads."""
 
-    checkout, checkin, close = _Idle.pop, _Idle.push, _Idle.clear
+    checkout, checkin, close, forget = _Idle.pop, _Idle.push, _Idle.clear, _Idle.clear
 
     async def exchange(self, runtime: Runtime, connection: Any, packed: Any, replies: int, limit: float) -> list[Any]:
         if limit != connection.socket_timeout and connection._sock is not None:
@@ -142,7 +170,7 @@ class BlockingWire(_Idle):
         except (RedisError, OSError):
             return False
 
-    def _drop(self, connection: Any) -> None:
+    def discard(self, connection: Any) -> None:
         connection.disconnect()
 
 
@@ -154,17 +182,23 @@ def _read(connection: Any) -> Any:
 
 
 class AsyncioWire:
-    """Connections for tasks, those of each event loop apart."""
+    """Connections for tasks, those of each event loop apart; they are closed when the loop is shut down."""
 
     def __init__(self, connect: Callable[[], Any]) -> None:
         self._connect = connect
-        self._loops: MutableMapping[asyncio.AbstractEventLoop, _AsyncioIdle] = WeakKeyDictionary()
+        self._loops: dict[asyncio.AbstractEventLoop, _AsyncioIdle] = {}
 
     def checkout(self) -> Any:
         return self._idle().pop()
 
     def checkin(self, connection: Any) -> None:
         self._idle().push(connection)
+
+    def discard(self, connection: Any) -> None:
+        connection._close()
+
+    def forget(self) -> None:
+        self._idle().clear()
 
     async def exchange(self, runtime: Runtime, connection: Any, packed: Any, replies: int, limit: float) -> list[Any]:
         if not isinstance(runtime, Asyncio):
@@ -174,28 +208,44 @@ class AsyncioWire:
                 await runtime.call(connection.send_packed_command, packed, False)
                 return [await _aread(connection) for _ in range(replies)]
         except TimeoutError as error:
-            raise RedisConnectionError(f"no answer within {limit:.3g} s") from error
+            raise RedisTimeoutError(f"no answer within {limit:.3g} s") from error
 
     def close(self) -> None:
-        for idle in list(self._loops.values()):
-            idle.clear()
+        for loop, idle in list(self._loops.items()):
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(idle.clear)
 
     def _idle(self) -> _AsyncioIdle:
         loop = asyncio.get_running_loop()
         idle = self._loops.get(loop)
-        if idle is None:
-            idle = self._loops[loop] = _AsyncioIdle(self._connect)
+        return self._begin(loop) if idle is None else idle
+
+    def _begin(self, loop: asyncio.AbstractEventLoop) -> _AsyncioIdle:
+        for ended in [known for known in list(self._loops) if known.is_closed()]:
+            self._loops.pop(ended, None)
+        idle = self._loops[loop] = _AsyncioIdle(self._connect)
+        idle.ending = self._until_shutdown(loop, idle)
+        with suppress(StopIteration):
+            idle.ending.__anext__().send(None)  # from now on the loop knows it, and closes it when it is shut down
         return idle
+
+    async def _until_shutdown(self, loop: asyncio.AbstractEventLoop, idle: _AsyncioIdle) -> AsyncGenerator[None, None]:
+        try:
+            yield
+        finally:
+            self._loops.pop(loop, None)
+            idle.clear()
 
 
 class _AsyncioIdle(_Idle):
+    ending: AsyncGenerator[None, None]
+
     def _is_alive(self, connection: Any) -> bool:
         reader = connection._reader
         return reader is not None and not reader.at_eof() and not reader._buffer
 
-    def _drop(self, connection: Any) -> None:
-        if connection._writer is not None:
-            connection._writer.close()
+    def discard(self, connection: Any) -> None:
+        connection._close()
 
 
 async def _aread(connection: Any) -> Any:

@@ -12,7 +12,7 @@ local function draw(floor)
 end
 
 local function note(ttl)
-  if index then redis.call('ZADD', index, now + ttl, lock) end
+  if index then redis.call('ZADD', index, 'GT', now + ttl, lock) end
 end
 
 local function prune()

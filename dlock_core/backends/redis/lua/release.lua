@@ -8,7 +8,9 @@ local shared = value == 'shared'
 if not value then return 0 end
 if type(value) == 'table' then return 2 end
 if shared then
-  if redis.call('ZREM', lock .. ':s', holder) == 0 then return 2 end
+  local at, expiry = redis.call('TIME'), tonumber(redis.call('ZSCORE', lock .. ':s', holder))
+  if not expiry or expiry <= at[1] * 1000 + math.floor(at[2] / 1000) then return 2 end
+  redis.call('ZREM', lock .. ':s', holder)
   redis.call('HDEL', lock .. ':o', holder)
   shared = redis.call('EXISTS', lock .. ':s') == 1
 elseif string.sub(value, 1, 33) ~= holder .. '|' then

@@ -16,7 +16,7 @@ for i = 2, #KEYS do
       redis.call('PEXPIRE', key, math.max(ttl, redis.call('PTTL', key)))
     end
   end
-  if ours == 1 then redis.call('ZADD', KEYS[1], 'XX', now + ttl, lock) end
+  if ours == 1 then redis.call('ZADD', KEYS[1], 'XX', 'GT', now + ttl, lock) end
   answers[i - 1] = ours
 end
 return answers
