@@ -1,0 +1,158 @@
+"""Row locks in SQL that Django has no words for: shared ones, and how long to wait.
+
+Django writes FOR UPDATE at the end of a query; a `RowLockQuery` has another clause written in its place.
+"""
+
+from __future__ import annotations
+
+import math
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, Final
+
+from django.core.exceptions import ObjectDoesNotExist
+from django.db import Error
+from django.db.models.sql import Query
+from django.db.models.sql.compiler import SQLCompiler
+from django.db.transaction import TransactionManagementError
+
+from django_dlock.errors import NotSupported
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+__all__ = ["RowLockQuery", "has_wait_clause", "require_row_locks", "waiting", "whole_seconds"]
+
+_LONGEST_MILLISECONDS: Final = 2**31 - 1
+_LONGEST_SECONDS: Final = 100_000_000  # what innodb_lock_wait_timeout can be
+_POSTGRESQL_LIMIT: Final = (
+    "SELECT set_config('dlock.lock_timeout', current_setting('lock_timeout'), true), "
+    "set_config('lock_timeout', %s, true)"
+)
+_POSTGRESQL_RESTORE: Final = "SELECT set_config('lock_timeout', current_setting('dlock.lock_timeout'), true)"
+_MYSQL_LIMIT: Final = "SET @dlock_wait = @@SESSION.innodb_lock_wait_timeout, @@SESSION.innodb_lock_wait_timeout = %s"
+_MYSQL_RESTORE: Final = "SET @@SESSION.innodb_lock_wait_timeout = @dlock_wait"
+
+
+class RowLockQuery(Query):
+    """A query whose FOR UPDATE becomes FOR SHARE, or gets a limit to its wait."""
+
+    dlock_strength = "UPDATE"
+    dlock_wait: int | None = None
+
+    def get_compiler(self, using: Any = None, connection: Any = None, elide_empty: bool = True) -> Any:  # noqa: FBT001, FBT002
+        """Give the database's own compiler, taught our clauses."""
+        compiler = super().get_compiler(using, connection, elide_empty)
+        compiler.__class__ = _with_row_locks(type(compiler))
+        return compiler
+
+
+class _RowLockCompiler(SQLCompiler):
+    def as_sql(self, *args: Any, **kwargs: Any) -> Any:
+        query: Any = self.query
+        if query.select_for_update:
+            require_row_locks(self.connection)
+        sql, params = super().as_sql(*args, **kwargs)
+        if not query.select_for_update or not self.connection.features.has_select_for_update:
+            return sql, params
+        of = self.get_select_for_update_of_arguments()
+        nowait, skip_locked = query.select_for_update_nowait, query.select_for_update_skip_locked
+        written = self.connection.ops.for_update_sql(nowait, skip_locked, of, query.select_for_no_key_update)
+        head, _, tail = sql.rpartition(written)  # a subquery may have one of its own; ours is the last
+        return head + _clause(self.connection, query, of) + tail, params
+
+
+@lru_cache
+def _with_row_locks(kind: type[SQLCompiler]) -> type[SQLCompiler]:
+    return type(f"RowLock{kind.__name__}", (_RowLockCompiler, kind), {})
+
+
+def _clause(connection: Any, query: Any, of: list[str]) -> str:
+    words = [_strength(connection, query)]
+    if of:
+        words.append("OF " + ", ".join(of))
+    if query.select_for_update_nowait:
+        words.append("NOWAIT")
+    if query.select_for_update_skip_locked:
+        words.append("SKIP LOCKED")
+    if query.dlock_wait is not None:
+        words.append(f"WAIT {query.dlock_wait:d}")
+    return " ".join(words)
+
+
+def _strength(connection: Any, query: Any) -> str:
+    if query.dlock_strength == "UPDATE":
+        return "FOR UPDATE"
+    if connection.vendor == "postgresql":
+        return f"FOR {query.dlock_strength}"
+    if connection.vendor == "mysql":
+        return "LOCK IN SHARE MODE" if connection.mysql_is_mariadb else "FOR SHARE"
+    raise NotSupported(f"{connection.display_name} has no shared row locks that dlock knows of")
+
+
+def require_row_locks(connection: Any) -> None:
+    """Raise TransactionManagementError outside a transaction, and NotSupported where it would not protect a row.
+
+    SQLite has no row locks; a transaction that began IMMEDIATE or EXCLUSIVE has the lock of the whole database instead.
+    """
+    if connection.get_autocommit():
+        raise TransactionManagementError(
+            "a row lock lasts until the end of its transaction, and none is open: "
+            "lock inside transaction.atomic(), or with locked_row()"
+        )
+    if connection.features.has_select_for_update:
+        return
+    mode = getattr(connection, "transaction_mode", None)
+    began_locked = connection.in_atomic_block and connection.commit_on_exit and mode in ("IMMEDIATE", "EXCLUSIVE")
+    if not began_locked:
+        raise NotSupported(
+            f"{connection.display_name} has no row locks, and this transaction has not locked the database: "
+            f"set DATABASES[{connection.alias!r}]['OPTIONS']['transaction_mode'] = 'IMMEDIATE'"
+        )
+
+
+def has_wait_clause(connection: Any) -> bool:
+    """Say whether `WAIT n` can be written behind the lock itself."""
+    return connection.vendor == "mysql" and bool(connection.mysql_is_mariadb)
+
+
+def whole_seconds(wait: float) -> int:
+    """Round up to what MySQL and MariaDB can wait: 1 second or more."""
+    return max(1, min(math.ceil(wait), _LONGEST_SECONDS))
+
+
+def waiting(connection: Any, wait: float | None) -> AbstractContextManager[None]:
+    """Limit how long a statement inside the block waits for each lock; the former limit is back after it."""
+    is_said_elsewhere = has_wait_clause(connection) or not connection.features.has_select_for_update
+    if wait is None or is_said_elsewhere:
+        return nullcontext()
+    if connection.vendor == "postgresql":
+        return _waiting_on_postgresql(connection, wait)
+    if connection.vendor == "mysql":
+        return _waiting_on_mysql(connection, wait)
+    raise NotSupported(f"dlock cannot limit the wait for a row lock on {connection.display_name}: use nowait=True")
+
+
+@contextmanager
+def _waiting_on_postgresql(connection: Any, wait: float) -> Iterator[None]:
+    milliseconds = max(1, min(math.ceil(wait * 1000), _LONGEST_MILLISECONDS))  # 0 would be no limit
+    with connection.cursor() as cursor:
+        cursor.execute(_POSTGRESQL_LIMIT, [str(milliseconds)])
+        try:
+            yield
+        except ObjectDoesNotExist:
+            cursor.execute(_POSTGRESQL_RESTORE)
+            raise
+        # After an error of the database nothing is accepted before a rollback, and that restores the setting.
+        cursor.execute(_POSTGRESQL_RESTORE)
+
+
+@contextmanager
+def _waiting_on_mysql(connection: Any, wait: float) -> Iterator[None]:
+    with connection.cursor() as cursor:
+        cursor.execute(_MYSQL_LIMIT, [whole_seconds(wait)])
+        try:
+            yield
+        finally:  # the setting belongs to the session: no rollback restores it
+            with suppress(Error):
+                cursor.execute(_MYSQL_RESTORE)
