@@ -91,7 +91,7 @@ def check_atomic_requests(**_: Any) -> list[CheckMessage]:
     ]
 
 
-@register(TAG, Tags.database)
+@register(Tags.database)  # alone: since Django 6.1 a tag of our own would connect without being asked
 def check_fence_table(databases: Sequence[str] | None = None, **_: Any) -> list[CheckMessage]:
     """W010: the fence table is where leases will look for it; an empty database is not a mistake."""
     return [

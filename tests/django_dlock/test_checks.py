@@ -357,6 +357,12 @@ def test_w010_the_fence_table_is_looked_for_only_where_asked(database, monkeypat
     assert ids(databases.check_fence_table(databases=[database])) == ["dlock.W010"]
 
 
+def test_w010_is_found_by_a_check_of_that_database(database, monkeypatch):
+    monkeypatch.setattr(databases, "FENCE_TABLE", "dlock_fence_that_nobody_made")
+
+    assert "dlock.W010" in [message.id for message in run_checks(tags=["database"], databases=[database])]
+
+
 def test_w010_is_silent_after_migrate(database):
     assert databases.check_fence_table(databases=[database]) == []
 
