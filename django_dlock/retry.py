@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from functools import wraps
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, cast
@@ -17,6 +16,8 @@ from dlock_core.retry import Policy, retry
 from dlock_core.runtime import ASYNCIO, BLOCKING, run
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
     from dlock_core.deadline import Seconds
 
 __all__ = ["retry_on_conflict"]
@@ -30,15 +31,16 @@ def retry_on_conflict(
 ) -> Callable[[Callable[P, T]], Callable[P, T]]:
     """Decorate a function to run in a transaction of its own, and to run again from the start after a conflict.
 
-    A conflict is StaleObject, StaleToken, RowLocked, a deadlock, a serialization failure or a lock timeout. Between runs it pauses
-    with full jitter. At most `attempts` runs, none of which starts later than `within` seconds after the first; the last conflict is
-    then raised, with a note of how many there were. Any other error is raised at once, and so is a cancellation.
+    A conflict is StaleObject, StaleToken, RowLocked, a deadlock, a serialization failure or a lock timeout. Between
+    runs it pauses with full jitter. At most `attempts` runs, none of which starts later than `within` seconds after
+    the first; then the last conflict is raised, with a note of how many there were. Any other error, and a
+    cancellation, is raised at once.
 
-    `using` names the database, or several. Raises TransactionManagementError when a transaction is already open on one of them:
-    what the other part of it has read would not be read again. Put side effects into `transaction.on_commit`.
+    `using` names the database, or several. Raises TransactionManagementError when a transaction is already open on one
+    of them: what it has read before would not be read again. Put side effects into `transaction.on_commit`.
 
-    A coroutine function is just run again: no transaction can be opened around a coroutine, so open them in the functions that it
-    gives to `sync_to_async`.
+    A coroutine function is just run again: no transaction can be opened around a coroutine, so open them in the
+    functions that it gives to `sync_to_async`.
     """
     policy = Policy(attempts=attempts, within=within)
     aliases = (using,) if isinstance(using, str) else tuple(using)

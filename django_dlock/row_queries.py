@@ -20,11 +20,10 @@ from dlock_core.retry import Trouble, classify
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-    from typing import Unpack
 
 __all__ = ["HowToLock", "RowLock", "RowLockQuerySet", "row_name"]
 
-M = TypeVar("M", bound=Model, covariant=True)
+M_co = TypeVar("M_co", bound=Model, covariant=True)
 T = TypeVar("T")
 
 
@@ -88,11 +87,13 @@ class RowLock:
         return locked
 
 
-class RowLockQuerySet(QuerySet[M]):
+class RowLockQuerySet(QuerySet[M_co]):
     """A queryset that can lock what it finds."""
 
     @overload
-    def lock_row(self, pk: Any, *, skip_locked: Literal[True], shared: bool = ..., no_key: bool = ...) -> M | None: ...
+    def lock_row(
+        self, pk: Any, *, skip_locked: Literal[True], shared: bool = ..., no_key: bool = ...
+    ) -> M_co | None: ...
     @overload
     def lock_row(
         self,
@@ -103,7 +104,7 @@ class RowLockQuerySet(QuerySet[M]):
         skip_locked: Literal[False] = ...,
         wait: Seconds | None = ...,
         no_key: bool = ...,
-    ) -> M: ...
+    ) -> M_co: ...
     def lock_row(
         self,
         pk: Any,
@@ -113,19 +114,24 @@ class RowLockQuerySet(QuerySet[M]):
         skip_locked: bool = False,
         wait: Seconds | None = None,
         no_key: bool = True,
-    ) -> M | None:
+    ) -> M_co | None:
         """Lock one row until the end of the transaction, and read it as it is then.
 
-        `shared` lets others read and lock shared, but not write. `wait` is seconds (float or timedelta), None for as long as
-        the database waits, 0 the same as `nowait`; MySQL and MariaDB round it up to whole seconds. `skip_locked` returns None
-        for a row that is locked, or not there. `no_key=False` on PostgreSQL also keeps others from referring to the row.
-        Raises RowLocked when another transaction held the row for too long: on PostgreSQL the transaction (or savepoint) must then
-        be rolled back. DoesNotExist; TransactionManagementError outside a transaction; NotSupported where it would lock nothing.
+        `shared` lets others read and lock shared, but not write. `wait` is seconds (float or timedelta), None for as
+        long as the database waits, 0 the same as `nowait`; MySQL and MariaDB round it up to whole seconds.
+        `skip_locked` returns None for a row that is locked or not there. `no_key=False` on PostgreSQL also keeps
+        others from inserting rows that refer to it.
+
+        Raises RowLocked when another transaction held the row for too long (on PostgreSQL the transaction, or its
+        savepoint, must then be rolled back), DoesNotExist, TransactionManagementError outside a transaction,
+        NotSupported where it would lock nothing.
         """
         lock = RowLock(shared=shared, nowait=nowait, skip_locked=skip_locked, wait=wait, no_key=no_key)
-        found: list[M] = lock.fetch(row_name(self.model, pk), self.filter(pk=pk), list)
+        found: list[M_co] = lock.fetch(row_name(self.model, pk), self.filter(pk=pk), list)
         if not found and not skip_locked:
-            raise self.model.DoesNotExist(f"{row_name(self.model, pk)} does not exist.")
+            raise self.model.DoesNotExist(  # type: ignore[attr-defined]
+                f"{row_name(self.model, pk)} does not exist."
+            )
         return found[0] if found else None
 
     def lock_rows(
@@ -136,11 +142,11 @@ class RowLockQuerySet(QuerySet[M]):
         skip_locked: bool = False,
         wait: Seconds | None = None,
         no_key: bool = True,
-    ) -> list[M]:
+    ) -> list[M_co]:
         """Lock all rows of this queryset, in the order of their primary keys, so that two of these never deadlock.
 
-        Options and errors as of `lock_row`; `wait` is for each row. With `skip_locked`, which waits for nobody, the queryset
-        keeps its own order and may be sliced: the next ten jobs that no other worker has.
+        Options and errors as of `lock_row`; `wait` is for each row. With `skip_locked`, which waits for nobody, the
+        queryset keeps its own order and may be sliced: the next ten jobs that no other worker has.
         """
         lock = RowLock(shared=shared, nowait=nowait, skip_locked=skip_locked, wait=wait, no_key=no_key)
         rows = self.all() if skip_locked else self.order_by("pk")
@@ -159,8 +165,8 @@ class RowLockQuerySet(QuerySet[M]):
 
     def select_for_update(
         self,
-        nowait: bool = False,
-        skip_locked: bool = False,
+        nowait: bool = False,  # noqa: FBT001, FBT002
+        skip_locked: bool = False,  # noqa: FBT001, FBT002
         of: Sequence[str] = (),
         no_key: bool = False,  # noqa: FBT001, FBT002
     ) -> Self:
@@ -176,7 +182,7 @@ def row_name(model: type[Model], pk: object) -> str:
     return f"{model.__name__}({pk!r})"
 
 
-def _reword(locked: QuerySet[Any], strength: str, wait: int | None = None) -> None:
+def _reword(locked: Any, strength: str, wait: int | None = None) -> None:
     if type(locked.query) not in (Query, RowLockQuery):
         raise NotSupported(f"dlock cannot lock the rows of a {type(locked.query).__name__}")
     locked.query = locked.query.chain(RowLockQuery)

@@ -42,8 +42,8 @@ class RowLockQuery(Query):
 
     def get_compiler(self, using: Any = None, connection: Any = None, elide_empty: bool = True) -> Any:  # noqa: FBT001, FBT002
         """Give the database's own compiler, taught our clauses."""
-        compiler = super().get_compiler(using, connection, elide_empty)
-        compiler.__class__ = _with_row_locks(type(compiler))
+        compiler: Any = super().get_compiler(using, connection, elide_empty)
+        compiler.__class__ = _with_row_locks(compiler.__class__)
         return compiler
 
 
@@ -63,7 +63,7 @@ class _RowLockCompiler(SQLCompiler):
 
 
 @lru_cache
-def _with_row_locks(kind: type[SQLCompiler]) -> type[SQLCompiler]:
+def _with_row_locks(kind: Any) -> Any:
     return type(f"RowLock{kind.__name__}", (_RowLockCompiler, kind), {})
 
 

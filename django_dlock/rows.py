@@ -33,8 +33,8 @@ class RowLockMixin(models.Model):
     def lock_row(self, *, using: str | None = None, **how: Unpack[HowToLock]) -> None:
         """Lock this row until the end of the transaction, and refresh the instance under the lock.
 
-        Options and errors as of the manager's `lock_row`. Raises ValueError on an instance with changes that are not saved:
-        they would be lost.
+        Options and errors as of the manager's `lock_row`. Raises ValueError on an instance with changes that are not
+        saved: they would be lost.
         """
         lock = RowLock(**how)
         self._refuse_unsaved()
@@ -46,8 +46,8 @@ class RowLockMixin(models.Model):
     def locked_row(cls, pk: Any, *, using: str | None = None, **how: Unpack[HowToLock]) -> Iterator[Self]:
         """Open a transaction, lock a row, and give it as it is then.
 
-        Inside another transaction it opens a savepoint, and the lock lasts until the outer end. Options and errors as of the
-        manager's `lock_row`.
+        Inside another transaction it opens a savepoint, and the lock lasts until the outer end. Options and errors as
+        of the manager's `lock_row`.
         """
         lock = RowLock(**how)
         using = using or router.db_for_write(cls)
@@ -61,8 +61,8 @@ class RowLockMixin(models.Model):
     ) -> T:
         """Call `work(row)` in a thread, with the row locked, and return its result.
 
-        A transaction belongs to a thread and cannot live in a coroutine; so the work is a plain function. When the caller is
-        cancelled, it still runs to its end, under its lock.
+        A transaction belongs to a thread and cannot live in a coroutine; so the work is a plain function. When the
+        caller is cancelled, it still runs to its end, under its lock.
         """
 
         def locked_work() -> T:
@@ -78,9 +78,9 @@ class RowLockMixin(models.Model):
         instance._dlock_saved = vars(instance).copy()
         return instance
 
-    def refresh_from_db(self, using: str | None = None, fields: Any = None, **kwargs: Any) -> None:
+    def refresh_from_db(self, using: str | None = None, fields: Any = None, *args: Any, **kwargs: Any) -> None:
         """Remember what was read."""
-        super().refresh_from_db(using, fields, **kwargs)
+        super().refresh_from_db(using, fields, *args, **kwargs)
         self._remember(fields)
 
     def save_base(self, *args: Any, **kwargs: Any) -> None:
@@ -88,7 +88,7 @@ class RowLockMixin(models.Model):
         before = vars(self).get("_dlock_saved")
         super().save_base(*args, **kwargs)
         self._remember(kwargs.get("update_fields"))
-        on_rollback(partial(setattr, self, "_dlock_saved", before), using=self._state.db)
+        on_rollback(partial(setattr, self, "_dlock_saved", before), using=str(self._state.db))
 
     def _remember(self, fields: Collection[str] | None) -> None:
         values = vars(self)

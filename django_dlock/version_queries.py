@@ -26,7 +26,7 @@ class VersionedQuerySet(RowLockQuerySet[M_co]):
     """A queryset whose writes count the version up; on a model without a version it is like any other."""
 
     def update(self, **values: Any) -> int:
-        """As Django's, and each row gets its next version; nothing is checked, as there is no version that you have read."""
+        """As Django's, and each row gets its next version; nothing is checked: which version would you have read?"""
         if version := _version_of(self.model):
             values.setdefault(version.name, F(version.name) + 1)
         return super().update(**values)
@@ -52,7 +52,7 @@ class VersionedQuerySet(RowLockQuerySet[M_co]):
             count_up(obj, self.db)
         return rows
 
-    def bulk_create(  # noqa: D102 - Django's
+    def bulk_create(  # noqa: PLR0917 - Django's
         self,
         objs: Iterable[Any],
         batch_size: int | None = None,
@@ -88,34 +88,36 @@ class VersionedQuerySet(RowLockQuerySet[M_co]):
         return StaleObject(stale, expected=read_version(stale), found=found.get(stale.pk), action="update")
 
 
-class LockManager(models.Manager.from_queryset(VersionedQuerySet)):
-    """The manager of VersionedMixin and RowLockMixin: counts versions up, locks rows."""
+LockManager = models.Manager.from_queryset(VersionedQuerySet, "LockManager")
+"""The manager of VersionedMixin and RowLockMixin: counts versions up, locks rows."""
 
 
-def _version_of(model: type[models.Model]) -> VersionField | None:
+def _version_of(model: type[models.Model]) -> Any:
+    """Give the VersionField of a model, or None."""
     return getattr(model, "_dlock_version", None)
 
 
-def read_version(instance: models.Model) -> int:
+def read_version(instance: Any) -> int:
     """Give the version that the instance was read with; reading it now would make the check void."""
     version = instance._dlock_version
     number = vars(instance).get(version.attname)
     if not isinstance(number, int):
         state = f"is {number!r}" if version.attname in vars(instance) else "was deferred"
-        raise ValueError(
+        raise ValueError(  # noqa: TRY004 - the type is right, the value is missing
             f"{row_name(type(instance), instance.pk)}: {version.name!r} {state}, so nothing can be checked"
         )
     return number
 
 
-def count_up(instance: models.Model, using: str) -> None:
+def count_up(instance: Any, using: str) -> None:
+    """Do in memory what the UPDATE did, and undo it if it is rolled back."""
     name = instance._dlock_version.attname
     before = vars(instance)[name]
     setattr(instance, name, before + 1)
     on_rollback(partial(setattr, instance, name, before), using=using)
 
 
-def found_versions(rows: models.QuerySet[Any], version: VersionField) -> dict[Any, int]:
+def found_versions(rows: models.QuerySet[Any], version: Any) -> dict[Any, int]:
     """What versions rows have now; on MySQL a plain SELECT may see the old ones, a locking one does not."""
     connection = connections[rows.db]
     if connection.vendor == "mysql" and connection.in_atomic_block:

@@ -6,7 +6,7 @@ The check is part of the UPDATE itself, `… SET version = 4 WHERE id = 42 AND v
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, ClassVar, Final
+from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from asgiref.sync import sync_to_async
 from django.db import connections, models, router, transaction
@@ -16,6 +16,11 @@ from django.db.models.sql.where import AND
 from django_dlock.errors import StaleObject
 from django_dlock.transactions import on_rollback
 from django_dlock.version_queries import LockManager, VersionedQuerySet, count_up, found_versions, read_version
+
+if TYPE_CHECKING:
+    _BigIntegerField = models.BigIntegerField[int, int]
+else:
+    _BigIntegerField = models.BigIntegerField
 
 __all__ = ["LockManager", "VersionField", "VersionedMixin", "VersionedQuerySet"]
 
@@ -29,14 +34,14 @@ class _NextVersion:
 NEXT: Final = _NextVersion()
 
 
-class VersionField(models.BigIntegerField):
+class VersionField(_BigIntegerField):
     """Counts the writes of a row: 1 after its INSERT, one more after every UPDATE.
 
     `VersionedMixin` checks it; raw SQL and `bulk_create(update_conflicts=True)` write past it.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        # Both defaults: without db_default an INSERT by other software fails, without default a new instance has no number.
+        # Both defaults: without db_default other software cannot insert, without default a new instance has no number.
         kwargs.update(default=FIRST, db_default=FIRST, editable=False)
         super().__init__(*args, **kwargs)
 
@@ -64,7 +69,7 @@ class VersionedMixin(models.Model):
     Not covered: raw SQL, and what Django writes through a base manager that is not a `LockManager`, such as SET_NULL.
     """
 
-    _dlock_version: ClassVar[VersionField]
+    _dlock_version: ClassVar[Any]  # the VersionField; Any, as a descriptor's type is what it gives
 
     version = VersionField()
     objects = LockManager()
@@ -75,11 +80,11 @@ class VersionedMixin(models.Model):
     def save_with_version(self, **options: Any) -> None:
         """Save, or raise StaleObject when the row changed or went away since this instance was read.
 
-        `save()` does that, too; this also leaves a transaction around it usable. After StaleObject the instance is as it was:
-        saving it again conflicts again, so read it anew. What signal handlers wrote before the conflict stays.
+        `save()` does that, too; this also leaves a transaction around it usable. After StaleObject the instance is as
+        it was: saving it again conflicts again, so read it anew. What signal handlers wrote before the conflict stays.
         """
         using = options.get("using") or router.db_for_write(type(self), instance=self)
-        if self._meta.concrete_model._meta.parents:  # the table of a parent may be written before the conflict shows
+        if self._meta.concrete_model._meta.parents:  # type: ignore[union-attr]  # the table of a parent may be written before the conflict shows
             with transaction.atomic(using=using):
                 self.save(**options)
             return
@@ -117,21 +122,20 @@ class VersionedMixin(models.Model):
         """As `delete_with_version`, in a thread."""
         return await sync_to_async(self.delete_with_version)(**options)
 
-    def _do_update(
-        self, base_qs: Any, using: str, pk_val: Any, values: Any, update_fields: Any, forced_update: Any, *args: Any
-    ) -> Any:
+    def _do_update(self, base_qs: Any, using: str, pk_val: Any, values: Any, *how: Any) -> Any:  # type: ignore[override]
         version = self._dlock_version
         others = [value for value in values if value[0] is not version]
         is_raw = len(others) < len(values) and not any(value[2] is NEXT for value in values)
         if is_raw or base_qs.model._meta.concrete_model is not version.model:  # a fixture, another table
-            return super()._do_update(base_qs, using, pk_val, values, update_fields, forced_update, *args)
+            return super()._do_update(base_qs, using, pk_val, values, *how)
+        _, forced_update, *returning_fields = how  # the last since Django 6.0
         if self._state.adding and not forced_update:
             return []  # Django inserts next; an UPDATE could hit somebody else's row
         expected = read_version(self)
-        rows = _only(base_qs, {self._meta.pk: pk_val, version: expected})
+        rows = _only(base_qs, {version.model._meta.pk: pk_val, version: expected})
         values = [*others, (version, None, expected + 1)]
         is_gone = self._meta.select_on_save and not forced_update and not rows.exists()
-        updated = [] if is_gone else rows._update(values, *args)
+        updated = [] if is_gone else rows._update(values, *returning_fields)
         if updated:
             count_up(self, using)
         elif forced_update or self._state.db == using:
@@ -139,11 +143,13 @@ class VersionedMixin(models.Model):
         return updated  # nothing in another database than the one it was read from: Django inserts it there
 
     def _do_insert(self, manager: Any, using: str, *args: Any, **named: Any) -> Any:
-        inserted = super()._do_insert(manager, using, *args, **named)
+        inserted = super()._do_insert(  # type: ignore[misc]
+            manager, using, *args, **named
+        )
         on_rollback(partial(setattr, self._state, "adding", True), using=using)
         return inserted
 
-    def _version_rows(self, using: str) -> models.QuerySet[Any]:
+    def _version_rows(self, using: str) -> Any:
         table = self._dlock_version.model
         return table._base_manager.using(using).filter(pk=self._get_pk_val(table._meta))
 
@@ -153,7 +159,7 @@ class VersionedMixin(models.Model):
 
 
 def _only(rows: Any, values: dict[Any, Any]) -> Any:
-    """Filter a queryset that is ours alone: half the price of `filter()`, which would make a save dearer than a plain one."""
+    """Filter a queryset that is ours alone; `filter()` would cost a third of the whole save."""
     table = rows.query.get_initial_alias()
     for field, value in values.items():
         rows.query.where.add(field.get_lookup("exact")(field.get_col(table), value), AND)
