@@ -49,7 +49,7 @@ class Lease(LeaseView):
         self._tie, self._left = tie, False
 
     def release(self) -> Released | None:
-        """Release now; None when it is not the time: inside a transaction its end releases, in a joined block the outer.
+        """Release now; None when it is not the time: the end of the transaction releases, or the block that was joined.
 
         Raises NotHeld in a forked child, BackendUnavailable when the store cannot be asked: the lease then runs out.
         """
@@ -190,8 +190,9 @@ class Lock:
 
 
 def lock(*parts: Any, **options: Any) -> Lock:
-    """Make a lock: `with lock("order", order.pk) as lease:`, or `async with`, or `.acquire()` and `.aacquire()`.
+    """Name a lock whose lease lasts until the transaction that it protects has ended.
 
+    Use it as `with lock("order", order.pk) as lease:`, with `async with`, or by `.acquire()` and `.aacquire()`.
     `parts` name it; a model class stands for its label, and with a `FencedMixin` model and a key the row itself is the
     fence. `ttl` seconds (default: the store's TTL) is how long it outlives a dead holder; `wait` seconds (the store's
     WAIT; None for ever, 0 one try) bounds the acquire. `shared` lets other shared holders in. `fence`: True or

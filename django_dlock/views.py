@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
 
 from asgiref.sync import iscoroutinefunction
 from django.db import connections, transaction
-from django.db.models import Model
 from django.http import HttpRequest
 
 from django_dlock.locks import Lock
@@ -21,6 +20,8 @@ from django_dlock.transactions import in_transaction
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
+
+    from django.db.models import Model
 
 __all__ = ["Argument", "locked", "pk"]
 
