@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import re
-import time
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-from django.db import DatabaseError, models, transaction
+from django.db import DatabaseError, models
 from django.db.models import Q
 
 from django_dlock.errors import NotSupported, RowLocked, SnapshotTooOld, StaleToken, as_database_error
@@ -24,7 +23,7 @@ if TYPE_CHECKING:
 
     from dlock_core.fencing import Claim
 
-__all__ = ["FencedMixin", "RowFence", "TableFence", "dialect", "fence_for", "purge"]
+__all__ = ["FencedMixin", "RowFence", "TableFence", "dialect", "fence_for"]
 
 
 class FencedMixin(models.Model):
@@ -155,33 +154,3 @@ def _limited(connection: BaseDatabaseWrapper, claim: Claim, update: Callable[[],
             return update()
     except DatabaseError as error:
         raise _meaning(error, connection, claim) from error
-
-
-def purge(using: str, days: int) -> int:
-    """Replace fence rows whose token is older than so many days by a floor that refuses all such tokens; tell how many.
-
-    Only tokens that are times in microseconds (10**15 and more) have an age; others stay. Rows that a transaction is
-    at work on stay, too.
-    """
-    from django_dlock.models import Fence
-
-    rows = Fence.objects.using(using).exclude(name="")
-    old = rows.filter(token__gte=10**15, token__lt=int((time.time() - days * 86400) * 1_000_000))
-    highest = old.aggregate(models.Max("token"))["token__max"]
-    if highest is None:
-        return 0
-    _raise_floor(using, highest)  # committed before the first row goes: a missing row is never without a floor
-    deleted = 0
-    while True:
-        with transaction.atomic(using=using):
-            names = list(old.select_for_update(skip_locked=True).values_list("name", flat=True)[:1000])
-            deleted += rows.filter(name__in=names).delete()[0]
-        if not names:
-            return deleted
-
-
-def _raise_floor(using: str, token: int) -> None:
-    from django_dlock.models import Fence
-
-    floor, _ = Fence.objects.using(using).get_or_create(name="", defaults={"token": token, "holder": ""})
-    Fence.objects.using(using).filter(name=floor.name, token__lt=token).update(token=token)

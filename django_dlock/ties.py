@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from django.db.backends.base.base import BaseDatabaseWrapper
 
     from django_dlock.fencing import TableFence
-    from dlock_core.lease import Held
+    from dlock_core.held import Held
 
 __all__ = ["DatabaseTie", "FenceForm", "current", "forget", "remember"]
 

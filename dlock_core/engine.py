@@ -18,7 +18,8 @@ from dlock_core import hooks
 from dlock_core.backend import Busy, Granted, Renewal
 from dlock_core.deadline import deadline
 from dlock_core.errors import AcquireTimeout, BackendUnavailable, LeaseLost
-from dlock_core.lease import Held, Released, valid_until
+from dlock_core.held import Held
+from dlock_core.lease import Released, valid_until
 from dlock_core.owner import describe
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""What this process knows of one grant, without I/O: the state behind a lease.
+"""How long a grant holds, and how it may end: pure rules, with the clock as an argument.
 
 Validity is local and monotonic, counted from before the attempt was sent, less an allowance for drift, so that a
 process which was stopped sees at once that it lost the lease. (Idea: the Redlock page of the Redis documentation.)
@@ -7,25 +7,9 @@ process which was stopped sees at once that it lost the lease. (Idea: the Redloc
 from __future__ import annotations
 
 import enum
-import logging
-import os
-import threading
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
-from dlock_core import hooks
-from dlock_core.errors import LeaseLost, NotHeld
-from dlock_core.runtime import clock
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from dlock_core.backend import Backend, Granted, Request
-
-__all__ = ["Held", "Released", "valid_until"]
-
-logger = logging.getLogger("dlock")
-
-_losing = threading.Lock()
+__all__ = ["Released", "valid_until"]
 
 DRIFT: Final = 0.01
 """How much faster our clock may run than the store's: one percent, far more than quartz does."""
@@ -44,105 +28,3 @@ class Released(enum.Enum):
 def valid_until(sent: float, valid_for: float) -> float:
     """Give the moment until which a grant asked for at `sent` surely holds."""
     return sent + valid_for * (1 - DRIFT) - GUARD
-
-
-class Held:
-    """One grant: shared by every handle that joined it, known to the watchdog, released once."""
-
-    __slots__ = (
-        "__weakref__",
-        "backend",
-        "depth",
-        "due",
-        "ended",
-        "granted",
-        "in_time",
-        "lost_because",
-        "now",
-        "on_lost",
-        "pid",
-        "release_requests",
-        "renewing",
-        "request",
-        "since",
-        "trouble",
-        "until",
-    )
-
-    def __init__(
-        self, backend: Backend, request: Request, granted: Granted, sent: float, now: Callable[[], float] = clock
-    ) -> None:
-        self.backend, self.request, self.granted, self.now = backend, request, granted, now
-        self.since, self.until = sent, valid_until(sent, granted.valid_for)
-        self.pid = os.getpid()
-        self.depth = 1
-        self.due = 0
-        self.renewing = True
-        self.in_time, self.release_requests = False, 0
-        self.ended: Released | None = None
-        self.lost_because, self.trouble = "", "it ran out before it was renewed"
-        self.on_lost: tuple[Callable[[], None], ...] = ()
-
-    @property
-    def name(self) -> str:
-        return self.request.name
-
-    @property
-    def token(self) -> int:
-        return self.granted.token
-
-    def remaining(self) -> float:
-        """Give the seconds for which the lease surely holds; 0.0 once it is lost, released or another process's."""
-        if self.lost_because or self.ended is not None or self.pid != os.getpid():
-            return 0.0
-        return max(0.0, self.until - self.now())
-
-    def is_lost(self) -> bool:
-        """Tell whether the lease ended otherwise than by its release."""
-        return self.ended is None and self.remaining() == 0.0
-
-    def ensure(self) -> None:
-        """Raise LeaseLost unless the lease surely holds."""
-        if self.remaining() == 0.0:
-            raise LeaseLost(self.name, token=self.token, reason=self.why())
-
-    def ensure_own_process(self) -> None:
-        """Raise NotHeld in a forked child: the lease is its parent's."""
-        if self.pid != os.getpid():
-            raise NotHeld(self.name, reason=f"it belongs to process {self.pid}, which forked this one")
-
-    def why(self) -> str:
-        """Say why the lease does not hold."""
-        if self.pid != os.getpid():
-            return f"it belongs to process {self.pid}, which forked this one"
-        return "it was released" if self.ended is not None else self.lost_because or self.trouble
-
-    def end(self, found: Released) -> Released:
-        """Note how the lease ended; the first note stands."""
-        self.ended = self.ended or found
-        return self.ended
-
-    def extend(self, sent: float, valid_for: float) -> None:
-        """Note a renewal that was asked for at `sent`; an answer that comes after the lease ran out does not heal it."""
-        if self.is_lost():
-            self.lose()
-        else:
-            self.until = max(self.until, valid_until(sent, valid_for))
-
-    def lose(self, reason: str = "") -> None:
-        """Note the loss, once, and tell whoever asked to know."""
-        with _losing:
-            if self.lost_because or self.ended is not None:
-                return
-            self.lost_because = reason = reason or self.trouble
-        logger.warning("dlock: lease of lock %r (token %d) is lost: %s", self.name, self.token, reason)
-        hooks.emit("lost", self.name, self.token, self.now() - self.since, reason)
-        for callback in self.on_lost:
-            _tell(callback, self.name)
-
-
-def _tell(callback: Callable[[], None], name: str) -> None:
-    try:
-        callback()
-    except Exception:
-        logger.exception("dlock: on_lost of lock %r failed", name)

@@ -19,7 +19,8 @@ from dlock_core import engine, owner, watchdog
 from dlock_core.backend import Request
 from dlock_core.deadline import Seconds, ttl_seconds, wait_seconds
 from dlock_core.errors import AlreadyHeld, BackendUnavailable, LeaseLost, NotHeld, NotSupported
-from dlock_core.lease import Held, Released
+from dlock_core.held import Held
+from dlock_core.lease import Released
 from dlock_core.names import canonical
 from dlock_core.runtime import ASYNCIO, BLOCKING, run
 

@@ -15,7 +15,7 @@ from dlock_core.errors import BackendUnavailable
 from dlock_core.runtime import BLOCKING, run
 
 if TYPE_CHECKING:
-    from dlock_core.lease import Held
+    from dlock_core.held import Held
 
 __all__ = ["Outcome", "Tie"]
 

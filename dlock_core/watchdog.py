@@ -19,7 +19,7 @@ from dlock_core.runtime import BLOCKING, clock, run
 
 if TYPE_CHECKING:
     from dlock_core.backend import Backend
-    from dlock_core.lease import Held
+    from dlock_core.held import Held
 
 __all__ = ["unwatch", "watch"]
 

@@ -13,8 +13,9 @@ from django.test import override_settings
 
 from django_dlock import lock
 from django_dlock.errors import StaleToken
-from django_dlock.fencing import TableFence, purge
+from django_dlock.fencing import TableFence
 from django_dlock.models import Fence
+from django_dlock.purge import purge
 from dlock_core import AcquireTimeout
 from dlock_core.fencing import Claim
 

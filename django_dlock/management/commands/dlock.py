@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from django_dlock.conf import stores
-from django_dlock.fencing import purge
+from django_dlock.purge import purge
 from dlock_core.inspect import Entry, Unreadable, entries
 
 if TYPE_CHECKING:
