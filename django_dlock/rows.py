@@ -11,7 +11,8 @@ from django.db import models, router, transaction
 
 from django_dlock.row_queries import HowToLock, RowLock, RowLockQuerySet, row_name
 from django_dlock.transactions import on_rollback
-from django_dlock.versions import LockManager, VersionField
+from django_dlock.version_queries import LockManager
+from django_dlock.versions import VersionField
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator

@@ -88,8 +88,11 @@ class VersionedQuerySet(RowLockQuerySet[M_co]):
         return StaleObject(stale, expected=read_version(stale), found=found.get(stale.pk), action="update")
 
 
-LockManager = models.Manager.from_queryset(VersionedQuerySet, "LockManager")
-"""The manager of VersionedMixin and RowLockMixin: counts versions up, locks rows."""
+_LockManager = models.Manager.from_queryset(VersionedQuerySet)
+
+
+class LockManager(_LockManager[M_co]):
+    """The manager of VersionedMixin and RowLockMixin: counts versions up, locks rows."""
 
 
 def _version_of(model: type[models.Model]) -> Any:
