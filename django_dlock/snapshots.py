@@ -1,7 +1,7 @@
-"""The snapshot trap: a lock asked for after the transaction took its snapshot protects nothing under snapshot isolation.
+"""The snapshot trap: a lock asked for after the transaction took its snapshot protects nothing.
 
-MySQL and MariaDB lose updates in silence under REPEATABLE READ, their server's default (Django's is READ COMMITTED);
-PostgreSQL answers 40001. SQLite refuses the write itself, at the admit.
+Under snapshot isolation MySQL and MariaDB lose updates in silence (REPEATABLE READ is their server's default, READ
+COMMITTED is Django's); PostgreSQL answers 40001. SQLite refuses the write itself, at the admit.
 """
 
 from __future__ import annotations

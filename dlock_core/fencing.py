@@ -27,7 +27,7 @@ Fence = Literal["transaction", "lease"]
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """What a lease shows to the fence; `limit` is how long to wait for another's row lock, in seconds (None: for ever)."""
+    """What a lease shows to the fence; `limit` bounds the wait for another's row lock, in seconds (None: for ever)."""
 
     name: str
     token: int
@@ -45,7 +45,7 @@ class Database(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Dialect:
-    """The statements of one database; each tells by a changed row, or by a first column above 0, that it was admitted."""
+    """The statements of one database; a changed row, or a first column above 0, tells that the lease was admitted."""
 
     admit: str
     admit_again: tuple[str, ...]
@@ -139,14 +139,15 @@ _ABOVE_FLOOR: Final = """\
 _UPSERT: Final = """\
 INSERT INTO dlock_fence AS f (name, token, holder, s_token) SELECT :name, {t}, :holder, 0 {source}WHERE {above_floor}
 ON CONFLICT (name) DO UPDATE SET token = excluded.token, holder = excluded.holder
-WHERE (f.token < excluded.token AND f.s_token < excluded.token) OR (f.token = excluded.token AND f.holder = excluded.holder)
-"""
+WHERE (f.token < excluded.token AND f.s_token < excluded.token)
+OR (f.token = excluded.token AND f.holder = excluded.holder)"""
 _UPSERT_FIRST: Final = """\
 INSERT INTO dlock_fence (name, token, holder, s_token) SELECT :name, 0, '', 0 WHERE {above_floor}
 ON CONFLICT (name) DO NOTHING"""
 _UPSERT_SHARED: Final = """\
 INSERT INTO dlock_fence AS f (name, token, holder, s_token) SELECT :name, 0, '', {t} {source}WHERE {above_floor}
-ON CONFLICT (name) DO UPDATE SET s_token = CASE WHEN f.s_token > excluded.s_token THEN f.s_token ELSE excluded.s_token END
+ON CONFLICT (name) DO UPDATE
+SET s_token = CASE WHEN f.s_token > excluded.s_token THEN f.s_token ELSE excluded.s_token END
 WHERE f.token < excluded.s_token"""
 
 

@@ -101,7 +101,7 @@ class Held:
         return self.ended
 
     def extend(self, sent: float, valid_for: float) -> None:
-        """Note a renewal that was asked for at `sent`; an answer that comes after the lease ran out does not heal it."""
+        """Note a renewal that was asked for at `sent`; an answer after the lease ran out does not heal it."""
         if self.is_lost():
             self.lose()
         else:

@@ -19,7 +19,6 @@ from dlock_core import engine, owner, watchdog
 from dlock_core.backend import Request
 from dlock_core.deadline import Seconds, ttl_seconds, wait_seconds
 from dlock_core.errors import AlreadyHeld, BackendUnavailable, LeaseLost, NotHeld, NotSupported
-from dlock_core.held import Held
 from dlock_core.lease import Released
 from dlock_core.names import canonical
 from dlock_core.runtime import ASYNCIO, BLOCKING, run
@@ -29,6 +28,7 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from dlock_core.backend import Backend
+    from dlock_core.held import Held
 
 __all__ = ["AsyncLease", "AsyncLock", "Blocks", "Lease", "LeaseView", "Lock", "new_request", "supported_ttl"]
 
@@ -108,7 +108,8 @@ class _Lease(LeaseView):
 
     def __del__(self) -> None:
         if not self._left and not self._held.lost_because and self._held.remaining() > 0.0:
-            warnings.warn(f"{self!r} was never released: it runs out by itself", ResourceWarning, source=self)
+            text = f"{self!r} was never released: it runs out by itself"
+            warnings.warn(text, ResourceWarning, stacklevel=2, source=self)
 
 
 class Lease(_Lease):

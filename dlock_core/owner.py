@@ -15,7 +15,7 @@ from typing import Final
 __all__ = ["application", "describe", "request_line", "text"]
 
 request_line: ContextVar[str] = ContextVar("dlock_request_line", default="")
-"""The request that is being served, such as "POST /orders/42/ship"; middlewares set it. No query string, no user data."""
+"""The request that is being served, such as "POST /orders/42/ship"; middlewares set it. No query string."""
 
 application: ContextVar[str] = ContextVar("dlock_application", default="")
 """A label for this program in listings; the program's file name if empty."""

@@ -63,7 +63,7 @@ class Wire(Protocol):
         """Close the idle connections."""
 
 
-async def ask(
+async def ask(  # noqa: PLR0917 - the hot path: keywords cost
     wire: Wire, runtime: Runtime, name: str, script: Script, keys: Command, args: Command, limit: float
 ) -> Any:
     """Run one script; raises BackendUnavailable, whose text names `name`, when there is no proper answer."""
