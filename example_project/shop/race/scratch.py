@@ -7,9 +7,12 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from urllib.parse import quote
 
+from django.core.exceptions import ImproperlyConfigured
 from django.core.management import call_command
 from django.db import Error, connection, transaction
 
+from django_dlock import lock
+from dlock_core.errors import DLockError
 from shop.actions import pay
 from shop.models import Order, Product
 from shop.race import RaceFailed, servers
@@ -27,7 +30,7 @@ def place(*, with_redis: bool) -> Iterator[Path]:
         if with_redis and not os.environ.get("REDIS_URL"):
             os.environ["REDIS_URL"] = stack.enter_context(servers.redis(home))
         elif with_redis:
-            reach_redis(os.environ["REDIS_URL"])
+            prepare_redis()
         yield home
 
 
@@ -40,18 +43,14 @@ def prepare_database() -> None:
     try:
         call_command("migrate", verbosity=0)
     except Error as error:
-        raise RaceFailed(f"the database of DATABASE_URL cannot be used: {first_line(error)}") from None
+        raise RaceFailed(f"DATABASE_URL: {first_line(error)}") from None
 
 
-def reach_redis(url: str) -> None:
-    from redis import Redis, RedisError
-
+def prepare_redis() -> None:
     try:
-        Redis.from_url(url, socket_connect_timeout=5).ping()
-    except ValueError:
-        raise RaceFailed("REDIS_URL must be like redis://host:port/0, rediss://… or unix://path") from None
-    except RedisError as error:
-        raise RaceFailed(f"the Redis of REDIS_URL cannot be used: {first_line(error)}") from None
+        lock("race", os.getpid(), wait=0, fence=False).acquire().release()
+    except (ImproperlyConfigured, DLockError) as error:
+        raise RaceFailed(f"REDIS_URL: {first_line(error)}") from None
 
 
 def first_line(error: Exception) -> str:

@@ -45,6 +45,7 @@ class HelpFormatter(DjangoHelpFormatter, argparse.RawDescriptionHelpFormatter):
 
 class Command(BaseCommand):
     help = HELP
+    requires_system_checks = []  # what is wrong with the two URLs is told in one line
 
     def create_parser(self, prog_name: str, subcommand: str, **options: Any) -> CommandParser:
         options |= {"usage": "%(prog)s [options]", "formatter_class": HelpFormatter}
