@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from django.db import DatabaseError, Error
 from django.db.transaction import TransactionManagementError
@@ -160,10 +160,8 @@ class Watch:
     def savepoint_commit(self, sid: str) -> None:
         if self.current is not None and sid == self.current.anchor:
             self._finish(self.current, partial(self._release, sid))
-            return
-        self._release(sid)
-        if self.current is not None and self.current.undo and self.current.undo[-1] == sid:
-            self.current.undo.pop()
+        else:
+            self._release(sid)
 
     def _release(self, sid: str) -> None:
         if not isinstance(sid, _NoSavepoint):
@@ -223,16 +221,16 @@ def _call_between_transactions(connection: BaseDatabaseWrapper, steps: list[Step
         return
     hooks = connection.run_on_commit, connection.run_commit_hooks_on_set_autocommit_on
     connection.run_on_commit, connection.run_commit_hooks_on_set_autocommit_on = [], False
-    before, after = (partial(_set_autocommit, connection, autocommit=value) for value in (True, False))
+    before, after = partial(_turn_autocommit, "on", connection), partial(_turn_autocommit, "off", connection)
     try:
         _call_all([before, *steps, after] if is_manual else [before, *steps])
     finally:
         connection.run_on_commit, connection.run_commit_hooks_on_set_autocommit_on = hooks
 
 
-def _set_autocommit(connection: BaseDatabaseWrapper, *, autocommit: bool) -> None:
+def _turn_autocommit(to: Literal["on", "off"], connection: BaseDatabaseWrapper) -> None:
     with suppress(Error):
-        connection.set_autocommit(autocommit)
+        connection.set_autocommit(to == "on")
 
 
 def _call_all(steps: Iterable[Step]) -> None:

@@ -135,18 +135,18 @@ def test_serialization_failure_at_commit_is_rolled_back(database, heard):
 
 def test_close_inside_the_block_settles_at_once(database, heard):
     with atomic(database):
-        on_end(heard.append, using=database)
+        on_end(lambda outcome: heard.extend([outcome, in_transaction(database)]), using=database)
         add(database, "a")
         connections[database].close()
-        assert heard == [ROLLED_BACK]
+        assert heard == [ROLLED_BACK, False]
         assert not in_transaction(database)
         with pytest.raises(RuntimeError, match="on_end"):
             on_end(heard.append, using=database)
-    assert heard == [ROLLED_BACK]
+    assert heard == [ROLLED_BACK, False]
     assert committed(database) == set()
     with atomic(database):
         on_end(heard.append, using=database)
-    assert heard == [ROLLED_BACK, COMMITTED]
+    assert heard == [ROLLED_BACK, False, COMMITTED]
 
 
 def test_every_transaction_settles_only_its_own(database, heard):
@@ -208,7 +208,7 @@ def a_view(request: HttpRequest, *, alias: str, fail: bool) -> HttpResponse:
 def test_request_with_atomic_requests_settles_after_the_view(database, heard, monkeypatch, fail, status, outcome):
     monkeypatch.setitem(connections.settings[database], "ATOMIC_REQUESTS", True)
     urls = type("urls", (), {"urlpatterns": [path("", a_view, {"alias": database, "fail": fail})]})
-    with override_settings(ROOT_URLCONF=urls, LOGGING_CONFIG=None):
+    with override_settings(ROOT_URLCONF=urls):
         response = Client(raise_request_exception=False).get("/", heard=heard)
     assert response.status_code == status
     assert heard == [outcome]
