@@ -129,12 +129,12 @@ class Lock:
             return await self._acquire(ASYNCIO, _SENSITIVE)
 
     def __enter__(self) -> Lease:
-        return self._blocks.enter(threading.get_ident(), self.acquire())
+        return self._blocks.enter(threading.current_thread(), self.acquire())
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        lease: Lease = self._blocks.leave(threading.get_ident())
+        lease: Lease = self._blocks.leave(threading.current_thread())
         with _leaving(lease, error):
             lease.release()
 

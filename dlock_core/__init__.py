@@ -15,6 +15,7 @@ from dlock_core.errors import (
 )
 from dlock_core.lease import Released
 from dlock_core.lock import AsyncLease, AsyncLock, Lease, Lock
+from dlock_core.many import AsyncMultiLease, AsyncMultiLock, MultiLease, MultiLock
 from dlock_core.registry import connect
 
 __all__ = [
@@ -22,11 +23,15 @@ __all__ = [
     "AlreadyHeld",
     "AsyncLease",
     "AsyncLock",
+    "AsyncMultiLease",
+    "AsyncMultiLock",
     "BackendUnavailable",
     "DLockError",
     "Lease",
     "LeaseLost",
     "Lock",
+    "MultiLease",
+    "MultiLock",
     "NotHeld",
     "NotSupported",
     "Released",

@@ -15,7 +15,10 @@ if TYPE_CHECKING:
 
     from dlock_core.runtime import Runtime
 
-__all__ = ["Backend", "Busy", "Granted", "Holder", "LockState", "Renewal", "Request", "Waiter"]
+__all__ = ["Backend", "Busy", "Found", "Granted", "Holder", "LockState", "Renewal", "Request", "Waiter"]
+
+Found = Literal["released", "absent", "other"]
+"""What a release found: our grant, nothing, or another's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +111,8 @@ class Backend(Protocol):
     """Several shared holders may be in together."""
     lists_waiters: ClassVar[bool]
     """`inspect` tells who waits."""
+    supports_many: ClassVar[bool]
+    """Several locks are taken in one request, all or none, and released in one."""
     ttl_min: ClassVar[float]
     ttl_step: ClassVar[float]
     """The shortest ttl and the step it is rounded up to, in seconds."""
@@ -132,10 +137,14 @@ class Backend(Protocol):
     async def renew_many(self, runtime: Runtime, renewals: Sequence[Renewal]) -> list[float | None]:
         """Push the expiry of each; the validity in seconds, or None where the lease is gone. Never re-creates one."""
 
-    async def release(
-        self, runtime: Runtime, request: Request, granted: Granted
-    ) -> Literal["released", "absent", "other"]:
+    async def release(self, runtime: Runtime, request: Request, granted: Granted) -> Found:
         """End our grant, hand over to the first live waiter, and say what was found. Never touches another's."""
+
+    async def try_acquire_many(self, runtime: Runtime, requests: Sequence[Request]) -> list[Granted] | None:
+        """Take several free locks exclusively, or none (None); asked only where `supports_many`."""
+
+    async def release_many(self, runtime: Runtime, requests: Sequence[Request]) -> list[Found]:
+        """Release several grants at once; asked only where `supports_many`."""
 
     async def inspect(self, runtime: Runtime, name: str | None = None) -> list[LockState]:
         """Show the state of one lock, or of every lock that is held or waited for."""

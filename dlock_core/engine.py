@@ -179,14 +179,12 @@ async def release(runtime: Runtime, held: Held) -> Released:
     """
     held.ensure_own_process()
     if held.ended is None:
-        held.renewing = False
         await runtime.shield(_release(runtime, held))
         hooks.emit("released", held.name, held.token, runtime.now() - held.since)
     return held.ended or Released.EXPIRED
 
 
 async def _release(runtime: Runtime, held: Held) -> None:
-    held.in_time = held.in_time or held.remaining() > 0.0
     try:
         found = await _ask_release(runtime, held)
     except BackendUnavailable:
@@ -197,7 +195,7 @@ async def _release(runtime: Runtime, held: Held) -> None:
 
 
 async def _ask_release(runtime: Runtime, held: Held) -> str:
-    held.release_requests += 1
+    held.prepare_release()
     return await held.backend.release(runtime, held.request, held.granted)
 
 

@@ -95,6 +95,12 @@ class Held:
             return f"it belongs to process {self.pid}, which forked this one"
         return "it was released" if self.ended is not None else self.lost_because or self.trouble
 
+    def prepare_release(self) -> None:
+        """Note that a release is about to be sent: nobody renews it any more, and whether it surely holds still."""
+        self.renewing = False
+        self.in_time = self.in_time or self.remaining() > 0.0
+        self.release_requests += 1
+
     def end(self, found: Released) -> Released:
         """Note how the lease ended; the first note stands."""
         self.ended = self.ended or found

@@ -30,14 +30,31 @@ if TYPE_CHECKING:
     from dlock_core.backend import Backend
     from dlock_core.held import Held
 
-__all__ = ["AsyncLease", "AsyncLock", "Blocks", "Lease", "LeaseView", "Lock", "new_request", "supported_ttl"]
+__all__ = [
+    "AsyncLease",
+    "AsyncLock",
+    "Blocks",
+    "Lease",
+    "LeaseView",
+    "Lock",
+    "held_by",
+    "mine",
+    "new_request",
+    "supported_ttl",
+]
 
 logger = logging.getLogger("dlock")
 
 T = TypeVar("T")
 
-_mine: WeakValueDictionary[tuple[Hashable, int, str], Held] = WeakValueDictionary()
+mine: WeakValueDictionary[tuple[Hashable, int, str], Held] = WeakValueDictionary()
 """What each thread or task holds, so that asking twice is an error at once and never a deadlock with oneself."""
+
+
+def held_by(key: tuple[Hashable, int, str]) -> Held | None:
+    """Give what a thread or task holds: (caller, id of the backend, name)."""
+    held = mine.get(key)
+    return held if held is not None and held.remaining() > 0.0 else None
 
 
 class LeaseView:
@@ -102,8 +119,8 @@ class _Lease(LeaseView):
         if self._held.depth > 0:
             return False
         watchdog.unwatch(self._held)
-        if _mine.get(self._key) is self._held:
-            del _mine[self._key]
+        if mine.get(self._key) is self._held:
+            del mine[self._key]
         return True
 
     def __del__(self) -> None:
@@ -199,8 +216,8 @@ class _Lock:
         return new_request(self.name, self.ttl, self.wait, shared=self.shared, fair=self.fair)
 
     def _joined(self, key: tuple[Hashable, int, str]) -> Held | None:
-        held = _mine.get(key)
-        if held is None or held.remaining() == 0.0:
+        held = held_by(key)
+        if held is None:
             return None
         if not self.reentrant or (held.request.shared and not self.shared):
             raise AlreadyHeld(self.name)
@@ -208,7 +225,7 @@ class _Lock:
         return held
 
     def _keep(self, held: Held, key: tuple[Hashable, int, str]) -> Held:
-        _mine[key] = held
+        mine[key] = held
         if self.on_lost is not None:
             held.on_lost = (self.on_lost,)
         if self.renew:

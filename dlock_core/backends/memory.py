@@ -16,7 +16,7 @@ from dlock_core.runtime import clock
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from dlock_core.backend import Renewal, Request
+    from dlock_core.backend import Found, Renewal, Request
     from dlock_core.runtime import Runtime, Signal
 
 __all__ = ["MemoryBackend"]
@@ -57,6 +57,7 @@ class MemoryBackend:
     supports_fair: ClassVar[bool] = True
     supports_shared: ClassVar[bool] = True
     lists_waiters: ClassVar[bool] = True
+    supports_many: ClassVar[bool] = False
     ttl_min: ClassVar[float] = 0.001
     ttl_step: ClassVar[float] = 0.001
 
@@ -76,7 +77,7 @@ class MemoryBackend:
         self, runtime: Runtime, request: Request, ticket: Any = None, *, unsure: bool = False
     ) -> Granted | Busy:
         with self._guard:
-            state = self._live(request.name)
+            state = self._states[request.name] = self._live(request.name)
             if request.holder not in state.holders:
                 self._enqueue(state, request)
                 self._serve(state, barging=None if request.fair else request.holder)
@@ -99,18 +100,24 @@ class MemoryBackend:
         await runtime.wait(signal, timeout)
 
     async def withdraw(self, runtime: Runtime, request: Request, ticket: Any = None) -> None:
-        self._end(request)
+        with self._guard:
+            self._end(request)
 
-    async def release(
-        self, runtime: Runtime, request: Request, granted: Granted
-    ) -> Literal["released", "absent", "other"]:
-        if self._end(request):
-            return "released"
-        return "other" if self._live(request.name).holders else "absent"
+    async def release(self, runtime: Runtime, request: Request, granted: Granted) -> Found:
+        with self._guard:
+            if self._end(request):
+                return "released"
+            return "other" if self._live(request.name).holders else "absent"
 
     async def renew_many(self, runtime: Runtime, renewals: Sequence[Renewal]) -> list[float | None]:
         with self._guard:
             return [self._renew(renewal.request) for renewal in renewals]
+
+    async def try_acquire_many(self, runtime: Runtime, requests: Sequence[Request]) -> list[Granted] | None:
+        raise NotImplementedError
+
+    async def release_many(self, runtime: Runtime, requests: Sequence[Request]) -> list[Found]:
+        raise NotImplementedError
 
     async def inspect(self, runtime: Runtime, name: str | None = None) -> list[LockState]:
         with self._guard:
@@ -120,25 +127,25 @@ class MemoryBackend:
 
     async def force_release(self, runtime: Runtime, name: str, token: int) -> bool:
         with self._guard:
-            state = self._live(name)
-            found = [grant for grant in state.holders.values() if grant.token == token]
-        return any(self._end(grant.request) for grant in found)
+            found = [grant for grant in self._live(name).holders.values() if grant.token == token]
+            return any(self._end(grant.request) for grant in found)
 
     def close(self) -> None:
         """Nothing to close: the leases stay."""
 
     def _live(self, name: str) -> _State:
-        state, now = self._states.setdefault(name, _State()), self._now()
+        """Give the state of a lock without what has run out, and forget a lock that nobody holds or waits for."""
+        state, now = self._states.get(name) or _State(), self._now()
         for holder in [key for key, grant in state.holders.items() if grant.until <= now]:
             del state.holders[holder]
         for holder in [key for key, place in state.queue.items() if place.alive_until <= now]:
             del state.queue[holder]
+        if not state.holders and not state.queue:
+            self._states.pop(name, None)
         return state
 
     def _enqueue(self, state: _State, request: Request) -> None:
         now = self._now()
-        if not request.queue and (state.holders or state.queue):
-            self._serve(state, barging=None)
         place = state.queue.setdefault(request.holder, _Place(request, now, now + ALIVE))
         place.alive_until = now + ALIVE
 
@@ -181,14 +188,12 @@ class MemoryBackend:
         return request.ttl
 
     def _end(self, request: Request) -> bool:
-        with self._guard:
-            state = self._live(request.name)
-            state.queue.pop(request.holder, None)
-            ours = state.holders.pop(request.holder, None) is not None
-            self._serve(state, barging=None)
-            if not state.holders and not state.queue:
-                self._states.pop(request.name, None)
-            return ours
+        state = self._live(request.name)
+        state.queue.pop(request.holder, None)
+        ours = state.holders.pop(request.holder, None) is not None
+        self._serve(state, barging=None)
+        self._live(request.name)
+        return ours
 
     def _show(self, name: str) -> LockState:
         state, now = self._live(name), self._now()

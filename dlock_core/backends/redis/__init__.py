@@ -14,13 +14,14 @@ from dlock_core.backend import Busy, Granted
 from dlock_core.backends.redis import reading
 from dlock_core.backends.redis.clients import connectors, of_url
 from dlock_core.backends.redis.scripts import script
-from dlock_core.backends.redis.wire import AsyncioWire, BlockingWire, Wire, answered, ask, converse
+from dlock_core.backends.redis.wire import AsyncioWire, BlockingWire, answered, ask, converse
 from dlock_core.runtime import Asyncio
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from dlock_core.backend import LockState, Renewal, Request
+    from dlock_core.backend import Found, LockState, Renewal, Request
+    from dlock_core.backends.redis.wire import Command, Wire
     from dlock_core.runtime import Runtime
 
 __all__ = ["RedisBackend"]
@@ -31,7 +32,7 @@ ALIVE: Final = 5000
 """Milliseconds after its last sign of life in which a waiter keeps its place."""
 LISTED: Final = 500
 """Locks read by one inspection request, so that a large listing never holds up the server."""
-FOUND: Final[dict[int, Literal["released", "absent", "other"]]] = {1: "released", 0: "absent", 2: "other"}
+FOUND: Final[dict[int, Found]] = {1: "released", 0: "absent", 2: "other"}
 
 
 class RedisBackend:
@@ -46,6 +47,7 @@ class RedisBackend:
     supports_fair: ClassVar[bool] = True
     supports_shared: ClassVar[bool] = True
     lists_waiters: ClassVar[bool] = True
+    supports_many: ClassVar[bool] = True
     ttl_min: ClassVar[float] = 0.01
     ttl_step: ClassVar[float] = 0.001
 
@@ -95,12 +97,26 @@ class RedisBackend:
         keys, wake = self._keys(request.name)
         await self._ask(runtime, request.name, "withdraw", keys, (request.holder, wake))
 
-    async def release(
-        self, runtime: Runtime, request: Request, granted: Granted
-    ) -> Literal["released", "absent", "other"]:
+    async def release(self, runtime: Runtime, request: Request, granted: Granted) -> Found:
         keys, wake = self._keys(request.name)
         args = (request.holder, wake)
         return FOUND[await ask(self._wire(runtime), runtime, request.name, self._release, keys, args, self._timeout)]
+
+    async def try_acquire_many(self, runtime: Runtime, requests: Sequence[Request]) -> list[Granted] | None:
+        keys = (*self._globals, *[self.lock_key(request.name) for request in requests])
+        args = [item for request in requests for item in (request.holder, math.ceil(request.ttl * 1000))]
+        tokens = await self._ask(runtime, requests[0].name, "acquire_many", keys, (requests[0].owner, *args))
+        return (
+            [Granted(token, request.ttl) for token, request in zip(tokens, requests, strict=True)] if tokens else None
+        )
+
+    async def release_many(self, runtime: Runtime, requests: Sequence[Request]) -> list[Found]:
+        commands: list[Command] = []
+        for request in requests:
+            keys, wake = self._keys(request.name)
+            commands.append(("EVALSHA", self._release.sha, len(keys), *keys, request.holder, wake))
+        replies = await converse(self._wire(runtime), runtime, requests[0].name, commands, self._timeout)
+        return [FOUND[answered(request.name, reply)] for request, reply in zip(requests, replies, strict=True)]
 
     async def renew_many(self, runtime: Runtime, renewals: Sequence[Renewal]) -> list[float | None]:
         requests = [renewal.request for renewal in renewals]

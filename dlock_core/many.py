@@ -1,0 +1,196 @@
+"""Several locks together, all or none: sorted and without repetition, so that overlapping sets cannot deadlock.
+
+In one request each way where the store can and all are free; else one after the other in the order of their names,
+each waiting in its own queue while those before it are held.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+from dlock_core import engine, watchdog
+from dlock_core.deadline import Seconds, deadline, ttl_seconds, wait_seconds
+from dlock_core.errors import AlreadyHeld, BackendUnavailable, LeaseLost
+from dlock_core.held import Held
+from dlock_core.lease import Released
+from dlock_core.lock import Blocks, LeaseView, held_by, mine, new_request, supported_ttl
+from dlock_core.names import canonical
+from dlock_core.runtime import ASYNCIO, BLOCKING, run
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable, Iterable, Sequence
+    from types import TracebackType
+
+    from dlock_core.backend import Backend, Request
+    from dlock_core.runtime import Runtime
+
+__all__ = ["AsyncMultiLease", "AsyncMultiLock", "MultiLease", "MultiLock"]
+
+
+async def acquire(runtime: Runtime, backend: Backend, requests: Sequence[Request], wait: float | None) -> list[Held]:
+    """Take all of the locks within `wait` seconds, or none; each is renewed from the moment it is held."""
+    sent, held = runtime.now(), list[Held]()
+    until = deadline(sent, wait)
+    try:
+        if granted := await _all_at_once(runtime, backend, requests):
+            held = [Held(backend, *pair, sent, runtime.now) for pair in zip(requests, granted, strict=True)]
+        for request in requests[len(held) :]:
+            left = None if wait is None else max(0.0, until - runtime.now())
+            held.append(await engine.acquire(runtime, backend, request, left))
+            watchdog.watch(held[-1])
+    except BaseException:
+        await runtime.shield(_withdraw(runtime, backend, requests))
+        raise
+    return held
+
+
+async def release(runtime: Runtime, held: Sequence[Held]) -> list[Released]:
+    """End all of the grants: in one request where the store can, and one by one what that left open."""
+    mine = [one for one in held if one.ended is None]
+    if mine and mine[0].backend.supports_many:
+        await runtime.shield(_release_at_once(runtime, mine))
+    return [await engine.release(runtime, one) for one in held]
+
+
+async def _all_at_once(runtime: Runtime, backend: Backend, requests: Sequence[Request]) -> list[Any] | None:
+    if not backend.supports_many or any(request.shared for request in requests):
+        return None
+    try:
+        return await backend.try_acquire_many(runtime, requests)
+    except BackendUnavailable:
+        return None  # asked again one by one, with the same holders: what was granted is found
+
+
+async def _release_at_once(runtime: Runtime, held: Sequence[Held]) -> None:
+    for one in held:
+        one.prepare_release()
+    with suppress(BackendUnavailable):
+        found = await held[0].backend.release_many(runtime, [one.request for one in held])
+        for one, what in zip(held, found, strict=True):
+            one.end(engine.FOUND[what])
+
+
+async def _withdraw(runtime: Runtime, backend: Backend, requests: Sequence[Request]) -> None:
+    for request in requests:
+        with suppress(BackendUnavailable):
+            await backend.withdraw(runtime, request)
+
+
+class _MultiLease:
+    """Several leases that are held together: `leases` in the order of their names."""
+
+    def __init__(self, held: Sequence[Held]) -> None:
+        self._held = tuple(held)
+        self.leases = tuple(LeaseView(one) for one in held)
+
+    @property
+    def lost(self) -> bool:
+        """One of them is lost, and so are all."""
+        return any(lease.lost for lease in self.leases)
+
+    def remaining(self) -> float:
+        """Give the seconds for which all of them surely hold."""
+        return min(lease.remaining() for lease in self.leases)
+
+    def ensure_held(self) -> None:
+        """Raise LeaseLost unless all of them surely hold."""
+        for lease in self.leases:
+            lease.ensure_held()
+
+    def _left(self, error: BaseException | None, found: list[Released]) -> None:
+        for held, how in zip(self._held, found, strict=True):
+            if error is None and how is not Released.RELEASED:
+                raise LeaseLost(held.name, token=held.token, reason=f"it was {how.value} at release")
+
+
+class MultiLease(_MultiLease):
+    """See `MultiLock`."""
+
+    def release(self) -> list[Released]:
+        """Release all, in one request where the store can; the answers are in the order of the names."""
+        _unwatch(self._held)
+        return run(release(BLOCKING, self._held))
+
+
+class AsyncMultiLease(_MultiLease):
+    """See `AsyncMultiLock`."""
+
+    async def release(self) -> list[Released]:
+        """See `MultiLease.release`."""
+        _unwatch(self._held)
+        return await release(ASYNCIO, self._held)
+
+
+def _unwatch(held: Sequence[Held]) -> None:
+    for one in held:
+        watchdog.unwatch(one)
+
+
+class _MultiLock:
+    """Several names in a store, held all or none; arguments as for `Lock`."""
+
+    def __init__(
+        self, backend: Backend, names: Iterable[str], *, ttl: Seconds = 30.0, wait: Seconds | None = 10.0,
+        shared: bool = False,
+    ) -> None:  # fmt: skip
+        self.names = tuple(sorted({canonical(name) for name in names}))
+        if not self.names:
+            raise ValueError("a MultiLock needs at least one name")
+        self.backend, self.shared = backend, shared
+        self.ttl, self.wait = supported_ttl(backend, ttl_seconds(ttl)), wait_seconds(wait)
+        self._blocks = Blocks()
+
+    def _requests(self, caller: Hashable) -> list[Request]:
+        for name in self.names:
+            if held_by((caller, id(self.backend), name)) is not None:
+                raise AlreadyHeld(name)
+        return [new_request(name, self.ttl, self.wait, shared=self.shared, fair=True) for name in self.names]
+
+
+class MultiLock(_MultiLock):
+    """Several locks for threads and processes: `with MultiLock(backend, ["account:1", "account:2"]) as lease:`."""
+
+    def acquire(self) -> MultiLease:
+        """Hold all of them, waiting at most `wait` seconds altogether; raises AcquireTimeout, AlreadyHeld."""
+        caller = threading.current_thread()
+        held = run(acquire(BLOCKING, self.backend, self._requests(caller), self.wait))
+        return MultiLease(_kept(held, caller))
+
+    def __enter__(self) -> MultiLease:
+        return self._blocks.enter(threading.current_thread(), self.acquire())
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        lease: MultiLease = self._blocks.leave(threading.current_thread())
+        lease._left(error, lease.release())
+
+
+class AsyncMultiLock(_MultiLock):
+    """Several locks for tasks."""
+
+    async def acquire(self) -> AsyncMultiLease:
+        """See `MultiLock.acquire`."""
+        caller = asyncio.current_task()
+        held = await acquire(ASYNCIO, self.backend, self._requests(caller), self.wait)
+        return AsyncMultiLease(_kept(held, caller))
+
+    async def __aenter__(self) -> AsyncMultiLease:
+        return self._blocks.enter(asyncio.current_task(), await self.acquire())
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        lease: AsyncMultiLease = self._blocks.leave(asyncio.current_task())
+        lease._left(error, await lease.release())
+
+
+def _kept(held: list[Held], caller: Hashable) -> list[Held]:
+    for one in held:
+        mine[caller, id(one.backend), one.name] = one
+        if not one.due:
+            watchdog.watch(one)
+    return held

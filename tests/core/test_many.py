@@ -1,0 +1,132 @@
+"""Several locks together: all or none, in any order, on any store."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from dlock_core import AcquireTimeout, AlreadyHeld, AsyncMultiLock, Lock, MultiLock, Released, connect
+from dlock_core.backends.memory import MemoryBackend
+from dlock_core.runtime import BLOCKING, run
+
+
+@pytest.fixture(params=["memory", "redis"])
+def store(request):
+    if request.param == "memory":
+        return MemoryBackend()
+    return connect(request.getfixturevalue("redis_server").url)
+
+
+def held(store):
+    return [state.name for state in run(store.inspect(BLOCKING)) if state.holders]
+
+
+def in_thread(work):
+    found = []
+    thread = threading.Thread(target=lambda: found.append(work()))
+    thread.start()
+    thread.join()
+    return found[0]
+
+
+def test_all_names_are_held_once_each_and_released_together(store):
+    lease = MultiLock(store, ["b", "a", "b"]).acquire()
+    assert held(store) == ["a", "b"]
+    assert [one.name for one in lease.leases] == ["a", "b"]
+    assert lease.remaining() > 0
+    assert lease.release() == [Released.RELEASED, Released.RELEASED]
+    assert held(store) == []
+
+
+def test_one_taken_name_leaves_none_held_and_no_place_in_any_queue(store):
+    with Lock(store, "b"):
+
+        def work():
+            with pytest.raises(AcquireTimeout) as failure:
+                MultiLock(store, ["a", "b", "c"], wait=0.05).acquire()
+            return failure.value.name
+
+        assert in_thread(work) == "b"
+        assert held(store) == ["b"]
+        assert run(store.inspect(BLOCKING, "b"))[0].waiters == ()
+
+
+def test_waiter_for_several_names_gets_them_when_the_last_is_free(store):
+    got = threading.Event()
+
+    def work():
+        with MultiLock(store, ["a", "b"], wait=10):
+            got.set()
+
+    with Lock(store, "b"):
+        thread = threading.Thread(target=work)
+        thread.start()
+        while not run(store.inspect(BLOCKING, "b"))[0].waiters:
+            got.wait(0.01)
+        assert held(store) == ["a", "b"]
+        assert not got.is_set()
+    assert got.wait(10)
+    thread.join()
+    assert held(store) == []
+
+
+def test_opposite_orders_cannot_deadlock(store):
+    balance = {"a": 500, "b": 500}
+
+    def transfer(source, target):
+        for _ in range(50):
+            with MultiLock(store, [source, target], wait=30):
+                amounts = dict(balance)
+                balance[source], balance[target] = amounts[source] - 1, amounts[target] + 1
+        return True
+
+    threads = [threading.Thread(target=transfer, args=pair) for pair in [("a", "b"), ("b", "a")] * 2]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert balance == {"a": 500, "b": 500}
+
+
+def test_names_that_this_thread_holds_already_are_an_error_at_once(store):
+    with Lock(store, "a"), pytest.raises(AlreadyHeld):
+        MultiLock(store, ["a", "b"]).acquire()
+    with MultiLock(store, ["a", "b"]), pytest.raises(AlreadyHeld):
+        Lock(store, "b").acquire()
+
+
+def test_shared_sets_may_overlap(store):
+    def work():
+        with MultiLock(store, ["b", "c"], shared=True, wait=0):
+            return True
+
+    with MultiLock(store, ["a", "b"], shared=True):
+        assert in_thread(work)
+
+
+async def test_tasks_hold_several_names_too(store):
+    async with AsyncMultiLock(store, ["a", "b"]) as lease:
+        assert held(store) == ["a", "b"]
+        assert not lease.lost
+    assert held(store) == []
+
+
+def test_empty_set_is_refused(store):
+    with pytest.raises(ValueError, match="at least one name"):
+        MultiLock(store, [])
+
+
+def test_free_names_take_one_request_each_way(redis_server):
+    import redis
+
+    store, client = connect(redis_server.url), redis.Redis.from_url(redis_server.url)
+    MultiLock(store, ["a"]).acquire().release()
+    sent = []
+    for wire in (store._blocking,):
+        connection = wire._free[-1]
+        send = connection.send_packed_command
+        connection.send_packed_command = lambda *args, send=send: (sent.append(args), send(*args))
+    MultiLock(store, [f"n{n}" for n in range(10)]).acquire().release()
+    assert len(sent) == 2
+    assert client.keys("*") == [b"dlock:token"]
