@@ -209,22 +209,38 @@ def lock(*parts: Any, **options: Any) -> Lock:
 
 def release_forgotten() -> list[str]:
     """Release what this context still holds outside any transaction, and tell its names; for the end of a request."""
-    forgotten = [tie for tie in current() if not tie.left]
+    forgotten = _forgotten()
     for tie in forgotten:
-        forget(tie)
         if tie.leave():
-            run(engine.release(BLOCKING, tie.held))
+            with _letting_run_out():
+                run(engine.release(BLOCKING, tie.held))
     return [tie.held.name for tie in forgotten]
 
 
 async def release_forgotten_async() -> list[str]:
     """See `release_forgotten`."""
+    forgotten = _forgotten()
+    for tie in forgotten:
+        if tie.leave():
+            with _letting_run_out():
+                await engine.release(ASYNCIO, tie.held)
+    return [tie.held.name for tie in forgotten]
+
+
+def _forgotten() -> list[DatabaseTie]:
     forgotten = [tie for tie in current() if not tie.left]
     for tie in forgotten:
         forget(tie)
-        if tie.leave():
-            await engine.release(ASYNCIO, tie.held)
-    return [tie.held.name for tie in forgotten]
+    return forgotten
+
+
+@contextmanager
+def _letting_run_out() -> Iterator[None]:
+    """Let a release fail: the work is done, and the lease runs out by itself."""
+    try:
+        yield
+    except BackendUnavailable as failure:
+        logger.warning("dlock: %s; the lease runs out by itself", failure)
 
 
 class _Sensitive(Blocking):
@@ -257,10 +273,8 @@ def _as_django() -> Iterator[None]:
 @contextmanager
 def _leaving(lease: Lease, error: BaseException | None) -> Iterator[None]:
     """Judge how a block left its lease: work without a transaction must not look protected when it was not."""
-    try:
+    with _letting_run_out():
         yield
-    except BackendUnavailable as failure:
-        logger.warning("dlock: %s; the lease runs out by itself", failure)
     held = lease._held
     if error is None and lease._tie.transactions == 0 and held.ended in (Released.EXPIRED, Released.STOLEN):
         raise LeaseLost(held.name, token=held.token, reason=held.lost_because or "it had ended before its release")

@@ -32,6 +32,8 @@ logger = logging.getLogger("dlock")
 
 FRESH: Final = 0.75
 """A grant that has less than this share of its ttl left on arrival is confirmed with one more request."""
+SOON: Final = 1.0
+"""Seconds after which it is worth to try again: a holder's remaining ttl says little, because it is renewed."""
 FOUND: Final = {"released": Released.RELEASED, "absent": Released.EXPIRED, "other": Released.STOLEN}
 PAUSE: Final = 0.25
 """The longest pause in seconds before an unreachable store is asked again."""
@@ -153,7 +155,7 @@ class _Attempt:
         hooks.emit("timeout", self.request.name, seconds=waited)
         busy = self.answer if isinstance(self.answer, Busy) else Busy(1.0)
         owner = describe(busy.owner) if busy.owner else ""
-        return AcquireTimeout(self.request.name, waited=waited, held_by=owner, retry_after=busy.retry_after)
+        return AcquireTimeout(self.request.name, waited=waited, held_by=owner, retry_after=min(busy.retry_after, SOON))
 
 
 async def renew(runtime: Runtime, held: Held, ttl: float | None = None) -> None:
