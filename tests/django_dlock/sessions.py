@@ -77,7 +77,7 @@ def held_in_commit(alias: str, then: Callable[[BaseDatabaseWrapper], None]) -> I
             except BaseException as error:
                 failures.append(error)
             finally:
-                blocker.close()
+                rows(blocker, "SELECT pg_advisory_unlock(4711)")
 
         thread = threading.Thread(target=interfere)
         thread.start()
