@@ -11,7 +11,7 @@ import threading
 from typing import TYPE_CHECKING
 
 from dlock_core import engine, watchdog
-from dlock_core.errors import BackendUnavailable
+from dlock_core.errors import BackendUnavailable, NotHeld
 from dlock_core.runtime import BLOCKING, run
 
 if TYPE_CHECKING:
@@ -91,5 +91,7 @@ class Tie:
     def _release(self) -> None:
         try:
             run(engine.release(BLOCKING, self.held))
+        except NotHeld:  # a forked child closes the connection that it has from its parent
+            return
         except BackendUnavailable as error:  # the transaction has ended well: this must not turn into its failure
             logger.warning("dlock: %s; the lease runs out by itself", error)
