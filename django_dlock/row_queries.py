@@ -53,11 +53,6 @@ class RowLock:
                 "nowait, skip_locked and wait say different things about a locked row: give only one of them"
             )
 
-    @property
-    def seconds(self) -> float | None:
-        """The wait, None when it has no limit or there is no wait at all."""
-        return wait_seconds(self.wait) or None
-
     def fetch(self, name: str, rows: QuerySet[Any], read: Callable[[QuerySet[Any]], T]) -> T:
         """Read rows under this lock; `name` is for RowLocked, which says that others held them for too long."""
         rows._for_write = True  # type: ignore[attr-defined]  # a replica has other locks
@@ -65,7 +60,7 @@ class RowLock:
         require_row_locks(connection)
         started = time.monotonic()
         try:
-            with waiting(connection, self.seconds):
+            with waiting(connection, wait_seconds(self.wait)):
                 return read(self._ask(rows, connection))
         except DatabaseError as error:
             if classify(error) is Trouble.LOCK_TIMEOUT:
@@ -73,17 +68,17 @@ class RowLock:
             raise
 
     def _ask(self, rows: QuerySet[Any], connection: Any) -> QuerySet[Any]:
-        features = connection.features
+        features, wait = connection.features, wait_seconds(self.wait)
         locked = QuerySet.select_for_update(
             rows,
-            nowait=self.nowait or self.wait == 0,
+            nowait=self.nowait or wait == 0,
             skip_locked=self.skip_locked,
             of=_own_tables(rows) if features.has_select_for_update_of else (),
             no_key=self.no_key and not self.shared and features.has_select_for_no_key_update,
         )
-        wait = whole_seconds(self.seconds) if self.seconds and has_wait_clause(connection) else None
-        if self.shared or wait:
-            _reword(locked, "SHARE" if self.shared else "UPDATE", wait)
+        clause = whole_seconds(wait) if wait and has_wait_clause(connection) else None
+        if self.shared or clause:
+            _reword(locked, "SHARE" if self.shared else "UPDATE", clause)
         return locked
 
 

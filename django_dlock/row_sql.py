@@ -124,7 +124,7 @@ def whole_seconds(wait: float) -> int:
 def waiting(connection: Any, wait: float | None) -> AbstractContextManager[None]:
     """Limit how long a statement inside the block waits for each lock; the former limit is back after it."""
     is_said_elsewhere = has_wait_clause(connection) or not connection.features.has_select_for_update
-    if wait is None or is_said_elsewhere:
+    if not wait or is_said_elsewhere:  # 0 is NOWAIT
         return nullcontext()
     if connection.vendor == "postgresql":
         return _waiting_on_postgresql(connection, wait)

@@ -1,0 +1,736 @@
+"""The promises of RowLockMixin, lock_row, lock_rows and select_for_share."""
+
+import asyncio
+import pickle
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import pytest
+from asgiref.sync import sync_to_async
+from django.db import DatabaseError, OperationalError, connections, models
+from django.db.models.sql import Query
+from django.db.transaction import TransactionManagementError, atomic
+from django.test.utils import CaptureQueriesContext
+
+from django_dlock.errors import NotSupported, RowLocked
+from django_dlock.row_sql import _waiting_on_mysql, waiting
+from dlock_core import errors as core
+from dlock_core.retry import Trouble, classify
+from tests.django_dlock.sessions import rows, second_session
+from tests.testapp.models import ColdStock, Counter, Delivery, Stock
+
+with_row_locks = pytest.mark.parametrize("database", ["postgresql", "mariadb"], indirect=True)
+on_postgresql = pytest.mark.parametrize("database", ["postgresql"], indirect=True)
+on_mariadb = pytest.mark.parametrize("database", ["mariadb"], indirect=True)
+on_sqlite = pytest.mark.parametrize("database", ["default"], indirect=True)
+
+UPDATE = "FOR UPDATE"
+NO_KEY_UPDATE = "FOR NO KEY UPDATE"
+SHARE = {"postgresql": "FOR SHARE", "mysql": "LOCK IN SHARE MODE"}
+
+
+class Sorry(Exception):
+    """Raised by user code."""
+
+
+@pytest.fixture
+def stock(database: str) -> Stock:
+    return Stock.objects.using(database).create(pieces=5)
+
+
+def stocks(alias: str) -> Any:
+    return Stock.objects.using(alias)
+
+
+@contextmanager
+def other_transaction(alias: str) -> Iterator[Any]:
+    """A transaction of another session, which has done nothing yet; it is rolled back."""
+    with second_session(alias) as other, atomic_on(other):
+        yield other
+
+
+@contextmanager
+def atomic_on(connection: Any) -> Iterator[None]:
+    connection.set_autocommit(False)
+    try:
+        yield
+    finally:
+        connection.rollback()
+        connection.set_autocommit(True)
+
+
+def lock_there(other: Any, pk: int, clause: str = UPDATE, table: str = "testapp_stock", key: str = "id") -> None:
+    rows(other, f"SELECT 1 FROM {table} WHERE {key} = %s {clause}", pk)
+
+
+def is_free(alias: str, pk: int, clause: str = UPDATE, **where: str) -> bool:
+    """Another session could take this lock now."""
+    with other_transaction(alias) as other:
+        try:
+            lock_there(other, pk, f"{clause} NOWAIT", **where)
+        except DatabaseError as error:
+            if classify(error) is Trouble.LOCK_TIMEOUT:
+                return False
+            raise
+        return True
+
+
+def share(alias: str) -> str:
+    return SHARE[connections[alias].vendor]
+
+
+@pytest.fixture
+def sql(database: str) -> Iterator[Callable[[], list[str]]]:
+    with CaptureQueriesContext(connections[database]) as context:
+        yield lambda: [query["sql"] for query in context.captured_queries]
+
+
+# what a lock does
+
+
+@with_row_locks
+def test_row_is_locked_until_the_end_of_the_transaction(stock, database):
+    with atomic(database):
+        with atomic(database):
+            assert stocks(database).lock_row(stock.pk) == stock
+        assert not is_free(database, stock.pk)
+    assert is_free(database, stock.pk)
+
+
+@with_row_locks
+def test_waiter_reads_the_row_as_the_first_has_left_it(stock, database):
+    found = []
+
+    def second() -> None:
+        with Stock.locked_row(stock.pk, using=database) as row:
+            found.append(row.pieces)
+        connections[database].close()
+
+    waiter = threading.Thread(target=second)
+    with Stock.locked_row(stock.pk, using=database) as row:
+        waiter.start()
+        wait_until_somebody_waits(database)
+        row.pieces = 4
+        row.save()
+        assert found == []
+    waiter.join(30)
+    assert found == [4]
+
+
+def wait_until_somebody_waits(alias: str) -> None:
+    waiters = {
+        "postgresql": "SELECT count(*) FROM pg_locks WHERE NOT granted",
+        "mysql": "SELECT count(*) FROM information_schema.innodb_trx WHERE trx_state = 'LOCK WAIT'",
+    }
+    with second_session(alias) as watcher:
+        while rows(watcher, waiters[watcher.vendor]) == [(0,)]:
+            pass
+
+
+@with_row_locks
+def test_shared_lock_lets_others_share_and_not_write(stock, database):
+    with atomic(database):
+        assert stocks(database).lock_row(stock.pk, shared=True) == stock
+        assert is_free(database, stock.pk, share(database))
+        assert not is_free(database, stock.pk)
+    assert is_free(database, stock.pk)
+
+
+@with_row_locks
+def test_shared_lock_and_our_exclusive_one_exclude_each_other(stock, database):
+    with other_transaction(database) as other:
+        lock_there(other, stock.pk, share(database))
+        with atomic(database):
+            assert stocks(database).lock_row(stock.pk, shared=True, nowait=True) == stock
+        with pytest.raises(RowLocked), atomic(database):
+            stocks(database).lock_row(stock.pk, nowait=True)
+
+
+@on_postgresql
+def test_rows_that_refer_to_a_locked_row_can_be_inserted_unless_asked_otherwise(stock, database):
+    for no_key in (True, False):
+        with atomic(database), other_transaction(database) as other:
+            stocks(database).lock_row(stock.pk, no_key=no_key)
+            rows(other, "SET LOCAL lock_timeout = 50")
+            rows(other, "SET CONSTRAINTS ALL IMMEDIATE")
+            insert = "INSERT INTO testapp_delivery (stock_id) VALUES (%s)"
+            if no_key:
+                rows(other, insert, stock.pk)
+            else:
+                with pytest.raises(OperationalError):
+                    rows(other, insert, stock.pk)
+    assert not Delivery.objects.using(database).exists()
+
+
+@on_postgresql
+def test_share_of_the_key_lets_others_update_and_not_delete(stock, database):
+    with atomic(database):
+        stocks(database).select_for_share(key=True).get(pk=stock.pk)
+        assert is_free(database, stock.pk, NO_KEY_UPDATE)
+        assert not is_free(database, stock.pk, UPDATE)
+
+
+@on_mariadb
+def test_share_of_the_key_is_a_plain_share_where_there_is_none(stock, database):
+    with atomic(database):
+        stocks(database).select_for_share(key=True).get(pk=stock.pk)
+        assert is_free(database, stock.pk, share(database))
+        assert not is_free(database, stock.pk, UPDATE)
+
+
+def test_row_that_is_not_there_does_not_exist(database):
+    with atomic(database):
+        with pytest.raises(Stock.DoesNotExist, match=r"Stock\(7\) does not exist"):
+            stocks(database).lock_row(7)
+        assert stocks(database).lock_row(7, skip_locked=True) is None
+
+
+# how long to wait
+
+
+@with_row_locks
+@pytest.mark.parametrize("how", [{"nowait": True}, {"wait": 0}, {"wait": timedelta(0)}], ids=str)
+def test_locked_row_is_refused_at_once(stock, database, how):
+    with other_transaction(database) as other:
+        lock_there(other, stock.pk)
+        with pytest.raises(RowLocked) as caught, atomic(database):
+            stocks(database).lock_row(stock.pk, **how)
+    assert caught.value.name == f"Stock({stock.pk})"
+    assert isinstance(caught.value, core.RowLocked)
+    assert isinstance(caught.value, DatabaseError)
+    assert isinstance(caught.value.__cause__, OperationalError)
+
+
+@with_row_locks
+def test_wait_runs_out_and_says_how_long_it_was(stock, database):
+    wait = 0.05 if connections[database].vendor == "postgresql" else 1
+    with other_transaction(database) as other:
+        lock_there(other, stock.pk)
+        for how in ({}, {"shared": True}):
+            with pytest.raises(RowLocked) as caught, atomic(database):
+                stocks(database).lock_row(stock.pk, wait=timedelta(seconds=wait), **how)
+            assert caught.value.waited >= wait * 0.9
+
+
+@with_row_locks
+def test_row_that_is_free_is_locked_with_a_wait_too(stock, database):
+    with atomic(database):
+        assert stocks(database).lock_row(stock.pk, wait=2, shared=True) == stock
+        assert not is_free(database, stock.pk)
+
+
+@on_mariadb
+@pytest.mark.parametrize(
+    ("wait", "clause"), [(0.001, "WAIT 1"), (1, "WAIT 1"), (1.5, "WAIT 2"), (1e300, "WAIT 100000000")]
+)
+def test_mariadb_waits_whole_seconds_rounded_up(stock, database, sql, wait, clause):
+    with atomic(database):
+        stocks(database).lock_row(stock.pk, wait=wait)
+        stocks(database).lock_rows(wait=wait, shared=True)
+    assert [text.endswith(clause) for text in sql() if text.startswith("SELECT")] == [True, True]
+
+
+@on_postgresql
+@pytest.mark.parametrize("wait", [0.0001, 1e300])
+def test_postgresql_takes_the_shortest_and_the_longest_wait_it_can(stock, database, wait):
+    with atomic(database):
+        assert stocks(database).lock_row(stock.pk, wait=wait) == stock
+
+
+def lock_timeout(alias: str) -> str:
+    ((value,),) = rows(connections[alias], "SHOW lock_timeout")
+    return value
+
+
+@on_postgresql
+def test_former_limit_is_back_after_the_lock(stock, database):
+    with atomic(database):
+        rows(connections[database], "SET LOCAL lock_timeout = '7s'")
+        stocks(database).lock_row(stock.pk, wait=1)
+        assert lock_timeout(database) == "7s"
+        with pytest.raises(Stock.DoesNotExist):
+            Stock(pk=0).refresh_from_db(using=database, from_queryset=stocks(database))
+        with pytest.raises(Stock.DoesNotExist):
+            stocks(database).lock_row(0, wait=1)
+        assert lock_timeout(database) == "7s"
+
+
+@on_postgresql
+def test_former_limit_is_back_when_the_instance_s_row_is_gone(stock, database):
+    stocks(database).all().delete()
+    with atomic(database):
+        rows(connections[database], "SET LOCAL lock_timeout = '7s'")
+        with pytest.raises(Stock.DoesNotExist):
+            stock.lock_row(wait=1)
+        assert lock_timeout(database) == "7s"
+
+
+@on_postgresql
+def test_former_limit_is_back_after_the_wait_ran_out_in_a_savepoint(stock, database):
+    with other_transaction(database) as other, atomic(database):
+        lock_there(other, stock.pk)
+        with pytest.raises(RowLocked), atomic(database):
+            stocks(database).lock_row(stock.pk, wait=0.01)
+        assert lock_timeout(database) == "0"
+        assert stocks(database).filter(pk=stock.pk).exists()
+
+
+@on_mariadb
+def test_transaction_stays_usable_after_the_wait_ran_out_on_mariadb(stock, database):
+    with other_transaction(database) as other, atomic(database):
+        lock_there(other, stock.pk)
+        with pytest.raises(RowLocked):
+            stocks(database).lock_row(stock.pk, nowait=True)
+        Counter.objects.using(database).create(name="after")
+    assert Counter.objects.using(database).exists()
+
+
+@on_mariadb
+def test_limit_of_a_mysql_without_wait_clause_is_the_session_s_and_is_given_back(stock, database):
+    def limit() -> int:
+        ((seconds,),) = rows(connections[database], "SELECT @@innodb_lock_wait_timeout")
+        return seconds
+
+    former = limit()
+    with atomic(database), _waiting_on_mysql(connections[database], 2.5):
+        assert limit() == 3
+    assert limit() == former
+    with other_transaction(database) as other, atomic(database):
+        lock_there(other, stock.pk)
+        with pytest.raises(OperationalError), _waiting_on_mysql(connections[database], 1):
+            lock_there(connections[database], stock.pk)
+        assert limit() == former
+
+
+def test_database_that_cannot_limit_a_wait_says_so():
+    class Features:
+        has_select_for_update = True
+
+    class Oracle:
+        vendor, display_name, features = "oracle", "Oracle", Features
+
+    with pytest.raises(NotSupported, match="Oracle"):
+        waiting(Oracle, 1.0)
+
+
+@pytest.mark.parametrize("wait", [-1, -0.001, float("nan"), float("inf"), timedelta(seconds=-1)])
+def test_wait_that_makes_no_sense_is_refused_before_any_io(wait):
+    with pytest.raises(ValueError, match="wait must be"):
+        Stock.objects.lock_row(1, wait=wait)
+
+
+@pytest.mark.parametrize("wait", [True, "1", b"1", [1]])
+def test_wait_that_is_no_time_is_refused_before_any_io(wait):
+    with pytest.raises(TypeError, match="wait is seconds"):
+        Stock.objects.lock_rows(wait=wait)
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"nowait": True, "skip_locked": True},
+        {"nowait": True, "wait": 1},
+        {"skip_locked": True, "wait": 1},
+        {"nowait": True, "wait": 0},
+    ],
+    ids=str,
+)
+def test_contradicting_answers_to_a_locked_row_are_refused_before_any_io(how):
+    with pytest.raises(ValueError, match="give only one"):
+        Stock.objects.lock_row(1, **how)
+
+
+def test_unknown_option_is_refused_before_any_io():
+    with pytest.raises(TypeError, match="no_wait"), Stock.locked_row(1, no_wait=True):
+        pass
+
+
+# many rows
+
+
+@with_row_locks
+def test_locked_rows_are_skipped(database):
+    first, second = stocks(database).create(pieces=1), stocks(database).create(pieces=2)
+    with other_transaction(database) as other, atomic(database):
+        lock_there(other, first.pk)
+        assert stocks(database).lock_row(first.pk, skip_locked=True) is None
+        assert stocks(database).lock_row(second.pk, skip_locked=True) == second
+        assert stocks(database).lock_rows(skip_locked=True) == [second]
+
+
+@with_row_locks
+def test_next_jobs_that_nobody_has_are_taken_in_their_own_order(database):
+    made = [stocks(database).create(pieces=pieces) for pieces in (3, 2, 1)]
+    with other_transaction(database) as other, atomic(database):
+        lock_there(other, made[2].pk)
+        taken = stocks(database).order_by("pieces")[:2].lock_rows(skip_locked=True)
+    expected = made[1], made[0]
+    assert taken == list(expected)[: len(taken)]  # MariaDB counts skipped rows into LIMIT
+    assert taken[:1] == [made[1]]
+
+
+def test_rows_are_locked_in_the_order_of_their_keys(database, sql):
+    made = [stocks(database).create(pieces=pieces) for pieces in (3, 2, 1)]
+    with atomic(database):
+        assert stocks(database).order_by("pieces").lock_rows() == made
+    assert "ORDER BY" in sql()[-2]
+    assert "pieces" not in sql()[-2].partition("ORDER BY")[2]
+
+
+@with_row_locks
+def test_timeout_of_many_rows_names_their_model(stock, database):
+    with other_transaction(database) as other:
+        lock_there(other, stock.pk)
+        with pytest.raises(RowLocked, match="'Stock'"), atomic(database):
+            stocks(database).lock_rows(nowait=True)
+
+
+# where it would protect nothing
+
+
+@pytest.mark.parametrize("how", [{}, {"shared": True}, {"wait": 1}, {"skip_locked": True}], ids=str)
+def test_outside_a_transaction_it_is_refused(stock, database, sql, how):
+    sent = len(sql())
+    with pytest.raises(TransactionManagementError, match=r"inside transaction.atomic\(\)"):
+        stocks(database).lock_row(stock.pk, **how)
+    with pytest.raises(TransactionManagementError):
+        stocks(database).lock_rows(**how)
+    assert len(sql()) == sent
+
+
+def test_share_outside_a_transaction_is_refused(stock, database):
+    with pytest.raises(TransactionManagementError):
+        stocks(database).select_for_share().get()
+
+
+@with_row_locks
+def test_autocommit_turned_off_by_hand_is_a_transaction(stock, database):
+    connection = connections[database]
+    with atomic_on(connection):
+        stocks(database).lock_row(stock.pk)
+        assert not is_free(database, stock.pk)
+
+
+@on_sqlite
+@pytest.mark.parametrize("mode", [None, "DEFERRED"])
+def test_deferred_transaction_of_sqlite_is_refused(stock, database, monkeypatch, mode):
+    monkeypatch.setattr(connections[database], "transaction_mode", mode)
+    with atomic(database):
+        for lock in (
+            lambda: stocks(database).lock_row(stock.pk),
+            lambda: stocks(database).lock_rows(),
+            lambda: stocks(database).select_for_share().get(),
+            stock.lock_row,
+        ):
+            with pytest.raises(NotSupported, match="'transaction_mode'"):
+                lock()
+
+
+@on_sqlite
+def test_transaction_of_sqlite_begun_by_hand_is_refused(stock, database):
+    with atomic_on(connections[database]), pytest.raises(NotSupported):
+        stocks(database).lock_row(stock.pk)
+
+
+@on_sqlite
+@pytest.mark.parametrize("mode", ["IMMEDIATE", "EXCLUSIVE"])
+@pytest.mark.parametrize("how", [{}, {"shared": True}, {"wait": 1}, {"nowait": True}, {"skip_locked": True}], ids=str)
+def test_immediate_transaction_of_sqlite_has_locked_the_database(stock, database, monkeypatch, mode, how):
+    monkeypatch.setattr(connections[database], "transaction_mode", mode)
+    with second_session(database) as other:
+        rows(other, "PRAGMA busy_timeout = 0")
+        with atomic(database):
+            assert stocks(database).lock_row(stock.pk, **how) == stock
+            with pytest.raises(OperationalError) as caught:
+                rows(other, "UPDATE testapp_stock SET pieces = 1")
+    assert classify(caught.value) is Trouble.LOCK_TIMEOUT
+
+
+# joins, inheritance, other ways to read
+
+
+@with_row_locks
+def test_nullable_relation_may_be_selected_along(stock, database):
+    with atomic(database):
+        assert stocks(database).select_related("counter").lock_row(stock.pk) == stock
+        assert stocks(database).select_related("counter").lock_row(stock.pk, shared=True) == stock
+
+
+@on_postgresql
+@pytest.mark.parametrize("shared", [False, True])
+def test_joined_rows_are_not_locked(database, shared):
+    counter = Counter.objects.using(database).create(name="a")
+    stock = stocks(database).create(counter=counter)
+    with atomic(database):
+        assert stocks(database).filter(counter__name="a").lock_rows(shared=shared) == [stock]
+        assert is_free(database, counter.pk, table="testapp_counter")
+        assert not is_free(database, stock.pk)
+
+
+@with_row_locks
+@pytest.mark.parametrize("shared", [False, True])
+def test_both_tables_of_an_inherited_model_are_locked(database, shared):
+    stock = ColdStock.objects.using(database).create(pieces=1, degrees=4)
+    with atomic(database):
+        ColdStock.objects.using(database).lock_row(stock.pk, shared=shared)
+        assert not is_free(database, stock.pk)
+        assert not is_free(database, stock.pk, table="testapp_coldstock", key="stock_ptr_id")
+
+
+@with_row_locks
+def test_shared_queryset_can_be_read_in_every_way(stock, database):
+    shared = stocks(database).select_for_share()
+    ways: list[Callable[[], object]] = [
+        lambda: shared.get(pk=stock.pk),
+        lambda: list(shared.filter(pieces=5)),
+        lambda: list(shared.order_by("pk")[:1]),
+        lambda: list(shared.values("pieces")),
+        lambda: list(shared.iterator()),
+        shared.first,
+        lambda: stock.refresh_from_db(from_queryset=shared),
+        lambda: list(stocks(database).filter(pk__in=[stock.pk]).select_for_share(nowait=True)),
+    ]
+    for way in ways:
+        with atomic(database):
+            way()
+            assert is_free(database, stock.pk, share(database))
+            assert not is_free(database, stock.pk)
+
+
+@with_row_locks
+def test_shared_query_pickles(stock, database):
+    shared = stocks(database).select_for_share()
+    again = stocks(database).all()
+    again.query = pickle.loads(pickle.dumps(shared.query))
+    with atomic(database):
+        assert again.get() == stock
+        assert not is_free(database, stock.pk)
+        assert is_free(database, stock.pk, share(database))
+
+
+@on_postgresql
+def test_last_clause_is_the_query_s_own_and_not_a_subquery_s(stock, database, sql):
+    inner = stocks(database).select_for_update(no_key=True).filter(pieces=5)
+    with atomic(database):
+        assert list(stocks(database).select_for_share(nowait=True).filter(pk__in=inner)) == [stock]
+    assert sql()[-2].endswith("FOR SHARE NOWAIT")
+    assert sql()[-2].count("FOR NO KEY UPDATE") == 1
+
+
+@with_row_locks
+def test_counts_and_updates_of_a_shared_queryset_are_as_ever(stock, database):
+    shared = stocks(database).select_for_share()
+    with atomic(database):
+        assert shared.count() == 1
+        assert shared.update(pieces=6) == 1
+
+
+@with_row_locks
+def test_stronger_lock_replaces_a_shared_one(stock, database):
+    with atomic(database):
+        stocks(database).select_for_share().select_for_update().get()
+        assert not is_free(database, stock.pk, share(database))
+
+
+def test_query_of_an_unknown_kind_is_refused():
+    class Unusual(Query):
+        pass
+
+    unusual = Stock.objects.all()
+    unusual.query = unusual.query.chain(Unusual)
+    with pytest.raises(NotSupported, match="Unusual"):
+        unusual.select_for_share()
+
+
+# instances
+
+
+def test_instance_is_refreshed_under_its_lock(stock, database):
+    stocks(database).update(pieces=9)
+    with atomic(database):
+        stock.lock_row()
+        assert stock.pieces == 9
+
+
+@with_row_locks
+def test_instance_locks_its_row_as_asked(stock, database):
+    with atomic(database):
+        stock.lock_row(shared=True)
+        assert is_free(database, stock.pk, share(database))
+        stock.lock_row(wait=1)
+        assert not is_free(database, stock.pk, share(database))
+    with other_transaction(database) as other:
+        lock_there(other, stock.pk)
+        with pytest.raises(RowLocked, match=rf"Stock\({stock.pk}\)"), atomic(database):
+            stock.lock_row(nowait=True)
+
+
+def test_instance_with_unsaved_changes_is_refused_and_keeps_them(stock, database):
+    stock.pieces = 1
+    stock.counter = Counter.objects.using(database).create(name="a")
+    with atomic(database), pytest.raises(ValueError, match="not saved, in pieces, counter"):
+        stock.lock_row()
+    assert stock.pieces == 1
+
+
+def test_instance_may_be_locked_after_its_changes_are_saved_or_dropped(stock, database):
+    with atomic(database):
+        stock.pieces = 1
+        stock.save()
+        stock.lock_row()
+        stock.pieces = 2
+        stock.save(update_fields=["pieces"])
+        stock.lock_row()
+        stock.pieces = 3
+        stock.refresh_from_db(fields=["pieces"])
+        stock.lock_row()
+    assert stock.pieces == 2
+
+
+def test_saving_one_field_leaves_the_others_unsaved(stock, database):
+    stock.pieces, stock.counter_id = 1, 4711
+    stock.save(update_fields=["pieces"])
+    with atomic(database), pytest.raises(ValueError, match="in counter:"):
+        stock.lock_row()
+
+
+def test_change_whose_save_was_rolled_back_is_unsaved(stock, database):
+    with pytest.raises(Sorry), atomic(database):
+        stock.pieces = 1
+        stock.save()
+        raise Sorry
+    with atomic(database), pytest.raises(ValueError, match="in pieces"):
+        stock.lock_row()
+
+
+def test_version_that_counts_is_no_unsaved_change(database):
+    from tests.testapp.models import Account
+
+    account = Account.objects.using(database).create(balance=1)
+    with pytest.raises(Sorry), atomic(database):
+        account.save_with_version()
+        raise Sorry
+    with atomic(database):
+        account.lock_row()
+        account.save_with_version()
+    assert account.version == 2
+
+
+def test_deferred_field_is_no_change_until_it_is_set(stock, database):
+    part = stocks(database).only("pk").get()
+    with atomic(database):
+        part.lock_row()
+        assert "pieces" not in vars(part)
+        part.pieces = 1
+        with pytest.raises(ValueError, match="in pieces"):
+            part.lock_row()
+
+
+def test_instance_that_was_never_read_or_saved_is_refused(database):
+    (made,) = stocks(database).bulk_create([Stock(pk=1)])
+    for instance in (Stock(), Stock(pk=1), made):
+        with atomic(database), pytest.raises(ValueError, match="was not read or saved"):
+            instance.lock_row(using=database)
+
+
+def test_instance_whose_row_is_gone_does_not_exist(stock, database):
+    stocks(database).all().delete()
+    with atomic(database), pytest.raises(Stock.DoesNotExist):
+        stock.lock_row()
+
+
+# locked_row
+
+
+def test_locked_row_gives_a_fresh_row_and_commits(stock, database):
+    with Stock.locked_row(stock.pk, using=database) as row:
+        assert connections[database].in_atomic_block
+        row.pieces -= 1
+        row.save()
+    stock.refresh_from_db()
+    assert stock.pieces == 4
+
+
+def test_locked_row_rolls_back_on_an_exception(stock, database):
+    with pytest.raises(Sorry), Stock.locked_row(stock.pk, using=database) as row:
+        row.pieces = 0
+        row.save()
+        raise Sorry
+    stock.refresh_from_db()
+    assert stock.pieces == 5
+
+
+@with_row_locks
+def test_locked_row_inside_a_transaction_is_locked_to_its_end(stock, database):
+    with atomic(database):
+        with Stock.locked_row(stock.pk, using=database):
+            pass
+        assert not is_free(database, stock.pk)
+
+
+async def test_work_under_a_lock_runs_in_one_thread_and_gives_its_result(use_database):
+    await sync_to_async(use_database)("default")
+    stock = await Stock.objects.acreate(pieces=5)
+
+    def take(row: Stock) -> int:
+        row.pieces -= 1
+        row.save()
+        return row.pieces
+
+    assert await Stock.alocked_row(stock.pk, take) == 4
+    await stock.arefresh_from_db()
+    assert stock.pieces == 4
+
+
+async def test_cancelled_work_still_runs_to_its_end_under_its_lock(use_database):
+    await sync_to_async(use_database)("default")
+    stock = await Stock.objects.acreate(pieces=5)
+    begun, go_on = threading.Event(), threading.Event()
+
+    def take(row: Stock) -> None:
+        begun.set()
+        go_on.wait(30)
+        row.pieces -= 1
+        row.save()
+
+    task = asyncio.create_task(Stock.alocked_row(stock.pk, take))
+    await asyncio.to_thread(begun.wait, 30)
+    task.cancel()
+    go_on.set()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    await stock.arefresh_from_db()
+    assert stock.pieces == 4
+
+
+# deadlocks
+
+
+@with_row_locks
+def test_deadlock_is_left_to_retry_and_not_called_a_locked_row(database):
+    one, other = stocks(database).create(), stocks(database).create()
+    both_hold = threading.Barrier(2)
+    errors: list[BaseException] = []
+
+    def cross(first: models.Model, second: models.Model) -> None:
+        try:
+            with atomic(database):
+                stocks(database).lock_row(first.pk)
+                both_hold.wait(30)
+                stocks(database).lock_row(second.pk)
+        except DatabaseError as error:
+            errors.append(error)
+        finally:
+            connections[database].close()
+
+    threads = [threading.Thread(target=cross, args=pair) for pair in ((one, other), (other, one))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    (victim,) = errors
+    assert not isinstance(victim, RowLocked)
+    assert classify(victim) is Trouble.DEADLOCK
