@@ -1,0 +1,518 @@
+"""The promises of retry_on_conflict, on real conflicts of real databases."""
+
+import asyncio
+import inspect
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from asgiref.sync import sync_to_async
+from django.db import OperationalError, connections, models
+from django.db.transaction import TransactionManagementError, atomic, set_autocommit
+from django.http import HttpRequest, HttpResponse
+from django.test import Client, TestCase, override_settings
+from django.urls import path
+
+from django_dlock.errors import AcquireTimeout, RowLocked, StaleObject, StaleToken
+from django_dlock.retry import retry_on_conflict
+from django_dlock.transactions import in_transaction
+from dlock_core.retry import Trouble, classify
+from tests import processes
+from tests.django_dlock.sessions import add, committed, rows, second_session
+from tests.testapp.models import Article, Counter, Stock
+
+on_postgresql = pytest.mark.parametrize("database", ["postgresql"], indirect=True)
+with_row_locks = pytest.mark.parametrize("database", ["postgresql", "mariadb"], indirect=True)
+
+
+class Sorry(Exception):
+    """Raised by user code."""
+
+
+class Attempts:
+    """Fails as it is told to, in turn."""
+
+    def __init__(self, *errors: BaseException) -> None:
+        self.errors = list(errors)
+        self.made = 0
+
+    def make(self) -> int:
+        self.made += 1
+        if self.errors:
+            raise self.errors.pop(0)
+        return self.made
+
+
+def stale() -> StaleObject:
+    return StaleObject(Counter(pk=1), expected=1, found=2)
+
+
+def test_work_is_done_again_in_a_new_transaction_after_a_conflict(database):
+    attempts = Attempts(stale(), StaleToken("a", token=1), RowLocked("a"))
+
+    @retry_on_conflict(attempts=4, using=database)
+    def work(name: str) -> str:
+        assert connections[database].in_atomic_block
+        assert not Counter.objects.using(database).exists()
+        add(database, name)
+        return f"{name} {attempts.make()}"
+
+    assert work("a") == "a 4"
+    assert committed(database) == {"a"}
+    assert not connections[database].in_atomic_block
+
+
+def test_last_conflict_is_raised_with_a_note_and_nothing_is_committed(database):
+    last = stale()
+    attempts = Attempts(stale(), last)
+
+    @retry_on_conflict(attempts=2, using=database)
+    def work() -> None:
+        add(database, "a")
+        attempts.make()
+
+    with pytest.raises(StaleObject) as caught:
+        work()
+    assert caught.value is last
+    assert caught.value.__notes__ == ["gave up after 2 attempts"]
+    assert committed(database) == set()
+
+
+@pytest.mark.parametrize(
+    "error", [Sorry(), AcquireTimeout("a", waited=1), KeyboardInterrupt()], ids=lambda e: type(e).__name__
+)
+def test_what_is_no_conflict_is_raised_at_once_and_rolled_back(database, error):
+    attempts = Attempts(error)
+
+    @retry_on_conflict(using=database)
+    def work() -> None:
+        add(database, "a")
+        attempts.make()
+
+    with pytest.raises(type(error)):
+        work()
+    assert attempts.made == 1
+    assert committed(database) == set()
+
+
+def test_several_databases_are_rolled_back_together(database, use_database):
+    other = use_database("other")
+    attempts = Attempts(stale())
+
+    @retry_on_conflict(using=[database, other])
+    def work() -> None:
+        for alias in (database, other):
+            assert not Counter.objects.using(alias).exists()
+            add(alias, "a")
+        attempts.make()
+
+    work()
+    assert committed(database) == committed(other) == {"a"}
+
+
+# where it refuses
+
+
+def test_inside_a_transaction_it_refuses_before_it_runs(database):
+    attempts = Attempts()
+    work = retry_on_conflict(using=database)(attempts.make)
+    with atomic(database), pytest.raises(TransactionManagementError, match=f"on '{database}', and one is already open"):
+        work()
+    assert attempts.made == 0
+
+
+def test_inside_a_transaction_begun_by_hand_it_refuses(database):
+    work = retry_on_conflict(using=database)(Attempts().make)
+    set_autocommit(False, using=database)
+    try:
+        with pytest.raises(TransactionManagementError):
+            work()
+    finally:
+        set_autocommit(True, using=database)
+
+
+def test_inside_itself_it_refuses(database):
+    inner = retry_on_conflict(using=database)(Attempts().make)
+    outer = retry_on_conflict(using=database)(inner)
+    with pytest.raises(TransactionManagementError):
+        outer()
+
+
+def test_transaction_on_another_database_is_none_of_its_business(database, use_database):
+    work = retry_on_conflict(using=database)(Attempts().make)
+    with atomic(use_database("other")):
+        assert work() == 1
+
+
+@retry_on_conflict(attempts=2)
+def view(request: HttpRequest) -> HttpResponse:
+    return HttpResponse("ok")
+
+
+urlpatterns = [path("", view)]
+
+
+@override_settings(ROOT_URLCONF=__name__)
+def test_view_under_atomic_requests_is_told_what_to_do(use_database, monkeypatch):
+    use_database("default")
+    assert Client().get("/").content == b"ok"
+    monkeypatch.setitem(connections["default"].settings_dict, "ATOMIC_REQUESTS", True)
+    with pytest.raises(TransactionManagementError, match="non_atomic_requests"):
+        Client().get("/")
+
+
+class InATestCase(TestCase):
+    def test_test_case_s_own_transaction_does_not_count(self):
+        attempts = Attempts(stale())
+
+        @retry_on_conflict(attempts=2)
+        def work() -> int:
+            assert not Counter.objects.exists()
+            add("default", "a")
+            return attempts.make()
+
+        assert work() == 2
+        assert Counter.objects.count() == 1
+
+
+# bad input
+
+
+@pytest.mark.parametrize(
+    ("how", "error"),
+    [
+        ({"attempts": 0}, ValueError),
+        ({"attempts": -1}, ValueError),
+        ({"attempts": True}, TypeError),
+        ({"attempts": 2.5}, TypeError),
+        ({"attempts": "5"}, TypeError),
+        ({"within": -1}, ValueError),
+        ({"within": float("nan")}, ValueError),
+        ({"within": "1"}, TypeError),
+        ({"tries": 5}, TypeError),
+    ],
+)
+def test_wrong_options_are_refused_when_decorating(how: dict[str, Any], error):
+    (name,) = how
+    with pytest.raises(error, match=name):
+        retry_on_conflict(**how)
+
+
+def test_decorator_without_parentheses_is_refused():
+    with pytest.raises(TypeError, match="positional"):
+        retry_on_conflict(lambda: None)
+
+
+def test_generators_are_refused_when_decorating():
+    def generator():
+        yield 1
+
+    async def asynchronous():
+        yield 1
+
+    for function in (generator, asynchronous):
+        with pytest.raises(TypeError, match="cannot be taken back"):
+            retry_on_conflict()(function)
+
+
+def test_unknown_database_is_django_s_error():
+    with pytest.raises(Exception, match="nowhere"):
+        retry_on_conflict(using="nowhere")(Attempts().make)()
+
+
+def test_function_keeps_its_name_text_and_signature():
+    def work(a: int, *, b: str = "") -> None:
+        """Say why."""
+
+    wrapped = retry_on_conflict()(work)
+    assert (wrapped.__name__, wrapped.__doc__) == ("work", "Say why.")
+    assert inspect.signature(wrapped) == inspect.signature(work)
+
+
+def test_methods_can_be_decorated(use_database):
+    use_database("default")
+
+    class Service:
+        attempts = Attempts(stale())
+
+        @retry_on_conflict()
+        def work(self, add: int) -> int:
+            return self.attempts.make() + add
+
+    assert Service().work(10) == 12
+
+
+# real conflicts
+
+
+@with_row_locks
+def test_conflict_of_versions_is_cured_by_reading_again(database):
+    Article.objects.using(database).create()
+    interfering = [1]
+
+    @retry_on_conflict(using=database)
+    def work() -> None:
+        mine = Article.objects.using(database).get()
+        while interfering:
+            with second_session(database) as other:
+                column = other.ops.quote_name("reads")
+                rows(other, f"UPDATE testapp_article SET {column} = %s, version = version + 1", interfering.pop())
+        mine.reads += 10
+        mine.save_with_version()
+
+    work()
+    assert Article.objects.using(database).get().reads == 11
+
+
+@on_postgresql
+def test_serialization_failure_is_cured_by_a_new_snapshot(database):
+    counter = add(database, "a")
+    interfering = [1]
+
+    @retry_on_conflict(using=database)
+    def work() -> None:
+        rows(connections[database], "SET TRANSACTION ISOLATION LEVEL REPEATABLE READ")
+        mine = Counter.objects.using(database).get(pk=counter.pk)
+        while interfering:
+            with second_session(database) as other:
+                rows(other, "UPDATE testapp_counter SET value = value + %s", interfering.pop())
+        mine.value += 10
+        mine.save()
+
+    work()
+    assert Counter.objects.using(database).get().value == 11
+
+
+@on_postgresql
+def test_serialization_failure_at_commit_is_cured_too(database):
+    add(database, "a")
+    add(database, "b")
+    serializable = "SET TRANSACTION ISOLATION LEVEL SERIALIZABLE"
+    total = "SELECT sum(value) FROM testapp_counter"
+    attempts = Attempts()
+
+    @retry_on_conflict(using=database)
+    def work() -> int:
+        mine = connections[database]
+        rows(mine, serializable)
+        ((seen,),) = rows(mine, total)
+        rows(mine, "UPDATE testapp_counter SET value = %s WHERE name = 'a'", seen + 1)
+        if attempts.make() == 1:
+            with second_session(database) as other:
+                rows(other, f"BEGIN; {serializable}")
+                ((theirs,),) = rows(other, total)
+                rows(other, "UPDATE testapp_counter SET value = %s WHERE name = 'b'", theirs + 10)
+                rows(other, "COMMIT")
+        return seen
+
+    assert work() == 10
+    assert attempts.made == 2
+
+
+@with_row_locks
+def test_deadlock_is_cured_by_starting_over(database):
+    one, other = (Stock.objects.using(database).create() for _ in range(2))
+    both_hold = threading.Barrier(2)
+    met, runs = threading.local(), []
+
+    @retry_on_conflict(using=database)
+    def cross(first: models.Model, second: models.Model) -> None:
+        runs.append(1)
+        Stock.objects.using(database).lock_row(first.pk)
+        if not hasattr(met, "once"):
+            met.once = True
+            both_hold.wait(30)
+        row = Stock.objects.using(database).lock_row(second.pk)
+        row.pieces += 1
+        row.save()
+
+    def in_thread(*pair: models.Model) -> None:
+        cross(*pair)
+        connections[database].close()
+
+    threads = [threading.Thread(target=in_thread, args=pair) for pair in ((one, other), (other, one))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert len(runs) == 3
+    assert [row.pieces for row in Stock.objects.using(database).all()] == [1, 1]
+
+
+@with_row_locks
+def test_locked_row_is_tried_again(database):
+    stock = Stock.objects.using(database).create()
+    with second_session(database) as other:
+        other.set_autocommit(False)
+        rows(other, "SELECT 1 FROM testapp_stock FOR UPDATE")
+        runs: list[int] = []
+
+        @retry_on_conflict(using=database)
+        def work() -> None:
+            runs.append(1)
+            if len(runs) == 2:
+                other.rollback()
+            Stock.objects.using(database).lock_row(stock.pk, nowait=True)
+
+        work()
+        assert len(runs) == 2
+        other.set_autocommit(True)
+
+
+@pytest.mark.parametrize("database", ["default"], indirect=True)
+def test_busy_sqlite_is_tried_again(database):
+    rows(connections[database], "PRAGMA busy_timeout = 0")
+    with second_session(database) as other:
+        rows(other, "BEGIN IMMEDIATE")
+        attempts = Attempts()
+
+        def begin(execute: Callable[..., Any], sql: str, *rest: Any) -> Any:
+            if sql.startswith("BEGIN") and attempts.make() == 2:
+                rows(other, "ROLLBACK")
+            return execute(sql, *rest)
+
+        with connections[database].execute_wrapper(begin):
+            retry_on_conflict(using=database)(lambda: add(database, "a"))()
+    assert attempts.made == 2
+    assert committed(database) == {"a"}
+
+
+@on_postgresql
+def test_dead_connection_is_not_tried_again(database):
+    attempts = Attempts()
+
+    @retry_on_conflict(using=database)
+    def work() -> None:
+        attempts.make()
+        rows(connections[database], "SELECT pg_terminate_backend(pg_backend_pid())")
+
+    with pytest.raises(OperationalError) as caught:
+        work()
+    assert classify(caught.value) is Trouble.DISCONNECT
+    assert attempts.made == 1
+
+
+# coroutines
+
+
+async def test_coroutine_function_is_run_again_without_a_transaction(use_database):
+    await sync_to_async(use_database)("default")
+    attempts = Attempts(stale(), stale())
+
+    @retry_on_conflict(attempts=3)
+    async def work(name: str) -> int:
+        assert not await sync_to_async(in_transaction)()
+        await Counter.objects.aget_or_create(name=name)
+        return attempts.make()
+
+    assert inspect.iscoroutinefunction(work)
+    assert await work("a") == 3
+
+
+async def test_coroutine_function_gives_up_as_a_function_does():
+    attempts = Attempts(stale(), stale())
+
+    @retry_on_conflict(attempts=2)
+    async def work() -> None:
+        attempts.make()
+
+    with pytest.raises(StaleObject) as caught:
+        await work()
+    assert caught.value.__notes__ == ["gave up after 2 attempts"]
+
+
+async def test_cancelled_coroutine_is_not_run_again():
+    started, runs = asyncio.Event(), []
+
+    @retry_on_conflict(attempts=5)
+    async def work() -> None:
+        runs.append(1)
+        started.set()
+        await asyncio.Event().wait()
+
+    task = asyncio.create_task(work())
+    await started.wait()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert runs == [1]
+
+
+async def test_function_with_a_transaction_is_called_in_a_thread(use_database):
+    await sync_to_async(use_database)("default")
+    attempts = Attempts(stale())
+
+    @retry_on_conflict(attempts=2)
+    def work() -> int:
+        assert connections["default"].in_atomic_block
+        return attempts.make()
+
+    assert await sync_to_async(work)() == 2
+
+
+# many writers
+
+
+def increment(_: processes.Link, database: str, isolation: str, pk: int, times: int, kind: str) -> None:
+    connection = connections[database]
+    if isolation:
+        prefix = "SET SESSION CHARACTERISTICS AS" if connection.vendor == "postgresql" else "SET SESSION"
+        rows(connection, f"{prefix} TRANSACTION ISOLATION LEVEL {isolation}")
+    for _round in range(times):
+        INCREMENTS[kind](database, pk)
+
+
+def by_version(database: str, pk: int) -> None:
+    article = Article.objects.using(database).get(pk=pk)
+    article.reads += 1
+    article.save_with_version()
+
+
+def by_isolation(database: str, pk: int) -> None:
+    article = Article.objects.using(database).get(pk=pk)
+    models.QuerySet(Article, using=database).filter(pk=pk).update(reads=article.reads + 1)
+
+
+def again(function: Callable[..., None]) -> Callable[..., None]:
+    return lambda database, pk: retry_on_conflict(attempts=1000, within=60, using=database)(function)(database, pk)
+
+
+INCREMENTS = {"version": again(by_version), "isolation": again(by_isolation)}
+
+
+@pytest.mark.parametrize(
+    ("database", "isolation", "kind"),
+    [
+        ("default", "", "version"),
+        ("default", "", "isolation"),  # SQLite, IMMEDIATE: one writer at a time
+        ("postgresql", "", "version"),
+        ("postgresql", "REPEATABLE READ", "version"),
+        ("postgresql", "SERIALIZABLE", "isolation"),
+        ("mariadb", "", "version"),
+        ("mariadb", "REPEATABLE READ", "version"),
+        ("mariadb", "SERIALIZABLE", "isolation"),
+    ],
+    indirect=["database"],
+)
+def test_no_update_of_several_processes_is_lost(database, isolation, kind):
+    article = Article.objects.using(database).create()
+    processes.run(increment, [(database, isolation, article.pk, 30, kind)] * 4)
+    assert Article.objects.using(database).get().reads == 120
+
+
+@with_row_locks
+def test_without_versions_or_isolation_an_update_is_lost(database):
+    """The same function, while somebody else writes between its read and its write."""
+    article = Article.objects.using(database).create()
+
+    @retry_on_conflict(using=database)
+    def work() -> None:
+        mine = Article.objects.using(database).get()
+        with second_session(database) as other:
+            column = other.ops.quote_name("reads")
+            rows(other, f"UPDATE testapp_article SET {column} = {column} + 1")
+        models.QuerySet(Article, using=database).filter(pk=article.pk).update(reads=mine.reads + 1)
+
+    work()
+    assert Article.objects.using(database).get().reads == 1
