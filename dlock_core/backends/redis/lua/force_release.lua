@@ -4,14 +4,11 @@
 -- reply 1 ended | 0 there is no such grant
 local lock, tokens, index, token, wake = KEYS[1], KEYS[2], KEYS[3], ARGV[1], ARGV[2]
 --#include queue.lua
-local function has(text) return text and string.match(text, '^%x+|(%d+)|') == token end
-local value, found = redis.call('GET', lock), 0
+local function has(text) return type(text) == 'string' and string.match(text, '^%x+|(%d+)|') == token end
+local value, found = redis.pcall('GET', lock), 0
 if value == 'shared' then
   for _, holder in ipairs(redis.call('ZRANGE', sharers, 0, -1)) do
-    if has(redis.call('HGET', owners, holder)) then
-      found = redis.call('ZREM', sharers, holder)
-      redis.call('HDEL', owners, holder)
-    end
+    if has(redis.call('HGET', owners, holder)) then found = unshare(holder) end
   end
   prune()
 elseif has(value) then

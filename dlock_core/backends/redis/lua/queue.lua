@@ -15,8 +15,15 @@ local function note(ttl)
   if index then redis.call('ZADD', index, 'GT', now + ttl, lock) end
 end
 
+local function unshare(holder)
+  local found = redis.call('ZREM', sharers, holder)
+  redis.call('HDEL', owners, holder)
+  if redis.call('EXISTS', sharers) == 0 then redis.call('DEL', lock, owners) end
+  return found
+end
+
 local function prune()
-  redis.call('ZREMRANGEBYSCORE', sharers, '-inf', now)
+  for _, gone in ipairs(redis.call('ZRANGEBYSCORE', sharers, '-inf', now)) do unshare(gone) end
   if redis.call('EXISTS', sharers) == 0 then redis.call('DEL', lock, owners) end
 end
 
@@ -44,7 +51,7 @@ end
 
 local function serve()
   while true do
-    local value, head = redis.call('GET', lock), redis.call('ZRANGE', queue, 0, 0)[1]
+    local value, head = redis.pcall('GET', lock), redis.call('ZRANGE', queue, 0, 0)[1]
     if not head or (value and value ~= 'shared') then return end
     local alive, mode, ttl, floor, owner = string.match(redis.call('HGET', places, head) or '', '^(%d+)|(%a)|(%d+)|(%d+)|(.*)$')
     if not alive or tonumber(alive) < now then

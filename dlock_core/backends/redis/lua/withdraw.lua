@@ -6,11 +6,11 @@ local lock, tokens, index, holder, wake = KEYS[1], KEYS[2], KEYS[3], ARGV[1], AR
 --#include queue.lua
 local found = redis.call('ZREM', queue, holder) + redis.call('DEL', wake .. holder)
 redis.call('HDEL', places, holder)
-local value = redis.call('GET', lock)
+local value = redis.pcall('GET', lock)
 if value == 'shared' then
-  found = found + redis.call('ZREM', sharers, holder) + redis.call('HDEL', owners, holder)
+  found = found + unshare(holder)
   prune()
-elseif value and string.sub(value, 1, 33) == holder .. '|' then
+elseif type(value) == 'string' and string.sub(value, 1, 33) == holder .. '|' then
   found = found + redis.call('DEL', lock)
 end
 if index and redis.call('EXISTS', lock) == 0 then redis.call('ZREM', index, lock) end
