@@ -97,7 +97,7 @@ class MemoryBackend:
             if place is None:
                 return
             place.signal, place.alive_until = signal, self._now() + timeout + ALIVE
-        await runtime.wait(signal, timeout)
+        await runtime.wait(signal, min(timeout, CLAIM))  # whom the lock is handed to may be dead, and tell nobody
 
     async def withdraw(self, runtime: Runtime, request: Request, ticket: Any = None) -> None:
         with self._guard:
