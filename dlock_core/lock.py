@@ -11,9 +11,10 @@ import math
 import secrets
 import threading
 import warnings
+from collections.abc import Hashable
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
-from weakref import WeakValueDictionary
+from weakref import WeakValueDictionary, ref
 
 from dlock_core import engine, owner, watchdog
 from dlock_core.backend import Request
@@ -24,7 +25,7 @@ from dlock_core.names import canonical
 from dlock_core.runtime import ASYNCIO, BLOCKING, run
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Iterator
+    from collections.abc import Callable, Iterator
     from types import TracebackType
 
     from dlock_core.backend import Backend
@@ -38,6 +39,7 @@ __all__ = [
     "LeaseView",
     "Lock",
     "held_by",
+    "key_of",
     "mine",
     "new_request",
     "supported_ttl",
@@ -46,13 +48,19 @@ __all__ = [
 logger = logging.getLogger("dlock")
 
 T = TypeVar("T")
+Key = tuple[Hashable, int, str]
 
-mine: WeakValueDictionary[tuple[Hashable, int, str], Held] = WeakValueDictionary()
+mine: WeakValueDictionary[Key, Held] = WeakValueDictionary()
 """What each thread or task holds, so that asking twice is an error at once and never a deadlock with oneself."""
 
 
-def held_by(key: tuple[Hashable, int, str]) -> Held | None:
-    """Give what a thread or task holds: (caller, id of the backend, name)."""
+def key_of(caller: object, backend: Backend, name: str) -> Key:
+    """Make the key under which a thread or task holds; weak, or a task would keep the lease it returned."""
+    return ref(caller), id(backend), name
+
+
+def held_by(key: Key) -> Held | None:
+    """Give what a thread or task holds."""
     held = mine.get(key)
     return held if held is not None and held.remaining() > 0.0 else None
 
@@ -105,7 +113,7 @@ class LeaseView:
 class _Lease(LeaseView):
     __slots__ = ("_key", "_left")
 
-    def __init__(self, held: Held, key: tuple[Hashable, int, str]) -> None:
+    def __init__(self, held: Held, key: Key) -> None:
         super().__init__(held)
         self._key, self._left = key, False
 
@@ -215,7 +223,7 @@ class _Lock:
     def _request(self) -> Request:
         return new_request(self.name, self.ttl, self.wait, shared=self.shared, fair=self.fair)
 
-    def _joined(self, key: tuple[Hashable, int, str]) -> Held | None:
+    def _joined(self, key: Key) -> Held | None:
         held = held_by(key)
         if held is None:
             return None
@@ -224,7 +232,7 @@ class _Lock:
         held.depth += 1
         return held
 
-    def _keep(self, held: Held, key: tuple[Hashable, int, str]) -> Held:
+    def _keep(self, held: Held, key: Key) -> Held:
         mine[key] = held
         if self.on_lost is not None:
             held.on_lost = (self.on_lost,)
@@ -291,7 +299,7 @@ class Lock(_Lock):
         Raises AcquireTimeout when others held it all the time, AlreadyHeld when this thread holds it,
         BackendUnavailable when the store could not be asked.
         """
-        key = (threading.current_thread(), id(self.backend), self.name)
+        key = key_of(threading.current_thread(), self.backend, self.name)
         held = self._joined(key)
         if held is None:
             held = self._keep(run(engine.acquire(BLOCKING, self.backend, self._request(), self.wait)), key)
@@ -299,7 +307,7 @@ class Lock(_Lock):
 
     def try_acquire(self) -> Lease | None:
         """Hold the lock if it is free now, else answer None; never waits for another holder."""
-        key = (threading.current_thread(), id(self.backend), self.name)
+        key = key_of(threading.current_thread(), self.backend, self.name)
         held = self._joined(key) or run(engine.try_acquire(BLOCKING, self.backend, self._request()))
         return None if held is None else Lease(held if held.depth > 1 else self._keep(held, key), key)
 
@@ -319,7 +327,7 @@ class AsyncLock(_Lock):
 
     async def acquire(self) -> AsyncLease:
         """See `Lock.acquire`."""
-        key = (asyncio.current_task(), id(self.backend), self.name)
+        key = key_of(asyncio.current_task(), self.backend, self.name)
         held = self._joined(key)
         if held is None:
             held = self._keep(await engine.acquire(ASYNCIO, self.backend, self._request(), self.wait), key)
@@ -327,7 +335,7 @@ class AsyncLock(_Lock):
 
     async def try_acquire(self) -> AsyncLease | None:
         """See `Lock.try_acquire`."""
-        key = (asyncio.current_task(), id(self.backend), self.name)
+        key = key_of(asyncio.current_task(), self.backend, self.name)
         held = self._joined(key) or await engine.try_acquire(ASYNCIO, self.backend, self._request())
         return None if held is None else AsyncLease(held if held.depth > 1 else self._keep(held, key), key)
 

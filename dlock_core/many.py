@@ -16,7 +16,7 @@ from dlock_core.deadline import Seconds, deadline, ttl_seconds, wait_seconds
 from dlock_core.errors import AlreadyHeld, BackendUnavailable, LeaseLost
 from dlock_core.held import Held
 from dlock_core.lease import Released
-from dlock_core.lock import Blocks, LeaseView, held_by, mine, new_request, supported_ttl
+from dlock_core.lock import Blocks, LeaseView, held_by, key_of, mine, new_request, supported_ttl
 from dlock_core.names import canonical
 from dlock_core.runtime import ASYNCIO, BLOCKING, run
 
@@ -145,7 +145,7 @@ class _MultiLock:
 
     def _requests(self, caller: Hashable) -> list[Request]:
         for name in self.names:
-            if held_by((caller, id(self.backend), name)) is not None:
+            if held_by(key_of(caller, self.backend, name)) is not None:
                 raise AlreadyHeld(name)
         return [new_request(name, self.ttl, self.wait, shared=self.shared, fair=True) for name in self.names]
 
@@ -190,7 +190,7 @@ class AsyncMultiLock(_MultiLock):
 
 def _kept(held: list[Held], caller: Hashable) -> list[Held]:
     for one in held:
-        mine[caller, id(one.backend), one.name] = one
+        mine[key_of(caller, one.backend, one.name)] = one
         if not one.due:
             watchdog.watch(one)
     return held
