@@ -1,0 +1,57 @@
+"""The contract suite: what every backend must do, for a test module of the package that has the backend.
+
+    from dlock_core.testing.contract import *
+
+    @pytest.fixture
+    def backend():
+        return MyBackend(...)
+
+Each test runs twice, with threads and with tasks. It needs pytest, and a store that may be filled with locks whose
+names begin with "contract"; tests of what a backend does not support are skipped.
+"""
+
+# ruff: noqa: E402, F403 - the parts are imported after the rewriting of their assertions is set up
+import secrets
+from collections.abc import Iterator
+
+import pytest
+
+from dlock_core.backend import Backend
+from dlock_core.testing.contract.parties import Locks, Tasks, Threads
+
+_PARTS = ("exclusion", "waiting", "ending", "renewing", "sharing", "joining", "operating", "refusing")
+
+pytest.register_assert_rewrite(*(f"{__name__}.{part}" for part in _PARTS))
+
+from dlock_core.testing.contract.ending import *
+from dlock_core.testing.contract.exclusion import *
+from dlock_core.testing.contract.joining import *
+from dlock_core.testing.contract.operating import *
+from dlock_core.testing.contract.refusing import *
+from dlock_core.testing.contract.renewing import *
+from dlock_core.testing.contract.sharing import *
+from dlock_core.testing.contract.waiting import *
+
+__all__ = ["locks", "name", "sharing", *(key for key in globals() if key.startswith("test_"))]  # noqa: PLE0604
+
+
+@pytest.fixture(params=[Threads, Tasks], ids=["threads", "tasks"])
+def locks(request: pytest.FixtureRequest, backend: Backend) -> Iterator[Locks]:
+    """Locks of the store under test, for threads and for tasks."""
+    locks: Locks = request.param(backend)
+    yield locks
+    locks.close()
+
+
+@pytest.fixture
+def sharing(locks: Locks) -> Locks:
+    """The same, when the store has shared locks."""
+    if not locks.store.supports_shared:
+        pytest.skip("this store has no shared locks")
+    return locks
+
+
+@pytest.fixture
+def name() -> str:
+    """A lock's name that no other test uses."""
+    return f"contract:{secrets.token_hex(4)}"

@@ -1,0 +1,110 @@
+"""One holder at a time, tokens that grow, names that never meet."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+import pytest
+
+from dlock_core.lock import new_request
+from dlock_core.names import canonical, join
+
+if TYPE_CHECKING:
+    from dlock_core.testing.contract.parties import Locks
+
+__all__ = [
+    "test_a_holder_that_asks_twice_has_one_grant",
+    "test_each_name_is_a_lock_of_its_own",
+    "test_longest_name_is_a_lock_as_any_other",
+    "test_second_asker_gets_nothing_until_first_releases",
+    "test_sections_never_overlap",
+    "test_token_above_the_floor_that_was_asked_for",
+    "test_tokens_grow",
+]
+
+NAMES: Final = (
+    "order", "Order", "order:1", "order:10", "order:1:0", join("order:1"), join("order", "1%30"), "ördér", "注文", "😀",
+    join("a b"), join("a+b"), join("{a}"), join("}{"), join("{}a"), join("a\nb"), join("a\r\nDEL a"), join("*"),
+    join("a*"), join("[a]"), join("?"), join("%"), join("%s"), join("\0"), join("'"), join('"'), join("../a"), join("/a"),
+    join(b"\xff"), "order:q", "order:w", "order:s", "order:o", "order:wake", "token", "held", "-", "~", ".",
+)  # fmt: skip
+"""What a URL or a careless caller may make of a name; no two are the same lock."""
+
+
+def test_second_asker_gets_nothing_until_first_releases(locks: Locks, name: str) -> None:
+    first = locks.acquire(name)
+    assert locks.try_acquire(name) is None
+    locks.do(first.release)
+    assert locks.try_acquire(name) is not None
+
+
+def test_sections_never_overlap(locks: Locks, name: str) -> None:
+    seen: list[Any] = []
+
+    def section(lease: Any) -> Any:
+        seen.append(lease.token)
+        return locks.nap()
+
+    def work() -> Any:
+        return locks.block(locks.lock(name, wait=None), section)
+
+    for done in [locks.start(work) for _ in range(12)]:
+        done.result()
+    assert len(seen) == 12
+    assert seen == sorted(set(seen))
+
+
+def test_tokens_grow(locks: Locks, name: str) -> None:
+    tokens = []
+    for _ in range(5):
+        lease = locks.acquire(name)
+        tokens.append(lease.token)
+        locks.do(lease.release)
+    assert tokens == sorted(set(tokens))
+    assert tokens[0] > 0
+
+
+def test_token_above_the_floor_that_was_asked_for(locks: Locks, name: str) -> None:
+    lease = locks.acquire(name)
+    locks.do(lease.release)
+    floor = lease.token + 1_000_000_000
+    request = new_request(name, 30.0, 0.0, shared=False, fair=True)
+    first = locks.ask("try_acquire", request)
+    assert first.token > lease.token
+    raised = type(request)(name, request.holder, 30.0, queue=False, floor=floor)
+    second = locks.ask("try_acquire", raised)
+    assert second.token > floor
+    assert locks.ask("release", raised, second) == "released"
+    assert locks.acquire(name).token > second.token
+
+
+def test_a_holder_that_asks_twice_has_one_grant(locks: Locks, name: str) -> None:
+    request = new_request(name, 30.0, 10.0, shared=False, fair=True)
+    first = locks.ask("try_acquire", request)
+    again = locks.ask("try_acquire", request, unsure=True)
+    assert again.token == first.token
+    assert locks.ask("release", request, first) == "released"
+    assert locks.ask("release", request, first) == "absent"
+    assert locks.holders(name) == []
+
+
+def test_each_name_is_a_lock_of_its_own(locks: Locks, name: str) -> None:
+    names = [canonical(f"{name}:{each}") for each in NAMES]
+    leases = [locks.acquire(each) for each in names]
+    assert [lease.name for lease in leases] == names
+    assert len({lease.token for lease in leases}) == len(NAMES)
+    for each, lease in zip(names, leases, strict=True):
+        assert locks.try_acquire(each) is None
+        assert locks.holders(each) == [lease.holder]
+        assert locks.do(lease.release).value == "released"
+        assert locks.holders(each) == []
+
+
+@pytest.mark.parametrize("char", ["x", "é"])
+def test_longest_name_is_a_lock_as_any_other(locks: Locks, name: str, char: str) -> None:
+    room = 512 - len(name) - 1
+    long = canonical(f"{name}:{char * (room // len(join(char)))}")
+    lease = locks.acquire(long)
+    assert locks.try_acquire(long) is None
+    assert locks.state(long).name == long
+    assert locks.do(lease.release).value == "released"

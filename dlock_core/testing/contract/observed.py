@@ -1,0 +1,81 @@
+"""A backend that remembers what it was asked, so that tests wait for events and never for time."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from dlock_core.backend import Backend, Busy, Granted, LockState, Renewal, Request
+    from dlock_core.runtime import Runtime
+
+__all__ = ["WITHIN", "Call", "Observed"]
+
+WITHIN: Final = 30.0
+"""Seconds after which a test gives up: far more than anything here takes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One question that a store was asked, by these holders."""
+
+    what: str
+    name: str
+    holders: tuple[str, ...] = ()
+
+
+class Observed:
+    """Passes every question on to a backend, and remembers it."""
+
+    def __init__(self, backend: Backend) -> None:
+        self.backend = backend
+        self.calls: list[Call] = []
+        self._changed = threading.Condition()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.backend, name)
+
+    def note(self, what: str, name: str, *holders: str) -> None:
+        """Remember a question."""
+        with self._changed:
+            self.calls.append(Call(what, name, holders))
+            self._changed.notify_all()
+
+    def until(self, condition: Callable[[list[Call]], bool]) -> None:
+        """Wait until what was asked so far meets a condition."""
+        with self._changed:
+            if not self._changed.wait_for(lambda: condition(self.calls), WITHIN):
+                raise TimeoutError(f"did not happen within {WITHIN} s; asked so far: {self.calls}")
+
+    async def try_acquire(
+        self, runtime: Runtime, request: Request, ticket: Any = None, *, unsure: bool = False
+    ) -> Granted | Busy:
+        self.note("try_acquire", request.name, request.holder)
+        return await self.backend.try_acquire(runtime, request, ticket, unsure=unsure)
+
+    async def wait(self, runtime: Runtime, request: Request, busy: Busy, timeout: float) -> Granted | Busy | None:
+        self.note("wait", request.name, request.holder)
+        return await self.backend.wait(runtime, request, busy, timeout)
+
+    async def withdraw(self, runtime: Runtime, request: Request, ticket: Any = None) -> None:
+        self.note("withdraw", request.name, request.holder)
+        await self.backend.withdraw(runtime, request, ticket)
+
+    async def renew_many(self, runtime: Runtime, renewals: Sequence[Renewal]) -> list[float | None]:
+        self.note("renew_many", renewals[0].request.name, *[renewal.request.holder for renewal in renewals])
+        return await self.backend.renew_many(runtime, renewals)
+
+    async def release(self, runtime: Runtime, request: Request, granted: Granted) -> Any:
+        self.note("release", request.name, request.holder)
+        return await self.backend.release(runtime, request, granted)
+
+    async def inspect(self, runtime: Runtime, name: str | None = None) -> list[LockState]:
+        self.note("inspect", name or "")
+        return await self.backend.inspect(runtime, name)
+
+    async def force_release(self, runtime: Runtime, name: str, token: int) -> bool:
+        self.note("force_release", name)
+        return await self.backend.force_release(runtime, name, token)

@@ -1,0 +1,29 @@
+"""Redis keeps the contract, in every version that we promise to support, and no key is left over."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterator
+
+import pytest
+import redis
+
+from dlock_core.backends.redis import RedisBackend
+from dlock_core.testing.contract import *  # noqa: F403
+from tests.servers import Server
+
+
+@pytest.fixture
+def backend(any_redis: Server) -> Iterator[RedisBackend]:
+    prefix = f"{secrets.token_hex(4)}:"
+    backend = RedisBackend.from_url(any_redis.url, prefix=prefix)
+    yield backend
+    backend.close()
+    assert left_over(any_redis.url, prefix) == []
+
+
+def left_over(url: str, prefix: str) -> list[str]:
+    """The keys that outlive every lease and every waiter, but for the counter and the list that is tidied by renewals."""
+    with redis.Redis.from_url(url, decode_responses=True) as client:
+        keys = set(client.scan_iter(f"{prefix}*")) - {f"{prefix}token", f"{prefix}held"}
+        return sorted(key for key in keys if not 0 <= client.pttl(key) <= 2000 and client.exists(key))
