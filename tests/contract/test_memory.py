@@ -1,7 +1,5 @@
 """The memory store keeps the contract."""
 
-from __future__ import annotations
-
 import pytest
 
 from dlock_core.testing import MemoryBackend

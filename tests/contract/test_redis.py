@@ -1,7 +1,5 @@
 """Redis keeps the contract, in every version that we promise to support, and no key is left over."""
 
-from __future__ import annotations
-
 import secrets
 from collections.abc import Iterator
 

@@ -48,7 +48,7 @@ class Locks:
         self.store = cast("Backend", self.observed)
         self.short = max(0.2, backend.ttl_min)
         """A ttl that a test can wait out."""
-        self.kept = max(1.0, backend.ttl_min)
+        self.kept = max(0.8, backend.ttl_min)
         """A ttl that outlives a slow machine's pauses while it is renewed."""
         self._leases: list[Any] = []
 
