@@ -8,7 +8,6 @@ end withdraw, so that no orphan is left.
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import random
 from contextlib import suppress
@@ -53,13 +52,24 @@ async def acquire(runtime: Runtime, backend: Backend, request: Request, wait: fl
 
 async def try_acquire(runtime: Runtime, backend: Backend, request: Request) -> Held | None:
     """Ask once; None when somebody else has it."""
-    return await _Attempt(runtime, backend, dataclasses.replace(request, queue=False), 0.0).run()
+    return await _Attempt(runtime, backend, request._replace(queue=False), 0.0).run()
 
 
 class _Attempt:
     """One acquire call from its first request to its end."""
 
-    __slots__ = ("answer", "backend", "broken", "deadline", "request", "runtime", "sent", "started", "touched")
+    __slots__ = (
+        "answer",
+        "backend",
+        "broken",
+        "deadline",
+        "request",
+        "runtime",
+        "sent",
+        "started",
+        "ticket",
+        "touched",
+    )
 
     def __init__(self, runtime: Runtime, backend: Backend, request: Request, wait: float | None) -> None:
         self.runtime, self.backend, self.request = runtime, backend, request
@@ -67,6 +77,7 @@ class _Attempt:
         self.deadline = deadline(self.started, wait)
         self.answer: Granted | Busy | None = None
         self.broken: BackendUnavailable | None = None
+        self.ticket: Any = None
         self.touched = False  # the store may hold a trace of us: a grant or a place in the queue
 
     async def run(self) -> Held | None:
@@ -98,9 +109,11 @@ class _Attempt:
     async def step(self) -> None:
         """Wait if we must, then ask; a store may send its answer along with the wake-up."""
         busy, self.answer = self.answer, None
-        if isinstance(busy, Busy) and await self.wait(busy):
-            return
-        await self.ask(busy.ticket if isinstance(busy, Busy) else None)
+        if isinstance(busy, Busy):
+            self.ticket = busy.ticket
+            if await self.wait(busy):
+                return
+        await self.ask()
 
     async def wait(self, busy: Busy) -> bool:
         self.sent = now = self.runtime.now()
@@ -113,11 +126,11 @@ class _Attempt:
             self.sent = self.runtime.now()  # a last look was taken at the end of the wait, not at its start
         return self.answer is not None
 
-    async def ask(self, ticket: Any) -> None:
+    async def ask(self) -> None:
         self.sent, self.touched = self.runtime.now(), True
         unsure = self.broken is not None
         try:
-            self.answer = await self.backend.try_acquire(self.runtime, self.request, ticket, unsure=unsure)
+            self.answer = await self.backend.try_acquire(self.runtime, self.request, self.ticket, unsure=unsure)
         except BackendUnavailable as error:
             await self.pause(error)
         else:
@@ -142,7 +155,7 @@ class _Attempt:
             await self.runtime.shield(self._withdraw())
 
     async def _withdraw(self) -> None:
-        ticket = self.answer.ticket if isinstance(self.answer, Busy) else None
+        ticket = self.answer.ticket if isinstance(self.answer, Busy) else self.ticket
         try:
             await self.backend.withdraw(self.runtime, self.request, ticket)
         except BackendUnavailable as error:
@@ -164,7 +177,7 @@ async def renew(runtime: Runtime, held: Held, ttl: float | None = None) -> None:
     held.ensure()
     sent = runtime.now()
     if ttl is not None:
-        held.request = dataclasses.replace(held.request, ttl=ttl)
+        held.request = held.request._replace(ttl=ttl)
         held.until = min(held.until, valid_until(sent, ttl))  # it is shorter from now on, answered or not
     (valid_for,) = await held.backend.renew_many(runtime, [Renewal(held.request, held.granted)])
     if valid_for is None:
@@ -206,7 +219,7 @@ async def raise_token(runtime: Runtime, held: Held, floor: int) -> bool:
 
     False when the store does not know us as the holder any more.
     """
-    request = dataclasses.replace(held.request, floor=floor, queue=False)
+    request = held.request._replace(floor=floor, queue=False)
     sent = runtime.now()
     try:
         (valid_for,) = await held.backend.renew_many(runtime, [Renewal(held.request, held.granted)])

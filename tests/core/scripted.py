@@ -1,0 +1,60 @@
+"""A store whose answers are written down beforehand, for tests of the engine in no time."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from dlock_core.backend import Busy, Granted, Renewal, Request
+from dlock_core.errors import BackendUnavailable
+from dlock_core.testing import ManualRuntime
+
+BROKEN = BackendUnavailable("a", reason="the idle connection was dead", broken=True)
+DOWN = BackendUnavailable("a", reason="no answer")
+REFUSED = BackendUnavailable("a", reason="wrong password", refused=True)
+
+Answer = Granted | Busy | BackendUnavailable | BaseException | float | str | list[Any] | None
+
+
+class Scripted:
+    """Gives the answers of `script` in turn, the last one for ever; `takes` is how long each answer takes."""
+
+    supports_shared, supports_fair, supports_many, lists_waiters = True, True, False, True
+    ttl_min = ttl_step = 0.001
+
+    def __init__(self, runtime: ManualRuntime, *script: Answer, takes: float = 0.0) -> None:
+        self.runtime, self.script, self.takes = runtime, list(script), takes
+        self.calls: list[tuple[str, float]] = []
+        self.unsure: list[bool] = []
+        self.tickets: list[Any] = []
+        self.withdrawn: list[str] = []
+        self.on_withdraw: Callable[[], None] = lambda: None
+
+    def answer(self, what: str) -> Any:
+        self.calls.append((what, self.runtime.now()))
+        self.runtime.advance(self.takes)
+        answer = self.script.pop(0) if len(self.script) > 1 else self.script[0]
+        if isinstance(answer, BaseException):
+            raise answer
+        return answer
+
+    def asked(self, what: str) -> list[float]:
+        return [moment for kind, moment in self.calls if kind == what]
+
+    async def try_acquire(self, runtime: Any, request: Request, ticket: Any = None, *, unsure: bool = False) -> Any:
+        self.unsure.append(unsure)
+        self.tickets.append(ticket)
+        return self.answer("try_acquire")
+
+    async def wait(self, runtime: Any, request: Request, busy: Busy, timeout: float) -> None:
+        self.calls.append(("wait", runtime.now()))
+        await runtime.sleep(timeout)
+
+    async def withdraw(self, runtime: Any, request: Request, ticket: Any = None) -> None:
+        self.withdrawn.append(request.holder)
+        self.tickets.append(ticket)
+        self.on_withdraw()
+
+    async def release(self, runtime: Any, request: Request, granted: Granted) -> Any:
+        return self.answer("release")
+
+    async def renew_many(self, runtime: Any, renewals: Sequence[Renewal]) -> Any:
+        return self.answer("renew_many")
