@@ -43,7 +43,7 @@ def subscribe(hook: Callable[[Event], None]) -> None:
 def unsubscribe(hook: Callable[[Event], None]) -> None:
     """Stop calling `hook`."""
     global _hooks  # noqa: PLW0603
-    _hooks = tuple(known for known in _hooks if known is not hook)
+    _hooks = tuple(known for known in _hooks if known != hook)  # a bound method is a new object every time
 
 
 def emit(kind: Kind, name: str, token: int = 0, seconds: float = 0.0, reason: str = "") -> None:

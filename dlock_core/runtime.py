@@ -60,12 +60,11 @@ class Runtime(Protocol):
 class Blocking:
     """Waits by blocking the thread; nothing it awaits ever suspends."""
 
-    def now(self) -> float:
-        return clock()
+    now = staticmethod(clock)
 
     async def call(self, function: Callable[..., Any], *args: Any) -> Any:
         answer = function(*args)
-        if isawaitable(answer):  # a coroutine object is truthy: it would pass for a granted lease
+        if hasattr(answer, "__await__"):  # a coroutine object is truthy: it would pass for a granted lease
             raise TypeError("an asyncio client was given to a blocking lock: use AsyncLock, or a blocking client")
         return answer
 
@@ -97,8 +96,7 @@ class _LoopEvent(asyncio.Event):
 class Asyncio:
     """Waits by yielding to the event loop."""
 
-    def now(self) -> float:
-        return clock()
+    now = staticmethod(clock)
 
     async def call(self, function: Callable[..., Any], *args: Any) -> Any:
         answer = function(*args)
@@ -128,7 +126,7 @@ class Asyncio:
             except asyncio.CancelledError as error:  # told to hurry, but a half-done clean-up is an orphan
                 cancelled = error
         if cancelled is not None:
-            raise cancelled
+            raise cancelled from None if task.cancelled() else task.exception()
         return task.result()
 
 

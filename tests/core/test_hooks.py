@@ -1,0 +1,47 @@
+"""Hooks see everything and change nothing."""
+
+import logging
+
+import pytest
+
+from dlock_core import Lock, hooks
+from dlock_core.testing import MemoryBackend
+
+
+def test_hook_sees_a_lock_taken_and_released() -> None:
+    seen: list[hooks.Event] = []
+    hooks.subscribe(seen.append)
+    try:
+        with Lock(MemoryBackend(), "a") as lease:
+            token = lease.token
+    finally:
+        hooks.unsubscribe(seen.append)
+    with Lock(MemoryBackend(), "b"):
+        pass
+    assert [(event.kind, event.name, event.token) for event in seen] == [
+        ("acquired", "a", token),
+        ("released", "a", token),
+    ]
+    assert all(event.seconds >= 0 for event in seen)
+
+
+def test_hook_that_fails_is_logged_and_changes_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    seen: list[hooks.Event] = []
+
+    def fail(_: hooks.Event) -> None:
+        raise ZeroDivisionError
+
+    hooks.subscribe(fail)
+    hooks.subscribe(seen.append)
+    try:
+        with caplog.at_level(logging.ERROR, logger="dlock"), Lock(MemoryBackend(), "a"):
+            pass
+    finally:
+        hooks.unsubscribe(fail)
+        hooks.unsubscribe(seen.append)
+    assert len(seen) == 2
+    assert "a hook failed on acquired of lock 'a'" in caplog.text
+
+
+def test_unknown_hook_may_be_unsubscribed() -> None:
+    hooks.unsubscribe(print)

@@ -1,0 +1,101 @@
+"""What this process knows of a grant: its validity, its loss, its end."""
+
+import logging
+import os
+from typing import Any
+
+import pytest
+
+from dlock_core import hooks
+from dlock_core.backend import Granted
+from dlock_core.errors import LeaseLost, NotHeld
+from dlock_core.held import Held
+from dlock_core.lease import Released, valid_until
+from dlock_core.lock import new_request
+from dlock_core.testing import ManualRuntime, MemoryBackend
+
+
+@pytest.fixture
+def runtime() -> ManualRuntime:
+    return ManualRuntime()
+
+
+@pytest.fixture
+def held(runtime: ManualRuntime) -> Held:
+    request = new_request("a", 10.0, 0.0, shared=False, fair=True)
+    return Held(MemoryBackend(), request, Granted(7, 10.0), runtime.now(), runtime.now)
+
+
+def test_validity_is_less_than_the_ttl_by_drift_and_coarseness() -> None:
+    assert valid_until(100.0, 10.0) == pytest.approx(100 + 9.9 - 0.002)
+    assert valid_until(100.0, 0.001) < 100.0
+
+
+def test_lease_is_lost_when_its_time_is_over_without_any_question(held: Held, runtime: ManualRuntime) -> None:
+    assert not held.is_lost()
+    runtime.advance(9.9)
+    assert held.remaining() == 0.0
+    assert held.is_lost()
+    with pytest.raises(LeaseLost, match="ran out before it was renewed"):
+        held.ensure()
+
+
+def test_extension_never_shortens(held: Held, runtime: ManualRuntime) -> None:
+    before = held.remaining()
+    held.extend(runtime.now() - 5.0, 10.0)
+    assert held.remaining() == before
+
+
+def test_a_loss_is_final(held: Held, runtime: ManualRuntime) -> None:
+    runtime.advance(9.9)
+    held.extend(runtime.now(), 10.0)
+    assert held.is_lost()
+    assert held.lost_because
+
+
+def test_loss_is_told_once_and_a_failing_callback_stops_nobody(held: Held, caplog: pytest.LogCaptureFixture) -> None:
+    told: list[str] = []
+    events: list[hooks.Event] = []
+
+    def fail() -> None:
+        raise ZeroDivisionError
+
+    held.on_lost = (fail, lambda: told.append("second"))
+    hooks.subscribe(events.append)
+    try:
+        with caplog.at_level(logging.WARNING, logger="dlock"):
+            held.lose("the first reason")
+            held.lose("the second reason")
+    finally:
+        hooks.unsubscribe(events.append)
+    assert told == ["second"]
+    assert [(event.kind, event.reason) for event in events] == [("lost", "the first reason")]
+    assert held.why() == "the first reason"
+    assert "'a' (token 7) is lost: the first reason" in caplog.text
+
+
+def test_released_lease_is_not_lost_and_cannot_be_lost_any_more(held: Held) -> None:
+    assert held.end(Released.RELEASED) is Released.RELEASED
+    held.lose("too late")
+    assert held.end(Released.STOLEN) is Released.RELEASED
+    assert held.remaining() == 0.0
+    assert not held.is_lost()
+    assert held.why() == "it was released"
+
+
+def test_lease_of_another_process_is_not_ours(held: Held, monkeypatch: pytest.MonkeyPatch) -> None:
+    parent = os.getpid()
+    monkeypatch.setattr(os, "getpid", lambda: parent + 1)
+    assert held.remaining() == 0.0
+    with pytest.raises(LeaseLost, match=f"process {parent}"):
+        held.ensure()
+    with pytest.raises(NotHeld, match="forked"):
+        held.ensure_own_process()
+
+
+def test_errors_carry_the_token(held: Held, runtime: ManualRuntime) -> None:
+    runtime.advance(60.0)
+    caught: Any
+    with pytest.raises(LeaseLost) as caught:
+        held.ensure()
+    assert (caught.value.name, caught.value.token) == ("a", 7)

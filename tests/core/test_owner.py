@@ -1,0 +1,60 @@
+"""What a holder says of itself: short, printable, and readable again."""
+
+import json
+import os
+import threading
+
+import pytest
+
+from dlock_core import owner
+
+
+def test_owner_names_process_thread_and_request() -> None:
+    mark = owner.request_line.set("POST /orders/42/ship")
+    try:
+        data = json.loads(owner.text())
+    finally:
+        owner.request_line.reset(mark)
+    assert data["pid"] == os.getpid()
+    assert data["thread"] == threading.current_thread().name
+    assert data["request"] == "POST /orders/42/ship"
+    assert data["host"]
+    assert data["app"]
+
+
+def test_application_label_replaces_the_program_name() -> None:
+    mark = owner.application.set("billing")
+    try:
+        assert json.loads(owner.text())["app"] == "billing"
+    finally:
+        owner.application.reset(mark)
+
+
+def test_owner_text_has_no_line_breaks_and_is_short() -> None:
+    mark = owner.request_line.set("GET /\r\nSet-Cookie: a=b\0" + "x" * 5000)
+    try:
+        text = owner.text()
+    finally:
+        owner.request_line.reset(mark)
+    assert text.isprintable()
+    assert len(text) < 600
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ('{"app":"shop","host":"h","pid":7,"thread":"t"}', "shop@h pid 7 t"),
+        ('{"app":"shop","host":"h","pid":7,"thread":"t","request":"GET /"}', "GET / (shop@h pid 7 t)"),
+        ("{}", "?@? pid ?"),
+        ("another library", "another library"),
+        ("17", "17"),
+        ("a\x1b[2Jb", "a?[2Jb"),
+        ("", ""),
+    ],
+)
+def test_owner_is_described_in_words(text: str, words: str) -> None:
+    assert owner.describe(text) == words
+
+
+def test_our_own_text_is_described() -> None:
+    assert f"pid {os.getpid()}" in owner.describe(owner.text())

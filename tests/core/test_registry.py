@@ -1,0 +1,102 @@
+"""From a URL or a client to a backend, with errors that say what is wrong and never a password."""
+
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import redis
+import redis.asyncio
+
+from dlock_core import connect
+from dlock_core.backends.redis import RedisBackend
+from dlock_core.registry import schemes
+from dlock_core.testing import MemoryBackend
+
+SECRET = "hunter2"
+
+
+def test_each_scheme_gives_its_backend() -> None:
+    assert isinstance(connect("memory://"), MemoryBackend)
+    for url in ("redis://localhost", "redis://localhost:6379/0", "rediss://localhost/1", "unix:///tmp/r.sock?db=2"):
+        assert isinstance(connect(url), RedisBackend)
+
+
+@pytest.mark.parametrize("url", ["foo://localhost", "localhost:6379", "", "Redis", f"foo://:{SECRET}@h"])
+def test_unknown_scheme_names_those_there_are(url: str) -> None:
+    with pytest.raises(ValueError, match=r"memory://.*redis://") as caught:
+        connect(url)
+    assert SECRET not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        f"redis://:{SECRET}/x@h:6379/0", f"redis://:{SECRET}#x@h:6379/0", f"redis://u:{SECRET}@h:port/0", f"redis://u:{SECRET}@h:99999/0",
+        f"redis://u:{SECRET}@h/first", f"redis://u:{SECRET}@h/0?socket_timeout=soon", f"unix://u:{SECRET}@", f"redis://u:{SECRET}@[::1/0",
+        f"redis://u:{SECRET}@h/0?protocol=9",
+    ],
+)  # fmt: skip
+def test_bad_url_is_refused_and_no_part_of_the_password_is_told(url: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        connect(url)
+    assert SECRET not in str(caught.value)
+    assert caught.value.__suppress_context__ or SECRET not in str(caught.value.__context__)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"timeout": 0},
+        {"timeout": -1},
+        {"timeout": float("nan")},
+        {"timeout": True},
+        {"timeout": "2"},
+        {"prefix": "{a}"},
+    ],
+)
+def test_bad_option_is_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"timeout|prefix"):
+        connect("redis://localhost", **options)
+
+
+def test_unknown_option_is_refused_by_name() -> None:
+    with pytest.raises(TypeError, match="tll"):
+        connect("redis://localhost", tll=3)
+
+
+def test_clients_and_pools_of_redis_py_are_stores() -> None:
+    class Ours(redis.Redis):
+        """A client class of the application."""
+
+    for client in (
+        redis.Redis(),
+        Ours(),
+        redis.ConnectionPool(),
+        redis.BlockingConnectionPool(),
+        redis.asyncio.Redis(),
+    ):
+        assert isinstance(connect(client), RedisBackend)
+
+
+@pytest.mark.parametrize("thing", [object(), None, 6379, b"redis://localhost", redis.Sentinel([])], ids=repr)
+def test_what_is_no_store_is_refused(thing: object) -> None:
+    with pytest.raises(TypeError, match=type(thing).__name__):
+        connect(thing)
+
+
+def test_missing_client_library_says_which_extra_to_install() -> None:
+    code = "import sys; sys.modules['redis'] = None; import dlock_core; dlock_core.connect('redis://localhost')"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert "ImportError" in done.stderr
+    assert "pip install 'dlock-orm[redis]'" in done.stderr
+
+
+def test_core_imports_no_client_library() -> None:
+    code = "import sys, dlock_core; print([name for name in ('redis', 'django', 'sqlalchemy', 'asgiref') if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_schemes_are_listed() -> None:
+    assert {"memory", "redis", "rediss", "unix"} <= set(schemes())

@@ -1,0 +1,156 @@
+"""How we wait: the blocking runtime never suspends, the asyncio runtime finishes its clean-ups."""
+
+import asyncio
+import gc
+import threading
+import time
+
+import pytest
+
+from dlock_core.runtime import ASYNCIO, BLOCKING, clock, run
+from dlock_core.testing import ManualRuntime
+
+
+async def answer() -> int:
+    return 42
+
+
+def test_blocking_call_refuses_an_awaitable() -> None:
+    with pytest.raises(TypeError, match="use AsyncLock"):
+        run(BLOCKING.call(Awaitable))
+
+
+class Awaitable:
+    """Like a coroutine, which would warn that nobody awaited it."""
+
+    def __await__(self) -> object:
+        raise AssertionError
+
+
+async def test_asyncio_call_refuses_a_plain_answer() -> None:
+    with pytest.raises(TypeError, match="use Lock"):
+        await ASYNCIO.call(lambda: 42)
+    assert await ASYNCIO.call(answer) == 42
+
+
+def test_run_returns_the_result_without_a_loop() -> None:
+    assert run(answer()) == 42
+
+
+def test_run_refuses_a_coroutine_that_suspends() -> None:
+    ended: list[bool] = []
+
+    async def suspends() -> None:
+        try:
+            await asyncio.sleep(0)
+        finally:
+            ended.append(True)
+
+    with pytest.raises(RuntimeError, match="tried to suspend"):
+        run(suspends())
+    assert ended == [True]
+
+
+def test_run_passes_errors_on() -> None:
+    async def fails() -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run(fails())
+
+
+def test_clock_goes_on_while_the_machine_sleeps() -> None:
+    boot = getattr(time, "CLOCK_BOOTTIME", None)
+    if boot is None:
+        pytest.skip("this system has no such clock")
+    assert abs(clock() - time.clock_gettime(boot)) < 60.0
+    assert clock() <= clock()
+
+
+def test_blocking_wait_ends_with_the_signal_or_the_time() -> None:
+    signal = BLOCKING.signal()
+    assert run(BLOCKING.wait(signal, 0.001)) is False
+    threading.Thread(target=signal.set).start()
+    assert run(BLOCKING.wait(signal, 1e12)) is True
+
+
+async def test_asyncio_wait_is_ended_from_another_thread() -> None:
+    signal = ASYNCIO.signal()
+    assert await ASYNCIO.wait(signal, 0.001) is False
+    threading.Thread(target=signal.set).start()
+    assert await ASYNCIO.wait(signal, 30.0) is True
+
+
+def test_signal_to_a_loop_that_is_closed_is_nothing() -> None:
+    async def make() -> object:
+        return ASYNCIO.signal()
+
+    asyncio.run(make()).set()  # type: ignore[attr-defined]
+
+
+async def test_shielded_clean_up_is_finished_however_often_it_is_cancelled() -> None:
+    begun, go_on, done = asyncio.Event(), asyncio.Event(), []
+
+    async def clean_up() -> None:
+        begun.set()
+        await go_on.wait()
+        done.append(True)
+
+    task = asyncio.ensure_future(ASYNCIO.shield(clean_up()))
+    await begun.wait()
+    for _ in range(3):
+        task.cancel()
+        await asyncio.sleep(0)
+    assert not task.done()
+    go_on.set()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert done == [True]
+
+
+async def test_error_of_a_shielded_clean_up_is_raised() -> None:
+    async def fails() -> None:
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        await ASYNCIO.shield(fails())
+
+
+async def test_cancelled_clean_up_that_fails_leaves_no_unread_error() -> None:
+    problems: list[object] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: problems.append(context))
+    begun, go_on = asyncio.Event(), asyncio.Event()
+
+    async def fails() -> None:
+        begun.set()
+        await go_on.wait()
+        raise ZeroDivisionError
+
+    task = asyncio.ensure_future(ASYNCIO.shield(fails()))
+    await begun.wait()
+    task.cancel()
+    await asyncio.sleep(0)
+    go_on.set()
+    await asyncio.wait([task])
+    assert task.cancelled()
+    del task
+    gc.collect()
+    assert problems == []
+
+
+def test_manual_clock_turns_by_waiting_and_does_what_was_planned_on_the_way() -> None:
+    runtime, seen = ManualRuntime(start=0.0), []
+    runtime.at(2.0, lambda: seen.append(runtime.now()))
+    runtime.at(1.0, lambda: seen.append(runtime.now()))
+    signal = runtime.signal()
+    runtime.at(3.0, signal.set)
+    assert runtime.run(runtime.wait(signal, 10.0)) is True
+    assert (seen, runtime.now()) == ([1.0, 2.0], 3.0)
+    assert runtime.run(runtime.wait(runtime.signal(), 10.0)) is False
+    assert runtime.now() == 13.0
+
+
+def test_manual_clock_refuses_a_wait_that_nothing_can_end() -> None:
+    runtime = ManualRuntime()
+    with pytest.raises(RuntimeError, match="never end"):
+        runtime.run(runtime.sleep(float("inf")))
