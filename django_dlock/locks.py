@@ -14,7 +14,8 @@ from types import EllipsisType
 from typing import TYPE_CHECKING, Any, Literal
 
 from asgiref.sync import sync_to_async
-from django.db import DEFAULT_DB_ALIAS, models
+from django.db import DEFAULT_DB_ALIAS, connections, models
+from django.utils.connection import ConnectionDoesNotExist
 
 from django_dlock.conf import Store, stores
 from django_dlock.errors import AlreadyHeld, LeaseLost, as_database_error
@@ -48,18 +49,29 @@ class Lease(LeaseView):
         super().__init__(tie.held)
         self._tie, self._left = tie, False
 
+    def ensure_held(self) -> None:
+        """Raise LeaseLost unless the lease surely holds now; without I/O."""
+        with _as_django():
+            super().ensure_held()
+
     def release(self) -> Released | None:
         """Release now; None when it is not the time: the end of the transaction releases, or the block that was joined.
 
         Raises NotHeld in a forked child, BackendUnavailable when the store cannot be asked: the lease then runs out.
         """
         with _as_django():
-            return run(engine.release(BLOCKING, self._held)) if self._leave() else self._held.ended
+            is_due = self._leave()
+            if self._tie.is_over:
+                forget(self._tie)
+            return run(engine.release(BLOCKING, self._held)) if is_due else self._held.ended
 
     async def arelease(self) -> Released | None:
         """See `release`."""
         with _as_django():
-            return await engine.release(ASYNCIO, self._held) if self._leave() else self._held.ended
+            is_due = self._leave()
+            if self._tie.left:  # transactions that are still open belong to threads, which have contexts of their own
+                forget(self._tie)
+            return await engine.release(ASYNCIO, self._held) if is_due else self._held.ended
 
     def renew(self, ttl: Seconds | None = None) -> None:
         """Push the expiry to `ttl` seconds from now (None: its ttl); raises LeaseLost, BackendUnavailable."""
@@ -73,14 +85,10 @@ class Lease(LeaseView):
 
     def _leave(self) -> bool:
         self._held.ensure_own_process()
-        if self._left:
-            return False
-        self._left = True
-        self._tie.depth -= 1
-        if self._tie.depth > 0 or self._tie.left:
-            return False
-        forget(self._tie)
-        return self._tie.leave()
+        if not self._left:
+            self._left = True
+            self._tie.depth -= 1
+        return self._tie.depth == 0 and self._held.ended is None and self._tie.leave()
 
 
 class Lock:
@@ -145,20 +153,23 @@ class Lock:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         lease: Lease = self._blocks.leave(asyncio.current_task())
-        lease._tie.cancelled = isinstance(error, asyncio.CancelledError)
+        lease._tie.is_aborted = error is not None and lease._tie.depth == 1
         with _leaving(lease, error):
             await lease.arelease()
 
     async def _acquire(self, runtime: Runtime, database: Runtime) -> Lease:
         store = stores[self.store]
+        if self.using not in connections:
+            raise ConnectionDoesNotExist(f"there is no database {self.using!r}, only: {', '.join(connections)}")
         if (joined := self._joined(store, runtime)) is not None:
-            await database.call(joined.demand, self.form, self.using)
+            await database.call(joined.protect, self.using, self.form)
+            joined.depth += 1
             return Lease(joined)
         if runtime is BLOCKING and self.snapshot == "raise":
             refuse_old_snapshot(self.name, self.using)
         tie = await self._ask(store, runtime)
         try:
-            await database.call(tie.bind, self.using)
+            await database.call(tie.bind, self.using, self.form)
         except BaseException:
             await runtime.shield(_give_back(runtime, tie))
             raise
@@ -176,7 +187,7 @@ class Lock:
         request = new_request(self.name, ttl, wait, shared=self.shared, fair=self.fair)
         held = await engine.acquire(runtime, store.backend, request, wait)
         held.on_lost = () if self.on_lost is None else (self.on_lost,)
-        return DatabaseTie(held, fence=self.fence, form=self.form, wait=wait, deadline=until)
+        return DatabaseTie(held, fence=self.fence, wait=wait, deadline=until)
 
     def _joined(self, store: Store, runtime: Runtime) -> DatabaseTie | None:
         for tie in current():
@@ -184,7 +195,6 @@ class Lock:
                 inside = isinstance(runtime, Blocking) and in_transaction(self.using)
                 if not (inside or self.reentrant) or (tie.held.request.shared and not self.shared):
                     raise AlreadyHeld(self.name)
-                tie.depth += 1
                 return tie
         return None
 
@@ -254,8 +264,8 @@ _SENSITIVE = _Sensitive()
 
 
 async def _give_back(runtime: Runtime, tie: DatabaseTie) -> None:
-    forget(tie)
-    if tie.leave():
+    tie.give_up()
+    with _letting_run_out():
         await engine.release(runtime, tie.held)
 
 

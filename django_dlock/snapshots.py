@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 from django.db import connections
 
 from django_dlock.errors import SnapshotTooOld
-from django_dlock.transactions import in_transaction
+from django_dlock.transactions import has_spoken
 
 if TYPE_CHECKING:
     from django.db.backends.base.base import BaseDatabaseWrapper
@@ -24,24 +24,9 @@ _FRESH: Final = ("read committed", "read uncommitted")
 
 def refuse_old_snapshot(name: str, using: str) -> None:
     """Raise SnapshotTooOld when this thread's open transaction may read from before the lock; may ask the database."""
-    if not in_transaction(using):
-        return
-    connection = connections[using]
-    isolation = _isolation(connection) if _has_begun(connection) else None
+    isolation = _isolation(connections[using]) if has_spoken(using) else None
     if isolation is not None and isolation not in _FRESH:
         raise SnapshotTooOld(name, isolation=isolation.upper())
-
-
-def _has_begun(connection: BaseDatabaseWrapper) -> bool:
-    """Say whether a statement was sent in the transaction: BEGIN alone takes no snapshot."""
-    driver: Any = connection.connection
-    if driver is None:
-        return False
-    if connection.vendor == "postgresql":
-        return bool(driver.info.transaction_status != 0)
-    if getattr(connection, "mysql_is_mariadb", False) and _level(connection) not in _FRESH:
-        return bool(_one(connection, "SELECT @@in_transaction"))
-    return True
 
 
 def _isolation(connection: BaseDatabaseWrapper) -> str | None:

@@ -20,6 +20,7 @@ __all__ = ["Announcer", "announcer"]
 
 # After an error PostgreSQL accepts nothing before the rollback to a savepoint.
 _DJANGOS_OWN: Final = ("BEGIN", "RELEASE SAVEPOINT", "ROLLBACK TO SAVEPOINT")
+_WITHOUT_SNAPSHOT: Final = (*_DJANGOS_OWN, "SAVEPOINT", "SHOW ", "SET ")
 
 
 class Announcer:
@@ -31,8 +32,12 @@ class Announcer:
 
     def __call__(self, execute: Callable[..., Any], sql: Any, params: Any, *rest: Any) -> Any:
         """Stand in for Django's execute(sql, params, many, context)."""
+        connection, text = rest[1]["connection"], _text(sql)
         if not self.is_busy:
-            self.announce(rest[1]["connection"], _text(sql))
+            self.announce(connection, text)
+        transaction = watch(connection).transaction()
+        if transaction is not None and not text.startswith(_WITHOUT_SNAPSHOT):
+            transaction.has_spoken = True
         return execute(sql, params, *rest)
 
     def announce(self, connection: BaseDatabaseWrapper, sql: str) -> None:
@@ -53,6 +58,8 @@ def announcer(connection: BaseDatabaseWrapper) -> Announcer:
         if isinstance(wrapper, Announcer):
             return wrapper
     new = Announcer()
+    if (transaction := watch(connection).transaction()) is not None:
+        transaction.has_spoken = True  # before we listened
     # Not at the end: execute_wrapper() takes away whatever is last when its block is left.
     connection.execute_wrappers.insert(0, new)
     return new

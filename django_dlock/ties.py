@@ -11,7 +11,9 @@ from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 from django.db import connections
+from django.db.backends.signals import connection_created
 from django.db.transaction import TransactionManagementError
+from django.dispatch import receiver
 
 from django_dlock.errors import LeaseLost, as_database_error
 from django_dlock.transactions import before_statements, in_transaction, on_end, on_rollback, transaction_key
@@ -40,31 +42,37 @@ _current: ContextVar[tuple[DatabaseTie, ...]] = ContextVar("dlock_current_ties",
 
 
 class DatabaseTie(Tie):
-    """One lease, the databases it protects, and how: `deadline` bounds the first wait for another's row lock."""
+    """One lease and the databases it protects; `deadline` bounds the first wait for another's row lock."""
 
-    def __init__(self, held: Held, *, fence: TableFence, form: FenceForm, wait: float | None, deadline: float) -> None:
+    def __init__(self, held: Held, *, fence: TableFence, wait: float | None, deadline: float) -> None:
         super().__init__(held)
-        self.fence, self.form, self.wait, self.deadline = fence, form, wait, deadline
+        self.fence, self.wait, self.deadline = fence, wait, deadline
         self.depth = 1
-        self.cancelled = False
-        """Its block was cancelled: what still runs in a thread must not begin another transaction."""
-        self._aliases: set[str] = set()
+        """How many blocks are in the lease; without one, it protects only the transactions that it knows."""
+        self.is_aborted = False
+        """Its block ended with an error: what still runs in a thread must not begin another transaction."""
+        self._forms: dict[str, FenceForm] = {}
+        """The databases it protects, and how."""
         self._admitted: dict[object, bool] = {}
         """The open transactions tied to the lease, and whether each has been admitted."""
+        self._is_given_up = self._is_proven = False
 
-    def bind(self, using: str) -> None:
-        """Protect a database from now on: its open transaction, or those that begin under the lease."""
-        self._aliases.add(using)
-        before_statements(_before_statement, using)
+    def bind(self, using: str, form: FenceForm) -> None:
+        """Take up a new lease: tie every transaction that is open in this thread, and protect a database."""
+        self.protect(using, form)
         for connection in connections.all(initialized_only=True):
             if in_transaction(connection.alias):
                 self.enter(connection)
         if in_transaction(using):
             self.leave()  # like a row lock: the transaction's end releases it
-        elif self.form == "lease":
-            self._guard_with(self.fence.announce, connections[using])
-        elif self.form and self.held.request.shared:
-            self._guard_with(self.fence.prepare, connections[using])
+
+    def protect(self, using: str, form: FenceForm) -> None:
+        """Protect a database from now on: its open transaction, and those that begin under the lease."""
+        known = self._forms.get(using)
+        if known is None or (form and not known):
+            self._forms[using] = self._prepare(using, form)
+        if in_transaction(using):
+            self.enter(connections[using])
 
     def enter(self, connection: BaseDatabaseWrapper) -> None:
         """Tie the open transaction of this thread's connection to the lease, and admit the token into it."""
@@ -72,76 +80,93 @@ class DatabaseTie(Tie):
         if transaction is None or self._admitted.get(transaction):
             return
         if transaction not in self._admitted:
+            self._refuse_aborted()
             self._refuse_lost()
             self._begin(connection, transaction)
-        if self.form == "transaction" and connection.alias in self._aliases:
+        if self._forms.get(connection.alias) == "transaction":
             self._guard_with(self.fence.admit, connection)
             on_rollback(lambda: self._undo(transaction), using=connection.alias)
         self._admitted[transaction] = True
 
     def statement(self, connection: BaseDatabaseWrapper, sql: str, *, inside: bool) -> None:
         """Hear of a statement that is about to be sent under the lease."""
-        if connection.alias not in self._aliases:
+        if connection.alias not in self._forms:
             return
         if inside:
+            if self.depth or self.is_aborted or transaction_key(connection.alias) in self._admitted:
+                self.enter(connection)
+        elif _WRITES.match(sql):
+            self._refuse_aborted()
+            self._refuse_unfenced(connection)
+
+    def give_up(self) -> None:
+        """Its acquire has failed: nothing was done under it, so the transactions that it met owe it nothing."""
+        self._is_given_up = True
+
+    def _prepare(self, using: str, form: FenceForm) -> FenceForm:
+        before_statements(_before_statement, using)
+        if in_transaction(using):
+            self._undo(transaction_key(using))
+            return form and "transaction"  # what it commits on its own would be no part of this transaction
+        if form == "lease":
+            self._guard_with(self.fence.announce, connections[using])
+        elif form and self.held.request.shared:
+            self.fence.prepare(connections[using], self._claim())
+        return form
+
+    def _begin(self, connection: BaseDatabaseWrapper, transaction: object) -> None:
+        def settle(outcome: Outcome) -> None:
+            self._admitted.pop(transaction, None)
+            self.settle(outcome)
+            if self.is_over:
+                forget(self)
+
+        on_end(settle, using=connection.alias, before_commit=lambda: self._before_commit(connection))
+        self.begin()
+        self._admitted[transaction] = False
+
+    def _before_commit(self, connection: BaseDatabaseWrapper) -> None:
+        if self._is_given_up:
+            return
+        self._refuse_lost()
+        if self._forms.get(connection.alias) == "lease":
+            self._guard_with(self.fence.confirm, connection)
+        else:
             self.enter(connection)
-        elif self.form and _WRITES.match(sql):
+
+    def _refuse_aborted(self) -> None:
+        if self.is_aborted:
+            reason = "the block that held it ended with an error before this work began"
+            raise LeaseLost(self.held.name, token=self.held.token, reason=reason)
+
+    def _refuse_lost(self) -> None:
+        try:
+            self.check()
+        except DLockError as error:
+            raise as_database_error(error) from None
+
+    def _refuse_unfenced(self, connection: BaseDatabaseWrapper) -> None:
+        if self.depth and self._forms[connection.alias]:
             self._refuse_lost()
             raise TransactionManagementError(
                 f"a write outside a transaction cannot be fenced by the lock {self.held.name!r}: open "
                 "transaction.atomic() inside the lock, or take it with fence=False if something else protects the data"
             )
 
-    def demand(self, form: FenceForm, using: str) -> None:
-        """Serve another caller that joins: perhaps with a fence where there was none, perhaps on another database."""
-        if form and not self.form:
-            self.form, self._admitted = form, dict.fromkeys(self._admitted, False)
-        if using not in self._aliases:
-            self._aliases.add(using)
-            before_statements(_before_statement, using)
-            self._admitted.pop(transaction_key(using), None)
-        if in_transaction(using):
-            self.enter(connections[using])
-
-    def _begin(self, connection: BaseDatabaseWrapper, transaction: object) -> None:
-        def settle(outcome: Outcome) -> None:
-            self._admitted.pop(transaction, None)
-            self.settle(outcome)
-            if self.left:
-                forget(self)
-
-        on_end(settle, using=connection.alias, before_commit=lambda: self._before_commit(connection, transaction))
-        self.begin()
-        self._admitted[transaction] = False
-
-    def _before_commit(self, connection: BaseDatabaseWrapper, transaction: object) -> None:
-        self._refuse_lost()
-        if self.form == "lease" and connection.alias in self._aliases:
-            self._guard_with(self.fence.confirm, connection)
-        elif not self._admitted.get(transaction):
-            self.enter(connection)
-
-    def _refuse_lost(self) -> None:
-        if self.cancelled:
-            reason = "the task that held it was cancelled before this transaction began"
-            raise LeaseLost(self.held.name, token=self.held.token, reason=reason)
-        try:
-            self.check()
-        except DLockError as error:
-            raise as_database_error(error) from None
-
     def _guard_with(self, step: Callable[[Any, Claim], None], connection: BaseDatabaseWrapper) -> None:
         try:
             step(connection, self._claim())
         except CoreStaleToken as error:
-            # A store that lost its data and its time gave a current holder too small a token: it gets a greater one.
-            if self.transactions > 1 or not run(engine.raise_token(BLOCKING, self.held, error.highest or 0)):
+            # A store that lost its data and its time gave a current holder too small a token: it gets a greater one,
+            # but never after the first admit, since what was read under the smaller one may be old by now.
+            if self._is_proven or not run(engine.raise_token(BLOCKING, self.held, error.highest or 0)):
                 raise
             step(connection, self._claim())
+        self._is_proven = True
 
     def _claim(self) -> Claim:
         request = self.held.request
-        limit = self.wait if self.transactions > 1 else max(0.0, self.deadline - clock())
+        limit = self.wait if self._is_proven else max(0.0, self.deadline - clock())
         limit = None if self.wait is None else limit
         return Claim(request.name, self.held.token, request.holder, request.shared, limit)
 
@@ -165,7 +190,14 @@ def forget(tie: DatabaseTie) -> None:
     _current.set(tuple(other for other in _current.get() if other is not tie and other.held.ended is None))
 
 
+@receiver(connection_created)
+def _listen(connection: BaseDatabaseWrapper, **_: object) -> None:
+    """Hear of the statements of every connection: work under a lease may move to a thread that has its own."""
+    if any(connection is ours for ours in connections.all(initialized_only=True)):
+        before_statements(_before_statement, connection.alias)
+
+
 def _before_statement(connection: BaseDatabaseWrapper, sql: str, inside: bool) -> None:  # noqa: FBT001 - the hook's form
     for tie in _current.get():
-        if tie.held.ended is None or tie.cancelled:
+        if tie.held.ended is None or tie.is_aborted:
             tie.statement(connection, sql, inside=inside)

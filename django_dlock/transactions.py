@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from dlock_core.tie import Outcome
 
-__all__ = ["before_statements", "in_transaction", "on_end", "on_rollback", "transaction_key"]
+__all__ = ["before_statements", "has_spoken", "in_transaction", "on_end", "on_rollback", "transaction_key"]
 
 
 def in_transaction(using: str = "default") -> bool:
@@ -36,6 +36,14 @@ def transaction_key(using: str = "default") -> object | None:
     Every transaction has its own, also each one between two commits with autocommit off.
     """
     return watch(connections[using]).transaction()
+
+
+def has_spoken(using: str = "default") -> bool:
+    """Say whether a statement was sent in the open transaction, that may have taken its snapshot."""
+    connection = connections[using]
+    announcer(connection)
+    transaction = watch(connection).transaction()
+    return transaction is not None and transaction.has_spoken
 
 
 def on_end(

@@ -75,6 +75,11 @@ class Tie:
         """The block is over: only transactions that are still open keep the lease."""
         return self._left
 
+    @property
+    def is_over(self) -> bool:
+        """Nothing needs the lease any more: its block was left and every transaction has ended."""
+        return self._left and self._open == 0
+
     def is_due(self) -> bool:
         """Say whether to release, now that nothing needs the lease; if not, let it run out."""
         watchdog.unwatch(self.held)

@@ -1,141 +1,974 @@
-"""`lock(...)`: the lease lives until its transaction has ended, and the fence stands in that transaction."""
+"""`lock(...)`: the lease lives until its transactions have ended, however they end."""
 
-from __future__ import annotations
-
-import threading
+import logging
+import unittest
 
 import pytest
-from django.db import connections, transaction
-from django.db.transaction import TransactionManagementError
-from django.test import override_settings
+from django.db import Error, InterfaceError, OperationalError, connections, transaction
+from django.db.transaction import TransactionManagementError, atomic
+from django.test import TestCase, TransactionTestCase, override_settings
 
 from django_dlock import lock
-from django_dlock.errors import AlreadyHeld, LeaseLost, StaleToken
+from django_dlock.conf import InvalidStore
+from django_dlock.errors import (
+    AcquireTimeout,
+    AlreadyHeld,
+    BackendUnavailable,
+    LeaseLost,
+    NotSupported,
+    SnapshotTooOld,
+    StaleToken,
+)
+from django_dlock.locks import release_forgotten
 from django_dlock.models import Fence
+from django_dlock.ties import current
 from dlock_core.backends.memory import MemoryBackend
+from dlock_core.lease import Released
 from dlock_core.runtime import BLOCKING, run
+from tests.django_dlock import sessions
+from tests.django_dlock.parties import is_held
+from tests.django_dlock.sessions import add, committed, held_in_commit, kill_session, rows
+from tests.proxy import Proxy
 from tests.testapp.models import Counter
+
+servers_only = pytest.mark.parametrize("database", ["postgresql", "mariadb"], indirect=True)
+postgresql_only = pytest.mark.parametrize("database", ["postgresql"], indirect=True)
+
+
+class Sorry(Exception):
+    """Raised by user code."""
+
+
+@pytest.fixture(autouse=True)
+def _nothing_stays_behind(caplog):
+    """No test leaves a lease to the next, and nothing is logged as a failure that the test does not ask about."""
+    yield
+    assert [tie.held.name for tie in current()] == []
 
 
 @pytest.fixture
-def store():
-    backend = MemoryBackend()
-    with override_settings(DLOCK={"default": {"BACKEND": backend, "TTL": 5, "WAIT": 5}}):
-        yield backend
+def dlock_log(caplog):
+    caplog.set_level(logging.INFO, logger="dlock")
+    return lambda: [record.getMessage() for record in caplog.records if record.name == "dlock"]
 
 
-def is_held(store, name="order:42"):
-    return bool(run(store.inspect(BLOCKING, name))[0].holders)
+def order(database, **options):
+    return lock("order", 42, using=database, **options)
 
 
-def test_outside_a_transaction_the_block_holds_the_lease(database, store):
-    with lock("order", 42, using=database) as lease:
+def expire(lease, store):
+    """Wait until a lease with a short ttl, that nobody renews, has run out for its holder and in its store."""
+    while lease.remaining() or is_held(store):
+        pass
+
+
+# The block, without a transaction
+
+
+def test_block_outside_a_transaction_holds_the_lease_to_its_end(database, store):
+    with order(database) as lease:
         assert is_held(store)
         assert lease.token > 0
+        assert lease.name == "order:42"
     assert not is_held(store)
 
 
-def test_lease_taken_in_a_transaction_is_held_until_commit(database, store):
-    with transaction.atomic(using=database):
-        with lock("order", 42, using=database):
+def test_block_that_raises_releases_and_lets_the_error_through(database, store):
+    with pytest.raises(Sorry), order(database):
+        raise Sorry
+    assert not is_held(store)
+
+
+def test_lock_without_a_with_is_held_until_it_is_released(database, store):
+    lease = order(database).acquire()
+    assert is_held(store)
+    assert lease.release() is Released.RELEASED
+    assert not is_held(store)
+    assert lease.release() is Released.RELEASED
+
+
+def test_one_lock_object_may_be_used_again_and_by_several_threads(database, store, party):
+    shared = order(database, shared=True)
+    other = party()
+    with shared as ours:
+        theirs = other.now(shared.__enter__)
+        assert ours.holder != theirs.holder
+        other.now(shared.__exit__, None, None, None)
+        assert is_held(store)
+    with shared as again:
+        assert again.holder != ours.holder
+
+
+def test_block_that_outlived_its_lease_without_a_transaction_is_not_called_a_success(database, store):
+    with pytest.raises(LeaseLost), order(database, ttl=0.05, renew=False) as lease:
+        expire(lease, store)
+
+
+def test_second_holder_waits_until_the_first_has_left(database, store, party):
+    other = party()
+    with order(database):
+        waiting = other.do(lambda: order(database).acquire())
+        while not run(store.inspect(BLOCKING, "order:42"))[0].waiters:
+            pass
+        assert not waiting.done()
+    other.now(waiting.result().release)
+
+
+# Each ending of a transaction
+
+
+def test_commit_then_release_then_the_hooks(database, store, journal, follow):
+    follow(database)
+    with atomic(database):
+        with order(database):
+            pass
+        transaction.on_commit(lambda: journal.append("on_commit"), using=database)
+        assert is_held(store)
+    assert journal == ["BEGIN", "acquired order:42", "COMMIT", "released order:42", "on_commit"]
+
+
+def test_lease_before_the_transaction_is_released_after_it(database, store, journal, follow):
+    follow(database)
+    with order(database), atomic(database):
+        add(database, "a")
+    assert journal == ["acquired order:42", "BEGIN", "COMMIT", "released order:42"]
+
+
+def test_block_left_inside_the_transaction_that_began_in_it_releases_after_commit(database, store, journal, follow):
+    follow(database)
+    lease = order(database).acquire()
+    with atomic(database):
+        add(database, "a")
+        assert lease.release() is None
+        assert is_held(store)
+    assert journal == ["acquired order:42", "BEGIN", "COMMIT", "released order:42"]
+
+
+def test_exception_rolls_back_then_releases(database, store, journal, follow):
+    follow(database)
+    with pytest.raises(Sorry), atomic(database), order(database):
+        add(database, "a")
+        raise Sorry
+    assert journal == ["BEGIN", "acquired order:42", "ROLLBACK", "released order:42"]
+    assert committed(database) == set()
+
+
+def test_set_rollback_rolls_back_then_releases(database, store, journal, follow):
+    follow(database)
+    with atomic(database), order(database):
+        transaction.set_rollback(True, using=database)
+    assert journal == ["BEGIN", "acquired order:42", "ROLLBACK", "released order:42"]
+
+
+def test_lease_of_a_savepoint_that_rolls_back_is_held_to_the_outer_end(database, store):
+    with atomic(database):
+        with pytest.raises(Sorry), atomic(database), order(database):
+            raise Sorry
+        assert is_held(store)
+        add(database, "a")
+    assert not is_held(store)
+    assert committed(database) == {"a"}
+
+
+@pytest.mark.parametrize("fence", ["transaction", "lease"])
+def test_savepoint_that_took_the_admit_with_it_is_followed_by_another_admit(database, store, fence):
+    with atomic(database):
+        with pytest.raises(Sorry), atomic(database), order(database, fence=fence) as lease:
+            assert fence_token(database) == lease.token
+            raise Sorry
+        assert fence_token(database) == lease.token
+    assert fence_token(database) == lease.token
+
+
+def fence_token(database):
+    return Fence.objects.using(database).filter(name="order:42").values_list("token", flat=True).first()
+
+
+def test_savepoint_that_took_the_admit_with_it_is_admitted_before_commit_at_the_latest(database, store):
+    with atomic(database), pytest.raises(Sorry), atomic(database), order(database) as lease:
+        raise Sorry
+    assert fence_token(database) == lease.token
+
+
+def test_lease_of_a_savepoint_that_is_released_is_held_to_the_outer_end(database, store):
+    with atomic(database):
+        with atomic(database), order(database):
             pass
         assert is_held(store)
-        transaction.on_commit(lambda: seen.append(is_held(store)), using=database)
-        seen = []
-    assert seen == [False]
     assert not is_held(store)
 
 
-def test_lease_taken_in_a_transaction_is_released_after_rollback(database, store):
-    with pytest.raises(ZeroDivisionError), transaction.atomic(using=database):
-        with lock("order", 42, using=database):
-            pass
+def test_block_of_the_lease_around_an_inner_savepoint_waits_for_the_outer_commit(database, store, journal, follow):
+    follow(database)
+    with atomic(database):
+        with order(database), atomic(database):
+            add(database, "a")
+        journal.append("after the block")
+    assert journal == ["BEGIN", "acquired order:42", "after the block", "COMMIT", "released order:42"]
+
+
+@pytest.mark.parametrize("end", ["commit", "rollback"])
+def test_manual_transaction_releases_at_its_end(database, store, end):
+    transaction.set_autocommit(False, using=database)
+    with order(database):
+        add(database, "a")
+    assert is_held(store)
+    getattr(transaction, end)(using=database)
+    assert not is_held(store)
+    transaction.set_autocommit(True, using=database)
+    assert committed(database) == ({"a"} if end == "commit" else set())
+
+
+def test_manual_transactions_under_one_lease_are_each_admitted(database, store):
+    with order(database) as lease:
+        transaction.set_autocommit(False, using=database)
+        for name in ("a", "b"):
+            add(database, name)
+            assert fence_token(database) == lease.token
+            transaction.commit(using=database)
+        transaction.set_autocommit(True, using=database)
         assert is_held(store)
-        raise ZeroDivisionError
+    assert not is_held(store)
+    assert committed(database) == {"a", "b"}
+
+
+def test_connection_closed_in_a_manual_transaction_releases(database, store):
+    transaction.set_autocommit(False, using=database)
+    with order(database):
+        add(database, "a")
+    connections[database].close()
     assert not is_held(store)
 
 
-def test_first_statement_of_a_transaction_admits_the_token(database, store):
-    with lock("order", 42, using=database) as lease, transaction.atomic(using=database):
-        assert not Fence.objects.using(database).filter(name="order:42", token__gt=lease.token).exists()
-        assert Fence.objects.using(database).get(name="order:42").token == lease.token
+def test_durable_block_may_be_inside_or_outside(database, store):
+    with order(database), atomic(database, durable=True):
+        add(database, "a")
+    assert not is_held(store)
+    with atomic(database, durable=True):
+        with order(database):
+            add(database, "b")
+        assert is_held(store)
+    assert not is_held(store)
+    assert committed(database) == {"a", "b"}
 
 
-def test_older_token_is_refused_and_nothing_is_written(database, store):
-    Fence.objects.using(database).create(name="order:42", token=10**17, holder="x")
-    Counter.objects.using(database).create(name="a")
-    with lock("order", 42, using=database) as lease:
-        store.force = lease
-        with pytest.raises(StaleToken), transaction.atomic(using=database):
-            from django_dlock.ties import current
-
-            current()[0].transactions = 5  # not the first: no new token is asked for
-            Counter.objects.using(database).update(value=1)
-    assert Counter.objects.using(database).get(name="a").value == 0
+def test_many_transactions_under_one_lease(database, store):
+    with order(database) as lease:
+        for name in ("a", "b", "c"):
+            with atomic(database):
+                add(database, name)
+            assert is_held(store)
+        assert lease.remaining() > 0
+    assert committed(database) == {"a", "b", "c"}
 
 
-def test_current_holder_of_a_store_that_lost_its_tokens_gets_a_greater_one(database, store):
-    Fence.objects.using(database).create(name="order:42", token=10**17, holder="x")
-    with lock("order", 42, using=database) as lease, transaction.atomic(using=database):
-        Counter.objects.using(database).create(name="a")
-        assert lease.token == 10**17 + 1
+# Several databases
+
+
+def test_lease_is_not_released_before_a_transaction_on_another_database_has_ended(database, store, use_database):
+    use_database("other")
+    with atomic("other"):
+        with order(database), atomic(database):
+            add(database, "a")
+        assert is_held(store)
+    assert not is_held(store)
+
+
+@pytest.mark.parametrize("first", ["inner", "outer"])
+def test_lease_taken_inside_two_transactions_ends_with_the_last_of_them(database, store, use_database, first):
+    use_database("other")
+    inner, outer = atomic("other"), atomic(database)
+    with outer:
+        with inner:
+            using = "other" if first == "inner" else database
+            with lock("order", 42, using=using):
+                pass
+            assert is_held(store)
+        assert is_held(store)
+        with order(database) as joined:  # it is known to be ours as long as it is held
+            assert joined.remaining() > 0
+    assert not is_held(store)
+
+
+def test_savepoint_rolled_back_after_another_database_has_committed_is_admitted_again(database, store, use_database):
+    use_database("other")
+    with atomic(database):
+        with pytest.raises(Sorry), atomic(database):
+            with atomic("other"):
+                lease = order(database).acquire()
+            raise Sorry
+        assert fence_token(database) == lease.token
+
+
+def test_lease_lost_is_rolled_back_on_every_database_that_has_not_committed(database, store, use_database):
+    use_database("other")
+    with pytest.raises(LeaseLost), order(database, ttl=0.05, renew=False) as lease, atomic(database), atomic("other"):
+        with lock("order", 42, using="other", reentrant=True):
+            add("other", "a")
+        add(database, "a")
+        expire(lease, store)
+    assert committed(database) == set()
+    assert committed("other") == set()
+
+
+# Loss of the lease
 
 
 def test_lease_lost_before_commit_rolls_back(database, store):
-    with pytest.raises(LeaseLost), lock("order", 42, using=database) as lease, transaction.atomic(using=database):
-        Counter.objects.using(database).create(name="a")
-        lease._held.lose("test")
-    assert not Counter.objects.using(database).filter(name="a").exists()
+    with pytest.raises(LeaseLost), order(database, ttl=0.05, renew=False) as lease, atomic(database):
+        add(database, "a")
+        expire(lease, store)
+    assert committed(database) == set()
 
 
-def test_write_outside_a_transaction_is_refused_under_a_fenced_lease(database, store):
-    with lock("order", 42, using=database), pytest.raises(TransactionManagementError):
-        Counter.objects.using(database).create(name="a")
-    with lock("order", 42, using=database, fence=False):
-        Counter.objects.using(database).create(name="a")
+def test_lease_lost_before_commit_rolls_back_the_transaction_it_was_taken_in(database, store):
+    with pytest.raises(LeaseLost), atomic(database):
+        add(database, "before")
+        with order(database, ttl=0.05, renew=False) as lease:
+            add(database, "a")
+            expire(lease, store)
+    assert committed(database) == set()
 
 
-def test_asking_again_outside_a_transaction_is_an_error_at_once_and_joins_inside(database, store):
-    with lock("order", 42, using=database) as outer:
+@pytest.mark.parametrize("fence", [True, "lease", False])
+def test_transaction_does_not_begin_under_a_lost_lease(database, store, fence):
+    with order(database, ttl=0.05, renew=False, fence=fence) as lease:
+        expire(lease, store)
+        with pytest.raises(LeaseLost), atomic(database):
+            add(database, "a")
+        with pytest.raises(LeaseLost):
+            lease.ensure_held()
+        lease._tie.transactions = 1  # it has been told
+    assert committed(database) == set()
+
+
+def test_the_next_holder_is_not_disturbed_by_one_that_lost_the_lease(database, store, party):
+    other = party()
+    with pytest.raises(LeaseLost), order(database, ttl=0.05, renew=False) as lease:
+        expire(lease, store)
+        theirs = other.now(lambda: order(database).acquire())
+    assert theirs.remaining() > 0
+    assert is_held(store)
+    other.now(theirs.release)
+
+
+# A COMMIT of which nobody knows the outcome
+
+
+@pytest.fixture
+def network(database):
+    """What this thread's connection to the database goes through."""
+    settings = connections.settings[database]
+    port = settings["PORT"]
+    with Proxy(port) as proxy:
+        settings["PORT"] = proxy.port
+        try:
+            yield proxy
+        finally:
+            settings["PORT"] = port
+            connections[database].close()
+
+
+@servers_only
+@pytest.mark.parametrize("fault", ["cut_request", "cut_reply"])
+@pytest.mark.parametrize("inside", [True, False])
+def test_lease_is_kept_after_a_commit_that_may_have_worked(database, store, network, dlock_log, fault, inside):
+    with pytest.raises(OperationalError):
+        if inside:
+            with atomic(database), order(database) as lease:
+                lose_commit(database, network, fault)
+        else:
+            with order(database) as lease, atomic(database):
+                lose_commit(database, network, fault)
+    assert is_held(store)
+    assert not lease._held.renewing
+    (line,) = dlock_log()
+    assert "unknown" in line
+    assert "order:42" in line
+    assert committed(database) == ({"a"} if fault == "cut_reply" else set())
+
+
+def lose_commit(database, network, fault):
+    add(database, "a")
+    getattr(network, fault)(matching=b"COMMIT")
+
+
+@postgresql_only
+@pytest.mark.parametrize("what", [sessions.interrupt, sessions.terminate_held])
+def test_lease_is_kept_after_an_interrupt_inside_commit(database, store, what):
+    lost = pytest.raises((KeyboardInterrupt, OperationalError))
+    with held_in_commit(database, what), lost, order(database), atomic(database):
+        add(database, "a")
+    assert is_held(store)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, InterfaceError, ValueError])
+def test_lease_is_kept_after_an_exception_inside_commit(database, store, error, dlock_log):
+    interrupt_commit(database, error)
+    with pytest.raises(error), atomic(database), order(database) as lease:
+        add(database, "a")
+    assert is_held(store)
+    assert not lease._held.renewing
+    assert "unknown" in dlock_log()[0]
+    assert committed(database) == set()
+
+
+def test_lease_of_an_unknown_commit_runs_out_and_the_next_holder_goes_on(database, store):
+    interrupt_commit(database, KeyboardInterrupt)
+    with pytest.raises(KeyboardInterrupt), atomic(database), order(database, ttl=1):
+        add(database, "a")
+    with order(database), atomic(database):  # waits for it
+        add(database, "b")
+    assert committed(database) == {"b"}
+
+
+def interrupt_commit(alias, error):
+    connections[alias].close()
+    del connections[alias]
+    connection = connections[alias]
+    work, pending = connection._commit, [error]
+
+    def interrupted():
+        if pending:
+            raise pending.pop()
+        work()
+
+    vars(connection)["_commit"] = interrupted
+
+
+@servers_only
+def test_session_killed_in_the_transaction_releases(database, store):
+    with pytest.raises(Error), atomic(database), order(database):
+        add(database, "a")
+        kill_session(database)
+        add(database, "b")
+    assert not is_held(store)
+    assert committed(database) == set()
+
+
+@servers_only
+def test_session_killed_under_a_lease_releases_at_the_end_of_the_block(database, store):
+    with pytest.raises(Error), order(database), atomic(database):
+        add(database, "a")
+        kill_session(database)
+        add(database, "b")
+    assert not is_held(store)
+
+
+@servers_only
+def test_session_killed_between_two_transactions_does_not_harm_the_lease(database, store):
+    with order(database):
+        with atomic(database):
+            add(database, "a")
+        kill_session(database)
+        connections[database].close()
+        with atomic(database):
+            add(database, "b")
+    assert committed(database) == {"a", "b"}
+
+
+# Test cases
+
+
+@pytest.fixture
+def in_testcase(database):
+    """Run a function as the one test of a TestCase on the database."""
+
+    def run_case(body, base=TestCase):
+        class Case(base):
+            databases = {database}
+
+            def runTest(self):
+                body(self)
+
+        result = unittest.TestResult()
+        unittest.TestSuite([Case()]).run(result)
+        assert result.testsRun == 1
+        for _, trace in result.failures + result.errors:
+            pytest.fail(trace, pytrace=False)
+
+    return run_case
+
+
+@pytest.mark.parametrize("base", [TestCase, TransactionTestCase])
+@pytest.mark.parametrize("fence", ["transaction", "lease", False])
+def test_test_cases_behave_like_production(database, store, in_testcase, base, fence):
+    def body(case):
+        with order(database, fence=fence):
+            assert is_held(store)
+        assert not is_held(store)
+        with order(database, fence=fence), atomic(database):
+            add(database, "a")
+        assert not is_held(store)
+        with atomic(database):
+            with order(database, fence=fence):
+                add(database, "b")
+            assert is_held(store)
+        assert not is_held(store)
+        with pytest.raises(Sorry), atomic(database), order(database, fence=fence):
+            raise Sorry
+        assert not is_held(store)
+        with pytest.raises(LeaseLost), order(database, ttl=0.05, renew=False) as lease, atomic(database):
+            add(database, "c")
+            expire(lease, store)
+        assert set(Counter.objects.using(database).values_list("name", flat=True)) == {"a", "b"}
+
+    in_testcase(body, base)
+
+
+def test_captured_hooks_of_a_test_case_run_without_the_lease(database, store, in_testcase):
+    def body(case):
+        seen = []
+        with case.captureOnCommitCallbacks(using=database, execute=True) as callbacks:
+            with atomic(database), order(database):
+                transaction.on_commit(lambda: seen.append(is_held(store)), using=database)
+            assert not is_held(store)
+        assert len(callbacks) == 1
+        assert seen == [False]
+
+    in_testcase(body)
+
+
+def test_lock_under_pytest_django_db(db, store):
+    with order("default"), atomic():
+        add("default", "a")
+    with atomic():
+        with order("default"):
+            pass
+        assert is_held(store)
+    assert not is_held(store)
+
+
+def test_lock_under_pytest_django_transactional_db(transactional_db, store):
+    with atomic():
+        with order("default"):
+            pass
+        assert is_held(store)
+    assert not is_held(store)
+
+
+# Asking for what one holds
+
+
+def test_asking_again_outside_a_transaction_is_an_error_at_once(database, store):
+    with order(database):
         with pytest.raises(AlreadyHeld):
-            lock("order", 42, using=database).acquire()
-        with transaction.atomic(using=database), lock("order", 42, using=database) as inner:
+            order(database, wait=None).acquire()
+        assert is_held(store)
+    assert not is_held(store)
+
+
+def test_asking_again_with_reentrant_joins(database, store):
+    with order(database) as outer:
+        with order(database, reentrant=True) as inner:
+            assert (inner.token, inner.holder) == (outer.token, outer.holder)
+        assert is_held(store)
+    assert not is_held(store)
+
+
+def test_joined_lease_is_released_by_the_last_to_leave_in_any_order(database, store):
+    outer = order(database).acquire()
+    inner = order(database, reentrant=True).acquire()
+    assert outer.release() is None
+    assert is_held(store)
+    assert inner.release() is Released.RELEASED
+
+
+def test_asking_again_inside_the_transaction_joins(database, store):
+    with atomic(database):
+        with order(database) as outer:
+            pass
+        with order(database) as inner:
             assert inner.token == outer.token
         assert is_held(store)
     assert not is_held(store)
 
 
-@pytest.mark.parametrize("shared", [False, True])
-def test_lease_of_several_transactions_is_confirmed_at_each_commit(database, store, shared):
-    Counter.objects.using(database).create(name="a")
-    with lock("order", 42, using=database, fence="lease", shared=shared) as lease:
-        for value in (1, 2):
-            with transaction.atomic(using=database):
-                Counter.objects.using(database).filter(name="a").update(value=value)
-        Fence.objects.using(database).filter(name="order:42").update
-        newer = Fence.objects.using(database).filter(name="order:42")
-        with connections[database].cursor() as cursor:
-            cursor.execute("SELECT 1")
-        values = {"token": lease.token + 5, "holder": "newer"}
-        thread = threading.Thread(target=lambda: (newer.update(**values), connections[database].close()))
-        thread.start()
-        thread.join()
-        with pytest.raises(StaleToken), transaction.atomic(using=database):
-            Counter.objects.using(database).filter(name="a").update(value=3)
-    assert Counter.objects.using(database).get(name="a").value == 2
+def test_asking_inside_a_transaction_under_the_lease_joins(database, store):
+    with order(database) as outer:
+        with atomic(database), order(database) as inner:
+            assert inner.token == outer.token
+        assert is_held(store)
+    assert not is_held(store)
 
 
-def test_shared_leases_are_admitted_together(database, store):
-    def other():
-        with lock("order", 42, using=database, shared=True), transaction.atomic(using=database):
-            seen.append(Counter.objects.using(database).count())
-        connections[database].close()
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_shared_holder_is_refused_the_exclusive_lock_at_once(database, store, reentrant):
+    with atomic(database), order(database, shared=True), pytest.raises(AlreadyHeld):
+        order(database, reentrant=reentrant, wait=None).acquire()
+    assert not is_held(store)
 
-    seen = []
-    with lock("order", 42, using=database, shared=True), transaction.atomic(using=database):
-        Counter.objects.using(database).count()
-        if database != "default":
-            thread = threading.Thread(target=other)
-            thread.start()
-            thread.join(20)
-            assert seen == [0]
+
+def test_exclusive_holder_joins_as_a_shared_one(database, store):
+    with atomic(database), order(database) as outer, order(database, shared=True) as inner:
+        assert inner.token == outer.token
+
+
+@pytest.mark.parametrize("outer", ["transaction", "lease", False])
+@pytest.mark.parametrize("inner", ["transaction", "lease", False])
+@pytest.mark.parametrize("where", ["inside", "outside"])
+def test_every_form_of_the_fence_may_join_every_other(database, store, outer, inner, where):
+    with order(database, fence=outer) as lease:
+        if where == "inside":
+            with atomic(database), order(database, fence=inner):
+                add(database, "a")
+        else:
+            with order(database, fence=inner, reentrant=True), atomic(database):
+                add(database, "a")
+        with atomic(database):
+            add(database, "b")
+    assert committed(database) == {"a", "b"}
+    assert fence_token(database) == (lease.token if outer or inner else None)
+
+
+@pytest.mark.parametrize("fence", ["transaction", "lease"])
+def test_join_protects_another_database_too(database, store, use_database, fence):
+    use_database("other")
+    with order(database, fence=fence) as lease:
+        with lock("order", 42, using="other", reentrant=True), atomic("other"):
+            add("other", "a")
+        with atomic(database), lock("order", 42, using="other", reentrant=True), atomic("other"):
+            add("other", "b")
+    assert fence_token("other") == lease.token
+    assert committed("other") == {"a", "b"}
+
+
+def test_other_locks_may_be_held_at_the_same_time(database, store):
+    with lock("order", 1, using=database), lock("order", 2, using=database), atomic(database):
+        add(database, "a")
+    names = set(Fence.objects.using(database).values_list("name", flat=True))
+    assert names == {"order:1", "order:2"}
+
+
+def test_another_thread_is_not_the_same_context(database, store, party):
+    with order(database), pytest.raises(AcquireTimeout):
+        party().now(lambda: order(database, wait=0).acquire())
+
+
+# Without a with, forgotten
+
+
+def test_acquire_inside_a_transaction_needs_no_release(database, store):
+    with atomic(database):
+        order(database).acquire()
+        assert is_held(store)
+    assert not is_held(store)
+
+
+def test_forgotten_leases_are_released_and_named(database, store):
+    lock("order", 1, using=database).acquire()
+    lock("order", 2, using=database).acquire()
+    assert release_forgotten() == ["order:1", "order:2"]
+    assert not is_held(store, "order:1")
+    assert release_forgotten() == []
+
+
+def test_lease_of_an_open_transaction_is_not_forgotten(database, store):
+    with atomic(database):
+        order(database).acquire()
+        assert release_forgotten() == []
+        assert is_held(store)
+
+
+def test_forgotten_lease_with_an_open_transaction_is_released_by_its_end(database, store):
+    order(database).acquire()
+    with atomic(database):
+        add(database, "a")
+        assert release_forgotten() == ["order:42"]
+        assert is_held(store)
+    assert not is_held(store)
+
+
+# Mistakes are found before any I/O
+
+
+class Untouchable(MemoryBackend):
+    """A store that must not be asked."""
+
+    async def try_acquire(self, *args, **kwargs):
+        raise AssertionError("the store was asked")
+
+
+@pytest.fixture
+def untouchable():
+    with override_settings(DLOCK={"default": {"BACKEND": Untouchable()}}):
+        yield
+
+
+@pytest.mark.usefixtures("untouchable")
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ({"ttl": 0}, ValueError),
+        ({"ttl": -1}, ValueError),
+        ({"ttl": float("nan")}, ValueError),
+        ({"ttl": float("inf")}, ValueError),
+        ({"ttl": True}, TypeError),
+        ({"ttl": "30"}, TypeError),
+        ({"wait": -1}, ValueError),
+        ({"wait": float("nan")}, ValueError),
+        ({"wait": float("inf")}, ValueError),
+        ({"wait": False}, TypeError),
+        ({"wait": "1"}, TypeError),
+        ({"fence": "table"}, ValueError),
+        ({"fence": None}, ValueError),
+        ({"fence": 1}, ValueError),
+        ({"snapshot": "restart"}, ValueError),
+        ({"snapshot": None}, ValueError),
+        ({"colour": "red"}, TypeError),
+    ],
+)
+def test_wrong_option_is_refused_by_name(options, error):
+    (name,) = options
+    with pytest.raises(error, match=name):
+        lock("order", 42, **options)
+
+
+@pytest.mark.usefixtures("untouchable")
+@pytest.mark.parametrize(
+    "parts", [(), ("",), ("order", ""), ("order", None), ("order", True), ("order", 1.0), ("x" * 513,)]
+)
+def test_name_that_is_none_is_refused(parts):
+    with pytest.raises((ValueError, TypeError), match="name"):
+        lock(*parts)
+
+
+@pytest.mark.parametrize(
+    "hostile", ["{order}:1", "a\nb", "a\r\n", "*", "%2A", "a:b", "é😀", "\x00", "..", "a b", "'; --"]
+)
+def test_hostile_text_is_a_name_like_any_other(database, store, hostile):
+    with lock("order", hostile, using=database) as lease, atomic(database):
+        add(database, "a")
+    assert lease.name.isascii()
+    assert lease.name.count(":") == 1
+    assert Fence.objects.using(database).get().name == lease.name
+
+
+def test_names_differ_when_their_parts_do(database, store):
+    with lock("a:b", using=database), lock("a", "b", using=database), lock("A", "b", using=database), atomic(database):
+        add(database, "a")
+    assert Fence.objects.using(database).count() == 3
+
+
+@pytest.mark.usefixtures("untouchable")
+@pytest.mark.parametrize("snapshot", ["raise", "ignore"])
+async def test_missing_database_is_refused_before_the_store_is_asked(snapshot):
+    wrong = lock("order", 42, using="nowhere", snapshot=snapshot)
+    with pytest.raises(Exception, match="nowhere"):
+        await wrong.aacquire()
+    with pytest.raises(Exception, match="nowhere"):
+        wrong.acquire()
+
+
+def test_missing_store_is_named(database, store):
+    with pytest.raises(InvalidStore, match="backup"):
+        order(database, store="backup").acquire()
+
+
+def test_shared_lock_in_a_store_without_them_is_refused_before_it_is_asked(database):
+    class Exclusive(Untouchable):
+        supports_shared = False
+
+    with override_settings(DLOCK={"default": {"BACKEND": Exclusive()}}), pytest.raises(NotSupported, match="shared"):
+        order(database, shared=True).acquire()
+
+
+def test_two_stores_have_locks_of_their_own(database, store):
+    second = MemoryBackend()
+    with override_settings(DLOCK={"default": {"BACKEND": store}, "second": {"BACKEND": second}}):
+        with order(database), order(database, store="second", fence=False):
+            assert is_held(store)
+            assert is_held(second)
+        assert not is_held(second)
+
+
+def test_ttl_and_wait_come_from_the_store_unless_given(database):
+    backend = MemoryBackend()
+    with override_settings(DLOCK={"default": {"BACKEND": backend, "TTL": 3, "WAIT": 0}}):
+        with order(database) as lease:
+            assert 2.5 < lease.remaining() <= 3
+        with order(database, ttl=60) as lease:
+            assert 55 < lease.remaining() <= 60
+
+
+# A store that cannot be reached
+
+
+@pytest.fixture
+def flaky(redis_server):
+    """A real Redis behind a network that can be cut."""
+    with Proxy(redis_server.port) as proxy:
+        url = f"redis://127.0.0.1:{proxy.port}/0"
+        with override_settings(DLOCK={"default": {"BACKEND": url, "TTL": 30, "WAIT": 0}}):
+            yield proxy
+
+
+@pytest.fixture
+def nobody():
+    """A store at a port where nobody listens."""
+    from tests.servers import free_port
+
+    with override_settings(DLOCK={"default": {"BACKEND": f"redis://127.0.0.1:{free_port()}/0", "WAIT": 0}}):
+        yield
+
+
+@pytest.mark.usefixtures("nobody")
+def test_store_down_inside_a_transaction_leaves_nothing_half_committed(database):
+    with pytest.raises(BackendUnavailable), atomic(database):
+        add(database, "a")
+        order(database).acquire()
+    assert committed(database) == set()
+
+
+@pytest.mark.usefixtures("nobody")
+def test_store_down_that_the_program_expects_leaves_the_transaction_usable(database):
+    with atomic(database):
+        add(database, "a")
+        with pytest.raises(BackendUnavailable):
+            order(database).acquire()
+        add(database, "b")
+    assert committed(database) == {"a", "b"}
+
+
+def test_store_lost_after_the_commit_does_not_spoil_it(database, flaky, dlock_log):
+    with atomic(database):
+        with lock("flaky", database, using=database):
+            add(database, "a")
+        flaky.refuse()
+    assert committed(database) == {"a"}
+    assert any("runs out" in line for line in dlock_log())
+
+
+# A failed acquire leaves no duty
+
+
+@servers_only
+def test_acquire_that_failed_at_the_fence_does_not_hinder_the_commit(database, store):
+    Fence.objects.using(database).create(name="order:42", token=10**17, holder="x")
+    with atomic(database):
+        add(database, "a")
+        with pytest.raises(StaleToken):
+            refuse_greater_tokens(store, order(database).acquire)
+        assert not is_held(store)
+        add(database, "b")
+    assert committed(database) == {"a", "b"}
+
+
+def refuse_greater_tokens(store, acquire):
+    """A store that has forgotten the holder when it is asked for a greater token."""
+    renew_many = store.renew_many
+
+    async def forgotten(runtime, renewals):
+        return [None for _ in renewals]
+
+    store.renew_many = forgotten
+    try:
+        return acquire()
+    finally:
+        store.renew_many = renew_many
+
+
+# The snapshot trap
+
+
+LEVELS = [
+    ("postgresql", "repeatable read"),
+    ("postgresql", "serializable"),
+    ("mariadb", "repeatable read"),
+    ("mariadb", None),  # what the server has by default
+]
+
+
+@pytest.fixture(params=LEVELS, ids=str)
+def snapshotting(request, isolated):
+    """Databases at which a transaction reads from a snapshot that it takes once."""
+    return isolated(*request.param)
+
+
+def read(alias):
+    return list(Counter.objects.using(alias).values_list("name", "value"))
+
+
+@pytest.mark.usefixtures("untouchable")
+def test_lock_after_a_read_is_refused_before_the_store_is_asked(snapshotting):
+    with pytest.raises(SnapshotTooOld, match="snapshot='ignore'"), atomic(snapshotting):
+        read(snapshotting)
+        order(snapshotting).acquire()
+
+
+def test_lock_after_a_read_is_granted_to_who_knows_better(snapshotting, store):
+    with atomic(snapshotting):
+        read(snapshotting)
+        with order(snapshotting, snapshot="ignore"):
+            pass
+        assert is_held(store)
+    assert not is_held(store)
+
+
+def test_lock_before_the_first_read_is_granted(snapshotting, store):
+    with atomic(snapshotting), order(snapshotting):
+        add(snapshotting, "a")
+    with order(snapshotting), atomic(snapshotting):
+        add(snapshotting, "b")
+
+
+def test_lock_in_an_inner_block_before_the_first_read_is_granted(snapshotting, store):
+    with atomic(snapshotting), atomic(snapshotting), order(snapshotting):
+        add(snapshotting, "a")
+
+
+def test_second_lock_in_a_transaction_that_has_only_been_admitted_is_refused(snapshotting, store):
+    with pytest.raises(SnapshotTooOld), atomic(snapshotting), lock("order", 1, using=snapshotting):
+        read(snapshotting)
+        lock("order", 2, using=snapshotting).acquire()
+
+
+def test_join_after_a_read_is_no_new_lock(snapshotting, store):
+    with atomic(snapshotting), order(snapshotting):
+        read(snapshotting)
+        with order(snapshotting):
+            add(snapshotting, "a")
+
+
+@pytest.mark.parametrize("level", ["read committed", "read uncommitted"])
+@pytest.mark.parametrize("server", ["postgresql", "mariadb"])
+def test_lock_after_a_read_is_granted_where_each_statement_sees_what_is_committed(isolated, store, server, level):
+    alias = isolated(server, level)
+    with atomic(alias):
+        read(alias)
+        with order(alias):
+            add(alias, "a")
+
+
+def test_isolation_set_by_the_transaction_itself_counts(database, store):
+    if database == "default":
+        pytest.skip("SQLite has one level")
+    with pytest.raises(SnapshotTooOld), atomic(database):
+        if database == "postgresql":
+            rows(connections[database], "SET TRANSACTION ISOLATION LEVEL REPEATABLE READ")
+        else:
+            connections[database].isolation_level = None
+            rows(connections[database], "SET SESSION TRANSACTION ISOLATION LEVEL REPEATABLE READ")
+        read(database)
+        order(database).acquire()
+
+
+def test_deferred_sqlite_that_has_read_before_another_wrote_is_refused(isolated, store, party):
+    alias = isolated("default", "DEFERRED")
+    add(alias, "a")
+    with pytest.raises(SnapshotTooOld), atomic(alias):
+        read(alias)
+        party().now(lambda: Counter.objects.using(alias).update(value=1))
+        order(alias).acquire()
+    assert not is_held(store)
+
+
+def test_write_outside_a_transaction_is_refused_under_a_fence(database, store):
+    with order(database):
+        with pytest.raises(TransactionManagementError, match="order:42"):
+            add(database, "a")
+        with atomic(database):
+            add(database, "b")
+    with order(database, fence=False):
+        add(database, "c")
+    assert committed(database) == {"b", "c"}

@@ -1,0 +1,117 @@
+"""Fixtures for locks in Django: a store, other threads with sessions of their own, aliases with an isolation level, a journal."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from django.db import connections
+from django.test import override_settings
+
+from dlock_core import hooks
+from dlock_core.backends.memory import MemoryBackend
+from tests.django_dlock.parties import Party
+from tests.servers import Server
+
+
+@pytest.fixture
+def store() -> Iterator[MemoryBackend]:
+    """Leases in memory, as the store "default"."""
+    backend = MemoryBackend()
+    with override_settings(DLOCK={"default": {"BACKEND": backend, "TTL": 30, "WAIT": 20}}):
+        yield backend
+
+
+@pytest.fixture
+def redis_store(redis_server: Server) -> Iterator[Any]:
+    """Leases in a real Redis, as the store "default"; empty at the start."""
+    from django_dlock.conf import stores
+
+    with override_settings(DLOCK={"default": {"BACKEND": redis_server.url, "TTL": 30, "WAIT": 20}}):
+        flush(redis_server)
+        yield stores["default"].backend
+
+
+def flush(server: Server) -> None:
+    import redis
+
+    with redis.Redis(port=server.port) as client:
+        client.flushall()
+
+
+@pytest.fixture
+def party() -> Iterator[Callable[[], Party]]:
+    """Make another thread that does one thing after another, as told, with its own connections and its own leases."""
+    with contextlib.ExitStack() as stack:
+        yield lambda: stack.enter_context(Party())
+
+
+@pytest.fixture
+def isolated(request: pytest.FixtureRequest, use_database, monkeypatch) -> Callable[[str, str | None], str]:
+    """Make an alias for a database's second face, with an isolation level: `isolated("mariadb", "repeatable read")`."""
+
+    def make(database: str, level: str | None) -> str:
+        use_database(database)
+        alias = f"{database} {level}"
+        settings = {**connections.settings[database], "OPTIONS": dict(connections.settings[database]["OPTIONS"])}
+        if database == "postgresql":
+            from psycopg import IsolationLevel
+
+            settings["OPTIONS"]["isolation_level"] = IsolationLevel[str(level).upper().replace(" ", "_")]
+        elif database == "mariadb":
+            settings["OPTIONS"]["isolation_level"] = level
+        else:
+            settings["OPTIONS"]["transaction_mode"] = level
+        monkeypatch.setitem(connections.settings, alias, settings)
+        request.addfinalizer(lambda: _forget(alias))
+        return alias
+
+    return make
+
+
+def _forget(alias: str) -> None:
+    connections[alias].close()
+    del connections[alias]
+
+
+@pytest.fixture
+def journal(monkeypatch) -> Iterator[list[str]]:
+    """What happened to leases: "acquired order:42", "released order:42", "lost order:42"; `follow` adds the transactions."""
+    entries: list[str] = []
+
+    def hear(event: hooks.Event) -> None:
+        entries.append(f"{event.kind} {event.name}")
+
+    hooks.subscribe(hear)
+    yield entries
+    hooks.unsubscribe(hear)
+
+
+@pytest.fixture
+def follow(journal) -> Callable[[str], None]:
+    """Have BEGIN, COMMIT and ROLLBACK on this thread's connection to a database written into the journal."""
+
+    def start(alias: str) -> None:
+        connections[alias].close()
+        del connections[alias]
+        connection = connections[alias]
+        for method, word in (("_commit", "COMMIT"), ("_rollback", "ROLLBACK")):
+            vars(connection)[method] = _noting(getattr(connection, method), journal, word)
+        begin = connection.set_autocommit
+
+        def set_autocommit(autocommit: bool, **options: Any) -> None:
+            if not autocommit:
+                journal.append("BEGIN")
+            begin(autocommit, **options)
+
+        vars(connection)["set_autocommit"] = set_autocommit
+
+    return start
+
+
+def _noting(work: Callable[[], None], journal: list[str], word: str) -> Callable[[], None]:
+    def noting() -> None:
+        work()
+        journal.append(word)
+
+    return noting
