@@ -54,6 +54,8 @@ class VersionField(_BigIntegerField):
     def contribute_to_class(self, cls: type[models.Model], name: str, private_only: bool = False) -> None:  # noqa: FBT001, FBT002
         super().contribute_to_class(cls, name, private_only)
         cls._dlock_version = self  # type: ignore[attr-defined]
+        if hasattr(cls, "_dlock_rows") and not cls._meta.base_manager_name:
+            cls._meta.base_manager_name = "_dlock_rows"
 
     def pre_save(self, model_instance: models.Model, add: bool) -> Any:  # noqa: FBT001
         if add:
@@ -66,13 +68,14 @@ class VersionedMixin(models.Model):
     """A model whose rows are never saved over a change that the instance has not seen.
 
     To call the version something else, set `version = None` and add a `VersionField` of your own.
-    Not covered: raw SQL, and what Django writes through a base manager that is not a `LockManager`, such as SET_NULL.
+    Not covered: raw SQL, and what is written through a manager of yours that is not a `LockManager`.
     """
 
     _dlock_version: ClassVar[Any]  # the VersionField; Any, as a descriptor's type is what it gives
 
     version = VersionField()
     objects = LockManager()
+    _dlock_rows = LockManager()  # the base manager: what SET_NULL and related managers write with counts, too
 
     class Meta:
         abstract = True
@@ -134,8 +137,7 @@ class VersionedMixin(models.Model):
         expected = read_version(self)
         rows = _only(base_qs, {version.model._meta.pk: pk_val, version: expected})
         values = [*others, (version, None, expected + 1)]
-        is_gone = self._meta.select_on_save and not forced_update and not rows.exists()
-        updated = [] if is_gone else rows._update(values, *returning_fields)
+        updated = rows._update(values, *returning_fields)  # says how many, so that select_on_save has nothing to ask
         if updated:
             count_up(self, using)
         elif forced_update or self._state.db == using:

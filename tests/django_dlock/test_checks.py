@@ -224,10 +224,11 @@ def test_w009_a_manager_that_writes_past_the_version(installed):
 @pytest.mark.parametrize(
     ("on_delete", "base_manager", "found"),
     [
-        (models.SET_NULL, None, ["dlock.W012"]),
-        (models.SET_DEFAULT, None, ["dlock.W012"]),
-        (models.SET_NULL, "objects", []),
-        (models.CASCADE, None, []),
+        (models.SET_NULL, "plain", ["dlock.W009", "dlock.W012"]),
+        (models.SET_DEFAULT, "plain", ["dlock.W009", "dlock.W012"]),
+        (models.SET_NULL, "objects", ["dlock.W009"]),
+        (models.SET_NULL, None, ["dlock.W009"]),
+        (models.CASCADE, "plain", ["dlock.W009"]),
     ],
 )
 def test_w012_a_foreign_key_that_django_clears_past_the_version(installed, on_delete, base_manager, found):
@@ -237,6 +238,8 @@ def test_w012_a_foreign_key_that_django_clears_past_the_version(installed, on_de
 
     class Order(VersionedMixin):
         customer = models.ForeignKey(Customer, on_delete, null=True, default=None)
+        objects = LockManager()
+        plain = models.Manager()
 
         class Meta:
             app_label = "testapp"

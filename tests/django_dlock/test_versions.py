@@ -405,6 +405,28 @@ def test_update_of_a_queryset_counts(article, database):
         article.save_with_version()
 
 
+def test_what_django_writes_by_itself_counts_too(article, database):
+    counter, mine = Counter.objects.using(database).create(name="a"), read(article)
+    counter.article_set.add(article)
+    assert version(article) == 2
+    counter.article_set.clear()
+    assert version(article) == 3
+    counter.article_set.add(article)
+    counter.delete()
+    assert read(article).counter_id is None
+    assert version(article) == 5
+    with pytest.raises(StaleObject):
+        mine.save_with_version()
+
+
+def test_base_manager_of_an_inheriting_model_counts_too(database):
+    place = Place.objects.using(database).create(name="a")
+    Shop._base_manager.using(database).create(name="b", owner="c")
+    Shop._base_manager.using(database).update(owner="d")
+    assert [place.version for place in Place.objects.using(database).order_by("pk")] == [1, 2]
+    assert place.version == 1
+
+
 def test_update_may_set_a_version_on_purpose(article, database):
     Article.objects.using(database).update(version=7)
     assert version(article) == 7
