@@ -7,7 +7,9 @@ from typing import Any, Final
 
 import hiredis
 
-COMPARE_AND_DELETE: Final = "if redis.call('get', KEYS[1]) == ARGV[1] then return redis.call('del', KEYS[1]) end return 0"
+COMPARE_AND_DELETE: Final = (
+    "if redis.call('get', KEYS[1]) == ARGV[1] then return redis.call('del', KEYS[1]) end return 0"
+)
 DIGEST: Final = sha1(COMPARE_AND_DELETE.encode(), usedforsecurity=False).hexdigest()
 
 
@@ -37,7 +39,9 @@ class RawRedis:
     def commands(self) -> dict[str, int]:
         """How often the server has run each command since the last reset, scripts' own included."""
         lines = self.call("INFO", "commandstats").decode().split()
-        stats = {line[8 : line.index(":")]: int(line.split("calls=")[1].split(",")[0]) for line in lines if "calls=" in line}
+        stats = {
+            line[8 : line.index(":")]: int(line.split("calls=")[1].split(",")[0]) for line in lines if "calls=" in line
+        }
         return {name: calls for name, calls in stats.items() if name not in {"info", "config|resetstat"}}
 
 

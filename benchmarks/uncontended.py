@@ -1,6 +1,6 @@
 """Acquire and release a free lock, with a new lock object each time, against the wire itself and three peers.
 
-    python -m benchmarks.uncontended --rounds 15 --count 400
+python -m benchmarks.uncontended --rounds 15 --count 400
 """
 
 import secrets

@@ -8,7 +8,7 @@ only through the runtime it is given.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Protocol
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -21,8 +21,7 @@ Found = Literal["released", "absent", "other"]
 """What a release found: our grant, nothing, or another's."""
 
 
-@dataclass(frozen=True, slots=True)
-class Request:
+class Request(NamedTuple):
     """One caller's wish for one lock; repeated unchanged in every attempt."""
 
     name: str
@@ -39,8 +38,7 @@ class Request:
     """The token must be greater than this; a grant that is already ours is given a greater token."""
 
 
-@dataclass(frozen=True, slots=True)
-class Granted:
+class Granted(NamedTuple):
     """The lock is ours: `token` only grows, `valid_for` is in seconds from when the store handled the request."""
 
     token: int
@@ -49,8 +47,7 @@ class Granted:
     """Private to the backend: a node path, a lease id, a connection."""
 
 
-@dataclass(frozen=True, slots=True)
-class Busy:
+class Busy(NamedTuple):
     """Somebody else has it: ask again after at most `retry_after` seconds; `ticket` is our place in the queue."""
 
     retry_after: float
@@ -58,8 +55,7 @@ class Busy:
     ticket: Any = None
 
 
-@dataclass(frozen=True, slots=True)
-class Renewal:
+class Renewal(NamedTuple):
     """One lease whose expiry is to be pushed to `request.ttl` from now."""
 
     request: Request

@@ -86,7 +86,7 @@ class RedisBackend:
             await runtime.sleep(min(seconds, random.uniform(0.05, 0.1)))  # noqa: S311 - only jitter
             return None
         keys, args = self._question(request)
-        sleep = ("BLPOP", args[-1] + request.holder, f"{max(seconds, 0.001):.3f}")
+        sleep = ("BLPOP", f"{keys[0]}:wake:{request.holder}", f"{max(seconds, 0.001):.3f}")
         again = ("EVALSHA", self._acquire.sha, len(keys), *keys, *args)
         wire, limit = self._wire(runtime), seconds + self._timeout
         woken, reply = await converse(wire, runtime, request.name, [sleep, again], limit)
@@ -94,12 +94,10 @@ class RedisBackend:
         return None if isinstance(reply, Exception) else self._answer(request, reply)
 
     async def withdraw(self, runtime: Runtime, request: Request, ticket: Any = None) -> None:
-        keys, wake = self._keys(request.name)
-        await self._ask(runtime, request.name, "withdraw", keys, (request.holder, wake))
+        await self._ask(runtime, request.name, "withdraw", self._keys(request.name), (request.holder,))
 
     async def release(self, runtime: Runtime, request: Request, granted: Granted) -> Found:
-        keys, wake = self._keys(request.name)
-        args = (request.holder, wake)
+        keys, args = self._keys(request.name), (request.holder,)
         return FOUND[await ask(self._wire(runtime), runtime, request.name, self._release, keys, args, self._timeout)]
 
     async def try_acquire_many(self, runtime: Runtime, requests: Sequence[Request]) -> list[Granted] | None:
@@ -113,8 +111,8 @@ class RedisBackend:
     async def release_many(self, runtime: Runtime, requests: Sequence[Request]) -> list[Found]:
         commands: list[Command] = []
         for request in requests:
-            keys, wake = self._keys(request.name)
-            commands.append(("EVALSHA", self._release.sha, len(keys), *keys, request.holder, wake))
+            keys = self._keys(request.name)
+            commands.append(("EVALSHA", self._release.sha, len(keys), *keys, request.holder))
         replies = await converse(self._wire(runtime), runtime, requests[0].name, commands, self._timeout)
         return [FOUND[answered(request.name, reply)] for request, reply in zip(requests, replies, strict=True)]
 
@@ -137,8 +135,7 @@ class RedisBackend:
         return states if name is not None else [state for state in states if state.holders or state.waiters]
 
     async def force_release(self, runtime: Runtime, name: str, token: int) -> bool:
-        keys, wake = self._keys(name)
-        return bool(await self._ask(runtime, name, "force_release", keys, (token, wake)))
+        return bool(await self._ask(runtime, name, "force_release", self._keys(name), (token,)))
 
     def close(self) -> None:
         """Close the idle connections; leases stay as they are."""
@@ -148,32 +145,22 @@ class RedisBackend:
     def _wire(self, runtime: Runtime) -> Wire:
         return self._asyncio if isinstance(runtime, Asyncio) else self._blocking
 
-    def _keys(self, name: str) -> tuple[tuple[str, str, str], str]:
-        key = f"{self._prefix}{{{name}}}"
-        return (key, *self._globals), key + ":wake:"
+    def _keys(self, name: str) -> tuple[str, str, str]:
+        return (f"{self._prefix}{{{name}}}", *self._globals)
 
     def _question(self, request: Request) -> tuple[tuple[str, str, str], tuple[Any, ...]]:
-        keys, wake = self._keys(request.name)
         mode, place, barge = "s" if request.shared else "x", ALIVE if request.queue else 0, 0 if request.fair else 1
-        return keys, (
-            request.holder,
-            math.ceil(request.ttl * 1000),
-            mode,
-            request.owner,
-            place,
-            request.floor,
-            barge,
-            wake,
-        )
+        ttl = math.ceil(request.ttl * 1000)
+        return self._keys(request.name), (request.holder, ttl, mode, request.owner, place, request.floor, barge)
 
     def _answer(self, request: Request, reply: Any) -> Granted | Busy:
-        if reply[0] == 1:
-            return Granted(reply[1], reply[2] / 1000)
-        owner = reply[2].decode(errors="replace")
+        if isinstance(reply, int):
+            return Granted(reply, request.ttl)
+        retry_after, owner = reply[0] / 1000, reply[1].decode(errors="replace")
         parts = owner.split("|", 3)
         if len(parts) < 4 and owner:
-            return Busy(reply[1] / 1000, "a client that is not dlock")
-        return Busy(reply[1] / 1000, parts[-1], ticket=request.holder)
+            return Busy(retry_after, "a client that is not dlock")
+        return Busy(retry_after, parts[-1], ticket=request.holder)
 
     async def _ask(self, runtime: Runtime, name: str, which: str, keys: Any, args: Any) -> Any:
         return await ask(self._wire(runtime), runtime, name, script(which), keys, args, self._timeout)

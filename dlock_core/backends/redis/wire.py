@@ -27,13 +27,19 @@ from dlock_core.errors import BackendUnavailable
 from dlock_core.runtime import Asyncio, Runtime, clock
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Callable
+    from collections.abc import AsyncGenerator, Awaitable, Callable
 
     from dlock_core.backends.redis.scripts import Script
 
 __all__ = ["AsyncioWire", "BlockingWire", "Command", "Wire"]
 
 Command = tuple[Any, ...]
+
+_pack: Callable[[Command], bytes] | None
+try:
+    from hiredis import pack_command as _pack
+except ImportError:
+    _pack = None
 
 IDLE_KEPT: Final = 64
 """Idle connections kept open, at most; more are made when more are needed at once."""
@@ -56,7 +62,9 @@ class Wire(Protocol):
     def forget(self) -> None:
         """Close the idle connections: one of them turned out to be dead, so the others may be."""
 
-    async def exchange(self, runtime: Runtime, connection: Any, packed: Any, replies: int, limit: float) -> list[Any]:
+    def exchange(
+        self, runtime: Runtime, connection: Any, packed: Any, replies: int, limit: float
+    ) -> Awaitable[list[Any]]:
         """Send, and read so many replies, an error reply as an exception object, within `limit` seconds."""
 
     def close(self) -> None:
@@ -67,10 +75,9 @@ async def ask(  # noqa: PLR0917 - the hot path: keywords cost
     wire: Wire, runtime: Runtime, name: str, script: Script, keys: Command, args: Command, limit: float
 ) -> Any:
     """Run one script; raises BackendUnavailable, whose text names `name`, when there is no proper answer."""
-    command = (script.sha, len(keys), *keys, *args)
-    (reply,) = await converse(wire, runtime, name, [("EVALSHA", *command)], limit)
+    (reply,) = await converse(wire, runtime, name, [("EVALSHA", script.sha, len(keys), *keys, *args)], limit)
     if isinstance(reply, NoScriptError):  # flushed, or another server: it learns the script along with the question
-        (reply,) = await converse(wire, runtime, name, [("EVAL", script.text, *command[1:])], limit)
+        (reply,) = await converse(wire, runtime, name, [("EVAL", script.text, len(keys), *keys, *args)], limit)
     return answered(name, reply)
 
 
@@ -86,8 +93,7 @@ async def converse(wire: Wire, runtime: Runtime, name: str, commands: list[Comma
     connection = wire.checkout()
     reused = connection.dlock_used > 0
     try:
-        packed = connection.pack_commands(commands) if len(commands) > 1 else connection.pack_command(*commands[0])
-        replies = await wire.exchange(runtime, connection, packed, len(commands), limit)
+        replies = await wire.exchange(runtime, connection, _packed(connection, commands), len(commands), limit)
     except BaseException as error:
         wire.discard(connection)  # closed at once: what it carries must not be carried out after our withdrawal
         if not isinstance(error, RedisError | OSError):
@@ -98,6 +104,12 @@ async def converse(wire: Wire, runtime: Runtime, name: str, commands: list[Comma
         raise failure from error
     wire.checkin(connection)
     return replies
+
+
+def _packed(connection: Any, commands: list[Command]) -> Any:
+    if _pack is None:
+        return connection.pack_commands(commands)
+    return [b"".join([_pack(command) for command in commands])]  # at a third of the cost
 
 
 def _unavailable(name: str, error: RedisError | OSError, *, reused: bool) -> BackendUnavailable:
@@ -153,16 +165,10 @@ class BlockingWire(_Idle):
 
     checkout, checkin, close, forget = _Idle.pop, _Idle.push, _Idle.clear, _Idle.clear
 
-    async def exchange(self, runtime: Runtime, connection: Any, packed: Any, replies: int, limit: float) -> list[Any]:
-        if limit != connection.socket_timeout and connection._sock is not None:
-            connection._sock.settimeout(limit)
-        await runtime.call(connection.send_packed_command, packed, False)
-        if limit != connection.socket_timeout:
-            connection._sock.settimeout(limit)
-        answers = [await runtime.call(_read, connection) for _ in range(replies)]
-        if limit != connection.socket_timeout:
-            connection._sock.settimeout(connection.socket_timeout)
-        return answers
+    def exchange(
+        self, runtime: Runtime, connection: Any, packed: Any, replies: int, limit: float
+    ) -> Awaitable[list[Any]]:
+        return runtime.call(_talk, connection, packed, replies, limit)
 
     def _is_alive(self, connection: Any) -> bool:
         try:
@@ -172,6 +178,19 @@ class BlockingWire(_Idle):
 
     def discard(self, connection: Any) -> None:
         connection.disconnect()
+
+
+def _talk(connection: Any, packed: Any, replies: int, limit: float) -> list[Any]:
+    own_limit = limit != connection.socket_timeout
+    if own_limit and connection._sock is not None:
+        connection._sock.settimeout(limit)
+    connection.send_packed_command(packed, False)
+    if own_limit:
+        connection._sock.settimeout(limit)
+    answers = [_read(connection) for _ in range(replies)]
+    if own_limit:
+        connection._sock.settimeout(connection.socket_timeout)
+    return answers
 
 
 def _read(connection: Any) -> Any:

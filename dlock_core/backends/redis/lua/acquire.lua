@@ -1,25 +1,23 @@
 -- acquire.lua: take the lock, or a place in its queue; idempotent by holder.
 -- KEYS  lock, token counter[, list of held locks]
--- ARGV  holder, ttl ms, mode x|s, owner, place in the queue lives for ms (0: take none), floor, barge 0|1, wake-up prefix
--- reply {1, token, ttl ms} granted | {0, ms until it makes sense to ask again, owner} busy
+-- ARGV  holder, ttl ms, mode x|s, owner, place in the queue lives for ms (0: take none), floor, barge 0|1
+-- reply token (granted, for the whole ttl) | {ms until it makes sense to ask again, owner} (busy)
 local lock, tokens, index = KEYS[1], KEYS[2], KEYS[3]
-local holder, ttl, mode, wake = ARGV[1], tonumber(ARGV[2]), ARGV[3], ARGV[8]
-local value, counter = unpack(redis.call('MGET', lock, tokens))
+local holder, ttl, mode = ARGV[1], tonumber(ARGV[2]), ARGV[3]
 
-if not value and mode == 'x' and redis.call('EXISTS', lock .. ':q') == 0 then
-  local at = redis.call('TIME')
+if mode == 'x' and redis.call('EXISTS', lock, lock .. ':q') == 0 then
+  local at, counter = redis.call('TIME'), redis.call('GET', tokens)
   local token = math.max((tonumber(counter) or 0) + 1, at[1] * 1000000 + at[2], ARGV[6] + 1)
   local text = string.format('%.0f', token)
-  if redis.call('SET', lock, holder .. '|' .. text .. '|' .. at[1] .. '|' .. ARGV[4], 'NX', 'PX', ttl) then
-    redis.call('SET', tokens, text)
-    if index then redis.call('ZADD', index, at[1] * 1000 + ttl, lock) end
-    return {1, token, ttl}
-  end
+  redis.call('SET', lock, holder .. '|' .. text .. '|' .. at[1] .. '|' .. ARGV[4], 'PX', ARGV[2])
+  redis.call('SET', tokens, text)
+  if index then redis.call('ZADD', index, at[1] * 1000 + ttl, lock) end
+  return token
 end
 --#include queue.lua
 local kind = redis.call('TYPE', lock).ok
 if kind ~= 'string' and kind ~= 'none' then
-  return {0, math.max(redis.call('PTTL', lock), 100), 'a key of another type'}
+  return {math.max(redis.call('PTTL', lock), 100), 'a key of another type'}
 end
 
 local function mine()
@@ -37,7 +35,7 @@ local function confirm(token)
   local floor = tonumber(ARGV[6])
   if token <= floor then
     redis.call('ZREM', sharers, holder)
-    return {1, grant(holder, mode, ARGV[4], ttl, floor), ttl}
+    return grant(holder, mode, ARGV[4], ttl, floor)
   end
   if mode == 'x' then
     redis.call('PEXPIRE', lock, ttl)
@@ -48,9 +46,10 @@ local function confirm(token)
     end
   end
   note(ttl)
-  return {1, token, ttl}
+  return token
 end
 
+local value = redis.call('GET', lock)
 if value == 'shared' then prune() end
 local token = mine()
 if not token then
@@ -75,4 +74,4 @@ if value == 'shared' then
   left = tonumber(redis.call('ZRANGE', sharers, 0, 0, 'WITHSCORES')[2]) - now
   value = redis.call('HGET', owners, redis.call('ZRANGE', sharers, 0, 0)[1])
 end
-return {0, ours and math.max(left, 0) + 1 or 100, value or ''}
+return {ours and math.max(left, 0) + 1 or 100, value or ''}

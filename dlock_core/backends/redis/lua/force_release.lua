@@ -1,8 +1,8 @@
 -- force_release.lua: end the grant with this token, and no newer one; the next waiter is served.
 -- KEYS  lock, token counter[, list of held locks]
--- ARGV  token, wake-up prefix
+-- ARGV  token
 -- reply 1 ended | 0 there is no such grant
-local lock, tokens, index, token, wake = KEYS[1], KEYS[2], KEYS[3], ARGV[1], ARGV[2]
+local lock, tokens, index, token = KEYS[1], KEYS[2], KEYS[3], ARGV[1]
 --#include queue.lua
 local function has(text) return type(text) == 'string' and string.match(text, '^%x+|(%d+)|') == token end
 local value, found = redis.pcall('GET', lock), 0

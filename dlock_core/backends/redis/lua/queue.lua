@@ -1,7 +1,8 @@
 -- queue.lua: the waiters of a lock, included by the scripts that grant or end a lease.
--- Expects `lock` (key), `tokens` (key of the counter), `index` (key of the list of held locks, or nil) and `wake`
--- (prefix of the private wake-up lists). All keys of a lock carry its hash tag, so they live in one slot.
+-- Expects `lock` (key), `tokens` (key of the counter) and `index` (key of the list of held locks, or nil).
+-- All keys of a lock carry its hash tag, so they live in one slot; `wake` begins those of the private wake-up lists.
 local CLAIM, queue, places, sharers, owners = 2000, lock .. ':q', lock .. ':w', lock .. ':s', lock .. ':o'
+local wake = lock .. ':wake:'
 local time = redis.call('TIME')
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
 

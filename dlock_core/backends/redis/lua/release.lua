@@ -1,8 +1,8 @@
 -- release.lua: end our lease and hand the lock to the first live waiter, in one step; idempotent by holder.
 -- KEYS  lock, token counter[, list of held locks]
--- ARGV  holder, wake-up prefix
+-- ARGV  holder
 -- reply 1 it was ours | 0 nobody has it | 2 another has it
-local lock, tokens, index, holder, wake = KEYS[1], KEYS[2], KEYS[3], ARGV[1], ARGV[2]
+local lock, tokens, index, holder = KEYS[1], KEYS[2], KEYS[3], ARGV[1]
 local value, found = redis.pcall('GET', lock), 1
 if not value then return 0 end
 if type(value) == 'table' then return 2 end

@@ -1,8 +1,8 @@
 -- withdraw.lua: leave the queue and undo a grant that may have happened; idempotent by holder.
 -- KEYS  lock, token counter[, list of held locks]
--- ARGV  holder, wake-up prefix
+-- ARGV  holder
 -- reply 1 there was something to undo | 0 nothing
-local lock, tokens, index, holder, wake = KEYS[1], KEYS[2], KEYS[3], ARGV[1], ARGV[2]
+local lock, tokens, index, holder = KEYS[1], KEYS[2], KEYS[3], ARGV[1]
 --#include queue.lua
 local found = redis.call('ZREM', queue, holder) + redis.call('DEL', wake .. holder)
 redis.call('HDEL', places, holder)
