@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-import secrets
+import os
 import threading
 import warnings
 from collections.abc import Hashable
@@ -114,8 +114,7 @@ class _Lease(LeaseView):
     __slots__ = ("_key", "_left")
 
     def __init__(self, held: Held, key: Key) -> None:
-        super().__init__(held)
-        self._key, self._left = key, False
+        self._held, self._key, self._left = held, key, False
 
     def _leave(self) -> bool:
         """Leave once; True for the last handle of the grant, which has to release it."""
@@ -256,6 +255,8 @@ class Blocks:
 
     def leave(self, caller: Hashable) -> Any:
         """Give the lease of the innermost block, which ends."""
+        if caller not in self._leases:  # a generator may begin its block in one thread and end it in another
+            caller = next(reversed(self._leases))
         leases = self._leases[caller]
         lease = leases.pop()
         if not leases:
@@ -265,7 +266,7 @@ class Blocks:
 
 def new_request(name: str, ttl: float, wait: float | None, *, shared: bool, fair: bool) -> Request:
     """Make the request of one acquire call: a fresh holder, and a place in the queue unless there is only one try."""
-    return Request(name, secrets.token_hex(16), ttl, shared, wait != 0.0, fair, owner.text())
+    return Request(name, os.urandom(16).hex(), ttl, shared, wait != 0.0, fair, owner.text())
 
 
 def supported_ttl(backend: Backend, ttl: float) -> float:

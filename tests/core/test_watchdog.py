@@ -1,0 +1,204 @@
+"""One thread renews every lease of a store, in batches, and says what was lost."""
+
+import gc
+import logging
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from dlock_core import Lock, watchdog
+from dlock_core.backend import Granted
+from dlock_core.errors import BackendUnavailable
+from dlock_core.held import Held
+from dlock_core.lock import new_request
+from dlock_core.testing import ManualRuntime, MemoryBackend
+from dlock_core.testing.contract.observed import Observed
+from tests.core.scripted import DOWN, Scripted
+
+WITHIN = 30.0
+
+
+def until(condition: Callable[[], object]) -> None:
+    for _ in range(int(WITHIN * 200)):
+        if condition():
+            return
+        threading.Event().wait(0.005)
+    raise TimeoutError
+
+
+class Flaky(Observed):
+    """A store in memory whose renewals fail while `failure` is set."""
+
+    failure: BaseException | None = None
+
+    async def renew_many(self, runtime: Any, renewals: Any) -> list[float | None]:
+        answers = await super().renew_many(runtime, renewals)
+        if self.failure is not None:
+            raise self.failure
+        return answers
+
+
+@pytest.fixture
+def store() -> Flaky:
+    return Flaky(MemoryBackend())
+
+
+@pytest.fixture
+def runtime() -> ManualRuntime:
+    return ManualRuntime()
+
+
+@pytest.fixture
+def held(runtime: ManualRuntime) -> Held:
+    store = Scripted(runtime, [30.0])
+    return Held(
+        store, new_request("a", 30.0, 0.0, shared=False, fair=True), Granted(7, 30.0), runtime.now(), runtime.now
+    )
+
+
+def renewals(store: Observed) -> int:
+    return sum(call.what == "renew_many" for call in list(store.calls))
+
+
+def test_lease_that_comes_while_the_watchdog_is_idle_is_renewed(store: Flaky) -> None:
+    Lock(store, "a", ttl=1.0).acquire().release()
+    until(lambda: watchdog._dogs[store]._next < 0)
+    with Lock(store, "a", ttl=1.0) as lease:
+        store.until(lambda _: renewals(store) >= 1)
+        assert not lease.lost
+
+
+def test_short_lease_is_renewed_although_a_long_one_is_due_later(store: Flaky) -> None:
+    with Lock(store, "long", ttl=1000.0):
+        until(lambda: watchdog._dogs[store]._next > 0)
+        with Lock(store, "short", ttl=1.0) as lease:
+            store.until(lambda _: renewals(store) >= 1)
+            assert not lease.lost
+
+
+def test_one_thread_for_any_number_of_leases(store: Flaky) -> None:
+    leases = [Lock(store, f"a:{number}", ttl=0.8).acquire() for number in range(300)]
+    store.until(lambda _: renewals(store) >= 4)
+    assert (
+        sum(
+            thread.name == "dlock-watchdog" and thread is watchdog._dogs[store]._thread
+            for thread in threading.enumerate()
+        )
+        == 1
+    )
+    assert renewals(store) < 100
+    for lease in leases:
+        lease.release()
+
+
+def test_unanswered_renewals_are_asked_again_and_lose_nothing(store: Flaky) -> None:
+    told: list[bool] = []
+    with Lock(store, "a", ttl=1.0, on_lost=lambda: told.append(True)) as lease:
+        store.failure = DOWN
+        store.until(lambda _: renewals(store) >= 3)
+        store.failure = None
+        store.until(lambda _: renewals(store) >= 6)
+        assert not lease.lost
+    assert told == []
+
+
+def test_lease_that_nobody_can_renew_is_lost_with_the_reason_and_told_once(store: Flaky) -> None:
+    told: list[bool] = []
+    lost = threading.Event()
+
+    def on_lost() -> None:
+        told.append(True)
+        lost.set()
+
+    lease = Lock(store, "a", ttl=0.3, on_lost=on_lost).acquire()
+    store.failure = DOWN
+    assert lost.wait(WITHIN)
+    assert lease.lost
+    with pytest.raises(Exception, match="could not be renewed in time: no answer"):
+        lease.ensure_held()
+    assert told == [True]
+
+
+def test_any_surprise_in_a_renewal_is_logged_and_the_watchdog_lives_on(
+    store: Flaky, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.ERROR, logger="dlock"), Lock(store, "a", ttl=1.0) as lease:
+        store.failure = ZeroDivisionError()
+        store.until(lambda _: renewals(store) >= 2)
+        store.failure = None
+        store.until(lambda _: renewals(store) >= 4)
+        assert not lease.lost
+    assert "a renewal failed" in caplog.text
+
+
+def test_lease_without_renewal_is_left_alone(store: Flaky) -> None:
+    with Lock(store, "a", ttl=1.0, renew=False) as lease, Lock(store, "b", ttl=0.6):
+        store.until(lambda _: renewals(store) >= 2)
+        assert all(lease.holder not in call.holders for call in store.calls if call.what == "renew_many")
+
+
+def test_thread_ends_when_there_was_nothing_to_do_for_long_and_comes_back(
+    store: Flaky, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watchdog, "IDLE", 0.01)
+    Lock(store, "a", ttl=1.0).acquire().release()
+    until(lambda: watchdog._dogs[store]._thread is None)
+    with Lock(store, "a", ttl=1.0) as lease:
+        store.until(lambda _: renewals(store) >= 1)
+        assert not lease.lost
+
+
+def test_lease_whose_time_is_over_is_lost_without_a_question(held: Held, runtime: ManualRuntime) -> None:
+    runtime.advance(31.0)
+    watchdog.Watchdog()._renew([held])
+    assert held.lost_because
+    assert held.backend.calls == []  # type: ignore[attr-defined]
+
+
+def test_renewal_answered_after_the_lease_ran_out_does_not_heal_it(held: Held, runtime: ManualRuntime) -> None:
+    held.backend.takes = 31.0  # type: ignore[attr-defined]
+    watchdog.Watchdog()._renew([held])
+    assert held.lost_because
+
+
+def test_renewal_for_an_earlier_ttl_does_not_stretch_a_lease_that_was_shortened(
+    held: Held, runtime: ManualRuntime
+) -> None:
+    def shorten() -> None:
+        held.request = new_request("a", 1.0, 0.0, shared=False, fair=True)
+        held.until = runtime.now() + 1.0
+
+    runtime.at(runtime.now() + 0.5, shorten)
+    held.backend.takes = 0.6  # type: ignore[attr-defined]
+    watchdog.Watchdog()._renew([held])
+    assert held.remaining() <= 1.0
+
+
+def test_release_during_a_renewal_is_not_a_loss(held: Held, runtime: ManualRuntime) -> None:
+    def release() -> None:
+        held.renewing = False
+
+    held.backend.script = [[None]]  # type: ignore[attr-defined]
+    held.backend.takes = 1.0  # type: ignore[attr-defined]
+    runtime.at(runtime.now() + 0.5, release)
+    watchdog.Watchdog()._renew([held])
+    assert not held.lost_because
+
+
+def test_backend_that_nobody_uses_any_more_is_forgotten() -> None:
+    store = MemoryBackend()
+    Lock(store, "a").acquire().release()
+    assert store in watchdog._dogs
+    before = len(watchdog._dogs)
+    del store
+    gc.collect()
+    assert len(watchdog._dogs) < before
+
+
+def test_unavailable_store_is_never_a_loss_by_itself(held: Held) -> None:
+    held.backend.script = [BackendUnavailable("a", reason="down")]  # type: ignore[attr-defined]
+    watchdog.Watchdog()._renew([held])
+    assert not held.is_lost()
+    assert "down" in held.trouble
