@@ -7,6 +7,7 @@ each statement notices when a transaction begins under a lease: then the token i
 from __future__ import annotations
 
 import re
+from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, Final, Literal
 
@@ -25,14 +26,14 @@ from dlock_core.runtime import BLOCKING, clock, run
 from dlock_core.tie import Outcome, Tie
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from django.db.backends.base.base import BaseDatabaseWrapper
 
     from django_dlock.fencing import TableFence
     from dlock_core.held import Held
 
-__all__ = ["DatabaseTie", "FenceForm", "current", "forget", "remember"]
+__all__ = ["DatabaseTie", "FenceForm", "apart", "current", "forget", "remember"]
 
 FenceForm = Literal["transaction", "lease", False]
 
@@ -188,6 +189,16 @@ def remember(tie: DatabaseTie) -> None:
 def forget(tie: DatabaseTie) -> None:
     """Hold it no more."""
     _current.set(tuple(other for other in _current.get() if other is not tie and other.held.ended is None))
+
+
+@contextmanager
+def apart() -> Iterator[None]:
+    """Hold nothing for a while, whatever this context holds: what happens inside neither joins it nor ends it."""
+    token = _current.set(())
+    try:
+        yield
+    finally:
+        _current.reset(token)
 
 
 @receiver(connection_created)

@@ -89,7 +89,9 @@ def _locked_function(
     function: Callable[..., Any], parts: tuple[Any, ...], options: dict[str, Any], *, is_async: bool = False
 ) -> Callable[..., Any]:
     if hasattr(function, "apply_async"):
-        raise TypeError(f"@locked goes below the decorator that makes {function!r} a task, on the function itself")
+        raise TypeError("@locked goes below the decorator that makes a function a task, on the function itself")
+    if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
+        raise TypeError(f"@locked cannot hold a lock for the generator {function!r}: it runs after it was called")
     find = _finder(function, [part.name for part in parts if isinstance(part, Argument)])
 
     def lock_for(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Lock:
@@ -140,9 +142,15 @@ def _refuse_coroutine(function: Callable[..., Any], answer: Any) -> Any:
     return answer
 
 
+def _without_partial(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Look into what method_decorator makes of a bound method: it claims to have the signature of the unbound one."""
+    is_bound = isinstance(function, functools.partial) and inspect.ismethod(function.func) and not function.args
+    return function.func if is_bound else function  # type: ignore[attr-defined]
+
+
 def _finder(function: Callable[..., Any], wanted: list[str]) -> Callable[[str, tuple[Any, ...], dict[str, Any]], Any]:
     """Make the function that finds an argument by name in a call; what can be known to be wrong is refused now."""
-    parameters = list(inspect.signature(function).parameters.values())
+    parameters = list(inspect.signature(_without_partial(function)).parameters.values())
     positional = [each for each in parameters if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
     places = {each.name: place for place, each in enumerate(positional)}
     defaults = {each.name: each.default for each in parameters if each.default is not each.empty}
