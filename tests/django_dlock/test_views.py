@@ -383,10 +383,9 @@ def url(name):
 
 
 @pytest.fixture(autouse=True)
-def _urls(store, journal):
+def _urls(store, journal, monkeypatch):
     """The views note what they do in the journal."""
-    global said
-    said = journal
+    monkeypatch.setattr(f"{__name__}.said", journal)
     held.clear()
     go_on.clear()
     with override_settings(ROOT_URLCONF=__name__, MIDDLEWARE=["django_dlock.middleware.LockMiddleware"]):
@@ -704,7 +703,7 @@ def test_celery_task_that_raises_rolls_back_then_releases(make_default, journal,
 
 
 def test_argument_that_the_function_does_not_have_is_named_at_import():
-    with pytest.raises(TypeError, match="'order_id'.*request, pk"):
+    with pytest.raises(TypeError, match=r"'order_id'.*request, pk"):
         locked("order", "order_id")(function.__wrapped__)
 
 
@@ -745,8 +744,11 @@ def test_coroutine_behind_a_blocking_function_is_refused(make_default):
     async def answer():
         pass
 
+    def view():
+        return answer()
+
     with pytest.raises(TypeError, match="coroutine"):
-        locked("order", 7)(lambda: answer())()
+        locked("order", 7)(view)()
 
 
 @pytest.mark.parametrize("kind", ["generator", "async generator"])
