@@ -151,6 +151,7 @@ def test_hand_over_that_nobody_takes_up_passes_on(locks: Locks, name: str) -> No
     pending = locks.queue_up(name)
     locks.do(first.release)
     assert locks.holders(name) == [ghost.holder]
+    assert ghost.holder not in [waiter.holder for waiter in locks.state(name).waiters]
     second = pending.result(WITHIN)
     assert locks.holders(name) == [second.holder]
     locks.ask("withdraw", ghost)
