@@ -13,8 +13,8 @@ from django.db import DatabaseError, connections
 from django.db.models import Model, QuerySet
 from django.db.models.sql import Query
 
-from django_dlock.errors import NotSupported, RowLocked
-from django_dlock.row_sql import RowLockQuery, has_wait_clause, require_row_locks, waiting, whole_seconds
+from django_dlock.errors import RowLocked
+from django_dlock.row_sql import RowLockQuery, require_row_locks, reword, waiting_in
 from dlock_core.deadline import Seconds, wait_seconds
 from dlock_core.retry import Trouble, classify
 
@@ -59,26 +59,25 @@ class RowLock:
         connection = connections[rows.db]
         require_row_locks(connection)
         started = time.monotonic()
+        locked, wait = self._ask(rows, connection.features), wait_seconds(self.wait)
         try:
-            with waiting(connection, wait_seconds(self.wait)):
-                return read(self._ask(rows, connection))
+            with waiting_in(locked, connection, wait):
+                return read(locked)
         except DatabaseError as error:
             if classify(error) is Trouble.LOCK_TIMEOUT:
                 raise RowLocked(name, waited=time.monotonic() - started) from error
             raise
 
-    def _ask(self, rows: QuerySet[Any], connection: Any) -> QuerySet[Any]:
-        features, wait = connection.features, wait_seconds(self.wait)
+    def _ask(self, rows: QuerySet[Any], features: Any) -> QuerySet[Any]:
         locked = QuerySet.select_for_update(
             rows,
-            nowait=self.nowait or wait == 0,
+            nowait=self.nowait or wait_seconds(self.wait) == 0,
             skip_locked=self.skip_locked,
             of=_own_tables(rows) if features.has_select_for_update_of else (),
             no_key=self.no_key and not self.shared and features.has_select_for_no_key_update,
         )
-        clause = whole_seconds(wait) if wait and has_wait_clause(connection) else None
-        if self.shared or clause:
-            _reword(locked, "SHARE" if self.shared else "UPDATE", clause)
+        if self.shared:
+            reword(locked, strength="SHARE")
         return locked
 
 
@@ -155,7 +154,7 @@ class RowLockQuerySet(QuerySet[M_co]):
         `key` on PostgreSQL is FOR KEY SHARE, which allows updates of other columns; elsewhere it is FOR SHARE.
         """
         locked = super().select_for_update(nowait=nowait, skip_locked=skip_locked, of=of)
-        _reword(locked, "KEY SHARE" if key else "SHARE")
+        reword(locked, strength="KEY SHARE" if key else "SHARE")
         return locked
 
     def select_for_update(
@@ -175,13 +174,6 @@ class RowLockQuerySet(QuerySet[M_co]):
 def row_name(model: type[Model], pk: object) -> str:
     """Name a row in an error."""
     return f"{model.__name__}({pk!r})"
-
-
-def _reword(locked: Any, strength: str, wait: int | None = None) -> None:
-    if type(locked.query) not in (Query, RowLockQuery):
-        raise NotSupported(f"dlock cannot lock the rows of a {type(locked.query).__name__}")
-    locked.query = locked.query.chain(RowLockQuery)
-    locked.query.dlock_strength, locked.query.dlock_wait = strength, wait
 
 
 def _own_tables(rows: QuerySet[Any]) -> tuple[str, ...]:

@@ -14,6 +14,7 @@ from django.core.exceptions import ObjectDoesNotExist
 from django.db import Error
 from django.db.models.sql import Query
 from django.db.models.sql.compiler import SQLCompiler
+from django.db.models.sql.where import AND, ExtraWhere
 from django.db.transaction import TransactionManagementError
 
 from django_dlock.errors import NotSupported
@@ -21,15 +22,20 @@ from django_dlock.errors import NotSupported
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["RowLockQuery", "has_wait_clause", "require_row_locks", "waiting", "whole_seconds"]
+__all__ = ["RowLockQuery", "require_row_locks", "reword", "waiting", "waiting_in"]
 
 _LONGEST_MILLISECONDS: Final = 2**31 - 1
 _LONGEST_SECONDS: Final = 100_000_000  # what innodb_lock_wait_timeout can be
+# A scalar subquery: in a WHERE it is evaluated once, before the first row is found and locked.
 _POSTGRESQL_LIMIT: Final = (
-    "SELECT set_config('dlock.lock_timeout', current_setting('lock_timeout'), true), "
-    "set_config('lock_timeout', %s, true)"
+    "(SELECT set_config('dlock.lock_timeout', current_setting('lock_timeout'), true) "
+    "|| set_config('lock_timeout', %s, true))"
 )
-_POSTGRESQL_RESTORE: Final = "SELECT set_config('lock_timeout', current_setting('dlock.lock_timeout'), true)"
+# Nothing to restore when the limit was never sent: Django skips a query that cannot find anything.
+_POSTGRESQL_RESTORE: Final = (
+    "SELECT set_config('lock_timeout', former, true), set_config('dlock.lock_timeout', '', true) "
+    "FROM current_setting('dlock.lock_timeout', true) AS former WHERE former <> ''"
+)
 _MYSQL_LIMIT: Final = "SET @dlock_wait = @@SESSION.innodb_lock_wait_timeout, @@SESSION.innodb_lock_wait_timeout = %s"
 _MYSQL_RESTORE: Final = "SET @@SESSION.innodb_lock_wait_timeout = @dlock_wait"
 
@@ -45,6 +51,14 @@ class RowLockQuery(Query):
         compiler: Any = super().get_compiler(using, connection, elide_empty)
         compiler.__class__ = _with_row_locks(compiler.__class__)
         return compiler
+
+
+def reword(locked: Any, **words: Any) -> None:
+    """Have the lock of a queryset written with other words: `strength`, `wait`."""
+    if type(locked.query) not in (Query, RowLockQuery):
+        raise NotSupported(f"dlock cannot lock the rows of a {type(locked.query).__name__}")
+    locked.query = locked.query.chain(RowLockQuery)
+    vars(locked.query).update({f"dlock_{key}": word for key, word in words.items()})
 
 
 class _RowLockCompiler(SQLCompiler):
@@ -82,7 +96,7 @@ def _clause(connection: Any, query: Any, of: list[str]) -> str:
 
 def _strength(connection: Any, query: Any) -> str:
     if query.dlock_strength == "UPDATE":
-        return "FOR UPDATE"
+        return "FOR NO KEY UPDATE" if query.select_for_no_key_update else "FOR UPDATE"
     if connection.vendor == "postgresql":
         return f"FOR {query.dlock_strength}"
     if connection.vendor == "mysql":
@@ -111,20 +125,12 @@ def require_row_locks(connection: Any) -> None:
         )
 
 
-def has_wait_clause(connection: Any) -> bool:
-    """Say whether `WAIT n` can be written behind the lock itself."""
-    return connection.vendor == "mysql" and bool(connection.mysql_is_mariadb)
-
-
-def whole_seconds(wait: float) -> int:
-    """Round up to what MySQL and MariaDB can wait: 1 second or more."""
-    return max(1, min(math.ceil(wait), _LONGEST_SECONDS))
-
-
 def waiting(connection: Any, wait: float | None) -> AbstractContextManager[None]:
-    """Limit how long a statement inside the block waits for each lock; the former limit is back after it."""
-    is_said_elsewhere = has_wait_clause(connection) or not connection.features.has_select_for_update
-    if not wait or is_said_elsewhere:  # 0 is NOWAIT
+    """Limit how long each statement inside the block waits for each lock; the former limit is back after it.
+
+    None and 0 limit nothing. Not on SQLite, where a transaction that may lock a row has locked the database already.
+    """
+    if not wait or not connection.features.has_select_for_update:
         return nullcontext()
     if connection.vendor == "postgresql":
         return _waiting_on_postgresql(connection, wait)
@@ -133,26 +139,53 @@ def waiting(connection: Any, wait: float | None) -> AbstractContextManager[None]
     raise NotSupported(f"dlock cannot limit the wait for a row lock on {connection.display_name}: use nowait=True")
 
 
+def waiting_in(locked: Any, connection: Any, wait: float | None) -> AbstractContextManager[None]:
+    """As `waiting`, for one queryset: what its query can say itself needs no statement of its own."""
+    if wait and connection.vendor == "postgresql":
+        locked.query.where.add(ExtraWhere([f"{_POSTGRESQL_LIMIT} IS NOT NULL"], [_milliseconds(wait)]), AND)
+        return _restoring_on_postgresql(connection)
+    if wait and connection.vendor == "mysql" and connection.mysql_is_mariadb:
+        reword(locked, wait=_whole_seconds(wait))
+        return nullcontext()
+    return waiting(connection, wait)
+
+
+def _milliseconds(wait: float) -> str:
+    return str(max(1, min(math.ceil(wait * 1000), _LONGEST_MILLISECONDS)))  # 0 would be no limit
+
+
+def _whole_seconds(wait: float) -> int:
+    return max(1, min(math.ceil(wait), _LONGEST_SECONDS))
+
+
 @contextmanager
 def _waiting_on_postgresql(connection: Any, wait: float) -> Iterator[None]:
-    milliseconds = max(1, min(math.ceil(wait * 1000), _LONGEST_MILLISECONDS))  # 0 would be no limit
-    with connection.cursor() as cursor:
-        cursor.execute(_POSTGRESQL_LIMIT, [str(milliseconds)])
-        try:
-            yield
-        except ObjectDoesNotExist:
-            cursor.execute(_POSTGRESQL_RESTORE)
-            raise
-        # After an error of the database nothing is accepted before a rollback, and that restores the setting.
-        cursor.execute(_POSTGRESQL_RESTORE)
+    _execute(connection, f"SELECT {_POSTGRESQL_LIMIT}", _milliseconds(wait))
+    with _restoring_on_postgresql(connection):
+        yield
+
+
+@contextmanager
+def _restoring_on_postgresql(connection: Any) -> Iterator[None]:
+    try:
+        yield
+    except ObjectDoesNotExist:
+        _execute(connection, _POSTGRESQL_RESTORE)
+        raise
+    # After an error of the database nothing is accepted before a rollback, and that restores the setting.
+    _execute(connection, _POSTGRESQL_RESTORE)
 
 
 @contextmanager
 def _waiting_on_mysql(connection: Any, wait: float) -> Iterator[None]:
+    _execute(connection, _MYSQL_LIMIT, _whole_seconds(wait))
+    try:
+        yield
+    finally:  # the setting belongs to the session: no rollback restores it
+        with suppress(Error):
+            _execute(connection, _MYSQL_RESTORE)
+
+
+def _execute(connection: Any, sql: str, *params: object) -> None:
     with connection.cursor() as cursor:
-        cursor.execute(_MYSQL_LIMIT, [whole_seconds(wait)])
-        try:
-            yield
-        finally:  # the setting belongs to the session: no rollback restores it
-            with suppress(Error):
-                cursor.execute(_MYSQL_RESTORE)
+        cursor.execute(sql, params)

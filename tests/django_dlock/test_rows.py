@@ -246,6 +246,33 @@ def lock_timeout(alias: str) -> str:
 
 
 @on_postgresql
+def test_wait_is_two_statements_and_does_not_strengthen_the_lock(stock, database, sql):
+    with atomic(database):
+        sent = len(sql())
+        stocks(database).lock_row(stock.pk, wait=2)
+        assert [text.split()[0] for text in sql()[sent:]] == ["SELECT", "SELECT"]
+        assert sql()[sent].endswith("FOR NO KEY UPDATE")
+
+
+@on_postgresql
+def test_limit_is_left_alone_when_there_is_nothing_to_look_for(stock, database):
+    with atomic(database):
+        stocks(database).lock_row(stock.pk, wait=1)
+        rows(connections[database], "SET LOCAL lock_timeout = '7s'")
+        assert stocks(database).filter(pk__in=[]).lock_rows(wait=1) == []
+        assert lock_timeout(database) == "7s"
+
+
+@with_row_locks
+def test_wait_limits_each_statement_of_a_block(stock, database):
+    with other_transaction(database) as other:
+        lock_there(other, stock.pk)
+        with pytest.raises(OperationalError) as caught, atomic(database), waiting(connections[database], 0.1):
+            stocks(database).update(pieces=1)
+    assert classify(caught.value) is Trouble.LOCK_TIMEOUT
+
+
+@on_postgresql
 def test_former_limit_is_back_after_the_lock(stock, database):
     with atomic(database):
         rows(connections[database], "SET LOCAL lock_timeout = '7s'")
