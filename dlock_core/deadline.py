@@ -40,6 +40,8 @@ def deadline(now: float, wait: float | None) -> float:
 
 
 def _number(what: str, value: object) -> float:
+    if type(value) is float:
+        return value
     if isinstance(value, timedelta):
         return value.total_seconds()
     if isinstance(value, bool) or not isinstance(value, int | float):

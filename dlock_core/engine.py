@@ -22,6 +22,8 @@ from dlock_core.lease import Released, valid_until
 from dlock_core.owner import describe
 
 if TYPE_CHECKING:
+    from collections.abc import Awaitable
+
     from dlock_core.backend import Backend, Request
     from dlock_core.runtime import Runtime
 
@@ -82,6 +84,7 @@ class _Attempt:
 
     async def run(self) -> Held | None:
         try:
+            await self.ask()
             while not self.is_over():
                 await self.step()
         except BaseException:
@@ -89,7 +92,7 @@ class _Attempt:
             raise
         if isinstance(self.answer, Granted) and self.has_left(self.answer.valid_for):
             held = Held(self.backend, self.request, self.answer, self.sent, self.runtime.now)
-            hooks.emit("acquired", held.name, held.token, self.sent - self.started)
+            hooks.emit("acquired", self.request.name, self.answer.token, self.sent - self.started)
             return held
         await self.withdraw()
         if isinstance(self.answer, Granted):
@@ -209,9 +212,9 @@ async def _release(runtime: Runtime, held: Held) -> None:
     held.end(FOUND[found])
 
 
-async def _ask_release(runtime: Runtime, held: Held) -> str:
+def _ask_release(runtime: Runtime, held: Held) -> Awaitable[str]:
     held.prepare_release()
-    return await held.backend.release(runtime, held.request, held.granted)
+    return held.backend.release(runtime, held.request, held.granted)
 
 
 async def raise_token(runtime: Runtime, held: Held, floor: int) -> bool:

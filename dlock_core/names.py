@@ -6,6 +6,7 @@ A name is plain ASCII text of 1 to 512 bytes, whatever it was made of, and safe 
 from __future__ import annotations
 
 import re
+from functools import lru_cache
 from typing import Final
 from urllib.parse import quote, unquote_to_bytes
 
@@ -32,6 +33,11 @@ def canonical(name: str) -> str:
     """
     if not isinstance(name, str):
         raise TypeError(f"a lock's name is text, not {type(name).__name__}: {name!r:.80}")
+    return _canonical(name)
+
+
+@lru_cache(maxsize=1024)
+def _canonical(name: str) -> str:
     if not _PLAIN.fullmatch(name):
         parts = name.encode(errors="surrogatepass").split(b":")
         name = ":".join([quote(unquote_to_bytes(part), safe="") for part in parts])

@@ -77,8 +77,8 @@ class Blocking:
     async def wait(self, signal: Any, seconds: float) -> bool:
         return bool(signal.wait(min(seconds, threading.TIMEOUT_MAX)))
 
-    async def shield(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        return await coroutine
+    def shield(self, coroutine: Coroutine[Any, Any, T]) -> Coroutine[Any, Any, T]:
+        return coroutine
 
 
 class _LoopEvent(asyncio.Event):

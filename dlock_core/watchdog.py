@@ -28,7 +28,7 @@ logger = logging.getLogger("dlock")
 TICKS: Final = 32
 """Leases that are due in the same 1/32 s share a bucket, so that watching one costs the same whatever their number."""
 BATCH: Final = 1000
-IDLE: Final = 10.0
+IDLE: Final = 10
 """Seconds without a lease after which the thread ends."""
 
 
@@ -39,7 +39,7 @@ class Watchdog:
         self._guard = threading.Lock()
         self._wake = threading.Event()
         self._due: dict[int, set[weakref.ref[Held]]] = {}
-        self._next = 0
+        self._next = self._ends = 0  # the ticks until which the thread sleeps, and at which it ends if nothing comes
         self._thread: threading.Thread | None = None
 
     def watch(self, held: Held, seconds: float) -> None:
@@ -47,10 +47,12 @@ class Watchdog:
         held.due = due = int((clock() + seconds) * TICKS)
         with self._guard:
             self._due.setdefault(due, set()).add(weakref.ref(held))
+            self._ends = due + IDLE * TICKS
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="dlock-watchdog", daemon=True)
                 self._thread.start()
-            elif self._next < 0 or due < self._next:  # it sleeps without a lease, or longer than this one may
+            elif due < self._next:  # it sleeps longer than this one may
+                self._next = due
                 self._wake.set()
 
     def unwatch(self, held: Held) -> None:
@@ -76,12 +78,15 @@ class Watchdog:
     def _pause(self) -> float | None:
         """Tell how long nothing is due; None, and no thread any more, when nothing has been for long."""
         with self._guard:
-            idle = not self._due
-            if idle and self._next < 0:
+            now = clock() * TICKS
+            if not self._due and now >= self._ends:
                 self._thread = None
                 return None
-            self._next = -1 if idle else min(self._due)
-            return IDLE if idle else max(0.0, self._next / TICKS - clock())
+            nearest = min(self._due, default=self._ends)
+            if self._next > now:  # woken for a lease that may be gone: its like will come, and need not wake us again
+                nearest = min(nearest, self._next)
+            self._next = nearest
+            return max(0.0, (nearest - now) / TICKS)
 
     def _take(self) -> list[Held]:
         now = clock() * TICKS

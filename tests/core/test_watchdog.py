@@ -64,7 +64,7 @@ def renewals(store: Observed) -> int:
 
 def test_lease_that_comes_while_the_watchdog_is_idle_is_renewed(store: Flaky) -> None:
     Lock(store, "a", ttl=1.0).acquire().release()
-    until(lambda: watchdog._dogs[store]._next < 0)
+    until(lambda: watchdog._dogs[store]._next == watchdog._dogs[store]._ends)
     with Lock(store, "a", ttl=1.0) as lease:
         store.until(lambda _: renewals(store) >= 1)
         assert not lease.lost

@@ -134,7 +134,7 @@ class _Idle:
                 return connection
             self.discard(connection)
         connection = self._connect()
-        connection.dlock_used = 0.0
+        connection.dlock_used, connection.dlock_limit = 0.0, None
         return connection
 
     def push(self, connection: Any) -> None:
@@ -181,16 +181,13 @@ class BlockingWire(_Idle):
 
 
 def _talk(connection: Any, packed: Any, replies: int, limit: float) -> list[Any]:
-    own_limit = limit != connection.socket_timeout
-    if own_limit and connection._sock is not None:
+    if connection._sock is None:
+        connection.connect()
+    if connection.dlock_limit != limit:
         connection._sock.settimeout(limit)
+        connection.dlock_limit = limit
     connection.send_packed_command(packed, False)
-    if own_limit:
-        connection._sock.settimeout(limit)
-    answers = [_read(connection) for _ in range(replies)]
-    if own_limit:
-        connection._sock.settimeout(connection.socket_timeout)
-    return answers
+    return [_read(connection) for _ in range(replies)]
 
 
 def _read(connection: Any) -> Any:
