@@ -1,0 +1,42 @@
+"""Look at a store over a good network."""
+
+import threading
+from collections.abc import Callable
+
+import redis
+
+from dlock_core.backends.redis import RedisBackend
+from dlock_core.runtime import BLOCKING, run
+
+WITHIN = 30.0
+
+
+def holders(store: RedisBackend, name: str) -> list[str]:
+    (state,) = run(store.inspect(BLOCKING, name))
+    return [holder.holder for holder in state.holders]
+
+
+def waiters(store: RedisBackend, name: str) -> list[str]:
+    (state,) = run(store.inspect(BLOCKING, name))
+    return [waiter.holder for waiter in state.waiters]
+
+
+def is_untouched(store: RedisBackend, name: str) -> bool:
+    """Nobody holds the lock or waits for it."""
+    return not holders(store, name) and not waiters(store, name)
+
+
+def keys(url: str, prefix: str) -> set[str]:
+    """Every key of a store, without the counter and without what only lives for a moment."""
+    with redis.Redis.from_url(url, decode_responses=True) as client:
+        found = {key.removeprefix(prefix) for key in client.scan_iter(f"{prefix}*")}
+        return {key for key in found if ":wake:" not in key} - {"token"}
+
+
+def until(condition: Callable[[], object]) -> None:
+    """Wait for what no event announces."""
+    for _ in range(int(WITHIN * 100)):
+        if condition():
+            return
+        threading.Event().wait(0.01)
+    raise TimeoutError(f"did not happen within {WITHIN} s")
