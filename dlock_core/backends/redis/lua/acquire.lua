@@ -15,18 +15,16 @@ if mode == 'x' and redis.call('EXISTS', lock, lock .. ':q') == 0 then
   return token
 end
 --#include queue.lua
-local kind = redis.call('TYPE', lock).ok
-if kind ~= 'string' and kind ~= 'none' then
+local value, token = redis.pcall('GET', lock)
+if type(value) == 'table' then
   return {math.max(redis.call('PTTL', lock), 100), 'a key of another type'}
 end
 
-local function mine()
-  local text = redis.call('GET', lock)
+local function mine(text)
   if text == 'shared' then
     text = redis.call('ZSCORE', sharers, holder) and redis.call('HGET', owners, holder)
   end
   if not text or string.sub(text, 1, 33) ~= holder .. '|' then return nil end
-  leave(holder)
   redis.call('DEL', wake .. holder)
   return tonumber(string.match(text, '^%x+|(%d+)|'))
 end
@@ -49,9 +47,11 @@ local function confirm(token)
   return token
 end
 
-local value = redis.call('GET', lock)
-if value == 'shared' then prune() end
-local token = mine()
+if value == 'shared' then
+  prune()
+  value = redis.call('GET', lock)
+end
+token = mine(value)
 if not token then
   local place = string.format('%.0f|%s|%.0f|%s|%s', now + math.max(tonumber(ARGV[5]), 1), mode, ttl, ARGV[6], ARGV[4])
   local arrival = ARGV[7] == '1' and 0 or time[1] * 1000000 + time[2]
@@ -59,15 +59,18 @@ if not token then
   redis.call('HSET', places, holder, place)
   redis.call('PEXPIRE', queue, 3600000)
   redis.call('PEXPIRE', places, 3600000)
-  serve()
-  token = mine()
+  if not value or value == 'shared' then
+    serve()
+    value = redis.call('GET', lock)
+    token = mine(value)
+  end
 end
 if token then return confirm(token) end
 if ARGV[5] == '0' then
   leave(holder)
   serve()
+  value = redis.call('GET', lock)
 end
-value = redis.call('GET', lock)
 local left, ours = redis.call('PTTL', lock), value and (value == 'shared' or string.match(value, '^%x+|%d+|%d+|'))
 if not ours then note(tonumber(ARGV[5])) end
 if value == 'shared' then

@@ -51,9 +51,10 @@ local function leave(holder)
 end
 
 local function serve()
-  while true do
-    local value, head = redis.pcall('GET', lock), redis.call('ZRANGE', queue, 0, 0)[1]
-    if not head or (value and value ~= 'shared') then return end
+  local value = redis.pcall('GET', lock)
+  while not value or value == 'shared' do
+    local head = redis.call('ZRANGE', queue, 0, 0)[1]
+    if not head then return end
     local alive, mode, ttl, floor, owner = string.match(redis.call('HGET', places, head) or '', '^(%d+)|(%a)|(%d+)|(%d+)|(.*)$')
     if not alive or tonumber(alive) < now then
       leave(head)
@@ -64,6 +65,7 @@ local function serve()
       grant(head, mode, owner, math.min(CLAIM, tonumber(ttl)), floor)
       redis.call('RPUSH', wake .. head, 1)
       redis.call('PEXPIRE', wake .. head, CLAIM)
+      value = mode == 'x' and 'taken' or 'shared'
     end
   end
 end
