@@ -14,7 +14,7 @@ import socket
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -77,7 +77,7 @@ class Cost:
 def spread(values: Sequence[float]) -> str:
     """The quartiles."""
     low, _, high = statistics.quantiles(values, n=4) if len(values) > 1 else values * 3
-    return f"{low:.2f}–{high:.2f}"
+    return f"{low:.2f}-{high:.2f}"
 
 
 def interleave(
@@ -89,9 +89,8 @@ def interleave(
     runs = {name: Runs() for name in contestants}
     others = [name for name in contestants if name != floor]
     for _ in range(rounds):
-        random.shuffle(others)
         before = timed(contestants[floor], count, servers)
-        for name in others or [floor]:
+        for name in shuffled(others) or [floor]:
             cost = timed(contestants[name], count, servers)
             after = timed(contestants[floor], count, servers)
             runs[name].note(cost, before, after)
@@ -99,6 +98,12 @@ def interleave(
                 runs[floor].note(after, before, after)
             before = after
     return runs
+
+
+def shuffled(names: Iterable[str]) -> list[str]:
+    order = list(names)
+    random.shuffle(order)
+    return order
 
 
 def timed(operation: Operation, count: int, servers: Sequence[int] = ()) -> Cost:
@@ -203,16 +208,15 @@ def _table(title: str, rows: Sequence[Row]) -> Table:
     for index, column in enumerate(columns):
         table.add_column(column, justify="right" if index else "left")
     for row in rows:
-        table.add_row(*[str(row.get(column, "–")) for column in columns])
+        table.add_row(*[str(row.get(column, "")) for column in columns])
     return table
 
 
-def arguments(description: str | None, **defaults: int) -> argparse.Namespace:
-    """Parse --format and one option per default."""
+def arguments(description: str | None, **defaults: float | str) -> argparse.Namespace:
+    """Parse --format, --only (measure contestants whose name contains this) and one option per default."""
     parser = argparse.ArgumentParser(description=(description or "").splitlines()[0])
     parser.add_argument("--format", choices=("table", "json"), default="table")
-    parser.add_argument("--only", default="", help="measure only contestants whose name contains this text")
-    for name, value in defaults.items():
+    for name, value in {"only": "", **defaults}.items():
         parser.add_argument(f"--{name}", type=type(value), default=value, help=f"default {value}")
     return parser.parse_args()
 

@@ -1,0 +1,221 @@
+"""Many leases held by one process: what each costs to take, renew, list and keep, here and in the server.
+
+    python -m benchmarks.held --sizes 100,10000,100000
+
+The floor renews on a bare socket, in one script for a thousand keys. Of the peers, redis-py and pottery renew one lock at a time, and
+python-redis-lock starts a thread for each. One thread of ours renews all: that it does, and that nothing is lost, is watched, too.
+"""
+
+import gc
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import redis
+import redis_lock
+from redis.lock import Lock as RedisPyLock
+
+from benchmarks import measure
+from benchmarks.floors import RawRedis
+from dlock_core import Lock, watchdog
+from dlock_core.backends.redis import RedisBackend
+from dlock_core.runtime import BLOCKING, run
+from tests.servers import Server
+
+PAGE: Final = os.sysconf("SC_PAGE_SIZE")
+BATCH: Final = 1000
+RENEW: Final = (
+    "local n = 0 for i = 1, #KEYS do if redis.call('get', KEYS[i]) == ARGV[1] then"
+    " n = n + redis.call('pexpire', KEYS[i], ARGV[2]) end end return n"
+)
+
+
+class Floor:
+    """SET NX PX on a bare socket, and one script for a thousand renewals."""
+
+    def __init__(self, server: Server) -> None:
+        self.raw = RawRedis(server.port)
+        self.renewal = self.raw.call("SCRIPT", "LOAD", RENEW)
+
+    def acquire(self, number: int) -> str:
+        key = f"floor:{number}"
+        assert self.raw.acquire(key, "floor", 600_000)
+        return key
+
+    def renew(self, keys: Sequence[str]) -> None:
+        for start in range(0, len(keys), BATCH):
+            part = keys[start : start + BATCH]
+            assert self.raw.call("EVALSHA", self.renewal, len(part), *part, "floor", 600_000) == len(part)
+
+    def names(self) -> int:
+        cursor, found = b"0", 0
+        while True:
+            cursor, keys = self.raw.call("SCAN", cursor, "MATCH", "floor:*", "COUNT", BATCH)
+            found += len(keys)
+            if cursor == b"0":
+                return found
+
+    def release(self, key: str) -> None:
+        self.raw.release(key, "floor")
+
+
+class Ours:
+    """Lock with its renewal; `renew` is what the watchdog does when a batch is due."""
+
+    def __init__(self, server: Server) -> None:
+        self.backend = RedisBackend.from_url(server.url, timeout=10.0)
+
+    def acquire(self, number: int) -> Any:
+        return Lock(self.backend, f"ours:{number}", ttl=600, wait=0).acquire()
+
+    def renew(self, leases: Sequence[Any]) -> None:
+        dog = watchdog._dogs[self.backend]
+        for start in range(0, len(leases), watchdog.BATCH):
+            held = [lease._held for lease in leases[start : start + watchdog.BATCH]]
+            for one in held:
+                dog.unwatch(one)
+            dog._renew(held)
+        assert not any(lease.lost for lease in leases)
+
+    def names(self) -> int:
+        return len(run(self.backend.inspect(BLOCKING)))
+
+    def release(self, lease: Any) -> None:
+        lease.release()
+
+
+class RedisPy:
+    def __init__(self, server: Server) -> None:
+        self.client = redis.Redis(port=server.port)
+
+    def acquire(self, number: int) -> RedisPyLock:
+        lock = RedisPyLock(self.client, f"redis-py:{number}", timeout=600)
+        assert lock.acquire(blocking=False)
+        return lock
+
+    def renew(self, locks: Sequence[RedisPyLock]) -> None:
+        for lock in locks:
+            lock.reacquire()
+
+    def release(self, lock: RedisPyLock) -> None:
+        lock.release()
+
+
+class PythonRedisLock:
+    def __init__(self, server: Server) -> None:
+        self.client = redis.Redis(port=server.port)
+
+    def acquire(self, number: int) -> redis_lock.Lock:
+        lock = redis_lock.Lock(self.client, f"prl:{number}", expire=600)
+        assert lock.acquire(blocking=False)
+        return lock
+
+    def renew(self, locks: Sequence[redis_lock.Lock]) -> None:
+        for lock in locks:
+            lock.extend(600)
+
+    def release(self, lock: redis_lock.Lock) -> None:
+        lock.release()
+
+
+CONTESTANTS: Final = {
+    "floor: bare socket, 1000 in a script": Floor,
+    "dlock": Ours,
+    "redis-py Lock": RedisPy,
+    "python-redis-lock": PythonRedisLock,
+}
+
+
+def resident() -> int:
+    gc.collect()
+    return int(Path("/proc/self/statm").read_text().split()[1]) * PAGE
+
+
+def used(raw: RawRedis) -> int:
+    text = raw.call("INFO", "memory").decode()
+    return int(text.split("used_memory:")[1].split()[0])
+
+
+def micros(work: Callable[[], object], count: int) -> float:
+    start = time.perf_counter()
+    work()
+    return round((time.perf_counter() - start) / count * 1e6, 2)
+
+
+def row(name: str, make: Callable[[Server], Any], server: Server, size: int, raw: RawRedis) -> measure.Row:
+    one = make(server)
+    one.release(one.acquire(-1))
+    memory, server_memory = resident(), used(raw)
+    held: list[Any] = []
+    acquire = micros(lambda: held.extend(one.acquire(number) for number in range(size)), size)
+    memory, server_memory = resident() - memory, used(raw) - server_memory
+    with measure.counted_sends() as sent:
+        renewals = [micros(lambda: one.renew(held), size) for _ in range(3)]
+        requests = sent[0] / size / 3
+    listing = [micros(one.names, size) for _ in range(3)] if hasattr(one, "names") else []
+    found = {
+        "contestant": name,
+        "leases": size,
+        "acquire µs": acquire,
+        "renew µs": min(renewals),
+        "renew requests": round(requests, 4),
+        "list µs": min(listing, default=""),
+        "client B": round(memory / size),
+        "server B": round(server_memory / size),
+        "threads": threading.active_count(),
+    }
+    found["release µs"] = micros(lambda: [one.release(lease) for lease in held], size)
+    return found
+
+
+def watched(server: Server, size: int, ttl: float, seconds: float, raw: RawRedis) -> measure.Row:
+    """Let the watchdog do its work: leases of a few seconds, held for many of their lives."""
+    backend = RedisBackend.from_url(server.url)
+    leases = [Lock(backend, f"watched:{number}", ttl=ttl, wait=0).acquire() for number in range(size)]
+    raw.call("CONFIG", "RESETSTAT")
+    cpu, server_cpu = time.process_time(), measure.cpu_of([server.process.pid])
+    with measure.counted_sends() as sent:
+        time.sleep(seconds)
+        requests = sent[0]
+    cpu, server_cpu = time.process_time() - cpu, measure.cpu_of([server.process.pid]) - server_cpu
+    renewed = raw.commands().get("pexpire", 0)
+    lost = sum(lease.lost for lease in leases)
+    dogs = sum(
+        thread.name == "dlock-watchdog" for thread in threading.enumerate() if thread is watchdog._dogs[backend]._thread
+    )
+    for lease in leases:
+        lease.release()
+    return {
+        "leases": size,
+        "ttl s": ttl,
+        "watched s": seconds,
+        "renewals": renewed,
+        "requests per renewal": round(requests / max(1, renewed), 4),
+        "client CPU µs per renewal": round(cpu / max(1, renewed) * 1e6, 2),
+        "server CPU µs per renewal": round(server_cpu / max(1, renewed) * 1e6, 2),
+        "lost": lost,
+        "threads": dogs,
+    }
+
+
+def main() -> None:
+    options = measure.arguments(__doc__, sizes="100,10000,100000", ttl=3.0, seconds=8.0)
+    report = measure.Report(options.format)
+    sizes = [int(size) for size in options.sizes.split(",")]
+    with measure.redis_server() as server:
+        raw = RawRedis(server.port)
+        measure.pin("same", server.process.pid)
+        contestants = measure.chosen(CONTESTANTS, options.only, next(iter(CONTESTANTS)))
+        rows = [row(name, make, server, size, raw) for size in sizes for name, make in contestants.items()]
+        report.add("Many leases held by one process, same CPU", rows)
+        measure.unpin(server.process.pid)
+        rows = [watched(server, size, options.ttl, options.seconds, raw) for size in (100, 2000, 10_000)]
+        report.add("Renewal by the watchdog", rows)
+    report.end()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,29 @@
+"""The table of the Django benchmarks, three times: bare, with a version and row locks of ours, and as a counter."""
+
+from django.db import models
+
+from django_dlock.models import RowLockMixin, VersionedMixin
+
+
+class Fields(models.Model):
+    number = models.CharField(max_length=40, default="")
+    status = models.CharField(max_length=20, default="paid")
+    address = models.TextField(default="")
+    cents = models.IntegerField(default=0)
+    placed = models.DateTimeField(auto_now_add=True)
+    changed = models.DateTimeField(auto_now=True)
+
+    class Meta:
+        abstract = True
+
+
+class BareOrder(Fields):
+    version = models.PositiveBigIntegerField(default=1)
+
+
+class Order(RowLockMixin, VersionedMixin, Fields):
+    pass
+
+
+class Counter(VersionedMixin):
+    value = models.IntegerField(default=0)
