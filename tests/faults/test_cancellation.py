@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from dlock_core import AsyncLock, Lock
-from dlock_core.backends.redis import RedisBackend, wire
+from dlock_core.backends.redis import RedisBackend, connections
 from tests.faults.looking import holders, is_untouched, until, waiters
 from tests.servers import Server
 
@@ -175,7 +175,7 @@ def test_thread_interrupted_at_any_read_leaves_nothing(
     store: RedisBackend, direct: RedisBackend, monkeypatch: pytest.MonkeyPatch, k: int, taken: bool, answered: bool
 ) -> None:
     """The reads of an acquire: its first question; then, when it has to wait, the wake-up and the question behind it."""
-    real, me, reads = wire._read, threading.get_ident(), 0
+    real, me, reads = connections._read, threading.get_ident(), 0
 
     def interrupted(connection: Any) -> Any:
         nonlocal reads
@@ -191,7 +191,7 @@ def test_thread_interrupted_at_any_read_leaves_nothing(
     if taken:
         holder.start()
         assert begun.wait(30)
-    monkeypatch.setattr(wire, "_read", interrupted)
+    monkeypatch.setattr(connections, "_read", interrupted)
     with pytest.raises(KeyboardInterrupt):
         Lock(store, "a", wait=None).acquire()
     monkeypatch.undo()

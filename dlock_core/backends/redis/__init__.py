@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal
 from dlock_core.backend import Busy, Granted
 from dlock_core.backends.redis import reading
 from dlock_core.backends.redis.clients import connectors, of_url
+from dlock_core.backends.redis.connections import AsyncioWire, BlockingWire
 from dlock_core.backends.redis.scripts import script
-from dlock_core.backends.redis.wire import AsyncioWire, BlockingWire, answered, ask, converse
+from dlock_core.backends.redis.wire import answered, ask, converse, twice
 from dlock_core.runtime import Asyncio
 
 if TYPE_CHECKING:
@@ -121,11 +122,14 @@ class RedisBackend:
         keys = (self._globals[1], *[self.lock_key(request.name) for request in requests])
         args = [item for request in requests for item in (request.holder, math.ceil(request.ttl * 1000))]
         limit = min(self._timeout, *[request.ttl / 3 for request in requests])  # a late answer would be of no use
-        wire = self._wire(runtime)
-        renewed = await ask(wire, runtime, requests[0].name, script("renew"), keys, tuple(args), limit)
+        wire, name = self._wire(runtime), requests[0].name
+        renewed = await twice(lambda: ask(wire, runtime, name, script("renew"), keys, tuple(args), limit))
         return [request.ttl if ours else None for request, ours in zip(requests, renewed, strict=True)]
 
     async def inspect(self, runtime: Runtime, name: str | None = None) -> list[LockState]:
+        return await twice(lambda: self._inspect(runtime, name))
+
+    async def _inspect(self, runtime: Runtime, name: str | None) -> list[LockState]:
         keys = [self.lock_key(name).encode()] if name is not None else await self._held(runtime)
         states: list[LockState] = []
         for start in range(0, len(keys), LISTED):

@@ -1,0 +1,180 @@
+"""Connections of our own, for threads and for tasks, kept between requests.
+
+They are made like those of the client or URL we were given, but are not taken from its pool, whose size and time limits
+are the application's business. A connection is checked out for one request, or for one wait.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections import deque
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, Final
+
+from redis.exceptions import RedisError, ResponseError
+from redis.exceptions import TimeoutError as RedisTimeoutError
+
+from dlock_core.runtime import Asyncio, Runtime, clock
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator, Awaitable, Callable
+
+__all__ = ["AsyncioWire", "BlockingWire"]
+
+IDLE_KEPT: Final = 64
+"""Idle connections kept open, at most; more are made when more are needed at once."""
+TRUSTED: Final = 1.0
+"""Seconds of idleness after which a connection is looked at before it is used again."""
+
+
+class _Idle:
+    """Idle connections, last used first."""
+
+    def __init__(self, connect: Callable[[], Any]) -> None:
+        self._connect, self._pid = connect, os.getpid()
+        self._free: deque[Any] = deque()
+
+    def pop(self) -> Any:
+        if self._pid != os.getpid():  # a forked child must not talk on its parent's sockets
+            self._pid, self._free = os.getpid(), deque()
+        while (connection := self._last()) is not None:
+            if clock() - connection.dlock_used < TRUSTED or self._is_alive(connection):
+                return connection
+            self.discard(connection)
+        connection = self._connect()
+        connection.dlock_used, connection.dlock_limit = 0.0, None
+        return connection
+
+    def push(self, connection: Any) -> None:
+        connection.dlock_used = clock()
+        self._free.append(connection)
+        if len(self._free) > IDLE_KEPT:
+            self.discard(self._free.popleft())
+
+    def clear(self) -> None:
+        while (connection := self._last()) is not None:
+            self.discard(connection)
+
+    def _last(self) -> Any:
+        try:
+            return self._free.pop()
+        except IndexError:
+            return None
+
+    def _is_alive(self, connection: Any) -> bool:
+        return True
+
+    def discard(self, connection: Any) -> None:
+        raise NotImplementedError
+
+
+class BlockingWire(_Idle):
+    """Connections for threads."""
+
+    checkout, checkin, close, forget = _Idle.pop, _Idle.push, _Idle.clear, _Idle.clear
+
+    def exchange(
+        self, runtime: Runtime, connection: Any, packed: Any, replies: int, limit: float
+    ) -> Awaitable[list[Any]]:
+        return runtime.call(_talk, connection, packed, replies, limit)
+
+    def _is_alive(self, connection: Any) -> bool:
+        try:
+            return not connection.can_read(0)
+        except (RedisError, OSError):
+            return False
+
+    def discard(self, connection: Any) -> None:
+        connection.disconnect()
+
+
+def _talk(connection: Any, packed: Any, replies: int, limit: float) -> list[Any]:
+    if connection._sock is None:
+        connection.connect()
+    if connection.dlock_limit != limit:
+        connection._sock.settimeout(limit)
+        connection.dlock_limit = limit
+    connection.send_packed_command(packed, False)
+    return [_read(connection) for _ in range(replies)]
+
+
+def _read(connection: Any) -> Any:
+    try:
+        return connection.read_response()
+    except ResponseError as error:
+        return error
+
+
+class AsyncioWire:
+    """Connections for tasks, those of each event loop apart; they are closed when the loop is shut down."""
+
+    def __init__(self, connect: Callable[[], Any]) -> None:
+        self._connect = connect
+        self._loops: dict[asyncio.AbstractEventLoop, _AsyncioIdle] = {}
+
+    def checkout(self) -> Any:
+        return self._idle().pop()
+
+    def checkin(self, connection: Any) -> None:
+        self._idle().push(connection)
+
+    def discard(self, connection: Any) -> None:
+        connection._close()
+
+    def forget(self) -> None:
+        self._idle().clear()
+
+    async def exchange(self, runtime: Runtime, connection: Any, packed: Any, replies: int, limit: float) -> list[Any]:
+        if not isinstance(runtime, Asyncio):
+            raise TypeError("an asyncio connection needs the asyncio runtime")
+        try:
+            async with asyncio.timeout(limit):
+                await runtime.call(connection.send_packed_command, packed, False)
+                return [await _aread(connection) for _ in range(replies)]
+        except TimeoutError as error:
+            raise RedisTimeoutError(f"no answer within {limit:.3g} s") from error
+
+    def close(self) -> None:
+        for loop, idle in list(self._loops.items()):
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(idle.clear)
+
+    def _idle(self) -> _AsyncioIdle:
+        loop = asyncio.get_running_loop()
+        idle = self._loops.get(loop)
+        return self._begin(loop) if idle is None else idle
+
+    def _begin(self, loop: asyncio.AbstractEventLoop) -> _AsyncioIdle:
+        for ended in [known for known in list(self._loops) if known.is_closed()]:
+            self._loops.pop(ended, None)
+        idle = self._loops[loop] = _AsyncioIdle(self._connect)
+        idle.ending = self._until_shutdown(loop, idle)
+        with suppress(StopIteration):
+            idle.ending.__anext__().send(None)  # from now on the loop knows it, and closes it when it is shut down
+        return idle
+
+    async def _until_shutdown(self, loop: asyncio.AbstractEventLoop, idle: _AsyncioIdle) -> AsyncGenerator[None, None]:
+        try:
+            yield
+        finally:
+            self._loops.pop(loop, None)
+            idle.clear()
+
+
+class _AsyncioIdle(_Idle):
+    ending: AsyncGenerator[None, None]
+
+    def _is_alive(self, connection: Any) -> bool:
+        reader = connection._reader
+        return reader is not None and not reader.at_eof() and not reader._buffer
+
+    def discard(self, connection: Any) -> None:
+        connection._close()
+
+
+async def _aread(connection: Any) -> Any:
+    try:
+        return await connection.read_response()
+    except ResponseError as error:
+        return error

@@ -1,0 +1,290 @@
+"""Servers that forget, restart, refuse or are not there: unavailable with the reason, never "taken", never a secret told."""
+
+import logging
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import redis
+
+from dlock_core import BackendUnavailable, LeaseLost, Lock, Released
+from dlock_core.backend import Renewal
+from dlock_core.backends.redis import RedisBackend
+from dlock_core.lock import new_request
+from dlock_core.runtime import BLOCKING, run
+from dlock_core.testing.contract.parties import Locks
+from tests import servers
+from tests.conftest import start
+from tests.faults.looking import holders, is_untouched, until, waiters
+from tests.servers import Server
+
+SECRET = "hunter2"
+StartServer = Callable[..., Server]
+
+
+@pytest.fixture
+def start_redis(tmp_path: Path) -> Iterator[StartServer]:
+    """Start a Redis for this test alone, which may be broken."""
+    running: list[Iterator[Server]] = []
+
+    def begin(*options: str) -> Server:
+        running.append(start(lambda: servers.redis(tmp_path / f"redis{len(running)}", *options)))
+        return next(running[-1])
+
+    yield begin
+    for server in running:
+        next(server, None)
+
+
+@pytest.fixture
+def own_redis(start_redis: StartServer) -> Server:
+    return start_redis()
+
+
+@pytest.fixture
+def backend(own_redis: Server, prefix: str) -> Iterator[RedisBackend]:
+    backend = RedisBackend.from_url(own_redis.url, prefix=prefix, timeout=1.0)
+    yield backend
+    backend.close()
+
+
+@pytest.fixture
+def admin(own_redis: Server) -> Iterator[redis.Redis]:
+    with redis.Redis.from_url(own_redis.url) as client:
+        yield client
+
+
+def test_holder_is_told_of_its_loss_after_flushall_and_the_next_token_is_greater(
+    locks: Locks, admin: redis.Redis
+) -> None:
+    told: list[bool] = []
+    lease = locks.acquire("a", ttl=1.0, on_lost=lambda: told.append(True))
+    admin.flushall()
+    locks.until(lambda: told)
+    assert lease.lost
+    assert locks.do(lease.release) is Released.EXPIRED
+    assert locks.acquire("a").token > lease.token
+
+
+def test_release_after_flushall_says_that_the_lease_was_gone(locks: Locks, admin: redis.Redis) -> None:
+    lease = locks.acquire("a")
+    admin.flushall()
+    assert locks.do(lease.release) is Released.EXPIRED
+
+
+def test_waiter_gets_the_lock_after_flushall(locks: Locks, admin: redis.Redis) -> None:
+    first = locks.acquire("a")
+    pending = locks.queue_up("a")
+    admin.flushall()
+    assert pending.result(30).token > first.token
+
+
+def test_forgotten_scripts_are_loaded_again_without_notice(locks: Locks, admin: redis.Redis) -> None:
+    first = locks.acquire("a", ttl=1.0)
+    pending = locks.queue_up("a")
+    for _ in range(3):
+        admin.script_flush()
+        before = locks.renewals(first)
+        locks.observed.until(lambda _, before=before: locks.renewals(first) > before)  # type: ignore[misc]
+    admin.script_flush()
+    assert locks.do(first.release) is Released.RELEASED
+    admin.script_flush()
+    assert locks.do(pending.result(30).release) is Released.RELEASED
+    assert locks.holders("a") == []
+
+
+def test_restart_that_kept_its_data_ends_no_lease(locks: Locks, own_redis: Server) -> None:
+    lease = locks.acquire("a", ttl=60)
+    pending = locks.queue_up("a")
+    own_redis.restart(keep_data=True)
+    locks.do(lease.renew)
+    assert not lease.lost
+    assert locks.try_acquire("a") is None
+    assert locks.do(lease.release) is Released.RELEASED
+    assert pending.result(30).token > lease.token
+
+
+def test_restart_that_lost_its_data_ends_the_lease_and_tokens_still_grow(locks: Locks, own_redis: Server) -> None:
+    lease = locks.acquire("a", ttl=60)
+    own_redis.restart(keep_data=False)
+    with pytest.raises(LeaseLost):
+        locks.do(lease.renew)
+    assert lease.lost
+    assert locks.acquire("a").token > lease.token
+
+
+def test_waiter_survives_a_restart_that_lost_its_data(locks: Locks, own_redis: Server) -> None:
+    first = locks.acquire("a")
+    pending = locks.queue_up("a")
+    own_redis.restart(keep_data=False)
+    assert pending.result(30).token > first.token
+
+
+def test_server_that_stands_still_for_a_moment_costs_no_lease(locks: Locks, own_redis: Server) -> None:
+    lease = locks.acquire("a", ttl=5.0)
+    pending = locks.queue_up("a")
+    own_redis.pause()
+    before = locks.renewals(lease)
+    locks.observed.until(lambda _: locks.renewals(lease) > before)
+    own_redis.resume()
+    locks.do(lease.renew)
+    assert locks.do(lease.release) is Released.RELEASED
+    assert pending.result(30).token > lease.token
+
+
+def test_server_that_went_away_while_we_held_is_unavailable_and_the_lease_is_lost_in_time(
+    locks: Locks, own_redis: Server
+) -> None:
+    told: list[bool] = []
+    lease = locks.acquire("a", ttl=1.0, on_lost=lambda: told.append(True))
+    own_redis.kill()
+    assert not lease.lost
+    locks.until(lambda: told)
+    with pytest.raises(LeaseLost, match=r"could not be renewed in time: ConnectionError"):
+        lease.ensure_held()
+    with pytest.raises(BackendUnavailable):
+        locks.do(lease.release)
+    assert told == [True]
+
+
+@pytest.mark.parametrize("wait", [0, 0.2])
+def test_server_that_is_not_there_is_unavailable_and_not_taken(locks: Locks, own_redis: Server, wait: float) -> None:
+    own_redis.kill()
+    for acquire in (locks.acquire, locks.try_acquire):
+        with pytest.raises(BackendUnavailable, match="lock 'a': ConnectionError") as caught:
+            acquire("a", wait=wait)
+        assert isinstance(caught.value.__cause__, redis.ConnectionError | OSError)
+        assert caught.value.retry_after > 0
+
+
+def test_read_only_replica_is_unavailable_and_not_taken(start_redis: StartServer, prefix: str) -> None:
+    replica = start_redis("--replicaof", "127.0.0.1", str(servers.free_port()))
+    store = RedisBackend.from_url(replica.url, prefix=prefix)
+    with pytest.raises(BackendUnavailable, match=r"(?i)read.?only"):
+        Lock(store, "a", wait=0.1).acquire()
+    assert Lock(store, "a", wait=0).name == "a"
+    assert holders(store, "a") == []
+
+
+def test_holder_on_a_server_that_became_read_only_keeps_its_lease_until_its_own_time(
+    locks: Locks, admin: redis.Redis
+) -> None:
+    lease = locks.acquire("a", ttl=60, renew=False)
+    admin.replicaof("127.0.0.1", servers.free_port())  # type: ignore[no-untyped-call]
+    for step in (lease.renew, lease.release):
+        with pytest.raises(BackendUnavailable, match=r"(?i)read.?only"):
+            locks.do(step)
+    assert not lease.lost
+    admin.replicaof("no", "one")  # type: ignore[no-untyped-call]
+    assert locks.do(lease.release) is Released.RELEASED
+
+
+def test_full_server_grants_nothing_but_lets_holders_renew_release_and_hand_over(
+    locks: Locks, admin: redis.Redis, backend: RedisBackend
+) -> None:
+    shared, lease = locks.acquire("s", shared=True, renew=False), locks.acquire("a", renew=False)
+    pending = locks.queue_up("a")
+    admin.config_set("maxmemory-policy", "noeviction")
+    admin.config_set("maxmemory", 1)
+    try:
+        with pytest.raises(BackendUnavailable, match=r"OOM|used memory"):
+            locks.acquire("b", wait=0.1)
+        assert is_untouched(backend, "b")
+        locks.do(lease.renew)
+        locks.do(shared.renew)
+        assert locks.do(shared.release) is Released.RELEASED
+        assert locks.do(lease.release) is Released.RELEASED
+        assert holders(backend, "a")
+    finally:
+        admin.config_set("maxmemory", 0)
+    assert pending.result(30).token > lease.token
+
+
+def test_batch_of_renewals_survives_a_full_server(admin: redis.Redis, backend: RedisBackend) -> None:
+    requests = [new_request(f"a:{part}", 30.0, 0.0, shared=part % 2 == 0, fair=True) for part in range(4)]
+    renewals = [Renewal(request, run(backend.try_acquire(BLOCKING, request))) for request in requests]  # type: ignore[arg-type]
+    admin.config_set("maxmemory", 1)
+    try:
+        assert run(backend.renew_many(BLOCKING, renewals)) == [30.0] * 4
+    finally:
+        admin.config_set("maxmemory", 0)
+
+
+@pytest.mark.parametrize(
+    "credentials", [f":{SECRET}", f"app:{SECRET}", ""], ids=["wrong password", "wrong user", "none"]
+)
+def test_refused_credentials_are_told_at_once_and_never_shown(
+    start_redis: StartServer, prefix: str, caplog: pytest.LogCaptureFixture, credentials: str
+) -> None:
+    server = start_redis("--requirepass", "something else")
+    at = f"{credentials}@" if credentials else ""
+    store = RedisBackend.from_url(f"redis://{at}127.0.0.1:{server.port}/0", prefix=prefix)
+    with caplog.at_level(logging.DEBUG), pytest.raises(BackendUnavailable, match="refused our credentials") as caught:
+        Lock(store, "a", wait=None).acquire()
+    error: Any = caught.value
+    while error is not None:
+        assert SECRET not in f"{error!s} {error!r} {vars(error)}"
+        error = error.__cause__ or error.__context__
+    assert SECRET not in caplog.text
+    assert SECRET not in repr(store)
+
+
+def test_missing_permission_is_told_at_once(own_redis: Server, admin: redis.Redis, prefix: str) -> None:
+    admin.acl_setuser("reader", enabled=True, passwords=[f"+{SECRET}"], keys=["*"], commands=["+@read", "+@connection"])
+    store = RedisBackend.from_url(f"redis://reader:{SECRET}@127.0.0.1:{own_redis.port}/0", prefix=prefix)
+    with pytest.raises(BackendUnavailable, match=r"refused our credentials.*permission") as caught:
+        Lock(store, "a", wait=None).acquire()
+    assert SECRET not in str(caught.value)
+
+
+def test_right_password_is_a_store_like_any_other(start_redis: StartServer, prefix: str) -> None:
+    server = start_redis("--requirepass", SECRET)
+    store = RedisBackend.from_url(f"redis://:{SECRET}@127.0.0.1:{server.port}/0", prefix=prefix)
+    with Lock(store, "a"):
+        assert Lock(store, "b").try_acquire().release() is Released.RELEASED  # type: ignore[union-attr]
+
+
+def test_password_that_changed_ends_no_lease_by_itself(locks: Locks, admin: redis.Redis) -> None:
+    lease = locks.acquire("a")
+    admin.config_set("requirepass", "new")
+    assert locks.do(lease.release) is Released.RELEASED
+    locks.observed.backend.close()
+    locks.until(lambda: is_refused(locks))
+
+
+def is_refused(locks: Locks) -> bool:
+    try:
+        lease = locks.acquire("b", wait=0)
+    except BackendUnavailable as error:
+        return "credentials" in str(error)
+    locks.do(lease.release)
+    return False
+
+
+@pytest.mark.parametrize("kind", ["list", "hash", "set", "zset", "stream"])
+def test_key_of_another_type_is_taken_and_never_overwritten(
+    locks: Locks, admin: redis.Redis, backend: RedisBackend, kind: str
+) -> None:
+    key = backend.lock_key("a")
+    make = {"list": admin.rpush, "hash": lambda k, v: admin.hset(k, v, v), "set": admin.sadd}
+    make |= {"zset": lambda k, v: admin.zadd(k, {v: 1}), "stream": lambda k, v: admin.xadd(k, {v: v})}
+    make[kind](key, "precious")
+    before = admin.dump(key)
+    assert locks.try_acquire("a") is None
+    if kind != "list":
+        assert locks.try_acquire("a", shared=True) is None
+    pending = locks.queue_up("a")
+    (state,) = run(backend.inspect(BLOCKING, "a"))
+    assert "not dlock" in state.holders[0].owner
+    assert not locks.ask("force_release", "a", 1)
+    assert admin.dump(key) == before
+    admin.delete(key)
+    assert pending.result(30).token > 0
+    assert waiters(backend, "a") == []
+
+
+def test_two_servers_are_two_stores(start_redis: StartServer, own_redis: Server, prefix: str) -> None:
+    other = RedisBackend.from_url(start_redis().url, prefix=prefix)
+    with Lock(RedisBackend.from_url(own_redis.url, prefix=prefix), "a"), Lock(other, "a"):
+        until(lambda: holders(other, "a"))
