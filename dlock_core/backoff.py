@@ -8,7 +8,7 @@ from __future__ import annotations
 __all__ = ["full_jitter"]
 
 
-def full_jitter(attempt: int, draw: float, *, base: float = 0.01, cap: float = 1.0) -> float:
+def full_jitter(attempt: int, draw: float, *, base: float = 0.01, cap: float = 0.25) -> float:
     """Give the seconds to wait after the failed attempt number `attempt` (1 is the first).
 
     A uniform choice between 0 and a limit that is `base` and doubles with each attempt, up to `cap`: those who collided
