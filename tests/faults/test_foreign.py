@@ -1,0 +1,157 @@
+"""Other libraries on the same key, here redis-py's Lock: they exclude us and we them, whoever comes first."""
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+import redis
+from redis.exceptions import LockNotOwnedError
+
+from dlock_core import AcquireTimeout, Lock, Released
+from dlock_core.backends.redis import RedisBackend
+from dlock_core.runtime import BLOCKING, run
+from dlock_core.testing.contract.parties import Locks
+from tests.faults.looking import holders, waiters
+from tests.servers import Server
+
+WITHIN = 30.0
+
+
+@pytest.fixture
+def backend(direct: RedisBackend) -> RedisBackend:
+    return direct
+
+
+@pytest.fixture
+def client(redis_server: Server) -> Iterator[redis.Redis]:
+    with redis.Redis.from_url(redis_server.url) as client:
+        yield client
+
+
+def foreign(client: redis.Redis, backend: RedisBackend, ttl: float | None = 30.0) -> redis.lock.Lock:
+    return client.lock(backend.lock_key("a"), timeout=ttl, blocking=False)
+
+
+def test_foreign_holder_keeps_us_out_exclusive_or_shared(
+    locks: Locks, client: redis.Redis, backend: RedisBackend
+) -> None:
+    theirs = foreign(client, backend)
+    assert theirs.acquire()
+    assert locks.try_acquire("a") is None
+    assert locks.try_acquire("a", shared=True) is None
+    with pytest.raises(AcquireTimeout, match="held by a client that is not dlock"):
+        locks.acquire("a", wait=0.05)
+    theirs.release()
+    assert locks.try_acquire("a") is not None
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_our_holder_keeps_others_out(locks: Locks, client: redis.Redis, backend: RedisBackend, shared: bool) -> None:
+    ours = locks.acquire("a", shared=shared)
+    assert not foreign(client, backend).acquire()
+    assert locks.do(ours.release) is Released.RELEASED
+    theirs = foreign(client, backend)
+    assert theirs.acquire()
+    theirs.release()
+
+
+def test_waiter_of_ours_notices_a_foreign_release_in_order(
+    locks: Locks, client: redis.Redis, backend: RedisBackend
+) -> None:
+    theirs = foreign(client, backend)
+    assert theirs.acquire()
+    first, second = locks.queue_up("a"), locks.queue_up("a")
+    theirs.release()
+    lease = first.result(WITHIN)
+    assert not second.done()
+    locks.do(lease.release)
+    assert second.result(WITHIN).token > lease.token
+
+
+def test_foreign_waiter_gets_in_after_our_release(locks: Locks, client: redis.Redis, backend: RedisBackend) -> None:
+    ours = locks.acquire("a")
+    got: list[bool] = []
+    theirs = client.lock(backend.lock_key("a"), timeout=30, sleep=0.01, thread_local=False)
+    thread = threading.Thread(target=lambda: got.append(theirs.acquire(blocking_timeout=WITHIN)))
+    thread.start()
+    locks.do(ours.release)
+    thread.join()
+    assert got == [True]
+    assert locks.try_acquire("a") is None
+    theirs.release()
+
+
+def test_waiter_of_ours_follows_a_foreign_holder_that_died(
+    locks: Locks, client: redis.Redis, backend: RedisBackend
+) -> None:
+    assert foreign(client, backend, ttl=0.3).acquire()
+    assert locks.acquire("a", wait=None).token > 0
+
+
+def test_foreign_lock_without_a_ttl_is_waited_for_and_shown_without_expiry(
+    locks: Locks, client: redis.Redis, backend: RedisBackend
+) -> None:
+    theirs = foreign(client, backend, ttl=None)
+    assert theirs.acquire()
+    pending = locks.queue_up("a")
+    (state,) = run(backend.inspect(BLOCKING, "a"))
+    assert [(holder.expires_in, holder.token) for holder in state.holders] == [(None, 0)]
+    assert len(state.waiters) == 1
+    theirs.release()
+    assert pending.result(WITHIN).token > 0
+
+
+def test_other_library_cannot_release_ours_and_we_not_theirs(
+    locks: Locks, client: redis.Redis, backend: RedisBackend
+) -> None:
+    theirs = foreign(client, backend, ttl=0.2)
+    assert theirs.acquire()
+    ours = locks.acquire("a", wait=None)
+    with pytest.raises(LockNotOwnedError):
+        theirs.release()
+    assert holders(backend, "a") == [ours.holder]
+    client.set(backend.lock_key("a"), "somebody else")
+    assert locks.do(ours.release) is Released.STOLEN
+    assert client.get(backend.lock_key("a")) == b"somebody else"
+    assert not locks.ask("force_release", "a", 0)
+    client.delete(backend.lock_key("a"))
+
+
+def test_waiting_behind_a_foreign_holder_leaves_no_place(
+    locks: Locks, client: redis.Redis, backend: RedisBackend
+) -> None:
+    theirs = foreign(client, backend)
+    assert theirs.acquire()
+    with pytest.raises(AcquireTimeout):
+        locks.acquire("a", wait=0.2)
+    assert waiters(backend, "a") == []
+    theirs.release()
+
+
+def test_foreign_and_our_sections_never_overlap(client: redis.Redis, backend: RedisBackend) -> None:
+    inside: list[int] = []
+    overlaps: list[bool] = []
+
+    def section() -> None:
+        inside.append(1)
+        threading.Event().wait(0.001)
+        overlaps.append(len(inside) != 1)
+        inside.pop()
+
+    def ours() -> None:
+        for _ in range(20):
+            with Lock(backend, "a", wait=None):
+                section()
+
+    def theirs() -> None:
+        for _ in range(20):
+            with client.lock(backend.lock_key("a"), timeout=30, sleep=0.002):
+                section()
+
+    threads = [threading.Thread(target=work) for work in (ours, theirs, ours, theirs)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(overlaps) == 80
+    assert not any(overlaps)
