@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
+from contextlib import AbstractContextManager, contextmanager
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-from django.db import DatabaseError, models
-from django.db.models import Q
+from django.db import DatabaseError, models, transaction
+from django.db.models import F, Q
 
 from django_dlock.errors import NotSupported, RowLocked, SnapshotTooOld, StaleToken, as_database_error
 from django_dlock.row_sql import waiting
@@ -17,7 +18,7 @@ from dlock_core.retry import Trouble, classify
 from dlock_core.runtime import run
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine, Mapping
+    from collections.abc import Callable, Coroutine, Iterator, Mapping
 
     from django.db.backends.base.base import BaseDatabaseWrapper
 
@@ -26,14 +27,36 @@ if TYPE_CHECKING:
 __all__ = ["FencedMixin", "RowFence", "TableFence", "dialect", "fence_for"]
 
 
+if TYPE_CHECKING:
+    _BigIntegerField = models.BigIntegerField[int, int]
+    _CharField = models.CharField[str, str]
+else:
+    _BigIntegerField, _CharField = models.BigIntegerField, models.CharField
+
+
+class FenceTokenField(_BigIntegerField):
+    """The token of the newest holder; only the fence changes it, `save()` leaves it as it is in the database."""
+
+    def pre_save(self, model_instance: models.Model, add: bool) -> Any:  # noqa: FBT001 - Django's form
+        return super().pre_save(model_instance, add) if add else F(self.attname)
+
+
+class FenceHolderField(_CharField):
+    """The newest holder; only the fence changes it, `save()` leaves it as it is in the database."""
+
+    def pre_save(self, model_instance: models.Model, add: bool) -> Any:  # noqa: FBT001 - Django's form
+        return super().pre_save(model_instance, add) if add else F(self.attname)
+
+
 class FencedMixin(models.Model):
     """A model whose rows carry the fence themselves: `lock(Order, pk)` admits its token with one UPDATE of that row.
 
     It guards, and locks, the row instead of one in `dlock_fence`; a row that does not exist yet is guarded there.
+    It does not know shared locks. A row that was deleted and made anew has forgotten its newest holder.
     """
 
-    dlock_token = models.BigIntegerField(default=0, db_default=0, editable=False)
-    dlock_holder = models.CharField(max_length=32, default="", db_default="", editable=False)
+    dlock_token = FenceTokenField(default=0, db_default=0, editable=False)
+    dlock_holder = FenceHolderField(max_length=32, default="", db_default="", editable=False)
 
     class Meta:
         abstract = True
@@ -41,6 +64,8 @@ class FencedMixin(models.Model):
 
 class TableFence:
     """The row of a lock in `dlock_fence`."""
+
+    supports_shared = True
 
     def admit(self, connection: BaseDatabaseWrapper, claim: Claim) -> None:
         """Admit the lease into the open transaction; raises StaleToken, RowLocked, SnapshotTooOld."""
@@ -62,14 +87,18 @@ class TableFence:
 class RowFence(TableFence):
     """The fence columns of one row of a `FencedMixin` model."""
 
+    supports_shared = False
+
     def __init__(self, model: type[FencedMixin], key: Any) -> None:
-        self.model, self.key = model, key
+        self.key = model._meta.pk.get_prep_value(key)
+        self.model = model._meta.get_field("dlock_token").model  # a child's UPDATE would first SELECT, and then be late
 
     def admit(self, connection: BaseDatabaseWrapper, claim: Claim) -> None:
         self._raise(connection, claim, super().admit)
 
     def announce(self, connection: BaseDatabaseWrapper, claim: Claim) -> None:
-        self._raise(connection, claim, super().announce)
+        with transaction.atomic(using=connection.alias):  # a limit to the wait needs a transaction
+            self._raise(connection, claim, super().announce)
 
     def confirm(self, connection: BaseDatabaseWrapper, claim: Claim) -> None:
         ours = self._rows(connection).filter(dlock_token=claim.token, dlock_holder=claim.holder)
@@ -77,8 +106,6 @@ class RowFence(TableFence):
             self._refuse(connection, claim, super().confirm)
 
     def _raise(self, connection: BaseDatabaseWrapper, claim: Claim, table: Callable[..., None]) -> None:
-        if claim.shared:
-            raise NotSupported("a shared lock needs the fence table: use a name instead of the model", name=claim.name)
         older = Q(dlock_token__lt=claim.token) | Q(dlock_token=claim.token, dlock_holder=claim.holder)
         rows = self._rows(connection).filter(older)
         values = {"dlock_token": claim.token, "dlock_holder": claim.holder}
@@ -130,27 +157,38 @@ def dialect(connection: BaseDatabaseWrapper) -> fencing.Dialect:
 
 
 def _run(step: Callable[..., Coroutine[Any, Any, None]], connection: BaseDatabaseWrapper, claim: Claim) -> None:
-    try:
+    with _explained(connection, claim):
         run(step(_Cursor(connection), dialect(connection), claim))
-    except CoreStaleToken as error:
-        raise as_database_error(error) from None
-    except DatabaseError as error:
-        raise _meaning(error, connection, claim) from error
-
-
-def _meaning(error: DatabaseError, connection: BaseDatabaseWrapper, claim: Claim) -> DatabaseError:
-    trouble = classify(error)
-    if trouble is Trouble.LOCK_TIMEOUT:
-        return RowLocked(claim.name, waited=claim.limit or 0.0)
-    if trouble is Trouble.SERIALIZATION and connection.vendor == "sqlite":
-        return SnapshotTooOld(claim.name, isolation="deferred SQLite")
-    return error
 
 
 def _limited(connection: BaseDatabaseWrapper, claim: Claim, update: Callable[[], int]) -> int:
     """Update the protected row, waiting for its lock no longer than the claim allows."""
+    with _explained(connection, claim), _waiting(connection, claim.limit):
+        return update()
+
+
+@contextmanager
+def _explained(connection: BaseDatabaseWrapper, claim: Claim) -> Iterator[None]:
+    """Say what an error of the database means here; any other stays as it is, to be told by its driver's code."""
     try:
-        with waiting(connection, claim.limit):
-            return update()
+        yield
+    except CoreStaleToken as error:
+        raise as_database_error(error) from None
     except DatabaseError as error:
-        raise _meaning(error, connection, claim) from error
+        trouble = classify(error)
+        if trouble is Trouble.LOCK_TIMEOUT:
+            raise RowLocked(claim.name, waited=claim.limit or 0.0) from error
+        if trouble is Trouble.SERIALIZATION and connection.vendor == "sqlite":
+            raise SnapshotTooOld(claim.name, isolation="deferred SQLite") from error
+        raise
+
+
+def _waiting(connection: BaseDatabaseWrapper, limit: float | None) -> AbstractContextManager[None]:
+    if limit is None or not getattr(connection, "mysql_is_mariadb", False):
+        return waiting(connection, limit)
+    prefix = f"SET STATEMENT innodb_lock_wait_timeout = {round(limit)} FOR "
+
+    def limited(execute: Callable[..., Any], sql: str, *rest: Any) -> Any:
+        return execute(prefix + sql, *rest)
+
+    return connection.execute_wrapper(limited)

@@ -113,6 +113,8 @@ class Lock:
         self.ttl = None if ttl is None else ttl_seconds(ttl)
         self.wait = wait if isinstance(wait, EllipsisType) else wait_seconds(wait)
         self.form = _form(fence)
+        if shared and self.form and not self.fence.supports_shared:
+            raise NotSupported("a row is no fence for shared locks: name the lock by a text instead of its model")
         if snapshot not in ("raise", "ignore"):
             raise ValueError(f"snapshot must be 'raise' or 'ignore', not {snapshot!r}")
         self.shared, self.using, self.store, self.snapshot = shared, using, store, snapshot

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 from django.db import connections
 
 from django_dlock.errors import SnapshotTooOld
+from django_dlock.statements import announcer
 from django_dlock.transactions import has_spoken
 
 if TYPE_CHECKING:
@@ -45,7 +46,7 @@ def _level(connection: BaseDatabaseWrapper) -> str:
 
 
 def _one(connection: BaseDatabaseWrapper, sql: str) -> Any:
-    with connection.cursor() as cursor:
+    with announcer(connection).quietly(), connection.cursor() as cursor:
         cursor.execute(sql)
         row = cursor.fetchone()
         return row[0] if row else None

@@ -5,12 +5,13 @@ Its wrapper is the first of the connection's execute wrappers, which live as lon
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from django_dlock.watch import watch
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from django.db.backends.base.base import BaseDatabaseWrapper
 
@@ -44,12 +45,18 @@ class Announcer:
         inside = watch(connection).is_open()
         if sql.startswith(_DJANGOS_OWN) or (sql.startswith("SAVEPOINT") and not inside):
             return
-        self.is_busy = True
-        try:
+        with self.quietly():
             for hook in self.hooks:
                 hook(connection, sql, inside)
+
+    @contextmanager
+    def quietly(self) -> Iterator[None]:
+        """Call no hook for the statements in this block."""
+        before, self.is_busy = self.is_busy, True
+        try:
+            yield
         finally:
-            self.is_busy = False
+            self.is_busy = before
 
 
 def announcer(connection: BaseDatabaseWrapper) -> Announcer:

@@ -17,6 +17,7 @@ from django.db.transaction import TransactionManagementError
 from django.dispatch import receiver
 
 from django_dlock.errors import LeaseLost, as_database_error
+from django_dlock.statements import announcer
 from django_dlock.transactions import before_statements, in_transaction, on_end, on_rollback, transaction_key
 from dlock_core import engine
 from dlock_core.errors import DLockError
@@ -112,7 +113,7 @@ class DatabaseTie(Tie):
         if form == "lease":
             self._guard_with(self.fence.announce, connections[using])
         elif form and self.held.request.shared:
-            self.fence.prepare(connections[using], self._claim())
+            self._send(self.fence.prepare, connections[using])
         return form
 
     def _begin(self, connection: BaseDatabaseWrapper, transaction: object) -> None:
@@ -156,14 +157,18 @@ class DatabaseTie(Tie):
 
     def _guard_with(self, step: Callable[[Any, Claim], None], connection: BaseDatabaseWrapper) -> None:
         try:
-            step(connection, self._claim())
+            self._send(step, connection)
         except CoreStaleToken as error:
             # A store that lost its data and its time gave a current holder too small a token: it gets a greater one,
             # but never after the first admit, since what was read under the smaller one may be old by now.
             if self._is_proven or not run(engine.raise_token(BLOCKING, self.held, error.highest or 0)):
                 raise
-            step(connection, self._claim())
+            self._send(step, connection)
         self._is_proven = True
+
+    def _send(self, step: Callable[[Any, Claim], None], connection: BaseDatabaseWrapper) -> None:
+        with announcer(connection).quietly():
+            step(connection, self._claim())
 
     def _claim(self) -> Claim:
         request = self.held.request

@@ -55,7 +55,7 @@ def locked(kind: str | type[Model], *arguments: Any, **options: Any) -> Callable
     Raises TypeError for an argument that the function does not have, where that can be known before it is called.
     """
     parts = (kind, *(Argument(part) if isinstance(part, str) else part for part in arguments))
-    Lock(*("x" if isinstance(part, Argument) else part for part in parts), **options)  # a mistake shows at import
+    _refuse_mistakes(parts, options)
 
     def decorate(function: F) -> F:
         if isinstance(function, type):
@@ -63,6 +63,14 @@ def locked(kind: str | type[Model], *arguments: Any, **options: Any) -> Callable
         return cast("F", _locked_function(function, parts, options))
 
     return decorate
+
+
+def _refuse_mistakes(parts: tuple[Any, ...], options: dict[str, Any]) -> None:
+    """Let a mistake in the decorator show when it is imported, not when the view is called."""
+    Lock("kind", **options)
+    for part in parts:
+        if not isinstance(part, Argument):
+            Lock(part)
 
 
 class _TakenOver(set[str]):

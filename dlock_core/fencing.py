@@ -97,7 +97,7 @@ async def _admit_shared(database: Database, dialect: Dialect, claim: Claim) -> N
         await database.execute(dialect.share_first, _params(claim))
         highest = await _shared_row(database, dialect, claim)
     if highest is None or highest >= claim.token:
-        raise StaleToken(claim.name, token=claim.token, highest=highest)
+        raise await _stale(database, claim)
 
 
 async def _shared_row(database: Database, dialect: Dialect, claim: Claim) -> int | None:
@@ -114,7 +114,7 @@ async def _any(database: Database, statements: tuple[str, ...], claim: Claim) ->
 
 
 async def _stale(database: Database, claim: Claim) -> StaleToken:
-    _, row = await database.execute(HIGHEST, {"name": claim.name})
+    _, row = await database.execute(HIGHEST, {"name": claim.name, "token": claim.token})
     return StaleToken(claim.name, token=claim.token, highest=None if row is None else row[0])
 
 
@@ -129,20 +129,25 @@ def _params(claim: Claim) -> dict[str, Any]:
     }
 
 
-HIGHEST: Final = "SELECT token FROM dlock_fence WHERE name = :name"
+_TOKEN: Final = "SELECT token FROM dlock_fence WHERE name = :name"
 
 # The row named '' is the floor that `dlock purge` left: a missing row counts as that high. Tokens below 10**15 are no
 # times (revisions of etcd, for one), are never purged and have no floor.
 _ABOVE_FLOOR: Final = """\
 ({t} < 1000000000000000 OR NOT EXISTS (SELECT 1 FROM dlock_fence AS p WHERE p.name = '' AND p.token >= {t}))"""
 
+HIGHEST: Final = """\
+SELECT MAX(CASE WHEN s_token > token THEN s_token ELSE token END) FROM dlock_fence
+WHERE name = :name OR (name = '' AND :token >= 1000000000000000)"""
+"""What the token of a holder that was refused has to exceed."""
+
 _UPSERT: Final = """\
 INSERT INTO dlock_fence AS f (name, token, holder, s_token) SELECT :name, {t}, :holder, 0 {source}WHERE {above_floor}
 ON CONFLICT (name) DO UPDATE SET token = excluded.token, holder = excluded.holder
-WHERE (f.token < excluded.token AND f.s_token < excluded.token)
-OR (f.token = excluded.token AND f.holder = excluded.holder)"""
+WHERE f.s_token < excluded.token
+AND (f.token < excluded.token OR (f.token = excluded.token AND f.holder = excluded.holder))"""
 _UPSERT_FIRST: Final = """\
-INSERT INTO dlock_fence (name, token, holder, s_token) SELECT :name, 0, '', 0 WHERE {above_floor}
+INSERT INTO dlock_fence (name, token, holder, s_token) SELECT :name, 0, '', 0 {source}WHERE {above_floor}
 ON CONFLICT (name) DO NOTHING"""
 _UPSERT_SHARED: Final = """\
 INSERT INTO dlock_fence AS f (name, token, holder, s_token) SELECT :name, 0, '', {t} {source}WHERE {above_floor}
@@ -161,7 +166,7 @@ _NOT_NEWER: Final = "name = :name AND token < :token"
 SQLITE: Final = Dialect(
     admit=_filled(_UPSERT),
     admit_again=(),
-    share=HIGHEST,  # one snapshot for the check and all later reads: nothing newer can slip in between
+    share=_TOKEN,  # one snapshot for the check and all later reads: nothing newer can slip in between
     share_first=_filled(_UPSERT_FIRST),
     announce=_filled(_UPSERT_SHARED),
     announce_again=(),
@@ -192,7 +197,7 @@ POSTGRESQL: Final = Dialect(
     admit=_postgres(_UPSERT),
     admit_again=(),
     share=_postgres_locked("f.token", "name = :name", "SHARE"),
-    share_first=_filled(_UPSERT_FIRST, _BIGINT),
+    share_first=_postgres(_UPSERT_FIRST),
     announce=_postgres(_UPSERT_SHARED),
     announce_again=(),
     confirm=_postgres_locked("1", _OURS, "UPDATE"),
@@ -201,7 +206,7 @@ POSTGRESQL: Final = Dialect(
 
 _UPDATE: Final = """\
 UPDATE dlock_fence SET token = :token, holder = :holder WHERE name = :name
-AND ((token < :token AND s_token < :token) OR (token = :token AND holder = :holder))"""
+AND s_token < :token AND (token < :token OR (token = :token AND holder = :holder))"""
 _UPDATE_SHARED: Final = """\
 UPDATE dlock_fence SET s_token = GREATEST(s_token, :token) WHERE name = :name AND token < :token"""
 # The row count of ON DUPLICATE KEY UPDATE cannot tell a refusal from an unchanged row: three plain statements do.
@@ -216,7 +221,7 @@ def _insert(values: str) -> str:
 MYSQL: Final = Dialect(
     admit=_UPDATE,
     admit_again=(_insert(":token, :holder, 0"), _UPDATE),
-    share=f"{HIGHEST} LOCK IN SHARE MODE",
+    share=f"{_TOKEN} LOCK IN SHARE MODE",
     share_first=_insert("0, '', 0"),
     announce=_UPDATE_SHARED,
     announce_again=(_insert("0, '', :token"), _UPDATE_SHARED),
@@ -230,6 +235,7 @@ MARIADB: Final = replace(
     admit=_FOR + MYSQL.admit,
     admit_again=tuple(_FOR + statement for statement in MYSQL.admit_again),
     share=_FOR + MYSQL.share,
+    share_first=_FOR + MYSQL.share_first,
     announce=_FOR + MYSQL.announce,
     announce_again=tuple(_FOR + statement for statement in MYSQL.announce_again),
     confirm=_FOR + MYSQL.confirm,

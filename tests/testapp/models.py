@@ -2,6 +2,7 @@
 
 from django.db import models
 
+from django_dlock.fencing import FencedMixin
 from django_dlock.rows import RowLockMixin
 from django_dlock.versions import VersionedMixin, VersionField
 
@@ -90,3 +91,21 @@ class Account(RowLockMixin, VersionedMixin):
 
 class Wallet(VersionedMixin, RowLockMixin):
     balance = models.IntegerField(default=0)
+
+
+class Parcel(FencedMixin):
+    """Carries its fence in its own row."""
+
+    value = models.IntegerField(default=0)
+
+
+class HeavyParcel(Parcel):
+    """Inherits its fence from another table."""
+
+    kilos = models.IntegerField(default=0)
+
+
+class Crate(FencedMixin, VersionedMixin):
+    """Has a fence and a version."""
+
+    value = models.IntegerField(default=0)

@@ -1,0 +1,40 @@
+"""Stores that are wrong on purpose: the fence has to do without them."""
+
+import os
+import secrets
+from collections.abc import Iterable
+
+from dlock_core.backend import Granted
+from dlock_core.backends.memory import MemoryBackend
+
+
+class EverybodyIn(MemoryBackend):
+    """Grants every request at once and calls every lease good; its tokens come from a list, in any order."""
+
+    def __init__(self, tokens: Iterable[int] = ()) -> None:
+        super().__init__()
+        self.tokens = iter(tokens)
+        self.forgetful = False
+        """Whether it denies, when asked again, that anybody holds anything."""
+
+    async def try_acquire(self, runtime, request, ticket=None, *, unsure=False):
+        return Granted(self.token(request.floor), request.ttl)
+
+    def token(self, floor):
+        return max(next(self.tokens), floor + 1)
+
+    async def renew_many(self, runtime, renewals):
+        return [None if self.forgetful else renewal.request.ttl for renewal in renewals]
+
+    async def release(self, runtime, request, granted):
+        return "released"
+
+    async def withdraw(self, runtime, request, ticket=None):
+        pass
+
+
+class Dice(EverybodyIn):
+    """Throws dice for its tokens; no two are equal, in this process or another."""
+
+    def token(self, floor):
+        return floor + (1 + secrets.randbelow(1000)) * 2**22 + os.getpid() if floor else secrets.randbits(30) * 2**22 + os.getpid()
