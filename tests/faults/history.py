@@ -1,0 +1,98 @@
+"""What many processes did with one lock, written down by each, and a checker who believes nobody.
+
+All clocks of a machine show the same time, so the order in the history is exact.
+"""
+
+import json
+import os
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from dlock_core import DLockError, Lock, connect
+from dlock_core.runtime import clock
+from dlock_core.testing.contract.observed import Observed
+from tests.processes import Link
+
+
+@dataclass(frozen=True)
+class Section:
+    """One holder's time inside: from the grant to its end, or to the moment when its lease ran out by its own clock."""
+
+    asked: float
+    queued: float | None
+    """When it surely had its place in the queue; None when it did not have to wait."""
+    begin: float
+    end: float
+    token: int
+    process: int
+
+
+class WithClock(Observed):
+    """Knows when a waiter began to wait."""
+
+    queued: float | None = None
+
+    def note(self, what: str, name: str, *holders: str) -> None:
+        if what == "wait" and self.queued is None:
+            self.queued = clock()
+
+
+def work(link: Link, url: str, prefix: str, path: str, rounds: int, options: dict[str, Any] | None) -> None:
+    """Take the lock many times, or none of it without options, and append a line after each section."""
+    backend = WithClock(connect(url, prefix=prefix))
+    with Path(path).open("a", buffering=1) as history:
+        for _ in range(rounds):
+            try:
+                section = _section(backend, options) if options is not None else _unprotected()
+            except DLockError:
+                continue
+            history.write(json.dumps(asdict(section)) + "\n")
+
+
+def _section(backend: WithClock, options: dict[str, Any]) -> Section:
+    asked, backend.queued = clock(), None
+    lease = Lock(backend, "a", wait=None, **options).acquire()  # type: ignore[arg-type]
+    begin, queued = clock(), backend.queued
+    _do_something()
+    end = min(clock(), lease._held.until)
+    lease.release()
+    return Section(asked, queued, begin, end, lease.token, os.getpid())
+
+
+def _unprotected() -> Section:
+    begin = clock()
+    _do_something()
+    return Section(begin, None, begin, clock(), int(begin * 1e6), os.getpid())
+
+
+def _do_something() -> None:
+    until = clock() + 0.0005
+    while clock() < until:
+        pass
+
+
+def read(path: Path) -> list[Section]:
+    lines = path.read_text().splitlines()
+    return sorted((Section(**json.loads(line)) for line in lines), key=lambda section: section.token)
+
+
+def overlaps(history: list[Section]) -> list[tuple[Section, Section]]:
+    """Neighbours in the order of their tokens of whom the second was in before the first was out."""
+    return [(one, next_one) for one, next_one in pairwise(history) if next_one.begin < one.end]
+
+
+def repeated_tokens(history: list[Section]) -> list[int]:
+    tokens = [section.token for section in history]
+    return sorted({token for token in tokens if tokens.count(token) > 1})
+
+
+def overtaken(history: list[Section]) -> list[tuple[Section, Section]]:
+    """Those who asked after another was surely queued, and were served before."""
+    found = []
+    for place, late in enumerate(history):
+        found += [
+            (early, late) for early in history[place + 1 :] if early.queued is not None and early.queued < late.asked
+        ]
+    return found
