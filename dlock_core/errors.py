@@ -131,7 +131,8 @@ class BackendUnavailable(DLockError):
     retry_after = 1.0
 
     def __init__(self, name: str, *, reason: str, broken: bool = False, refused: bool = False) -> None:
-        super().__init__(f"store unavailable for lock {name!r}: {reason}", name=name)
+        of = f" for lock {name!r}" if name else ""
+        super().__init__(f"store unavailable{of}: {reason}", name=name)
         self.reason = reason
         self.broken = broken
         """A connection that had been idle turned out to be dead: a new one may work at once."""

@@ -12,20 +12,25 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Final
 
-__all__ = ["application", "describe", "request_line", "text"]
+__all__ = ["describe", "name_application", "request_line", "text"]
 
 request_line: ContextVar[str] = ContextVar("dlock_request_line", default="")
 """The request that is being served, such as "POST /orders/42/ship"; middlewares set it. No query string."""
 
-application: ContextVar[str] = ContextVar("dlock_application", default="")
-"""A label for this program in listings; the program's file name if empty."""
+_application = ""
 
 _LONGEST: Final = 200
 
 
+def name_application(label: str) -> None:
+    """Label this process in listings; without it, it goes by the program's file name."""
+    global _application  # noqa: PLW0603 - a process has one name
+    _application = label
+
+
 def text() -> str:
     """Describe this thread and request as a short JSON object: app, host, pid, thread, request."""
-    return _text(os.getpid(), threading.current_thread().name, request_line.get(), application.get())
+    return _text(os.getpid(), threading.current_thread().name, request_line.get(), _application)
 
 
 @lru_cache(maxsize=1024)

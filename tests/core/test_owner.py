@@ -23,11 +23,11 @@ def test_owner_names_process_thread_and_request() -> None:
 
 
 def test_application_label_replaces_the_program_name() -> None:
-    mark = owner.application.set("billing")
+    owner.name_application("billing")
     try:
         assert json.loads(owner.text())["app"] == "billing"
     finally:
-        owner.application.reset(mark)
+        owner.name_application("")
 
 
 def test_owner_text_has_no_line_breaks_and_is_short() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import threading
 import time
 
@@ -108,3 +109,15 @@ def test_purge_replaces_old_rows_by_a_floor_that_refuses_their_tokens(database):
 def test_purge_of_the_last_day_is_refused(database):
     with pytest.raises(CommandError, match="at least 1"):
         call_command("dlock", "purge", "--days", "0", "--database", database)
+
+
+def test_unknown_store_is_named_and_the_known_ones_too(stores):
+    with pytest.raises(CommandError, match="no store 'nope', only: 'default', 'memory'"):
+        call_command("dlock", "list", "--store", "nope")
+
+
+def test_table_without_rich_says_what_to_install(stores, monkeypatch):
+    monkeypatch.setitem(sys.modules, "rich.console", None)
+    with pytest.raises(CommandError, match=r"dlock-orm\[cli\]"):
+        call_command("dlock", "list")
+    call_command("dlock", "list", "--format", "json")

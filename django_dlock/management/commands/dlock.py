@@ -7,15 +7,14 @@ from typing import TYPE_CHECKING, Any, Final
 
 from django.core.management.base import BaseCommand, CommandError
 from django.db import DEFAULT_DB_ALIAS, connections
-from rich.console import Console
-from rich.table import Table
 
-from django_dlock.conf import stores
+from django_dlock.conf import UnknownStore, stores
 from django_dlock.purge import purge
 from dlock_core.inspect import Entry, Unreadable, entries
 
 if TYPE_CHECKING:
     from django.core.management.base import CommandParser
+    from rich.table import Table
 
 __all__ = ["Command"]
 
@@ -32,7 +31,12 @@ class Command(BaseCommand):
         listing.add_argument("--format", choices=("table", "json"), default="table")
         tidy = verbs.add_parser("purge", help="replace old fence rows by a floor that refuses their tokens")
         tidy.add_argument("--days", type=int, default=30, help="rows whose token is older than this (default 30)")
-        tidy.add_argument("--database", default=DEFAULT_DB_ALIAS, choices=tuple(connections))
+        tidy.add_argument(
+            "--database",
+            default=DEFAULT_DB_ALIAS,
+            choices=tuple(connections),
+            help="the database with the fence table (default: default)",
+        )
 
     def handle(self, *args: Any, verb: str, **options: Any) -> None:
         """Do what the verb says; exit code 1 when a store cannot be read."""
@@ -42,7 +46,11 @@ class Command(BaseCommand):
             self._purge(options["days"], options["database"])
 
     def _list(self, aliases: list[str], form: str) -> None:
-        found, failed = entries((alias, stores[alias].backend) for alias in aliases)
+        try:
+            backends = [(alias, stores[alias].backend) for alias in aliases]
+        except UnknownStore as error:
+            raise CommandError(str(error)) from None
+        found, failed = entries(backends)
         if form == "json":
             errors = [{"store": store.store, "error": store.reason} for store in failed]
             self.stdout.write(json.dumps({"locks": [entry.as_dict() for entry in found], "errors": errors}, indent=2))
@@ -52,6 +60,10 @@ class Command(BaseCommand):
             raise CommandError(f"{len(failed)} of {len(aliases)} stores could not be read", returncode=1)
 
     def _show(self, found: list[Entry], failed: list[Unreadable]) -> None:
+        try:
+            from rich.console import Console
+        except ImportError:
+            raise CommandError("the table needs rich: pip install 'dlock-orm[cli]', or use --format json") from None
         console = Console(file=self.stdout, highlight=False)  # type: ignore[arg-type]
         if found:
             console.print(_table(found))
@@ -66,6 +78,8 @@ class Command(BaseCommand):
 
 
 def _table(found: list[Entry]) -> Table:
+    from rich.table import Table
+
     table = Table(*COLUMNS, box=None, pad_edge=False, header_style="bold")
     for entry in found:
         who = entry.described if entry.role == "holder" else f"  waits ({entry.place}): {entry.described}"

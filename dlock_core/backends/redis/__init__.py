@@ -134,7 +134,7 @@ class RedisBackend:
         states: list[LockState] = []
         for start in range(0, len(keys), LISTED):
             part = keys[start : start + LISTED]
-            replies = await self._ask(runtime, name or "*", "inspect", tuple(part), ())
+            replies = await self._ask(runtime, name or "", "inspect", tuple(part), ())
             states += [reading.state(self._name(key), reply) for key, reply in zip(part, replies, strict=True)]
         return states if name is not None else [state for state in states if state.holders or state.waiters]
 
@@ -170,10 +170,8 @@ class RedisBackend:
         return await ask(self._wire(runtime), runtime, name, script(which), keys, args, self._timeout)
 
     async def _held(self, runtime: Runtime) -> list[bytes]:
-        (keys,) = await converse(
-            self._wire(runtime), runtime, "*", [("ZRANGE", self._globals[1], 0, -1)], self._timeout
-        )
-        return sorted(answered("*", keys))
+        (keys,) = await converse(self._wire(runtime), runtime, "", [("ZRANGE", self._globals[1], 0, -1)], self._timeout)
+        return sorted(answered("", keys))
 
     def _name(self, key: bytes) -> str:
         return key.decode()[len(self._prefix) + 1 : -1]

@@ -51,6 +51,8 @@ def connectors(client: Any, limit: float) -> tuple[Callable[[], Any], Callable[[
     """Give two makers of connections, blocking and asyncio, that reach the same server as a client or pool does."""
     pool = getattr(client, "connection_pool", client)
     kind, given = getattr(pool, "connection_class", None), dict(getattr(pool, "connection_kwargs", {}))
+    if kind is not None and hasattr(kind, "connect_to"):  # a Sentinel's: it has no address of its own
+        raise TypeError("dlock cannot follow a Sentinel yet: give it the URL or a client of the master itself")
     pair = next((pair for pair in _KINDS if kind is not None and issubclass(kind, pair)), None)
     if pair is None:
         raise TypeError(f"not a redis-py client or pool that dlock can follow: {type(client).__name__}")
