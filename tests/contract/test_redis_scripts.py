@@ -1,0 +1,400 @@
+"""Each Lua script alone, against the promise in its header: keys before, keys after, reply."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import redis
+
+from dlock_core.backends.redis.scripts import script
+from tests.servers import Server
+
+LOCK, TOKENS, INDEX = "{a}", "token", "held"
+ANN, BOB, EVE = "a" * 32, "b" * 32, "e" * 32
+ALIVE = 5000
+
+
+@pytest.fixture
+def server(any_redis: Server) -> Iterator[redis.Redis]:
+    with redis.Redis.from_url(any_redis.url, db=9, decode_responses=True) as client:
+        client.flushdb()
+        yield client
+        client.flushdb()
+
+
+def call(server: redis.Redis, name: str, *args: Any, keys: tuple[str, ...] = (LOCK, TOKENS, INDEX)) -> Any:
+    return server.eval(script(name).text, len(keys), *keys, *args)
+
+
+def acquire(
+    server: redis.Redis,
+    holder: str,
+    ttl: int = 30_000,
+    mode: str = "x",
+    place: int = ALIVE,
+    floor: int = 0,
+    barge: int = 0,
+) -> Any:
+    return call(server, "acquire", holder, ttl, mode, f"owner of {holder[0]}", place, floor, barge)
+
+
+def waiting(server: redis.Redis) -> list[str]:
+    return server.zrange(f"{LOCK}:q", 0, -1)  # type: ignore[return-value]
+
+
+def die(server: redis.Redis, holder: str) -> None:
+    """Let the time be over in which a waiter should have shown that it lives."""
+    alive, rest = server.hget(f"{LOCK}:w", holder).split("|", 1)  # type: ignore[union-attr]
+    assert int(alive) > 0
+    server.hset(f"{LOCK}:w", holder, f"1|{rest}")
+
+
+def contents(server: redis.Redis) -> dict[bytes, bytes | None]:
+    options = server.connection_pool.connection_kwargs | {"decode_responses": False}
+    with redis.Redis(connection_pool=redis.ConnectionPool(**options)) as raw:
+        return {key: raw.dump(key) for key in sorted(raw.keys())}
+
+
+def expire_share(server: redis.Redis, holder: str) -> None:
+    server.zadd(f"{LOCK}:s", {holder: 1})
+
+
+def test_acquire_of_a_free_lock_writes_a_plain_string_with_a_ttl(server: redis.Redis) -> None:
+    token = acquire(server, ANN, ttl=12_345)
+    holder, written, since, owner = server.get(LOCK).split("|", 3)
+    assert (holder, int(written), owner) == (ANN, token, "owner of a")
+    assert 12_000 < server.pttl(LOCK) <= 12_345
+    assert abs(int(since) - server.time()[0]) < 60
+    assert int(server.get(TOKENS)) == token
+    assert server.zrange(INDEX, 0, -1) == [LOCK]
+    assert set(server.keys()) == {LOCK, TOKENS, INDEX}
+
+
+def test_acquire_draws_the_servers_time_or_what_is_greater(server: redis.Redis) -> None:
+    seconds, micros = server.time()
+    first = acquire(server, ANN)
+    assert first >= seconds * 1_000_000 + micros
+    call(server, "release", ANN)
+    server.set(TOKENS, first + 10**12)
+    assert acquire(server, ANN) == first + 10**12 + 1
+    call(server, "release", ANN)
+    assert acquire(server, ANN, floor=first + 2 * 10**12) == first + 2 * 10**12 + 1
+
+
+@pytest.mark.parametrize("mode", ["x", "s"])
+def test_acquire_by_the_holder_gives_the_same_token_and_a_full_ttl(server: redis.Redis, mode: str) -> None:
+    token = acquire(server, ANN, ttl=1000, mode=mode)
+    assert acquire(server, ANN, ttl=60_000, mode=mode) == token
+    assert server.pttl(LOCK) > 50_000
+    assert waiting(server) == []
+
+
+@pytest.mark.parametrize("mode", ["x", "s"])
+def test_acquire_by_the_holder_with_a_higher_floor_gives_a_greater_token(server: redis.Redis, mode: str) -> None:
+    token = acquire(server, ANN, mode=mode)
+    assert acquire(server, ANN, mode=mode, floor=token + 5) > token + 5
+    assert call(server, "release", ANN) == 1
+    assert server.exists(LOCK, f"{LOCK}:s", f"{LOCK}:o") == 0
+
+
+def test_acquire_of_a_taken_lock_queues_up_once_and_tells_the_time_left(server: redis.Redis) -> None:
+    acquire(server, ANN, ttl=20_000)
+    for _ in range(2):
+        retry_after, owner = acquire(server, BOB)
+        assert 15_000 < retry_after <= 20_001
+        assert owner.endswith("owner of a")
+    acquire(server, EVE)
+    assert waiting(server) == [BOB, EVE]
+    assert len(server.hgetall(f"{LOCK}:w")) == 2
+    assert server.pttl(f"{LOCK}:q") > 0
+    assert server.pttl(f"{LOCK}:w") > 0
+
+
+def test_acquire_without_a_place_leaves_no_place(server: redis.Redis) -> None:
+    acquire(server, ANN)
+    acquire(server, BOB, place=0)
+    assert waiting(server) == []
+    assert set(server.keys()) == {LOCK, TOKENS, INDEX}
+
+
+def test_acquire_never_overtakes_the_queue_of_a_lock_that_expired(server: redis.Redis) -> None:
+    acquire(server, ANN)
+    acquire(server, BOB)
+    server.delete(LOCK)
+    retry_after, owner = acquire(server, EVE, place=0)
+    assert retry_after > 0
+    assert owner.endswith("owner of b")
+    assert server.get(LOCK).startswith(BOB)
+    assert 0 < server.pttl(LOCK) <= 2000
+    assert server.lrange(f"{LOCK}:wake:{BOB}", 0, -1) == ["1"]
+
+
+def test_acquire_that_barges_is_served_before_the_queue(server: redis.Redis) -> None:
+    acquire(server, ANN)
+    acquire(server, BOB)
+    server.delete(LOCK)
+    assert isinstance(acquire(server, EVE, barge=1), int)
+    assert waiting(server) == [BOB]
+
+
+def test_acquire_passes_over_waiters_that_died(server: redis.Redis) -> None:
+    acquire(server, ANN)
+    acquire(server, BOB)
+    die(server, BOB)
+    server.delete(LOCK)
+    assert isinstance(acquire(server, EVE), int)
+    assert waiting(server) == []
+    assert server.hgetall(f"{LOCK}:w") == {}
+
+
+def test_acquire_shared_beside_shared_and_not_beside_a_waiting_exclusive(server: redis.Redis) -> None:
+    tokens = [acquire(server, holder, mode="s") for holder in (ANN, BOB)]
+    assert tokens[0] < tokens[1]
+    assert sorted(server.zrange(f"{LOCK}:s", 0, -1)) == [ANN, BOB]
+    writer = "c" * 32
+    assert isinstance(acquire(server, writer), list)
+    assert isinstance(acquire(server, EVE, mode="s"), list)
+    assert waiting(server) == [writer, EVE]
+
+
+def test_acquire_forgets_shares_that_ran_out(server: redis.Redis) -> None:
+    acquire(server, ANN, mode="s")
+    acquire(server, BOB, mode="s")
+    expire_share(server, ANN)
+    assert isinstance(acquire(server, EVE), list)
+    assert list(server.hgetall(f"{LOCK}:o")) == [BOB]
+    expire_share(server, BOB)
+    assert isinstance(acquire(server, EVE), int)
+    assert server.exists(f"{LOCK}:s", f"{LOCK}:o") == 0
+
+
+def test_acquire_takes_any_other_value_for_a_stranger(server: redis.Redis) -> None:
+    server.set(LOCK, "somebody else", px=30_000)
+    retry_after, owner = acquire(server, ANN)
+    assert (retry_after, owner) == (100, "somebody else")
+    assert server.get(LOCK) == "somebody else"
+    server.delete(LOCK)
+    server.rpush(LOCK, "a list")
+    assert acquire(server, ANN)[1] == "a key of another type"
+    assert server.lrange(LOCK, 0, -1) == ["a list"]
+
+
+def test_release_ends_our_lease_and_nobody_elses(server: redis.Redis) -> None:
+    assert call(server, "release", ANN) == 0
+    acquire(server, ANN)
+    assert call(server, "release", BOB) == 2
+    assert call(server, "release", ANN[:-1]) == 2
+    assert server.get(LOCK).startswith(ANN)
+    assert call(server, "release", ANN) == 1
+    assert call(server, "release", ANN) == 0
+    assert set(server.keys()) == {TOKENS}
+
+
+def test_release_hands_over_to_the_first_live_waiter_and_wakes_only_it(server: redis.Redis) -> None:
+    first = acquire(server, ANN)
+    for holder in (BOB, EVE, "d" * 32):
+        acquire(server, holder)
+    die(server, BOB)
+    assert call(server, "release", ANN) == 1
+    holder, token, *_ = server.get(LOCK).split("|")
+    assert holder == EVE
+    assert int(token) > first
+    assert 0 < server.pttl(LOCK) <= 2000, "until it is confirmed, the time to claim it"
+    assert server.keys(f"{LOCK}:wake:*") == [f"{LOCK}:wake:{EVE}"]
+    assert 0 < server.pttl(f"{LOCK}:wake:{EVE}") <= 2000
+    assert waiting(server) == ["d" * 32]
+    assert acquire(server, EVE) == int(token)
+    assert server.pttl(LOCK) > 2000
+    assert server.exists(f"{LOCK}:wake:{EVE}") == 0
+
+
+def test_release_lets_all_shared_waiters_in_up_to_the_next_exclusive(server: redis.Redis) -> None:
+    acquire(server, ANN)
+    acquire(server, BOB, mode="s")
+    acquire(server, EVE, mode="s")
+    acquire(server, "d" * 32)
+    acquire(server, "f" * 32, mode="s")
+    call(server, "release", ANN)
+    assert sorted(server.zrange(f"{LOCK}:s", 0, -1)) == [BOB, EVE]
+    assert waiting(server) == ["d" * 32, "f" * 32]
+
+
+def test_release_of_the_last_live_share_frees_the_lock(server: redis.Redis) -> None:
+    for holder in (ANN, BOB, EVE):
+        acquire(server, holder, mode="s")
+    expire_share(server, ANN)
+    assert call(server, "release", ANN) == 2
+    assert call(server, "release", BOB) == 1
+    assert server.get(LOCK) == "shared"
+    assert call(server, "release", EVE) == 1
+    assert call(server, "release", EVE) == 0
+    assert set(server.keys()) == {TOKENS}
+
+
+def test_release_leaves_a_key_of_another_type_alone(server: redis.Redis) -> None:
+    server.rpush(LOCK, "a list")
+    assert call(server, "release", ANN) == 2
+    assert server.lrange(LOCK, 0, -1) == ["a list"]
+
+
+def renew(server: redis.Redis, *pairs: tuple[str, str, int]) -> list[int]:
+    keys = (INDEX, *[lock for lock, _, _ in pairs])
+    return call(server, "renew", *[item for _, holder, ttl in pairs for item in (holder, ttl)], keys=keys)  # type: ignore[no-any-return]
+
+
+def test_renew_answers_each_and_pushes_only_what_is_ours(server: redis.Redis) -> None:
+    acquire(server, ANN, ttl=1000)
+    server.set("{b}", f"{BOB}|1|1|", px=1000)
+    server.rpush("{d}", "a list")
+    assert renew(server, (LOCK, ANN, 60_000), ("{b}", ANN, 60_000), ("{c}", ANN, 60_000), ("{d}", ANN, 60_000)) == [
+        1,
+        0,
+        0,
+        0,
+    ]
+    assert server.pttl(LOCK) > 50_000
+    assert server.pttl("{b}") <= 1000
+    assert server.exists("{c}") == 0
+
+
+def test_renew_may_shorten(server: redis.Redis) -> None:
+    acquire(server, ANN, ttl=60_000)
+    assert renew(server, (LOCK, ANN, 1000)) == [1]
+    assert server.pttl(LOCK) <= 1000
+
+
+def test_renew_of_a_share_pushes_its_own_expiry_and_never_brings_one_back(server: redis.Redis) -> None:
+    acquire(server, ANN, ttl=1000, mode="s")
+    acquire(server, BOB, ttl=60_000, mode="s")
+    before = server.zscore(f"{LOCK}:s", BOB)
+    assert renew(server, (LOCK, ANN, 90_000)) == [1]
+    assert server.zscore(f"{LOCK}:s", ANN) > before == server.zscore(f"{LOCK}:s", BOB)
+    assert server.pttl(LOCK) > 80_000
+    assert server.pttl(f"{LOCK}:o") > 80_000
+    expire_share(server, ANN)
+    assert renew(server, (LOCK, ANN, 90_000), (LOCK, EVE, 90_000)) == [0, 0]
+
+
+def test_renew_keeps_a_shared_lock_listed_as_long_as_its_longest_share(server: redis.Redis) -> None:
+    acquire(server, ANN, ttl=600_000, mode="s")
+    longest = server.zscore(INDEX, LOCK)
+    acquire(server, BOB, ttl=1000, mode="s")
+    renew(server, (LOCK, BOB, 1000))
+    assert server.zscore(INDEX, LOCK) == longest
+
+
+def test_renew_tidies_the_list_of_locks_that_ended_long_ago(server: redis.Redis) -> None:
+    server.zadd(INDEX, {"{old}": 1})
+    acquire(server, ANN)
+    renew(server, (LOCK, ANN, 1000))
+    assert server.zrange(INDEX, 0, -1) == [LOCK]
+
+
+def test_withdraw_leaves_the_queue_and_nothing_else(server: redis.Redis) -> None:
+    acquire(server, ANN)
+    acquire(server, BOB)
+    acquire(server, EVE)
+    assert call(server, "withdraw", BOB) == 1
+    assert call(server, "withdraw", BOB) == 0
+    assert waiting(server) == [EVE]
+    assert list(server.hgetall(f"{LOCK}:w")) == [EVE]
+    assert server.get(LOCK).startswith(ANN)
+
+
+@pytest.mark.parametrize("mode", ["x", "s"])
+def test_withdraw_undoes_a_grant_and_hands_over(server: redis.Redis, mode: str) -> None:
+    acquire(server, ANN, mode=mode)
+    acquire(server, BOB)
+    assert call(server, "withdraw", ANN) == 1
+    assert server.get(LOCK).startswith(BOB)
+    call(server, "withdraw", BOB)
+    assert set(server.keys()) == {TOKENS}
+
+
+def test_withdraw_of_a_waiting_exclusive_lets_the_shared_behind_it_in(server: redis.Redis) -> None:
+    acquire(server, ANN, mode="s")
+    acquire(server, BOB)
+    acquire(server, EVE, mode="s")
+    call(server, "withdraw", BOB)
+    assert sorted(server.zrange(f"{LOCK}:s", 0, -1)) == [ANN, EVE]
+
+
+def test_withdraw_leaves_strangers_alone(server: redis.Redis) -> None:
+    server.set(LOCK, "somebody else")
+    acquire(server, ANN)
+    assert call(server, "withdraw", ANN) == 1
+    assert server.get(LOCK) == "somebody else"
+    server.delete(LOCK)
+    server.rpush(LOCK, "a list")
+    assert call(server, "withdraw", ANN) == 0
+    assert server.lrange(LOCK, 0, -1) == ["a list"]
+
+
+def test_force_release_needs_the_very_token(server: redis.Redis) -> None:
+    token = acquire(server, ANN)
+    for wrong in (token + 1, token - 1, 0, str(token)[:-1]):
+        assert call(server, "force_release", wrong) == 0
+    assert server.get(LOCK).startswith(ANN)
+    acquire(server, BOB)
+    assert call(server, "force_release", token) == 1
+    assert server.get(LOCK).startswith(BOB)
+    assert call(server, "force_release", token) == 0
+
+
+def test_force_release_of_one_share_leaves_the_others(server: redis.Redis) -> None:
+    tokens = {holder: acquire(server, holder, mode="s") for holder in (ANN, BOB)}
+    assert call(server, "force_release", tokens[ANN]) == 1
+    assert server.zrange(f"{LOCK}:s", 0, -1) == [BOB]
+    assert call(server, "force_release", tokens[BOB]) == 1
+    assert set(server.keys()) == {TOKENS}
+
+
+def test_inspect_shows_holders_sharers_and_waiters_and_writes_nothing(server: redis.Redis) -> None:
+    acquire(server, ANN)
+    acquire(server, BOB)
+    acquire(server, EVE, mode="s")
+    before = contents(server)
+    (state,) = call(server, "inspect", keys=(LOCK,))
+    value, left, sharers, waiters, now = state
+    assert value.startswith(ANN)
+    assert 0 < left <= 30_000
+    assert sharers == []
+    assert [(holder, place.split("|")[1]) for holder, _, place in waiters] == [(BOB, "x"), (EVE, "s")]
+    assert abs(int(now) / 1000 - server.time()[0]) < 60
+    assert contents(server) == before
+
+
+def test_inspect_hides_shares_that_ran_out_and_shows_strangers(server: redis.Redis) -> None:
+    acquire(server, ANN, mode="s")
+    acquire(server, BOB, mode="s")
+    expire_share(server, ANN)
+    server.rpush("{b}", "a list")
+    shared, other, free = call(server, "inspect", keys=(LOCK, "{b}", "{c}"))
+    assert [holder for holder, _, _ in shared[2]] == [BOB]
+    assert other[0] == "a key of another type"
+    assert (free[0], free[2], free[3]) == ("", [], [])
+
+
+def test_acquire_many_takes_all_or_none(server: redis.Redis) -> None:
+    keys = (TOKENS, INDEX, "{a}", "{b}")
+    tokens = call(server, "acquire_many", "owner", ANN, 30_000, BOB, 30_000, keys=keys)
+    assert len(set(tokens)) == 2
+    assert server.get("{a}").startswith(ANN)
+    assert server.get("{b}").startswith(BOB)
+    call(server, "release", ANN, keys=("{a}", TOKENS, INDEX))
+    assert call(server, "acquire_many", "owner", EVE, 30_000, "d" * 32, 30_000, keys=keys) == []
+    assert server.exists("{a}") == 0
+    later = acquire(server, ANN)
+    assert later > max(tokens)
+
+
+def test_acquire_many_never_overtakes_a_queue_nor_a_stranger(server: redis.Redis) -> None:
+    acquire(server, ANN)
+    acquire(server, BOB)
+    server.delete(LOCK)
+    keys = (TOKENS, INDEX, LOCK, "{b}")
+    assert call(server, "acquire_many", "owner", EVE, 30_000, "d" * 32, 30_000, keys=keys) == []
+    server.delete(f"{LOCK}:q", f"{LOCK}:w")
+    server.rpush("{b}", "a list")
+    assert call(server, "acquire_many", "owner", EVE, 30_000, "d" * 32, 30_000, keys=keys) == []
+    assert server.lrange("{b}", 0, -1) == ["a list"]
