@@ -13,8 +13,9 @@ from dlock_core.errors import (
     StaleObject,
     StaleToken,
 )
+from dlock_core.holding import AsyncLease, Lease
 from dlock_core.lease import Released
-from dlock_core.lock import AsyncLease, AsyncLock, Lease, Lock
+from dlock_core.lock import AsyncLock, Lock
 from dlock_core.many import AsyncMultiLease, AsyncMultiLock, MultiLease, MultiLock
 from dlock_core.registry import connect
 

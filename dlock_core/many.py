@@ -15,8 +15,9 @@ from dlock_core import engine, watchdog
 from dlock_core.deadline import Seconds, deadline, ttl_seconds, wait_seconds
 from dlock_core.errors import AlreadyHeld, BackendUnavailable, LeaseLost
 from dlock_core.held import Held
+from dlock_core.holding import Blocks, LeaseView, held_by, key_of, mine
 from dlock_core.lease import Released
-from dlock_core.lock import Blocks, LeaseView, held_by, key_of, mine, new_request, supported_ttl
+from dlock_core.lock import new_request, supported_ttl
 from dlock_core.names import canonical
 from dlock_core.runtime import ASYNCIO, BLOCKING, run
 
