@@ -103,7 +103,8 @@ class RowFence(TableFence):
     def confirm(self, connection: BaseDatabaseWrapper, claim: Claim) -> None:
         ours = self._rows(connection).filter(dlock_token=claim.token, dlock_holder=claim.holder)
         if not _limited(connection, claim, lambda: ours.update(dlock_holder=claim.holder)):
-            self._refuse(connection, claim, super().confirm)
+            self._raise(connection, claim, super().confirm)
+            super().confirm(connection, claim)  # the row was made after the announce, which stands in the table
 
     def _raise(self, connection: BaseDatabaseWrapper, claim: Claim, table: Callable[..., None]) -> None:
         older = Q(dlock_token__lt=claim.token) | Q(dlock_token=claim.token, dlock_holder=claim.holder)

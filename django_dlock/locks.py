@@ -18,14 +18,14 @@ from django.db import DEFAULT_DB_ALIAS, connections, models
 from django.utils.connection import ConnectionDoesNotExist
 
 from django_dlock.conf import Store, stores
-from django_dlock.errors import AlreadyHeld, LeaseLost, as_database_error
+from django_dlock.errors import AlreadyHeld, LeaseLost, NotSupported, as_database_error
 from django_dlock.fencing import fence_for
 from django_dlock.snapshots import refuse_old_snapshot
 from django_dlock.ties import DatabaseTie, FenceForm, current, forget, remember
 from django_dlock.transactions import in_transaction
 from dlock_core import engine, names, watchdog
 from dlock_core.deadline import Seconds, deadline, ttl_seconds, wait_seconds
-from dlock_core.errors import BackendUnavailable, DLockError, NotSupported
+from dlock_core.errors import BackendUnavailable, DLockError
 from dlock_core.lease import Released
 from dlock_core.lock import Blocks, LeaseView, new_request, supported_ttl
 from dlock_core.runtime import ASYNCIO, BLOCKING, Blocking, Runtime, clock, run

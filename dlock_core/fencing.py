@@ -72,7 +72,9 @@ async def admit(database: Database, dialect: Dialect, claim: Claim) -> None:
 
 async def prepare(database: Database, dialect: Dialect, claim: Claim) -> None:
     """Make the row on which shared holders will meet, in a transaction of its own, if there is none yet."""
-    await database.execute(dialect.share_first, _params(claim))
+    _, row = await database.execute(_TOKEN, _params(claim))
+    if row is None:
+        await database.execute(dialect.share_first, _params(claim))
 
 
 async def announce(database: Database, dialect: Dialect, claim: Claim) -> None:

@@ -37,4 +37,8 @@ class Dice(EverybodyIn):
     """Throws dice for its tokens; no two are equal, in this process or another."""
 
     def token(self, floor):
-        return floor + (1 + secrets.randbelow(1000)) * 2**22 + os.getpid() if floor else secrets.randbits(30) * 2**22 + os.getpid()
+        return (
+            floor + (1 + secrets.randbelow(1000)) * 2**22 + os.getpid()
+            if floor
+            else secrets.randbits(30) * 2**22 + os.getpid()
+        )
