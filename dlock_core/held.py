@@ -73,7 +73,8 @@ class Held:
         """Give the seconds for which the lease surely holds; 0.0 once it is lost, released or another process's."""
         if self.lost_because or self.ended is not None or self.pid != os.getpid():
             return 0.0
-        return max(0.0, self.until - self.now())
+        left = self.until - self.now()
+        return left if left > 0.0 else 0.0
 
     def is_lost(self) -> bool:
         """Tell whether the lease ended otherwise than by its release."""

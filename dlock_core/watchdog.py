@@ -96,12 +96,14 @@ class Watchdog:
         return [held for held in leases if held is not None and held.renewing and held.ended is None]
 
     def _renew(self, leases: list[Held]) -> None:
+        valid = []
         for held in leases:
-            if held.remaining() == 0.0:
+            if held.remaining() > 0.0:
+                valid.append(held)
+            else:
                 held.lose()
-        leases = [held for held in leases if not held.is_lost()]
-        if leases:
-            self._ask(leases)
+        if valid:
+            self._ask(valid)
 
     def _ask(self, leases: list[Held]) -> None:
         sent, reason = clock(), "it could not be renewed in time"
