@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from contextlib import contextmanager
 from types import EllipsisType
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -31,7 +30,7 @@ from dlock_core.lock import Blocks, LeaseView, new_request, supported_ttl
 from dlock_core.runtime import ASYNCIO, BLOCKING, Blocking, Runtime, clock, run
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
     from types import TracebackType
 
 __all__ = ["Lease", "Lock", "lock", "release_forgotten", "release_forgotten_async"]
@@ -51,7 +50,7 @@ class Lease(LeaseView):
 
     def ensure_held(self) -> None:
         """Raise LeaseLost unless the lease surely holds now; without I/O."""
-        with _as_django():
+        with _AS_DJANGO:
             super().ensure_held()
 
     def release(self) -> Released | None:
@@ -59,7 +58,7 @@ class Lease(LeaseView):
 
         Raises NotHeld in a forked child, BackendUnavailable when the store cannot be asked: the lease then runs out.
         """
-        with _as_django():
+        with _AS_DJANGO:
             is_due = self._leave()
             if self._tie.is_over:
                 forget(self._tie)
@@ -67,7 +66,7 @@ class Lease(LeaseView):
 
     async def arelease(self) -> Released | None:
         """See `release`."""
-        with _as_django():
+        with _AS_DJANGO:
             is_due = self._leave()
             if self._tie.left:  # transactions that are still open belong to threads, which have contexts of their own
                 forget(self._tie)
@@ -75,12 +74,12 @@ class Lease(LeaseView):
 
     def renew(self, ttl: Seconds | None = None) -> None:
         """Push the expiry to `ttl` seconds from now (None: its ttl); raises LeaseLost, BackendUnavailable."""
-        with _as_django():
+        with _AS_DJANGO:
             run(engine.renew(BLOCKING, self._held, None if ttl is None else ttl_seconds(ttl)))
 
     async def arenew(self, ttl: Seconds | None = None) -> None:
         """See `renew`."""
-        with _as_django():
+        with _AS_DJANGO:
             await engine.renew(ASYNCIO, self._held, None if ttl is None else ttl_seconds(ttl))
 
     def _leave(self) -> bool:
@@ -130,12 +129,12 @@ class Lock:
         Raises AcquireTimeout, AlreadyHeld, BackendUnavailable, SnapshotTooOld; inside a transaction also StaleToken and
         RowLocked, when a newer or a paused older holder stands in the way at the fence.
         """
-        with _as_django():
+        with _AS_DJANGO:
             return run(self._acquire(BLOCKING, BLOCKING))
 
     async def aacquire(self) -> Lease:
         """See `acquire`. The transaction itself runs in one function called through `sync_to_async`."""
-        with _as_django():
+        with _AS_DJANGO:
             return await self._acquire(ASYNCIO, _SENSITIVE)
 
     def __enter__(self) -> Lease:
@@ -145,8 +144,9 @@ class Lock:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         lease: Lease = self._blocks.leave(threading.current_thread())
-        with _leaving(lease, error):
+        with _LETTING_RUN_OUT:
             lease.release()
+        _ensure_was_held(lease, error)
 
     async def __aenter__(self) -> Lease:
         return self._blocks.enter(asyncio.current_task(), await self.aacquire())
@@ -156,8 +156,9 @@ class Lock:
     ) -> None:
         lease: Lease = self._blocks.leave(asyncio.current_task())
         lease._tie.is_aborted = error is not None and lease._tie.depth == 1
-        with _leaving(lease, error):
+        with _LETTING_RUN_OUT:
             await lease.arelease()
+        _ensure_was_held(lease, error)
 
     async def _acquire(self, runtime: Runtime, database: Runtime) -> Lease:
         store = stores[self.store]
@@ -224,7 +225,7 @@ def release_forgotten() -> list[str]:
     forgotten = _forgotten()
     for tie in forgotten:
         if tie.leave():
-            with _letting_run_out():
+            with _LETTING_RUN_OUT:
                 run(engine.release(BLOCKING, tie.held))
     return [tie.held.name for tie in forgotten]
 
@@ -234,7 +235,7 @@ async def release_forgotten_async() -> list[str]:
     forgotten = _forgotten()
     for tie in forgotten:
         if tie.leave():
-            with _letting_run_out():
+            with _LETTING_RUN_OUT:
                 await engine.release(ASYNCIO, tie.held)
     return [tie.held.name for tie in forgotten]
 
@@ -246,13 +247,17 @@ def _forgotten() -> list[DatabaseTie]:
     return forgotten
 
 
-@contextmanager
-def _letting_run_out() -> Iterator[None]:
-    """Let a release fail: the work is done, and the lease runs out by itself."""
-    try:
-        yield
-    except BackendUnavailable as failure:
-        logger.warning("dlock: %s; the lease runs out by itself", failure)
+class _LettingRunOut:
+    """Lets a release fail: the work is done, and the lease runs out by itself."""
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> bool:
+        is_unreachable = isinstance(error, BackendUnavailable)
+        if is_unreachable:
+            logger.warning("dlock: %s; the lease runs out by itself", error)
+        return is_unreachable
 
 
 class _Sensitive(Blocking):
@@ -267,26 +272,29 @@ _SENSITIVE = _Sensitive()
 
 async def _give_back(runtime: Runtime, tie: DatabaseTie) -> None:
     tie.give_up()
-    with _letting_run_out():
+    with _LETTING_RUN_OUT:
         await engine.release(runtime, tie.held)
 
 
-@contextmanager
-def _as_django() -> Iterator[None]:
-    try:
-        yield
-    except DLockError as error:
-        twin = as_database_error(error)
-        if twin is error:
-            raise
-        raise twin from error.__cause__
+class _AsDjango:
+    """Raises the Django twin of a core error."""
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, DLockError):
+            twin = as_database_error(error)
+            if twin is not error:
+                raise twin from error.__cause__
 
 
-@contextmanager
-def _leaving(lease: Lease, error: BaseException | None) -> Iterator[None]:
+_LETTING_RUN_OUT = _LettingRunOut()
+_AS_DJANGO = _AsDjango()
+
+
+def _ensure_was_held(lease: Lease, error: BaseException | None) -> None:
     """Judge how a block left its lease: work without a transaction must not look protected when it was not."""
-    with _letting_run_out():
-        yield
     held = lease._held
     if error is None and lease._tie.transactions == 0 and held.ended in (Released.EXPIRED, Released.STOLEN):
         raise LeaseLost(held.name, token=held.token, reason=held.lost_because or "it had ended before its release")

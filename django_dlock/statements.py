@@ -34,20 +34,22 @@ class Announcer:
     def __call__(self, execute: Callable[..., Any], sql: Any, params: Any, *rest: Any) -> Any:
         """Stand in for Django's execute(sql, params, many, context)."""
         connection, text = rest[1]["connection"], _text(sql)
-        if not self.is_busy:
-            self.announce(connection, text)
         transaction = watch(connection).transaction()
+        if not self.is_busy:
+            self.announce(connection, text, inside=transaction is not None)
         if transaction is not None and not text.startswith(_WITHOUT_SNAPSHOT):
             transaction.has_spoken = True
         return execute(sql, params, *rest)
 
-    def announce(self, connection: BaseDatabaseWrapper, sql: str) -> None:
-        inside = watch(connection).is_open()
+    def announce(self, connection: BaseDatabaseWrapper, sql: str, *, inside: bool) -> None:
         if sql.startswith(_DJANGOS_OWN) or (sql.startswith("SAVEPOINT") and not inside):
             return
-        with self.quietly():
+        self.is_busy = True
+        try:
             for hook in self.hooks:
                 hook(connection, sql, inside)
+        finally:
+            self.is_busy = False
 
     @contextmanager
     def quietly(self) -> Iterator[None]:

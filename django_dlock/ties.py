@@ -18,7 +18,8 @@ from django.dispatch import receiver
 
 from django_dlock.errors import LeaseLost, as_database_error
 from django_dlock.statements import announcer
-from django_dlock.transactions import before_statements, in_transaction, on_end, on_rollback, transaction_key
+from django_dlock.transactions import before_statements, in_transaction, on_end, on_rollback
+from django_dlock.watch import watch
 from dlock_core import engine
 from dlock_core.errors import DLockError
 from dlock_core.errors import StaleToken as CoreStaleToken
@@ -63,22 +64,22 @@ class DatabaseTie(Tie):
         """Take up a new lease: tie every transaction that is open in this thread, and protect a database."""
         self.protect(using, form)
         for connection in connections.all(initialized_only=True):
-            if in_transaction(connection.alias):
+            if watch(connection).is_open():
                 self.enter(connection)
         if in_transaction(using):
             self.leave()  # like a row lock: the transaction's end releases it
 
     def protect(self, using: str, form: FenceForm) -> None:
         """Protect a database from now on: its open transaction, and those that begin under the lease."""
-        known = self._forms.get(using)
+        known, connection = self._forms.get(using), connections[using]
         if known is None or (form and not known):
-            self._forms[using] = self._prepare(using, form)
-        if in_transaction(using):
-            self.enter(connections[using])
+            self._forms[using] = self._prepare(connection, form)
+        if watch(connection).is_open():
+            self.enter(connection)
 
     def enter(self, connection: BaseDatabaseWrapper) -> None:
         """Tie the open transaction of this thread's connection to the lease, and admit the token into it."""
-        transaction = transaction_key(connection.alias)
+        transaction = watch(connection).transaction()
         if transaction is None or self._admitted.get(transaction):
             return
         if transaction not in self._admitted:
@@ -95,7 +96,7 @@ class DatabaseTie(Tie):
         if connection.alias not in self._forms:
             return
         if inside:
-            if self.depth or self.is_aborted or transaction_key(connection.alias) in self._admitted:
+            if self.depth or self.is_aborted or watch(connection).transaction() in self._admitted:
                 self.enter(connection)
         elif _WRITES.match(sql):
             self._refuse_aborted()
@@ -105,15 +106,15 @@ class DatabaseTie(Tie):
         """Its acquire has failed: nothing was done under it, so the transactions that it met owe it nothing."""
         self._is_given_up = True
 
-    def _prepare(self, using: str, form: FenceForm) -> FenceForm:
-        before_statements(_before_statement, using)
-        if in_transaction(using):
-            self._undo(transaction_key(using))
+    def _prepare(self, connection: BaseDatabaseWrapper, form: FenceForm) -> FenceForm:
+        before_statements(_before_statement, connection.alias)
+        if (transaction := watch(connection).transaction()) is not None:
+            self._undo(transaction)
             return form and "transaction"  # what it commits on its own would be no part of this transaction
         if form == "lease":
-            self._guard_with(self.fence.announce, connections[using])
+            self._guard_with(self.fence.announce, connection)
         elif form and self.held.request.shared:
-            self._send(self.fence.prepare, connections[using])
+            self._send(self.fence.prepare, connection)
         return form
 
     def _begin(self, connection: BaseDatabaseWrapper, transaction: object) -> None:

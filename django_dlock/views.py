@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
 
 from asgiref.sync import iscoroutinefunction
@@ -108,12 +107,10 @@ def _locked_function(
 
     @functools.wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        with ExitStack() as stack:
-            lock = lock_for(args, kwargs)
-            stack.enter_context(lock)
-            for alias in _to_open(lock, args, exempt):
-                stack.enter_context(transaction.atomic(using=alias))
-            return _refuse_coroutine(function, function(*args, **kwargs))
+        lock = lock_for(args, kwargs)
+        with lock:
+            answer = _call_inside(_to_open(lock, args, exempt), function, args, kwargs)
+            return _refuse_coroutine(function, answer)
 
     @functools.wraps(function)
     async def async_wrapper(*args: Any, **kwargs: Any) -> Any:
@@ -138,6 +135,16 @@ def _to_open(lock: Lock, args: tuple[Any, ...], exempt: _TakenOver) -> Iterator[
         asked = is_request and connections.settings[alias]["ATOMIC_REQUESTS"]
         if (fenced or asked) and not exempt.exempts(alias) and not in_transaction(alias):
             yield alias
+
+
+def _call_inside(
+    aliases: Iterator[str], function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Call the function in a transaction on each of these databases."""
+    for alias in aliases:
+        with transaction.atomic(using=alias):
+            return _call_inside(aliases, function, args, kwargs)
+    return function(*args, **kwargs)
 
 
 def _refuse_coroutine(function: Callable[..., Any], answer: Any) -> Any:
