@@ -70,15 +70,16 @@ def test_acquire_of_a_free_lock_writes_a_plain_string_with_a_ttl(server: redis.R
     assert set(server.keys()) == {LOCK, TOKENS, INDEX}
 
 
-def test_acquire_draws_the_servers_time_or_what_is_greater(server: redis.Redis) -> None:
+@pytest.mark.parametrize("mode", ["x", "s"])
+def test_acquire_draws_the_servers_time_or_what_is_greater(server: redis.Redis, mode: str) -> None:
     seconds, micros = server.time()
-    first = acquire(server, ANN)
+    first = acquire(server, ANN, mode=mode)
     assert first >= seconds * 1_000_000 + micros
     call(server, "release", ANN)
     server.set(TOKENS, first + 10**12)
-    assert acquire(server, ANN) == first + 10**12 + 1
+    assert acquire(server, ANN, mode=mode) == first + 10**12 + 1
     call(server, "release", ANN)
-    assert acquire(server, ANN, floor=first + 2 * 10**12) == first + 2 * 10**12 + 1
+    assert acquire(server, ANN, mode=mode, floor=first + 2 * 10**12) == first + 2 * 10**12 + 1
 
 
 @pytest.mark.parametrize("mode", ["x", "s"])

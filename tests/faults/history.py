@@ -39,36 +39,38 @@ class WithClock(Observed):
             self.queued = clock()
 
 
-def work(link: Link, url: str, prefix: str, path: str, rounds: int, options: dict[str, Any] | None) -> None:
+def work(
+    link: Link, url: str, prefix: str, path: str, rounds: int, options: dict[str, Any] | None, inside: float = 0.0005
+) -> None:
     """Take the lock many times, or none of it without options, and append a line after each section."""
     backend = WithClock(connect(url, prefix=prefix))
     with Path(path).open("a", buffering=1) as history:
         for _ in range(rounds):
             try:
-                section = _section(backend, options) if options is not None else _unprotected()
+                section = _section(backend, options, inside) if options is not None else _unprotected(inside)
             except DLockError:
                 continue
             history.write(json.dumps(asdict(section)) + "\n")
 
 
-def _section(backend: WithClock, options: dict[str, Any]) -> Section:
+def _section(backend: WithClock, options: dict[str, Any], inside: float) -> Section:
     asked, backend.queued = clock(), None
     lease = Lock(backend, "a", wait=None, **options).acquire()  # type: ignore[arg-type]
     begin, queued = clock(), backend.queued
-    _do_something()
+    _do_something(inside)
     end = min(clock(), lease._held.until)
     lease.release()
     return Section(asked, queued, begin, end, lease.token, os.getpid())
 
 
-def _unprotected() -> Section:
+def _unprotected(inside: float) -> Section:
     begin = clock()
-    _do_something()
+    _do_something(inside)
     return Section(begin, None, begin, clock(), int(begin * 1e6), os.getpid())
 
 
-def _do_something() -> None:
-    until = clock() + 0.0005
+def _do_something(seconds: float) -> None:
+    until = clock() + seconds
     while clock() < until:
         pass
 

@@ -5,10 +5,11 @@ import os
 import signal
 import threading
 import types
-from collections.abc import Coroutine, Generator
+from collections.abc import Callable, Coroutine, Generator
 from typing import Any
 
 import pytest
+import redis
 
 from dlock_core import AsyncLock, Lock
 from dlock_core.backends.redis import RedisBackend, connections
@@ -205,10 +206,44 @@ STOP = threading.Event()
 
 
 def hold_until_waited_for(store: RedisBackend, begun: threading.Event) -> None:
+    hold(store, begun, lambda: waiters(store, "a"))
+
+
+def hold(store: RedisBackend, begun: threading.Event, enough: Callable[[], object] = bool) -> None:
+    """Hold the lock until it is enough, or until the test says STOP."""
     STOP.clear()
     with Lock(store, "a"):
         begun.set()
-        until(lambda: waiters(store, "a") or STOP.is_set())
+        until(lambda: STOP.is_set() or enough())
+
+
+def test_connection_of_an_interrupted_waiter_is_closed_although_its_error_is_kept(
+    store: RedisBackend, direct: RedisBackend, monkeypatch: pytest.MonkeyPatch, redis_server: Server
+) -> None:
+    """Behind the wake-up that it waits for stands its next question: if that were carried out, it would be an orphan."""
+    real, me, reads = connections._read, threading.get_ident(), 0
+
+    def interrupted(connection: Any) -> Any:
+        nonlocal reads
+        reads += threading.get_ident() == me
+        if threading.get_ident() == me and reads == 2:
+            raise KeyboardInterrupt
+        return real(connection)
+
+    holder = threading.Thread(target=hold, args=(direct, begun := threading.Event()))
+    holder.start()
+    assert begun.wait(30)
+    monkeypatch.setattr(connections, "_read", interrupted)
+    with pytest.raises(KeyboardInterrupt) as kept:
+        Lock(store, "a", wait=None).acquire()
+    monkeypatch.undo()
+    with redis.Redis.from_url(redis_server.url) as client:
+        until(lambda: client.info("clients")["blocked_clients"] == 0)
+    assert waiters(direct, "a") == []
+    assert kept.value.__traceback__ is not None
+    STOP.set()
+    holder.join()
+    assert is_untouched(direct, "a")
 
 
 def test_interrupted_waiter_leaves_its_place_and_the_lock_alone(store: RedisBackend, direct: RedisBackend) -> None:
