@@ -98,6 +98,8 @@ def requests() -> dict[str, measure.Operation]:
         "locked": "@locked, fence=False",
         "fenced": "@locked",
         "redis-py": "redis-py Lock, naive",
+        "raw": "floor: SET and EVALSHA on a bare socket",
+        "upsert": "floor: one upsert by hand, no lease",
     }
     return {names[name]: get(name) for name in VIEWS}
 

@@ -1,19 +1,28 @@
 """One view of the Django benchmarks, protected in different ways; ATOMIC_REQUESTS is on."""
 
 import functools
+import time
 from collections.abc import Callable
 from typing import Any, Final
+from urllib.parse import urlsplit
 
 import redis
 from django.conf import settings
+from django.db import connection
 from django.http import HttpRequest, HttpResponse
 from django.urls import path
 from redis.lock import Lock as RedisPyLock
 
+from benchmarks.floors import RawRedis
 from benchmarks.models import BareOrder
 from django_dlock import locked, pk
 
 View = Callable[..., HttpResponse]
+
+UPSERT: Final = (
+    "INSERT INTO dlock_fence (name, token, s_token, holder) VALUES (%s, %s, 0, %s) ON CONFLICT (name) DO UPDATE"
+    " SET token = excluded.token, holder = excluded.holder WHERE dlock_fence.token < excluded.token"
+)
 
 
 def ship(request: HttpRequest, pk: int) -> HttpResponse:
@@ -34,6 +43,38 @@ def naive(view: View) -> View:
     return wrapper
 
 
+def on_a_bare_socket(view: View) -> View:
+    """The wire's price of a lease, without any promise."""
+
+    @functools.wraps(view)
+    def wrapper(request: HttpRequest, pk: int) -> HttpResponse:
+        key, raw = f"bare:{pk}", raw_redis()
+        assert raw.acquire(key, "holder", 30_000)
+        try:
+            return view(request, pk)
+        finally:
+            raw.release(key, "holder")
+
+    return wrapper
+
+
+def fenced_by_hand(view: View) -> View:
+    """The database's price of a fence: one upsert of one row, written by hand."""
+
+    @functools.wraps(view)
+    def wrapper(request: HttpRequest, pk: int) -> HttpResponse:
+        with connection.cursor() as cursor:
+            cursor.execute(UPSERT, [f"by-hand:{pk}", time.time_ns(), "holder"])
+        return view(request, pk)
+
+    return wrapper
+
+
+@functools.cache
+def raw_redis() -> RawRedis:
+    return RawRedis(urlsplit(settings.DLOCK["default"]["BACKEND"]).port or 6379)
+
+
 @functools.cache
 def client() -> Any:
     return redis.Redis.from_url(settings.DLOCK["default"]["BACKEND"])
@@ -44,5 +85,7 @@ VIEWS: Final[dict[str, View]] = {
     "locked": locked("order", pk, fence=False)(ship),
     "fenced": locked("order", pk)(ship),
     "redis-py": naive(ship),
+    "raw": on_a_bare_socket(ship),
+    "upsert": fenced_by_hand(ship),
 }
 urlpatterns = [path(f"{name}/<int:pk>", view) for name, view in VIEWS.items()]
