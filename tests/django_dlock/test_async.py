@@ -207,9 +207,9 @@ async def test_lock_taken_in_a_function_of_a_thread_ends_with_its_transaction(da
 async def test_store_that_is_down_is_said_so(database):
     from tests.servers import free_port
 
-    with override_settings(DLOCK={"default": {"BACKEND": f"redis://127.0.0.1:{free_port()}/0", "WAIT": 0}}):
-        with pytest.raises(BackendUnavailable):
-            await order(database).aacquire()
+    nobody = override_settings(DLOCK={"default": {"BACKEND": f"redis://127.0.0.1:{free_port()}/0", "WAIT": 0}})
+    with nobody, pytest.raises(BackendUnavailable):
+        await order(database).aacquire()
 
 
 async def test_fence_that_refuses_leaves_no_lease(database, store):
