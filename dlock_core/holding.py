@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Hashable
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import WeakValueDictionary, ref
 
@@ -16,12 +15,10 @@ from dlock_core.lease import Released
 from dlock_core.runtime import ASYNCIO, BLOCKING, run
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from dlock_core.backend import Backend
     from dlock_core.held import Held
 
-__all__ = ["AsyncLease", "Blocks", "Key", "Lease", "LeaseView", "held_by", "key_of", "leaving", "mine"]
+__all__ = ["AsyncLease", "Blocks", "Key", "Lease", "LeaseView", "Leaving", "held_by", "key_of", "mine"]
 
 logger = logging.getLogger("dlock")
 
@@ -194,17 +191,24 @@ class Blocks:
         return lease
 
 
-@contextmanager
-def leaving(lease: _Lease, error: BaseException | None) -> Iterator[None]:
-    """Judge how a `with` block left its lease: a clean body that lost it must not look protected."""
-    try:
-        yield
-    except BackendUnavailable as failure:  # the work is done and the lease runs out: not a reason to fail the body
-        logger.warning("dlock: %s; the lease runs out by itself", failure)
-    except NotHeld:  # a forked child walks out of its parent's block
-        return
-    held = lease._held
-    if error is None and held.ended in (Released.EXPIRED, Released.STOLEN):
-        raise LeaseLost(
-            held.name, token=held.token, reason=held.lost_because or f"it was {held.ended.value} at release"
-        )
+class Leaving:
+    """Judges how a `with` block left its lease: a clean body that lost it must not look protected."""
+
+    __slots__ = ("_error", "_held")
+
+    def __init__(self, lease: _Lease, error: BaseException | None) -> None:
+        self._held, self._error = lease._held, error
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, failure: BaseException | None, trace: object) -> bool:
+        if isinstance(failure, BackendUnavailable):  # the work is done and it runs out: no reason to fail the body
+            logger.warning("dlock: %s; the lease runs out by itself", failure)
+        elif failure is not None:
+            return isinstance(failure, NotHeld)  # a forked child walks out of its parent's block
+        held = self._held
+        if self._error is None and held.ended in (Released.EXPIRED, Released.STOLEN):
+            reason = held.lost_because or f"it was {held.ended.value} at release"
+            raise LeaseLost(held.name, token=held.token, reason=reason)
+        return True

@@ -15,7 +15,7 @@ from dlock_core import engine, owner, watchdog
 from dlock_core.backend import Request
 from dlock_core.deadline import Seconds, ttl_seconds, wait_seconds
 from dlock_core.errors import AlreadyHeld, NotSupported
-from dlock_core.holding import AsyncLease, Blocks, Lease, LeaseView, held_by, key_of, leaving, mine
+from dlock_core.holding import AsyncLease, Blocks, Lease, LeaseView, Leaving, held_by, key_of, mine
 from dlock_core.names import canonical
 from dlock_core.runtime import ASYNCIO, BLOCKING, run
 
@@ -124,7 +124,7 @@ class Lock(_Lock):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         lease: Lease = self._blocks.leave(threading.current_thread())
-        with leaving(lease, error):
+        with Leaving(lease, error):
             lease.release()
 
 
@@ -152,5 +152,5 @@ class AsyncLock(_Lock):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         lease: AsyncLease = self._blocks.leave(asyncio.current_task())
-        with leaving(lease, error):
+        with Leaving(lease, error):
             await lease.release()
