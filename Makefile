@@ -8,7 +8,7 @@ PIP := $(BIN)/python -m pip install --quiet --quiet
 SERVERS := redis-server postgresql mariadb-server
 HEADERS := gcc pkg-config libmariadb-dev python3-dev
 
-.PHONY: help demo test check lint types layers format servers clean
+.PHONY: help demo test check lint types layers format bench servers clean
 
 help: ## This list
 	@sed -n 's/^\([a-z]*\):.*## /make \1	/p' Makefile
@@ -35,6 +35,9 @@ format: $(VENV)/lint.stamp ## Repair what style can repair
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+bench: $(VENV)/bench.stamp servers ## What dlock costs, beside its peers and the wire; a quarter of an hour
+	for one in uncontended many held django_orm contended; do $(BIN)/python -m benchmarks.$$one || exit 1; done
+
 clean: ## Remove the virtualenv and every cache
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .import_linter_cache .hypothesis .nox
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
@@ -49,7 +52,7 @@ $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) --upgrade 'pip>=25.1'
 
-$(VENV)/demo.stamp $(VENV)/test.stamp $(VENV)/lint.stamp: $(VENV)/%.stamp: pyproject.toml | $(BIN)/python
+$(VENV)/demo.stamp $(VENV)/test.stamp $(VENV)/lint.stamp $(VENV)/bench.stamp: $(VENV)/%.stamp: pyproject.toml | $(BIN)/python
 	$(PIP) --editable . --group $*
 	@touch $@
 

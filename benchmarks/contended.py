@@ -1,9 +1,9 @@
-"""Many processes want one lock: throughput, waiting times and fairness, against token passing over a bare socket and three peers.
+"""Many processes want one lock: throughput, waiting times, fairness, against token passing and three peers.
 
     python -m benchmarks.contended --processes 8 --think 5 --seconds 2
 
-Every process records when it asked, got and gave back the lock, on a clock they share. From the merged records come all figures,
-and the proof that no two sections overlapped. `gap` is the time from one section's end to the next one's begin.
+The floor passes a token with BLPOP and LPUSH over a bare socket. Every process records when it asked, got and gave
+back the lock, on a clock they share: from the merged records come all figures, and the proof that none overlapped. `gap` is the time from one section's end to the next one's begin.
 """
 
 import itertools
@@ -217,7 +217,7 @@ def cell(port: int, contestants: dict[str, Any], processes: int, think: float, o
 
 
 def main() -> None:
-    options = measure.arguments(__doc__, rounds=3, seconds=2.0, processes="2,8,32", think="0,5")
+    options = measure.arguments(__doc__, rounds=3, seconds=1.5, processes="2,8,32", think="0,5")
     contestants = measure.chosen(CONTESTANTS, options.only, FLOOR)
     report = measure.Report(options.format)
     with measure.redis_server() as server:

@@ -2,8 +2,8 @@
 
     python -m benchmarks.held --sizes 100,10000,100000
 
-The floor renews on a bare socket, in one script for a thousand keys. Of the peers, redis-py and pottery renew one lock at a time, and
-python-redis-lock starts a thread for each. One thread of ours renews all: that it does, and that nothing is lost, is watched, too.
+The floor renews on a bare socket, in one script for a thousand keys; the peers renew one lock at a time. One thread of
+ours renews all: that it does, and that nothing is lost, is watched, too.
 """
 
 import gc

@@ -1,7 +1,7 @@
 """How every benchmark measures: pinned, interleaved with a floor, as ratios and medians, in tables or JSON.
 
-A contestant is a function without arguments that does one operation. Runs of the floor stand between all others, so that what a
-shared machine does to one of them it does to its neighbours too: only ratios to these neighbours are compared.
+A contestant is a function without arguments that does one operation. Runs of the floor stand between all others, so
+that what a shared machine does to one of them it does to its neighbours, too: only ratios to these are compared.
 """
 
 import argparse
@@ -62,7 +62,7 @@ class Runs:
 class Cost:
     """Microseconds for one operation: by the clock, and CPU of this process and of the servers.
 
-    On a machine that others use, too, CPU time is what can be trusted; on an idle one and a single CPU both are the same.
+    On a machine that others use, CPU time is what can be trusted; on an idle one and a single CPU both are the same.
     """
 
     elapsed: float

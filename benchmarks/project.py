@@ -18,7 +18,7 @@ from tests import servers
 
 @contextmanager
 def running() -> Iterator[list[int]]:
-    """Start everything and set Django up; gives the servers' process ids. The default database is PostgreSQL, or else SQLite."""
+    """Start everything and set Django up; gives the servers' process ids. "default" is PostgreSQL, or else SQLite."""
     with measure.scratch() as directory, measure.redis_server() as redis:
         started = [redis]
         databases: dict[str, Any] = {"sqlite": sqlite(directory)}
