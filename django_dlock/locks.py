@@ -7,7 +7,6 @@ one it lives, like a row lock, until that transaction's COMMIT or ROLLBACK is kn
 from __future__ import annotations
 
 import asyncio
-import logging
 import threading
 from types import EllipsisType
 from typing import TYPE_CHECKING, Any, Literal
@@ -17,77 +16,23 @@ from django.db import DEFAULT_DB_ALIAS, connections, models
 from django.utils.connection import ConnectionDoesNotExist
 
 from django_dlock.conf import Store, stores
-from django_dlock.errors import AlreadyHeld, LeaseLost, NotSupported, as_database_error
+from django_dlock.errors import AlreadyHeld, NotSupported
 from django_dlock.fencing import fence_for
+from django_dlock.leases import AS_DJANGO, LETTING_RUN_OUT, Lease, ensure_was_held
 from django_dlock.snapshots import refuse_old_snapshot
-from django_dlock.ties import DatabaseTie, FenceForm, current, forget, remember
+from django_dlock.ties import DatabaseTie, FenceForm, current, remember
 from django_dlock.transactions import in_transaction
 from dlock_core import engine, names, watchdog
 from dlock_core.deadline import Seconds, deadline, ttl_seconds, wait_seconds
-from dlock_core.errors import BackendUnavailable, DLockError
-from dlock_core.lease import Released
-from dlock_core.lock import Blocks, LeaseView, new_request, supported_ttl
+from dlock_core.holding import Blocks
+from dlock_core.lock import new_request, supported_ttl
 from dlock_core.runtime import ASYNCIO, BLOCKING, Blocking, Runtime, clock, run
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from types import TracebackType
 
-__all__ = ["Lease", "Lock", "lock", "release_forgotten", "release_forgotten_async"]
-
-
-logger = logging.getLogger("dlock")
-
-
-class Lease(LeaseView):
-    """A lock that this context holds. Its methods do no I/O, but for those that renew and release."""
-
-    __slots__ = ("_left", "_tie")
-
-    def __init__(self, tie: DatabaseTie) -> None:
-        super().__init__(tie.held)
-        self._tie, self._left = tie, False
-
-    def ensure_held(self) -> None:
-        """Raise LeaseLost unless the lease surely holds now; without I/O."""
-        with _AS_DJANGO:
-            super().ensure_held()
-
-    def release(self) -> Released | None:
-        """Release now; None when it is not the time: the end of the transaction releases, or the block that was joined.
-
-        Raises NotHeld in a forked child, BackendUnavailable when the store cannot be asked: the lease then runs out.
-        """
-        with _AS_DJANGO:
-            is_due = self._leave()
-            if self._tie.is_over:
-                forget(self._tie)
-            return run(engine.release(BLOCKING, self._held)) if is_due else self._held.ended
-
-    async def arelease(self) -> Released | None:
-        """See `release`."""
-        with _AS_DJANGO:
-            is_due = self._leave()
-            if self._tie.left:  # transactions that are still open belong to threads, which have contexts of their own
-                forget(self._tie)
-            return await engine.release(ASYNCIO, self._held) if is_due else self._held.ended
-
-    def renew(self, ttl: Seconds | None = None) -> None:
-        """Push the expiry to `ttl` seconds from now (None: its ttl); raises LeaseLost, BackendUnavailable."""
-        with _AS_DJANGO:
-            run(engine.renew(BLOCKING, self._held, None if ttl is None else ttl_seconds(ttl)))
-
-    async def arenew(self, ttl: Seconds | None = None) -> None:
-        """See `renew`."""
-        with _AS_DJANGO:
-            await engine.renew(ASYNCIO, self._held, None if ttl is None else ttl_seconds(ttl))
-
-    def _leave(self) -> bool:
-        self._held.ensure_own_process()
-        if not self._left:
-            self._left = True
-            self._tie.depth -= 1
-        return self._tie.depth == 0 and self._held.ended is None and self._tie.leave()
+__all__ = ["Lock", "lock"]
 
 
 class Lock:
@@ -129,12 +74,12 @@ class Lock:
         Raises AcquireTimeout, AlreadyHeld, BackendUnavailable, SnapshotTooOld; inside a transaction also StaleToken and
         RowLocked, when a newer or a paused older holder stands in the way at the fence.
         """
-        with _AS_DJANGO:
+        with AS_DJANGO:
             return run(self._acquire(BLOCKING, BLOCKING))
 
     async def aacquire(self) -> Lease:
         """See `acquire`. The transaction itself runs in one function called through `sync_to_async`."""
-        with _AS_DJANGO:
+        with AS_DJANGO:
             return await self._acquire(ASYNCIO, _SENSITIVE)
 
     def __enter__(self) -> Lease:
@@ -144,9 +89,9 @@ class Lock:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         lease: Lease = self._blocks.leave(threading.current_thread())
-        with _LETTING_RUN_OUT:
+        with LETTING_RUN_OUT:
             lease.release()
-        _ensure_was_held(lease, error)
+        ensure_was_held(lease, error)
 
     async def __aenter__(self) -> Lease:
         return self._blocks.enter(asyncio.current_task(), await self.aacquire())
@@ -156,9 +101,9 @@ class Lock:
     ) -> None:
         lease: Lease = self._blocks.leave(asyncio.current_task())
         lease._tie.is_aborted = error is not None and lease._tie.depth == 1
-        with _LETTING_RUN_OUT:
+        with LETTING_RUN_OUT:
             await lease.arelease()
-        _ensure_was_held(lease, error)
+        ensure_was_held(lease, error)
 
     async def _acquire(self, runtime: Runtime, database: Runtime) -> Lease:
         store = stores[self.store]
@@ -220,46 +165,6 @@ def lock(*parts: Any, **options: Any) -> Lock:
     return Lock(*parts, **options)
 
 
-def release_forgotten() -> list[str]:
-    """Release what this context still holds outside any transaction, and tell its names; for the end of a request."""
-    forgotten = _forgotten()
-    for tie in forgotten:
-        if tie.leave():
-            with _LETTING_RUN_OUT:
-                run(engine.release(BLOCKING, tie.held))
-    return [tie.held.name for tie in forgotten]
-
-
-async def release_forgotten_async() -> list[str]:
-    """See `release_forgotten`."""
-    forgotten = _forgotten()
-    for tie in forgotten:
-        if tie.leave():
-            with _LETTING_RUN_OUT:
-                await engine.release(ASYNCIO, tie.held)
-    return [tie.held.name for tie in forgotten]
-
-
-def _forgotten() -> list[DatabaseTie]:
-    forgotten = [tie for tie in current() if not tie.left]
-    for tie in forgotten:
-        forget(tie)
-    return forgotten
-
-
-class _LettingRunOut:
-    """Lets a release fail: the work is done, and the lease runs out by itself."""
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> bool:
-        is_unreachable = isinstance(error, BackendUnavailable)
-        if is_unreachable:
-            logger.warning("dlock: %s; the lease runs out by itself", error)
-        return is_unreachable
-
-
 class _Sensitive(Blocking):
     """Calls database code in the thread that owns this context's connections."""
 
@@ -272,32 +177,8 @@ _SENSITIVE = _Sensitive()
 
 async def _give_back(runtime: Runtime, tie: DatabaseTie) -> None:
     tie.give_up()
-    with _LETTING_RUN_OUT:
+    with LETTING_RUN_OUT:
         await engine.release(runtime, tie.held)
-
-
-class _AsDjango:
-    """Raises the Django twin of a core error."""
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, DLockError):
-            twin = as_database_error(error)
-            if twin is not error:
-                raise twin from error.__cause__
-
-
-_LETTING_RUN_OUT = _LettingRunOut()
-_AS_DJANGO = _AsDjango()
-
-
-def _ensure_was_held(lease: Lease, error: BaseException | None) -> None:
-    """Judge how a block left its lease: work without a transaction must not look protected when it was not."""
-    held = lease._held
-    if error is None and lease._tie.transactions == 0 and held.ended in (Released.EXPIRED, Released.STOLEN):
-        raise LeaseLost(held.name, token=held.token, reason=held.lost_because or "it had ended before its release")
 
 
 def _part(part: Any) -> Any:

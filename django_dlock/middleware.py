@@ -107,7 +107,7 @@ def _line(request: HttpRequest) -> str:
 
 
 def _release(line: str) -> None:
-    from django_dlock.locks import release_forgotten
+    from django_dlock.leases import release_forgotten
 
     try:
         _warn(line, release_forgotten())
@@ -116,7 +116,7 @@ def _release(line: str) -> None:
 
 
 async def _arelease(line: str) -> None:
-    from django_dlock.locks import release_forgotten_async
+    from django_dlock.leases import release_forgotten_async
 
     try:
         _warn(line, await release_forgotten_async())

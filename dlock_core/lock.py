@@ -15,7 +15,7 @@ from dlock_core import engine, owner, watchdog
 from dlock_core.backend import Request
 from dlock_core.deadline import Seconds, ttl_seconds, wait_seconds
 from dlock_core.errors import AlreadyHeld, NotSupported
-from dlock_core.holding import AsyncLease, Blocks, Lease, LeaseView, Leaving, held_by, key_of, mine
+from dlock_core.holding import AsyncLease, Blocks, Lease, Leaving, held_by, key_of, mine
 from dlock_core.names import canonical
 from dlock_core.runtime import ASYNCIO, BLOCKING, run
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from dlock_core.held import Held
     from dlock_core.holding import Key
 
-__all__ = ["AsyncLock", "Blocks", "LeaseView", "Lock", "new_request", "supported_ttl"]
+__all__ = ["AsyncLock", "Lock", "new_request", "supported_ttl"]
 
 
 class _Lock:

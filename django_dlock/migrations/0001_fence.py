@@ -5,24 +5,22 @@ from django.db import migrations, models
 
 
 class Migration(migrations.Migration):
-
     initial = True
 
-    dependencies = [
-    ]
+    dependencies = []
 
     operations = [
         migrations.CreateModel(
-            name='Fence',
+            name="Fence",
             fields=[
-                ('name', django_dlock.models.LockNameField(max_length=512, primary_key=True, serialize=False)),
-                ('token', models.BigIntegerField()),
-                ('holder', models.CharField(max_length=32)),
-                ('s_token', models.BigIntegerField(db_default=0, default=0)),
+                ("name", django_dlock.models.LockNameField(max_length=512, primary_key=True, serialize=False)),
+                ("token", models.BigIntegerField()),
+                ("holder", models.CharField(max_length=32)),
+                ("s_token", models.BigIntegerField(db_default=0, default=0)),
             ],
             options={
-                'db_table': 'dlock_fence',
-                'default_permissions': ('view',),
+                "db_table": "dlock_fence",
+                "default_permissions": ("view",),
             },
         ),
     ]

@@ -19,7 +19,7 @@ from django_dlock.errors import (
     SnapshotTooOld,
     StaleToken,
 )
-from django_dlock.locks import release_forgotten
+from django_dlock.leases import release_forgotten
 from django_dlock.models import Fence
 from django_dlock.ties import current
 from dlock_core.backends.memory import MemoryBackend

@@ -1,0 +1,137 @@
+"""The lease that `lock(...)` gives, and what happens to it when its block or its request ends."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Final
+
+from django_dlock.errors import LeaseLost, as_database_error
+from django_dlock.ties import current, forget
+from dlock_core import engine
+from dlock_core.deadline import Seconds, ttl_seconds
+from dlock_core.errors import BackendUnavailable, DLockError
+from dlock_core.holding import LeaseView
+from dlock_core.lease import Released
+from dlock_core.runtime import ASYNCIO, BLOCKING, run
+
+if TYPE_CHECKING:
+    from django_dlock.ties import DatabaseTie
+
+__all__ = ["Lease", "release_forgotten", "release_forgotten_async"]
+
+logger = logging.getLogger("dlock")
+
+
+class _LettingRunOut:
+    """Lets a release fail: the work is done, and the lease runs out by itself."""
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> bool:
+        is_unreachable = isinstance(error, BackendUnavailable)
+        if is_unreachable:
+            logger.warning("dlock: %s; the lease runs out by itself", error)
+        return is_unreachable
+
+
+class _AsDjango:
+    """Raises the Django twin of a core error."""
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, DLockError):
+            twin = as_database_error(error)
+            if twin is not error:
+                raise twin from error.__cause__
+
+
+LETTING_RUN_OUT: Final = _LettingRunOut()
+AS_DJANGO: Final = _AsDjango()
+
+
+class Lease(LeaseView):
+    """A lock that this context holds. Its methods do no I/O, but for those that renew and release."""
+
+    __slots__ = ("_left", "_tie")
+
+    def __init__(self, tie: DatabaseTie) -> None:
+        super().__init__(tie.held)
+        self._tie, self._left = tie, False
+
+    def ensure_held(self) -> None:
+        """Raise LeaseLost unless the lease surely holds now; without I/O."""
+        with AS_DJANGO:
+            super().ensure_held()
+
+    def release(self) -> Released | None:
+        """Release now; None when it is not the time: the end of the transaction releases, or the block that was joined.
+
+        Raises NotHeld in a forked child, BackendUnavailable when the store cannot be asked: the lease then runs out.
+        """
+        with AS_DJANGO:
+            is_due = self._leave()
+            if self._tie.is_over:
+                forget(self._tie)
+            return run(engine.release(BLOCKING, self._held)) if is_due else self._held.ended
+
+    async def arelease(self) -> Released | None:
+        """See `release`."""
+        with AS_DJANGO:
+            is_due = self._leave()
+            if self._tie.left:  # transactions that are still open belong to threads, which have contexts of their own
+                forget(self._tie)
+            return await engine.release(ASYNCIO, self._held) if is_due else self._held.ended
+
+    def renew(self, ttl: Seconds | None = None) -> None:
+        """Push the expiry to `ttl` seconds from now (None: its ttl); raises LeaseLost, BackendUnavailable."""
+        with AS_DJANGO:
+            run(engine.renew(BLOCKING, self._held, None if ttl is None else ttl_seconds(ttl)))
+
+    async def arenew(self, ttl: Seconds | None = None) -> None:
+        """See `renew`."""
+        with AS_DJANGO:
+            await engine.renew(ASYNCIO, self._held, None if ttl is None else ttl_seconds(ttl))
+
+    def _leave(self) -> bool:
+        self._held.ensure_own_process()
+        if not self._left:
+            self._left = True
+            self._tie.depth -= 1
+        return self._tie.depth == 0 and self._held.ended is None and self._tie.leave()
+
+
+def ensure_was_held(lease: Lease, error: BaseException | None) -> None:
+    """Judge how a block left its lease: work without a transaction must not look protected when it was not."""
+    held = lease._held
+    if error is None and lease._tie.transactions == 0 and held.ended in (Released.EXPIRED, Released.STOLEN):
+        raise LeaseLost(held.name, token=held.token, reason=held.lost_because or "it had ended before its release")
+
+
+def release_forgotten() -> list[str]:
+    """Release what this context still holds outside any transaction, and tell its names; for the end of a request."""
+    forgotten = _forgotten()
+    for tie in forgotten:
+        if tie.leave():
+            with LETTING_RUN_OUT:
+                run(engine.release(BLOCKING, tie.held))
+    return [tie.held.name for tie in forgotten]
+
+
+async def release_forgotten_async() -> list[str]:
+    """See `release_forgotten`."""
+    forgotten = _forgotten()
+    for tie in forgotten:
+        if tie.leave():
+            with LETTING_RUN_OUT:
+                await engine.release(ASYNCIO, tie.held)
+    return [tie.held.name for tie in forgotten]
+
+
+def _forgotten() -> list[DatabaseTie]:
+    forgotten = [tie for tie in current() if not tie.left]
+    for tie in forgotten:
+        forget(tie)
+    return forgotten
