@@ -3,7 +3,8 @@
     python -m benchmarks.contended --processes 8 --think 5 --seconds 2
 
 The floor passes a token with BLPOP and LPUSH over a bare socket. Every process records when it asked, got and gave
-back the lock, on a clock they share: from the merged records come all figures, and the proof that none overlapped. `gap` is the time from one section's end to the next one's begin.
+back the lock, on a clock they share: from the merged records come all figures, and the proof that no two sections
+overlapped. `gap` is the time from one section's end to the next one's begin.
 """
 
 import itertools
