@@ -9,7 +9,7 @@ from django_dlock.errors import LeaseLost, as_database_error
 from django_dlock.ties import current, forget
 from dlock_core import engine
 from dlock_core.deadline import Seconds, ttl_seconds
-from dlock_core.errors import BackendUnavailable, DLockError
+from dlock_core.errors import BackendUnavailable, DLockError, NotHeld
 from dlock_core.holding import LeaseView
 from dlock_core.lease import Released
 from dlock_core.runtime import ASYNCIO, BLOCKING, run
@@ -29,10 +29,10 @@ class _LettingRunOut:
         pass
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> bool:
-        is_unreachable = isinstance(error, BackendUnavailable)
-        if is_unreachable:
+        if isinstance(error, BackendUnavailable):
             logger.warning("dlock: %s; the lease runs out by itself", error)
-        return is_unreachable
+            return True
+        return isinstance(error, NotHeld)  # a forked child walks out of its parent's block
 
 
 class _AsDjango:

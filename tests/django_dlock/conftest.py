@@ -1,6 +1,7 @@
 """Fixtures for locks in Django: a store, other threads with sessions of their own, aliases with an isolation level, a journal."""
 
 import contextlib
+import signal
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -44,6 +45,14 @@ def party() -> Iterator[Callable[[], Party]]:
     """Make another thread that does one thing after another, as told, with its own connections and its own leases."""
     with contextlib.ExitStack() as stack:
         yield lambda: stack.enter_context(Party())
+
+
+@pytest.fixture
+def ctrl_c() -> Iterator[None]:
+    """SIGINT raises KeyboardInterrupt, also when the tests run in the background, where shells have it ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 @pytest.fixture

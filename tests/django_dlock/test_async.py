@@ -356,6 +356,29 @@ async def test_transaction_that_had_not_begun_when_its_task_was_cancelled_is_ref
     assert await in_database(committed, database) == set()
 
 
+@pytest.mark.parametrize("database", ["postgresql", "mariadb"], indirect=True)
+async def test_transaction_that_had_not_begun_is_refused_while_another_of_the_block_is_still_at_work(database, store):
+    late, working = Slow(database, "before"), Slow(database)
+
+    async def both():
+        async with order(database):
+            await asyncio.gather(*(sync_to_async(slow, thread_sensitive=False)() for slow in (late, working)))
+
+    task = asyncio.create_task(both())
+    await late.wait_until_reached()
+    await working.wait_until_reached()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert is_held(store)
+    await late.finish()
+    assert isinstance(late.error, LeaseLost)
+    assert is_held(store)
+    await working.finish()
+    assert working.error is None
+    assert not is_held(store)
+
+
 @pytest.mark.parametrize("form", ["transaction", "lease", False])
 async def test_work_that_a_timeout_has_cut_off_is_refused_as_well(database, store, form):
     slow = Slow(database, "before")

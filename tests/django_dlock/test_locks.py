@@ -1,6 +1,7 @@
 """`lock(...)`: the lease lives until its transactions have ended, however they end."""
 
 import logging
+import os
 import unittest
 
 import pytest
@@ -112,6 +113,26 @@ def test_second_holder_waits_until_the_first_has_left(database, store, party):
             pass
         assert not waiting.done()
     other.now(waiting.result().release)
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_forked_child_walks_out_of_the_block_and_leaves_its_parents_lease_alone(database, store):
+    block = order(database)
+    with block as lease:
+        connections[database].close()  # a child must not speak on its parent's connection
+        if (child := os.fork()) == 0:
+            status = 1
+            try:
+                block.__exit__(None, None, None)
+                status = 2 if lease.remaining() else 0
+            finally:
+                os._exit(status)
+        _, status = os.waitpid(child, 0)
+        assert os.waitstatus_to_exitcode(status) == 0
+        assert is_held(store)
+        with atomic(database):
+            add(database, "a")
+    assert not is_held(store)
 
 
 # Each ending of a transaction
@@ -394,6 +415,7 @@ def lose_commit(database, network, fault):
 
 
 @postgresql_only
+@pytest.mark.usefixtures("ctrl_c")
 @pytest.mark.parametrize("what", [sessions.interrupt, sessions.terminate_held])
 def test_lease_is_kept_after_an_interrupt_inside_commit(database, store, what):
     lost = pytest.raises((KeyboardInterrupt, OperationalError))
