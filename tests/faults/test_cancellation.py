@@ -257,11 +257,13 @@ def test_interrupted_waiter_leaves_its_place_and_the_lock_alone(store: RedisBack
         until(lambda: waiters(direct, "a"))
         os.kill(os.getpid(), signal.SIGINT)
 
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # which background jobs do not have
     killer = threading.Thread(target=interrupt)
     killer.start()
     with pytest.raises(KeyboardInterrupt):
         Lock(store, "a", wait=None).acquire()
     killer.join()
+    signal.signal(signal.SIGINT, before)
     assert waiters(direct, "a") == []
     assert holders(direct, "a") == [leases[0].holder]
     leases[0].release()

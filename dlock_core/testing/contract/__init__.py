@@ -17,7 +17,8 @@ from collections.abc import Iterator
 import pytest
 
 from dlock_core.backend import Backend
-from dlock_core.testing.contract.parties import Locks, Tasks, Threads
+from dlock_core.testing.contract.parties import Locks, Threads
+from dlock_core.testing.contract.tasks import Tasks
 
 _PARTS = ("exclusion", "waiting", "ending", "renewing", "sharing", "joining", "operating", "refusing")
 

@@ -6,17 +6,15 @@ one thread or one task, or to nobody in particular, who is then a new one.
 
 from __future__ import annotations
 
-import asyncio
 import queue
 import threading
 from concurrent.futures import Future
 from contextlib import suppress
-from inspect import isawaitable
 from typing import TYPE_CHECKING, Any, cast
 
 from dlock_core.errors import DLockError
-from dlock_core.lock import AsyncLock, Lock
-from dlock_core.runtime import ASYNCIO, BLOCKING, run
+from dlock_core.lock import Lock
+from dlock_core.runtime import BLOCKING, run
 from dlock_core.testing.contract.observed import WITHIN, Observed
 
 if TYPE_CHECKING:
@@ -26,7 +24,7 @@ if TYPE_CHECKING:
 
     Step = Callable[[], Any]
 
-__all__ = ["Locks", "Party", "Tasks", "Threads"]
+__all__ = ["Locks", "Party", "Threads"]
 
 
 class Party:
@@ -51,6 +49,7 @@ class Locks:
         self.kept = max(0.8, backend.ttl_min)
         """A ttl that outlives a slow machine's pauses while it is renewed."""
         self._leases: list[Any] = []
+        self._pending: list[Future[Any]] = []
 
     def party(self) -> Party:
         """Make a thread or task."""
@@ -74,7 +73,8 @@ class Locks:
 
     def close(self) -> None:
         """Release what the test still holds."""
-        for lease in self._leases:
+        got = [done.result() for done in self._pending if done.done() and not done.cancelled() and not done.exception()]
+        for lease in self._leases + got:
             with suppress(DLockError):
                 self.do(lease.release)
 
@@ -98,7 +98,7 @@ class Locks:
         """Begin to wait for a lock as a new party; returns when it really waits."""
         before = len(self.waiting(name))
         pending = self.start(self.lock(name, wait=options.pop("wait", None), **options).acquire)
-        pending.add_done_callback(self._keep_result)
+        self._pending.append(pending)
         self.observed.until(lambda _: len(self.waiting(name)) > before or pending.done())
         return pending
 
@@ -107,10 +107,6 @@ class Locks:
         if lease is not None:
             self._leases.append(lease)
         return lease
-
-    def _keep_result(self, done: Future[Any]) -> None:
-        if not done.cancelled() and done.exception() is None:
-            self.keep(done.result())
 
     def waiting(self, name: str) -> list[str]:
         """Give the holders who have begun to wait for a lock, in order."""
@@ -188,71 +184,3 @@ def _work(steps: queue.SimpleQueue[tuple[Step, Future[Any]] | None]) -> None:
         except BaseException as error:  # noqa: BLE001 - it is the step's outcome
             done.set_exception(error)
         del work, step, done  # a lease that the test throws away must not live on here
-
-
-class Tasks(Locks):
-    """Competitors are tasks of one event loop, which runs in a thread of its own."""
-
-    def __init__(self, backend: Backend) -> None:
-        super().__init__(backend)
-        self._loop: Any = None
-        self._stop: Any = None
-        self._ready = threading.Event()
-        self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()), daemon=True)
-        self._thread.start()
-        self._ready.wait(WITHIN)
-
-    async def _serve(self) -> None:
-        self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
-        self._ready.set()
-        await self._stop.wait()
-
-    def start(self, step: Step) -> Future[Any]:
-        return asyncio.run_coroutine_threadsafe(_take(step), self._loop)
-
-    def do(self, step: Step) -> Any:
-        return self.start(step).result(WITHIN)
-
-    def party(self) -> Party:
-        steps: asyncio.Queue[tuple[Step, Future[Any]]] = asyncio.Queue()
-        asyncio.run_coroutine_threadsafe(_awork(steps), self._loop)
-
-        def begin(step: Step) -> Future[Any]:
-            done: Future[Any] = Future()
-            self._loop.call_soon_threadsafe(steps.put_nowait, (step, done))
-            return done
-
-        return Party(begin)
-
-    def lock(self, name: str, **options: Any) -> AsyncLock:
-        return AsyncLock(self.store, name, **options)
-
-    def ask(self, what: str, *args: Any, **options: Any) -> Any:
-        return self.do(lambda: getattr(self.store, what)(ASYNCIO, *args, **options))
-
-    async def block(self, lock: Any, body: Callable[[Any], Any]) -> Any:
-        async with lock as lease:
-            return await _take(lambda: body(lease))
-
-    async def nap(self) -> None:
-        await asyncio.sleep(0.001)
-
-    def close(self) -> None:
-        super().close()
-        self._loop.call_soon_threadsafe(self._stop.set)
-        self._thread.join(WITHIN)
-
-
-async def _take(step: Step) -> Any:
-    answer = step()
-    return await answer if isawaitable(answer) else answer
-
-
-async def _awork(steps: asyncio.Queue[tuple[Step, Future[Any]]]) -> None:
-    while True:
-        step, done = await steps.get()
-        try:
-            done.set_result(await _take(step))
-        except Exception as error:  # noqa: BLE001 - it is the step's outcome
-            done.set_exception(error)
-        del step, done

@@ -10,7 +10,7 @@ import pytest
 from dlock_core.errors import AcquireTimeout
 from dlock_core.lock import new_request
 from dlock_core.testing.contract.observed import WITHIN
-from dlock_core.testing.contract.parties import Tasks
+from dlock_core.testing.contract.tasks import Tasks
 
 if TYPE_CHECKING:
     from dlock_core.testing.contract.parties import Locks

@@ -1,0 +1,91 @@
+"""The competitors as tasks of one event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from concurrent.futures import Future
+from inspect import isawaitable
+from typing import TYPE_CHECKING, Any
+
+from dlock_core.lock import AsyncLock
+from dlock_core.runtime import ASYNCIO
+from dlock_core.testing.contract.observed import WITHIN
+from dlock_core.testing.contract.parties import Locks, Party
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from dlock_core.backend import Backend
+
+    Step = Callable[[], Any]
+
+__all__ = ["Tasks"]
+
+
+class Tasks(Locks):
+    """Competitors are tasks of one event loop, which runs in a thread of its own."""
+
+    def __init__(self, backend: Backend) -> None:
+        super().__init__(backend)
+        self._loop: Any = None
+        self._stop: Any = None
+        self._ready = threading.Event()
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()), daemon=True)
+        self._thread.start()
+        self._ready.wait(WITHIN)
+
+    async def _serve(self) -> None:
+        self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
+        self._ready.set()
+        await self._stop.wait()
+
+    def start(self, step: Step) -> Future[Any]:
+        return asyncio.run_coroutine_threadsafe(_take(step), self._loop)
+
+    def do(self, step: Step) -> Any:
+        return self.start(step).result(WITHIN)
+
+    def party(self) -> Party:
+        steps: asyncio.Queue[tuple[Step, Future[Any]]] = asyncio.Queue()
+        asyncio.run_coroutine_threadsafe(_awork(steps), self._loop)
+
+        def begin(step: Step) -> Future[Any]:
+            done: Future[Any] = Future()
+            self._loop.call_soon_threadsafe(steps.put_nowait, (step, done))
+            return done
+
+        return Party(begin)
+
+    def lock(self, name: str, **options: Any) -> AsyncLock:
+        return AsyncLock(self.store, name, **options)
+
+    def ask(self, what: str, *args: Any, **options: Any) -> Any:
+        return self.do(lambda: getattr(self.store, what)(ASYNCIO, *args, **options))
+
+    async def block(self, lock: Any, body: Callable[[Any], Any]) -> Any:
+        async with lock as lease:
+            return await _take(lambda: body(lease))
+
+    async def nap(self) -> None:
+        await asyncio.sleep(0.001)
+
+    def close(self) -> None:
+        super().close()
+        self._loop.call_soon_threadsafe(self._stop.set)
+        self._thread.join(WITHIN)
+
+
+async def _take(step: Step) -> Any:
+    answer = step()
+    return await answer if isawaitable(answer) else answer
+
+
+async def _awork(steps: asyncio.Queue[tuple[Step, Future[Any]]]) -> None:
+    while True:
+        step, done = await steps.get()
+        try:
+            done.set_result(await _take(step))
+        except Exception as error:  # noqa: BLE001 - it is the step's outcome
+            done.set_exception(error)
+        del step, done
