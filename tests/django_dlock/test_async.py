@@ -5,9 +5,12 @@ import threading
 
 import pytest
 from asgiref.sync import sync_to_async
+from asgiref.testing import ApplicationCommunicator
+from django.core.handlers.asgi import ASGIHandler
 from django.db import connections
 from django.db.transaction import atomic
 from django.test import RequestFactory, override_settings
+from django.urls import clear_url_caches, path
 
 from django_dlock import lock, locked, pk
 from django_dlock.errors import AcquireTimeout, AlreadyHeld, BackendUnavailable, LeaseLost, StaleToken
@@ -471,6 +474,42 @@ async def test_cancelled_request_keeps_the_next_one_waiting_until_its_commit(dat
     assert not next_one.done()
     await slow.finish()
     await (await next_one).arelease()
+    assert await in_database(committed, database) == {"a"}
+
+
+urlpatterns = []
+
+
+async def test_client_that_goes_away_does_not_end_the_lease_before_the_commit(database, store, monkeypatch):
+    """Through Django's real ASGI handler, where every request has a thread of its own."""
+    slow = Slow(database)
+
+    @locked("order", pk, using=database)
+    async def view(request, pk):
+        try:
+            await sync_to_async(slow)()
+        except asyncio.CancelledError:
+            cancelled.set()
+            raise
+
+    cancelled = asyncio.Event()
+    monkeypatch.setattr(f"{__name__}.urlpatterns", [path("ship/<int:pk>", view)])
+    with override_settings(ROOT_URLCONF=__name__, MIDDLEWARE=["django_dlock.middleware.LockMiddleware"]):
+        clear_url_caches()
+        scope = {"type": "http", "method": "POST", "path": "/ship/42", "headers": [], "query_string": b""}
+        client = ApplicationCommunicator(ASGIHandler(), scope)
+        await client.send_input({"type": "http.request", "body": b""})
+        await slow.wait_until_reached()
+        await client.send_input({"type": "http.disconnect"})
+        await asyncio.wait_for(cancelled.wait(), WITHIN)
+        next_one = asyncio.create_task(order(database).aacquire())
+        while not waiters(store):
+            await asyncio.sleep(0)
+        assert not next_one.done()
+        await slow.finish()
+        await (await next_one).arelease()
+        await client.wait(WITHIN)
+    assert slow.error is None
     assert await in_database(committed, database) == {"a"}
 
 

@@ -16,6 +16,7 @@ from django_dlock.models import Fence
 from django_dlock.transactions import on_end
 from dlock_core.retry import Trouble, classify, is_conflict
 from tests.django_dlock.chaos import EverybodyIn
+from tests.django_dlock.conftest import flush
 from tests.django_dlock.parties import Party, wait_until_blocked
 from tests.django_dlock.sessions import rows
 from tests.testapp.models import Counter, Crate, HeavyParcel, Parcel
@@ -569,6 +570,28 @@ def test_current_holder_of_a_store_that_lost_its_tokens_gets_a_greater_one(alias
     assert value(alias) == 1
     if not (shared and seen == "shared"):
         assert lease.token > highest
+
+
+@levels([("postgresql", "read committed"), ("mariadb", "read committed"), ("default", "IMMEDIATE")])
+@pytest.mark.parametrize("form", FORMS)
+def test_holder_that_a_real_redis_has_forgotten_is_refused_behind_the_next_one(
+    alias, redis_server, redis_store, adder, form
+):
+    a, b = adder(alias, fence=form), adder(alias, fence=form)
+    first = a.take()
+    flush(redis_server)
+    assert b.take() > first
+    assert b.start().result() == 0
+    b.finish()
+    refused = outcome(a.start())
+    if form == "lease":
+        a.write()
+        with pytest.raises(StaleToken):
+            a.commit()
+    else:
+        assert isinstance(refused, StaleToken)
+        a.rollback()
+    assert value(alias) == 1
 
 
 # The row itself as the fence
