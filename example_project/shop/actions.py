@@ -29,7 +29,7 @@ def ship(order: Order) -> Event:
     wait_for_answer()
     order.state = Order.State.SHIPPED
     Shipment.objects.create(order=order, quantity=order.quantity)
-    return order.note(Event.Kind.SHIPPED, f"Shipped {order.quantity} × {order.product}")
+    return order.note(Event.Kind.SHIPPED, f"Shipped: {order.quantity} of {order.product}")
 
 
 def cancel(order: Order) -> Event:
