@@ -37,7 +37,7 @@ class Announcer:
         transaction = watch(connection).transaction()
         if not self.is_busy:
             self.announce(connection, text, inside=transaction is not None)
-        if transaction is not None and not text.startswith(_WITHOUT_SNAPSHOT):
+        if transaction is not None and self._may_take_snapshot(text):
             transaction.has_spoken = True
         return execute(sql, params, *rest)
 
@@ -50,6 +50,11 @@ class Announcer:
                 hook(connection, sql, inside)
         finally:
             self.is_busy = False
+
+    def _may_take_snapshot(self, sql: str) -> bool:
+        if sql.startswith("SET STATEMENT"):
+            return not self.is_busy  # MariaDB: a statement of any kind; ours locks a row, which takes no snapshot there
+        return not sql.startswith(_WITHOUT_SNAPSHOT)
 
     @contextmanager
     def quietly(self) -> Iterator[None]:

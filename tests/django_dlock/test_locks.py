@@ -945,6 +945,34 @@ def test_second_lock_in_a_transaction_that_has_only_been_admitted_is_refused(sna
         lock("order", 2, using=snapshotting).acquire()
 
 
+@pytest.mark.parametrize("level", ["repeatable read", "serializable"])
+def test_second_lock_after_the_first_one_was_admitted_is_refused_where_the_admit_takes_the_snapshot(
+    isolated, store, level
+):
+    alias = isolated("postgresql", level)
+    with pytest.raises(SnapshotTooOld), atomic(alias), lock("order", 1, using=alias):
+        lock("order", 2, using=alias).acquire()
+
+
+@pytest.mark.parametrize("level", ["repeatable read", None])
+def test_second_lock_after_the_first_one_was_admitted_is_granted_where_the_admit_takes_none(
+    isolated, store, party, level
+):
+    alias = isolated("mariadb", level)
+    add(alias, "a")
+    with atomic(alias), lock("order", 1, using=alias):
+        party().now(lambda: Counter.objects.using(alias).update(value=1))
+        with lock("order", 2, using=alias):
+            assert read(alias) == [("a", 1)]
+
+
+def test_read_behind_set_statement_is_a_read(isolated, store):
+    alias = isolated("mariadb", "repeatable read")
+    with pytest.raises(SnapshotTooOld), atomic(alias):
+        rows(connections[alias], "SET STATEMENT max_statement_time = 60 FOR SELECT 1")
+        order(alias).acquire()
+
+
 def test_join_after_a_read_is_no_new_lock(snapshotting, store):
     with atomic(snapshotting), order(snapshotting):
         read(snapshotting)
