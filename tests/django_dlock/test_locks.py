@@ -990,9 +990,8 @@ def test_lock_after_a_read_is_granted_where_each_statement_sees_what_is_committe
             add(alias, "a")
 
 
+@servers_only
 def test_isolation_set_by_the_transaction_itself_counts(database, store):
-    if database == "default":
-        pytest.skip("SQLite has one level")
     with pytest.raises(SnapshotTooOld), atomic(database):
         if database == "postgresql":
             rows(connections[database], "SET TRANSACTION ISOLATION LEVEL REPEATABLE READ")

@@ -810,9 +810,8 @@ def test_no_increment_is_lost_under_atomic_requests(request, make_default, datab
     assert race("increment") == (200, 200)
 
 
+@pytest.mark.parametrize("database", ["postgresql", "mariadb"], indirect=True)
 def test_naive_decorator_loses_increments_under_atomic_requests(make_default, database):
-    if database == "default":
-        pytest.skip("SQLite's transactions are one after the other")
     make_default(database, atomic_requests=True)
     races = (race("increment_naively") for _ in range(10))
     assert any(value < done for done, value in races)
