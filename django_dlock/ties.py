@@ -39,7 +39,11 @@ __all__ = ["DatabaseTie", "FenceForm", "apart", "current", "forget", "remember"]
 
 FenceForm = Literal["transaction", "lease", False]
 
-_WRITES: Final = re.compile(r"\s*(?:INSERT|UPDATE|DELETE|REPLACE|MERGE|TRUNCATE|COPY)\b", re.IGNORECASE)
+_WRITES: Final = re.compile(
+    r"\s*(?:INSERT|UPDATE|DELETE|REPLACE|MERGE|TRUNCATE|COPY)\b"
+    r"|\s*WITH\b.*\b(?:INSERT\s+INTO|DELETE\s+FROM|MERGE\s+INTO|(?<!FOR )(?<!KEY )UPDATE)\b",
+    re.IGNORECASE | re.DOTALL,
+)
 
 _current: ContextVar[tuple[DatabaseTie, ...]] = ContextVar("dlock_current_ties", default=())
 

@@ -1021,3 +1021,18 @@ def test_write_outside_a_transaction_is_refused_under_a_fence(database, store):
     with order(database, fence=False):
         add(database, "c")
     assert committed(database) == {"b", "c"}
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        "WITH one AS (SELECT 1) UPDATE testapp_counter SET value = 1",
+        "with x as (select 1)\ndelete from testapp_counter",
+    ],
+)
+def test_write_behind_a_common_table_expression_is_refused_outside_a_transaction_too(database, store, write):
+    with lock("order", 42, using=database), connections[database].cursor() as cursor:
+        with pytest.raises(TransactionManagementError):
+            cursor.execute(write)
+        cursor.execute("WITH one AS (SELECT 1 AS n) SELECT n FROM one")
+        assert cursor.fetchone() == (1,)
