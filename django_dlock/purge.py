@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 
 from django.db import models, transaction
+from django.db.models.functions import Greatest
 
 from django_dlock.models import Fence
 
@@ -18,8 +19,9 @@ def purge(using: str, days: int) -> int:
     at work on stay, too.
     """
     rows = Fence.objects.using(using).exclude(name="")
-    old = rows.filter(token__gte=10**15, token__lt=int((time.time() - days * 86400) * 1_000_000))
-    highest = old.aggregate(models.Max("token"))["token__max"]
+    before = int((time.time() - days * 86400) * 1_000_000)
+    old = rows.annotate(newest=Greatest("token", "s_token")).filter(newest__gte=10**15, newest__lt=before)
+    highest = old.aggregate(models.Max("newest"))["newest__max"]
     if highest is None:
         return 0
     _raise_floor(using, highest)  # committed before the first row goes: a missing row is never without a floor

@@ -106,6 +106,16 @@ def test_purge_replaces_old_rows_by_a_floor_that_refuses_their_tokens(database):
         TableFence().admit(connections[database], Claim("other revision", 3, "b" * 32))
 
 
+def test_purge_counts_shared_holders_as_well(database):
+    now = int(time.time() * 1_000_000)
+    rows = {"shared long ago": (0, now - 40 * DAY), "shared now": (now - 50 * DAY, now - DAY)}
+    for name, (token, s_token) in rows.items():
+        Fence.objects.using(database).create(name=name, token=token, holder="", s_token=s_token)
+    assert purge(database, 30) == 1
+    left = dict(Fence.objects.using(database).values_list("name", "token"))
+    assert left == {"": now - 40 * DAY, "shared now": now - 50 * DAY}
+
+
 def test_purge_of_the_last_day_is_refused(database):
     with pytest.raises(CommandError, match="at least 1"):
         call_command("dlock", "purge", "--days", "0", "--database", database)
