@@ -336,7 +336,7 @@ def test_deadlock_is_cured_by_starting_over(database):
         thread.start()
     for thread in threads:
         thread.join(60)
-    assert len(runs) == 3
+    assert len(runs) >= 3  # who starts over at once may lock its row again before the other wakes, and they meet again
     assert [row.pieces for row in Stock.objects.using(database).all()] == [1, 1]
 
 
