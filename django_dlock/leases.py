@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Final
 from django_dlock.errors import LeaseLost, as_database_error
 from django_dlock.ties import current, forget
 from dlock_core import engine
-from dlock_core.deadline import Seconds, ttl_seconds
 from dlock_core.errors import BackendUnavailable, DLockError, NotHeld
-from dlock_core.holding import LeaseView
+from dlock_core.holding import LeaseView, renew
 from dlock_core.lease import Released
 from dlock_core.runtime import ASYNCIO, BLOCKING, run
 
 if TYPE_CHECKING:
     from django_dlock.ties import DatabaseTie
+    from dlock_core.deadline import Seconds
 
 __all__ = ["Lease", "release_forgotten", "release_forgotten_async"]
 
@@ -88,12 +88,12 @@ class Lease(LeaseView):
     def renew(self, ttl: Seconds | None = None) -> None:
         """Push the expiry to `ttl` seconds from now (None: its ttl); raises LeaseLost, BackendUnavailable."""
         with AS_DJANGO:
-            run(engine.renew(BLOCKING, self._held, None if ttl is None else ttl_seconds(ttl)))
+            run(renew(BLOCKING, self._held, ttl))
 
     async def arenew(self, ttl: Seconds | None = None) -> None:
         """See `renew`."""
         with AS_DJANGO:
-            await engine.renew(ASYNCIO, self._held, None if ttl is None else ttl_seconds(ttl))
+            await renew(ASYNCIO, self._held, ttl)
 
     def _leave(self) -> bool:
         self._held.ensure_own_process()

@@ -17,8 +17,9 @@ from dlock_core.runtime import ASYNCIO, BLOCKING, run
 if TYPE_CHECKING:
     from dlock_core.backend import Backend
     from dlock_core.held import Held
+    from dlock_core.runtime import Runtime
 
-__all__ = ["AsyncLease", "Blocks", "Key", "Lease", "LeaseView", "Leaving", "held_by", "key_of", "mine"]
+__all__ = ["AsyncLease", "Blocks", "Key", "Lease", "LeaseView", "Leaving", "held_by", "key_of", "mine", "renew"]
 
 logger = logging.getLogger("dlock")
 
@@ -123,8 +124,7 @@ class Lease(_Lease):
         Raises LeaseLost when another holder may already be at work: stop, do not retry.
         A network error raises BackendUnavailable and says nothing about the lease; it stays valid as before.
         """
-        run(engine.renew(BLOCKING, self._held, None if ttl is None else ttl_seconds(ttl)))
-        _rewatch(self._held)
+        run(renew(BLOCKING, self._held, ttl))
 
     def release(self) -> Released:
         """Give the lock to the next waiter; idempotent, from any thread.
@@ -148,8 +148,7 @@ class AsyncLease(_Lease):
 
     async def renew(self, ttl: Seconds | None = None) -> None:
         """See `Lease.renew`."""
-        await engine.renew(ASYNCIO, self._held, None if ttl is None else ttl_seconds(ttl))
-        _rewatch(self._held)
+        await renew(ASYNCIO, self._held, ttl)
 
     async def release(self) -> Released:
         """See `Lease.release`; finished even while the task is being cancelled."""
@@ -161,7 +160,9 @@ class AsyncLease(_Lease):
         return self._held.ended or Released.RELEASED
 
 
-def _rewatch(held: Held) -> None:
+async def renew(runtime: Runtime, held: Held, ttl: Seconds | None) -> None:
+    """Push the expiry of a lease, and have the watchdog keep to its new ttl; see `Lease.renew`."""
+    await engine.renew(runtime, held, None if ttl is None else ttl_seconds(ttl))
     if held.due:
         watchdog.unwatch(held)
         watchdog.watch(held)
@@ -192,12 +193,12 @@ class Blocks:
 
 
 class Leaving:
-    """Judges how a `with` block left its lease: a clean body that lost it must not look protected."""
+    """Judges how a `with` block left what it held: a clean body that lost a lease must not look protected."""
 
     __slots__ = ("_error", "_held")
 
-    def __init__(self, lease: _Lease, error: BaseException | None) -> None:
-        self._held, self._error = lease._held, error
+    def __init__(self, error: BaseException | None, *held: Held) -> None:
+        self._error, self._held = error, held
 
     def __enter__(self) -> None:
         pass
@@ -207,8 +208,8 @@ class Leaving:
             logger.warning("dlock: %s; the lease runs out by itself", failure)
         elif failure is not None:
             return isinstance(failure, NotHeld)  # a forked child walks out of its parent's block
-        held = self._held
-        if self._error is None and held.ended in (Released.EXPIRED, Released.STOLEN):
-            reason = held.lost_because or f"it was {held.ended.value} at release"
-            raise LeaseLost(held.name, token=held.token, reason=reason)
+        for held in self._held if self._error is None else ():
+            if held.ended in (Released.EXPIRED, Released.STOLEN):
+                reason = held.lost_because or f"it was {held.ended.value} at release"
+                raise LeaseLost(held.name, token=held.token, reason=reason)
         return True

@@ -124,7 +124,7 @@ class Lock(_Lock):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         lease: Lease = self._blocks.leave(threading.current_thread())
-        with Leaving(lease, error):
+        with Leaving(error, lease._held):
             lease.release()
 
 
@@ -152,5 +152,5 @@ class AsyncLock(_Lock):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         lease: AsyncLease = self._blocks.leave(asyncio.current_task())
-        with Leaving(lease, error):
+        with Leaving(error, lease._held):
             await lease.release()

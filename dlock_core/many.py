@@ -13,10 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 from dlock_core import engine, watchdog
 from dlock_core.deadline import Seconds, deadline, ttl_seconds, wait_seconds
-from dlock_core.errors import AlreadyHeld, BackendUnavailable, LeaseLost
+from dlock_core.errors import AlreadyHeld, BackendUnavailable
 from dlock_core.held import Held
-from dlock_core.holding import Blocks, LeaseView, held_by, key_of, mine
-from dlock_core.lease import Released
+from dlock_core.holding import Blocks, LeaseView, Leaving, held_by, key_of, mine
 from dlock_core.lock import new_request, supported_ttl
 from dlock_core.names import canonical
 from dlock_core.runtime import ASYNCIO, BLOCKING, run
@@ -26,6 +25,7 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from dlock_core.backend import Backend, Request
+    from dlock_core.lease import Released
     from dlock_core.runtime import Runtime
 
 __all__ = ["AsyncMultiLease", "AsyncMultiLock", "MultiLease", "MultiLock"]
@@ -101,11 +101,6 @@ class _MultiLease:
         for lease in self.leases:
             lease.ensure_held()
 
-    def _left(self, error: BaseException | None, found: list[Released]) -> None:
-        for held, how in zip(self._held, found, strict=True):
-            if error is None and how is not Released.RELEASED:
-                raise LeaseLost(held.name, token=held.token, reason=f"it was {how.value} at release")
-
 
 class MultiLease(_MultiLease):
     """See `MultiLock`."""
@@ -167,7 +162,8 @@ class MultiLock(_MultiLock):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         lease: MultiLease = self._blocks.leave(threading.current_thread())
-        lease._left(error, lease.release())
+        with Leaving(error, *lease._held):
+            lease.release()
 
 
 class AsyncMultiLock(_MultiLock):
@@ -186,7 +182,8 @@ class AsyncMultiLock(_MultiLock):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         lease: AsyncMultiLease = self._blocks.leave(asyncio.current_task())
-        lease._left(error, await lease.release())
+        with Leaving(error, *lease._held):
+            await lease.release()
 
 
 def _kept(held: list[Held], caller: Hashable) -> list[Held]:

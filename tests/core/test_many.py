@@ -6,7 +6,16 @@ import threading
 
 import pytest
 
-from dlock_core import AcquireTimeout, AlreadyHeld, AsyncMultiLock, Lock, MultiLock, Released, connect
+from dlock_core import (
+    AcquireTimeout,
+    AlreadyHeld,
+    AsyncMultiLock,
+    BackendUnavailable,
+    Lock,
+    MultiLock,
+    Released,
+    connect,
+)
 from dlock_core.backends.memory import MemoryBackend
 from dlock_core.runtime import BLOCKING, run
 
@@ -130,3 +139,12 @@ def test_free_names_take_one_request_each_way(redis_server):
     MultiLock(store, [f"n{n}" for n in range(10)]).acquire().release()
     assert len(sent) == 2
     assert client.keys("dlock:{n*") == []
+
+
+def test_store_that_is_down_at_the_end_does_not_hide_the_error_of_the_body():
+    class Down(MemoryBackend):
+        async def release(self, *args):
+            raise BackendUnavailable("a", reason="gone")
+
+    with pytest.raises(KeyError), MultiLock(Down(), ["a", "b"]):
+        raise KeyError

@@ -1036,3 +1036,10 @@ def test_write_behind_a_common_table_expression_is_refused_outside_a_transaction
             cursor.execute(write)
         cursor.execute("WITH one AS (SELECT 1 AS n) SELECT n FROM one")
         assert cursor.fetchone() == (1,)
+
+
+def test_watchdog_keeps_to_the_shorter_ttl_of_a_renewal(store):
+    with lock("order", 42, fence=False, ttl=30) as lease:
+        before = lease._held.due
+        lease.renew(ttl=1)
+        assert lease._held.due < before

@@ -103,8 +103,9 @@ class RedisBackend:
 
     async def try_acquire_many(self, runtime: Runtime, requests: Sequence[Request]) -> list[Granted] | None:
         keys = (*self._globals, *[self.lock_key(request.name) for request in requests])
-        args = [item for request in requests for item in (request.holder, math.ceil(request.ttl * 1000))]
-        tokens = await self._ask(runtime, requests[0].name, "acquire_many", keys, (requests[0].owner, *args))
+        tokens = await self._ask(
+            runtime, requests[0].name, "acquire_many", keys, (requests[0].owner, *_holders(requests))
+        )
         return (
             [Granted(token, request.ttl) for token, request in zip(tokens, requests, strict=True)] if tokens else None
         )
@@ -120,10 +121,9 @@ class RedisBackend:
     async def renew_many(self, runtime: Runtime, renewals: Sequence[Renewal]) -> list[float | None]:
         requests = [renewal.request for renewal in renewals]
         keys = (self._globals[1], *[self.lock_key(request.name) for request in requests])
-        args = [item for request in requests for item in (request.holder, math.ceil(request.ttl * 1000))]
         limit = min(self._timeout, *[request.ttl / 3 for request in requests])  # a late answer would be of no use
         wire, name = self._wire(runtime), requests[0].name
-        renewed = await twice(lambda: ask(wire, runtime, name, script("renew"), keys, tuple(args), limit))
+        renewed = await twice(lambda: ask(wire, runtime, name, script("renew"), keys, _holders(requests), limit))
         return [request.ttl if ours else None for request, ours in zip(requests, renewed, strict=True)]
 
     async def inspect(self, runtime: Runtime, name: str | None = None) -> list[LockState]:
@@ -175,3 +175,8 @@ class RedisBackend:
 
     def _name(self, key: bytes) -> str:
         return key.decode()[len(self._prefix) + 1 : -1]
+
+
+def _holders(requests: Sequence[Request]) -> tuple[Any, ...]:
+    """Give the arguments of a script for many locks: holder and ttl in ms of each."""
+    return tuple(item for request in requests for item in (request.holder, math.ceil(request.ttl * 1000)))
