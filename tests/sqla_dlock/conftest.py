@@ -1,0 +1,98 @@
+"""Fixtures for SQLAlchemy: engines of every driver, on the servers that the whole suite shares, with tables that are empty again after each test."""
+
+from collections.abc import AsyncIterator, Callable, Iterator
+from typing import Any
+
+import pytest
+from sqlalchemy import Engine, MetaData
+from sqlalchemy.ext.asyncio import AsyncEngine
+
+from sqla_dlock.fencing import metadata as fence_metadata
+from tests.conftest import give_up
+from tests.sqla_dlock.engines import ASYNC, SYNC, missing_driver, new_async_engine, new_engine, server_of
+from tests.sqla_dlock.models import Base
+from tests.sqla_dlock.sessions import run_sql
+
+METADATA: list[MetaData] = [Base.metadata, fence_metadata]
+CREATE = {"postgresql": "CREATE DATABASE sqla", "mariadb": "CREATE DATABASE sqla CHARACTER SET utf8mb4"}
+TABLES = {None: "sqlite", "postgresql": "postgresql", "mariadb": "mariadb"}
+"""The engine that makes and empties the tables, by the fixture of its server."""
+
+
+@pytest.fixture(scope="session")
+def sqla_tables(request: pytest.FixtureRequest) -> Callable[[str], Engine]:
+    """Make the database and its tables, once per server; gives an engine that empties them."""
+    made: dict[str | None, Engine] = {}
+
+    def prepare(name: str) -> Engine:
+        server = server_of(name)
+        if server not in made:
+            if server is not None:
+                request.getfixturevalue(server)
+                run_sql(server, CREATE[server])
+            made[server] = new_engine(TABLES[server])
+            request.addfinalizer(made[server].dispose)
+            for metadata in METADATA:
+                metadata.create_all(made[server])
+        return made[server]
+
+    return prepare
+
+
+@pytest.fixture
+def make_engine(
+    request: pytest.FixtureRequest, sqla_tables: Callable[[str], Engine]
+) -> Iterator[Callable[..., Engine]]:
+    """Make an engine by its name in `engines.URLS`; it is disposed of and its tables are emptied after the test."""
+    made: list[tuple[str, Engine]] = []
+
+    def make(name: str, **options: Any) -> Engine:
+        if missing := missing_driver(name):
+            give_up(missing)
+        sqla_tables(name)
+        made.append((name, new_engine(name, **options)))
+        return made[-1][1]
+
+    yield make
+    for _, engine in made:
+        engine.dispose()
+    for name in {name for name, _ in made}:
+        empty(sqla_tables(name))
+
+
+@pytest.fixture
+async def make_async_engine(sqla_tables: Callable[[str], Engine]) -> AsyncIterator[Callable[..., AsyncEngine]]:
+    """The same for asyncio."""
+    made: list[tuple[str, AsyncEngine]] = []
+
+    def make(name: str, **options: Any) -> AsyncEngine:
+        if missing := missing_driver(name):
+            give_up(missing)
+        sqla_tables(name)
+        made.append((name, new_async_engine(name, **options)))
+        return made[-1][1]
+
+    yield make
+    for _, engine in made:
+        await engine.dispose()
+    for name in {name for name, _ in made}:
+        empty(sqla_tables(name))
+
+
+@pytest.fixture(params=SYNC)
+def engine(request: pytest.FixtureRequest, make_engine: Callable[..., Engine]) -> Engine:
+    """Every driver for threads in turn; `parametrize("engine", ["postgresql"], indirect=True)` keeps to some of them."""
+    return make_engine(request.param)
+
+
+@pytest.fixture(params=ASYNC)
+def async_engine(request: pytest.FixtureRequest, make_async_engine: Callable[..., AsyncEngine]) -> AsyncEngine:
+    """Every driver for asyncio in turn."""
+    return make_async_engine(request.param)
+
+
+def empty(engine: Engine) -> None:
+    with engine.begin() as connection:
+        for metadata in METADATA:
+            for table in reversed(metadata.sorted_tables):
+                connection.execute(table.delete())

@@ -1,0 +1,72 @@
+"""Engines for tests: every driver that is promised, on real servers, in a database of their own beside Django's."""
+
+import importlib.util
+from typing import Any, Final
+
+from sqlalchemy import Engine, create_engine, event, make_url
+from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
+
+from tests import settings
+
+DATABASE: Final = "sqla"
+
+_POSTGRESQL: Final = f"postgres@127.0.0.1:{settings.POSTGRESQL_PORT}/{DATABASE}"
+_MARIADB: Final = f"root@127.0.0.1:{settings.MARIADB_PORT}/{DATABASE}?charset=utf8mb4"
+_SQLITE: Final = str(settings.TEST_DIRECTORY / "sqla.sqlite3")
+
+URLS: Final = {
+    "sqlite": f"sqlite:///{_SQLITE}",
+    "postgresql": f"postgresql+psycopg://{_POSTGRESQL}",
+    "mariadb": f"mariadb+mysqldb://{_MARIADB}",
+    "pymysql": f"mariadb+pymysql://{_MARIADB}",
+    "aiosqlite": f"sqlite+aiosqlite:///{_SQLITE}",
+    "asyncpg": f"postgresql+asyncpg://{_POSTGRESQL}",
+    "psycopg_async": f"postgresql+psycopg_async://{_POSTGRESQL}",
+    "aiomysql": f"mariadb+aiomysql://{_MARIADB}",
+    "asyncmy": f"mariadb+asyncmy://{_MARIADB}",
+}
+SYNC: Final = ["sqlite", "postgresql", "mariadb", "pymysql"]
+ASYNC: Final = ["aiosqlite", "asyncpg", "psycopg_async", "aiomysql", "asyncmy"]
+_DRIVERS: Final = {"sqlite": "sqlite3", "postgresql": "psycopg", "mariadb": "MySQLdb", "psycopg_async": "psycopg"}
+
+
+def missing_driver(name: str) -> str:
+    """What has to be installed for an engine, or an empty text."""
+    module = _DRIVERS.get(name, name)
+    return "" if importlib.util.find_spec(module) else f"the driver {module} is missing"
+
+
+def server_of(name: str) -> str | None:
+    """The fixture that starts the server of an engine."""
+    backend = make_url(URLS[name]).get_backend_name()
+    return None if backend == "sqlite" else backend
+
+
+def new_engine(name: str, **options: Any) -> Engine:
+    engine = create_engine(URLS[name], **options)
+    if server_of(name) is None:
+        begin_immediate(engine)
+    return engine
+
+
+def new_async_engine(name: str, **options: Any) -> AsyncEngine:
+    engine = create_async_engine(URLS[name], **options)
+    if server_of(name) is None:
+        begin_immediate(engine.sync_engine)
+    return engine
+
+
+def begin_immediate(engine: Engine) -> None:
+    """SQLite as it should be used: transactions begin with the write lock, and wait for it."""
+
+    @event.listens_for(engine, "connect")
+    def connected(connection: Any, _: object) -> None:
+        connection.isolation_level = None
+        cursor = connection.cursor()
+        for pragma in ("journal_mode=WAL", "synchronous=OFF", "busy_timeout=20000"):
+            cursor.execute(f"PRAGMA {pragma}")
+        cursor.close()
+
+    @event.listens_for(engine, "begin")
+    def begun(connection: Any) -> None:
+        connection.exec_driver_sql("BEGIN IMMEDIATE")
