@@ -6,8 +6,7 @@ Place it after what every answer needs (security and CORS headers) and before wh
 from __future__ import annotations
 
 import logging
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 from asgiref.sync import iscoroutinefunction, markcoroutinefunction
 from django.core.handlers.exception import convert_exception_to_response
@@ -15,18 +14,16 @@ from django.http import HttpResponse
 
 from django_dlock.ties import apart
 from dlock_core.errors import DLockError
-from dlock_core.http import answer
-from dlock_core.owner import request_line
+from dlock_core.http import respond
+from dlock_core.owner import serving
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
     from django.http import HttpRequest
     from django.http.response import HttpResponseBase
 
 __all__ = ["LockMiddleware"]
-
-LONGEST_LINE: Final = 200
 
 logger = logging.getLogger("dlock")
 
@@ -51,7 +48,8 @@ class LockMiddleware:
     def __call__(self, request: HttpRequest) -> Any:
         if self.is_async:
             return self._acall(request)
-        with _named(request) as line:
+        # A test may hold locks while it makes a request in its own thread.
+        with serving(request.method, request.path) as line, apart():
             try:
                 return self.get_response(request)
             except DLockError as error:
@@ -60,7 +58,7 @@ class LockMiddleware:
                 _release(line)
 
     async def _acall(self, request: HttpRequest) -> HttpResponseBase:
-        with _named(request) as line:
+        with serving(request.method, request.path) as line, apart():
             try:
                 return await self.get_response(request)  # type: ignore[no-any-return]
             except DLockError as error:
@@ -70,11 +68,8 @@ class LockMiddleware:
 
     def process_exception(self, request: HttpRequest, exception: Exception) -> HttpResponse | None:
         """Answer a lock error of the view; Django calls this outside the view's transaction."""
-        found = answer(exception, request.headers.get("Accept", "")) if isinstance(exception, DLockError) else None
-        if found is None:
-            return None
-        logger.log(logging.ERROR if found.status >= 500 else logging.INFO, "%s: %s", _line(request), exception)
-        return HttpResponse(found.body, status=found.status, headers=found.headers)
+        found = respond(exception, request.headers.get("Accept", "")) if isinstance(exception, DLockError) else None
+        return None if found is None else HttpResponse(found.body, status=found.status, headers=found.headers)
 
     def _answer(self, request: HttpRequest, error: DLockError) -> HttpResponse:
         response = self.process_exception(request, error)
@@ -87,23 +82,6 @@ def _raising(get_response: Callable[[HttpRequest], Any]) -> Callable[[HttpReques
     """Look behind the wrapper that Django puts around every middleware: it would turn a lock error into a 500."""
     wrapped = getattr(get_response, "__globals__", {}).get("__name__") == convert_exception_to_response.__module__
     return get_response.__wrapped__ if wrapped else get_response  # type: ignore[attr-defined]
-
-
-@contextmanager
-def _named(request: HttpRequest) -> Iterator[str]:
-    line = _line(request)
-    token = request_line.set(line)
-    try:
-        with apart():  # a test may hold locks while it makes a request in its own thread
-            yield line
-    finally:
-        request_line.reset(token)
-
-
-def _line(request: HttpRequest) -> str:
-    """Name a request by method and path; a query string may hold what is nobody's business."""
-    text = f"{request.method} {request.path}"[:LONGEST_LINE]
-    return "".join(char if char.isprintable() else "?" for char in text)
 
 
 def _release(line: str) -> None:

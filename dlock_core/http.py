@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import html
 import json
+import logging
 import math
 from dataclasses import dataclass
 from http import HTTPStatus
@@ -21,13 +22,16 @@ from dlock_core.errors import (
     StaleObject,
     StaleToken,
 )
+from dlock_core.owner import request_line
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-__all__ = ["Answer", "answer", "prefers_html"]
+__all__ = ["Answer", "answer", "prefers_html", "respond"]
 
 LONGEST_RETRY: Final = 86400.0
+
+logger = logging.getLogger("dlock")
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +84,14 @@ _PAGE: Final = """\
 """
 
 
+def respond(error: DLockError, accept: str = "") -> Answer | None:
+    """See `answer`; what is answered is logged with the name of the request: a conflict is everyday, a 503 an error."""
+    found = answer(error, accept)
+    if found is not None:
+        logger.log(logging.ERROR if found.status >= 500 else logging.INFO, "%s: %s", request_line.get(), error)
+    return found
+
+
 def answer(error: DLockError, accept: str = "") -> Answer | None:
     """Turn an error into an HTTP answer in the form that `accept`, an Accept header, prefers.
 
@@ -89,12 +101,14 @@ def answer(error: DLockError, accept: str = "") -> Answer | None:
     if problem is None:
         return None
     as_html = prefers_html(accept)
+    body = (_page if as_html else _json)(problem, error.name)
     headers = {
         "Content-Type": "text/html; charset=utf-8" if as_html else "application/problem+json",
+        "Content-Length": str(len(body)),
         "Vary": "Accept",
         **_retry_after(error),
     }
-    return Answer(problem.status, headers, (_page if as_html else _json)(problem, error.name))
+    return Answer(problem.status, headers, body)
 
 
 def prefers_html(accept: str) -> bool:

@@ -7,12 +7,16 @@ import os
 import socket
 import sys
 import threading
+from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import lru_cache
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
-__all__ = ["describe", "name_application", "request_line", "text"]
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+__all__ = ["describe", "name_application", "request_line", "serving", "text"]
 
 request_line: ContextVar[str] = ContextVar("dlock_request_line", default="")
 """The request that is being served, such as "POST /orders/42/ship"; middlewares set it. No query string."""
@@ -26,6 +30,16 @@ def name_application(label: str) -> None:
     """Label this process in listings; without it, it goes by the program's file name."""
     global _application  # noqa: PLW0603 - a process has one name
     _application = label
+
+
+@contextmanager
+def serving(method: str | None, path: str) -> Iterator[str]:
+    """Name the request that runs in the block, on one short line; a query string may hold what is nobody's business."""
+    token = request_line.set(_printable(f"{method} {path}"))
+    try:
+        yield request_line.get()
+    finally:
+        request_line.reset(token)
 
 
 def text() -> str:
@@ -47,9 +61,11 @@ def _text(pid: int, thread: str, request: str, app: str) -> str:
 
 
 def _clean(value: str | int) -> str | int:
-    if isinstance(value, int):
-        return value
-    return "".join(char if char.isprintable() else "?" for char in value)[:_LONGEST]
+    return value if isinstance(value, int) else _printable(value)
+
+
+def _printable(words: str) -> str:
+    return "".join(char if char.isprintable() else "?" for char in words[:_LONGEST])
 
 
 def describe(owner: str) -> str:
@@ -59,8 +75,8 @@ def describe(owner: str) -> str:
     except ValueError:
         data = None
     if not isinstance(data, dict):
-        return str(_clean(owner))
+        return _printable(owner)
     where = (
         f"{data.get('app', '?')}@{data.get('host', '?')} pid {data.get('pid', '?')} {data.get('thread', '')}".strip()
     )
-    return str(_clean(f"{data['request']} ({where})" if data.get("request") else where))
+    return _printable(f"{data['request']} ({where})" if data.get("request") else where)

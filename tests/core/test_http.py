@@ -9,6 +9,7 @@ from html.parser import HTMLParser
 import pytest
 
 from dlock_core import errors, http
+from dlock_core.owner import serving
 
 FIREFOX = "text/html,application/xhtml+xml,application/xml;q=0.9,image/avif,*/*;q=0.8"
 
@@ -162,3 +163,27 @@ def test_caches_learn_that_the_answer_depends_on_accept():
 )
 def test_html_is_for_those_who_prefer_it_and_everybody_else_gets_json(accept, html):
     assert http.prefers_html(accept) is html
+
+
+def test_length_of_the_body_is_told():
+    answer = http.answer(errors.RowLocked("örder:42"), "text/html")
+
+    assert answer.headers["Content-Length"] == str(len(answer.body))
+
+
+@pytest.mark.parametrize(("error", "level"), [(errors.LeaseLost("order:42"), "INFO"), (unavailable(), "ERROR")])
+def test_conflict_is_everyday_and_a_missing_store_an_error_in_the_log(caplog, error, level):
+    caplog.set_level("INFO", logger="dlock")
+    with serving("POST", "/orders/42/ship"):
+        assert http.respond(error, "text/html") == http.answer(error, "text/html")
+
+    assert [(record.levelname, record.getMessage()) for record in caplog.records] == [
+        (level, f"POST /orders/42/ship: {error}")
+    ]
+
+
+def test_what_is_not_answered_is_not_logged(caplog):
+    caplog.set_level("INFO", logger="dlock")
+
+    assert http.respond(errors.NotSupported("no row locks")) is None
+    assert not caplog.records

@@ -58,3 +58,15 @@ def test_owner_is_described_in_words(text: str, words: str) -> None:
 
 def test_our_own_text_is_described() -> None:
     assert f"pid {os.getpid()}" in owner.describe(owner.text())
+
+
+def test_request_is_named_by_method_and_path_while_it_is_served() -> None:
+    with owner.serving("POST", "/orders/42/ship") as line:
+        assert line == owner.request_line.get() == "POST /orders/42/ship"
+    assert owner.request_line.get() == ""
+
+
+def test_hostile_path_is_one_short_line() -> None:
+    with owner.serving("GET", "/\r\n\x1b[31m\u202e" + "x" * 500) as line:
+        assert line.startswith("GET /???[31m?xxx")
+        assert len(line) == 200
