@@ -9,7 +9,6 @@ import os
 import re
 import threading
 from collections.abc import Mapping
-from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Final, cast
 from urllib.parse import unquote
@@ -23,6 +22,7 @@ from django.utils.module_loading import import_string
 
 from dlock_core.deadline import ttl_seconds, wait_seconds
 from dlock_core.registry import connect
+from dlock_core.store import TTL, WAIT, Store
 
 if TYPE_CHECKING:
     from dlock_core.backend import Backend
@@ -33,8 +33,6 @@ else:
 
 __all__ = ["InvalidStore", "Store", "UnknownStore", "stores"]
 
-TTL: Final = 30.0
-WAIT: Final = 10.0
 KEYS: Final = ("BACKEND", "TTL", "WAIT", "OPTIONS")
 EXAMPLE: Final = 'DLOCK = {"default": {"BACKEND": "redis://localhost:6379/0"}}'
 
@@ -50,16 +48,6 @@ class InvalidStore(ImproperlyConfigured):
 
 class UnknownStore(InvalidStore):
     """DLOCK has no store of this name."""
-
-
-@dataclass(frozen=True, slots=True)
-class Store:
-    """A backend and what a lock gets that names neither; `ttl` and `wait` in seconds, `wait` None is for ever."""
-
-    alias: str
-    backend: Backend
-    ttl: float
-    wait: float | None
 
 
 class Stores(Handler):

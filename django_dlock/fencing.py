@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 from django.db import DatabaseError, models, transaction
 from django.db.models import F, Q
 
-from django_dlock.errors import NotSupported, RowLocked, SnapshotTooOld, StaleToken, as_database_error
+from django_dlock.errors import NotSupported, StaleToken, as_database_error
 from django_dlock.row_sql import waiting
 from dlock_core import fencing
 from dlock_core.errors import StaleToken as CoreStaleToken
-from dlock_core.retry import Trouble, classify
+from dlock_core.guard import refusal
 from dlock_core.runtime import run
 
 if TYPE_CHECKING:
@@ -176,12 +176,10 @@ def _explained(connection: BaseDatabaseWrapper, claim: Claim) -> Iterator[None]:
     except CoreStaleToken as error:
         raise as_database_error(error) from None
     except DatabaseError as error:
-        trouble = classify(error)
-        if trouble is Trouble.LOCK_TIMEOUT:
-            raise RowLocked(claim.name, waited=claim.limit or 0.0) from error
-        if trouble is Trouble.SERIALIZATION and connection.vendor == "sqlite":
-            raise SnapshotTooOld(claim.name, isolation="deferred SQLite") from error
-        raise
+        meant = refusal(error, claim, connection.vendor)
+        if meant is None:
+            raise
+        raise as_database_error(meant) from error
 
 
 def _waiting(connection: BaseDatabaseWrapper, limit: float | None) -> AbstractContextManager[None]:

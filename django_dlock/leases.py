@@ -2,37 +2,22 @@
 
 from __future__ import annotations
 
-import logging
 from typing import TYPE_CHECKING, Final
 
-from django_dlock.errors import LeaseLost, as_database_error
+from django_dlock.errors import as_database_error
 from django_dlock.ties import current, forget
 from dlock_core import engine
-from dlock_core.errors import BackendUnavailable, DLockError, NotHeld
+from dlock_core.errors import DLockError
 from dlock_core.holding import LeaseView, renew
-from dlock_core.lease import Released
 from dlock_core.runtime import ASYNCIO, BLOCKING, run
+from dlock_core.tie import LETTING_RUN_OUT
 
 if TYPE_CHECKING:
     from django_dlock.ties import DatabaseTie
     from dlock_core.deadline import Seconds
+    from dlock_core.lease import Released
 
 __all__ = ["Lease", "release_forgotten", "release_forgotten_async"]
-
-logger = logging.getLogger("dlock")
-
-
-class _LettingRunOut:
-    """Lets a release fail: the work is done, and the lease runs out by itself."""
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> bool:
-        if isinstance(error, BackendUnavailable):
-            logger.warning("dlock: %s; the lease runs out by itself", error)
-            return True
-        return isinstance(error, NotHeld)  # a forked child walks out of its parent's block
 
 
 class _AsDjango:
@@ -48,7 +33,6 @@ class _AsDjango:
                 raise twin from error.__cause__
 
 
-LETTING_RUN_OUT: Final = _LettingRunOut()
 AS_DJANGO: Final = _AsDjango()
 
 
@@ -101,13 +85,6 @@ class Lease(LeaseView):
             self._left = True
             self._tie.depth -= 1
         return self._tie.depth == 0 and self._held.ended is None and self._tie.leave()
-
-
-def ensure_was_held(lease: Lease, error: BaseException | None) -> None:
-    """Judge how a block left its lease: work without a transaction must not look protected when it was not."""
-    held = lease._held
-    if error is None and lease._tie.transactions == 0 and held.ended in (Released.EXPIRED, Released.STOLEN):
-        raise LeaseLost(held.name, token=held.token, reason=held.lost_because or "it had ended before its release")
 
 
 def release_forgotten() -> list[str]:

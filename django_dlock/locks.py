@@ -8,62 +8,41 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from types import EllipsisType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from asgiref.sync import sync_to_async
 from django.db import DEFAULT_DB_ALIAS, connections, models
 from django.utils.connection import ConnectionDoesNotExist
 
-from django_dlock.conf import Store, stores
-from django_dlock.errors import AlreadyHeld, NotSupported
+from django_dlock.conf import stores
+from django_dlock.errors import NotSupported
 from django_dlock.fencing import fence_for
-from django_dlock.leases import AS_DJANGO, LETTING_RUN_OUT, Lease, ensure_was_held
+from django_dlock.leases import AS_DJANGO, Lease
 from django_dlock.snapshots import refuse_old_snapshot
-from django_dlock.ties import DatabaseTie, FenceForm, current, remember
+from django_dlock.ties import DatabaseTie, current, remember
 from django_dlock.transactions import in_transaction
 from dlock_core import engine, names, watchdog
-from dlock_core.deadline import Seconds, deadline, ttl_seconds, wait_seconds
-from dlock_core.holding import Blocks
-from dlock_core.lock import new_request, supported_ttl
-from dlock_core.runtime import ASYNCIO, BLOCKING, Blocking, Runtime, clock, run
+from dlock_core.runtime import ASYNCIO, BLOCKING, Blocking, Runtime, run
+from dlock_core.tie import LETTING_RUN_OUT
+from dlock_core.tied import TiedLock
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from types import TracebackType
 
+    from dlock_core.store import Store
+
 __all__ = ["Lock", "lock"]
 
 
-class Lock:
+class Lock(TiedLock):
     """See `lock`."""
 
-    def __init__(
-        self,
-        *parts: Any,
-        ttl: Seconds | None = None,
-        wait: Seconds | EllipsisType | None = ...,
-        shared: bool = False,
-        fence: bool | Literal["transaction", "lease"] = True,
-        using: str = DEFAULT_DB_ALIAS,
-        store: str = "default",
-        snapshot: Literal["raise", "ignore"] = "raise",
-        reentrant: bool = False,
-        renew: bool = True,
-        fair: bool = True,
-        on_lost: Callable[[], None] | None = None,
-    ) -> None:
-        self.name, self.fence = names.join(*map(_part, parts)), fence_for(parts)
-        self.ttl = None if ttl is None else ttl_seconds(ttl)
-        self.wait = wait if isinstance(wait, EllipsisType) else wait_seconds(wait)
-        self.form = _form(fence)
-        if shared and self.form and not self.fence.supports_shared:
+    def __init__(self, *parts: Any, using: str = DEFAULT_DB_ALIAS, store: str = "default", **options: Any) -> None:
+        super().__init__(names.join(*map(_part, parts)), **options)
+        self.fence, self.using, self.store = fence_for(parts), using, store
+        if self.shared and self.form and not self.fence.supports_shared:
             raise NotSupported("a row is no fence for shared locks: name the lock by a text instead of its model")
-        if snapshot not in ("raise", "ignore"):
-            raise ValueError(f"snapshot must be 'raise' or 'ignore', not {snapshot!r}")
-        self.shared, self.using, self.store, self.snapshot = shared, using, store, snapshot
-        self.reentrant, self.renew, self.fair, self.on_lost = reentrant, renew, fair, on_lost
-        self._blocks = Blocks()
 
     def __repr__(self) -> str:
         return f"<lock {self.name!r} in store {self.store!r}>"
@@ -91,7 +70,8 @@ class Lock:
         lease: Lease = self._blocks.leave(threading.current_thread())
         with LETTING_RUN_OUT:
             lease.release()
-        ensure_was_held(lease, error)
+        with AS_DJANGO:
+            lease._tie.ensure_was_held(error)
 
     async def __aenter__(self) -> Lease:
         return self._blocks.enter(asyncio.current_task(), await self.aacquire())
@@ -103,7 +83,8 @@ class Lock:
         lease._tie.is_aborted = error is not None and lease._tie.depth == 1
         with LETTING_RUN_OUT:
             await lease.arelease()
-        ensure_was_held(lease, error)
+        with AS_DJANGO:
+            lease._tie.ensure_was_held(error)
 
     async def _acquire(self, runtime: Runtime, database: Runtime) -> Lease:
         store = stores[self.store]
@@ -115,7 +96,7 @@ class Lock:
             return Lease(joined)
         if runtime is BLOCKING and self.snapshot == "raise":
             refuse_old_snapshot(self.name, self.using)
-        tie = await self._ask(store, runtime)
+        tie = await self._ask(runtime, store)
         try:
             await database.call(tie.bind, self.using, self.form)
         except BaseException:
@@ -126,25 +107,13 @@ class Lock:
         remember(tie)
         return Lease(tie)
 
-    async def _ask(self, store: Store, runtime: Runtime) -> DatabaseTie:
-        if self.shared and not store.backend.supports_shared:
-            raise NotSupported(f"the store {self.store!r} has no shared locks", name=self.name)
-        wait = store.wait if isinstance(self.wait, EllipsisType) else self.wait
-        ttl = supported_ttl(store.backend, self.ttl or store.ttl)
-        until = deadline(clock(), wait)
-        request = new_request(self.name, ttl, wait, shared=self.shared, fair=self.fair)
-        held = await engine.acquire(runtime, store.backend, request, wait)
-        held.on_lost = () if self.on_lost is None else (self.on_lost,)
+    async def _ask(self, runtime: Runtime, store: Store) -> DatabaseTie:
+        held, wait, until = await self.ask(runtime, store)
         return DatabaseTie(held, fence=self.fence, wait=wait, deadline=until)
 
     def _joined(self, store: Store, runtime: Runtime) -> DatabaseTie | None:
-        for tie in current():
-            if tie.held.name == self.name and tie.held.backend is store.backend and tie.held.remaining() > 0.0:
-                inside = isinstance(runtime, Blocking) and in_transaction(self.using)
-                if not (inside or self.reentrant) or (tie.held.request.shared and not self.shared):
-                    raise AlreadyHeld(self.name)
-                return tie
-        return None
+        inside = isinstance(runtime, Blocking) and in_transaction(self.using)
+        return self.joined(current(), store.backend, inside=inside)  # type: ignore[no-any-return]
 
 
 def lock(*parts: Any, **options: Any) -> Lock:
@@ -184,11 +153,3 @@ async def _give_back(runtime: Runtime, tie: DatabaseTie) -> None:
 def _part(part: Any) -> Any:
     is_model = isinstance(part, type) and issubclass(part, models.Model)
     return part._meta.label_lower if is_model else part
-
-
-def _form(fence: Any) -> FenceForm:
-    if fence is True or fence == "transaction":
-        return "transaction"
-    if fence is False or fence == "lease":
-        return fence  # type: ignore[no-any-return]
-    raise ValueError(f"fence must be True, 'transaction', 'lease' or False, not {fence!r}")

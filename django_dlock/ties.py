@@ -9,7 +9,8 @@ from __future__ import annotations
 import re
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any, Final, Literal
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final
 
 from django.db import connections
 from django.db.backends.signals import connection_created
@@ -20,11 +21,8 @@ from django_dlock.errors import LeaseLost, as_database_error
 from django_dlock.statements import announcer
 from django_dlock.transactions import before_statements, in_transaction, on_end, on_rollback
 from django_dlock.watch import watch
-from dlock_core import engine
 from dlock_core.errors import DLockError
-from dlock_core.errors import StaleToken as CoreStaleToken
-from dlock_core.fencing import Claim
-from dlock_core.runtime import BLOCKING, clock, run
+from dlock_core.guard import Guard
 from dlock_core.tie import Outcome, Tie
 
 if TYPE_CHECKING:
@@ -33,11 +31,11 @@ if TYPE_CHECKING:
     from django.db.backends.base.base import BaseDatabaseWrapper
 
     from django_dlock.fencing import TableFence
+    from dlock_core.fencing import Claim
     from dlock_core.held import Held
+    from dlock_core.tied import FenceForm
 
-__all__ = ["DatabaseTie", "FenceForm", "apart", "current", "forget", "remember"]
-
-FenceForm = Literal["transaction", "lease", False]
+__all__ = ["DatabaseTie", "apart", "current", "forget", "remember"]
 
 _WRITES: Final = re.compile(
     r"\s*(?:INSERT|UPDATE|DELETE|REPLACE|MERGE|TRUNCATE|COPY)\b"
@@ -49,20 +47,21 @@ _current: ContextVar[tuple[DatabaseTie, ...]] = ContextVar("dlock_current_ties",
 
 
 class DatabaseTie(Tie):
-    """One lease and the databases it protects; `deadline` bounds the first wait for another's row lock."""
+    """One lease and the databases it protects; without a block in it, only the transactions that it knows.
+
+    `deadline` bounds the first wait for another's row lock.
+    """
 
     def __init__(self, held: Held, *, fence: TableFence, wait: float | None, deadline: float) -> None:
         super().__init__(held)
-        self.fence, self.wait, self.deadline = fence, wait, deadline
-        self.depth = 1
-        """How many blocks are in the lease; without one, it protects only the transactions that it knows."""
+        self.fence, self.guard = fence, Guard(held, wait=wait, deadline=deadline)
         self.is_aborted = False
         """Its block ended with an error: what still runs in a thread must not begin another transaction."""
         self._forms: dict[str, FenceForm] = {}
         """The databases it protects, and how."""
         self._admitted: dict[object, bool] = {}
         """The open transactions tied to the lease, and whether each has been admitted."""
-        self._is_given_up = self._is_proven = False
+        self._is_given_up = False
 
     def bind(self, using: str, form: FenceForm) -> None:
         """Take up a new lease: tie every transaction that is open in this thread, and protect a database."""
@@ -118,7 +117,8 @@ class DatabaseTie(Tie):
         if form == "lease":
             self._guard_with(self.fence.announce, connection)
         elif form and self.held.request.shared:
-            self._send(self.fence.prepare, connection)
+            with announcer(connection).quietly():
+                self.fence.prepare(connection, self.guard.claim())
         return form
 
     def _begin(self, connection: BaseDatabaseWrapper, transaction: object) -> None:
@@ -161,25 +161,8 @@ class DatabaseTie(Tie):
             )
 
     def _guard_with(self, step: Callable[[Any, Claim], None], connection: BaseDatabaseWrapper) -> None:
-        try:
-            self._send(step, connection)
-        except CoreStaleToken as error:
-            # A store that lost its data and its time gave a current holder too small a token: it gets a greater one,
-            # but never after the first admit, since what was read under the smaller one may be old by now.
-            if self._is_proven or not run(engine.raise_token(BLOCKING, self.held, error.highest or 0)):
-                raise
-            self._send(step, connection)
-        self._is_proven = True
-
-    def _send(self, step: Callable[[Any, Claim], None], connection: BaseDatabaseWrapper) -> None:
         with announcer(connection).quietly():
-            step(connection, self._claim())
-
-    def _claim(self) -> Claim:
-        request = self.held.request
-        limit = self.wait if self._is_proven else max(0.0, self.deadline - clock())
-        limit = None if self.wait is None else limit
-        return Claim(request.name, self.held.token, request.holder, request.shared, limit)
+            self.guard(partial(step, connection))
 
     def _undo(self, transaction: object) -> None:
         if transaction in self._admitted:

@@ -11,14 +11,15 @@ import asyncio
 import threading
 import time
 from inspect import isawaitable
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
 
-__all__ = ["ASYNCIO", "BLOCKING", "Asyncio", "Blocking", "Runtime", "Signal", "clock", "run"]
+__all__ = ["ASYNCIO", "BLOCKING", "Asyncio", "Blocking", "Runtime", "Signal", "blocking", "clock", "run"]
 
 T = TypeVar("T")
+P = ParamSpec("P")
 
 _CLOCK = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)  # a suspended machine's leases run out, too
 
@@ -143,3 +144,8 @@ def run(coroutine: Coroutine[Any, Any, T]) -> T:
     finally:
         coroutine.close()
     raise RuntimeError("a blocking call tried to suspend: an asyncio runtime was given to it")
+
+
+def blocking(step: Callable[Concatenate[Runtime, P], Coroutine[Any, Any, T]], *args: P.args, **options: P.kwargs) -> T:
+    """Finish a step of the engine in this thread."""
+    return run(step(BLOCKING, *args, **options))

@@ -8,16 +8,19 @@ from __future__ import annotations
 import enum
 import logging
 import threading
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Final
 
 from dlock_core import engine, watchdog
-from dlock_core.errors import BackendUnavailable, NotHeld
-from dlock_core.runtime import BLOCKING, run
+from dlock_core.errors import BackendUnavailable, LeaseLost, NotHeld
+from dlock_core.lease import Released
+from dlock_core.runtime import blocking
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from dlock_core.held import Held
 
-__all__ = ["Outcome", "Tie"]
+__all__ = ["LETTING_RUN_OUT", "Outcome", "Tie"]
 
 logger = logging.getLogger("dlock")
 
@@ -30,15 +33,33 @@ class Outcome(enum.Enum):
     UNKNOWN = "unknown"  # the connection was lost inside COMMIT
 
 
+class _LettingRunOut:
+    """Lets a release fail: the work is done, and the lease runs out by itself."""
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> bool:
+        if isinstance(error, BackendUnavailable):  # the work has ended well: this must not turn into its failure
+            logger.warning("dlock: %s; the lease runs out by itself", error)
+            return True
+        return isinstance(error, NotHeld)  # a forked child walks out of its parent's block, or closes its connection
+
+
+LETTING_RUN_OUT: Final = _LettingRunOut()
+
+
 class Tie:
     """A lease, and the transactions at work under it: released when its block was left and the last of them has ended.
 
     After an UNKNOWN outcome it is not released, because the database may still commit: it is renewed no more and runs
-    out. May be used from any thread.
+    out. May be used from any thread; `finish` carries out a step of the engine wherever a transaction ends.
     """
 
-    def __init__(self, held: Held) -> None:
-        self.held = held
+    def __init__(self, held: Held, finish: Callable[..., Any] = blocking) -> None:
+        self.held, self.finish = held, finish
+        self.depth = 1
+        """How many handles are in use: blocks, and acquires without a block."""
         self.transactions = 0
         """How many transactions were ever tied."""
         self._guard = threading.Lock()
@@ -61,7 +82,8 @@ class Tie:
             self._unknown |= outcome is Outcome.UNKNOWN
             due = self._left and self._open == 0
         if due and self.is_due():
-            self._release()
+            with LETTING_RUN_OUT:
+                self.finish(engine.release, self.held)
 
     def leave(self) -> bool:
         """Note that the block is over; True when the caller has to release now."""
@@ -93,10 +115,8 @@ class Tie:
         )
         return False
 
-    def _release(self) -> None:
-        try:
-            run(engine.release(BLOCKING, self.held))
-        except NotHeld:  # a forked child closes the connection that it has from its parent
-            return
-        except BackendUnavailable as error:  # the transaction has ended well: this must not turn into its failure
-            logger.warning("dlock: %s; the lease runs out by itself", error)
+    def ensure_was_held(self, error: BaseException | None) -> None:
+        """Judge how a block ended: raises LeaseLost when work without a transaction only looked protected."""
+        held = self.held
+        if error is None and self.transactions == 0 and held.ended in (Released.EXPIRED, Released.STOLEN):
+            raise LeaseLost(held.name, token=held.token, reason=held.lost_because or "it had ended before its release")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 
 import pytest
+import redis
 
 from dlock_core import (
     AcquireTimeout,
@@ -24,7 +25,10 @@ from dlock_core.runtime import BLOCKING, run
 def store(request):
     if request.param == "memory":
         return MemoryBackend()
-    return connect(request.getfixturevalue("redis_server").url)
+    url = request.getfixturevalue("redis_server").url
+    with redis.Redis.from_url(url) as client:
+        client.flushall()  # leases that other tests have left to run out are listed, too
+    return connect(url)
 
 
 def held(store):

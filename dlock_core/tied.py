@@ -1,0 +1,89 @@
+"""What `lock(...)` takes in every integration, and how it asks for a lease: the part that knows no database."""
+
+from __future__ import annotations
+
+from types import EllipsisType
+from typing import TYPE_CHECKING, Any, Literal
+
+from dlock_core import engine
+from dlock_core.deadline import Seconds, deadline, ttl_seconds, wait_seconds
+from dlock_core.errors import AlreadyHeld, NotSupported
+from dlock_core.holding import Blocks
+from dlock_core.lock import new_request, supported_ttl
+from dlock_core.runtime import clock
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from dlock_core.backend import Backend
+    from dlock_core.fencing import Fence
+    from dlock_core.held import Held
+    from dlock_core.runtime import Runtime
+    from dlock_core.store import Store
+    from dlock_core.tie import Tie
+
+__all__ = ["FenceForm", "TiedLock"]
+
+FenceForm = Literal["transaction", "lease", False]
+
+
+class TiedLock:
+    """A name and options, checked before any I/O: ValueError, TypeError."""
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        ttl: Seconds | None = None,
+        wait: Seconds | EllipsisType | None = ...,
+        shared: bool = False,
+        fence: bool | Fence = True,
+        snapshot: Literal["raise", "ignore"] = "raise",
+        reentrant: bool = False,
+        renew: bool = True,
+        fair: bool = True,
+        on_lost: Callable[[], None] | None = None,
+    ) -> None:
+        self.name, self.form = name, _form(fence)
+        self.ttl = None if ttl is None else ttl_seconds(ttl)
+        self.wait = wait if isinstance(wait, EllipsisType) else wait_seconds(wait)
+        if snapshot not in ("raise", "ignore"):
+            raise ValueError(f"snapshot must be 'raise' or 'ignore', not {snapshot!r}")
+        self.shared, self.snapshot = shared, snapshot
+        self.reentrant, self.renew, self.fair, self.on_lost = reentrant, renew, fair, on_lost
+        self._blocks = Blocks()
+
+    async def ask(self, runtime: Runtime, store: Store) -> tuple[Held, float | None, float]:
+        """Acquire the lease; also tell the wait in seconds and the moment at which it is over."""
+        if self.shared and not store.backend.supports_shared:
+            raise NotSupported(f"the store {store.alias!r} has no shared locks", name=self.name)
+        wait = store.wait if isinstance(self.wait, EllipsisType) else self.wait
+        ttl = supported_ttl(store.backend, self.ttl or store.ttl)
+        until = deadline(clock(), wait)
+        request = new_request(self.name, ttl, wait, shared=self.shared, fair=self.fair)
+        held = await engine.acquire(runtime, store.backend, request, wait)
+        held.on_lost = () if self.on_lost is None else (self.on_lost,)
+        return held, wait, until
+
+    def joined(self, ties: Iterable[Any], backend: Backend, *, inside: bool) -> Any:
+        """Find what the owner holds already, among its ties; raises AlreadyHeld where that cannot be joined.
+
+        `inside` a transaction a lease is always joined: its end releases them together.
+        """
+        for tie in ties:
+            if self._is(tie, backend):
+                if not (inside or self.reentrant) or (tie.held.request.shared and not self.shared):
+                    raise AlreadyHeld(self.name)
+                return tie
+        return None
+
+    def _is(self, tie: Tie, backend: Backend) -> bool:
+        return tie.held.name == self.name and tie.held.backend is backend and tie.held.remaining() > 0.0
+
+
+def _form(fence: Any) -> FenceForm:
+    if fence is True or fence == "transaction":
+        return "transaction"
+    if fence is False or fence == "lease":
+        return fence  # type: ignore[no-any-return]
+    raise ValueError(f"fence must be True, 'transaction', 'lease' or False, not {fence!r}")
