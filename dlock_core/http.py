@@ -38,7 +38,7 @@ logger = logging.getLogger("dlock")
 class Answer:
     """A whole HTTP answer; the framework only has to send it."""
 
-    status: int
+    status: HTTPStatus
     headers: dict[str, str]
     body: bytes
 

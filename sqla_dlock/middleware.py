@@ -1,0 +1,165 @@
+"""Errors as HTTP answers, and the request as owner, in any ASGI or WSGI application.
+
+Place it inside what every answer needs (security and CORS headers) and around what takes locks or opens sessions.
+"""
+
+from __future__ import annotations
+
+import sys
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from dlock_core.errors import DLockError
+from dlock_core.http import Answer, respond
+from dlock_core.owner import serving
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Iterable, Iterator, MutableMapping
+
+    from _typeshed.wsgi import StartResponse, WSGIApplication, WSGIEnvironment
+
+    Message = MutableMapping[str, Any]
+    Receive = Callable[[], Awaitable[Message]]
+    Send = Callable[[Message], Awaitable[None]]
+    ASGIApp = Callable[[Message, Receive, Send], Awaitable[None]]
+
+__all__ = ["LockMiddleware", "WSGILockMiddleware", "answer_asgi", "answer_flask"]
+
+
+class LockMiddleware:
+    """Answers 409, 423 or 503 to a lock error, and names "POST /orders/42/ship" as the owner of what a request takes.
+
+    For ASGI: `app.add_middleware(LockMiddleware)` in FastAPI and Starlette. Errors of the program, such as
+    NotSupported, propagate; so does every error once the response has begun, as with a session dependency of FastAPI
+    that commits after it (`Depends(get_session, scope="function")` commits before).
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        has_begun = False
+
+        async def sending(message: Message) -> None:
+            nonlocal has_begun
+            has_begun |= message["type"] == "http.response.start"
+            await send(message)
+
+        with serving(scope["method"], scope["path"]):
+            try:
+                await self.app(scope, receive, sending)
+            except DLockError as error:
+                found = None if has_begun else respond(error, _accept(scope))
+                if found is None:
+                    raise
+                await _send(found, scope, receive, send)
+
+
+async def answer_asgi(request: Any, error: Exception) -> Any:
+    """Answer a lock error where other handlers would: `app.add_exception_handler(DLockError, answer_asgi)`.
+
+    For FastAPI and Starlette, when a handler for Exception, OSError or TimeoutError would take the error before it
+    reaches the middleware. What the middleware would not answer is raised again.
+    """
+    scope = request.scope
+    if scope["type"] == "http" and isinstance(error, DLockError):
+        with serving(scope["method"], scope["path"]):
+            found = respond(error, _accept(scope))
+        if found is not None:
+            return partial(_send, found)
+    raise error
+
+
+def _accept(scope: Message) -> str:
+    return ",".join(value.decode("latin-1") for name, value in scope["headers"] if name == b"accept")
+
+
+async def _send(answer: Answer, scope: Message, receive: Receive, send: Send) -> None:
+    headers = [(name.lower().encode(), value.encode()) for name, value in answer.headers.items()]
+    await send({"type": "http.response.start", "status": answer.status, "headers": headers})
+    await send({"type": "http.response.body", "body": b"" if scope["method"] == "HEAD" else answer.body})
+
+
+class WSGILockMiddleware:
+    """The same for WSGI: `app.wsgi_app = WSGILockMiddleware(app.wsgi_app)` in Flask, with `answer_flask` beside it.
+
+    Also answers what is raised after the view, as long as the server has sent nothing: a session that commits in a
+    teardown function, the first piece of a stream.
+    """
+
+    def __init__(self, app: WSGIApplication) -> None:
+        self.app = app
+
+    def __call__(self, environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
+        return _Body(self.app, environ, start_response)
+
+
+class _Body:
+    """The body of a response, or of the answer that takes its place."""
+
+    def __init__(self, app: WSGIApplication, environ: WSGIEnvironment, start_response: StartResponse) -> None:
+        self._environ, self._start = environ, start_response
+        self._has_begun = self._is_sent = False
+        self._body: Iterable[bytes] = ()
+        self._chunks: Iterator[bytes] = iter(())
+        with self._serving():
+            try:
+                self._body = app(environ, self._begin)
+                self._chunks = iter(self._body)
+            except DLockError as error:
+                self._answer(error)
+
+    def __iter__(self) -> Iterator[bytes]:
+        return self
+
+    def __next__(self) -> bytes:
+        with self._serving():
+            try:
+                chunk = next(self._chunks)
+            except DLockError as error:
+                self._answer(error)
+                chunk = next(self._chunks)
+        self._is_sent |= bool(chunk)
+        return chunk
+
+    def close(self) -> None:
+        """Close what the application gave, as the server would have."""
+        close = getattr(self._body, "close", None)
+        if close is not None:
+            with self._serving():
+                close()
+
+    def _serving(self) -> Any:
+        return serving(self._environ["REQUEST_METHOD"], _path(self._environ))
+
+    def _begin(self, status: str, headers: list[tuple[str, str]], *exc_info: Any) -> Callable[[bytes], object]:
+        self._has_begun = True
+        return self._start(status, headers, *exc_info)
+
+    def _answer(self, error: DLockError) -> None:
+        """Answer instead of the application; a server that has sent the headers raises the error again (PEP 3333)."""
+        found = None if self._is_sent else respond(error, self._environ.get("HTTP_ACCEPT", ""))
+        if found is None:
+            raise error
+        status = f"{found.status:d} {found.status.phrase}"
+        self._start(status, list(found.headers.items()), *((sys.exc_info(),) if self._has_begun else ()))
+        self._chunks = iter([b"" if self._environ["REQUEST_METHOD"] == "HEAD" else found.body])
+
+
+def _path(environ: WSGIEnvironment) -> str:
+    path: str = environ.get("SCRIPT_NAME", "") + environ.get("PATH_INFO", "")
+    return path.encode("latin-1").decode(errors="replace")  # WSGI carries bytes in text
+
+
+def answer_flask(error: DLockError) -> tuple[bytes, int, dict[str, str]]:
+    """Answer a lock error before Flask makes a 500 of it: `app.register_error_handler(DLockError, answer_flask)`."""
+    from flask import request
+
+    with serving(request.method, _path(request.environ)):
+        found = respond(error, request.headers.get("Accept", ""))
+    if found is None:
+        raise error
+    return found.body, found.status, found.headers
