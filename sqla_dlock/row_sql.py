@@ -1,0 +1,138 @@
+"""Row locks in each database's words: those that SQLAlchemy has none for, or would leave out without a word."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from typing import TYPE_CHECKING, Any, Final
+
+from sqlalchemy import Connection, Dialect, Select, delete, false, text
+from sqlalchemy.exc import DBAPIError
+
+from dlock_core.errors import NotSupported
+from dlock_core.row_locks import RowLock, milliseconds, whole_seconds
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from sqlalchemy.orm import Mapper
+
+__all__ = ["locking", "require_row_locks", "require_transaction", "waiting"]
+
+_MYSQL: Final = ("mysql", "mariadb")
+# A scalar subquery: in a WHERE it is evaluated once, before the first row is found and locked.
+_POSTGRESQL_LIMIT: Final = text(
+    "(SELECT set_config('dlock.lock_timeout', current_setting('lock_timeout'), true) "
+    "|| set_config('lock_timeout', :dlock_wait, true)) IS NOT NULL"
+)
+# Nothing to restore when the limit was never sent: a query that cannot find anything need not evaluate it.
+_POSTGRESQL_RESTORE: Final = text(
+    "SELECT set_config('lock_timeout', former, true), set_config('dlock.lock_timeout', '', true) "
+    "FROM current_setting('dlock.lock_timeout', true) AS former WHERE former <> ''"
+)
+_MYSQL_LIMIT: Final = text(
+    "SET @dlock_wait = @@SESSION.innodb_lock_wait_timeout, @@SESSION.innodb_lock_wait_timeout = :seconds"
+)
+_MYSQL_RESTORE: Final = text("SET @@SESSION.innodb_lock_wait_timeout = @dlock_wait")
+
+
+def require_row_locks(dialect: Dialect) -> None:
+    """Raise NotSupported for a database whose row locks are not known here."""
+    if dialect.name not in ("postgresql", "sqlite", *_MYSQL):
+        raise NotSupported(f"dlock knows no row locks of {dialect.name}: SQLAlchemy may leave them out without a word")
+
+
+def require_transaction(connection: Connection) -> None:
+    """Raise NotSupported in AUTOCOMMIT, where a row would be free again before it is returned."""
+    if connection._is_autocommit_isolation() or _is_autocommit_by_driver(connection):
+        raise NotSupported(
+            "a row lock lasts until the end of its transaction, and this connection is in AUTOCOMMIT: "
+            "lock with another isolation level"
+        )
+
+
+def _is_autocommit_by_driver(connection: Connection) -> bool:
+    detect: Any = getattr(connection.dialect, "detect_autocommit_setting", None)  # SQLAlchemy 2.0.43
+    if detect is None or connection.dialect.name == "sqlite":  # whose `isolation_level` says nothing about BEGIN
+        return False
+    try:
+        return bool(detect(connection.connection.dbapi_connection))
+    except NotImplementedError:
+        return False
+
+
+def locking(statement: Select[Any], mapper: Mapper[Any], lock: RowLock, connection: Connection) -> Select[Any]:
+    """Have a query lock the rows that it finds of a class, not those that it joins where that can be told apart."""
+    name = connection.dialect.name
+    locked = statement.with_for_update(
+        read=lock.shared,
+        nowait=lock.at_once,
+        skip_locked=lock.skip_locked,
+        key_share=lock.key if lock.shared else lock.no_key,
+        of=list(mapper.tables),
+    )
+    if lock.limit and name == "postgresql":
+        return locked.where(_POSTGRESQL_LIMIT.bindparams(dlock_wait=str(milliseconds(lock.limit))))
+    if lock.limit and _has_wait_clause(connection):
+        return locked.suffix_with(text(f"WAIT {whole_seconds(lock.limit):d}"))
+    return locked
+
+
+def waiting(connection: Connection, mapper: Mapper[Any], lock: RowLock) -> AbstractContextManager[None]:
+    """Do before and after a query what `locking` could not say in it; the former limit is back after it."""
+    if connection.dialect.name == "sqlite":
+        _lock_database(connection, mapper, lock)
+    elif lock.limit and connection.dialect.name == "postgresql":
+        return _restoring_on_postgresql(connection)
+    elif lock.limit and not _has_wait_clause(connection):
+        return _waiting_on_mysql(connection, lock.limit)
+    return nullcontext()
+
+
+def _has_wait_clause(connection: Connection) -> bool:
+    return bool(getattr(connection.dialect, "is_mariadb", False))
+
+
+@contextmanager
+def _restoring_on_postgresql(connection: Connection) -> Iterator[None]:
+    yield
+    # After an error of the database nothing is accepted before a rollback, and that restores the setting.
+    connection.execute(_POSTGRESQL_RESTORE)
+
+
+@contextmanager
+def _waiting_on_mysql(connection: Connection, wait: float) -> Iterator[None]:
+    connection.execute(_MYSQL_LIMIT, {"seconds": whole_seconds(wait)})
+    try:
+        yield
+    finally:  # the setting belongs to the session: no rollback restores it
+        with suppress(DBAPIError):
+            connection.execute(_MYSQL_RESTORE)
+
+
+def _lock_database(connection: Connection, mapper: Mapper[Any], lock: RowLock) -> None:
+    """Take SQLite's one write lock; after BEGIN IMMEDIATE this transaction has it already.
+
+    Nobody can ask how a transaction began, but a DELETE of no rows takes the lock, and fails when what was read before
+    is no longer so.
+    """
+    with _busy_timeout(connection, lock):
+        connection.execute(delete(mapper.tables[0]).where(false()))
+    driver: Any = connection.connection.driver_connection
+    if not driver.in_transaction:
+        raise NotSupported(
+            "SQLite has no row locks, and no transaction that could have locked the database is open: "
+            "begin transactions with BEGIN IMMEDIATE (the event 'begin' of the engine)"
+        )
+
+
+@contextmanager
+def _busy_timeout(connection: Connection, lock: RowLock) -> Iterator[None]:
+    if not (lock.at_once or lock.skip_locked or lock.limit):
+        yield
+        return
+    former = connection.exec_driver_sql("PRAGMA busy_timeout").scalar_one()
+    connection.exec_driver_sql(f"PRAGMA busy_timeout = {milliseconds(lock.limit) if lock.limit else 0:d}")
+    try:
+        yield
+    finally:
+        connection.exec_driver_sql(f"PRAGMA busy_timeout = {former:d}")
