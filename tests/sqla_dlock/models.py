@@ -1,7 +1,7 @@
 """Tables of the tests; every helper adds its own at the end."""
 
-from sqlalchemy import String
-from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
+from sqlalchemy import ForeignKey, String
+from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column, relationship
 
 
 class Base(DeclarativeBase):
@@ -14,3 +14,53 @@ class Counter(Base):
     id: Mapped[int] = mapped_column(primary_key=True)
     name: Mapped[str] = mapped_column(String(80), default="")
     value: Mapped[int] = mapped_column(default=0)
+
+
+class Stock(Base):
+    __tablename__ = "stock"
+
+    id: Mapped[int] = mapped_column(primary_key=True)
+    pieces: Mapped[int] = mapped_column(default=0)
+    kind: Mapped[str] = mapped_column(String(20), default="stock")
+    counter_id: Mapped[int | None] = mapped_column(ForeignKey("counter.id"))
+    counter: Mapped[Counter | None] = relationship(lazy="joined")
+
+    __mapper_args__ = {"polymorphic_on": "kind", "polymorphic_identity": "stock"}
+
+
+class ColdStock(Stock):
+    __tablename__ = "cold_stock"
+
+    id: Mapped[int] = mapped_column(ForeignKey("stock.id"), primary_key=True)
+    degrees: Mapped[int] = mapped_column(default=0)
+
+    __mapper_args__ = {"polymorphic_identity": "cold"}
+
+
+class Delivery(Base):
+    __tablename__ = "delivery"
+
+    id: Mapped[int] = mapped_column(primary_key=True)
+    stock_id: Mapped[int] = mapped_column(ForeignKey("stock.id"))
+
+
+class Shelf(Base):
+    """Its key has two columns."""
+
+    __tablename__ = "shelf"
+
+    aisle: Mapped[str] = mapped_column(String(20), primary_key=True)
+    number: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
+    pieces: Mapped[int] = mapped_column(default=0)
+
+
+class Article(Base):
+    """Versioned as SQLAlchemy itself does it."""
+
+    __tablename__ = "article"
+
+    id: Mapped[int] = mapped_column(primary_key=True)
+    reads: Mapped[int] = mapped_column(default=0)
+    version: Mapped[int] = mapped_column()
+
+    __mapper_args__ = {"version_id_col": version}
