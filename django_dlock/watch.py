@@ -5,7 +5,6 @@ The calls are intercepted on the one connection object of this thread, never on 
 
 from __future__ import annotations
 
-import logging
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -15,19 +14,18 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 from django.db import DatabaseError, Error
 from django.db.transaction import TransactionManagementError
 
-from django_dlock.commit_errors import is_refusal
+from dlock_core.callbacks import call_all
+from dlock_core.commit_errors import is_refusal
 from dlock_core.tie import Outcome
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable
 
     from django.db.backends.base.base import BaseDatabaseWrapper
 
     Step: TypeAlias = Callable[[], object]
 
 __all__ = ["Transaction", "Watch", "watch"]
-
-logger = logging.getLogger("dlock")
 
 
 @dataclass(eq=False, slots=True)
@@ -101,7 +99,7 @@ class Watch:
         try:
             commit()
         except DatabaseError as error:
-            if was_lost or is_refusal(self.connection.vendor, error):
+            if was_lost or is_refusal(error):
                 ending.outcome = Outcome.ROLLED_BACK
             raise  # Django rolls back
         except BaseException:
@@ -151,7 +149,7 @@ class Watch:
             # Django says so next; now, because settlers may ask.
             self.connection.closed_in_transaction = self.connection.in_atomic_block
             if ending is not None:
-                _call_all(ending.steps())
+                call_all(ending.steps())
 
     def savepoint(self) -> str | None:
         sid: str | None = self.django.savepoint()
@@ -179,7 +177,7 @@ class Watch:
         finally:
             self._settle(ending)
         if self.current is not None:
-            _call_all(self.current.undo_to(sid))
+            call_all(self.current.undo_to(sid))
 
     def _take(self) -> Transaction | None:
         ending, self.current = self.current, None
@@ -219,13 +217,13 @@ def _anchor(connection: BaseDatabaseWrapper) -> str | None:
 def _call_between_transactions(connection: BaseDatabaseWrapper, steps: list[Step], *, is_manual: bool) -> None:
     """Call them where they may use the connection like any code after the transaction; Django's hooks wait."""
     if connection.connection is None or connection.in_atomic_block:
-        _call_all(steps)
+        call_all(steps)
         return
     hooks = connection.run_on_commit, connection.run_commit_hooks_on_set_autocommit_on
     connection.run_on_commit, connection.run_commit_hooks_on_set_autocommit_on = [], False
     before, after = partial(_turn_autocommit, "on", connection), partial(_turn_autocommit, "off", connection)
     try:
-        _call_all([before, *steps, after] if is_manual else [before, *steps])
+        call_all([before, *steps, after] if is_manual else [before, *steps])
     finally:
         connection.run_on_commit, connection.run_commit_hooks_on_set_autocommit_on = hooks
 
@@ -233,16 +231,3 @@ def _call_between_transactions(connection: BaseDatabaseWrapper, steps: list[Step
 def _turn_autocommit(to: Literal["on", "off"], connection: BaseDatabaseWrapper) -> None:
     with suppress(Error):
         connection.set_autocommit(to == "on")
-
-
-def _call_all(steps: Iterable[Step]) -> None:
-    interrupt: BaseException | None = None
-    for step in steps:
-        try:
-            step()
-        except Exception:
-            logger.exception("A callback at the end of a transaction failed: %r", step)
-        except BaseException as error:  # noqa: BLE001 - the others are called first
-            interrupt = error
-    if interrupt is not None:
-        raise interrupt

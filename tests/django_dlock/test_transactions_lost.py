@@ -3,10 +3,9 @@
 from collections.abc import Callable, Iterator
 
 import pytest
-from django.db import DatabaseError, Error, InterfaceError, OperationalError, connections, transaction
+from django.db import Error, InterfaceError, OperationalError, connections, transaction
 from django.db.transaction import atomic
 
-from django_dlock.commit_errors import is_refusal
 from django_dlock.transactions import in_transaction, on_end, on_rollback
 from dlock_core.tie import Outcome
 from tests.django_dlock import sessions
@@ -237,49 +236,3 @@ def test_commit_refused_by_a_busy_sqlite_may_be_tried_again_by_hand(busy, heard)
     transaction.commit(using=busy)
     assert heard == [COMMITTED]
     assert committed(busy) == {"a"}
-
-
-# Which answers to COMMIT are an answer
-
-
-def caused_by(cause: Exception) -> DatabaseError:
-    error = DatabaseError(*cause.args)
-    error.__cause__ = cause
-    return error
-
-
-@pytest.mark.parametrize(
-    ("name", "refused"),
-    [
-        ("SerializationFailure", True),
-        ("DeadlockDetected", True),
-        ("ForeignKeyViolation", True),
-        ("QueryCanceled", True),
-        ("AdminShutdown", False),
-        ("CrashShutdown", False),
-        ("CannotConnectNow", False),
-        ("ConnectionFailure", False),
-        ("TransactionResolutionUnknown", False),
-        ("StatementCompletionUnknown", False),
-        ("OperationalError", False),
-    ],
-)
-def test_postgresql_errors_are_told_apart_by_sqlstate(name, refused):
-    errors = pytest.importorskip("psycopg.errors")
-    assert is_refusal("postgresql", caused_by(getattr(errors, name)("text"))) is refused
-
-
-@pytest.mark.parametrize(
-    ("number", "refused"),
-    [(1213, True), (1205, True), (1062, True), (4025, True)]
-    + [(number, False) for number in (0, 1053, 1180, 1317, 1927, 2006, 2013, 2055)],
-)
-def test_mysql_errors_are_told_apart_by_number(number, refused):
-    errors = pytest.importorskip("MySQLdb")
-    assert is_refusal("mysql", caused_by(errors.OperationalError(number, "text"))) is refused
-
-
-def test_error_that_no_server_has_sent_is_no_answer():
-    assert not is_refusal("postgresql", DatabaseError("by somebody else"))
-    assert not is_refusal("mysql", DatabaseError("by somebody else"))
-    assert not is_refusal("sqlite", DatabaseError("by somebody else"))
