@@ -20,7 +20,20 @@ from dlock_core.errors import StaleToken
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["DIALECTS", "Claim", "Database", "Dialect", "Fence", "admit", "announce", "confirm", "prepare"]
+__all__ = [
+    "DIALECTS",
+    "Claim",
+    "Database",
+    "Dialect",
+    "Fence",
+    "admit",
+    "announce",
+    "confirm",
+    "is_yes",
+    "limited",
+    "params",
+    "prepare",
+]
 
 Fence = Literal["transaction", "lease"]
 
@@ -72,9 +85,9 @@ async def admit(database: Database, dialect: Dialect, claim: Claim) -> None:
 
 async def prepare(database: Database, dialect: Dialect, claim: Claim) -> None:
     """Make the row on which shared holders will meet, in a transaction of its own, if there is none yet."""
-    _, row = await database.execute(_TOKEN, _params(claim))
+    _, row = await database.execute(_TOKEN, params(claim))
     if row is None:
-        await database.execute(dialect.share_first, _params(claim))
+        await database.execute(dialect.share_first, params(claim))
 
 
 async def announce(database: Database, dialect: Dialect, claim: Claim) -> None:
@@ -96,23 +109,27 @@ async def confirm(database: Database, dialect: Dialect, claim: Claim) -> None:
 async def _admit_shared(database: Database, dialect: Dialect, claim: Claim) -> None:
     highest = await _shared_row(database, dialect, claim)
     if highest is None:  # a share lock needs a row: the first one here makes it
-        await database.execute(dialect.share_first, _params(claim))
+        await database.execute(dialect.share_first, params(claim))
         highest = await _shared_row(database, dialect, claim)
     if highest is None or highest >= claim.token:
         raise await _stale(database, claim)
 
 
 async def _shared_row(database: Database, dialect: Dialect, claim: Claim) -> int | None:
-    _, row = await database.execute(dialect.share, _params(claim))
+    _, row = await database.execute(dialect.share, params(claim))
     return None if row is None else row[0]
 
 
 async def _any(database: Database, statements: tuple[str, ...], claim: Claim) -> bool:
     for sql in statements:
-        changed, row = await database.execute(sql, _params(claim))
-        if (changed if row is None else row[0] or 0) > 0:
+        if is_yes(*await database.execute(sql, params(claim))):
             return True
     return False
+
+
+def is_yes(changed: int, row: tuple[Any, ...] | None) -> bool:
+    """Read the answer to an admit or confirm."""
+    return (changed if row is None else row[0] or 0) > 0
 
 
 async def _stale(database: Database, claim: Claim) -> StaleToken:
@@ -120,7 +137,8 @@ async def _stale(database: Database, claim: Claim) -> StaleToken:
     return StaleToken(claim.name, token=claim.token, highest=None if row is None else row[0])
 
 
-def _params(claim: Claim) -> dict[str, Any]:
+def params(claim: Claim) -> dict[str, Any]:
+    """Give the parameters of every statement."""
     milliseconds = 0 if claim.limit is None else max(1, round(claim.limit * 1000))
     return {
         "name": claim.name,
@@ -177,7 +195,7 @@ SQLITE: Final = Dialect(
 )
 
 
-_BIGINT: Final = "CAST(:token AS bigint)"
+BIGINT: Final = "CAST(:token AS bigint)"
 _LIMITED: Final = """\
 WITH old AS MATERIALIZED (SELECT current_setting('lock_timeout') AS v),
 lim AS MATERIALIZED (SELECT set_config('lock_timeout', :milliseconds, true) FROM old){more}
@@ -185,9 +203,13 @@ SELECT c.n, set_config('lock_timeout', old.v, true) FROM old LEFT JOIN ({result}
 """Wait for row locks only so long, and give the session its own limit back, in one statement."""
 
 
+def limited(change: str) -> str:
+    """Write a PostgreSQL statement that reads FROM lim so that it waits for row locks only so long."""
+    return _LIMITED.format(more=f",\nwon AS ({change} RETURNING 1)", result="SELECT count(*) AS n FROM won")
+
+
 def _postgres(upsert: str) -> str:
-    won = f",\nwon AS ({_filled(upsert, _BIGINT, 'FROM lim ')} RETURNING 1)"
-    return _LIMITED.format(more=won, result="SELECT count(*) AS n FROM won")
+    return limited(_filled(upsert, BIGINT, "FROM lim "))
 
 
 def _postgres_locked(column: str, condition: str, lock: str) -> str:
@@ -230,18 +252,18 @@ MYSQL: Final = Dialect(
     confirm=f"SELECT 1 FROM dlock_fence WHERE {_OURS} FOR UPDATE",  # noqa: S608
     confirm_shared=f"SELECT 1 FROM dlock_fence WHERE {_NOT_NEWER} LOCK IN SHARE MODE",  # noqa: S608
 )
-_FOR: Final = "SET STATEMENT innodb_lock_wait_timeout = :seconds FOR "
+FOR: Final = "SET STATEMENT innodb_lock_wait_timeout = :seconds FOR "
 
 MARIADB: Final = replace(
     MYSQL,
-    admit=_FOR + MYSQL.admit,
-    admit_again=tuple(_FOR + statement for statement in MYSQL.admit_again),
-    share=_FOR + MYSQL.share,
-    share_first=_FOR + MYSQL.share_first,
-    announce=_FOR + MYSQL.announce,
-    announce_again=tuple(_FOR + statement for statement in MYSQL.announce_again),
-    confirm=_FOR + MYSQL.confirm,
-    confirm_shared=_FOR + MYSQL.confirm_shared,
+    admit=FOR + MYSQL.admit,
+    admit_again=tuple(FOR + statement for statement in MYSQL.admit_again),
+    share=FOR + MYSQL.share,
+    share_first=FOR + MYSQL.share_first,
+    announce=FOR + MYSQL.announce,
+    announce_again=tuple(FOR + statement for statement in MYSQL.announce_again),
+    confirm=FOR + MYSQL.confirm,
+    confirm_shared=FOR + MYSQL.confirm_shared,
 )
 
 DIALECTS: Final = {"sqlite": SQLITE, "postgresql": POSTGRESQL, "mysql": MYSQL, "mariadb": MARIADB}

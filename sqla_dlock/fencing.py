@@ -2,12 +2,29 @@
 
 from __future__ import annotations
 
-from typing import Final
+from contextlib import contextmanager
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, Final
 
-from sqlalchemy import BigInteger, Column, MetaData, String, Table
+from sqlalchemy import BigInteger, Column, MetaData, String, Table, TextClause, bindparam, inspect, text
 from sqlalchemy.dialects import mysql
+from sqlalchemy.exc import DBAPIError
+from sqlalchemy.orm import Mapped, mapped_column
 
-__all__ = ["metadata", "table"]
+from dlock_core import fencing, row_fence
+from dlock_core.errors import NotSupported, StaleToken
+from dlock_core.guard import refusal
+from dlock_core.runtime import run
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Coroutine, Iterator, Mapping
+
+    from sqlalchemy import Connection, Engine
+    from sqlalchemy.orm import Mapper
+
+    from dlock_core.fencing import Claim
+
+__all__ = ["FencedMixin", "RowFence", "TableFence", "fence_for", "metadata", "refuse_autocommit", "table"]
 
 # ASCII, compared byte by byte, so that "order:A" and "order:a" are two locks on every database.
 _NAME: Final = (
@@ -27,3 +44,164 @@ table: Final = Table(
     Column("holder", String(32), nullable=False),
     Column("s_token", BigInteger, nullable=False, server_default="0"),
 )
+
+
+class FencedMixin:
+    """A class whose rows carry the fence themselves.
+
+    `lock(session, Order, 42)` admits its token with one UPDATE of that row.
+    It guards, and locks, the row instead of one in `dlock_fence`; a row that does not exist yet is guarded there.
+    It does not know shared locks. A row that was deleted and made anew has forgotten its newest holder.
+    """
+
+    dlock_token: Mapped[int] = mapped_column(BigInteger, default=0, server_default="0", init=False, repr=False)
+    dlock_holder: Mapped[str] = mapped_column(String(32), default="", server_default="", init=False, repr=False)
+
+
+class TableFence:
+    """The row of a lock in `dlock_fence`."""
+
+    supports_shared = True
+
+    def admit(self, connection: Connection, claim: Claim) -> None:
+        """Admit the lease into the open transaction; raises StaleToken, RowLocked, SnapshotTooOld."""
+        _run(fencing.admit, connection, claim)
+
+    def prepare(self, bind: Engine | Connection, claim: Claim) -> None:
+        """Make the row, committed on its own, so that the first shared holders do not wait for each other."""
+        with _own_transaction(bind) as connection:
+            _run(fencing.prepare, connection, claim)
+
+    def announce(self, bind: Engine | Connection, claim: Claim) -> None:
+        """Raise the row, committed on its own, for a lease of several transactions; raises StaleToken, RowLocked."""
+        with _own_transaction(bind) as connection:
+            _run(fencing.announce, connection, claim)
+
+    def confirm(self, connection: Connection, claim: Claim) -> None:
+        """Prove just before COMMIT that nobody newer was announced; raises StaleToken, RowLocked."""
+        _run(fencing.confirm, connection, claim)
+
+
+class RowFence(TableFence):
+    """The fence columns of one row of a `FencedMixin` class."""
+
+    supports_shared = False
+
+    def __init__(self, mapper: Mapper[Any], key: Any) -> None:
+        self.table = mapper.class_.dlock_token.property.columns[0].table
+        if len(self.table.primary_key.columns) != 1:
+            raise NotSupported(
+                f"{mapper.class_.__name__} has a composite key: name its lock by a text instead of its class"
+            )
+        (self.column,) = self.table.primary_key.columns
+        self.key = key
+
+    def admit(self, connection: Connection, claim: Claim) -> None:
+        self._raise(connection, claim, fencing.admit)
+
+    def announce(self, bind: Engine | Connection, claim: Claim) -> None:
+        with _own_transaction(bind) as connection:
+            self._raise(connection, claim, fencing.announce)
+
+    def confirm(self, connection: Connection, claim: Claim) -> None:
+        if not self._ask(connection, claim, self._statements(connection).confirm):
+            self._raise(connection, claim, fencing.confirm)
+            _run(fencing.confirm, connection, claim)  # the row was made after the announce, which stands in the table
+
+    def _raise(self, connection: Connection, claim: Claim, table: Callable[..., Any]) -> None:
+        statements = self._statements(connection)
+        if not self._ask(connection, claim, statements.admit):
+            _, row = self._execute(connection, claim, statements.highest)
+            if row is not None:
+                raise StaleToken(claim.name, token=claim.token, highest=row[0])
+            _run(table, connection, claim)
+
+    def _ask(self, connection: Connection, claim: Claim, sql: str) -> bool:
+        return fencing.is_yes(*self._execute(connection, claim, sql))
+
+    def _execute(self, connection: Connection, claim: Claim, sql: str) -> tuple[int, tuple[Any, ...] | None]:
+        statement = _text(sql).bindparams(bindparam("key", type_=self.column.type))
+        with _explained(connection, claim):
+            return _answer(connection, statement, {**fencing.params(claim), "key": self.key})
+
+    def _statements(self, connection: Connection) -> row_fence.RowStatements:
+        quoted = connection.dialect.identifier_preparer
+        key = f"{quoted.format_column(self.column)} = :key"
+        return row_fence.statements(_database(connection), quoted.format_table(self.table), key)
+
+
+def fence_for(parts: tuple[Any, ...]) -> TableFence:
+    """Choose the fence of a lock by its parts: (class, key) of a `FencedMixin` class, or anything else."""
+    if len(parts) == 2 and isinstance(parts[0], type) and issubclass(parts[0], FencedMixin):
+        return RowFence(inspect(parts[0]), parts[1])
+    return TableFence()
+
+
+def refuse_autocommit(connection: Connection, name: str) -> None:
+    """Raise NotSupported where every statement commits by itself: what it writes could not be fenced."""
+    if connection._is_autocommit_isolation():  # the public way asks the server, at every transaction
+        raise NotSupported(
+            f"a session in AUTOCOMMIT cannot be fenced by the lock {name!r}: give it an engine with transactions, "
+            "or pass fence=False if something else protects the data",
+            name=name,
+        )
+
+
+class _Port:
+    """The port that `dlock_core.fencing` speaks to."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+
+    async def execute(self, sql: str, params: Mapping[str, Any]) -> tuple[int, tuple[Any, ...] | None]:
+        return _answer(self._connection, _text(sql), params)
+
+
+def _answer(connection: Connection, sql: TextClause, params: Mapping[str, Any]) -> tuple[int, tuple[Any, ...] | None]:
+    result = connection.execute(sql, params)
+    row = result.first() if result.returns_rows else None
+    return result.rowcount, None if row is None else tuple(row)
+
+
+@lru_cache(maxsize=256)
+def _text(sql: str) -> TextClause:
+    return text(sql)
+
+
+def _database(connection: Connection) -> str:
+    return "mariadb" if getattr(connection.dialect, "is_mariadb", False) else connection.dialect.name
+
+
+def _run(step: Callable[..., Coroutine[Any, Any, None]], connection: Connection, claim: Claim) -> None:
+    with _explained(connection, claim):
+        run(step(_Port(connection), _dialect(connection), claim))
+
+
+def _dialect(connection: Connection) -> fencing.Dialect:
+    database = _database(connection)
+    if database not in fencing.DIALECTS:
+        known = ", ".join(fencing.DIALECTS)
+        raise NotSupported(f"no fence on {database}: use one of {known}, or pass fence=False")
+    return fencing.DIALECTS[database]
+
+
+@contextmanager
+def _own_transaction(bind: Engine | Connection) -> Iterator[Connection]:
+    with bind.engine.connect() as connection, connection.begin():
+        yield connection
+
+
+@contextmanager
+def _explained(connection: Connection, claim: Claim) -> Iterator[None]:
+    """Say what an error of the database means here; any other stays as it is, to be told by its driver's code."""
+    try:
+        yield
+    except DBAPIError as error:
+        meant = refusal(error, claim, connection.dialect.name)
+        if meant is None:
+            error.add_note(
+                "dlock: this was the fence of a lock: create its table with sqla_dlock.fencing.metadata.create_all(), "
+                "in a database that may be written, or pass fence=False"
+            )
+            raise
+        raise meant from error

@@ -1,0 +1,59 @@
+"""How an AsyncSession waits for a store: by awaiting, inside SQLAlchemy's greenlet or from it."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any, Final, TypeVar
+
+from sqlalchemy.util import greenlet_spawn
+from sqlalchemy.util.concurrency import in_greenlet
+
+from dlock_core.runtime import ASYNCIO, Blocking
+from dlock_core.tie import LETTING_RUN_OUT
+
+try:
+    from sqlalchemy.util import await_
+except ImportError:  # SQLAlchemy 2.0
+    from sqlalchemy.util import await_only as await_
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Coroutine
+
+__all__ = ["SPAWNING", "Awaiting", "await_", "in_greenlet"]
+
+T = TypeVar("T")
+
+
+class _Spawning(Blocking):
+    """Calls what uses a sync Session over an asyncio driver."""
+
+    async def call(self, function: Callable[..., Any], *args: Any) -> Any:
+        return await greenlet_spawn(function, *args)
+
+
+SPAWNING: Final = _Spawning()
+
+
+class Awaiting:
+    """Finishes steps of the engine in the loop of the task that made it, to their end even when that is cancelled."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._tasks: set[asyncio.Task[Any]] = set()
+
+    def __call__(self, step: Callable[..., Coroutine[Any, Any, T]], *args: Any) -> T | None:
+        if in_greenlet():
+            return await_(ASYNCIO.shield(step(ASYNCIO, *args)))
+        if not self._loop.is_closed():  # nobody can wait here: `sync_session.close()`, for one
+            self._loop.call_soon_threadsafe(self._start, step, args)
+        return None
+
+    def _start(self, step: Callable[..., Coroutine[Any, Any, Any]], args: tuple[Any, ...]) -> None:
+        task = self._loop.create_task(_quietly(step, args))
+        self._tasks.add(task)  # the loop itself keeps only weak references
+        task.add_done_callback(self._tasks.discard)
+
+
+async def _quietly(step: Callable[..., Coroutine[Any, Any, Any]], args: tuple[Any, ...]) -> None:
+    with LETTING_RUN_OUT:
+        await step(ASYNCIO, *args)

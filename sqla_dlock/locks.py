@@ -1,0 +1,191 @@
+"""`lock(session, ...)`: a lease that is released when the session's transaction has ended, with the fence in it.
+
+A lease taken by a block lives until the block is left and the transactions that worked under it have ended; one taken
+by `acquire()` lives, like a row lock, until the end of the session's transaction: the open one, or the next.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from typing import TYPE_CHECKING, Any
+
+from sqlalchemy import inspect
+from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, async_scoped_session
+from sqlalchemy.orm import Session, scoped_session
+
+from dlock_core import engine, names, watchdog
+from dlock_core.errors import NotSupported
+from dlock_core.runtime import ASYNCIO, BLOCKING, blocking, run
+from dlock_core.tie import LETTING_RUN_OUT
+from dlock_core.tied import TiedLock
+from sqla_dlock.fencing import fence_for
+from sqla_dlock.greenlets import SPAWNING, Awaiting, await_, in_greenlet
+from sqla_dlock.leases import AsyncLease, Lease
+from sqla_dlock.snapshots import refuse_old_snapshot
+from sqla_dlock.stores import store_of
+from sqla_dlock.ties import SessionTie, current
+from sqla_dlock.transactions import connections_of, in_transaction
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from types import TracebackType
+
+    from dlock_core.runtime import Runtime
+
+__all__ = ["AsyncLock", "Lock", "alock", "lock"]
+
+
+class _Lock(TiedLock):
+    def __init__(
+        self, session: Session, parts: tuple[Any, ...], *, bind: Any = None, store: Any = "default", **options: Any
+    ) -> None:
+        super().__init__(names.join(*map(_part, parts)), **options)
+        self.session, self.store, self.fence = session, store, fence_for(parts)
+        if self.shared and self.form and not self.fence.supports_shared:
+            raise NotSupported("a row is no fence for shared locks: name the lock by a text instead of its class")
+        self._bind = bind if bind is not None else next(filter(_is_mapped, parts), None)
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.name!r} of a session>"
+
+    async def _acquire(self, runtime: Runtime, database: Runtime, finish: Callable[..., Any]) -> SessionTie:
+        store, bind = store_of(self.store), self._database() if self.form else None
+        joined = self.joined(current(self.session), store.backend, inside=in_transaction(self.session))
+        if joined is not None:
+            await database.call(joined.protect, bind, self.form)
+            joined.depth += 1
+            return joined  # type: ignore[no-any-return]
+        if self.snapshot == "raise":
+            await database.call(self._refuse_old_snapshot)
+        held, wait, deadline = await self.ask(runtime, store)
+        tie = SessionTie(held, self.session, fence=self.fence, wait=wait, deadline=deadline, finish=finish)
+        try:
+            await database.call(tie.bind, bind, self.form)
+        except BaseException:
+            await runtime.shield(_give_back(runtime, tie))
+            raise
+        if self.renew:
+            watchdog.watch(held)
+        return tie
+
+    def _database(self) -> Any:
+        """Find the engine or connection in whose database the fence stands."""
+        if isinstance(self._bind, AsyncEngine):
+            return self._bind.sync_engine
+        if self._bind is None or _is_mapped(self._bind):
+            return self.session.get_bind(self._bind)
+        return self._bind
+
+    def _refuse_old_snapshot(self) -> None:
+        refuse_old_snapshot(self.name, connections_of(self.session))
+
+
+class Lock(_Lock):
+    """See `lock`."""
+
+    def acquire(self) -> Lease:
+        """Hold the lock until the end of the session's transaction, waiting for it at most `wait` seconds.
+
+        Raises AcquireTimeout, AlreadyHeld, BackendUnavailable, SnapshotTooOld; inside a transaction also StaleToken and
+        RowLocked, when a newer or a paused older holder stands in the way at the fence.
+        """
+        lease = self._hold()
+        lease._tie.leave_with_transaction(lease._leave)
+        return lease
+
+    def __enter__(self) -> Lease:
+        return self._blocks.enter(threading.current_thread(), self._hold())
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        lease: Lease = self._blocks.leave(threading.current_thread())
+        with LETTING_RUN_OUT:
+            lease.release()
+        lease._tie.ensure_was_held(error)
+
+    def _hold(self) -> Lease:
+        if in_greenlet():  # inside an AsyncSession's `run_sync`: the loop must not be blocked
+            return Lease(await_(self._acquire(ASYNCIO, SPAWNING, Awaiting())))
+        return Lease(run(self._acquire(BLOCKING, BLOCKING, blocking)))
+
+
+class AsyncLock(_Lock):
+    """See `alock`."""
+
+    async def acquire(self) -> AsyncLease:
+        """See `Lock.acquire`."""
+        lease = await self._hold()
+        lease._tie.leave_with_transaction(lease._leave)
+        return lease
+
+    async def __aenter__(self) -> AsyncLease:
+        return self._blocks.enter(asyncio.current_task(), await self._hold())
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        lease: AsyncLease = self._blocks.leave(asyncio.current_task())
+        with LETTING_RUN_OUT:
+            await lease.release()
+        lease._tie.ensure_was_held(error)
+
+    async def _hold(self) -> AsyncLease:
+        return AsyncLease(await self._acquire(ASYNCIO, SPAWNING, Awaiting()))
+
+
+def lock(session: Session | scoped_session[Any], *parts: Any, **options: Any) -> Lock:
+    """Name a lock whose lease a session holds until the transaction that it protects has ended.
+
+    Use it as `with lock(session, "order", 42) as lease:`, or `.acquire()` it for the session's transaction. `parts`
+    name it; a mapped class stands for its table, and with a `FencedMixin` class and a key the row itself is the fence.
+    `ttl` seconds (default: the store's, 30) is how long it outlives a dead holder; `wait` seconds (the store's, 10;
+    None for ever, 0 one try) bounds the acquire. `shared` lets other shared holders in. `fence`: True or "transaction"
+    (each transaction under the lease begins with the admit of its token), "lease" (the token is announced at once, and
+    confirmed at each COMMIT), False (none). `bind`: the engine, connection or mapped class whose database is protected,
+    where the session has several. `store`: a name given to `configure`, or a backend. `snapshot="ignore"` allows to ask
+    inside a transaction whose snapshot is older than the lock. `reentrant`: join the lease that the session holds
+    already, instead of AlreadyHeld; inside a transaction it always joins.
+
+    Guarantees: released after COMMIT or ROLLBACK is known, in any nesting; a holder that lost the lease cannot commit.
+    It does not protect what is outside that database, nor what was read before the transaction began.
+
+    Raises TypeError for an AsyncSession, and for what is no session, before any I/O.
+    """
+    return Lock(_session(session), parts, **options)
+
+
+def alock(session: AsyncSession | async_scoped_session[Any], *parts: Any, **options: Any) -> AsyncLock:
+    """As `lock`, for an AsyncSession.
+
+    Use it as `async with alock(session, "order", 42) as lease:`, or `await` its `acquire()`.
+    """
+    if isinstance(session, async_scoped_session):
+        session = session()
+    if not isinstance(session, AsyncSession):
+        raise TypeError(f"alock() takes an AsyncSession, not {type(session).__name__}: use lock() for a Session")
+    return AsyncLock(session.sync_session, parts, **options)
+
+
+def _session(session: Any) -> Session:
+    if isinstance(session, scoped_session):
+        session = session()
+    if not isinstance(session, Session):
+        hint = ": use alock() for an AsyncSession" if isinstance(session, AsyncSession | async_scoped_session) else ""
+        raise TypeError(f"lock() takes a Session, not {type(session).__name__}{hint}")
+    return session
+
+
+async def _give_back(runtime: Runtime, tie: SessionTie) -> None:
+    tie.give_up()
+    with LETTING_RUN_OUT:
+        await engine.release(runtime, tie.held)
+
+
+def _is_mapped(part: Any) -> bool:
+    return isinstance(part, type) and inspect(part, raiseerr=False) is not None
+
+
+def _part(part: Any) -> Any:
+    return inspect(part).base_mapper.local_table.fullname if _is_mapped(part) else part

@@ -1,0 +1,54 @@
+"""Named stores of leases: `configure(default="redis://…", ledger=backend)`, once, when the program starts.
+
+Without it `DLOCK_URL` in the environment is the default store.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from typing import Any, Final
+
+from dlock_core.registry import connect
+from dlock_core.store import Store
+
+__all__ = ["configure", "store_of"]
+
+_stores: dict[str, Store] = {}
+_making: Final = threading.Lock()
+
+
+def configure(**stores: Any) -> None:
+    """Name stores for `lock(..., store="name")`.
+
+    Each is a URL, a redis-py client, a backend, or a `Store`, which says the ttl and wait of its locks, too.
+    Nothing is sent yet. A name that is known already is replaced for the locks that are taken from now on. Raises
+    ValueError, TypeError or ImportError as `dlock_core.connect`, and then nothing is changed.
+    """
+    _stores.update({alias: _made(alias, given) for alias, given in stores.items()})
+
+
+def store_of(store: Any) -> Store:
+    """Give the store of that name; a backend is a store without a name."""
+    if not isinstance(store, str):
+        return _made("", store)
+    found = _stores.get(store)
+    return found if found is not None else _from_environment(store)
+
+
+def _from_environment(alias: str) -> Store:
+    with _making:
+        if alias == "default" and alias not in _stores and (url := os.environ.get("DLOCK_URL")):
+            configure(default=url)
+    if alias not in _stores:
+        known = ", ".join(map(repr, _stores)) or "none"
+        example = "configure(default='redis://localhost:6379/0'), or set DLOCK_URL"
+        raise LookupError(f"there is no store {alias!r}, only: {known}; call sqla_dlock.{example}")
+    return _stores[alias]
+
+
+def _made(alias: str, given: Any) -> Store:
+    if isinstance(given, Store):
+        return given
+    is_backend = hasattr(given, "try_acquire") and not isinstance(given, type)
+    return Store(alias, given if is_backend else connect(given))

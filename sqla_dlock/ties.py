@@ -1,0 +1,155 @@
+"""Ties a lease to the transactions of a Session, and guards each of them with the fence.
+
+A session's transaction begins with the first statement on a connection: before it is sent, the token is admitted there.
+Ownership belongs to the session, never to a thread or task: requests begin in one and end in another.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Any
+from weakref import ref
+
+from sqlalchemy import Connection
+
+from dlock_core.errors import NotHeld
+from dlock_core.guard import Guard
+from dlock_core.tie import Outcome, Tie
+from sqla_dlock.fencing import refuse_autocommit
+from sqla_dlock.transactions import before_work, connections_of, in_transaction, on_end, on_transaction
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from sqlalchemy import Engine, Pool
+    from sqlalchemy.orm import Session
+
+    from dlock_core.held import Held
+    from dlock_core.tied import FenceForm
+    from sqla_dlock.fencing import TableFence
+
+__all__ = ["SessionTie", "current"]
+
+_KEY = "dlock_ties"
+
+
+class SessionTie(Tie):
+    """One lease, the session that holds it and the databases that it protects."""
+
+    def __init__(
+        self,
+        held: Held,
+        session: Session,
+        *,
+        fence: TableFence,
+        wait: float | None,
+        deadline: float,
+        finish: Callable[..., Any],
+    ) -> None:
+        super().__init__(held, finish)
+        self.fence = fence
+        self.guard = Guard(held, wait=wait, deadline=deadline, finish=finish)
+        self._session = ref(session)  # the session's own listeners keep us: it has to go when nobody needs it
+        self._forms: dict[Pool, FenceForm] = {}
+        """The databases it protects, and how."""
+        self._refused: BaseException | None = None
+        """Why the open transaction may not commit, whatever its owner makes of the error."""
+        self._leaving: list[Callable[[], object]] = []
+        self._stop: list[Callable[[], None]] = []
+        self._is_given_up = False
+
+    def bind(self, bind: Engine | Connection | None, form: FenceForm) -> None:
+        """Take up a new lease: tie the session's transaction, now or when it begins, and protect a database."""
+        session = self._owner()
+        session.info.setdefault(_KEY, []).append(self)
+        self.protect(bind, form)
+        self._stop.append(on_transaction(session, self._began))
+
+    def protect(self, bind: Engine | Connection | None, form: FenceForm) -> None:
+        """Protect a database from now on: the open transaction, and those that begin under the lease."""
+        if bind is None or not form or self._forms.get(bind.engine.pool):
+            return
+        if isinstance(bind, Connection) or any(each.engine.pool is bind.engine.pool for each in self._connections()):
+            form = "transaction"  # what is committed on its own would be no part of the open one
+        elif form == "lease":
+            self.guard(partial(self.fence.announce, bind.engine))
+        elif self.held.request.shared:
+            self.fence.prepare(bind.engine, self.guard.claim())
+        self._forms[bind.engine.pool] = form
+        self._stop.append(before_work(self._owner(), self._work))
+
+    def leave_with_transaction(self, leave: Callable[[], object]) -> None:
+        """Have a handle let go as soon as a transaction holds the lease: the open one, or the next."""
+        if in_transaction(self._owner()):
+            leave()
+        else:
+            self._leaving.append(leave)
+
+    def give_up(self) -> None:
+        """Its acquire has failed: nothing was done under it, so the transaction that it met owes it nothing."""
+        self._is_given_up = True
+        self._forget()
+
+    def forget_if_over(self) -> None:
+        """Let go of the session, when nothing needs the lease any more."""
+        if self.is_over:
+            self._forget()
+
+    def _began(self) -> None:
+        self._refused = None
+        on_end(self._owner(), self._ended, before_commit=self._before_commit)
+        self.begin()
+        while self._leaving:
+            self._leaving.pop()()
+
+    def _work(self, connection: Connection) -> None:
+        form = self._forms.get(connection.engine.pool)
+        if not form or self._is_given_up:
+            return
+        try:
+            self._enter(connection, form)
+        except BaseException as error:
+            self._refused = error
+            raise
+
+    def _enter(self, connection: Connection, form: FenceForm) -> None:
+        self.check()
+        refuse_autocommit(connection, self.held.name)
+        if form == "transaction":
+            self.guard(partial(self.fence.admit, connection))
+
+    def _before_commit(self) -> None:
+        if self._is_given_up:
+            return
+        if self._refused is not None:
+            raise self._refused
+        self.check()
+        for connection in self._connections():
+            if self._forms.get(connection.engine.pool) == "lease":
+                self.guard(partial(self.fence.confirm, connection))
+
+    def _ended(self, outcome: Outcome) -> None:
+        self.settle(outcome)
+        self.forget_if_over()
+
+    def _owner(self) -> Session:
+        session = self._session()
+        if session is None:
+            raise NotHeld(self.held.name, reason="its session is gone")
+        return session
+
+    def _connections(self) -> list[Connection]:
+        return connections_of(self._owner())
+
+    def _forget(self) -> None:
+        for stop in self._stop:
+            stop()
+        self._stop = []
+        session = self._session()
+        if session is not None and self in current(session):
+            session.info[_KEY].remove(self)
+
+
+def current(session: Session) -> list[SessionTie]:
+    """Give the leases that a session holds."""
+    return list(session.info.get(_KEY, ()))
