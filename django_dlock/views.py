@@ -7,7 +7,6 @@ method, a ViewSet action, a decorator above that hides it) the transaction is op
 from __future__ import annotations
 
 import functools
-import inspect
 from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
 
 from asgiref.sync import iscoroutinefunction
@@ -16,6 +15,7 @@ from django.http import HttpRequest
 
 from django_dlock.locks import Lock
 from django_dlock.transactions import in_transaction
+from dlock_core.arguments import Argument, fill, finder, placeholders, refuse_coroutine, refuse_late
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -26,17 +26,6 @@ __all__ = ["Argument", "locked", "pk"]
 
 F = TypeVar("F", bound="Callable[..., Any]")
 
-
-class Argument:
-    """Stands for the argument of that name of the decorated function."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-
-    def __repr__(self) -> str:
-        return self.name
-
-
 pk: Final = Argument("pk")
 """Stands for the `pk` argument of the decorated view."""
 
@@ -45,15 +34,16 @@ def locked(kind: str | type[Model], *arguments: Any, **options: Any) -> Callable
     """Hold a lock while the function runs, and until its transaction has ended.
 
     `kind` is what is locked ("order", or a model class); every further part names an argument of the function (`pk`,
-    or a text such as "order_id"), or is a value that is no text. Options are those of `lock`. For views (functions,
-    classes, methods; Django's and DRF's; async), tasks (below the task's own decorator) and plain functions.
+    or a text such as "order_id"; "order.pk" for an attribute of it), or is a value that is no text. Options are those
+    of `lock`. For views (functions, classes, methods; Django's and DRF's; async), tasks (below the task's own
+    decorator) and plain functions.
 
     With the fence in the transaction, the default, it opens one on `using` unless one is open, or the view is marked
     with non_atomic_requests. An async view runs without: its transactions are functions called by sync_to_async.
 
     Raises TypeError for an argument that the function does not have, where that can be known before it is called.
     """
-    parts = (kind, *(Argument(part) if isinstance(part, str) else part for part in arguments))
+    parts = (kind, *placeholders(arguments))
     _refuse_mistakes(parts, options)
 
     def decorate(function: F) -> F:
@@ -95,22 +85,18 @@ def _locked_class(view: type, parts: tuple[Any, ...], options: dict[str, Any]) -
 def _locked_function(
     function: Callable[..., Any], parts: tuple[Any, ...], options: dict[str, Any], *, is_async: bool = False
 ) -> Callable[..., Any]:
-    if hasattr(function, "apply_async"):
-        raise TypeError("@locked goes below the decorator that makes a function a task, on the function itself")
-    if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
-        raise TypeError(f"@locked cannot hold a lock for the generator {function!r}: it runs after it was called")
-    find = _finder(function, [part.name for part in parts if isinstance(part, Argument)])
+    refuse_late(function)
+    find = finder(function, [part.name for part in parts if isinstance(part, Argument)])
 
     def lock_for(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Lock:
-        values = (find(part.name, args, kwargs) if isinstance(part, Argument) else part for part in parts)
-        return Lock(*values, **options)
+        return Lock(*fill(parts, find, args, kwargs), **options)
 
     @functools.wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         lock = lock_for(args, kwargs)
         with lock:
             answer = _call_inside(_to_open(lock, args, exempt), function, args, kwargs)
-            return _refuse_coroutine(function, answer)
+            return refuse_coroutine(function, answer, "put it on the async view class, or on its async method")
 
     @functools.wraps(function)
     async def async_wrapper(*args: Any, **kwargs: Any) -> Any:
@@ -145,44 +131,3 @@ def _call_inside(
         with transaction.atomic(using=alias):
             return _call_inside(aliases, function, args, kwargs)
     return function(*args, **kwargs)
-
-
-def _refuse_coroutine(function: Callable[..., Any], answer: Any) -> Any:
-    if inspect.iscoroutine(answer):
-        answer.close()
-        raise TypeError(
-            f"@locked took {function!r} for a blocking function, but it answered with a coroutine: "
-            "put it on the async view class itself, or on its async method"
-        )
-    return answer
-
-
-def _without_partial(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Look into what method_decorator makes of a bound method: it claims to have the signature of the unbound one."""
-    is_bound = isinstance(function, functools.partial) and inspect.ismethod(function.func) and not function.args
-    return function.func if is_bound else function  # type: ignore[attr-defined]
-
-
-def _finder(function: Callable[..., Any], wanted: list[str]) -> Callable[[str, tuple[Any, ...], dict[str, Any]], Any]:
-    """Make the function that finds an argument by name in a call; what can be known to be wrong is refused now."""
-    parameters = list(inspect.signature(_without_partial(function)).parameters.values())
-    positional = [each for each in parameters if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
-    places = {each.name: place for place, each in enumerate(positional)}
-    defaults = {each.name: each.default for each in parameters if each.default is not each.empty}
-    names = [each.name for each in parameters if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)]
-    title = getattr(function, "__qualname__", repr(function))
-    open_ended = any(each.kind is each.VAR_KEYWORD for each in parameters)
-    if not open_ended and (unknown := [name for name in wanted if name not in names]):
-        raise TypeError(f"@locked: {title} has no argument {unknown[0]!r}, only: {', '.join(names) or 'none'}")
-
-    def find(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if name in kwargs:
-            return kwargs[name]
-        if name in places and places[name] < len(args):
-            return args[places[name]]
-        if name in defaults:
-            return defaults[name]
-        known = ", ".join(kwargs) or "none"
-        raise TypeError(f"@locked: {title} was called without an argument {name!r}; its named arguments: {known}")
-
-    return find
