@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
-from sqlalchemy.util import greenlet_spawn
-from sqlalchemy.util.concurrency import in_greenlet
+from sqlalchemy.util import concurrency, greenlet_spawn
 
 from dlock_core.runtime import ASYNCIO, Blocking
 from dlock_core.tie import LETTING_RUN_OUT
-
-try:
-    from sqlalchemy.util import await_
-except ImportError:  # SQLAlchemy 2.0
-    from sqlalchemy.util import await_only as await_
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
@@ -22,6 +17,15 @@ if TYPE_CHECKING:
 __all__ = ["SPAWNING", "Awaiting", "await_", "in_greenlet"]
 
 T = TypeVar("T")
+
+
+await_: Final[Callable[[Coroutine[Any, Any, T]], T]] = getattr(concurrency, "await_", concurrency.await_only)
+"""Await inside the greenlet; SQLAlchemy 2.0 has only the older name."""
+
+
+def in_greenlet() -> bool:
+    """Say whether this is code that SQLAlchemy runs for asyncio; without greenlet it is not."""
+    return "greenlet" in sys.modules and concurrency.in_greenlet()
 
 
 class _Spawning(Blocking):

@@ -6,12 +6,10 @@ by `acquire()` lives, like a row lock, until the end of the session's transactio
 
 from __future__ import annotations
 
-import asyncio
 import threading
 from typing import TYPE_CHECKING, Any
 
 from sqlalchemy import inspect
-from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, async_scoped_session
 from sqlalchemy.orm import Session, scoped_session
 
 from dlock_core import engine, names, watchdog
@@ -21,7 +19,7 @@ from dlock_core.tie import LETTING_RUN_OUT
 from dlock_core.tied import TiedLock
 from sqla_dlock.fencing import fence_for
 from sqla_dlock.greenlets import SPAWNING, Awaiting, await_, in_greenlet
-from sqla_dlock.leases import AsyncLease, Lease
+from sqla_dlock.leases import Lease
 from sqla_dlock.snapshots import refuse_old_snapshot
 from sqla_dlock.stores import store_of
 from sqla_dlock.ties import SessionTie, current
@@ -33,10 +31,12 @@ if TYPE_CHECKING:
 
     from dlock_core.runtime import Runtime
 
-__all__ = ["AsyncLock", "Lock", "alock", "lock"]
+__all__ = ["Lock", "SessionLock", "lock"]
 
 
-class _Lock(TiedLock):
+class SessionLock(TiedLock):
+    """What `lock` and `alock` have in common."""
+
     def __init__(
         self, session: Session, parts: tuple[Any, ...], *, bind: Any = None, store: Any = "default", **options: Any
     ) -> None:
@@ -49,7 +49,8 @@ class _Lock(TiedLock):
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.name!r} of a session>"
 
-    async def _acquire(self, runtime: Runtime, database: Runtime, finish: Callable[..., Any]) -> SessionTie:
+    async def take(self, runtime: Runtime, database: Runtime, finish: Callable[..., Any]) -> SessionTie:
+        """Acquire the lease and tie it to the session; `database` calls what may send statements."""
         store, bind = store_of(self.store), self._database() if self.form else None
         joined = self.joined(current(self.session), store.backend, inside=in_transaction(self.session))
         if joined is not None:
@@ -71,17 +72,15 @@ class _Lock(TiedLock):
 
     def _database(self) -> Any:
         """Find the engine or connection in whose database the fence stands."""
-        if isinstance(self._bind, AsyncEngine):
-            return self._bind.sync_engine
         if self._bind is None or _is_mapped(self._bind):
             return self.session.get_bind(self._bind)
-        return self._bind
+        return getattr(self._bind, "sync_engine", self._bind)  # an AsyncEngine has one
 
     def _refuse_old_snapshot(self) -> None:
         refuse_old_snapshot(self.name, connections_of(self.session))
 
 
-class Lock(_Lock):
+class Lock(SessionLock):
     """See `lock`."""
 
     def acquire(self) -> Lease:
@@ -107,32 +106,8 @@ class Lock(_Lock):
 
     def _hold(self) -> Lease:
         if in_greenlet():  # inside an AsyncSession's `run_sync`: the loop must not be blocked
-            return Lease(await_(self._acquire(ASYNCIO, SPAWNING, Awaiting())))
-        return Lease(run(self._acquire(BLOCKING, BLOCKING, blocking)))
-
-
-class AsyncLock(_Lock):
-    """See `alock`."""
-
-    async def acquire(self) -> AsyncLease:
-        """See `Lock.acquire`."""
-        lease = await self._hold()
-        lease._tie.leave_with_transaction(lease._leave)
-        return lease
-
-    async def __aenter__(self) -> AsyncLease:
-        return self._blocks.enter(asyncio.current_task(), await self._hold())
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        lease: AsyncLease = self._blocks.leave(asyncio.current_task())
-        with LETTING_RUN_OUT:
-            await lease.release()
-        lease._tie.ensure_was_held(error)
-
-    async def _hold(self) -> AsyncLease:
-        return AsyncLease(await self._acquire(ASYNCIO, SPAWNING, Awaiting()))
+            return Lease(await_(self.take(ASYNCIO, SPAWNING, Awaiting())))
+        return Lease(run(self.take(BLOCKING, BLOCKING, blocking)))
 
 
 def lock(session: Session | scoped_session[Any], *parts: Any, **options: Any) -> Lock:
@@ -156,23 +131,12 @@ def lock(session: Session | scoped_session[Any], *parts: Any, **options: Any) ->
     return Lock(_session(session), parts, **options)
 
 
-def alock(session: AsyncSession | async_scoped_session[Any], *parts: Any, **options: Any) -> AsyncLock:
-    """As `lock`, for an AsyncSession.
-
-    Use it as `async with alock(session, "order", 42) as lease:`, or `await` its `acquire()`.
-    """
-    if isinstance(session, async_scoped_session):
-        session = session()
-    if not isinstance(session, AsyncSession):
-        raise TypeError(f"alock() takes an AsyncSession, not {type(session).__name__}: use lock() for a Session")
-    return AsyncLock(session.sync_session, parts, **options)
-
-
 def _session(session: Any) -> Session:
     if isinstance(session, scoped_session):
         session = session()
     if not isinstance(session, Session):
-        hint = ": use alock() for an AsyncSession" if isinstance(session, AsyncSession | async_scoped_session) else ""
+        is_async = type(session).__module__.startswith("sqlalchemy.ext.asyncio")
+        hint = ": use alock() for an AsyncSession" if is_async else ""
         raise TypeError(f"lock() takes a Session, not {type(session).__name__}{hint}")
     return session
 
