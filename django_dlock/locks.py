@@ -24,21 +24,31 @@ from django_dlock.transactions import in_transaction
 from dlock_core import engine, names, watchdog
 from dlock_core.runtime import ASYNCIO, BLOCKING, Blocking, Runtime, run
 from dlock_core.tie import LETTING_RUN_OUT
-from dlock_core.tied import TiedLock
+from dlock_core.tied import Options, TiedLock
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from types import TracebackType
+    from typing import Unpack
 
     from dlock_core.store import Store
 
-__all__ = ["Lock", "lock"]
+__all__ = ["Lock", "LockOptions", "lock"]
+
+
+class LockOptions(Options, total=False):
+    """The options of `lock`."""
+
+    using: str
+    store: str
 
 
 class Lock(TiedLock):
     """See `lock`."""
 
-    def __init__(self, *parts: Any, using: str = DEFAULT_DB_ALIAS, store: str = "default", **options: Any) -> None:
+    def __init__(
+        self, *parts: Any, using: str = DEFAULT_DB_ALIAS, store: str = "default", **options: Unpack[Options]
+    ) -> None:
         super().__init__(names.join(*map(_part, parts)), **options)
         self.fence, self.using, self.store = fence_for(parts), using, store
         if self.shared and self.form and not self.fence.supports_shared:
@@ -116,7 +126,7 @@ class Lock(TiedLock):
         return self.joined(current(), store.backend, inside=inside)  # type: ignore[no-any-return]
 
 
-def lock(*parts: Any, **options: Any) -> Lock:
+def lock(*parts: Any, **options: Unpack[LockOptions]) -> Lock:
     """Name a lock whose lease lasts until the transaction that it protects has ended.
 
     Use it as `with lock("order", order.pk) as lease:`, with `async with`, or by `.acquire()` and `.aacquire()`.

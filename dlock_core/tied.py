@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from types import EllipsisType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 from dlock_core import engine
 from dlock_core.deadline import Seconds, deadline, ttl_seconds, wait_seconds
@@ -22,9 +22,23 @@ if TYPE_CHECKING:
     from dlock_core.store import Store
     from dlock_core.tie import Tie
 
-__all__ = ["FenceForm", "TiedLock"]
+__all__ = ["FenceForm", "Options", "TiedLock"]
 
 FenceForm = Literal["transaction", "lease", False]
+
+
+class Options(TypedDict, total=False):
+    """What may be said of a lock; see the integrations' `lock`."""
+
+    ttl: Seconds | None
+    wait: Seconds | EllipsisType | None
+    shared: bool
+    fence: bool | Fence
+    snapshot: Literal["raise", "ignore"]
+    reentrant: bool
+    renew: bool
+    fair: bool
+    on_lost: Callable[[], None] | None
 
 
 class TiedLock:

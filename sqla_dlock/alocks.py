@@ -15,6 +15,9 @@ from sqla_dlock.locks import SessionLock
 
 if TYPE_CHECKING:
     from types import TracebackType
+    from typing import Unpack
+
+    from sqla_dlock.locks import LockOptions
 
 __all__ = ["AsyncLock", "alock"]
 
@@ -43,7 +46,7 @@ class AsyncLock(SessionLock):
         return AsyncLease(await self.take(ASYNCIO, SPAWNING, Awaiting()))
 
 
-def alock(session: AsyncSession | async_scoped_session[Any], *parts: Any, **options: Any) -> AsyncLock:
+def alock(session: AsyncSession | async_scoped_session[Any], *parts: Any, **options: Unpack[LockOptions]) -> AsyncLock:
     """As `sqla_dlock.lock`, for an AsyncSession.
 
     Use it as `async with alock(session, "order", 42) as lease:`, or `await` its `acquire()`.

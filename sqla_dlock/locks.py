@@ -16,7 +16,7 @@ from dlock_core import engine, names, watchdog
 from dlock_core.errors import NotSupported
 from dlock_core.runtime import ASYNCIO, BLOCKING, blocking, run
 from dlock_core.tie import LETTING_RUN_OUT
-from dlock_core.tied import TiedLock
+from dlock_core.tied import Options, TiedLock
 from sqla_dlock.fencing import fence_for
 from sqla_dlock.greenlets import SPAWNING, Awaiting, await_, in_greenlet
 from sqla_dlock.leases import Lease
@@ -28,17 +28,32 @@ from sqla_dlock.transactions import connections_of, in_transaction
 if TYPE_CHECKING:
     from collections.abc import Callable
     from types import TracebackType
+    from typing import Unpack
 
+    from dlock_core.backend import Backend
     from dlock_core.runtime import Runtime
 
-__all__ = ["Lock", "SessionLock", "lock"]
+__all__ = ["Lock", "LockOptions", "SessionLock", "lock"]
+
+
+class LockOptions(Options, total=False):
+    """The options of `lock`."""
+
+    bind: Any
+    store: str | Backend
 
 
 class SessionLock(TiedLock):
     """What `lock` and `alock` have in common."""
 
     def __init__(
-        self, session: Session, parts: tuple[Any, ...], *, bind: Any = None, store: Any = "default", **options: Any
+        self,
+        session: Session,
+        parts: tuple[Any, ...],
+        *,
+        bind: Any = None,
+        store: str | Backend = "default",
+        **options: Unpack[Options],
     ) -> None:
         super().__init__(names.join(*map(_part, parts)), **options)
         self.session, self.store, self.fence = session, store, fence_for(parts)
@@ -110,7 +125,7 @@ class Lock(SessionLock):
         return Lease(run(self.take(BLOCKING, BLOCKING, blocking)))
 
 
-def lock(session: Session | scoped_session[Any], *parts: Any, **options: Any) -> Lock:
+def lock(session: Session | scoped_session[Any], *parts: Any, **options: Unpack[LockOptions]) -> Lock:
     """Name a lock whose lease a session holds until the transaction that it protects has ended.
 
     Use it as `with lock(session, "order", 42) as lease:`, or `.acquire()` it for the session's transaction. `parts`
