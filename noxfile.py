@@ -1,16 +1,20 @@
-"""The tests on each pair of Python and Django that we promise: `nox`, or one of them: `nox -s tests-3.12`."""
+"""The tests on each Python, Django and SQLAlchemy that we promise: `nox`, or one of them: `nox -s tests-3.12`."""
 
 import nox
 
 nox.options.default_venv_backend = "venv"
 
-DJANGO_OF_PYTHON = {"3.11": "5.2", "3.12": "6.0", "3.13": "6.1"}
+FRAMEWORKS_OF_PYTHON = {
+    "3.11": ("django~=5.2.0", "sqlalchemy~=2.0.40"),
+    "3.12": ("django~=6.0.0", "sqlalchemy~=2.1.0"),
+    "3.13": ("django~=6.1.0", "sqlalchemy~=2.1.0"),
+}
 
 
-@nox.session(python=list(DJANGO_OF_PYTHON))
+@nox.session(python=list(FRAMEWORKS_OF_PYTHON))
 def tests(session: nox.Session) -> None:
     """Servers that are missing are skipped with their reason; `make test` installs them on Debian."""
-    django = DJANGO_OF_PYTHON[str(session.python)]
+    frameworks = FRAMEWORKS_OF_PYTHON[str(session.python)]
     session.install("--upgrade", "pip>=25.1")
-    session.install("--editable", ".", "--group", "test", "--group", "mariadb", f"django~={django}.0")
+    session.install("--editable", ".", "--group", "test", "--group", "mariadb", *frameworks)
     session.run("python", "-m", "pytest", *session.posargs)

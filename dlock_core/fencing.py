@@ -199,8 +199,12 @@ BIGINT: Final = "CAST(:token AS bigint)"
 _LIMITED: Final = """\
 WITH old AS MATERIALIZED (SELECT current_setting('lock_timeout') AS v),
 lim AS MATERIALIZED (SELECT set_config('lock_timeout', :milliseconds, true) FROM old){more}
-SELECT c.n, set_config('lock_timeout', old.v, true) FROM old LEFT JOIN ({result}) AS c ON true"""
-"""Wait for row locks only so long, and give the session its own limit back, in one statement."""
+SELECT c.n, CAST(pg_current_xact_id_if_assigned() AS text), set_config('lock_timeout', old.v, true)
+FROM old LEFT JOIN ({result}) AS c ON true"""
+"""Wait for row locks only so long, and give the session its own limit back, in one statement.
+
+The second column is the transaction's id, by which `pg_xact_status` tells how a COMMIT of unknown outcome has ended.
+"""
 
 
 def limited(change: str) -> str:

@@ -15,6 +15,7 @@ from dlock_core import fencing, row_fence
 from dlock_core.errors import NotSupported, StaleToken
 from dlock_core.guard import refusal
 from dlock_core.runtime import run
+from sqla_dlock.transactions import note_xid
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Iterator, Mapping
@@ -160,6 +161,8 @@ class _Port:
 def _answer(connection: Connection, sql: TextClause, params: Mapping[str, Any]) -> tuple[int, tuple[Any, ...] | None]:
     result = connection.execute(sql, params)
     row = result.first() if result.returns_rows else None
+    if row is not None and len(row) > 1:
+        note_xid(connection, row[1])
     return result.rowcount, None if row is None else tuple(row)
 
 
