@@ -4,12 +4,19 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
 import pytest
+import redis
 from sqlalchemy import Engine, MetaData
 from sqlalchemy.ext.asyncio import AsyncEngine
 
+from dlock_core import connect
+from dlock_core.backends.memory import MemoryBackend
+from dlock_core.store import Store
+from sqla_dlock import stores
 from sqla_dlock.fencing import metadata as fence_metadata
 from tests.conftest import give_up
+from tests.servers import Server
 from tests.sqla_dlock.engines import ASYNC, SYNC, missing_driver, new_async_engine, new_engine, server_of
+from tests.sqla_dlock.leases import events
 from tests.sqla_dlock.models import Base
 from tests.sqla_dlock.sessions import run_sql
 
@@ -89,6 +96,31 @@ def engine(request: pytest.FixtureRequest, make_engine: Callable[..., Engine]) -
 def async_engine(request: pytest.FixtureRequest, make_async_engine: Callable[..., AsyncEngine]) -> AsyncEngine:
     """Every driver for asyncio in turn."""
     return make_async_engine(request.param)
+
+
+@pytest.fixture
+def store(monkeypatch: pytest.MonkeyPatch) -> MemoryBackend:
+    """Leases in memory, as the store "default"."""
+    backend = MemoryBackend()
+    monkeypatch.setitem(stores._stores, "default", Store("default", backend, wait=20.0))
+    return backend
+
+
+@pytest.fixture
+def redis_store(redis_server: Server, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Leases in a real Redis, as the store "default"; empty at the start."""
+    backend = connect(redis_server.url)
+    with redis.Redis(port=redis_server.port) as client:
+        client.flushall()
+    monkeypatch.setitem(stores._stores, "default", Store("default", backend, wait=20.0))
+    return backend
+
+
+@pytest.fixture
+def journal() -> Iterator[list[str]]:
+    """What happens to leases, in order; `note_ends(engine, journal)` adds COMMIT and ROLLBACK."""
+    with events() as entries:
+        yield entries
 
 
 def empty(engine: Engine) -> None:
