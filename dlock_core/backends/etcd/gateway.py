@@ -1,0 +1,192 @@
+"""Questions to etcd's JSON gateway: several in one write, answered in order, and nothing is ever asked twice.
+
+An etcd that cannot answer has not said no: that is BackendUnavailable, with the reason and without a secret. Whether
+to ask again is the engine's business; the next question goes to the next member.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any, Final
+
+from dlock_core.backends.etcd.connections import Connections
+from dlock_core.backends.etcd.http import HTTPError, post
+from dlock_core.errors import BackendUnavailable
+
+if TYPE_CHECKING:
+    import ssl
+    from collections.abc import Sequence
+
+    from dlock_core.backends.etcd.connections import Connection, Member
+    from dlock_core.backends.etcd.http import Reply
+    from dlock_core.runtime import Runtime
+
+__all__ = ["Answer", "Gateway", "Question", "Watch", "answered"]
+
+Question = tuple[str, dict[str, Any] | bytes]
+"""A path of the gateway and the body: one JSON document, or several as bytes."""
+Answer = dict[str, Any]
+
+INVALID_ARGUMENT: Final = 3
+PERMISSION_DENIED: Final = 7
+UNAUTHENTICATED: Final = 16
+OLD_PERMIT: Final = ("invalid auth token", "revision in header is old")
+REFUSALS: Final = ("authentication failed", "user name is empty", "permission denied")
+
+
+class Gateway:
+    """The members of one cluster and our credentials there; `timeout` bounds what a single try may take, in seconds."""
+
+    def __init__(
+        self, members: Sequence[Member], user: str, password: str, tls: ssl.SSLContext | None, timeout: float
+    ) -> None:
+        self._connections = Connections(members, tls)
+        self._credentials = {"name": user, "password": password} if user else None
+        self._permit = ""
+        self.limit = timeout / min(2, len(members))  # one member may be stuck, and the next be asked in time
+
+    async def ask(
+        self, runtime: Runtime, name: str, questions: Sequence[Question], limit: float | None = None
+    ) -> list[list[Answer]]:
+        """Ask all in one write; each is answered by one JSON document or by several, an error being one of them."""
+        until = runtime.now() + min(limit or self.limit, self.limit)
+        connection = None
+        try:
+            connection = await self._connections.checkout(runtime, self._left(runtime, until))
+            await self._permitted(runtime, name, connection, until)
+            answers = await self._exchange(runtime, connection, questions, until)
+        except BaseException as error:
+            self._abandon(connection)
+            if isinstance(error, OSError):
+                raise self._failed(name, connection, error) from error
+            raise
+        self._connections.checkin(connection)
+        return answers
+
+    async def watch(self, runtime: Runtime, name: str, key: str, revision: int) -> Watch:
+        """Begin to watch for the deletion of a key, from a revision on, on a connection of its own."""
+        until = runtime.now() + self.limit
+        connection = None
+        try:
+            connection = await self._connections.open(runtime, self.limit)
+            await self._permitted(runtime, name, connection, until)
+            wish = {"key": key, "start_revision": str(revision), "filters": ["NOPUT"]}
+            await connection.send(runtime, self._written(connection, ("watch", {"create_request": wish})), self.limit)
+        except BaseException as error:
+            self._abandon(connection)
+            if isinstance(error, OSError):
+                raise self._failed(name, connection, error) from error
+            raise
+        return Watch(connection)
+
+    def close(self) -> None:
+        """Close idle connections."""
+        self._connections.close()
+
+    def failure(self, name: str, answer: Answer) -> BackendUnavailable:
+        """Make an error out of an answer that is none, and turn to the next member if this one may be the reason."""
+        code, text = int(answer.get("code", 0)), str(answer.get("message", answer))
+        if code == UNAUTHENTICATED or any(part in text for part in OLD_PERMIT):
+            self._permit = ""
+            return BackendUnavailable(name, reason=f"etcd: {text}", broken=self._credentials is not None)
+        if code == PERMISSION_DENIED or any(part in text for part in REFUSALS):
+            return BackendUnavailable(name, reason=f"etcd refused our credentials: {text}", refused=True)
+        self._connections.skip(self._connections.member)
+        return BackendUnavailable(name, reason=f"etcd: {text}", broken=len(self._connections.members) > 1)
+
+    async def _permitted(self, runtime: Runtime, name: str, connection: Connection, until: float) -> None:
+        """Log in where we must: the permit is good for all members, until it was not used for some minutes."""
+        if self._credentials is None or self._permit:
+            return
+        question: Question = ("auth/authenticate", self._credentials)
+        ((answer,),) = await self._exchange(runtime, connection, [question], until)
+        if "token" in answer:
+            self._permit = str(answer["token"])
+        elif "not enabled" not in answer.get("message", ""):
+            raise self.failure(name, answer)
+
+    async def _exchange(
+        self, runtime: Runtime, connection: Connection, questions: Sequence[Question], until: float
+    ) -> list[list[Answer]]:
+        data = b"".join([self._written(connection, question) for question in questions])
+        await connection.send(runtime, data, self._left(runtime, until))
+        answers: list[list[Answer]] = []
+        while len(answers) < len(questions):
+            reply = connection.reader.reply()
+            if reply is None:
+                await connection.receive(runtime, self._left(runtime, until))
+            else:
+                answers.append(_read(reply))
+        return answers
+
+    def _written(self, connection: Connection, question: Question) -> bytes:
+        path, body = question
+        data = body if isinstance(body, bytes) else json.dumps(body, separators=(",", ":")).encode()
+        return post(str(connection.member), f"/v3/{path}", data, self._permit)
+
+    def _left(self, runtime: Runtime, until: float) -> float:
+        return max(0.001, until - runtime.now())
+
+    def _abandon(self, connection: Connection | None) -> None:
+        if connection is not None:
+            connection.close()
+
+    def _failed(self, name: str, connection: Connection | None, error: OSError) -> BackendUnavailable:
+        several = len(self._connections.members) > 1
+        if connection is None:  # no member could be reached: there is none left to ask
+            return BackendUnavailable(name, reason=_told(error))
+        self._connections.skip(connection.member)
+        if connection.used:
+            self._connections.close()  # the others may be dead, too
+        died = connection.used and isinstance(error, ConnectionError)
+        return BackendUnavailable(name, reason=f"{connection.member}: {_told(error)}", broken=died or several)
+
+
+class Watch:
+    """Tells when a key was deleted."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+
+    async def woken(self, runtime: Runtime, seconds: float) -> bool:
+        """Wait for the deletion, or for anything else that makes it worth to look (True), or for a time (False)."""
+        until = runtime.now() + seconds
+        try:
+            while (left := until - runtime.now()) > 0:
+                told = self._connection.reader.line()
+                if told is None:
+                    await self._connection.receive(runtime, left)
+                elif not told.get("result", {}).get("created") or told["result"].get("canceled"):
+                    return True
+        except TimeoutError:
+            return False
+        except OSError:  # the member went away
+            return True
+        return False
+
+    def close(self) -> None:
+        """Stop watching."""
+        self._connection.close()
+
+
+def answered(gateway: Gateway, name: str, answer: Answer) -> Answer:
+    """Give a proper answer back, and raise BackendUnavailable for another."""
+    if "code" in answer or "error" in answer:
+        raise gateway.failure(name, answer)
+    return answer
+
+
+def _read(reply: Reply) -> list[Answer]:
+    try:
+        documents = [json.loads(line) for line in reply.body.splitlines() if line]
+    except ValueError:
+        documents = []
+    if not documents or not all(isinstance(document, dict) for document in documents):
+        raise HTTPError(f"HTTP {reply.status}: not the JSON gateway of an etcd")
+    if reply.status != 200 and "code" not in documents[0]:
+        raise HTTPError(f"HTTP {reply.status}")
+    return documents
+
+
+def _told(error: OSError) -> str:
+    return f"{type(error).__name__}: {error}" if str(error) else f"{type(error).__name__}: no answer in time"

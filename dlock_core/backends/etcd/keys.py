@@ -1,0 +1,237 @@
+"""Where locks live in etcd, and the questions about them; pure.
+
+A holder and each waiter has a key of its own, PREFIXlock/NAME/MODE/HOLDER with MODE "x" (exclusive) or "s" (shared);
+they are served in the order in which their keys were created. PREFIXbase/NAME is added to the create revision and gives
+the token: it is 0 unless a database has seen greater tokens than etcd has revisions.
+(Idea of the order: clientv3/concurrency of etcd.)
+"""
+
+from __future__ import annotations
+
+from base64 import b64decode, b64encode
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from dlock_core.backend import Request
+    from dlock_core.backends.etcd.gateway import Answer, Question
+
+__all__ = [
+    "NOTHING",
+    "Entry",
+    "Keys",
+    "Look",
+    "entries",
+    "grant",
+    "keep_alive",
+    "look",
+    "revoke",
+    "text",
+    "time_to_live",
+]
+
+Json = dict[str, Any]
+
+
+class Entry(NamedTuple):
+    """One key as it was found."""
+
+    key: str
+    value: str
+    created: int
+    lease: int
+
+
+NOTHING: Final = Entry("", "", 0, 0)
+"""A key that was not there."""
+
+
+class Look(NamedTuple):
+    """What a transaction on one lock answered: whether it has put our key, and what it saw at that moment."""
+
+    put: bool
+    revision: int
+    own: Entry
+    base: int
+    first: Entry
+    """Whoever holds the lock, or the first of them."""
+    before: Entry
+    """The last of those who must go before we may come in."""
+
+
+class Keys:
+    """The keys of all locks under one prefix."""
+
+    def __init__(self, prefix: str) -> None:
+        self.locks, self.bases = f"{prefix}lock/", f"{prefix}base/"
+
+    def lock(self, name: str) -> str:
+        """Give what the keys of a lock begin with, or those of all locks."""
+        return f"{self.locks}{name}/" if name else self.locks
+
+    def base(self, name: str) -> str:
+        """Give the key of what is added to the revisions of a lock."""
+        return f"{self.bases}{name}"
+
+    def own(self, request: Request) -> str:
+        """Give the one key of this holder."""
+        return f"{self.locks}{request.name}/{'s' if request.shared else 'x'}/{request.holder}"
+
+    def read(self, key: str) -> tuple[str, bool, str]:
+        """Give name, shared and holder of a key."""
+        name, mode, holder = key[len(self.locks) :].rsplit("/", 2)
+        return name, mode == "s", holder
+
+    def enter(self, request: Request, lease: int) -> Question:
+        """Take the lock if nobody is there who must go first."""
+        return _txn([_none(self._rivals(request))], self._take(request, lease), self._see(request))
+
+    def queue(self, request: Request, lease: int) -> Question:
+        """Take a place in the queue, once."""
+        own, see = self.own(request), [*self._see(request), _youngest(self._rivals(request), limit=2)]
+        return _txn([_created(own, 0)], [_put(own, request.owner, lease), *see], see)
+
+    def claim(self, request: Request, created: int, lease: int) -> Question:
+        """Take the lock if our place, as old as this, is the first: the key moves to the lease of the full ttl."""
+        own, rivals = _created(self.own(request), created), self._rivals(request)
+        see = [*self._see(request), _youngest(rivals, max_create_revision=str(created - 1))]
+        take = self._take(request, lease)
+        path, none_older = _txn([own, _all_younger(rivals, created - 1)], take, see)
+        if not request.shared:
+            return path, none_older
+        return _txn([own, _none(rivals)], take, [{"request_txn": none_older}])  # of none, nothing is true, not all
+
+    def move(self, request: Request, created: int, lease: int) -> Question:
+        """Put a grant that is still ours on another lease."""
+        own = self.own(request)
+        return _txn([_created(own, created)], [_put(own, request.owner, lease)], [])
+
+    def raise_base(self, request: Request, seen: Look, base: int) -> Question:
+        """Add so much to the tokens of this lock, beginning with our own grant, unless another was faster."""
+        key = self.base(request.name)
+        same = {"key": text(key), "target": "VALUE", "value": text(str(seen.base))} if seen.base else _created(key, 0)
+        return _txn([_created(seen.own.key, seen.own.created), same], [_put(key, str(base))], [])
+
+    def held(self, owns: Sequence[str]) -> Question:
+        """See which of these keys are there."""
+        return _txn([], [_range(own, keys_only=True) for own in owns], [])
+
+    def leave(self, request: Request) -> Question:
+        """Delete our key."""
+        return "kv/deleterange", {"key": text(self.own(request))}
+
+    def end(self, entry: Entry) -> Question:
+        """Delete a key, and no newer one of the same name."""
+        return _txn([_created(entry.key, entry.created)], [{"request_delete_range": {"key": text(entry.key)}}], [])
+
+    def present(self, key: str) -> Question:
+        """See whether a key is there."""
+        return "kv/range", {"key": text(key), "keys_only": True}
+
+    def listed(self, start: str, after: str, limit: int) -> Question:
+        """See the keys that begin so, in the order of the alphabet, but for those up to `after`."""
+        key, end = f"{after}\0" if after else start, _end(start)
+        return "kv/range", {"key": text(key), "range_end": text(end), "limit": str(limit)}
+
+    def _take(self, request: Request, lease: int) -> list[Json]:
+        own = self.own(request)
+        return [_put(own, request.owner, lease), _range(own), _range(self.base(request.name))]
+
+    def _see(self, request: Request) -> list[Json]:
+        first = _range(self.lock(request.name), _whole=True, limit="1", sort_order="ASCEND", sort_target="CREATE")
+        return [_range(self.own(request)), _range(self.base(request.name)), first]
+
+    def _rivals(self, request: Request) -> str:
+        """Give what the keys of those begin with whom we do not share with."""
+        return f"{self.lock(request.name)}x/" if request.shared else self.lock(request.name)
+
+
+def look(answer: Answer, own: str) -> Look:
+    """Read the answer to `enter`, `queue` or `claim`."""
+    responses = answer["responses"]
+    if "response_txn" in responses[0]:
+        return look(responses[0]["response_txn"], own)
+    put = "response_put" in responses[0]
+    found = [entries(response["response_range"]) for response in responses[put:]]
+    (mine, base), others = found[:2], found[2:]
+    first, before = [*others, [], []][:2]
+    return Look(
+        put,
+        int(responses[-1]["response_range"]["header"]["revision"]),
+        next(iter(mine), NOTHING),
+        int(base[0].value) if base else 0,
+        next(iter(first), NOTHING),
+        next((entry for entry in before if entry.key != own), NOTHING),
+    )
+
+
+def entries(found: Answer) -> list[Entry]:
+    """Read the answer to a range."""
+    return [
+        Entry(_plain(kv["key"]), _plain(kv.get("value", "")), int(kv["create_revision"]), int(kv.get("lease", 0)))
+        for kv in found.get("kvs", [])
+    ]
+
+
+def grant(lease: int, ttl: int) -> Question:
+    """Make a lease of so many whole seconds."""
+    return "lease/grant", {"ID": str(lease), "TTL": str(ttl)}
+
+
+def keep_alive(leases: Sequence[int]) -> Question:
+    """Begin the time of all of these leases anew; answered one by one."""
+    return "lease/keepalive", b"\n".join([b'{"ID":"%d"}' % lease for lease in leases])
+
+
+def revoke(lease: int) -> Question:
+    """End a lease, and its keys with it."""
+    return "lease/revoke", {"ID": str(lease)}
+
+
+def time_to_live(lease: int) -> Question:
+    """Ask what is left of a lease."""
+    return "lease/timetolive", {"ID": str(lease)}
+
+
+def text(plain: str) -> str:
+    """Write text as the gateway wants it."""
+    return b64encode(plain.encode()).decode()
+
+
+def _plain(coded: str) -> str:
+    return b64decode(coded).decode(errors="replace")
+
+
+def _end(start: str) -> str:
+    """Give what comes after everything that begins so."""
+    return start[:-1] + chr(ord(start[-1]) + 1)
+
+
+def _txn(compare: list[Json], success: list[Json], failure: list[Json]) -> tuple[str, Json]:
+    return "kv/txn", {"compare": compare, "success": success, "failure": failure}
+
+
+def _created(key: str, revision: int) -> Json:
+    return {"key": text(key), "target": "CREATE", "create_revision": str(revision)}
+
+
+def _none(start: str) -> Json:
+    return {**_created(start, 0), "range_end": text(_end(start))}
+
+
+def _all_younger(start: str, revision: int) -> Json:
+    return {**_created(start, revision), "range_end": text(_end(start)), "result": "GREATER"}
+
+
+def _put(key: str, value: str, lease: int = 0) -> Json:
+    return {"request_put": {"key": text(key), "value": text(value), "lease": str(lease)}}
+
+
+def _range(key: str, *, _whole: bool = False, **options: Any) -> Json:
+    end = {"range_end": text(_end(key))} if _whole else {}
+    return {"request_range": {"key": text(key), **end, **options}}
+
+
+def _youngest(start: str, *, limit: int = 1, **options: Any) -> Json:
+    return _range(start, _whole=True, limit=str(limit), sort_order="DESCEND", sort_target="CREATE", **options)

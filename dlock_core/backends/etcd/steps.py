@@ -1,0 +1,180 @@
+"""What the backend does with one lock, step by step; each is one write to etcd and the answers to it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+from dlock_core.backend import Busy, Granted
+from dlock_core.backends.etcd import keys
+from dlock_core.backends.etcd.leases import Lease, Spares, new_lease
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from dlock_core.backend import Renewal, Request
+    from dlock_core.backends.etcd.gateway import Answer, Gateway, Question
+    from dlock_core.backends.etcd.keys import Keys, Look
+    from dlock_core.runtime import Runtime
+
+__all__ = ["PLACE", "Grip", "Place", "Steps"]
+
+PLACE: Final = 6.0
+"""Seconds after its last sign of life in which a waiter keeps its place."""
+ASK_AGAIN: Final = 60.0
+"""Seconds after which a waiter asks again in any case."""
+NOT_FOUND: Final = 5
+
+
+class Place:
+    """Our place in the queue: since which revision, on which lease, and behind whom when we looked at `seen`."""
+
+    __slots__ = ("before", "created", "lease", "seen")
+
+    def __init__(self, look: Look, lease: Lease | None = None) -> None:
+        self.created, self.lease = look.own.created, lease or Lease(look.own.lease, 0)
+        self.look(look)
+
+    def look(self, look: Look) -> None:
+        """Note what we saw."""
+        self.before, self.seen = look.before.key, look.revision
+
+
+class Grip(NamedTuple):
+    """How we hold a lock; its lease is another one after a longer ttl was asked for."""
+
+    created: int
+    lease: Lease
+
+
+class Steps:
+    """The steps, on one cluster."""
+
+    def __init__(self, gateway: Gateway, names: Keys) -> None:
+        self.gateway, self.keys, self.spares = gateway, names, Spares()
+        self.asked_with: dict[str, Lease] = {}
+        """What an attempt of a holder whose outcome is not known, or not yet, may have put a key on."""
+
+    async def enter(self, runtime: Runtime, request: Request) -> Granted | Place | Busy:
+        """Take the lock, if it is free, or find the place that an earlier attempt has taken; else join the queue."""
+        look, lease = await self._put(runtime, request, self.keys.enter, request.ttl)
+        if look.put:
+            return await self._granted(runtime, request, look, lease)
+        self.spares.give(lease)
+        if look.own.created:
+            return Place(look)
+        return await self._queue(runtime, request) if request.queue else busy(look)
+
+    async def claim(self, runtime: Runtime, request: Request, place: Place) -> Granted | Place | Busy:
+        """Take the lock, if our place is the first; else tell who is before us."""
+
+        def question(request: Request, lease: int) -> Question:
+            return self.keys.claim(request, place.created, lease)
+
+        look, lease = await self._put(runtime, request, question, request.ttl)
+        if look.put:
+            self.spares.give(place.lease)
+            return await self._granted(runtime, request, look, lease)
+        self.spares.give(lease)
+        if not look.own.created:  # our place ran out, for example because we were stopped
+            return await self._queue(runtime, request) if request.queue else busy(look)
+        if look.own.created != place.created:
+            return Place(look)
+        place.look(look)
+        return busy(look, place)
+
+    async def is_behind(self, runtime: Runtime, request: Request, place: Place) -> bool:
+        """Show that we live; tell whether we still have our place and whoever was before us is still there."""
+        sent = runtime.now()
+        questions = [keys.keep_alive([place.lease.id]), self.keys.present(place.before)]
+        (alive,), (found,) = await self.gateway.ask(runtime, request.name, questions)
+        left = self._ttl(request.name, alive)
+        place.lease.until = sent + left
+        return left > 0 and bool(keys.entries(self.proper(request.name, found)))
+
+    async def renew(self, runtime: Runtime, renewals: Sequence[Renewal], limit: float) -> list[float | None]:
+        """Renew some leases in one write; those of whom a longer ttl is asked than their lease has cost one more."""
+        name, grips = renewals[0].request.name, [renewal.granted.handle for renewal in renewals]
+        owns = [self.keys.own(renewal.request) for renewal in renewals]
+        questions = [keys.keep_alive([grip.lease.id for grip in grips]), self.keys.held(owns)]
+        sent = runtime.now()
+        alive, (found,) = await self.gateway.ask(runtime, name, questions, limit)
+        left = [self._ttl(name, one) for one in alive]
+        held = [keys.entries(one["response_range"]) for one in self.proper(name, found)["responses"]]
+        answers: list[float | None] = []
+        for renewal, grip, ttl, entry in zip(renewals, grips, left, held, strict=True):
+            is_ours = ttl > 0 and entry and entry[0].created == grip.created
+            grip.lease.until = sent + ttl
+            answers.append(await self._renewed(runtime, renewal, ttl, limit) if is_ours else None)
+        return answers
+
+    async def ask(self, runtime: Runtime, name: str, *questions: Question) -> list[Answer]:
+        """Ask questions that have one answer each, which may be an error."""
+        return [answer for (answer,) in await self.gateway.ask(runtime, name, questions)]
+
+    def proper(self, name: str, answer: Answer) -> Answer:
+        """Give a proper answer back, and raise BackendUnavailable for another."""
+        if "code" in answer or "error" in answer:
+            raise self.gateway.failure(name, answer)
+        return answer
+
+    async def _queue(self, runtime: Runtime, request: Request) -> Place | Busy:
+        look, lease = await self._put(runtime, request, self.keys.queue, PLACE)
+        place = Place(look, lease if look.put else None)
+        return busy(look, place) if place.before else place
+
+    async def _put(
+        self, runtime: Runtime, request: Request, question: Callable[[Request, int], Question], ttl: float
+    ) -> tuple[Look, Lease]:
+        """Ask something that puts our key on a lease: one of ours that carries nothing, or a new one."""
+        lease = self.spares.take(ttl, runtime.now())
+        look = await self._put_on(runtime, request, question, lease)
+        if look is None:  # the server does not know a lease that should live
+            self.spares.clear()
+            lease = new_lease(ttl)
+            look = await self._put_on(runtime, request, question, lease)
+        if look is None:
+            raise self.gateway.failure(request.name, {"message": "it forgot a lease that it had just granted"})
+        del self.asked_with[request.holder]
+        return look, lease
+
+    async def _put_on(
+        self, runtime: Runtime, request: Request, question: Callable[[Request, int], Question], lease: Lease
+    ) -> Look | None:
+        self.asked_with[request.holder], sent = lease, runtime.now()
+        granting = [] if lease.is_known else [keys.grant(lease.id, lease.ttl)]
+        *granted, answer = await self.ask(runtime, request.name, *granting, question(request, lease.id))
+        for one in granted:
+            lease.until, lease.is_known = sent + self._ttl(request.name, one), True
+        if answer.get("code") == NOT_FOUND:
+            return None
+        return keys.look(self.proper(request.name, answer), self.keys.own(request))
+
+    async def _granted(self, runtime: Runtime, request: Request, look: Look, lease: Lease) -> Granted | Place:
+        token, created = look.own.created + look.base, look.own.created
+        if token <= request.floor:
+            token = request.floor + 1
+            (answer,) = await self.ask(runtime, request.name, self.keys.raise_base(request, look, token - created))
+            if not self.proper(request.name, answer).get("succeeded"):  # another has raised it: look again
+                return Place(look)
+        return Granted(token, max(0.0, lease.until - runtime.now()), Grip(created, lease))
+
+    async def _renewed(self, runtime: Runtime, renewal: Renewal, ttl: float, limit: float) -> float | None:
+        request, grip = renewal.request, renewal.granted.handle
+        if ttl >= request.ttl:
+            return min(ttl, request.ttl)
+        lease, sent = new_lease(request.ttl), runtime.now()
+        questions = [keys.grant(lease.id, lease.ttl), self.keys.move(request, grip.created, lease.id)]
+        (granted,), (moved,) = await self.gateway.ask(runtime, request.name, questions, limit)
+        lease.until, lease.is_known = sent + self._ttl(request.name, granted), True
+        if not self.proper(request.name, moved).get("succeeded"):
+            return None
+        grip.lease.id, grip.lease.ttl, grip.lease.until = lease.id, lease.ttl, lease.until
+        return lease.until - sent
+
+    def _ttl(self, name: str, answer: Answer) -> float:
+        return float(self.proper(name, answer.get("result", answer)).get("TTL", 0))
+
+
+def busy(look: Look, place: Any = None) -> Busy:
+    """Say that somebody else has the lock."""
+    return Busy(ASK_AGAIN, look.first.value, place)
