@@ -46,6 +46,7 @@ TIME_ZONE = "UTC"
 LANGUAGE_CODE = "en-gb"
 LOGGING = {
     "version": 1,
+    "disable_existing_loggers": False,
     "handlers": {"console": {"class": "logging.StreamHandler"}},
     "root": {"handlers": ["console"], "level": "WARNING"},
     "loggers": {"django.request": {"level": "ERROR"}},

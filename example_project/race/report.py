@@ -4,15 +4,14 @@ from collections import Counter
 from dataclasses import asdict, dataclass, fields
 from statistics import quantiles
 
-from django.db.models import Sum
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from rich.text import Text
 
-from shop.models import Event, Order, Payment, Product
-from shop.race.clients import Answer
+from . import Tally
+from .clients import Answer
 
-DONE, TOO_LATE, LOCKED = 302, 409, 423
+DONE, TOO_LATE, LOCKED = (200, 302, 303), 409, 423
 
 ANOMALIES = ("both_shipped_and_cancelled", "refunds_of_shipped", "lost_updates")
 HEADINGS = {
@@ -42,20 +41,14 @@ class Result:
         return sum(getattr(self, name) for name in ANOMALIES)
 
 
-def count(strategy: str, product: Product, answers: list[Answer]) -> Result:
-    """Look at what has become of the orders of a product."""
-    orders = Order.objects.filter(product=product)
-    history = Event.objects.filter(order__product=product)
-    shipped = orders.filter(history__kind=Event.Kind.SHIPPED)
-    refunds = Payment.objects.filter(kind=Payment.Kind.REFUND, order__in=orders.filter(shipments__isnull=False))
+def result(strategy: str, tally: Tally, answers: list[Answer]) -> Result:
+    """Put together what the database and the customers say."""
     latencies = quantiles([1000 * (answer.ended - answer.started) for answer in answers], n=100, method="inclusive")
     duration = max(answer.ended for answer in answers) - min(answer.started for answer in answers)
     return Result(
         strategy=strategy,
-        orders=orders.count(),
-        both_shipped_and_cancelled=shipped.filter(history__kind=Event.Kind.CANCELLED).distinct().count(),
-        refunds_of_shipped=refunds.count(),
-        lost_updates=history.count() - orders.aggregate(counted=Sum("events"))["counted"],
+        orders=tally.orders,
+        **{name: getattr(tally, name) for name in ANOMALIES},
         conflicts=sum(answer.status in {TOO_LATE, LOCKED} for answer in answers),
         retries=sum(answer.retries for answer in answers),
         p50_ms=round(latencies[49], 1),
@@ -64,18 +57,16 @@ def count(strategy: str, product: Product, answers: list[Answer]) -> Result:
     )
 
 
-def faults(result: Result, product: Product, answers: list[Answer], log: str) -> list[str]:
+def faults(result: Result, tally: Tally, answers: list[Answer], log: str) -> list[str]:
     """Say what must not have happened: errors, answers the database does not bear out, anomalies under protection."""
     found = [
         f"{times} times {f'HTTP {status}' if status else 'no answer'}\n{log}"
-        for status, times in Counter(a.status for a in answers).items()
-        if status not in {DONE, TOO_LATE, LOCKED}
+        for status, times in Counter(answer.status for answer in answers).items()
+        if status not in {*DONE, TOO_LATE, LOCKED}
     ]
-    claimed = sum(answer.status == DONE for answer in answers)
-    kinds = [Event.Kind.SHIPPED, Event.Kind.CANCELLED]
-    written = Event.objects.filter(order__product=product, kind__in=kinds).count()
-    if claimed != written:
-        found.append(f"{claimed} answers say that an order was changed, the database says {written}")
+    claimed = sum(answer.status in DONE for answer in answers)
+    if claimed != tally.changed:
+        found.append(f"{claimed} answers say that an order was changed, the database says {tally.changed}")
     if result.anomalies and result.strategy != "none":
         found.append("it has let anomalies through")
     return [f"{result.strategy}: {fault}" for fault in found]

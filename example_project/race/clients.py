@@ -1,6 +1,6 @@
 """The customers of a race: processes that ship and cancel the same orders at the same moment, over HTTP.
 
-Knows no Django and no database: what it tells is what a customer sees.
+Knows no framework and no database: what it tells is what a customer sees.
 """
 
 import multiprocessing
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from http.client import HTTPConnection, HTTPException, HTTPResponse
 from http.cookies import SimpleCookie
 
-from shop.race import RaceFailed
+from . import RaceFailed, Shop
 
 PATIENCE = 60  # seconds to wait for an answer of the shop, or a report of a client
 
@@ -27,9 +27,8 @@ class Pair:
     """One order, and the two requests to be sent for it at once."""
 
     port: int
-    order: int
     csrf: str
-    actions: list[str]
+    paths: list[str]
 
 
 @dataclass(frozen=True)
@@ -42,11 +41,12 @@ class Answer:
     retries: int = 0
 
 
-def race(port: int, orders: list[int], workers: int, seed: int) -> Iterator[list[Answer]]:
+def race(shop: Shop, port: int, orders: list[int], workers: int, seed: int) -> Iterator[list[Answer]]:
     """Send a ship and a cancel for every order, `workers` orders at a time; give the answers of each."""
     chance = random.Random(seed)
-    csrf = csrf_cookie(port, orders[0])
-    pairs = [Pair(port, order, csrf, chance.sample(ACTIONS, 2)) for order in orders]
+    csrf = csrf_cookie(port, shop.order_path.format(order=orders[0]))
+    paths = [[shop.action_path.format(order=order, action=action) for action in ACTIONS] for order in orders]
+    pairs = [Pair(port, csrf, chance.sample(both, 2)) for both in paths]
     try:
         yield from answers(chance.sample(pairs, len(pairs)), workers)
     except (multiprocessing.TimeoutError, threading.BrokenBarrierError):
@@ -71,14 +71,14 @@ def arrive(all_here: multiprocessing.synchronize.Barrier) -> None:
 def send_both(pair: Pair) -> list[Answer]:
     gate = threading.Barrier(2)
     with ThreadPoolExecutor(2) as threads:
-        return list(threads.map(lambda action: send(pair, action, gate), pair.actions))
+        return list(threads.map(lambda path: send(pair, path, gate), pair.paths))
 
 
-def send(pair: Pair, action: str, gate: threading.Barrier) -> Answer:
+def send(pair: Pair, path: str, gate: threading.Barrier) -> Answer:
     gate.wait()
     started, status, retries = time.monotonic(), 0, 0
     try:
-        response = ask(pair.port, "POST", f"/orders/{pair.order}/{action}/", pair.csrf)
+        response = ask(pair.port, "POST", path, pair.csrf)
         status, retries = response.status, int(response.headers.get("Shop-Retries", 0))
     except (OSError, HTTPException):
         pass  # told as status 0
@@ -96,17 +96,10 @@ def ask(port: int, method: str, path: str, csrf: str = "") -> HTTPResponse:
         connection.close()
 
 
-def csrf_cookie(port: int, order: int) -> str:
-    """Open an order's page, as everybody does who then clicks on a button there."""
-    page = ask(port, "GET", f"/orders/{order}/")
+def csrf_cookie(port: int, path: str) -> str:
+    """Open an order's page, as everybody does who then clicks on a button there; an empty text if it gives no token."""
+    page = ask(port, "GET", path)
     if page.status != 200:
         raise RaceFailed(f"the shop cannot show an order: HTTP {page.status}")
-    return SimpleCookie(page.headers["Set-Cookie"])["csrftoken"].value
-
-
-def is_open(port: int) -> bool:
-    """Tell whether anybody answers there."""
-    try:
-        return bool(ask(port, "GET", "/"))
-    except (OSError, HTTPException):
-        return False
+    cookie = SimpleCookie(page.headers.get("Set-Cookie", "")).get("csrftoken")
+    return cookie.value if cookie else ""

@@ -1,4 +1,4 @@
-"""The servers of a race, the shop under gunicorn, and Redis: processes that are stopped on the way out."""
+"""The servers of a race, the shop and Redis: processes that are stopped on the way out."""
 
 import os
 import socket
@@ -9,8 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from shop.race import RaceFailed
-from shop.race.clients import is_open
+from . import RaceFailed, Shop
 
 PATIENCE = 30  # seconds for a server to start, and to stop
 
@@ -18,18 +17,17 @@ Wait = Callable[[Callable[[], bool]], None]
 
 
 @contextmanager
-def shop(strategy: str, processes: int, home: Path) -> Iterator[int]:
-    """Serve the shop under a strategy, and give the port once it answers; the log is `<strategy>.log` in `home`."""
+def serving(shop: Shop, strategy: str, processes: int, home: Path) -> Iterator[int]:
+    """Serve the shop under a strategy; gives the port once all processes do. The log is `<strategy>.log` in `home`."""
     # We take the port ourselves and pass it on, so that nobody else can take it in between.
     listener = socket.create_server(("127.0.0.1", 0), backlog=512)
-    port, fd = listener.getsockname()[1], listener.fileno()
-    command = [sys.executable, "-m", "gunicorn", "shopsite.wsgi", "--preload", "--log-level=warning"]
-    command += [f"--bind=fd://{fd}", f"--workers={processes}", f"--timeout={PATIENCE}", "--graceful-timeout=2"]
+    port, fd, log = listener.getsockname()[1], listener.fileno(), home / f"{strategy}.log"
+    command = [sys.executable, "-m", *shop.command(fd, processes)]
     # Some versions of gunicorn put a control socket there, one for all: ours is our own.
     environment = os.environ | {"SHOP_STRATEGY": strategy, "SHOP_DEBUG": "0", "XDG_RUNTIME_DIR": str(home)}
-    with running("gunicorn", command, home / f"{strategy}.log", pass_fds=[fd], env=environment) as wait_until:
+    with running(shop.server, command, log, pass_fds=[fd], env=environment) as wait_until:
         listener.close()
-        wait_until(lambda: is_open(port))
+        wait_until(lambda: log.read_text(errors="replace").count(shop.announcement) >= processes)
         yield port
 
 

@@ -1,0 +1,46 @@
+"""The race: servers to run in, clients who ship and cancel at once, and a report of what came of it.
+
+It knows no framework: each shop tells it, as a `Shop`, how it is served and what its database says.
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Protocol
+
+
+class RaceFailed(Exception):
+    """The race cannot be run; the text says why."""
+
+
+@dataclass(frozen=True)
+class Tally:
+    """What a database says of the orders of a race; `changed` counts lines of history that ship or cancel."""
+
+    orders: int
+    both_shipped_and_cancelled: int
+    refunds_of_shipped: int
+    lost_updates: int
+    changed: int
+
+
+Sale = tuple[list[int], Callable[[], Tally]]
+"""The numbers of paid orders, and how to count what has become of them."""
+
+
+class Shop(Protocol):
+    strategies: Sequence[str]
+    server: str
+    announcement: str
+    """What each process of the server writes to its log once it serves."""
+    order_path: str
+    action_path: str
+
+    def database(self, url: str) -> AbstractContextManager[str]:
+        """Take this database and make its tables; gives its name for the title; raises RaceFailed."""
+
+    def command(self, fd: int, processes: int) -> list[str]:
+        """Say how to serve the shop on a socket that listens already."""
+
+    def paid_orders(self, number: int) -> AbstractContextManager[Sale]:
+        """Sell something `number` times, and remove it all afterwards: the database may be somebody's own."""
