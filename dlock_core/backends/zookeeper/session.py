@@ -1,0 +1,250 @@
+"""One ZooKeeper session for a process: requests are sent in one go, and answered within a limit or not at all.
+
+kazoo keeps the connection and the session. What it would do by default and must not: wait for a reply for ever, stay
+with a server that is silent for most of the session, or pause for up to an hour before it connects again.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import select
+import threading
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, Final
+
+from kazoo.client import KazooClient
+from kazoo.exceptions import (
+    AuthFailedError,
+    ConnectionClosedError,
+    ConnectionLoss,
+    NoAuthError,
+    NoNodeError,
+    SessionExpiredError,
+    SessionMovedError,
+)
+from kazoo.handlers.threading import SequentialThreadingHandler
+from kazoo.protocol.connection import _CONNECTION_DROP
+from kazoo.protocol.serialization import Create2, Delete, SetData
+from kazoo.protocol.states import KazooState
+
+from dlock_core.errors import BackendUnavailable
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from dlock_core.backends.zookeeper.address import Address
+    from dlock_core.runtime import Runtime, Signal
+
+__all__ = ["CreateContainer", "Session", "good"]
+
+_LOST: Final = (ConnectionLoss, ConnectionClosedError, SessionExpiredError, SessionMovedError)
+_REFUSED: Final = (AuthFailedError, NoAuthError)
+_WRITES: Final = (Create2, SetData, Delete)
+_RETRY: Final = {"max_tries": -1, "delay": 0.05, "backoff": 1.5, "max_delay": 0.5}
+
+_quiet = logging.getLogger("dlock.kazoo")
+_quiet.setLevel(logging.ERROR)  # kazoo's debug log shows credentials, and it warns at every attempt to connect
+
+
+class CreateContainer(Create2):  # type: ignore[misc]  # kazoo has no types
+    """Create a node that ZooKeeper removes once it is empty again; kazoo does not know this request."""
+
+    type = 19
+
+
+class Session:
+    """The session, made anew when it has ended; `timeout` bounds a request, `length` is asked for (seconds)."""
+
+    def __init__(self, address: Address, timeout: float, length: float) -> None:
+        self._address, self._timeout, self._length = address, timeout, length
+        self._guard = threading.Lock()
+        self._kazoo: Any = None
+        self._waiting: set[Signal] = set()
+        self._connections = 0
+        self._proof = (0, -math.inf)
+        self.valid_for = 0.0
+        """Seconds after a write for which the session surely lives: two thirds of what the server granted.
+
+        The leader may hear of a request half a tick late, and a session has at least two ticks, so three quarters hold.
+        """
+
+    @property
+    def id(self) -> int:
+        """The present session, 0 when there is none."""
+        return (self._kazoo and self._kazoo._session_id) or 0
+
+    @property
+    def proven(self) -> float:
+        """When the last write was sent that a quorum has seen; a read may be answered by a server that is cut off."""
+        session, sent = self._proof
+        return sent if session == self.id else -math.inf
+
+    async def ask(self, runtime: Runtime, name: str, requests: Sequence[Any], limit: float | None = None) -> list[Any]:
+        """Send requests and give their answers in order, an error of the server as an exception object.
+
+        Raises BackendUnavailable when an answer is missing: what was asked may have been done, or not.
+        """
+        sent, limit = runtime.now(), self._timeout if limit is None else limit
+        client = await self._connected(runtime, name, limit)
+        session, connection = self.id, self._connections
+        done = runtime.signal()
+        replies = [_Reply() for _ in requests]
+        replies[-1].done = done  # they come in order
+        for request, reply in zip(requests, replies, strict=True):
+            client._call(request, reply)
+        if not await runtime.wait(done, max(0.0, sent + limit - runtime.now())):
+            self._drop(client, connection)
+            raise BackendUnavailable(name, reason=f"no answer within {limit:.3g} s")
+        answers = [reply.answer for reply in replies]
+        for request, answer in zip(requests, answers, strict=True):
+            if isinstance(answer, _LOST):
+                raise BackendUnavailable(name, reason=f"{type(answer).__name__}: the connection broke", broken=True)
+            if isinstance(request, _WRITES) and (not isinstance(answer, Exception) or isinstance(answer, NoNodeError)):
+                self._prove(session, sent)
+        return answers
+
+    def close(self) -> None:
+        """End the session, and with it every node that belongs to it."""
+        with self._guard:
+            client, self._kazoo = self._kazoo, None
+        if client is not None:
+            ending = threading.Thread(target=_end, args=(client,), name="dlock-zookeeper-close", daemon=True)
+            ending.start()
+            ending.join(self._timeout)  # a server that does not answer is not waited for
+
+    def abandon(self) -> None:
+        """Let go of the session in a forked child: it is the parent's."""
+        if self._kazoo is not None:
+            connection = self._kazoo._connection
+            for ours in (connection._socket, connection._read_sock, connection._write_sock):
+                with suppress(Exception):
+                    ours.close()
+
+    async def _connected(self, runtime: Runtime, name: str, limit: float) -> Any:
+        client = self._alive()
+        if not client.connected:
+            signal = runtime.signal()
+            self._waiting.add(signal)
+            try:
+                if not client.connected:
+                    await runtime.wait(signal, limit)
+            finally:
+                self._waiting.discard(signal)
+        if not client.connected:
+            raise BackendUnavailable(name, reason=f"no connection to {self._address.hosts} within {limit:.3g} s")
+        return client
+
+    def _alive(self) -> Any:
+        client = self._kazoo
+        if client is not None and client._connection._connection_routine.is_alive():
+            return client
+        with self._guard:
+            if self._kazoo is client:
+                self._kazoo = self._start()
+            return self._kazoo
+
+    def _start(self) -> Any:
+        credential = self._address.credential
+        client = KazooClient(
+            hosts=self._address.hosts,
+            timeout=self._length,
+            handler=_Handler(self._timeout),
+            connection_retry=dict(_RETRY),
+            auth_data=[("digest", credential)] if credential else None,
+            logger=_quiet,
+        )
+        client._connection._connect = self._noting(client._connection._connect)
+        client.add_listener(self._changed)
+        client.start_async()
+        return client
+
+    def _noting(self, connect: Callable[..., tuple[float, float]]) -> Callable[..., tuple[float, float]]:
+        def noting(*where: Any) -> tuple[float, float]:
+            limits = connect(*where)
+            self._connections += 1
+            self.valid_for = limits[0] / 1000  # kazoo's own limit for silence, in milliseconds
+            return limits
+
+        return noting
+
+    def _changed(self, state: str) -> None:
+        if state == KazooState.CONNECTED:
+            for signal in list(self._waiting):
+                _tell(signal)
+
+    def _prove(self, session: int, sent: float) -> None:
+        if session == self.id and sent > self.proven:
+            self._proof = (session, sent)
+
+    def _drop(self, client: Any, connection: int) -> None:
+        """Have kazoo go to another server, unless it has done so already."""
+        if client.connected and connection == self._connections:
+            client._call(_CONNECTION_DROP, _Reply())
+
+
+def good(name: str, answer: Any) -> Any:
+    """Turn an error of the server that nobody expected into BackendUnavailable: it has not said no."""
+    if isinstance(answer, Exception):
+        refused = isinstance(answer, _REFUSED)
+        reason = "the server refused our credentials" if refused else "the server could not do it"
+        raise BackendUnavailable(name, reason=f"{reason}: {type(answer).__name__}", refused=refused) from answer
+    return answer
+
+
+def _tell(signal: Signal) -> None:
+    with suppress(RuntimeError):  # its event loop was closed meanwhile
+        signal.set()
+
+
+def _end(client: Any) -> None:
+    with suppress(Exception):
+        client.stop()
+        client.close()
+
+
+class _Reply:
+    """What kazoo's own result objects do, without their locks and their detour over another thread."""
+
+    __slots__ = ("answer", "done")
+
+    def __init__(self) -> None:
+        self.answer: Any = None
+        self.done: Signal | None = None
+
+    def set(self, answer: Any = None) -> None:
+        self.answer = answer
+        if self.done is not None:
+            _tell(self.done)
+
+    def set_exception(self, error: Exception) -> None:
+        self.set(error)
+
+
+class _Handler(SequentialThreadingHandler):  # type: ignore[misc]  # kazoo has no types
+    """Bounds what kazoo waits for while it connects, and calls watchers at once: they only set a signal."""
+
+    def __init__(self, limit: float) -> None:
+        super().__init__()
+        self._limit = limit
+
+    def create_connection(self, *args: Any, **options: Any) -> Any:
+        options["timeout"] = min(self._limit, options.get("timeout") or self._limit)
+        return super().create_connection(*args, **options)
+
+    def select(self, readers: Any, writers: Any, others: Any, timeout: float | None = None) -> Any:
+        """Wait for sockets; one alone means the rest of a message, or the answer to a request to connect."""
+        if timeout is not None and len(readers) + len(writers) == 1:
+            timeout = min(timeout, self._limit)
+        if not hasattr(select, "poll"):
+            return super().select(readers, writers, others, timeout)
+        poll = select.poll()  # a fifth of the cost of kazoo's, which makes a selector each time
+        for sockets, event in ((readers, select.POLLIN), (writers, select.POLLOUT)):
+            for each in sockets:
+                poll.register(each, event)
+        ready = {fd for fd, _ in poll.poll(None if timeout is None else math.ceil(timeout * 1000))}
+        return [one for one in readers if one.fileno() in ready], [one for one in writers if one.fileno() in ready], []
+
+    def dispatch_callback(self, callback: Any) -> None:
+        with suppress(RuntimeError):
+            callback.func(*callback.args)

@@ -1,0 +1,111 @@
+"""Real ZooKeeper servers for tests: one alone, or an ensemble of three, on top of `tests.servers`.
+
+Ticks are short, so that sessions may be; the heap is small and nothing is forced to disk.
+"""
+
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from tests.servers import START_WITHIN, Server, ServerMissing, find, free_port
+
+JARS: Final = (Path("/usr/share/java/zookeeper.jar"), Path("/usr/share/java/slf4j-simple.jar"))
+MISSING: Final = "ZooKeeper is missing: apt-get install zookeeper default-jre-headless"
+TICK: Final = 100
+"""Milliseconds: a session may be as short as 500, a dead peer is noticed after a second."""
+
+
+def zookeeper(directory: Path) -> Server:
+    """One server alone."""
+    return _server(directory, free_port())
+
+
+@dataclass
+class Ensemble:
+    """Three servers, one of which leads."""
+
+    members: list[Server]
+
+    def start(self) -> None:
+        for member in self.members:
+            member.start()
+        self.wait()
+
+    def stop(self) -> None:
+        for member in self.members:
+            member.stop()
+
+    @property
+    def url(self) -> str:
+        return "zookeeper://" + ",".join(f"127.0.0.1:{member.port}" for member in self.members)
+
+    @property
+    def leader(self) -> Server:
+        self.wait()
+        return next(member for member in self.members if mode(member) == "leader")
+
+    @property
+    def followers(self) -> list[Server]:
+        self.wait()
+        return [member for member in self.members if mode(member) == "follower"]
+
+    def wait(self) -> None:
+        """Until all have agreed on a leader."""
+        give_up = time.monotonic() + START_WITHIN
+        while sorted(mode(member) for member in self.members) != ["follower", "follower", "leader"]:
+            if time.monotonic() > give_up:
+                raise TimeoutError("the ensemble has no leader")
+            time.sleep(0.02)
+
+
+def ensemble(directory: Path) -> Ensemble:
+    directory.mkdir(mode=0o700)
+    ports = [(free_port(), free_port(), free_port()) for _ in range(3)]
+    peers = [f"server.{number}=127.0.0.1:{a}:{b};127.0.0.1:{port}" for number, (a, b, port) in enumerate(ports, 1)]
+    return Ensemble(
+        [
+            _server(directory / f"zookeeper{number}", port, *peers, number=number)
+            for number, (_, _, port) in enumerate(ports, 1)
+        ]
+    )
+
+
+def mode(server: Server) -> str:
+    """leader, follower, standalone, or nothing when it does not serve now."""
+    return next((line.partition(": ")[2] for line in asked(server, "srvr") if line.startswith("Mode: ")), "")
+
+
+def asked(server: Server, word: str) -> Iterator[str]:
+    """The lines of its answer to one of ZooKeeper's words of four letters; none when it does not answer."""
+    with suppress(OSError), socket.create_connection(("127.0.0.1", server.port), 1) as connection:
+        connection.sendall(word.encode())
+        with connection.makefile() as answer:
+            yield from answer.read().splitlines()
+
+
+def _server(directory: Path, port: int, *peers: str, number: int = 0) -> Server:
+    if not all(jar.exists() for jar in JARS):
+        raise ServerMissing(MISSING)
+    settings = [
+        f"tickTime={TICK}", "initLimit=50", "syncLimit=10", f"dataDir={directory}", "admin.enableServer=false",
+        "minSessionTimeout=500", "maxSessionTimeout=60000", "4lw.commands.whitelist=*", "maxClientCnxns=0",
+        *(peers or [f"clientPort={port}", "clientPortAddress=127.0.0.1"]),
+    ]  # fmt: skip
+    text = "\\n".join(settings)
+    java = find("java", package="default-jre-headless")
+    small = ["-Xmx96m", "-XX:+UseSerialGC", "-XX:TieredStopAtLevel=1", "-XX:-UsePerfData"]
+    fast = ["-Dzookeeper.forceSync=no", "-Dzookeeper.extendedTypesEnabled=true", "-Dzookeeper.preAllocSize=1024"]
+    often = ["-Dznode.container.checkIntervalMs=1000"]
+    where = ["-cp", ":".join(map(str, JARS)), "org.apache.zookeeper.server.quorum.QuorumPeerMain"]
+    return Server(
+        directory=directory,
+        port=port,
+        prepare=[["sh", "-c", f"printf '{text}\\n' > zoo.cfg; echo {number} > myid"]],
+        command=[java, *small, *fast, *often, *where, str(directory / "zoo.cfg")],
+        ready="ZooKeeper audit is disabled",
+        url=f"zookeeper://127.0.0.1:{port}",
+    )
