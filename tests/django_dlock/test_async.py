@@ -18,7 +18,7 @@ from django_dlock.middleware import LockMiddleware
 from django_dlock.models import Fence
 from django_dlock.ties import current
 from dlock_core.lease import Released
-from tests.django_dlock.chaos import EverybodyIn
+from tests.chaos import EverybodyIn
 from tests.django_dlock.parties import is_held
 from tests.django_dlock.sessions import committed
 from tests.testapp.models import Counter

@@ -16,7 +16,7 @@ from django_dlock.errors import LeaseLost, NotSupported, RowLocked, SnapshotTooO
 from django_dlock.models import Fence
 from django_dlock.transactions import on_end
 from dlock_core.retry import Trouble, classify, is_conflict
-from tests.django_dlock.chaos import EverybodyIn
+from tests.chaos import EverybodyIn
 from tests.django_dlock.conftest import flush
 from tests.django_dlock.parties import Party, wait_until_blocked
 from tests.django_dlock.sessions import rows

@@ -12,7 +12,7 @@ from django.db.transaction import atomic
 from django_dlock import lock
 from django_dlock.errors import DLockError, RowLocked
 from dlock_core.retry import is_conflict
-from tests.django_dlock.chaos import Dice
+from tests.chaos import Dice
 from tests.django_dlock.parties import is_held
 from tests.processes import Worker, worker
 from tests.testapp.models import Counter
