@@ -6,10 +6,11 @@ from contextlib import contextmanager
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Final
 
-from sqlalchemy import BigInteger, Column, MetaData, String, Table, TextClause, bindparam, inspect, text
+from sqlalchemy import BigInteger, Column, MetaData, String, Table, TextClause, bindparam, event, inspect, text
 from sqlalchemy.dialects import mysql
 from sqlalchemy.exc import DBAPIError
-from sqlalchemy.orm import Mapped, mapped_column
+from sqlalchemy.orm import mapped_column
+from sqlalchemy.orm.attributes import set_committed_value
 
 from dlock_core import fencing, row_fence
 from dlock_core.errors import NotSupported, StaleToken
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Iterator, Mapping
 
     from sqlalchemy import Connection, Engine
-    from sqlalchemy.orm import Mapper
+    from sqlalchemy.orm import Mapped, Mapper
 
     from dlock_core.fencing import Claim
 
@@ -55,8 +56,21 @@ class FencedMixin:
     It does not know shared locks. A row that was deleted and made anew has forgotten its newest holder.
     """
 
-    dlock_token: Mapped[int] = mapped_column(BigInteger, default=0, server_default="0", init=False, repr=False)
-    dlock_holder: Mapped[str] = mapped_column(String(32), default="", server_default="", init=False, repr=False)
+    if TYPE_CHECKING:
+        dlock_token: Mapped[int]
+        dlock_holder: Mapped[str]
+    else:  # without annotations they are no fields of a dataclass, and a class that is none may have them, too
+        dlock_token = mapped_column(BigInteger, nullable=False, default=0, server_default="0")
+        dlock_holder = mapped_column(String(32), nullable=False, default="", server_default="")
+
+
+@event.listens_for(FencedMixin, "before_update", propagate=True)
+def _keep_out_of_flush(_mapper: Mapper[Any], _connection: Connection, instance: FencedMixin) -> None:
+    """An instance may know an old token, that of one merged into the session, for example: only the fence writes it."""
+    for name in ("dlock_token", "dlock_holder"):
+        history = inspect(instance).attrs[name].history
+        if history.added:
+            set_committed_value(instance, name, (history.deleted or history.added)[0])
 
 
 class TableFence:
