@@ -17,7 +17,8 @@ def plain_session(session: Session | scoped_session[Any], instead: str) -> Sessi
     found: Any = session() if isinstance(session, scoped_session) else session
     if isinstance(found, Session):
         return found
-    hint = f": use {instead}" if hasattr(found, "run_sync") else ""
+    is_async = type(found).__module__.startswith("sqlalchemy.ext.asyncio") or hasattr(found, "sync_session")
+    hint = f": use {instead}" if is_async else ""
     raise TypeError(f"a Session is needed here, not {type(found).__name__}{hint}")
 
 

@@ -1,0 +1,83 @@
+"""One driver at work, for threads or for asyncio: a test says what is done in a transaction, and this does it."""
+
+import asyncio
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+from sqlalchemy import Connection, Engine, event
+from sqlalchemy.exc import DBAPIError
+from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession
+from sqlalchemy.orm import Session
+
+from dlock_core.retry import Trouble, classify
+from tests.sqla_dlock.engines import server_of
+
+T = TypeVar("T")
+
+SHARE = {"postgresql": "FOR SHARE", "mariadb": "LOCK IN SHARE MODE"}
+WAITERS = {
+    "postgresql": "SELECT count(*) FROM pg_locks WHERE NOT granted",
+    "mariadb": "SELECT count(*) FROM information_schema.innodb_trx WHERE trx_state = 'LOCK WAIT'",
+}
+
+
+class Party:
+    """Sessions of one engine, and what another session (by the server's driver for threads) sees of their work."""
+
+    def __init__(self, name: str, engine: Engine | AsyncEngine, other: Engine) -> None:
+        self.server = server_of(name) or "sqlite"
+        self.engine, self.others = engine, other
+        self.sql: list[str] = []
+        """The statements that were sent by this engine."""
+        event.listen(getattr(engine, "sync_engine", engine), "before_cursor_execute", self._sent)
+
+    async def transact(self, work: Callable[[Session], T], **options: Any) -> T:
+        """Do `work` in a transaction of a new session, and commit."""
+        if isinstance(self.engine, AsyncEngine):
+            async with AsyncSession(self.engine, **options) as session, session.begin():
+                return await session.run_sync(work)
+        return await asyncio.to_thread(self._transact, work, options)
+
+    def _transact(self, work: Callable[[Session], T], options: dict[str, Any]) -> T:
+        with Session(self.engine, **options) as session, session.begin():
+            return work(session)
+
+    def _sent(self, connection: object, cursor: object, statement: str, *rest: object) -> None:
+        self.sql.append(statement)
+
+    @contextmanager
+    def other_transaction(self) -> Iterator[Connection]:
+        """A transaction of another session, which has done nothing yet; it is rolled back."""
+        with self.others.connect() as other, other.begin() as transaction:
+            try:
+                yield other
+            finally:
+                transaction.rollback()
+
+    def is_free(self, row: Any, clause: str = "FOR UPDATE", table: str | None = None) -> bool:
+        """Another session could take this lock now."""
+        with self.other_transaction() as other:
+            try:
+                lock_there(other, row, f"{clause} NOWAIT", table)
+            except DBAPIError as error:
+                if classify(error) is Trouble.LOCK_TIMEOUT:
+                    return False
+                raise
+            return True
+
+    @property
+    def share(self) -> str:
+        return SHARE[self.server]
+
+    async def until_somebody_waits(self) -> None:
+        await asyncio.to_thread(self._until_somebody_waits)
+
+    def _until_somebody_waits(self) -> None:
+        with self.others.connect().execution_options(isolation_level="AUTOCOMMIT") as watcher:
+            while watcher.exec_driver_sql(WAITERS[self.server]).scalar_one() == 0:
+                pass
+
+
+def lock_there(other: Connection, row: Any, clause: str = "FOR UPDATE", table: str | None = None) -> None:
+    other.exec_driver_sql(f"SELECT 1 FROM {table or row.__tablename__} WHERE id = {row.id} {clause}")
