@@ -3,13 +3,17 @@
 import asyncio
 import functools
 import inspect
+import socket
 import threading
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Annotated, Any
 
 import anyio.to_thread
 import httpx
 import pytest
+import uvicorn
 from celery import Celery
 from fastapi import Depends, FastAPI
 from flask import Flask
@@ -28,7 +32,9 @@ from sqla_dlock import stores
 from sqla_dlock.handlers import locked
 from sqla_dlock.locks import lock
 from sqla_dlock.middleware import LockMiddleware, WSGILockMiddleware, answer_flask
+from tests.processes import worker
 from tests.sqla_dlock import leases
+from tests.sqla_dlock.engines import new_async_engine, new_engine
 from tests.sqla_dlock.models import Counter
 
 WORK = ["acquired order:42", "BEGIN", "work"]
@@ -383,6 +389,55 @@ async def test_lost_lease_is_answered_409_and_nothing_is_written(make_engine, jo
         assert session.scalars(select(Counter)).all() == []
 
 
+def serve(link, which):
+    """A shop in a process of its own, whose sessions commit after the response."""
+    stores.configure(default="memory://")
+    maker = sessionmaker(new_engine("postgresql", pool_size=20))
+    async_maker = async_sessionmaker(new_async_engine("asyncpg", pool_size=20))
+
+    def get_session():
+        with maker.begin() as session:
+            yield session
+
+    async def get_async_session():
+        async with async_maker.begin() as session:
+            yield session
+
+    def count(session, then):
+        session.get(Counter, 42).value += 1
+
+    app = FastAPI()
+    wire = WIRES[which]
+    wire(app, Depends(get_async_session if "async" in wire.__name__ else get_session, scope="request"), count)
+
+    @app.post("/orders/{order_id}")
+    @locked("order", "order_id")
+    def counted(order_id: int, db: Annotated[Session, Depends(get_session)]):
+        return db.get(Counter, order_id).value
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        link.say(listener.getsockname()[1])
+        uvicorn.Server(uvicorn.Config(app, log_level="critical")).run(sockets=[listener])
+
+
+def ask(port, path):
+    with urllib.request.urlopen(urllib.request.Request(f"http://127.0.0.1:{port}{path}", method="POST")) as response:
+        return response.read()
+
+
+WIRES = [by_decorator, by_dependency, by_async_decorator, by_async_dependency]
+
+
+@pytest.mark.parametrize("wire", WIRES)
+def test_no_increment_is_lost_behind_uvicorn_that_commits_after_the_response(make_engine, wire):
+    with sessionmaker(make_engine("postgresql")).begin() as session:
+        session.add(Counter(id=42))
+    with worker(serve, WIRES.index(wire)) as server, ThreadPoolExecutor(8) as pool:
+        port = server.hear()
+        list(pool.map(lambda _: [ask(port, "/orders/42/ship") for _ in range(10)], range(8)))
+        assert ask(port, "/orders/42") == b"80"
+
+
 # Starlette
 
 
@@ -650,6 +705,13 @@ def test_call_without_a_session_is_refused_before_the_lock_is_asked_for(journal)
     with pytest.raises(TypeError, match="ship was called with no session"):
         ship(None, 42, None)
     assert journal == []
+
+
+def test_function_that_cannot_have_a_session_is_refused_at_import():
+    with pytest.raises(TypeError, match="no argument for a session"):
+        locked("order", "order_id")(lambda order_id: None)
+    locked("order", "order_id")(lambda order_id, **more: None)
+    locked("order", "order_id", session=lambda: None)(lambda order_id: None)
 
 
 def test_call_with_two_sessions_has_to_tell_which(journal):
