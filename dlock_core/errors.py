@@ -98,8 +98,10 @@ class StaleToken(DLockError):
 class StaleObject(DLockError):
     """The row changed, or went away (`found` is None), since `instance` was read with version `expected`."""
 
-    def __init__(self, instance: Any, *, expected: Any, found: Any = None, action: str = "save") -> None:
-        name = f"{type(instance).__name__}({getattr(instance, 'pk', None)!r})"
+    def __init__(
+        self, instance: Any, *, expected: Any, found: Any = None, action: str = "save", key: Any = None
+    ) -> None:
+        name = f"{type(instance).__name__}({getattr(instance, 'pk', None) if key is None else key!r})"
         what = "the row is gone" if found is None else f"the row has version {found!r}"
         super().__init__(f"cannot {action} {name} at version {expected!r}: {what}; read it again and retry", name=name)
         self.instance, self.expected, self.found, self.action = instance, expected, found, action

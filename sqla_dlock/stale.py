@@ -1,0 +1,77 @@
+"""What a conflict is to SQLAlchemy: its error, and what versions rows have now."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+from sqlalchemy import select, tuple_
+from sqlalchemy.orm.exc import StaleDataError
+
+from dlock_core import errors
+from sqla_dlock.version_mapping import key_columns, version_column
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from sqlalchemy import Connection
+    from sqlalchemy.orm import Mapper, Session
+
+    Key = tuple[Any, ...]
+
+__all__ = ["StaleObject", "find_version", "require_versions", "stale_row"]
+
+AT_ONCE: Final = 500
+"""Rows whose keys go into one query."""
+
+
+class StaleObject(errors.StaleObject, StaleDataError):
+    """The row changed, or went away (`found` is None), since `instance` was read with version `expected`.
+
+    Also SQLAlchemy's StaleDataError, so that what catches that goes on working.
+    """
+
+
+def stale_row(
+    session: Session, mapper: Mapper[Any], key: Key, *, expected: Any, found: Any, action: str
+) -> StaleObject:
+    """Make the error for a row of which only the key is known."""
+    instance = session.identity_map.get(mapper.identity_key_from_primary_key(key))
+    name = key[0] if len(key) == 1 else key
+    return StaleObject(instance, expected=expected, found=found, action=action, key=name)
+
+
+def find_version(connection: Connection, mapper: Mapper[Any], key: Key) -> Any:
+    """What version a row has now, None if it is gone.
+
+    On MySQL a plain SELECT may see an old one, a locking one does not.
+    """
+    query = select(version_column(mapper)).where(
+        *(column == part for column, part in zip(key_columns(mapper), key, strict=True))
+    )
+    if connection.dialect.name in {"mysql", "mariadb"}:
+        query = query.with_for_update()
+    return connection.execute(query).scalar()
+
+
+def require_versions(
+    session: Session, connection: Connection, mapper: Mapper[Any], expected: Sequence[tuple[Key, Any]], action: str
+) -> None:
+    """Lock rows in the order of their keys, or raise StaleObject for the first whose version is not the expected one.
+
+    Nothing is locked on SQLite, where the transaction that writes has the database for itself.
+    """
+    for start in range(0, len(expected), AT_ONCE):
+        some = expected[start : start + AT_ONCE]
+        now = _lock_versions(connection, mapper, [key for key, _ in some], action)
+        for key, version in some:
+            # Python may think two keys different that are one to the database, so that has the last word.
+            if now.get(key) != version and (found := find_version(connection, mapper, key)) != version:
+                raise stale_row(session, mapper, key, expected=version, found=found, action=action)
+
+
+def _lock_versions(connection: Connection, mapper: Mapper[Any], keys: Iterable[Key], action: str) -> dict[Key, Any]:
+    columns = key_columns(mapper)
+    wanted = columns[0].in_([key[0] for key in keys]) if len(columns) == 1 else tuple_(*columns).in_(list(keys))
+    query = select(*columns, version_column(mapper)).where(wanted).order_by(*columns)
+    rows = connection.execute(query.with_for_update(key_share=action != "delete"))
+    return {tuple(row[:-1]): row[-1] for row in rows}

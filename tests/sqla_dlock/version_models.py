@@ -1,0 +1,122 @@
+"""Tables of the tests of versions."""
+
+from typing import Any, ClassVar
+
+from sqlalchemy import ForeignKey, String, text
+from sqlalchemy.orm import DeclarativeBase, Mapped, MappedAsDataclass, mapped_column, relationship
+
+from sqla_dlock.versions import VersionedMixin
+from tests.sqla_dlock.models import Base
+
+
+class Order(VersionedMixin, Base):
+    __tablename__ = "orders"
+
+    id: Mapped[int] = mapped_column(primary_key=True)
+    title: Mapped[str] = mapped_column(String(80), default="")
+    reads: Mapped[int] = mapped_column(default=0)
+    edited: Mapped[int] = mapped_column(default=0, onupdate=7)
+    seen: Mapped[int] = mapped_column(default=0, onupdate=text("1 + 1"))
+
+
+class Code(VersionedMixin, Base):
+    """A key of two columns, of the author's choice; and a version with another name in the table."""
+
+    __tablename__ = "code"
+
+    kind: Mapped[str] = mapped_column(String(20), primary_key=True)
+    code: Mapped[str] = mapped_column(String(20), primary_key=True)
+    title: Mapped[str] = mapped_column(String(80), default="")
+    version: Mapped[int] = mapped_column("row_version")
+
+
+class Draft(VersionedMixin, Base):
+    __tablename__ = "draft"
+
+    id: Mapped[int] = mapped_column(primary_key=True)
+    title: Mapped[str] = mapped_column(String(80), default="")
+    revision: Mapped[int] = mapped_column()
+    __mapper_args__: ClassVar[Any] = {"version_id_col": revision}
+
+
+class Place(VersionedMixin, Base):
+    __tablename__ = "place"
+
+    id: Mapped[int] = mapped_column(primary_key=True)
+    kind: Mapped[str] = mapped_column(String(20))
+    name: Mapped[str] = mapped_column(String(80), default="")
+    __mapper_args__: ClassVar[Any] = {"polymorphic_on": "kind", "polymorphic_identity": "place"}
+
+
+class Shop(Place):
+    """Joined: its version stands in the table of Place."""
+
+    __tablename__ = "shop"
+
+    id: Mapped[int] = mapped_column(ForeignKey("place.id"), primary_key=True)
+    owner: Mapped[str] = mapped_column(String(80), default="")
+    __mapper_args__: ClassVar[Any] = {"polymorphic_identity": "shop"}
+
+
+class Park(Place):
+    """In the same table as Place."""
+
+    trees: Mapped[int | None]
+    __mapper_args__: ClassVar[Any] = {"polymorphic_identity": "park"}
+
+
+class Person(Base):
+    __tablename__ = "person"
+
+    id: Mapped[int] = mapped_column(primary_key=True)
+    name: Mapped[str] = mapped_column(String(80), default="")
+
+
+class Member(VersionedMixin, Person):
+    """A version beside a parent without one."""
+
+    __tablename__ = "member"
+
+    id: Mapped[int] = mapped_column(ForeignKey("person.id"), primary_key=True)
+    grade: Mapped[int] = mapped_column(default=0)
+
+
+class DataBase(MappedAsDataclass, DeclarativeBase):
+    metadata = Base.metadata
+
+
+class Card(VersionedMixin, DataBase):
+    __tablename__ = "card"
+
+    id: Mapped[int] = mapped_column(primary_key=True, init=False)
+    title: Mapped[str]
+
+
+class Basket(VersionedMixin, Base):
+    """The root of an aggregate."""
+
+    __tablename__ = "basket"
+    __version_children__ = ("lines", "lines.notes")
+
+    id: Mapped[int] = mapped_column(primary_key=True)
+    name: Mapped[str] = mapped_column(String(80), default="")
+    lines: Mapped[list["Line"]] = relationship(back_populates="basket", cascade="all, delete-orphan")
+
+
+class Line(VersionedMixin, Base):
+    __tablename__ = "line"
+
+    id: Mapped[int] = mapped_column(primary_key=True)
+    amount: Mapped[int] = mapped_column(default=0)
+    basket_id: Mapped[int | None] = mapped_column(ForeignKey("basket.id"))
+    basket: Mapped[Basket | None] = relationship(back_populates="lines")
+    notes: Mapped[list["LineNote"]] = relationship(back_populates="line", cascade="all, delete-orphan")
+
+
+class LineNote(Base):
+    __tablename__ = "line_note"
+
+    id: Mapped[int] = mapped_column(primary_key=True)
+    text: Mapped[str] = mapped_column(String(80), default="")
+    line_id: Mapped[int] = mapped_column(ForeignKey("line.id"))
+    line: Mapped[Line] = relationship(back_populates="notes")
