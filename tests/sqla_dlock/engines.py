@@ -56,8 +56,8 @@ def new_async_engine(name: str, **options: Any) -> AsyncEngine:
     return engine
 
 
-def begin_immediate(engine: Engine) -> None:
-    """SQLite as it should be used: transactions begin with the write lock, and wait for it."""
+def begin_immediate(engine: Engine, begin: str = "BEGIN IMMEDIATE") -> None:
+    """SQLite as it should be used: transactions begin with the write lock, and wait for it; or begin in another way."""
 
     @event.listens_for(engine, "connect")
     def connected(connection: Any, _: object) -> None:
@@ -69,4 +69,4 @@ def begin_immediate(engine: Engine) -> None:
 
     @event.listens_for(engine, "begin")
     def begun(connection: Any) -> None:
-        connection.exec_driver_sql("BEGIN IMMEDIATE")
+        connection.exec_driver_sql(begin)

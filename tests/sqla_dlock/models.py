@@ -1,7 +1,11 @@
 """Tables of the tests; every helper adds its own at the end."""
 
+import uuid
+
 from sqlalchemy import ForeignKey, String
-from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column, relationship
+from sqlalchemy.orm import DeclarativeBase, Mapped, MappedAsDataclass, mapped_column, relationship
+
+from sqla_dlock.fencing import FencedMixin
 
 
 class Base(DeclarativeBase):
@@ -64,3 +68,66 @@ class Article(Base):
     version: Mapped[int] = mapped_column()
 
     __mapper_args__ = {"version_id_col": version}
+
+
+class Parcel(FencedMixin, Base):
+    __tablename__ = "parcel"
+
+    id: Mapped[int] = mapped_column(primary_key=True)
+    kind: Mapped[str] = mapped_column(String(20))
+    value: Mapped[int] = mapped_column(default=0)
+
+    __mapper_args__ = {"polymorphic_on": "kind", "polymorphic_identity": "parcel"}
+
+
+class HeavyParcel(Parcel):
+    """A table below its parent's."""
+
+    __tablename__ = "heavy_parcel"
+
+    id: Mapped[int] = mapped_column(ForeignKey("parcel.id"), primary_key=True)
+    kilos: Mapped[int] = mapped_column(default=0)
+
+    __mapper_args__ = {"polymorphic_identity": "heavy"}
+
+
+class LightParcel(Parcel):
+    """In its parent's table."""
+
+    __mapper_args__ = {"polymorphic_identity": "light"}
+
+
+class Letter(FencedMixin, Base):
+    """Its table and key have to be quoted."""
+
+    __tablename__ = "order"
+
+    id: Mapped[str] = mapped_column("Key", String(40), primary_key=True)
+    value: Mapped[int] = mapped_column(default=0)
+
+
+class Ticket(FencedMixin, Base):
+    __tablename__ = "ticket"
+
+    id: Mapped[uuid.UUID] = mapped_column(primary_key=True)
+    value: Mapped[int] = mapped_column(default=0)
+
+
+class Tray(FencedMixin, Base):
+    """Its key has two columns."""
+
+    __tablename__ = "tray"
+
+    aisle: Mapped[int] = mapped_column(primary_key=True)
+    number: Mapped[int] = mapped_column(primary_key=True)
+
+
+class DataBase(MappedAsDataclass, DeclarativeBase):
+    metadata = Base.metadata
+
+
+class Stamp(FencedMixin, DataBase):
+    __tablename__ = "stamp"
+
+    id: Mapped[int] = mapped_column(primary_key=True)
+    value: Mapped[int] = mapped_column(default=0)
