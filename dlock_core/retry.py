@@ -76,7 +76,7 @@ def classify(error: BaseException) -> Trouble | None:
 
 def is_conflict(error: BaseException) -> bool:
     """Say whether doing all of the work again, in a new transaction, may well succeed."""
-    if isinstance(error, StaleObject | StaleToken | RowLocked):
+    if isinstance(error, StaleObject | StaleToken | RowLocked) or _is_stale_data(error):
         return True
     return classify(error) in (Trouble.DEADLOCK, Trouble.SERIALIZATION, Trouble.LOCK_TIMEOUT)
 
@@ -104,6 +104,8 @@ async def retry(
     work: Callable[[], Awaitable[T]],
     policy: Policy,
     draw: Callable[[], float] = random.random,
+    *,
+    may_start_over: Callable[[BaseException], bool] = is_conflict,
 ) -> T:
     """Do `work` until it ends without a conflict, pausing with full jitter between attempts.
 
@@ -116,7 +118,7 @@ async def retry(
         try:
             return await work()
         except Exception as error:
-            if not is_conflict(error):
+            if not may_start_over(error):
                 raise
             pause = full_jitter(attempt, draw())
             if attempt == policy.attempts or runtime.now() + pause > give_up:
@@ -145,6 +147,12 @@ def _layers(error: BaseException | None) -> Iterator[BaseException]:
         error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
 
 
+def _is_stale_data(error: BaseException) -> bool:
+    """SQLAlchemy's own error for a `version_id_col` that has moved; it is imported no more than a driver is."""
+    names = [(kind.__module__, kind.__name__) for kind in type(error).__mro__]
+    return ("sqlalchemy.orm.exc", "StaleDataError") in names
+
+
 def _comes_from(error: BaseException, *packages: str) -> bool:
     modules = [f"{kind.__module__}." for kind in type(error).__mro__]
     return any(module.startswith(f"{package}.") for module in modules for package in packages)
@@ -166,6 +174,10 @@ def _by_sqlite_code(error: Any) -> Trouble | None:
     return _SQLITE_CODES.get(code) or _SQLITE_CODES.get(code & 0xFF)
 
 
+def _by_invalidation(error: Any) -> Trouble | None:
+    return Trouble.DISCONNECT if getattr(error, "connection_invalidated", False) else None
+
+
 _DRIVERS: Final[dict[str, Callable[[Any], Trouble | None]]] = {
     "psycopg": _by_sqlstate,
     "psycopg2": _by_sqlstate,
@@ -174,5 +186,6 @@ _DRIVERS: Final[dict[str, Callable[[Any], Trouble | None]]] = {
     "pymysql": _by_number,  # its errors have an SQLSTATE too, but 40001 for a deadlock
     "asyncmy": _by_number,
     "sqlite3": _by_sqlite_code,
+    "sqlalchemy": _by_invalidation,  # it knows more signs of a lost connection than a driver's code
 }
-_WRAPPERS: Final = ("django.db", "sqlalchemy", "dlock_core")
+_WRAPPERS: Final = ("django.db", "dlock_core")

@@ -1,0 +1,197 @@
+"""`retry_on_conflict`: do the whole work again, in a new session, when somebody else was faster."""
+
+from __future__ import annotations
+
+import inspect
+from contextlib import contextmanager
+from functools import wraps
+from typing import TYPE_CHECKING, Any, Concatenate, Final, ParamSpec, Protocol, TypeVar, cast, overload
+
+from sqlalchemy import Connection
+from sqlalchemy.exc import InvalidRequestError
+from sqlalchemy.orm import Session
+
+from dlock_core.retry import Policy, is_conflict, retry
+from dlock_core.runtime import ASYNCIO, BLOCKING, run
+from dlock_core.tie import Outcome
+from sqla_dlock.transactions import on_end
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from sqlalchemy.ext.asyncio import AsyncSession
+
+    from dlock_core.deadline import Seconds
+
+__all__ = ["retry_on_conflict"]
+
+P = ParamSpec("P")
+T = TypeVar("T")
+S = TypeVar("S", bound="Session | AsyncSession")
+S_co = TypeVar("S_co", bound="Session | AsyncSession", covariant=True)
+
+
+_FOREIGN: Final = (
+    "retry_on_conflict needs to begin a transaction and one is already open: {}; what it has read would not be read "
+    "again, so call the function outside of it"
+)
+
+
+class WithSession(Protocol[S_co]):
+    """Decorates a function or method, whose callers no longer give its session."""
+
+    @overload
+    def __call__(self, function: Callable[Concatenate[S_co, P], T], /) -> Callable[P, T]: ...
+    @overload
+    def __call__(self, method: Callable[Concatenate[Any, S_co, P], T], /) -> Callable[Concatenate[Any, P], T]: ...
+
+
+def retry_on_conflict(
+    session_factory: Callable[[], S], *, attempts: int = 5, within: Seconds | None = None
+) -> WithSession[S]:
+    """Decorate a function to run in a transaction of a new session, and to run again from the start after a conflict.
+
+    `session_factory` makes the session that the function gets as its first argument (a method after `self`) and its
+    callers do not give: a `sessionmaker`; for a coroutine function an `async_sessionmaker`. Of a `scoped_session` the
+    new one is the current one while the function runs. The session is committed when the function returns, and closed:
+    return values rather than instances, which are detached then, and expired unless the factory has
+    `expire_on_commit=False`.
+
+    A conflict is StaleObject, StaleDataError, StaleToken, RowLocked, a deadlock, a serialization failure or a lock
+    timeout, also in COMMIT. Between runs it pauses with full jitter. At most `attempts` runs, none of which starts
+    later than `within` seconds after the first; then the last conflict is raised, with a note of how many there were.
+    Any other error, a cancellation, and an error after a COMMIT that has or may have happened, is raised at once.
+
+    Raises InvalidRequestError, before the function runs, where a transaction is already open: of a session among the
+    arguments, of the current session of a `scoped_session`, of the connection that the session is bound to (unless
+    `join_transaction_mode="create_savepoint"`, as in test suites).
+    """
+    policy = Policy(attempts=attempts, within=within)
+    _refuse_no_factory(session_factory)
+
+    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+        if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
+            raise TypeError(f"{function.__qualname__} is a generator: what it has yielded cannot be taken back")
+        place, signature = _without_session(function)
+        wrap = _for_coroutines if inspect.iscoroutinefunction(function) else _for_functions
+        wrapped = wrap(function, place, session_factory, policy)
+        wrapped.__signature__ = signature  # type: ignore[attr-defined]
+        return wrapped
+
+    return cast("WithSession[S]", decorate)
+
+
+def _for_functions(function: Callable[..., Any], place: int, factory: Any, policy: Policy) -> Callable[..., Any]:
+    @wraps(function)
+    def in_new_session(*args: Any, **kwargs: Any) -> Any:
+        _refuse_given(args, kwargs)
+        ending = _Ending()
+
+        async def attempt() -> Any:
+            with _current(factory) as session, _own(session, Session), session.begin():
+                ending.begin(session)
+                return function(*args[:place], session, *args[place:], **kwargs)
+
+        return run(retry(BLOCKING, attempt, policy, may_start_over=ending.may_start_over))
+
+    return in_new_session
+
+
+def _for_coroutines(function: Callable[..., Any], place: int, factory: Any, policy: Policy) -> Callable[..., Any]:
+    from sqlalchemy.ext.asyncio import AsyncSession  # needs greenlet, which is not everywhere
+
+    @wraps(function)
+    async def in_new_session(*args: Any, **kwargs: Any) -> Any:
+        _refuse_given(args, kwargs)
+        ending = _Ending()
+
+        async def attempt() -> Any:
+            with _current(factory) as session:
+                async with _own(session, AsyncSession), session.begin():
+                    ending.begin(session.sync_session)
+                    return await function(*args[:place], session, *args[place:], **kwargs)
+
+        return await retry(ASYNCIO, attempt, policy, may_start_over=ending.may_start_over)
+
+    return in_new_session
+
+
+class _Ending:
+    """What is known of the transaction of the last attempt."""
+
+    def __init__(self) -> None:
+        self._outcome: Outcome | None = None
+
+    def begin(self, session: Session) -> None:
+        self._outcome = None
+        on_end(session, self._settle)
+
+    def may_start_over(self, error: BaseException) -> bool:
+        """Nothing of it is, or may still be, committed."""
+        return is_conflict(error) and self._outcome in (None, Outcome.ROLLED_BACK)
+
+    def _settle(self, outcome: Outcome) -> None:
+        self._outcome = outcome
+
+
+@contextmanager
+def _current(factory: Any) -> Iterator[Any]:
+    """Make a session, and put it into the place of the current one if the factory has such."""
+    registry = getattr(factory, "registry", None)
+    if registry is None:
+        yield factory()
+        return
+    former = registry() if registry.has() else None
+    if former is not None and former.in_transaction():
+        raise InvalidRequestError(_FOREIGN.format("the current session of the scoped session has one"))
+    registry.set(session := factory.session_factory())
+    try:
+        yield session
+    finally:
+        registry.set(former) if former is not None else registry.clear()
+
+
+def _own(session: Any, kind: Any) -> Any:
+    """Pass on a session of that kind that can begin and end a transaction by itself."""
+    if not isinstance(session, kind):
+        raise TypeError(
+            f"the session factory made {type(session).__name__}, not {kind.__name__}: "
+            "give a sessionmaker to a function, an async_sessionmaker to a coroutine function"
+        )
+    own: Session = getattr(session, "sync_session", session)
+    if own.in_transaction():
+        raise InvalidRequestError(_FOREIGN.format("the session that the factory made has one"))
+    bind, joins = own.bind, own.join_transaction_mode != "create_savepoint"
+    if isinstance(bind, Connection) and bind.in_transaction() and joins:
+        raise InvalidRequestError(_FOREIGN.format("the connection that the session is bound to has one"))
+    return session
+
+
+def _refuse_given(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    for given in (*args, *kwargs.values()):
+        is_session = isinstance(given, Session) or hasattr(given, "sync_session")
+        if is_session and given.in_transaction():
+            raise InvalidRequestError(_FOREIGN.format("a session among the arguments has one"))
+
+
+def _refuse_no_factory(factory: Any) -> None:
+    is_session = isinstance(factory, Session) or hasattr(factory, "sync_session")
+    if is_session or not callable(factory) or inspect.iscoroutinefunction(factory):
+        raise TypeError(f"retry_on_conflict() needs what makes a new session for every run, not {factory!r:.80}")
+    try:
+        inspect.signature(factory).bind()
+    except TypeError as error:
+        raise TypeError(f"retry_on_conflict() calls its session factory without arguments: {error}") from None
+
+
+def _without_session(function: Callable[..., Any]) -> tuple[int, inspect.Signature]:
+    """Find the place of the session among the arguments, and the signature for callers, who do not give it."""
+    signature = inspect.signature(function)
+    names = list(signature.parameters)
+    place = 1 if names[:1] in (["self"], ["cls"]) else 0
+    parameters = list(signature.parameters.values())
+    if len(names) <= place or parameters[place].kind in (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.VAR_KEYWORD):
+        raise TypeError(f"{function!r} has no argument for the session: it is given first")
+    if parameters[place].kind is not inspect.Parameter.VAR_POSITIONAL:
+        del parameters[place]
+    return place, signature.replace(parameters=parameters)
