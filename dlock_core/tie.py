@@ -85,6 +85,12 @@ class Tie:
             with LETTING_RUN_OUT:
                 self.finish(engine.release, self.held)
 
+    def join(self) -> None:
+        """Note that one more handle needs the lease, also when those before it have left it to a transaction."""
+        with self._guard:
+            self.depth += 1
+            self._left = False
+
     def leave(self) -> bool:
         """Note that the block is over; True when the caller has to release now."""
         with self._guard:

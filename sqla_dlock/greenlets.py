@@ -25,7 +25,7 @@ await_: Final[Callable[[Coroutine[Any, Any, T]], T]] = getattr(concurrency, "awa
 
 def in_greenlet() -> bool:
     """Say whether this is code that SQLAlchemy runs for asyncio; without greenlet it is not."""
-    return "greenlet" in sys.modules and concurrency.in_greenlet()
+    return sys.modules.get("greenlet") is not None and concurrency.in_greenlet()
 
 
 class _Spawning(Blocking):

@@ -70,7 +70,7 @@ class SessionLock(TiedLock):
         joined = self.joined(current(self.session), store.backend, inside=in_transaction(self.session))
         if joined is not None:
             await database.call(joined.protect, bind, self.form)
-            joined.depth += 1
+            joined.join()
             return joined  # type: ignore[no-any-return]
         if self.snapshot == "raise":
             await database.call(self._refuse_old_snapshot)

@@ -52,7 +52,7 @@ class SessionTie(Tie):
         self._session = ref(session)  # the session's own listeners keep us: it has to go when nobody needs it
         self._forms: dict[Pool, FenceForm] = {}
         """The databases it protects, and how."""
-        self._refused: BaseException | None = None
+        self._refused: dict[Connection, BaseException] = {}
         """Why the open transaction may not commit, whatever its owner makes of the error."""
         self._leaving: list[Callable[[], object]] = []
         self._stop: list[Callable[[], None]] = []
@@ -96,7 +96,7 @@ class SessionTie(Tie):
             self._forget()
 
     def _began(self) -> None:
-        self._refused = None
+        self._refused.clear()
         on_end(self._owner(), self._ended, before_commit=self._before_commit)
         self.begin()
         while self._leaving:
@@ -109,8 +109,9 @@ class SessionTie(Tie):
         try:
             self._enter(connection, form)
         except BaseException as error:
-            self._refused = error
+            self._refused[connection] = error
             raise
+        self._refused.pop(connection, None)
 
     def _enter(self, connection: Connection, form: FenceForm) -> None:
         self.check()
@@ -121,8 +122,8 @@ class SessionTie(Tie):
     def _before_commit(self) -> None:
         if self._is_given_up:
             return
-        if self._refused is not None:
-            raise self._refused
+        for error in self._refused.values():
+            raise error
         self.check()
         for connection in self._connections():
             if self._forms.get(connection.engine.pool) == "lease":

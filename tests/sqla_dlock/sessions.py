@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from sqlalchemy import Connection, Engine, create_engine, text
+from sqlalchemy import Connection, Engine, NullPool, create_engine, text
 
 from tests import settings
 
@@ -35,7 +35,7 @@ def session_id(connection: Connection) -> int:
 
 def kill_session(engine: Engine, number: int) -> None:
     """Have the server end a session, and wait until it has."""
-    with engine.connect() as second:
+    with create_engine(engine.url, poolclass=NullPool).connect() as second:
         if second.dialect.name == "postgresql":
             second.execute(text("SELECT pg_terminate_backend(:number, 10000)"), {"number": number})
             return

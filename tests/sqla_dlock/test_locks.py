@@ -1,0 +1,821 @@
+"""`lock(session, ...)`: the lease lives until its transactions have ended, however they end."""
+
+import gc
+import logging
+import os
+import subprocess
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from sqlalchemy import create_engine, text
+from sqlalchemy.exc import DBAPIError, IntegrityError, PendingRollbackError, UnboundExecutionError
+from sqlalchemy.ext.asyncio import AsyncSession, create_async_engine
+from sqlalchemy.orm import Session, scoped_session, sessionmaker
+
+from dlock_core.backends.memory import MemoryBackend
+from dlock_core.errors import AlreadyHeld, BackendUnavailable, LeaseLost, NotSupported, StaleToken
+from dlock_core.lease import Released
+from dlock_core.registry import connect
+from dlock_core.runtime import BLOCKING, run
+from dlock_core.store import Store
+from sqla_dlock import configure, lock, stores
+from sqla_dlock.ties import current
+from tests.chaos import EverybodyIn
+from tests.proxy import Proxy
+from tests.servers import free_port
+from tests.sqla_dlock.engines import begin_immediate
+from tests.sqla_dlock.leases import expire, in_order, is_held, note_ends
+from tests.sqla_dlock.models import Base, Counter
+from tests.sqla_dlock.sessions import committed, kill_session, session_id
+
+servers_only = pytest.mark.parametrize("engine", ["postgresql", "mariadb", "pymysql"], indirect=True)
+postgresql_only = pytest.mark.parametrize("engine", ["postgresql"], indirect=True)
+sqlite_only = pytest.mark.parametrize("engine", ["sqlite"], indirect=True)
+
+
+class Sorry(Exception):
+    """Raised by user code."""
+
+
+@pytest.fixture
+def session(engine):
+    """In READ COMMITTED, where a lock may be asked for after a read."""
+    is_mariadb = engine.dialect.name == "mariadb"
+    engine.connect().close()  # a short lease may not last until a driver has connected for the first time
+    with Session(engine.execution_options(isolation_level="READ COMMITTED") if is_mariadb else engine) as session:
+        yield session
+    assert current(session) == []
+
+
+@pytest.fixture
+def dlock_log(caplog):
+    caplog.set_level(logging.INFO, logger="dlock")
+    return lambda: [record.getMessage() for record in caplog.records if record.name == "dlock"]
+
+
+def order(session, **options):
+    return lock(session, "order", 42, **options)
+
+
+def add(session, name):
+    session.add(Counter(name=name))
+    session.flush()
+
+
+def names(engine):
+    return {name for (name,) in committed(engine, "SELECT name FROM counter")}
+
+
+def fence_token(session):
+    return session.execute(text("SELECT token FROM dlock_fence WHERE name = 'order:42'")).scalar()
+
+
+# The block, without a transaction
+
+
+def test_block_outside_a_transaction_holds_the_lease_to_its_end(session, store):
+    with order(session) as lease:
+        assert is_held(store)
+        assert lease.token > 0
+        assert lease.name == "order:42"
+        assert not session.in_transaction()
+    assert not is_held(store)
+
+
+def test_block_that_raises_releases_and_lets_the_error_through(session, store):
+    with pytest.raises(Sorry), order(session):
+        raise Sorry
+    assert not is_held(store)
+
+
+def test_one_lock_object_may_be_used_again(session, store):
+    block = order(session)
+    with block as first:
+        pass
+    with block as second:
+        assert second.token > first.token
+    assert not is_held(store)
+
+
+def test_block_that_outlived_its_lease_without_a_transaction_is_not_called_a_success(session, store):
+    with pytest.raises(LeaseLost), order(session, ttl=0.25, renew=False) as lease:
+        expire(lease, store)
+
+
+def test_second_holder_waits_until_the_first_has_committed(engine, session, store):
+    def other():
+        with Session(engine) as second, order(second) as lease:
+            return is_held(store), lease.token
+
+    with ThreadPoolExecutor(1) as pool:
+        with order(session) as lease:
+            add(session, "a")
+            waiting = pool.submit(other)
+            while not run(store.inspect(BLOCKING, "order:42"))[0].waiters:
+                pass
+        assert not waiting.done()
+        session.commit()
+        held, token = waiting.result(30)
+    assert held
+    assert token > lease.token
+
+
+@sqlite_only
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_forked_child_walks_out_of_the_block_and_leaves_its_parents_lease_alone(session, store):
+    block = order(session)
+    with block as lease:
+        if (child := os.fork()) == 0:
+            status = 1
+            try:
+                block.__exit__(None, None, None)
+                status = 2 if lease.remaining() else 0
+            finally:
+                os._exit(status)
+        _, status = os.waitpid(child, 0)
+        assert os.waitstatus_to_exitcode(status) == 0
+        assert is_held(store)
+    assert not is_held(store)
+
+
+# Without a block
+
+
+def test_acquire_is_held_to_the_end_of_the_next_transaction(session, store):
+    lease = order(session).acquire()
+    assert is_held(store)
+    add(session, "a")
+    assert is_held(store)
+    session.commit()
+    assert not is_held(store)
+    assert lease.release() is Released.RELEASED
+
+
+def test_acquire_is_held_to_the_end_of_the_next_transaction_that_sends_nothing(session, store):
+    order(session).acquire()
+    with session.begin():
+        assert is_held(store)
+    assert not is_held(store)
+
+
+def test_acquire_inside_a_transaction_needs_no_release(session, store):
+    with session.begin():
+        order(session).acquire()
+    assert not is_held(store)
+
+
+def test_lock_without_a_with_may_be_released_before_any_transaction(session, store):
+    lease = order(session).acquire()
+    assert lease.release() is Released.RELEASED
+    assert not is_held(store)
+    assert current(session) == []
+    add(session, "a")
+    session.commit()
+
+
+def test_release_inside_the_transaction_waits_for_its_end(session, store):
+    lease = order(session).acquire()
+    add(session, "a")
+    assert lease.release() is None
+    assert is_held(store)
+    session.commit()
+    assert not is_held(store)
+
+
+def test_lease_may_be_renewed_by_hand(session, store):
+    with order(session, ttl=5) as lease:
+        lease.renew(60)
+        assert lease.remaining() > 50
+
+
+# Each ending of a transaction
+
+
+def test_commit_then_release(engine, session, store, journal):
+    note_ends(engine, journal)
+    with session.begin():
+        with order(session):
+            add(session, "a")
+        journal.append("after the block")
+    assert in_order(journal, "acquired order:42", "after the block", "COMMIT", "released order:42")
+
+
+def test_lease_before_the_transaction_is_released_after_it(engine, session, store, journal):
+    note_ends(engine, journal)
+    with order(session), session.begin():
+        add(session, "a")
+    assert in_order(journal, "acquired order:42", "COMMIT", "released order:42")
+
+
+def test_block_left_inside_the_transaction_that_began_in_it_releases_after_commit(engine, session, store, journal):
+    note_ends(engine, journal)
+    with order(session):
+        add(session, "a")
+    assert is_held(store)
+    session.commit()
+    assert in_order(journal, "acquired order:42", "COMMIT", "released order:42")
+
+
+def test_exception_rolls_back_then_releases(engine, session, store, journal):
+    note_ends(engine, journal)
+    with pytest.raises(Sorry), session.begin(), order(session):
+        add(session, "a")
+        raise Sorry
+    assert in_order(journal, "acquired order:42", "ROLLBACK", "released order:42")
+    assert names(engine) == set()
+
+
+@pytest.mark.parametrize("end", ["rollback", "close", "reset", "invalidate"])
+def test_transaction_that_is_not_committed_releases(engine, session, store, end):
+    with order(session):
+        add(session, "a")
+    assert is_held(store)
+    getattr(session, end)()
+    assert not is_held(store)
+    assert names(engine) == set()
+
+
+def test_session_left_without_a_commit_releases(engine, store):
+    with Session(engine) as session, order(session):
+        add(session, "a")
+    assert not is_held(store)
+    assert names(engine) == set()
+
+
+def test_flush_that_fails_releases_at_the_rollback(engine, session, store):
+    add(session, "a")
+    session.commit()
+    taken = session.query(Counter.id).scalar()
+    session.rollback()
+    with order(session):
+        session.add(Counter(id=taken, name="twin"))
+        with pytest.raises(IntegrityError):
+            session.flush()
+        with pytest.raises(PendingRollbackError):
+            session.commit()
+    assert is_held(store)
+    session.rollback()
+    assert not is_held(store)
+
+
+@postgresql_only
+def test_commit_that_the_server_refuses_releases(engine, session, store):
+    session.execute(text("CREATE TEMPORARY TABLE late (id int UNIQUE DEFERRABLE INITIALLY DEFERRED)"))
+    with order(session):
+        session.execute(text("INSERT INTO late VALUES (1), (1)"))
+        with pytest.raises(IntegrityError):
+            session.commit()
+        session.rollback()
+    assert not is_held(store)
+
+
+def test_second_transaction_under_one_lease_is_admitted_again(engine, session, store):
+    with order(session) as lease:
+        for name in ("a", "b", "c"):
+            add(session, name)
+            assert fence_token(session) == lease.token
+            session.commit()
+            assert is_held(store)
+    assert not is_held(store)
+    assert names(engine) == {"a", "b", "c"}
+
+
+def test_session_is_used_again_after_the_lease(engine, session, store):
+    for name in ("a", "b"):
+        with order(session):
+            add(session, name)
+        session.commit()
+        assert not is_held(store)
+    add(session, "without")
+    session.commit()
+    assert names(engine) == {"a", "b", "without"}
+
+
+@pytest.mark.parametrize("expire_on_commit", [True, False])
+def test_attributes_read_after_the_commit_do_not_take_the_lease_again(engine, store, expire_on_commit):
+    with Session(engine, expire_on_commit=expire_on_commit) as session:
+        with order(session):
+            counter = Counter(name="a")
+            session.add(counter)
+        session.commit()
+        assert not is_held(store)
+        assert counter.name == "a"
+        assert not is_held(store)
+
+
+# Savepoints
+
+
+def test_lease_of_a_savepoint_that_rolls_back_is_held_to_the_outer_end(engine, session, store):
+    with session.begin():
+        with pytest.raises(Sorry), session.begin_nested(), order(session):
+            raise Sorry
+        assert is_held(store)
+        add(session, "a")
+    assert not is_held(store)
+    assert names(engine) == {"a"}
+
+
+@pytest.mark.parametrize("fence", ["transaction", "lease"])
+def test_savepoint_that_took_the_admit_with_it_is_followed_by_another_admit(engine, session, store, fence):
+    with session.begin():
+        add(session, "before")
+        with pytest.raises(Sorry), session.begin_nested(), order(session, fence=fence) as lease:
+            assert fence_token(session) == lease.token
+            raise Sorry
+        assert fence_token(session) == lease.token
+    assert fence_token(session) == lease.token
+
+
+def test_savepoint_that_took_the_admit_with_it_is_admitted_before_commit_at_the_latest(session, store):
+    with session.begin():
+        add(session, "before")
+        with pytest.raises(Sorry), session.begin_nested(), order(session) as lease:
+            raise Sorry
+    assert fence_token(session) == lease.token
+
+
+def test_lease_of_a_savepoint_that_is_released_is_held_to_the_outer_end(session, store):
+    with session.begin():
+        with session.begin_nested(), order(session):
+            pass
+        assert is_held(store)
+    assert not is_held(store)
+
+
+# Several databases
+
+
+@pytest.fixture
+def second_engine(tmp_path):
+    engine = create_engine(f"sqlite:///{tmp_path}/second.sqlite3")
+    begin_immediate(engine)
+    Base.metadata.create_all(engine)
+    yield engine
+    engine.dispose()
+
+
+def test_lease_is_held_until_the_session_has_ended_on_every_database(engine, second_engine, store):
+    with Session(binds={Counter: engine}) as session:
+        with lock(session, "order", 42, bind=Counter):
+            session.add(Counter(name="a"))
+            session.flush()
+            session.execute(
+                text("INSERT INTO counter (name, value) VALUES ('b', 0)"), bind_arguments={"bind": second_engine}
+            )
+        assert is_held(store)
+        session.commit()
+    assert not is_held(store)
+    assert names(engine) == {"a"}
+    assert names(second_engine) == {"b"}
+
+
+def test_lease_lost_is_rolled_back_on_every_database(engine, second_engine, store):
+    with Session(engine) as session:
+        with order(session, ttl=0.25, renew=False) as lease:
+            add(session, "a")
+            session.execute(
+                text("INSERT INTO counter (name, value) VALUES ('b', 0)"), bind_arguments={"bind": second_engine}
+            )
+            expire(lease, store)
+        with pytest.raises(LeaseLost):
+            session.commit()
+    assert names(engine) == set()
+    assert names(second_engine) == set()
+
+
+def test_session_of_several_databases_has_to_say_which_one_is_protected(second_engine, store):
+    with Session(binds={Counter: second_engine}) as session:
+        with pytest.raises(UnboundExecutionError):
+            order(session).acquire()
+        assert not is_held(store)
+
+
+# Loss of the lease
+
+
+@pytest.mark.parametrize("fence", [True, "lease", False])
+def test_lease_lost_before_commit_rolls_back(engine, session, store, fence):
+    with order(session, ttl=0.25, renew=False, fence=fence) as lease:
+        add(session, "a")
+        expire(lease, store)
+    with pytest.raises(LeaseLost):
+        session.commit()
+    session.rollback()
+    assert names(engine) == set()
+
+
+def test_lease_lost_before_commit_rolls_back_the_transaction_it_was_taken_in(engine, session, store):
+    with pytest.raises(LeaseLost), session.begin():
+        add(session, "before")
+        with order(session, ttl=0.25, renew=False) as lease:
+            add(session, "a")
+            expire(lease, store)
+    assert names(engine) == set()
+
+
+@pytest.mark.parametrize("fence", [True, "lease"])
+def test_transaction_does_not_begin_under_a_lost_lease(engine, session, store, fence):
+    with order(session, ttl=0.25, renew=False, fence=fence) as lease:
+        expire(lease, store)
+        with pytest.raises(LeaseLost):
+            add(session, "a")
+        session.rollback()
+    assert names(engine) == set()
+
+
+def test_refusal_that_the_program_swallows_still_refuses_the_commit(engine, session, store):
+    with order(session, ttl=0.25, renew=False) as lease:
+        expire(lease, store)
+        with pytest.raises(LeaseLost):
+            session.execute(text("SELECT 1"))
+        with pytest.raises(LeaseLost):
+            session.execute(text("INSERT INTO counter (name, value) VALUES ('a', 0)"))
+        with pytest.raises(LeaseLost):
+            session.commit()
+        session.rollback()
+    assert names(engine) == set()
+
+
+def test_the_next_holder_is_not_disturbed_by_one_that_lost_the_lease(engine, session, store):
+    with Session(engine) as other:
+        with pytest.raises(LeaseLost), order(session, ttl=0.25, renew=False) as lease:
+            expire(lease, store)
+            theirs = order(other).acquire()
+        assert theirs.remaining() > 0
+        assert is_held(store)
+        theirs.release()
+
+
+# A COMMIT of which nobody knows the outcome, and connections that die
+
+
+@pytest.fixture
+def network(engine):
+    """What another engine of the same driver goes through: `network.engine`."""
+    with Proxy(engine.url.port) as proxy:
+        proxy.engine = create_engine(engine.url.set(port=proxy.port))
+        yield proxy
+        proxy.engine.dispose()
+
+
+@servers_only
+@pytest.mark.parametrize("fault", ["cut_request", "cut_reply"])
+def test_lease_is_kept_after_a_commit_that_may_have_worked(engine, store, network, dlock_log, fault):
+    with Session(network.engine) as session, pytest.raises(DBAPIError):
+        with order(session, fence=False) as lease:
+            add(session, "a")
+            getattr(network, fault)(matching=b"COMMIT")
+        session.commit()
+    assert is_held(store)
+    assert not lease._held.renewing
+    (line,) = dlock_log()
+    assert "unknown" in line
+    assert "order:42" in line
+    assert names(engine) == ({"a"} if fault == "cut_reply" else set())
+
+
+@postgresql_only
+@pytest.mark.parametrize("fault", ["cut_request", "cut_reply"])
+def test_fenced_commit_that_may_have_worked_is_looked_up_on_postgresql(engine, store, network, fault):
+    with Session(network.engine) as session, pytest.raises(DBAPIError):
+        with order(session):
+            add(session, "a")
+            getattr(network, fault)(matching=b"COMMIT")
+        session.commit()
+    assert not is_held(store)
+    assert names(engine) == ({"a"} if fault == "cut_reply" else set())
+
+
+@servers_only
+@pytest.mark.parametrize("end", ["rollback", "close"])
+def test_session_killed_in_the_transaction_releases(engine, session, store, end):
+    with order(session):
+        add(session, "a")
+        kill_session(engine, session_id(session.connection()))
+        with pytest.raises(DBAPIError):
+            session.execute(text("SELECT 1"))
+    getattr(session, end)()
+    assert not is_held(store)
+    assert names(engine) == set()
+
+
+@servers_only
+def test_session_killed_between_two_transactions_does_not_harm_the_lease(engine, session, store):
+    with order(session):
+        add(session, "a")
+        number = session_id(session.connection())
+        session.commit()
+        kill_session(engine, number)
+        with pytest.raises((DBAPIError, engine.dialect.dbapi.Error)):  # SQLAlchemy wraps it unless it set the isolation
+            add(session, "b")
+        session.rollback()
+        add(session, "c")
+        session.commit()
+        assert is_held(store)
+    assert not is_held(store)
+    assert names(engine) == {"a", "c"}
+
+
+def test_forgotten_session_lets_its_lease_run_out(engine, store, dlock_log):
+    session = Session(engine)
+    order(session, ttl=60).acquire()
+    add(session, "a")
+    (tie,) = current(session)
+    held = tie.held
+    del session, tie
+    gc.collect()
+    assert not held.renewing
+    assert is_held(store)
+    assert names(engine) == set()
+
+
+# Asking again
+
+
+def test_asking_again_outside_a_transaction_is_an_error_at_once(session, store):
+    with order(session), pytest.raises(AlreadyHeld):
+        order(session).acquire()
+    assert not is_held(store)
+
+
+def test_asking_again_with_reentrant_joins(session, store):
+    with order(session) as outer, order(session, reentrant=True) as inner:
+        assert inner.token == outer.token
+    assert not is_held(store)
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_joined_lease_is_released_by_the_last_to_leave_in_any_order(session, store, first):
+    leases = [order(session).acquire(), order(session, reentrant=True).acquire()]
+    assert leases[first].release() is None
+    assert is_held(store)
+    assert leases[1 - first].release() is Released.RELEASED
+    assert not is_held(store)
+
+
+def test_asking_again_inside_the_transaction_joins(session, store):
+    with session.begin():
+        with order(session) as outer, order(session) as inner:
+            assert inner.token == outer.token
+        assert is_held(store)
+    assert not is_held(store)
+
+
+def test_block_that_joins_the_lease_of_the_transaction_keeps_it_to_its_own_end(session, store):
+    order(session).acquire()
+    add(session, "a")
+    with order(session) as lease:
+        session.commit()
+        assert is_held(store)
+        assert lease.remaining() > 0
+    assert not is_held(store)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_shared_holder_is_refused_the_exclusive_lock_at_once(session, store, reentrant):
+    with order(session, shared=True), pytest.raises(AlreadyHeld):
+        order(session, reentrant=reentrant).acquire()
+
+
+@pytest.mark.parametrize("outer", ["transaction", "lease", False])
+@pytest.mark.parametrize("inner", ["transaction", "lease", False])
+@pytest.mark.parametrize("inside", [True, False])
+def test_every_form_of_the_fence_may_join_every_other(engine, session, store, outer, inner, inside):
+    if inside:
+        add(session, "before")
+    with order(session, fence=outer), order(session, fence=inner, reentrant=True) as lease:
+        add(session, "a")
+        assert fence_token(session) == (lease.token if outer or inner else None)
+        session.commit()
+    assert not is_held(store)
+
+
+def test_another_session_of_the_thread_is_another_holder(engine, session, store):
+    with order(session), Session(engine) as other, pytest.raises(TimeoutError):
+        order(other, wait=0).acquire()
+
+
+def test_other_locks_may_be_held_at_the_same_time(session, store):
+    with order(session), lock(session, "order", 43):
+        add(session, "a")
+    session.commit()
+    assert not is_held(store)
+    assert not is_held(store, "order:43")
+
+
+# Sessions of every kind
+
+
+def test_scoped_session_is_a_session(engine, store):
+    registry = scoped_session(sessionmaker(engine))
+    with order(registry):
+        registry.add(Counter(name="a"))
+        registry.flush()
+    assert is_held(store)
+    registry.remove()
+    assert not is_held(store)
+
+
+def test_scoped_session_of_a_thread_holds_for_itself(engine, store):
+    registry = scoped_session(sessionmaker(engine))
+
+    def other():
+        with pytest.raises(TimeoutError):
+            order(registry, wait=0).acquire()
+        registry.remove()
+
+    with order(registry):
+        thread = threading.Thread(target=other)
+        thread.start()
+        thread.join()
+    registry.remove()
+
+
+def test_session_may_be_ended_in_another_thread(engine, store):
+    session = Session(engine, autoflush=False)
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(order(session).acquire).result()
+        session.add(Counter(name="a"))
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(session.commit).result() if engine.dialect.name != "sqlite" else session.commit()
+    assert not is_held(store)
+    session.close()
+
+
+# Bad input
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ({"ttl": 0}, ValueError),
+        ({"ttl": float("nan")}, ValueError),
+        ({"ttl": "30"}, TypeError),
+        ({"wait": -1}, ValueError),
+        ({"fence": "row"}, ValueError),
+        ({"snapshot": "restart"}, ValueError),
+        ({"colour": "red"}, TypeError),
+    ],
+)
+@sqlite_only
+def test_wrong_option_is_refused_by_name(session, options, error):
+    with pytest.raises(error, match=next(iter(options))):
+        order(session, **options)
+
+
+@pytest.mark.parametrize("parts", [(), ("",), (None,), (True,), (1.5,), ("order", [])])
+@sqlite_only
+def test_name_that_is_none_is_refused(session, parts):
+    with pytest.raises((TypeError, ValueError)):
+        lock(session, *parts)
+
+
+@pytest.mark.parametrize("hostile", ["'; DROP TABLE counter; --", "{}", "%s", ":name", "\x00", "ä" * 60, "a b"])
+def test_hostile_text_is_a_name_like_any_other(session, store, hostile):
+    with lock(session, "order", hostile) as lease:
+        add(session, "a")
+        assert is_held(store, lease.name)
+    session.commit()
+    assert not is_held(store, lease.name)
+
+
+@sqlite_only
+def test_mapped_class_stands_for_its_table(session, store):
+    with lock(session, Counter, 42) as lease:
+        assert lease.name == "counter:42"
+
+
+async def test_async_session_is_a_type_error_before_any_io(store):
+    engine = create_async_engine("sqlite+aiosqlite://")
+    async with AsyncSession(engine) as session:
+        with pytest.raises(TypeError, match="alock"):
+            order(session)
+    await engine.dispose()
+
+
+@pytest.mark.parametrize("nothing", [None, "session", object(), Session])
+def test_what_is_no_session_is_a_type_error(nothing):
+    with pytest.raises(TypeError, match="takes a Session"):
+        order(nothing)
+
+
+@sqlite_only
+def test_missing_store_is_named(session):
+    with pytest.raises(LookupError, match="ledger"):
+        order(session, store="ledger").acquire()
+
+
+@sqlite_only
+def test_shared_lock_in_a_store_without_them_is_refused_before_it_is_asked(session, monkeypatch):
+    class Exclusive(MemoryBackend):
+        supports_shared = False
+
+    with pytest.raises(NotSupported, match="shared"):
+        order(session, store=Exclusive(), shared=True).acquire()
+
+
+# Stores
+
+
+@sqlite_only
+def test_two_stores_have_locks_of_their_own(session, store):
+    other = MemoryBackend()
+    with order(session), order(session, store=other):
+        assert is_held(other)
+        assert is_held(store)
+
+
+@sqlite_only
+def test_ttl_and_wait_come_from_the_store_unless_given(engine, session, monkeypatch):
+    backend = MemoryBackend()
+    monkeypatch.setitem(stores._stores, "quick", Store("quick", backend, ttl=5.0, wait=0.0))
+    with order(session, store="quick") as lease, Session(engine) as other:
+        assert lease.remaining() <= 5.0
+        with pytest.raises(TimeoutError):
+            order(other, store="quick").acquire()
+
+
+@sqlite_only
+def test_store_of_the_environment_is_the_default(session, monkeypatch):
+    monkeypatch.setattr(stores, "_stores", {})
+    monkeypatch.setenv("DLOCK_URL", "memory://")
+    with order(session) as lease:
+        assert lease.remaining() > 0
+
+
+def test_wrong_store_changes_nothing(monkeypatch):
+    monkeypatch.setattr(stores, "_stores", {})
+    with pytest.raises(ValueError, match="scheme"):
+        configure(good="memory://", bad="nonsense://")
+    assert stores._stores == {}
+
+
+@pytest.fixture
+def nobody(monkeypatch):
+    """A store that nobody serves."""
+    backend = connect(f"redis://127.0.0.1:{free_port()}/0", timeout=0.2)
+    monkeypatch.setitem(stores._stores, "default", Store("default", backend, wait=0.2))
+
+
+@pytest.mark.usefixtures("nobody")
+def test_store_down_leaves_the_transaction_usable(engine, session):
+    add(session, "a")
+    with pytest.raises(BackendUnavailable):
+        order(session).acquire()
+    add(session, "b")
+    session.commit()
+    assert names(engine) == {"a", "b"}
+
+
+def test_store_lost_after_the_commit_does_not_spoil_it(engine, session, redis_server, monkeypatch, dlock_log):
+    with Proxy(redis_server.port) as proxy:
+        backend = connect(f"redis://127.0.0.1:{proxy.port}/0", timeout=0.2)
+        with lock(session, "flaky", engine.url.drivername, store=backend):
+            add(session, "a")
+        proxy.refuse()
+        session.commit()
+    assert names(engine) == {"a"}
+    assert any("runs out" in line for line in dlock_log())
+
+
+# A failed acquire leaves no duty
+
+
+def test_acquire_that_failed_at_the_fence_does_not_hinder_the_commit(engine, session):
+    with engine.begin() as connection:
+        insert = "INSERT INTO dlock_fence (name, token, holder, s_token) VALUES ('order:42', :token, 'newer', 0)"
+        connection.execute(text(insert), {"token": 2**62})
+    forgetful = EverybodyIn([1])
+    forgetful.forgetful = True
+    add(session, "a")
+    with pytest.raises(StaleToken):
+        order(session, store=forgetful).acquire()
+    session.commit()
+    assert names(engine) == {"a"}
+
+
+# The packages that are needed
+
+
+@pytest.mark.parametrize("block", ["greenlet", "redis"])
+def test_everything_but_asyncio_works_without(block, tmp_path):
+    program = f"""
+import sys
+sys.modules[{block!r}] = None
+from sqlalchemy import create_engine, text
+from sqlalchemy.orm import Session
+import sqla_dlock
+from sqla_dlock import configure, lock
+from sqla_dlock.fencing import metadata
+engine = create_engine("sqlite:///{tmp_path}/one.sqlite3")
+metadata.create_all(engine)
+configure(default="memory://")
+with Session(engine) as session, lock(session, "order", 42) as lease:
+    assert session.scalar(text("SELECT token FROM dlock_fence")) == lease.token
+    session.commit()
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
