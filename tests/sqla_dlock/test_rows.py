@@ -623,9 +623,9 @@ def test_sqlite_without_any_transaction_is_refused(make_engine):
 async def test_immediate_transaction_of_sqlite_has_locked_the_database(stock, party, how):
     def work(session: Session) -> None:
         assert lock_row(session, Stock, stock.id, **how).id == stock.id
-        with closing(sqlite3.connect(str(party.others.url.database), timeout=0)) as other:
-            with pytest.raises(sqlite3.OperationalError) as caught:
-                other.execute("BEGIN IMMEDIATE")
+        other = sqlite3.connect(str(party.others.url.database), timeout=0)
+        with closing(other), pytest.raises(sqlite3.OperationalError) as caught:
+            other.execute("BEGIN IMMEDIATE")
         assert classify(caught.value) is Trouble.LOCK_TIMEOUT
 
     await party.transact(work)
@@ -739,7 +739,7 @@ async def test_instance_with_unsaved_changes_is_refused_and_keeps_them(stock, pa
             lambda: lock_rows(session, Stock, [stock.id]),
             lambda: lock_rows(session, select(Stock)),
         ):
-            with pytest.raises(ValueError, match="not saved, in .*pieces"):
+            with pytest.raises(ValueError, match=r"not saved, in .*pieces"):
                 lock()
         assert mine.pieces == 1
 
