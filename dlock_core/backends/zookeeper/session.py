@@ -41,7 +41,7 @@ __all__ = ["CreateContainer", "Session", "good"]
 _LOST: Final = (ConnectionLoss, ConnectionClosedError, SessionExpiredError, SessionMovedError)
 _REFUSED: Final = (AuthFailedError, NoAuthError)
 _WRITES: Final = (Create2, SetData, Delete)
-_RETRY: Final = {"max_tries": -1, "delay": 0.05, "backoff": 1.5, "max_delay": 0.5}
+_RETRY: Final = {"max_tries": -1, "delay": 0.05, "backoff": 1.5, "max_delay": 0.25}
 
 _quiet = logging.getLogger("dlock.kazoo")
 _quiet.setLevel(logging.ERROR)  # kazoo's debug log shows credentials, and it warns at every attempt to connect
@@ -61,7 +61,7 @@ class Session:
         self._guard = threading.Lock()
         self._kazoo: Any = None
         self._waiting: set[Signal] = set()
-        self._connections = 0
+        self._connections = self._dropped = 0
         self._proof = (0, -math.inf)
         self.valid_for = 0.0
         """Seconds after a write for which the session surely lives: two thirds of what the server granted.
@@ -123,17 +123,20 @@ class Session:
 
     async def _connected(self, runtime: Runtime, name: str, limit: float) -> Any:
         client = self._alive()
-        if not client.connected:
+        if not self._is_usable(client):
             signal = runtime.signal()
             self._waiting.add(signal)
             try:
-                if not client.connected:
+                if not self._is_usable(client):
                     await runtime.wait(signal, limit)
             finally:
                 self._waiting.discard(signal)
-        if not client.connected:
+        if not self._is_usable(client):
             raise BackendUnavailable(name, reason=f"no connection to {self._address.hosts} within {limit:.3g} s")
         return client
+
+    def _is_usable(self, client: Any) -> bool:
+        return bool(client.connected) and self._connections != self._dropped
 
     def _alive(self) -> Any:
         client = self._kazoo
@@ -162,7 +165,6 @@ class Session:
     def _noting(self, connect: Callable[..., tuple[float, float]]) -> Callable[..., tuple[float, float]]:
         def noting(*where: Any) -> tuple[float, float]:
             limits = connect(*where)
-            self._connections += 1
             self.valid_for = limits[0] / 1000  # kazoo's own limit for silence, in milliseconds
             return limits
 
@@ -170,6 +172,7 @@ class Session:
 
     def _changed(self, state: str) -> None:
         if state == KazooState.CONNECTED:
+            self._connections += 1
             for signal in list(self._waiting):
                 _tell(signal)
 
@@ -179,7 +182,8 @@ class Session:
 
     def _drop(self, client: Any, connection: int) -> None:
         """Have kazoo go to another server, unless it has done so already."""
-        if client.connected and connection == self._connections:
+        if self._is_usable(client) and connection == self._connections:
+            self._dropped = connection
             client._call(_CONNECTION_DROP, _Reply())
 
 

@@ -1,0 +1,578 @@
+"""ZooKeeper through sessions that expire, leaders that die and networks that fail: nobody holds twice, nothing is left."""
+
+import json
+import logging
+import threading
+from collections.abc import Iterator
+from concurrent.futures import CancelledError
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+from kazoo.client import KazooClient
+
+from dlock_core import AcquireTimeout, BackendUnavailable, LeaseLost, Lock, Released, connect
+from dlock_core.backends.zookeeper import ZooKeeperBackend
+from dlock_core.lock import new_request
+from dlock_core.runtime import BLOCKING, clock, run
+from dlock_core.testing.contract.parties import Locks
+from dlock_core.testing.contract.tasks import Tasks
+from tests import processes, servers
+from tests.conftest import start
+from tests.faults.history import overlaps, overtaken, read, repeated_tokens, work
+from tests.faults.holders import fork, fork_out_of_block, hold, wait
+from tests.faults.looking import holders, is_untouched, until, waiters
+from tests.processes import worker
+from tests.proxy import Proxy
+from tests.servers import Server
+from tests.zookeeper_servers import Ensemble, ensemble, zookeeper
+
+LIMIT = 0.5
+"""Seconds that one request may take in these tests."""
+SESSION = 2.0
+WITHIN = 30.0
+SECRET = "hunter2"
+CREATE = b"x-"
+"""In the request that makes a node, and in every later one about that node."""
+
+
+@pytest.fixture(scope="module")
+def server(servers_directory: Path) -> Iterator[Server]:
+    yield from start(lambda: zookeeper(servers_directory / "zookeeper-faults"))
+
+
+@pytest.fixture(scope="module")
+def three(servers_directory: Path) -> Iterator[Ensemble]:
+    yield from start(lambda: ensemble(servers_directory / "zookeepers-faults"))
+
+
+@pytest.fixture
+def proxy(server: Server) -> Iterator[Proxy]:
+    with Proxy(server.port) as proxy:
+        yield proxy
+
+
+@pytest.fixture
+def direct(server: Server, prefix: str) -> Iterator[ZooKeeperBackend]:
+    """The store over a good network."""
+    backend = ZooKeeperBackend.from_url(server.url, prefix=prefix)
+    yield backend
+    backend.close()
+
+
+@pytest.fixture
+def backend(proxy: Proxy, prefix: str) -> Iterator[ZooKeeperBackend]:
+    """The store as its users reach it: through the proxy, with short sessions."""
+    url = f"zookeeper://127.0.0.1:{proxy.port}"
+    backend = ZooKeeperBackend.from_url(url, prefix=prefix, timeout=LIMIT, session=SESSION)
+    yield backend
+    backend.close()
+
+
+@pytest.fixture
+def replicated(three: Ensemble, prefix: str) -> Iterator[ZooKeeperBackend]:
+    """A store of three servers, all of which are up again after the test."""
+    backend = ZooKeeperBackend.from_url(three.url, prefix=prefix, timeout=LIMIT, session=6.0)
+    yield backend
+    for member in three.members:
+        member.resume()
+        if member._running.poll() is not None:
+            member.start()
+    backend.close()
+    three.wait()
+
+
+def warm_up(locks: Locks) -> None:
+    """Have a session, so that the next request is the question itself."""
+    locks.do(locks.acquire("warm-up").release)
+
+
+def expire(backend: ZooKeeperBackend) -> None:
+    """End the session on the server, as if the client had been silent for too long."""
+    kazoo = backend._session._kazoo
+    twin = KazooClient(f"127.0.0.1:{kazoo._connection._socket.getpeername()[1]}", client_id=kazoo.client_id)
+    twin.start()
+    twin.stop()
+    twin.close()
+
+
+def test_holder_whose_session_expired_has_lost_its_lease_and_is_told_once(
+    locks: Locks, backend: ZooKeeperBackend
+) -> None:
+    told: list[bool] = []
+    lease = locks.acquire("a", on_lost=lambda: told.append(True))
+    pending = locks.queue_up("a", ttl=60)
+    expire(backend)
+    locks.until(lambda: told)
+    assert lease.lost
+    with pytest.raises(LeaseLost):
+        locks.do(lease.renew)
+    assert locks.keep(pending.result(WITHIN)).token > lease.token
+    assert locks.do(lease.release) is Released.STOLEN
+    assert told == [True]
+
+
+def test_waiter_whose_session_expired_queues_again(
+    locks: Locks, backend: ZooKeeperBackend, direct: ZooKeeperBackend
+) -> None:
+    first = Lock(direct, "a").acquire()
+    pending = locks.queue_up("a")
+    before = waiters(direct, "a")
+    expire(backend)
+    until(lambda: waiters(direct, "a") == before)
+    first.release()
+    assert pending.result(WITHIN).token > first.token
+
+
+def test_connection_that_is_suspended_is_unknown_and_not_lost(locks: Locks, proxy: Proxy) -> None:
+    told: list[bool] = []
+    lease = locks.acquire("a", renew=False, on_lost=lambda: told.append(True))
+    proxy.refuse()
+    with pytest.raises(BackendUnavailable):
+        locks.do(lease.renew)
+    assert not lease.lost
+    proxy.forward()
+    locks.until(lambda: is_done(locks, lease.renew))
+    assert lease.remaining() > 1.0
+    assert told == []
+
+
+def test_lease_is_lost_in_time_when_the_store_is_deaf(locks: Locks, proxy: Proxy, direct: ZooKeeperBackend) -> None:
+    """Before ZooKeeper may give the lock to another."""
+    told: list[float] = []
+    lease = locks.acquire("a", on_lost=lambda: told.append(clock()))
+    proxy.deaf()
+    with Lock(direct, "a", wait=WITHIN) as next_lease:
+        assert next_lease.token > lease.token
+        assert lease.lost
+        got = clock()
+    locks.until(lambda: told)
+    assert told[0] < got
+    proxy.forward()
+
+
+@pytest.mark.parametrize("fault", ["drop_reply", "cut_reply", "cut_request"])
+def test_creation_whose_reply_was_lost_is_one_grant(
+    locks: Locks, proxy: Proxy, direct: ZooKeeperBackend, fault: str
+) -> None:
+    warm_up(locks)
+    broken = getattr(proxy, fault)(matching=CREATE)
+    lease = locks.acquire("a")
+    assert broken.happened
+    assert holders(direct, "a") == [lease.holder]
+    assert waiters(direct, "a") == []
+    assert locks.do(lease.release) is Released.RELEASED
+    assert is_untouched(direct, "a")
+
+
+@pytest.mark.parametrize("fault", ["drop_reply", "cut_reply"])
+def test_release_whose_reply_was_lost_is_a_release(
+    locks: Locks, proxy: Proxy, direct: ZooKeeperBackend, fault: str
+) -> None:
+    lease = locks.acquire("a", renew=False)
+    broken = getattr(proxy, fault)(matching=CREATE)
+    assert locks.do(lease.release) is Released.RELEASED
+    assert broken.happened
+    assert is_untouched(direct, "a")
+
+
+def test_renewal_whose_reply_was_lost_is_no_loss(locks: Locks, proxy: Proxy) -> None:
+    lease = locks.acquire("a")
+    proxy.drop_reply(matching=CREATE).wait()
+    before = locks.renewals(lease)
+    locks.observed.until(lambda _: locks.renewals(lease) >= before + 3)
+    assert not lease.lost
+
+
+def test_attempt_that_failed_leaves_no_node_once_the_network_is_back(
+    locks: Locks, proxy: Proxy, direct: ZooKeeperBackend
+) -> None:
+    """Its request was sent, perhaps, and its session lives on: only we can remove what it made."""
+    warm_up(locks)
+    held = proxy.hold_request(matching=CREATE)
+    with pytest.raises(BackendUnavailable):
+        locks.acquire("a", wait=0)
+    assert held.happened
+    held.release()
+    assert Lock(direct, "a", wait=WITHIN).acquire().release() is Released.RELEASED
+    until(lambda: is_untouched(direct, "a"))
+
+
+def test_cancelled_attempt_leaves_no_node(locks: Locks, proxy: Proxy, direct: ZooKeeperBackend) -> None:
+    if not isinstance(locks, Tasks):
+        pytest.skip("threads cannot be cancelled")
+    warm_up(locks)
+    held = proxy.hold_reply(matching=CREATE)
+    pending = locks.start(locks.lock("a").acquire)
+    held.wait()
+    pending.cancel()
+    held.release()
+    with pytest.raises(CancelledError):
+        pending.result(WITHIN)
+    until(lambda: is_untouched(direct, "a"))
+
+
+def test_waiter_survives_a_reset_of_the_connection_and_keeps_its_place(
+    locks: Locks, proxy: Proxy, direct: ZooKeeperBackend
+) -> None:
+    first = locks.acquire("a")
+    line = [locks.queue_up("a") for _ in range(3)]
+    order = waiters(direct, "a")
+    proxy.cut()
+    got = [first]
+    for pending in line:
+        locks.do(got[-1].release)
+        got.append(pending.result(WITHIN))
+    assert [lease.holder for lease in got[1:]] == order
+
+
+def test_release_is_repeated_for_a_holder_who_could_not_reach_the_store(
+    locks: Locks, proxy: Proxy, direct: ZooKeeperBackend
+) -> None:
+    lease = locks.acquire("a", renew=False)
+    proxy.refuse()
+    with pytest.raises(BackendUnavailable):
+        locks.do(lease.release)
+    proxy.forward()
+    until(lambda: is_untouched(direct, "a"))
+    assert locks.do(lease.release) is Released.RELEASED
+
+
+@pytest.mark.parametrize("how", ["deaf", "refuse"])
+@pytest.mark.parametrize("wait", [0, 1.0])
+def test_store_that_does_not_answer_is_given_up_in_time(locks: Locks, proxy: Proxy, how: str, wait: float) -> None:
+    warm_up(locks)
+    getattr(proxy, how)()
+    began = clock()
+    with pytest.raises(BackendUnavailable):
+        locks.acquire("a", wait=wait)
+    assert clock() - began < wait + 3 * LIMIT + 5, "a last request, one more for a broken one, and a withdrawal"
+    proxy.forward()
+
+
+def test_servers_that_are_not_there_are_told_at_once_and_all_are_named(prefix: str) -> None:
+    ports = [servers.free_port() for _ in range(3)]
+    url = "zookeeper://app:" + SECRET + "@" + ",".join(f"127.0.0.1:{port}" for port in ports)
+    store = ZooKeeperBackend.from_url(url, prefix=prefix, timeout=LIMIT)
+    with pytest.raises(BackendUnavailable, match=str(ports[2])) as caught:
+        Lock(store, "a", wait=0).acquire()
+    assert SECRET not in str(caught.value)
+    began = clock()
+    store.close()
+    assert clock() - began < 5
+
+
+def test_restart_that_kept_its_data_ends_no_lease(server: Server, direct: ZooKeeperBackend) -> None:
+    lease = Lock(direct, "a").acquire()
+    server.restart()
+    until(lambda: is_renewed(lease))
+    assert not lease.lost
+    assert Lock(direct, "b").try_acquire().release() is Released.RELEASED  # type: ignore[union-attr]
+    assert lease.release() is Released.RELEASED
+
+
+def test_restart_that_lost_its_data_ends_the_lease(server: Server, direct: ZooKeeperBackend) -> None:
+    lease = Lock(direct, "a").acquire()
+    server.restart(keep_data=False)
+    until(lambda: lease.lost)
+    with Lock(direct, "a", wait=WITHIN) as next_lease:
+        assert lease.release() is Released.STOLEN
+        assert next_lease.remaining() > 0
+
+
+def is_renewed(lease: Any) -> bool:
+    try:
+        lease.renew()
+    except BackendUnavailable:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("fault", ["kill", "pause"])
+def test_lease_survives_a_leader_that_is_killed_or_stopped(
+    three: Ensemble, replicated: ZooKeeperBackend, fault: str
+) -> None:
+    lease = Lock(replicated, "a").acquire()
+    getattr(three.leader, fault)()
+    until(lambda: lease.remaining() > 3.5)
+    until(lambda: lease.remaining() < 3.5)
+    until(lambda: lease.remaining() > 3.5)
+    assert not lease.lost
+    assert lease.release() is Released.RELEASED
+
+
+def test_lease_survives_the_member_it_is_connected_to_being_stopped(
+    three: Ensemble, replicated: ZooKeeperBackend
+) -> None:
+    lease = Lock(replicated, "a").acquire()
+    port = replicated._session._kazoo._connection._socket.getpeername()[1]
+    next(member for member in three.members if member.port == port).pause()
+    with pytest.raises(BackendUnavailable):
+        lease.renew()
+    until(lambda: replicated._session._connections > 1)
+    lease.renew()
+    assert lease.remaining() > 3.0
+    assert lease.release() is Released.RELEASED
+
+
+@pytest.mark.parametrize("fault", ["kill", "pause"])
+def test_waiters_survive_a_leader_that_is_killed_or_stopped_and_keep_their_order(
+    three: Ensemble, replicated: ZooKeeperBackend, fault: str
+) -> None:
+    first = Lock(replicated, "a").acquire()
+    got: list[Any] = []
+
+    def take() -> None:
+        lease = Lock(replicated, "a", wait=None).acquire()
+        got.append(lease.holder)
+        lease.release()
+
+    threads = []
+    for number in range(3):
+        threads.append(threading.Thread(target=take))
+        threads[-1].start()
+        until(lambda number=number: len(waiters(replicated, "a")) > number)
+    order = waiters(replicated, "a")
+    getattr(three.leader, fault)()
+    until(lambda: is_released(first))
+    for thread in threads:
+        thread.join(WITHIN)
+    assert got == order
+
+
+def is_released(lease: Any) -> bool:
+    try:
+        return lease.release() is Released.RELEASED
+    except BackendUnavailable:
+        return False
+
+
+def test_majority_that_is_gone_grants_nothing_and_is_waited_for_in_time(
+    three: Ensemble, replicated: ZooKeeperBackend
+) -> None:
+    Lock(replicated, "warm-up").acquire().release()
+    for member in three.followers:
+        member.kill()
+    began = clock()
+    with pytest.raises(BackendUnavailable):
+        Lock(replicated, "a", wait=1.0).acquire()
+    assert clock() - began < 1.0 + 3 * LIMIT + 5
+
+
+def test_killed_holder_is_followed_within_its_session(server: Server, direct: ZooKeeperBackend, prefix: str) -> None:
+    url = f"{server.url}"
+    with worker(hold_short, url, prefix, {"ttl": 60}) as holder:
+        token = holder.hear()
+        holder.kill()
+        with Lock(direct, "a", wait=WITHIN) as lease:
+            assert lease.token > token
+    assert is_untouched(direct, "a")
+
+
+def test_killed_waiter_is_no_obstacle(server: Server, direct: ZooKeeperBackend, prefix: str) -> None:
+    first = Lock(direct, "a").acquire()
+    with worker(wait_short, server.url, prefix) as waiter:
+        until(lambda: waiters(direct, "a"))
+        waiter.kill()
+    first.release()
+    with Lock(direct, "a", wait=WITHIN):
+        pass
+    assert is_untouched(direct, "a")
+
+
+def hold_short(link: processes.Link, url: str, prefix: str, options: dict[str, Any]) -> None:
+    lease = Lock(connect(url, prefix=prefix, session=SESSION), "a", **options).acquire()
+    link.say(lease.token)
+    link.hear()
+
+
+def wait_short(link: processes.Link, url: str, prefix: str) -> None:
+    Lock(connect(url, prefix=prefix, session=SESSION), "a", wait=None).acquire()
+    link.hear()
+
+
+def test_stopped_process_sees_at_once_that_it_lost_its_lease(
+    server: Server, direct: ZooKeeperBackend, prefix: str
+) -> None:
+    with worker(hold_and_tell, server.url, prefix) as holder:
+        token = holder.hear()
+        holder.pause()
+        with Lock(direct, "a", wait=WITHIN) as lease:
+            assert lease.token > token
+            holder.resume()
+            holder.say("lost?")
+            assert holder.hear() is True
+
+
+def hold_and_tell(link: processes.Link, url: str, prefix: str) -> None:
+    lease = Lock(connect(url, prefix=prefix, session=SESSION), "a", ttl=60).acquire()
+    link.say(lease.token)
+    link.hear()
+    link.say(lease.lost)
+
+
+def test_child_has_a_session_of_its_own_and_its_parents_lease_lives_on(
+    server: Server, direct: ZooKeeperBackend, prefix: str
+) -> None:
+    with worker(fork, server.url, prefix) as parent:
+        found = parent.hear()
+        assert "'released': 'NotHeld'" in found
+        assert "'taken': None" in found
+        assert "'kept': True" in found
+        parent.say("go on")
+        assert parent.result() == (False, True)
+
+
+def test_child_walks_out_of_its_parents_block_and_releases_nothing(
+    server: Server, direct: ZooKeeperBackend, prefix: str
+) -> None:
+    with worker(fork_out_of_block, server.url, prefix) as parent:
+        for _ in range(2):
+            holder = parent.hear()
+            assert holders(direct, "a") == [holder]
+            parent.say("go on")
+        assert parent.result() == "done"
+
+
+def test_holder_in_another_process_is_seen_and_waited_for(
+    server: Server, direct: ZooKeeperBackend, prefix: str
+) -> None:
+    with worker(hold, server.url, prefix, {}) as holder:
+        token = holder.hear()
+        with worker(wait, server.url, prefix) as waiter:
+            until(lambda: waiters(direct, "a"))
+            holder.say("release")
+            assert holder.hear() == "released"
+            assert waiter.hear() > token
+            waiter.say("done")
+            waiter.result()
+
+
+def test_sections_of_many_processes_are_apart_in_the_order_of_tokens_and_of_arrival(
+    three: Ensemble, prefix: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "history"
+    processes.run(work, [(three.url, prefix, str(path), 40, {})] * 5)
+    history = read(path)
+    assert len(history) == 200
+    assert any(section.queued for section in history), "nobody had to wait: nothing was tested"
+    assert overlaps(history) == []
+    assert repeated_tokens(history) == []
+    assert overtaken(history) == []
+
+
+def test_processes_that_are_stopped_and_killed_never_overlap_with_those_that_follow(
+    server: Server, direct: ZooKeeperBackend, prefix: str, tmp_path: Path
+) -> None:
+    """Whoever is inside is stopped for longer than its session, again and again, and at the end killed."""
+    path = tmp_path / "history"
+    arguments = (f"{server.url}", prefix, str(path), 100_000, {}, 0.02)
+    with ExitStack() as stack:
+        workers = [stack.enter_context(worker(work_short, *arguments)) for _ in range(4)]
+        for _ in range(3):
+            one = inside(direct, workers)
+            one.pause()
+            threading.Event().wait(1.0)
+            one.resume()
+        one = inside(direct, workers)
+        one.kill()
+        workers.remove(one)
+        before = len(read(path))
+        until(lambda: len(read(path)) >= before + 20)
+        for one in workers:
+            one.kill()
+    history = read(path)
+    assert overlaps(history) == []
+    assert repeated_tokens(history) == []
+
+
+def work_short(link: processes.Link, url: str, prefix: str, *rest: Any) -> None:
+    """Work with sessions of the shortest kind."""
+    import tests.faults.history as module
+
+    real = module.connect
+    module.connect = lambda url, **options: real(url, session=0.6, **options)  # type: ignore[assignment]
+    work(link, url, prefix, *rest)
+
+
+def inside(store: ZooKeeperBackend, workers: list[processes.Worker]) -> processes.Worker:
+    """The worker who holds the lock now; a moment later it may be another, which is no harm."""
+    by_pid = {one.process.pid: one for one in workers}
+    while True:
+        (state,) = run(store.inspect(BLOCKING, "a"))
+        for holder in state.holders:
+            pid = json.loads(holder.owner)["pid"]
+            if pid in by_pid:
+                return by_pid[pid]
+
+
+def test_store_with_a_password_is_closed_to_others_and_shows_no_secret(
+    server: Server, prefix: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    where = f"127.0.0.1:{server.port}/closed"
+    store = connect(f"zookeeper://app:{SECRET}@{where}", prefix=prefix)
+    with caplog.at_level(logging.DEBUG), Lock(store, "a"):
+        for url in (f"zookeeper://{where}", f"zookeeper://app:wrong{SECRET}@{where}"):
+            stranger = connect(url, prefix=prefix)
+            with pytest.raises(BackendUnavailable, match="refused our credentials") as caught:
+                Lock(stranger, "a", wait=None).acquire()
+            error: Any = caught.value
+            while error is not None:
+                assert SECRET not in f"{error!s} {error!r} {vars(error)}"
+                error = error.__cause__ or error.__context__
+            stranger.close()
+    store.close()
+    assert SECRET not in caplog.text
+    assert SECRET not in f"{store!r} {vars(store)}"
+
+
+def test_nothing_is_left_over_after_all_of_it(
+    locks: Locks, proxy: Proxy, backend: ZooKeeperBackend, direct: ZooKeeperBackend, server: Server, prefix: str
+) -> None:
+    for fault in (proxy.drop_reply, proxy.cut_reply, proxy.cut_request):
+        for place in (1, 2, 3):
+            fault(place, matching=CREATE)
+            first = locks.acquire("a")
+            pending = locks.queue_up("a")
+            with pytest.raises((AcquireTimeout, BackendUnavailable)):
+                locks.acquire("a", wait=0.02)
+            until(lambda first=first: is_done(locks, first.release))
+            until(lambda pending=pending: is_done(locks, pending.result(WITHIN).release))
+    until(lambda: is_untouched(direct, "a"))
+
+
+def is_done(locks: Locks, step: Any) -> bool:
+    try:
+        locks.do(step)
+    except BackendUnavailable:
+        return False
+    return True
+
+
+def test_nodes_of_locks_that_nobody_uses_are_removed_by_the_servers(
+    direct: ZooKeeperBackend, server: Server, prefix: str
+) -> None:
+    for number in range(20):
+        Lock(direct, f"a:{number}").acquire().release()
+    kazoo = KazooClient(f"127.0.0.1:{server.port}")
+    kazoo.start()
+    try:
+        until(lambda: kazoo.get_children(f"/{prefix}") == [])
+    finally:
+        kazoo.stop()
+        kazoo.close()
+    assert Lock(direct, "a:1").acquire().release() is Released.RELEASED
+
+
+def test_mark_of_a_raised_token_outlives_the_lock_and_raises_the_next(
+    direct: ZooKeeperBackend, server: Server, prefix: str
+) -> None:
+    request = new_request("a", 30.0, 0.0, shared=False, fair=True)
+    raised = request._replace(floor=1 << 62)
+    granted: Any = run(direct.try_acquire(BLOCKING, request))
+    again: Any = run(direct.try_acquire(BLOCKING, raised))
+    assert (granted.token < 1 << 62) and again.token == (1 << 62) + 1
+    assert run(direct.release(BLOCKING, request, again)) == "released"
+    with Lock(direct, "a") as lease:
+        assert lease.token > again.token
