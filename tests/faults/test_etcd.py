@@ -1,0 +1,277 @@
+"""A cluster of three whose members die, stop and come back, and whose clients do: nobody holds twice, nothing hangs."""
+
+import secrets
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dlock_core import Lock
+from dlock_core.backends.etcd import EtcdBackend
+from dlock_core.errors import BackendUnavailable, LeaseLost
+from dlock_core.lease import Released
+from dlock_core.runtime import clock
+from dlock_core.testing.contract.parties import Locks
+from tests import processes
+from tests.etcd_servers import Cluster, cluster
+from tests.faults.history import overlaps, overtaken, read, repeated_tokens, work
+from tests.faults.holders import fork, hold, wait
+from tests.faults.looking import holders, is_untouched, until, waiters
+from tests.faults.test_history import inside
+from tests.processes import worker
+from tests.servers import Server
+
+WITHIN = 30.0
+LIMIT = 0.5
+SECRET = "s3cr3t/p:ss@w"
+QUOTED = "s3cr3t%2Fp%3Ass%40w"
+LEASE, ENTER, LEAVE, RENEW, WATCH = b"/lease/grant", b"/kv/txn", b"/kv/deleterange", b"/lease/keepalive", b"/v3/watch"
+
+
+@pytest.fixture(scope="module")
+def three(servers_directory: Path) -> Iterator[Cluster]:
+    with cluster(servers_directory / "etcd3", 3) as three:
+        yield three
+
+
+@pytest.fixture
+def etcd(three: Cluster) -> Iterator[Cluster]:
+    """Three members, well again after each test."""
+    yield three
+    for member in three.members:
+        member.resume()
+        if member.process is None or member.process.poll() is not None:
+            member.start()
+    three.settle()
+
+
+@pytest.fixture
+def prefix() -> str:
+    return f"{secrets.token_hex(4)}/"
+
+
+@pytest.fixture
+def backend(etcd: Cluster, prefix: str) -> Iterator[EtcdBackend]:
+    backend = EtcdBackend(etcd.url, prefix=prefix)
+    yield backend
+    backend.close()
+
+
+def insist(step: Callable[[], Any]) -> Any:
+    """Ask until the store answers."""
+    found: list[Any] = []
+
+    def answered() -> bool:
+        try:
+            found.append(step())
+        except BackendUnavailable:
+            return False
+        return True
+
+    until(answered)
+    return found[0]
+
+
+def current(locks: Locks, etcd: Cluster) -> Server:
+    """The member that the store under test asks now."""
+    port = locks.observed.backend._gateway._connections.member.port  # type: ignore[attr-defined]
+    return next(member for member in etcd.members if member.port == port)
+
+
+@pytest.mark.parametrize("how", ["kill", "pause"])
+def test_leader_that_goes_away_while_we_hold_costs_no_lease(locks: Locks, etcd: Cluster, how: str) -> None:
+    lease = locks.acquire("a", ttl=8)
+    getattr(etcd.leader(), how)()
+    insist(lambda: locks.do(lease.renew))
+    before = locks.renewals(lease)
+    locks.observed.until(lambda _: locks.renewals(lease) >= before + 2)
+    assert not lease.lost
+    assert insist(lambda: locks.holders("a")) == [lease.holder]
+    assert insist(lambda: locks.do(lease.release)) is Released.RELEASED
+
+
+@pytest.mark.parametrize("how", ["kill", "pause"])
+def test_leader_that_goes_away_while_we_wait_keeps_the_queue(locks: Locks, etcd: Cluster, how: str) -> None:
+    first = locks.acquire("a", ttl=60)
+    line = [locks.queue_up("a", wait=60) for _ in range(3)]
+    order = locks.waiting("a")
+    getattr(etcd.leader(), how)()
+    assert insist(lambda: locks.do(first.release)) is Released.RELEASED
+    got = []
+    for pending in line:
+        got.append(pending.result(WITHIN))
+        insist(lambda: locks.do(got[-1].release))
+    assert [lease.holder for lease in got] == order
+
+
+@pytest.mark.parametrize("how", ["kill", "pause"])
+def test_lock_is_acquired_within_its_wait_while_a_new_leader_is_elected(locks: Locks, etcd: Cluster, how: str) -> None:
+    getattr(etcd.leader(), how)()
+    assert locks.acquire("a", wait=20).token > 0
+
+
+def test_member_that_died_is_passed_over_even_by_a_single_try(locks: Locks, etcd: Cluster) -> None:
+    lease = locks.acquire("a", ttl=8)
+    for dead in etcd.followers()[:1]:
+        dead.kill()
+        while current(locks, etcd) is not dead:
+            locks.observed.backend._gateway._connections.skip(current_member(locks))  # type: ignore[attr-defined]
+        assert locks.try_acquire("a") is None
+        assert locks.try_acquire("b") is not None
+        assert current(locks, etcd) is not dead
+    locks.do(lease.renew)
+    assert locks.do(lease.release) is Released.RELEASED
+
+
+def current_member(locks: Locks) -> Any:
+    return locks.observed.backend._gateway._connections.member  # type: ignore[attr-defined]
+
+
+def test_member_that_stands_still_is_passed_over_even_by_a_single_try(locks: Locks, etcd: Cluster) -> None:
+    lease = locks.acquire("a", ttl=30)
+    etcd.settle()
+    stuck = next(member for member in etcd.followers())
+    while current(locks, etcd) is not stuck:
+        locks.observed.backend._gateway._connections.skip(current_member(locks))  # type: ignore[attr-defined]
+    stuck.pause()
+    assert locks.try_acquire("b") is not None
+    assert current(locks, etcd) is not stuck
+    locks.do(lease.renew)
+
+
+def test_waiter_whose_member_stands_still_is_woken_all_the_same(locks: Locks, etcd: Cluster) -> None:
+    first = locks.acquire("a", ttl=60)
+    pending = locks.queue_up("a", wait=None)
+    current(locks, etcd).pause()
+    assert insist(lambda: locks.do(first.release)) is Released.RELEASED
+    assert pending.result(WITHIN).token > first.token
+
+
+def test_cluster_without_a_majority_is_unavailable_and_not_taken(locks: Locks, etcd: Cluster) -> None:
+    for member in etcd.members[:2]:
+        member.kill()
+    began = clock()
+    with pytest.raises(BackendUnavailable) as caught:
+        locks.acquire("a", wait=0.5)
+    assert clock() - began < 0.5 + 2 * 3 + 5, "a request and a withdrawal are all that may come on top of the wait"
+    assert caught.value.name == "a"
+
+
+def test_cluster_that_is_gone_is_unavailable_and_the_lease_is_lost_in_time(locks: Locks, etcd: Cluster) -> None:
+    told: list[bool] = []
+    lease = locks.acquire("a", ttl=2, on_lost=lambda: told.append(True))
+    for member in etcd.members:
+        member.kill()
+    locks.until(lambda: told)
+    with pytest.raises(LeaseLost, match="could not be renewed in time"):
+        lease.ensure_held()
+    with pytest.raises(BackendUnavailable):
+        locks.do(lease.release)
+
+
+def test_cluster_that_was_restarted_has_kept_leases_and_places(locks: Locks, etcd: Cluster) -> None:
+    lease = locks.acquire("a", ttl=60)
+    pending = locks.queue_up("a", wait=60)
+    etcd.restart()
+    insist(lambda: locks.do(lease.renew))
+    assert not lease.lost
+    assert locks.try_acquire("a") is None
+    assert insist(lambda: locks.do(lease.release)) is Released.RELEASED
+    assert pending.result(WITHIN).token > lease.token
+
+
+def test_tokens_grow_over_restarts_and_elections(locks: Locks, etcd: Cluster) -> None:
+    tokens = []
+    for step in (etcd.restart, etcd.leader().kill, lambda: None):
+        lease = insist(lambda: locks.acquire("a", wait=20))
+        tokens.append(lease.token)
+        insist(lambda lease=lease: locks.do(lease.release))
+        step()
+    assert tokens == sorted(set(tokens))
+
+
+def test_holder_that_was_stopped_beyond_its_ttl_knows_at_once_that_it_lost(
+    etcd: Cluster, backend: EtcdBackend, prefix: str
+) -> None:
+    with worker(hold, etcd.url, prefix, {"ttl": 2.0}) as holder:
+        token = holder.hear()
+        holder.pause()
+        lease = Lock(backend, "a", wait=None).acquire()
+        assert lease.token > token
+        holder.say("look")
+        holder.resume()
+        assert holder.hear() == (True, 0.0)
+        holder.say("release")
+        assert holder.hear() == "stolen"
+    assert holders(backend, "a") == [lease.holder]  # type: ignore[arg-type]
+    lease.release()
+
+
+def test_killed_holder_is_followed_when_its_ttl_is_over(etcd: Cluster, backend: EtcdBackend, prefix: str) -> None:
+    with worker(hold, etcd.url, prefix, {"ttl": 2.0}) as holder:
+        token = holder.hear()
+        assert Lock(backend, "a").try_acquire() is None
+        holder.kill()
+        lease = Lock(backend, "a", wait=None).acquire()
+    assert lease.token > token
+    lease.release()
+    assert is_untouched(backend, "a")  # type: ignore[arg-type]
+
+
+def test_killed_waiter_stalls_nobody_for_long(etcd: Cluster, backend: EtcdBackend, prefix: str) -> None:
+    first = Lock(backend, "a").acquire()
+    with worker(wait, etcd.url, prefix) as dead:
+        until(lambda: len(waiters(backend, "a")) == 1)  # type: ignore[arg-type]
+        with worker(wait, etcd.url, prefix) as alive:
+            until(lambda: len(waiters(backend, "a")) == 2)  # type: ignore[arg-type]
+            dead.kill()
+            first.release()
+            assert alive.hear() > first.token
+            alive.say("enough")
+            alive.result()
+    assert is_untouched(backend, "a")  # type: ignore[arg-type]
+
+
+def test_forked_child_locks_for_itself(etcd: Cluster, backend: EtcdBackend, prefix: str) -> None:
+    with worker(fork, etcd.url, prefix) as parent:
+        assert "'kept': True" in parent.hear()
+        assert len(holders(backend, "a")) == 1  # type: ignore[arg-type]
+        parent.say("go on")
+        assert parent.result() == (False, True)
+
+
+def test_sections_of_many_processes_are_apart_in_the_order_of_tokens_and_of_arrival(
+    etcd: Cluster, prefix: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "history"
+    processes.run(work, [(etcd.url, prefix, str(path), 40, {})] * 5)
+    history = read(path)
+    assert len(history) == 200
+    assert any(section.queued for section in history), "nobody had to wait: nothing was tested"
+    assert overlaps(history) == []
+    assert repeated_tokens(history) == []
+    assert overtaken(history) == []
+
+
+def test_processes_and_members_that_stop_and_die_make_no_overlap(
+    etcd: Cluster, backend: EtcdBackend, prefix: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "history"
+    with ExitStack() as stack:
+        arguments = (etcd.url, prefix, str(path), 100_000, {"ttl": 2.0}, 0.02)
+        workers = [stack.enter_context(processes.worker(work, *arguments)) for _ in range(4)]
+        for number in range(3):
+            stopped = insist(lambda: inside(backend, workers))  # type: ignore[arg-type]
+            stopped.pause()
+            etcd.leader().kill() if number == 1 else threading.Event().wait(3.0)
+            stopped.resume()
+        dead = insist(lambda: inside(backend, workers))  # type: ignore[arg-type]
+        dead.kill()
+        before = len(read(path))
+        until(lambda: len(read(path)) >= before + 30)
+    history = read(path)
+    assert overlaps(history) == []
+    assert repeated_tokens(history) == []

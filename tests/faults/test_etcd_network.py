@@ -1,0 +1,281 @@
+"""One etcd behind a network that loses replies and resets connections: one grant, one place, nothing left over."""
+
+import asyncio
+import secrets
+from base64 import b64encode
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from dlock_core import AsyncLock, Lock
+from dlock_core.backend import Renewal
+from dlock_core.backends.etcd import EtcdBackend
+from dlock_core.errors import AcquireTimeout, BackendUnavailable, LeaseLost
+from dlock_core.lease import Released
+from dlock_core.runtime import clock
+from dlock_core.testing.contract.parties import Locks
+from dlock_core.testing.contract.tasks import Tasks
+from tests.etcd_servers import Cluster, ask, cluster
+from tests.faults.looking import holders, is_untouched, until, waiters
+from tests.faults.test_cancellation import FOR_EVER, Cancelled, attempt
+from tests.proxy import Proxy
+
+WITHIN = 30.0
+LIMIT = 0.5
+LEASE, ENTER, LEAVE, RENEW, WATCH = b"/lease/grant", b"/kv/txn", b"/kv/deleterange", b"/lease/keepalive", b"/v3/watch"
+
+
+@pytest.fixture(scope="module")
+def one(servers_directory: Path) -> Iterator[Cluster]:
+    with cluster(servers_directory / "etcd1") as one:
+        yield one
+
+
+@pytest.fixture
+def prefix() -> str:
+    return f"{secrets.token_hex(4)}/"
+
+
+@pytest.fixture
+def proxy(one: Cluster) -> Iterator[Proxy]:
+    with Proxy(one.members[0].port) as proxy:
+        yield proxy
+
+
+@pytest.fixture
+def direct(one: Cluster, prefix: str) -> Iterator[EtcdBackend]:
+    """The store of the tests with a proxy, over a good network."""
+    backend = EtcdBackend(one.url, prefix=prefix)
+    yield backend
+    backend.close()
+
+
+@pytest.fixture
+def backend(proxy: Proxy, prefix: str) -> Iterator[EtcdBackend]:
+    backend = EtcdBackend(f"etcd://127.0.0.1:{proxy.port}", prefix=prefix, timeout=LIMIT)
+    yield backend
+    backend.close()
+
+
+@pytest.mark.parametrize("is_first", [True, False], ids=["new lease", "used lease"])
+@pytest.mark.parametrize("fault", ["drop_reply", "cut_reply", "cut_request"])
+def test_acquire_whose_reply_was_lost_is_one_grant(
+    locks: Locks, proxy: Proxy, direct: EtcdBackend, fault: str, is_first: bool
+) -> None:
+    locks.do(locks.acquire("warm-up", ttl=20 if is_first else 30).release)
+    broken = getattr(proxy, fault)(matching=LEASE if is_first else ENTER)
+    lease = locks.acquire("a")
+    assert broken.happened
+    assert holders(direct, "a") == [lease.holder]  # type: ignore[arg-type]
+    assert locks.do(lease.release) is Released.RELEASED
+    assert is_untouched(direct, "a")  # type: ignore[arg-type]
+
+
+def test_shared_acquire_whose_reply_was_lost_is_one_grant(locks: Locks, proxy: Proxy, direct: EtcdBackend) -> None:
+    other = locks.acquire("a", shared=True)
+    broken = proxy.drop_reply(matching=ENTER)
+    lease = locks.acquire("a", shared=True)
+    assert broken.happened
+    assert sorted(holders(direct, "a")) == sorted([lease.holder, other.holder])  # type: ignore[arg-type]
+
+
+def test_try_whose_reply_was_lost_is_an_error_and_leaves_no_grant(
+    locks: Locks, proxy: Proxy, direct: EtcdBackend
+) -> None:
+    lost = proxy.drop_reply(matching=LEASE)
+    with pytest.raises(BackendUnavailable):
+        locks.try_acquire("a")
+    assert lost.happened
+    assert is_untouched(direct, "a")  # type: ignore[arg-type]
+
+
+def test_reset_of_an_idle_connection_is_no_reason_to_fail_a_single_try(locks: Locks, proxy: Proxy) -> None:
+    locks.do(locks.acquire("warm-up").release)
+    proxy.cut()
+    assert locks.try_acquire("a") is not None
+
+
+@pytest.mark.parametrize("fault", ["drop_reply", "cut_reply", "cut_request"])
+def test_place_whose_reply_was_lost_is_one_place(locks: Locks, proxy: Proxy, direct: EtcdBackend, fault: str) -> None:
+    first = locks.acquire("a")
+    broken = getattr(proxy, fault)(2, matching=ENTER)  # the first finds it taken, the second queues
+    pending = locks.queue_up("a")
+    broken.wait()
+    assert len(waiters(direct, "a")) == 1  # type: ignore[arg-type]
+    locks.do(first.release)
+    assert holders(direct, "a") == [pending.result(WITHIN).holder]  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("fault", ["drop_reply", "cut_reply", "cut_request"])
+def test_waiter_whose_watch_was_lost_is_served(locks: Locks, proxy: Proxy, fault: str) -> None:
+    first = locks.acquire("a")
+    lost = getattr(proxy, fault)(matching=WATCH)
+    pending = locks.queue_up("a")
+    lost.wait()
+    locks.do(first.release)
+    assert pending.result(WITHIN).token > first.token
+
+
+def test_waiter_survives_a_reset_of_every_connection(locks: Locks, proxy: Proxy, direct: EtcdBackend) -> None:
+    first = locks.acquire("a")
+    line = [locks.queue_up("a") for _ in range(3)]
+    order = waiters(direct, "a")  # type: ignore[arg-type]
+    proxy.cut()
+    got = [first]
+    for pending in line:
+        locks.do(got[-1].release)
+        got.append(pending.result(WITHIN))
+    assert [lease.holder for lease in got[1:]] == order
+
+
+@pytest.mark.parametrize("fault", ["drop_reply", "cut_reply", "cut_request"])
+def test_release_whose_reply_was_lost_is_a_release(locks: Locks, proxy: Proxy, direct: EtcdBackend, fault: str) -> None:
+    lease = locks.acquire("a")
+    broken = getattr(proxy, fault)(matching=LEAVE)
+    assert locks.do(lease.release) is Released.RELEASED
+    assert broken.happened
+    assert is_untouched(direct, "a")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("fault", ["drop_reply", "cut_reply", "cut_request"])
+def test_renewal_whose_reply_was_lost_is_no_loss(locks: Locks, proxy: Proxy, fault: str) -> None:
+    lease = locks.acquire("a", ttl=3)
+    getattr(proxy, fault)(matching=RENEW).wait()
+    before = locks.renewals(lease)
+    locks.observed.until(lambda _: locks.renewals(lease) >= before + 3)
+    assert not lease.lost
+
+
+def test_longer_ttl_whose_reply_was_lost_says_nothing_about_the_lease(locks: Locks, proxy: Proxy) -> None:
+    lease = locks.acquire("a", ttl=10, renew=False)
+    proxy.drop_reply(matching=LEASE)
+    with pytest.raises(BackendUnavailable):
+        locks.do(lambda: lease.renew(60))
+    assert not lease.lost
+    locks.do(lambda: lease.renew(60))
+    assert lease.remaining() > 30
+
+
+@pytest.mark.parametrize("wait", [0, 0.3])
+def test_deaf_store_is_given_up_in_time(locks: Locks, proxy: Proxy, wait: float) -> None:
+    locks.do(locks.acquire("warm-up").release)
+    proxy.deaf()
+    began = clock()
+    with pytest.raises(BackendUnavailable):
+        locks.acquire("a", wait=wait)
+    assert clock() - began < wait + 2 * LIMIT + 5
+    proxy.forward()
+
+
+def test_store_that_goes_deaf_under_a_waiter_is_given_up_in_time(locks: Locks, proxy: Proxy) -> None:
+    locks.acquire("a")
+    pending = locks.queue_up("a", wait=0.5)
+    proxy.deaf()
+    with pytest.raises((BackendUnavailable, AcquireTimeout)):
+        pending.result(WITHIN)
+    proxy.forward()
+
+
+def test_task_that_is_cancelled_inside_a_request_leaves_nothing(
+    locks: Locks, proxy: Proxy, direct: EtcdBackend
+) -> None:
+    if not isinstance(locks, Tasks):
+        pytest.skip("threads cannot be cancelled")
+    held_up = proxy.hold_reply(matching=LEASE)
+    pending = locks.start(locks.lock("a").acquire)
+    held_up.wait()
+    pending.cancel()
+    locks.observed.until(lambda _: bool(locks.asked("withdraw", "a")))
+    held_up.release()
+    until(lambda: is_untouched(direct, "a"))  # type: ignore[arg-type]
+
+
+def coded(text: str) -> str:
+    return b64encode(text.encode()).decode()
+
+
+def test_key_that_an_operator_deleted_is_a_loss_and_is_not_made_again(
+    locks: Locks, one: Cluster, direct: EtcdBackend, prefix: str
+) -> None:
+    told: list[bool] = []
+    lease = locks.acquire("a", ttl=2, on_lost=lambda: told.append(True))
+    start, end = f"{prefix}lock/a/", f"{prefix}lock/a0"
+    ask(one.members[0], "kv/deleterange", {"key": coded(start), "range_end": coded(end)})
+    locks.until(lambda: told)
+    with pytest.raises(LeaseLost):
+        locks.do(lease.renew)
+    assert is_untouched(direct, "a")  # type: ignore[arg-type]
+
+
+def test_unused_lease_that_the_server_forgot_costs_no_grant(locks: Locks, one: Cluster) -> None:
+    locks.do(locks.acquire("a").release)
+    for lease in ask(one.members[0], "lease/leases")["leases"]:
+        ask(one.members[0], "lease/revoke", lease)
+    assert locks.try_acquire("a") is not None
+
+
+def test_many_leases_are_renewed_in_few_requests(locks: Locks, proxy: Proxy) -> None:
+    leases = [locks.acquire(f"a:{number}", ttl=60, renew=False) for number in range(130)]
+    renewals = [Renewal(lease._held.request, lease._held.granted) for lease in leases]
+    before = proxy.requests
+    assert locks.ask("renew_many", renewals) == [60.0] * 130
+    assert proxy.requests - before <= 4
+
+
+@pytest.mark.parametrize("warm", [False, True], ids=["new lease", "used lease"])
+def test_acquire_cancelled_at_any_await_leaves_nothing(backend: EtcdBackend, direct: EtcdBackend, warm: bool) -> None:
+    async def main(k: int) -> bool:
+        if warm:
+            await (await AsyncLock(backend, "warm-up").acquire()).release()
+        cancelled = Cancelled(k)
+        lease = await attempt(cancelled, AsyncLock(backend, "a", wait=None, ttl=30 if warm else 30 + k).acquire())
+        if lease is not None:
+            await lease.release()
+        assert is_untouched(direct, "a"), f"cancelled at await {k}"  # type: ignore[arg-type]
+        return cancelled.happened
+
+    swept = next(k for k in range(1, FOR_EVER) if not asyncio.run(main(k)))
+    assert swept > 1, "there was nothing to sweep over"
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["exclusive", "shared"])
+def test_waiting_acquire_cancelled_at_any_await_leaves_nothing(
+    backend: EtcdBackend, direct: EtcdBackend, shared: bool
+) -> None:
+    async def main(k: int) -> bool:
+        holder = await AsyncLock(backend, "a").acquire()
+        cancelled = Cancelled(k)
+        wish = AsyncLock(backend, "a", wait=None, shared=shared)
+        pending = asyncio.ensure_future(attempt(cancelled, wish.acquire()))
+        while not pending.done() and not waiters(direct, "a"):  # type: ignore[arg-type]
+            await asyncio.sleep(0)
+        await holder.release()
+        lease = await pending
+        if lease is not None:
+            assert holders(direct, "a") == [lease.holder]  # type: ignore[arg-type]
+            await lease.release()
+        assert is_untouched(direct, "a"), f"cancelled at await {k}"  # type: ignore[arg-type]
+        return cancelled.happened
+
+    swept = next(k for k in range(1, FOR_EVER) if not asyncio.run(main(k)))
+    assert swept > 3, "there was nothing to sweep over"
+
+
+def test_release_cancelled_at_any_await_is_still_done(backend: EtcdBackend, direct: EtcdBackend) -> None:
+    async def main(k: int) -> bool:
+        lease = await AsyncLock(backend, "a").acquire()
+        cancelled = Cancelled(k)
+        await attempt(cancelled, lease.release())
+        assert is_untouched(direct, "a"), f"cancelled at await {k}"  # type: ignore[arg-type]
+        return cancelled.happened
+
+    swept = next(k for k in range(1, FOR_EVER) if not asyncio.run(main(k)))
+    assert swept > 1, "there was nothing to sweep over"
+
+
+def test_connections_are_kept_and_each_step_is_one_write(backend: EtcdBackend, proxy: Proxy) -> None:
+    Lock(backend, "a").acquire().release()
+    before = proxy.requests
+    Lock(backend, "a").acquire().release()
+    assert proxy.requests - before == 2
