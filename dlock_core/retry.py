@@ -110,7 +110,8 @@ async def retry(
     """Do `work` until it ends without a conflict, pausing with full jitter between attempts.
 
     The last conflict is raised, with a note that says how many attempts were made; any other error, and a cancellation,
-    is raised at once. `work` must undo what it did when it fails: open its own transaction in it.
+    is raised at once. `work` must undo what it did when it fails: open its own transaction in it. `may_start_over`
+    is asked what a conflict is.
     """
     give_up = runtime.now() + _limit(policy.within)
     attempt = 1

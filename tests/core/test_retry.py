@@ -155,6 +155,48 @@ def test_layers_of_frameworks_are_looked_through() -> None:
     assert classify(wrapper) is Trouble.DEADLOCK
 
 
+@pytest.mark.parametrize(
+    ("driver", "name", "trouble"),
+    [
+        (
+            driver_error("asyncmy.errors", "OperationalError", 1213, "Deadlock found"),
+            "OperationalError",
+            Trouble.DEADLOCK,
+        ),
+        (driver_error("pymysql.err", "OperationalError", 1205, "Timeout"), "OperationalError", Trouble.LOCK_TIMEOUT),
+        (driver_error("asyncpg.exceptions", "X", sqlstate="40001"), "DBAPIError", Trouble.SERIALIZATION),
+        (driver_error("psycopg2.errors", "X", pgcode="55P03"), "OperationalError", Trouble.LOCK_TIMEOUT),
+    ],
+)
+def test_sqlalchemy_s_layers_are_looked_through_for_every_driver(
+    driver: Exception, name: str, trouble: Trouble
+) -> None:
+    adapted = driver_error("sqlalchemy.dialects.postgresql.asyncpg", "AsyncAdapt_asyncpg_dbapi.Error")
+    wrapper = driver_error("sqlalchemy.exc", name, connection_invalidated=False)
+    adapted.__cause__, wrapper.__cause__ = driver, adapted
+    assert classify(wrapper) is trouble
+
+
+def test_connection_that_sqlalchemy_has_given_up_is_a_disconnect() -> None:
+    wrapper = driver_error("sqlalchemy.exc", "DBAPIError", "wrapped", connection_invalidated=True)
+    wrapper.__cause__ = driver_error("asyncpg.exceptions._base", "InterfaceError", "connection is closed")
+    assert classify(wrapper) is Trouble.DISCONNECT
+    assert not is_conflict(wrapper)
+
+
+def test_sqlalchemy_s_stale_data_is_a_conflict_and_another_s_is_none() -> None:
+    own = driver_error("sqlalchemy.orm.exc", "StaleDataError", "expected to update 1 row(s); 0 were matched")
+    derived = type("TheirStale", (type(own),), {"__module__": "shop.errors"})("stale")
+    for error, expected in (
+        (own, True),
+        (derived, True),
+        (driver_error("shop.errors", "StaleDataError"), False),
+        (driver_error("sqlalchemy.orm.exc", "FlushError"), False),
+    ):
+        assert is_conflict(error) is expected
+    assert classify(own) is None
+
+
 def test_aborted_transaction_does_not_hide_the_first_error() -> None:
     aborted = psycopg.errors.InFailedSqlTransaction()
     aborted.__context__ = psycopg.errors.SerializationFailure()
@@ -212,6 +254,14 @@ def test_last_conflict_is_raised_and_says_how_many_attempts_were_made() -> None:
         run(retry(ByHand(), work, Policy(attempts=3)))
     assert caught.value is last
     assert caught.value.__notes__ == ["gave up after 3 attempts"]
+
+
+def test_caller_may_refuse_to_start_over() -> None:
+    work = Work(stale(), stale())
+    with pytest.raises(StaleObject) as caught:
+        run(retry(ByHand(), work, Policy(), may_start_over=lambda error: work.runs < 2))
+    assert work.runs == 2
+    assert not hasattr(caught.value, "__notes__")
 
 
 def test_other_error_is_raised_at_once_and_without_a_note() -> None:
