@@ -1,0 +1,84 @@
+"""Ways to lose a connection, for sessions of both kinds."""
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+
+from sqlalchemy import URL, Connection, Engine, make_url, text
+
+from tests import settings
+from tests.sqla_dlock.engines import URLS, server_of
+
+WITHIN = 30.0
+PORTS = {"postgresql": settings.POSTGRESQL_PORT, "mariadb": settings.MARIADB_PORT}
+
+
+def port_of(name: str) -> int:
+    """The port of an engine's server."""
+    return PORTS[server_of(name) or ""]
+
+
+def url_through(name: str, port: int) -> URL:
+    """The address of an engine's database behind a proxy."""
+    return make_url(URLS[name]).set(port=port)
+
+
+@contextlib.contextmanager
+def held_in_commit(engine: Engine, then: Callable[[Connection], object]) -> Iterator[None]:
+    """PostgreSQL: a COMMIT that has added a Counter stands still in a deferred trigger; do `then` to it in another thread.
+
+    `then` gets a connection of its own; after it the COMMIT may go on.
+    """
+    engine = engine.execution_options(isolation_level="AUTOCOMMIT")
+    with engine.connect() as blocker, engine.connect() as watcher:
+        blocker.exec_driver_sql("SELECT pg_advisory_lock(4711)")
+        blocker.exec_driver_sql(HOLD_COMMIT)
+        failures: list[BaseException] = []
+
+        def interfere() -> None:
+            try:
+                while not watcher.exec_driver_sql(f"SELECT 1 {HELD}").first():
+                    pass
+                then(watcher)
+            except BaseException as error:
+                failures.append(error)
+            finally:
+                blocker.exec_driver_sql("SELECT pg_advisory_unlock(4711)")
+
+        thread = threading.Thread(target=interfere)
+        thread.start()
+        try:
+            yield
+        finally:
+            thread.join(WITHIN)
+            watcher.exec_driver_sql("DROP FUNCTION hold_commit() CASCADE")
+        assert not failures
+
+
+HOLD_COMMIT = """
+CREATE FUNCTION hold_commit() RETURNS trigger LANGUAGE plpgsql AS
+$$ BEGIN PERFORM pg_advisory_xact_lock(4711); RETURN NULL; END $$;
+CREATE CONSTRAINT TRIGGER hold_commit AFTER INSERT ON counter DEFERRABLE INITIALLY DEFERRED
+FOR EACH ROW EXECUTE FUNCTION hold_commit();
+"""
+HELD = "FROM pg_locks WHERE locktype = 'advisory' AND objid = 4711 AND NOT granted"
+
+
+def terminate_held(watcher: Connection) -> None:
+    """What an administrator does."""
+    watcher.execute(text(f"SELECT pg_terminate_backend(pid, 10000) {HELD}"))
+
+
+def interrupt_once(engine: Engine, method: str, when: str, error: type[BaseException]) -> None:
+    """Have a method of the dialect raise once, where a driver would: before or after its work."""
+    work = getattr(engine.dialect, method)
+    pending = [error]
+
+    def interrupted(*args: object) -> None:
+        if pending and when == "before":
+            raise pending.pop()
+        work(*args)
+        if pending:
+            raise pending.pop()
+
+    vars(engine.dialect)[method] = interrupted
