@@ -7,18 +7,56 @@ from typing import TYPE_CHECKING, Any, Final
 if TYPE_CHECKING:
     from sqla_dlock.alocks import alock
     from sqla_dlock.fencing import FencedMixin
+    from sqla_dlock.handlers import locked
     from sqla_dlock.locks import lock
+    from sqla_dlock.retry import retry_on_conflict
+    from sqla_dlock.rows import alock_row, alock_rows, lock_row, lock_rows
     from sqla_dlock.stores import configure
+    from sqla_dlock.versions import (
+        VersionedMixin,
+        adelete_with_version,
+        asave_with_version,
+        atouch,
+        delete_with_version,
+        save_with_version,
+        touch,
+    )
 
-__all__ = ["FencedMixin", "alock", "configure", "lock"]
+__all__ = [
+    "FencedMixin",
+    "VersionedMixin",
+    "adelete_with_version",
+    "alock",
+    "alock_row",
+    "alock_rows",
+    "asave_with_version",
+    "atouch",
+    "configure",
+    "delete_with_version",
+    "lock",
+    "lock_row",
+    "lock_rows",
+    "locked",
+    "retry_on_conflict",
+    "save_with_version",
+    "touch",
+]
 
-_HOMES: Final = {"FencedMixin": "fencing", "alock": "alocks", "configure": "stores", "lock": "locks"}
+_HOMES: Final = {
+    "alock": "alocks",
+    "configure": "stores",
+    "FencedMixin": "fencing",
+    "lock": "locks",
+    "locked": "handlers",
+    "retry_on_conflict": "retry",
+    **dict.fromkeys(("alock_row", "alock_rows", "lock_row", "lock_rows"), "rows"),
+}
 
 
 def __getattr__(name: str) -> Any:
     """Import a public name when it is first used: those for asyncio need greenlet."""
-    if name not in _HOMES:
+    if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from importlib import import_module
 
-    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+    return getattr(import_module(f"{__name__}.{_HOMES.get(name, 'versions')}"), name)

@@ -1,21 +1,22 @@
-"""`alock(session, ...)`: the same lock for an AsyncSession. It needs greenlet, as SQLAlchemy's asyncio does."""
+"""`alock(session, ...)`: the same lock for an AsyncSession."""
 
 from __future__ import annotations
 
 import asyncio
 from typing import TYPE_CHECKING, Any
 
-from sqlalchemy.ext.asyncio import AsyncSession, async_scoped_session
-
 from dlock_core.runtime import ASYNCIO
 from dlock_core.tie import LETTING_RUN_OUT
 from sqla_dlock.greenlets import SPAWNING, Awaiting
 from sqla_dlock.leases import AsyncLease
 from sqla_dlock.locks import SessionLock
+from sqla_dlock.sessions import plain_async_session
 
 if TYPE_CHECKING:
     from types import TracebackType
     from typing import Unpack
+
+    from sqlalchemy.ext.asyncio import AsyncSession, async_scoped_session
 
     from sqla_dlock.locks import LockOptions
 
@@ -51,8 +52,4 @@ def alock(session: AsyncSession | async_scoped_session[Any], *parts: Any, **opti
 
     Use it as `async with alock(session, "order", 42) as lease:`, or `await` its `acquire()`.
     """
-    if isinstance(session, async_scoped_session):
-        session = session()
-    if not isinstance(session, AsyncSession):
-        raise TypeError(f"alock() takes an AsyncSession, not {type(session).__name__}: use lock() for a Session")
-    return AsyncLock(session.sync_session, parts, **options)
+    return AsyncLock(plain_async_session(session, "lock()").sync_session, parts, **options)

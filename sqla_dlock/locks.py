@@ -20,6 +20,7 @@ from dlock_core.tied import Options, TiedLock
 from sqla_dlock.fencing import fence_for
 from sqla_dlock.greenlets import SPAWNING, Awaiting, await_, in_greenlet
 from sqla_dlock.leases import Lease
+from sqla_dlock.sessions import plain_session
 from sqla_dlock.snapshots import refuse_old_snapshot
 from sqla_dlock.stores import store_of
 from sqla_dlock.ties import SessionTie, current
@@ -143,17 +144,7 @@ def lock(session: Session | scoped_session[Any], *parts: Any, **options: Unpack[
 
     Raises TypeError for an AsyncSession, and for what is no session, before any I/O.
     """
-    return Lock(_session(session), parts, **options)
-
-
-def _session(session: Any) -> Session:
-    if isinstance(session, scoped_session):
-        session = session()
-    if not isinstance(session, Session):
-        is_async = type(session).__module__.startswith("sqlalchemy.ext.asyncio")
-        hint = ": use alock() for an AsyncSession" if is_async else ""
-        raise TypeError(f"lock() takes a Session, not {type(session).__name__}{hint}")
-    return session
+    return Lock(plain_session(session, "alock()"), parts, **options)
 
 
 async def _give_back(runtime: Runtime, tie: SessionTie) -> None:

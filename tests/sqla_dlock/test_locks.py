@@ -698,7 +698,7 @@ async def test_async_session_is_a_type_error_before_any_io(store):
 
 @pytest.mark.parametrize("nothing", [None, "session", object(), Session])
 def test_what_is_no_session_is_a_type_error(nothing):
-    with pytest.raises(TypeError, match="takes a Session"):
+    with pytest.raises(TypeError, match="Session is needed"):
         order(nothing)
 
 
