@@ -10,7 +10,6 @@ import threading
 from typing import TYPE_CHECKING, Any
 
 from sqlalchemy import inspect
-from sqlalchemy.orm import Session, scoped_session
 
 from dlock_core import engine, names, watchdog
 from dlock_core.errors import NotSupported
@@ -30,6 +29,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from types import TracebackType
     from typing import Unpack
+
+    from sqlalchemy.orm import Session, scoped_session
 
     from dlock_core.backend import Backend
     from dlock_core.runtime import Runtime
