@@ -5,7 +5,7 @@ Ticks are short, so that sessions may be; the heap is small and nothing is force
 
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,9 +19,9 @@ TICK: Final = 100
 """Milliseconds: a session may be as short as 500, a dead peer is noticed after a second."""
 
 
-def zookeeper(directory: Path) -> Server:
-    """One server alone."""
-    return _server(directory, free_port())
+def zookeeper(directory: Path, *options: str) -> Server:
+    """One server alone; the options are Java's, such as "-Dzookeeper.forceSync=yes"."""
+    return _server(directory, free_port(), options=options)
 
 
 @dataclass
@@ -87,7 +87,7 @@ def asked(server: Server, word: str) -> Iterator[str]:
             yield from answer.read().splitlines()
 
 
-def _server(directory: Path, port: int, *peers: str, number: int = 0) -> Server:
+def _server(directory: Path, port: int, *peers: str, number: int = 0, options: Sequence[str] = ()) -> Server:
     if not all(jar.exists() for jar in JARS):
         raise ServerMissing(MISSING)
     settings = [
@@ -105,7 +105,7 @@ def _server(directory: Path, port: int, *peers: str, number: int = 0) -> Server:
         directory=directory,
         port=port,
         prepare=[["sh", "-c", f"printf '{text}\\n' > zoo.cfg; echo {number} > myid"]],
-        command=[java, *small, *fast, *often, *where, str(directory / "zoo.cfg")],
+        command=[java, *small, *fast, *often, *options, *where, str(directory / "zoo.cfg")],
         ready="ZooKeeper audit is disabled",
         url=f"zookeeper://127.0.0.1:{port}",
     )

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Line", "Node", "component", "line", "mark", "name_of", "prefix"]
 
-_NODE: Final = re.compile(r"([xs])-([0-9a-f]{32})-(-?\d{10,11})")
+_NODE: Final = re.compile(r"([xs])-([0-9a-f]{32})-(-?\d{9,10})")
 _MARK: Final = "f-"
 _WRAP: Final = 1 << 32
 

@@ -29,6 +29,7 @@ from kazoo.protocol.serialization import Create2, Delete, SetData
 from kazoo.protocol.states import KazooState
 
 from dlock_core.errors import BackendUnavailable
+from dlock_core.runtime import clock
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -62,6 +63,7 @@ class Session:
         self._kazoo: Any = None
         self._waiting: set[Signal] = set()
         self._connections = self._dropped = 0
+        self._cut = math.inf  # since when there is no connection
         self._proof = (0, -math.inf)
         self.valid_for = 0.0
         """Seconds after a write for which the session surely lives: two thirds of what the server granted.
@@ -140,12 +142,23 @@ class Session:
 
     def _alive(self) -> Any:
         client = self._kazoo
-        if client is not None and client._connection._connection_routine.is_alive():
+        if client is not None and not self._is_over(client):
             return client
         with self._guard:
             if self._kazoo is client:
                 self._kazoo = self._start()
+                if client is not None:
+                    threading.Thread(target=_end, args=(client,), daemon=True).start()
             return self._kazoo
+
+    def _is_over(self, client: Any) -> bool:
+        """Tell whether kazoo has given up, or was cut off for twice as long as its session may live.
+
+        It would never come back to servers that lost their data: they refuse a client who has seen more than they.
+        """
+        if not client._connection._connection_routine.is_alive():
+            return True
+        return not client.connected and clock() - self._cut > 3 * self.valid_for
 
     def _start(self) -> Any:
         credential = self._address.credential
@@ -159,6 +172,7 @@ class Session:
         )
         client._connection._connect = self._noting(client._connection._connect)
         client.add_listener(self._changed)
+        self._cut = math.inf
         client.start_async()
         return client
 
@@ -171,6 +185,7 @@ class Session:
         return noting
 
     def _changed(self, state: str) -> None:
+        self._cut = min(self._cut, clock()) if state != KazooState.CONNECTED else math.inf
         if state == KazooState.CONNECTED:
             self._connections += 1
             for signal in list(self._waiting):
@@ -202,6 +217,7 @@ def _tell(signal: Signal) -> None:
 
 
 def _end(client: Any) -> None:
+    client.state_listeners.clear()
     with suppress(Exception):
         client.stop()
         client.close()
@@ -237,17 +253,22 @@ class _Handler(SequentialThreadingHandler):  # type: ignore[misc]  # kazoo has n
         return super().create_connection(*args, **options)
 
     def select(self, readers: Any, writers: Any, others: Any, timeout: float | None = None) -> Any:
-        """Wait for sockets; one alone means the rest of a message, or the answer to a request to connect."""
-        if timeout is not None and len(readers) + len(writers) == 1:
-            timeout = min(timeout, self._limit)
-        if not hasattr(select, "poll"):
-            return super().select(readers, writers, others, timeout)
-        poll = select.poll()  # a fifth of the cost of kazoo's, which makes a selector each time
-        for sockets, event in ((readers, select.POLLIN), (writers, select.POLLOUT)):
-            for each in sockets:
-                poll.register(each, event)
-        ready = {fd for fd, _ in poll.poll(None if timeout is None else math.ceil(timeout * 1000))}
-        return [one for one in readers if one.fileno() in ready], [one for one in writers if one.fileno() in ready], []
+        """Wait for sockets, without making a selector each time as kazoo does, which is most of its cost.
+
+        One alone means the rest of a message, or the answer to a request to connect: the server must not be silent.
+        """
+        poll = select.poll()
+        for one in readers:
+            poll.register(one, select.POLLIN)
+        for one in writers:
+            poll.register(one, select.POLLOUT)
+        if timeout is not None:
+            timeout = 1000 * (timeout if len(readers) > 1 else min(timeout, self._limit))
+        ready = poll.poll(timeout)
+        if len(ready) == len(readers) + len(writers):
+            return readers, writers, []
+        fds = [fd for fd, _ in ready]
+        return [one for one in readers if one.fileno() in fds], [one for one in writers if one.fileno() in fds], []
 
     def dispatch_callback(self, callback: Any) -> None:
         with suppress(RuntimeError):

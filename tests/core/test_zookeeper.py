@@ -1,0 +1,128 @@
+"""What the ZooKeeper store decides without a server: its URLs, its paths, and who comes after whom in a queue."""
+
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from dlock_core import connect
+from dlock_core.backends.zookeeper import ZooKeeperBackend
+from dlock_core.backends.zookeeper.address import of_url
+from dlock_core.backends.zookeeper.line import Line, component, line, name_of
+from dlock_core.names import canonical, join
+
+SECRET = "hunter2"
+ALICE, BOB, CAROL = ("a" * 32, "b" * 32, "c" * 32)
+
+
+@pytest.mark.parametrize(
+    ("url", "hosts", "chroot", "credential"),
+    [
+        ("zookeeper://h1", "h1:2181", (), ""),
+        ("zookeeper://h1:1,h2,h3:3/apps/shop", "h1:1,h2:2181,h3:3", ("apps", "shop"), ""),
+        ("zookeeper://h1/", "h1:2181", (), ""),
+        ("zookeeper://[::1]:2182,127.0.0.1/a", "[::1]:2182,127.0.0.1:2181", ("a",), ""),
+        ("zookeeper://app:a%40%3A%2Fb@h1", "h1:2181", (), "app:a@:/b"),
+    ],
+)
+def test_url_names_servers_chroot_and_credential(url: str, hosts: str, chroot: tuple[str, ...], credential: str):
+    assert of_url(url) == (hosts, chroot, credential)
+
+
+@pytest.mark.parametrize(
+    "rest",
+    ["", "h:port", "h:0", "h:99999", "h1,,h2", "h1, h2", "h//a", "h/../a", "h/.", "h?timeout=1", "h#1", "/a", "u@h"],
+)
+def test_bad_url_is_refused_and_no_part_of_the_password_is_told(rest: str):
+    for url in (f"zookeeper://{rest}", f"zookeeper://u:{SECRET}@{rest}", f"zookeeper://u:{SECRET}/x@{rest}"):
+        with pytest.raises(ValueError, match="bad ZooKeeper URL") as caught:
+            connect(url)
+        assert SECRET not in str(caught.value)
+    assert SECRET not in repr(of_url(f"zookeeper://u:{SECRET}@h"))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"timeout": 0}, {"timeout": True}, {"session": float("inf")}, {"session": "9"}, {"prefix": ""}, {"prefix": "a/b"}],
+)
+def test_bad_option_is_refused(options: dict[str, Any]):
+    with pytest.raises(ValueError, match=r"timeout|session|prefix"):
+        connect("zookeeper://h", **options)
+
+
+def test_missing_client_library_says_which_extra_to_install():
+    code = "import sys; sys.modules['kazoo'] = None; import dlock_core; dlock_core.connect('zookeeper://localhost')"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert "ImportError" in done.stderr
+    assert "pip install 'dlock-orm[zookeeper]'" in done.stderr
+
+
+def test_backend_that_was_only_made_has_no_connection_and_no_thread():
+    backend = connect("zookeeper://localhost:1")
+    assert isinstance(backend, ZooKeeperBackend)
+    assert backend._session._kazoo is None
+    backend.close()
+
+
+@pytest.mark.parametrize(
+    "name", ["order:42", join("a/b"), join(".."), join("."), "...", join("注文"), canonical("%2E"), "x" * 512]
+)
+def test_component_of_a_path_is_safe_and_gives_the_name_back(name: str):
+    part = component(name)
+    assert "/" not in part
+    assert part not in {".", ".."}
+    assert name_of(part) == name
+
+
+def node(mode: str, holder: str, order: int) -> str:
+    return f"{mode}-{holder}-{order:010d}"
+
+
+def names(queue: Line) -> list[str]:
+    return [one.name for one in queue.nodes]
+
+
+def test_queue_is_in_the_order_of_creation_and_ignores_what_is_not_ours():
+    late, early = node("x", ALICE, 12), node("s", BOB, 9)
+    queue = line([late, "lock-0000000001", "f-7", early, f"x-{CAROL}-1"])
+    assert names(queue) == [early, late]
+    assert queue.offset == 7
+
+
+def test_queue_stays_in_order_when_the_numbers_begin_again():
+    """They are signed and have 32 bits."""
+    turn = [node("x", ALICE, 2**31 - 2), node("x", BOB, 2**31 - 1), node("x", CAROL, -(2**31))]
+    assert names(line(turn[::-1])) == turn
+    zero = [node("x", ALICE, -2), node("x", BOB, -1), node("x", CAROL, 0)]
+    assert names(line(zero[::-1])) == zero
+
+
+@pytest.mark.parametrize(
+    ("modes", "inside", "watched"),
+    [
+        ("x", 1, [None]),
+        ("xx", 1, [None, 0]),
+        ("xxx", 1, [None, 0, 1]),
+        ("ss", 2, [None, None]),
+        ("ssx", 2, [None, None, 1]),
+        ("sxs", 1, [None, 0, 1]),
+        ("xss", 1, [None, 0, 0]),
+        ("sxsxs", 1, [None, 0, 1, 2, 3]),
+    ],
+)
+def test_everybody_waits_for_the_nearest_one_that_keeps_it_out(modes: str, inside: int, watched: list[int | None]):
+    queue = line([node(mode, f"{place:032x}", place) for place, mode in enumerate(modes)])
+    assert len(queue.holders()) == inside
+    assert queue.holders() + queue.waiters() == queue.nodes
+    ahead = [queue.ahead(one, shared=one.shared) for one in queue.nodes]
+    assert ahead == [None if place is None else queue.nodes[place] for place in watched]
+
+
+def test_newcomer_comes_in_only_where_nobody_keeps_it_out():
+    assert line([]).ahead(None, shared=False) is None
+    reading = line([node("s", ALICE, 1)])
+    assert reading.ahead(None, shared=True) is None
+    assert reading.ahead(None, shared=False) is not None
+    waited_for = line([node("s", ALICE, 1), node("x", BOB, 2)])
+    assert waited_for.ahead(None, shared=True) is not None
