@@ -65,6 +65,8 @@ class Dialect:
     """What is tried after `admit` changed nothing, in this order, where one statement cannot do it all."""
     share: str
     share_first: str
+    look: str
+    """Whether there is a row: the first column is none of the answers above."""
     announce: str
     announce_again: tuple[str, ...]
     confirm: str
@@ -85,7 +87,7 @@ async def admit(database: Database, dialect: Dialect, claim: Claim) -> None:
 
 async def prepare(database: Database, dialect: Dialect, claim: Claim) -> None:
     """Make the row on which shared holders will meet, in a transaction of its own, if there is none yet."""
-    _, row = await database.execute(_TOKEN, params(claim))
+    _, row = await database.execute(dialect.look, params(claim))
     if row is None:
         await database.execute(dialect.share_first, params(claim))
 
@@ -188,6 +190,7 @@ SQLITE: Final = Dialect(
     admit_again=(),
     share=_TOKEN,  # one snapshot for the check and all later reads: nothing newer can slip in between
     share_first=_filled(_UPSERT_FIRST),
+    look=_TOKEN,
     announce=_filled(_UPSERT_SHARED),
     announce_again=(),
     confirm=f"UPDATE dlock_fence SET holder = holder WHERE {_OURS}",  # noqa: S608 - an UPDATE takes the write lock
@@ -226,6 +229,7 @@ POSTGRESQL: Final = Dialect(
     admit_again=(),
     share=_postgres_locked("f.token", "name = :name", "SHARE"),
     share_first=_postgres(_UPSERT_FIRST),
+    look=_TOKEN,
     announce=_postgres(_UPSERT_SHARED),
     announce_again=(),
     confirm=_postgres_locked("1", _OURS, "UPDATE"),
@@ -251,6 +255,7 @@ MYSQL: Final = Dialect(
     admit_again=(_insert(":token, :holder, 0"), _UPDATE),
     share=f"{_TOKEN} LOCK IN SHARE MODE",
     share_first=_insert("0, '', 0"),
+    look=_TOKEN,
     announce=_UPDATE_SHARED,
     announce_again=(_insert("0, '', :token"), _UPDATE_SHARED),
     confirm=f"SELECT 1 FROM dlock_fence WHERE {_OURS} FOR UPDATE",  # noqa: S608
@@ -264,6 +269,7 @@ MARIADB: Final = replace(
     admit_again=tuple(FOR + statement for statement in MYSQL.admit_again),
     share=FOR + MYSQL.share,
     share_first=FOR + MYSQL.share_first,
+    look=FOR + MYSQL.look,  # under SERIALIZABLE it waits for a row lock, too
     announce=FOR + MYSQL.announce,
     announce_again=tuple(FOR + statement for statement in MYSQL.announce_again),
     confirm=FOR + MYSQL.confirm,

@@ -54,6 +54,10 @@ class Gate:
         finally:
             self._is_busy = False
 
+    def close(self) -> None:
+        """Hear that everything is being rolled back: what that takes has to pass."""
+        self._due, self._in_savepoint = [], []
+
     def undone(self) -> None:
         """Hear that a savepoint was rolled back."""
         self._due += self._in_savepoint

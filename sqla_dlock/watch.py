@@ -95,6 +95,7 @@ class Watch:
 
     def _roll_back(self, rollback: Callable[[], None]) -> None:
         is_left = self._is_in_doubt and not _is_alive(self.connection)  # a prepared transaction outlives its connection
+        self.gate.close()
         try:
             rollback()
         except BaseException:
