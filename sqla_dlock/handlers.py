@@ -113,9 +113,7 @@ class Locked:
             return functools.partial(finder(function, [given]), given)
         if given is None:
             if inspect.signature(function).parameters.keys() <= {part.root for part in self._wanted}:
-                raise TypeError(
-                    f"@locked: {title} has no argument for a session: tell session=what_gives_it"
-                )
+                raise TypeError(f"@locked: {title} has no argument for a session: tell session=what_gives_it")
             return functools.partial(_session_among, title)
         if isinstance(given, type) or hasattr(given, "class_") or not callable(given):  # class_: of a sessionmaker
             raise TypeError(

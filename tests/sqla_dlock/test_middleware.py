@@ -23,6 +23,7 @@ from flask import Flask
 from starlette.applications import Starlette
 from starlette.responses import PlainTextResponse, StreamingResponse
 from starlette.routing import Route
+from werkzeug.test import Client as WerkzeugClient
 
 from dlock_core import errors
 from dlock_core.owner import request_line
@@ -259,13 +260,32 @@ async def test_what_is_no_request_passes_untouched(kind):
     assert [id(each) for each in seen] == [id(scope), id(receive), id(send)]
 
 
-async def test_an_answer_to_head_has_no_body():
-    app = with_middleware(fastapi_app())
-    app.head("/fail/{kind}")(fail)
-    response = await request(app, "HEAD", "/fail/row")
+async def raw(app, method="GET"):
+    """Everything that an application sends."""
+    sent = []
 
-    assert (response.status_code, response.content) == (423, b"")
-    assert int(response.headers["Content-Length"]) > 0
+    async def send(message):
+        sent.append(message)
+
+    await LockMiddleware(app)({"type": "http", "method": method, "path": "/", "headers": []}, None, send)
+    return sent
+
+
+async def test_an_answer_to_head_has_no_body():
+    async def app(scope, receive, send):
+        fail("row")
+
+    start, body = await raw(app, "HEAD")
+    assert (start["status"], body["body"]) == (423, b"")
+    assert int(dict(start["headers"])[b"content-length"]) > 0
+
+
+async def test_a_message_before_the_response_is_not_its_beginning():
+    async def app(scope, receive, send):
+        await send({"type": "http.response.push"})
+        fail("row")
+
+    assert [message.get("status") for message in await raw(app)] == [None, 423, None]
 
 
 async def test_every_accept_header_counts():
@@ -571,8 +591,18 @@ def test_an_answer_to_head_has_no_body_in_wsgi():
     def app(environ, start_response):
         fail("row")
 
-    with served(app) as connection:
-        assert ask(connection, "HEAD", "/") == (423, b"")
+    heads = []
+    assert list(WSGILockMiddleware(app)(environ(REQUEST_METHOD="HEAD"), lambda *head: heads.append(head))) == [b""]
+    assert heads[0][0] == "423 Locked"
+
+
+def test_an_application_that_had_not_begun_has_nothing_to_be_replaced():
+    """Werkzeug's test client knows no replacing."""
+
+    def app(environ, start_response):
+        fail("row")
+
+    assert WerkzeugClient(WSGILockMiddleware(app)).get("/").status_code == 423
 
 
 def test_other_errors_pass_through_wsgi():
