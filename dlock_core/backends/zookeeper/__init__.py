@@ -113,13 +113,23 @@ class ZooKeeperBackend:
             return Busy(SLICE, await self._owner(runtime, request.name, queue))
         return await self._watch(runtime, place, queue, ahead)
 
-    async def wait(self, runtime: Runtime, request: Request, busy: Busy, timeout: float) -> None:
-        place = self._places.get(request.holder)
-        if place is not None:
-            self._places.keep(place, timeout + ALIVE)
-            place.signal = signal = runtime.signal()
-            if place.wakes == place.seen:
-                await runtime.wait(signal, min(timeout, SLICE))
+    async def wait(self, runtime: Runtime, request: Request, busy: Busy, timeout: float) -> Granted | None:
+        """Sleep until the one before us has gone; the queue is looked at along with the wake-up."""
+        place, sent = self._places.get(request.holder), runtime.now()
+        if place is None:
+            return None
+        self._places.keep(place, timeout + ALIVE)
+        signal = place.listen(runtime.signal())
+        if place.wakes == place.seen:
+            await runtime.wait(signal, min(timeout, SLICE))
+        children = place.answer()
+        if not isinstance(children, list) or place.session != self._session.id or self._is_unproven(sent):
+            return None
+        queue = line(children)
+        node = queue.find(place.node)
+        if node is None or queue.ahead(node, shared=request.shared) is not None:
+            return None
+        return await self._granted(runtime, place, queue, request, sent)
 
     async def withdraw(self, runtime: Runtime, request: Request, ticket: Any = None) -> None:
         place = self._places.get(request.holder)
@@ -212,11 +222,14 @@ class ZooKeeperBackend:
         name, directory = place.request.name, self._directory(place.request.name)
         self._places.keep(place, self._timeout + ALIVE)
         questions: list[Any] = [GetChildren(directory, None)]
-        if runtime.now() - self._session.proven > self._session.valid_for / 2:
+        if self._is_unproven(runtime.now()):
             questions.insert(0, SetData(place.path, place.request.owner.encode(), -1))
         *_, children = await self._session.ask(runtime, name, questions)
         queue = line([] if isinstance(children, NoNodeError) else good(name, children))
         return queue if queue.find(place.node) else None
+
+    def _is_unproven(self, sent: float) -> bool:
+        return sent - self._session.proven > self._session.valid_for / 2
 
     async def _enter(self, runtime: Runtime, request: Request, old: Place | None) -> tuple[Place, Line]:
         """Make our node, or find the one that an attempt of unknown outcome has made."""
@@ -296,6 +309,7 @@ class ZooKeeperBackend:
         if (place.watched, place.first[0], place.seen) != (ahead.name, first, place.wakes):
             place.seen, place.watched = place.wakes, ""
             questions = [GetData(f"{directory}/{ahead.name}", place.wake), GetData(f"{directory}/{first}", None)]
+            place.look = lambda signal: self._session.post(GetChildren(directory, None), signal)
             before, holder = await self._session.ask(runtime, place.request.name, questions)
             if isinstance(before, NoNodeError):
                 place.wake()

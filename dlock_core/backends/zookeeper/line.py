@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Sequence
 
 __all__ = ["Line", "Node", "component", "line", "mark", "name_of", "prefix"]
 
@@ -63,7 +63,7 @@ class Line:
         return [node for node in self.nodes if node.holder == holder]
 
 
-def line(children: Iterable[str]) -> Line:
+def line(children: Sequence[str]) -> Line:
     """Read the children of a lock's node; what is not ours is ignored."""
     nodes = [_node(found) for found in map(_NODE.fullmatch, children) if found]
     if len(nodes) > 1:

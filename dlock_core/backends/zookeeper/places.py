@@ -13,6 +13,8 @@ import threading
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
+from kazoo.protocol.states import EventType
+
 from dlock_core.errors import BackendUnavailable
 from dlock_core.runtime import BLOCKING, clock, run
 
@@ -20,6 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
 
     from dlock_core.backend import Request
+    from dlock_core.backends.zookeeper.session import Reply
     from dlock_core.runtime import Runtime, Signal
 
     Remove = Callable[[Runtime, "Place"], Coroutine[Any, Any, None]]
@@ -53,17 +56,36 @@ class Place:
     first: tuple[str, str] = ("", "")
     """The node that was first when we last looked, and its owner."""
     signal: Signal | None = None
+    look: Callable[[Signal], Reply] | None = None
+    """Sends the next look at the queue, which will set the signal."""
+    reply: Reply | None = None
 
     @property
     def node(self) -> str:
         """The node's name."""
         return self.path.rpartition("/")[2]
 
-    def wake(self, event: object = None) -> None:
-        """Note that who was before us has gone, or that nobody watches any more."""
+    def listen(self, signal: Signal) -> Signal:
+        """Have wake-ups set this signal from now on."""
+        self.reply, self.signal = None, signal
+        return signal
+
+    def answer(self) -> Any:
+        """Listen no more; give the answer that came along with the wake-up."""
+        self.signal = None
+        return self.reply.answer if self.reply is not None else None
+
+    def wake(self, event: Any = None) -> None:
+        """Note that who was before us has gone, or (event NONE) that nobody watches any more.
+
+        The queue is looked at again from here, in kazoo's thread: whoever waits is woken once, with the answer.
+        """
         self.wakes += 1
-        if self.signal is not None:
-            self.signal.set()
+        signal, look = self.signal, self.look
+        if signal is not None and look is not None and event is not None and event.type == EventType.DELETED:
+            self.reply = look(signal)
+        elif signal is not None:
+            signal.set()
 
 
 class Places:

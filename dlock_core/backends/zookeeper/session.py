@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from dlock_core.backends.zookeeper.address import Address
     from dlock_core.runtime import Runtime, Signal
 
-__all__ = ["CreateContainer", "Session", "good"]
+__all__ = ["CreateContainer", "Reply", "Session", "good"]
 
 _LOST: Final = (ConnectionLoss, ConnectionClosedError, SessionExpiredError, SessionMovedError)
 _REFUSED: Final = (AuthFailedError, NoAuthError)
@@ -91,8 +91,7 @@ class Session:
         client = await self._connected(runtime, name, limit)
         session, connection = self.id, self._connections
         done = runtime.signal()
-        replies = [_Reply() for _ in requests]
-        replies[-1].done = done  # they come in order
+        replies = [*[Reply() for _ in requests[1:]], Reply(done)]  # they are answered in order
         for request, reply in zip(requests, replies, strict=True):
             client._call(request, reply)
         if not await runtime.wait(done, max(0.0, sent + limit - runtime.now())):
@@ -105,6 +104,13 @@ class Session:
             if isinstance(request, _WRITES) and (not isinstance(answer, Exception) or isinstance(answer, NoNodeError)):
                 self._prove(session, sent)
         return answers
+
+    def post(self, request: Any, done: Signal) -> Reply:
+        """Send one request from kazoo's own thread, which must not wait; the signal tells that it was answered."""
+        client, reply = self._kazoo, Reply(done)
+        if client is not None:
+            client._call(request, reply)
+        return reply
 
     def close(self) -> None:
         """End the session, and with it every node that belongs to it."""
@@ -199,7 +205,7 @@ class Session:
         """Have kazoo go to another server, unless it has done so already."""
         if self._is_usable(client) and connection == self._connections:
             self._dropped = connection
-            client._call(_CONNECTION_DROP, _Reply())
+            client._call(_CONNECTION_DROP, Reply())
 
 
 def good(name: str, answer: Any) -> Any:
@@ -223,14 +229,14 @@ def _end(client: Any) -> None:
         client.close()
 
 
-class _Reply:
+class Reply:
     """What kazoo's own result objects do, without their locks and their detour over another thread."""
 
     __slots__ = ("answer", "done")
 
-    def __init__(self) -> None:
+    def __init__(self, done: Signal | None = None) -> None:
         self.answer: Any = None
-        self.done: Signal | None = None
+        self.done = done
 
     def set(self, answer: Any = None) -> None:
         self.answer = answer
