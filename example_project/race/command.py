@@ -68,9 +68,10 @@ def run(
             closing(clients.race(shop, port, numbers, workers, seed)) as pairs,
         ):
             answers = list(chain.from_iterable(bar.track(pairs, total=orders, description=strategy)))
+            log = servers.last_lines(home / f"{strategy}.log")
         tally = count()
         result = report.result(strategy, tally, answers)
-        return result, report.faults(result, tally, answers, servers.last_lines(home / f"{strategy}.log"))
+        return result, report.faults(result, tally, answers, log)
 
 
 def show(results: list[report.Result], format: str, title: str) -> None:

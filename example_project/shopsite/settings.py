@@ -25,6 +25,7 @@ WSGI_APPLICATION = "shopsite.wsgi.application"
 TEMPLATES = [
     {
         "BACKEND": "django.template.backends.django.DjangoTemplates",
+        "DIRS": [BASE_DIR / "look"],
         "APP_DIRS": True,
         "OPTIONS": {"context_processors": ["shop.views.strategy"]},
     },
