@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import wraps
 from typing import TYPE_CHECKING, Any, Concatenate, Final, ParamSpec, Protocol, TypeVar, cast, overload
 
@@ -90,7 +90,7 @@ def _for_functions(function: Callable[..., Any], place: int, factory: Any, polic
         async def attempt() -> Any:
             with _current(factory) as session, _own(session, Session), session.begin():
                 ending.begin(session)
-                return function(*args[:place], session, *args[place:], **kwargs)
+                return _refuse_coroutine(function(*args[:place], session, *args[place:], **kwargs))
 
         return run(retry(BLOCKING, attempt, policy, may_start_over=ending.may_start_over))
 
@@ -167,6 +167,13 @@ def _own(session: Any, kind: Any) -> Any:
     return session
 
 
+def _refuse_coroutine(answer: Any) -> Any:
+    if inspect.iscoroutine(answer):
+        answer.close()
+        raise TypeError("a blocking function answered with a coroutine, which would run after COMMIT: make it async")
+    return answer
+
+
 def _refuse_given(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     for given in (*args, *kwargs.values()):
         is_session = isinstance(given, Session) or hasattr(given, "sync_session")
@@ -179,7 +186,8 @@ def _refuse_no_factory(factory: Any) -> None:
     if is_session or not callable(factory) or inspect.iscoroutinefunction(factory):
         raise TypeError(f"retry_on_conflict() needs what makes a new session for every run, not {factory!r:.80}")
     try:
-        inspect.signature(factory).bind()
+        with suppress(ValueError):  # what is written in C has no signature
+            inspect.signature(factory).bind()
     except TypeError as error:
         raise TypeError(f"retry_on_conflict() calls its session factory without arguments: {error}") from None
 

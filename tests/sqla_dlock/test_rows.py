@@ -185,7 +185,8 @@ async def test_versioned_row_that_changed_since_it_was_read_is_read_again(party)
     def work(session: Session) -> None:
         for how in ((Article, article.id), (session.get_one(Article, article.id),)):
             with party.others.begin() as other:
-                other.execute(text("UPDATE article SET version = version + 1, reads = reads + 10"))
+                table = Article.__table__
+                other.execute(table.update().values(version=table.c.version + 1, reads=table.c.reads + 10))
             lock_row(session, *how).reads += 1
             session.flush()
             session.commit()
