@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from inspect import getattr_static
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -37,11 +38,13 @@ def version_column(mapper: Mapper[Any]) -> Any:
     return mapper.version_id_col
 
 
+@lru_cache(maxsize=1024)
 def version_key(mapper: Mapper[Any]) -> str:
     """The attribute that holds the version."""
     return mapper.get_property_by_column(version_column(mapper)).key
 
 
+@lru_cache(maxsize=1024)
 def key_columns(mapper: Mapper[Any]) -> tuple[Any, ...]:
     """The primary key in the table of the version."""
     table = version_column(mapper).table

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Final
 
 from sqlalchemy import event
+from sqlalchemy.exc import InvalidRequestError
 from sqlalchemy.orm import Session
 from sqlalchemy.sql import visitors
 
@@ -41,16 +42,20 @@ def _count(execution: ORMExecuteState) -> None:
 def _counting(statement: Any, mapper: Mapper[Any]) -> Any:
     version = version_column(mapper)
     name = version_key(mapper)
-    if version.table is not statement.table:
+    if version.table is not mapper.local_table:
         raise NotSupported(
             f"update({mapper.class_.__name__}) cannot count {name!r}, which stands in {version.table.name}: "
             "update rows one by one"
         )
-    if getattr(statement, "_ordered_values", None):
-        raise NotSupported(f"ordered_values() cannot count {name!r} up: use values()")
     if _sets(getattr(statement, "_values", None) or {}, version):
         return statement
-    return statement.values({getattr(mapper.class_, name): version + 1})
+    try:
+        # The class's attribute, not its column: SQLAlchemy then counts instances in memory as well. It would expire
+        # the version of others, and they would read the new one beside what they had read with the old.
+        attribute = getattr(mapper.class_, name)
+        return statement.values({attribute: attribute + 1})
+    except InvalidRequestError as error:
+        raise NotSupported(f"ordered_values() leaves no room to count {name!r} up: use values()") from error
 
 
 def _require_versions(rows: list[Any], mapper: Mapper[Any]) -> None:

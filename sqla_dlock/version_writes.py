@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-from sqlalchemy import ClauseElement, Table, bindparam, inspect
+from sqlalchemy import ClauseElement, Table, bindparam
 from sqlalchemy.orm import PassiveFlag
-from sqlalchemy.orm.attributes import get_history, set_committed_value
+from sqlalchemy.orm.attributes import instance_state, set_committed_value
 
 from sqla_dlock.version_mapping import key_columns, version_column, version_key
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from sqlalchemy import Connection, CursorResult, Update
-    from sqlalchemy.orm import Mapper, Session
+    from sqlalchemy.orm import InstanceState, Mapper, Session
 
 __all__ = ["Write", "is_plain", "plain_write", "read_version", "refuse_deferred", "remember", "send"]
 
@@ -31,23 +31,25 @@ class Write:
     values: Mapping[str, Any]
 
 
-def refuse_deferred(instance: Any) -> None:
+def refuse_deferred(state: InstanceState[Any]) -> None:
     """Raise ValueError when the version was left out of reading: reading it now would make the check void."""
-    state = inspect(instance)
     name = version_key(state.mapper)
     if name not in state.dict and name not in state.expired_attributes:
         raise ValueError(
-            f"{name!r} of {type(instance).__name__} was deferred, so nothing can be checked: "
+            f"{name!r} of {state.class_.__name__} was deferred, so nothing can be checked: "
             "read it with the other columns"
         )
 
 
 def read_version(instance: Any) -> Any:
     """The version that the row had when the instance was read; an expired one is read now, with all the rest."""
-    refuse_deferred(instance)
-    name = version_key(inspect(instance).mapper)
-    getattr(instance, name)
-    history: Any = get_history(instance, name, passive=PassiveFlag.PASSIVE_NO_INITIALIZE)
+    state: Any = instance_state(instance)
+    refuse_deferred(state)
+    name = version_key(state.mapper)
+    version = getattr(instance, name)
+    if name not in state.committed_state:
+        return version
+    history = state.get_history(name, PassiveFlag.PASSIVE_NO_INITIALIZE)
     return (history.deleted or history.unchanged or history.added)[0]
 
 
@@ -70,37 +72,35 @@ def is_plain(session: Session, mapper: Mapper[Any]) -> bool:
 
 def plain_write(instance: Any) -> Write | None:
     """What is to be written for an instance; None if nothing is, or if it takes a flush."""
-    state = inspect(instance)
-    mapper: Mapper[Any] = state.mapper
+    state: Any = instance_state(instance)
     values: dict[str, Any] = {}
-    for name in {*mapper.column_attrs.keys(), *mapper.relationships.keys()} - state.unmodified:
-        history: Any = get_history(instance, name, passive=PassiveFlag.PASSIVE_NO_INITIALIZE)
+    for name in list(state.committed_state):
+        history = state.get_history(name, PassiveFlag.PASSIVE_NO_INITIALIZE)
         if not history.has_changes():
             continue
-        if not _is_value(mapper, name, history.added):
+        if not _is_value(state.mapper, name, history.added):
             return None
         values[name] = history.added[0]
     if not values:
         return None
-    version, name = read_version(instance), version_key(mapper)
-    values.setdefault(name, mapper.version_id_generator(version))  # type: ignore[operator, misc]
+    version, name = read_version(instance), version_key(state.mapper)
+    if name not in values:
+        values[name] = state.mapper.version_id_generator(version)
     return Write(instance, state.identity, version, values)
 
 
 def _is_value(mapper: Mapper[Any], name: str, added: Sequence[Any]) -> bool:
-    if name not in mapper.column_attrs or not added:
+    if not added or isinstance(added[0], ClauseElement) or hasattr(added[0], "__clause_element__"):
         return False
-    is_expression = isinstance(added[0], ClauseElement) or hasattr(added[0], "__clause_element__")
-    return not mapper.column_attrs[name].columns[0].primary_key and not is_expression
+    return name in mapper.column_attrs and not mapper.column_attrs[name].columns[0].primary_key
 
 
 def send(connection: Connection, mapper: Mapper[Any], writes: Sequence[Write]) -> CursorResult[Any]:
     """Write rows of one class and the same attributes, each only if it still has its version."""
     names = tuple(writes[0].values)
+    binds = [f"dlock_{name}" for name in names] + [f"dlock_key{i}" for i in range(len(writes[0].key))]
     rows = [
-        {f"dlock_{name}": write.values[name] for name in names}
-        | {f"dlock_key{i}": part for i, part in enumerate(write.key)}
-        | {"dlock_expected": write.version}
+        dict(zip(binds, (*write.values.values(), *write.key), strict=True)) | {"dlock_expected": write.version}
         for write in writes
     ]
     return connection.execute(_update(mapper, names), rows if len(rows) > 1 else rows[0])

@@ -156,7 +156,9 @@ def _stale(instance: Any, *, expected: Any, found: Any, action: str) -> StaleObj
 
 def _plain(session: Session, instance: Any) -> Write | None:
     mapper = inspect(instance).mapper
-    is_alone = is_unwatched(session) and not has_root(mapper) and is_plain(session, mapper)
+    is_alone = (
+        is_unwatched(session, "before_flush", "after_flush") and not has_root(mapper) and is_plain(session, mapper)
+    )
     return plain_write(instance) if is_alone else None
 
 

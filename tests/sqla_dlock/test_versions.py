@@ -1,12 +1,12 @@
 """The promises of VersionedMixin, save_with_version, delete_with_version and touch."""
 
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from sqlalchemy import Engine, event, insert, inspect, select, text
-from sqlalchemy.exc import ArgumentError, DBAPIError, InvalidRequestError, PendingRollbackError
+from sqlalchemy.exc import ArgumentError, DBAPIError, PendingRollbackError
 from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession
 from sqlalchemy.orm import Mapped, Session, defer, load_only, mapped_column, scoped_session, sessionmaker
 from sqlalchemy.orm.exc import StaleDataError
@@ -26,7 +26,7 @@ from sqla_dlock.versions import (
 from tests import processes
 from tests.sqla_dlock.engines import new_engine
 from tests.sqla_dlock.models import Base, Counter
-from tests.sqla_dlock.version_models import Basket, Card, Code, Draft, Member, Order, Park, Person, Place, Shop
+from tests.sqla_dlock.version_models import Card, Code, Draft, Member, Order, Park, Person, Place, Shop
 
 ONE = pytest.mark.parametrize("engine", ["sqlite"], indirect=True)
 
@@ -75,7 +75,7 @@ def statements(engine: Engine) -> Iterator[list[str]]:
     sent: list[str] = []
 
     def note(connection: Any, cursor: Any, statement: str, *_: object) -> None:
-        sent.append(statement.split()[0])
+        sent.append(statement.split(maxsplit=1)[0])
 
     event.listen(engine, "before_cursor_execute", note)
     yield sent

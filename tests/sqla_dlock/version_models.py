@@ -27,7 +27,7 @@ class Code(VersionedMixin, Base):
     kind: Mapped[str] = mapped_column(String(20), primary_key=True)
     code: Mapped[str] = mapped_column(String(20), primary_key=True)
     title: Mapped[str] = mapped_column(String(80), default="")
-    version: Mapped[int] = mapped_column("row_version")
+    version: Mapped[int] = mapped_column("row_version", server_default="1")
 
 
 class Draft(VersionedMixin, Base):
@@ -89,7 +89,7 @@ class Card(VersionedMixin, DataBase):
     __tablename__ = "card"
 
     id: Mapped[int] = mapped_column(primary_key=True, init=False)
-    title: Mapped[str]
+    title: Mapped[str] = mapped_column(String(80))
 
 
 class Basket(VersionedMixin, Base):

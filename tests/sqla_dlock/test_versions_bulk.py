@@ -1,0 +1,438 @@
+"""The promises of versions for flushes of many rows, ORM statements that write many, and aggregates."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from sqlalchemy import Engine, bindparam, delete, event, insert, inspect, select, text, update
+from sqlalchemy.exc import ArgumentError
+from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession
+from sqlalchemy.orm import Mapped, Session, mapped_column, relationship
+from sqlalchemy.orm.exc import StaleDataError
+
+from dlock_core.errors import NotSupported
+from sqla_dlock.versions import StaleObject, VersionedMixin, save_with_version
+from tests.sqla_dlock.models import Base, Counter
+from tests.sqla_dlock.version_models import Basket, Code, Line, LineNote, Order, Park, Place, Shop
+
+
+@pytest.fixture
+def session(engine: Engine) -> Iterator[Session]:
+    with Session(engine, expire_on_commit=False) as session:
+        yield session
+
+
+def made(session: Session, *instances: Any) -> list[Any]:
+    session.add_all(instances)
+    session.commit()
+    for each in instances:
+        session.refresh(each)
+    session.commit()
+    return list(instances)
+
+
+@pytest.fixture
+def orders(session: Session) -> list[Order]:
+    return made(session, *[Order(title=title) for title in "abcdef"])
+
+
+def rows(session: Session, *columns: Any) -> list[tuple[Any, ...]]:
+    """What the database has, past the identity map."""
+    return [tuple(row) for row in session.connection().execute(select(*columns).order_by(columns[0]))]
+
+
+@pytest.fixture
+def statements(engine: Engine) -> Iterator[list[str]]:
+    sent: list[str] = []
+
+    def note(connection: Any, cursor: Any, statement: str, *_: object) -> None:
+        sent.append(statement.split(maxsplit=1)[0])
+
+    event.listen(engine, "before_cursor_execute", note)
+    yield sent
+    event.remove(engine, "before_cursor_execute", note)
+
+
+def sent(statements: list[str]) -> list[str]:
+    return [word for word in statements if word != "BEGIN"]
+
+
+# a flush of many rows
+
+
+def test_flush_of_many_rows_is_two_statements(session, orders, statements):
+    for each in orders:
+        each.reads = 9
+    session.flush()
+    assert sent(statements) == ["SELECT", "UPDATE"]
+    assert rows(session, Order.title, Order.reads, Order.version) == [(title, 9, 2) for title in "abcdef"]
+    assert [(each.reads, each.edited, each.seen, each.version) for each in orders] == [(9, 7, 2, 2)] * 6
+
+
+def test_flush_of_rows_that_changed_differently_counts_each_once(session, orders):
+    for each in orders[:3]:
+        each.reads = 9
+    for each in orders[3:5]:
+        each.reads = Order.reads + 1
+    orders[5].title = "z"
+    session.add(Order(title="new"))
+    session.commit()
+    found = rows(session, Order.title, Order.reads, Order.version)
+    assert found == [("a", 9, 2), ("b", 9, 2), ("c", 9, 2), ("d", 1, 2), ("e", 1, 2), ("new", 0, 1), ("z", 0, 2)]
+    assert [each.version for each in orders] == [2] * 6
+
+
+def test_next_flush_of_the_same_rows_finds_their_versions(session, orders):
+    for number in (2, 3, 4):
+        for each in orders:
+            each.reads += 1
+        session.flush()
+        assert {version for _, version in rows(session, Order.title, Order.version)} == {number}
+        assert {each.version for each in orders} == {number}
+
+
+def test_flush_that_is_rolled_back_to_a_savepoint_takes_its_versions_back(session, orders):
+    savepoint = session.begin_nested()
+    for each in orders:
+        each.reads = 9
+    session.flush()
+    savepoint.rollback()
+    assert {(each.reads, each.version) for each in orders} == {(0, 1)}
+
+
+@pytest.mark.parametrize("harm", ["UPDATE orders SET version = 2 WHERE id = {}", "DELETE FROM orders WHERE id = {}"])
+def test_conflict_of_one_of_many_rows_names_it_and_writes_none(session, orders, harm):
+    with session.get_bind().begin() as connection:
+        connection.execute(text(harm.format(orders[4].id)))
+    for each in orders:
+        each.reads = 9
+    with pytest.raises(StaleObject) as caught:
+        session.flush()
+    found = 2 if "UPDATE" in harm else None
+    assert (caught.value.instance, caught.value.expected, caught.value.found) == (orders[4], 1, found)
+    session.rollback()
+    assert {reads for _, reads in rows(session, Order.title, Order.reads)} == {0}
+
+
+def test_keys_that_python_and_the_database_compare_differently_are_no_conflict(session):
+    """MariaDB: 'A' and 'a' are one key; a row found under the other spelling is that row."""
+    codes = made(session, Code(kind="a", code="x"), Code(kind="a", code="y"))
+    with session.get_bind().begin() as connection:
+        connection.execute(text("UPDATE code SET code = upper(code)"))
+    for each in codes:
+        each.title = "new"
+    if session.get_bind().dialect.name == "mariadb":
+        session.flush()
+        assert rows(session, Code.code, Code.version) == [("X", 2), ("Y", 2)]
+    else:
+        with pytest.raises(StaleObject, match="gone"):
+            session.flush()
+
+
+def test_listener_after_flush_still_sees_what_changed(session, orders):
+    seen = []
+
+    @event.listens_for(session, "after_flush")
+    def note(session: Session, context: Any) -> None:
+        seen.extend(inspect(each).attrs.reads.history.added for each in session.dirty)
+
+    for each in orders:
+        each.reads = 9
+    session.flush()
+    assert seen == [[9]] * 6
+    assert {version for _, version in rows(session, Order.title, Order.version)} == {2}
+
+
+def test_listener_before_flush_may_change_rows_that_are_written_together(session, orders):
+    @event.listens_for(session, "before_flush")
+    def stamp(session: Session, context: Any, instances: Any) -> None:
+        for each in session.dirty:
+            each.title += "!"
+
+    for each in orders:
+        each.reads = 9
+    session.flush()
+    assert rows(session, Order.title, Order.reads, Order.version) == [(f"{title}!", 9, 2) for title in "abcdef"]
+    orders[0].reads = 10
+    save_with_version(session, orders[0])
+    assert orders[0].title == "a!!"
+
+
+def test_listener_of_the_class_sees_each_row_written(session, orders):
+    seen = []
+
+    def note(mapper: Any, connection: Any, target: Order) -> None:
+        seen.append((target.title, connection.execute(select(Order.reads).where(Order.id == target.id)).scalar()))
+
+    event.listen(Order, "after_update", note)
+    try:
+        for each in orders:
+            each.reads = 9
+        session.flush()
+    finally:
+        event.remove(Order, "after_update", note)
+    assert sorted(seen) == [(title, 9) for title in "abcdef"]
+
+
+def test_rows_of_several_classes_and_tables_are_written_once_each(session):
+    places = made(session, Place(name="a"), Park(name="b"), Park(name="c"), Shop(name="d"), Shop(name="e"))
+    counter = made(session, Counter(name="x"))[0]
+    for each in places:
+        each.name = each.name.upper()
+    counter.value = 5
+    session.commit()
+    assert rows(session, Place.name, Place.version) == [(name, 2) for name in "ABCDE"]
+    assert rows(session, Counter.value) == [(5,)]
+
+
+def test_more_rows_than_one_statement_takes(session):
+    orders = made(session, *[Order() for _ in range(1100)])
+    for each in orders:
+        each.reads = 1
+    session.flush()
+    assert set(rows(session, Order.reads, Order.version)) == {(1, 2)}
+
+
+def test_error_of_the_database_in_a_flush_of_many_needs_a_rollback(session, orders):
+    for each in orders:
+        each.title = "x" * 100 if session.get_bind().dialect.name != "sqlite" else None
+    with pytest.raises(Exception, match=r"(?i)too long|not null"):
+        session.flush()
+    session.rollback()
+    assert {(each.reads, each.version) for each in orders} == {(0, 1)}
+
+
+async def test_async_flush_of_many_rows_is_two_statements(async_engine: AsyncEngine):
+    async with AsyncSession(async_engine, expire_on_commit=False) as session:
+        orders = [Order(title=title) for title in "abc"]
+        session.add_all(orders)
+        await session.commit()
+        words = []
+
+        def note(connection: Any, cursor: Any, statement: str, *_: object) -> None:
+            words.append(statement.split(maxsplit=1)[0])
+
+        event.listen(async_engine.sync_engine, "before_cursor_execute", note)
+        for each in orders:
+            each.title += "!"
+        await session.commit()
+        event.remove(async_engine.sync_engine, "before_cursor_execute", note)
+        assert sent(words) == ["SELECT", "UPDATE"]
+        found = await session.execute(select(Order.title, Order.version).order_by(Order.title))
+        assert [tuple(row) for row in found] == [("a!", 2), ("b!", 2), ("c!", 2)]
+
+
+# ORM statements
+
+
+def test_update_statement_counts(session, orders):
+    session.execute(update(Order).where(Order.title < "c").values(reads=5))
+    assert rows(session, Order.title, Order.version)[:3] == [("a", 2), ("b", 2), ("c", 1)]
+    session.query(Order).filter(Order.title == "c").update({"reads": 5})
+    assert rows(session, Order.title, Order.version)[:3] == [("a", 2), ("b", 2), ("c", 2)]
+
+
+@pytest.mark.parametrize("synchronize", ["evaluate", "fetch"])
+def test_instance_that_was_stale_before_an_update_statement_is_stale_after_it(session, orders, synchronize):
+    with session.get_bind().begin() as connection:
+        connection.execute(text("UPDATE orders SET version = 5"))
+    session.execute(update(Order).values(reads=5).execution_options(synchronize_session=synchronize))
+    orders[0].title = "ours"
+    with pytest.raises(StaleObject):
+        session.flush()
+
+
+def test_instance_that_an_update_statement_wrote_can_be_saved(session, orders):
+    session.execute(update(Order).values(reads=5))
+    orders[0].title = "new"
+    save_with_version(session, orders[0])
+    assert (orders[0].reads, orders[0].version) == (5, 3)
+    assert ("new", 3) in rows(session, Order.title, Order.version)
+
+
+def test_update_statement_may_set_a_version_on_purpose(session, orders):
+    session.execute(update(Order).values(version=7))
+    session.execute(update(Order).where(Order.title == "a").values({Order.version: Order.version + 2}))
+    assert {version for _, version in rows(session, Order.title, Order.version)} == {7, 9}
+
+
+def test_update_statement_counts_a_column_of_another_name(session):
+    made(session, Code(kind="a", code="x"))
+    session.execute(update(Code).values(title="new"))
+    assert rows(session, Code.title, Code.version) == [("new", 2)]
+
+
+def test_update_statement_that_cannot_count_is_refused(session):
+    with pytest.raises(NotSupported, match="stands in place"):
+        session.execute(update(Shop).values(owner="b"))
+    with pytest.raises(NotSupported, match="use values"):
+        session.execute(update(Order).ordered_values((Order.reads, 5)))
+
+
+def test_update_by_primary_key_checks_and_counts(session, orders):
+    session.execute(update(Order), [{"id": each.id, "reads": 5, "version": 1} for each in orders[:3]])
+    assert [version for _, version in rows(session, Order.title, Order.version)] == [2, 2, 2, 1, 1, 1]
+    with pytest.raises(StaleDataError):
+        session.execute(update(Order), [{"id": each.id, "reads": 6, "version": 1} for each in orders])
+
+
+def test_update_by_primary_key_without_versions_is_refused(session, orders):
+    with pytest.raises(ValueError, match="give 'version' as it was read in every row"):
+        session.execute(update(Order), [{"id": each.id, "reads": 5} for each in orders])
+    with pytest.raises(KeyError, match="version"):
+        session.bulk_update_mappings(Order, [{"id": orders[0].id, "reads": 5}])
+
+
+def test_update_of_many_parameter_sets_by_condition_is_sqlalchemy_s_core(session, orders):
+    """Through the connection it is Core, which passes by."""
+    statement = update(Order.__table__).where(Order.__table__.c.id == bindparam("key")).values(reads=5)
+    session.connection().execute(statement, [{"key": each.id} for each in orders])
+    assert {version for _, version in rows(session, Order.title, Order.version)} == {1}
+
+
+def test_delete_statement_makes_instances_stale(session, orders):
+    session.execute(delete(Order).where(Order.title == "a").execution_options(synchronize_session=False))
+    orders[0].title = "ours"
+    with pytest.raises(StaleObject, match="gone"):
+        save_with_version(session, orders[0])
+
+
+def test_insert_statements_start_at_1(session):
+    session.execute(insert(Order), [{"title": "a"}, {"title": "b"}])
+    session.execute(insert(Order).values(title="c"))
+    session.connection().execute(text("INSERT INTO orders (title, reads, edited, seen) VALUES ('d', 0, 0, 0)"))
+    assert rows(session, Order.title, Order.version) == [(title, 1) for title in "abcd"]
+
+
+def upsert(session: Session, **values: Any) -> Any:
+    """An INSERT that writes these over the row of the same key, as the database wants it."""
+    from sqlalchemy.dialects import mysql, postgresql, sqlite
+
+    name = session.get_bind().dialect.name
+    row = {"kind": "a", "code": "x", "title": "new"}
+    if name == "mariadb":
+        return mysql.insert(Code).values(**row).on_duplicate_key_update(**values)
+    statement = {"postgresql": postgresql, "sqlite": sqlite}[name].insert(Code).values(**row)
+    if not values:
+        return statement.on_conflict_do_nothing()
+    return statement.on_conflict_do_update(index_elements=["kind", "code"], set_=values)
+
+
+def test_insert_that_turns_into_an_update_has_to_count(session):
+    made(session, Code(kind="a", code="x"))
+    with pytest.raises(NotSupported, match="has to count its version up itself"):
+        session.execute(upsert(session, title="new"))
+    session.execute(upsert(session, title="new", row_version=Code.__table__.c.row_version + 1))
+    assert rows(session, Code.title, Code.version) == [("new", 2)]
+
+
+@pytest.mark.parametrize("engine", ["sqlite", "postgresql"], indirect=True)
+def test_insert_that_does_nothing_on_a_conflict_is_let_through(session):
+    made(session, Code(kind="a", code="x"))
+    session.execute(upsert(session))
+    assert rows(session, Code.title, Code.version) == [("", 1)]
+
+
+# aggregates
+
+
+@pytest.fixture
+def basket(session: Session) -> Basket:
+    return made(session, Basket(lines=[Line(amount=1), Line(amount=2)]), Basket(name="other"))[0]
+
+
+def version(session: Session, basket: Basket) -> int:
+    return dict(rows(session, Basket.id, Basket.version))[basket.id]
+
+
+def test_root_counts_up_once_when_children_are_added_changed_and_deleted(session, basket):
+    with session.no_autoflush:
+        basket.lines[0].amount = 5
+        session.delete(basket.lines[1])
+        basket.lines.append(Line(amount=7))
+        session.add(Line(amount=8, basket_id=basket.id))
+    session.flush()
+    assert basket.version == version(session, basket) == 2
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda basket: setattr(basket.lines[0], "amount", 5),
+        lambda basket: basket.lines.append(Line()),
+        lambda basket: basket.lines.pop(),
+        lambda basket: inspect(basket).session.delete(basket.lines[0]),
+        lambda basket: inspect(basket).session.add(Line(basket=basket)),
+        lambda basket: inspect(basket).session.add(Line(basket_id=basket.id)),
+        lambda basket: setattr(basket.lines[0], "basket_id", None),
+        lambda basket: basket.lines[0].notes.append(LineNote(text="x")),
+    ],
+)
+def test_every_change_of_a_child_counts_the_root_up(session, basket, change):
+    change(basket)
+    session.flush()
+    assert basket.version == version(session, basket) == 2
+
+
+def test_child_that_moves_counts_both_roots_up(session, basket):
+    other = session.scalars(select(Basket).where(Basket.name == "other")).one()
+    one, two = basket.lines
+    one.basket = other
+    session.flush()
+    assert (version(session, basket), version(session, other)) == (2, 2)
+    two.basket_id = other.id
+    session.flush()
+    assert (version(session, basket), version(session, other)) == (3, 3)
+
+
+def test_child_that_is_saved_by_itself_counts_the_root_up(session, basket):
+    basket.lines[0].amount = 5
+    save_with_version(session, basket.lines[0])
+    assert version(session, basket) == 2
+    assert basket.lines[0].version == 2
+
+
+def test_root_that_is_not_loaded_is_counted_up_and_checked_by_its_row(session, basket):
+    key = basket.id
+    session.expunge_all()
+    session.scalars(select(Line)).first().amount = 5
+    session.flush()
+    assert dict(rows(session, Basket.id, Basket.version))[key] == 2
+
+
+def test_stale_root_refuses_the_change_of_its_child(session, basket):
+    assert basket.lines
+    session.commit()
+    with session.get_bind().begin() as connection:
+        connection.execute(text("UPDATE basket SET version = 9"))
+    basket.lines[0].amount = 5
+    with pytest.raises(StaleObject) as caught:
+        session.flush()
+    assert (caught.value.instance, caught.value.found) == (basket, 9)
+
+
+def test_deleted_root_takes_its_children_along(session, basket):
+    session.delete(basket)
+    session.commit()
+    assert rows(session, Line.id) == []
+
+
+def test_child_without_a_way_back_is_refused():
+    class Crate(VersionedMixin, Base):
+        __tablename__ = "crate"
+        __version_children__ = ("orders",)
+        id: Mapped[int] = mapped_column(primary_key=True)
+        counters: Mapped[list[Counter]] = relationship(primaryjoin="foreign(Counter.value) == Crate.id", viewonly=True)
+
+    from sqla_dlock import version_children
+
+    try:
+        with pytest.raises(ArgumentError, match="Crate has no relationship 'orders'"):
+            Base.registry.configure()
+        Crate.__version_children__ = ("counters",)
+        with Session() as session, pytest.raises(ArgumentError, match="needs back_populates"):
+            session.add(Crate())
+            session.flush()
+    finally:
+        version_children._roots.clear()
+        Base.metadata.remove(Crate.__table__)
