@@ -19,6 +19,10 @@ _OURS: Final = "dlock_token = {t} AND dlock_holder = :holder"
 _UPDATE: Final = "UPDATE {{table}} SET {set}{{lim}} WHERE {{key}} AND {condition}"
 _ADMIT: Final = _UPDATE.format(set="dlock_token = {t}, dlock_holder = :holder", condition=_OLDER)
 _CONFIRM: Final = _UPDATE.format(set="dlock_holder = :holder", condition=_OURS)
+_HIGHEST: Final = "SELECT dlock_token FROM {table} WHERE {key}"
+# A plain read would take the transaction's snapshot, before the wait for a row in `dlock_fence`.
+_SHARE: Final = f"{_HIGHEST} LOCK IN SHARE MODE"
+_LOCKING: Final = {"mysql": _SHARE, "mariadb": fencing.FOR + _SHARE}
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +38,8 @@ class RowStatements:
 def statements(database: str, table: str, key: str) -> RowStatements:
     """Write the statements for a row of `table`, which `key`, an SQL condition, selects; both are trusted text."""
     write = {"postgresql": _postgresql, "mariadb": _mariadb}.get(database, _plain)
-    highest = f"SELECT dlock_token FROM {table} WHERE {key}"  # noqa: S608 - written by the integrations
-    return RowStatements(write(_ADMIT, table, key), write(_CONFIRM, table, key), highest)
+    read = _LOCKING.get(database, _HIGHEST).format(table=table, key=key)
+    return RowStatements(write(_ADMIT, table, key), write(_CONFIRM, table, key), read)
 
 
 def _plain(template: str, table: str, key: str) -> str:

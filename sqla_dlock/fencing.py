@@ -6,7 +6,20 @@ from contextlib import contextmanager
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Final
 
-from sqlalchemy import BigInteger, Column, MetaData, String, Table, TextClause, bindparam, event, inspect, text
+from sqlalchemy import (
+    BigInteger,
+    Column,
+    Integer,
+    MetaData,
+    String,
+    Table,
+    TextClause,
+    Uuid,
+    bindparam,
+    event,
+    inspect,
+    text,
+)
 from sqlalchemy.dialects import mysql
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.orm import mapped_column
@@ -109,7 +122,7 @@ class RowFence(TableFence):
                 f"{mapper.class_.__name__} has a composite key: name its lock by a text instead of its class"
             )
         (self.column,) = self.table.primary_key.columns
-        self.key = key
+        self.key = _key_of(mapper, self.column, key)
 
     def admit(self, connection: Connection, claim: Claim) -> None:
         self._raise(connection, claim, fencing.admit)
@@ -141,8 +154,21 @@ class RowFence(TableFence):
 
     def _statements(self, connection: Connection) -> row_fence.RowStatements:
         quoted = connection.dialect.identifier_preparer
-        key = f"{quoted.format_column(self.column)} = :key"
-        return row_fence.statements(_database(connection), quoted.format_table(self.table), key)
+        table = quoted.format_table(self.table, use_schema=False)
+        if schema := connection.schema_for_object(self.table):  # minds a schema_translate_map
+            table = f"{quoted.quote_schema(schema)}.{table}"
+        return row_fence.statements(_database(connection), table, f"{quoted.format_column(self.column)} = :key")
+
+
+def _key_of(mapper: Mapper[Any], column: Column[Any], key: Any) -> Any:
+    """Turn a key that came as text, out of a URL, into what the driver wants."""
+    if not isinstance(key, str) or not isinstance(column.type, Integer | Uuid):
+        return key
+    kind = column.type.python_type
+    try:
+        return kind(key)
+    except ValueError:
+        raise ValueError(f"a key of {mapper.class_.__name__} is {kind.__name__}, not {key!r:.80}") from None
 
 
 def fence_for(parts: tuple[Any, ...]) -> TableFence:

@@ -1,0 +1,344 @@
+"""The row itself as the fence: `FencedMixin`."""
+
+import uuid
+
+import pytest
+from sqlalchemy import Engine, Integer, MetaData, String, event, insert, select, update
+from sqlalchemy.orm import DeclarativeBase, Mapped, Session, make_transient_to_detached, mapped_column
+
+from dlock_core.errors import NotSupported, RowLocked, StaleToken
+from dlock_core.retry import Trouble, classify
+from sqla_dlock import FencedMixin, lock
+from tests.chaos import EverybodyIn
+from tests.sqla_dlock.adders import (
+    Adder,
+    add_counter,
+    fences,
+    isolated,
+    outcome,
+    set_timeout,
+    timeout,
+    wait_until_blocked,
+)
+from tests.sqla_dlock.models import HeavyParcel, Letter, LightParcel, Parcel, Stamp, Ticket, Tray
+from tests.sqla_dlock.test_fencing import EVERY, FORMS, ONCE, SERVERS, levels
+
+
+@pytest.fixture
+def another(request, make_engine):
+    return lambda **options: isolated(make_engine, *request.node.callspec.params["engine"], **options)
+
+
+@pytest.fixture
+def engine(another):
+    return another()
+
+
+@pytest.fixture
+def broken():
+    return EverybodyIn()
+
+
+@pytest.fixture
+def parcel(engine):
+    """The key of a parcel."""
+    return make(engine, Parcel(id=7))
+
+
+def make(engine: Engine, instance):
+    with Session(engine) as session:
+        session.add(instance)
+        session.commit()
+        return instance.id
+
+
+def set_to(session, number, cls=Parcel):
+    session.execute(update(cls).values(value=number))
+
+
+def read(engine, cls=Parcel):
+    """The value of the one row, and its fence."""
+    with Session(engine) as session:
+        return session.execute(select(cls.value, cls.dlock_token, cls.dlock_holder)).one()
+
+
+def fence_of(lease):
+    return lease.token, lease.holder
+
+
+@levels(EVERY)
+@pytest.mark.parametrize("form", FORMS)
+def test_row_is_its_own_fence(engine, store, parcel, form):
+    with Session(engine) as session, lock(session, Parcel, parcel, fence=form) as lease:
+        row = session.get(Parcel, parcel)
+        assert (row.dlock_token, row.dlock_holder) == fence_of(lease)
+        row.value = 5
+        session.commit()
+    assert read(engine) == (5, *fence_of(lease))
+    assert fences(engine) == []
+
+
+@levels(ONCE)
+@pytest.mark.parametrize(
+    ("cls", "key"), [(Letter, "é: 'x'%d"), (Ticket, uuid.UUID(int=4711)), (Stamp, 5), (LightParcel, 5)]
+)
+@pytest.mark.parametrize("form", FORMS)
+def test_key_of_every_type_and_table_of_every_name(engine, store, cls, key, form):
+    make(engine, cls(id=key))
+    with Session(engine) as session, lock(session, cls, key, fence=form) as lease:
+        set_to(session, 5, cls)
+        session.commit()
+    assert read(engine, cls) == (5, *fence_of(lease))
+    assert fences(engine) == []
+
+
+@levels(ONCE)
+@pytest.mark.parametrize("cls", [Ticket, Parcel])
+def test_key_may_be_given_as_text(engine, store, cls):
+    key = make(engine, cls(id=uuid.UUID(int=4711) if cls is Ticket else 7))
+    with Session(engine) as session, lock(session, cls, str(key)) as lease:
+        set_to(session, 5, cls)
+        session.commit()
+    assert read(engine, cls) == (5, *fence_of(lease))
+
+
+def test_key_that_the_class_cannot_have_is_refused_at_once():
+    for cls in (Parcel, Ticket):
+        with pytest.raises(ValueError, match="abc"):
+            lock(Session(), cls, "abc")
+
+
+def test_composite_key_is_refused_at_once():
+    with pytest.raises(NotSupported, match="composite"):
+        lock(Session(), Tray, 1)
+
+
+def test_row_as_the_fence_of_a_shared_lock_is_refused_at_once():
+    with pytest.raises(NotSupported, match="shared"):
+        lock(Session(), Parcel, 1, shared=True)
+    lock(Session(), Parcel, 1, shared=True, fence=False)
+
+
+@levels(ONCE)
+@pytest.mark.parametrize("form", FORMS)
+def test_instance_that_was_read_before_does_not_lower_its_fence(engine, store, form):
+    key = make(engine, Stamp(id=7))
+    with Session(engine, expire_on_commit=False) as session:
+        old = session.get(Stamp, key)
+        session.commit()
+        with lock(session, Stamp, key, fence=form) as lease:
+            old.value = 5
+            session.commit()
+    assert read(engine, Stamp) == (5, *fence_of(lease))
+    with Session(engine) as session:
+        copy = session.merge(old)  # which was detached, and knows the token that it was made with
+        copy.value = 6
+        session.commit()
+        assert (copy.dlock_token, copy.dlock_holder) == fence_of(lease)
+    assert read(engine, Stamp) == (6, *fence_of(lease))
+
+
+@levels(ONCE)
+def test_fence_columns_that_were_set_are_not_written(engine, store, parcel):
+    with Session(engine) as session, lock(session, Parcel, parcel) as lease:
+        row = session.get(Parcel, parcel)
+        row.value, row.dlock_token = 5, 1
+        session.flush()
+        session.expire(row)
+        row.dlock_holder = "not even read"
+        session.commit()
+    blind = Parcel(id=parcel, kind="parcel")
+    make_transient_to_detached(blind)
+    with Session(engine) as session:
+        session.add(blind)
+        blind.dlock_token = 1
+        session.commit()
+    assert read(engine) == (5, *fence_of(lease))
+
+
+@levels(EVERY)
+@pytest.mark.parametrize("form", FORMS)
+def test_stale_token_is_refused_by_the_row(engine, broken, parcel, form):
+    broken.tokens, broken.forgetful = iter([10]), True
+    with Session(engine) as session:
+        session.execute(update(Parcel).values(dlock_token=99, dlock_holder="x"))
+        session.commit()
+        with pytest.raises(StaleToken) as caught, lock(session, Parcel, parcel, store=broken, fence=form):
+            set_to(session, 1)
+    assert caught.value.highest == 99
+    assert read(engine).value == 0
+
+
+def overtake(engine, broken, key):
+    """Somebody newer is announced, and does nothing."""
+    with Session(engine) as other, lock(other, Parcel, key, store=broken, fence="lease"):
+        pass
+
+
+@levels(EVERY)
+def test_row_that_was_overtaken_refuses_the_commit(engine, broken, parcel):
+    broken.tokens = iter([10, 11])
+    with Session(engine) as session, lock(session, Parcel, parcel, store=broken, fence="lease"):
+        overtake(engine, broken, parcel)
+        set_to(session, 1)
+        with pytest.raises(StaleToken):
+            session.commit()
+    assert read(engine).value == 0
+
+
+@levels(EVERY)
+@pytest.mark.parametrize("form", FORMS)
+def test_row_that_does_not_exist_yet_is_guarded_in_the_table(engine, store, form):
+    with Session(engine) as session, lock(session, Parcel, 4711, fence=form) as lease:
+        session.add(Parcel(id=4711))
+        session.commit()
+    assert fences(engine) == [("parcel:4711", lease.token)]
+    with Session(engine) as session, lock(session, Parcel, 4711, fence=form) as lease:
+        set_to(session, 1)
+        session.commit()
+    assert read(engine) == (1, *fence_of(lease))
+
+
+@levels(SERVERS)
+def test_newer_holder_of_a_row_that_does_not_exist_yet_reads_what_the_older_one_wrote(engine, broken):
+    """MariaDB's snapshot must not be taken by looking for the row: the wait is still to come."""
+    broken.tokens = iter([10, 11])
+    add_counter(engine)
+    holders = [Adder(engine, Parcel, 4711, store=broken) for _ in range(2)]
+    with holders[0] as a, holders[1] as b:
+        a.take(), b.take()
+        assert a.start().result() == 0
+        reading = b.start()
+        wait_until_blocked(engine)
+        a.finish()
+        seen = outcome(reading)
+        assert seen == 1 or classify(seen) is Trouble.SERIALIZATION
+
+
+@levels(EVERY)
+def test_row_may_be_deleted_under_its_lock(engine, store, parcel):
+    with Session(engine) as session, lock(session, Parcel, parcel):
+        session.delete(session.get(Parcel, parcel))
+        session.commit()
+        assert session.scalars(select(Parcel)).all() == []
+
+
+@levels(EVERY)
+def test_row_that_is_gone_at_commit_cannot_confirm(engine, store, parcel):
+    """It may have been a newer holder who deleted it."""
+    with Session(engine) as session, lock(session, Parcel, parcel, fence="lease"):
+        session.delete(session.get(Parcel, parcel))
+        with pytest.raises(StaleToken):
+            session.commit()
+    assert read(engine).value == 0
+
+
+@levels(EVERY)
+def test_row_made_by_somebody_else_under_a_lease_is_confirmed_in_both_places(engine, broken):
+    broken.tokens = iter([10, 11])
+    with Session(engine) as session, lock(session, Parcel, 4711, store=broken, fence="lease") as lease:
+        make(engine, Parcel(id=4711))
+        set_to(session, 1)
+        session.commit()
+        assert read(engine) == (1, *fence_of(lease))
+        overtake(engine, broken, 4711)
+        set_to(session, 2)
+        with pytest.raises(StaleToken):
+            session.commit()
+    assert read(engine).value == 1
+
+
+@levels(EVERY)
+def test_row_made_after_a_newer_holder_was_announced_in_the_table_does_not_let_the_older_one_commit(engine, broken):
+    broken.tokens = iter([10, 11])
+    with Session(engine) as session, lock(session, Parcel, 4711, store=broken, fence="lease"):
+        overtake(engine, broken, 4711)
+        make(engine, Parcel(id=4711, value=1))  # without a lock
+        set_to(session, 2)
+        with pytest.raises(StaleToken):
+            session.commit()
+    assert read(engine).value == 1
+
+
+@levels(SERVERS)
+@pytest.mark.parametrize("form", FORMS)
+def test_wait_for_the_row_is_limited_by_wait(another, engine, broken, parcel, form):
+    broken.tokens = iter([10, 11])
+    timed = another(pool_size=1, max_overflow=0)
+    set_timeout(timed)
+    with Session(engine) as blocker, Adder(timed, Parcel, parcel, wait=0.6, store=broken, fence=form) as late:
+        set_to(blocker, 1)
+        if form == "lease":
+            with pytest.raises(RowLocked):
+                late.take()
+        else:
+            late.take()
+            assert isinstance(outcome(late.start()), RowLocked)
+            late.rollback()
+        with timed.connect() as connection:
+            assert timeout(connection) == 77
+
+
+@levels(ONCE)
+@pytest.mark.parametrize("form", FORMS)
+def test_inherited_row_is_guarded_in_one_update_of_its_parent(engine, store, form):
+    key = make(engine, HeavyParcel(id=8))
+    sent: list[str] = []
+    event.listen(engine, "before_cursor_execute", lambda *args: sent.append(args[2]))
+    with Session(engine) as session, lock(session, HeavyParcel, key, fence=form) as lease:
+        session.execute(update(HeavyParcel.__table__).values(kilos=5))
+        session.commit()
+    assert len([sql for sql in sent if "dlock_token" in sql]) == (1 if form == "transaction" else 2)
+    assert read(engine)[1:] == fence_of(lease)
+    with Session(engine) as session, lock(session, Parcel, key, fence=form) as lease:
+        session.get(HeavyParcel, key).kilos = 6
+        session.commit()
+    assert read(engine)[1:] == fence_of(lease)
+
+
+# Schemas
+
+
+def fenced_class(schema):
+    class Base(DeclarativeBase):
+        metadata = MetaData(schema=schema)
+
+    class Box(FencedMixin, Base):
+        __tablename__ = "box"
+
+        id: Mapped[int] = mapped_column(Integer, primary_key=True)
+        value: Mapped[int] = mapped_column(default=0)
+        note: Mapped[str] = mapped_column(String(20), default="")
+
+    return Box
+
+
+@pytest.fixture
+def other_schema(engine):
+    """A schema (MariaDB: a database) of its own."""
+    with engine.begin() as connection:
+        connection.exec_driver_sql("CREATE SCHEMA `other-one`" if is_mariadb(engine) else 'CREATE SCHEMA "other-one"')
+    yield "other-one"
+    with engine.begin() as connection:
+        connection.exec_driver_sql(
+            "DROP SCHEMA `other-one`" if is_mariadb(engine) else 'DROP SCHEMA "other-one" CASCADE'
+        )
+
+
+def is_mariadb(engine):
+    return engine.dialect.name == "mariadb"
+
+
+@levels([("postgresql", "read committed"), ("mariadb", "repeatable read")])
+@pytest.mark.parametrize("translated", [False, True])
+def test_row_of_another_schema_is_found_there(engine, store, other_schema, translated):
+    box = fenced_class(None if translated else other_schema)
+    if translated:
+        engine = engine.execution_options(schema_translate_map={None: other_schema})
+    box.metadata.create_all(engine)
+    with engine.begin() as connection:
+        connection.execute(insert(box).values(id=1))
+    with Session(engine) as session, lock(session, box, 1) as lease:
+        set_to(session, 5, box)
+        session.commit()
+    assert read(engine, box) == (5, *fence_of(lease))
