@@ -79,11 +79,17 @@ async def test_task_logs_in_as_well(guarded: Cluster) -> None:
 def test_permit_that_was_forgotten_is_asked_for_again_without_notice(guarded: Cluster) -> None:
     store = connect(at(guarded, f"app:{QUOTED}"))
     lease = Lock(store, "a", ttl=60).acquire()
+    got: list[Any] = []
+    waiter = threading.Thread(target=lambda: got.append(Lock(store, "a", wait=None).acquire()))
+    waiter.start()
+    until(lambda: waiters(store, "a"))  # type: ignore[arg-type]
     guarded.restart()
     other = Lock(store, "b").try_acquire()
     assert other is not None
     guarded.restart()
     assert [lease.release(), other.release()] == [Released.RELEASED] * 2
+    waiter.join(WITHIN)
+    assert got[0].release() is Released.RELEASED
     store.close()
 
 

@@ -75,8 +75,10 @@ class EtcdBackend:
         """Watch the one before us, and show now and then that we live."""
         place: Place = busy.ticket
         until = runtime.now() + timeout
-        watch = await self._gateway.watch(runtime, request.name, keys.text(place.before), place.seen + 1)
+        watch = await self._gateway.watch(runtime, request.name, keys.text(place.before))
         try:
+            if watch.revision > place.seen and not await self._steps.is_behind(runtime, request, place):
+                return  # it went between our look and the watch
             while (left := until - runtime.now()) > 0:
                 calm = place.lease.until - runtime.now() - PLACE + LOOK
                 if calm > 0 and await watch.woken(runtime, min(left, calm)):
@@ -87,9 +89,8 @@ class EtcdBackend:
             watch.close()
 
     async def withdraw(self, runtime: Runtime, request: Request, ticket: Any = None) -> None:
-        questions = [self._keys.leave(request)]
-        if lease := self._steps.asked_with.get(request.holder):
-            questions.append(keys.revoke(lease.id))  # a request that is still on its way has no lease to put a key on
+        leases = self._steps.asked_with.get(request.holder, [])  # revoked: what is still on its way can put no key
+        questions = [self._keys.leave(request), *[keys.revoke(lease.id) for lease in leases]]
         answer, *_ = await self._steps.ask(runtime, request.name, *questions)
         self._steps.proper(request.name, answer)
         self._steps.asked_with.pop(request.holder, None)

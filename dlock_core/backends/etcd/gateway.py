@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from dlock_core.backends.etcd.http import Reply
     from dlock_core.runtime import Runtime
 
-__all__ = ["Answer", "Gateway", "Question", "Watch", "answered"]
+__all__ = ["Answer", "Gateway", "Question", "Watch"]
 
 Question = tuple[str, dict[str, Any] | bytes]
 """A path of the gateway and the body: one JSON document, or several as bytes."""
@@ -63,21 +63,26 @@ class Gateway:
         self._connections.checkin(connection)
         return answers
 
-    async def watch(self, runtime: Runtime, name: str, key: str, revision: int) -> Watch:
-        """Begin to watch for the deletion of a key, from a revision on, on a connection of its own."""
+    async def watch(self, runtime: Runtime, name: str, key: str) -> Watch:
+        """Begin to watch for the deletion of a key, on a connection of its own."""
         until = runtime.now() + self.limit
         connection = None
         try:
             connection = await self._connections.open(runtime, self.limit)
             await self._permitted(runtime, name, connection, until)
-            wish = {"key": key, "start_revision": str(revision), "filters": ["NOPUT"]}
-            await connection.send(runtime, self._written(connection, ("watch", {"create_request": wish})), self.limit)
+            question: Question = ("watch", {"create_request": {"key": key, "filters": ["NOPUT"]}})
+            await connection.send(runtime, self._written(connection, question), self._left(runtime, until))
+            while (told := connection.reader.line()) is None:
+                await connection.receive(runtime, self._left(runtime, until))
+            begun = told.get("result", {})
+            if begun.get("canceled") or not begun.get("created"):
+                raise self.failure(name, {"message": str(begun.get("cancel_reason") or told)})
         except BaseException as error:
             self._abandon(connection)
             if isinstance(error, OSError):
                 raise self._failed(name, connection, error) from error
             raise
-        return Watch(connection)
+        return Watch(connection, int(begun["header"]["revision"]))
 
     def close(self) -> None:
         """Close idle connections."""
@@ -85,7 +90,8 @@ class Gateway:
 
     def failure(self, name: str, answer: Answer) -> BackendUnavailable:
         """Make an error out of an answer that is none, and turn to the next member if this one may be the reason."""
-        code, text = int(answer.get("code", 0)), str(answer.get("message", answer))
+        told = answer["error"] if isinstance(answer.get("error"), dict) else answer  # a stream wraps it
+        code, text = int(told.get("code", told.get("grpc_code", 0))), str(told.get("message", told))
         if code == UNAUTHENTICATED or any(part in text for part in OLD_PERMIT):
             self._permit = ""
             return BackendUnavailable(name, reason=f"etcd: {text}", broken=self._credentials is not None)
@@ -143,37 +149,29 @@ class Gateway:
 
 
 class Watch:
-    """Tells when a key was deleted."""
+    """Tells when a key was deleted, if that was later than `revision`.
 
-    def __init__(self, connection: Connection) -> None:
-        self._connection = connection
+    It looks from now on: a watch that begins in the past is served by etcd ten times a second only.
+    """
+
+    def __init__(self, connection: Connection, revision: int) -> None:
+        self._connection, self.revision = connection, revision
 
     async def woken(self, runtime: Runtime, seconds: float) -> bool:
         """Wait for the deletion, or for anything else that makes it worth to look (True), or for a time (False)."""
         until = runtime.now() + seconds
         try:
-            while (left := until - runtime.now()) > 0:
-                told = self._connection.reader.line()
-                if told is None:
-                    await self._connection.receive(runtime, left)
-                elif not told.get("result", {}).get("created") or told["result"].get("canceled"):
-                    return True
+            while self._connection.reader.line() is None:
+                await self._connection.receive(runtime, max(0.001, until - runtime.now()))
         except TimeoutError:
             return False
         except OSError:  # the member went away
             return True
-        return False
+        return True
 
     def close(self) -> None:
         """Stop watching."""
         self._connection.close()
-
-
-def answered(gateway: Gateway, name: str, answer: Answer) -> Answer:
-    """Give a proper answer back, and raise BackendUnavailable for another."""
-    if "code" in answer or "error" in answer:
-        raise gateway.failure(name, answer)
-    return answer
 
 
 def _read(reply: Reply) -> list[Answer]:

@@ -48,9 +48,11 @@ NOTHING: Final = Entry("", "", 0, 0)
 
 
 class Look(NamedTuple):
-    """What a transaction on one lock answered: whether it has put our key, and what it saw at that moment."""
+    """What a transaction on one lock answered: whether we have what we asked for, and what it saw at that moment."""
 
-    put: bool
+    has_taken: bool
+    has_put: bool
+    """Our key is there since now, or on another lease."""
     revision: int
     own: Entry
     base: int
@@ -83,14 +85,15 @@ class Keys:
         name, mode, holder = key[len(self.locks) :].rsplit("/", 2)
         return name, mode == "s", holder
 
-    def enter(self, request: Request, lease: int) -> Question:
-        """Take the lock if nobody is there who must go first."""
-        return _txn([_none(self._rivals(request))], self._take(request, lease), self._see(request))
+    def enter(self, request: Request, lease: int, place: int = 0) -> Question:
+        """Take the lock if nobody is there who must go first; else a place in the queue, on the lease `place`."""
+        queue = self._queue(request, place) if place else self._see(request)
+        return _txn([_none(self._rivals(request))], self._take(request, lease), queue)
 
     def queue(self, request: Request, lease: int) -> Question:
         """Take a place in the queue, once."""
-        own, see = self.own(request), [*self._see(request), _youngest(self._rivals(request), limit=2)]
-        return _txn([_created(own, 0)], [_put(own, request.owner, lease), *see], see)
+        put, *see = self._queue(request, lease)
+        return _txn([_created(self.own(request), 0)], [put, *see], see)
 
     def claim(self, request: Request, created: int, lease: int) -> Question:
         """Take the lock if our place, as old as this, is the first: the key moves to the lease of the full ttl."""
@@ -138,6 +141,10 @@ class Keys:
         own = self.own(request)
         return [_put(own, request.owner, lease), _range(own), _range(self.base(request.name))]
 
+    def _queue(self, request: Request, lease: int) -> list[Json]:
+        before = _youngest(self._rivals(request), limit=2)  # one of them may be our own
+        return [_put(self.own(request), request.owner, lease), *self._see(request), before]
+
     def _see(self, request: Request) -> list[Json]:
         first = _range(self.lock(request.name), _whole=True, limit="1", sort_order="ASCEND", sort_target="CREATE")
         return [_range(self.own(request)), _range(self.base(request.name)), first]
@@ -152,12 +159,13 @@ def look(answer: Answer, own: str) -> Look:
     responses = answer["responses"]
     if "response_txn" in responses[0]:
         return look(responses[0]["response_txn"], own)
-    put = "response_put" in responses[0]
-    found = [entries(response["response_range"]) for response in responses[put:]]
+    has_put = "response_put" in responses[0]
+    found = [entries(response["response_range"]) for response in responses[has_put:]]
     (mine, base), others = found[:2], found[2:]
     first, before = [*others, [], []][:2]
     return Look(
-        put,
+        bool(answer.get("succeeded")),
+        has_put,
         int(responses[-1]["response_range"]["header"]["revision"]),
         next(iter(mine), NOTHING),
         int(base[0].value) if base else 0,

@@ -44,8 +44,8 @@ class Spares:
         self._pid = os.getpid()
         self._free: dict[int, deque[Lease]] = {}
 
-    def take(self, seconds: float, now: float) -> Lease:
-        """Give a lease for a new grant: one that is nearly new, or else one that is still to be granted."""
+    def take(self, seconds: float, now: float) -> Lease | None:
+        """Give a lease that is nearly new, if there is one."""
         if self._pid != os.getpid():  # a forked child must not share leases with its parent
             self._pid, self._free = os.getpid(), {}
         free = self._free.get(math.ceil(seconds))
@@ -53,9 +53,7 @@ class Spares:
             spare = free.pop() if free else None
         except IndexError:
             spare = None
-        if spare is None or spare.until - now < spare.ttl * NEW:
-            return new_lease(seconds)
-        return spare
+        return spare if spare is not None and spare.until - now >= spare.ttl * NEW else None
 
     def keeps(self, lease: Lease) -> bool:
         """Tell whether it is worth to keep."""

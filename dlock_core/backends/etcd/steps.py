@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from dlock_core.backend import Busy, Granted
@@ -9,12 +10,15 @@ from dlock_core.backends.etcd import keys
 from dlock_core.backends.etcd.leases import Lease, Spares, new_lease
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from dlock_core.backend import Renewal, Request
     from dlock_core.backends.etcd.gateway import Answer, Gateway, Question
     from dlock_core.backends.etcd.keys import Keys, Look
     from dlock_core.runtime import Runtime
+
+Put = Callable[["Request", int, int], "Question"]
+"""Makes a question that puts our key on a lease, or on the lease of a place."""
 
 __all__ = ["PLACE", "Grip", "Place", "Steps"]
 
@@ -51,15 +55,20 @@ class Steps:
 
     def __init__(self, gateway: Gateway, names: Keys) -> None:
         self.gateway, self.keys, self.spares = gateway, names, Spares()
-        self.asked_with: dict[str, Lease] = {}
-        """What an attempt of a holder whose outcome is not known, or not yet, may have put a key on."""
+        self.asked_with: dict[str, list[Lease]] = {}
+        """What an attempt of a holder whose outcome is not known, or not yet, may have put its key on."""
 
     async def enter(self, runtime: Runtime, request: Request) -> Granted | Place | Busy:
         """Take the lock, if it is free, or find the place that an earlier attempt has taken; else join the queue."""
-        look, lease = await self._put(runtime, request, self.keys.enter, request.ttl)
-        if look.put:
+        place = self.spares.take(PLACE, runtime.now()) if request.queue else None
+        look, lease = await self._put(runtime, request, self.keys.enter, request.ttl, place)
+        if look.has_taken:
+            if place is not None:
+                self.spares.give(place)
             return await self._granted(runtime, request, look, lease)
         self.spares.give(lease)
+        if look.has_put:
+            return _busy_or(look, Place(look, place))
         if look.own.created:
             return Place(look)
         return await self._queue(runtime, request) if request.queue else busy(look)
@@ -67,11 +76,11 @@ class Steps:
     async def claim(self, runtime: Runtime, request: Request, place: Place) -> Granted | Place | Busy:
         """Take the lock, if our place is the first; else tell who is before us."""
 
-        def question(request: Request, lease: int) -> Question:
+        def question(request: Request, lease: int, _: int) -> Question:
             return self.keys.claim(request, place.created, lease)
 
         look, lease = await self._put(runtime, request, question, request.ttl)
-        if look.put:
+        if look.has_taken:
             self.spares.give(place.lease)
             return await self._granted(runtime, request, look, lease)
         self.spares.give(lease)
@@ -118,31 +127,35 @@ class Steps:
         return answer
 
     async def _queue(self, runtime: Runtime, request: Request) -> Place | Busy:
-        look, lease = await self._put(runtime, request, self.keys.queue, PLACE)
-        place = Place(look, lease if look.put else None)
-        return busy(look, place) if place.before else place
+        def question(request: Request, lease: int, _: int) -> Question:
+            return self.keys.queue(request, lease)
+
+        look, lease = await self._put(runtime, request, question, PLACE)
+        return _busy_or(look, Place(look, lease if look.has_put else None))
 
     async def _put(
-        self, runtime: Runtime, request: Request, question: Callable[[Request, int], Question], ttl: float
+        self, runtime: Runtime, request: Request, question: Put, ttl: float, place: Lease | None = None
     ) -> tuple[Look, Lease]:
         """Ask something that puts our key on a lease: one of ours that carries nothing, or a new one."""
-        lease = self.spares.take(ttl, runtime.now())
-        look = await self._put_on(runtime, request, question, lease)
+        lease = self.spares.take(ttl, runtime.now()) or new_lease(ttl)
+        look = await self._put_on(runtime, request, question, lease, place)
         if look is None:  # the server does not know a lease that should live
             self.spares.clear()
             lease = new_lease(ttl)
-            look = await self._put_on(runtime, request, question, lease)
+            look = await self._put_on(runtime, request, question, lease, None)
         if look is None:
             raise self.gateway.failure(request.name, {"message": "it forgot a lease that it had just granted"})
         del self.asked_with[request.holder]
         return look, lease
 
     async def _put_on(
-        self, runtime: Runtime, request: Request, question: Callable[[Request, int], Question], lease: Lease
+        self, runtime: Runtime, request: Request, question: Put, lease: Lease, place: Lease | None
     ) -> Look | None:
-        self.asked_with[request.holder], sent = lease, runtime.now()
+        leases = [one for one in (lease, place) if one is not None]
+        self.asked_with[request.holder], sent = leases, runtime.now()
         granting = [] if lease.is_known else [keys.grant(lease.id, lease.ttl)]
-        *granted, answer = await self.ask(runtime, request.name, *granting, question(request, lease.id))
+        asked = question(request, lease.id, place.id if place else 0)
+        *granted, answer = await self.ask(runtime, request.name, *granting, asked)
         for one in granted:
             lease.until, lease.is_known = sent + self._ttl(request.name, one), True
         if answer.get("code") == NOT_FOUND:
@@ -173,6 +186,11 @@ class Steps:
 
     def _ttl(self, name: str, answer: Answer) -> float:
         return float(self.proper(name, answer.get("result", answer)).get("TTL", 0))
+
+
+def _busy_or(look: Look, place: Place) -> Place | Busy:
+    """Wait in this place if somebody is before us, else claim it."""
+    return busy(look, place) if place.before else place
 
 
 def busy(look: Look, place: Any = None) -> Busy:
