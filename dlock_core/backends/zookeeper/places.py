@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
 
     from dlock_core.backend import Request
-    from dlock_core.backends.zookeeper.session import Reply
+    from dlock_core.backends.zookeeper.wire import Reply
     from dlock_core.runtime import Runtime, Signal
 
     Remove = Callable[[Runtime, "Place"], Coroutine[Any, Any, None]]
@@ -107,11 +107,14 @@ class Places:
         """Give the place of a holder."""
         return self._of.get(holder)
 
-    def keep(self, place: Place, seconds: float) -> None:
-        """Let it stay for so long from now."""
+    def keep(self, place: Place, seconds: float) -> bool:
+        """Let it stay for so long from now; False when it is being removed already."""
         with self._guard:
+            if place in self._ending:
+                return False
             self._of[place.request.holder] = place
             self._plan(place, seconds)
+            return True
 
     def end(self, place: Place, seconds: float) -> None:
         """Have it removed in so many seconds, unless `forget` comes first; it is nobody's any more."""

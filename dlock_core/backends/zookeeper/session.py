@@ -6,9 +6,7 @@ with a server that is silent for most of the session, or pause for up to an hour
 
 from __future__ import annotations
 
-import logging
 import math
-import select
 import threading
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final
@@ -23,11 +21,11 @@ from kazoo.exceptions import (
     SessionExpiredError,
     SessionMovedError,
 )
-from kazoo.handlers.threading import SequentialThreadingHandler
 from kazoo.protocol.connection import _CONNECTION_DROP
 from kazoo.protocol.serialization import Create2, Delete, SetData
 from kazoo.protocol.states import KazooState
 
+from dlock_core.backends.zookeeper.wire import Handler, Reply, quiet, tell
 from dlock_core.errors import BackendUnavailable
 from dlock_core.runtime import clock
 
@@ -37,21 +35,12 @@ if TYPE_CHECKING:
     from dlock_core.backends.zookeeper.address import Address
     from dlock_core.runtime import Runtime, Signal
 
-__all__ = ["CreateContainer", "Reply", "Session", "good"]
+__all__ = ["Session", "good"]
 
 _LOST: Final = (ConnectionLoss, ConnectionClosedError, SessionExpiredError, SessionMovedError)
 _REFUSED: Final = (AuthFailedError, NoAuthError)
 _WRITES: Final = (Create2, SetData, Delete)
 _RETRY: Final = {"max_tries": -1, "delay": 0.05, "backoff": 1.5, "max_delay": 0.25}
-
-_quiet = logging.getLogger("dlock.kazoo")
-_quiet.setLevel(logging.ERROR)  # kazoo's debug log shows credentials, and it warns at every attempt to connect
-
-
-class CreateContainer(Create2):  # type: ignore[misc]  # kazoo has no types
-    """Create a node that ZooKeeper removes once it is empty again; kazoo does not know this request."""
-
-    type = 19
 
 
 class Session:
@@ -82,12 +71,28 @@ class Session:
         session, sent = self._proof
         return sent if session == self.id else -math.inf
 
-    async def ask(self, runtime: Runtime, name: str, requests: Sequence[Any], limit: float | None = None) -> list[Any]:
+    @property
+    def is_connected(self) -> bool:
+        """A question would be sent at once."""
+        return self._kazoo is not None and self._is_usable(self._kazoo)
+
+    def is_doubtful(self, sent: float) -> bool:
+        """Tell whether at this time it was long since the session was known to live."""
+        return sent - self.proven > self.valid_for / 2
+
+    def surely(self, ttl: float, sent: float) -> float:
+        """Give the seconds from `sent` for which a grant holds: only what a quorum has seen proves that we live."""
+        return min(ttl, self.proven + self.valid_for - sent)
+
+    async def ask(
+        self, runtime: Runtime, name: str, requests: Sequence[Any], *, within: float = math.inf, more: float = 0.0
+    ) -> list[Any]:
         """Send requests and give their answers in order, an error of the server as an exception object.
 
-        Raises BackendUnavailable when an answer is missing: what was asked may have been done, or not.
+        `within` and `more` shorten and lengthen the limit, in seconds. Raises BackendUnavailable when an answer is
+        missing: what was asked may have been done, or not.
         """
-        sent, limit = runtime.now(), self._timeout if limit is None else limit
+        sent, limit = runtime.now(), min(self._timeout, within) + more
         client = await self._connected(runtime, name, limit)
         session, connection = self.id, self._connections
         done = runtime.signal()
@@ -171,10 +176,10 @@ class Session:
         client = KazooClient(
             hosts=self._address.hosts,
             timeout=self._length,
-            handler=_Handler(self._timeout),
+            handler=Handler(self._timeout),
             connection_retry=dict(_RETRY),
             auth_data=[("digest", credential)] if credential else None,
-            logger=_quiet,
+            logger=quiet,
         )
         client._connection._connect = self._noting(client._connection._connect)
         client.add_listener(self._changed)
@@ -195,7 +200,7 @@ class Session:
         if state == KazooState.CONNECTED:
             self._connections += 1
             for signal in list(self._waiting):
-                _tell(signal)
+                tell(signal)
 
     def _prove(self, session: int, sent: float) -> None:
         if session == self.id and sent > self.proven:
@@ -217,65 +222,8 @@ def good(name: str, answer: Any) -> Any:
     return answer
 
 
-def _tell(signal: Signal) -> None:
-    with suppress(RuntimeError):  # its event loop was closed meanwhile
-        signal.set()
-
-
 def _end(client: Any) -> None:
     client.state_listeners.clear()
     with suppress(Exception):
         client.stop()
         client.close()
-
-
-class Reply:
-    """What kazoo's own result objects do, without their locks and their detour over another thread."""
-
-    __slots__ = ("answer", "done")
-
-    def __init__(self, done: Signal | None = None) -> None:
-        self.answer: Any = None
-        self.done = done
-
-    def set(self, answer: Any = None) -> None:
-        self.answer = answer
-        if self.done is not None:
-            _tell(self.done)
-
-    def set_exception(self, error: Exception) -> None:
-        self.set(error)
-
-
-class _Handler(SequentialThreadingHandler):  # type: ignore[misc]  # kazoo has no types
-    """Bounds what kazoo waits for while it connects, and calls watchers at once: they only set a signal."""
-
-    def __init__(self, limit: float) -> None:
-        super().__init__()
-        self._limit = limit
-
-    def create_connection(self, *args: Any, **options: Any) -> Any:
-        options["timeout"] = min(self._limit, options.get("timeout") or self._limit)
-        return super().create_connection(*args, **options)
-
-    def select(self, readers: Any, writers: Any, others: Any, timeout: float | None = None) -> Any:
-        """Wait for sockets, without making a selector each time as kazoo does, which is most of its cost.
-
-        One alone means the rest of a message, or the answer to a request to connect: the server must not be silent.
-        """
-        poll = select.poll()
-        for one in readers:
-            poll.register(one, select.POLLIN)
-        for one in writers:
-            poll.register(one, select.POLLOUT)
-        if timeout is not None:
-            timeout = 1000 * (timeout if len(readers) > 1 else min(timeout, self._limit))
-        ready = poll.poll(timeout)
-        if len(ready) == len(readers) + len(writers):
-            return readers, writers, []
-        fds = [fd for fd, _ in ready]
-        return [one for one in readers if one.fileno() in fds], [one for one in writers if one.fileno() in fds], []
-
-    def dispatch_callback(self, callback: Any) -> None:
-        with suppress(RuntimeError):
-            callback.func(*callback.args)

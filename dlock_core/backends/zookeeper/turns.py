@@ -1,0 +1,111 @@
+"""Our turns in the queues: enter, stay, watch the one before, leave; every step may be repeated after a failure."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from kazoo.exceptions import NoNodeError
+from kazoo.protocol.serialization import GetChildren, GetData, SetData
+
+from dlock_core.backend import Busy
+from dlock_core.backends.zookeeper.nodes import text
+from dlock_core.backends.zookeeper.places import Place, Places
+from dlock_core.backends.zookeeper.session import good
+
+if TYPE_CHECKING:
+    from dlock_core.backend import Request
+    from dlock_core.backends.zookeeper.line import Line, Node
+    from dlock_core.backends.zookeeper.nodes import Nodes
+    from dlock_core.backends.zookeeper.session import Session
+    from dlock_core.runtime import Runtime
+
+__all__ = ["ALIVE", "SLICE", "Turns"]
+
+SLICE: Final = 5.0
+"""The longest wait in seconds before a waiter looks again: a server that fell silent is noticed by it."""
+ALIVE: Final = 3.0
+"""Seconds after its last question in which a waiter keeps its place."""
+
+
+class Turns:
+    """The places of this process, and what is done with each."""
+
+    def __init__(self, session: Session, nodes: Nodes, timeout: float) -> None:
+        self._session, self._nodes, self._timeout = session, nodes, timeout
+        self.places = Places(self.remove)
+
+    async def stay(self, runtime: Runtime, place: Place) -> Line | None:
+        """Read the queue again; None when our node is not in it, or may be another session's.
+
+        What a server that is cut off tells is old, so a session that has not written for long proves that it lives.
+        """
+        if not place.path or place.session != self._session.id or not self._keep(place):
+            return None
+        doubtful = self._session.is_doubtful(runtime.now())
+        proof = [SetData(place.path, place.request.owner.encode(), -1)] if doubtful else []
+        _, queue = await self._nodes.read(runtime, place.request.name, *proof)
+        return queue if queue.find(place.node) else None
+
+    async def enter(self, runtime: Runtime, request: Request, old: Place | None) -> tuple[Place, Line]:
+        """Make our node, or find the one that an attempt of unknown outcome has made."""
+        place = old if old is not None and self._keep(old) else Place(request)
+        if place is old and (queue := await self._find(runtime, place)):
+            return place, queue
+        owed, place.path, place.looks = place.looks, "", 2
+        self._keep(place)
+        place.path, stat, queue = await self._nodes.create(runtime, request)
+        place.zxid, place.session, place.looks = stat.czxid, stat.ephemeralOwner, owed
+        return place, queue
+
+    async def _find(self, runtime: Runtime, place: Place) -> Line | None:
+        """Search the queue for our own nodes: keep one that is this session's, remove the others."""
+        ours = await self._nodes.owned(runtime, place.request)
+        kept = next((path for path, stat in ours if stat.ephemeralOwner == self._session.id), None)
+        await self._nodes.delete(runtime, place.request.name, *[path for path, _ in ours if path != kept])
+        for path, stat in ours:
+            if path == kept:
+                place.path, place.zxid, place.session = path, stat.czxid, stat.ephemeralOwner
+                return await self.stay(runtime, place)
+        return None
+
+    def _keep(self, place: Place) -> bool:
+        """Have it stay while a question about it is asked."""
+        return self.places.keep(place, self._timeout + ALIVE)
+
+    async def watch(self, runtime: Runtime, place: Place, queue: Line, ahead: Node) -> Busy:
+        """Have the end of the one before us wake us, and learn who holds the lock."""
+        name, first = place.request.name, queue.nodes[0].name
+        if (place.watched, place.first[0], place.seen) != (ahead.name, first, place.wakes):
+            directory = self._nodes.directory(name)
+            place.seen, place.watched = place.wakes, ""
+            place.look = lambda signal: self._session.post(GetChildren(directory, None), signal)
+            questions = [GetData(f"{directory}/{ahead.name}", place.wake), GetData(f"{directory}/{first}", None)]
+            before, holder = await self._session.ask(runtime, name, questions)
+            if isinstance(before, NoNodeError):
+                place.wake()
+            else:
+                good(name, before)
+            owner = "" if isinstance(holder, NoNodeError) else text(good(name, holder)[0])
+            place.watched, place.first = ahead.name, (first, owner)
+        self.places.keep(place, ALIVE)
+        return Busy(SLICE, place.first[1])
+
+    async def remove(self, runtime: Runtime, place: Place) -> None:
+        """Take a place that is at its end out of the queue."""
+        name = place.request.name
+        if place.path:
+            await self._nodes.delete(runtime, name, place.path)
+            place.path = ""
+        if place.looks:
+            ours = await self._nodes.owned(runtime, place.request)
+            await self._nodes.delete(runtime, name, *[path for path, _ in ours])
+            place.looks -= 1
+        self.gone(place)
+
+    def gone(self, place: Place) -> None:
+        """Forget it, but look again after a session's length if a request of ours may still be on its way."""
+        if place.looks:
+            place.path = ""
+            self.places.end(place, 1.5 * self._session.valid_for)
+        else:
+            self.places.forget(place)
