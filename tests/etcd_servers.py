@@ -1,6 +1,6 @@
 """Real etcd servers for tests: one, or a cluster, on free ports and in a temporary directory; they die with us.
 
-    with cluster(directory, 3) as etcd: connect(etcd.url); etcd.leader().kill()
+with cluster(directory, 3) as etcd: connect(etcd.url); etcd.leader().kill()
 """
 
 import contextlib
