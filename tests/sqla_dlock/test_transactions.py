@@ -874,3 +874,17 @@ def test_listeners_are_left_when_another_one_fails(engine, session, heard):
     session.close()
     assert heard == [COMMITTED]
     assert names(engine) == {"a"}
+
+
+def test_end_that_sqlalchemy_was_kept_from_telling_is_heard_at_the_next_begin(engine, session, heard):
+    """An interrupt while the connection goes back to its pool: COMMIT is done, and the session's end is never told."""
+    add(session, "a")
+    on_end(session, heard.append)
+    event.listen(engine, "checkin", fail_with(KeyboardInterrupt()), once=True)
+    with pytest.raises(KeyboardInterrupt):
+        session.commit()
+    session.begin()
+    assert heard == [COMMITTED]
+    session.close()
+    assert heard == [COMMITTED]
+    assert names(engine) == {"a"}
