@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from contextlib import AbstractContextManager, contextmanager
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from django.db import DatabaseError, models, transaction
 from django.db.models import F, Q
@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from dlock_core.fencing import Claim
 
 __all__ = ["FencedMixin", "RowFence", "TableFence", "dialect", "fence_for"]
+
+T = TypeVar("T")
 
 
 if TYPE_CHECKING:
@@ -114,7 +116,10 @@ class RowFence(TableFence):
             self._refuse(connection, claim, table)
 
     def _refuse(self, connection: BaseDatabaseWrapper, claim: Claim, table: Callable[..., None]) -> None:
-        highest = self._rows(connection).values_list("dlock_token", flat=True).first()
+        rows = self._rows(connection).values_list("dlock_token", flat=True)
+        if connection.vendor == "mysql":  # a plain read takes the transaction's snapshot, before the wait in the table
+            rows = rows.select_for_update()
+        highest = _limited(connection, claim, rows.first)
         if highest is not None:
             raise StaleToken(claim.name, token=claim.token, highest=highest)
         table(connection, claim)
@@ -162,10 +167,10 @@ def _run(step: Callable[..., Coroutine[Any, Any, None]], connection: BaseDatabas
         run(step(_Cursor(connection), dialect(connection), claim))
 
 
-def _limited(connection: BaseDatabaseWrapper, claim: Claim, update: Callable[[], int]) -> int:
-    """Update the protected row, waiting for its lock no longer than the claim allows."""
+def _limited(connection: BaseDatabaseWrapper, claim: Claim, query: Callable[[], T]) -> T:
+    """Send a query of the protected row, waiting for its lock no longer than the claim allows."""
     with _explained(connection, claim), _waiting(connection, claim.limit):
-        return update()
+        return query()
 
 
 @contextmanager

@@ -664,6 +664,21 @@ def test_row_that_does_not_exist_yet_is_guarded_in_the_table(alias, store, form)
     assert fence_of(alias) == (lease.token, lease.holder)
 
 
+@levels(SERVERS)
+def test_newer_holder_of_a_row_that_does_not_exist_yet_reads_what_the_older_one_wrote(alias, broken, adder):
+    """MariaDB's snapshot must not be taken by looking for the row: the wait is still to come."""
+    broken.tokens = iter([10, 11])
+    a, b = adder(alias, Parcel, 4711), adder(alias, Parcel, 4711)
+    a.take(), b.take()
+    assert a.start().result() == 0
+    reading = b.start()
+    wait_until_blocked(alias)
+    a.finish()
+    seen = outcome(reading)
+    assert seen == 1 or classify(seen) is Trouble.SERIALIZATION
+    b.rollback()
+
+
 @levels(EVERY)
 def test_row_may_be_deleted_under_its_lock(alias, store, parcel):
     with lock(Parcel, parcel.pk, using=alias), atomic(alias):
