@@ -1,0 +1,94 @@
+"""The statements of a fence on the protected row: what each database is asked, with which parameters."""
+
+import re
+import sqlite3
+
+import pytest
+
+from dlock_core import fencing, row_fence
+from dlock_core.fencing import Claim
+
+DATABASES = ["sqlite", "postgresql", "mysql", "mariadb"]
+CLAIM = Claim("order:42", 10, "us", limit=1.5)
+
+
+def names(sql):
+    return set(re.findall(r"(?<!:):(\w+)", sql))
+
+
+@pytest.mark.parametrize("database", DATABASES)
+def test_every_statement_takes_the_parameters_of_a_claim_and_the_key(database):
+    for sql in vars_of(row_fence.statements(database, "parcel", "id = :key")):
+        assert names(sql) <= {*fencing.params(CLAIM), "key"}
+        assert "{" not in sql
+
+
+def vars_of(statements):
+    return statements.admit, statements.confirm, statements.highest
+
+
+@pytest.mark.parametrize("database", ["postgresql", "mariadb"])
+def test_every_wait_for_the_row_is_limited(database):
+    statements = row_fence.statements(database, "parcel", "id = :key")
+    waiting = vars_of(statements) if database == "mariadb" else vars_of(statements)[:2]
+    for sql in waiting:
+        assert names(sql) & {"seconds", "milliseconds"}
+
+
+@pytest.mark.parametrize("database", ["mysql", "mariadb"])
+def test_looking_for_the_row_takes_no_snapshot_where_a_plain_read_would(database):
+    assert row_fence.statements(database, "parcel", "id = :key").highest.endswith(" LOCK IN SHARE MODE")
+
+
+def test_statements_of_a_row_are_written_once():
+    assert row_fence.statements("sqlite", "a", "id = :key") is row_fence.statements("sqlite", "a", "id = :key")
+    assert row_fence.statements("sqlite", "a", "id = :key") != row_fence.statements("sqlite", "b", "id = :key")
+
+
+# What they mean, on the database that is always there
+
+
+@pytest.fixture
+def row():
+    """Carry out a statement on one row; gives the rows changed."""
+    connection = sqlite3.connect(":memory:", isolation_level=None)
+    connection.execute("CREATE TABLE parcel (id integer, dlock_token bigint, dlock_holder text)")
+    connection.execute("INSERT INTO parcel VALUES (7, 0, '')")
+    statements = row_fence.statements("sqlite", "parcel", "id = :key")
+
+    def ask(step, token, holder, key=7):
+        params = {**fencing.params(Claim("order:42", token, holder)), "key": key}
+        cursor = connection.execute(getattr(statements, step), params)
+        return fencing.is_yes(cursor.rowcount, cursor.fetchone())
+
+    yield ask
+    connection.close()
+
+
+def test_newer_holder_is_admitted_and_an_older_one_is_not(row):
+    assert row("admit", 10, "us")
+    assert row("admit", 11, "them")
+    assert not row("admit", 10, "us")
+
+
+def test_holder_is_admitted_again_but_nobody_else_with_its_token(row):
+    assert row("admit", 10, "us")
+    assert row("admit", 10, "us")
+    assert not row("admit", 10, "them")
+
+
+def test_only_the_newest_holder_is_confirmed(row):
+    assert not row("confirm", 0, "us")
+    row("admit", 10, "us")
+    assert row("confirm", 10, "us")
+    assert not row("confirm", 10, "them")
+    assert not row("confirm", 9, "us")
+    row("admit", 11, "them")
+    assert not row("confirm", 10, "us")
+
+
+def test_highest_tells_the_row_from_none(row):
+    row("admit", 10, "us")
+    assert row("highest", 0, "")
+    assert not row("highest", 0, "", key=8)
+    assert not row("admit", 10, "us", key=8)
