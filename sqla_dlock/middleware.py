@@ -30,8 +30,9 @@ class LockMiddleware:
     """Answers 409, 423 or 503 to a lock error, and names "POST /orders/42/ship" as the owner of what a request takes.
 
     For ASGI: `app.add_middleware(LockMiddleware)` in FastAPI and Starlette (around the whole application it would come
-    after their own 500). Errors of the program, such as NotSupported, propagate; so does every error once the response has begun, as with a session dependency of FastAPI
-    that commits after it (`Depends(get_session, scope="function")` commits before).
+    after their own 500). Errors of the program, such as NotSupported, propagate; so does every error once the response
+    has begun, as with a session dependency of FastAPI that commits after it (`Depends(get_session, scope="function")`
+    commits before).
     """
 
     def __init__(self, app: ASGIApp) -> None:
