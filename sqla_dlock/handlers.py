@@ -76,7 +76,7 @@ class Locked:
         return cast("F", async_wrapper if inspect.iscoroutinefunction(function) else wrapper)
 
     def dependency(self, session: Any, **types: Any) -> Callable[..., AsyncIterator[Any]]:
-        """Make a dependency of FastAPI that gives the lease: it is held before other dependencies read.
+        """Make a dependency of FastAPI that gives the lease; what reads under it has to depend on it.
 
         `session` is the application's own dependency, exactly as the endpoint has it: its function, its `Depends(...)`
         or its `Annotated[...]`. `types` tell for every argument what the endpoint has, too, so that "042" and "42" are
