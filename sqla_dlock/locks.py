@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from typing import TYPE_CHECKING, Any
 
-from sqlalchemy import inspect
+from sqlalchemy import Connection, inspect
 
 from dlock_core import engine, names, watchdog
 from dlock_core.errors import NotSupported
@@ -75,7 +75,7 @@ class SessionLock(TiedLock):
             joined.join()
             return joined  # type: ignore[no-any-return]
         if self.snapshot == "raise":
-            await database.call(self._refuse_old_snapshot)
+            await database.call(self._refuse_old_snapshot, bind)
         held, wait, deadline = await self.ask(runtime, store)
         tie = SessionTie(held, self.session, fence=self.fence, wait=wait, deadline=deadline, finish=finish)
         try:
@@ -91,10 +91,12 @@ class SessionLock(TiedLock):
         """Find the engine or connection in whose database the fence stands."""
         if self._bind is None or _is_mapped(self._bind):
             return self.session.get_bind(self._bind)
-        return getattr(self._bind, "sync_engine", self._bind)  # an AsyncEngine has one
+        connection = getattr(self._bind, "sync_connection", None)  # an AsyncConnection has one, and an engine, too
+        return connection or getattr(self._bind, "sync_engine", self._bind)
 
-    def _refuse_old_snapshot(self) -> None:
-        refuse_old_snapshot(self.name, connections_of(self.session))
+    def _refuse_old_snapshot(self, bind: Any) -> None:
+        given = (each for each in (self.session.bind, bind) if isinstance(each, Connection) and each.in_transaction())
+        refuse_old_snapshot(self.name, {*connections_of(self.session), *given})
 
 
 class Lock(SessionLock):
