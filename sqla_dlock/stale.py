@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Final
 
-from sqlalchemy import select, tuple_
+from sqlalchemy import bindparam, select, tuple_
 from sqlalchemy.orm.exc import StaleDataError
 
 from dlock_core import errors
 from sqla_dlock.version_mapping import key_columns, version_column
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Sequence
 
-    from sqlalchemy import Connection
+    from sqlalchemy import Connection, Select
     from sqlalchemy.orm import Mapper, Session
 
     Key = tuple[Any, ...]
@@ -54,24 +55,29 @@ def find_version(connection: Connection, mapper: Mapper[Any], key: Key) -> Any:
 
 
 def require_versions(
-    session: Session, connection: Connection, mapper: Mapper[Any], expected: Sequence[tuple[Key, Any]], action: str
+    session: Session, connection: Connection, mapper: Mapper[Any], expected: Sequence[Key], action: str
 ) -> None:
-    """Lock rows in the order of their keys, or raise StaleObject for the first whose version is not the expected one.
+    """Lock rows in the order of their keys, or raise StaleObject for the first that has another version.
 
-    Nothing is locked on SQLite, where the transaction that writes has the database for itself.
+    `expected` are keys, each with the version as its last part. Nothing is locked on SQLite, where the transaction that
+    writes has the database for itself.
     """
+    query = _locking(mapper, action)
     for start in range(0, len(expected), AT_ONCE):
         some = expected[start : start + AT_ONCE]
-        now = _lock_versions(connection, mapper, [key for key, _ in some], action)
-        for key, version in some:
+        keys = [row[0] if len(row) == 2 else row[:-1] for row in some]
+        now = {tuple(row) for row in connection.execute(query, {"dlock_keys": keys})}
+        for *parts, version in (row for row in some if row not in now):
             # Python may think two keys different that are one to the database, so that has the last word.
-            if now.get(key) != version and (found := find_version(connection, mapper, key)) != version:
+            key = tuple(parts)
+            if (found := find_version(connection, mapper, key)) != version:
                 raise stale_row(session, mapper, key, expected=version, found=found, action=action)
 
 
-def _lock_versions(connection: Connection, mapper: Mapper[Any], keys: Iterable[Key], action: str) -> dict[Key, Any]:
+@lru_cache(maxsize=256)
+def _locking(mapper: Mapper[Any], action: str) -> Select[Any]:
     columns = key_columns(mapper)
-    wanted = columns[0].in_([key[0] for key in keys]) if len(columns) == 1 else tuple_(*columns).in_(list(keys))
-    query = select(*columns, version_column(mapper)).where(wanted).order_by(*columns)
-    rows = connection.execute(query.with_for_update(key_share=action != "delete"))
-    return {tuple(row[:-1]): row[-1] for row in rows}
+    wanted: Any = columns[0] if len(columns) == 1 else tuple_(*columns)
+    query = select(*columns, version_column(mapper)).order_by(*columns)
+    query = query.where(wanted.in_(bindparam("dlock_keys", expanding=True)))
+    return query.with_for_update(key_share=action != "delete")

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 from weakref import WeakKeyDictionary
 
 from sqlalchemy import BindParameter, Delete, Engine, Update, event
-from sqlalchemy.orm import Mapper, Session
+from sqlalchemy.orm import InstanceState, Mapper, Session
 from sqlalchemy.orm.attributes import instance_state
 from sqlalchemy.sql import visitors
 from sqlalchemy.sql.elements import BinaryExpression
@@ -24,7 +24,7 @@ from sqla_dlock.version_mapping import VersionedMixin, key_columns, version_colu
 from sqla_dlock.version_writes import is_plain, plain_write, refuse_deferred, remember, send
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
     from sqlalchemy import Connection
 
@@ -80,15 +80,15 @@ def _batches(session: Session) -> dict[Mapper[Any], list[Any]]:
     return {mapper: instances for mapper, instances in found.items() if len(instances) > 1}
 
 
-@event.listens_for(VersionedMixin, "before_update", propagate=True)
-@event.listens_for(VersionedMixin, "before_delete", propagate=True)
-def _before_write(mapper: Mapper[Any], connection: Connection, target: Any) -> None:
-    state = instance_state(target)
-    flush = _flushes[state.session]  # type: ignore[index]
-    if _writers.get(connection) is not flush:
-        _writers[connection] = flush
-    if batch := flush.batches.pop(mapper.base_mapper, None):
-        _write_together(flush.session, connection, batch)  # type: ignore[arg-type]
+@event.listens_for(VersionedMixin, "before_update", propagate=True, raw=True)
+@event.listens_for(VersionedMixin, "before_delete", propagate=True, raw=True)
+def _before_write(mapper: Mapper[Any], connection: Connection, state: InstanceState[Any]) -> None:
+    session: Any = state.session
+    if flush := _flushes.get(session):
+        if _writers.get(connection) is not flush:
+            _writers[connection] = flush
+        if batch := flush.batches.pop(mapper.base_mapper, None):
+            _write_together(session, connection, batch)
     refuse_deferred(state)
 
 
@@ -120,7 +120,7 @@ def _before_many(connection: Any, statement: Any, many: Any, params: Any, option
     if many and (flushed := _flushed(connection, statement)):
         session, mapper = flushed
         binds = _binds(statement, mapper)
-        expected = [_guard(binds, row) for row in many]
+        expected = [tuple([row[bind] for bind in binds]) for row in many]
         require_versions(session, connection, mapper, expected, _action(statement))
 
 
@@ -129,7 +129,8 @@ def _after_one(*execution: Any) -> None:
     connection, statement, many, params, _, result = execution
     if not many and (flushed := _flushed(connection, statement)) and result.rowcount == 0:
         session, mapper = flushed
-        key, version = _guard(_binds(statement, mapper), params)
+        *parts, version = (params[bind] for bind in _binds(statement, mapper))
+        key = tuple(parts)
         found = find_version(connection, mapper, key)
         raise stale_row(session, mapper, key, expected=version, found=found, action=_action(statement))
 
@@ -153,11 +154,6 @@ def _binds(statement: Any, mapper: Mapper[Any]) -> list[str]:
         if isinstance(node, BinaryExpression) and isinstance(node.right, BindParameter)
     }
     return [asked[column] for column in (*key_columns(mapper), version_column(mapper))]
-
-
-def _guard(binds: Sequence[str], params: Mapping[str, Any]) -> tuple[tuple[Any, ...], Any]:
-    *key, version = [params[bind] for bind in binds]
-    return tuple(key), version
 
 
 def _action(statement: Any) -> str:

@@ -44,11 +44,11 @@ def refuse_deferred(state: InstanceState[Any]) -> None:
 def read_version(instance: Any) -> Any:
     """The version that the row had when the instance was read; an expired one is read now, with all the rest."""
     state: Any = instance_state(instance)
-    refuse_deferred(state)
     name = version_key(state.mapper)
-    version = getattr(instance, name)
+    if name not in state.dict:
+        refuse_deferred(state)
     if name not in state.committed_state:
-        return version
+        return getattr(instance, name)
     history = state.get_history(name, PassiveFlag.PASSIVE_NO_INITIALIZE)
     return (history.deleted or history.unchanged or history.added)[0]
 

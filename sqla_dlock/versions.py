@@ -187,7 +187,7 @@ def _require_all(session: Session, instances: Iterable[Any], action: str) -> Non
 
 
 def _require(session: Session, mapper: Mapper[Any], instances: list[Any], action: str) -> None:
-    expected = [(inspect(each).identity, read_version(each)) for each in instances]
+    expected = [(*inspect(each).identity, read_version(each)) for each in instances]
     require_versions(session, _connection(session, mapper), mapper, expected, action)
 
 

@@ -300,7 +300,7 @@ def test_delete_statement_makes_instances_stale(session, orders):
 def test_insert_statements_start_at_1(session):
     session.execute(insert(Order), [{"title": "a"}, {"title": "b"}])
     session.execute(insert(Order).values(title="c"))
-    session.connection().execute(text("INSERT INTO orders (title, reads, edited, seen) VALUES ('d', 0, 0, 0)"))
+    session.connection().execute(insert(Order.__table__).values(title="d"))
     assert rows(session, Order.title, Order.version) == [(title, 1) for title in "abcd"]
 
 
