@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Final
 
-from sqlalchemy import ColumnElement, Select, and_, inspect, select, tuple_
+from sqlalchemy import Select, and_, inspect, select, tuple_
 from sqlalchemy.orm import Mapper
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import TypeAlias
 
-    from sqlalchemy.orm import InstanceState, Session
+    from sqlalchemy.orm import InstanceState, InstrumentedAttribute, Session
 
     IsMeant: TypeAlias = Callable[[InstanceState[Any]], bool]
 
@@ -115,5 +115,5 @@ def _key(mapper: Mapper[Any], ident: Any) -> tuple[Any, ...]:
     return key
 
 
-def _keys(mapper: Mapper[Any]) -> list[ColumnElement[Any]]:
+def _keys(mapper: Mapper[Any]) -> list[InstrumentedAttribute[Any]]:
     return [mapper.get_property_by_column(column).class_attribute for column in mapper.primary_key]

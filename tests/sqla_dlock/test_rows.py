@@ -903,7 +903,8 @@ async def test_cancelled_waiter_leaves_nothing_locked(stock, party):
         waiter.cancel()
         with pytest.raises(asyncio.CancelledError):
             await waiter
-    assert party.is_free(stock)
+    while not party.is_free(stock):  # MariaDB's server sees a moment later that the client has gone
+        pass
 
 
 # deadlocks
