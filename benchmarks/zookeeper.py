@@ -7,6 +7,7 @@ bare socket. The contended lock has no floor on the wire; there kazoo's Lock is 
 """
 
 import itertools
+import logging
 import secrets
 import socket
 import struct
@@ -22,9 +23,12 @@ from kazoo.security import OPEN_ACL_UNSAFE
 from benchmarks import measure
 from benchmarks.contended import Figures, Pair, figures, row, run
 from benchmarks.floors import Names
-from dlock_core import Lock, connect
+from dlock_core import Lock
+from dlock_core.backends.zookeeper import ZooKeeperBackend
 from tests.servers import Server
 from tests.zookeeper_servers import zookeeper
+
+logging.getLogger("kazoo").setLevel(logging.ERROR)  # it tells of every connection that the end of the server breaks
 
 FLOOR: Final = "floor: create + list, delete on a bare socket"
 PEER: Final = "kazoo Lock"
@@ -74,7 +78,7 @@ def floor(port: int) -> measure.Operation:
 
 
 def ours(port: int, *, renew: bool) -> measure.Operation:
-    backend, name = connect(f"zookeeper://127.0.0.1:{port}"), Names("dlock").next
+    backend, name = ZooKeeperBackend.from_url(f"zookeeper://127.0.0.1:{port}"), Names("dlock").next
 
     def operation() -> None:
         Lock(backend, name(), ttl=30, renew=renew).acquire().release()
@@ -149,7 +153,7 @@ def with_tooz(step: Callable[[], None]) -> None:
 
 
 def contended_ours(port: int) -> Pair:
-    backend = connect(f"zookeeper://127.0.0.1:{port}")
+    backend = ZooKeeperBackend.from_url(f"zookeeper://127.0.0.1:{port}")
     return lambda: Lock(backend, "ours", ttl=30, wait=None).acquire(), lambda lease: lease.release()
 
 
