@@ -11,7 +11,7 @@ from pathlib import Path
 
 from . import RaceFailed, Shop
 
-PATIENCE = 30  # seconds for a server to start, and to stop
+PATIENCE = 60  # seconds for a server to start, and to stop
 
 Wait = Callable[[Callable[[], bool]], None]
 

@@ -18,6 +18,15 @@ DRIVERS = {
     "mariadb": "mariadb+mysqldb",
     "sqlite": "sqlite+pysqlite",
 }
+SERVER = {"connect_args": {"connect_timeout": 10}}
+# As on PostgreSQL, and as Django sets it: under REPEATABLE READ a look for a row that is missing locks its neighbours.
+MYSQL = SERVER | {"isolation_level": "READ COMMITTED"}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "postgresql": SERVER,
+    "mysql": MYSQL,
+    "mariadb": MYSQL,
+    "sqlite": {"connect_args": {"timeout": 30}},
+}
 
 # Without autoflush, so that `save_unchecked` finds what is not written yet: one strategy's own, too.
 sessions = sessionmaker(expire_on_commit=False, autoflush=False)
@@ -34,9 +43,8 @@ SessionDep = Annotated[Session, Depends(get_session)]
 def open_database(url: str) -> Engine:
     """Use this database for all sessions; its tables are not made yet."""
     target = with_driver(make_url(url))
-    is_sqlite = target.get_backend_name() == "sqlite"
-    engine = create_engine(target, connect_args={"timeout": 30} if is_sqlite else {"connect_timeout": 10})
-    if is_sqlite:
+    engine = create_engine(target, **OPTIONS[target.get_backend_name()])
+    if engine.dialect.name == "sqlite":
         begin_immediate(engine)
     sessions.configure(bind=engine)
     return engine
@@ -49,7 +57,7 @@ def make_tables(engine: Engine) -> None:
 
 def with_driver(url: URL) -> URL:
     """Name the driver where the URL does not; raises ArgumentError for a database that the shop does not know."""
-    if url.get_backend_name() not in DRIVERS:
+    if url.drivername.partition("+")[0] not in DRIVERS:
         raise ArgumentError(f"the shop does not know {url.drivername}")
     return url.set(drivername=DRIVERS.get(url.drivername, url.drivername))
 

@@ -42,7 +42,8 @@ class SqlaShop:
 
     def command(self, fd: int, processes: int) -> list[str]:
         command = ["uvicorn", "example_project.sqla_shop.app:app", f"--fd={fd}", f"--workers={processes}"]
-        return [*command, "--no-access-log"]
+        # A process that has not answered after 5 s is killed, by default also while it still imports.
+        return [*command, "--no-access-log", "--timeout-worker-healthcheck=60"]
 
     @contextmanager
     def paid_orders(self, number: int) -> Iterator[Sale]:
