@@ -152,6 +152,14 @@ def test_lease_is_lost_in_time_when_the_store_is_deaf(locks: Locks, proxy: Proxy
     proxy.forward()
 
 
+def test_lease_is_sure_for_no_longer_than_the_session_that_the_servers_grant(server: Server, prefix: str) -> None:
+    """They grant 60 seconds at most; two thirds of it are sure."""
+    store = connect(server.url, prefix=prefix, session=300.0)
+    with Lock(store, "a", ttl=600, renew=False) as lease:
+        assert 20 < lease.remaining() < 40
+    store.close()
+
+
 @pytest.mark.parametrize("fault", ["drop_reply", "cut_reply", "cut_request"])
 def test_creation_whose_reply_was_lost_is_one_grant(
     locks: Locks, proxy: Proxy, direct: ZooKeeperBackend, fault: str
@@ -248,6 +256,18 @@ def test_store_that_does_not_answer_is_given_up_in_time(locks: Locks, proxy: Pro
     with pytest.raises(BackendUnavailable):
         locks.acquire("a", wait=wait)
     assert clock() - began < wait + 3 * LIMIT + 5, "a last request, one more for a broken one, and a withdrawal"
+    proxy.forward()
+
+
+@pytest.mark.parametrize("how", ["deaf", "refuse"])
+def test_waiter_whose_store_goes_away_gives_up_in_time(locks: Locks, proxy: Proxy, how: str) -> None:
+    locks.acquire("a")
+    pending = locks.queue_up("a", wait=1.0)
+    getattr(proxy, how)()
+    began = clock()
+    with pytest.raises((BackendUnavailable, AcquireTimeout)):
+        pending.result(WITHIN)
+    assert clock() - began < 1.0 + 2 * LIMIT + 5
     proxy.forward()
 
 
