@@ -12,7 +12,7 @@ from weakref import ref
 
 from sqlalchemy import Connection
 
-from dlock_core.errors import NotHeld
+from dlock_core.errors import LeaseLost, NotHeld
 from dlock_core.guard import Guard
 from dlock_core.tie import Outcome, Tie
 from sqla_dlock.fencing import refuse_autocommit
@@ -69,7 +69,8 @@ class SessionTie(Tie):
         """Protect a database from now on: the open transaction, and those that begin under the lease."""
         if bind is None or not form or self._forms.get(bind.engine.pool):
             return
-        if isinstance(bind, Connection) or any(each.engine.pool is bind.engine.pool for each in self._connections()):
+        given = (bind, self._owner().bind, *self._connections())
+        if any(isinstance(each, Connection) and each.engine.pool is bind.engine.pool for each in given):
             form = "transaction"  # what is committed on its own would be no part of the open one
         elif form == "lease":
             self.guard(partial(self.fence.announce, bind.engine))
@@ -109,9 +110,13 @@ class SessionTie(Tie):
         try:
             self._enter(connection, form)
         except BaseException as error:
-            self._refused[connection] = error
+            self._refused[connection] = error if isinstance(error, Exception) else self._interrupted()
             raise
         self._refused.pop(connection, None)
+
+    def _interrupted(self) -> LeaseLost:
+        """What COMMIT says after a cancelled admit: a second CancelledError would end a task that nobody cancelled."""
+        return LeaseLost(self.held.name, token=self.held.token, reason="its admit was interrupted")
 
     def _enter(self, connection: Connection, form: FenceForm) -> None:
         self.check()

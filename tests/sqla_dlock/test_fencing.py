@@ -714,6 +714,19 @@ def test_session_on_a_connection_with_an_outer_transaction_is_refused_in_it(engi
     assert value(engine) == 0
 
 
+@levels([("postgresql", "read committed"), ("mariadb", "read committed")])
+def test_outer_transaction_is_fenced_also_when_its_engine_was_named(engine, broken):
+    broken.tokens, broken.forgetful = iter([10]), True
+    with pytest.raises(StaleToken), engine.begin() as connection, Session(connection) as session:
+        with lock(session, "order", 42, store=broken, fence="lease", bind=engine):
+            overtake(engine, "order:42")
+            if not fences(engine):
+                add_fence(engine, token=99)
+            set_to(session, 1)
+            session.commit()
+    assert value(engine) == 0
+
+
 # What cannot be fenced
 
 

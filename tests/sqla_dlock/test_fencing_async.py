@@ -1,0 +1,340 @@
+"""The fence of an AsyncSession: the admit runs inside SQLAlchemy's greenlet, on every driver for asyncio."""
+
+import asyncio
+import contextlib
+import itertools
+import uuid
+
+import pytest
+from sqlalchemy import select, text, update
+from sqlalchemy.exc import DBAPIError
+from sqlalchemy.ext.asyncio import AsyncSession
+
+from dlock_core.errors import NotSupported, RowLocked, StaleToken
+from sqla_dlock import alock, fencing, lock
+from tests.chaos import EverybodyIn
+from tests.sqla_dlock.adders import add_counter, add_fence, fences, value, wait_until_blocked
+from tests.sqla_dlock.leases import is_held
+from tests.sqla_dlock.models import Counter, Delivery, Letter, Parcel, Ticket
+
+FORMS = ["transaction", "lease"]
+servers = pytest.mark.parametrize("async_engine", ["asyncpg", "psycopg_async", "aiomysql", "asyncmy"], indirect=True)
+WITHIN = 60.0
+
+
+@pytest.fixture
+def others(async_engine, make_engine):
+    """An engine for threads on the same database, with a counter "a" at 0: it shows what was committed."""
+    engine = make_engine(async_engine.dialect.name)
+    add_counter(engine)
+    return engine
+
+
+@pytest.fixture
+def broken():
+    """A store that grants everybody everything; `broken.tokens` are what it gives next."""
+    return EverybodyIn()
+
+
+class Adder:
+    """Adds one to the counter by reading it and writing it, under a lock, step by step."""
+
+    def __init__(self, engine, *parts, **options):
+        self.session = AsyncSession(engine)
+        self.lock = alock(self.session, *(parts or ("order", 42)), **{"wait": 20, **options})
+
+    async def take(self):
+        self.lease = await self.lock.__aenter__()
+        return self.lease.token
+
+    async def leave(self):
+        await self.session.close()
+        if hasattr(self, "lease"):
+            await self.lock.__aexit__(None, None, None)
+
+    async def read(self):
+        self.seen = (await self.session.scalars(select(Counter.value))).one()
+        return self.seen
+
+    async def write(self):
+        await self.session.execute(update(Counter).values(value=self.seen + 1))
+
+    async def finish(self):
+        await self.write()
+        await self.session.commit()
+
+
+@pytest.fixture
+async def adder(async_engine, others, broken):
+    async with contextlib.AsyncExitStack() as stack:
+
+        def make(*parts, engine=async_engine, **options):
+            one = Adder(engine, *parts, **{"store": broken, **options})
+            stack.push_async_callback(one.leave)
+            return one
+
+        yield make
+
+
+async def until_blocked(others):
+    await asyncio.wait_for(asyncio.to_thread(wait_until_blocked, others), WITHIN)
+
+
+async def outcome(task):
+    (result,) = await asyncio.gather(task, return_exceptions=True)
+    return result
+
+
+@servers
+@pytest.mark.parametrize("exists", [True, False])
+async def test_newer_holder_waits_at_its_admit_and_reads_what_the_older_one_wrote(others, broken, adder, exists):
+    broken.tokens = iter([10, 11])
+    if exists:
+        add_fence(others)
+    a, b = adder(), adder()
+    await a.take()
+    await b.take()
+    assert await a.read() == 0
+    reading = asyncio.create_task(b.read())
+    await until_blocked(others)
+    await a.finish()
+    assert await reading == 1
+    await b.finish()
+    assert value(others) == 2
+
+
+async def test_older_holder_that_swallows_the_refusal_can_neither_write_nor_commit(others, broken, adder):
+    broken.tokens, broken.forgetful = iter([10, 11]), True
+    a, b = adder(), adder()
+    await a.take()
+    await b.take()
+    assert await b.read() == 0
+    await b.finish()
+    refused = await outcome(a.read())
+    assert isinstance(refused, StaleToken)
+    assert (refused.token, refused.highest) == (10, 11)
+    a.seen = 5
+    with pytest.raises(StaleToken):
+        await a.write()
+    with pytest.raises(StaleToken):
+        await a.session.commit()
+    await a.session.rollback()
+    assert value(others) == 1
+
+
+async def test_two_transactions_under_one_lease_are_both_admitted(others, broken, adder):
+    broken.tokens, broken.forgetful = iter([10, 11]), True
+    a, b = adder(), adder()
+    await a.take()
+    for expected in (0, 1):
+        assert await a.read() == expected
+        await a.finish()
+    await b.take()
+    assert await b.read() == 2
+    await b.finish()
+    assert isinstance(await outcome(a.read()), StaleToken)
+    await a.session.rollback()
+    assert value(others) == 3
+
+
+@servers
+async def test_newer_holder_gives_up_at_its_admit_when_its_wait_is_over(others, broken, adder):
+    broken.tokens = iter([10, 11])
+    a, b = adder(), adder(wait=0.6)
+    await a.take()
+    await b.take()
+    assert await a.read() == 0
+    assert isinstance(await outcome(b.read()), RowLocked)
+    await b.session.rollback()
+    await a.finish()
+    assert value(others) == 1
+
+
+@pytest.mark.parametrize("async_engine", ["asyncpg", "psycopg_async"], indirect=True)
+async def test_admit_lost_with_its_savepoint_is_not_replaced_by_a_greater_token(others, broken, adder):
+    broken.tokens = iter([10, 11, 12])
+    add_fence(others)
+    a, b = adder(), adder()
+    with contextlib.suppress(ZeroDivisionError):
+        async with a.session.begin_nested():
+            await a.session.execute(select(Delivery))
+            await a.lock.acquire()
+            assert await a.read() == 0
+            raise ZeroDivisionError
+    await b.take()
+    assert await b.read() == 0
+    await b.finish()
+    with pytest.raises(StaleToken):
+        await a.session.commit()
+    await a.session.rollback()
+    assert value(others) == 1
+
+
+async def test_older_holder_cannot_commit_once_a_newer_one_was_announced(others, broken, adder):
+    broken.tokens = iter([10, 11])
+    a, b = adder(fence="lease"), adder(fence="lease")
+    await a.take()
+    await b.take()
+    assert await a.read() == 0
+    await a.write()
+    with pytest.raises(StaleToken):
+        await a.session.commit()
+    await a.session.rollback()
+    assert await b.read() == 0
+    await b.finish()
+    assert value(others) == 1
+
+
+@servers
+@pytest.mark.parametrize("form", FORMS)
+async def test_shared_holders_read_at_the_same_time(broken, adder, form):
+    broken.tokens = iter([10, 11])
+    a, b = adder(shared=True, fence=form), adder(shared=True, fence=form)
+    await a.take()
+    await b.take()
+    assert await a.read() == 0
+    assert await b.read() == 0
+    await b.session.commit()
+    await a.session.commit()
+
+
+@pytest.mark.parametrize("form", FORMS)
+async def test_current_holder_of_a_store_that_lost_its_tokens_gets_a_greater_one(others, store, adder, form):
+    highest = 2 * 10**15
+    add_fence(others, token=highest)
+    a = adder(store=store, fence=form)
+    await a.take()
+    assert await a.read() == 0
+    await a.finish()
+    assert a.lease.token > highest
+    assert value(others) == 1
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(("cls", "key"), [(Parcel, 7), (Letter, "é 'x'"), (Ticket, uuid.UUID(int=4711))])
+async def test_row_is_its_own_fence(async_engine, others, store, form, cls, key):
+    async with AsyncSession(async_engine) as session:
+        session.add(cls(id=key))
+        await session.commit()
+        async with alock(session, cls, str(key), fence=form) as lease:
+            await session.execute(update(cls).values(value=5))
+            await session.commit()
+        found = (await session.execute(select(cls.value, cls.dlock_token, cls.dlock_holder))).one()
+    assert tuple(found) == (5, lease.token, lease.holder)
+    assert fences(others) == []
+
+
+async def test_lock_of_code_inside_run_sync_is_fenced_as_well(async_engine, others, broken):
+    broken.tokens, broken.forgetful = iter([10]), True
+    add_fence(others, token=99)
+
+    def work(session):
+        with lock(session, "order", 42, store=broken):
+            session.execute(update(Counter).values(value=1))
+
+    async with AsyncSession(async_engine) as session:
+        with pytest.raises(StaleToken):
+            await session.run_sync(work)
+    assert value(others) == 0
+
+
+@pytest.mark.parametrize("form", FORMS)
+async def test_engine_in_autocommit_is_refused_before_anything_is_written(async_engine, others, broken, form):
+    broken.tokens = itertools.count(10)
+    automatic = async_engine.execution_options(isolation_level="AUTOCOMMIT")
+    async with AsyncSession(automatic) as session:
+        with pytest.raises(NotSupported, match="AUTOCOMMIT"):
+            async with alock(session, "order", 42, store=broken, fence=form):
+                await session.execute(update(Counter).values(value=1))
+    assert value(others) == 0
+
+
+@pytest.mark.parametrize("form", FORMS)
+async def test_missing_table_says_how_to_make_it_and_the_lease_is_given_back(async_engine, others, store, form):
+    fencing.metadata.drop_all(others)
+    try:
+        async with AsyncSession(async_engine) as session:
+            with pytest.raises(DBAPIError) as caught:
+                async with alock(session, "order", 42, fence=form):
+                    await session.execute(select(Counter))
+        assert "sqla_dlock.fencing.metadata.create_all()" in caught.value.__notes__[0]
+        assert not is_held(store)
+    finally:
+        fencing.metadata.create_all(others)
+
+
+# Cancelled while the admit waits
+
+
+OPEN = {
+    "postgresql": """SELECT count(*) FROM pg_stat_activity
+        WHERE xact_start IS NOT NULL AND datname = current_database() AND pid <> pg_backend_pid()""",
+    "mariadb": "SELECT count(*) FROM information_schema.innodb_trx",
+}
+
+
+def until_no_transaction(others):
+    with others.connect().execution_options(isolation_level="AUTOCOMMIT") as watcher:
+        while watcher.exec_driver_sql(OPEN[others.dialect.name]).scalar_one():
+            watcher.execute(text("SELECT pg_sleep(0.1)" if others.dialect.name == "postgresql" else "DO SLEEP(0.1)"))
+
+
+@contextlib.contextmanager
+def blocked_fence(others):
+    """Another transaction holds the row of the lock."""
+    add_fence(others)
+    with others.connect() as other, other.begin():
+        other.execute(update(fencing.table).values(s_token=0))
+        yield
+
+
+async def cancelled(task):
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await asyncio.wait_for(task, WITHIN)
+
+
+@servers
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("inside", [False, True])
+async def test_task_cancelled_while_its_admit_waits_leaves_no_lease_and_no_transaction(
+    request, make_async_engine, async_engine, others, store, form, inside
+):
+    engine = make_async_engine(request.node.callspec.params["async_engine"], isolation_level="READ COMMITTED")
+
+    async def work():
+        async with AsyncSession(engine) as session:
+            if inside:
+                await session.execute(select(Delivery))
+            async with alock(session, "order", 42, fence=form):
+                await session.execute(update(Counter).values(value=1))
+                await session.commit()
+
+    with blocked_fence(others):
+        task = asyncio.create_task(work())
+        await until_blocked(others)
+        assert is_held(store)
+        await cancelled(task)
+        assert not is_held(store)
+    await asyncio.wait_for(asyncio.to_thread(until_no_transaction, others), WITHIN)
+    assert value(others) == 0
+    await work()
+    assert value(others) == 1
+
+
+@servers
+async def test_transaction_that_swallows_the_cancellation_of_its_admit_is_not_committed_without_it(
+    async_engine, others, store
+):
+    async with AsyncSession(async_engine) as session, alock(session, "order", 42):
+        with blocked_fence(others):
+            task = asyncio.create_task(session.execute(update(Counter).values(value=1)))
+            await until_blocked(others)
+            await cancelled(task)
+        with contextlib.suppress(Exception):
+            await session.execute(update(Counter).values(value=2))
+            await session.commit()
+        await session.rollback()
+    assert not is_held(store)
+    (row,) = fences(others)
+    assert value(others) == 0 or row[1] > 1
