@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 from sqlalchemy import text
 from sqlalchemy.util.concurrency import greenlet_spawn
@@ -13,8 +13,6 @@ from dlock_core.tie import Outcome
 from sqla_dlock.greenlets import await_
 
 if TYPE_CHECKING:
-    from collections.abc import Coroutine
-
     from sqlalchemy import Engine
 
 __all__ = ["WITHIN", "outcome_of"]
@@ -39,9 +37,8 @@ def outcome_of(engine: Engine, xid: str | None) -> Outcome:
 
 
 def _await_answer(engine: Engine, xid: str) -> Outcome:
-    answer: Coroutine[Any, Any, Outcome] = asyncio.wait_for(greenlet_spawn(_ask, engine, xid), WITHIN)
     try:
-        return await_(answer)
+        return await_(asyncio.wait_for(greenlet_spawn(_ask, engine, xid), WITHIN))
     except Exception:  # noqa: BLE001 - no answer is an answer: UNKNOWN
         return Outcome.UNKNOWN
 

@@ -1,5 +1,7 @@
 """The promises of sqla_dlock.transactions about hooks before a transaction's work."""
 
+import subprocess
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -276,3 +278,29 @@ def test_hook_comes_before_what_other_listeners_send(session, sent):
     before_work(session, lambda _: sent.append("hook"))
     add(session, "a")
     assert without_begin(sent) == ["hook", "SELECT", "INSERT"]
+
+
+def test_hook_comes_before_what_listeners_send_that_were_there_first():
+    code = """if True:
+        from sqlalchemy import create_engine, event, text
+        from sqlalchemy.orm import Session
+        sent = []
+        event.listen(Session, "after_begin", lambda *_: sent.append("listener"))
+        from sqla_dlock.transactions import before_work
+        with Session(create_engine("sqlite://")) as session:
+            before_work(session, lambda _: sent.append("hook"))
+            session.execute(text("SELECT 1"))
+        assert sent == ["hook", "listener"], sent
+    """
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_hook_that_is_due_waits_for_the_end_of_an_outer_savepoint(session, sent):
+    outer = savepoint_in(session)
+    before_work(session, lambda _: sent.append("hook"))
+    inner = savepoint_in(session)
+    del sent[:]
+    inner.rollback()
+    outer.rollback()
+    session.execute(text("SELECT 1"))
+    assert sent == ["ROLLBACK", "ROLLBACK", "hook", "SELECT"]
