@@ -61,18 +61,14 @@ class Root:
         self._owns_connection = False
         self._settle_if_ended()
 
-    def give_up(self) -> None:
-        """Make the best of it: nothing more will be heard of a connection that has not ended."""
-        for connection, outcome in self.outcomes.items():
-            if outcome is None:
-                is_dead = connection.closed or connection.invalidated
-                self.outcomes[connection] = Outcome.ROLLED_BACK if is_dead else Outcome.UNKNOWN
-        self._settle()
-
     def __del__(self) -> None:
-        """The session was forgotten in the middle, and the garbage collector has found it."""
+        """The session has forgotten it in the middle: nothing more will be heard of connections that have not ended."""
         if self.settlers and not self.is_over:
-            self.give_up()
+            for connection, outcome in self.outcomes.items():
+                if outcome is None:
+                    is_dead = connection.closed or connection.invalidated
+                    self.outcomes[connection] = Outcome.ROLLED_BACK if is_dead else Outcome.UNKNOWN
+            self._settle()
 
     def _settle_if_ended(self) -> None:
         if all(outcome is not None or not connection.in_transaction() for connection, outcome in self.outcomes.items()):

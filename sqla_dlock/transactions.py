@@ -159,11 +159,8 @@ def _begun(session: Session, transaction: SessionTransaction) -> None:
     watched: _Watched | None = vars(session).get("_dlock_watched")
     if watched is None or transaction.parent is not None:
         return
-    forgotten = watched.root
     watched.begin(session, transaction)
     try:
-        if forgotten is not None:
-            forgotten.give_up()
         for hook in list(watched.beginnings):
             hook()
     except BaseException:
