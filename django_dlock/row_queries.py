@@ -6,8 +6,7 @@ A lock lasts until COMMIT or ROLLBACK, also when it was taken in a savepoint tha
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, Self, TypedDict, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, overload
 
 from django.db import DatabaseError, connections
 from django.db.models import Model, QuerySet
@@ -15,11 +14,14 @@ from django.db.models.sql import Query
 
 from django_dlock.errors import RowLocked
 from django_dlock.row_sql import RowLockQuery, require_row_locks, reword, waiting_in
-from dlock_core.deadline import Seconds, wait_seconds
+from dlock_core import row_locks
 from dlock_core.retry import Trouble, classify
+from dlock_core.row_locks import HowToLock
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+
+    from dlock_core.deadline import Seconds
 
 __all__ = ["HowToLock", "RowLock", "RowLockQuerySet", "row_name"]
 
@@ -27,31 +29,10 @@ M_co = TypeVar("M_co", bound=Model, covariant=True)
 T = TypeVar("T")
 
 
-class HowToLock(TypedDict, total=False):
-    """The options of a row lock; `RowLockQuerySet.lock_row` explains them."""
-
-    shared: bool
-    nowait: bool
-    wait: Seconds | None
-    no_key: bool
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RowLock:
+class RowLock(row_locks.RowLock):
     """How to lock rows, checked before any I/O."""
 
-    shared: bool = False
-    nowait: bool = False
-    skip_locked: bool = False
-    wait: Seconds | None = None
-    no_key: bool = True
-
-    def __post_init__(self) -> None:
-        wait_seconds(self.wait)
-        if self.nowait + self.skip_locked + (self.wait is not None) > 1:
-            raise ValueError(
-                "nowait, skip_locked and wait say different things about a locked row: give only one of them"
-            )
+    __slots__ = ()
 
     def fetch(self, name: str, rows: QuerySet[Any], read: Callable[[QuerySet[Any]], T]) -> T:
         """Read rows under this lock; `name` is for RowLocked, which says that others held them for too long."""
@@ -59,9 +40,9 @@ class RowLock:
         connection = connections[rows.db]
         require_row_locks(connection)
         started = time.monotonic()
-        locked, wait = self._ask(rows, connection.features), wait_seconds(self.wait)
+        locked = self._ask(rows, connection.features)
         try:
-            with waiting_in(locked, connection, wait):
+            with waiting_in(locked, connection, self.limit):
                 return read(locked)
         except DatabaseError as error:
             if classify(error) is Trouble.LOCK_TIMEOUT:
@@ -71,13 +52,13 @@ class RowLock:
     def _ask(self, rows: QuerySet[Any], features: Any) -> QuerySet[Any]:
         locked = QuerySet.select_for_update(
             rows,
-            nowait=self.nowait or wait_seconds(self.wait) == 0,
+            nowait=self.at_once,
             skip_locked=self.skip_locked,
             of=_own_tables(rows) if features.has_select_for_update_of else (),
             no_key=self.no_key and not self.shared and features.has_select_for_no_key_update,
         )
         if self.shared:
-            reword(locked, strength="SHARE")
+            reword(locked, strength="KEY SHARE" if self.key else "SHARE")
         return locked
 
 
@@ -86,7 +67,7 @@ class RowLockQuerySet(QuerySet[M_co]):
 
     @overload
     def lock_row(
-        self, pk: Any, *, skip_locked: Literal[True], shared: bool = ..., no_key: bool = ...
+        self, pk: Any, *, skip_locked: Literal[True], shared: bool = ..., no_key: bool = ..., key: bool = ...
     ) -> M_co | None: ...
     @overload
     def lock_row(
@@ -98,6 +79,7 @@ class RowLockQuerySet(QuerySet[M_co]):
         skip_locked: Literal[False] = ...,
         wait: Seconds | None = ...,
         no_key: bool = ...,
+        key: bool = ...,
     ) -> M_co: ...
     def lock_row(
         self,
@@ -108,19 +90,21 @@ class RowLockQuerySet(QuerySet[M_co]):
         skip_locked: bool = False,
         wait: Seconds | None = None,
         no_key: bool = True,
+        key: bool = False,
     ) -> M_co | None:
         """Lock one row until the end of the transaction, and read it as it is then.
 
         `shared` lets others read and lock shared, but not write. `wait` is seconds (float or timedelta), None for as
         long as the database waits, 0 the same as `nowait`; MySQL and MariaDB round it up to whole seconds.
         `skip_locked` returns None for a row that is locked or not there. `no_key=False` on PostgreSQL also keeps
-        others from inserting rows that refer to it.
+        others from inserting rows that refer to it; `key` with `shared` there only keeps them from deleting the row or
+        changing its key.
 
         Raises RowLocked when another transaction held the row for too long (on PostgreSQL the transaction, or its
         savepoint, must then be rolled back), DoesNotExist, TransactionManagementError outside a transaction,
         NotSupported where it would lock nothing.
         """
-        lock = RowLock(shared=shared, nowait=nowait, skip_locked=skip_locked, wait=wait, no_key=no_key)
+        lock = RowLock(shared=shared, nowait=nowait, skip_locked=skip_locked, wait=wait, no_key=no_key, key=key)
         found: list[M_co] = lock.fetch(row_name(self.model, pk), self.filter(pk=pk), list)
         if not found and not skip_locked:
             raise self.model.DoesNotExist(  # type: ignore[attr-defined]
@@ -136,13 +120,14 @@ class RowLockQuerySet(QuerySet[M_co]):
         skip_locked: bool = False,
         wait: Seconds | None = None,
         no_key: bool = True,
+        key: bool = False,
     ) -> list[M_co]:
         """Lock all rows of this queryset, in the order of their primary keys, so that two of these never deadlock.
 
         Options and errors as of `lock_row`; `wait` is for each row. With `skip_locked`, which waits for nobody, the
         queryset keeps its own order and may be sliced: the next ten jobs that no other worker has.
         """
-        lock = RowLock(shared=shared, nowait=nowait, skip_locked=skip_locked, wait=wait, no_key=no_key)
+        lock = RowLock(shared=shared, nowait=nowait, skip_locked=skip_locked, wait=wait, no_key=no_key, key=key)
         rows = self.all() if skip_locked else self.order_by("pk")
         return lock.fetch(self.model.__name__, rows, list)
 

@@ -5,7 +5,6 @@ Django writes FOR UPDATE at the end of a query; a `RowLockQuery` has another cla
 
 from __future__ import annotations
 
-import math
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Final
@@ -18,26 +17,16 @@ from django.db.models.sql.where import AND, ExtraWhere
 from django.db.transaction import TransactionManagementError
 
 from django_dlock.errors import NotSupported
+from dlock_core import row_locks
+from dlock_core.row_locks import milliseconds, whole_seconds
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
 __all__ = ["RowLockQuery", "require_row_locks", "reword", "waiting", "waiting_in"]
 
-_LONGEST_MILLISECONDS: Final = 2**31 - 1
-_LONGEST_SECONDS: Final = 100_000_000  # what innodb_lock_wait_timeout can be
-# A scalar subquery: in a WHERE it is evaluated once, before the first row is found and locked.
-_POSTGRESQL_LIMIT: Final = (
-    "(SELECT set_config('dlock.lock_timeout', current_setting('lock_timeout'), true) "
-    "|| set_config('lock_timeout', %s, true))"
-)
-# Nothing to restore when the limit was never sent: Django skips a query that cannot find anything.
-_POSTGRESQL_RESTORE: Final = (
-    "SELECT set_config('lock_timeout', former, true), set_config('dlock.lock_timeout', '', true) "
-    "FROM current_setting('dlock.lock_timeout', true) AS former WHERE former <> ''"
-)
-_MYSQL_LIMIT: Final = "SET @dlock_wait = @@SESSION.innodb_lock_wait_timeout, @@SESSION.innodb_lock_wait_timeout = %s"
-_MYSQL_RESTORE: Final = "SET @@SESSION.innodb_lock_wait_timeout = @dlock_wait"
+_POSTGRESQL_LIMIT: Final = row_locks.POSTGRESQL_LIMIT.format(wait="%s")
+_MYSQL_LIMIT: Final = row_locks.MYSQL_LIMIT.format(wait="%s")
 
 
 class RowLockQuery(Query):
@@ -142,25 +131,17 @@ def waiting(connection: Any, wait: float | None) -> AbstractContextManager[None]
 def waiting_in(locked: Any, connection: Any, wait: float | None) -> AbstractContextManager[None]:
     """As `waiting`, for one queryset: what its query can say itself needs no statement of its own."""
     if wait and connection.vendor == "postgresql":
-        locked.query.where.add(ExtraWhere([f"{_POSTGRESQL_LIMIT} IS NOT NULL"], [_milliseconds(wait)]), AND)
+        locked.query.where.add(ExtraWhere([f"{_POSTGRESQL_LIMIT} IS NOT NULL"], [str(milliseconds(wait))]), AND)
         return _restoring_on_postgresql(connection)
     if wait and connection.vendor == "mysql" and connection.mysql_is_mariadb:
-        reword(locked, wait=_whole_seconds(wait))
+        reword(locked, wait=whole_seconds(wait))
         return nullcontext()
     return waiting(connection, wait)
 
 
-def _milliseconds(wait: float) -> str:
-    return str(max(1, min(math.ceil(wait * 1000), _LONGEST_MILLISECONDS)))  # 0 would be no limit
-
-
-def _whole_seconds(wait: float) -> int:
-    return max(1, min(math.ceil(wait), _LONGEST_SECONDS))
-
-
 @contextmanager
 def _waiting_on_postgresql(connection: Any, wait: float) -> Iterator[None]:
-    _execute(connection, f"SELECT {_POSTGRESQL_LIMIT}", _milliseconds(wait))
+    _execute(connection, f"SELECT {_POSTGRESQL_LIMIT}", str(milliseconds(wait)))
     with _restoring_on_postgresql(connection):
         yield
 
@@ -170,20 +151,20 @@ def _restoring_on_postgresql(connection: Any) -> Iterator[None]:
     try:
         yield
     except ObjectDoesNotExist:
-        _execute(connection, _POSTGRESQL_RESTORE)
+        _execute(connection, row_locks.POSTGRESQL_RESTORE)
         raise
     # After an error of the database nothing is accepted before a rollback, and that restores the setting.
-    _execute(connection, _POSTGRESQL_RESTORE)
+    _execute(connection, row_locks.POSTGRESQL_RESTORE)
 
 
 @contextmanager
 def _waiting_on_mysql(connection: Any, wait: float) -> Iterator[None]:
-    _execute(connection, _MYSQL_LIMIT, _whole_seconds(wait))
+    _execute(connection, _MYSQL_LIMIT, whole_seconds(wait))
     try:
         yield
     finally:  # the setting belongs to the session: no rollback restores it
         with suppress(Error):
-            _execute(connection, _MYSQL_RESTORE)
+            _execute(connection, row_locks.MYSQL_RESTORE)
 
 
 def _execute(connection: Any, sql: str, *params: object) -> None:

@@ -11,7 +11,29 @@ from dlock_core.deadline import wait_seconds
 if TYPE_CHECKING:
     from dlock_core.deadline import Seconds
 
-__all__ = ["HowToLock", "RowLock", "milliseconds", "whole_seconds"]
+__all__ = [
+    "MYSQL_LIMIT",
+    "MYSQL_RESTORE",
+    "POSTGRESQL_LIMIT",
+    "POSTGRESQL_RESTORE",
+    "HowToLock",
+    "RowLock",
+    "milliseconds",
+    "whole_seconds",
+]
+
+# A scalar subquery: in a WHERE it is evaluated once, before the first row is found and locked.
+POSTGRESQL_LIMIT: Final = (
+    "(SELECT set_config('dlock.lock_timeout', current_setting('lock_timeout'), true) "
+    "|| set_config('lock_timeout', {wait}, true))"
+)
+# Nothing to restore when the limit was never sent: a query that cannot find anything need not evaluate it.
+POSTGRESQL_RESTORE: Final = (
+    "SELECT set_config('lock_timeout', former, true), set_config('dlock.lock_timeout', '', true) "
+    "FROM current_setting('dlock.lock_timeout', true) AS former WHERE former <> ''"
+)
+MYSQL_LIMIT: Final = "SET @dlock_wait = @@SESSION.innodb_lock_wait_timeout, @@SESSION.innodb_lock_wait_timeout = {wait}"
+MYSQL_RESTORE: Final = "SET @@SESSION.innodb_lock_wait_timeout = @dlock_wait"
 
 _LONGEST_MILLISECONDS: Final = 2**31 - 1
 _LONGEST_SECONDS: Final = 100_000_000  # what innodb_lock_wait_timeout can be

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 from sqlalchemy import Connection, Dialect, Select, delete, false, text
 from sqlalchemy.exc import DBAPIError
 
+from dlock_core import row_locks
 from dlock_core.errors import NotSupported
 from dlock_core.row_locks import RowLock, milliseconds, whole_seconds
 
@@ -19,20 +20,10 @@ if TYPE_CHECKING:
 __all__ = ["locking", "require_row_locks", "require_transaction", "waiting"]
 
 _MYSQL: Final = ("mysql", "mariadb")
-# A scalar subquery: in a WHERE it is evaluated once, before the first row is found and locked.
-_POSTGRESQL_LIMIT: Final = text(
-    "(SELECT set_config('dlock.lock_timeout', current_setting('lock_timeout'), true) "
-    "|| set_config('lock_timeout', :dlock_wait, true)) IS NOT NULL"
-)
-# Nothing to restore when the limit was never sent: a query that cannot find anything need not evaluate it.
-_POSTGRESQL_RESTORE: Final = text(
-    "SELECT set_config('lock_timeout', former, true), set_config('dlock.lock_timeout', '', true) "
-    "FROM current_setting('dlock.lock_timeout', true) AS former WHERE former <> ''"
-)
-_MYSQL_LIMIT: Final = text(
-    "SET @dlock_wait = @@SESSION.innodb_lock_wait_timeout, @@SESSION.innodb_lock_wait_timeout = :seconds"
-)
-_MYSQL_RESTORE: Final = text("SET @@SESSION.innodb_lock_wait_timeout = @dlock_wait")
+_POSTGRESQL_LIMIT: Final = text(row_locks.POSTGRESQL_LIMIT.format(wait=":dlock_wait") + " IS NOT NULL")
+_POSTGRESQL_RESTORE: Final = text(row_locks.POSTGRESQL_RESTORE)
+_MYSQL_LIMIT: Final = text(row_locks.MYSQL_LIMIT.format(wait=":seconds"))
+_MYSQL_RESTORE: Final = text(row_locks.MYSQL_RESTORE)
 
 
 def require_row_locks(dialect: Dialect) -> None:
