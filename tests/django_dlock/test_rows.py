@@ -32,6 +32,14 @@ NO_KEY_UPDATE = "FOR NO KEY UPDATE"
 SHARE = {"postgresql": "FOR SHARE", "mysql": "LOCK IN SHARE MODE"}
 
 
+KEY_SHARES = [
+    lambda rows, pk: rows.select_for_share(key=True).get(pk=pk),
+    lambda rows, pk: rows.lock_row(pk, shared=True, key=True),
+    lambda rows, pk: rows.filter(pk=pk).lock_rows(shared=True, key=True),
+    lambda rows, pk: rows.get(pk=pk).lock_row(shared=True, key=True),
+]
+
+
 class Sorry(Exception):
     """Raised by user code."""
 
@@ -166,19 +174,26 @@ def test_rows_that_refer_to_a_locked_row_can_be_inserted_unless_asked_otherwise(
 
 
 @on_postgresql
-def test_share_of_the_key_lets_others_update_and_not_delete(stock, database):
+@pytest.mark.parametrize("how", KEY_SHARES)
+def test_share_of_the_key_lets_others_update_and_not_delete(stock, database, how):
     with atomic(database):
-        stocks(database).select_for_share(key=True).get(pk=stock.pk)
+        how(stocks(database), stock.pk)
         assert is_free(database, stock.pk, NO_KEY_UPDATE)
         assert not is_free(database, stock.pk, UPDATE)
 
 
 @on_mariadb
-def test_share_of_the_key_is_a_plain_share_where_there_is_none(stock, database):
+@pytest.mark.parametrize("how", KEY_SHARES)
+def test_share_of_the_key_is_a_plain_share_where_there_is_none(stock, database, how):
     with atomic(database):
-        stocks(database).select_for_share(key=True).get(pk=stock.pk)
+        how(stocks(database), stock.pk)
         assert is_free(database, stock.pk, share(database))
         assert not is_free(database, stock.pk, UPDATE)
+
+
+def test_key_of_an_exclusive_lock_is_refused(stock, database):
+    with atomic(database), pytest.raises(ValueError, match="shared=True"):
+        stocks(database).lock_row(stock.pk, key=True)
 
 
 def test_row_that_is_not_there_does_not_exist(database):
