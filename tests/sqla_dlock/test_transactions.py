@@ -881,6 +881,7 @@ def test_end_that_sqlalchemy_was_kept_from_telling_is_heard_at_the_next_begin(en
     """An interrupt while the connection goes back to its pool: COMMIT is done, and the session's end is never told."""
     add(session, "a")
     on_end(session, heard.append)
+    lost = session.connection().connection.driver_connection
     event.listen(engine, "checkin", fail_with(KeyboardInterrupt()), once=True)
     with pytest.raises(KeyboardInterrupt):
         session.commit()
@@ -889,3 +890,4 @@ def test_end_that_sqlalchemy_was_kept_from_telling_is_heard_at_the_next_begin(en
     session.close()
     assert heard == [COMMITTED]
     assert names(engine) == {"a"}
+    lost.close()
