@@ -8,7 +8,16 @@ import pytest
 from sqlalchemy import Engine, event, insert, inspect, select, text
 from sqlalchemy.exc import ArgumentError, DBAPIError, PendingRollbackError
 from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession
-from sqlalchemy.orm import Mapped, Session, defer, load_only, mapped_column, scoped_session, sessionmaker
+from sqlalchemy.orm import (
+    DeclarativeBase,
+    Mapped,
+    Session,
+    defer,
+    load_only,
+    mapped_column,
+    scoped_session,
+    sessionmaker,
+)
 from sqlalchemy.orm.exc import StaleDataError
 
 from dlock_core import errors as core
@@ -25,7 +34,7 @@ from sqla_dlock.versions import (
 )
 from tests import processes
 from tests.sqla_dlock.engines import new_engine
-from tests.sqla_dlock.models import Base, Counter
+from tests.sqla_dlock.models import Counter
 from tests.sqla_dlock.version_models import Card, Code, Draft, Member, Order, Park, Person, Place, Shop
 
 ONE = pytest.mark.parametrize("engine", ["sqlite"], indirect=True)
@@ -541,14 +550,16 @@ def test_save_that_needs_a_flush_checks_everything_first(session, order):
 # mappings that would silently not work
 
 
+class Apart(DeclarativeBase):
+    """Of classes that are refused: what is left of them must not meet the others."""
+
+
 def test_mixin_behind_the_base_is_refused():
     with pytest.raises(ArgumentError, match="VersionedMixin comes before the declarative base"):
 
-        class Wrong(Base, VersionedMixin):
-            __tablename__ = "wrong"
+        class Behind(Apart, VersionedMixin):
+            __tablename__ = "behind"
             id: Mapped[int] = mapped_column(primary_key=True)
-
-    Base.metadata.remove(Base.metadata.tables["wrong"])
 
 
 def test_imperative_mapping_names_its_column():
@@ -568,12 +579,10 @@ def test_imperative_mapping_names_its_column():
 def test_deferred_column_of_the_version_is_refused():
     with pytest.raises(ArgumentError, match="deferred"):
 
-        class Wrong(VersionedMixin, Base):
-            __tablename__ = "wrong"
+        class Deferred(VersionedMixin, Apart):
+            __tablename__ = "deferred"
             id: Mapped[int] = mapped_column(primary_key=True)
             version: Mapped[int] = mapped_column(deferred=True)
-
-    Base.metadata.remove(Base.metadata.tables["wrong"])
 
 
 # bad input
