@@ -43,6 +43,7 @@ SQLITE = [("sqlite", "IMMEDIATE"), ("sqlite", "DEFERRED")]
 EVERY = [*SERVERS, *SQLITE]
 COMMITTED = [pair for pair in SERVERS if pair[1] == "read committed"]
 ONCE = [*COMMITTED, ("pymysql", "repeatable read"), ("sqlite", "IMMEDIATE")]
+OUTER = [*COMMITTED, ("pymysql", "read committed"), ("sqlite", "IMMEDIATE")]
 FORMS = ["transaction", "lease"]
 
 
@@ -684,7 +685,7 @@ def test_two_phase_commit_is_fenced_before_it_is_prepared(engine, broken, form, 
 MODES = ["conditional_savepoint", "rollback_only", "control_fully", "create_savepoint"]
 
 
-@levels(ONCE)
+@levels(OUTER)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("form", FORMS)
 def test_session_on_a_connection_with_an_outer_transaction_is_fenced_in_it(engine, broken, mode, form):
@@ -700,7 +701,7 @@ def test_session_on_a_connection_with_an_outer_transaction_is_fenced_in_it(engin
     assert fences(engine) == [("order:42", 10)]
 
 
-@levels(ONCE)
+@levels(OUTER)
 @pytest.mark.parametrize("mode", MODES)
 def test_session_on_a_connection_with_an_outer_transaction_is_refused_in_it(engine, broken, mode):
     broken.tokens, broken.forgetful = iter([10]), True
