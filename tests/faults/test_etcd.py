@@ -11,7 +11,7 @@ import pytest
 
 from dlock_core import Lock
 from dlock_core.backends.etcd import EtcdBackend
-from dlock_core.errors import BackendUnavailable, LeaseLost
+from dlock_core.errors import AcquireTimeout, BackendUnavailable, LeaseLost
 from dlock_core.lease import Released
 from dlock_core.runtime import clock
 from dlock_core.testing.contract.parties import Locks
@@ -105,6 +105,19 @@ def test_leader_that_goes_away_while_we_wait_keeps_the_queue(locks: Locks, etcd:
         got.append(pending.result(WITHIN))
         insist(lambda: locks.do(got[-1].release))
     assert [lease.holder for lease in got] == order
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["exclusive", "shared"])
+def test_waiter_whose_neighbour_gives_up_stays_behind_the_holder(locks: Locks, shared: bool) -> None:
+    first = locks.acquire("a", ttl=60)
+    neighbour = locks.queue_up("a", wait=1)
+    pending = locks.queue_up("a", wait=60, shared=shared)
+    with pytest.raises(AcquireTimeout):
+        neighbour.result(WITHIN)
+    locks.observed.until(lambda _: len(locks.asked("wait", "a")) >= 3 or pending.done())
+    assert locks.holders("a") == [first.holder]
+    locks.do(first.release)
+    assert pending.result(WITHIN).token > first.token
 
 
 @pytest.mark.parametrize("how", ["kill", "pause"])

@@ -90,6 +90,38 @@ def test_try_whose_reply_was_lost_is_an_error_and_leaves_no_grant(
     assert is_untouched(direct, "a")  # type: ignore[arg-type]
 
 
+def test_single_try_on_a_connection_that_died_after_the_request_finds_its_grant(
+    locks: Locks, proxy: Proxy, direct: EtcdBackend
+) -> None:
+    locks.do(locks.acquire("warm-up").release)
+    broken = proxy.cut_reply(matching=ENTER)
+    lease = locks.try_acquire("a")
+    assert broken.happened
+    assert holders(direct, "a") == [lease.holder]  # type: ignore[arg-type]
+
+
+def test_request_that_arrives_after_we_gave_up_can_put_nothing_on_its_revoked_lease(
+    locks: Locks, proxy: Proxy, direct: EtcdBackend
+) -> None:
+    locks.do(locks.acquire("warm-up").release)
+    late = proxy.hold_request(matching=ENTER)
+    with pytest.raises(BackendUnavailable):
+        locks.try_acquire("a")
+    late.release()
+    for _ in range(50):
+        assert is_untouched(direct, "a")  # type: ignore[arg-type]
+
+
+def test_request_that_arrives_after_we_gave_up_blocks_nobody_for_longer_than_its_ttl(
+    locks: Locks, proxy: Proxy, direct: EtcdBackend
+) -> None:
+    late = proxy.hold_request(matching=LEASE)
+    with pytest.raises(BackendUnavailable):
+        locks.try_acquire("a", ttl=2)
+    late.release()
+    until(lambda: is_untouched(direct, "a"))  # type: ignore[arg-type]
+
+
 def test_reset_of_an_idle_connection_is_no_reason_to_fail_a_single_try(locks: Locks, proxy: Proxy) -> None:
     locks.do(locks.acquire("warm-up").release)
     proxy.cut()
