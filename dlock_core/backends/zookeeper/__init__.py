@@ -131,7 +131,7 @@ class ZooKeeperBackend:
             self._places.end(place, self._timeout)  # it will be removed, whatever becomes of us
         found = await self._nodes.delete(runtime, request.name, granted.handle)
         if place is not None:
-            self._turns.gone(place)
+            self._places.forget(place)
         if found:
             return "released"
         return "other" if (await self._nodes.look(runtime, request.name)).nodes else "absent"

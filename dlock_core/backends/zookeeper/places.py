@@ -46,9 +46,10 @@ class Place:
     """Empty as long as the node's number is not known."""
     zxid: int = 0
     session: int = 0
-    looks: int = 0
-    """How many times the queue must be searched for our nodes when this ends: an attempt may have worked unseen."""
+    doubtful: bool = False
+    """An attempt to make the node has an unknown outcome."""
     due: float = math.inf
+    ended: bool = False
     watched: str = ""
     wakes: int = 0
     seen: int = 0
@@ -64,6 +65,10 @@ class Place:
     def node(self) -> str:
         """The node's name."""
         return self.path.rpartition("/")[2]
+
+    def settle(self, path: str, stat: Any) -> None:
+        """Note which node is ours."""
+        self.path, self.zxid, self.session, self.doubtful = path, stat.czxid, stat.ephemeralOwner, False
 
     def listen(self, signal: Signal) -> Signal:
         """Have wake-ups set this signal from now on."""
@@ -108,34 +113,37 @@ class Places:
         return self._of.get(holder)
 
     def keep(self, place: Place, seconds: float) -> bool:
-        """Let it stay for so long from now; False when it is being removed already."""
+        """Let it stay for so long from now; False when it has ended: it is never granted any more."""
         with self._guard:
-            if place in self._ending:
+            if place.ended:
                 return False
             self._of[place.request.holder] = place
             self._plan(place, seconds)
             return True
 
     def end(self, place: Place, seconds: float) -> None:
-        """Have it removed in so many seconds, unless `forget` comes first; it is nobody's any more."""
+        """Have it removed in so many seconds, unless `forget` comes first."""
         with self._guard:
-            if self._of.get(place.request.holder) is place:
-                del self._of[place.request.holder]
-            self._ending.add(place)
+            self._end(place)
             self._plan(place, seconds)
 
     def forget(self, place: Place) -> None:
         """Note that nothing is left of it."""
         with self._guard:
+            self._end(place)
             self._ending.discard(place)
-            if self._of.get(place.request.holder) is place:
-                del self._of[place.request.holder]
 
     def clear(self) -> None:
         """Forget all: their session has ended."""
         with self._guard:
             self._of.clear()
             self._ending.clear()
+
+    def _end(self, place: Place) -> None:
+        place.ended = True
+        if self._of.get(place.request.holder) is place:
+            del self._of[place.request.holder]
+        self._ending.add(place)
 
     def _plan(self, place: Place, seconds: float) -> None:
         now = clock()
@@ -167,10 +175,8 @@ class Places:
     def _overdue(self) -> list[Place]:
         with self._guard:
             now = clock()
-            over = [place for place in self._of.values() if place.due <= now]
-            for place in over:
-                del self._of[place.request.holder]
-            self._ending.update(over)
+            for place in [place for place in self._of.values() if place.due <= now]:
+                self._end(place)
             return [place for place in self._ending if place.due <= now]
 
     def _take_out(self, place: Place) -> None:

@@ -51,20 +51,23 @@ class Turns:
         place = old if old is not None and self._keep(old) else Place(request)
         if place is old and (queue := await self._find(runtime, place)):
             return place, queue
-        owed, place.path, place.looks = place.looks, "", 2
+        place.path, place.doubtful = "", True
         self._keep(place)
-        place.path, stat, queue = await self._nodes.create(runtime, request)
-        place.zxid, place.session, place.looks = stat.czxid, stat.ephemeralOwner, owed
+        path, stat, queue = await self._nodes.create(runtime, request)
+        place.settle(path, stat)
         return place, queue
 
     async def _find(self, runtime: Runtime, place: Place) -> Line | None:
-        """Search the queue for our own nodes: keep one that is this session's, remove the others."""
+        """Search the queue for our own nodes: keep one that is this session's, remove the others.
+
+        No request of ours can still be on its way: a session that connects again is closed to what it sent before.
+        """
         ours = await self._nodes.owned(runtime, place.request)
         kept = next((path for path, stat in ours if stat.ephemeralOwner == self._session.id), None)
         await self._nodes.delete(runtime, place.request.name, *[path for path, _ in ours if path != kept])
         for path, stat in ours:
             if path == kept:
-                place.path, place.zxid, place.session = path, stat.czxid, stat.ephemeralOwner
+                place.settle(path, stat)
                 return await self.stay(runtime, place)
         return None
 
@@ -92,20 +95,8 @@ class Turns:
 
     async def remove(self, runtime: Runtime, place: Place) -> None:
         """Take a place that is at its end out of the queue."""
-        name = place.request.name
-        if place.path:
-            await self._nodes.delete(runtime, name, place.path)
-            place.path = ""
-        if place.looks:
-            ours = await self._nodes.owned(runtime, place.request)
-            await self._nodes.delete(runtime, name, *[path for path, _ in ours])
-            place.looks -= 1
-        self.gone(place)
-
-    def gone(self, place: Place) -> None:
-        """Forget it, but look again after a session's length if a request of ours may still be on its way."""
-        if place.looks:
-            place.path = ""
-            self.places.end(place, 1.5 * self._session.valid_for)
-        else:
-            self.places.forget(place)
+        paths = [place.path] if place.path else []
+        if place.doubtful:
+            paths = [path for path, _ in await self._nodes.owned(runtime, place.request)]
+        await self._nodes.delete(runtime, place.request.name, *paths)
+        self.places.forget(place)
