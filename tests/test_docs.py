@@ -1,7 +1,7 @@
 """The documentation cannot rot: every Python block runs, every name exists, every link leads somewhere.
 
 The blocks of a page run from top to bottom in one namespace, which the page itself can import as `shop.models`, on SQLite and a real
-Redis. `<!-- run … -->` is code that readers do not see; `<!-- not run: why -->` above a block leaves it at compiling.
+Redis; engines of SQLAlchemy that stand in it are disposed of in the end. `<!-- run … -->` is code that readers do not see; `<!-- not run: why -->` above a block leaves it at compiling.
 """
 
 import dataclasses
@@ -22,12 +22,16 @@ from django.db import connection, models
 from django.db.models.signals import class_prepared
 from django.test import override_settings
 from django.test.utils import isolate_apps
+from sqlalchemy import Engine
 
 from django_dlock import conf
 from django_dlock.locks import Lock
 from dlock_core import errors, http
 from dlock_core import inspect as listing
 from dlock_core.backends.redis import RedisBackend
+from dlock_core.tied import TiedLock
+from sqla_dlock import stores
+from sqla_dlock.locks import LockOptions
 from tests.servers import Server
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -35,8 +39,15 @@ PAGES = sorted([*ROOT.glob("docs/**/*.md"), *ROOT.glob("*.md"), ROOT / "example_
 FENCE = re.compile(r"^(?:<!-- not run: (?P<why>.+?) -->\n)?```(?P<language>\w*)\n(?P<code>.*?)^```$", re.M | re.S)
 HIDDEN = re.compile(r"^<!-- run\n(?P<code>.*?)^-->$", re.M | re.S)
 LINK = re.compile(r"(?<!!)\[[^\]]+\]\((?!https?:)(?P<page>[^)#\s]*)(?:#(?P<anchor>[^)\s]+))?\)")
-PARTLY_PUBLIC = {"django_dlock.row_queries", "django_dlock.versions"}
+PARTLY_PUBLIC = {
+    "django_dlock.row_queries",
+    "django_dlock.versions",
+    "sqla_dlock.fencing",
+    "sqla_dlock.locks",
+    "sqla_dlock.versions",
+}
 REDIS_URL = "redis://localhost:6379/0"
+SQLITE_FILE = "///shop.db"
 
 every_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 
@@ -87,15 +98,20 @@ def namespace(tables: None, redis_server: Server, monkeypatch: pytest.MonkeyPatc
     for name, module in {page.__name__: page, "shop": shop, "shop.models": page, "shop.views": page}.items():
         monkeypatch.setitem(sys.modules, name, module)
     vars(page).update(INSTALLED_APPS=[], MIDDLEWARE=[])
+    monkeypatch.setattr(stores, "_stores", {})
     with override_settings(DLOCK={"default": {"BACKEND": redis_server.url, "WAIT": 0.1}}):
         yield vars(page)
+    for engine in vars(page).values():
+        if isinstance(engine, Engine):
+            engine.dispose()
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if any(blocks(page))], ids=lambda page: page.stem)
-def test_every_python_block_runs(page: Path, namespace: dict[str, Any], redis_server: Server) -> None:
+def test_every_python_block_runs(page: Path, namespace: dict[str, Any], redis_server: Server, tmp_path: Path) -> None:
     for line, code, why in blocks(page):
         if not why:
-            exec(compile("\n" * line + code.replace(REDIS_URL, redis_server.url), str(page), "exec"), namespace)
+            code = code.replace(REDIS_URL, redis_server.url).replace(SQLITE_FILE, f"///{tmp_path}/shop.db")
+            exec(compile("\n" * line + code, str(page), "exec"), namespace)
     run_test_cases(namespace)
 
 
@@ -154,7 +170,8 @@ def signature(thing: Any) -> str:
     given = inspect.signature(thing)
     plain = [each.replace(annotation=inspect.Parameter.empty) for name, each in given.parameters.items()]
     plain = plain[1:] if plain and plain[0].name == "self" else plain
-    return str(given.replace(parameters=plain, return_annotation=inspect.Signature.empty)).replace("Ellipsis", "...")
+    text = str(given.replace(parameters=plain, return_annotation=inspect.Signature.empty))
+    return re.sub(r"Ellipsis|<object object at \w+>", "...", text)
 
 
 def documented() -> list[tuple[str, str]]:
@@ -185,8 +202,11 @@ def test_every_public_name_is_documented(module: str) -> None:
 
 
 def test_every_option_of_a_lock_is_documented() -> None:
-    options = [code(row[0]) for row in rows(read("reference/api.md"), "Options of `Lock`")]
-    assert options == list(inspect.signature(Lock).parameters)[1:]
+    options = {code(row[0]): code(row[1]) for row in rows(read("reference/api.md"), "Options of `Lock`")}
+    known = inspect.signature(Lock).parameters | inspect.signature(TiedLock).parameters
+    known = {name: each.default for name, each in known.items() if each.kind is each.KEYWORD_ONLY}
+    assert options == {name: repr(default).replace("Ellipsis", "...") for name, default in known.items()}
+    assert {*options} - {"using"} | {"bind"} == LockOptions.__optional_keys__
 
 
 def test_every_error_is_documented_with_its_http_status() -> None:
