@@ -29,7 +29,7 @@ def answer(request: Request, event: Event) -> Response:
 
 
 def order_page(request: Request, order_id: int, refused: str = "") -> Response:
-    """Read an order anew and show it, its history, and what can be done with it."""
+    """Read an order in a session of its own, which is under no lock, and show it."""
     with sessions() as session:
         context = {"order": session.get_one(Order, order_id), "refused": refused}
         return pages.TemplateResponse(request, "order.html", context, status_code=409 if refused else 200)

@@ -33,7 +33,10 @@ def orders(request: Request, session: SessionDep) -> Response:
     return pages.TemplateResponse(request, "orders.html", {"orders": session.scalars(latest).all()})
 
 
-app.get("/orders/{order_id}")(order_page)
+@app.get("/orders/{order_id}")
+def order(request: Request, order_id: int) -> Response:
+    """Show an order, its history, and what can be done with it."""
+    return order_page(request, order_id)
 
 
 @app.post("/orders/{order_id}/{action}")

@@ -84,22 +84,24 @@ def test_the_report_has_the_shape_of_djangos(report):
     assert [list(result) for result in report.values()] == [KEYS] * 4
 
 
-@pytest.fixture(params=STRATEGIES)
+@pytest.fixture(scope="module", params=STRATEGIES)
 def pages(
-    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, redis_server: Server
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, redis_server: Server
 ) -> Iterator[httpx.Client]:
     """A browser's view of a shop with the twelve orders of `seed`, under each strategy."""
-    environment = {"DATABASE_URL": f"sqlite:///{tmp_path / 'shop.sqlite3'}", "REDIS_URL": redis_server.url}
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.chdir(ROOT)
+    home = tmp_path_factory.mktemp("pages")
+    environment = {"DATABASE_URL": f"sqlite:///{home / 'shop.sqlite3'}", "REDIS_URL": redis_server.url}
     assert shop("seed", **environment).returncode == 0
-    with (
-        serving(SqlaShop(), request.param, 2, tmp_path) as port,
-        httpx.Client(base_url=f"http://127.0.0.1:{port}", headers={"Accept": "text/html"}) as client,
-    ):
-        client.strategy = request.param
-        yield client
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in environment.items():
+            patch.setenv(name, value)
+        patch.chdir(ROOT)
+        with (
+            serving(SqlaShop(), request.param, 2, home) as port,
+            httpx.Client(base_url=f"http://127.0.0.1:{port}", headers={"Accept": "text/html"}) as client,
+        ):
+            client.strategy = request.param
+            yield client
 
 
 def test_a_browser_ships_an_order_and_is_told_that_it_is_too_late_to_cancel(pages):
@@ -118,8 +120,7 @@ def test_a_browser_ships_an_order_and_is_told_that_it_is_too_late_to_cancel(page
 
 
 def test_other_clients_get_json_and_mistakes_are_told(pages):
-    pages.headers["Accept"] = "application/json"
-    done, late = pages.post("/orders/2/cancel"), pages.post("/orders/2/ship")
+    done, late = (pages.post(f"/orders/2/{action}", headers={"Accept": "*/*"}) for action in ("cancel", "ship"))
     assert (done.status_code, done.json()["event"]) == (200, "cancelled")
     assert (late.status_code, late.json()["text"]) == (409, "Not shipped: already cancelled")
     assert pages.post("/orders/99/ship").status_code == pages.get("/orders/99").status_code == 404
