@@ -74,7 +74,7 @@ class FencedMixin:
         dlock_holder: Mapped[str]
     else:  # without annotations they are no fields of a dataclass, and a class that is none may have them, too
         dlock_token = mapped_column(BigInteger, nullable=False, default=0, server_default="0")
-        dlock_holder = mapped_column(String(32), nullable=False, default="", server_default="")
+        dlock_holder = mapped_column(String(32), nullable=False, default="", server_default=text("''"))
 
 
 @event.listens_for(FencedMixin, "before_update", propagate=True)
