@@ -62,7 +62,7 @@ class Tie:
         """How many handles are in use: blocks, and acquires without a block."""
         self.transactions = 0
         """How many transactions were ever tied."""
-        self._guard = threading.Lock()
+        self._guard = threading.RLock()  # the garbage collector may end a transaction in the middle of a method
         self._open, self._left, self._unknown = 0, False, False
 
     def begin(self) -> None:

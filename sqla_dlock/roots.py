@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from sqlalchemy import Connection
     from sqlalchemy.orm import Session, SessionTransaction
 
-__all__ = ["Root", "connections_in"]
+__all__ = ["Root", "connections_in", "is_of_test"]
 
 
 class Root:
@@ -28,6 +28,7 @@ class Root:
         self.session, self.transaction = session, transaction
         self.settlers: list[Callable[[Outcome], None]] = []
         self.checks: list[Callable[[], None]] = []
+        self.connections: list[Connection] = []
         self.outcomes: dict[Connection, Outcome | None] = {}
         """How each connection's part has ended, None while it has not."""
         self.is_over = False
@@ -36,8 +37,15 @@ class Root:
         self._is_checked = self._owns_connection = False
 
     def join(self, connection: Connection) -> None:
-        """Take a connection in; joining again changes nothing."""
-        if connection not in self.outcomes:
+        """Take a connection in; joining again changes nothing.
+
+        One with the execution option `dlock_test_transaction` has a transaction that is a test's, not the program's:
+        there the end is the session's own.
+        """
+        if connection in self.connections:
+            return
+        self.connections.append(connection)
+        if not is_of_test(connection):
             self.outcomes[connection] = None
             self._owns_connection |= _is_owned(self.transaction, connection)
             watch(connection).members.append(self)
@@ -90,6 +98,11 @@ class Root:
 def connections_in(transaction: SessionTransaction) -> list[Connection]:
     """The connections of a root transaction, in the order they joined; SQLAlchemy 2.0 has nothing public for it."""
     return list(dict.fromkeys(part[0] for part in _parts(transaction)))
+
+
+def is_of_test(connection: Connection) -> bool:
+    """Say whether the connection's own transaction is a test's, inside of which sessions have theirs."""
+    return bool(connection.get_execution_options().get("dlock_test_transaction"))
 
 
 def _is_owned(transaction: SessionTransaction, connection: Connection) -> bool:

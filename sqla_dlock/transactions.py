@@ -65,7 +65,7 @@ def before_work(session: Session, hook: Callable[[Connection], None]) -> Stop:
 
     def stop() -> None:
         _discard(watched.work, hook)
-        for connection in watched.root.outcomes if watched.root is not None else ():
+        for connection in watched.root.connections if watched.root is not None else ():
             if (found := watch_of(connection)) is not None:
                 found.gate.discard(hook)
 
@@ -200,7 +200,9 @@ def _ended(session: Session, transaction: SessionTransaction) -> None:
     watched: _Watched | None = vars(session).get("_dlock_watched")
     if watched is None or watched.root is None or watched.root.transaction is not transaction:
         return
-    root, watched.root = watched.root, None
-    if not (watched.beginnings or watched.work):
-        del vars(session)["_dlock_watched"]
-    root.left()
+    try:
+        watched.root.left()
+    finally:
+        watched.root = None
+        if not (watched.beginnings or watched.work):
+            del vars(session)["_dlock_watched"]

@@ -134,6 +134,7 @@ def postgresql(directory: Path, port: int) -> Server:
     """PostgreSQL with the superuser `postgres`, no password and a database `postgres`."""
     programs = Path(find("postgres", *Path("/usr/lib/postgresql").glob("*/bin"), package="postgresql")).parent
     fast = ["fsync=off", "full_page_writes=off", "shared_buffers=16MB", "max_connections=200", "lc_messages=C"]
+    fast.append("max_prepared_transactions=10")  # two-phase commit is off by default
     where = [f"port={port}", "listen_addresses=127.0.0.1", f"unix_socket_directories={directory}"]
     initdb = ["-D", str(directory), "-U", "postgres", "-A", "trust", "-E", "UTF8", "--locale=C", "--no-sync"]
     return Server(

@@ -645,6 +645,53 @@ def test_session_may_be_ended_in_another_thread(engine, store):
     session.close()
 
 
+# Sessions inside a transaction of somebody else's
+
+
+def test_lease_of_a_session_inside_an_outer_transaction_is_held_to_its_end(engine, store):
+    with engine.connect() as connection:
+        with connection.begin():
+            session = Session(connection, join_transaction_mode="create_savepoint")
+            with session, order(session, snapshot="ignore"):
+                add(session, "a")
+                session.commit()
+            assert is_held(store)
+        assert not is_held(store)
+    assert names(engine) == {"a"}
+
+
+@pytest.mark.parametrize("end", ["commit", "rollback", "close"])
+@pytest.mark.parametrize("fence", ["transaction", False])
+def test_lease_of_a_session_inside_a_test_is_held_to_the_sessions_own_end(engine, store, end, fence):
+    """SQLAlchemy's recipe for tests; each session of the program takes the same lock."""
+    with engine.connect().execution_options(dlock_test_transaction=True) as connection, connection.begin() as outer:
+        for name in ("a", "b"):
+            session = Session(connection, join_transaction_mode="create_savepoint")
+            with order(session, fence=fence) as lease:
+                add(session, name)
+                if fence:
+                    assert fence_token(session) == lease.token
+            assert is_held(store)
+            getattr(session, end)()
+            assert not is_held(store)
+            session.close()
+        found = set(connection.scalars(text("SELECT name FROM counter")))
+        assert found == ({"a", "b"} if end == "commit" else set())
+        outer.rollback()
+    assert names(engine) == set()
+
+
+def test_lease_lost_inside_a_test_is_refused_as_in_production(engine, store):
+    with engine.connect().execution_options(dlock_test_transaction=True) as connection, connection.begin():
+        with Session(connection, join_transaction_mode="create_savepoint") as session:
+            with order(session, ttl=0.25, renew=False) as lease:
+                add(session, "a")
+                expire(lease, store)
+            with pytest.raises(LeaseLost):
+                session.commit()
+        assert not connection.scalars(text("SELECT name FROM counter")).all()
+
+
 # Bad input
 
 
