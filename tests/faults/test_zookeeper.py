@@ -2,6 +2,7 @@
 
 import json
 import logging
+import os
 import threading
 from collections.abc import Iterator
 from concurrent.futures import CancelledError
@@ -445,6 +446,27 @@ def test_child_has_a_session_of_its_own_and_its_parents_lease_lives_on(
         assert "'kept': True" in found
         parent.say("go on")
         assert parent.result() == (False, True)
+
+
+def test_lease_that_a_child_does_not_renew_runs_out_as_any_other(server: Server, prefix: str) -> None:
+    """What ends it is a thread of the process, which a fork does not copy."""
+    with worker(fork_and_let_run_out, server.url, prefix) as parent:
+        assert parent.result() == b"got it again"
+
+
+def fork_and_let_run_out(link: processes.Link, url: str, prefix: str) -> bytes:
+    store = connect(url, prefix=prefix)
+    with Lock(store, "of the parent"):
+        ours, theirs = os.pipe()
+        if os.fork() == 0:
+            lease = Lock(store, "a", ttl=0.2, renew=False).acquire()
+            while not lease.lost:
+                pass
+            Lock(store, "a", wait=5.0).acquire()
+            os.write(theirs, b"got it again")
+            os._exit(0)
+        os.close(theirs)
+        return os.read(ours, 100)
 
 
 def test_child_walks_out_of_its_parents_block_and_releases_nothing(
