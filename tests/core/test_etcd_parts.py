@@ -1,5 +1,7 @@
 """The parts of the etcd backend that need no etcd: HTTP, URLs, spare leases, who holds and who waits."""
 
+import os
+
 import pytest
 
 from dlock_core.backends.etcd import address, listing
@@ -90,6 +92,13 @@ def test_lease_that_may_not_exist_or_lasts_long_is_no_spare() -> None:
     for number in range(2 * KEPT):
         spares.give(Lease(number, 8, until=8.0, is_known=True))
     assert sum(spares.take(8, 0.0) is not None for _ in range(2 * KEPT)) == KEPT
+
+
+def test_forked_child_does_not_use_its_parents_leases(monkeypatch: pytest.MonkeyPatch) -> None:
+    spares = Spares()
+    spares.give(Lease(1, 8, until=8.0, is_known=True))
+    monkeypatch.setattr(os, "getpid", lambda: -1)
+    assert spares.take(8, 0.0) is None
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import pytest
 
 from dlock_core import AsyncLock, Lock
 from dlock_core.backend import Renewal
+from dlock_core.backends import etcd
 from dlock_core.backends.etcd import EtcdBackend
 from dlock_core.errors import AcquireTimeout, BackendUnavailable, LeaseLost
 from dlock_core.lease import Released
@@ -120,6 +121,18 @@ def test_request_that_arrives_after_we_gave_up_blocks_nobody_for_longer_than_its
         locks.try_acquire("a", ttl=2)
     late.release()
     until(lambda: is_untouched(direct, "a"))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["exclusive", "shared"])
+def test_waiter_is_woken_by_the_release_and_not_only_by_its_own_looks(
+    locks: Locks, monkeypatch: pytest.MonkeyPatch, shared: bool
+) -> None:
+    monkeypatch.setattr(etcd, "LOOK", 1000.0)
+    first = locks.acquire("a")
+    line = [locks.queue_up("a", shared=shared) for _ in range(3)]
+    for pending in line:
+        locks.do(first.release)
+        first = pending.result(WITHIN)
 
 
 def test_reset_of_an_idle_connection_is_no_reason_to_fail_a_single_try(locks: Locks, proxy: Proxy) -> None:

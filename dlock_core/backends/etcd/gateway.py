@@ -31,6 +31,7 @@ INVALID_ARGUMENT: Final = 3
 PERMISSION_DENIED: Final = 7
 UNAUTHENTICATED: Final = 16
 OLD_PERMIT: Final = ("invalid auth token", "revision in header is old")
+_encode: Final = json.JSONEncoder(separators=(",", ":")).encode
 REFUSALS: Final = ("authentication failed", "user name is empty", "permission denied")
 
 
@@ -127,7 +128,7 @@ class Gateway:
 
     def _written(self, connection: Connection, question: Question) -> bytes:
         path, body = question
-        data = body if isinstance(body, bytes) else json.dumps(body, separators=(",", ":")).encode()
+        data = body if isinstance(body, bytes) else _encode(body).encode()
         return post(str(connection.member), f"/v3/{path}", data, self._permit)
 
     def _left(self, runtime: Runtime, until: float) -> float:
