@@ -110,8 +110,8 @@ def namespace(tables: None, redis_server: Server, monkeypatch: pytest.MonkeyPatc
 def test_every_python_block_runs(page: Path, namespace: dict[str, Any], redis_server: Server, tmp_path: Path) -> None:
     for line, code, why in blocks(page):
         if not why:
-            code = code.replace(REDIS_URL, redis_server.url).replace(SQLITE_FILE, f"///{tmp_path}/shop.db")
-            exec(compile("\n" * line + code, str(page), "exec"), namespace)
+            here = code.replace(REDIS_URL, redis_server.url).replace(SQLITE_FILE, f"///{tmp_path}/shop.db")
+            exec(compile("\n" * line + here, str(page), "exec"), namespace)
     run_test_cases(namespace)
 
 
