@@ -27,6 +27,7 @@ lint: $(VENV)/lint.stamp ## Style
 
 types: $(VENV)/test.stamp $(VENV)/lint.stamp ## Types, strict
 	$(BIN)/mypy
+	$(BIN)/basedpyright --pythonpath $(BIN)/python
 
 layers: $(VENV)/lint.stamp ## Who may import whom
 	$(BIN)/lint-imports --no-logo

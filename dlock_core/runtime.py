@@ -54,7 +54,7 @@ class Runtime(Protocol):
     async def wait(self, signal: Any, seconds: float) -> bool:
         """Wait until the signal is set (True), or for a time (False)."""
 
-    async def shield(self, coroutine: Coroutine[Any, Any, T]) -> T:
+    def shield(self, coroutine: Coroutine[Any, Any, T]) -> Coroutine[Any, Any, T]:
         """Finish a clean-up, even while the task is being cancelled."""
 
 
