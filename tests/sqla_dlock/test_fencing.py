@@ -604,11 +604,13 @@ def ledger(make_engine):
 @levels([("postgresql", "read committed"), ("mariadb", "repeatable read")])
 def test_engine_that_the_lock_does_not_protect_gets_no_fence(engine, ledger, broken):
     broken.tokens = iter([10])
-    with Session(engine, binds={Delivery: ledger, Stock: ledger, Counter: engine}) as session:
-        with lock(session, "order", 42, bind=Counter, store=broken):
-            session.execute(select(Delivery)).all()
-            set_to(session, 1)
-            session.commit()
+    with (
+        Session(engine, binds={Delivery: ledger, Stock: ledger, Counter: engine}) as session,
+        lock(session, "order", 42, bind=Counter, store=broken),
+    ):
+        session.execute(select(Delivery)).all()
+        set_to(session, 1)
+        session.commit()
     assert fences(engine) == [("order:42", 10)]
     assert fences(ledger) == []
 
@@ -691,10 +693,12 @@ MODES = ["conditional_savepoint", "rollback_only", "control_fully", "create_save
 def test_session_on_a_connection_with_an_outer_transaction_is_fenced_in_it(engine, broken, mode, form):
     broken.tokens, broken.forgetful = iter([10]), True
     with engine.connect() as connection, connection.begin() as outer:
-        with Session(connection, join_transaction_mode=mode) as session:
-            with lock(session, "order", 42, store=broken, fence=form):
-                set_to(session, 1)
-                session.commit()
+        with (
+            Session(connection, join_transaction_mode=mode) as session,
+            lock(session, "order", 42, store=broken, fence=form),
+        ):
+            set_to(session, 1)
+            session.commit()
         if mode != "control_fully":
             outer.commit()
     assert value(engine) == 1
@@ -707,9 +711,12 @@ def test_session_on_a_connection_with_an_outer_transaction_is_refused_in_it(engi
     broken.tokens, broken.forgetful = iter([10]), True
     add_fence(engine, token=99)
     with pytest.raises(StaleToken), engine.begin() as connection:
-        with Session(connection, join_transaction_mode=mode) as session:
-            with contextlib.suppress(StaleToken), lock(session, "order", 42, store=broken):
-                set_to(session, 1)
+        with (
+            Session(connection, join_transaction_mode=mode) as session,
+            contextlib.suppress(StaleToken),
+            lock(session, "order", 42, store=broken),
+        ):
+            set_to(session, 1)
         if mode == "control_fully":
             raise StaleToken("order:42", token=10)  # the session has rolled back itself
     assert value(engine) == 0
@@ -718,13 +725,17 @@ def test_session_on_a_connection_with_an_outer_transaction_is_refused_in_it(engi
 @levels([("postgresql", "read committed"), ("mariadb", "read committed")])
 def test_outer_transaction_is_fenced_also_when_its_engine_was_named(engine, broken):
     broken.tokens, broken.forgetful = iter([10]), True
-    with pytest.raises(StaleToken), engine.begin() as connection, Session(connection) as session:
-        with lock(session, "order", 42, store=broken, fence="lease", bind=engine):
-            overtake(engine, "order:42")
-            if not fences(engine):
-                add_fence(engine, token=99)
-            set_to(session, 1)
-            session.commit()
+    with (
+        pytest.raises(StaleToken),
+        engine.begin() as connection,
+        Session(connection) as session,
+        lock(session, "order", 42, store=broken, fence="lease", bind=engine),
+    ):
+        overtake(engine, "order:42")
+        if not fences(engine):
+            add_fence(engine, token=99)
+        set_to(session, 1)
+        session.commit()
     assert value(engine) == 0
 
 
@@ -736,9 +747,12 @@ def test_outer_transaction_is_fenced_also_when_its_engine_was_named(engine, brok
 def test_engine_in_autocommit_is_refused_before_anything_is_written(engine, broken, form):
     broken.tokens = itertools.count(10)
     automatic = engine.execution_options(isolation_level="AUTOCOMMIT")
-    with Session(automatic) as session, lock(session, "order", 42, store=broken, fence=form):
-        with pytest.raises(NotSupported, match="AUTOCOMMIT"):
-            set_to(session, 1)
+    with (
+        Session(automatic) as session,
+        lock(session, "order", 42, store=broken, fence=form),
+        pytest.raises(NotSupported, match="AUTOCOMMIT"),
+    ):
+        set_to(session, 1)
     with Session(automatic) as session, lock(session, "order", 42, store=broken, fence=False):
         set_to(session, 2)
         session.commit()
@@ -778,9 +792,12 @@ def test_database_that_may_not_be_written_says_so_and_the_lease_is_given_back(an
 def test_missing_table_says_how_to_make_it_and_the_lease_is_given_back(engine, store, form):
     fencing.metadata.drop_all(engine)
     try:
-        with Session(engine) as session:
-            with pytest.raises(DBAPIError) as caught, lock(session, "order", 42, fence=form):
-                session.scalars(select(Counter)).all()
+        with (
+            Session(engine) as session,
+            pytest.raises(DBAPIError) as caught,
+            lock(session, "order", 42, fence=form),
+        ):
+            session.scalars(select(Counter)).all()
         assert "sqla_dlock.fencing.metadata.create_all()" in caught.value.__notes__[0]
         assert not is_held(store)
     finally:
@@ -844,9 +861,12 @@ def flush(server):
 @levels(EVERY)
 @pytest.mark.parametrize("form", [*FORMS, False])
 def test_holder_whose_time_is_over_cannot_commit(engine, store, form):
-    with Session(engine) as session:
-        with pytest.raises(LeaseLost), lock(session, "order", 42, fence=form, ttl=0.05, renew=False) as lease:
-            set_to(session, 1)
-            expire(lease, store)
-            session.commit()
+    with (
+        Session(engine) as session,
+        pytest.raises(LeaseLost),
+        lock(session, "order", 42, fence=form, ttl=0.05, renew=False) as lease,
+    ):
+        set_to(session, 1)
+        expire(lease, store)
+        session.commit()
     assert value(engine) == 0
