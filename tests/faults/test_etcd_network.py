@@ -11,7 +11,7 @@ import pytest
 from dlock_core import AsyncLock, Lock
 from dlock_core.backend import Renewal
 from dlock_core.backends import etcd
-from dlock_core.backends.etcd import EtcdBackend
+from dlock_core.backends.etcd import EtcdBackend, steps
 from dlock_core.errors import AcquireTimeout, BackendUnavailable, LeaseLost
 from dlock_core.lease import Released
 from dlock_core.runtime import clock
@@ -266,6 +266,16 @@ def test_many_leases_are_renewed_in_few_requests(locks: Locks, proxy: Proxy) -> 
     before = proxy.requests
     assert locks.ask("renew_many", renewals) == [60.0] * 130
     assert proxy.requests - before <= 4
+
+
+def test_leases_that_the_gateway_forgot_in_a_long_stream_are_asked_for_again(
+    locks: Locks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(steps, "STREAM", 100)
+    leases = [locks.acquire(f"a:{number}", ttl=60, renew=False) for number in range(100)]
+    renewals = [Renewal(lease._held.request, lease._held.granted) for lease in leases]
+    for _ in range(10):
+        assert locks.ask("renew_many", renewals) == [60.0] * 100
 
 
 @pytest.mark.parametrize("warm", [False, True], ids=["new lease", "used lease"])

@@ -26,6 +26,8 @@ PLACE: Final = 6.0
 """Seconds after its last sign of life in which a waiter keeps its place."""
 ASK_AGAIN: Final = 60.0
 """Seconds after which a waiter asks again in any case."""
+STREAM: Final = 16
+"""Leases in one stream: the gateway may forget all but the first 512 bytes of what it is asked once it answers."""
 NOT_FOUND: Final = 5
 
 
@@ -102,15 +104,19 @@ class Steps:
 
     async def renew(self, runtime: Runtime, renewals: Sequence[Renewal], limit: float) -> list[float | None]:
         """Renew some leases in one write; those of whom a longer ttl is asked than their lease has cost one more."""
-        name, grips = renewals[0].request.name, [renewal.granted.handle for renewal in renewals]
-        owns = [self.keys.own(renewal.request) for renewal in renewals]
-        questions = [keys.keep_alive([grip.lease.id for grip in grips]), self.keys.held(owns)]
-        sent = runtime.now()
-        alive, (found,) = await self.gateway.ask(runtime, name, questions, limit)
-        left = [self._ttl(name, one) for one in alive]
+        name, sent = renewals[0].request.name, runtime.now()
+        leases = [renewal.granted.handle.lease.id for renewal in renewals]
+        streams = [leases[start : start + STREAM] for start in range(0, len(leases), STREAM)]
+        there = self.keys.held([self.keys.own(renewal.request) for renewal in renewals])
+        *alive, (found,) = await self.gateway.ask(runtime, name, [*map(keys.keep_alive, streams), there], limit)
+        left = dict(pair for pairs in map(zip, streams, alive) for pair in pairs)
+        if forgotten := [lease for lease in leases if lease not in left]:
+            again = await self.gateway.ask(runtime, name, [keys.keep_alive([lease]) for lease in forgotten], limit)
+            left |= {lease: answer for lease, (answer,) in zip(forgotten, again, strict=True)}
         held = [keys.entries(one["response_range"]) for one in self.proper(name, found)["responses"]]
         answers: list[float | None] = []
-        for renewal, grip, ttl, entry in zip(renewals, grips, left, held, strict=True):
+        for renewal, lease, entry in zip(renewals, leases, held, strict=True):
+            ttl, grip = self._ttl(name, left[lease]), renewal.granted.handle
             is_ours = ttl > 0 and entry and entry[0].created == grip.created
             grip.lease.until = sent + ttl
             answers.append(await self._renewed(runtime, renewal, ttl, limit) if is_ours else None)
