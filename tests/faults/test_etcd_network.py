@@ -253,6 +253,22 @@ def test_key_that_an_operator_deleted_is_a_loss_and_is_not_made_again(
     assert is_untouched(direct, "a")  # type: ignore[arg-type]
 
 
+def test_waiter_whose_place_was_deleted_queues_anew(
+    locks: Locks, one: Cluster, direct: EtcdBackend, prefix: str
+) -> None:
+    first = locks.acquire("a")
+    deleted, behind = locks.queue_up("a"), locks.queue_up("a")
+    key = f"{prefix}lock/a/x/{waiters(direct, 'a')[0]}"  # type: ignore[arg-type]
+    ask(one.members[0], "kv/deleterange", {"key": coded(key)})
+    locks.do(first.release)
+    second = behind.result(WITHIN)
+    locks.until(lambda: waiters(direct, "a"))  # type: ignore[arg-type]
+    assert not deleted.done()
+    assert holders(direct, "a") == [second.holder]  # type: ignore[arg-type]
+    locks.do(second.release)
+    assert deleted.result(WITHIN).token > second.token
+
+
 def test_unused_lease_that_the_server_forgot_costs_no_grant(locks: Locks, one: Cluster) -> None:
     locks.do(locks.acquire("a").release)
     for lease in ask(one.members[0], "lease/leases")["leases"]:
