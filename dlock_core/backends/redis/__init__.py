@@ -75,9 +75,9 @@ class RedisBackend:
     async def try_acquire(
         self, runtime: Runtime, request: Request, ticket: Any = None, *, unsure: bool = False
     ) -> Granted | Busy:
-        keys, args = self._question(request)
-        return self._answer(
-            request, await ask(self._wire(runtime), runtime, request.name, self._acquire, keys, args, self._timeout)
+        keys, args = self.question(request)
+        return self.answer(
+            request, await ask(self.wire(runtime), runtime, request.name, self._acquire, keys, args, self._timeout)
         )
 
     async def wait(self, runtime: Runtime, request: Request, busy: Busy, timeout: float) -> Granted | Busy | None:
@@ -86,20 +86,20 @@ class RedisBackend:
         if busy.ticket is None:  # another library's lock: it will not wake us
             await runtime.sleep(min(seconds, random.uniform(0.05, 0.1)))  # noqa: S311 - only jitter
             return None
-        keys, args = self._question(request)
+        keys, args = self.question(request)
         sleep = ("BLPOP", f"{keys[0]}:wake:{request.holder}", f"{max(seconds, 0.001):.3f}")
         again = ("EVALSHA", self._acquire.sha, len(keys), *keys, *args)
-        wire, limit = self._wire(runtime), seconds + self._timeout
+        wire, limit = self.wire(runtime), seconds + self._timeout
         woken, reply = await converse(wire, runtime, request.name, [sleep, again], limit)
         answered(request.name, woken)
-        return None if isinstance(reply, Exception) else self._answer(request, reply)
+        return None if isinstance(reply, Exception) else self.answer(request, reply)
 
     async def withdraw(self, runtime: Runtime, request: Request, ticket: Any = None) -> None:
-        await self._ask(runtime, request.name, "withdraw", self._keys(request.name), (request.holder,))
+        await self._ask(runtime, request.name, "withdraw", self.keys(request.name), (request.holder,))
 
     async def release(self, runtime: Runtime, request: Request, granted: Granted) -> Found:
-        keys, args = self._keys(request.name), (request.holder,)
-        return FOUND[await ask(self._wire(runtime), runtime, request.name, self._release, keys, args, self._timeout)]
+        keys, args = self.keys(request.name), (request.holder,)
+        return FOUND[await ask(self.wire(runtime), runtime, request.name, self._release, keys, args, self._timeout)]
 
     async def try_acquire_many(self, runtime: Runtime, requests: Sequence[Request]) -> list[Granted] | None:
         keys = (*self._globals, *[self.lock_key(request.name) for request in requests])
@@ -113,16 +113,16 @@ class RedisBackend:
     async def release_many(self, runtime: Runtime, requests: Sequence[Request]) -> list[Found]:
         commands: list[Command] = []
         for request in requests:
-            keys = self._keys(request.name)
+            keys = self.keys(request.name)
             commands.append(("EVALSHA", self._release.sha, len(keys), *keys, request.holder))
-        replies = await converse(self._wire(runtime), runtime, requests[0].name, commands, self._timeout)
+        replies = await converse(self.wire(runtime), runtime, requests[0].name, commands, self._timeout)
         return [FOUND[answered(request.name, reply)] for request, reply in zip(requests, replies, strict=True)]
 
     async def renew_many(self, runtime: Runtime, renewals: Sequence[Renewal]) -> list[float | None]:
         requests = [renewal.request for renewal in renewals]
         keys = (self._globals[1], *[self.lock_key(request.name) for request in requests])
         limit = min(self._timeout, *[request.ttl / 3 for request in requests])  # a late answer would be of no use
-        wire, name = self._wire(runtime), requests[0].name
+        wire, name = self.wire(runtime), requests[0].name
         renewed = await twice(lambda: ask(wire, runtime, name, script("renew"), keys, _holders(requests), limit))
         return [request.ttl if ours else None for request, ours in zip(requests, renewed, strict=True)]
 
@@ -139,25 +139,25 @@ class RedisBackend:
         return states if name is not None else [state for state in states if state.holders or state.waiters]
 
     async def force_release(self, runtime: Runtime, name: str, token: int) -> bool:
-        return bool(await self._ask(runtime, name, "force_release", self._keys(name), (token,)))
+        return bool(await self._ask(runtime, name, "force_release", self.keys(name), (token,)))
 
     def close(self) -> None:
         """Close the idle connections; leases stay as they are."""
         self._blocking.close()
         self._asyncio.close()
 
-    def _wire(self, runtime: Runtime) -> Wire:
+    def wire(self, runtime: Runtime) -> Wire:
         return self._asyncio if isinstance(runtime, Asyncio) else self._blocking
 
-    def _keys(self, name: str) -> tuple[str, str, str]:
+    def keys(self, name: str) -> tuple[str, str, str]:
         return (f"{self._prefix}{{{name}}}", *self._globals)
 
-    def _question(self, request: Request) -> tuple[tuple[str, str, str], tuple[Any, ...]]:
+    def question(self, request: Request) -> tuple[tuple[str, str, str], tuple[Any, ...]]:
         mode, place, barge = "s" if request.shared else "x", ALIVE if request.queue else 0, 0 if request.fair else 1
         ttl = math.ceil(request.ttl * 1000)
-        return self._keys(request.name), (request.holder, ttl, mode, request.owner, place, request.floor, barge)
+        return self.keys(request.name), (request.holder, ttl, mode, request.owner, place, request.floor, barge)
 
-    def _answer(self, request: Request, reply: Any) -> Granted | Busy:
+    def answer(self, request: Request, reply: Any) -> Granted | Busy:
         if isinstance(reply, int):
             return Granted(reply, request.ttl)
         retry_after, owner = reply[0] / 1000, reply[1].decode(errors="replace")
@@ -167,10 +167,10 @@ class RedisBackend:
         return Busy(retry_after, parts[-1], ticket=request.holder)
 
     async def _ask(self, runtime: Runtime, name: str, which: str, keys: Any, args: Any) -> Any:
-        return await ask(self._wire(runtime), runtime, name, script(which), keys, args, self._timeout)
+        return await ask(self.wire(runtime), runtime, name, script(which), keys, args, self._timeout)
 
     async def _held(self, runtime: Runtime) -> list[bytes]:
-        (keys,) = await converse(self._wire(runtime), runtime, "", [("ZRANGE", self._globals[1], 0, -1)], self._timeout)
+        (keys,) = await converse(self.wire(runtime), runtime, "", [("ZRANGE", self._globals[1], 0, -1)], self._timeout)
         return sorted(answered("", keys))
 
     def _name(self, key: bytes) -> str:

@@ -19,12 +19,12 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from dlock_core.errors import BackendUnavailable
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
+    from collections.abc import Awaitable, Callable, Coroutine
 
     from dlock_core.backends.redis.scripts import Script
     from dlock_core.runtime import Runtime
 
-__all__ = ["Command", "Wire", "answered", "ask", "converse", "twice"]
+__all__ = ["Command", "Wire", "answered", "ask", "converse", "exchange", "packed", "twice", "unavailable"]
 
 T = TypeVar("T")
 Command = tuple[Any, ...]
@@ -83,35 +83,46 @@ async def twice(step: Callable[[], Awaitable[T]]) -> T:
 def answered(name: str, reply: Any) -> Any:
     """Turn an error reply into BackendUnavailable: a server that cannot answer has not said no."""
     if isinstance(reply, RedisError):
-        raise _unavailable(name, reply, reused=False) from reply
+        raise unavailable(name, reply, reused=False) from reply
     return reply
 
 
-async def converse(wire: Wire, runtime: Runtime, name: str, commands: list[Command], limit: float) -> list[Any]:
+def converse(
+    wire: Wire, runtime: Runtime, name: str, commands: list[Command], limit: float
+) -> Coroutine[Any, Any, list[Any]]:
     """Send commands in one write and read their replies."""
     connection = wire.checkout()
+    return exchange(wire, runtime, name, connection, packed(connection, commands), len(commands), limit)
+
+
+async def exchange(  # noqa: PLR0917 - the hot path: keywords cost
+    wire: Wire, runtime: Runtime, name: str, connection: Any, data: Any, replies: int, limit: float
+) -> list[Any]:
+    """Send over a connection that was checked out, read the replies, and give the connection back."""
     reused = connection.dlock_used > 0
     try:
-        replies = await wire.exchange(runtime, connection, _packed(connection, commands), len(commands), limit)
+        answers = await wire.exchange(runtime, connection, data, replies, limit)
     except BaseException as error:
         wire.discard(connection)  # closed at once: what it carries must not be carried out after our withdrawal
         if not isinstance(error, RedisError | OSError):
             raise
-        failure = _unavailable(name, error, reused=reused)
+        failure = unavailable(name, error, reused=reused)
         if failure.broken:
             wire.forget()
         raise failure from error
     wire.checkin(connection)
-    return replies
+    return answers
 
 
-def _packed(connection: Any, commands: list[Command]) -> Any:
+def packed(connection: Any, commands: list[Command]) -> Any:
+    """Give the bytes of commands; the same for every connection."""
     if _pack is None:
         return connection.pack_commands(commands)
     return [b"".join([_pack(command) for command in commands])]  # at a third of the cost
 
 
-def _unavailable(name: str, error: RedisError | OSError, *, reused: bool) -> BackendUnavailable:
+def unavailable(name: str, error: RedisError | OSError, *, reused: bool) -> BackendUnavailable:
+    """Tell why there is no proper answer, without a secret."""
     broken = reused and isinstance(error, RedisConnectionError)
     refused = isinstance(error, AuthenticationError | AuthorizationError | NoPermissionError)
     reason = f"the server refused our credentials: {error}" if refused else f"{type(error).__name__}: {error}"

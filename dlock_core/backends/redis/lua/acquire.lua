@@ -1,13 +1,13 @@
 -- acquire.lua: take the lock, or a place in its queue; idempotent by holder.
 -- KEYS  lock, token counter[, list of held locks]
--- ARGV  holder, ttl ms, mode x|s, owner, place in the queue lives for ms (0: take none), floor, barge 0|1
+-- ARGV  holder, ttl ms, mode x|s, owner, place in the queue lives for ms (0: take none), floor, barge 0|1[, least new token]
 -- reply token (granted, for the whole ttl) | {ms until it makes sense to ask again, owner} (busy)
 local lock, tokens, index = KEYS[1], KEYS[2], KEYS[3]
 local holder, ttl, mode = ARGV[1], tonumber(ARGV[2]), ARGV[3]
 
 if mode == 'x' and redis.call('EXISTS', lock, lock .. ':q') == 0 then
   local at, counter = redis.call('TIME'), redis.call('GET', tokens)
-  local token = math.max((tonumber(counter) or 0) + 1, at[1] * 1000000 + at[2], ARGV[6] + 1)
+  local token = math.max((tonumber(counter) or 0) + 1, at[1] * 1000000 + at[2], ARGV[6] + 1, ARGV[8] or 0)
   local text = string.format('%.0f', token)
   redis.call('SET', lock, holder .. '|' .. text .. '|' .. at[1] .. '|' .. ARGV[4], 'PX', ARGV[2])
   redis.call('SET', tokens, text)

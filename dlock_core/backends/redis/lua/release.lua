@@ -1,9 +1,10 @@
 -- release.lua: end our lease and hand the lock to the first live waiter, in one step; idempotent by holder.
 -- KEYS  lock, token counter[, list of held locks]
--- ARGV  holder
+-- ARGV  holder[, 1 to leave the queue as well]
 -- reply 1 it was ours | 0 nobody has it | 2 another has it
 local lock, tokens, index, holder = KEYS[1], KEYS[2], KEYS[3], ARGV[1]
 local value, found = redis.pcall('GET', lock), 1
+if ARGV[2] and redis.call('ZREM', lock .. ':q', holder) == 1 then redis.call('HDEL', lock .. ':w', holder) end
 if not value then return 0 end
 if type(value) == 'table' then return 2 end
 if string.sub(value, 1, 33) == holder .. '|' then
