@@ -14,6 +14,7 @@ from django_dlock.errors import NotSupported, StaleToken, as_database_error
 from django_dlock.row_sql import waiting
 from dlock_core import fencing
 from dlock_core.errors import StaleToken as CoreStaleToken
+from dlock_core.fence_sql import DIALECTS
 from dlock_core.guard import refusal
 from dlock_core.runtime import run
 
@@ -156,9 +157,9 @@ def dialect(connection: BaseDatabaseWrapper) -> fencing.Dialect:
     """Give the statements for a database; raises NotSupported where there is no fence (Oracle)."""
     vendor = "mariadb" if getattr(connection, "mysql_is_mariadb", False) else connection.vendor
     try:
-        return fencing.DIALECTS[vendor]
+        return DIALECTS[vendor]
     except KeyError:
-        known = ", ".join(fencing.DIALECTS)
+        known = ", ".join(DIALECTS)
         raise NotSupported(f"no fence on {vendor}: use one of {known}, or pass fence=False") from None
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Final
 
-from dlock_core import fencing
+from dlock_core import fence_sql
 
 __all__ = ["RowStatements", "statements"]
 
@@ -22,7 +22,7 @@ _CONFIRM: Final = _UPDATE.format(set="dlock_holder = :holder", condition=_OURS)
 _HIGHEST: Final = "SELECT dlock_token FROM {table} WHERE {key}"
 # A plain read would take the transaction's snapshot, before the wait for a row in `dlock_fence`.
 _SHARE: Final = f"{_HIGHEST} LOCK IN SHARE MODE"
-_LOCKING: Final = {"mysql": _SHARE, "mariadb": fencing.FOR + _SHARE}
+_LOCKING: Final = {"mysql": _SHARE, "mariadb": fence_sql.FOR + _SHARE}
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,9 +47,9 @@ def _plain(template: str, table: str, key: str) -> str:
 
 
 def _mariadb(template: str, table: str, key: str) -> str:
-    return fencing.FOR + _plain(template, table, key)
+    return fence_sql.FOR + _plain(template, table, key)
 
 
 def _postgresql(template: str, table: str, key: str) -> str:
-    update = template.format(table=table, key=key, t=fencing.BIGINT, lim=" FROM lim")
-    return fencing.limited(update)
+    update = template.format(table=table, key=key, t=fence_sql.BIGINT, lim=" FROM lim")
+    return fence_sql.limited(update)

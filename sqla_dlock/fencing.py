@@ -10,9 +10,7 @@ from sqlalchemy import (
     BigInteger,
     Column,
     Integer,
-    MetaData,
     String,
-    Table,
     TextClause,
     Uuid,
     bindparam,
@@ -20,15 +18,17 @@ from sqlalchemy import (
     inspect,
     text,
 )
-from sqlalchemy.dialects import mysql
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.orm import mapped_column
 from sqlalchemy.orm.attributes import set_committed_value
 
 from dlock_core import fencing, row_fence
 from dlock_core.errors import NotSupported, StaleToken
+from dlock_core.fence_sql import DIALECTS
 from dlock_core.guard import refusal
+from dlock_core.retry import classify
 from dlock_core.runtime import run
+from sqla_dlock.fence_table import metadata, table
 from sqla_dlock.transactions import note_xid
 
 if TYPE_CHECKING:
@@ -41,23 +41,9 @@ if TYPE_CHECKING:
 
 __all__ = ["FencedMixin", "RowFence", "TableFence", "fence_for", "metadata", "refuse_autocommit", "table"]
 
-# ASCII, compared byte by byte, so that "order:A" and "order:a" are two locks on every database.
-_NAME: Final = (
-    String(512)
-    .with_variant(String(512, collation="C"), "postgresql")
-    .with_variant(mysql.VARCHAR(512, charset="ascii", collation="ascii_bin"), "mysql", "mariadb")
-)
-
-metadata: Final = MetaData()
-"""For `create_all`, and for Alembic's `target_metadata` beside your own."""
-
-table: Final = Table(
-    "dlock_fence",
-    metadata,
-    Column("name", _NAME, primary_key=True),
-    Column("token", BigInteger, nullable=False, autoincrement=False),
-    Column("holder", String(32), nullable=False),
-    Column("s_token", BigInteger, nullable=False, server_default="0"),
+_WHAT_TO_DO: Final = (
+    "dlock: this was the fence of a lock: create its table with sqla_dlock.fencing.metadata.create_all(), "
+    "in a database that may be written, or pass fence=False"
 )
 
 
@@ -222,10 +208,10 @@ def _run(step: Callable[..., Coroutine[Any, Any, None]], connection: Connection,
 
 def _dialect(connection: Connection) -> fencing.Dialect:
     database = _database(connection)
-    if database not in fencing.DIALECTS:
-        known = ", ".join(fencing.DIALECTS)
+    if database not in DIALECTS:
+        known = ", ".join(DIALECTS)
         raise NotSupported(f"no fence on {database}: use one of {known}, or pass fence=False")
-    return fencing.DIALECTS[database]
+    return DIALECTS[database]
 
 
 @contextmanager
@@ -242,9 +228,7 @@ def _explained(connection: Connection, claim: Claim) -> Iterator[None]:
     except DBAPIError as error:
         meant = refusal(error, claim, connection.dialect.name)
         if meant is None:
-            error.add_note(
-                "dlock: this was the fence of a lock: create its table with sqla_dlock.fencing.metadata.create_all(), "
-                "in a database that may be written, or pass fence=False"
-            )
+            if classify(error) is None:
+                error.add_note(_WHAT_TO_DO)
             raise
         raise meant from error

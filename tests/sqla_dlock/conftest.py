@@ -41,6 +41,7 @@ def sqla_tables(request: pytest.FixtureRequest) -> Callable[[str], Engine]:
             request.addfinalizer(made[server].dispose)
             for metadata in METADATA:
                 metadata.create_all(made[server])
+            empty(made[server])
         return made[server]
 
     return prepare
