@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from dlock_core.backends.redis.wire import Command, Wire
     from dlock_core.runtime import Runtime
 
-__all__ = ["RedisBackend"]
+__all__ = ["FOUND", "LISTED", "RedisBackend", "holders_and_ttls"]
 
 SLICE: Final = 2.5
 """The longest wait in seconds before a waiter shows that it lives; a wake-up that got lost costs no more than this."""
@@ -104,7 +104,7 @@ class RedisBackend:
     async def try_acquire_many(self, runtime: Runtime, requests: Sequence[Request]) -> list[Granted] | None:
         keys = (*self._globals, *[self.lock_key(request.name) for request in requests])
         tokens = await self._ask(
-            runtime, requests[0].name, "acquire_many", keys, (requests[0].owner, *_holders(requests))
+            runtime, requests[0].name, "acquire_many", keys, (requests[0].owner, *holders_and_ttls(requests))
         )
         return (
             [Granted(token, request.ttl) for token, request in zip(tokens, requests, strict=True)] if tokens else None
@@ -123,7 +123,9 @@ class RedisBackend:
         keys = (self._globals[1], *[self.lock_key(request.name) for request in requests])
         limit = min(self._timeout, *[request.ttl / 3 for request in requests])  # a late answer would be of no use
         wire, name = self.wire(runtime), requests[0].name
-        renewed = await twice(lambda: ask(wire, runtime, name, script("renew"), keys, _holders(requests), limit))
+        renewed = await twice(
+            lambda: ask(wire, runtime, name, script("renew"), keys, holders_and_ttls(requests), limit)
+        )
         return [request.ttl if ours else None for request, ours in zip(requests, renewed, strict=True)]
 
     async def inspect(self, runtime: Runtime, name: str | None = None) -> list[LockState]:
@@ -135,7 +137,7 @@ class RedisBackend:
         for start in range(0, len(keys), LISTED):
             part = keys[start : start + LISTED]
             replies = await self._ask(runtime, name or "", "inspect", tuple(part), ())
-            states += [reading.state(self._name(key), reply) for key, reply in zip(part, replies, strict=True)]
+            states += [reading.state(self.name_of(key), reply) for key, reply in zip(part, replies, strict=True)]
         return states if name is not None else [state for state in states if state.holders or state.waiters]
 
     async def force_release(self, runtime: Runtime, name: str, token: int) -> bool:
@@ -173,10 +175,10 @@ class RedisBackend:
         (keys,) = await converse(self.wire(runtime), runtime, "", [("ZRANGE", self._globals[1], 0, -1)], self._timeout)
         return sorted(answered("", keys))
 
-    def _name(self, key: bytes) -> str:
+    def name_of(self, key: bytes) -> str:
         return key.decode()[len(self._prefix) + 1 : -1]
 
 
-def _holders(requests: Sequence[Request]) -> tuple[Any, ...]:
+def holders_and_ttls(requests: Sequence[Request]) -> tuple[Any, ...]:
     """Give the arguments of a script for many locks: holder and ttl in ms of each."""
     return tuple(item for request in requests for item in (request.holder, math.ceil(request.ttl * 1000)))

@@ -20,7 +20,7 @@ from dlock_core.runtime import Asyncio, Runtime, clock
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Awaitable, Callable
 
-__all__ = ["AsyncioWire", "BlockingWire"]
+__all__ = ["AsyncioWire", "BlockingWire", "read", "talk"]
 
 IDLE_KEPT: Final = 64
 """Idle connections kept open, at most; more are made when more are needed at once."""
@@ -77,7 +77,7 @@ class BlockingWire(_Idle):
     def exchange(
         self, runtime: Runtime, connection: Any, packed: Any, replies: int, limit: float
     ) -> Awaitable[list[Any]]:
-        return runtime.call(_talk, connection, packed, replies, limit)
+        return runtime.call(talk, connection, packed, replies, limit)
 
     def _is_alive(self, connection: Any) -> bool:
         try:
@@ -89,17 +89,19 @@ class BlockingWire(_Idle):
         connection.disconnect()
 
 
-def _talk(connection: Any, packed: Any, replies: int, limit: float) -> list[Any]:
+def talk(connection: Any, packed: Any, replies: int, limit: float) -> list[Any]:
+    """Connect if need be, send, and read so many replies; `limit` bounds each step, in seconds."""
     if connection._sock is None:
         connection.connect()
     if connection.dlock_limit != limit:
         connection._sock.settimeout(limit)
         connection.dlock_limit = limit
     connection.send_packed_command(packed, False)
-    return [_read(connection) for _ in range(replies)]
+    return [read(connection) for _ in range(replies)]
 
 
-def _read(connection: Any) -> Any:
+def read(connection: Any) -> Any:
+    """Read one reply, an error reply as an exception object."""
     try:
         return connection.read_response()
     except ResponseError as error:

@@ -1,0 +1,241 @@
+"""Leases held by a majority of independent Redis masters (6.2 or newer), all asked at once.
+
+A lease is held while more than half of the nodes keep it, so that no minority of them, dead, slow or forgetful, can
+give it to a second holder. (Idea: the distributed locks page of the Redis documentation; tokens: see `quorum`.)
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal
+
+from dlock_core import quorum
+from dlock_core.backend import Busy, Granted
+from dlock_core.backends.redis import FOUND, LISTED, holders_and_ttls, reading
+from dlock_core.backends.redis.scripts import script
+from dlock_core.backends.redis.wire import twice
+from dlock_core.backends.redlock import address, merging
+from dlock_core.backends.redlock.asking import Nodes
+from dlock_core.backends.redlock.node import Question
+from dlock_core.errors import BackendUnavailable
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    from dlock_core.backend import Found, LockState, Renewal, Request
+    from dlock_core.backends.redis.wire import Command
+    from dlock_core.runtime import Runtime
+
+__all__ = ["RedlockBackend"]
+
+LOOK: Final = 1.0
+"""Seconds after which a waiter asks again, at the latest: the node at which it waits may be the one that is ill."""
+JITTER: Final = (0.02, 0.1)
+"""Seconds between two attempts when no node can wake us."""
+
+
+class RedlockBackend:
+    """Independent masters, redlock://[user:password@]host:port,host:port,host:port/db, or their redis-py clients.
+
+    `timeout` bounds each request, in seconds; it should be far shorter than the ttl. `prefix` starts every key. `tls`
+    reaches the nodes of a URL as rediss:// does, whose options may follow after a "?".
+    """
+
+    token_order: ClassVar[Literal["strict", "clock"]] = "clock"
+    expiry: ClassVar[Literal["lease", "session", "connection"]] = "lease"
+    supports_fair: ClassVar[bool] = False
+    """Every node has a queue in its own order of arrival: mostly first come, first served, and not promised."""
+    supports_shared: ClassVar[bool] = False
+    lists_waiters: ClassVar[bool] = True
+    supports_many: ClassVar[bool] = False
+    ttl_min: ClassVar[float] = 0.05
+    ttl_step: ClassVar[float] = 0.001
+
+    def __init__(self, clients: Iterable[Any], *, prefix: str = "dlock:", timeout: float = 0.5) -> None:
+        self._nodes = Nodes(list(clients), prefix, timeout)
+        self._timeout, self._prefix = timeout, prefix
+        self._forecast = quorum.Forecast()
+        self._any = self._nodes.all[0].backend
+        """For the keys, arguments and answers of questions, which are the same for all nodes."""
+
+    @classmethod
+    def from_url(cls, url: str, *, tls: bool = False, **options: Any) -> RedlockBackend:
+        """Reach the nodes of a redlock:// URL; raises ValueError."""
+        return cls(address.read(url, tls=tls), **options)
+
+    async def try_acquire(
+        self, runtime: Runtime, request: Request, ticket: Any = None, *, unsure: bool = False
+    ) -> Granted | Busy:
+        keys, args = self._any.question(request)
+        question = self._script(
+            request.name, "acquire", keys, (*args, self._forecast.token(runtime.now())), self._has_decided
+        )
+        answers = await self._nodes.ask(runtime, question)
+        drawn = {place: answer for place, answer in enumerate(answers) if isinstance(answer, int)}
+        token = quorum.agreed(list(drawn.values()), self._nodes.needed)
+        if token is None and len(drawn) >= self._nodes.needed:
+            token = await self._adopt(runtime, request, drawn)
+        if token is not None:
+            return Granted(token, request.ttl)
+        await runtime.shield(self._give_back(runtime, request, answers))
+        return self._busy(request, answers)
+
+    async def wait(self, runtime: Runtime, request: Request, busy: Busy, timeout: float) -> None:
+        """Sleep on our wake-up list at the one node that a release reaches last, of those where the holder is."""
+        if busy.ticket is None:
+            await runtime.sleep(min(timeout, random.uniform(*JITTER)))  # noqa: S311 - only jitter
+            return
+        node = self._nodes.all[busy.ticket]
+        try:
+            await node.backend.wait(runtime, request, busy, min(timeout, LOOK))
+        except BackendUnavailable as error:
+            if not error.broken:
+                node.fail()
+            await runtime.sleep(min(timeout, random.uniform(*JITTER)))  # noqa: S311 - only jitter
+
+    async def withdraw(self, runtime: Runtime, request: Request, ticket: Any = None) -> None:
+        keys = self._any.keys(request.name)
+        question = self._script(request.name, "withdraw", keys, (request.holder,), self._have_answered, insists=True)
+        self._majority(request.name, await self._nodes.ask(runtime, question))
+
+    async def release(self, runtime: Runtime, request: Request, granted: Granted) -> Found:
+        keys, args = self._any.keys(request.name), (request.holder, 1)
+        question = self._script(request.name, "release", keys, args, self._have_answered, insists=True)
+        answers = await self._nodes.ask(runtime, question)
+        found = [FOUND[answer] for answer in answers if isinstance(answer, int)]
+        verdict = quorum.released(found, len(answers) - len(found), self._nodes.needed)
+        if verdict is None:
+            raise self._nodes.unavailable(request.name, answers)
+        return verdict
+
+    async def renew_many(self, runtime: Runtime, renewals: Sequence[Renewal]) -> list[float | None]:
+        """A lease of which too few nodes told anything, among others that are known, is answered with 0.0."""
+        verdicts = await twice(lambda: self._renew(runtime, [renewal.request for renewal in renewals]))
+        return [
+            None if verdict is False else renewal.request.ttl if verdict else 0.0
+            for verdict, renewal in zip(verdicts, renewals, strict=True)
+        ]
+
+    async def try_acquire_many(self, runtime: Runtime, requests: Sequence[Request]) -> list[Granted] | None:
+        raise NotImplementedError
+
+    async def release_many(self, runtime: Runtime, requests: Sequence[Request]) -> list[Found]:
+        raise NotImplementedError
+
+    async def inspect(self, runtime: Runtime, name: str | None = None) -> list[LockState]:
+        return await twice(lambda: self._inspect(runtime, name))
+
+    async def force_release(self, runtime: Runtime, name: str, token: int) -> bool:
+        keys = self._any.keys(name)
+        question = self._script(name, "force_release", keys, (token,), self._have_answered, insists=True)
+        ended = self._majority(name, await self._nodes.ask(runtime, question))
+        silent = len(self._nodes.all) - len(ended)
+        return sum(ended) + silent >= self._nodes.needed and any(ended)
+
+    def close(self) -> None:
+        """Close the idle connections; leases stay as they are."""
+        self._nodes.close()
+
+    async def _adopt(self, runtime: Runtime, request: Request, drawn: dict[int, int]) -> int | None:
+        """Tell those who said yes the greatest token that they drew; it counts when a majority still says yes."""
+        token, keys = max(drawn.values()), self._any.keys(request.name)[:2]
+        question = self._script(request.name, "adopt", keys, (request.holder, token), self._have_answered)
+        answers = await self._nodes.ask(runtime, question._replace(among=frozenset(drawn)))
+        clocks = [answer for answer in answers if isinstance(answer, int) and answer > 0]
+        if len(clocks) < self._nodes.needed:
+            return None
+        self._forecast = quorum.Forecast(max(clocks), runtime.now())
+        return token
+
+    async def _give_back(self, runtime: Runtime, request: Request, answers: Sequence[Any]) -> None:
+        """End what some nodes granted, or may have granted; places in queues are kept."""
+        granted = frozenset(place for place, answer in enumerate(answers) if isinstance(answer, int))
+        places = granted | {place for place, answer in enumerate(answers) if not isinstance(answer, list)}
+        if places:
+            keys, args = self._any.keys(request.name), (request.holder,)
+            question = self._script(request.name, "release", keys, args, _all_of(granted), insists=True)
+            await self._nodes.ask(runtime, question._replace(among=places))
+
+    def _busy(self, request: Request, answers: Sequence[Any]) -> Busy:
+        """Tell whom we wait for, and at which node; raises BackendUnavailable when no majority has answered."""
+        yes = len(self._majority(request.name, answers, list)) - sum(isinstance(answer, list) for answer in answers)
+        said = {
+            place: answer
+            for place, each in enumerate(answers)
+            if isinstance(each, list) and isinstance(answer := self._any.answer(request, each), Busy)
+        }
+        if not said:
+            return Busy(JITTER[1])
+        owner = Counter(busy.owner for busy in said.values()).most_common(1)[0][0]
+        places = [place for place, busy in said.items() if busy.owner == owner and busy.ticket is not None]
+        waits = [busy.retry_after for busy in said.values()]
+        return Busy(quorum.free_in(waits, yes, self._nodes.needed), owner, places[-1] if places else None)
+
+    async def _renew(self, runtime: Runtime, requests: Sequence[Request]) -> list[bool | None]:
+        keys = (f"{self._prefix}held", *[self._any.lock_key(request.name) for request in requests])
+        limit = min(self._timeout, *[request.ttl / 3 for request in requests])  # a late answer would be of no use
+        question = self._script(requests[0].name, "renew", keys, holders_and_ttls(requests), self._have_answered)
+        answers = await self._nodes.ask(runtime, question._replace(limit=limit))
+        told = [answer for answer in answers if isinstance(answer, list)]
+        silent, needed = len(answers) - len(told), self._nodes.needed
+        verdicts = [quorum.is_renewed(sum(votes), silent, needed) for votes in zip(*told, strict=True)]
+        if all(verdict is None for verdict in verdicts):
+            raise self._nodes.unavailable(requests[0].name, answers)
+        return verdicts
+
+    async def _inspect(self, runtime: Runtime, name: str | None) -> list[LockState]:
+        names = [name] if name is not None else await self._held(runtime)
+        states: list[LockState] = []
+        for start in range(0, len(names), LISTED):
+            part = names[start : start + LISTED]
+            keys = tuple(self._any.lock_key(each) for each in part)
+            answers = self._majority(name or "", await self._nodes.ask(runtime, self._look(name, keys)), list)
+            shown = zip(*answers, strict=True)
+            states += [
+                merging.merged(each, [reading.state(each, reply) for reply in replies])
+                for each, replies in zip(part, shown, strict=True)
+            ]
+        return states if name is not None else [state for state in states if state.holders or state.waiters]
+
+    def _look(self, name: str | None, keys: tuple[str, ...]) -> Question:
+        return self._script(name or "", "inspect", keys, (), self._have_answered)
+
+    async def _held(self, runtime: Runtime) -> list[str]:
+        question = Question("", ("ZRANGE", f"{self._prefix}held", 0, -1), self._timeout, self._have_answered)
+        listed = self._majority("", await self._nodes.ask(runtime, question), list)
+        return sorted({self._any.name_of(key) for keys in listed for key in keys})
+
+    def _script(
+        self,
+        name: str,
+        which: str,
+        keys: Command,
+        args: Command,
+        enough: Callable[[Sequence[Any]], bool],
+        *,
+        insists: bool = False,
+    ) -> Question:
+        known = script(which)
+        command = ("EVALSHA", known.sha, len(keys), *keys, *args)
+        return Question(name, command, self._timeout, enough, insists, script=known)
+
+    def _has_decided(self, answers: Sequence[Any]) -> bool:
+        """Tell whether a majority has said yes, or so many no that none can."""
+        yes = sum(isinstance(answer, int) for answer in answers)
+        no = sum(isinstance(answer, list) for answer in answers)
+        return yes >= self._nodes.needed or no > len(answers) - self._nodes.needed
+
+    def _have_answered(self, answers: Sequence[Any]) -> bool:
+        return sum(isinstance(answer, int | list) for answer in answers) >= self._nodes.needed
+
+    def _majority(self, name: str, answers: Sequence[Any], kind: type = int) -> list[Any]:
+        """Give the proper answers; raises BackendUnavailable when they are not those of a majority."""
+        proper = [answer for answer in answers if isinstance(answer, int | kind)]
+        if len(proper) < self._nodes.needed:
+            raise self._nodes.unavailable(name, answers)
+        return proper
+
+
+def _all_of(places: frozenset[int]) -> Callable[[Sequence[Any]], bool]:
+    return lambda answers: all(answers[place] is not None for place in places)

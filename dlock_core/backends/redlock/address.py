@@ -1,0 +1,59 @@
+"""Read redlock:// URLs into the clients of their nodes; no error shows a password."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any, Final
+
+from dlock_core.backends.redis.clients import of_url
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+__all__ = ["check", "read", "title"]
+
+PORT: Final = 6379
+_URL: Final = re.compile(r"redlock://(?:([^/?#]*)@)?([^/?#@]+)(/\d*)?(\?[^#]*)?")
+_NODE: Final = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[^\[\]:\s]+)(?::(\d{1,5}))?")
+_BAD: Final = (
+    "bad Redlock URL: expected redlock://[user:password@]host:port,host:port,host:port/db, one user and password for "
+    "all nodes, with every : / ? # @ , of them percent-encoded"
+)
+
+
+def read(url: str, *, tls: bool) -> list[Any]:
+    """Take a URL apart; raises ValueError."""
+    found = _URL.fullmatch(url)
+    if found is None:
+        raise ValueError(_BAD)
+    credentials, nodes, database, options = found.groups(default="")
+    if "," in credentials:
+        raise ValueError(_BAD)
+    user = f"{credentials}@" if credentials else ""
+    scheme = "rediss" if tls else "redis"
+    return [of_url(f"{scheme}://{user}{_node(node)}{database}{options}") for node in nodes.split(",")]
+
+
+def _node(text: str) -> str:
+    found = _NODE.fullmatch(text)
+    if found is None or not 0 < int(found[2] or PORT) < 65536:
+        raise ValueError(_BAD)
+    return f"{found[1]}:{found[2] or PORT}"
+
+
+def title(client: Any) -> str:
+    """Name a node for people: its host and port, or its socket."""
+    given = getattr(getattr(client, "connection_pool", client), "connection_kwargs", {})
+    return str(given["path"]) if "path" in given else f"{given.get('host', 'localhost')}:{given.get('port', PORT)}"
+
+
+def check(titles: Sequence[str]) -> None:
+    """Raise ValueError unless these nodes can decide by majority."""
+    if len(set(titles)) < len(titles):
+        twice = next(one for one in titles if titles.count(one) > 1)
+        raise ValueError(f"Redlock needs independent nodes, but {twice} is named twice")
+    if len(titles) < 3 or len(titles) % 2 == 0:
+        raise ValueError(
+            f"Redlock needs an odd number of nodes, at least 3, not {len(titles)}: an even number survives no more "
+            "failures than one node less"
+        )

@@ -1,0 +1,69 @@
+"""Ask several nodes at once from a task: one task more for each node."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any
+
+from dlock_core.backends.redis.wire import exchange, packed
+from dlock_core.backends.redlock.node import GRACE
+from dlock_core.errors import BackendUnavailable
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from dlock_core.backends.redlock.node import Node, Question
+    from dlock_core.runtime import Runtime
+
+__all__ = ["put"]
+
+_late: set[asyncio.Task[Any]] = set()
+"""What is still being said to nodes although nobody listens any more; each ends at its time limit."""
+
+
+async def put(runtime: Runtime, nodes: Sequence[Node], asked: Sequence[int], question: Question) -> list[Any]:
+    """Give an answer for each node, None where none came."""
+    answers: list[Any] = [None] * len(nodes)
+    pending = _begin(runtime, nodes, asked, question)
+    until, decided = runtime.now() + question.limit, False
+    try:
+        while pending:
+            if not decided and question.enough(answers):
+                decided, until = True, min(until, runtime.now() + GRACE)
+            left = until - runtime.now()
+            if left <= 0 or (decided and not any(nodes[place].is_well for place in pending.values())):
+                break
+            done, _ = await asyncio.wait(pending, timeout=left, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                answers[pending.pop(task)] = task.result()
+    finally:
+        for task, place in pending.items():
+            nodes[place].fail()
+            if question.insists:
+                _late.add(task)
+                task.add_done_callback(_late.discard)
+            else:
+                task.cancel()  # its connection is closed: what it carries shall not linger
+    return answers
+
+
+def _begin(
+    runtime: Runtime, nodes: Sequence[Node], asked: Sequence[int], question: Question
+) -> dict[asyncio.Task[Any], int]:
+    connections = [nodes[place].tasks.checkout() for place in asked]
+    data = packed(connections[0], [question.command])
+    return {
+        asyncio.ensure_future(_ask(runtime, nodes[place], connection, question, data)): place
+        for place, connection in zip(asked, connections, strict=True)
+    }
+
+
+async def _ask(runtime: Runtime, node: Node, connection: Any, question: Question, data: Any) -> Any:
+    try:
+        (answer,) = await exchange(node.tasks, runtime, question.name, connection, data, 1, question.limit)
+    except BackendUnavailable as error:
+        if not error.broken:
+            node.fail()
+        return error
+    node.is_well = True
+    return answer

@@ -1,0 +1,154 @@
+"""Ask several nodes at once from one thread: send to all, then read whatever comes first.
+
+Only a node to which there is no open connection gets a thread for the time of connecting.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import socket
+import threading
+from collections import deque
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+from redis.exceptions import ConnectionError as RedisConnectionError
+from redis.exceptions import RedisError
+
+from dlock_core.backends.redis.connections import read, talk
+from dlock_core.backends.redis.wire import packed, unavailable
+from dlock_core.backends.redlock.node import GRACE
+from dlock_core.runtime import clock
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from dlock_core.backends.redlock.node import Node, Question
+
+__all__ = ["put"]
+
+
+def put(nodes: Sequence[Node], asked: Sequence[int], question: Question) -> list[Any]:
+    """Give an answer for each node, None where none came."""
+    hearing = _Hearing(nodes, question)
+    try:
+        for place in asked:
+            hearing.begin(place)
+        hearing.listen()
+    finally:
+        hearing.end()
+    return hearing.answers
+
+
+class _Hearing:
+    """One question from its first request to the last answer that is waited for."""
+
+    def __init__(self, nodes: Sequence[Node], question: Question) -> None:
+        self.nodes, self.question = nodes, question
+        self.answers: list[Any] = [None] * len(nodes)
+        self.data: Any = None
+        self.sent: dict[int, tuple[int, Any]] = {}
+        """Place and connection of whom we listen to, by the number of the socket."""
+        self.called: dict[int, bool] = {}
+        """Nodes that are being connected to, and whether we expect an answer although others have decided."""
+        self.poll = select.poll()
+        self.bell: tuple[socket.socket, socket.socket] | None = None
+        self.rung: deque[tuple[int, Any]] = deque()
+        self.is_over = False
+
+    def begin(self, place: int) -> None:
+        connection = self.nodes[place].threads.checkout()
+        if self.data is None:
+            self.data = packed(connection, [self.question.command])
+        if connection._sock is None:
+            self._call(place, connection)
+            return
+        try:
+            connection.send_packed_command(self.data, False)
+        except (RedisError, OSError) as error:
+            self._fail(place, connection, error)
+        else:
+            number = connection._sock.fileno()
+            self.sent[number] = place, connection
+            self.poll.register(number, select.POLLIN)
+
+    def listen(self) -> None:
+        until, decided = clock() + self.question.limit, False
+        while self.sent or self.called:
+            if not decided and self.question.enough(self.answers):
+                decided, until = True, min(until, clock() + GRACE)
+            left = until - clock()
+            if left <= 0 or (decided and not self.sent and not any(self.called.values())):
+                return
+            for number, _ in self.poll.poll(left * 1000):
+                self._hear(number)
+
+    def end(self) -> None:
+        self.is_over = True
+        for place, connection in self.sent.values():
+            self.nodes[place].fail()
+            self.nodes[place].threads.discard(connection)  # closed: what it carries shall not linger
+        for end in self.bell or ():
+            end.close()
+
+    def _hear(self, number: int) -> None:
+        if number not in self.sent:
+            self._answer_bell()
+            return
+        place, connection = self.sent.pop(number)
+        self.poll.unregister(number)
+        try:
+            self.answers[place] = read(connection)
+        except (RedisError, OSError) as error:
+            self._fail(place, connection, error)
+        else:
+            self.nodes[place].is_well = True
+            self.nodes[place].threads.checkin(connection)
+
+    def _fail(self, place: int, connection: Any, error: RedisError | OSError) -> None:
+        node, wire = self.nodes[place], self.nodes[place].threads
+        wire.discard(connection)
+        self.answers[place] = unavailable(self.question.name, error, reused=True)
+        if isinstance(error, RedisConnectionError):
+            wire.forget()  # one idle connection was dead, so the others may be
+        else:
+            node.fail()
+
+    def _call(self, place: int, connection: Any) -> None:
+        node = self.nodes[place]
+        if not node.is_well and node.caller == os.getpid():
+            return
+        if self.bell is None:
+            self.bell = socket.socketpair()
+            self.poll.register(self.bell[0], select.POLLIN)
+        self.called[place], node.caller = node.is_well, os.getpid()
+        threading.Thread(target=self._connect, args=(place, connection), daemon=True, name="dlock-redlock").start()
+
+    def _connect(self, place: int, connection: Any) -> None:
+        """Connect and ask, in a thread of its own, and tell the one who waits, if it still does."""
+        node, answer = self.nodes[place], None
+        try:
+            connection.connect()
+            if self.question.insists or not self.is_over:
+                (answer,) = talk(connection, self.data, 1, self.question.limit)
+        except Exception as error:  # noqa: BLE001 - whatever it is, it is this node's answer
+            node.threads.discard(connection)
+            node.fail()
+            failure = error if isinstance(error, RedisError | OSError) else OSError(type(error).__name__)
+            answer = unavailable(self.question.name, failure, reused=False)
+        else:
+            node.is_well = True
+            node.threads.checkin(connection)
+        node.caller = 0
+        self.rung.append((place, answer))
+        if self.bell is not None:
+            with suppress(OSError):
+                self.bell[1].send(b".")
+
+    def _answer_bell(self) -> None:
+        if self.bell is not None:
+            self.bell[0].recv(64)
+        while self.rung:
+            place, self.answers[place] = self.rung.popleft()
+            del self.called[place]

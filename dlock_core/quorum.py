@@ -1,0 +1,72 @@
+"""What a majority of independent nodes has decided: pure rules about their answers, with the clock as an argument.
+
+A token is good when a majority of nodes has written it into its counter while the grant was theirs: two majorities
+share a node, on which one grant came after the other and drew a greater token. No clock takes part in this, and it
+makes no difference whether a node wrote the token with the grant itself or was told it in a second round.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from dlock_core.backend import Found
+
+__all__ = ["AHEAD", "Forecast", "agreed", "free_in", "is_renewed", "majority", "released"]
+
+AHEAD: Final = 50_000
+"""Microseconds by which a forecast is ahead of the nodes' clocks: more than a request is on its way."""
+
+
+def majority(nodes: int) -> int:
+    """Give the least number of nodes of which any two sets share one."""
+    return nodes // 2 + 1
+
+
+def agreed(drawn: Sequence[int], needed: int) -> int | None:
+    """Give the token that so many nodes have drawn, if there is one: then no second round is needed."""
+    for token, nodes in Counter(drawn).most_common(1):
+        return token if nodes >= needed else None
+    return None
+
+
+def free_in(waits: Sequence[float], free: int, needed: int) -> float:
+    """Give the seconds after which enough nodes may be free, if `free` are now and the others after their `waits`."""
+    missing = max(1, needed - free)
+    return sorted(waits)[min(missing, len(waits)) - 1] if waits else 0.0
+
+
+def is_renewed(yes: int, silent: int, needed: int) -> bool | None:
+    """Tell whether a lease is still held by a majority; None when that depends on nodes which did not answer."""
+    if yes >= needed:
+        return True
+    return None if yes + silent >= needed else False
+
+
+def released(found: Sequence[Found], silent: int, needed: int) -> Found | None:
+    """Tell what a release found; None when too few nodes answered, so that the grant may be there still."""
+    if len(found) < needed:
+        return None
+    if found.count("released") + silent >= needed:
+        return "released"
+    return "other" if found.count("other") + silent >= needed else "absent"
+
+
+@dataclass(frozen=True, slots=True)
+class Forecast:
+    """A token that no node has reached yet, out of what the nodes' clocks showed at some moment of ours.
+
+    Only a proposal on which all nodes can agree: a wrong one costs a second round, and never gives a token twice.
+    """
+
+    shown: int = 0
+    """The latest of the nodes' clocks, in microseconds; 0 while none is known."""
+    at: float = 0.0
+
+    def token(self, now: float) -> int:
+        """Give the proposal, 0 for none."""
+        return self.shown + int((now - self.at) * 1_000_000) + AHEAD if self.shown else 0
