@@ -13,9 +13,9 @@ HOST = "127.0.0.1"
 
 
 @contextmanager
-def masters(directory: Path, number: int = 5) -> Iterator[list[Server]]:
+def masters(directory: Path, number: int = 5, *options: str) -> Iterator[list[Server]]:
     """So many servers, each alone, in directories that begin so."""
-    nodes = [servers.redis(directory.with_name(f"{directory.name}{place}")) for place in range(number)]
+    nodes = [servers.redis(directory.with_name(f"{directory.name}{place}"), *options) for place in range(number)]
     try:
         for node in nodes:
             node.start()

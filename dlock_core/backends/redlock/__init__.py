@@ -67,18 +67,15 @@ class RedlockBackend:
     async def try_acquire(
         self, runtime: Runtime, request: Request, ticket: Any = None, *, unsure: bool = False
     ) -> Granted | Busy:
-        keys, args = self._any.question(request)
-        question = self._script(
-            request.name, "acquire", keys, (*args, self._forecast.token(runtime.now())), self._has_decided
-        )
-        answers = await self._nodes.ask(runtime, question)
+        answers = await self._nodes.ask(runtime, self._acquire(request, runtime.now()))
         drawn = {place: answer for place, answer in enumerate(answers) if isinstance(answer, int)}
         token = quorum.agreed(list(drawn.values()), self._nodes.needed)
         if token is None and len(drawn) >= self._nodes.needed:
             token = await self._adopt(runtime, request, drawn)
         if token is not None:
             return Granted(token, request.ttl)
-        await runtime.shield(self._give_back(runtime, request, answers))
+        if not request.floor:
+            await runtime.shield(self._give_back(runtime, request, answers))
         return self._busy(request, answers)
 
     async def wait(self, runtime: Runtime, request: Request, busy: Busy, timeout: float) -> None:
@@ -136,6 +133,13 @@ class RedlockBackend:
     def close(self) -> None:
         """Close the idle connections; leases stay as they are."""
         self._nodes.close()
+
+    def _acquire(self, request: Request, now: float) -> Question:
+        keys, args = self._any.question(request)
+        question = self._script(request.name, "acquire", keys, (*args, self._forecast.token(now)), self._has_decided)
+        if request.floor:  # it is held, and wants a greater token: whatever comes of that, nothing of it may end
+            return question
+        return question._replace(undo=("EVAL", script("withdraw").text, len(keys), *keys, request.holder))
 
     async def _adopt(self, runtime: Runtime, request: Request, drawn: dict[int, int]) -> int | None:
         """Tell those who said yes the greatest token that they drew; it counts when a majority still says yes."""

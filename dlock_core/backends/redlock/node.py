@@ -51,3 +51,5 @@ class Question(NamedTuple):
     """It ends a grant: also for nodes that are resting, and sent to slow ones even when we have stopped to listen."""
     among: frozenset[int] | None = None
     script: Script | None = None
+    undo: Command | None = None
+    """What is said to slow ones behind it, over the same connection, when we stop to listen."""

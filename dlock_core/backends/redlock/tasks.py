@@ -24,7 +24,12 @@ _late: set[asyncio.Task[Any]] = set()
 async def put(runtime: Runtime, nodes: Sequence[Node], asked: Sequence[int], question: Question) -> list[Any]:
     """Give an answer for each node, None where none came."""
     answers: list[Any] = [None] * len(nodes)
-    pending = _begin(runtime, nodes, asked, question)
+    connections = {place: nodes[place].tasks.checkout() for place in asked}
+    data = packed(connections[asked[0]], [question.command])
+    pending = {
+        asyncio.ensure_future(_ask(runtime, nodes[place], connection, question, data)): place
+        for place, connection in connections.items()
+    }
     until, decided = runtime.now() + question.limit, False
     try:
         while pending:
@@ -39,23 +44,19 @@ async def put(runtime: Runtime, nodes: Sequence[Node], asked: Sequence[int], que
     finally:
         for task, place in pending.items():
             nodes[place].fail()
-            if question.insists:
-                _late.add(task)
-                task.add_done_callback(_late.discard)
-            else:
-                task.cancel()  # its connection is closed: what it carries shall not linger
+            _leave(task, connections[place], question)
     return answers
 
 
-def _begin(
-    runtime: Runtime, nodes: Sequence[Node], asked: Sequence[int], question: Question
-) -> dict[asyncio.Task[Any], int]:
-    connections = [nodes[place].tasks.checkout() for place in asked]
-    data = packed(connections[0], [question.command])
-    return {
-        asyncio.ensure_future(_ask(runtime, nodes[place], connection, question, data)): place
-        for place, connection in zip(asked, connections, strict=True)
-    }
+def _leave(task: asyncio.Task[Any], connection: Any, question: Question) -> None:
+    """Stop to listen to a node that is too slow."""
+    if question.insists:
+        _late.add(task)
+        task.add_done_callback(_late.discard)
+        return
+    if question.undo is not None and connection._writer is not None:
+        connection._writer.writelines(packed(connection, [question.undo]))
+    task.cancel()  # its connection is closed: what it carries shall not linger
 
 
 async def _ask(runtime: Runtime, node: Node, connection: Any, question: Question, data: Any) -> Any:

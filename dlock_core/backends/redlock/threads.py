@@ -88,6 +88,7 @@ class _Hearing:
         self.is_over = True
         for place, connection in self.sent.values():
             self.nodes[place].fail()
+            self._undo(connection)
             self.nodes[place].threads.discard(connection)  # closed: what it carries shall not linger
         for end in self.bell or ():
             end.close()
@@ -115,6 +116,11 @@ class _Hearing:
         else:
             node.fail()
 
+    def _undo(self, connection: Any) -> None:
+        if self.question.undo is not None:
+            with suppress(RedisError, OSError):
+                connection.send_packed_command(packed(connection, [self.question.undo]), False)
+
     def _call(self, place: int, connection: Any) -> None:
         node = self.nodes[place]
         if not node.is_well and node.caller == os.getpid():
@@ -132,6 +138,8 @@ class _Hearing:
             connection.connect()
             if self.question.insists or not self.is_over:
                 (answer,) = talk(connection, self.data, 1, self.question.limit)
+            if self.is_over and answer is not None and self.question.undo is not None:
+                talk(connection, packed(connection, [self.question.undo]), 1, self.question.limit)
         except Exception as error:  # noqa: BLE001 - whatever it is, it is this node's answer
             node.threads.discard(connection)
             node.fail()

@@ -1,0 +1,556 @@
+"""Five masters of which a minority dies, stops, forgets or answers into the void: nobody holds twice, nothing hangs."""
+
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+import redis
+
+from dlock_core import Lock, connect
+from dlock_core.backends.redis import RedisBackend
+from dlock_core.backends.redis.scripts import script
+from dlock_core.backends.redlock import RedlockBackend
+from dlock_core.errors import AcquireTimeout, BackendUnavailable, LeaseLost
+from dlock_core.lease import Released
+from dlock_core.runtime import clock
+from dlock_core.testing.contract.parties import Locks
+from dlock_core.testing.contract.tasks import Tasks
+from tests import processes, redlock_nodes
+from tests.conftest import give_up
+from tests.faults.history import overlaps, read, repeated_tokens, work
+from tests.faults.holders import fork, hold, wait
+from tests.faults.looking import holders, is_untouched, until, waiters
+from tests.faults.test_history import inside
+from tests.processes import worker
+from tests.proxy import Proxy
+from tests.redlock_nodes import keys, masters, url_of
+from tests.servers import Server, ServerMissing
+
+WITHIN = 30.0
+LIMIT = 0.25
+SECRET = "s3cr3t/p:ss@w"
+QUOTED = "s3cr3t%2Fp%3Ass%40w"
+ACQUIRE, RELEASE, RENEW, WITHDRAW, ADOPT = (
+    script(name).sha.encode() for name in ("acquire", "release", "renew", "withdraw", "adopt")
+)
+
+
+@pytest.fixture(scope="module")
+def five(servers_directory: Path) -> Iterator[list[Server]]:
+    try:
+        with masters(servers_directory / "redlock-faults") as five:
+            yield five
+    except ServerMissing as missing:
+        give_up(str(missing))
+
+
+@pytest.fixture
+def nodes(five: list[Server]) -> Iterator[list[Server]]:
+    """Five masters, well again after each test."""
+    yield five
+    for node in five:
+        node.resume()
+        if node.process is None or node.process.poll() is not None:
+            node.start()
+
+
+@pytest.fixture
+def backend(nodes: list[Server], prefix: str) -> Iterator[RedlockBackend]:
+    """The store that is tested."""
+    yield from store(url_of(nodes), prefix)
+
+
+@pytest.fixture
+def direct(nodes: list[Server], prefix: str) -> Iterator[RedlockBackend]:
+    """The same store, to look at it."""
+    yield from store(url_of(nodes), prefix)
+
+
+def store(url: str, prefix: str) -> Iterator[RedlockBackend]:
+    backend = RedlockBackend.from_url(url, prefix=prefix, timeout=LIMIT)
+    yield backend
+    backend.close()
+
+
+@pytest.fixture
+def proxies(nodes: list[Server]) -> Iterator[list[Proxy]]:
+    with ExitStack() as stack:
+        yield [stack.enter_context(Proxy(node.port)) for node in nodes]
+
+
+@pytest.fixture
+def through(locks: Locks, proxies: list[Proxy], prefix: str) -> Iterator[Locks]:
+    """Locks of the same nodes, each behind a network that can be broken; all are known and connected to."""
+    for behind in store(redlock_nodes.url([proxy.port for proxy in proxies]), prefix):
+        through = type(locks)(behind)
+        for _ in range(2):
+            through.do(through.acquire("warm-up").release)
+        yield through
+        through.close()
+
+
+def here(node: Server, prefix: str, name: str = "a") -> list[str]:
+    """Who holds the lock at one node."""
+    alone = RedisBackend.from_url(node.url, prefix=prefix)
+    try:
+        return holders(alone, name)
+    finally:
+        alone.close()
+
+
+def insist(step: Callable[[], Any]) -> Any:
+    """Ask until the store answers."""
+    found: list[Any] = []
+
+    def answered() -> bool:
+        try:
+            found.append(step())
+        except BackendUnavailable:
+            return False
+        return True
+
+    until(answered)
+    return found[0]
+
+
+@pytest.mark.parametrize("how", ["kill", "pause"])
+def test_minority_that_goes_away_while_we_hold_changes_nothing(locks: Locks, nodes: list[Server], how: str) -> None:
+    lease = locks.acquire("a", ttl=1.5)
+    for node in nodes[:2]:
+        getattr(node, how)()
+    before = locks.renewals(lease)
+    locks.observed.until(lambda _: locks.renewals(lease) >= before + 4)
+    assert not lease.lost
+    locks.do(lease.renew)
+    assert locks.try_acquire("a") is None
+    assert locks.holders("a") == [lease.holder]
+    assert locks.do(lease.release) is Released.RELEASED
+    assert locks.acquire("a").token > lease.token
+
+
+@pytest.mark.parametrize("how", ["kill", "pause"])
+def test_minority_that_went_away_before_changes_nothing(locks: Locks, nodes: list[Server], how: str) -> None:
+    for node in nodes[3:]:
+        getattr(node, how)()
+    tokens = []
+    for _ in range(5):
+        lease = locks.acquire("a")
+        assert locks.try_acquire("a") is None
+        tokens.append(lease.token)
+        assert locks.do(lease.release) is Released.RELEASED
+    assert tokens == sorted(set(tokens))
+
+
+@pytest.mark.parametrize("how", ["kill", "pause"])
+def test_minority_that_goes_away_while_we_wait_stalls_nobody(locks: Locks, nodes: list[Server], how: str) -> None:
+    first = locks.acquire("a", ttl=60)
+    line = [locks.queue_up("a", wait=60) for _ in range(3)]
+    for node in nodes[3:]:  # the last is where they wait
+        getattr(node, how)()
+    assert locks.do(first.release) is Released.RELEASED
+    tokens = [first.token]
+    while line:
+        until(lambda: any(pending.done() for pending in line))
+        pending = next(pending for pending in line if pending.done())
+        line.remove(pending)
+        tokens.append(pending.result().token)
+        locks.do(pending.result().release)
+    assert tokens == sorted(set(tokens))
+
+
+def test_minority_that_forgets_changes_nothing(locks: Locks, nodes: list[Server]) -> None:
+    lease = locks.acquire("a", ttl=1.5)
+    for node in nodes[:2]:
+        node.restart(keep_data=False)
+    assert locks.try_acquire("a") is None
+    before = locks.renewals(lease)
+    locks.observed.until(lambda _: locks.renewals(lease) >= before + 3)
+    assert locks.try_acquire("a") is None
+    assert not lease.lost
+    assert locks.holders("a") == [lease.holder]
+    assert locks.do(lease.release) is Released.RELEASED
+
+
+def test_majority_that_forgets_is_a_loss_that_is_told(locks: Locks, nodes: list[Server]) -> None:
+    told: list[bool] = []
+    lease = locks.acquire("a", ttl=6, on_lost=lambda: told.append(True))
+    for node in nodes[:3]:
+        node.restart(keep_data=False)
+    locks.until(lambda: told)
+    with pytest.raises(LeaseLost, match="forgot"):
+        lease.ensure_held()
+
+
+def test_tokens_grow_while_one_node_after_the_other_forgets(locks: Locks, nodes: list[Server], prefix: str) -> None:
+    tokens = []
+    for node in (*nodes, *nodes[:2]):
+        lease = locks.acquire("a", wait=10)
+        tokens.append(lease.token)
+        locks.do(lease.release)
+        node.restart(keep_data=False)
+    assert tokens == sorted(set(tokens))
+    assert [keys(node, prefix) for node in nodes] == [[]] * 5
+
+
+def test_node_that_comes_back_is_asked_again(locks: Locks, nodes: list[Server], prefix: str) -> None:
+    nodes[0].kill()
+    locks.do(locks.acquire("a").release)
+    nodes[0].start()
+
+    def is_held_there() -> bool:
+        lease = locks.acquire("a")
+        found = here(nodes[0], prefix) == [lease.holder]
+        locks.do(lease.release)
+        return found
+
+    until(is_held_there)
+
+
+@pytest.mark.parametrize("wait", [0, 0.3])
+@pytest.mark.parametrize("how", ["kill", "pause"])
+def test_majority_that_is_gone_is_unavailable_in_time(locks: Locks, nodes: list[Server], how: str, wait: float) -> None:
+    locks.do(locks.acquire("a").release)
+    for node in nodes[:3]:
+        getattr(node, how)()
+    began = clock()
+    with pytest.raises(BackendUnavailable, match="no majority of 5 nodes") as caught:
+        locks.acquire("a", wait=wait)
+    assert clock() - began < wait + 3 * LIMIT + 5, "a request and a withdrawal are all that may come on top of the wait"
+    assert caught.value.name == "a"
+    assert f"127.0.0.1:{nodes[0].port}: " in str(caught.value)
+
+
+def test_attempt_without_a_majority_leaves_nothing_on_the_others(
+    locks: Locks, nodes: list[Server], prefix: str
+) -> None:
+    for node in nodes[:3]:
+        node.kill()
+    with pytest.raises(BackendUnavailable):
+        locks.try_acquire("a")
+    assert [here(node, prefix) for node in nodes[3:]] == [[], []]
+
+
+def test_lease_is_lost_in_time_when_the_majority_stands_still(locks: Locks, nodes: list[Server]) -> None:
+    told: list[float] = []
+    lease = locks.acquire("a", ttl=0.9, on_lost=lambda: told.append(clock()))
+    until_then = clock() + lease.remaining()
+    for node in nodes[:3]:
+        node.pause()
+    locks.until(lambda: told)
+    assert told[0] >= until_then - 0.01
+    with pytest.raises(LeaseLost, match="could not be renewed in time"):
+        lease.ensure_held()
+    with pytest.raises(BackendUnavailable):
+        locks.do(lease.release)
+
+
+def test_all_nodes_restarted_with_their_data_have_kept_the_lease(locks: Locks, nodes: list[Server]) -> None:
+    lease = locks.acquire("a", ttl=60)
+    for node in nodes:
+        node.restart()
+    locks.do(lease.renew)
+    assert locks.try_acquire("a") is None
+    assert locks.do(lease.release) is Released.RELEASED
+
+
+def test_operator_ends_a_grant_and_looks_without_a_minority(locks: Locks, nodes: list[Server]) -> None:
+    lease = locks.acquire("a", ttl=60, renew=False)
+    for node in nodes[:2]:
+        node.kill()
+    assert [state.name for state in locks.ask("inspect")] == ["a"]
+    assert not locks.ask("force_release", "a", lease.token + 1)
+    assert locks.ask("force_release", "a", lease.token)
+    assert locks.holders("a") == []
+    nodes[2].kill()
+    with pytest.raises(BackendUnavailable):
+        locks.ask("force_release", "a", lease.token)
+
+
+@pytest.mark.parametrize("fault", ["drop_reply", "cut_reply", "cut_request"])
+def test_acquire_whose_reply_one_node_lost_is_one_grant(
+    through: Locks, proxies: list[Proxy], nodes: list[Server], prefix: str, fault: str
+) -> None:
+    broken = getattr(proxies[0], fault)(matching=ACQUIRE)
+    lease = through.acquire("a", wait=0)
+    assert broken.happened
+    assert through.do(lease.release) is Released.RELEASED
+    until(lambda: [keys(node, prefix) for node in nodes] == [[]] * 5)
+
+
+@pytest.mark.parametrize("fault", ["drop_reply", "cut_reply"])
+def test_acquire_whose_replies_a_majority_lost_is_one_grant(
+    through: Locks, proxies: list[Proxy], direct: RedlockBackend, fault: str
+) -> None:
+    for proxy in proxies[:3]:
+        getattr(proxy, fault)(matching=ACQUIRE)
+    lease = through.acquire("a", wait=20)
+    assert holders(direct, "a") == [lease.holder]
+    assert through.do(lease.release) is Released.RELEASED
+    assert is_untouched(direct, "a")
+
+
+def test_failed_attempt_is_undone_at_a_node_that_did_not_answer(
+    through: Locks, proxies: list[Proxy], nodes: list[Server], prefix: str
+) -> None:
+    """It had granted, and nobody heard it."""
+    others = [Lock(RedisBackend.from_url(node.url, prefix=prefix), "a", ttl=60).acquire() for node in nodes[:3]]
+    lost = proxies[4].drop_reply(matching=ACQUIRE)
+    assert through.try_acquire("a") is None
+    assert lost.happened
+    until(lambda: [here(node, prefix) for node in nodes[3:]] == [[], []])
+    for lease in others:
+        lease.release()
+
+
+def disagree(nodes: list[Server], prefix: str) -> None:
+    """Have each node draw another token."""
+    for place, node in enumerate(nodes):
+        with redis.Redis.from_url(node.url) as client:
+            client.incrby(f"{prefix}token", (place + 1) * 10**9)
+
+
+def test_second_round_whose_replies_a_minority_lost_is_a_grant(
+    through: Locks, proxies: list[Proxy], nodes: list[Server], prefix: str
+) -> None:
+    disagree(nodes, prefix)
+    lost = [proxy.drop_reply(matching=ADOPT) for proxy in proxies[:2]]
+    assert through.acquire("a", wait=0).token > 0
+    assert all(fault.happened for fault in lost)
+
+
+def test_second_round_whose_replies_a_majority_lost_is_none(
+    through: Locks, proxies: list[Proxy], nodes: list[Server], direct: RedlockBackend, prefix: str
+) -> None:
+    disagree(nodes, prefix)
+    for proxy in proxies[:3]:
+        proxy.drop_reply(matching=ADOPT)
+    assert through.try_acquire("a") is None
+    until(lambda: is_untouched(direct, "a"))
+
+
+@pytest.mark.parametrize("fault", ["drop_reply", "cut_reply"])
+def test_greater_token_that_could_not_be_had_costs_no_lease(
+    through: Locks, proxies: list[Proxy], direct: RedlockBackend, fault: str
+) -> None:
+    lease = through.acquire("a", ttl=60, renew=False)
+    for proxy in proxies[:3]:
+        getattr(proxy, fault)(matching=ACQUIRE)
+    request = lease._held.request._replace(floor=lease.token, queue=False)
+    with pytest.raises(BackendUnavailable):
+        through.ask("try_acquire", request)
+    assert holders(direct, "a") == [lease.holder]
+    assert through.ask("try_acquire", request).token > lease.token
+
+
+def test_one_round_is_enough_when_the_clocks_are_known(through: Locks, proxies: list[Proxy]) -> None:
+    through.do(through.acquire("a").release)
+    before = [proxy.requests for proxy in proxies]
+    for _ in range(10):
+        through.do(through.acquire("a").release)
+    rounds = [proxy.requests - count for proxy, count in zip(proxies, before, strict=True)]
+    assert all(20 <= number < 30 for number in rounds), "an acquire and a release each, and hardly a second round"
+
+
+def test_renewal_and_release_whose_replies_a_minority_lost_are_what_the_majority_says(
+    through: Locks, proxies: list[Proxy]
+) -> None:
+    lease = through.acquire("a", ttl=60, renew=False)
+    for proxy in proxies[:2]:
+        proxy.drop_reply(matching=RENEW)
+        proxy.cut_reply(matching=RELEASE)
+    through.do(lease.renew)
+    assert through.do(lease.release) is Released.RELEASED
+
+
+def test_deaf_majority_is_given_up_in_time(through: Locks, proxies: list[Proxy], direct: RedlockBackend) -> None:
+    for proxy in proxies[:3]:
+        proxy.deaf()
+    began = clock()
+    with pytest.raises(BackendUnavailable):
+        through.acquire("a", wait=0.3)
+    assert clock() - began < 0.3 + 3 * LIMIT + 5
+    for proxy in proxies:
+        proxy.forward()
+    assert holders(direct, "a") == []
+
+
+def test_waiting_is_no_storm_of_questions(locks: Locks) -> None:
+    locks.acquire("a", ttl=60)
+    with pytest.raises(AcquireTimeout):
+        locks.acquire("a", wait=2.5)
+    assert len(locks.asked("try_acquire", "a")) <= 1 + 1 + 4
+
+
+def test_waiters_without_a_majority_to_wait_at_pause_between_questions(
+    locks: Locks, nodes: list[Server], prefix: str
+) -> None:
+    """Another library's locks wake nobody."""
+    for node in nodes:
+        with redis.Redis.from_url(node.url) as client:
+            client.set(f"{prefix}{{a}}", "somebody", px=1000)
+    assert locks.acquire("a", wait=20).token > 0
+    assert len(locks.asked("try_acquire", "a")) <= 60
+
+
+def test_cancelled_acquire_leaves_no_grant(locks: Locks, nodes: list[Server], direct: RedlockBackend) -> None:
+    if not isinstance(locks, Tasks):
+        pytest.skip("threads cannot be cancelled")
+    for node in nodes[:3]:
+        node.pause()
+    pending = locks.start(locks.lock("a", wait=None).acquire)
+    locks.observed.until(lambda _: len(locks.asked("try_acquire", "a")) >= 1)
+    pending.cancel()
+    locks.observed.until(lambda _: bool(locks.asked("withdraw", "a")))
+    for node in nodes:
+        node.resume()
+    until(lambda: insist(lambda: is_untouched(direct, "a")))  # type: ignore[arg-type]
+
+
+def test_threads_share_the_nodes_and_no_connection(direct: RedlockBackend) -> None:
+    failures: list[BaseException] = []
+
+    def use(number: int) -> None:
+        try:
+            for turn in range(20):
+                with Lock(direct, f"a:{number if turn % 2 else 'all'}", wait=None):
+                    pass
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=use, args=(number,)) for number in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failures == []
+
+
+@pytest.fixture(scope="module")
+def guarded(servers_directory: Path) -> Iterator[list[Server]]:
+    with masters(servers_directory / "redlock-guarded", 3, "--requirepass", SECRET) as nodes:
+        yield nodes
+
+
+@pytest.mark.parametrize("credentials", [":wrong@", "nobody:wrong@", ""])
+def test_wrong_password_is_refused_at_once_and_never_told(
+    guarded: list[Server], credentials: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    backend = connect(redlock_nodes.url([node.port for node in guarded], credentials))
+    caplog.set_level(logging.DEBUG)
+    with pytest.raises(BackendUnavailable) as caught:
+        Lock(backend, "a", wait=60).acquire()
+    assert "wrong" not in f"{caught.value}{caplog.text}".replace("wrongpass", "").lower().replace("wrong password", "")
+    if credentials:
+        assert caught.value.refused
+    backend.close()
+
+
+def test_right_password_lets_us_in(guarded: list[Server]) -> None:
+    backend = connect(redlock_nodes.url([node.port for node in guarded], f":{QUOTED}@") + "/2")
+    with Lock(backend, "a") as lease:
+        assert lease.token > 0
+    backend.close()
+
+
+def test_holder_that_was_stopped_beyond_its_ttl_knows_at_once_that_it_lost(
+    nodes: list[Server], direct: RedlockBackend, prefix: str
+) -> None:
+    with worker(hold, url_of(nodes), prefix, {"ttl": 0.5}) as holder:
+        token = holder.hear()
+        holder.pause()
+        lease = Lock(direct, "a", wait=None).acquire()
+        assert lease.token > token
+        holder.say("look")
+        holder.resume()
+        assert holder.hear() == (True, 0.0)
+        holder.say("release")
+        assert holder.hear() == "stolen"
+    assert holders(direct, "a") == [lease.holder]  # type: ignore[arg-type]
+    lease.release()
+
+
+def test_killed_holder_is_followed_when_its_ttl_is_over(
+    nodes: list[Server], direct: RedlockBackend, prefix: str
+) -> None:
+    with worker(hold, url_of(nodes), prefix, {"ttl": 0.5}) as holder:
+        token = holder.hear()
+        holder.kill()
+        lease = Lock(direct, "a", wait=None).acquire()
+    assert lease.token > token
+    lease.release()
+    assert is_untouched(direct, "a")  # type: ignore[arg-type]
+
+
+def test_killed_waiter_stalls_nobody_for_long(nodes: list[Server], direct: RedlockBackend, prefix: str) -> None:
+    first = Lock(direct, "a").acquire()
+    with worker(wait, url_of(nodes), prefix) as dead:
+        until(lambda: len(waiters(direct, "a")) == 1)  # type: ignore[arg-type]
+        with worker(wait, url_of(nodes), prefix) as alive:
+            until(lambda: len(waiters(direct, "a")) == 2)  # type: ignore[arg-type]
+            dead.kill()
+            first.release()
+            assert alive.hear() > first.token
+            alive.say("enough")
+            alive.result()
+    until(lambda: is_untouched(direct, "a"))  # type: ignore[arg-type]
+
+
+def test_forked_child_locks_for_itself(nodes: list[Server], direct: RedlockBackend, prefix: str) -> None:
+    with worker(fork, url_of(nodes), prefix) as parent:
+        assert "'kept': True" in parent.hear()
+        assert len(holders(direct, "a")) == 1  # type: ignore[arg-type]
+        parent.say("go on")
+        assert parent.result() == (False, True)
+
+
+def test_sections_of_many_processes_are_apart_in_the_order_of_tokens(
+    nodes: list[Server], prefix: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "history"
+    processes.run(work, [(url_of(nodes), prefix, str(path), 40, {})] * 5)
+    history = read(path)
+    assert len(history) == 200
+    assert any(section.queued for section in history), "nobody had to wait: nothing was tested"
+    assert overlaps(history) == []
+    assert repeated_tokens(history) == []
+
+
+def test_processes_and_nodes_that_stop_die_and_forget_make_no_overlap(
+    nodes: list[Server], direct: RedlockBackend, prefix: str, tmp_path: Path
+) -> None:
+    """Never more than two nodes at a time; one that forgot is let alone until every lease knows all nodes again."""
+    path = tmp_path / "history"
+    with ExitStack() as stack:
+        arguments = (url_of(nodes), prefix, str(path), 100_000, {"ttl": 0.5}, 0.01)
+        workers = [stack.enter_context(processes.worker(work, *arguments)) for _ in range(5)]
+
+        def go_on(sections: int = 20) -> None:
+            before = len(read(path))
+            until(lambda: len(read(path)) >= before + sections)
+
+        for pair in ((0, 1), (3, 4), (1, 4)):
+            stopped = insist(lambda: inside(direct, workers))  # type: ignore[arg-type]
+            stopped.pause()
+            nodes[pair[0]].kill()
+            nodes[pair[1]].pause()
+            go_on()
+            stopped.resume()
+            nodes[pair[0]].start()
+            nodes[pair[1]].resume()
+            go_on()
+        for forgetful in (2, 0):
+            threading.Event().wait(3.0)
+            nodes[forgetful].restart(keep_data=False)
+            go_on()
+        dead = insist(lambda: inside(direct, workers))  # type: ignore[arg-type]
+        dead.kill()
+        go_on()
+        for one in workers:
+            one.kill()
+    history = read(path)
+    assert overlaps(history) == []
+    assert repeated_tokens(history) == []
