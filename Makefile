@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --quiet
 
-SERVERS := redis-server postgresql mariadb-server
+SERVERS := redis-server postgresql mariadb-server etcd-server zookeeper default-jre-headless
 HEADERS := gcc pkg-config libmariadb-dev python3-dev
 
 .PHONY: help demo test check lint types layers format bench servers clean
@@ -36,8 +36,8 @@ format: $(VENV)/lint.stamp ## Repair what style can repair
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: $(VENV)/bench.stamp servers ## What dlock costs, beside its peers and the wire; a quarter of an hour
-	for one in uncontended many held django_orm contended; do $(BIN)/python -m benchmarks.$$one || exit 1; done
+bench: $(VENV)/bench.stamp servers ## What dlock costs, beside its peers and the wire; half an hour
+	for one in uncontended many held django_orm contended sqlalchemy_flush sqlalchemy_lock etcd zookeeper redlock; do $(BIN)/python -m benchmarks.$$one || exit 1; done
 
 clean: ## Remove the virtualenv and every cache
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .import_linter_cache .hypothesis .nox
