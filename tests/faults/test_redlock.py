@@ -175,6 +175,36 @@ def test_minority_that_forgets_changes_nothing(locks: Locks, nodes: list[Server]
     assert locks.do(lease.release) is Released.RELEASED
 
 
+def test_lease_outlives_all_nodes_forgetting_one_after_the_other(
+    locks: Locks, nodes: list[Server], prefix: str
+) -> None:
+    """A node that is back knows the lease again after the next renewal."""
+    lease = locks.acquire("a", ttl=1.5)
+    for node in nodes:
+        node.restart(keep_data=False)
+        until(lambda node=node: here(node, prefix) == [lease.holder])
+    assert not lease.lost
+    assert locks.try_acquire("a") is None
+    assert locks.state("a").holders[0].token == lease.token
+    assert locks.do(lease.release) is Released.RELEASED
+    assert locks.acquire("a").token > lease.token
+
+
+def test_node_that_has_given_the_lock_to_another_keeps_it_when_we_renew(
+    locks: Locks, nodes: list[Server], prefix: str
+) -> None:
+    """A minority that forgot and was asked by somebody else."""
+    lease = locks.acquire("a", ttl=60, renew=False)
+    nodes[0].restart(keep_data=False)
+    alone = RedisBackend.from_url(nodes[0].url, prefix=prefix)
+    other = Lock(alone, "a", ttl=60).acquire()
+    locks.do(lease.renew)
+    assert here(nodes[0], prefix) == [other.holder]
+    assert locks.holders("a") == [lease.holder]
+    other.release()
+    alone.close()
+
+
 def test_majority_that_forgets_is_a_loss_that_is_told(locks: Locks, nodes: list[Server]) -> None:
     told: list[bool] = []
     lease = locks.acquire("a", ttl=6, on_lost=lambda: told.append(True))

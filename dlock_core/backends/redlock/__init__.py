@@ -6,8 +6,10 @@ give it to a second holder. (Idea: the distributed locks page of the Redis docum
 
 from __future__ import annotations
 
+import math
 import random
 from collections import Counter
+from itertools import chain
 from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal
 
 from dlock_core import quorum
@@ -108,7 +110,7 @@ class RedlockBackend:
 
     async def renew_many(self, runtime: Runtime, renewals: Sequence[Renewal]) -> list[float | None]:
         """A lease of which too few nodes told anything, among others that are known, is answered with 0.0."""
-        verdicts = await twice(lambda: self._renew(runtime, [renewal.request for renewal in renewals]))
+        verdicts = await twice(lambda: self._renew(runtime, renewals))
         return [
             None if verdict is False else renewal.request.ttl if verdict else 0.0
             for verdict, renewal in zip(verdicts, renewals, strict=True)
@@ -176,17 +178,38 @@ class RedlockBackend:
         waits = [busy.retry_after for busy in said.values()]
         return Busy(quorum.free_in(waits, yes, self._nodes.needed), owner, places[-1] if places else None)
 
-    async def _renew(self, runtime: Runtime, requests: Sequence[Request]) -> list[bool | None]:
+    async def _renew(self, runtime: Runtime, renewals: Sequence[Renewal]) -> list[bool | None]:
+        requests = [renewal.request for renewal in renewals]
         keys = (f"{self._prefix}held", *[self._any.lock_key(request.name) for request in requests])
         limit = min(self._timeout, *[request.ttl / 3 for request in requests])  # a late answer would be of no use
         question = self._script(requests[0].name, "renew", keys, holders_and_ttls(requests), self._have_answered)
         answers = await self._nodes.ask(runtime, question._replace(limit=limit))
-        told = [answer for answer in answers if isinstance(answer, list)]
-        silent, needed = len(answers) - len(told), self._nodes.needed
-        verdicts = [quorum.is_renewed(sum(votes), silent, needed) for votes in zip(*told, strict=True)]
+        told = {place: answer for place, answer in enumerate(answers) if isinstance(answer, list)}
+        votes, silent = list(zip(*told.values(), strict=True)), len(answers) - len(told)
+        verdicts = [quorum.is_renewed(sum(each), silent, self._nodes.needed) for each in votes]
         if all(verdict is None for verdict in verdicts):
             raise self._nodes.unavailable(requests[0].name, answers)
+        gaps = [
+            renewal
+            for renewal, verdict, each in zip(renewals, verdicts, votes, strict=True)
+            if verdict and not all(each)
+        ]
+        if gaps:
+            await self._restore(runtime, gaps, frozenset(place for place, each in told.items() if not all(each)), limit)
         return verdicts
+
+    async def _restore(
+        self, runtime: Runtime, renewals: Sequence[Renewal], places: frozenset[int], limit: float
+    ) -> None:
+        """Tell leases that a majority has just renewed to nodes that were away, or forgot, so that others may now."""
+        locks = [self._any.lock_key(renewal.request.name) for renewal in renewals]
+        args = [
+            (request.holder, math.ceil(request.ttl * 1000), granted.token, request.owner)
+            for request, granted in renewals
+        ]
+        keys, name = (f"{self._prefix}token", f"{self._prefix}held", *locks), renewals[0].request.name
+        question = self._script(name, "restore", keys, tuple(chain.from_iterable(args)), _all_of(places))
+        await self._nodes.ask(runtime, question._replace(limit=limit, among=places))
 
     async def _inspect(self, runtime: Runtime, name: str | None) -> list[LockState]:
         names = [name] if name is not None else await self._held(runtime)
