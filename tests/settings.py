@@ -15,6 +15,7 @@ from tests import servers
 
 
 def _shared(name: str, make: Callable[[], object]) -> str:
+    name += os.environ.get("PYTEST_XDIST_WORKER", "")  # each of the test runs side by side has servers of its own
     return os.environ.get(name) or os.environ.setdefault(name, str(make()))
 
 

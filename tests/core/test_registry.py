@@ -79,7 +79,7 @@ def test_clients_and_pools_of_redis_py_are_stores() -> None:
         assert isinstance(connect(client), RedisBackend)
 
 
-@pytest.mark.parametrize("thing", [object(), None, 6379, b"redis://localhost", redis.Sentinel([])], ids=repr)
+@pytest.mark.parametrize("thing", [object, None, 6379, b"redis://localhost", redis.Sentinel([])], ids=repr)
 def test_what_is_no_store_is_refused(thing: object) -> None:
     with pytest.raises(TypeError, match=type(thing).__name__):
         connect(thing)

@@ -837,7 +837,7 @@ async def test_instance_whose_row_is_gone_does_not_exist(stock, party):
 
 
 @pytest.mark.parametrize(
-    "what", [(Stock,), (Sorry, 1), ("Stock", 1), (Stock(id=1), 1), (Sorry(),), (None,), (Stock.__table__, 1)], ids=repr
+    "what", [(Stock,), (Sorry, 1), ("Stock", 1), (Stock(id=1), 1), (Sorry(),), (None,), (Stock.__table__, 1)]
 )
 def test_what_is_no_row_is_refused_before_any_io(unbound, what):
     with pytest.raises(TypeError):
