@@ -6,27 +6,25 @@ give it to a second holder. (Idea: the distributed locks page of the Redis docum
 
 from __future__ import annotations
 
-import math
 import random
 from collections import Counter
-from itertools import chain
 from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal
 
 from dlock_core import quorum
 from dlock_core.backend import Busy, Granted
-from dlock_core.backends.redis import FOUND, LISTED, holders_and_ttls, reading
+from dlock_core.backends.redis import FOUND, LISTED, reading
 from dlock_core.backends.redis.scripts import script
 from dlock_core.backends.redis.wire import twice
 from dlock_core.backends.redlock import address, merging
-from dlock_core.backends.redlock.asking import Nodes
+from dlock_core.backends.redlock.asking import Nodes, all_of
 from dlock_core.backends.redlock.node import Question
+from dlock_core.backends.redlock.renewing import renew
 from dlock_core.errors import BackendUnavailable
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Iterable, Sequence
 
     from dlock_core.backend import Found, LockState, Renewal, Request
-    from dlock_core.backends.redis.wire import Command
     from dlock_core.runtime import Runtime
 
 __all__ = ["RedlockBackend"]
@@ -56,10 +54,9 @@ class RedlockBackend:
 
     def __init__(self, clients: Iterable[Any], *, prefix: str = "dlock:", timeout: float = 0.5) -> None:
         self._nodes = Nodes(list(clients), prefix, timeout)
-        self._timeout, self._prefix = timeout, prefix
+        self._timeout = timeout
         self._forecast = quorum.Forecast()
-        self._any = self._nodes.all[0].backend
-        """For the keys, arguments and answers of questions, which are the same for all nodes."""
+        self._any = self._nodes.any
 
     @classmethod
     def from_url(cls, url: str, *, tls: bool = False, **options: Any) -> RedlockBackend:
@@ -95,12 +92,12 @@ class RedlockBackend:
 
     async def withdraw(self, runtime: Runtime, request: Request, ticket: Any = None) -> None:
         keys = self._any.keys(request.name)
-        question = self._script(request.name, "withdraw", keys, (request.holder,), self._have_answered, insists=True)
-        self._majority(request.name, await self._nodes.ask(runtime, question))
+        question = self._nodes.question(request.name, "withdraw", keys, (request.holder,), insists=True)
+        self._nodes.majority(request.name, await self._nodes.ask(runtime, question))
 
     async def release(self, runtime: Runtime, request: Request, granted: Granted) -> Found:
         keys, args = self._any.keys(request.name), (request.holder, 1)
-        question = self._script(request.name, "release", keys, args, self._have_answered, insists=True)
+        question = self._nodes.question(request.name, "release", keys, args, insists=True)
         answers = await self._nodes.ask(runtime, question)
         found = [FOUND[answer] for answer in answers if isinstance(answer, int)]
         verdict = quorum.released(found, len(answers) - len(found), self._nodes.needed)
@@ -110,7 +107,7 @@ class RedlockBackend:
 
     async def renew_many(self, runtime: Runtime, renewals: Sequence[Renewal]) -> list[float | None]:
         """A lease of which too few nodes told anything, among others that are known, is answered with 0.0."""
-        verdicts = await twice(lambda: self._renew(runtime, renewals))
+        verdicts = await twice(lambda: renew(self._nodes, runtime, renewals))
         return [
             None if verdict is False else renewal.request.ttl if verdict else 0.0
             for verdict, renewal in zip(verdicts, renewals, strict=True)
@@ -127,8 +124,8 @@ class RedlockBackend:
 
     async def force_release(self, runtime: Runtime, name: str, token: int) -> bool:
         keys = self._any.keys(name)
-        question = self._script(name, "force_release", keys, (token,), self._have_answered, insists=True)
-        ended = self._majority(name, await self._nodes.ask(runtime, question))
+        question = self._nodes.question(name, "force_release", keys, (token,), insists=True)
+        ended = self._nodes.majority(name, await self._nodes.ask(runtime, question))
         silent = len(self._nodes.all) - len(ended)
         return sum(ended) + silent >= self._nodes.needed and any(ended)
 
@@ -138,7 +135,9 @@ class RedlockBackend:
 
     def _acquire(self, request: Request, now: float) -> Question:
         keys, args = self._any.question(request)
-        question = self._script(request.name, "acquire", keys, (*args, self._forecast.token(now)), self._has_decided)
+        question = self._nodes.question(
+            request.name, "acquire", keys, (*args, self._forecast.token(now)), self._nodes.have_decided
+        )
         if request.floor:  # it is held, and wants a greater token: whatever comes of that, nothing of it may end
             return question
         return question._replace(undo=("EVAL", script("withdraw").text, len(keys), *keys, request.holder))
@@ -146,7 +145,7 @@ class RedlockBackend:
     async def _adopt(self, runtime: Runtime, request: Request, drawn: dict[int, int]) -> int | None:
         """Tell those who said yes the greatest token that they drew; it counts when a majority still says yes."""
         token, keys = max(drawn.values()), self._any.keys(request.name)[:2]
-        question = self._script(request.name, "adopt", keys, (request.holder, token), self._have_answered)
+        question = self._nodes.question(request.name, "adopt", keys, (request.holder, token))
         answers = await self._nodes.ask(runtime, question._replace(among=frozenset(drawn)))
         clocks = [answer for answer in answers if isinstance(answer, int) and answer > 0]
         if len(clocks) < self._nodes.needed:
@@ -160,56 +159,23 @@ class RedlockBackend:
         places = granted | {place for place, answer in enumerate(answers) if not isinstance(answer, list)}
         if places:
             keys, args = self._any.keys(request.name), (request.holder,)
-            question = self._script(request.name, "release", keys, args, _all_of(granted), insists=True)
+            question = self._nodes.question(request.name, "release", keys, args, all_of(granted), insists=True)
             await self._nodes.ask(runtime, question._replace(among=places))
 
     def _busy(self, request: Request, answers: Sequence[Any]) -> Busy:
         """Tell whom we wait for, and at which node; raises BackendUnavailable when no majority has answered."""
-        yes = len(self._majority(request.name, answers, list)) - sum(isinstance(answer, list) for answer in answers)
+        self._nodes.majority(request.name, answers, list)
         said = {
             place: answer
             for place, each in enumerate(answers)
             if isinstance(each, list) and isinstance(answer := self._any.answer(request, each), Busy)
         }
-        if not said:
-            return Busy(JITTER[1])
+        if not said:  # all said yes, but not in the second round
+            raise self._nodes.unavailable(request.name, answers)
         owner = Counter(busy.owner for busy in said.values()).most_common(1)[0][0]
         places = [place for place, busy in said.items() if busy.owner == owner and busy.ticket is not None]
-        waits = [busy.retry_after for busy in said.values()]
+        waits, yes = [busy.retry_after for busy in said.values()], sum(isinstance(answer, int) for answer in answers)
         return Busy(quorum.free_in(waits, yes, self._nodes.needed), owner, places[-1] if places else None)
-
-    async def _renew(self, runtime: Runtime, renewals: Sequence[Renewal]) -> list[bool | None]:
-        requests = [renewal.request for renewal in renewals]
-        keys = (f"{self._prefix}held", *[self._any.lock_key(request.name) for request in requests])
-        limit = min(self._timeout, *[request.ttl / 3 for request in requests])  # a late answer would be of no use
-        question = self._script(requests[0].name, "renew", keys, holders_and_ttls(requests), self._have_answered)
-        answers = await self._nodes.ask(runtime, question._replace(limit=limit))
-        told = {place: answer for place, answer in enumerate(answers) if isinstance(answer, list)}
-        votes, silent = list(zip(*told.values(), strict=True)), len(answers) - len(told)
-        verdicts = [quorum.is_renewed(sum(each), silent, self._nodes.needed) for each in votes]
-        if all(verdict is None for verdict in verdicts):
-            raise self._nodes.unavailable(requests[0].name, answers)
-        gaps = [
-            renewal
-            for renewal, verdict, each in zip(renewals, verdicts, votes, strict=True)
-            if verdict and not all(each)
-        ]
-        if gaps:
-            await self._restore(runtime, gaps, frozenset(place for place, each in told.items() if not all(each)), limit)
-        return verdicts
-
-    async def _restore(
-        self, runtime: Runtime, renewals: Sequence[Renewal], places: frozenset[int], limit: float
-    ) -> None:
-        """Tell leases that a majority has just renewed to nodes that were away, or forgot, so that others may now."""
-        locks = [self._any.lock_key(renewal.request.name) for renewal in renewals]
-        args = [
-            (request.holder, math.ceil(request.ttl * 1000), granted.token, request.owner)
-            for request, granted in renewals
-        ]
-        keys, name = (f"{self._prefix}token", f"{self._prefix}held", *locks), renewals[0].request.name
-        question = self._script(name, "restore", keys, tuple(chain.from_iterable(args)), _all_of(places))
-        await self._nodes.ask(runtime, question._replace(limit=limit, among=places))
 
     async def _inspect(self, runtime: Runtime, name: str | None) -> list[LockState]:
         names = [name] if name is not None else await self._held(runtime)
@@ -217,7 +183,7 @@ class RedlockBackend:
         for start in range(0, len(names), LISTED):
             part = names[start : start + LISTED]
             keys = tuple(self._any.lock_key(each) for each in part)
-            answers = self._majority(name or "", await self._nodes.ask(runtime, self._look(name, keys)), list)
+            answers = self._nodes.majority(name or "", await self._nodes.ask(runtime, self._look(name, keys)), list)
             shown = zip(*answers, strict=True)
             states += [
                 merging.merged(each, [reading.state(each, reply) for reply in replies])
@@ -226,43 +192,9 @@ class RedlockBackend:
         return states if name is not None else [state for state in states if state.holders or state.waiters]
 
     def _look(self, name: str | None, keys: tuple[str, ...]) -> Question:
-        return self._script(name or "", "inspect", keys, (), self._have_answered)
+        return self._nodes.question(name or "", "inspect", keys, ())
 
     async def _held(self, runtime: Runtime) -> list[str]:
-        question = Question("", ("ZRANGE", f"{self._prefix}held", 0, -1), self._timeout, self._have_answered)
-        listed = self._majority("", await self._nodes.ask(runtime, question), list)
+        question = Question("", ("ZRANGE", self._any.keys("")[2], 0, -1), self._timeout, self._nodes.have_answered)
+        listed = self._nodes.majority("", await self._nodes.ask(runtime, question), list)
         return sorted({self._any.name_of(key) for keys in listed for key in keys})
-
-    def _script(
-        self,
-        name: str,
-        which: str,
-        keys: Command,
-        args: Command,
-        enough: Callable[[Sequence[Any]], bool],
-        *,
-        insists: bool = False,
-    ) -> Question:
-        known = script(which)
-        command = ("EVALSHA", known.sha, len(keys), *keys, *args)
-        return Question(name, command, self._timeout, enough, insists, script=known)
-
-    def _has_decided(self, answers: Sequence[Any]) -> bool:
-        """Tell whether a majority has said yes, or so many no that none can."""
-        yes = sum(isinstance(answer, int) for answer in answers)
-        no = sum(isinstance(answer, list) for answer in answers)
-        return yes >= self._nodes.needed or no > len(answers) - self._nodes.needed
-
-    def _have_answered(self, answers: Sequence[Any]) -> bool:
-        return sum(isinstance(answer, int | list) for answer in answers) >= self._nodes.needed
-
-    def _majority(self, name: str, answers: Sequence[Any], kind: type = int) -> list[Any]:
-        """Give the proper answers; raises BackendUnavailable when they are not those of a majority."""
-        proper = [answer for answer in answers if isinstance(answer, int | kind)]
-        if len(proper) < self._nodes.needed:
-            raise self._nodes.unavailable(name, answers)
-        return proper
-
-
-def _all_of(places: frozenset[int]) -> Callable[[Sequence[Any]], bool]:
-    return lambda answers: all(answers[place] is not None for place in places)

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 from redis.exceptions import NoScriptError, RedisError
 
+from dlock_core.backends.redis.scripts import script
 from dlock_core.backends.redis.wire import unavailable
 from dlock_core.backends.redlock import address, tasks, threads
-from dlock_core.backends.redlock.node import Node
+from dlock_core.backends.redlock.node import Node, Question
 from dlock_core.errors import BackendUnavailable
 from dlock_core.quorum import majority
 from dlock_core.runtime import Asyncio, clock
@@ -20,10 +21,11 @@ from dlock_core.runtime import Asyncio, clock
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from dlock_core.backends.redlock.node import Question
+    from dlock_core.backends.redis.wire import Command
+    from dlock_core.backends.redlock.node import Enough
     from dlock_core.runtime import Runtime
 
-__all__ = ["Nodes"]
+__all__ = ["Nodes", "all_of"]
 
 
 class Nodes:
@@ -32,7 +34,41 @@ class Nodes:
     def __init__(self, clients: Sequence[Any], prefix: str, timeout: float) -> None:
         address.check([address.title(client) for client in clients])
         self.all = tuple(Node(client, prefix, timeout) for client in clients)
-        self.needed = majority(len(self.all))
+        self.needed, self.timeout = majority(len(self.all)), timeout
+        self.any = self.all[0].backend
+        """For keys, arguments and answers of questions, which are the same at all nodes."""
+
+    def question(
+        self,
+        name: str,
+        which: str,
+        keys: Command,
+        args: Command,
+        enough: Enough | None = None,
+        *,
+        insists: bool = False,
+    ) -> Question:
+        """Ask by a script; a majority's answers are enough where nothing else is said."""
+        known = script(which)
+        command = ("EVALSHA", known.sha, len(keys), *keys, *args)
+        return Question(name, command, self.timeout, enough or self.have_answered, insists, script=known)
+
+    def have_answered(self, answers: Sequence[Any]) -> bool:
+        """Tell whether a majority has given proper answers."""
+        return sum(isinstance(answer, int | list) for answer in answers) >= self.needed
+
+    def have_decided(self, answers: Sequence[Any]) -> bool:
+        """Tell whether a majority has granted, or so many have not that none can."""
+        yes = sum(isinstance(answer, int) for answer in answers)
+        no = sum(isinstance(answer, list) for answer in answers)
+        return yes >= self.needed or no > len(answers) - self.needed
+
+    def majority(self, name: str, answers: Sequence[Any], kind: type = int) -> list[Any]:
+        """Give the proper answers; raises BackendUnavailable when they are not those of a majority."""
+        proper = [answer for answer in answers if isinstance(answer, int | kind)]
+        if len(proper) < self.needed:
+            raise self.unavailable(name, answers)
+        return proper
 
     async def ask(self, runtime: Runtime, question: Question) -> list[Any]:
         """Give an answer for each node, in order."""
@@ -52,7 +88,7 @@ class Nodes:
         refused = sum(failure.refused for failure in failures.values())
         return BackendUnavailable(
             name,
-            reason=f"no majority of {len(self.all)} nodes ({reasons or 'they are too slow for the ttl'})",
+            reason=f"no majority of {len(self.all)} nodes ({reasons or 'the second round was too slow'})",
             broken=any(failure.broken for failure in failures.values()),
             refused=len(self.all) - refused < self.needed,
         )
@@ -73,6 +109,11 @@ class Nodes:
         now = clock()
         awake = [place for place in among if self.all[place].is_well or now >= self.all[place].rests_until]
         return among if question.insists or len(awake) < min(self.needed, len(among)) else awake
+
+
+def all_of(places: frozenset[int]) -> Enough:
+    """Wait for the answers of these nodes."""
+    return lambda answers: all(answers[place] is not None for place in places)
 
 
 def _ignorant(answers: Sequence[Any]) -> frozenset[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from dlock_core.backends.redis import RedisBackend
@@ -9,12 +10,10 @@ from dlock_core.backends.redlock.address import title
 from dlock_core.runtime import ASYNCIO, BLOCKING, clock
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
     from dlock_core.backends.redis.scripts import Script
     from dlock_core.backends.redis.wire import Command
 
-__all__ = ["GRACE", "Node", "Question"]
+__all__ = ["GRACE", "Enough", "Node", "Question"]
 
 GRACE: Final = 0.1
 """Seconds that slower nodes get after a majority has decided."""
@@ -40,13 +39,17 @@ class Node:
         self.is_well, self.rests_until = False, clock() + REST
 
 
+Enough = Callable[[Sequence[Any]], bool]
+"""Whether the answers so far are enough."""
+
+
 class Question(NamedTuple):
     """What is asked, of whom, and when the answers are enough."""
 
     name: str
     command: Command
     limit: float
-    enough: Callable[[Sequence[Any]], bool]
+    enough: Enough
     insists: bool = False
     """It ends a grant: also for nodes that are resting, and sent to slow ones even when we have stopped to listen."""
     among: frozenset[int] | None = None
