@@ -99,7 +99,7 @@ def create_tables(django_test_environment: None, django_db_blocker) -> Callable[
             give_up(f"the driver for {alias} is missing: pip install --group test --group mariadb")
         with django_db_blocker.unblock():
             call_command("migrate", database=alias, run_syncdb=True, interactive=False, verbosity=0)
-            connections[alias].close()
+            empty_tables(alias)
 
     return create
 

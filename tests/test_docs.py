@@ -40,6 +40,7 @@ FENCE = re.compile(r"^(?:<!-- not run: (?P<why>.+?) -->\n)?```(?P<language>\w*)\
 HIDDEN = re.compile(r"^<!-- run\n(?P<code>.*?)^-->$", re.M | re.S)
 LINK = re.compile(r"(?<!!)\[[^\]]+\]\((?!https?:)(?P<page>[^)#\s]*)(?:#(?P<anchor>[^)\s]+))?\)")
 PARTLY_PUBLIC = {
+    "dlock_core.backends.redis",
     "django_dlock.row_queries",
     "django_dlock.versions",
     "sqla_dlock.fencing",

@@ -9,7 +9,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from sqlalchemy import create_engine, text
+from sqlalchemy import create_engine, event, text
 from sqlalchemy.exc import DBAPIError, IntegrityError, PendingRollbackError, UnboundExecutionError
 from sqlalchemy.ext.asyncio import AsyncSession, create_async_engine
 from sqlalchemy.orm import Session, scoped_session, sessionmaker
@@ -407,6 +407,27 @@ def test_lease_lost_before_commit_rolls_back(engine, session, store, fence):
     assert names(engine) == set()
 
 
+def test_lease_lost_after_a_savepoint_without_a_statement_rolls_back(engine, session, store):
+    """The end of the savepoint is no COMMIT: what was checked there is checked again."""
+    with order(session, ttl=0.25, renew=False) as lease:
+        with session.begin_nested():
+            pass
+        add(session, "a")
+        expire(lease, store)
+    with pytest.raises(LeaseLost):
+        session.commit()
+    session.rollback()
+    assert names(engine) == set()
+
+
+def test_engine_that_was_disposed_of_is_still_protected(engine, session, store):
+    with order(session) as lease:
+        engine.dispose()
+        add(session, "a")
+        assert fence_token(session) == lease.token
+        session.commit()
+
+
 def test_lease_lost_before_commit_rolls_back_the_transaction_it_was_taken_in(engine, session, store):
     with pytest.raises(LeaseLost), session.begin():
         add(session, "before")
@@ -591,6 +612,22 @@ def test_every_form_of_the_fence_may_join_every_other(engine, session, store, ou
         assert fence_token(session) == (lease.token if outer or inner else None)
         session.commit()
     assert not is_held(store)
+
+
+def test_asking_again_after_the_fence_refused_to_join_is_protected(engine, session, store):
+    def refuse(*_):
+        raise Sorry
+
+    event.listen(engine, "before_cursor_execute", refuse)
+    with order(session, fence=False):
+        with pytest.raises(Sorry):
+            session.connection() and order(session).acquire()
+        session.rollback()
+        event.remove(engine, "before_cursor_execute", refuse)
+        session.begin()
+        lease = order(session).acquire()
+        assert fence_token(session) == lease.token
+        session.commit()
 
 
 def test_another_session_of_the_thread_is_another_holder(engine, session, store):
@@ -852,7 +889,7 @@ def test_everything_but_asyncio_works_without(block, tmp_path):
     program = f"""
 import sys
 sys.modules[{block!r}] = None
-from sqlalchemy import create_engine, text
+from sqlalchemy import create_engine, event, text
 from sqlalchemy.orm import Session
 import sqla_dlock
 from sqla_dlock import configure, lock
@@ -861,8 +898,13 @@ engine = create_engine("sqlite:///{tmp_path}/one.sqlite3")
 metadata.create_all(engine)
 configure(default="memory://")
 with Session(engine) as session, lock(session, "order", 42) as lease:
-    assert session.scalar(text("SELECT token FROM dlock_fence")) == lease.token
+    assert session.scalar(text("SELECT token FROM dlock_fence WHERE name = 'order:42'")) == lease.token
     session.commit()
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_instance_is_no_name(session, store):
+    with pytest.raises(TypeError, match=r"lock\(session, Counter, key\)"):
+        lock(session, Counter(id=1))
