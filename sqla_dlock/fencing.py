@@ -28,6 +28,7 @@ from dlock_core.fence_sql import DIALECTS
 from dlock_core.guard import refusal
 from dlock_core.retry import classify
 from dlock_core.runtime import run
+from sqla_dlock.autocommit import is_autocommit
 from sqla_dlock.fence_table import metadata, table
 from sqla_dlock.transactions import note_xid
 
@@ -166,7 +167,7 @@ def fence_for(parts: tuple[Any, ...]) -> TableFence:
 
 def refuse_autocommit(connection: Connection, name: str) -> None:
     """Raise NotSupported where every statement commits by itself: what it writes could not be fenced."""
-    if connection._is_autocommit_isolation():  # the public way asks the server, at every transaction
+    if is_autocommit(connection):
         raise NotSupported(
             f"a session in AUTOCOMMIT cannot be fenced by the lock {name!r}: give it an engine with transactions, "
             "or pass fence=False if something else protects the data",

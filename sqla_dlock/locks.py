@@ -10,6 +10,7 @@ import threading
 from typing import TYPE_CHECKING, Any
 
 from sqlalchemy import Connection, inspect
+from sqlalchemy.orm import InstanceState
 
 from dlock_core import engine, names, watchdog
 from dlock_core.errors import NotSupported
@@ -161,4 +162,9 @@ def _is_mapped(part: Any) -> bool:
 
 
 def _part(part: Any) -> Any:
-    return inspect(part).base_mapper.local_table.fullname if _is_mapped(part) else part
+    if _is_mapped(part):
+        return inspect(part).base_mapper.local_table.fullname
+    if isinstance(inspect(part, raiseerr=False), InstanceState):  # its text may differ in every process
+        name = type(part).__name__
+        raise TypeError(f"an instance is no name: lock its class and primary key, lock(session, {name}, key)")
+    return part

@@ -45,6 +45,7 @@ class Root:
         if connection in self.connections:
             return
         self.connections.append(connection)
+        self._is_checked = False  # there is more to commit now
         if not is_of_test(connection):
             self.outcomes[connection] = None
             self._owns_connection |= _is_owned(self.transaction, connection)

@@ -11,6 +11,7 @@ from sqlalchemy.exc import DBAPIError
 from dlock_core import row_locks
 from dlock_core.errors import NotSupported
 from dlock_core.row_locks import RowLock, milliseconds, whole_seconds
+from sqla_dlock.autocommit import is_autocommit
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -34,21 +35,11 @@ def require_row_locks(dialect: Dialect) -> None:
 
 def require_transaction(connection: Connection) -> None:
     """Raise NotSupported in AUTOCOMMIT, where a row would be free again before it is returned."""
-    if connection._is_autocommit_isolation() or _is_autocommit_by_driver(connection):
+    if is_autocommit(connection):
         raise NotSupported(
             "a row lock lasts until the end of its transaction, and this connection is in AUTOCOMMIT: "
             "lock with another isolation level"
         )
-
-
-def _is_autocommit_by_driver(connection: Connection) -> bool:
-    detect: Any = getattr(connection.dialect, "detect_autocommit_setting", None)  # SQLAlchemy 2.0.43
-    if detect is None or connection.dialect.name == "sqlite":  # whose `isolation_level` says nothing about BEGIN
-        return False
-    try:
-        return bool(detect(connection.connection.dbapi_connection))
-    except NotImplementedError:
-        return False
 
 
 def locking(statement: Select[Any], mapper: Mapper[Any], lock: RowLock, connection: Connection) -> Select[Any]:

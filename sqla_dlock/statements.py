@@ -65,6 +65,11 @@ class Gate:
         if self._due:
             self._listen()
 
+    def end(self) -> None:
+        """Hear that the transaction has ended; its connection may go on."""
+        if self._listens:
+            event.remove(self.connection, "before_cursor_execute", self._before_statement)
+
     def _call(self, hook: Hook) -> None:
         may_be_undone = self.connection.in_nested_transaction()
         hook(self.connection)

@@ -21,7 +21,7 @@ from sqla_dlock.transactions import before_work, connections_of, in_transaction,
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from sqlalchemy import Engine, Pool
+    from sqlalchemy import Dialect, Engine
     from sqlalchemy.orm import Session
 
     from dlock_core.held import Held
@@ -50,8 +50,8 @@ class SessionTie(Tie):
         self.fence = fence
         self.guard = Guard(held, wait=wait, deadline=deadline, finish=finish)
         self._session = ref(session)  # the session's own listeners keep us: it has to go when nobody needs it
-        self._forms: dict[Pool, FenceForm] = {}
-        """The databases it protects, and how."""
+        self._forms: dict[Dialect, FenceForm] = {}
+        """The databases it protects, and how; an engine has one dialect for life, but a new pool after `dispose()`."""
         self._refused: dict[Connection, BaseException] = {}
         """Why the open transaction may not commit, whatever its owner makes of the error."""
         self._leaving: list[Callable[[], object]] = []
@@ -67,17 +67,21 @@ class SessionTie(Tie):
 
     def protect(self, bind: Engine | Connection | None, form: FenceForm) -> None:
         """Protect a database from now on: the open transaction, and those that begin under the lease."""
-        if bind is None or not form or self._forms.get(bind.engine.pool):
+        if bind is None or not form or self._forms.get(bind.dialect):
             return
         given = (bind, self._owner().bind, *self._connections())
-        if any(isinstance(each, Connection) and each.engine.pool is bind.engine.pool for each in given):
+        if any(isinstance(each, Connection) and each.dialect is bind.dialect for each in given):
             form = "transaction"  # what is committed on its own would be no part of the open one
         elif form == "lease":
             self.guard(partial(self.fence.announce, bind.engine))
         elif self.held.request.shared:
             self.fence.prepare(bind.engine, self.guard.claim())
-        self._forms[bind.engine.pool] = form
-        self._stop.append(before_work(self._owner(), self._work))
+        self._forms[bind.dialect] = form
+        try:
+            self._stop.append(before_work(self._owner(), self._work))
+        except BaseException:
+            del self._forms[bind.dialect]  # who asks again is protected then, or refused again
+            raise
 
     def leave_with_transaction(self, leave: Callable[[], object]) -> None:
         """Have a handle let go as soon as a transaction holds the lease: the open one, or the next."""
@@ -104,7 +108,7 @@ class SessionTie(Tie):
             self._leaving.pop()()
 
     def _work(self, connection: Connection) -> None:
-        form = self._forms.get(connection.engine.pool)
+        form = self._forms.get(connection.dialect)
         if not form or self._is_given_up:
             return
         try:
@@ -131,7 +135,7 @@ class SessionTie(Tie):
             raise error
         self.check()
         for connection in self._connections():
-            if self._forms.get(connection.engine.pool) == "lease":
+            if self._forms.get(connection.dialect) == "lease":
                 self.guard(partial(self.fence.confirm, connection))
 
     def _ended(self, outcome: Outcome) -> None:

@@ -181,7 +181,7 @@ def _joined(session: Session, transaction: SessionTransaction, connection: Conne
 def _before_commit(session: Session) -> None:
     """Where there is no connection there will be no COMMIT, so that the checks come here."""
     watched: _Watched | None = vars(session).get("_dlock_watched")
-    if watched is None or watched.root is None or watched.root.outcomes:
+    if watched is None or watched.root is None or watched.root.outcomes or session.in_nested_transaction():
         return
     session.flush()
     if not watched.root.outcomes:

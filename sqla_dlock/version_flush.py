@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 from sqlalchemy import BindParameter, Delete, Engine, Update, event
 from sqlalchemy.orm import InstanceState, Mapper, Session
@@ -24,7 +24,7 @@ from sqla_dlock.version_mapping import VersionedMixin, key_columns, version_colu
 from sqla_dlock.version_writes import is_plain, plain_write, refuse_deferred, remember, send
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from sqlalchemy import Connection
 
@@ -37,7 +37,7 @@ __all__ = ["is_unwatched"]
 class _Flush:
     """A flush under way, of no session when it is over; what it may write together, by the root of the classes."""
 
-    session: Session | None
+    session: Callable[[], Session | None]  # weak: a listener that raises before the flush leaves it without an end
     batches: dict[Mapper[Any], list[Any]] = field(default_factory=dict)
 
 
@@ -54,14 +54,14 @@ def _know_table(mapper: Mapper[Any], cls: type) -> None:
 @event.listens_for(Session, "before_flush")
 def _begin(session: Session, context: Any, instances: Any) -> None:
     count_up_roots(session)
-    _flushes[session] = _Flush(session, _batches(session) if instances is None else {})
+    _flushes[session] = _Flush(ref(session), _batches(session) if instances is None else {})
 
 
 @event.listens_for(Session, "after_flush")
 @event.listens_for(Session, "after_soft_rollback")
 def _end(session: Session, _: Any) -> None:
     if flush := _flushes.pop(session, None):
-        flush.session = None
+        flush.session = lambda: None
 
 
 def is_unwatched(session: Session, *events: str) -> bool:
@@ -140,10 +140,11 @@ def _flushed(connection: Connection, statement: Any) -> tuple[Session, Mapper[An
     if not isinstance(statement, Update | Delete):
         return None
     flush, mapper = _writers.get(connection), _mappers.get(statement.table)
-    if flush is None or flush.session is None or mapper is None:
+    session = flush.session() if flush is not None else None
+    if session is None or mapper is None:
         return None
     is_optional = isinstance(statement, Delete) and not mapper.base_mapper.confirm_deleted_rows
-    return None if is_optional else (flush.session, mapper)
+    return None if is_optional else (session, mapper)
 
 
 def _binds(statement: Any, mapper: Mapper[Any]) -> list[str]:

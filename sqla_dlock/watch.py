@@ -125,6 +125,7 @@ class Watch:
     def _end(self, outcome: Outcome, *, failed: bool = False) -> None:
         for name in (*_INTERCEPTED, "_dlock_watch"):
             vars(self.connection).pop(name, None)
+        self.gate.end()
         members, self.members = self.members, []
         for member in members:
             member.ended(self.connection, outcome, failed=failed)

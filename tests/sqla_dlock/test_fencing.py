@@ -6,7 +6,8 @@ import itertools
 import threading
 
 import pytest
-from sqlalchemy import event, select, update
+from sqlalchemy import event, select, text, update
+from sqlalchemy.engine.default import DefaultDialect
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.orm import Session
 
@@ -757,6 +758,15 @@ def test_engine_in_autocommit_is_refused_before_anything_is_written(engine, brok
         set_to(session, 2)
         session.commit()
     assert value(engine) == 2
+
+
+@pytest.mark.parametrize("name", ["postgresql", "mariadb", "pymysql"])
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.skipif(not hasattr(DefaultDialect, "detect_autocommit_setting"), reason="SQLAlchemy 2.0.43")
+def test_connection_that_commits_behind_sqlalchemys_back_is_refused(make_engine, store, name, form):
+    engine = make_engine(name, connect_args={"autocommit": True})
+    with Session(engine) as session, lock(session, "order", 42, fence=form), pytest.raises(NotSupported):
+        session.execute(text("SELECT 1"))
 
 
 def make_read_only(engine):

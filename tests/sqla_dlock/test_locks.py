@@ -618,12 +618,12 @@ def test_asking_again_after_the_fence_refused_to_join_is_protected(engine, sessi
     def refuse(*_):
         raise Sorry
 
-    event.listen(engine, "before_cursor_execute", refuse)
     with order(session, fence=False):
+        connection = session.connection()
+        event.listen(connection, "before_cursor_execute", refuse)
         with pytest.raises(Sorry):
-            session.connection() and order(session).acquire()
+            order(session).acquire()
         session.rollback()
-        event.remove(engine, "before_cursor_execute", refuse)
         session.begin()
         lease = order(session).acquire()
         assert fence_token(session) == lease.token

@@ -261,6 +261,19 @@ def test_hook_of_a_joined_connection_comes_before_the_sessions_first_statement(e
     assert without_begin(sent) == ["SELECT", "hook", "SELECT", "hook", "SELECT"]
 
 
+def test_connection_that_goes_on_keeps_no_listener(engine):
+    with engine.connect() as connection:
+        before = len(connection.dispatch.before_cursor_execute)
+        for _ in range(2):
+            with Session(connection) as session:
+                savepoint = savepoint_in(session)
+                before_work(session, lambda _: None)
+                savepoint.rollback()
+                session.commit()
+            connection.rollback()
+        assert len(connection.dispatch.before_cursor_execute) == before
+
+
 def test_hook_is_called_on_every_engine(engine, make_engine, sent):
     other = make_engine("postgresql" if engine.dialect.name == "sqlite" else "sqlite")
     engines: list[Engine] = []

@@ -1,6 +1,8 @@
 """The promises of VersionedMixin, save_with_version, delete_with_version and touch."""
 
+import gc
 import pickle
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -833,3 +835,20 @@ def test_two_who_read_before_either_wrote_lose_an_update_only_without_a_version(
         for each in (one, other):
             each.result()
     assert row(session, [Order.reads]) == (expected,)
+
+
+@ONE
+def test_session_whose_flush_was_refused_by_a_listener_is_not_kept_alive(engine: Engine) -> None:
+    def refuse(*_: Any) -> None:
+        raise ValueError("not like this")
+
+    session = Session(engine)
+    event.listen(session, "before_flush", refuse)
+    session.add(Order(title="new"))
+    with pytest.raises(ValueError, match="not like this"):
+        session.flush()
+    session.close()
+    known = weakref.ref(session)
+    del session
+    gc.collect()
+    assert known() is None
