@@ -31,7 +31,7 @@ def configure(**stores: Any) -> None:
 def store_of(store: Any) -> Store:
     """Give the store of that name; a backend is a store without a name."""
     if not isinstance(store, str):
-        return _made("", store)
+        return _unnamed(store)
     found = _stores.get(store)
     return found if found is not None else _from_environment(store)
 
@@ -50,5 +50,17 @@ def _from_environment(alias: str) -> Store:
 def _made(alias: str, given: Any) -> Store:
     if isinstance(given, Store):
         return given
-    is_backend = hasattr(given, "try_acquire") and not isinstance(given, type)
-    return Store(alias, given if is_backend else connect(given))
+    return Store(alias, given if _is_backend(given) else connect(given))
+
+
+def _unnamed(given: Any) -> Store:
+    """Refuse a client: with a backend of its own at every call, nobody would know what a session holds already."""
+    if not isinstance(given, Store) and not _is_backend(given):
+        raise TypeError(
+            f"store= is a name given to configure(), or a backend made once with connect(), not {type(given).__name__}"
+        )
+    return _made("", given)
+
+
+def _is_backend(given: Any) -> bool:
+    return hasattr(given, "try_acquire") and not isinstance(given, type)

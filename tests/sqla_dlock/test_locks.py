@@ -9,6 +9,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+import redis
 from sqlalchemy import create_engine, event, text
 from sqlalchemy.exc import DBAPIError, IntegrityError, PendingRollbackError, UnboundExecutionError
 from sqlalchemy.ext.asyncio import AsyncSession, create_async_engine
@@ -908,3 +909,8 @@ with Session(engine) as session, lock(session, "order", 42) as lease:
 def test_instance_is_no_name(session, store):
     with pytest.raises(TypeError, match=r"lock\(session, Counter, key\)"):
         lock(session, Counter(id=1))
+
+
+def test_client_is_no_store_before_it_is_configured(session):
+    with redis.Redis() as client, pytest.raises(TypeError, match="configure"):
+        lock(session, "order", 42, store=client).acquire()
