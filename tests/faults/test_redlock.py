@@ -628,3 +628,23 @@ def test_processes_and_nodes_that_stop_die_and_forget_make_no_overlap(
     history = read(path)
     assert overlaps(history) == []
     assert repeated_tokens(history) == []
+
+
+def test_many_waiters_get_the_lock_one_after_the_other_without_a_pause(direct: RedlockBackend) -> None:
+    """Nobody sleeps while a part of the nodes waits for him: pauses of a second each would take far longer."""
+    together = threading.Barrier(8)
+    done: list[int] = []
+
+    def use() -> None:
+        together.wait(WITHIN)
+        for _ in range(25):
+            with Lock(direct, "a", wait=None) as lease:
+                done.append(lease.token)
+
+    threads = [threading.Thread(target=use, daemon=True) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(2 * WITHIN)
+    assert len(done) == 200
+    assert done == sorted(set(done))

@@ -45,7 +45,7 @@ class RedlockBackend:
     token_order: ClassVar[Literal["strict", "clock"]] = "clock"
     expiry: ClassVar[Literal["lease", "session", "connection"]] = "lease"
     supports_fair: ClassVar[bool] = False
-    """Every node has a queue in its own order of arrival: mostly first come, first served, and not promised."""
+    """Waiters queue at one node, mostly first come, first served; whoever comes meanwhile may take the others first."""
     supports_shared: ClassVar[bool] = False
     lists_waiters: ClassVar[bool] = True
     supports_many: ClassVar[bool] = False
@@ -78,13 +78,18 @@ class RedlockBackend:
         return self._busy(request, answers)
 
     async def wait(self, runtime: Runtime, request: Request, busy: Busy, timeout: float) -> None:
-        """Sleep on our wake-up list at the one node that a release reaches last, of those where the holder is."""
+        """Wait in the queue of one node, the last of those where the holder is: whom it wakes may ask all others.
+
+        With a place at every node a release would hand over to several waiters, and none of them would get a majority.
+        """
         if busy.ticket is None:
             await runtime.sleep(min(timeout, random.uniform(*JITTER)))  # noqa: S311 - only jitter
             return
         node = self._nodes.all[busy.ticket]
         try:
-            await node.backend.wait(runtime, request, busy, min(timeout, LOOK))
+            place = await node.backend.try_acquire(runtime, request)
+            if isinstance(place, Busy):
+                await node.backend.wait(runtime, request, place, min(timeout, LOOK))
         except BackendUnavailable as error:
             if not error.broken:
                 node.fail()
@@ -134,7 +139,7 @@ class RedlockBackend:
         self._nodes.close()
 
     def _acquire(self, request: Request, now: float) -> Question:
-        keys, args = self._any.question(request)
+        keys, args = self._any.question(request._replace(queue=False))  # the place is taken in `wait`, at one node
         question = self._nodes.question(
             request.name, "acquire", keys, (*args, self._forecast.token(now)), self._nodes.have_decided
         )

@@ -52,7 +52,8 @@ if value == 'shared' then
   value = redis.call('GET', lock)
 end
 token = mine(value)
-if not token then
+local waits = ARGV[5] ~= '0' or not value or value == 'shared'
+if not token and waits then
   local place = string.format('%.0f|%s|%.0f|%s|%s', now + math.max(tonumber(ARGV[5]), 1), mode, ttl, ARGV[6], ARGV[4])
   local arrival = ARGV[7] == '1' and 0 or time[1] * 1000000 + time[2]
   redis.call('ZADD', queue, 'NX', arrival, holder)
@@ -66,7 +67,7 @@ if not token then
   end
 end
 if token then return confirm(token) end
-if ARGV[5] == '0' then
+if ARGV[5] == '0' and waits then
   leave(holder)
   serve()
   value = redis.call('GET', lock)
