@@ -107,13 +107,13 @@ class Lock(TiedLock):
         if runtime is BLOCKING and self.snapshot == "raise":
             refuse_old_snapshot(self.name, self.using)
         tie = await self._ask(runtime, store)
+        if self.renew:
+            watchdog.watch(tie.held)
         try:
             await database.call(tie.bind, self.using, self.form)
         except BaseException:
             await runtime.shield(_give_back(runtime, tie))
             raise
-        if self.renew:
-            watchdog.watch(tie.held)
         remember(tie)
         return Lease(tie)
 
@@ -155,6 +155,7 @@ _SENSITIVE = _Sensitive()
 
 
 async def _give_back(runtime: Runtime, tie: DatabaseTie) -> None:
+    watchdog.unwatch(tie.held)
     tie.give_up()
     with LETTING_RUN_OUT:
         await engine.release(runtime, tie.held)

@@ -28,7 +28,6 @@ from dlock_core.fence_sql import DIALECTS
 from dlock_core.guard import refusal
 from dlock_core.retry import classify
 from dlock_core.runtime import run
-from sqla_dlock.autocommit import is_autocommit
 from sqla_dlock.fence_table import metadata, table
 from sqla_dlock.transactions import note_xid
 
@@ -40,7 +39,14 @@ if TYPE_CHECKING:
 
     from dlock_core.fencing import Claim
 
-__all__ = ["FencedMixin", "RowFence", "TableFence", "fence_for", "metadata", "refuse_autocommit", "table"]
+__all__ = [
+    "FencedMixin",
+    "RowFence",
+    "TableFence",
+    "fence_for",
+    "metadata",
+    "table",
+]
 
 _WHAT_TO_DO: Final = (
     "dlock: this was the fence of a lock: create its table with sqla_dlock.fencing.metadata.create_all(), "
@@ -163,16 +169,6 @@ def fence_for(parts: tuple[Any, ...]) -> TableFence:
     if len(parts) == 2 and isinstance(parts[0], type) and issubclass(parts[0], FencedMixin):
         return RowFence(inspect(parts[0]), parts[1])
     return TableFence()
-
-
-def refuse_autocommit(connection: Connection, name: str) -> None:
-    """Raise NotSupported where every statement commits by itself: what it writes could not be fenced."""
-    if is_autocommit(connection):
-        raise NotSupported(
-            f"a session in AUTOCOMMIT cannot be fenced by the lock {name!r}: give it an engine with transactions, "
-            "or pass fence=False if something else protects the data",
-            name=name,
-        )
 
 
 class _Port:

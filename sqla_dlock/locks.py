@@ -79,13 +79,13 @@ class SessionLock(TiedLock):
             await database.call(self._refuse_old_snapshot, bind)
         held, wait, deadline = await self.ask(runtime, store)
         tie = SessionTie(held, self.session, fence=self.fence, wait=wait, deadline=deadline, finish=finish)
+        if self.renew:
+            watchdog.watch(held)
         try:
             await database.call(tie.bind, bind, self.form)
         except BaseException:
             await runtime.shield(_give_back(runtime, tie))
             raise
-        if self.renew:
-            watchdog.watch(held)
         return tie
 
     def _database(self) -> Any:
@@ -106,6 +106,7 @@ class Lock(SessionLock):
     def acquire(self) -> Lease:
         """Hold the lock until the end of the session's transaction, waiting for it at most `wait` seconds.
 
+        A session that is closed without ever having begun one does not end it: `release()` the lease then.
         Raises AcquireTimeout, AlreadyHeld, BackendUnavailable, SnapshotTooOld; inside a transaction also StaleToken and
         RowLocked, when a newer or a paused older holder stands in the way at the fence.
         """
@@ -152,6 +153,7 @@ def lock(session: Session | scoped_session[Any], *parts: Any, **options: Unpack[
 
 
 async def _give_back(runtime: Runtime, tie: SessionTie) -> None:
+    watchdog.unwatch(tie.held)
     tie.give_up()
     with LETTING_RUN_OUT:
         await engine.release(runtime, tie.held)

@@ -11,7 +11,7 @@ from sqlalchemy.exc import DBAPIError
 from dlock_core import row_locks
 from dlock_core.errors import NotSupported
 from dlock_core.row_locks import RowLock, milliseconds, whole_seconds
-from sqla_dlock.autocommit import is_autocommit
+from sqla_dlock.autocommit import has_begun, is_autocommit
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -99,8 +99,7 @@ def _lock_database(connection: Connection, mapper: Mapper[Any], lock: RowLock) -
     """
     with _busy_timeout(connection, lock):
         connection.execute(delete(mapper.tables[0]).where(false()))
-    driver: Any = connection.connection.driver_connection
-    if not driver.in_transaction:
+    if not has_begun(connection):
         raise NotSupported(
             "SQLite has no row locks, and no transaction that could have locked the database is open: "
             "begin transactions with BEGIN IMMEDIATE (the event 'begin' of the engine)"

@@ -15,7 +15,7 @@ from sqlalchemy import Connection
 from dlock_core.errors import LeaseLost, NotHeld
 from dlock_core.guard import Guard
 from dlock_core.tie import Outcome, Tie
-from sqla_dlock.fencing import refuse_autocommit
+from sqla_dlock.autocommit import refuse_autocommit, refuse_unbegun
 from sqla_dlock.transactions import before_work, connections_of, in_transaction, on_end, on_transaction
 
 if TYPE_CHECKING:
@@ -127,6 +127,7 @@ class SessionTie(Tie):
         refuse_autocommit(connection, self.held.name)
         if form == "transaction":
             self.guard(partial(self.fence.admit, connection))
+            refuse_unbegun(connection, self.held.name)
 
     def _before_commit(self) -> None:
         if self._is_given_up:

@@ -6,7 +6,7 @@ import itertools
 import threading
 
 import pytest
-from sqlalchemy import event, select, text, update
+from sqlalchemy import create_engine, event, select, text, update
 from sqlalchemy.engine.default import DefaultDialect
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.orm import Session
@@ -898,3 +898,40 @@ def test_new_names_do_not_lock_each_other_out(engine, store, shared):
 
     with concurrent.futures.ThreadPoolExecutor(4) as pool:
         assert list(pool.map(worker, range(4))) == [None] * 4
+
+
+def test_sqlite_that_begins_no_transaction_cannot_be_fenced_and_says_so(tmp_path, store):
+    engine = create_engine(f"sqlite:///{tmp_path}/loose.sqlite3", connect_args={"isolation_level": None})
+    for metadata in (Counter.metadata, fencing.metadata):
+        metadata.create_all(engine)
+    with Session(engine) as session, lock(session, "order", 42):
+        with pytest.raises(NotSupported, match="BEGIN IMMEDIATE"):
+            session.add(Counter(id=1))
+            session.flush()
+        session.rollback()
+    with engine.connect() as connection:
+        assert connection.scalars(select(Counter.id)).all() == []
+    engine.dispose()
+
+
+@levels(SERVERS[:1])
+def test_lease_is_renewed_while_its_admit_waits(engine, store):
+    add_fence(engine, token=0)
+    lost = threading.Event()
+
+    def worker():
+        with Session(engine) as session:
+            session.connection()
+            order = lock(session, "order", 42, ttl=0.5, wait=30, snapshot="ignore", on_lost=lost.set)
+            with order:
+                session.add(Counter(name="admitted late"))
+                session.commit()
+
+    with engine.connect() as other, other.begin() as blocking, concurrent.futures.ThreadPoolExecutor(1) as pool:
+        other.execute(update(fencing.table).values(s_token=0))
+        working = pool.submit(worker)
+        wait_until_blocked(engine)
+        assert not lost.wait(1.0)
+        blocking.rollback()
+        working.result(30)
+    assert not is_held(store)
