@@ -20,7 +20,7 @@ from dlock_core.tied import Options, TiedLock
 from sqla_dlock.fencing import fence_for
 from sqla_dlock.greenlets import SPAWNING, Awaiting, await_, in_greenlet
 from sqla_dlock.leases import Lease
-from sqla_dlock.sessions import plain_session
+from sqla_dlock.sessions import plain_session, refuse_closed
 from sqla_dlock.snapshots import refuse_old_snapshot
 from sqla_dlock.stores import store_of
 from sqla_dlock.ties import SessionTie, current
@@ -69,6 +69,7 @@ class SessionLock(TiedLock):
 
     async def take(self, runtime: Runtime, database: Runtime, finish: Callable[..., Any]) -> SessionTie:
         """Acquire the lease and tie it to the session; `database` calls what may send statements."""
+        refuse_closed(self.session)
         store, bind = store_of(self.store), self._database() if self.form else None
         joined = self.joined(current(self.session), store.backend, inside=in_transaction(self.session))
         if joined is not None:

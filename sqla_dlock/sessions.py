@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from sqlalchemy.exc import InvalidRequestError
 from sqlalchemy.orm import Session, scoped_session
 
 if TYPE_CHECKING:
     from sqlalchemy.ext.asyncio import AsyncSession, async_scoped_session
 
-__all__ = ["plain_async_session", "plain_session"]
+__all__ = ["plain_async_session", "plain_session", "refuse_closed"]
 
 
 def plain_session(session: Session | scoped_session[Any], instead: str) -> Session:
@@ -31,3 +32,9 @@ def plain_async_session(session: AsyncSession | async_scoped_session[Any], inste
         return found
     hint = f": use {instead}" if isinstance(found, Session | scoped_session) else ""
     raise TypeError(f"an AsyncSession is needed here, not {type(found).__name__}{hint}")
+
+
+def refuse_closed(session: Session) -> None:
+    """Raise InvalidRequestError for a session that was closed for good (`close_resets_only=False`)."""
+    if getattr(session._close_state, "name", "") == "CLOSED":  # nothing public tells; it begins no transaction any more
+        raise InvalidRequestError("this Session has been closed for good: take the lock with a new one")

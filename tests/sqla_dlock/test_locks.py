@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import redis
 from sqlalchemy import create_engine, event, text
-from sqlalchemy.exc import DBAPIError, IntegrityError, PendingRollbackError, UnboundExecutionError
+from sqlalchemy.exc import DBAPIError, IntegrityError, InvalidRequestError, PendingRollbackError, UnboundExecutionError
 from sqlalchemy.ext.asyncio import AsyncSession, create_async_engine
 from sqlalchemy.orm import Session, scoped_session, sessionmaker
 
@@ -785,6 +785,23 @@ async def test_async_session_is_a_type_error_before_any_io(store):
 def test_what_is_no_session_is_a_type_error(nothing):
     with pytest.raises(TypeError, match="Session is needed"):
         order(nothing)
+
+
+@sqlite_only
+def test_session_that_was_closed_for_good_is_refused_before_any_io(engine, store):
+    session = Session(engine, close_resets_only=False)
+    session.close()
+    with pytest.raises(InvalidRequestError, match="closed for good"):
+        order(session).acquire()
+    assert not is_held(store)
+
+
+def test_session_that_was_closed_may_be_used_again(session, store):
+    session.close()
+    with order(session):
+        add(session, "a")
+    session.commit()
+    assert not is_held(store)
 
 
 @sqlite_only
