@@ -1,11 +1,17 @@
 """How long to wait before the next attempt: full jitter.
 
-Randomness comes in as an argument: `draw` is a number from 0 to 1, such as `random.random()` gives.
+Randomness comes in as an argument: `draw` is a number from 0 to 1, such as `CHANCE.random()` gives.
 """
 
 from __future__ import annotations
 
-__all__ = ["full_jitter"]
+import random
+from typing import Final
+
+__all__ = ["CHANCE", "full_jitter"]
+
+CHANCE: Final = random.SystemRandom()
+"""Jitter of our own: a program that seeds `random` finds its numbers where it expects them, in whatever thread."""
 
 
 def full_jitter(attempt: int, draw: float, *, base: float = 0.01, cap: float = 0.25) -> float:

@@ -9,12 +9,12 @@ end withdraw, so that no orphan is left.
 from __future__ import annotations
 
 import logging
-import random
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final
 
 from dlock_core import hooks
 from dlock_core.backend import Busy, Granted, Renewal
+from dlock_core.backoff import CHANCE
 from dlock_core.deadline import deadline
 from dlock_core.errors import AcquireTimeout, BackendUnavailable, LeaseLost
 from dlock_core.held import Held
@@ -150,7 +150,7 @@ class _Attempt:
             raise error
         if first:
             logger.warning("dlock: %s; it is asked again until the lock's wait is over", error)
-        await self.runtime.sleep(min(random.uniform(0.01, PAUSE), self.deadline - now))  # noqa: S311 - only jitter
+        await self.runtime.sleep(min(CHANCE.uniform(0.01, PAUSE), self.deadline - now))
 
     async def withdraw(self) -> None:
         if self.touched:

@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import enum
 import math
-import random
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
-from dlock_core.backoff import full_jitter
+from dlock_core.backoff import CHANCE, full_jitter
 from dlock_core.errors import RowLocked, StaleObject, StaleToken
 
 if TYPE_CHECKING:
@@ -103,7 +102,7 @@ async def retry(
     runtime: Runtime,
     work: Callable[[], Awaitable[T]],
     policy: Policy,
-    draw: Callable[[], float] = random.random,
+    draw: Callable[[], float] = CHANCE.random,
     *,
     may_start_over: Callable[[BaseException], bool] = is_conflict,
 ) -> T:

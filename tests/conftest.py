@@ -4,7 +4,9 @@ Servers start once per session, when the first test asks. A missing server is a 
 a failure. Databases are the final ones, without a `test_` twin, so a child process that imports tests.settings sees the same rows.
 """
 
+import contextlib
 import os
+import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -33,6 +35,16 @@ def give_up(reason: str) -> None:
     if os.environ.get("CI") == "true":
         pytest.fail(reason, pytrace=False)
     pytest.skip(reason)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def kazoo_draws_for_itself() -> None:
+    """The threads of kazoo, which go on after a test, draw from `random`: hypothesis takes that for a strategy's doing."""
+    with contextlib.suppress(ImportError):
+        from kazoo import retry
+        from kazoo.protocol import connection
+
+        retry.random = connection.random = random.SystemRandom()
 
 
 @pytest.fixture(scope="session")

@@ -158,11 +158,14 @@ class Proxy:
             link.reset()
 
     async def _close(self) -> None:
+        for _ in range(5):  # what was accepted a moment ago has no link yet, and nobody else would close it
+            await asyncio.sleep(0)
         await self._refuse()
         mine = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
         for task in mine:
             task.cancel()
         await asyncio.gather(*mine, return_exceptions=True)
+        await asyncio.sleep(0)  # transports are closed a turn after they are told
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         link = _Link(self, reader, writer)

@@ -7,7 +7,6 @@ key exclude us, and we them. (Idea of the value and of NX PX: the distributed lo
 from __future__ import annotations
 
 import math
-import random
 from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal
 
 from dlock_core.backend import Busy, Granted
@@ -16,6 +15,7 @@ from dlock_core.backends.redis.clients import connectors, of_url
 from dlock_core.backends.redis.connections import AsyncioWire, BlockingWire
 from dlock_core.backends.redis.scripts import script
 from dlock_core.backends.redis.wire import answered, ask, converse, twice
+from dlock_core.backoff import CHANCE
 from dlock_core.runtime import Asyncio
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ class RedisBackend:
         """Sleep on our private wake-up list; the next attempt is sent along and made the moment the list wakes us."""
         seconds = min(timeout, SLICE, request.ttl / 4)
         if busy.ticket is None:  # another library's lock: it will not wake us
-            await runtime.sleep(min(seconds, random.uniform(0.05, 0.1)))  # noqa: S311 - only jitter
+            await runtime.sleep(min(seconds, CHANCE.uniform(0.05, 0.1)))
             return None
         keys, args = self.question(request)
         sleep = ("BLPOP", f"{keys[0]}:wake:{request.holder}", f"{max(seconds, 0.001):.3f}")

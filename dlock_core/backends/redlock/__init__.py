@@ -6,7 +6,6 @@ give it to a second holder. (Idea: the distributed locks page of the Redis docum
 
 from __future__ import annotations
 
-import random
 from collections import Counter
 from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal
 
@@ -19,6 +18,7 @@ from dlock_core.backends.redlock import address, merging
 from dlock_core.backends.redlock.asking import Nodes, all_of
 from dlock_core.backends.redlock.node import Question
 from dlock_core.backends.redlock.renewing import renew
+from dlock_core.backoff import CHANCE
 from dlock_core.errors import BackendUnavailable
 
 if TYPE_CHECKING:
@@ -83,7 +83,7 @@ class RedlockBackend:
         With a place at every node a release would hand over to several waiters, and none of them would get a majority.
         """
         if busy.ticket is None:
-            await runtime.sleep(min(timeout, random.uniform(*JITTER)))  # noqa: S311 - only jitter
+            await runtime.sleep(min(timeout, CHANCE.uniform(*JITTER)))
             return
         node = self._nodes.all[busy.ticket]
         try:
@@ -93,7 +93,7 @@ class RedlockBackend:
         except BackendUnavailable as error:
             if not error.broken:
                 node.fail()
-            await runtime.sleep(min(timeout, random.uniform(*JITTER)))  # noqa: S311 - only jitter
+            await runtime.sleep(min(timeout, CHANCE.uniform(*JITTER)))
 
     async def withdraw(self, runtime: Runtime, request: Request, ticket: Any = None) -> None:
         keys = self._any.keys(request.name)

@@ -44,11 +44,11 @@ async def put(runtime: Runtime, nodes: Sequence[Node], asked: Sequence[int], que
     finally:
         for task, place in pending.items():
             nodes[place].fail()
-            _leave(task, connections[place], question)
+            _leave(task, nodes[place], connections[place], question)
     return answers
 
 
-def _leave(task: asyncio.Task[Any], connection: Any, question: Question) -> None:
+def _leave(task: asyncio.Task[Any], node: Node, connection: Any, question: Question) -> None:
     """Stop to listen to a node that is too slow."""
     if question.insists:
         _late.add(task)
@@ -56,7 +56,8 @@ def _leave(task: asyncio.Task[Any], connection: Any, question: Question) -> None
         return
     if question.undo is not None and connection._writer is not None:
         connection._writer.writelines(packed(connection, [question.undo]))
-    task.cancel()  # its connection is closed: what it carries shall not linger
+    task.cancel()  # its connection is closed, also when it had not begun: what it carries shall not linger
+    task.add_done_callback(lambda ended: node.tasks.discard(connection) if ended.cancelled() else None)
 
 
 async def _ask(runtime: Runtime, node: Node, connection: Any, question: Question, data: Any) -> Any:
