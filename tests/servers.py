@@ -22,6 +22,7 @@ from typing import Final
 
 START_WITHIN: Final = 60.0
 NOT_EPHEMERAL: Final = range(20_000, 32_000)
+_given: Final[set[int]] = set()
 
 
 class ServerMissing(Exception):
@@ -201,10 +202,13 @@ def find(program: str, *extra: Path, package: str) -> str:
 
 def free_port() -> int:
     """A port nobody listens on, outside the range outgoing connections are given: still free when its server starts."""
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:]) % 8  # runs side by side never pick the same
+    ours = range(NOT_EPHEMERAL.start + worker * 1500, NOT_EPHEMERAL.start + (worker + 1) * 1500)
     while True:
-        port = NOT_EPHEMERAL.start + secrets.randbelow(len(NOT_EPHEMERAL))
+        port = ours.start + secrets.randbelow(len(ours))
         with socket.socket() as probe:
-            if probe.connect_ex(("127.0.0.1", port)) != 0:
+            if port not in _given and probe.connect_ex(("127.0.0.1", port)) != 0:
+                _given.add(port)
                 return port
 
 
