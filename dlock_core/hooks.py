@@ -17,7 +17,7 @@ __all__ = ["Event", "emit", "subscribe", "unsubscribe"]
 
 logger = logging.getLogger("dlock")
 
-Kind = Literal["acquired", "released", "lost", "timeout"]
+Kind = Literal["acquired", "released", "lost", "timeout", "forced"]
 
 
 @dataclass(frozen=True, slots=True)
