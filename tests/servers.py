@@ -155,7 +155,9 @@ def mariadb(directory: Path, port: int) -> Server:
     server = find("mariadbd", package="mariadb-server")
     install = find("mariadb-install-db", package="mariadb-server")
     create = "CREATE DATABASE IF NOT EXISTS dlock CHARACTER SET utf8mb4 COLLATE utf8mb4_general_ci"
-    common = ["--no-defaults", f"--datadir={directory}", "--innodb-log-file-size=8M", "--innodb-flush-method=nosync"]
+    # A server that starts clears its tmpdir of temporary tables, also of those of its neighbours.
+    own = ["--no-defaults", f"--datadir={directory}", f"--tmpdir={directory}"]
+    common = [*own, "--innodb-log-file-size=8M", "--innodb-flush-method=nosync"]
     tuned = ["--innodb-flush-log-at-trx-commit=0", "--innodb-buffer-pool-size=32M", "--max-connections=200"]
     where = [f"--port={port}", "--bind-address=127.0.0.1", f"--socket={directory}/mariadb.sock", "--skip-name-resolve"]
     init = directory / "init.sql"

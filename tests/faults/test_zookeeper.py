@@ -63,10 +63,16 @@ def direct(server: Server, prefix: str) -> Iterator[ZooKeeperBackend]:
 
 
 @pytest.fixture
-def backend(proxy: Proxy, prefix: str) -> Iterator[ZooKeeperBackend]:
+def session() -> float:
+    """Seconds that a session outlives its connection: short, for the tests that wait for its end."""
+    return SESSION
+
+
+@pytest.fixture
+def backend(proxy: Proxy, prefix: str, session: float) -> Iterator[ZooKeeperBackend]:
     """The store as its users reach it: through the proxy, with short sessions."""
     url = f"zookeeper://127.0.0.1:{proxy.port}"
-    backend = ZooKeeperBackend.from_url(url, prefix=prefix, timeout=LIMIT, session=SESSION)
+    backend = ZooKeeperBackend.from_url(url, prefix=prefix, timeout=LIMIT, session=session)
     yield backend
     backend.close()
 
@@ -186,11 +192,12 @@ def test_release_whose_reply_was_lost_is_a_release(
     assert is_untouched(direct, "a")
 
 
+@pytest.mark.parametrize("session", [10.0])  # a slow machine may take seconds to connect again
 def test_renewal_whose_reply_was_lost_is_no_loss(locks: Locks, proxy: Proxy) -> None:
     lease = locks.acquire("a")
     proxy.drop_reply(matching=CREATE).wait()
     before = locks.renewals(lease)
-    locks.observed.until(lambda _: locks.renewals(lease) >= before + 3)
+    locks.observed.until(lambda _: locks.renewals(lease) >= before + 2)
     assert not lease.lost
 
 
