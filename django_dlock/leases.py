@@ -8,9 +8,10 @@ from django_dlock.errors import as_database_error
 from django_dlock.ties import current, forget
 from dlock_core import engine
 from dlock_core.errors import DLockError
-from dlock_core.holding import LeaseView, renew
+from dlock_core.holding import renew
 from dlock_core.runtime import ASYNCIO, BLOCKING, run
 from dlock_core.tie import LETTING_RUN_OUT
+from dlock_core.tied import TiedLease
 
 if TYPE_CHECKING:
     from django_dlock.ties import DatabaseTie
@@ -36,14 +37,10 @@ class _AsDjango:
 AS_DJANGO: Final = _AsDjango()
 
 
-class Lease(LeaseView):
+class Lease(TiedLease):
     """A lock that this context holds. Its methods do no I/O, but for those that renew and release."""
 
-    __slots__ = ("_left", "_tie")
-
-    def __init__(self, tie: DatabaseTie) -> None:
-        super().__init__(tie.held)
-        self._tie, self._left = tie, False
+    __slots__ = ()
 
     def ensure_held(self) -> None:
         """Raise LeaseLost unless the lease surely holds now; without I/O."""
@@ -78,13 +75,6 @@ class Lease(LeaseView):
         """See `renew`."""
         with AS_DJANGO:
             await renew(ASYNCIO, self._held, ttl)
-
-    def _leave(self) -> bool:
-        self._held.ensure_own_process()
-        if not self._left:
-            self._left = True
-            self._tie.depth -= 1
-        return self._tie.depth == 0 and self._held.ended is None and self._tie.leave()
 
 
 def release_forgotten() -> list[str]:

@@ -21,7 +21,7 @@ from django_dlock.leases import AS_DJANGO, Lease
 from django_dlock.snapshots import refuse_old_snapshot
 from django_dlock.ties import DatabaseTie, current, remember
 from django_dlock.transactions import in_transaction
-from dlock_core import engine, names, watchdog
+from dlock_core import names
 from dlock_core.runtime import ASYNCIO, BLOCKING, Blocking, Runtime, run
 from dlock_core.tie import LETTING_RUN_OUT
 from dlock_core.tied import Options, TiedLock
@@ -107,13 +107,7 @@ class Lock(TiedLock):
         if runtime is BLOCKING and self.snapshot == "raise":
             refuse_old_snapshot(self.name, self.using)
         tie = await self._ask(runtime, store)
-        if self.renew:
-            watchdog.watch(tie.held)
-        try:
-            await database.call(tie.bind, self.using, self.form)
-        except BaseException:
-            await runtime.shield(_give_back(runtime, tie))
-            raise
+        await self.keep(runtime, tie, database.call(tie.bind, self.using, self.form))
         remember(tie)
         return Lease(tie)
 
@@ -152,13 +146,6 @@ class _Sensitive(Blocking):
 
 
 _SENSITIVE = _Sensitive()
-
-
-async def _give_back(runtime: Runtime, tie: DatabaseTie) -> None:
-    watchdog.unwatch(tie.held)
-    tie.give_up()
-    with LETTING_RUN_OUT:
-        await engine.release(runtime, tie.held)
 
 
 def _part(part: Any) -> Any:

@@ -61,7 +61,6 @@ class DatabaseTie(Tie):
         """The databases it protects, and how."""
         self._admitted: dict[object, bool] = {}
         """The open transactions tied to the lease, and whether each has been admitted."""
-        self._is_given_up = False
 
     def bind(self, using: str, form: FenceForm) -> None:
         """Take up a new lease: tie every transaction that is open in this thread, and protect a database."""
@@ -105,10 +104,6 @@ class DatabaseTie(Tie):
             self._refuse_aborted()
             self._refuse_unfenced(connection)
 
-    def give_up(self) -> None:
-        """Its acquire has failed: nothing was done under it, so the transactions that it met owe it nothing."""
-        self._is_given_up = True
-
     def _prepare(self, connection: BaseDatabaseWrapper, form: FenceForm) -> FenceForm:
         before_statements(_before_statement, connection.alias)
         if (transaction := watch(connection).transaction()) is not None:
@@ -133,7 +128,7 @@ class DatabaseTie(Tie):
         self._admitted[transaction] = False
 
     def _before_commit(self, connection: BaseDatabaseWrapper) -> None:
-        if self._is_given_up:
+        if self.is_given_up:
             return
         self._refuse_lost()
         if self._forms.get(connection.alias) == "lease":

@@ -64,6 +64,12 @@ class Tie:
         """How many transactions were ever tied."""
         self._guard = threading.RLock()  # the garbage collector may end a transaction in the middle of a method
         self._open, self._left, self._unknown = 0, False, False
+        self.is_given_up = False
+        """Its acquire has failed: nothing was done under it, so the transactions that it met owe it nothing."""
+
+    def give_up(self) -> None:
+        """Note that the acquire has failed."""
+        self.is_given_up = True
 
     def begin(self) -> None:
         """Note that a transaction works under the lease."""

@@ -5,15 +5,16 @@ from __future__ import annotations
 from types import EllipsisType
 from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
-from dlock_core import engine
+from dlock_core import engine, watchdog
 from dlock_core.deadline import Seconds, deadline, ttl_seconds, wait_seconds
 from dlock_core.errors import AlreadyHeld, NotSupported
-from dlock_core.holding import Blocks
+from dlock_core.holding import Blocks, LeaseView
 from dlock_core.lock import new_request, supported_ttl
 from dlock_core.runtime import clock
+from dlock_core.tie import LETTING_RUN_OUT
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Awaitable, Callable, Iterable
 
     from dlock_core.backend import Backend
     from dlock_core.fencing import Fence
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from dlock_core.store import Store
     from dlock_core.tie import Tie
 
-__all__ = ["FenceForm", "Options", "TiedLock"]
+__all__ = ["FenceForm", "Options", "TiedLease", "TiedLock"]
 
 FenceForm = Literal["transaction", "lease", False]
 
@@ -79,6 +80,16 @@ class TiedLock:
         held.on_lost = () if self.on_lost is None else (self.on_lost,)
         return held, wait, until
 
+    async def keep(self, runtime: Runtime, tie: Tie, bind: Awaitable[Any]) -> None:
+        """Tie a new lease to what it protects, renewed meanwhile; what `bind` raises gives it back."""
+        if self.renew:
+            watchdog.watch(tie.held)
+        try:
+            await bind
+        except BaseException:
+            await runtime.shield(_give_back(runtime, tie))
+            raise
+
     def joined(self, ties: Iterable[Any], backend: Backend, *, inside: bool) -> Any:
         """Find what the owner holds already, among its ties; raises AlreadyHeld where that cannot be joined.
 
@@ -93,6 +104,31 @@ class TiedLock:
 
     def _is(self, tie: Tie, backend: Backend) -> bool:
         return tie.held.name == self.name and tie.held.backend is backend and tie.held.remaining() > 0.0
+
+
+class TiedLease(LeaseView):
+    """A handle of a tie's lease; what it does to release is the integration's."""
+
+    __slots__ = ("_left", "_tie")
+
+    def __init__(self, tie: Any) -> None:
+        super().__init__(tie.held)
+        self._tie, self._left = tie, False
+
+    def _leave(self) -> bool:
+        """Leave once; True for the last handle when no transaction needs the lease: it has to be released now."""
+        self._held.ensure_own_process()
+        if not self._left:
+            self._left = True
+            self._tie.depth -= 1
+        return self._tie.depth == 0 and self._held.ended is None and self._tie.leave()
+
+
+async def _give_back(runtime: Runtime, tie: Tie) -> None:
+    watchdog.unwatch(tie.held)
+    tie.give_up()
+    with LETTING_RUN_OUT:
+        await engine.release(runtime, tie.held)
 
 
 def _form(fence: Any) -> FenceForm:

@@ -5,31 +5,22 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from dlock_core import engine
-from dlock_core.holding import LeaseView, renew
+from dlock_core.holding import renew
 from dlock_core.runtime import ASYNCIO
+from dlock_core.tied import TiedLease
 
 if TYPE_CHECKING:
     from dlock_core.deadline import Seconds
     from dlock_core.lease import Released
-    from sqla_dlock.ties import SessionTie
 
 __all__ = ["AsyncLease", "Lease"]
 
 
-class _Lease(LeaseView):
-    __slots__ = ("_left", "_tie")
-
-    def __init__(self, tie: SessionTie) -> None:
-        super().__init__(tie.held)
-        self._tie, self._left = tie, False
+class _Lease(TiedLease):
+    __slots__ = ()
 
     def _leave(self) -> bool:
-        """Leave once; True for the last handle when no transaction needs the lease: it has to be released now."""
-        self._held.ensure_own_process()
-        if not self._left:
-            self._left = True
-            self._tie.depth -= 1
-        is_due = self._tie.depth == 0 and self._held.ended is None and self._tie.leave()
+        is_due = super()._leave()
         self._tie.forget_if_over()
         return is_due
 

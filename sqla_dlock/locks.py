@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from sqlalchemy import Connection, inspect
 from sqlalchemy.orm import InstanceState
 
-from dlock_core import engine, names, watchdog
+from dlock_core import names
 from dlock_core.errors import NotSupported
 from dlock_core.runtime import ASYNCIO, BLOCKING, blocking, run
 from dlock_core.tie import LETTING_RUN_OUT
@@ -80,13 +80,7 @@ class SessionLock(TiedLock):
             await database.call(self._refuse_old_snapshot, bind)
         held, wait, deadline = await self.ask(runtime, store)
         tie = SessionTie(held, self.session, fence=self.fence, wait=wait, deadline=deadline, finish=finish)
-        if self.renew:
-            watchdog.watch(held)
-        try:
-            await database.call(tie.bind, bind, self.form)
-        except BaseException:
-            await runtime.shield(_give_back(runtime, tie))
-            raise
+        await self.keep(runtime, tie, database.call(tie.bind, bind, self.form))
         return tie
 
     def _database(self) -> Any:
@@ -151,13 +145,6 @@ def lock(session: Session | scoped_session[Any], *parts: Any, **options: Unpack[
     Raises TypeError for an AsyncSession, and for what is no session, before any I/O.
     """
     return Lock(plain_session(session, "alock()"), parts, **options)
-
-
-async def _give_back(runtime: Runtime, tie: SessionTie) -> None:
-    watchdog.unwatch(tie.held)
-    tie.give_up()
-    with LETTING_RUN_OUT:
-        await engine.release(runtime, tie.held)
 
 
 def _is_mapped(part: Any) -> bool:

@@ -56,7 +56,6 @@ class SessionTie(Tie):
         """Why the open transaction may not commit, whatever its owner makes of the error."""
         self._leaving: list[Callable[[], object]] = []
         self._stop: list[Callable[[], None]] = []
-        self._is_given_up = False
 
     def bind(self, bind: Engine | Connection | None, form: FenceForm) -> None:
         """Take up a new lease: tie the session's transaction, now or when it begins, and protect a database."""
@@ -91,8 +90,7 @@ class SessionTie(Tie):
             self._leaving.append(leave)
 
     def give_up(self) -> None:
-        """Its acquire has failed: nothing was done under it, so the transaction that it met owes it nothing."""
-        self._is_given_up = True
+        super().give_up()
         self._forget()
 
     def forget_if_over(self) -> None:
@@ -109,7 +107,7 @@ class SessionTie(Tie):
 
     def _work(self, connection: Connection) -> None:
         form = self._forms.get(connection.dialect)
-        if not form or self._is_given_up:
+        if not form or self.is_given_up:
             return
         try:
             self._enter(connection, form)
@@ -130,7 +128,7 @@ class SessionTie(Tie):
             refuse_unbegun(connection, self.held.name)
 
     def _before_commit(self) -> None:
-        if self._is_given_up:
+        if self.is_given_up:
             return
         for error in self._refused.values():
             raise error
