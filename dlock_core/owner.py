@@ -35,7 +35,7 @@ def name_application(label: str) -> None:
 @contextmanager
 def serving(method: str | None, path: str) -> Iterator[str]:
     """Name the request that runs in the block, on one short line; a query string may hold what is nobody's business."""
-    token = request_line.set(_printable(f"{method} {path}"))
+    token = request_line.set(printable(f"{method} {path}"))
     try:
         yield request_line.get()
     finally:
@@ -61,10 +61,11 @@ def _text(pid: int, thread: str, request: str, app: str) -> str:
 
 
 def _clean(value: str | int) -> str | int:
-    return value if isinstance(value, int) else _printable(value)
+    return value if isinstance(value, int) else printable(value)
 
 
-def _printable(words: str) -> str:
+def printable(words: str) -> str:
+    """Make one short line of words that may hold anything."""
     return "".join(char if char.isprintable() else "?" for char in words[:_LONGEST])
 
 
@@ -75,8 +76,8 @@ def describe(owner: str) -> str:
     except ValueError:
         data = None
     if not isinstance(data, dict):
-        return _printable(owner)
+        return printable(owner)
     where = (
         f"{data.get('app', '?')}@{data.get('host', '?')} pid {data.get('pid', '?')} {data.get('thread', '')}".strip()
     )
-    return _printable(f"{data['request']} ({where})" if data.get("request") else where)
+    return printable(f"{data['request']} ({where})" if data.get("request") else where)

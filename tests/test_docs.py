@@ -243,7 +243,7 @@ def test_every_option_of_redis_is_documented_with_its_default() -> None:
 
 
 def test_example_of_the_listing_has_exactly_its_fields() -> None:
-    text = read("reference/dlock-list.md")
+    text = read("reference/picture.md")
     example = json.loads(next(match["code"] for match in FENCE.finditer(text) if match["language"] == "json"))
     fields = [field.name for field in dataclasses.fields(listing.Entry)]
     assert list(example) == list(listing.Picture().as_dict())

@@ -43,9 +43,9 @@ def test_list_shows_holders_and_waiters_of_every_store_in_order(stores, capsys):
         threads = [threading.Thread(target=wait, name=f"waiter-{n}") for n in range(2)]
         for place, thread in enumerate(threads, 1):
             thread.start()
-            while len(json.loads(listed(capsys, "--format", "json"))["locks"]) < 2 + place:
+            while len(json.loads(listed(capsys, "--format", "json"))["entries"]) < 2 + place:
                 time.sleep(0.01)
-        locks = json.loads(listed(capsys, "--format", "json"))["locks"]
+        locks = json.loads(listed(capsys, "--format", "json"))["entries"]
         table = listed(capsys)
         for thread in threads:
             thread.join()
@@ -56,7 +56,7 @@ def test_list_shows_holders_and_waiters_of_every_store_in_order(stores, capsys):
     assert 0 < holder["expires_in"] <= 20
     assert (first["owner"]["thread"], first["place"]) == ("waiter-0", 1)
     assert (second["owner"]["thread"], second["place"]) == ("waiter-1", 2)
-    assert (note["name"], note["mode"], note["store"]) == ("note:%C3%A4", "shared", "memory")
+    assert (note["name"], note["mode"], note["source"]) == ("note:%C3%A4", "shared", "memory")
     assert "order:42" in table
     assert "2 holders, 2 waiters" in table
 

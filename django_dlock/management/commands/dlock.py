@@ -10,7 +10,7 @@ from django.db import DEFAULT_DB_ALIAS, connections
 
 from django_dlock.conf import UnknownStore, stores
 from django_dlock.purge import purge
-from dlock_core.inspect import Entry, Unreadable, entries
+from dlock_core.inspect import Entry, Unreadable, picture
 
 if TYPE_CHECKING:
     from django.core.management.base import CommandParser
@@ -50,14 +50,13 @@ class Command(BaseCommand):
             backends = [(alias, stores[alias].backend) for alias in aliases]
         except UnknownStore as error:
             raise CommandError(str(error)) from None
-        found, failed = entries(backends)
+        found = picture(backends)
         if form == "json":
-            errors = [{"store": store.store, "error": store.reason} for store in failed]
-            self.stdout.write(json.dumps({"locks": [entry.as_dict() for entry in found], "errors": errors}, indent=2))
+            self.stdout.write(json.dumps(found.as_dict(), indent=2))
         else:
-            self._show(found, failed)
-        if failed:
-            raise CommandError(f"{len(failed)} of {len(aliases)} stores could not be read", returncode=1)
+            self._show(found.entries, found.unreadable)
+        if found.unreadable:
+            raise CommandError(f"{len(found.unreadable)} of {len(aliases)} stores could not be read", returncode=1)
 
     def _show(self, found: list[Entry], failed: list[Unreadable]) -> None:
         try:
@@ -69,7 +68,7 @@ class Command(BaseCommand):
             console.print(_table(found))
         console.print(f"{_count(found, 'holder')}, {_count(found, 'waiter')}", markup=False)
         for store in failed:
-            console.print(f"{store.store}: {store.reason}", markup=False, style="red")
+            console.print(f"{store.source}: {store.reason}", markup=False, style="red")
 
     def _purge(self, days: int, database: str) -> None:
         if days < 1:
@@ -84,7 +83,7 @@ def _table(found: list[Entry]) -> Table:
     for entry in found:
         who = entry.described if entry.role == "holder" else f"  waits ({entry.place}): {entry.described}"
         token = "" if entry.token is None else str(entry.token)
-        cells = (entry.store, entry.name, entry.mode, who, _seconds(entry.seconds), _left(entry), token)
+        cells = (entry.source, entry.name, entry.mode, who, _seconds(entry.seconds), _left(entry), token)
         table.add_row(*(_plain(cell) for cell in cells), style="dim" if entry.role == "waiter" else "")
     return table
 

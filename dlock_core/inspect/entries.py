@@ -1,0 +1,62 @@
+"""What the inspector finds: who holds, who waits, and whom it could not ask."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+__all__ = ["Database", "Entry", "Unreadable"]
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One who holds a lease, a row lock or an advisory lock, or who waits for it; times in seconds, None if unknown.
+
+    Names and owners are data of others: only `described` is sure to be one printable line.
+    """
+
+    kind: Literal["lease", "row", "advisory"]
+    source: str
+    """The alias of the store or database in which it was found."""
+    name: str
+    """The lock, the table and key of a row, or the key of an advisory lock."""
+    role: Literal["holder", "waiter"]
+    mode: str
+    """exclusive or shared; of a row lock in the database's words, where it says more."""
+    owner: dict[str, Any]
+    """What it said of itself: app, host, pid, thread or task, request; of a database session pid, state, query."""
+    described: str
+    token: int | None
+    seconds: float | None
+    """How long it has held the lock, or waited for it."""
+    expires_in: float | None
+    place: int | None
+    """1 for the first in the queue; None for a holder."""
+    party: str
+    """The same text on every entry of one thread, task or database session: who has to end before others go on."""
+
+    def as_dict(self) -> dict[str, Any]:
+        """Give the entry as JSON takes it."""
+        return asdict(self)
+
+
+@dataclass(frozen=True, slots=True)
+class Unreadable:
+    """A store or a database that could not be asked; the reason is one line without a password."""
+
+    source: str
+    reason: str
+
+
+class Database(Protocol):
+    """A database that is asked for its locks, on a connection of its own and never in the caller's transaction."""
+
+    alias: str
+    vendor: str
+    """postgresql, mysql, mariadb or sqlite."""
+
+    def query(self, sql: str, params: Sequence[Any] = ()) -> list[tuple[Any, ...]]:
+        """Read rows, `%s` standing for each parameter; raises BackendUnavailable, within a few seconds."""

@@ -1,0 +1,169 @@
+"""Who waits for whom, over leases, row locks and advisory locks together; pure.
+
+No store or database sees a deadlock that goes through two of them: each knows its own waits only.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from dlock_core.owner import printable
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from dlock_core.inspect.entries import Entry
+
+    Graph: TypeAlias = "dict[str, dict[str, Wait]]"
+
+__all__ = ["Cycle", "Wait", "cycles", "waits"]
+
+_SHARED = {"shared", "FOR SHARE", "FOR KEY SHARE"}
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """One who waits, and what stands in its way: a holder, or a waiter before it in the queue."""
+
+    waiter: Entry
+    behind: Entry
+
+
+@dataclass(frozen=True, slots=True)
+class Cycle:
+    """Parties of whom each waits for the next, and the last for the first: none goes on before one of them ends."""
+
+    waits: tuple[Wait, ...]
+
+    def steps(self) -> list[str]:
+        """Tell the cycle in printable lines, one for each party."""
+        return [
+            f"{wait.waiter.described} {_has(before.behind)} and waits for {_label(wait.waiter)}"
+            for before, wait in self._turns()
+        ]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Give the cycle as JSON takes it."""
+        steps = [
+            {
+                "party": wait.waiter.party,
+                "described": wait.waiter.described,
+                "has": _resource(before.behind),
+                "waits_for": _resource(wait.waiter),
+            }
+            for before, wait in self._turns()
+        ]
+        return {"steps": steps, "text": self.steps()}
+
+    def _turns(self) -> Iterator[tuple[Wait, Wait]]:
+        """The wait that each party stands in the way of, and its own."""
+        return zip((self.waits[-1], *self.waits[:-1]), self.waits, strict=True)
+
+
+def waits(entries: Iterable[Entry]) -> list[Wait]:
+    """Find what stands in the way of each waiter: the holders that exclude it, and the last before it in its queue.
+
+    Who is further ahead stands in the way of those, and so in its way, too.
+    """
+    return [wait for queue in _queues(entries) for wait in _waits(*queue)]
+
+
+def cycles(entries: Iterable[Entry]) -> list[Cycle]:
+    """Find deadlocks: every party that is in one is named in at least one, by a shortest way round."""
+    graph: Graph = defaultdict(dict)
+    for wait in waits(entries):
+        graph[wait.waiter.party].setdefault(wait.behind.party, wait)
+    found: list[Cycle] = []
+    named: set[str] = set()
+    for party in sorted(_knotted(graph)):
+        if party not in named and (cycle := _shortest(graph, party)):
+            found.append(cycle)
+            named.update(wait.waiter.party for wait in cycle.waits)
+    return found
+
+
+def _queues(entries: Iterable[Entry]) -> Iterator[tuple[list[Entry], list[Entry]]]:
+    """Give the holders of each lock that is waited for, and its waiters in order."""
+    locks: dict[tuple[str, ...], tuple[list[Entry], list[Entry]]] = defaultdict(lambda: ([], []))
+    for entry in entries:
+        locks[entry.source, entry.kind, entry.name][entry.role == "waiter"].append(entry)
+    for holders, waiters in locks.values():
+        if waiters:
+            yield holders, sorted(waiters, key=lambda waiter: waiter.place or 0)
+
+
+def _waits(holders: list[Entry], waiters: list[Entry]) -> Iterator[Wait]:
+    for place, waiter in enumerate(waiters):
+        for other in (*holders, *_last_before(waiters[:place], waiter)):
+            if _excludes(other, waiter):
+                yield Wait(waiter, other)
+
+
+def _last_before(ahead: list[Entry], waiter: Entry) -> Iterator[Entry]:
+    """Give the nearest exclusive waiter ahead, and the shared ones after it, who do not wait for each other."""
+    for other in reversed(ahead):
+        yield other
+        if not _is_shared(other):
+            return
+
+
+def _excludes(one: Entry, other: Entry) -> bool:
+    return not (_is_shared(one) and _is_shared(other))
+
+
+def _is_shared(entry: Entry) -> bool:
+    return entry.mode in _SHARED
+
+
+def _knotted(graph: Graph) -> set[str]:
+    """Give the parties that may be on a cycle: who waits for nobody is on none, nor is who waits only for such."""
+    waiting_for = {party: set(others) for party, others in graph.items()}
+    behind: dict[str, list[str]] = defaultdict(list)
+    for party, others in graph.items():
+        for other in others:
+            behind[other].append(party)
+    free = [party for party in behind if party not in waiting_for]
+    while free:
+        done = free.pop()
+        for party in behind[done]:
+            waiting_for[party].discard(done)
+            if not waiting_for[party]:
+                del waiting_for[party]
+                free.append(party)
+    return set(waiting_for)
+
+
+def _shortest(graph: Graph, party: str) -> Cycle | None:
+    """Find a shortest way from a party back to itself."""
+    reached: dict[str, Wait] = {}
+    todo = deque([party])
+    while todo:
+        here = todo.popleft()
+        for other, wait in graph.get(here, {}).items():
+            if other not in reached:
+                reached[other] = wait
+                todo.append(other)
+        if party in reached:
+            return _way_back(reached, party)
+    return None
+
+
+def _way_back(reached: dict[str, Wait], party: str) -> Cycle:
+    way = [reached[party]]
+    while way[-1].waiter.party != party:
+        way.append(reached[way[-1].waiter.party])
+    return Cycle(tuple(reversed(way)))
+
+
+def _has(entry: Entry) -> str:
+    return f"{'holds' if entry.role == 'holder' else 'is queued before it for'} {_label(entry)}"
+
+
+def _label(entry: Entry) -> str:
+    return printable(f"{entry.kind} {entry.name}")
+
+
+def _resource(entry: Entry) -> dict[str, str]:
+    return {"kind": entry.kind, "source": entry.source, "name": entry.name, "role": entry.role}
