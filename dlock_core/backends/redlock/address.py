@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import re
 from typing import TYPE_CHECKING, Any, Final
 
 from dlock_core.backends.redis.clients import of_url
+from dlock_core.backends.redis.hosts import split
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -13,8 +13,6 @@ if TYPE_CHECKING:
 __all__ = ["check", "read", "title"]
 
 PORT: Final = 6379
-_URL: Final = re.compile(r"redlock://(?:([^/?#]*)@)?([^/?#@]+)(/\d*)?(\?[^#]*)?")
-_NODE: Final = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[^\[\]:\s]+)(?::(\d{1,5}))?")
 _BAD: Final = (
     "bad Redlock URL: expected redlock://[user:password@]host:port,host:port,host:port/db, one user and password for "
     "all nodes, with every : / ? # @ , of them percent-encoded"
@@ -23,22 +21,9 @@ _BAD: Final = (
 
 def read(url: str, *, tls: bool) -> list[Any]:
     """Take a URL apart; raises ValueError."""
-    found = _URL.fullmatch(url)
-    if found is None:
-        raise ValueError(_BAD)
-    credentials, nodes, database, options = found.groups(default="")
-    if "," in credentials:
-        raise ValueError(_BAD)
-    user = f"{credentials}@" if credentials else ""
+    user, nodes, database, options = split(url, port=PORT, path=r"(?:/\d*)?", bad=_BAD)
     scheme = "rediss" if tls else "redis"
-    return [of_url(f"{scheme}://{user}{_node(node)}{database}{options}") for node in nodes.split(",")]
-
-
-def _node(text: str) -> str:
-    found = _NODE.fullmatch(text)
-    if found is None or not 0 < int(found[2] or PORT) < 65536:
-        raise ValueError(_BAD)
-    return f"{found[1]}:{found[2] or PORT}"
+    return [of_url(f"{scheme}://{user}{node}{database}{options}") for node in nodes]
 
 
 def title(client: Any) -> str:
