@@ -1,0 +1,128 @@
+"""What makes a Redis or Valkey fit to keep leases."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Final
+
+from dlock_core.backends.redis.wire import answered, converse, twice
+from dlock_core.doctor.clocks import SAMPLES, Sample, clock, round_trip, timing, wall
+from dlock_core.doctor.finding import Finding, ok, unsafe, warning
+
+if TYPE_CHECKING:
+    from dlock_core.backends.redis import RedisBackend
+    from dlock_core.doctor.clocks import Timing
+    from dlock_core.runtime import Runtime
+
+__all__ = ["at", "diagnose", "judged", "measure"]
+
+LEAST: Final = (6, 2)
+FULL: Final = 0.8
+LIMIT: Final = 2.0
+"""Seconds that a question of the doctor may take."""
+
+Info = dict[str, str]
+
+
+async def diagnose(backend: RedisBackend, runtime: Runtime) -> list[Finding]:
+    """Examine one server; raises BackendUnavailable."""
+    return judged(*await measure(backend, runtime))
+
+
+async def measure(backend: RedisBackend, runtime: Runtime) -> tuple[Info | Exception, Timing]:
+    """Ask what the server tells of itself, or why it does not, and how far away it is."""
+    told = await twice(lambda: _ask(backend, runtime, "INFO"))
+    info = told if isinstance(told, Exception) else _read(told)
+    return info, timing([await _sample(backend, runtime) for _ in range(SAMPLES)])
+
+
+def judged(info: Info | Exception, found: Timing) -> list[Finding]:
+    """Judge what was measured at one server."""
+    reason = "keys expire, and tokens are drawn, by its clock: after a step back the fence refuses new holders at first"
+    near = [round_trip(found.round_trip), clock(found, reason)]
+    if isinstance(info, Exception):
+        remedy = "ACL SETUSER … +info, for the user with whom the doctor comes"
+        return [warning("info", str(info), "eviction, persistence and replication are not known", remedy), *near]
+    looks = (_version, _role, _eviction, _memory, _persistence, _clients)
+    return [*[look(info) for look in looks], *near]
+
+
+async def _ask(backend: RedisBackend, runtime: Runtime, command: str) -> Any:
+    (reply,) = await converse(backend.wire(runtime), runtime, "", [(command,)], LIMIT)
+    return reply
+
+
+async def _sample(backend: RedisBackend, runtime: Runtime) -> Sample:
+    sent = wall()
+    seconds, micros = answered("", await _ask(backend, runtime, "TIME"))
+    return Sample(sent, wall(), int(seconds) + int(micros) / 1_000_000)
+
+
+def _read(text: bytes | str) -> Info:
+    lines = (text.decode(errors="replace") if isinstance(text, bytes) else text).splitlines()
+    return dict(line.split(":", 1) for line in lines if ":" in line and not line.startswith("#"))
+
+
+def _version(info: Info) -> Finding:
+    name, number = ("Valkey", info["valkey_version"]) if "valkey_version" in info else ("Redis", info["redis_version"])
+    if tuple(map(int, re.findall(r"\d+", number)[:2])) >= LEAST:
+        return ok("version", f"{name} {number}")
+    return unsafe("version", f"{name} {number}", "its scripts lack commands that dlock needs", "upgrade to 6.2 or newer")
+
+
+def _role(info: Info) -> Finding:
+    replicas = int(info.get("connected_slaves", 0))
+    if info.get("role") != "master":
+        reason = "a replica refuses to write: no lease is granted here"
+        return unsafe("replication", f"a replica of {info.get('master_host')}", reason, "name the primary")
+    if not replicas:
+        return ok("replication", "a primary without replicas")
+    reason = "replicas follow later: after a failover a lease may be forgotten, and two may believe that they hold it"
+    remedy = "protect data with the fence (the default); or take a store that decides by majority"
+    return warning("replication", f"a primary with {replicas} replicas", reason, remedy)
+
+
+def _eviction(info: Info) -> Finding:
+    policy, limit = info.get("maxmemory_policy", "?"), int(info.get("maxmemory", 0))
+    measured = f"maxmemory-policy {policy}, maxmemory {limit or 'unlimited'}, {info.get('evicted_keys', '?')} evicted"
+    if policy == "noeviction":
+        return ok("eviction", measured)
+    reason = "leases have an expiry: under memory pressure Redis may throw one away while it is held"
+    remedy = "CONFIG SET maxmemory-policy noeviction, or an instance for locks alone"
+    return (unsafe if limit else warning)("eviction", measured, reason, remedy)
+
+
+def _memory(info: Info) -> Finding:
+    used, limit = int(info.get("used_memory", 0)), int(info.get("maxmemory", 0))
+    measured = f"{used / 1e6:.1f} MB of {f'{limit / 1e6:.1f} MB' if limit else 'unlimited memory'}"
+    if used < FULL * (limit or used + 1) or not limit:
+        return ok("memory", measured)
+    return warning("memory", measured, "a full server grants no lease (OOM)", "raise maxmemory, or tidy up")
+
+
+def _persistence(info: Info) -> Finding:
+    append, saved = info.get("aof_enabled") == "1", info.get("rdb_last_bgsave_status", "ok")
+    writes = info.get("aof_last_write_status", "ok") if append else saved
+    measured = f"append-only file {'on' if append else 'off'}, last write {writes}"
+    if writes != "ok":
+        reason = "what it cannot save it may refuse to write, and it forgets every lease when it restarts"
+        return unsafe("persistence", measured, reason, "look at its log and its disk")
+    if append:
+        return ok("persistence", measured)
+    reason = "a restart forgets every lease: others are let in while holders are at work, and only the fence stops them"
+    return warning("persistence", measured, reason, "appendonly yes; appendfsync everysec is enough")
+
+
+def _clients(info: Info) -> Finding:
+    used, most = int(info.get("connected_clients", 0)), int(info.get("maxclients", 0) or 10_000)
+    measured = f"{used} of {most} connections in use"
+    if used < FULL * most:
+        return ok("connections", measured)
+    reason = "every waiter keeps a connection; who gets none can neither wait nor renew"
+    return warning("connections", measured, reason, "raise maxclients, or find who keeps so many")
+
+
+def at(part: str, findings: list[Finding]) -> list[Finding]:
+    """Say of which of several nodes these findings are."""
+    return [replace(one, part=part) for one in findings]

@@ -1,0 +1,43 @@
+"""What a doctor finds: one thing that was measured, what it means, and what to do about it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+__all__ = ["Finding", "Level", "ok", "unsafe", "warning"]
+
+Level = Literal["ok", "warning", "unsafe"]
+"""unsafe: locks may fail to exclude, or not work at all; warning: they will in a case that may come, or cost too much."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One finding; `check` is a stable word for programs, everything else is for people.
+
+    `source` is the alias of the store or database, set by the doctor; `part` names the node or member, where there are
+    several.
+    """
+
+    check: str
+    level: Level
+    measured: str
+    reason: str = ""
+    remedy: str = ""
+    part: str = ""
+    source: str = ""
+
+
+def ok(check: str, measured: str, reason: str = "") -> Finding:
+    """Say that a thing is as it should be."""
+    return Finding(check, "ok", measured, reason)
+
+
+def warning(check: str, measured: str, reason: str, remedy: str) -> Finding:
+    """Say what will go wrong one day."""
+    return Finding(check, "warning", measured, reason, remedy)
+
+
+def unsafe(check: str, measured: str, reason: str, remedy: str) -> Finding:
+    """Say why a lock cannot be trusted here."""
+    return Finding(check, "unsafe", measured, reason, remedy)
