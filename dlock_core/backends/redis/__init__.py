@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
     from dlock_core.backend import Found, LockState, Renewal, Request
     from dlock_core.backends.redis.wire import Command, Wire
+    from dlock_core.doctor.finding import Finding
     from dlock_core.runtime import Runtime
 
 __all__ = ["FOUND", "LISTED", "RedisBackend", "holders_and_ttls"]
@@ -142,6 +143,12 @@ class RedisBackend:
 
     async def force_release(self, runtime: Runtime, name: str, token: int) -> bool:
         return bool(await self._ask(runtime, name, "force_release", self.keys(name), (token,)))
+
+    async def diagnose(self, runtime: Runtime) -> list[Finding]:
+        """Examine the server; raises BackendUnavailable."""
+        from dlock_core.backends.redis import health
+
+        return await health.diagnose(self, runtime)
 
     def close(self) -> None:
         """Close the idle connections; leases stay as they are."""
