@@ -11,12 +11,14 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from dlock_core.backend import Busy, Granted, Holder, LockState, Waiter
+from dlock_core.doctor.finding import unsafe
 from dlock_core.runtime import clock
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from dlock_core.backend import Found, Renewal, Request
+    from dlock_core.doctor.finding import Finding
     from dlock_core.runtime import Runtime, Signal
 
 __all__ = ["MemoryBackend"]
@@ -129,6 +131,11 @@ class MemoryBackend:
         with self._guard:
             found = [grant for grant in self._live(name).holders.values() if grant.token == token]
             return any(self._end(grant.request) for grant in found)
+
+    async def diagnose(self, runtime: Runtime) -> list[Finding]:
+        """Say what this store is not for."""
+        reason = "other processes are not excluded, and a restart forgets every lease"
+        return [unsafe("scope", "the memory of one process", reason, "use a store that all processes share: redis://")]
 
     def close(self) -> None:
         """Nothing to close: the leases stay."""

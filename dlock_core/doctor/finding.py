@@ -8,7 +8,7 @@ from typing import Literal
 __all__ = ["Finding", "Level", "ok", "unsafe", "warning"]
 
 Level = Literal["ok", "warning", "unsafe"]
-"""unsafe: locks may fail to exclude, or not work at all; warning: they will in a case that may come, or cost too much."""
+"""unsafe: locks may fail to exclude, or not work at all; warning: they will in a case that may come, or cost much."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -60,7 +60,10 @@ def _durability(flush: str) -> Finding:
 def _cluster(galera: str, size: int) -> list[Finding]:
     if galera.upper() not in ("ON", "1"):
         return []
-    measured, reason = f"Galera, {size} nodes", "row locks hold on one node only; others find out at COMMIT (error 1213)"
+    measured, reason = (
+        f"Galera, {size} nodes",
+        "row locks hold on one node only; others find out at COMMIT (error 1213)",
+    )
     return [warning("replication", measured, reason, "write through one node, and retry on deadlock")]
 
 

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     from dlock_core.backend import Busy, Found, Granted, LockState, Renewal, Request
     from dlock_core.backends.etcd.steps import Grip
+    from dlock_core.doctor.finding import Finding
     from dlock_core.runtime import Runtime
 
 __all__ = ["EtcdBackend"]
@@ -124,6 +125,17 @@ class EtcdBackend:
 
     async def force_release(self, runtime: Runtime, name: str, token: int) -> bool:
         return await _again(lambda: self._force_release(runtime, name, token))
+
+    async def diagnose(self, runtime: Runtime) -> list[Finding]:
+        """Examine every member, and all of them together; raises BackendUnavailable."""
+        from dlock_core.backends.etcd import health
+
+        members = self._gateway.each()
+        try:
+            return await health.diagnose(members, runtime)
+        finally:
+            for _, gateway in members:
+                gateway.close()
 
     def close(self) -> None:
         """Close the idle connections; leases stay as they are."""

@@ -41,7 +41,7 @@ class Gateway:
     def __init__(
         self, members: Sequence[Member], user: str, password: str, tls: ssl.SSLContext | None, timeout: float
     ) -> None:
-        self._connections = Connections(members, tls)
+        self._connections, self._tls, self._timeout = Connections(members, tls), tls, timeout
         self._credentials = {"name": user, "password": password} if user else None
         self._permit = ""
         self.limit = timeout / min(2, len(members))  # one member may be stuck, and the next be asked in time
@@ -84,6 +84,14 @@ class Gateway:
                 raise self._failed(name, connection, error) from error
             raise
         return Watch(connection, int(begun["header"]["revision"]))
+
+    def each(self) -> list[tuple[str, Gateway]]:
+        """Give a gateway to each member alone, by its address."""
+        login = self._credentials or {"name": "", "password": ""}
+        return [
+            (str(member), Gateway([member], login["name"], login["password"], self._tls, self._timeout))
+            for member in self._connections.members
+        ]
 
     def close(self) -> None:
         """Close idle connections."""

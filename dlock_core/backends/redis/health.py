@@ -68,7 +68,9 @@ def _version(info: Info) -> Finding:
     name, number = ("Valkey", info["valkey_version"]) if "valkey_version" in info else ("Redis", info["redis_version"])
     if tuple(map(int, re.findall(r"\d+", number)[:2])) >= LEAST:
         return ok("version", f"{name} {number}")
-    return unsafe("version", f"{name} {number}", "its scripts lack commands that dlock needs", "upgrade to 6.2 or newer")
+    return unsafe(
+        "version", f"{name} {number}", "its scripts lack commands that dlock needs", "upgrade to 6.2 or newer"
+    )
 
 
 def _role(info: Info) -> Finding:

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from dlock_core.backend import Found, LockState, Renewal, Request
+    from dlock_core.doctor.finding import Finding
     from dlock_core.runtime import Runtime
 
 __all__ = ["RedlockBackend"]
@@ -133,6 +134,12 @@ class RedlockBackend:
         ended = self._nodes.majority(name, await self._nodes.ask(runtime, question))
         silent = len(self._nodes.all) - len(ended)
         return sum(ended) + silent >= self._nodes.needed and any(ended)
+
+    async def diagnose(self, runtime: Runtime) -> list[Finding]:
+        """Examine every node, and all of them together."""
+        from dlock_core.backends.redlock import health
+
+        return await health.diagnose(self._nodes, runtime)
 
     def close(self) -> None:
         """Close the idle connections; leases stay as they are."""

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from dlock_core.backend import Found, LockState, Renewal, Request
     from dlock_core.backends.zookeeper.line import Line
     from dlock_core.backends.zookeeper.places import Place
+    from dlock_core.doctor.finding import Finding
     from dlock_core.runtime import Runtime
 
 __all__ = ["ZooKeeperBackend"]
@@ -166,6 +167,12 @@ class ZooKeeperBackend:
             if good(name, stat) is not None and token in {stat.czxid, stat.czxid + queue.offset}:
                 return await self._nodes.delete(runtime, name, path)
         return False
+
+    async def diagnose(self, runtime: Runtime) -> list[Finding]:
+        """Examine the session and every server, from a thread; raises BackendUnavailable."""
+        from dlock_core.backends.zookeeper import health
+
+        return await health.diagnose(self._session, self._address.hosts, runtime)
 
     def close(self) -> None:
         """End the session, unless a lease still needs it: leases stay as they are."""
