@@ -7,11 +7,13 @@ A server's clock is compared with ours in the middle of the shortest round trip,
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from statistics import median
-from typing import Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from dlock_core.doctor.finding import Finding, ok, warning
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 __all__ = ["SAMPLES", "Sample", "Timing", "apart", "clock", "round_trip", "timing", "wall"]
 
