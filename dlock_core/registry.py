@@ -20,6 +20,8 @@ _OWN: Final = {
     "redis": "dlock_core.backends.redis:RedisBackend.from_url",
     "rediss": "dlock_core.backends.redis:RedisBackend.from_url",
     "unix": "dlock_core.backends.redis:RedisBackend.from_url",
+    "redis+sentinel": "dlock_core.backends.redis:RedisBackend.from_sentinel",
+    "rediss+sentinel": "dlock_core.backends.redis:RedisBackend.from_sentinel",
     "redlock": "dlock_core.backends.redlock:RedlockBackend.from_url",
     "zookeeper": "dlock_core.backends.zookeeper:ZooKeeperBackend.from_url",
     "etcd": "dlock_core.backends.etcd:EtcdBackend",

@@ -100,11 +100,3 @@ def test_core_imports_no_client_library() -> None:
 
 def test_schemes_are_listed() -> None:
     assert {"memory", "redis", "rediss", "unix"} <= set(schemes())
-
-
-def test_client_of_a_sentinel_is_refused_since_it_has_no_address_of_its_own():
-    import redis.sentinel
-
-    master = redis.sentinel.Sentinel([("localhost", 1)]).master_for("shop")
-    with pytest.raises(TypeError, match="Sentinel"):
-        connect(master)

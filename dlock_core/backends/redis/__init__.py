@@ -10,9 +10,8 @@ import math
 from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal
 
 from dlock_core.backend import Busy, Granted
-from dlock_core.backends.redis import reading
-from dlock_core.backends.redis.clients import connectors, of_url
-from dlock_core.backends.redis.connections import AsyncioWire, BlockingWire
+from dlock_core.backends.redis import reading, sentinel
+from dlock_core.backends.redis.clients import of_url, wires
 from dlock_core.backends.redis.scripts import script
 from dlock_core.backends.redis.wire import answered, ask, converse, twice
 from dlock_core.backoff import CHANCE
@@ -58,8 +57,7 @@ class RedisBackend:
             raise ValueError(f"timeout bounds a request, in seconds greater than 0, not {timeout!r}")
         if "{" in prefix or "}" in prefix:
             raise ValueError(f"prefix must not have braces, which are the keys' hash tag: {prefix!r}")
-        blocking, awaiting = connectors(client, timeout)
-        self._blocking, self._asyncio = BlockingWire(blocking), AsyncioWire(awaiting)
+        self._blocking, self._asyncio = sentinel.following(client, timeout) or wires(client, timeout)
         self._prefix, self._timeout = prefix, timeout
         self._globals = (f"{prefix}token", f"{prefix}held")
         self._acquire, self._release = script("acquire"), script("release")
@@ -68,6 +66,11 @@ class RedisBackend:
     def from_url(cls, url: str, **options: Any) -> RedisBackend:
         """Reach the server at redis://, rediss:// or unix://."""
         return cls(of_url(url), **options)
+
+    @classmethod
+    def from_sentinel(cls, url: str, **options: Any) -> RedisBackend:
+        """Follow the master that Sentinels name at redis+sentinel:// or rediss+sentinel://."""
+        return cls(sentinel.of_url(url), **options)
 
     def lock_key(self, name: str) -> str:
         """Give the key of a lock, for other libraries that shall exclude us."""

@@ -11,10 +11,14 @@ from urllib.parse import urlsplit
 import redis
 import redis.asyncio
 
+from dlock_core.backends.redis.connections import AsyncioWire, BlockingWire
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["connectors", "of_url"]
+    from dlock_core.backends.redis.wire import Wire
+
+__all__ = ["connectors", "of_url", "title", "wires"]
 
 _KEPT: Final = frozenset({
     "host", "port", "path", "db", "username", "password", "credential_provider", "client_name", "protocol",
@@ -22,6 +26,7 @@ _KEPT: Final = frozenset({
 })  # fmt: skip
 """What describes the server and how to reach it. Retries, time limits and decoding are ours."""
 
+PORT: Final = 6379
 _DATABASE: Final = re.compile(r"(/\d*)?")
 
 _BAD_URL: Final = (
@@ -47,15 +52,29 @@ def of_url(url: str) -> Any:
         raise ValueError(_BAD_URL) from None
 
 
+def title(client: Any) -> str:
+    """Name a server for people: its host and port, or its socket."""
+    pool = getattr(client, "connection_pool", client)
+    if hasattr(pool, "sentinel_manager"):
+        raise TypeError("a master that Sentinels lead to has no address of its own: give a client of the server itself")
+    given = getattr(pool, "connection_kwargs", {})
+    return str(given["path"]) if "path" in given else f"{given.get('host', 'localhost')}:{given.get('port', PORT)}"
+
+
+def wires(client: Any, limit: float) -> tuple[Wire, Wire]:
+    """Give connections, for threads and for tasks, to the same server as a client or pool has."""
+    blocking, awaiting = connectors(client, limit)
+    return BlockingWire(blocking), AsyncioWire(awaiting)
+
+
 def connectors(client: Any, limit: float) -> tuple[Callable[[], Any], Callable[[], Any]]:
     """Give two makers of connections, blocking and asyncio, that reach the same server as a client or pool does."""
     pool = getattr(client, "connection_pool", client)
     kind, given = getattr(pool, "connection_class", None), dict(getattr(pool, "connection_kwargs", {}))
-    if kind is not None and hasattr(kind, "connect_to"):  # a Sentinel's: it has no address of its own
-        raise TypeError("dlock cannot follow a Sentinel yet: give it the URL or a client of the master itself")
     pair = next((pair for pair in _KINDS if kind is not None and issubclass(kind, pair)), None)
     if pair is None:
         raise TypeError(f"not a redis-py client or pool that dlock can follow: {type(client).__name__}")
+    given["socket_connect_timeout"] = min(given.get("socket_connect_timeout") or limit, limit)
     blocking, awaiting = (partial(one, **_kept(one, given)) for one in cast("tuple[Any, Any]", pair))
     try:
         blocking(socket_timeout=limit)  # sends nothing

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from dlock_core.backends.redis.scripts import Script
     from dlock_core.runtime import Runtime
 
-__all__ = ["Command", "Wire", "answered", "ask", "converse", "exchange", "packed", "twice", "unavailable"]
+__all__ = ["Command", "Refused", "Wire", "answered", "ask", "converse", "exchange", "packed", "twice", "unavailable"]
 
 T = TypeVar("T")
 Command = tuple[Any, ...]
@@ -34,6 +34,10 @@ try:
     from hiredis import pack_command as _pack
 except ImportError:
     _pack = None
+
+
+class Refused(RedisError):
+    """It answers, but not what we need, and asking again will not help."""
 
 
 class Wire(Protocol):
@@ -126,4 +130,4 @@ def unavailable(name: str, error: RedisError | OSError, *, reused: bool) -> Back
     broken = reused and isinstance(error, RedisConnectionError)
     refused = isinstance(error, AuthenticationError | AuthorizationError | NoPermissionError)
     reason = f"the server refused our credentials: {error}" if refused else f"{type(error).__name__}: {error}"
-    return BackendUnavailable(name, reason=reason, broken=broken, refused=refused)
+    return BackendUnavailable(name, reason=reason, broken=broken, refused=refused or isinstance(error, Refused))

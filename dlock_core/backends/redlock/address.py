@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
-from dlock_core.backends.redis.clients import of_url
+from dlock_core.backends.redis.clients import PORT, of_url
 from dlock_core.backends.redis.hosts import split
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["check", "read", "title"]
+__all__ = ["check", "read"]
 
-PORT: Final = 6379
 _BAD: Final = (
     "bad Redlock URL: expected redlock://[user:password@]host:port,host:port,host:port/db, one user and password for "
     "all nodes, with every : / ? # @ , of them percent-encoded"
@@ -24,12 +23,6 @@ def read(url: str, *, tls: bool) -> list[Any]:
     user, nodes, database, options = split(url, port=PORT, path=r"(?:/\d*)?", bad=_BAD)
     scheme = "rediss" if tls else "redis"
     return [of_url(f"{scheme}://{user}{node}{database}{options}") for node in nodes]
-
-
-def title(client: Any) -> str:
-    """Name a node for people: its host and port, or its socket."""
-    given = getattr(getattr(client, "connection_pool", client), "connection_kwargs", {})
-    return str(given["path"]) if "path" in given else f"{given.get('host', 'localhost')}:{given.get('port', PORT)}"
 
 
 def check(titles: Sequence[str]) -> None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from redis.exceptions import NoScriptError, RedisError
 
+from dlock_core.backends.redis.clients import title
 from dlock_core.backends.redis.scripts import script
 from dlock_core.backends.redis.wire import unavailable
 from dlock_core.backends.redlock import address, tasks, threads
@@ -32,7 +33,7 @@ class Nodes:
     """The masters, in the order of their URL."""
 
     def __init__(self, clients: Sequence[Any], prefix: str, timeout: float) -> None:
-        address.check([address.title(client) for client in clients])
+        address.check([title(client) for client in clients])
         self.all = tuple(Node(client, prefix, timeout) for client in clients)
         self.needed, self.timeout = majority(len(self.all)), timeout
         self.any = self.all[0].backend

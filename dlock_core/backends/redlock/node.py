@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from dlock_core.backends.redis import RedisBackend
-from dlock_core.backends.redlock.address import title
+from dlock_core.backends.redis.clients import title
 from dlock_core.runtime import ASYNCIO, BLOCKING, clock
 
 if TYPE_CHECKING:

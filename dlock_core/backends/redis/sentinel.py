@@ -1,0 +1,171 @@
+"""Follow a master: each new connection asks the Sentinels where it is, each request asks it whether it is one.
+
+A server that has become a replica would answer with what it knew before, so its answers count for nothing.
+(Source: the guidelines for Sentinel clients in the Redis documentation.)
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from urllib.parse import parse_qsl, unquote, urlencode
+
+from redis.exceptions import ConnectionError as RedisConnectionError
+from redis.exceptions import RedisError
+from redis.exceptions import TimeoutError as RedisTimeoutError
+from redis.sentinel import MasterNotFoundError
+
+from dlock_core.backends.redis import hosts
+from dlock_core.backends.redis.clients import of_url as pool_of
+from dlock_core.backends.redis.clients import title, wires
+from dlock_core.backends.redis.wire import Refused, answered, converse, twice
+from dlock_core.errors import BackendUnavailable
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from dlock_core.backends.redis.wire import Wire
+    from dlock_core.runtime import Runtime
+
+__all__ = ["Service", "following", "of_url"]
+
+PORT: Final = 26379
+ROLE: Final = b"*1\r\n$4\r\nROLE\r\n"
+_BAD: Final = (
+    "bad Sentinel URL: expected redis+sentinel://[user:password@]host:port,host:port,host:port/service/db, the user "
+    "and password of the Redis servers, with every : / ? # @ , of them percent-encoded; what the Sentinels want, if "
+    "anything, follows as ?sentinel_username=…&sentinel_password=…"
+)
+
+
+class Service(NamedTuple):
+    """A master that moves, and whom to ask where it is."""
+
+    name: str
+    sentinels: list[Any]
+    """Clients or pools of redis-py."""
+    master: Any
+    """A pool that makes connections like those to the master, but for its address."""
+    address: str | None = None
+    """The host under which we reach it, when that is not the one the Sentinels know."""
+
+
+def of_url(url: str) -> Service:
+    """Read redis+sentinel:// or, for TLS with all, rediss+sentinel://; raises ValueError, without a password."""
+    user, sentinels, path, options = hosts.split(url, port=PORT, path=r"/[^/?#]+(?:/\d*)?", bad=_BAD)
+    scheme, (name, _, database) = url.partition("+")[0], path[1:].partition("/")
+    given = dict(parse_qsl(options[1:], keep_blank_values=True))
+    login = {key: given.pop(f"sentinel_{key}") for key in ("username", "password") if f"sentinel_{key}" in given}
+    how = urlencode({key: value for key, value in given.items() if key.startswith(("ssl_", "socket_"))})
+    pools = [pool_of(f"{scheme}://{host}?{how}") for host in sentinels]
+    for pool in pools:
+        pool.connection_kwargs |= login
+    return Service(unquote(name), pools, pool_of(f"{scheme}://{user}{sentinels[0]}/{database}?{urlencode(given)}"))
+
+
+def following(client: Any, limit: float) -> tuple[Wire, Wire] | None:
+    """Give wires to the master, for threads and for tasks, if Sentinels lead to it; None for any other client.
+
+    `limit`, in seconds, is what asking one Sentinel after the other and connecting may take together.
+    """
+    service = client if isinstance(client, Service) else _of_client(client)
+    if service is None:
+        return None
+    share = limit / (len(service.sentinels) + 1)
+    of_threads, of_tasks = zip(*[wires(sentinel, share) for sentinel in service.sentinels], strict=True)
+    threads, tasks = wires(service.master, share)
+    return (
+        MasterWire(threads, Sentinels(service, of_threads, share), share),
+        MasterWire(tasks, Sentinels(service, of_tasks, share), share),
+    )
+
+
+def _of_client(client: Any) -> Service | None:
+    pool = getattr(client, "connection_pool", client)
+    manager = getattr(pool, "sentinel_manager", None)
+    if manager is None:
+        return None
+    if not pool.is_master:
+        raise ValueError("leases live on the master, and replicas are never asked: use Sentinel.master_for(...)")
+    return Service(pool.service_name, manager.sentinels, pool, getattr(manager, "_force_master_ip", None))
+
+
+class Sentinels:
+    """Know where the master is: asked one after the other, first the one that answered last."""
+
+    def __init__(self, service: Service, known: Sequence[Wire], limit: float) -> None:
+        self._service, self._limit = service, limit
+        self._known = list(zip([title(sentinel) for sentinel in service.sentinels], known, strict=True))
+
+    async def master(self, runtime: Runtime) -> tuple[str, int]:
+        """Give the master's host and port; raises RedisError, which names those that were asked and says why."""
+        failures: list[tuple[str, BackendUnavailable]] = []
+        for place, (name, wire) in enumerate(list(self._known)):
+            try:
+                host, port = await self._ask(runtime, wire)
+            except BackendUnavailable as error:
+                failures.append((name, error))
+            else:
+                self._known = self._known[place:] + self._known[:place]
+                return self._service.address or host, port
+        raise self._nowhere(failures)
+
+    async def _ask(self, runtime: Runtime, wire: Wire) -> tuple[str, int]:
+        question = ("SENTINEL", "GET-MASTER-ADDR-BY-NAME", self._service.name)
+        (reply,) = await twice(lambda: converse(wire, runtime, "", [question], self._limit))
+        if answered("", reply) is None:
+            raise BackendUnavailable("", reason="it knows no such service", refused=True)
+        return reply[0].decode(), int(reply[1])
+
+    def _nowhere(self, failures: Sequence[tuple[str, BackendUnavailable]]) -> RedisError:
+        said = "; ".join(f"{name}: {error.reason}" for name, error in failures)
+        text = f"no Sentinel tells where the master of {self._service.name!r} is: {said}"
+        return Refused(text) if all(error.refused for _, error in failures) else MasterNotFoundError(text)
+
+    def close(self) -> None:
+        for _, wire in self._known:
+            wire.close()
+
+
+class MasterWire:
+    """Connections to whoever is the master; an answer of anybody else is none."""
+
+    def __init__(self, wire: Wire, sentinels: Sentinels, share: float) -> None:
+        self._wire, self._sentinels, self._share = wire, sentinels, share
+        self._address: tuple[str, int] | None = None
+        self.checkout, self.discard, self.forget = wire.checkout, wire.discard, wire.forget
+
+    def checkin(self, connection: Any) -> None:
+        if (connection.host, connection.port) == self._address:
+            self._wire.checkin(connection)
+        else:
+            self._wire.discard(connection)  # another is the master now: this one may not know it yet
+
+    async def exchange(self, runtime: Runtime, connection: Any, packed: Any, replies: int, limit: float) -> list[Any]:
+        until = runtime.now() + limit
+        if not connection.dlock_used:
+            await self._lead(runtime, connection)
+            limit = max(until - runtime.now(), self._share)
+        try:
+            *answers, role = await self._wire.exchange(
+                runtime, connection, [b"".join([*packed, ROLE])], replies + 1, limit
+            )
+        except RedisTimeoutError:
+            self.forget()  # it is stopped or cut off: the idle connections lead to the same server
+            raise
+        if isinstance(role, RedisError):
+            raise role
+        if role[0] != b"master":
+            self.forget()
+            raise RedisConnectionError(f"{connection.host}:{connection.port} is not a master, but a {role[0].decode()}")
+        return answers
+
+    async def _lead(self, runtime: Runtime, connection: Any) -> None:
+        address = await self._sentinels.master(runtime)
+        if address != self._address:
+            self._address = address
+            self.forget()
+        connection.host, connection.port = address
+
+    def close(self) -> None:
+        self._wire.close()
+        self._sentinels.close()
