@@ -15,6 +15,7 @@ from dlock_core.backends.redis.clients import of_url, wires
 from dlock_core.backends.redis.scripts import script
 from dlock_core.backends.redis.wire import answered, ask, converse, twice
 from dlock_core.backoff import CHANCE
+from dlock_core.errors import BackendUnavailable
 from dlock_core.runtime import Asyncio
 
 if TYPE_CHECKING:
@@ -33,6 +34,8 @@ ALIVE: Final = 5000
 """Milliseconds after its last sign of life in which a waiter keeps its place."""
 LISTED: Final = 500
 """Locks read by one inspection request, so that a large listing never holds up the server."""
+COPIED: Final = 0.25
+"""Of the time limit of a request, the part that replicas get to have a grant."""
 FOUND: Final[dict[int, Found]] = {1: "released", 0: "absent", 2: "other"}
 
 
@@ -40,7 +43,8 @@ class RedisBackend:
     """One Redis server, named by a URL or by an existing redis-py client or pool (blocking or asyncio).
 
     Its own connections: they reach the same server with the same credentials, and neither wait for the client's pool
-    nor use it up. `timeout` bounds each request, in seconds. `prefix` starts every key.
+    nor use it up. `timeout` bounds each request, in seconds. `prefix` starts every key. A grant is told only when so
+    many `replicas` have it, so that a failover to one of them does not forget it.
     """
 
     token_order: ClassVar[Literal["strict", "clock"]] = "clock"
@@ -52,13 +56,15 @@ class RedisBackend:
     ttl_min: ClassVar[float] = 0.01
     ttl_step: ClassVar[float] = 0.001
 
-    def __init__(self, client: Any, *, prefix: str = "dlock:", timeout: float = 2.0) -> None:
+    def __init__(self, client: Any, *, prefix: str = "dlock:", timeout: float = 2.0, replicas: int = 0) -> None:
         if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not 0 < timeout < math.inf:
             raise ValueError(f"timeout bounds a request, in seconds greater than 0, not {timeout!r}")
         if "{" in prefix or "}" in prefix:
             raise ValueError(f"prefix must not have braces, which are the keys' hash tag: {prefix!r}")
         self._blocking, self._asyncio = sentinel.following(client, timeout) or wires(client, timeout)
-        self._prefix, self._timeout = prefix, timeout
+        if isinstance(replicas, bool) or not isinstance(replicas, int) or replicas < 0:
+            raise ValueError(f"replicas is how many must have a grant, 0 or more, not {replicas!r}")
+        self._prefix, self._timeout, self._replicas = prefix, timeout, replicas
         self._globals = (f"{prefix}token", f"{prefix}held")
         self._acquire, self._release = script("acquire"), script("release")
 
@@ -80,9 +86,10 @@ class RedisBackend:
         self, runtime: Runtime, request: Request, ticket: Any = None, *, unsure: bool = False
     ) -> Granted | Busy:
         keys, args = self.question(request)
-        return self.answer(
-            request, await ask(self.wire(runtime), runtime, request.name, self._acquire, keys, args, self._timeout)
-        )
+        reply = await ask(self.wire(runtime), runtime, request.name, self._acquire, keys, args, self._timeout)
+        if self._replicas and isinstance(reply, int):
+            await self._copied(runtime, [request])
+        return self.answer(request, reply)
 
     async def wait(self, runtime: Runtime, request: Request, busy: Busy, timeout: float) -> Granted | Busy | None:
         """Sleep on our private wake-up list; the next attempt is sent along and made the moment the list wakes us."""
@@ -96,6 +103,8 @@ class RedisBackend:
         wire, limit = self.wire(runtime), seconds + self._timeout
         woken, reply = await converse(wire, runtime, request.name, [sleep, again], limit)
         answered(request.name, woken)
+        if self._replicas and isinstance(reply, int):
+            await self._copied(runtime, [request])
         return None if isinstance(reply, Exception) else self.answer(request, reply)
 
     async def withdraw(self, runtime: Runtime, request: Request, ticket: Any = None) -> None:
@@ -110,6 +119,8 @@ class RedisBackend:
         tokens = await self._ask(
             runtime, requests[0].name, "acquire_many", keys, (requests[0].owner, *holders_and_ttls(requests))
         )
+        if self._replicas and tokens:
+            await self._copied(runtime, requests)
         return (
             [Granted(token, request.ttl) for token, request in zip(tokens, requests, strict=True)] if tokens else None
         )
@@ -180,6 +191,18 @@ class RedisBackend:
 
     async def _ask(self, runtime: Runtime, name: str, which: str, keys: Any, args: Any) -> Any:
         return await ask(self.wire(runtime), runtime, name, script(which), keys, args, self._timeout)
+
+    async def _copied(self, runtime: Runtime, requests: Sequence[Request]) -> None:
+        """Return when enough replicas have these grants; else BackendUnavailable, and the engine gives them back."""
+        keys, name = (self._globals[1], *[self.lock_key(request.name) for request in requests]), requests[0].name
+        touch = ("EVAL", script("renew").text, len(keys), *keys, *holders_and_ttls(requests))  # WAIT is for our writes
+        wait = ("WAIT", self._replicas, math.ceil(self._timeout * COPIED * 1000))
+        ours, have = await converse(self.wire(runtime), runtime, name, [touch, wait], self._timeout)
+        if not all(answered(name, ours)):
+            raise BackendUnavailable(name, reason="the grant was forgotten before enough replicas had it")
+        if answered(name, have) < self._replicas:
+            reason = f"{have} of at least {self._replicas} replicas have the grant, so a failover could forget it"
+            raise BackendUnavailable(name, reason=reason)
 
     async def _held(self, runtime: Runtime) -> list[bytes]:
         (keys,) = await converse(self.wire(runtime), runtime, "", [("ZRANGE", self._globals[1], 0, -1)], self._timeout)
