@@ -17,6 +17,9 @@ __all__ = [
     "LeaseLost",
     "NotHeld",
     "NotSupported",
+    "PreconditionFailed",
+    "PreconditionMalformed",
+    "PreconditionRequired",
     "RowLocked",
     "SnapshotTooOld",
     "StaleObject",
@@ -67,6 +70,18 @@ class NotSupported(core.NotSupported, NotSupportedError):
     __doc__ = core.NotSupported.__doc__
 
 
+class PreconditionFailed(core.PreconditionFailed, DatabaseError):
+    __doc__ = core.PreconditionFailed.__doc__
+
+
+class PreconditionMalformed(core.PreconditionMalformed, DatabaseError):
+    __doc__ = core.PreconditionMalformed.__doc__
+
+
+class PreconditionRequired(core.PreconditionRequired, DatabaseError):
+    __doc__ = core.PreconditionRequired.__doc__
+
+
 _TWINS: dict[type[core.DLockError], type[core.DLockError]] = {
     twin.__bases__[0]: twin
     for twin in (
@@ -76,6 +91,9 @@ _TWINS: dict[type[core.DLockError], type[core.DLockError]] = {
         LeaseLost,
         NotHeld,
         NotSupported,
+        PreconditionFailed,
+        PreconditionMalformed,
+        PreconditionRequired,
         RowLocked,
         SnapshotTooOld,
         StaleObject,

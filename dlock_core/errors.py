@@ -15,6 +15,9 @@ __all__ = [
     "LeaseLost",
     "NotHeld",
     "NotSupported",
+    "PreconditionFailed",
+    "PreconditionMalformed",
+    "PreconditionRequired",
     "RowLocked",
     "SnapshotTooOld",
     "StaleObject",
@@ -144,3 +147,30 @@ class BackendUnavailable(DLockError):
 
 class NotSupported(DLockError, NotImplementedError):
     """The store or database cannot do this at all; raised before any I/O."""
+
+
+class PreconditionFailed(DLockError):
+    """The object is not what `header` (If-Match or If-None-Match), as it was `given`, asks it to be."""
+
+    def __init__(self, name: str, *, header: str, given: str) -> None:
+        weak = " (a weak tag, W/, never matches here)" if header == "If-Match" and "W/" in given else ""
+        super().__init__(f"{header}: {given:.200} does not hold for {name}{weak}: read it again and retry", name=name)
+        self.header, self.given = header, given
+
+
+class PreconditionMalformed(DLockError):
+    """The `header`, as it was `given`, is no list of entity-tags: nothing can be checked, so nothing is done."""
+
+    def __init__(self, name: str, *, header: str, given: str) -> None:
+        super().__init__(
+            f'{header} for {name} must be * or a list of quoted tags such as "abc", "def", not {given!r:.200}',
+            name=name,
+        )
+        self.header, self.given = header, given
+
+
+class PreconditionRequired(DLockError):
+    """The object is only changed by who says in If-Match which version was seen."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(f"{name} is not changed without If-Match: read it, and send its ETag back", name=name)

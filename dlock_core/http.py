@@ -18,11 +18,15 @@ from dlock_core.errors import (
     BackendUnavailable,
     DLockError,
     LeaseLost,
+    PreconditionFailed,
+    PreconditionMalformed,
+    PreconditionRequired,
     RowLocked,
     StaleObject,
     StaleToken,
 )
 from dlock_core.owner import request_line
+from dlock_core.preconditions import as_precondition
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -56,6 +60,9 @@ _TAKEN: Final = "Somebody else is working on {name}. Try again in a moment."
 _CHANGED: Final = "{name} was changed by somebody else in the meantime. Look at it again before you repeat your change."
 _OVERTAKEN: Final = "The work on {name} took too long and somebody else began. Look at it again before you repeat it."
 _DOWN: Final = "The lock service cannot be reached. Try again in a moment."
+_DIFFERS: Final = "{name} is not as this request expects it: somebody else was faster. Look at it again before you repeat your change."
+_NEEDED: Final = "Say which version of {name} you have seen: GET it, and send its ETag back in an If-Match header."
+_UNREADABLE: Final = 'The precondition for {name} cannot be read. If-Match is * or a list of quoted tags: "abc", "def".'
 
 _PROBLEMS: Final[dict[type[DLockError], _Problem]] = {
     AcquireTimeout: _Problem("acquire-timeout", HTTPStatus.LOCKED, "In use by somebody else", _TAKEN),
@@ -63,6 +70,15 @@ _PROBLEMS: Final[dict[type[DLockError], _Problem]] = {
     StaleObject: _Problem("stale-object", HTTPStatus.CONFLICT, "Changed by somebody else", _CHANGED, "object"),
     StaleToken: _Problem("stale-token", HTTPStatus.CONFLICT, "Overtaken by somebody else", _OVERTAKEN),
     LeaseLost: _Problem("lease-lost", HTTPStatus.CONFLICT, "Overtaken by somebody else", _OVERTAKEN),
+    PreconditionFailed: _Problem(
+        "precondition-failed", HTTPStatus.PRECONDITION_FAILED, "Changed by somebody else", _DIFFERS, "object"
+    ),
+    PreconditionRequired: _Problem(
+        "precondition-required", HTTPStatus.PRECONDITION_REQUIRED, "If-Match is missing", _NEEDED, "object"
+    ),
+    PreconditionMalformed: _Problem(
+        "precondition-malformed", HTTPStatus.BAD_REQUEST, "Precondition cannot be read", _UNREADABLE, "object"
+    ),
     BackendUnavailable: _Problem("unavailable", HTTPStatus.SERVICE_UNAVAILABLE, "Lock service unavailable", _DOWN),
 }
 
@@ -97,6 +113,7 @@ def answer(error: DLockError, accept: str = "") -> Answer | None:
 
     None for the errors that are mistakes of the program, such as NotSupported: let them propagate.
     """
+    error = as_precondition(error)
     problem = next((_PROBLEMS[kind] for kind in type(error).__mro__ if kind in _PROBLEMS), None)
     if problem is None:
         return None

@@ -16,8 +16,8 @@ def test_public_names_of_the_core() -> None:
 
 def test_public_names_of_the_errors() -> None:
     assert dlock_core.errors.__all__ == [
-        "AcquireTimeout", "AlreadyHeld", "BackendUnavailable", "DLockError", "LeaseLost", "NotHeld", "NotSupported", "RowLocked",
-        "SnapshotTooOld", "StaleObject", "StaleToken",
+        "AcquireTimeout", "AlreadyHeld", "BackendUnavailable", "DLockError", "LeaseLost", "NotHeld", "NotSupported",
+        "PreconditionFailed", "PreconditionMalformed", "PreconditionRequired", "RowLocked", "SnapshotTooOld", "StaleObject", "StaleToken",
     ]  # fmt: skip
     assert all(
         issubclass(getattr(dlock_core.errors, name), dlock_core.DLockError) for name in dlock_core.errors.__all__
