@@ -1,0 +1,16 @@
+"""How a store in a database reaches it: by connections of its own in AUTOCOMMIT, never in the caller's transaction.
+
+An integration provides a `Connector`. A step is a plain blocking function of a `Session`; there is one copy of it,
+whoever waits for it: it runs in the caller's thread, in a thread for a task, or inside SQLAlchemy's greenlet.
+
+    pool = Pool(connector)
+    rows = await pool.step(runtime, name, lambda session: session.execute("SELECT :a", {"a": 1}))
+    kept = await pool.dedicated(runtime, name)          # one connection that a holder keeps
+    await kept.step(runtime, name, step); await kept.close(runtime)
+"""
+
+from dlock_core.backends.sql.pool import Kept, Pool
+from dlock_core.backends.sql.port import Connector, Session
+from dlock_core.backends.sql.threads import in_threads, within
+
+__all__ = ["Connector", "Kept", "Pool", "Session", "in_threads", "within"]

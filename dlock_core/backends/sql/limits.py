@@ -1,0 +1,77 @@
+"""Nobody waits for ever for a database: connections whose answer does not come in time are cut, by one thread."""
+
+from __future__ import annotations
+
+import threading
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Final
+
+from dlock_core.runtime import clock
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from dlock_core.backends.sql.port import Session
+
+__all__ = ["Limits"]
+
+IDLE: Final = 10.0
+"""Seconds without a question after which the thread ends."""
+
+
+class Limits:
+    """The time limits of the questions that are being asked now."""
+
+    def __init__(self) -> None:
+        self._guard, self._wake = threading.Lock(), threading.Event()
+        self._due: dict[Session, float] = {}
+        self._next = self._ends = 0.0  # until when the thread sleeps, and when it ends if nothing comes
+        self._thread: threading.Thread | None = None
+
+    @contextmanager
+    def on(self, session: Session, seconds: float) -> Iterator[None]:
+        """Cut the session unless the block is left in time; raises TimeoutError then, and it is of no more use."""
+        self._begin(session, clock() + seconds)
+        try:
+            yield
+        except BaseException as error:
+            if self._end(session) or not isinstance(error, Exception):
+                raise
+            raise TimeoutError(f"no answer within {seconds:.3g} s") from error
+        if not self._end(session):
+            raise TimeoutError(f"no answer within {seconds:.3g} s")
+
+    def _begin(self, session: Session, until: float) -> None:
+        with self._guard:
+            self._due[session] = until
+            self._ends = max(self._ends, until + IDLE)
+            if self._thread is None:
+                self._next = until
+                self._thread = threading.Thread(target=self._run, name="dlock-database-limits", daemon=True)
+                self._thread.start()
+            elif until < self._next:
+                self._next = until
+                self._wake.set()
+
+    def _end(self, session: Session) -> bool:
+        """Tell whether it was in time."""
+        with self._guard:
+            return self._due.pop(session, None) is not None
+
+    def _run(self) -> None:
+        while (pause := self._turn()) is not None:
+            self._wake.wait(pause)
+            self._wake.clear()
+
+    def _turn(self) -> float | None:
+        """Cut what is late, and tell how long to sleep; None, and no thread any more, when nothing came for long."""
+        with self._guard:
+            now = clock()
+            for session in [late for late, until in self._due.items() if until <= now]:
+                del self._due[session]
+                session.cut()  # under the guard: once it has ended, its connection is somebody else's
+            if not self._due and now >= self._ends:
+                self._thread = None
+                return None
+            self._next = min(self._due.values(), default=self._ends)
+            return self._next - now

@@ -1,0 +1,185 @@
+"""Our own connections to one database: one for each step, kept between steps; or one that a holder keeps."""
+
+from __future__ import annotations
+
+import math
+import os
+import weakref
+from collections import deque
+from typing import TYPE_CHECKING, Final, NoReturn, TypeVar
+
+from dlock_core.backends.sql.failures import unavailable
+from dlock_core.backends.sql.limits import Limits
+from dlock_core.errors import BackendUnavailable
+from dlock_core.retry import Trouble, classify
+from dlock_core.runtime import clock
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from dlock_core.backends.sql.port import Connector, Session
+    from dlock_core.runtime import Runtime
+
+__all__ = ["Kept", "Pool"]
+
+T = TypeVar("T")
+
+IDLE_KEPT: Final = 4
+"""Idle connections kept open, at most: steps are short, and a database has few connections to give."""
+TRUSTED: Final = 60.0
+"""Seconds of idleness after which a connection is closed rather than used: a firewall may have forgotten it."""
+CONFLICTS: Final = 10
+"""How often a step is made again that was the victim of a deadlock; each time somebody else got on."""
+
+
+class Pool:
+    """Connections to one database; `timeout` bounds each step, and each new connection, in seconds.
+
+    Raises ValueError for a timeout that is no time. Every method may be called from any thread or task.
+    """
+
+    def __init__(self, connector: Connector, *, timeout: float = 5.0) -> None:
+        if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not 0 < timeout < math.inf:
+            raise ValueError(f"timeout bounds a step, in seconds greater than 0, not {timeout!r}")
+        self.connector, self.timeout = connector, timeout
+        self._begin()
+        _pools.add(self)
+
+    def _begin(self) -> None:
+        self.limits = Limits()
+        self._idle: deque[tuple[Session, float]] = deque()
+
+    async def step(
+        self, runtime: Runtime, name: str, function: Callable[[Session], T], limit: float | None = None
+    ) -> T:
+        """Give what a function of a session gives, on a connection that nobody else uses meanwhile.
+
+        The function may be called again after a deadlock or serialization failure. Raises BackendUnavailable, and then
+        nobody knows whether the step was made; it is not made any more after that, unless the database stands still.
+        """
+        return await self.connector.call(runtime, self._step, name, function, limit)
+
+    async def dedicated(self, runtime: Runtime, name: str) -> Kept:
+        """Open a connection for one holder, who closes it; raises BackendUnavailable."""
+        kept = Kept(self)
+        try:
+            await self.connector.call(runtime, kept.open, name)
+        except BaseException:  # cancelled: the connection may be there all the same
+            await kept.close(runtime)
+            raise
+        return kept
+
+    def close(self) -> None:
+        """Close the idle connections; more are opened when they are needed."""
+        while (session := self._last()) is not None:
+            session.close()
+
+    def after_fork(self) -> None:
+        """Begin anew in a forked child: the connections are its parent's, which closing them here would end."""
+        _inherited.append(self._idle)
+        self._begin()
+
+    def run(self, session: Session, function: Callable[[Session], T], limit: float | None) -> T:
+        """Make a step on a session, again while it is the victim of others."""
+        until = clock() + (self.timeout if limit is None else limit)
+        for left in range(CONFLICTS, -1, -1):
+            try:
+                with self.limits.on(session, until - clock()):
+                    return function(session)
+            except self.connector.errors as error:
+                if not left or classify(error) not in (Trouble.DEADLOCK, Trouble.SERIALIZATION):
+                    raise
+        raise AssertionError("the last attempt returns or raises")
+
+    def fail(self, name: str, error: BaseException, *, idle: bool = False) -> NoReturn:
+        """Raise BackendUnavailable for an error of the database or the network, and any other as it is."""
+        if isinstance(error, (*self.connector.errors, OSError)):
+            raise unavailable(name, self.connector, error, idle=idle) from error
+        raise error
+
+    def open(self, name: str) -> Session:
+        """Connect; blocks."""
+        try:
+            return self.connector.connect(self.timeout)
+        except Exception as error:  # noqa: BLE001 - it is raised again
+            self.fail(name, error)
+
+    def _step(self, name: str, function: Callable[[Session], T], limit: float | None) -> T:
+        session = self._last()
+        idle = session is not None
+        session = session or self.open(name)
+        try:
+            answer = self.run(session, function, limit)
+        except BaseException as error:  # noqa: BLE001 - it is raised again
+            session.close()
+            self.close()  # what ended this connection may have ended the others
+            self.fail(name, error, idle=idle)
+        self._keep(session)
+        return answer
+
+    def _keep(self, session: Session) -> None:
+        self._idle.append((session, clock()))
+        if len(self._idle) > IDLE_KEPT:
+            self._idle.popleft()[0].close()
+
+    def _last(self) -> Session | None:
+        now = clock()
+        while True:
+            try:
+                session, since = self._idle.pop()
+            except IndexError:
+                return None
+            if now - since < TRUSTED:
+                return session
+            session.close()
+
+
+class Kept:
+    """A connection that one holder keeps, for what lasts as long as a database's session does."""
+
+    def __init__(self, pool: Pool) -> None:
+        self._pool, self._pid = pool, os.getpid()
+        self.session: Session | None = None
+        """None before it is opened, and after it was closed."""
+
+    def open(self, name: str) -> None:
+        """Connect; blocks."""
+        self.session = self._pool.open(name)
+
+    async def step(
+        self, runtime: Runtime, name: str, function: Callable[[Session], T], limit: float | None = None
+    ) -> T:
+        """Make a step on this connection; after a BackendUnavailable it is closed, and all that hung on it is over."""
+        return await self._pool.connector.call(runtime, self._step, name, function, limit)
+
+    async def close(self, runtime: Runtime) -> None:
+        """Close the connection; in a forked child it stays, being the parent's."""
+        session, self.session = self.session, None
+        if self._pid != os.getpid():
+            _inherited.append(session)
+        elif session is not None:
+            await self._pool.connector.call(runtime, session.close)
+
+    def _step(self, name: str, function: Callable[[Session], T], limit: float | None) -> T:
+        session = self.session
+        if session is None:
+            raise BackendUnavailable(name, reason="the connection that was kept for it is closed")
+        try:
+            return self._pool.run(session, function, limit)
+        except BaseException as error:  # noqa: BLE001 - it is raised again
+            self.session = None
+            session.close()
+            self._pool.fail(name, error)
+
+
+_pools: weakref.WeakSet[Pool] = weakref.WeakSet()
+_inherited: list[object] = []
+"""Kept for ever by a forked child: a driver would end its parent's sessions when it forgets them."""
+
+
+def _after_fork_in_child() -> None:
+    for pool in list(_pools):
+        pool.after_fork()
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)

@@ -1,0 +1,74 @@
+"""Where the functions of a blocking driver run: in the caller's thread, or for a task in a thread of ours."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any, Final, TypeVar
+
+from dlock_core.runtime import Asyncio
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from dlock_core.backends.sql.port import Session
+    from dlock_core.runtime import Runtime
+
+__all__ = ["in_threads", "within"]
+
+T = TypeVar("T")
+
+THREADS: Final = 32
+"""For the tasks of a process; not those of the event loop, which may all be busy waiting for our locks."""
+
+_executors: dict[int, ThreadPoolExecutor] = {}
+
+
+async def in_threads(runtime: Runtime, function: Callable[..., T], *args: Any) -> T:
+    """Call a blocking function, to its end even when the task is cancelled: till then its connection is in use."""
+    if not isinstance(runtime, Asyncio):
+        return function(*args)
+    return await runtime.shield(_in_thread(function, *args))
+
+
+async def _in_thread(function: Callable[..., T], *args: Any) -> T:
+    return await asyncio.wrap_future(_executor().submit(function, *args))
+
+
+def _executor() -> ThreadPoolExecutor:
+    executor = _executors.get(os.getpid())  # a forked child has none of its parent's threads
+    if executor is None:
+        executor = _executors.setdefault(os.getpid(), ThreadPoolExecutor(THREADS, "dlock-database"))
+    return executor
+
+
+def within(limit: float, connect: Callable[[], Session]) -> Session:
+    """Open a connection within `limit` seconds, whatever its driver knows of limits; one that comes late is closed."""
+    opened: Future[Session] = Future()
+    threading.Thread(target=_connect, args=(connect, opened), name="dlock-database-connect", daemon=True).start()
+    try:
+        return opened.result(limit)
+    except TimeoutError:
+        if opened.cancel():
+            raise TimeoutError(f"no connection within {limit:.3g} s") from None
+        return opened.result()  # it came this very moment
+
+
+def _connect(connect: Callable[[], Session], opened: Future[Session]) -> None:
+    try:
+        session = connect()
+    except BaseException as error:  # noqa: BLE001 - whoever waits for it hears of it
+        _settle(opened.set_exception, error)
+    else:
+        if not _settle(opened.set_result, session):
+            session.close()
+
+
+def _settle(settle: Callable[[Any], None], outcome: Any) -> bool:
+    try:
+        settle(outcome)
+    except asyncio.InvalidStateError:
+        return False
+    return True
