@@ -6,12 +6,10 @@ Read when a store is first asked for, and again after `override_settings`; nothi
 from __future__ import annotations
 
 import os
-import re
 import threading
 from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Final, cast
-from urllib.parse import unquote
 
 from django.conf import settings as django_settings
 from django.core.exceptions import ImproperlyConfigured
@@ -22,6 +20,7 @@ from django.utils.module_loading import import_string
 
 from dlock_core.deadline import ttl_seconds, wait_seconds
 from dlock_core.registry import connect
+from dlock_core.secrets import tells_secret
 from dlock_core.store import TTL, WAIT, Store
 
 if TYPE_CHECKING:
@@ -151,7 +150,7 @@ def _backend(alias: str, given: Any, options: dict[str, Any]) -> Backend:
         return _made(given, options)
     except Exception as error:  # whatever it is, the reader has to know which entry
         reason = f"{type(error).__name__}: {error}"
-        if _tells_secret(reason, str(given)):
+        if tells_secret(reason, str(given)):
             raise InvalidStore(f"cannot be used ({type(error).__name__})", alias, "BACKEND") from None
         raise InvalidStore(f"cannot be used: {reason}", alias, "BACKEND") from error
 
@@ -163,14 +162,6 @@ def _made(given: Any, options: dict[str, Any]) -> Backend:
     if not hasattr(backend, "try_acquire"):
         raise TypeError(f"{given} gives {type(backend).__name__}, which is no backend: it has no try_acquire")
     return cast("Backend", backend)
-
-
-def _tells_secret(text: str, url: str) -> bool:
-    """Find any piece of a URL's password in a text; a "/" in a password makes parsers quote one half of it."""
-    login = url.partition(":")[2].rpartition("@")[0]
-    secrets = [login, *re.findall(r"(?i)pass\w*=([^&#]*)", url)]
-    pieces = {piece for secret in secrets for whole in (secret, unquote(secret)) for piece in re.split(r"\W", whole)}
-    return any(piece in text for piece in pieces if piece)
 
 
 stores: Final = Stores()

@@ -60,11 +60,8 @@ def _durability(flush: str) -> Finding:
 def _cluster(galera: str, size: int) -> list[Finding]:
     if galera.upper() not in ("ON", "1"):
         return []
-    measured, reason = (
-        f"Galera, {size} nodes",
-        "row locks hold on one node only; others find out at COMMIT (error 1213)",
-    )
-    return [warning("replication", measured, reason, "write through one node, and retry on deadlock")]
+    reason = "row locks hold on one node only; others find out at COMMIT (error 1213)"
+    return [warning("replication", f"Galera, {size} nodes", reason, "write through one node, and retry on deadlock")]
 
 
 def _engine(engine: str) -> Finding:

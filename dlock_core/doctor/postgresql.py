@@ -17,7 +17,8 @@ LEAST: Final = (13, 0)
 _SETTINGS: Final = """\
 SELECT current_setting('server_version'), current_setting('server_version_num'),
 upper(current_setting('default_transaction_isolation')), current_setting('fsync'),
-current_setting('synchronous_commit'), current_setting('max_connections'), (SELECT count(*) FROM pg_stat_activity WHERE backend_type = 'client backend'),
+current_setting('synchronous_commit'), current_setting('max_connections'),
+(SELECT count(*) FROM pg_stat_activity WHERE backend_type = 'client backend'),
 pg_is_in_recovery(), (SELECT count(*) FROM pg_stat_replication), pg_has_role('pg_read_all_stats', 'member'),
 to_regclass('dlock_fence') IS NOT NULL"""
 
