@@ -14,6 +14,8 @@ from dlock_core.tie import LETTING_RUN_OUT
 from dlock_core.tied import TiedLease
 
 if TYPE_CHECKING:
+    from types import TracebackType
+
     from django_dlock.ties import DatabaseTie
     from dlock_core.deadline import Seconds
     from dlock_core.lease import Released
@@ -65,6 +67,23 @@ class Lease(TiedLease):
             if self._tie.left:  # transactions that are still open belong to threads, which have contexts of their own
                 forget(self._tie)
             return await engine.release(ASYNCIO, self._held) if is_due else self._held.ended
+
+    def _exit(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with LETTING_RUN_OUT:
+            self.release()
+        with AS_DJANGO:
+            self._tie.ensure_was_held(error)
+
+    async def _aexit(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._tie.is_aborted = error is not None and self._tie.depth == 1
+        with LETTING_RUN_OUT:
+            await self.arelease()
+        with AS_DJANGO:
+            self._tie.ensure_was_held(error)
 
     def renew(self, ttl: Seconds | None = None) -> None:
         """Push the expiry to `ttl` seconds from now (None: its ttl); raises LeaseLost, BackendUnavailable."""

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from typing import TYPE_CHECKING, Any
+from contextlib import AsyncExitStack, ExitStack
+from typing import TYPE_CHECKING, Any, overload
 
 from asgiref.sync import sync_to_async
 from django.db import DEFAULT_DB_ALIAS, connections, models
@@ -21,19 +22,20 @@ from django_dlock.leases import AS_DJANGO, Lease
 from django_dlock.snapshots import refuse_old_snapshot
 from django_dlock.ties import DatabaseTie, current, remember
 from django_dlock.transactions import in_transaction
-from dlock_core import names
+from dlock_core import names, together
 from dlock_core.runtime import ASYNCIO, BLOCKING, Blocking, Runtime, run
-from dlock_core.tie import LETTING_RUN_OUT
-from dlock_core.tied import Options, TiedLock
+from dlock_core.tied import Options, TiedLock, Turn
+from dlock_core.together import TiedLocks, leaving, leaving_async
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-    from types import TracebackType
+    from collections.abc import Awaitable, Callable
+    from types import EllipsisType, TracebackType
     from typing import Unpack
 
+    from dlock_core.deadline import Seconds
     from dlock_core.store import Store
 
-__all__ = ["Lock", "LockOptions", "lock"]
+__all__ = ["Leases", "Lock", "LockOptions", "Locks", "lock"]
 
 
 class LockOptions(Options, total=False):
@@ -69,7 +71,7 @@ class Lock(TiedLock):
     async def aacquire(self) -> Lease:
         """See `acquire`. The transaction itself runs in one function called through `sync_to_async`."""
         with AS_DJANGO:
-            return await self._acquire(ASYNCIO, _SENSITIVE)
+            return await self._acquire(ASYNCIO, SENSITIVE)
 
     def __enter__(self) -> Lease:
         return self._blocks.enter(threading.current_thread(), self.acquire())
@@ -78,10 +80,7 @@ class Lock(TiedLock):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         lease: Lease = self._blocks.leave(threading.current_thread())
-        with LETTING_RUN_OUT:
-            lease.release()
-        with AS_DJANGO:
-            lease._tie.ensure_was_held(error)
+        lease._exit(kind, error, trace)
 
     async def __aenter__(self) -> Lease:
         return self._blocks.enter(asyncio.current_task(), await self.aacquire())
@@ -90,29 +89,36 @@ class Lock(TiedLock):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         lease: Lease = self._blocks.leave(asyncio.current_task())
-        lease._tie.is_aborted = error is not None and lease._tie.depth == 1
-        with LETTING_RUN_OUT:
-            await lease.arelease()
-        with AS_DJANGO:
-            lease._tie.ensure_was_held(error)
+        await lease._aexit(kind, error, trace)
+
+    def place(self) -> Store:
+        return stores[self.store]
 
     async def _acquire(self, runtime: Runtime, database: Runtime) -> Lease:
-        store = stores[self.store]
+        turn = Turn()
+        return await self._take_up(runtime, database, await self._grant(runtime, turn), turn)
+
+    async def _grant(self, runtime: Runtime, turn: Turn) -> DatabaseTie:
+        store = self.place()
         if self.using not in connections:
             raise ConnectionDoesNotExist(f"there is no database {self.using!r}, only: {', '.join(connections)}")
         if (joined := self._joined(store, runtime)) is not None:
-            await database.call(joined.protect, self.using, self.form)
-            joined.depth += 1
-            return Lease(joined)
+            return joined
         if runtime is BLOCKING and self.snapshot == "raise":
             refuse_old_snapshot(self.name, self.using)
-        tie = await self._ask(runtime, store)
-        await self.keep(runtime, tie, database.call(tie.bind, self.using, self.form))
-        remember(tie)
+        return await self._ask(runtime, store, turn)
+
+    async def _take_up(self, runtime: Runtime, database: Runtime, tie: DatabaseTie, turn: Turn) -> Lease:
+        if turn.is_new:
+            await self.keep(runtime, tie, database.call(tie.bind, self.using, self.form))
+            remember(tie)
+        else:
+            await database.call(tie.protect, self.using, self.form)
+            tie.depth += 1
         return Lease(tie)
 
-    async def _ask(self, runtime: Runtime, store: Store) -> DatabaseTie:
-        held, wait, until = await self.ask(runtime, store)
+    async def _ask(self, runtime: Runtime, store: Store, turn: Turn) -> DatabaseTie:
+        held, wait, until = await self.ask(runtime, store, turn)
         return DatabaseTie(held, fence=self.fence, wait=wait, deadline=until)
 
     def _joined(self, store: Store, runtime: Runtime) -> DatabaseTie | None:
@@ -120,7 +126,68 @@ class Lock(TiedLock):
         return self.joined(current(), store.backend, inside=inside)  # type: ignore[no-any-return]
 
 
-def lock(*parts: Any, **options: Unpack[LockOptions]) -> Lock:
+class Leases(together.Leases[Lease]):
+    """The leases of several locks, in the order in which these were given to `lock`."""
+
+    __slots__ = ()
+
+    def release(self) -> None:
+        """Release each of them, see `Lease.release`."""
+        with ExitStack() as stack:
+            for lease in self:
+                stack.callback(lease.release)
+
+    async def arelease(self) -> None:
+        """See `release`."""
+        async with AsyncExitStack() as stack:
+            for lease in self:
+                stack.push_async_callback(lease.arelease)
+
+
+class Locks(TiedLocks):
+    """Several locks, of any stores and databases, held all or none; see `lock`."""
+
+    def acquire(self) -> Leases:
+        """Hold all of them; raises what `Lock.acquire` raises, and then holds none that it did not hold before."""
+        with AS_DJANGO:
+            return run(self._acquire(BLOCKING, BLOCKING))
+
+    async def aacquire(self) -> Leases:
+        """See `acquire`."""
+        with AS_DJANGO:
+            return await self._acquire(ASYNCIO, SENSITIVE)
+
+    def __enter__(self) -> Leases:
+        return self._blocks.enter(threading.current_thread(), self.acquire())
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        leaving(self._blocks.leave(threading.current_thread())).__exit__(kind, error, trace)
+
+    async def __aenter__(self) -> Leases:
+        return self._blocks.enter(asyncio.current_task(), await self.aacquire())
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await leaving_async(self._blocks.leave(asyncio.current_task())).__aexit__(kind, error, trace)
+
+    async def _acquire(self, runtime: Runtime, database: Runtime) -> Leases:
+        def grant(each: Lock, turn: Turn) -> Awaitable[DatabaseTie]:
+            return each._grant(runtime, turn)
+
+        def take_up(each: Lock, tie: DatabaseTie, turn: Turn) -> Awaitable[Lease]:
+            return each._take_up(runtime, database, tie, turn)
+
+        return Leases(await self.take(runtime, grant, take_up))
+
+
+@overload
+def lock(first: Lock, /, *others: Lock, wait: Seconds | EllipsisType | None = ...) -> Locks: ...
+@overload
+def lock(*parts: Any, **options: Unpack[LockOptions]) -> Lock: ...
+def lock(*parts: Any, **options: Any) -> Lock | Locks:
     """Name a lock whose lease lasts until the transaction that it protects has ended.
 
     Use it as `with lock("order", order.pk) as lease:`, with `async with`, or by `.acquire()` and `.aacquire()`.
@@ -134,7 +201,13 @@ def lock(*parts: Any, **options: Unpack[LockOptions]) -> Lock:
 
     Guarantees: released after COMMIT or ROLLBACK is known, in any nesting; a holder that lost the lease cannot commit
     on `using`. It does not protect what is outside that database, nor what was read before the transaction began.
+
+    Several locks, also of several stores and databases, are held all or none, whoever asks for them in what order:
+    `with lock(lock("account", 1), lock("account", 2, store="ledger", using="ledger"), wait=10) as (source, target):`.
+    Each has a lease and a fence of its own. Two databases still commit one after the other.
     """
+    if any(isinstance(part, Lock) for part in parts):
+        return Locks(parts, Lock, **options)
     return Lock(*parts, **options)
 
 
@@ -145,7 +218,7 @@ class _Sensitive(Blocking):
         return await sync_to_async(function, thread_sensitive=True)(*args)
 
 
-_SENSITIVE = _Sensitive()
+SENSITIVE = _Sensitive()
 
 
 def _part(part: Any) -> Any:

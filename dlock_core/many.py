@@ -9,9 +9,9 @@ from __future__ import annotations
 import asyncio
 import threading
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from dlock_core import engine, watchdog
+from dlock_core import engine, hooks, watchdog
 from dlock_core.deadline import Seconds, deadline, ttl_seconds, wait_seconds
 from dlock_core.errors import AlreadyHeld, BackendUnavailable
 from dlock_core.held import Held
@@ -36,8 +36,7 @@ async def acquire(runtime: Runtime, backend: Backend, requests: Sequence[Request
     sent, held = runtime.now(), list[Held]()
     until = deadline(sent, wait)
     try:
-        if granted := await _all_at_once(runtime, backend, requests):
-            held = [Held(backend, *pair, sent, runtime.now) for pair in zip(requests, granted, strict=True)]
+        held = await at_once(runtime, backend, requests)
         for request in requests[len(held) :]:
             left = None if wait is None else max(0.0, until - runtime.now())
             held.append(await engine.acquire(runtime, backend, request, left))
@@ -56,13 +55,21 @@ async def release(runtime: Runtime, held: Sequence[Held]) -> list[Released]:
     return [await engine.release(runtime, one) for one in held]
 
 
-async def _all_at_once(runtime: Runtime, backend: Backend, requests: Sequence[Request]) -> list[Any] | None:
+async def at_once(runtime: Runtime, backend: Backend, requests: Sequence[Request]) -> list[Held]:
+    """Take all of the locks in one request; none where the store cannot, or where one of them is taken.
+
+    A request without an answer may have worked: ask for each with the same request, or withdraw it.
+    """
     if not backend.supports_many or any(request.shared for request in requests):
-        return None
+        return []
+    sent = runtime.now()
     try:
-        return await backend.try_acquire_many(runtime, requests)
+        granted = await backend.try_acquire_many(runtime, requests) or []
     except BackendUnavailable:
-        return None  # asked again one by one, with the same holders: what was granted is found
+        return []
+    for request, grant in zip(requests, granted, strict=False):
+        hooks.emit("acquired", request.name, grant.token)
+    return [Held(backend, *pair, sent, runtime.now) for pair in zip(requests, granted, strict=False)]
 
 
 async def _release_at_once(runtime: Runtime, held: Sequence[Held]) -> None:
@@ -72,6 +79,7 @@ async def _release_at_once(runtime: Runtime, held: Sequence[Held]) -> None:
         found = await held[0].backend.release_many(runtime, [one.request for one in held])
         for one, what in zip(held, found, strict=True):
             one.end(engine.FOUND[what])
+            hooks.emit("released", one.name, one.token, runtime.now() - one.since)
 
 
 async def _withdraw(runtime: Runtime, backend: Backend, requests: Sequence[Request]) -> None:

@@ -16,14 +16,14 @@ from dlock_core.tie import LETTING_RUN_OUT
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterable
 
-    from dlock_core.backend import Backend
+    from dlock_core.backend import Backend, Request
     from dlock_core.fencing import Fence
     from dlock_core.held import Held
     from dlock_core.runtime import Runtime
     from dlock_core.store import Store
     from dlock_core.tie import Tie
 
-__all__ = ["FenceForm", "Options", "TiedLease", "TiedLock"]
+__all__ = ["FenceForm", "Options", "TiedLease", "TiedLock", "Turn", "give_back"]
 
 FenceForm = Literal["transaction", "lease", False]
 
@@ -40,6 +40,21 @@ class Options(TypedDict, total=False):
     renew: bool
     fair: bool
     on_lost: Callable[[], None] | None
+
+
+class Turn:
+    """One acquire of a lock, alone or among others that are taken together: `wait` seconds count from `since`."""
+
+    __slots__ = ("held", "is_new", "request", "since", "wait")
+
+    def __init__(self, *, wait: float | EllipsisType | None = ..., since: float | None = None) -> None:
+        self.wait, self.since = wait, clock() if since is None else since
+        self.request: Request | None = None
+        """It was sent together with others, and what came of it has not had its turn."""
+        self.held: Held | None = None
+        """What came of it."""
+        self.is_new = False
+        """The lease is of this turn, not joined."""
 
 
 class TiedLock:
@@ -68,27 +83,43 @@ class TiedLock:
         self.reentrant, self.renew, self.fair, self.on_lost = reentrant, renew, fair, on_lost
         self._blocks = Blocks()
 
-    async def ask(self, runtime: Runtime, store: Store) -> tuple[Held, float | None, float]:
-        """Acquire the lease; also tell the wait in seconds and the moment at which it is over."""
+    def request(self, store: Store) -> Request:
+        """Make the request of one acquire; raises NotSupported for what the store cannot do."""
         if self.shared and not store.backend.supports_shared:
             raise NotSupported(f"the store {store.alias!r} has no shared locks", name=self.name)
-        wait = store.wait if isinstance(self.wait, EllipsisType) else self.wait
         ttl = supported_ttl(store.backend, self.ttl or store.ttl)
-        until = deadline(clock(), wait)
-        request = new_request(self.name, ttl, wait, shared=self.shared, fair=self.fair)
-        held = await engine.acquire(runtime, store.backend, request, wait)
+        return new_request(self.name, ttl, self.seconds(store), shared=self.shared, fair=self.fair)
+
+    def seconds(self, store: Store) -> float | None:
+        """Tell how long it waits, None for ever."""
+        return store.wait if isinstance(self.wait, EllipsisType) else self.wait
+
+    async def ask(self, runtime: Runtime, store: Store, turn: Turn) -> tuple[Held, float | None, float]:
+        """Acquire the lease, renewed from now on; also tell the wait in seconds and the moment at which it is over."""
+        wait = self.seconds(store) if isinstance(turn.wait, EllipsisType) else turn.wait
+        until = deadline(turn.since, wait)
+        held = turn.held
+        if held is None:
+            left = None if wait is None else max(0.0, until - clock())
+            held = await engine.acquire(runtime, store.backend, turn.request or self.request(store), left)
+        turn.held = turn.request = None
+        turn.is_new = True
+        self.watch(held)
         held.on_lost = () if self.on_lost is None else (self.on_lost,)
         return held, wait, until
 
     async def keep(self, runtime: Runtime, tie: Tie, bind: Awaitable[Any]) -> None:
-        """Tie a new lease to what it protects, renewed meanwhile; what `bind` raises gives it back."""
-        if self.renew:
-            watchdog.watch(tie.held)
+        """Tie a new lease to what it protects; what `bind` raises gives it back."""
         try:
             await bind
         except BaseException:
-            await runtime.shield(_give_back(runtime, tie))
+            await runtime.shield(give_back(runtime, tie))
             raise
+
+    def watch(self, held: Held) -> None:
+        """Have it renewed, unless that is not wanted or done already."""
+        if self.renew and not held.due:
+            watchdog.watch(held)
 
     def joined(self, ties: Iterable[Any], backend: Backend, *, inside: bool) -> Any:
         """Find what the owner holds already, among its ties; raises AlreadyHeld where that cannot be joined.
@@ -124,7 +155,8 @@ class TiedLease(LeaseView):
         return self._tie.depth == 0 and self._held.ended is None and self._tie.leave()
 
 
-async def _give_back(runtime: Runtime, tie: Tie) -> None:
+async def give_back(runtime: Runtime, tie: Tie) -> None:
+    """Release a lease under which nothing was done, whatever transactions it met."""
     watchdog.unwatch(tie.held)
     tie.give_up()
     with LETTING_RUN_OUT:

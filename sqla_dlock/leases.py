@@ -7,9 +7,12 @@ from typing import TYPE_CHECKING
 from dlock_core import engine
 from dlock_core.holding import renew
 from dlock_core.runtime import ASYNCIO
+from dlock_core.tie import LETTING_RUN_OUT
 from dlock_core.tied import TiedLease
 
 if TYPE_CHECKING:
+    from types import TracebackType
+
     from dlock_core.deadline import Seconds
     from dlock_core.lease import Released
 
@@ -43,6 +46,13 @@ class Lease(_Lease):
             self._tie.finish(engine.release, self._held)
         return self._held.ended
 
+    def _exit(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with LETTING_RUN_OUT:
+            self.release()
+        self._tie.ensure_was_held(error)
+
 
 class AsyncLease(_Lease):
     """A lock that an AsyncSession holds."""
@@ -58,3 +68,10 @@ class AsyncLease(_Lease):
         if self._leave():
             await engine.release(ASYNCIO, self._held)
         return self._held.ended
+
+    async def _aexit(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with LETTING_RUN_OUT:
+            await self.release()
+        self._tie.ensure_was_held(error)

@@ -7,19 +7,20 @@ by `acquire()` lives, like a row lock, until the end of the session's transactio
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING, Any
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 from sqlalchemy import Connection, inspect
 from sqlalchemy.orm import InstanceState
 
-from dlock_core import names
+from dlock_core import names, together
 from dlock_core.errors import NotSupported
 from dlock_core.runtime import ASYNCIO, BLOCKING, blocking, run
-from dlock_core.tie import LETTING_RUN_OUT
-from dlock_core.tied import Options, TiedLock
+from dlock_core.tied import Options, TiedLock, Turn
+from dlock_core.together import TiedLocks, leaving
 from sqla_dlock.fencing import fence_for
 from sqla_dlock.greenlets import SPAWNING, Awaiting, await_, in_greenlet
-from sqla_dlock.leases import Lease
+from sqla_dlock.leases import AsyncLease, Lease
 from sqla_dlock.sessions import plain_session, refuse_closed
 from sqla_dlock.snapshots import refuse_old_snapshot
 from sqla_dlock.stores import store_of
@@ -27,16 +28,20 @@ from sqla_dlock.ties import SessionTie, current
 from sqla_dlock.transactions import connections_of, in_transaction
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-    from types import TracebackType
+    from collections.abc import Awaitable, Callable, Coroutine
+    from types import EllipsisType, TracebackType
     from typing import Unpack
 
     from sqlalchemy.orm import Session, scoped_session
 
     from dlock_core.backend import Backend
+    from dlock_core.deadline import Seconds
     from dlock_core.runtime import Runtime
+    from dlock_core.store import Store
 
-__all__ = ["Lock", "LockOptions", "SessionLock", "lock"]
+__all__ = ["Leases", "Lock", "LockOptions", "Locks", "SessionLock", "lock", "take_all"]
+
+L = TypeVar("L", Lease, AsyncLease)
 
 
 class LockOptions(Options, total=False):
@@ -67,21 +72,38 @@ class SessionLock(TiedLock):
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.name!r} of a session>"
 
+    def place(self) -> Store:
+        return store_of(self.store)
+
     async def take(self, runtime: Runtime, database: Runtime, finish: Callable[..., Any]) -> SessionTie:
         """Acquire the lease and tie it to the session; `database` calls what may send statements."""
+        turn = Turn()
+        return await self.take_up(runtime, database, await self.grant(runtime, database, finish, turn), turn)
+
+    async def grant(self, runtime: Runtime, database: Runtime, finish: Callable[..., Any], turn: Turn) -> SessionTie:
+        """Acquire the lease, or find the one that the session holds already."""
         refuse_closed(self.session)
-        store, bind = store_of(self.store), self._database() if self.form else None
-        joined = self.joined(current(self.session), store.backend, inside=in_transaction(self.session))
-        if joined is not None:
-            await database.call(joined.protect, bind, self.form)
-            joined.join()
-            return joined  # type: ignore[no-any-return]
+        store, bind = self.place(), self._database() if self.form else None
+        if (joined := self._joined(store, runtime)) is not None:
+            return joined
         if self.snapshot == "raise":
             await database.call(self._refuse_old_snapshot, bind)
-        held, wait, deadline = await self.ask(runtime, store)
-        tie = SessionTie(held, self.session, fence=self.fence, wait=wait, deadline=deadline, finish=finish)
-        await self.keep(runtime, tie, database.call(tie.bind, bind, self.form))
+        held, wait, deadline = await self.ask(runtime, store, turn)
+        return SessionTie(held, self.session, fence=self.fence, wait=wait, deadline=deadline, finish=finish)
+
+    async def take_up(self, runtime: Runtime, database: Runtime, tie: SessionTie, turn: Turn) -> SessionTie:
+        """Tie the lease to the session, or join it."""
+        bind = self._database() if self.form else None
+        if turn.is_new:
+            await self.keep(runtime, tie, database.call(tie.bind, bind, self.form))
+        else:
+            await database.call(tie.protect, bind, self.form)
+            tie.join()
         return tie
+
+    def _joined(self, store: Store, runtime: Runtime) -> SessionTie | None:
+        inside = in_transaction(self.session)
+        return self.joined(current(self.session), store.backend, inside=inside)  # type: ignore[no-any-return]
 
     def _database(self) -> Any:
         """Find the engine or connection in whose database the fence stands."""
@@ -116,9 +138,7 @@ class Lock(SessionLock):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         lease: Lease = self._blocks.leave(threading.current_thread())
-        with LETTING_RUN_OUT:
-            lease.release()
-        lease._tie.ensure_was_held(error)
+        lease._exit(kind, error, trace)
 
     def _hold(self) -> Lease:
         if in_greenlet():  # inside an AsyncSession's `run_sync`: the loop must not be blocked
@@ -126,7 +146,61 @@ class Lock(SessionLock):
         return Lease(run(self.take(BLOCKING, BLOCKING, blocking)))
 
 
-def lock(session: Session | scoped_session[Any], *parts: Any, **options: Unpack[LockOptions]) -> Lock:
+class Leases(together.Leases[Lease]):
+    """The leases of several locks, in the order in which these were given to `lock`."""
+
+    __slots__ = ()
+
+    def release(self) -> None:
+        """Release each of them, see `Lease.release`."""
+        with ExitStack() as stack:
+            for lease in self:
+                stack.callback(lease.release)
+
+
+class Locks(TiedLocks):
+    """Several locks, of any stores, sessions and databases, held all or none; see `lock`."""
+
+    def acquire(self) -> Leases:
+        """Hold all of them, each to the end of its session's transaction; raises what `Lock.acquire` raises."""
+        leases = self._hold()
+        for lease in leases:
+            lease._tie.leave_with_transaction(lease._leave)
+        return leases
+
+    def __enter__(self) -> Leases:
+        return self._blocks.enter(threading.current_thread(), self._hold())
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        leaving(self._blocks.leave(threading.current_thread())).__exit__(kind, error, trace)
+
+    def _hold(self) -> Leases:
+        if in_greenlet():
+            return Leases(await_(take_all(self, ASYNCIO, SPAWNING, Awaiting(), Lease)))
+        return Leases(run(take_all(self, BLOCKING, BLOCKING, blocking, Lease)))
+
+
+def take_all(
+    locks: TiedLocks, runtime: Runtime, database: Runtime, finish: Callable[..., Any], lease: Callable[[SessionTie], L]
+) -> Coroutine[Any, Any, together.Leases[L]]:
+    """Acquire the locks of a group, each for its session; see `SessionLock.take`."""
+
+    def grant(each: SessionLock, turn: Turn) -> Awaitable[SessionTie]:
+        return each.grant(runtime, database, finish, turn)
+
+    async def take_up(each: SessionLock, tie: SessionTie, turn: Turn) -> L:
+        return lease(await each.take_up(runtime, database, tie, turn))
+
+    return locks.take(runtime, grant, take_up)
+
+
+@overload
+def lock(session: Lock, /, *others: Lock, wait: Seconds | EllipsisType | None = ...) -> Locks: ...
+@overload
+def lock(session: Session | scoped_session[Any], *parts: Any, **options: Unpack[LockOptions]) -> Lock: ...
+def lock(session: Any, *parts: Any, **options: Any) -> Lock | Locks:
     """Name a lock whose lease a session holds until the transaction that it protects has ended.
 
     Use it as `with lock(session, "order", 42) as lease:`, or `.acquire()` it for the session's transaction. `parts`
@@ -142,8 +216,14 @@ def lock(session: Session | scoped_session[Any], *parts: Any, **options: Unpack[
     Guarantees: released after COMMIT or ROLLBACK is known, in any nesting; a holder that lost the lease cannot commit.
     It does not protect what is outside that database, nor what was read before the transaction began.
 
+    Several locks, also of several stores, sessions and databases, are held all or none, whoever asks for them in what
+    order: `with lock(lock(session, "account", 1), lock(ledger, "account", 2, store="ledger")) as (source, target):`.
+    Each has a lease and a fence of its own. Two databases still commit one after the other.
+
     Raises TypeError for an AsyncSession, and for what is no session, before any I/O.
     """
+    if isinstance(session, Lock):
+        return Locks((session, *parts), Lock, **options)
     return Lock(plain_session(session, "alock()"), parts, **options)
 
 

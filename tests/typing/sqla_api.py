@@ -74,8 +74,8 @@ def leases(session: Session, registry: scoped_session[Session], engine: Engine) 
     assert_type(lock(registry, Stock, 42, fence="lease", bind=Stock).acquire(), Lease)
     lock(session, "order", 42, bind=engine, snapshot="ignore", reentrant=True, renew=False, fair=False, on_lost=print)
     lock(session, "order", 42, store=connect("memory://"))
-    lock(session, "order", 42, waits=1)  # type: ignore[call-arg]
-    lock(session, "order", 42, fence="both")  # type: ignore[arg-type]
+    lock(session, "order", 42, waits=1)  # type: ignore[call-overload]
+    lock(session, "order", 42, fence="both")  # type: ignore[call-overload]
     assert_type(fencing.metadata, MetaData)
     assert_type(fencing.table, Table)
     fencing.metadata.create_all(engine)
