@@ -131,7 +131,10 @@ class Backend(Protocol):
         """Leave the queue and undo a grant that may have happened. Idempotent."""
 
     async def renew_many(self, runtime: Runtime, renewals: Sequence[Renewal]) -> list[float | None]:
-        """Push the expiry of each; the validity in seconds, or None where the lease is gone. Never re-creates one."""
+        """Push the expiry of each; the validity in seconds, or None where the lease is gone. Never re-creates one.
+
+        0.0 where nothing could be learned, while others were; BackendUnavailable when nothing was learned at all.
+        """
 
     async def release(self, runtime: Runtime, request: Request, granted: Granted) -> Found:
         """End our grant, hand over to the first live waiter, and say what was found. Never touches another's."""

@@ -117,7 +117,10 @@ class Watchdog:
             logger.exception("dlock: a renewal failed")
         if answers:
             for held, renewal, valid_for in zip(leases, renewals, answers, strict=True):
-                self._renewed(held, renewal, sent, valid_for)
+                if valid_for == 0.0:
+                    self._unknown(held, reason)
+                else:
+                    self._renewed(held, renewal, sent, valid_for)
         else:
             for held in leases:
                 self._unknown(held, reason)
