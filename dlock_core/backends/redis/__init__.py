@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from dlock_core.doctor.finding import Finding
     from dlock_core.runtime import Runtime
 
-__all__ = ["FOUND", "LISTED", "RedisBackend", "holders_and_ttls"]
+__all__ = ["FOUND", "LISTED", "RedisBackend", "checked", "holders_and_ttls"]
 
 SLICE: Final = 2.5
 """The longest wait in seconds before a waiter shows that it lives; a wake-up that got lost costs no more than this."""
@@ -57,13 +57,11 @@ class RedisBackend:
     ttl_step: ClassVar[float] = 0.001
 
     def __init__(self, client: Any, *, prefix: str = "dlock:", timeout: float = 2.0, replicas: int = 0) -> None:
-        if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not 0 < timeout < math.inf:
-            raise ValueError(f"timeout bounds a request, in seconds greater than 0, not {timeout!r}")
-        if "{" in prefix or "}" in prefix:
-            raise ValueError(f"prefix must not have braces, which are the keys' hash tag: {prefix!r}")
-        self._blocking, self._asyncio = sentinel.following(client, timeout) or wires(client, timeout)
-        if isinstance(replicas, bool) or not isinstance(replicas, int) or replicas < 0:
-            raise ValueError(f"replicas is how many must have a grant, 0 or more, not {replicas!r}")
+        checked(prefix, timeout, replicas)
+        self._reach(*(sentinel.following(client, timeout) or wires(client, timeout)), prefix, timeout, replicas)
+
+    def _reach(self, blocking: Wire, awaiting: Wire, prefix: str, timeout: float, replicas: int) -> None:
+        self._blocking, self._asyncio = blocking, awaiting
         self._prefix, self._timeout, self._replicas = prefix, timeout, replicas
         self._globals = (f"{prefix}token", f"{prefix}held")
         self._acquire, self._release = script("acquire"), script("release")
@@ -172,10 +170,10 @@ class RedisBackend:
     def wire(self, runtime: Runtime) -> Wire:
         return self._asyncio if isinstance(runtime, Asyncio) else self._blocking
 
-    def keys(self, name: str) -> tuple[str, str, str]:
+    def keys(self, name: str) -> tuple[str, ...]:
         return (f"{self._prefix}{{{name}}}", *self._globals)
 
-    def question(self, request: Request) -> tuple[tuple[str, str, str], tuple[Any, ...]]:
+    def question(self, request: Request) -> tuple[tuple[str, ...], tuple[Any, ...]]:
         mode, place, barge = "s" if request.shared else "x", ALIVE if request.queue else 0, 0 if request.fair else 1
         ttl = math.ceil(request.ttl * 1000)
         return self.keys(request.name), (request.holder, ttl, mode, request.owner, place, request.floor, barge)
@@ -210,6 +208,16 @@ class RedisBackend:
 
     def name_of(self, key: bytes) -> str:
         return key.decode()[len(self._prefix) + 1 : -1]
+
+
+def checked(prefix: str, timeout: float, replicas: int) -> None:
+    """Raise ValueError for options that make no sense."""
+    if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not 0 < timeout < math.inf:
+        raise ValueError(f"timeout bounds a request, in seconds greater than 0, not {timeout!r}")
+    if "{" in prefix or "}" in prefix:
+        raise ValueError(f"prefix must not have braces, which are the keys' hash tag: {prefix!r}")
+    if isinstance(replicas, bool) or not isinstance(replicas, int) or replicas < 0:
+        raise ValueError(f"replicas is how many must have a grant, 0 or more, not {replicas!r}")
 
 
 def holders_and_ttls(requests: Sequence[Request]) -> tuple[Any, ...]:
