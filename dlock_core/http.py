@@ -60,7 +60,7 @@ _TAKEN: Final = "Somebody else is working on {name}. Try again in a moment."
 _CHANGED: Final = "{name} was changed by somebody else in the meantime. Look at it again before you repeat your change."
 _OVERTAKEN: Final = "The work on {name} took too long and somebody else began. Look at it again before you repeat it."
 _DOWN: Final = "The lock service cannot be reached. Try again in a moment."
-_DIFFERS: Final = "{name} is not as this request expects it: somebody else was faster. Look at it again before you repeat your change."
+_DIFFERS: Final = "{name} is not as this request expects it: somebody else was faster. Look at it again."
 _NEEDED: Final = "Say which version of {name} you have seen: GET it, and send its ETag back in an If-Match header."
 _UNREADABLE: Final = 'The precondition for {name} cannot be read. If-Match is * or a list of quoted tags: "abc", "def".'
 

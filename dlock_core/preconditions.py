@@ -18,10 +18,10 @@ from dlock_core.errors import DLockError, PreconditionFailed, PreconditionMalfor
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["READING", "Tag", "as_precondition", "entity_tag", "evaluate", "parse"]
+__all__ = ["NEITHER", "READING", "Tag", "as_precondition", "entity_tag", "evaluate", "parse"]
 
 READING: Final = ("GET", "HEAD")
-_WITHOUT: Final = ("CONNECT", "OPTIONS", "TRACE")
+NEITHER: Final = ("CONNECT", "OPTIONS", "TRACE")
 """Methods that neither read nor change the object: their preconditions are to be ignored (RFC 9110, 13.2.1)."""
 _ELEMENT: Final = re.compile(r'[ \t]*(?:(W/)?"([\x21\x23-\x7e\x80-\xff]*)"[ \t]*)?(?:,|\Z)')
 _SEEN: Final = "_dlock_if_match"
@@ -67,7 +67,7 @@ def evaluate(request: Request, instance: Any, tag: str, *, name: str, required: 
     be read would be to overwrite). `accept_weak` lets If-Match be met by a weak tag, which is all that is left of ours
     behind what compresses. A later StaleObject of `instance` says 412, too.
     """
-    if request.method in _WITHOUT:
+    if request.method in NEITHER:
         return False
     own = Tag(tag.strip('"'))
     given = _header(request, "If-Match")

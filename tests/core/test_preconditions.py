@@ -151,9 +151,9 @@ def test_reader_may_insist_on_a_version():
 
 
 def test_change_may_insist_that_there_is_nothing_or_not_this():
-    for given in ("*", TAG, f"W/{TAG}"):
+    for tags in ("*", TAG, f"W/{TAG}"):
         with pytest.raises(PreconditionFailed) as refused:
-            judge("PUT", required=False, if_none_match=given)
+            judge("PUT", required=False, if_none_match=tags)
         assert refused.value.header == "If-None-Match"
     assert judge("PUT", required=False, if_none_match=OLD) is False
     with pytest.raises(PreconditionMalformed):

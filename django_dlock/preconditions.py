@@ -1,0 +1,157 @@
+"""HTTP preconditions for views: ETag from the version, If-Match before a change, without a race.
+
+`check_preconditions` compares in memory, and the UPDATE of the same instance checks the version again; `@conditional`
+compares under the row's lock, which the view's transaction keeps. `LockMiddleware` makes 412, 428, 400 of the errors.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import wraps
+from typing import TYPE_CHECKING, Any, TypeVar, cast
+
+from asgiref.sync import iscoroutinefunction
+from django.db import connections, models, router, transaction
+from django.http import Http404, HttpResponseNotModified
+
+from django_dlock.errors import as_database_error
+from django_dlock.row_queries import row_name
+from django_dlock.version_queries import read_version
+from django_dlock.views import pk
+from dlock_core.arguments import Argument, finder
+from dlock_core.errors import DLockError
+from dlock_core.preconditions import NEITHER, READING, entity_tag, evaluate
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+__all__ = ["check_preconditions", "conditional", "etag_of"]
+
+F = TypeVar("F", bound="Callable[..., Any]")
+
+
+def etag_of(instance: models.Model, *, variant: str = "") -> str:
+    """Give the ETag of a versioned instance as it was read or written, for `response["ETag"]`.
+
+    `variant` tells apart representations that one URL gives by Accept or to different people. Raises TypeError for a
+    model without a version, ValueError if the version was deferred.
+    """
+    _require_version(type(instance))
+    return _tag(type(instance), instance.pk, read_version(instance), variant)
+
+
+def check_preconditions(
+    request: Any, instance: models.Model, *, required: bool = True, accept_weak: bool = False, variant: str = ""
+) -> bool:
+    """Check If-Match and If-None-Match against an instance that was just read; True: answer 304 to this GET.
+
+    Race-free together with what writes *this* instance afterwards, since that checks the version again:
+    `save_with_version()`, `save()`, `delete()`; a StaleObject from there is answered 412, too. Do not read the
+    instance again in between. Before anything else that writes, read it with `lock_row()`.
+
+    Raises PreconditionFailed; PreconditionRequired for a method that changes without If-Match, unless
+    `required=False`; PreconditionMalformed. `accept_weak` also takes W/ tags, which is what GZipMiddleware and nginx
+    make of ours.
+    """
+    tag, name = etag_of(instance, variant=variant), row_name(type(instance), instance.pk)
+    return _evaluate(request, instance, tag, name=name, required=required, accept_weak=accept_weak)
+
+
+def conditional(
+    model: type[models.Model],
+    key: str | Argument = pk,
+    *,
+    required: bool = True,
+    accept_weak: bool = False,
+    variant: str = "",
+    using: str | None = None,
+) -> Callable[[F], F]:
+    """Decorate the view of one object: ETag and 304 for who reads it, If-Match for who changes it.
+
+    `key` names the view's argument that is the primary key. A view that changes runs in a transaction in which the row
+    is locked (on SQLite the transaction itself is the lock): whatever it writes is written over the version that was
+    in If-Match. A view that reads gets the ETag from before it ran. Http404 if there is no such row; other errors as
+    of `check_preconditions`. For function views, class-based views and their methods; an async view, whose transactions
+    are functions elsewhere, is a TypeError: use `check_preconditions`.
+    """
+    _require_version(model)
+    place = Argument(key) if isinstance(key, str) else key
+    return _Rule(model, place.name, required, accept_weak, variant, using).dress
+
+
+@dataclass(frozen=True)
+class _Rule:
+    """What `conditional` was told."""
+
+    model: type[models.Model]
+    key: str
+    required: bool
+    accept_weak: bool
+    variant: str
+    using: str | None
+
+    def dress(self, view: F) -> F:
+        if iscoroutinefunction(view) or getattr(view, "view_is_async", False):
+            raise TypeError(f"@conditional: {view.__name__} is async: use check_preconditions() in it")
+        if not isinstance(view, type):
+            return cast("F", self._wrap(view))
+        view.dispatch = self._wrap(view.dispatch)  # type: ignore[attr-defined]
+        return view
+
+    def _wrap(self, view: Callable[..., Any]) -> Callable[..., Any]:
+        find = finder(view, [self.key])
+
+        @wraps(view)
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            request = next(each for each in args[:2] if hasattr(each, "META"))
+            if request.method in NEITHER:
+                return view(*args, **kwargs)
+            value = find(self.key, args, kwargs)
+            if request.method in READING:
+                return self._read(request, value, lambda: view(*args, **kwargs))
+            alias = self.using or router.db_for_write(self.model)
+            with transaction.atomic(using=alias):
+                self._is_known(request, value, _current_tag(self.model, value, self.variant, alias=alias, lock=True))
+                return view(*args, **kwargs)
+
+        return wrapper
+
+    def _read(self, request: Any, value: Any, view: Callable[[], Any]) -> Any:
+        alias = self.using or router.db_for_read(self.model)
+        tag = _current_tag(self.model, value, self.variant, alias=alias, lock=False)
+        response = HttpResponseNotModified() if self._is_known(request, value, tag) else view()
+        if response.status_code in {200, 304}:
+            response.headers.setdefault("ETag", tag)
+        return response
+
+    def _is_known(self, request: Any, value: Any, tag: str) -> bool:
+        name = row_name(self.model, value)
+        return _evaluate(request, None, tag, name=name, required=self.required, accept_weak=self.accept_weak)
+
+
+def _evaluate(*of: Any, **how: Any) -> bool:
+    try:
+        return evaluate(*of, **how)
+    except DLockError as error:
+        raise as_database_error(error) from None
+
+
+def _current_tag(model: type[models.Model], key: Any, variant: str, *, alias: str, lock: bool) -> str:
+    rows = model._base_manager.using(alias).filter(pk=key)
+    if lock:
+        rows = rows.select_for_update(no_key=connections[alias].features.has_select_for_no_key_update)
+    found: Any = rows.values_list("pk", model._dlock_version.name).first()  # type: ignore[attr-defined]
+    if found is None:
+        raise Http404(f"{row_name(model, key)} does not exist.")
+    number, version = found
+    return _tag(model, number, version, variant)
+
+
+def _tag(model: type[models.Model], key: Any, version: int, variant: str) -> str:
+    table = cast("Any", model._meta.concrete_model)._meta.db_table
+    return entity_tag(table, key, version, variant)
+
+
+def _require_version(model: Any) -> None:
+    if getattr(model, "_dlock_version", None) is None:
+        raise TypeError(f"{getattr(model, '__name__', model)} has no version: add VersionedMixin to its bases")

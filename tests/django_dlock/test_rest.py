@@ -1,0 +1,215 @@
+"""Django REST framework: ETag and If-Match on a viewset."""
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import rest_framework
+from django.db import connections
+from django.test import override_settings
+from django.urls import include, path
+from rest_framework import generics, routers, serializers, viewsets
+from rest_framework.decorators import action
+from rest_framework.permissions import BasePermission
+from rest_framework.response import Response
+from rest_framework.test import APIClient
+
+from django_dlock.preconditions import etag_of
+from django_dlock.rest import PreconditionMixin, VersionedSerializerMixin
+from tests.testapp.models import Article, Counter, Draft
+
+TOGETHER = threading.Barrier(2)
+TEMPLATES = [  # those of the browsable API, without its app
+    {
+        "BACKEND": "django.template.backends.django.DjangoTemplates",
+        "DIRS": [Path(rest_framework.__file__).parent / "templates"],
+        "OPTIONS": {"libraries": {"rest_framework": "rest_framework.templatetags.rest_framework"}},
+    }
+]
+SITE = {
+    "ROOT_URLCONF": __name__,
+    "MIDDLEWARE": ["django_dlock.middleware.LockMiddleware"],
+    "TEMPLATES": TEMPLATES,
+    "STATIC_URL": "/static/",
+}
+
+
+class ArticleSerializer(VersionedSerializerMixin, serializers.ModelSerializer):
+    class Meta:
+        model = Article
+        fields = ["id", "title"]
+
+
+class DraftSerializer(VersionedSerializerMixin, serializers.ModelSerializer):
+    revision = serializers.IntegerField()
+
+    class Meta:
+        model = Draft
+        fields = ["title", "revision"]
+
+
+class NotForbidden(BasePermission):
+    def has_object_permission(self, request, view, obj):
+        return obj.title != "forbidden"
+
+
+class Articles(PreconditionMixin, viewsets.ModelViewSet):
+    serializer_class = ArticleSerializer
+    permission_classes = [NotForbidden]
+
+    def get_queryset(self):
+        return Article.objects.using(self.request.headers.get("X-Database", "default")).order_by("pk")
+
+    def perform_update(self, serializer):
+        if "together" in self.request.query_params:
+            TOGETHER.wait(60)
+        super().perform_update(serializer)
+
+    @action(detail=True, methods=["get", "post"])
+    def summary(self, request, pk):
+        return Response({"title": self.get_object().title})
+
+
+class Lenient(PreconditionMixin, generics.RetrieveUpdateDestroyAPIView):
+    queryset = Draft.objects.all()
+    serializer_class = DraftSerializer
+    if_match_required = ()
+    accept_weak = True
+
+
+router = routers.DefaultRouter()
+router.register("articles", Articles, basename="article")
+urlpatterns = [path("", include(router.urls)), path("drafts/<int:pk>/", Lenient.as_view())]
+
+
+@pytest.fixture(autouse=True)
+def _site():
+    with override_settings(**SITE):
+        yield
+
+
+@pytest.fixture
+def article(use_database):
+    use_database("default")
+    return Article.objects.create(title="first")
+
+
+@pytest.fixture
+def url(article):
+    return f"/articles/{article.pk}/"
+
+
+def ask(method, url, data=None, **headers):
+    given = {name.replace("_", "-"): value for name, value in headers.items()}
+    return APIClient().generic(method, url, data and f'{{"title": "{data}"}}', "application/json", headers=given)
+
+
+@pytest.mark.parametrize("method", ["PUT", "PATCH"])
+def test_update_needs_the_tag_and_answers_with_the_new_one(url, article, method):
+    shown = ask("GET", url)
+    changed = ask(method, url, "second", If_Match=shown["ETag"])
+    assert (changed.status_code, changed.data["version"]) == (200, 2)
+    assert changed["ETag"] == ask("GET", url)["ETag"] != shown["ETag"]
+    assert ask(method, url, "third", If_Match=shown["ETag"]).status_code == 412
+    assert ask(method, url, "third").status_code == 428
+    assert ask(method, url, "third", If_Match="abc").status_code == 400
+    article.refresh_from_db()
+    assert article.title == "second"
+
+
+def test_destroy_needs_the_tag(url, article):
+    assert [ask("DELETE", url).status_code, ask("DELETE", url, If_Match='"old"').status_code] == [428, 412]
+    gone = ask("DELETE", url, If_Match=etag_of(article))
+    assert (gone.status_code, "ETag" in gone) == (204, False)
+
+
+def test_reader_who_has_the_object_gets_304_without_it(url, article):
+    tag = ask("GET", url)["ETag"]
+    known = ask("GET", url, If_None_Match=f'"other", W/{tag}')
+    assert (known.status_code, known.content, known["ETag"]) == (304, b"", tag)
+    article.save()
+    assert ask("GET", url, If_None_Match=tag).status_code == 200
+
+
+def test_browsable_api_has_a_tag_of_its_own_and_its_forms_need_none(url):
+    page = ask("GET", url, Accept="text/html")
+    tag = ask("GET", url)["ETag"]
+    assert (page.status_code, b"<form" in page.content) == (200, True)
+    assert page["ETag"] != tag
+    assert ask("GET", url, Accept="text/html", If_None_Match=tag).status_code == 200
+    assert ask("PUT", url, "second", If_Match=page["ETag"]).status_code == 200
+
+
+def test_list_and_options_are_as_before(url):
+    everything = ask("GET", "/articles/", If_None_Match="*")
+    assert (everything.status_code, "ETag" in everything) == (200, False)
+    assert "PUT" in ask("OPTIONS", url).data["actions"]
+
+
+def test_new_object_tells_its_tag(url):
+    made = ask("POST", "/articles/", "new")
+    assert (made.status_code, made["ETag"]) == (201, ask("GET", f"/articles/{made.data['id']}/")["ETag"])
+
+
+def test_actions_of_your_own_check_what_is_sent_and_show_no_tag(url, article):
+    tag = etag_of(article)
+    assert [ask("POST", f"{url}summary/").status_code, ask("POST", f"{url}summary/", If_Match=tag).status_code] == [
+        200
+    ] * 2
+    assert ask("POST", f"{url}summary/", If_Match='"old"').status_code == 412
+    shown = ask("GET", f"{url}summary/", If_None_Match=tag)
+    assert (shown.status_code, "ETag" in shown) == (200, False)
+
+
+def test_who_may_not_or_finds_nothing_learns_nothing_of_versions(url, article):
+    Article.objects.update(title="forbidden")
+    assert [ask("PUT", url, "x", If_Match='"old"').status_code, ask("PUT", url, "x").status_code] == [403, 403]
+    assert ask("PUT", "/articles/999/", "x").status_code == 404
+
+
+def test_view_may_make_if_match_optional_and_accept_weak_tags(use_database):
+    use_database("default")
+    draft = Draft.objects.create(title="first")
+    url = f"/drafts/{draft.pk}/"
+    weak = f"W/{ask('GET', url)['ETag']}"
+    assert ask("PATCH", url, "second").status_code == 200
+    assert ask("PATCH", url, "third", If_Match=weak).status_code == 412
+    draft.refresh_from_db()
+    assert ask("PATCH", url, "third", If_Match=f"W/{etag_of(draft)}").status_code == 200
+
+
+def test_version_is_shown_and_never_taken_from_the_client():
+    article, draft = Article(title="x"), Draft(title="x", revision=7)
+    assert ArticleSerializer(article).data == {"id": None, "title": "x", "version": 1}
+    assert DraftSerializer(draft).data == {"title": "x", "revision": 7}
+    sent = DraftSerializer(draft, data={"title": "y", "revision": 9})
+    assert sent.is_valid()
+    assert sent.validated_data == {"title": "y"}
+
+
+def test_model_without_a_version_fails_loudly(use_database):
+    class Counters(PreconditionMixin, generics.RetrieveAPIView):
+        queryset = Counter.objects.all()
+
+    use_database("default")
+    counter = Counter.objects.create(name="x")
+    from rest_framework.test import APIRequestFactory
+
+    with pytest.raises(TypeError, match="Counter has no version"):
+        Counters.as_view()(APIRequestFactory().get("/"), pk=counter.pk)
+
+
+@pytest.mark.parametrize("database", ["postgresql"], indirect=True)
+def test_of_two_clients_with_the_same_tag_exactly_one_changes_the_object(database):
+    article = Article.objects.using(database).create(title="first")
+    url = f"/articles/{article.pk}/?together"
+
+    def change(title):
+        try:
+            return ask("PUT", url, title, If_Match=etag_of(article), X_Database=database).status_code
+        finally:
+            connections.close_all()
+
+    with ThreadPoolExecutor(2) as clients:
+        assert sorted(clients.map(change, ["second", "third"])) == [200, 412]
