@@ -20,13 +20,14 @@ from dlock_core.backend import Backend
 from dlock_core.testing.contract.parties import Locks, Threads
 from dlock_core.testing.contract.tasks import Tasks
 
-_PARTS = ("exclusion", "waiting", "ending", "renewing", "sharing", "joining", "operating", "refusing")
+_PARTS = ("exclusion", "waiting", "ending", "renewing", "sharing", "joining", "many", "operating", "refusing")
 
 pytest.register_assert_rewrite(*(f"{__name__}.{part}" for part in _PARTS))
 
 from dlock_core.testing.contract.ending import *
 from dlock_core.testing.contract.exclusion import *
 from dlock_core.testing.contract.joining import *
+from dlock_core.testing.contract.many import *
 from dlock_core.testing.contract.operating import *
 from dlock_core.testing.contract.refusing import *
 from dlock_core.testing.contract.renewing import *

@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING, Any, cast
 
 from dlock_core.errors import DLockError
 from dlock_core.lock import Lock
+from dlock_core.many import MultiLock
 from dlock_core.runtime import BLOCKING, run
 from dlock_core.testing.contract.observed import WITHIN, Observed
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
     from dlock_core.backend import Backend, LockState
 
@@ -67,8 +68,20 @@ class Locks:
         """Run a body in a `with` or `async with` block."""
         raise NotImplementedError
 
+    def many(self, names: Iterable[str], **options: Any) -> Any:
+        """Make a MultiLock or AsyncMultiLock."""
+        raise NotImplementedError
+
     def nap(self) -> Any:
         """Let others run."""
+        raise NotImplementedError
+
+    def after(self, first: Any, then: Callable[[Any], Any]) -> Any:
+        """Give what was returned by a step, once it is done, to a function."""
+        raise NotImplementedError
+
+    def each(self, step: Callable[[Any], Any], items: Iterable[Any]) -> Any:
+        """Take a step with each item, one after the other."""
         raise NotImplementedError
 
     def close(self) -> None:
@@ -169,8 +182,18 @@ class Threads(Locks):
         with lock as lease:
             return body(lease)
 
+    def many(self, names: Iterable[str], **options: Any) -> MultiLock:
+        return MultiLock(self.store, names, **options)
+
     def nap(self) -> None:
         threading.Event().wait(0.001)
+
+    def after(self, first: Any, then: Callable[[Any], Any]) -> Any:
+        return then(first)
+
+    def each(self, step: Callable[[Any], Any], items: Iterable[Any]) -> None:
+        for item in items:
+            step(item)
 
     def close(self) -> None:
         super().close()

@@ -9,12 +9,13 @@ from inspect import isawaitable
 from typing import TYPE_CHECKING, Any
 
 from dlock_core.lock import AsyncLock
+from dlock_core.many import AsyncMultiLock
 from dlock_core.runtime import ASYNCIO
 from dlock_core.testing.contract.observed import WITHIN
 from dlock_core.testing.contract.parties import Locks, Party
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
     from dlock_core.backend import Backend
 
@@ -67,8 +68,18 @@ class Tasks(Locks):
         async with lock as lease:
             return await _take(lambda: body(lease))
 
+    def many(self, names: Iterable[str], **options: Any) -> AsyncMultiLock:
+        return AsyncMultiLock(self.store, names, **options)
+
     async def nap(self) -> None:
         await asyncio.sleep(0.001)
+
+    async def after(self, first: Any, then: Callable[[Any], Any]) -> Any:
+        return then(await first)
+
+    async def each(self, step: Callable[[Any], Any], items: Iterable[Any]) -> None:
+        for item in items:
+            await step(item)
 
     def close(self) -> None:
         super().close()
