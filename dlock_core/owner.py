@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import itertools
 import json
 import os
 import socket
@@ -11,7 +13,8 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
+from weakref import WeakKeyDictionary
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -24,6 +27,9 @@ request_line: ContextVar[str] = ContextVar("dlock_request_line", default="")
 _application = ""
 
 _LONGEST: Final = 200
+
+_numbers: Final = itertools.count(1)
+_known: Final[WeakKeyDictionary[object, int]] = WeakKeyDictionary()
 
 
 def name_application(label: str) -> None:
@@ -42,25 +48,55 @@ def serving(method: str | None, path: str) -> Iterator[str]:
         request_line.reset(token)
 
 
-def text() -> str:
-    """Describe this thread and request as a short JSON object: app, host, pid, thread, request."""
-    return _text(os.getpid(), threading.current_thread().name, request_line.get(), _application)
+def text(own: tuple[str, ...] = (), inside: tuple[str, ...] = ()) -> str:
+    """Describe this thread or task and its request as a short JSON object.
+
+    It has app, host, pid, thread or task, its number `id`, and request; and the database sessions that belong to it:
+    those that are its `own`, and those `in` whose open transaction it asks for a lock (see `database_session`).
+    """
+    return _text(os.getpid(), *_worker(), request_line.get(), _application, own, inside)
+
+
+def in_task() -> bool:
+    """Say whether this code runs in an event loop, which many tasks share."""
+    return asyncio._get_running_loop() is not None
+
+
+def _worker() -> tuple[str, str, int]:
+    """Give what waits when a lock has to be waited for: a thread or a task, with a number that no other has here."""
+    task = asyncio.current_task() if in_task() else None
+    if task is None:
+        thread = threading.current_thread()
+        return "thread", thread.name, _numbered(thread)
+    return "task", task.get_name(), _numbered(task)
+
+
+def _numbered(worker: object) -> int:
+    number = _known.get(worker)
+    if number is None:
+        _known[worker] = number = next(_numbers)
+    return number
 
 
 @lru_cache(maxsize=1024)
-def _text(pid: int, thread: str, request: str, app: str) -> str:
+def _text(
+    pid: int,
+    kind: str,
+    worker: str,
+    number: int,
+    request: str,
+    app: str,
+    own: tuple[str, ...],
+    inside: tuple[str, ...],
+) -> str:
     app = app or Path(sys.argv[0] if sys.argv else "").name or "python"
-    data: dict[str, str | int] = {
-        "app": app,
-        "host": socket.gethostname(),
-        "pid": pid,
-        "thread": thread,
-        "request": request,
-    }
-    return json.dumps({key: _clean(value) for key, value in data.items() if value}, separators=(",", ":"))
+    words = {"app": app, "host": socket.gethostname(), "pid": pid, kind: worker, "id": number, "request": request}
+    data = {key: _clean(value) for key, value in words.items() if value}
+    data |= {key: sessions for key, sessions in (("own", own), ("in", inside)) if sessions}
+    return json.dumps(data, separators=(",", ":"))
 
 
-def _clean(value: str | int) -> str | int:
+def _clean(value: Any) -> Any:
     return value if isinstance(value, int) else printable(value)
 
 
@@ -77,7 +113,6 @@ def describe(owner: str) -> str:
         data = None
     if not isinstance(data, dict):
         return printable(owner)
-    where = (
-        f"{data.get('app', '?')}@{data.get('host', '?')} pid {data.get('pid', '?')} {data.get('thread', '')}".strip()
-    )
+    worker = data.get("thread") or data.get("task") or ""
+    where = f"{data.get('app', '?')}@{data.get('host', '?')} pid {data.get('pid', '?')} {worker}".strip()
     return printable(f"{data['request']} ({where})" if data.get("request") else where)

@@ -54,9 +54,16 @@ class Unreadable:
 class Database(Protocol):
     """A database that is asked for its locks, on a connection of its own and never in the caller's transaction."""
 
-    alias: str
-    vendor: str
-    """postgresql, mysql, mariadb or sqlite."""
+    @property
+    def alias(self) -> str:
+        """What it is called in listings."""
+
+    @property
+    def vendor(self) -> str:
+        """The database: postgresql, mysql, mariadb or sqlite; may have to ask it, see `query`."""
 
     def query(self, sql: str, params: Sequence[Any] = ()) -> list[tuple[Any, ...]]:
         """Read rows, `%s` standing for each parameter; raises BackendUnavailable, within a few seconds."""
+
+    def close(self) -> None:
+        """Close the connection that `query` has opened."""

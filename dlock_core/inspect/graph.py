@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     Graph: TypeAlias = "dict[str, dict[str, Wait]]"
 
-__all__ = ["Cycle", "Wait", "cycles", "waits"]
+__all__ = ["Cycle", "Wait", "concerning", "cycles", "waits"]
 
 _SHARED = {"shared", "FOR SHARE", "FOR KEY SHARE"}
 
@@ -82,6 +82,19 @@ def cycles(entries: Iterable[Entry]) -> list[Cycle]:
             found.append(cycle)
             named.update(wait.waiter.party for wait in cycle.waits)
     return found
+
+
+def concerning(entries: list[Entry]) -> list[Entry]:
+    """Keep the leases, and of the other entries those of their parties and of all for whom these wait."""
+    parties = {entry.party for entry in entries if entry.kind == "lease"}
+    behind: dict[str, set[str]] = defaultdict(set)
+    for wait in waits(entries):
+        behind[wait.waiter.party].add(wait.behind.party)
+    todo = list(parties)
+    while todo:
+        todo += (new := behind[todo.pop()] - parties)
+        parties |= new
+    return [entry for entry in entries if entry.kind == "lease" or entry.party in parties]
 
 
 def _queues(entries: Iterable[Entry]) -> Iterator[tuple[list[Entry], list[Entry]]]:

@@ -1,0 +1,55 @@
+"""The databases of DATABASES, for the inspector: `dlock_core.inspect.picture(stores, databases())`."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final
+
+from django.db import connections
+
+from dlock_core.inspect.reading import CONNECT_WITHIN, Reader
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from django.db.backends.base.base import BaseDatabaseWrapper
+
+__all__ = ["databases"]
+
+_TIMEOUT: Final = {"postgresql": "connect_timeout", "mysql": "connect_timeout"}
+
+
+def databases(aliases: Iterable[str] | None = None) -> list[Reader]:
+    """Give the databases with these aliases, or all of DATABASES; each has a connection of its own, opened when asked.
+
+    Raises ConnectionDoesNotExist for an unknown alias, before any I/O.
+    """
+    return [_database(alias) for alias in (connections if aliases is None else aliases)]
+
+
+def _database(alias: str) -> Reader:
+    return Reader(alias, connections[alias].vendor, partial(_Session, alias))
+
+
+class _Session:
+    """A connection beside those that Django keeps: no transaction, pool or test case of this thread knows of it."""
+
+    def __init__(self, alias: str) -> None:
+        ours = connections[alias]
+        settings: dict[str, Any] = deepcopy(ours.settings_dict)
+        settings |= {"AUTOCOMMIT": True, "ATOMIC_REQUESTS": False}
+        options = settings.setdefault("OPTIONS", {})
+        options.pop("pool", None)
+        if timeout := _TIMEOUT.get(ours.vendor):
+            options.setdefault(timeout, CONNECT_WITHIN)
+        self._connection: BaseDatabaseWrapper = type(ours)(settings, alias)
+        self._connection.inc_thread_sharing()
+
+    def execute(self, sql: str, params: tuple[Any, ...]) -> list[tuple[Any, ...]]:
+        with self._connection.cursor() as cursor:
+            cursor.execute(sql, params or None)
+            return list(cursor.fetchall()) if cursor.description else []
+
+    def close(self) -> None:
+        self._connection.close()

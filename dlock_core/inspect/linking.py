@@ -1,0 +1,96 @@
+"""Finds the leases and the database sessions that belong to the same thread, task or request.
+
+A session tells the holder under whose lease its transaction works; a lease tells the sessions that were open when it
+was asked for, those that are its thread's `own`, and those `in` whose transaction it was.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import replace
+from typing import TYPE_CHECKING, Final
+
+from dlock_core.owner import printable
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping
+
+    from dlock_core.inspect.entries import Entry
+    from dlock_core.inspect.sessions import Session
+
+__all__ = ["linked"]
+
+SLACK: Final = 2.0
+"""Stores tell times to the second."""
+
+
+def linked(leases: list[Entry], of_databases: list[Entry], sessions: Mapping[str, Session]) -> list[Entry]:
+    """Give all entries, those of a lease and of a database session that belong together with the same `party`."""
+    same = _Same()
+    for lease, party in _links(leases, sessions):
+        same.join(lease, party)
+    if not same:
+        return leases + of_databases
+    found = [_renamed(entry, same.of(entry.party)) for entry in leases]
+    described = {entry.party: entry.described for entry in reversed(found)}
+    return found + [_explained(entry, same.of(entry.party), described, sessions) for entry in of_databases]
+
+
+class _Same:
+    """Which parties are the same; each set goes by the name of a lease's party."""
+
+    def __init__(self) -> None:
+        self._names: dict[str, str] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._names)
+
+    def of(self, party: str) -> str:
+        while party in self._names:
+            party = self._names[party]
+        return party
+
+    def join(self, lease: str, other: str) -> None:
+        name, other = self.of(lease), self.of(other)
+        if name != other:
+            self._names[other] = name
+
+
+def _links(leases: Iterable[Entry], sessions: Mapping[str, Session]) -> Iterator[tuple[str, str]]:
+    by_holder: dict[str, str] = {}
+    by_session: dict[str, list[tuple[Entry, bool]]] = defaultdict(list)
+    for lease in leases:
+        by_holder[str(lease.owner.get("holder"))] = lease.party
+        for key in ("own", "in"):
+            for party in lease.owner.get(key) or ():
+                by_session[str(party)].append((lease, key == "own"))
+    for party, session in sessions.items():
+        worker = by_holder.get(session.holder or "")
+        if worker is not None:
+            yield worker, party
+        for lease, is_own in by_session.get(party, ()):
+            if is_own or (worker is None and _is_still_in(lease, session)):
+                yield lease.party, party
+
+
+def _is_still_in(lease: Entry, session: Session) -> bool:
+    """Say whether the transaction in which the lease was asked for is the one that is open now.
+
+    Else a pool may have given the session to somebody else.
+    """
+    age = session.transaction_age
+    return age is not None and lease.seconds is not None and age + SLACK >= lease.seconds
+
+
+def _renamed(entry: Entry, party: str) -> Entry:
+    return entry if party == entry.party else replace(entry, party=party)
+
+
+def _explained(entry: Entry, party: str, described: Mapping[str, str], sessions: Mapping[str, Session]) -> Entry:
+    """Describe a session as the lease's owner describes itself."""
+    if party not in described:
+        return entry
+    session = sessions[entry.party]
+    state = f" {session.owner['state']}" if session.owner.get("state") else ""
+    words = printable(f"{described[party]}, session {session.owner.get('pid', '')}{state}")
+    return replace(entry, party=party, described=words)

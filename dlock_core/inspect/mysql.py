@@ -1,0 +1,129 @@
+"""Row locks and user locks of MariaDB and MySQL, which need the PROCESS privilege to be told.
+
+Both know the key of a row that is waited for. Of the other row locks only their number is read: MySQL would have to
+list every one.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from typing import TYPE_CHECKING, Any, Final
+
+from dlock_core.inspect.sessions import Held, Reading, Session, Wanted, read
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from dlock_core.inspect.entries import Database
+
+__all__ = ["locks"]
+
+_SESSIONS: Final = """\
+SELECT p.id, p.user, p.host, p.db, p.command, LEFT(p.info, 200), p.state, p.time, DATABASE(), t.trx_rows_locked,
+TIMESTAMPDIFF(MICROSECOND, t.trx_started, NOW(6)) / 1e6, TIMESTAMPDIFF(MICROSECOND, t.trx_wait_started, NOW(6)) / 1e6
+FROM information_schema.processlist p LEFT JOIN information_schema.innodb_trx t ON t.trx_mysql_thread_id = p.id
+WHERE p.id <> CONNECTION_ID()"""
+
+_WAITS: Final = {
+    "mariadb": """\
+SELECT r.trx_mysql_thread_id, b.trx_mysql_thread_id, l.lock_table, l.lock_index, l.lock_mode, l.lock_data,
+CONCAT_WS(':', l.lock_space, l.lock_page, l.lock_rec)
+FROM information_schema.innodb_lock_waits w
+JOIN information_schema.innodb_trx r ON r.trx_id = w.requesting_trx_id
+JOIN information_schema.innodb_trx b ON b.trx_id = w.blocking_trx_id
+JOIN information_schema.innodb_locks l ON l.lock_id = w.requested_lock_id""",
+    "mysql": """\
+SELECT r.trx_mysql_thread_id, b.trx_mysql_thread_id, CONCAT(l.object_schema, '.', l.object_name), l.index_name,
+l.lock_mode, l.lock_data, l.engine_lock_id
+FROM performance_schema.data_lock_waits w
+JOIN information_schema.innodb_trx r ON r.trx_id = w.requesting_engine_transaction_id
+JOIN information_schema.innodb_trx b ON b.trx_id = w.blocking_engine_transaction_id
+JOIN performance_schema.data_locks l ON l.engine_lock_id = w.requesting_engine_lock_id""",
+}
+
+_USER_LOCKS: Final = {
+    "mariadb": """\
+SELECT thread_id, table_schema FROM information_schema.metadata_lock_info WHERE lock_type = 'User lock'""",
+    "mysql": """\
+SELECT t.processlist_id, m.object_name FROM performance_schema.metadata_locks m
+JOIN performance_schema.threads t ON t.thread_id = m.owner_thread_id
+WHERE m.object_type = 'USER LEVEL LOCK' AND m.lock_status = 'GRANTED'""",
+}
+_KNOWS_USER_LOCKS: Final = {
+    "mariadb": """\
+SELECT 1 FROM information_schema.plugins WHERE plugin_name = 'METADATA_LOCK_INFO' AND plugin_status = 'ACTIVE'""",
+    "mysql": "SELECT 1",
+}
+
+_GET_LOCK: Final = re.compile(r"\bGET_LOCK\s*\(\s*(?:_\w+\s*)?'((?:[^'\\]|\\.|'')*)'", re.IGNORECASE)
+"""MariaDB tells the name of a user lock that is waited for in the statement only."""
+
+
+def locks(database: Database) -> Reading:
+    """Read who holds and who waits; raises BackendUnavailable, also without the privilege."""
+    rows = database.query(_SESSIONS)
+    sessions = {f"my:{row[0]}/{row[3]}": _session(row) for row in rows}
+    parties = {int(row[0]): f"my:{row[0]}/{row[3]}" for row in rows}
+    waited = {int(row[0]): _seconds(row[11]) for row in rows}
+    waits = [*_row_waits(database, parties, waited), *_user_waits(database, rows, parties)]
+    held = [*_user_locks(database, parties), *_row_locks(rows, parties, waits)]
+    return read(database.alias, sessions, waits, held)
+
+
+def _session(row: tuple[Any, ...]) -> Session:
+    pid, user, host, schema, command, query, *_ = row
+    state = "idle in transaction" if command == "Sleep" and row[10] is not None else command
+    client = str(host).partition(":")[0]
+    owner = {"pid": int(pid), "user": user, "client": client, "state": state, "query": query}
+    return Session(f"my:{pid}/{schema}", f"session {pid} ({user}@{client})", owner, _seconds(row[10]))
+
+
+def _seconds(value: Any) -> float | None:
+    return None if value is None else max(0.0, float(value))
+
+
+def _row_waits(database: Database, parties: dict[int, str], waited: dict[int, float | None]) -> Iterator[Wanted]:
+    behind: dict[tuple[int, str, str], list[str]] = defaultdict(list)
+    here = str(database.query("SELECT DATABASE()")[0][0])
+    for waiter, blocker, table, index, mode, data, place in database.query(_WAITS[database.vendor]):
+        if waiter in parties:
+            name = _name(str(table).replace("`", "").removeprefix(f"{here}."), index, data, place)
+            behind[int(waiter), name, mode].append(parties.get(int(blocker), f"my:{blocker}"))
+    for (waiter, name, mode), blockers in behind.items():
+        words = "shared" if str(mode).startswith("S") else "exclusive"
+        yield Wanted(parties[waiter], "row", name, words, waited.get(waiter), tuple(blockers))
+
+
+def _name(table: str, index: str | None, data: str | None, place: str) -> str:
+    """Name a row by its primary key; by an entry of an index, where that is what is locked; or by its place."""
+    if index is None:
+        return f"table {table}"
+    if data is None:
+        return f"{table} at {place}"
+    return f"{table} {data.strip(chr(39))}" if index == "PRIMARY" else f"{table} {index} {data}"
+
+
+def _user_waits(database: Database, rows: Iterable[tuple[Any, ...]], parties: dict[int, str]) -> Iterator[Wanted]:
+    for row in rows:
+        found = _GET_LOCK.search(str(row[5])) if row[6] == "User lock" else None
+        if found is not None:
+            ((holder,),) = database.query("SELECT IS_USED_LOCK(%s)", (found[1],))
+            behind = () if holder is None else (parties.get(int(holder), f"my:{holder}"),)
+            yield Wanted(parties[int(row[0])], "advisory", found[1], "exclusive", float(row[7]), behind)
+
+
+def _user_locks(database: Database, parties: dict[int, str]) -> Iterator[Held]:
+    if database.query(_KNOWS_USER_LOCKS[database.vendor]):
+        for pid, name in database.query(_USER_LOCKS[database.vendor]):
+            if pid in parties:
+                yield Held(parties[pid], "advisory", name, "exclusive")
+
+
+def _row_locks(rows: Iterable[tuple[Any, ...]], parties: dict[int, str], waits: Iterable[Wanted]) -> Iterator[Held]:
+    """Give the transactions that have locked rows for which nobody waits."""
+    blocking = {party for one in waits for party in one.behind}
+    for row in rows:
+        party = parties[int(row[0])]
+        if row[9] and party not in blocking:
+            yield Held(party, "row", f"{row[9]} rows of session {row[0]}", "exclusive", _seconds(row[10]))

@@ -1,0 +1,202 @@
+"""Row locks and advisory locks of PostgreSQL, as far as it knows them.
+
+A row lock stands in the row itself, not in pg_locks: who holds one is known when somebody waits for it; of the others
+only the table is. (Mechanisms: the manual on explicit locking and on pg_locks; README.tuplock in its source.)
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+from dlock_core.errors import BackendUnavailable
+from dlock_core.inspect.sessions import Held, Reading, Session, Wanted, read
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping
+
+    from dlock_core.inspect.entries import Database
+
+__all__ = ["locks"]
+
+RESOLVED: Final = 50
+"""So many rows that are waited for are looked up by their place, to tell their keys."""
+
+_LOCKS: Final = """\
+WITH l AS MATERIALIZED (
+SELECT * FROM pg_locks WHERE pid IS DISTINCT FROM pg_backend_pid()
+AND (database IS NULL OR database IN (SELECT oid FROM pg_database WHERE datname = current_database())))
+SELECT l.pid, l.virtualtransaction, l.locktype, l.mode, l.granted, CAST(CAST(l.relation AS regclass) AS text),
+CAST(l.relation AS bigint), CAST('(' || l.page || ',' || l.tuple || ')' AS text), CAST(l.transactionid AS text),
+CAST(l.classid AS bigint), CAST(l.objid AS bigint), l.objsubid,
+CAST(extract(epoch FROM clock_timestamp() - CAST(to_jsonb(l)->>'waitstart' AS timestamptz)) AS float8),
+CASE WHEN NOT l.granted THEN pg_blocking_pids(l.pid) END
+FROM l LEFT JOIN pg_class c ON c.oid = l.relation
+WHERE NOT l.granted OR l.locktype IN ('tuple', 'advisory') OR (l.locktype = 'relation' AND (
+(l.mode IN ('RowShareLock', 'RowExclusiveLock') AND c.relkind IN ('r', 'p') AND l.relation >= 16384)
+OR l.relation IN (SELECT relation FROM l WHERE locktype = 'relation' AND NOT granted)))"""
+# The oids below 16384 are the system's own tables. waitstart is new in PostgreSQL 14: to_jsonb asks for it politely.
+
+_SESSIONS: Final = """\
+SELECT pid, datname, usename, host(client_addr), application_name, state, left(query, 200),
+CAST(extract(epoch FROM clock_timestamp() - xact_start) AS float8),
+CAST(extract(epoch FROM clock_timestamp() - state_change) AS float8), current_database()
+FROM pg_stat_activity WHERE datname IS NULL OR datname = current_database()"""
+
+_PREPARED: Final = """\
+SELECT CAST(transaction AS text), gid, owner, CAST(extract(epoch FROM clock_timestamp() - prepared) AS float8)
+FROM pg_prepared_xacts WHERE database = current_database()"""
+
+_KEY: Final = """\
+SELECT string_agg(quote_ident(a.attname), ' || '','' || ' ORDER BY array_position(CAST(i.indkey AS int2[]), a.attnum))
+FROM pg_index AS i JOIN pg_attribute AS a ON a.attrelid = i.indrelid AND a.attnum = ANY(i.indkey)
+WHERE i.indisprimary AND i.indrelid = CAST(CAST(%s AS text) AS regclass)"""
+
+_WORDS: Final = {
+    "AccessShareLock": "FOR KEY SHARE",
+    "RowShareLock": "FOR SHARE",
+    "ExclusiveLock": "FOR NO KEY UPDATE",
+    "AccessExclusiveLock": "FOR UPDATE",
+}
+"""What a lock on a tuple is for."""
+
+_STRENGTHS: Final = (
+    "", "AccessShareLock", "RowShareLock", "RowExclusiveLock", "ShareUpdateExclusiveLock", "ShareLock",
+    "ShareRowExclusiveLock", "ExclusiveLock", "AccessExclusiveLock",
+)  # fmt: skip
+
+
+class _Lock(NamedTuple):
+    pid: int | None
+    virtual: str
+    type: str
+    mode: str
+    granted: bool
+    table: str | None
+    relation: int | None
+    place: str | None
+    transaction: str | None
+    classid: int | None
+    objid: int | None
+    objsubid: int | None
+    waited: float | None
+    blockers: list[int] | None
+
+
+def locks(database: Database) -> Reading:
+    """Read who holds and who waits; raises BackendUnavailable. What it may not see is left out."""
+    found = [_Lock(*row) for row in database.query(_LOCKS)]
+    sessions, parties = _sessions(database, found)
+    wanted = list(_wanted(found, parties, _rows(database, found)))
+    return read(database.alias, sessions, wanted, _held(found, parties, sessions, wanted))
+
+
+def _sessions(database: Database, found: list[_Lock]) -> tuple[dict[str, Session], dict[object, str]]:
+    """Give the sessions, and the party of each pid and, of prepared transactions, of each number."""
+    sessions, parties = {}, {}
+    for pid, name, user, client, app, state, query, age, idle, here in database.query(_SESSIONS):
+        party = f"pg:{pid}/{name or here}"
+        owner = {"pid": pid, "application_name": app, "user": user, "client": client, "state": state, "query": query}
+        title = f"{(app or '').partition(' dlock:')[0] or 'session'} pid {pid} ({user or 'system'}@{client or 'local'})"
+        sessions[party] = Session(party, title, owner, age if age is not None else idle)
+        parties[pid] = party
+    if any(lock.pid is None or 0 in (lock.blockers or ()) for lock in found):
+        for number, gid, user, age in database.query(_PREPARED):
+            party = f"pg:prepared {gid}"
+            sessions[party] = Session(party, f"prepared transaction {gid} of {user}", {"gid": gid, "user": user}, age)
+            parties[number] = party
+    return sessions, parties
+
+
+def _wanted(found: list[_Lock], parties: Mapping[object, str], rows: Mapping[tuple[Any, ...], str]) -> Iterator[Wanted]:
+    tuples = {lock.pid: lock for lock in found if lock.type == "tuple"}
+    for lock in found:
+        if lock.granted or lock.pid not in parties:
+            continue
+        row = tuples.get(lock.pid)
+        behind = tuple(_party(pid, lock, parties) for pid in lock.blockers or ())
+        party = parties[lock.pid]
+        if lock.type == "advisory":
+            yield Wanted(party, "advisory", _key(lock), _advisory(lock), lock.waited, behind)
+        elif row is not None:
+            name = rows.get((row.table, row.place)) or f"{row.table} {row.place}"
+            yield Wanted(party, "row", name, _WORDS.get(row.mode, row.mode), lock.waited, behind)
+        else:
+            yield Wanted(party, "row", _other(lock, behind), lock.mode, lock.waited, behind)
+
+
+def _party(pid: int, lock: _Lock, parties: Mapping[object, str]) -> str:
+    if pid:
+        return parties.get(pid, f"pg:{pid}")
+    return parties.get(lock.transaction, "pg:a prepared transaction")
+
+
+def _other(lock: _Lock, behind: tuple[str, ...]) -> str:
+    """Name a wait for what is no row: a whole table, or the end of a transaction."""
+    if lock.type == "relation":
+        return f"table {lock.table}"
+    return f"transaction {lock.transaction}" if lock.transaction else f"{lock.type} of {', '.join(behind)}"
+
+
+def _held(
+    found: list[_Lock], parties: Mapping[object, str], sessions: Mapping[str, Session], wanted: Iterable[Wanted]
+) -> Iterator[Held]:
+    """Give advisory locks, locks of whole tables that are waited for, and the tables in which rows are locked."""
+    contended = {one.name for one in wanted}
+    blocking = {(party, one.name.partition(" ")[0]) for one in wanted for party in one.behind}
+    modes: dict[tuple[str, str], str] = defaultdict(str)
+    for lock in found:
+        party = parties.get(lock.pid or lock.virtual.partition("/")[2])
+        if party is None or not lock.granted:
+            continue
+        if lock.type == "advisory":
+            yield Held(party, "advisory", _key(lock), _advisory(lock))
+        elif lock.type == "relation" and lock.table is not None:
+            modes[party, lock.table] = max(modes[party, lock.table], lock.mode, key=_strength)
+    for (party, table), mode in modes.items():
+        age = sessions[party].transaction_age
+        if f"table {table}" in contended:
+            yield Held(party, "row", f"table {table}", mode, age)
+        elif (party, table) not in blocking and mode in ("RowShareLock", "RowExclusiveLock"):
+            yield Held(party, "row", table, mode, age)
+
+
+def _strength(mode: str) -> int:
+    return _STRENGTHS.index(mode) if mode in _STRENGTHS else 0
+
+
+def _key(lock: _Lock) -> str:
+    """Write the key of an advisory lock as the function that took it was given it: a number, or two."""
+    high, low = lock.classid or 0, lock.objid or 0
+    if lock.objsubid == 2:
+        return f"{_signed(high, 32)},{_signed(low, 32)}"
+    return str(_signed(high << 32 | low, 64))
+
+
+def _signed(number: int, bits: int) -> int:
+    return number - (1 << bits) if number >> (bits - 1) else number
+
+
+def _advisory(lock: _Lock) -> str:
+    return "shared" if lock.mode == "ShareLock" else "exclusive"
+
+
+def _rows(database: Database, found: list[_Lock]) -> dict[tuple[Any, ...], str]:
+    """Tell the primary keys of the rows that are waited for, by their places in their tables."""
+    places = {(lock.table, lock.place): None for lock in found if lock.type == "tuple" and lock.table}
+    names = {}
+    for table, place in list(places)[:RESOLVED]:
+        try:
+            names[table, place] = f"{table} {_primary_key(database, str(table), place)}"
+        except (BackendUnavailable, LookupError):  # we may not read it, or it is locked as a whole, or has no key
+            continue
+    return names
+
+
+def _primary_key(database: Database, table: str, place: str | None) -> str:
+    ((columns,),) = database.query(_KEY, (table,))
+    if not columns:
+        raise LookupError(table)
+    # The names come quoted from the catalogue.
+    rows = database.query(f"SELECT CAST({columns} AS text) FROM {table} WHERE ctid = CAST(%s AS tid)", (place,))  # noqa: S608
+    return str(rows[0][0])

@@ -1,0 +1,92 @@
+"""A database for the inspector: `dlock_core.inspect.picture(stores, [database(engine)])`."""
+
+from __future__ import annotations
+
+import asyncio
+from functools import partial
+from itertools import count
+from typing import TYPE_CHECKING, Any, Final
+
+from sqlalchemy import create_engine, make_url, text
+from sqlalchemy.ext.asyncio import AsyncEngine
+from sqlalchemy.pool import NullPool
+from sqlalchemy.util import greenlet_spawn
+
+from dlock_core.inspect.reading import CONNECT_WITHIN, Reader
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from sqlalchemy import Engine
+
+__all__ = ["database"]
+
+_TIMEOUT: Final = {
+    "psycopg": "connect_timeout",
+    "psycopg2": "connect_timeout",
+    "mysqldb": "connect_timeout",
+    "pymysql": "connect_timeout",
+    "aiomysql": "connect_timeout",
+    "asyncpg": "timeout",
+}
+
+
+def database(given: str | Engine | AsyncEngine, alias: str | None = None) -> Reader:
+    """Give the database of a URL or an engine; it has a connection of its own, opened when asked, outside any pool.
+
+    Without `alias` it is called by the name of the database. Raises ArgumentError for a URL that is none, ImportError
+    when its driver is missing.
+    """
+    engine = _engine(given)
+    return Reader(alias or engine.url.database or engine.dialect.name, _vendor(engine), partial(_Session, engine))
+
+
+def _engine(given: str | Engine | AsyncEngine) -> Engine:
+    """Make an engine that shares nothing with the one that was given but the way to connect."""
+    if isinstance(given, str):
+        url = make_url(given)
+        timeout = _TIMEOUT.get(url.get_dialect().driver)
+        connect = {timeout: CONNECT_WITHIN} if timeout else {}
+        return create_engine(url, poolclass=NullPool, isolation_level="AUTOCOMMIT", connect_args=connect)
+    engine = given.sync_engine if isinstance(given, AsyncEngine) else given
+    return create_engine(engine.url, pool=engine.pool.recreate(), isolation_level="AUTOCOMMIT")
+
+
+def _vendor(engine: Engine) -> str:
+    return "mariadb" if getattr(engine.dialect, "is_mariadb", False) else engine.dialect.name
+
+
+class _Session:
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._loop = asyncio.new_event_loop() if engine.dialect.is_async else None
+        try:
+            self._connection = self._call(engine.connect)
+        except BaseException:
+            self._end()
+            raise
+
+    def execute(self, sql: str, params: tuple[Any, ...]) -> list[tuple[Any, ...]]:
+        return self._call(self._execute, sql, params)  # type: ignore[no-any-return]
+
+    def close(self) -> None:
+        try:
+            self._call(self._connection.close)
+            self._call(self._engine.dispose)
+        finally:
+            self._end()
+
+    def _execute(self, sql: str, params: tuple[Any, ...]) -> list[tuple[Any, ...]]:
+        number = count()
+        words = "".join(piece if n == 0 else f":p{next(number)}{piece}" for n, piece in enumerate(sql.split("%s")))
+        result = self._connection.execute(text(words), {f"p{n}": each for n, each in enumerate(params)})
+        return [tuple(row) for row in result] if result.returns_rows else []
+
+    def _call(self, function: Callable[..., Any], *args: Any) -> Any:
+        if self._loop is None:
+            return function(*args)
+        return self._loop.run_until_complete(greenlet_spawn(function, *args))
+
+    def _end(self) -> None:
+        if self._loop is not None:
+            self._loop.close()
