@@ -9,8 +9,9 @@ whoever waits for it: it runs in the caller's thread, in a thread for a task, or
     await kept.step(runtime, name, step); await kept.close(runtime)
 """
 
+from dlock_core.backends.sql.limits import shut, socket_of
 from dlock_core.backends.sql.pool import Kept, Pool
 from dlock_core.backends.sql.port import Connector, Session
 from dlock_core.backends.sql.threads import in_threads, within
 
-__all__ = ["Connector", "Kept", "Pool", "Session", "in_threads", "within"]
+__all__ = ["Connector", "Kept", "Pool", "Session", "in_threads", "shut", "socket_of", "within"]

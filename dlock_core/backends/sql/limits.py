@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import socket
 import threading
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Final
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING, Any, Final
 
 from dlock_core.runtime import clock
 
@@ -13,7 +15,7 @@ if TYPE_CHECKING:
 
     from dlock_core.backends.sql.port import Session
 
-__all__ = ["Limits"]
+__all__ = ["Limits", "of_process", "shut", "socket_of"]
 
 IDLE: Final = 10.0
 """Seconds without a question after which the thread ends."""
@@ -75,3 +77,26 @@ class Limits:
                 return None
             self._next = min(self._due.values(), default=self._ends)
             return self._next - now
+
+
+def socket_of(driver: Any) -> int:
+    """Give the socket under a driver's connection, -1 where it shows none; to be asked while nobody uses it."""
+    for one in (driver, getattr(driver, "_sock", None)):
+        with suppress(Exception):
+            return int(one.fileno())
+    return -1
+
+
+def shut(number: int) -> None:
+    """Shut a socket down, from any thread; never raises."""
+    with suppress(OSError), socket.socket(fileno=os.dup(number)) as connected:
+        connected.shutdown(socket.SHUT_RDWR)
+
+
+_of_processes: dict[int, Limits] = {}
+
+
+def of_process() -> Limits:
+    """Give the limits of this process; a forked child has none of its parent's threads."""
+    pid = os.getpid()
+    return _of_processes.get(pid) or _of_processes.setdefault(pid, Limits())

@@ -9,7 +9,7 @@ from collections import deque
 from typing import TYPE_CHECKING, Final, NoReturn, TypeVar
 
 from dlock_core.backends.sql.failures import unavailable
-from dlock_core.backends.sql.limits import Limits
+from dlock_core.backends.sql.limits import of_process
 from dlock_core.errors import BackendUnavailable
 from dlock_core.retry import Trouble, classify
 from dlock_core.runtime import clock
@@ -30,6 +30,7 @@ TRUSTED: Final = 60.0
 """Seconds of idleness after which a connection is closed rather than used: a firewall may have forgotten it."""
 CONFLICTS: Final = 10
 """How often a step is made again that was the victim of a deadlock; each time somebody else got on."""
+_MYSQL: Final = "SET SESSION innodb_lock_wait_timeout = %d"
 
 
 class Pool:
@@ -46,7 +47,6 @@ class Pool:
         _pools.add(self)
 
     def _begin(self) -> None:
-        self.limits = Limits()
         self._idle: deque[tuple[Session, float]] = deque()
 
     async def step(
@@ -84,7 +84,7 @@ class Pool:
         until = clock() + (self.timeout if limit is None else limit)
         for left in range(CONFLICTS, -1, -1):
             try:
-                with self.limits.on(session, until - clock()):
+                with of_process().on(session, until - clock()):
                     return function(session)
             except self.connector.errors as error:
                 if not left or classify(error) not in (Trouble.DEADLOCK, Trouble.SERIALIZATION):
@@ -100,8 +100,21 @@ class Pool:
     def open(self, name: str) -> Session:
         """Connect; blocks."""
         try:
-            return self.connector.connect(self.timeout)
+            session = self.connector.connect(self.timeout)
         except Exception as error:  # noqa: BLE001 - it is raised again
+            self.fail(name, error)
+        if session.vendor in {"mariadb", "mysql"}:
+            self._settle(name, session)
+        return session
+
+    def _settle(self, name: str, session: Session) -> None:
+        """Have the server give up before we do, or what it had begun would be done after we have said it was not."""
+        wait = _MYSQL % max(1, int(self.timeout * 0.8))
+        try:
+            for sql in (wait, "SET SESSION TRANSACTION ISOLATION LEVEL READ COMMITTED"):
+                self.run(session, lambda session, sql=sql: session.execute(sql), None)  # type: ignore[misc]
+        except BaseException as error:  # noqa: BLE001 - it is raised again
+            session.close()
             self.fail(name, error)
 
     def _step(self, name: str, function: Callable[[Session], T], limit: float | None) -> T:

@@ -1,0 +1,1 @@
+"""Stores of leases in Django's own databases: `database://alias`."""

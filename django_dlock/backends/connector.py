@@ -1,0 +1,120 @@
+"""Connections of our own to the database of a DATABASES alias, made as Django makes them."""
+
+from __future__ import annotations
+
+import re
+import weakref
+from contextlib import closing, suppress
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, Final
+
+from django.db import Error, connections
+from django.db.backends.base.base import NO_DB_ALIAS
+from django.db.backends.signals import connection_created
+from django.dispatch import receiver
+
+from dlock_core.backends.sql import Pool, in_threads, shut, socket_of, within
+from dlock_core.backends.sql.sqlite import SQLiteConnector
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from django.db.backends.base.base import BaseDatabaseWrapper
+
+    from dlock_core.backends.sql import Connector, Session
+
+__all__ = ["pool_of"]
+
+VENDORS: Final = ("postgresql", "mysql", "sqlite")
+
+_pools: weakref.WeakSet[Pool] = weakref.WeakSet()
+
+
+def pool_of(alias: str, *, timeout: float = 5.0) -> Pool:
+    """Give connections to the database of an alias: its settings, but neither its threads' connections nor its pool.
+
+    Raises ValueError for an alias that DATABASES does not have, and for a database that dlock does not know.
+    """
+    pool = Pool(_connector(alias), timeout=timeout)
+    _pools.add(pool)
+    return pool
+
+
+def _connector(alias: str) -> Connector:
+    if alias not in connections.settings:
+        raise ValueError(f"DATABASES has no alias {alias!r}, only: {', '.join(connections.settings)}")
+    vendor = connections[alias].vendor
+    if vendor == "sqlite":
+        return SQLiteConnector(_title(alias), lambda: str(connections.settings[alias]["NAME"]))
+    if vendor not in VENDORS:
+        raise ValueError(f"no leases on {vendor} ({_title(alias)}): use one of {', '.join(VENDORS)}")
+    return DjangoConnector(alias)
+
+
+def _title(alias: str) -> str:
+    return f"the database {alias!r}"
+
+
+class DjangoConnector:
+    """PostgreSQL, MariaDB or MySQL behind an alias."""
+
+    call = staticmethod(in_threads)
+
+    def __init__(self, alias: str) -> None:
+        self.alias, self.title = alias, _title(alias)
+        self.remedy = f"python manage.py migrate --database {alias}"
+        wrapper: Any = connections[alias]
+        self.vendor: str = wrapper.vendor
+        self.errors: tuple[type[Exception], ...] = (Error, wrapper.Database.Error)
+
+    def connect(self, limit: float) -> Session:
+        return within(limit, self._open)
+
+    def _open(self) -> Session:
+        settings = connections.settings[self.alias]  # now: tests give it the name of another database
+        options = {key: value for key, value in settings["OPTIONS"].items() if key != "pool"}
+        wrapper = type(connections[self.alias])(
+            {**settings, "OPTIONS": options, "AUTOCOMMIT": True}, f"{self.alias} (dlock)"
+        )
+        wrapper.inc_thread_sharing()
+        wrapper.connect()
+        return DjangoSession(wrapper)
+
+
+class DjangoSession:
+    """One connection, used below Django's own cursors: no log of queries, no wrappers, no check of threads."""
+
+    def __init__(self, wrapper: BaseDatabaseWrapper) -> None:
+        self.driver: Any = wrapper.connection
+        self.vendor = "mariadb" if getattr(wrapper, "mysql_is_mariadb", False) else wrapper.vendor
+        self._wrapper, self._changed = wrapper, 0
+        self._socket = socket_of(self.driver)
+
+    def execute(self, sql: str, params: Mapping[str, Any] = {}) -> list[tuple[Any, ...]]:
+        with closing(self.driver.cursor()) as cursor:
+            cursor.execute(_pyformat(sql), params)
+            self._changed = cursor.rowcount
+            return list(map(tuple, cursor.fetchall())) if cursor.description else []
+
+    def changed(self) -> int:
+        return self._changed
+
+    def close(self) -> None:
+        with suppress(Exception):
+            self.driver.close()
+
+    def cut(self) -> None:
+        shut(self._socket)
+
+
+@lru_cache(maxsize=256)
+def _pyformat(sql: str) -> str:
+    return re.sub(r"(?<!:):(\w+)", r"%(\1)s", sql.replace("%", "%%"))
+
+
+@receiver(connection_created)
+def _let_go(*, connection: BaseDatabaseWrapper, **_: object) -> None:
+    """Close what is idle before a database is made or dropped, as for tests: PostgreSQL drops none that is in use."""
+    if connection.alias == NO_DB_ALIAS:
+        for pool in list(_pools):
+            pool.close()

@@ -1,0 +1,129 @@
+"""SQLite: tables of ours live in a file of their own beside the database's, here called its sibling.
+
+A file of SQLite has one writer at a time. In the database's own file a lease could be neither taken nor renewed while
+the caller's transaction writes: a second connection waits for it, and so for itself.
+"""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+import threading
+import time
+from contextlib import closing
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+from urllib.parse import parse_qs, unquote, urlsplit
+
+from dlock_core.backends.sql.threads import in_threads
+from dlock_core.runtime import clock
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+__all__ = ["SQLiteConnector", "file_of"]
+
+SUFFIX: Final = "-dlock"
+_CREATE: Final = (
+    """CREATE TABLE IF NOT EXISTS dlock_lease (name TEXT PRIMARY KEY, token INTEGER NOT NULL, holder TEXT NOT NULL,
+owner TEXT NOT NULL, since INTEGER NOT NULL, expires_at INTEGER NOT NULL) WITHOUT ROWID""",
+    "CREATE INDEX IF NOT EXISTS dlock_lease_expires_at ON dlock_lease (expires_at)",
+)
+
+
+class SQLiteConnector:
+    """The sibling of a database; `database` tells its name as SQLite knows it, at every new connection.
+
+    A database in memory is seen by this process alone, and so is its sibling.
+    """
+
+    vendor = "sqlite"
+    remedy = "nothing, it is made by itself"
+    errors: tuple[type[Exception], ...] = (sqlite3.Error,)
+    call = staticmethod(in_threads)
+
+    def __init__(self, title: str, database: Callable[[], str]) -> None:
+        self.title, self._database = title, database
+        self._memory: _Shared | None = None
+
+    def connect(self, limit: float) -> SQLiteSession:
+        file = file_of(self._database())
+        if file is not None:
+            return SQLiteSession(_opened(f"{file}{SUFFIX}", limit))
+        if self._memory is None or self._memory.pid != os.getpid():
+            self._memory = _Shared(_opened(":memory:", limit))
+        return self._memory
+
+
+class SQLiteSession:
+    """One connection to a sibling."""
+
+    vendor = "sqlite"
+
+    def __init__(self, driver: sqlite3.Connection) -> None:
+        self.driver, self._changed = driver, 0
+
+    def execute(self, sql: str, params: Mapping[str, Any] = {}) -> list[tuple[Any, ...]]:
+        with closing(self.driver.cursor()) as cursor:
+            rows = cursor.execute(sql, params).fetchall()
+            self._changed = cursor.rowcount
+        return rows
+
+    def changed(self) -> int:
+        return self._changed
+
+    def close(self) -> None:
+        self.driver.close()
+
+    def cut(self) -> None:
+        self.driver.interrupt()
+
+
+class _Shared(SQLiteSession):
+    """The only connection to a sibling in memory."""
+
+    def __init__(self, driver: sqlite3.Connection) -> None:
+        super().__init__(driver)
+        self.pid, self._guard = os.getpid(), threading.RLock()
+
+    def execute(self, sql: str, params: Mapping[str, Any] = {}) -> list[tuple[Any, ...]]:
+        with self._guard:
+            return super().execute(sql, params)
+
+    def close(self) -> None:
+        """Its leases would be gone."""
+
+    def __del__(self) -> None:
+        super().close()
+
+
+def file_of(database: str) -> Path | None:
+    """Give the file behind SQLite's name for a database, a path or a URI; None when it is in memory."""
+    if database.startswith("file:"):
+        uri = urlsplit(database)
+        database = "" if "memory" in parse_qs(uri.query).get("mode", ()) else unquote(uri.path)
+    return None if database in {"", ":memory:"} else Path(database).resolve()
+
+
+def _opened(path: str, limit: float) -> sqlite3.Connection:
+    driver = sqlite3.connect(path, timeout=limit, isolation_level=None, check_same_thread=False)
+    try:
+        _set_up(driver, clock() + limit)
+    except BaseException:
+        driver.close()
+        raise
+    return driver
+
+
+def _set_up(driver: sqlite3.Connection, until: float) -> None:
+    """Readers of a write-ahead log wait for nobody; while it is begun, SQLite refuses others without waiting."""
+    while True:
+        try:
+            for sql in ("PRAGMA journal_mode = WAL", "PRAGMA synchronous = NORMAL", *_CREATE):
+                driver.execute(sql)
+        except sqlite3.OperationalError as error:
+            if error.sqlite_errorcode & 0xFF != sqlite3.SQLITE_BUSY or clock() > until:
+                raise
+            time.sleep(0.01)
+        else:
+            return

@@ -1,0 +1,148 @@
+"""Connections of our own to the database of an Engine or AsyncEngine, made as it makes them but outside its pool."""
+
+from __future__ import annotations
+
+from contextlib import closing, suppress
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, Final
+
+from sqlalchemy import Engine, text
+from sqlalchemy.exc import SQLAlchemyError
+from sqlalchemy.ext.asyncio import AsyncEngine
+
+from dlock_core.backends.sql import Pool, in_threads, shut, socket_of, within
+from dlock_core.backends.sql.sqlite import SQLiteConnector
+from sqla_dlock.backends.loops import Loop
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from sqlalchemy import Dialect
+
+    from dlock_core.backends.sql import Connector, Session
+
+__all__ = ["pool_of"]
+
+VENDORS: Final = {"postgresql": "postgresql", "mysql": "mysql", "mariadb": "mysql", "sqlite": "sqlite"}
+REMEDY: Final = "sqla_dlock.lease_table.metadata.create_all(engine), or your own migration"
+
+
+def pool_of(engine: Engine | AsyncEngine, *, timeout: float = 5.0) -> Pool:
+    """Give connections to an engine's database: its driver, arguments and events, but not its pool.
+
+    Raises TypeError for what is no engine, and ValueError for a database that dlock does not know.
+    """
+    if not isinstance(engine, Engine | AsyncEngine):
+        raise TypeError(f"leases need an Engine or AsyncEngine, not {type(engine).__name__}")
+    return Pool(_connector(engine), timeout=timeout)
+
+
+def _connector(engine: Engine | AsyncEngine) -> Connector:
+    vendor = VENDORS.get(engine.dialect.name)
+    title = f"the database {engine.url.database!r} at {engine.url.host or 'this machine'}"
+    if vendor is None:
+        raise ValueError(f"no leases on {engine.dialect.name} ({title}): use one of {', '.join(VENDORS)}")
+    if vendor == "sqlite":
+        return SQLiteConnector(title, lambda: engine.url.database or "")
+    if isinstance(engine, AsyncEngine):
+        return AsyncEngineConnector(engine.sync_engine, vendor, title)
+    return EngineConnector(engine, vendor, title)
+
+
+class EngineConnector:
+    """A database behind a blocking driver."""
+
+    remedy = REMEDY
+    call = staticmethod(in_threads)
+
+    def __init__(self, engine: Engine, vendor: str, title: str) -> None:
+        self.vendor, self.title = vendor, title
+        self._dialect, self._source = engine.dialect, engine.pool.recreate()
+        self.errors: tuple[type[Exception], ...] = (SQLAlchemyError, engine.dialect.loaded_dbapi.Error)
+
+    def connect(self, limit: float) -> Session:
+        return within(limit, lambda: EngineSession(self._dialect, self._connected()))
+
+    def _connected(self) -> Any:
+        """Take a new connection out of the pool for good, so that the pool's size is no limit."""
+        fairy = self._source.connect()
+        fairy.detach()
+        connection: Any = fairy.dbapi_connection
+        self._dialect.set_isolation_level(connection, "AUTOCOMMIT")
+        return connection
+
+
+class AsyncEngineConnector(EngineConnector):
+    """A database behind an asyncio driver, in an event loop of ours: any thread and any loop may ask it."""
+
+    def __init__(self, engine: Engine, vendor: str, title: str) -> None:
+        super().__init__(engine, vendor, title)
+        self._loop = Loop()
+        self.errors = (*self.errors, *_own_errors(engine.dialect))
+        self.call = self._loop.call
+
+    def connect(self, limit: float) -> Session:
+        return self._loop.within(limit, self._open)
+
+    def _open(self) -> Session:
+        return AsyncEngineSession(self._dialect, self._connected(), self._loop)
+
+
+class EngineSession:
+    """One connection, used below SQLAlchemy's own: no log, no events, no transactions."""
+
+    def __init__(self, dialect: Dialect, connection: Any) -> None:
+        self._dialect, self._connection, self._changed = dialect, connection, 0
+        self.driver: Any = dialect.get_driver_connection(connection)
+        self._socket = socket_of(self.driver)
+        self.vendor = "mariadb" if getattr(dialect, "is_mariadb", False) else dialect.name
+
+    def execute(self, sql: str, params: Mapping[str, Any] = {}) -> list[tuple[Any, ...]]:
+        statement, order = _compiled(sql, self._dialect)
+        given: Any = params if order is None else tuple(params[name] for name in order)
+        with closing(self._connection.cursor()) as cursor:
+            cursor.execute(statement, given)
+            self._changed = cursor.rowcount
+            return list(map(tuple, cursor.fetchall())) if cursor.description else []
+
+    def changed(self) -> int:
+        return self._changed
+
+    def close(self) -> None:
+        with suppress(Exception):
+            self._dialect.do_close(self._connection)
+
+    def cut(self) -> None:
+        shut(self._socket)
+
+
+class AsyncEngineSession(EngineSession):
+    """The same in the event loop of ours."""
+
+    def __init__(self, dialect: Dialect, connection: Any, loop: Loop) -> None:
+        super().__init__(dialect, connection)
+        self._loop = loop
+        loop.enter()
+
+    def close(self) -> None:
+        with suppress(Exception):
+            self._loop.here(self._dialect.do_close, self._connection)
+        self._loop.leave()
+
+    def cut(self) -> None:
+        """Only psycopg shows its socket, and only psycopg cannot be terminated."""
+        shut(self._socket)
+        if hasattr(self._connection, "terminate"):
+            self._loop.soon(self._connection.terminate)
+
+
+@lru_cache(maxsize=256)
+def _compiled(sql: str, dialect: Dialect) -> tuple[str, Sequence[str] | None]:
+    compiled: Any = text(sql).compile(dialect=dialect)
+    return compiled.string, compiled.positiontup if compiled.positional else None
+
+
+def _own_errors(dialect: Dialect) -> tuple[type[Exception], ...]:
+    """Give what asyncpg raises by itself: SQLAlchemy does not translate what happens while it connects."""
+    asyncpg = getattr(dialect.loaded_dbapi, "asyncpg", None)
+    return () if asyncpg is None else (asyncpg.PostgresError, asyncpg.InterfaceError)

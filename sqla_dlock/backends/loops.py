@@ -1,0 +1,104 @@
+"""An event loop of our own in a thread, where the sessions of an asyncio driver live.
+
+A connection of an asyncio driver belongs to one event loop. Leases do not: the watchdog renews them from its thread,
+and a program may have several loops, one after the other or at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+from concurrent.futures import wait
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from sqlalchemy.util import greenlet_spawn
+
+from dlock_core.runtime import Asyncio
+from sqla_dlock.greenlets import await_, in_greenlet
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Coroutine
+    from concurrent.futures import Future
+
+    from dlock_core.runtime import Runtime
+
+__all__ = ["Loop"]
+
+T = TypeVar("T")
+
+
+class Loop:
+    """The loop; it runs as long as there is somebody in it, a session or a call."""
+
+    def __init__(self) -> None:
+        self._guard = threading.Lock()
+        self._pid, self._inside = 0, 0
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    async def call(self, runtime: Runtime, function: Callable[..., T], *args: Any) -> T:
+        """Call a blocking function in SQLAlchemy's greenlet, to its end even when the task is cancelled."""
+        if isinstance(runtime, Asyncio):
+            return await runtime.shield(self._acall(function, *args))
+        return self._finish(self._begin(function, *args))
+
+    async def _acall(self, function: Callable[..., T], *args: Any) -> T:
+        return await asyncio.wrap_future(self._begin(function, *args))
+
+    def here(self, function: Callable[..., T], *args: Any) -> T:
+        """Call a function in the loop, from within its greenlets or from anywhere else."""
+        if in_greenlet() and asyncio.get_running_loop() is self._loop:
+            return function(*args)
+        return self._finish(self._begin(function, *args))
+
+    def within(self, limit: float, function: Callable[[], T]) -> T:
+        """Call a function inside a greenlet, within `limit` seconds; raises TimeoutError."""
+        return await_(asyncio.wait_for(greenlet_spawn(function), limit))
+
+    def soon(self, function: Callable[[], object]) -> None:
+        """Have the loop call a function that does not wait."""
+        if (loop := self._loop) is not None:
+            loop.call_soon_threadsafe(function)
+
+    def enter(self) -> asyncio.AbstractEventLoop:
+        """Keep the loop running until `leave`."""
+        with self._guard:
+            if self._pid != os.getpid() or self._loop is None:  # a forked child has none of its parent's threads
+                self._pid, self._inside, self._loop = os.getpid(), 0, _started()
+            self._inside += 1
+            return self._loop
+
+    def leave(self, _: object = None) -> None:
+        """Let the loop end when nobody is in it any more."""
+        with self._guard:
+            self._inside -= 1
+            if not self._inside and self._loop is not None:
+                self._loop.call_soon_threadsafe(self._loop.stop)
+                self._loop = None
+
+    def _begin(self, function: Callable[..., T], *args: Any) -> Future[T]:
+        coroutine: Coroutine[Any, Any, T] = greenlet_spawn(function, *args)
+        future = asyncio.run_coroutine_threadsafe(coroutine, self.enter())
+        future.add_done_callback(self.leave)
+        return future
+
+    def _finish(self, future: Future[T]) -> T:
+        try:
+            return future.result()
+        except BaseException:
+            wait([future])  # interrupted: what was begun is finished before anybody undoes it
+            raise
+
+
+def _started() -> asyncio.AbstractEventLoop:
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=_run, args=(loop,), name="dlock-database-loop", daemon=True).start()
+    return loop
+
+
+def _run(loop: asyncio.AbstractEventLoop) -> None:
+    try:
+        loop.run_forever()
+        loop.run_until_complete(loop.shutdown_asyncgens())
+    finally:
+        loop.close()
