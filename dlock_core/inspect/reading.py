@@ -73,6 +73,10 @@ class Reader:
             self.close()
             raise BackendUnavailable("", reason=_reason(error)) from error
 
+    def session(self) -> Session:
+        """Connect for another purpose than reading; the caller closes it. Raises what the driver raises."""
+        return self._connect()
+
     def close(self) -> None:
         """Close the connection."""
         session, self._session = self._session, None
