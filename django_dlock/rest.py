@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from rest_framework import serializers
 
 from django_dlock.preconditions import check_preconditions, etag_of
-from dlock_core.preconditions import NEITHER
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -46,7 +45,7 @@ class PreconditionMixin(_View):
         """Find the object, check permissions, then preconditions."""
         self._dlock_object = instance = super().get_object()
         method = self.request.META["REQUEST_METHOD"]  # the browsable API and OPTIONS ask as if it were another
-        if method not in NEITHER and method == self.request.method:
+        if method == self.request.method:
             self._dlock_is_known = check_preconditions(
                 self.request,
                 instance,

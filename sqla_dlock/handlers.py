@@ -93,7 +93,7 @@ class Locked:
             async with _in_threads(self._lock(own, values)) if is_blocking else self._alock(own, values) as lease:
                 yield lease
 
-        kinds = {**types, _SESSION: _annotated(session)}
+        kinds = {**types, _SESSION: annotated(session)}
         parameters = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, annotation=kinds[name]) for name in kinds]
         dependency.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         find = finder(dependency, map(repr, self._wanted))
@@ -140,7 +140,7 @@ def _kinds() -> tuple[type, ...]:
     return (Session, scoped_session, *more)
 
 
-def _annotated(session: Any) -> Any:
+def annotated(session: Any) -> Any:
     """Write a dependency as an annotation."""
     from fastapi import Depends
 

@@ -1,0 +1,89 @@
+"""HTTP preconditions for FastAPI, Starlette and Flask: ETag from the version, and If-Match without a race."""
+
+from __future__ import annotations
+
+import inspect
+from typing import TYPE_CHECKING, Any
+
+from sqlalchemy.orm.attributes import instance_state
+
+from dlock_core.preconditions import READING, entity_tag, evaluate
+from sqla_dlock.version_mapping import version_column
+from sqla_dlock.version_writes import read_version
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from dlock_core.preconditions import Request
+
+__all__ = ["check_preconditions", "conditional", "etag_of"]
+
+
+def etag_of(instance: Any, *, variant: str = "") -> str:
+    """Give the ETag of a versioned instance as it was read or flushed, for the header of a response.
+
+    `variant` tells apart representations that one URL gives by Accept or to different people. Raises TypeError for a
+    class without a version, ValueError for an instance that was not flushed or whose version was deferred.
+    """
+    state = _state(instance)
+    table = str(version_column(state.mapper).table)
+    return entity_tag(table, state.identity, read_version(instance), variant)
+
+
+def check_preconditions(
+    request: Request, instance: Any, *, required: bool = True, accept_weak: bool = False, variant: str = ""
+) -> bool:
+    """Check If-Match and If-None-Match against an instance that was just read; True: answer 304 to this GET.
+
+    Race-free together with what writes *this* instance afterwards, since that checks the version again:
+    `save_with_version`, every flush, `session.delete`; a StaleObject from there is answered 412, too. Do not refresh
+    the instance in between. Before statements that check nothing, read it with `lock_row`.
+
+    Raises PreconditionFailed; PreconditionRequired for a method that changes without If-Match, unless
+    `required=False`; PreconditionMalformed. `accept_weak` also takes W/ tags, which is what compression makes of ours.
+    With an AsyncSession the instance must not have expired.
+    """
+    tag, name = etag_of(instance, variant=variant), _name(instance)
+    return evaluate(request, instance, tag, name=name, required=required, accept_weak=accept_weak)
+
+
+def conditional(get: Any, *, required: bool = True, accept_weak: bool = False, variant: str = "") -> Callable[..., Any]:
+    """Make a dependency of FastAPI that gives the object of another one, once its preconditions hold.
+
+    `get` is that dependency, exactly as the endpoint would have it: `Depends(conditional(get_order))`. To a GET it adds
+    the ETag, or answers 304 in place of the endpoint, which sets the ETag of what it has changed itself. What is
+    race-free and what is raised: see `check_preconditions`.
+    """
+    from fastapi import HTTPException, Request, Response
+
+    from sqla_dlock.handlers import annotated
+
+    async def dependency(dlock_object: Any, request: Request, response: Response) -> Any:
+        is_known = check_preconditions(
+            request, dlock_object, required=required, accept_weak=accept_weak, variant=variant
+        )
+        if request.method in READING:
+            response.headers["ETag"] = etag = etag_of(dlock_object, variant=variant)
+            if is_known:
+                raise HTTPException(304, headers={"ETag": etag})
+        return dlock_object
+
+    kinds = {"dlock_object": annotated(get), "request": Request, "response": Response}
+    parameters = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, annotation=kinds[name]) for name in kinds]
+    dependency.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    return dependency
+
+
+def _state(instance: Any) -> Any:
+    state: Any = getattr(instance, "_sa_instance_state", None)
+    if state is None or version_column(state.mapper) is None:
+        raise TypeError(f"{type(instance).__name__} has no version: add VersionedMixin to its bases")
+    if state.key is None:
+        raise ValueError(f"this {type(instance).__name__} is not in the database yet: flush it first")
+    return state
+
+
+def _name(instance: Any) -> str:
+    identity = instance_state(instance).identity
+    key = identity[0] if identity is not None and len(identity) == 1 else identity
+    return f"{type(instance).__name__}({key!r})"
