@@ -72,11 +72,11 @@ class Group:
         master = self.master()
         return [server for server in self.servers if server is not master]
 
-    def fail_over(self, *, pause: bool = False) -> Server:
+    def fail_over(self, *, pause: bool = False, patience: int = HASTY) -> Server:
         """Kill (or stop) the master; the new one, when every Sentinel knows it."""
         old = self.master()
-        self.be(HASTY)
         old.pause() if pause else old.kill()
+        self.be(patience)
         new = self.moved(old)
         self.be(PATIENT)
         return new
@@ -153,9 +153,7 @@ def make(directory: Path, replicas: int = 1, password: str = "", sentinel_passwo
     if sentinel_password:
         lines += [f"requirepass {sentinel_password}", f"sentinel sentinel-pass {sentinel_password}"]
     sentinels = [_sentinel(directory / f"s{place}", place, peers, lines) for place in range(3)]
-    return Group(
-        servers=[master, *behind], sentinels=sentinels, password=password, sentinel_password=sentinel_password
-    )
+    return Group(servers=[master, *behind], sentinels=sentinels, password=password, sentinel_password=sentinel_password)
 
 
 def _sentinel(directory: Path, place: int, peers: list[tuple[str, int]], lines: list[str]) -> Server:

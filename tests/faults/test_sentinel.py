@@ -1,0 +1,359 @@
+"""A master that dies, stops or steps down while Sentinels watch it: followed in time, replicas never asked, losses told."""
+
+import contextlib
+import json
+import logging
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+from django.test import override_settings
+
+from dlock_core import BackendUnavailable, DLockError, LeaseLost, Lock, MultiLock, Released, connect
+from dlock_core.backend import Backend
+from dlock_core.runtime import clock
+from dlock_core.testing.contract.parties import Locks
+from tests import processes, servers
+from tests.django_dlock.test_fencing import Adder, outcome, value
+from tests.faults.history import WithClock, _section, overlaps, read, repeated_tokens
+from tests.faults.looking import holders, is_untouched, until
+from tests.faults.test_redlock import insist
+from tests.processes import Link
+from tests.redis_sentinel import HOST, SERVICE, Group, group
+from tests.servers import Server
+from tests.testapp.models import Counter
+
+SECRET, OTHER = "s3cr3t p:ss@w", "hunter2"
+QUOTED = "s3cr3t%20p%3Ass%40w"
+WAIT = 60.0
+
+
+@pytest.fixture(scope="module")
+def steady(servers_directory: Path) -> Iterator[Group]:
+    """A group whose master stays where it is; well again after each test."""
+    with group(servers_directory / "sentinel-steady") as shop:
+        yield shop
+
+
+@pytest.fixture
+def fresh(tmp_path: Path) -> Iterator[Group]:
+    """A group whose master may be lost."""
+    with group(tmp_path / "sentinel") as shop:
+        yield shop
+
+
+@pytest.fixture
+def shop(request: pytest.FixtureRequest) -> Group:
+    """What the store is made of: `steady`, unless a test says otherwise."""
+    shop: Group = request.getfixturevalue(getattr(request, "param", "steady"))
+    return shop
+
+
+@pytest.fixture
+def backend(shop: Group, prefix: str) -> Iterator[Backend]:
+    yield from store(shop.url, prefix)
+
+
+def store(url: str, prefix: str, **options: Any) -> Iterator[Backend]:
+    backend = connect(url, prefix=prefix, **options)
+    yield backend
+    backend.close()
+
+
+@pytest.fixture
+def copied(locks: Locks, shop: Group, prefix: str) -> Iterator[Locks]:
+    """Locks of the same store that are told when a replica has them."""
+    for backend in store(shop.url, prefix, replicas=1):
+        copied = type(locks)(backend)
+        yield copied
+        copied.close()
+
+
+moving = pytest.mark.parametrize("shop", ["fresh"], indirect=True)
+
+
+def questions(shop: Group, server: Server) -> int:
+    """How many scripts a server has been asked to run."""
+    with shop.client(server) as client:
+        stats = client.info("commandstats")
+    return sum(stats.get(f"cmdstat_{name}", {"calls": 0})["calls"] for name in ("eval", "evalsha"))
+
+
+@moving
+def test_lease_and_waiter_survive_the_death_of_the_master(locks: Locks, copied: Locks, shop: Group) -> None:
+    lease = copied.acquire("a", ttl=WAIT)
+    pending = locks.queue_up("a", wait=WAIT)
+    old = shop.master()
+    new = shop.fail_over()
+    assert new is not old
+    assert copied.holders("a") == [lease.holder]
+    assert locks.try_acquire("a") is None
+    insist(lambda: copied.do(lease.renew))
+    assert not lease.lost
+    assert insist(lambda: copied.do(lease.release)) is Released.RELEASED
+    assert pending.result(WAIT).token > lease.token
+
+
+@moving
+def test_lock_that_is_asked_for_while_there_is_no_master_is_had_from_the_next_one(locks: Locks, shop: Group) -> None:
+    token = locks.acquire("a").token
+    shop.master().kill()
+    pending = locks.start(locks.lock("b", wait=WAIT).acquire)
+    locks.observed.until(lambda calls: any(call.name == "b" for call in calls))
+    shop.fail_over()
+    assert locks.keep(pending.result(WAIT)).token > token
+
+
+@moving
+def test_master_that_stands_still_is_left_for_the_next_one_and_not_asked_when_it_goes_on(
+    locks: Locks, copied: Locks, shop: Group
+) -> None:
+    """For some seconds it takes itself for the master, and the connections to it are open."""
+    lease = copied.acquire("a", ttl=WAIT)
+    pending = locks.queue_up("a", wait=WAIT)
+    old = shop.master()
+    shop.fail_over(pause=True)
+    insist(lambda: copied.do(lease.renew))
+    old.resume()
+    before = questions(shop, old)
+    assert locks.try_acquire("a") is None
+    assert insist(lambda: copied.do(lease.release)) is Released.RELEASED
+    assert locks.do(pending.result(WAIT).release) is Released.RELEASED
+    assert locks.acquire("a").token > lease.token
+    assert questions(shop, old) - before <= 1, "a question of before may have been under way to it"
+
+
+@moving
+def test_old_master_that_came_back_as_a_replica_is_not_asked(locks: Locks, copied: Locks, shop: Group) -> None:
+    old, lease = shop.master(), copied.acquire("a")
+    new = shop.fail_over()
+    old.start()
+    shop.ask(old, "REPLICAOF", HOST, new.port)  # Sentinels do it, too, after some seconds
+    shop.settle()
+    insist(lambda: copied.do(lease.renew))
+    assert locks.try_acquire("a") is None
+    assert copied.do(lease.release) is Released.RELEASED
+    assert copied.acquire("a").token > lease.token
+    assert questions(shop, old) == 0
+
+
+@moving
+def test_master_that_steps_down_is_left_at_once_even_without_a_wait(locks: Locks, shop: Group) -> None:
+    locks.do(locks.acquire("a").release)
+    old = shop.master()
+    shop.ask(shop.sentinels[0], "SENTINEL", "FAILOVER", SERVICE)
+    shop.moved(old)
+    until(lambda: shop.role(old) == b"slave")
+    lease = locks.acquire("a", wait=0)
+    assert locks.holders("a") == [lease.holder]
+
+
+def test_replica_answers_nothing_over_the_connections_of_a_master_that_it_was(locks: Locks, shop: Group) -> None:
+    """It knows who held and who waited, and it could tell without writing anything."""
+    lease = locks.acquire("a", ttl=WAIT, renew=False)
+    pending, master = locks.queue_up("a"), shop.master()
+    shop.ask(master, "REPLICAOF", HOST, servers.free_port())
+    try:
+        for step in (
+            *(locks.lock("a", wait=wait).acquire for wait in (0, 0.3)),
+            locks.lock("a").try_acquire,
+            lease.renew,
+            lease.release,
+        ):
+            with pytest.raises(BackendUnavailable, match="not a master, but a slave"):
+                locks.do(step)
+        with pytest.raises(BackendUnavailable, match="not a master, but a slave"):
+            locks.ask("inspect", "a")
+        assert not lease.lost
+        assert not pending.done()
+    finally:
+        shop.ask(master, "REPLICAOF", "NO", "ONE")
+        shop.settle()
+    assert insist(lambda: locks.do(lease.release)) is Released.RELEASED
+    assert pending.result(WAIT).token > lease.token
+
+
+def forget(shop: Group) -> None:
+    """Have the replica hear nothing more."""
+    shop.ask(shop.replicas()[0], "REPLICAOF", HOST, servers.free_port())
+
+
+@moving
+def test_lease_that_the_replica_had_not_heard_of_is_lost_and_told(locks: Locks, shop: Group) -> None:
+    told: list[bool] = []
+    forget(shop)
+    lease = locks.acquire("a", ttl=WAIT, on_lost=lambda: told.append(True), renew=False)
+    shop.fail_over(patience=2000)
+    other = locks.acquire("a", wait=WAIT)
+    assert other.token > lease.token
+    with pytest.raises(LeaseLost, match="another, or forgot it"):
+        insist(lambda: locks.do(lease.renew))
+    assert told == [True]
+    assert lease.lost
+    assert locks.do(lease.release) is not Released.RELEASED
+    assert locks.holders("a") == [other.holder]
+
+
+@pytest.mark.usefixtures("use_database")
+def test_transaction_under_a_lease_that_a_failover_forgot_is_refused(fresh: Group, use_database: Any) -> None:
+    """The holder has not heard of its loss: its own clock says that it holds. The database knows better."""
+    alias = use_database("default")
+    Counter.objects.using(alias).create(name="a")
+    settings = {"default": {"BACKEND": fresh.url, "TTL": WAIT, "WAIT": WAIT}}
+    with override_settings(DLOCK=settings), Adder(alias, renew=False) as stale, Adder(alias) as next_one:
+        forget(fresh)
+        stale.take()
+        fresh.fail_over(patience=2000)
+        assert next_one.take() > stale.lease.token
+        assert not stale.lease.lost
+        assert next_one.start().result(WAIT) == 0
+        next_one.finish()
+        refused = outcome(stale.start())
+        stale.rollback()
+        next_one.release()
+        stale.release()
+    assert (refused.token, refused.highest) == (stale.lease.token, next_one.lease.token)  # type: ignore[union-attr]
+    assert value(alias) == 1
+
+
+def test_grant_that_no_replica_has_is_not_told_and_given_back(locks: Locks, copied: Locks, shop: Group) -> None:
+    (replica,) = shop.replicas()
+    replica.kill()
+    try:
+        for step in (copied.lock("a").try_acquire, copied.lock("a", wait=0).acquire):
+            with pytest.raises(BackendUnavailable, match="0 of at least 1 replicas"):
+                copied.do(step)
+        with pytest.raises(BackendUnavailable, match="0 of at least 1 replicas"):
+            MultiLock(copied.store, ["a", "b"], wait=0).acquire()
+        assert is_untouched(locks.store, "a")  # type: ignore[arg-type]
+        assert is_untouched(locks.store, "b")  # type: ignore[arg-type]
+        first = locks.acquire("a")
+        pending = copied.queue_up("a", wait=WAIT)
+        locks.do(first.release)
+        until(lambda: locks.holders("a"))
+        assert not pending.done()
+    finally:
+        replica.start()
+    assert pending.result(WAIT).token > first.token
+    shop.settle()
+
+
+@pytest.mark.parametrize("how", ["kill", "pause"])
+def test_sentinels_that_do_not_answer_are_passed_over(shop: Group, prefix: str, how: str) -> None:
+    for sentinel in shop.sentinels[:2]:
+        getattr(sentinel, how)()
+    try:
+        for backend in store(shop.url, prefix):
+            with Lock(backend, "a", wait=WAIT) as lease:
+                assert holders(backend, "a") == [lease.holder]  # type: ignore[arg-type]
+    finally:
+        revive(shop)
+
+
+@pytest.mark.parametrize("how", ["kill", "pause"])
+def test_sentinels_that_are_all_down_are_named_in_time_and_no_holder_minds(
+    locks: Locks, shop: Group, prefix: str, how: str
+) -> None:
+    lease = locks.acquire("a")
+    for sentinel in shop.sentinels:
+        getattr(sentinel, how)()
+    began = clock()
+    try:
+        for backend in store(shop.url, prefix, timeout=1.0):
+            later = type(locks)(backend)
+            for acquire in (later.acquire, later.try_acquire):
+                with pytest.raises(BackendUnavailable, match=f"master of '{SERVICE}'") as caught:
+                    acquire("b", wait=0.2)
+                assert all(f"{HOST}:{sentinel.port}: " in str(caught.value) for sentinel in shop.sentinels)
+                assert not caught.value.refused
+            later.close()
+        assert clock() - began < 30
+        locks.do(lease.renew)
+        assert locks.do(lease.release) is Released.RELEASED
+    finally:
+        revive(shop)
+
+
+def revive(shop: Group) -> None:
+    for sentinel in shop.sentinels:
+        sentinel.resume()
+        if sentinel.process is not None and sentinel.process.poll() is not None:
+            sentinel.start()
+    shop.settle()
+
+
+def test_unknown_service_is_told_at_once(locks: Locks, shop: Group, prefix: str) -> None:
+    for backend in store(shop.url.replace(f"/{SERVICE}", "/stop"), prefix):
+        with pytest.raises(BackendUnavailable, match=r"master of 'stop' is: .*knows no such service") as caught:
+            locks.do(type(locks)(backend).lock("a", wait=None).acquire)
+        assert caught.value.refused
+
+
+@pytest.fixture(scope="module")
+def guarded(servers_directory: Path) -> Iterator[Group]:
+    with group(servers_directory / "sentinel-guarded", password=SECRET, sentinel_password=OTHER) as shop:
+        yield shop
+
+
+@pytest.mark.parametrize(("password", "of_sentinels"), [("wr0ng", OTHER), ("", OTHER), (QUOTED, "wr0ng"), (QUOTED, "")])
+def test_wrong_credentials_are_refused_at_once_and_never_told(
+    guarded: Group, prefix: str, caplog: pytest.LogCaptureFixture, password: str, of_sentinels: str
+) -> None:
+    caplog.set_level(logging.DEBUG)
+    hosts = ",".join(f"{HOST}:{sentinel.port}" for sentinel in guarded.sentinels)
+    at, query = f":{password}@" if password else "", f"?sentinel_password={of_sentinels}" if of_sentinels else ""
+    for backend in store(f"redis+sentinel://{at}{hosts}/{SERVICE}{query}", prefix):
+        with pytest.raises(BackendUnavailable, match="refused our credentials") as caught:
+            Lock(backend, "a", wait=None).acquire()
+        assert caught.value.refused
+        error: Any = caught.value
+        while error is not None:
+            assert not any(secret in f"{error!s}{error!r}{vars(error)}" for secret in (SECRET, OTHER, "wr0ng"))
+            error = error.__cause__ or error.__context__
+        assert not any(secret in f"{caplog.text}{backend!r}" for secret in (SECRET, OTHER, "wr0ng"))
+
+
+def test_right_credentials_let_us_in(guarded: Group, prefix: str) -> None:
+    url = guarded.url.replace(SECRET, QUOTED).replace(f"/{SERVICE}", f"/{SERVICE}/2")
+    for backend in store(url, prefix):
+        with Lock(backend, "a", wait=WAIT) as lease:
+            assert lease.token > 0
+            with guarded.client(guarded.master()) as client:
+                assert client.info("keyspace").keys() == {"db2"}
+
+
+def work(link: Link, url: str, prefix: str, path: str) -> None:
+    """Take the lock again and again, told when a replica has it, and append a line after each section."""
+    backend = WithClock(connect(url, prefix=prefix, replicas=1))
+    with Path(path).open("a", buffering=1) as history:
+        while True:
+            with contextlib.suppress(DLockError):
+                section = _section(backend, {"ttl": 30.0}, 0.002)
+                history.write(json.dumps(asdict(section)) + "\n")
+
+
+def test_processes_make_no_overlap_while_the_master_dies(fresh: Group, prefix: str, tmp_path: Path) -> None:
+    path = tmp_path / "history"
+    path.touch()
+    with ExitStack() as stack:
+        workers = [stack.enter_context(processes.worker(work, fresh.url, prefix, str(path))) for _ in range(3)]
+
+        def go_on() -> None:
+            before = len(read(path))
+            until(lambda: len(read(path)) >= before + 40)
+
+        go_on()
+        old = fresh.master()
+        new = fresh.fail_over()
+        old.start()
+        fresh.ask(old, "REPLICAOF", HOST, new.port)
+        go_on()
+        for one in workers:
+            one.kill()
+    history = read(path)
+    assert len({section.process for section in history}) == 3
+    assert overlaps(history) == []
+    assert repeated_tokens(history) == []
