@@ -1,107 +1,61 @@
-"""`manage.py dlock`: show who holds and who waits; tidy the fence table."""
+"""`manage.py dlock`: the commands of `dlock_core.cli`, for the stores of DLOCK and the databases of DATABASES."""
 
 from __future__ import annotations
 
-import json
-from typing import TYPE_CHECKING, Any, Final
+import sys
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
-from django.core.management.base import BaseCommand, CommandError
-from django.db import DEFAULT_DB_ALIAS, connections
+from django.core.management.base import BaseCommand, CommandError, CommandParser
 
-from django_dlock.conf import UnknownStore, stores
-from django_dlock.purge import purge
-from dlock_core.inspect import Entry, Unreadable, picture
+from dlock_core.cli import MISSING
 
 if TYPE_CHECKING:
-    from django.core.management.base import CommandParser
-    from rich.table import Table
+    from argparse import Namespace
+    from collections.abc import Sequence
 
 __all__ = ["Command"]
 
-COLUMNS: Final = ("store", "name", "mode", "owner", "for", "ttl left", "token")
-
 
 class Command(BaseCommand):
-    help = "Show the locks of this project, and tidy up after them."
+    help = "Show who holds and who waits for locks, end a lease, look after the stores."
 
-    def add_arguments(self, parser: CommandParser) -> None:
-        verbs = parser.add_subparsers(dest="verb", required=True, metavar="list | purge")
-        listing = verbs.add_parser("list", help="show the holders and waiters of every store")
-        listing.add_argument("--store", action="append", help="only this store of DLOCK (may be repeated)")
-        listing.add_argument("--format", choices=("table", "json"), default="table")
-        tidy = verbs.add_parser("purge", help="replace old fence rows by a floor that refuses their tokens")
-        tidy.add_argument("--days", type=int, default=30, help="rows whose token is older than this (default 30)")
-        tidy.add_argument(
-            "--database",
-            default=DEFAULT_DB_ALIAS,
-            choices=tuple(connections),
-            help="the database with the fence table (default: default)",
-        )
+    @property
+    def stealth_options(self) -> tuple[str, ...]:  # type: ignore[override]
+        """The options of all verbs, as `call_command("dlock", "list", format="json")` takes them."""
+        return tuple(_verbs().option_names())
 
-    def handle(self, *args: Any, verb: str, **options: Any) -> None:
-        """Do what the verb says; exit code 1 when a store cannot be read."""
-        if verb == "list":
-            self._list(options["store"] or list(stores), options["format"])
-        else:
-            self._purge(options["days"], options["database"])
+    def create_parser(self, prog_name: str, subcommand: str, **kwargs: Any) -> CommandParser:
+        parser = super().create_parser(prog_name, subcommand, add_help=False, allow_abbrev=False, **kwargs)
+        parser.__class__ = _Parser  # Django makes it itself
+        return parser
 
-    def _list(self, aliases: list[str], form: str) -> None:
-        try:
-            backends = [(alias, stores[alias].backend) for alias in aliases]
-        except UnknownStore as error:
-            raise CommandError(str(error)) from None
-        found = picture(backends)
-        if form == "json":
-            self.stdout.write(json.dumps(found.as_dict(), indent=2))
-        else:
-            self._show(found.entries, found.unreadable)
-        if found.unreadable:
-            raise CommandError(f"{len(found.unreadable)} of {len(aliases)} stores could not be read", returncode=1)
-
-    def _show(self, found: list[Entry], failed: list[Unreadable]) -> None:
-        try:
-            from rich.console import Console
-        except ImportError:
-            raise CommandError("the table needs rich: pip install 'dlock-orm[cli]', or use --format json") from None
-        console = Console(file=self.stdout, highlight=False)  # type: ignore[arg-type]
-        if found:
-            console.print(_table(found))
-        console.print(f"{_count(found, 'holder')}, {_count(found, 'waiter')}", markup=False)
-        for store in failed:
-            console.print(f"{store.source}: {store.reason}", markup=False, style="red")
-
-    def _purge(self, days: int, database: str) -> None:
-        if days < 1:
-            raise CommandError(f"--days must be at least 1, not {days}: a token of today may still be at work")
-        self.stdout.write(f"{purge(database, days)} fence rows older than {days} days removed from {database}")
+    def handle(self, *args: Any, rest: list[str], **options: Any) -> None:
+        """Do what the verb says; raises CommandError with the exit code 1 or 2."""
+        colors = False if options["no_color"] else True if options["force_color"] else None
+        self.stdout.ending = ""
+        _verbs().run(rest, options, self.stdout, colors=colors)
 
 
-def _table(found: list[Entry]) -> Table:
-    from rich.table import Table
+class _Parser(CommandParser):
+    """Takes Django's own options from anywhere in the line, and leaves all others to the verb, as they stand."""
 
-    table = Table(*COLUMNS, box=None, pad_edge=False, header_style="bold")
-    for entry in found:
-        who = entry.described if entry.role == "holder" else f"  waits ({entry.place}): {entry.described}"
-        token = "" if entry.token is None else str(entry.token)
-        cells = (entry.source, entry.name, entry.mode, who, _seconds(entry.seconds), _left(entry), token)
-        table.add_row(*(_plain(cell) for cell in cells), style="dim" if entry.role == "waiter" else "")
-    return table
+    def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Namespace:  # type: ignore[override]
+        given = list(sys.argv[1:] if args is None else args)
+        end = given.index("--") if "--" in given else len(given)
+        found, rest = self.parse_known_args(given[:end], namespace)
+        found.rest = [*rest, *given[end:]]
+        return found
 
-
-def _plain(text: str) -> str:
-    return text.replace("[", r"\[")  # rich would take it for markup
-
-
-def _left(entry: Entry) -> str:
-    if entry.role == "waiter":
-        return ""
-    return "no expiry" if entry.expires_in is None else _seconds(entry.expires_in)
+    def format_help(self) -> str:
+        text: str = _verbs().help_text(self.prog)
+        return text
 
 
-def _seconds(seconds: float | None) -> str:
-    return "?" if seconds is None else f"{seconds:.1f} s"
-
-
-def _count(found: list[Entry], role: str) -> str:
-    number = sum(entry.role == role for entry in found)
-    return f"{number} {role}" + ("" if number == 1 else "s")
+def _verbs() -> Any:
+    try:
+        return import_module("django_dlock.verbs")
+    except ModuleNotFoundError as error:
+        if str(error.name).partition(".")[0] not in ("click", "rich"):
+            raise
+        raise CommandError(MISSING) from None

@@ -1,0 +1,79 @@
+"""What Django can tell the doctor: the system checks, the middleware's place, how databases are connected to."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+from django.conf import settings
+from django.core import checks
+from django.db import connections
+
+from django_dlock.checks.settings import MIDDLEWARE, TAG
+from dlock_core.doctor.finding import Finding, Level, ok, warning
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from django.core.checks import CheckMessage
+
+__all__ = ["findings"]
+
+SOURCE: Final = "Django"
+
+
+def findings(aliases: Iterable[str]) -> list[Finding]:
+    """Examine the settings, and those of these databases; nothing is asked of a server."""
+    found = [*_checks(), _middleware()]
+    return [_of(SOURCE, one) for one in found] + [_of(alias, one) for alias in aliases for one in _database(alias)]
+
+
+def _checks() -> list[Finding]:
+    messages = [
+        message
+        for message in checks.run_checks(tags=[TAG], include_deployment_checks=True)
+        if not message.is_silenced()
+    ]
+    return [_finding(message) for message in messages] or [ok("checks", "none of dlock's system checks complains")]
+
+
+def _finding(message: CheckMessage) -> Finding:
+    level: Level = "unsafe" if message.is_serious() else "warning" if message.level >= checks.WARNING else "ok"
+    what = f"{message.obj}: {message.msg}" if message.obj else message.msg
+    return Finding(str(message.id), level, what, remedy=message.hint or "")
+
+
+def _middleware() -> Finding:
+    paths = list(settings.MIDDLEWARE)
+    if MIDDLEWARE not in paths:
+        return ok(
+            "middleware", "LockMiddleware is not in MIDDLEWARE", "views then have to answer lock errors themselves"
+        )
+    before = ", ".join(path.rpartition(".")[2] for path in paths[: paths.index(MIDDLEWARE)])
+    return ok(
+        "middleware",
+        f"LockMiddleware is number {paths.index(MIDDLEWARE) + 1} of {len(paths)}, after {before or 'none'}",
+    )
+
+
+def _database(alias: str) -> list[Finding]:
+    given = connections[alias].settings_dict
+    measured = "on" if given["ATOMIC_REQUESTS"] else "off"
+    reason = "put @locked on the view: it takes the lease before BEGIN, and gives it back after COMMIT"
+    return [ok("ATOMIC_REQUESTS", measured, reason if given["ATOMIC_REQUESTS"] else ""), _pool(given)]
+
+
+def _pool(given: dict[str, Any]) -> Finding:
+    pool = given.get("OPTIONS", {}).get("pool")
+    if not pool:
+        kept = given["CONN_MAX_AGE"]
+        return ok("pool", f"none; a connection is kept for {'ever' if kept is None else f'{kept} s'} in each thread")
+    size = pool.get("max_size") or pool.get("min_size", 4) if isinstance(pool, dict) else 4
+    measured = f"up to {size} connections in each process"
+    if size > 1:
+        return ok("pool", measured, "a request that waits for a connection after it took a lock keeps others waiting")
+    reason = "all requests of a process wait for one connection, some of them while they hold a lock"
+    return warning("pool", measured, reason, "give the pool as many connections as the process has threads")
+
+
+def _of(source: str, one: Finding) -> Finding:
+    return Finding(one.check, one.level, one.measured, one.reason, one.remedy, one.part, source)

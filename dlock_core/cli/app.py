@@ -1,0 +1,141 @@
+"""The commands, for `dlock` and for `manage.py dlock` alike: what they look at comes in as click's object."""
+
+from __future__ import annotations
+
+import click
+
+from dlock_core import doctor as doctors
+from dlock_core.cli import options
+from dlock_core.cli.details import Details, called, part, spelled
+from dlock_core.cli.findings import Report, report_dict
+from dlock_core.cli.listing import Listing
+from dlock_core.cli.releasing import chosen, confirm, end
+from dlock_core.cli.sources import Failed, Given, Opened
+from dlock_core.cli.text import plain, seconds
+from dlock_core.cli.watching import snapshots, watch
+from dlock_core.inspect import Picture, picture
+
+__all__ = ["app"]
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+def app() -> None:
+    """Show who holds and who waits for locks, end a lease, look after the stores.
+
+    Exit codes: 0 fine, 1 refused, not found or not readable, 2 wrong usage.
+    """
+
+
+@app.command("list")
+@options.store
+@options.database
+@options.form
+@click.pass_obj
+def list_(given: Given, store: tuple[str, ...], database: tuple[str, ...], format: str) -> None:
+    """Show all holders and waiters."""
+    with given.opened(store, database) as opened:
+        found = picture(*opened)
+    given.json(found.as_dict()) if format == "json" else given.show(Listing(found))
+    _complain(found, opened)
+
+
+@app.command()
+@options.name
+@options.store
+@options.database
+@options.form
+@click.pass_obj
+def show(given: Given, name: str, store: tuple[str, ...], database: tuple[str, ...], format: str) -> None:
+    """Show one lock in full."""
+    with given.opened(store, database) as opened:
+        names, whole = called(name), picture(*opened)
+        found = part(whole, names)
+        if not found.entries:  # another program's lock is in no list: it is found by its name alone
+            found = part(picture(opened.stores, (), spelled(name)), names)
+    if format == "json":
+        given.json(found.as_dict())
+    elif found.entries:
+        given.show(Details(found, whole.entries))
+    _complain(whole, opened)
+    if not found.entries:
+        raise Failed(plain(f"nobody holds {name!r}, and nobody waits for it"))
+
+
+@app.command("watch")
+@options.store
+@options.database
+@click.option("--interval", type=options.INTERVAL, default=2.0, show_default=True, help="Seconds between two looks.")
+@options.form
+@click.pass_obj
+def watch_(given: Given, store: tuple[str, ...], database: tuple[str, ...], interval: float, format: str) -> None:
+    """Show all holders and waiters again and again, until Ctrl-C; as JSON one line each time."""
+    with given.opened(store, database) as opened:
+
+        def look() -> Picture:
+            return picture(*opened)
+
+        if format == "json":
+            snapshots(look, interval, lambda found: given.json(found.as_dict(), indent=None))
+        else:
+            watch(given, look, interval)
+
+
+@app.command()
+@options.name
+@options.store
+@click.option("--token", type=click.IntRange(min=1), help="The grant that is meant; no other is touched.")
+@options.no_input
+@options.form
+@click.pass_obj
+def release(
+    given: Given, name: str, *, store: tuple[str, ...], token: int | None, interactive: bool, format: str
+) -> None:
+    """End a lease, and no newer one than is shown.
+
+    Its holder learns of it at its next renewal, and cannot commit after that.
+    """
+    with given.opened(store, None) as opened:
+        found = picture(opened.stores, (), spelled(name))
+        entry = chosen(found, name, token, asks=interactive)
+        if interactive:
+            confirm(entry, sum(each.role == "waiter" for each in found.entries))
+        done = end(dict(opened.stores)[entry.source], entry, entry.token or 0)
+    if format == "json":
+        given.json(done.as_dict())
+    else:
+        held = f"held by {plain(entry.described)} for {seconds(entry.seconds)}"
+        given.line(f"released {plain(entry.name)} in {plain(entry.source)}, token {entry.token}, {held}")
+
+
+@app.command()
+@options.store
+@options.database
+@options.form
+@click.pass_obj
+def doctor(given: Given, store: tuple[str, ...], database: tuple[str, ...], format: str) -> None:
+    """Measure stores and databases, and explain what is unsafe."""
+    with given.opened(store, database) as opened:
+        findings = [*doctors.examine(*opened), *given.sources.findings(database)]
+    given.json(report_dict(findings)) if format == "json" else given.show(Report(findings))
+    if unsafe := sum(one.level == "unsafe" for one in findings):
+        raise Failed(f"{unsafe} of {len(findings)} findings are unsafe")
+
+
+@app.command()
+@click.option("--days", type=click.IntRange(min=1), default=30, show_default=True, help="Rows older than this go.")
+@click.option("--database", metavar="DATABASE", help="The database with the fence table.")
+@options.form
+@click.pass_obj
+def purge(given: Given, days: int, database: str | None, format: str) -> None:
+    """Replace old rows of the fence table by a floor that refuses their tokens."""
+    alias, removed = given.sources.purge(database, days)
+    if format == "json":
+        given.json({"schema": 1, "database": alias, "days": days, "removed": removed})
+    else:
+        given.line(f"{removed} fence rows older than {days} days removed from {plain(alias)}")
+
+
+def _complain(found: Picture, opened: Opened) -> None:
+    if found.unreadable:
+        of = len(opened.stores) + len(opened.databases)
+        raise Failed(f"{len(found.unreadable)} of {of} stores and databases could not be read")

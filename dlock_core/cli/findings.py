@@ -1,0 +1,52 @@
+"""What the doctor found, on a terminal: one short line for what is well, and the reason and remedy for what is not."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+from rich.padding import Padding
+from rich.text import Text
+
+from dlock_core.cli.text import plain
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from rich.console import Console, ConsoleOptions, RenderableType
+
+    from dlock_core.doctor import Finding, Level
+
+__all__ = ["Report", "report_dict"]
+
+_STYLES: Final[dict[Level, str]] = {"ok": "green", "warning": "yellow", "unsafe": "bold red"}
+
+
+def report_dict(findings: Sequence[Finding]) -> dict[str, Any]:
+    """Give the findings as JSON takes them, in schema 1."""
+    return {"schema": 1, "findings": [asdict(one) for one in findings]}
+
+
+class Report(NamedTuple):
+    """Findings, source by source."""
+
+    findings: Sequence[Finding]
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
+        place = None
+        for one in self.findings:
+            if (one.source, one.part) != place:
+                place = (one.source, one.part)
+                yield Text(plain(" ".join(filter(None, place))), "bold")
+            yield from _finding(one)
+        numbers = Counter(one.level for one in self.findings)
+        yield Text(", ".join(f"{numbers[level]} {level}" for level in _STYLES))
+
+
+def _finding(one: Finding) -> Iterator[RenderableType]:
+    head = Text.assemble("  ", (f"{one.level:<7}", _STYLES[one.level]), f"  {plain(one.check)}: {plain(one.measured)}")
+    yield head
+    for word, text in (("why", one.reason), ("do", one.remedy)):
+        if text:
+            yield Padding(Text(f"{word}: {plain(text)}", "dim" if one.level == "ok" else ""), (0, 0, 0, 11))
