@@ -10,7 +10,7 @@ from django.db import connections, transaction
 from django.test import override_settings
 
 from django_dlock import lock
-from django_dlock.errors import AcquireTimeout, AlreadyHeld, LeaseLost, NotSupported
+from django_dlock.errors import AcquireTimeout, AlreadyHeld, LeaseLost, NotSupported, SnapshotTooOld
 from django_dlock.ties import current
 from dlock_core.backends.memory import MemoryBackend
 from dlock_core.errors import BackendUnavailable
@@ -238,6 +238,16 @@ def test_several_in_one_redis_come_in_one_request(redis_store, database, journal
         assert client.info("commandstats")["cmdstat_evalsha"]["calls"] == 1
         leases.release()
     assert len(acquired(journal)) == 12
+
+
+@pytest.mark.parametrize("database", ["postgresql"], indirect=True)
+def test_what_was_granted_in_one_request_and_never_taken_up_is_given_back(redis_store, isolated, database):
+    alias = isolated(database, "repeatable read")
+    with transaction.atomic(using=alias):
+        Counter.objects.using(alias).count()
+        with pytest.raises(SnapshotTooOld):
+            lock(account(1), account(2, using=alias), account(3)).acquire()
+    assert not any(is_held(redis_store, f"account:{number}") for number in (1, 2, 3))
 
 
 @pytest.mark.parametrize("database", ["postgresql"], indirect=True)
