@@ -56,7 +56,24 @@ if importlib.util.find_spec("MySQLdb"):
         "OPTIONS": {"charset": "utf8mb4"},
     }
 
-INSTALLED_APPS = ["django.contrib.contenttypes", "django.contrib.auth", "django_dlock", "tests.testapp"]
+INSTALLED_APPS = [
+    *("django.contrib.contenttypes", "django.contrib.auth", "django.contrib.sessions", "django.contrib.messages"),
+    *("django.contrib.admin", "django_dlock", "tests.testapp"),
+]
+TEMPLATES = [
+    {
+        "BACKEND": "django.template.backends.django.DjangoTemplates",
+        "APP_DIRS": True,
+        "OPTIONS": {
+            "context_processors": [
+                "django.template.context_processors.request",
+                "django.contrib.auth.context_processors.auth",
+                "django.contrib.messages.context_processors.messages",
+            ]
+        },
+    }
+]
+STATIC_URL = "/static/"
 DEFAULT_AUTO_FIELD = "django.db.models.BigAutoField"
 SECRET_KEY = "only for tests"
 ALLOWED_HOSTS = ["*"]

@@ -109,3 +109,43 @@ class Crate(FencedMixin, VersionedMixin):
     """Has a fence and a version."""
 
     value = models.IntegerField(default=0)
+
+
+class Tag(models.Model):
+    name = models.CharField(max_length=100)
+
+    def __str__(self):
+        return self.name
+
+
+class Ticket(VersionedMixin):
+    """Has a field of every kind that forms treat in a way of its own."""
+
+    class State(models.TextChoices):
+        OPEN = "open", "Still open"
+        CLOSED = "closed", "Closed for good"
+
+    title = models.CharField(max_length=100)
+    state = models.CharField(max_length=10, choices=State, default=State.OPEN)
+    notes = models.TextField(blank=True)
+    price = models.DecimalField(max_digits=8, decimal_places=2, default=10)
+    due = models.DateTimeField(null=True, blank=True)
+    is_urgent = models.BooleanField(default=False)
+    owner = models.ForeignKey(Tag, models.SET_NULL, null=True, blank=True, related_name="owned")
+    tags = models.ManyToManyField(Tag, blank=True)
+    paper = models.FileField(blank=True)
+    extra = models.JSONField(default=dict, blank=True)
+
+    def __str__(self):
+        return self.title
+
+
+class Step(VersionedMixin):
+    """A row below a ticket."""
+
+    ticket = models.ForeignKey(Ticket, models.CASCADE)
+    text = models.CharField(max_length=100)
+    is_done = models.BooleanField(default=False)
+
+    def __str__(self):
+        return self.text
