@@ -1,0 +1,57 @@
+"""The page that shows, instead of the admin's own, what has changed meanwhile, and asks."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+from django.contrib.admin.models import LogEntry
+from django.contrib.contenttypes.models import ContentType
+from django.template.response import TemplateResponse
+from django.utils.translation import gettext as _
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from django.contrib.admin import ModelAdmin
+    from django.http import HttpRequest
+
+    from django_dlock.conflicts import Conflict
+
+__all__ = ["conflict_page"]
+
+CSRF: Final = "csrfmiddlewaretoken"
+
+
+def conflict_page(admin: ModelAdmin[Any], request: HttpRequest, form: Any, formsets: Sequence[Any]) -> Any:
+    """Give the page, or None where nothing is to be decided, or other errors have to be corrected first."""
+    errors = [form.errors] if form else []
+    errors += [each for formset in formsets for each in [*formset.errors, formset.non_form_errors()]]
+    forms = [*([form] if form else []), *(row for formset in formsets for row in formset.forms)]
+    conflicts = [each.conflict for each in forms if getattr(each, "conflict", None)]
+    if not conflicts or len(conflicts) < sum(map(bool, errors)):
+        return None
+    context = {
+        **admin.admin_site.each_context(request),
+        "title": _("Changed meanwhile"),
+        "opts": admin.opts,
+        "conflicts": conflicts,
+        "is_unanswered": any(each.is_unanswered for each in conflicts),
+        "hidden": list(_hidden(request, conflicts)),
+        "uploads": [(name, file.name) for name, files in request.FILES.lists() for file in files],
+        "here": request.get_full_path(),
+        "last": _last_entry(form.instance) if form else None,
+        "is_popup": "_popup" in request.POST,
+    }
+    return TemplateResponse(request, "admin/django_dlock/conflict.html", context, status=409)
+
+
+def _hidden(request: HttpRequest, conflicts: list[Conflict]) -> Iterator[tuple[str, str]]:
+    """Give all that the request has sent, but for what the page itself asks."""
+    asked = {each.radio for conflict in conflicts for each in conflict.differences}
+    asked |= {CSRF, *(conflict.version_name for conflict in conflicts)}
+    return ((name, value) for name, values in request.POST.lists() for value in values if name not in asked)
+
+
+def _last_entry(instance: Any) -> LogEntry | None:
+    kind = ContentType.objects.get_for_model(instance)
+    return LogEntry.objects.filter(content_type=kind, object_id=instance.pk).select_related("user").first()

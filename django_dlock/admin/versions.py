@@ -1,0 +1,214 @@
+"""`VersionedModelAdmin`: whoever saves, deletes or runs an action does it to what was on the page."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from django.contrib import admin, messages
+from django.contrib.admin.helpers import ACTION_CHECKBOX_NAME
+from django.core.exceptions import ImproperlyConfigured
+from django.db import router, transaction
+from django.forms import HiddenInput
+from django.http import HttpResponseRedirect
+from django.template.response import TemplateResponse
+from django.utils.html import format_html_join
+from django.utils.translation import gettext as _
+
+from django_dlock.admin.conflicts import conflict_page
+from django_dlock.admin.rows import versioned_rows
+from django_dlock.errors import StaleObject
+from django_dlock.forms import VERSION, versioned
+from django_dlock.seen import Seen, Unseen
+from django_dlock.version_queries import found_versions, read_version
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from django.db.models import Model, QuerySet
+    from django.http import HttpRequest, HttpResponse
+    from django.utils.safestring import SafeString
+
+    _ModelAdmin = admin.ModelAdmin[Any]
+else:
+    _ModelAdmin = admin.ModelAdmin
+
+__all__ = ["VersionedModelAdmin"]
+
+
+class VersionedModelAdmin(_ModelAdmin):
+    """A ModelAdmin of a VersionedMixin model that never overwrites, or deletes, a change which the user has not seen.
+
+    Saving an object, or a row of the list, that was changed meanwhile shows the differences and asks. Deleting it, or
+    running an action on it, is refused, and the page shown again. An action is checked when it begins: what it then
+    changes by `save()` is checked once more, what by `queryset.update()` is not. Of "select all across pages", the rows
+    that were on the page are checked.
+    """
+
+    unguarded_actions: ClassVar[tuple[str, ...]] = ()
+    """Names of actions that change nothing, such as an export."""
+
+    delete_confirmation_template = "admin/django_dlock/delete_confirmation.html"
+    delete_selected_confirmation_template = "admin/django_dlock/delete_selected_confirmation.html"
+
+    def __init__(self, model: type[Model], admin_site: admin.AdminSite) -> None:
+        super().__init__(model, admin_site)
+        if not hasattr(model, "_dlock_version"):
+            raise ImproperlyConfigured(f"{type(self).__name__} needs a model with VersionedMixin")
+
+    def get_queryset(self, request: HttpRequest) -> QuerySet[Any]:
+        """Read what is going to be written from where it is written: a replica may not know the newest version."""
+        rows = super().get_queryset(request)
+        if request.method == "POST" and rows._db is None:  # type: ignore[attr-defined]
+            return rows.using(router.db_for_write(self.model))
+        return rows
+
+    # One object
+
+    def get_form(self, request: HttpRequest, obj: Any = None, change: bool = False, **kwargs: Any) -> Any:  # noqa: FBT001, FBT002
+        form = super().get_form(request, obj, change, **kwargs)
+        return versioned(form, also_shown=tuple(self.get_readonly_fields(request, obj)))
+
+    def get_fields(self, request: HttpRequest, obj: Any = None) -> Any:
+        return [name for name in super().get_fields(request, obj) if name != VERSION]
+
+    def changeform_view(self, request: HttpRequest, *args: Any, **kwargs: Any) -> Any:
+        view = super().changeform_view
+        return _again_when_stale(lambda: view(request, *args, **kwargs))
+
+    def render_change_form(self, request: HttpRequest, context: Any, *args: Any, **kwargs: Any) -> Any:
+        form = context["adminform"].form
+        formsets = [inline.formset for inline in context["inline_admin_formsets"]]
+        if page := conflict_page(self, request, form, formsets):
+            return page
+        response = super().render_change_form(request, context, *args, **kwargs)
+        if VERSION in form.fields and context["has_change_permission"]:
+            _carry_version(context["adminform"])
+        return response
+
+    # The list
+
+    def get_changelist_formset(self, request: HttpRequest, **kwargs: Any) -> Any:
+        formset = super().get_changelist_formset(request, **kwargs)
+        return versioned_rows(formset, self.get_list_display(request))
+
+    def changelist_view(self, request: HttpRequest, extra_context: Any = None) -> Any:
+        view = super().changelist_view
+        response = _again_when_stale(lambda: view(request, extra_context))
+        formset = _bound_formset(response)
+        if formset is None:
+            return response
+        if page := conflict_page(self, request, None, [formset]):
+            return page
+        for form in formset.forms:
+            if form.is_refused:
+                self.message_user(request, f"{form.instance}: {form.non_field_errors()[0]}", messages.ERROR)
+        return response
+
+    # Actions
+
+    def action_checkbox(self, obj: Any) -> SafeString:
+        return super().action_checkbox(obj) + self.version_inputs([obj])
+
+    def version_inputs(self, rows: Iterable[Model]) -> SafeString:
+        """Give the hidden inputs that tell which versions a page shows, for the pages of your own actions.
+
+        A page that an action renders with "queryset" in its context has them as `{{ dlock_versions }}`.
+        """
+        inputs = ((_input_name(row), Seen(read_version(row)).sign(row)) for row in rows)
+        return format_html_join("\n", '<input type="hidden" name="{}" value="{}">', inputs)
+
+    def response_action(self, request: HttpRequest, queryset: QuerySet[Any]) -> Any:
+        action = _action(request)
+        if action in self.unguarded_actions:
+            return super().response_action(request, queryset)
+        with _transaction_for(action, queryset.db):
+            if not self._is_fresh(request, queryset):
+                return None
+            response = super().response_action(request, queryset)
+        if isinstance(response, TemplateResponse) and "queryset" in (response.context_data or {}):
+            response.context_data["dlock_versions"] = self.version_inputs(response.context_data["queryset"])
+        return response
+
+    def _is_fresh(self, request: HttpRequest, queryset: QuerySet[Any]) -> bool:
+        """Say whether the rows of an action are as they were shown, and tell which are not; locks them, if it can."""
+        rows = list(_addressed(request, queryset))
+        table = self.model._dlock_version.model._base_manager.using(queryset.db)  # type: ignore[attr-defined]
+        locked = table.filter(pk__in=[row.pk for row in rows]).order_by("pk")
+        if transaction.get_connection(queryset.db).in_atomic_block:
+            locked = locked.select_for_update()
+        found = found_versions(locked, self.model._dlock_version)  # type: ignore[attr-defined]
+        stale = [str(row) for row in rows if found.get(row.pk) != _shown_version(request, row)]
+        if stale:
+            text = _("Nothing was done, because these have changed since the page was shown: %s. Look at them again.")
+            self.message_user(request, text % ", ".join(stale), messages.ERROR)
+        return not stale
+
+    # Deleting one
+
+    def render_delete_form(self, request: HttpRequest, context: Any) -> Any:
+        row = context["object"]
+        context["dlock_version"] = HiddenInput().render(VERSION, Seen(read_version(row)).sign(row))
+        return super().render_delete_form(request, context)
+
+    def delete_view(self, request: HttpRequest, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return super().delete_view(request, *args, **kwargs)
+        except (StaleObject, Unseen):
+            text = _("Not deleted: it has changed since the page was shown. This is what it is now.")
+            self.message_user(request, text, messages.ERROR)
+            return HttpResponseRedirect(request.get_full_path())
+
+    def delete_model(self, request: HttpRequest, obj: Any) -> None:
+        """Delete what the confirmation page has shown; raises StaleObject, Unseen."""
+        seen = Seen.read(request.POST.get(VERSION), obj)
+        setattr(obj, obj._dlock_version.attname, seen.version)
+        super().delete_model(request, obj)
+
+
+def _again_when_stale(view: Callable[[], HttpResponse]) -> HttpResponse:
+    """Call a view once more when the object changed after the view had read it: now it will find the difference."""
+    try:
+        return view()
+    except StaleObject:
+        return view()
+
+
+def _carry_version(form: Any) -> None:
+    (name, options), *others = form.fieldsets or [(None, {})]
+    form.fieldsets = [(name, {**options, "fields": [*options.get("fields", ()), VERSION]}), *others]
+
+
+def _bound_formset(response: Any) -> Any:
+    cl = (getattr(response, "context_data", None) or {}).get("cl")
+    formset = getattr(cl, "formset", None)
+    return formset if formset is not None and formset.is_bound else None
+
+
+def _action(request: HttpRequest) -> str:
+    """Give the name of the action whose button was pushed; there may be one above and one below the list."""
+    names, index = request.POST.getlist("action"), request.POST.get("index", "0")
+    return names[int(index)] if index.isdecimal() and int(index) < len(names) else ""
+
+
+def _transaction_for(action: str, using: str) -> AbstractContextManager[Any]:
+    # Other actions are left to open their own: one inside of ours could not take a lease before it.
+    return transaction.atomic(using=using) if action == "delete_selected" else nullcontext()
+
+
+def _addressed(request: HttpRequest, queryset: QuerySet[Any]) -> QuerySet[Any]:
+    if request.POST.get("select_across") != "1":
+        return queryset.filter(pk__in=request.POST.getlist(ACTION_CHECKBOX_NAME))
+    shown = [name.removeprefix(_input_name()) for name in request.POST if name.startswith(_input_name())]
+    return queryset.filter(pk__in=shown)
+
+
+def _input_name(row: Model | None = None) -> str:
+    return f"{VERSION}:{row.pk if row else ''}"
+
+
+def _shown_version(request: HttpRequest, row: Model) -> int | None:
+    try:
+        return Seen.read(request.POST.get(_input_name(row)), row).version
+    except Unseen:
+        return None
