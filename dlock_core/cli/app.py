@@ -64,7 +64,7 @@ def show(given: Given, name: str, store: tuple[str, ...], database: tuple[str, .
 @app.command("watch")
 @options.store
 @options.database
-@click.option("--interval", type=options.INTERVAL, default=2.0, show_default=True, help="Seconds between two looks.")
+@options.interval
 @options.form
 @click.pass_obj
 def watch_(given: Given, store: tuple[str, ...], database: tuple[str, ...], interval: float, format: str) -> None:

@@ -1,4 +1,4 @@
-"""A picture of locks on a terminal: a table, or below 66 columns a few short lines for each lock."""
+"""A picture of locks on a terminal: a table, or below some 60 columns a few short lines for each lock."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ if TYPE_CHECKING:
 __all__ = ["Listing", "counted", "troubles"]
 
 COLUMNS: Final = (
-    Column("source", least=8, spare=2),
-    Column("kind", spare=3),
+    Column("source", least=8, spare=1),
+    Column("kind", spare=5),
     Column("lock", least=14),
-    Column("mode", least=8, spare=4),
-    Column("who", least=16),
+    Column("mode", least=9, spare=2),
+    Column("who", least=32),
     Column("for", right=True),
-    Column("ttl left", spare=1, right=True),
-    Column("token"),
+    Column("ttl left", spare=3, right=True),
+    Column("token", spare=4),
 )
 
 

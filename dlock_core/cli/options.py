@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING, Any, Final
 
 import click
@@ -10,7 +9,7 @@ import click
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["INTERVAL", "database", "form", "name", "no_input", "store"]
+__all__ = ["database", "form", "interval", "name", "no_input", "store"]
 
 store: Final = click.option(
     "--store", multiple=True, metavar="STORE", help="Look at this store only (may be repeated)."
@@ -35,17 +34,12 @@ def _named(context: click.Context, parameter: click.Parameter, value: str) -> st
 name: Final[Callable[[Any], Any]] = click.argument("name", callback=_named)
 
 
-class _Interval(click.ParamType[float] if TYPE_CHECKING else click.ParamType):
-    name = "seconds"
-
-    def convert(self, value: Any, param: click.Parameter | None, context: click.Context | None) -> float:
-        try:
-            seconds = float(value)
-        except ValueError:
-            seconds = math.nan
-        if not 0.1 <= seconds <= 3600:
-            self.fail(f"expected 0.1 to 3600 seconds, not {value!r}", param, context)
-        return seconds
+def _between(context: click.Context, parameter: click.Parameter, value: float) -> float:
+    if not 0.1 <= value <= 3600:
+        raise click.BadParameter("expected 0.1 to 3600 seconds")
+    return value
 
 
-INTERVAL: Final = _Interval()
+interval: Final = click.option(
+    "--interval", type=float, default=2.0, callback=_between, show_default=True, help="Seconds between two looks."
+)

@@ -43,6 +43,7 @@ class _Parser(CommandParser):
     def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Namespace:  # type: ignore[override]
         given = list(sys.argv[1:] if args is None else args)
         end = given.index("--") if "--" in given else len(given)
+        found: Namespace
         found, rest = self.parse_known_args(given[:end], namespace)
         found.rest = [*rest, *given[end:]]
         return found

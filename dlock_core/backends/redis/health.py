@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from dlock_core.backends.redis.wire import answered, converse, twice
 from dlock_core.doctor.clocks import SAMPLES, Sample, clock, round_trip, timing, wall
@@ -12,6 +12,7 @@ from dlock_core.doctor.finding import Finding, ok, unsafe, warning
 
 if TYPE_CHECKING:
     from dlock_core.backends.redis import RedisBackend
+    from dlock_core.backends.redis.wire import Wire
     from dlock_core.doctor.clocks import Timing
     from dlock_core.runtime import Runtime
 
@@ -25,12 +26,19 @@ LIMIT: Final = 2.0
 Info = dict[str, str]
 
 
+class Asked(Protocol):
+    """A server that questions are put to: a store, or a node of one."""
+
+    def wire(self, runtime: Runtime) -> Wire:
+        """Give its connections."""
+
+
 async def diagnose(backend: RedisBackend, runtime: Runtime) -> list[Finding]:
     """Examine one server; raises BackendUnavailable."""
     return judged(*await measure(backend, runtime))
 
 
-async def measure(backend: RedisBackend, runtime: Runtime) -> tuple[Info | Exception, Timing]:
+async def measure(backend: Asked, runtime: Runtime) -> tuple[Info | Exception, Timing]:
     """Ask what the server tells of itself, or why it does not, and how far away it is."""
     told = await twice(lambda: _ask(backend, runtime, "INFO"))
     info = told if isinstance(told, Exception) else _read(told)
@@ -48,12 +56,12 @@ def judged(info: Info | Exception, found: Timing) -> list[Finding]:
     return [*[look(info) for look in looks], *near]
 
 
-async def _ask(backend: RedisBackend, runtime: Runtime, command: str) -> Any:
+async def _ask(backend: Asked, runtime: Runtime, command: str) -> Any:
     (reply,) = await converse(backend.wire(runtime), runtime, "", [(command,)], LIMIT)
     return reply
 
 
-async def _sample(backend: RedisBackend, runtime: Runtime) -> Sample:
+async def _sample(backend: Asked, runtime: Runtime) -> Sample:
     sent = wall()
     seconds, micros = answered("", await _ask(backend, runtime, "TIME"))
     return Sample(sent, wall(), int(seconds) + int(micros) / 1_000_000)
