@@ -22,6 +22,8 @@ _OWN: Final = {
     "unix": "dlock_core.backends.redis:RedisBackend.from_url",
     "redis+sentinel": "dlock_core.backends.redis:RedisBackend.from_sentinel",
     "rediss+sentinel": "dlock_core.backends.redis:RedisBackend.from_sentinel",
+    "redis+cluster": "dlock_core.backends.redis.cluster:ClusterBackend.from_url",
+    "rediss+cluster": "dlock_core.backends.redis.cluster:ClusterBackend.from_url",
     "redlock": "dlock_core.backends.redlock:RedlockBackend.from_url",
     "zookeeper": "dlock_core.backends.zookeeper:ZooKeeperBackend.from_url",
     "etcd": "dlock_core.backends.etcd:EtcdBackend",
@@ -53,7 +55,8 @@ def schemes() -> list[str]:
 def _of_client(client: Any, options: dict[str, Any]) -> Backend:
     if not any(kind.__module__.startswith(("redis", "valkey")) for kind in type(client).__mro__):
         raise TypeError(f"a store is a URL or a redis-py client, not {type(client).__name__}")
-    return cast("Backend", _load("dlock_core.backends.redis:RedisBackend")(client, **options))
+    kind = "redis.cluster:ClusterBackend" if hasattr(client, "nodes_manager") else "redis:RedisBackend"
+    return cast("Backend", _load(f"dlock_core.backends.{kind}")(client, **options))
 
 
 def _entry_points() -> dict[str, str]:

@@ -1,0 +1,205 @@
+"""A Redis Cluster for tests: three masters, a replica for each, slots that move, masters that die."""
+
+import re
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final
+
+import redis
+from redis.exceptions import RedisError
+
+from tests import servers
+from tests.servers import Server
+
+HOST: Final = "127.0.0.1"
+SLOTS: Final = 16384
+MASTERS: Final = 3
+PATIENT, HASTY = 60_000, 500
+"""Milliseconds after which a node that is silent counts as dead: in peace, and where a test wants a failover."""
+WITHIN: Final = 60.0
+
+
+class Cluster:
+    """Six servers; which of them are masters changes."""
+
+    def __init__(self, directory: Path, *options: str) -> None:
+        self.nodes = [_server(directory.with_name(f"{directory.name}{place}"), options) for place in range(2 * MASTERS)]
+        self.password = options[options.index("--requirepass") + 1] if "--requirepass" in options else None
+
+    @property
+    def url(self) -> str:
+        return "redis+cluster://" + ",".join(f"{HOST}:{node.port}" for node in self.nodes)
+
+    def start(self) -> None:
+        for node in self.nodes:
+            node.start()
+        for place, node in enumerate(self.nodes):
+            self.ask(node, "CLUSTER", "SET-CONFIG-EPOCH", place + 1)
+        for node in self.nodes[1:]:
+            self.ask(self.nodes[0], "CLUSTER", "MEET", HOST, node.port, _bus(node))
+        for place, node in enumerate(self.nodes[:MASTERS]):
+            first, end = (SLOTS * part // MASTERS for part in (place, place + 1))
+            self.ask(node, "CLUSTER", "ADDSLOTSRANGE", first, end - 1)
+        until(lambda: all(self._knows_all(node) for node in self.nodes))
+        for master, replica in zip(self.nodes[:MASTERS], self.nodes[MASTERS:], strict=True):
+            self.ask(replica, "CLUSTER", "REPLICATE", self.id_of(master))
+        self.heal()
+
+    def stop(self) -> None:
+        for node in self.nodes:
+            node.kill()
+
+    def ask(self, node: Server, *command: Any) -> Any:
+        """Ask one node, on a connection of its own."""
+        with redis.Redis(
+            host=HOST, port=node.port, password=self.password, decode_responses=True, socket_timeout=WITHIN
+        ) as client:
+            return client.execute_command(*command)
+
+    def heal(self) -> None:
+        """Have every node run, every slot served and at rest, and a replica in step with each master."""
+        for node in self.nodes:
+            node.resume()
+            if node.process is None or node.process.poll() is not None:
+                node.start()
+        until(lambda: all(self._is_well(node) for node in self.nodes))
+        self.be(PATIENT)
+
+    def be(self, milliseconds: int) -> None:
+        """Set for those that run when a silent node counts as dead."""
+        for node in self.running:
+            self.ask(node, "CONFIG", "SET", "cluster-node-timeout", milliseconds)
+
+    @property
+    def running(self) -> list[Server]:
+        return [node for node in self.nodes if node.process is not None and node.process.poll() is None]
+
+    def id_of(self, node: Server) -> str:
+        return str(self.ask(node, "CLUSTER", "MYID"))
+
+    def masters(self) -> list[Server]:
+        return [node for node in self.running if self.ask(node, "ROLE")[0] == "master"]
+
+    def master_of(self, key: str) -> Server:
+        """The master that has the slot of a key, as most of the others see it."""
+        slot = self.slot(key)
+        (owner,) = {
+            servers[0][1]
+            for first, last, *servers in self.ask(self.running[0], "CLUSTER", "SLOTS")
+            if first <= slot <= last
+        }
+        return self.at(owner)
+
+    def replica_of(self, master: Server) -> Server:
+        return self.at(int(self.ask(master, "ROLE")[2][0][1]))
+
+    def other_than(self, master: Server) -> Server:
+        """Another master."""
+        return next(node for node in self.masters() if node is not master)
+
+    def at(self, port: int) -> Server:
+        return next(node for node in self.nodes if node.port == port)
+
+    def slot(self, key: str) -> int:
+        return int(self.ask(self.running[0], "CLUSTER", "KEYSLOT", key))
+
+    def keys(self, prefix: str) -> set[str]:
+        """Every key with this prefix, on any master."""
+        return {key for node in self.masters() for key in self.ask(node, "KEYS", f"{prefix}*")}
+
+    def left_over(self, prefix: str) -> list[str]:
+        """What outlives every lease and every waiter, but for the counters and the lists that renewals tidy."""
+        found = {key for key in self.keys(prefix) if not key.endswith(("}token", "}held"))}
+        return sorted(key for key in found if not 0 <= self._life(key) <= 2000)
+
+    def begin_to_move(self, key: str, target: Server) -> "Move":
+        """Open the slot of a key towards another master; no key moves yet."""
+        return Move(self, self.slot(key), self.master_of(key), target)
+
+    def fail_over(self, master: Server) -> Server:
+        """Kill a master and wait until its replica is one; returns that."""
+        replica = self.replica_of(master)
+        self.be(HASTY)
+        master.kill()
+        until(lambda: self.ask(replica, "ROLE")[0] == "master" and self._serves(replica))
+        return replica
+
+    def switch(self, master: Server) -> Server:
+        """Let a replica take over from its master in good order; returns it."""
+        replica = self.replica_of(master)
+        self.ask(replica, "CLUSTER", "FAILOVER")
+        until(lambda: self.ask(replica, "ROLE")[0] == "master" and self.ask(master, "ROLE")[0] == "slave")
+        return replica
+
+    def _life(self, key: str) -> int:
+        left = int(self.ask(self.master_of(key), "PTTL", key))
+        return 0 if left == -2 else left
+
+    def _serves(self, node: Server) -> bool:
+        return "cluster_state:ok" in self.ask(node, "CLUSTER", "INFO")
+
+    def _knows_all(self, node: Server) -> bool:
+        return len(self.ask(node, "CLUSTER", "NODES").splitlines()) == len(self.nodes)
+
+    def _is_well(self, node: Server) -> bool:
+        """It sees six nodes, none of them ill or moving a slot, and its replica or master is in step with it."""
+        try:
+            seen, role = self.ask(node, "CLUSTER", "NODES"), self.ask(node, "ROLE")
+        except RedisError:
+            return False
+        in_step = role[2] if role[0] == "master" else role[3] == "connected"
+        return bool(in_step) and self._serves(node) and not re.search(r"fail|handshake|noaddr|->-|-<-", seen)
+
+
+class Move:
+    """A slot on its way from one master to another, as `redis-cli --cluster reshard` moves it."""
+
+    def __init__(self, cluster: Cluster, slot: int, source: Server, target: Server) -> None:
+        self.cluster, self.slot, self.source, self.target = cluster, slot, source, target
+        ask = cluster.ask
+        ask(target, "CLUSTER", "SETSLOT", slot, "IMPORTING", cluster.id_of(source))
+        ask(source, "CLUSTER", "SETSLOT", slot, "MIGRATING", cluster.id_of(target))
+
+    def carry(self, *keys: str) -> None:
+        """Move these keys, or all that are still at the source."""
+        if found := keys or self.cluster.ask(self.source, "CLUSTER", "GETKEYSINSLOT", self.slot, 10_000):
+            self.cluster.ask(self.source, "MIGRATE", HOST, self.target.port, "", 0, 5000, "KEYS", *found)
+
+    def finish(self) -> None:
+        """Carry the rest, and give the slot to the target."""
+        self.carry()
+        owner = self.cluster.id_of(self.target)
+        for node in (self.target, self.source, *self.cluster.masters()):
+            self.cluster.ask(node, "CLUSTER", "SETSLOT", self.slot, "NODE", owner)
+
+
+@contextmanager
+def cluster(directory: Path, *options: str) -> Iterator[Cluster]:
+    cluster = Cluster(directory, *options)
+    try:
+        cluster.start()
+        yield cluster
+    finally:
+        cluster.stop()
+
+
+def until(condition: Callable[[], object]) -> None:
+    """Wait for what no event announces."""
+    for _ in range(int(WITHIN * 50)):
+        if condition():
+            return
+        threading.Event().wait(0.02)
+    raise TimeoutError(f"did not happen within {WITHIN} s")
+
+
+def _server(directory: Path, options: tuple[str, ...]) -> Server:
+    enabled = ["--cluster-enabled", "yes", "--cluster-config-file", "nodes.conf", "--appendonly", "no"]
+    bus = ["--cluster-port", str(servers.free_port()), "--cluster-node-timeout", str(PATIENT)]
+    soon = ["--repl-diskless-sync-delay", "0", "--cluster-replica-validity-factor", "0"]
+    return servers.redis(directory, *enabled, *bus, *soon, *options)
+
+
+def _bus(node: Server) -> int:
+    return int(node.command[node.command.index("--cluster-port") + 1])
