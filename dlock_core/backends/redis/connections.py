@@ -92,6 +92,7 @@ class BlockingWire(_Idle):
 def talk(connection: Any, packed: Any, replies: int, limit: float) -> list[Any]:
     """Connect if need be, send, and read so many replies; `limit` bounds each step, in seconds."""
     if connection._sock is None:
+        connection.socket_timeout = connection.socket_connect_timeout = min(limit, connection.socket_connect_timeout)
         connection.connect()
     if connection.dlock_limit != limit:
         connection._sock.settimeout(limit)
