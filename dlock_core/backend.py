@@ -36,6 +36,8 @@ class Request(NamedTuple):
     owner: str = ""
     floor: int = 0
     """The token must be greater than this; a grant that is already ours is given a greater token."""
+    transaction: Any = None
+    """The caller's open transaction, for a store that locks inside it (`expiry` is "transaction")."""
 
 
 class Granted(NamedTuple):
@@ -99,8 +101,14 @@ class Backend(Protocol):
     token_order: ClassVar[Literal["strict", "clock"]]
     """strict: a later token is greater as long as the store keeps its data; clock: also after it lost them, if its
     clock did not step back."""
-    expiry: ClassVar[Literal["lease", "session", "connection"]]
-    """What ends a grant whose holder died: its own ttl, its session, or its connection."""
+
+    @property
+    def expiry(self) -> Literal["lease", "session", "connection", "transaction"]:
+        """What ends a grant whose holder died: its own ttl, its session, its connection, or its transaction.
+
+        transaction: it is taken inside the caller's transaction, whose end is the release; it has no ttl.
+        """
+
     supports_fair: ClassVar[bool]
     """Waiters are served first come, first served."""
     supports_shared: ClassVar[bool]

@@ -1,0 +1,58 @@
+"""How a database session tells whose lock it holds: by its application_name, and by a comment in its last statement.
+
+`pg_locks` knows only keys. A label "dlock:1795269526619918#order:42" (prefix, token, name) in the application_name is
+free, ends with the lock, and everybody may read it; the key proves the name. What does not fit in its 63 characters,
+and who the holder is, stands in a comment, which only members of the session's role may read.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Final, NamedTuple
+from urllib.parse import quote, unquote
+
+from dlock_core.backends.advisory.keys import key_of
+
+if TYPE_CHECKING:
+    from dlock_core.backend import Request
+
+__all__ = ["Told", "comment", "in_comment", "in_label"]
+
+_LONGEST: Final = 63
+_COMMENT: Final = re.compile(r"/\* dlock (\S+) ([0-9a-f]+) ([sx]) (\S*)")
+
+
+class Told(NamedTuple):
+    """What a session told of one lock; empty where it did not."""
+
+    name: str = ""
+    token: int = 0
+    holder: str = ""
+    shared: bool = False
+    owner: str = ""
+
+
+def comment(request: Request) -> str:
+    """Write the comment; neither ":" nor quotes nor "*/" are in it, whatever the names are."""
+    name, mode = request.name.replace(":", "/"), "s" if request.shared else "x"
+    return f"/* dlock {name} {request.holder} {mode} {quote(request.owner, safe='')} */"
+
+
+def in_comment(statement: str) -> Told | None:
+    """Read the comment; its end may have been cut off."""
+    found = _COMMENT.search(statement)
+    if found is None:
+        return None
+    name, holder, mode, owner = found.groups()
+    return Told(name.replace("/", ":"), holder=holder, shared=mode == "s", owner=unquote(owner))
+
+
+def in_label(application_name: str, prefix: str, key: int) -> Told | None:
+    """Find the label of a key; the name of the last one may have been cut off, and ends in "…" then."""
+    words = [word.removeprefix(prefix).partition("#") for word in application_name.split() if word.startswith(prefix)]
+    labels = [Told(name, int(token)) for token, _, name in words if token.isdecimal()]
+    for told in labels:
+        if key_of(told.name, prefix) == key:
+            return told
+    unproven = labels[-1:] if len(application_name) >= _LONGEST else []
+    return next((told._replace(name=f"{told.name}…") for told in unproven), None)

@@ -1,0 +1,63 @@
+"""PostgreSQL's statements: each locks, draws the token and tells the lock's name in one request."""
+
+from __future__ import annotations
+
+from typing import Final
+
+__all__ = ["ANYBODY", "LISTED", "LISTED_KEY", "OURS", "TERMINATE", "TRY", "TRY_SESSION", "WAIT", "WAIT_SESSION"]
+
+# The token is drawn when the lock has been taken, so that whoever takes it next reads a later time.
+_TOKEN: Final = """\
+token AS MATERIALIZED (SELECT greatest(CAST(extract(epoch FROM clock_timestamp()) * 1000000 AS bigint),
+CAST(:floor AS bigint) + 1) AS t FROM won WHERE ok),
+label AS MATERIALIZED (SELECT t, left(CAST(:prefix AS text) || t || '#' || CAST(:name AS text), 63) AS words FROM token)
+"""
+_IN_TRANSACTION: Final = f"""\
+{_TOKEN}SELECT t, current_setting('transaction_isolation'), set_config('application_name',
+ltrim(left(current_setting('application_name'), greatest(62 - length(words), 0)) || ' ' || words), true)"""
+_IN_SESSION: Final = f"""\
+{_TOKEN}SELECT t, pg_backend_pid(), set_config('application_name', words, false), set_config(:limit, :ttl, false)
+FROM label"""  # noqa: S608
+_WON: Final = "WITH won AS MATERIALIZED (SELECT pg_try_advisory{}(CAST(:key AS bigint)) AS ok),\n"
+_WAITED: Final = """\
+WITH old AS MATERIALIZED (SELECT current_setting('lock_timeout') AS v),
+limited AS MATERIALIZED (SELECT set_config('lock_timeout', :milliseconds, true) FROM old),
+won AS MATERIALIZED (SELECT pg_advisory{}(CAST(:key AS bigint)) IS NOT NULL AS ok FROM limited),
+"""
+
+
+def _modes(start: str, function: str, rest: str) -> dict[bool, str]:
+    return {shared: start.format(function + "_shared" * shared) + rest for shared in (False, True)}
+
+
+TRY: Final = _modes(_WON, "_xact_lock", f"{_IN_TRANSACTION} FROM label")
+"""Lock until the end of the transaction; no row where something is in the way. By `shared`, as those below."""
+WAIT: Final = _modes(_WAITED, "_xact_lock", f"{_IN_TRANSACTION}, set_config('lock_timeout', v, true) FROM label, old")
+"""The same, waiting for it; the transaction's own limit is back after it."""
+TRY_SESSION: Final = _modes(_WON, "_lock", _IN_SESSION)
+"""Lock until the end of the session, which the server ends when it has been silent for a ttl."""
+WAIT_SESSION: Final = _modes(_WAITED, "_lock", _IN_SESSION)
+
+_KEY: Final = "(CAST(l.classid AS bigint) << 32) | CAST(l.objid AS bigint)"
+_OF_DATABASE: Final = """\
+l.locktype = 'advisory' AND l.objsubid = 1
+AND l.database = (SELECT oid FROM pg_database WHERE datname = current_database())"""
+_OF_KEY: Final = f"{_OF_DATABASE} AND {_KEY} = CAST(:key AS bigint)"
+
+OURS: Final = f"SELECT 1 FROM pg_locks AS l WHERE l.granted AND l.pid = pg_backend_pid() AND {_OF_KEY}"  # noqa: S608
+"""A row while the session that asks holds the lock."""
+ANYBODY: Final = f"SELECT 1 FROM pg_locks AS l WHERE l.granted AND {_OF_KEY}"  # noqa: S608
+"""A row while anybody holds it."""
+_LISTED: Final = f"""\
+SELECT {_KEY}, l.granted, l.mode = 'ShareLock', l.pid, coalesce(a.application_name, ''), coalesce(a.query, ''),
+coalesce(a.usename, '') || '@' || coalesce(host(a.client_addr), 'local'), current_database(),
+CAST(extract(epoch FROM clock_timestamp()) AS float8), CAST(extract(epoch FROM a.query_start) AS float8)
+FROM pg_locks AS l JOIN pg_stat_activity AS a ON a.pid = l.pid WHERE {_OF_DATABASE} {{}}
+ORDER BY a.query_start, l.pid"""  # noqa: S608
+LISTED: Final = _LISTED.format("")
+"""Who holds and who waits, in the order in which they came."""
+LISTED_KEY: Final = _LISTED.format(f"AND {_KEY} = CAST(:key AS bigint)")
+TERMINATE: Final = f"""\
+SELECT pg_terminate_backend(l.pid) FROM pg_locks AS l JOIN pg_stat_activity AS a ON a.pid = l.pid
+WHERE {_OF_KEY} AND (l.pid = :pid OR l.granted AND position(CAST(:label AS text) IN ' ' || a.application_name) > 0)"""  # noqa: S608
+"""End the sessions that hold or await a lock, found by their pid or by the label of their grant."""

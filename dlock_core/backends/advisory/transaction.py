@@ -1,0 +1,163 @@
+"""Advisory locks of the caller's own transaction: its COMMIT or ROLLBACK is the release, with nothing in between.
+
+The lock is taken on the caller's connection, which the request carries. It neither outlives the transaction nor ends
+before it, but for a ROLLBACK TO an earlier savepoint; so it has no ttl, and nobody has to renew it.
+"""
+
+from __future__ import annotations
+
+import math
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal
+
+from dlock_core.backend import Busy, Granted
+from dlock_core.backends.advisory import statements
+from dlock_core.backends.advisory.keys import PREFIX, checked_prefix, key_of
+from dlock_core.backends.advisory.listing import Row, Sessions, owner_of
+from dlock_core.errors import NotSupported, SnapshotTooOld
+from dlock_core.retry import Trouble, classify
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from dlock_core.backend import Found, LockState, Renewal, Request
+    from dlock_core.backends.sql import Pool
+    from dlock_core.fencing import Database
+    from dlock_core.runtime import Runtime
+
+__all__ = ["Place", "TransactionBackend"]
+
+LONGEST: Final = 86400.0
+"""Seconds after which a place in the queue is given up and taken again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """The caller's open transaction, in which a request is to lock."""
+
+    database: Database
+    old_snapshot: bool = False
+    """Its snapshot may be older than the lock."""
+
+
+class TransactionBackend:
+    """PostgreSQL's `pg_advisory_xact_lock`; a lock is asked for inside the transaction that it is to last for.
+
+    The token is the database's clock in microseconds, read while the lock is held. Errors of the database pass
+    through; of those only a deadlock is to be expected. Raises NotSupported before any I/O outside a transaction and
+    on other databases.
+    """
+
+    token_order: ClassVar[Literal["strict", "clock"]] = "clock"
+    expiry: ClassVar[Literal["lease", "session", "connection", "transaction"]] = "transaction"
+    supports_fair: ClassVar[bool] = True
+    supports_shared: ClassVar[bool] = True
+    lists_waiters: ClassVar[bool] = True
+    supports_many: ClassVar[bool] = False
+    ttl_min: ClassVar[float] = 0.001
+    ttl_step: ClassVar[float] = 0.001
+
+    def __init__(self, pool: Pool, database: Any, *, prefix: str = PREFIX) -> None:
+        self.prefix = checked_prefix(prefix)
+        self.database = database
+        """What the integration finds the caller's transaction by."""
+        self._connector, self._sessions = pool.connector, Sessions(pool, prefix)
+
+    async def try_acquire(
+        self, runtime: Runtime, request: Request, ticket: Any = None, *, unsure: bool = False
+    ) -> Granted | Busy:
+        place = self._place(request)
+        _, row = await place.database.execute(statements.TRY[request.shared], self._params(request))
+        if row is not None:
+            return _granted(request, place, row)
+        return Busy(LONGEST) if request.queue else await self._busy(request, place)
+
+    async def wait(self, runtime: Runtime, request: Request, busy: Busy, timeout: float) -> Granted | Busy:
+        """Wait in the database's queue, in a savepoint: a time limit that runs out would end the transaction."""
+        place = self._place(request)
+        params = {**self._params(request), "milliseconds": str(max(1, math.ceil(timeout * 1000)))}
+        execute = place.database.execute
+        await execute("SAVEPOINT dlock_wait", {})
+        try:
+            _, row = await execute(statements.WAIT[request.shared], params)
+        except BaseException as error:
+            with suppress(Exception):  # what has ended the connection is the error to be told
+                await execute("ROLLBACK TO SAVEPOINT dlock_wait", {})
+                await execute("RELEASE SAVEPOINT dlock_wait", {})
+            if classify(error) is not Trouble.LOCK_TIMEOUT:
+                raise
+            return await self._busy(request, place)
+        await execute("RELEASE SAVEPOINT dlock_wait", {})
+        return _granted(request, place, row or ())
+
+    async def withdraw(self, runtime: Runtime, request: Request, ticket: Any = None) -> None:
+        """Nothing is to be done: the transaction's end takes along what was granted."""
+
+    async def renew_many(self, runtime: Runtime, renewals: Sequence[Renewal]) -> list[float | None]:
+        """Ask each transaction whether it still holds its lock."""
+        return [await self._left(request) for request, _ in renewals]
+
+    async def release(self, runtime: Runtime, request: Request, granted: Granted) -> Found:
+        """Answer for the transaction, which has ended, and has released it."""
+        return "released"
+
+    async def try_acquire_many(self, runtime: Runtime, requests: Sequence[Request]) -> list[Granted] | None:
+        return None
+
+    async def release_many(self, runtime: Runtime, requests: Sequence[Request]) -> list[Found]:
+        return ["released" for _ in requests]
+
+    async def inspect(self, runtime: Runtime, name: str | None = None) -> list[LockState]:
+        """Show who holds and who waits in the database, transactions and sessions."""
+        return await self._sessions.inspect(runtime, name)
+
+    async def force_release(self, runtime: Runtime, name: str, token: int) -> bool:
+        """End the session of the holder, and with it the transaction, which is rolled back."""
+        return await self._sessions.force_release(runtime, name, token)
+
+    def close(self) -> None:
+        """Close idle connections."""
+        self._sessions.close()
+
+    def _place(self, request: Request) -> Place:
+        if self._connector.vendor != "postgresql":
+            raise NotSupported(
+                f"{self._connector.title} is no PostgreSQL and has no locks that end with a transaction: "
+                "give the store the option session=True (MySQL, MariaDB), or use a row lock",
+                name=request.name,
+            )
+        if request.transaction is None:
+            raise NotSupported(
+                f"the lock {request.name!r} lasts as long as a transaction, and none is open on "
+                f"{self._connector.title}: open one around it (atomic()), or give the store the option session=True",
+                name=request.name,
+            )
+        place: Place = request.transaction
+        return place
+
+    def _params(self, request: Request) -> dict[str, Any]:
+        return {
+            "key": key_of(request.name, self.prefix),
+            "prefix": self.prefix,
+            "name": request.name,
+            "floor": request.floor,
+        }
+
+    async def _busy(self, request: Request, place: Place) -> Busy:
+        params = {"key": key_of(request.name, self.prefix)}
+        _, row = await place.database.execute(statements.LISTED_KEY, params)
+        return Busy(LONGEST, owner_of(Row(*row), self.prefix) if row is not None else "")
+
+    async def _left(self, request: Request) -> float | None:
+        params = {"key": key_of(request.name, self.prefix)}
+        _, row = await self._place(request).database.execute(statements.OURS, params)
+        return None if row is None else math.inf
+
+
+def _granted(request: Request, place: Place, row: tuple[Any, ...]) -> Granted:
+    """Under REPEATABLE READ the snapshot is taken by the very statement that waits for the lock: it is always older."""
+    token, isolation = row[:2]
+    if isolation not in ("read committed", "read uncommitted") and not place.old_snapshot:
+        raise SnapshotTooOld(request.name, isolation=isolation.upper())
+    return Granted(token, math.inf)
