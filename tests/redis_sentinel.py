@@ -158,7 +158,7 @@ def make(directory: Path, replicas: int = 1, password: str = "", sentinel_passwo
 
 def _sentinel(directory: Path, place: int, peers: list[tuple[str, int]], lines: list[str]) -> Server:
     (me, port), file = peers[place], directory / "sentinel.conf"
-    others = [f"sentinel known-sentinel {SERVICE} {HOST} {at} {id}" for id, at in peers if id != me]
+    others = [f"sentinel known-sentinel {SERVICE} {HOST} {at} {peer}" for peer, at in peers if peer != me]
     text = "\n".join([f"port {port}", f"bind {HOST}", f"dir {directory}", f"sentinel myid {me}", *lines, *others])
     return Server(
         directory=directory,

@@ -1,4 +1,4 @@
-"""Follow a master: each new connection asks the Sentinels where it is, each request asks it whether it is one.
+"""Follow a master: Sentinels are asked where it is, and with each request it is asked whether it is one.
 
 A server that has become a replica would answer with what it knew before, so its answers count for nothing.
 (Source: the guidelines for Sentinel clients in the Redis documentation.)
@@ -30,6 +30,8 @@ __all__ = ["Service", "following", "of_url"]
 
 PORT: Final = 26379
 ROLE: Final = b"*1\r\n$4\r\nROLE\r\n"
+LOOK: Final = 1.0
+"""Seconds after which the Sentinels are asked again: a master that was replaced takes some time to notice it."""
 _BAD: Final = (
     "bad Sentinel URL: expected redis+sentinel://[user:password@]host:port,host:port,host:port/service/db, the user "
     "and password of the Redis servers, with every : / ? # @ , of them percent-encoded; what the Sentinels want, if "
@@ -90,22 +92,22 @@ def _of_client(client: Any) -> Service | None:
 
 
 class Sentinels:
-    """Know where the master is: asked one after the other, first the one that answered last."""
+    """Know where the master is: asked one after the other, last those that did not answer."""
 
     def __init__(self, service: Service, known: Sequence[Wire], limit: float) -> None:
         self._service, self._limit = service, limit
         self._known = list(zip([title(sentinel) for sentinel in service.sentinels], known, strict=True))
 
-    async def master(self, runtime: Runtime) -> tuple[str, int]:
+    async def master(self, runtime: Runtime, most: int | None = None) -> tuple[str, int]:
         """Give the master's host and port; raises RedisError, which names those that were asked and says why."""
         failures: list[tuple[str, BackendUnavailable]] = []
-        for place, (name, wire) in enumerate(list(self._known)):
+        for name, wire in self._known[:most]:
             try:
                 host, port = await self._ask(runtime, wire)
             except BackendUnavailable as error:
                 failures.append((name, error))
+                self._known = [*self._known[1:], self._known[0]]
             else:
-                self._known = self._known[place:] + self._known[:place]
                 return self._service.address or host, port
         raise self._nowhere(failures)
 
@@ -131,40 +133,43 @@ class MasterWire:
 
     def __init__(self, wire: Wire, sentinels: Sentinels, share: float) -> None:
         self._wire, self._sentinels, self._share = wire, sentinels, share
-        self._address: tuple[str, int] | None = None
-        self.checkout, self.discard, self.forget = wire.checkout, wire.discard, wire.forget
-
-    def checkin(self, connection: Any) -> None:
-        if (connection.host, connection.port) == self._address:
-            self._wire.checkin(connection)
-        else:
-            self._wire.discard(connection)  # another is the master now: this one may not know it yet
+        self._address, self._next_look = ("", 0), 0.0
+        self.checkout, self.checkin, self.discard, self.forget = wire.checkout, wire.checkin, wire.discard, wire.forget
 
     async def exchange(self, runtime: Runtime, connection: Any, packed: Any, replies: int, limit: float) -> list[Any]:
-        until = runtime.now() + limit
-        if not connection.dlock_used:
-            await self._lead(runtime, connection)
+        until, is_new = runtime.now() + limit, not connection.dlock_used
+        if is_new or runtime.now() >= self._next_look:
+            await self._look(runtime, insist=is_new)
             limit = max(until - runtime.now(), self._share)
+        if is_new:
+            connection.host, connection.port = self._address
+        elif (connection.host, connection.port) != self._address:
+            raise RedisConnectionError(f"{connection.host}:{connection.port} is not the master any more")
         try:
-            *answers, role = await self._wire.exchange(
-                runtime, connection, [b"".join([*packed, ROLE])], replies + 1, limit
-            )
+            return await self._ask(runtime, connection, packed, replies, limit)
         except RedisTimeoutError:
             self.forget()  # it is stopped or cut off: the idle connections lead to the same server
             raise
+
+    async def _look(self, runtime: Runtime, *, insist: bool) -> None:
+        """Learn where the master is now; if nobody can tell, and we do not insist, it is where it was."""
+        self._next_look = runtime.now() + LOOK
+        try:
+            self._address = await self._sentinels.master(runtime, None if insist else 1)
+        except RedisError:
+            if insist:
+                raise
+            self._next_look = runtime.now() + LOOK
+
+    async def _ask(self, runtime: Runtime, connection: Any, packed: Any, replies: int, limit: float) -> list[Any]:
+        data = [b"".join([*packed, ROLE])]
+        *answers, role = await self._wire.exchange(runtime, connection, data, replies + 1, limit)
         if isinstance(role, RedisError):
             raise role
         if role[0] != b"master":
             self.forget()
             raise RedisConnectionError(f"{connection.host}:{connection.port} is not a master, but a {role[0].decode()}")
         return answers
-
-    async def _lead(self, runtime: Runtime, connection: Any) -> None:
-        address = await self._sentinels.master(runtime)
-        if address != self._address:
-            self._address = address
-            self.forget()
-        connection.host, connection.port = address
 
     def close(self) -> None:
         self._wire.close()
