@@ -13,6 +13,7 @@ from django.db.models import F, Q
 from django_dlock.errors import NotSupported, StaleObject
 from django_dlock.row_queries import RowLockQuerySet, row_name
 from django_dlock.transactions import on_rollback
+from dlock_core.hooks import refused
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -85,7 +86,7 @@ class VersionedQuerySet(RowLockQuerySet[M_co]):
     def _first_stale(self, objs: Sequence[Any]) -> StaleObject:
         found = found_versions(self.filter(pk__in=[obj.pk for obj in objs]), _version_of(self.model))
         stale = next((obj for obj in objs if found.get(obj.pk) != read_version(obj)), objs[0])
-        return StaleObject(stale, expected=read_version(stale), found=found.get(stale.pk), action="update")
+        return refused(StaleObject(stale, expected=read_version(stale), found=found.get(stale.pk), action="update"))
 
 
 _LockManager = models.Manager.from_queryset(VersionedQuerySet)

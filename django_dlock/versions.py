@@ -16,6 +16,7 @@ from django.db.models.sql.where import AND
 from django_dlock.errors import StaleObject
 from django_dlock.transactions import on_rollback
 from django_dlock.version_queries import LockManager, VersionedQuerySet, count_up, found_versions, read_version
+from dlock_core.hooks import refused
 
 if TYPE_CHECKING:
     _BigIntegerField = models.BigIntegerField[int, int]
@@ -157,7 +158,8 @@ class VersionedMixin(models.Model):
 
     def _stale(self, using: str, action: str) -> StaleObject:
         found = found_versions(self._version_rows(using), self._dlock_version)
-        return StaleObject(self, expected=read_version(self), found=next(iter(found.values()), None), action=action)
+        version = next(iter(found.values()), None)
+        return refused(StaleObject(self, expected=read_version(self), found=version, action=action))
 
 
 def _only(rows: Any, values: dict[Any, Any]) -> Any:

@@ -71,6 +71,7 @@ class _Attempt:
         "started",
         "ticket",
         "touched",
+        "waited",
     )
 
     def __init__(self, runtime: Runtime, backend: Backend, request: Request, wait: float | None) -> None:
@@ -81,23 +82,31 @@ class _Attempt:
         self.broken: BackendUnavailable | None = None
         self.ticket: Any = None
         self.touched = False  # the store may hold a trace of us: a grant or a place in the queue
+        self.waited = False
 
     async def run(self) -> Held | None:
         try:
             await self.ask()
             while not self.is_over():
                 await self.step()
-        except BaseException:
+        except BaseException as error:
             await self.withdraw()
+            if isinstance(error, BackendUnavailable):
+                hooks.emit("unavailable", self.request.name, 0, self.seconds(), error.reason)
             raise
         if isinstance(self.answer, Granted) and self.has_left(self.answer.valid_for):
             held = Held(self.backend, self.request, self.answer, self.sent, self.runtime.now)
-            hooks.emit("acquired", self.request.name, self.answer.token, self.sent - self.started)
+            hooks.emit("acquired", held.name, held.token, self.seconds(), "", self.waited, held)
             return held
         await self.withdraw()
         if isinstance(self.answer, Granted):
-            raise BackendUnavailable(self.request.name, reason=f"it answers slower than the ttl, {self.request.ttl} s")
+            reason = f"it answers slower than the ttl, {self.request.ttl} s"
+            hooks.emit("unavailable", self.request.name, 0, self.seconds(), reason)
+            raise BackendUnavailable(self.request.name, reason=reason)
         return None
+
+    def seconds(self) -> float:
+        return self.runtime.now() - self.started
 
     def is_over(self) -> bool:
         answer = self.answer
@@ -119,6 +128,7 @@ class _Attempt:
         await self.ask()
 
     async def wait(self, busy: Busy) -> bool:
+        self.waited = True
         self.sent = now = self.runtime.now()
         seconds = max(0.0, min(busy.retry_after, self.deadline - now))
         try:
@@ -167,8 +177,8 @@ class _Attempt:
                     await self.backend.withdraw(self.runtime, self.request, ticket)
 
     def timeout(self) -> AcquireTimeout:
-        waited = self.runtime.now() - self.started
-        hooks.emit("timeout", self.request.name, seconds=waited)
+        waited = self.seconds()
+        hooks.emit("timeout", self.request.name, 0, waited, "", True)
         busy = self.answer if isinstance(self.answer, Busy) else Busy(1.0)
         owner = describe(busy.owner) if busy.owner else ""
         return AcquireTimeout(self.request.name, waited=waited, held_by=owner, retry_after=min(busy.retry_after, SOON))
@@ -198,7 +208,8 @@ async def release(runtime: Runtime, held: Held) -> Released:
     held.ensure_own_process()
     if held.ended is None:
         await runtime.shield(_release(runtime, held))
-        hooks.emit("released", held.name, held.token, runtime.now() - held.since)
+        found = held.ended or Released.EXPIRED
+        hooks.emit("released", held.name, held.token, runtime.now() - held.since, found.value, False, held)
     return held.ended or Released.EXPIRED
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from dlock_core import engine
+from dlock_core import engine, hooks
 from dlock_core.errors import DLockError, RowLocked, SnapshotTooOld, StaleToken
 from dlock_core.fencing import Claim
 from dlock_core.retry import Trouble, classify
@@ -34,12 +34,19 @@ class Guard:
         never after the first admit, since what was read under the smaller one may be old by now.
         """
         try:
+            self._prove(step)
+        except StaleToken as error:
+            hooks.refused(error)
+            raise
+        self._is_proven = True
+
+    def _prove(self, step: Callable[[Claim], None]) -> None:
+        try:
             step(self.claim())
         except StaleToken as error:
             if self._is_proven or not self.finish(engine.raise_token, self.held, error.highest or 0):
                 raise
             step(self.claim())
-        self._is_proven = True
 
     def claim(self) -> Claim:
         """Say what the lease shows to the fence now."""

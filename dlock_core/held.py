@@ -121,7 +121,7 @@ class Held:
                 return
             self.lost_because = reason = reason or self.trouble
         logger.warning("dlock: lease of lock %r (token %d) is lost: %s", self.name, self.token, reason)
-        hooks.emit("lost", self.name, self.token, self.now() - self.since, reason)
+        hooks.emit("lost", self.name, self.token, self.now() - self.since, reason, lease=self)
         for callback in self.on_lost:
             _tell(callback, self.name)
 

@@ -1,34 +1,49 @@
-"""Tell whoever wants to know what happens to leases: logging, metrics, tests.
+"""Tell whoever wants to know what happens to locks: logging, metrics, traces, tests.
 
-A hook is called in the thread where the event happens, must be quick, and cannot change the outcome: what it raises
-is logged.
+A hook is called in the thread, and the task, where the event happens, must be quick, and cannot change the outcome:
+what it raises is logged. Events that nobody has subscribed to cost nothing that could be measured.
 """
 
 from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Final, Literal, TypeVar, get_args
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["Event", "emit", "subscribe", "unsubscribe"]
+    from dlock_core.errors import DLockError
+
+__all__ = ["KINDS", "Event", "emit", "refused", "subscribe", "unsubscribe"]
+
+E = TypeVar("E", bound="DLockError")
 
 logger = logging.getLogger("dlock")
 
-Kind = Literal["acquired", "released", "lost", "timeout", "forced"]
+Kind = Literal["acquired", "timeout", "unavailable", "released", "lost", "forced", "conflict", "retry"]
+KINDS: Final[tuple[Kind, ...]] = get_args(Kind)
 
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """Something that happened to a lock; `seconds` is the time waited (acquired, timeout) or held (released, lost)."""
+    """Something that happened to a lock, or to a row with a version.
+
+    `name` is the lock's; of a conflict the object's, such as "Order(42)"; of a retry that of its conflict, or empty.
+    `seconds`: how long the acquire took (acquired, timeout, unavailable), how long the lease was held (released, lost,
+    forced), the pause to come (retry). `reason`: how a release went (released, expired, stolen), why a lease was lost,
+    what the store said; of a conflict or retry a class of errors or a trouble of the database, such as "deadlock".
+    """
 
     kind: Kind
     name: str
     token: int = 0
     seconds: float = 0.0
     reason: str = ""
+    contended: bool = False
+    """Others held the lock: the acquire had to wait, or waited in vain."""
+    lease: object | None = None
+    """The same object for all events of one grant, to be compared or to be a weak key, and not to be used."""
 
 
 _hooks: tuple[Callable[[Event], None], ...] = ()
@@ -46,10 +61,24 @@ def unsubscribe(hook: Callable[[Event], None]) -> None:
     _hooks = tuple(known for known in _hooks if known != hook)  # a bound method is a new object every time
 
 
-def emit(kind: Kind, name: str, token: int = 0, seconds: float = 0.0, reason: str = "") -> None:
+def emit(  # noqa: PLR0917 - by position where it costs
+    kind: Kind,
+    name: str,
+    token: int = 0,
+    seconds: float = 0.0,
+    reason: str = "",
+    contended: bool = False,  # noqa: FBT001, FBT002
+    lease: object | None = None,
+) -> None:
     """Tell every hook; costs next to nothing when there is none."""
     for hook in _hooks:
         try:
-            hook(Event(kind, name, token, seconds, reason))
+            hook(Event(kind, name, token, seconds, reason, contended, lease))
         except Exception:
             logger.exception("dlock: a hook failed on %s of lock %r", kind, name)
+
+
+def refused(error: E) -> E:
+    """Tell every hook of a write, or COMMIT, that is refused; gives the error back, to be raised."""
+    emit("conflict", error.name, getattr(error, "token", 0), reason=type(error).__name__)
+    return error

@@ -67,9 +67,10 @@ async def at_once(runtime: Runtime, backend: Backend, requests: Sequence[Request
         granted = await backend.try_acquire_many(runtime, requests) or []
     except BackendUnavailable:
         return []
-    for request, grant in zip(requests, granted, strict=False):
-        hooks.emit("acquired", request.name, grant.token)
-    return [Held(backend, *pair, sent, runtime.now) for pair in zip(requests, granted, strict=False)]
+    held = [Held(backend, *pair, sent, runtime.now) for pair in zip(requests, granted, strict=False)]
+    for one in held:
+        hooks.emit("acquired", one.name, one.token, runtime.now() - sent, lease=one)
+    return held
 
 
 async def _release_at_once(runtime: Runtime, held: Sequence[Held]) -> None:
@@ -78,8 +79,8 @@ async def _release_at_once(runtime: Runtime, held: Sequence[Held]) -> None:
     with suppress(BackendUnavailable):
         found = await held[0].backend.release_many(runtime, [one.request for one in held])
         for one, what in zip(held, found, strict=True):
-            one.end(engine.FOUND[what])
-            hooks.emit("released", one.name, one.token, runtime.now() - one.since)
+            ended = one.end(engine.FOUND[what])
+            hooks.emit("released", one.name, one.token, runtime.now() - one.since, ended.value, lease=one)
 
 
 async def _withdraw(runtime: Runtime, backend: Backend, requests: Sequence[Request]) -> None:

@@ -13,6 +13,7 @@ from json import dumps
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 from urllib.parse import quote
 
+from dlock_core import hooks
 from dlock_core.errors import DLockError, PreconditionFailed, PreconditionMalformed, PreconditionRequired, StaleObject
 
 if TYPE_CHECKING:
@@ -109,7 +110,7 @@ def _require_match(given: str, own: Tag, *, name: str, accept_weak: bool) -> Non
     if tags is None:
         return
     if not any(_version(tag) == _version(own) and (accept_weak or not tag.is_weak) for tag in tags):
-        raise PreconditionFailed(name, header="If-Match", given=given)
+        raise hooks.refused(PreconditionFailed(name, header="If-Match", given=given))
 
 
 def _is_known(request: Request, own: Tag, *, name: str) -> bool:

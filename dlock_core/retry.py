@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
+from dlock_core import hooks
 from dlock_core.backoff import CHANCE, full_jitter
-from dlock_core.errors import RowLocked, StaleObject, StaleToken
+from dlock_core.errors import DLockError, RowLocked, StaleObject, StaleToken
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterator
@@ -124,8 +125,14 @@ async def retry(
             if attempt == policy.attempts or runtime.now() + pause > give_up:
                 error.add_note(f"gave up after {attempt} attempt{'s' * (attempt > 1)}")
                 raise
+            _tell(error, pause)
         await runtime.sleep(pause)
         attempt += 1
+
+
+def _tell(error: BaseException, pause: float) -> None:
+    name, trouble = (error.name, None) if isinstance(error, DLockError) else ("", classify(error))
+    hooks.emit("retry", name, 0, pause, type(error).__name__ if trouble is None else trouble.value)
 
 
 def _limit(within: Seconds | None) -> float:

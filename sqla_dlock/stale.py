@@ -9,6 +9,7 @@ from sqlalchemy import bindparam, select, tuple_
 from sqlalchemy.orm.exc import StaleDataError
 
 from dlock_core import errors
+from dlock_core.hooks import refused
 from sqla_dlock.version_mapping import key_columns, version_column
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ def stale_row(
     """Make the error for a row of which only the key is known."""
     instance = session.identity_map.get(mapper.identity_key_from_primary_key(key))
     name = key[0] if len(key) == 1 else key
-    return StaleObject(instance, expected=expected, found=found, action=action, key=name)
+    return refused(StaleObject(instance, expected=expected, found=found, action=action, key=name))
 
 
 def find_version(connection: Connection, mapper: Mapper[Any], key: Key) -> Any:

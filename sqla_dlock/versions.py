@@ -13,6 +13,7 @@ from sqlalchemy import inspect
 from sqlalchemy.exc import NoInspectionAvailable
 from sqlalchemy.orm.exc import ObjectDeletedError
 
+from dlock_core.hooks import refused
 from sqla_dlock import version_statements  # noqa: F401 - its listener
 from sqla_dlock.sessions import plain_async_session, plain_session
 from sqla_dlock.stale import StaleObject, find_version, require_versions
@@ -151,7 +152,7 @@ def _read(instance: Any, expected: Any, action: str) -> Any:
 def _stale(instance: Any, *, expected: Any, found: Any, action: str) -> StaleObject:
     key = inspect(instance).identity
     name = key[0] if key is not None and len(key) == 1 else key
-    return StaleObject(instance, expected=expected, found=found, action=action, key=name)
+    return refused(StaleObject(instance, expected=expected, found=found, action=action, key=name))
 
 
 def _plain(session: Session, instance: Any) -> Write | None:
