@@ -3,6 +3,25 @@
 Of a transaction (`TransactionBackend`, PostgreSQL) or of a session on a connection of its own.
 """
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from dlock_core.backends.advisory.keys import PREFIX
 from dlock_core.backends.advisory.transaction import Place, TransactionBackend
 
-__all__ = ["Place", "TransactionBackend"]
+if TYPE_CHECKING:
+    from dlock_core.backend import Backend
+    from dlock_core.backends.sql import Pool
+
+__all__ = ["Place", "TransactionBackend", "advisory"]
+
+
+def advisory(pool: Pool, database: Any, *, session: bool = False, prefix: str = PREFIX) -> Backend:
+    """Make the store in a database.
+
+    Without `session` a lock is taken in the caller's own transaction, and ends with it (PostgreSQL). With it, on a
+    connection of its own, and a ttl. `prefix` is put before every name: locks of programs with the same prefix in the
+    same database (MySQL: on the same server) are the same. Raises TypeError and ValueError for what these cannot be.
+    """
+    return TransactionBackend(pool, database, prefix=prefix)
