@@ -1,0 +1,45 @@
+"""Pictures made by hand, for tests of what is drawn of them."""
+
+import io
+from typing import Any
+
+from rich.console import Console, RenderableType
+
+from dlock_core.inspect import Entry, Picture, cycles
+
+
+def entry(name: str = "order:42", party: str = "web1/1/1", **given: Any) -> Entry:
+    facts = {
+        "kind": "lease",
+        "source": "default",
+        "role": "holder",
+        "mode": "exclusive",
+        "owner": {"app": "shop", "pid": 1},
+        "described": f"POST /orders/42/ship (shop@{party})",
+        "token": 1795249528080225,
+        "seconds": 2.6,
+        "expires_in": 17.8,
+        "place": None,
+    }
+    return Entry(name=name, party=party, **{**facts, **given})
+
+
+def waiter(name: str = "order:42", party: str = "web2/1/1", place: int = 1, **given: Any) -> Entry:
+    return entry(name, party, **{"role": "waiter", "token": None, "expires_in": None, "place": place, **given})
+
+
+def picture(*entries: Entry, **given: Any) -> Picture:
+    return Picture(list(entries), cycles=cycles(entries), **given)
+
+
+def drawn(what: RenderableType, width: int) -> list[str]:
+    """The lines that a terminal of this width shows."""
+    out = io.StringIO()
+    Console(file=out, width=width, force_terminal=True, color_system="truecolor", legacy_windows=False).print(what)
+    return [without_style(line) for line in out.getvalue().splitlines()]
+
+
+def without_style(line: str) -> str:
+    import re
+
+    return re.sub(r"\x1b\[[\d;]*m", "", line)
