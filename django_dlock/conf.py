@@ -33,6 +33,8 @@ else:
 __all__ = ["InvalidStore", "Store", "UnknownStore", "stores"]
 
 KEYS: Final = ("BACKEND", "TTL", "WAIT", "OPTIONS")
+IN_DATABASE: Final = {"advisory": "django_dlock.backends.advisory.from_url"}
+"""What makes the stores that are in a database of DATABASES, by their URL schemes."""
 EXAMPLE: Final = 'DLOCK = {"default": {"BACKEND": "redis://localhost:6379/0"}}'
 
 
@@ -156,6 +158,8 @@ def _backend(alias: str, given: Any, options: dict[str, Any]) -> Backend:
 
 
 def _made(given: Any, options: dict[str, Any]) -> Backend:
+    if isinstance(given, str) and (factory := IN_DATABASE.get(given.partition("://")[0])):
+        return cast("Backend", import_string(factory)(given, **options))
     if not isinstance(given, str) or ":" in given:
         return connect(given, **options)
     backend = import_string(given)(**options)

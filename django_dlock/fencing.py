@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from dlock_core.fencing import Claim
 
-__all__ = ["FencedMixin", "RowFence", "TableFence", "dialect", "fence_for"]
+__all__ = ["Cursor", "FencedMixin", "RowFence", "TableFence", "dialect", "fence_for"]
 
 T = TypeVar("T")
 
@@ -136,8 +136,8 @@ def fence_for(parts: tuple[Any, ...]) -> TableFence:
     return TableFence()
 
 
-class _Cursor:
-    """The port that `dlock_core.fencing` speaks to."""
+class Cursor:
+    """The port that `dlock_core.fencing` speaks to: one statement in the connection's transaction."""
 
     def __init__(self, connection: BaseDatabaseWrapper) -> None:
         self._connection = connection
@@ -165,7 +165,7 @@ def dialect(connection: BaseDatabaseWrapper) -> fencing.Dialect:
 
 def _run(step: Callable[..., Coroutine[Any, Any, None]], connection: BaseDatabaseWrapper, claim: Claim) -> None:
     with _explained(connection, claim):
-        run(step(_Cursor(connection), dialect(connection), claim))
+        run(step(Cursor(connection), dialect(connection), claim))
 
 
 def _limited(connection: BaseDatabaseWrapper, claim: Claim, query: Callable[[], T]) -> T:

@@ -15,6 +15,7 @@ from asgiref.sync import sync_to_async
 from django.db import DEFAULT_DB_ALIAS, connections, models
 from django.utils.connection import ConnectionDoesNotExist
 
+from django_dlock.backends.advisory import home_of, transaction_of
 from django_dlock.conf import stores
 from django_dlock.errors import NotSupported
 from django_dlock.fencing import fence_for
@@ -94,6 +95,11 @@ class Lock(TiedLock):
     def place(self) -> Store:
         return stores[self.store]
 
+    @property
+    def home(self) -> str | None:
+        """The database in whose transaction the store locks, for a store that does."""
+        return home_of(self.place().backend)
+
     async def _acquire(self, runtime: Runtime, database: Runtime) -> Lease:
         turn = Turn()
         return await self._take_up(runtime, database, await self._grant(runtime, turn), turn)
@@ -121,8 +127,11 @@ class Lock(TiedLock):
         held, wait, until = await self.ask(runtime, store, turn)
         return DatabaseTie(held, fence=self.fence, wait=wait, deadline=until)
 
+    def transaction(self, backend: Any) -> Any:
+        return transaction_of(backend, old_snapshot=self.snapshot == "ignore")
+
     def _joined(self, store: Store, runtime: Runtime) -> DatabaseTie | None:
-        inside = isinstance(runtime, Blocking) and in_transaction(self.using)
+        inside = isinstance(runtime, Blocking) and in_transaction(home_of(store.backend) or self.using)
         return self.joined(current(), store.backend, inside=inside)  # type: ignore[no-any-return]
 
 

@@ -17,6 +17,7 @@ from django.db.backends.signals import connection_created
 from django.db.transaction import TransactionManagementError
 from django.dispatch import receiver
 
+from django_dlock.backends.advisory import home_of
 from django_dlock.errors import LeaseLost, as_database_error
 from django_dlock.statements import announcer
 from django_dlock.transactions import before_statements, in_transaction, on_end, on_rollback
@@ -59,20 +60,24 @@ class DatabaseTie(Tie):
         """Its block ended with an error: what still runs in a thread must not begin another transaction."""
         self._forms: dict[str, FenceForm] = {}
         """The databases it protects, and how."""
+        self.home = home_of(held.backend)
+        """The database in whose transaction the lock is: no fence is needed there, one COMMIT ends both."""
         self._admitted: dict[object, bool] = {}
         """The open transactions tied to the lease, and whether each has been admitted."""
 
     def bind(self, using: str, form: FenceForm) -> None:
         """Take up a new lease: tie every transaction that is open in this thread, and protect a database."""
+        self.supersede(current())
         self.protect(using, form)
         for connection in connections.all(initialized_only=True):
             if watch(connection).is_open():
                 self.enter(connection)
-        if in_transaction(using):
+        if in_transaction(self.home or using):
             self.leave()  # like a row lock: the transaction's end releases it
 
     def protect(self, using: str, form: FenceForm) -> None:
         """Protect a database from now on: its open transaction, and those that begin under the lease."""
+        form = False if using == self.home else form
         known, connection = self._forms.get(using), connections[using]
         if known is None or (form and not known):
             self._forms[using] = self._prepare(connection, form)
@@ -119,13 +124,15 @@ class DatabaseTie(Tie):
     def _begin(self, connection: BaseDatabaseWrapper, transaction: object) -> None:
         def settle(outcome: Outcome) -> None:
             self._admitted.pop(transaction, None)
-            self.settle(outcome)
-            if self.is_over:
+            self.settle(outcome, ends_lock=connection.alias == self.home)
+            if self.is_over or self.held.ended is not None:
                 forget(self)
 
         on_end(settle, using=connection.alias, before_commit=lambda: self._before_commit(connection))
         self.begin()
         self._admitted[transaction] = False
+        if connection.alias == self.home:
+            on_rollback(lambda: self._savepoint_undone(connection, transaction), using=connection.alias)
 
     def _before_commit(self, connection: BaseDatabaseWrapper) -> None:
         if self.is_given_up:
@@ -135,6 +142,10 @@ class DatabaseTie(Tie):
             self._guard_with(self.fence.confirm, connection)
         else:
             self.enter(connection)
+
+    def _savepoint_undone(self, connection: BaseDatabaseWrapper, transaction: object) -> None:
+        if watch(connection).current is transaction:  # else it is the end of all of it
+            self.undone()
 
     def _refuse_aborted(self) -> None:
         if self.is_aborted:

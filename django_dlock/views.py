@@ -94,9 +94,15 @@ def _locked_function(
     @functools.wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         lock = lock_for(args, kwargs)
+        aliases = _to_open(lock, args, exempt)
+        if lock.home is not None:
+            return _call_inside(aliases, _holding(lock, call), args, kwargs)
         with lock:
-            answer = _call_inside(_to_open(lock, args, exempt), function, args, kwargs)
-            return refuse_coroutine(function, answer, "put it on the async view class, or on its async method")
+            return _call_inside(aliases, call, args, kwargs)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        answer = function(*args, **kwargs)
+        return refuse_coroutine(function, answer, "put it on the async view class, or on its async method")
 
     @functools.wraps(function)
     async def async_wrapper(*args: Any, **kwargs: Any) -> Any:
@@ -109,6 +115,14 @@ def _locked_function(
     return cast("Callable[..., Any]", made)
 
 
+def _holding(lock: Lock, function: Callable[..., Any]) -> Callable[..., Any]:
+    def holding(*args: Any, **kwargs: Any) -> Any:
+        with lock:
+            return function(*args, **kwargs)
+
+    return holding
+
+
 def _exempted(aliases: Iterable[str]) -> _TakenOver:
     return _TakenOver(set.copy(aliases) if isinstance(aliases, set) else aliases)
 
@@ -116,8 +130,8 @@ def _exempted(aliases: Iterable[str]) -> _TakenOver:
 def _to_open(lock: Lock, args: tuple[Any, ...], exempt: _TakenOver) -> Iterator[str]:
     """Tell on which databases a transaction is to be opened for a call."""
     is_request = any(isinstance(arg, HttpRequest) or hasattr(arg, "_request") for arg in args[:2])
-    for alias in connections:
-        fenced = alias == lock.using and lock.form == "transaction"
+    for alias in sorted(connections, key=lambda alias: alias != lock.home):  # the outermost is committed last
+        fenced = alias == lock.home or (alias == lock.using and lock.form == "transaction")
         asked = is_request and connections.settings[alias]["ATOMIC_REQUESTS"]
         if (fenced or asked) and not exempt.exempts(alias) and not in_transaction(alias):
             yield alias

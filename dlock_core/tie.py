@@ -16,7 +16,7 @@ from dlock_core.lease import Released
 from dlock_core.runtime import blocking
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
     from dlock_core.held import Held
 
@@ -81,12 +81,44 @@ class Tie:
         """Refuse COMMIT: raise LeaseLost unless the lease surely holds."""
         self.held.ensure()
 
-    def settle(self, outcome: Outcome) -> None:
-        """Note how a transaction ended, and release if it was the last thing that the lease was held for."""
+    @property
+    def is_inside(self) -> bool:
+        """The lock was taken inside a transaction, and lasts exactly as long."""
+        return self.held.backend.expiry == "transaction"
+
+    def undone(self) -> None:
+        """Hear that a lock inside a transaction is gone, with the savepoint in which it was taken.
+
+        What was done under it is undone, too. Whoever is still in its block might go on as if nothing had happened.
+        """
+        if self.depth:
+            self.held.lose("the savepoint in which it was taken was rolled back")
+        else:
+            self.held.end(Released.RELEASED)
+            self.give_up()
+
+    def supersede(self, others: Iterable[Tie]) -> None:
+        """Let go of locks that were lost, or ended, and are now held again: nobody goes by those any more."""
+        for other in others if self.is_inside else ():
+            if (other.held.name, other.held.backend) == (self.held.name, self.held.backend) and not other.is_held:
+                other.give_up()
+
+    @property
+    def is_held(self) -> bool:
+        """The lease surely holds."""
+        return self.held.remaining() > 0.0
+
+    def settle(self, outcome: Outcome, *, ends_lock: bool = False) -> None:
+        """Note how a transaction ended, and release if it was the last thing that the lease was held for.
+
+        `ends_lock`: it was the transaction of a lock inside one, which the database has released with it.
+        """
         with self._guard:
             self._open -= 1
-            self._unknown |= outcome is Outcome.UNKNOWN
-            due = self._left and self._open == 0
+            self._unknown |= outcome is Outcome.UNKNOWN and not ends_lock
+            due = ends_lock or (self._left and self._open == 0)
+        if self.is_inside and self.held.lost_because:
+            self.held.end(Released.EXPIRED)
         if due and self.is_due():
             with LETTING_RUN_OUT:
                 self.finish(engine.release, self.held)

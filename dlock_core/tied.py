@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from types import EllipsisType
 from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
@@ -101,12 +102,19 @@ class TiedLock:
         held = turn.held
         if held is None:
             left = None if wait is None else max(0.0, until - clock())
-            held = await engine.acquire(runtime, store.backend, turn.request or self.request(store), left)
+            request = turn.request or self.request(store)
+            if store.backend.expiry == "transaction":
+                request = request._replace(transaction=self.transaction(store.backend))
+            held = await engine.acquire(runtime, store.backend, request, left)
         turn.held = turn.request = None
         turn.is_new = True
         self.watch(held)
         held.on_lost = () if self.on_lost is None else (self.on_lost,)
         return held, wait, until
+
+    def transaction(self, backend: Any) -> Any:
+        """Give the caller's open transaction, for a store that locks inside it; None outside one."""
+        raise NotImplementedError
 
     async def keep(self, runtime: Runtime, tie: Tie, bind: Awaitable[Any]) -> None:
         """Tie a new lease to what it protects; what `bind` raises gives it back."""
@@ -117,8 +125,8 @@ class TiedLock:
             raise
 
     def watch(self, held: Held) -> None:
-        """Have it renewed, unless that is not wanted or done already."""
-        if self.renew and not held.due:
+        """Have it renewed, unless that is not wanted, done already, or of no use."""
+        if self.renew and not held.due and held.until < math.inf:
             watchdog.watch(held)
 
     def joined(self, ties: Iterable[Any], backend: Backend, *, inside: bool) -> Any:

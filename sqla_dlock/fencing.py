@@ -171,8 +171,8 @@ def fence_for(parts: tuple[Any, ...]) -> TableFence:
     return TableFence()
 
 
-class _Port:
-    """The port that `dlock_core.fencing` speaks to."""
+class Port:
+    """The port that `dlock_core.fencing` speaks to: one statement in the connection's transaction."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
@@ -200,7 +200,7 @@ def _database(connection: Connection) -> str:
 
 def _run(step: Callable[..., Coroutine[Any, Any, None]], connection: Connection, claim: Claim) -> None:
     with _explained(connection, claim):
-        run(step(_Port(connection), _dialect(connection), claim))
+        run(step(Port(connection), _dialect(connection), claim))
 
 
 def _dialect(connection: Connection) -> fencing.Dialect:
