@@ -35,6 +35,8 @@ class Group:
     password: str = ""
     """Of the Redis servers."""
     sentinel_password: str = ""
+    authority: str = ""
+    """Of TLS: the file of its certificate."""
 
     @property
     def url(self) -> str:
@@ -43,7 +45,8 @@ class Group:
     def url_of(self, ports: list[int]) -> str:
         user = f":{self.password}@" if self.password else ""
         query = f"?sentinel_password={self.sentinel_password}" if self.sentinel_password else ""
-        return f"redis+sentinel://{user}" + ",".join(f"{HOST}:{port}" for port in ports) + f"/{SERVICE}{query}"
+        scheme = "rediss" if self.authority else "redis"
+        return f"{scheme}+sentinel://{user}" + ",".join(f"{HOST}:{port}" for port in ports) + f"/{SERVICE}{query}"
 
     def start(self) -> None:
         for server in (*self.servers, *self.sentinels):
@@ -56,7 +59,8 @@ class Group:
 
     def client(self, server: Server) -> redis.Redis:
         password = self.sentinel_password if server in self.sentinels else self.password
-        return redis.Redis(HOST, server.port, password=password or None, socket_timeout=10)
+        tls = {"ssl": True, "ssl_ca_certs": self.authority} if self.authority else {}
+        return redis.Redis(HOST, server.port, password=password or None, socket_timeout=10, **tls)  # type: ignore[arg-type]
 
     def ask(self, server: Server, *command: Any) -> Any:
         """Ask one server or Sentinel something."""
@@ -133,14 +137,17 @@ def until(condition: Any) -> None:
         time.sleep(0.02)
 
 
-def make(directory: Path, replicas: int = 1, password: str = "", sentinel_password: str = "") -> Group:
-    login = ("--requirepass", password, "--masterauth", password) if password else ()
-    quick = ("--repl-diskless-sync-delay", "0", "--repl-ping-replica-period", "1", *login)
-    master = servers.redis(directory / "r0", *quick)
-    behind = [
-        servers.redis(directory / f"r{number}", *quick, "--replicaof", HOST, str(master.port))
-        for number in range(1, replicas + 1)
-    ]
+def make(
+    directory: Path, replicas: int = 1, password: str = "", sentinel_password: str = "", tls: Path | None = None
+) -> Group:
+    quick = ["--repl-diskless-sync-delay", "0", "--repl-ping-replica-period", "1"]
+    quick += ["--requirepass", password, "--masterauth", password] if password else []
+    data = [servers.redis(directory / f"r{number}", *quick) for number in range(1 + replicas)]
+    for server in data:
+        server.command = [*server.command, *over_tls(server.port, tls)]
+    master, *behind = data
+    for server in behind:
+        server.command = [*server.command, "--replicaof", HOST, str(master.port)]
     peers = [(secrets.token_hex(20), free_port()) for _ in range(3)]
     lines = [
         f"sentinel monitor {SERVICE} {HOST} {master.port} 2",
@@ -152,11 +159,27 @@ def make(directory: Path, replicas: int = 1, password: str = "", sentinel_passwo
         lines.append(f"sentinel auth-pass {SERVICE} {password}")
     if sentinel_password:
         lines += [f"requirepass {sentinel_password}", f"sentinel sentinel-pass {sentinel_password}"]
-    sentinels = [_sentinel(directory / f"s{place}", place, peers, lines) for place in range(3)]
-    return Group(servers=[master, *behind], sentinels=sentinels, password=password, sentinel_password=sentinel_password)
+    sentinels = [_sentinel(directory / f"s{place}", place, peers, lines, tls) for place in range(3)]
+    authority = str(tls / "ca.pem") if tls else ""
+    return Group(
+        servers=data,
+        sentinels=sentinels,
+        password=password,
+        sentinel_password=sentinel_password,
+        authority=authority,
+    )
 
 
-def _sentinel(directory: Path, place: int, peers: list[tuple[str, int]], lines: list[str]) -> Server:
+def over_tls(port: int, directory: Path | None) -> list[str]:
+    """Have a server speak TLS alone, with the certificate in a directory."""
+    if directory is None:
+        return []
+    files = {"cert": "cert.pem", "key": "key.pem", "ca-cert": "ca.pem"}
+    options = [word for kind, name in files.items() for word in (f"--tls-{kind}-file", str(directory / name))]
+    return ["--port", "0", "--tls-port", str(port), *options, "--tls-auth-clients", "no", "--tls-replication", "yes"]
+
+
+def _sentinel(directory: Path, place: int, peers: list[tuple[str, int]], lines: list[str], tls: Path | None) -> Server:
     (me, port), file = peers[place], directory / "sentinel.conf"
     others = [f"sentinel known-sentinel {SERVICE} {HOST} {at} {peer}" for peer, at in peers if peer != me]
     text = "\n".join([f"port {port}", f"bind {HOST}", f"dir {directory}", f"sentinel myid {me}", *lines, *others])
@@ -164,7 +187,7 @@ def _sentinel(directory: Path, place: int, peers: list[tuple[str, int]], lines: 
         directory=directory,
         port=port,
         prepare=[["sh", "-c", f'printf "%s\\n" "$0" > "{file}"', text]],
-        command=[servers.redis_system(), str(file), "--sentinel"],
+        command=[servers.redis_system(), str(file), "--sentinel", *over_tls(port, tls)],
         ready="+monitor",
         url=f"redis://{HOST}:{port}",
     )
@@ -172,7 +195,7 @@ def _sentinel(directory: Path, place: int, peers: list[tuple[str, int]], lines: 
 
 @contextlib.contextmanager
 def group(directory: Path, **options: Any) -> Iterator[Group]:
-    """A group for a fixture, `replicas=`, `password=`, `sentinel_password=`; skip, or fail under CI, without Redis."""
+    """A group for a fixture, with the options of `make`; skip, or fail under CI, without Redis."""
     try:
         shop = make(directory, **options)
     except ServerMissing as missing:

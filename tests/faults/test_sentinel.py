@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import trustme
 from django.test import override_settings
 
 from dlock_core import BackendUnavailable, DLockError, LeaseLost, Lock, MultiLock, Released, connect
@@ -341,6 +342,26 @@ def test_right_credentials_let_us_in(guarded: Group, prefix: str) -> None:
             assert lease.token > 0
             with guarded.client(guarded.master()) as client:
                 assert client.info("keyspace").keys() == {"db2"}
+
+
+@pytest.fixture(scope="module")
+def encrypted(servers_directory: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Group]:
+    directory, authority = tmp_path_factory.mktemp("sentinel-tls"), trustme.CA()
+    certificate = authority.issue_cert(HOST)
+    certificate.private_key_pem.write_to_path(directory / "key.pem")
+    certificate.cert_chain_pems[0].write_to_path(directory / "cert.pem")
+    authority.cert_pem.write_to_path(directory / "ca.pem")
+    with group(servers_directory / "sentinel-tls", tls=directory) as shop:
+        yield shop
+
+
+@pytest.mark.parametrize("shop", ["encrypted"], indirect=True)
+def test_lock_is_held_over_tls(locks: Locks, shop: Group, prefix: str) -> None:
+    for backend in store(f"{shop.url}?ssl_ca_certs={shop.authority}", prefix):
+        encrypted = type(locks)(backend)
+        assert encrypted.do(encrypted.acquire("a", wait=WAIT).release) is Released.RELEASED
+    with pytest.raises(BackendUnavailable, match="certificate verify failed"):
+        locks.acquire("a", wait=0)
 
 
 def work(link: Link, url: str, prefix: str, path: str) -> None:
