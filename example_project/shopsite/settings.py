@@ -12,7 +12,7 @@ DEBUG = os.environ.get("SHOP_DEBUG", "1") == "1"
 SECRET_KEY = os.environ.get("SECRET_KEY", "a shop that sells nothing needs no secret")
 ALLOWED_HOSTS = ["localhost", "127.0.0.1", "[::1]"]
 
-INSTALLED_APPS = ["django_dlock", "shop"]
+INSTALLED_APPS = ["django_dlock", "shop", "bank"]
 MIDDLEWARE = [
     "django.middleware.security.SecurityMiddleware",
     "django.middleware.common.CommonMiddleware",
@@ -31,11 +31,17 @@ TEMPLATES = [
     },
 ]
 
-DATABASES = {"default": database(os.environ.get("DATABASE_URL") or f"sqlite:///{BASE_DIR / 'db.sqlite3'}")}
+DATABASES = {
+    "default": database(os.environ.get("DATABASE_URL") or f"sqlite:///{BASE_DIR / 'db.sqlite3'}"),
+    "ledger": database(os.environ.get("LEDGER_URL") or f"sqlite:///{BASE_DIR / 'ledger.sqlite3'}"),
+}
 DEFAULT_AUTO_FIELD = "django.db.models.BigAutoField"
 
 REDIS_URL = os.environ.get("REDIS_URL")
-DLOCK = {"default": {"BACKEND": REDIS_URL or "redis://localhost:6379/0"}}
+DLOCK = {
+    "default": {"BACKEND": REDIS_URL or "redis://localhost:6379/0"},
+    "ledger": {"BACKEND": REDIS_URL or "redis://localhost:6379/0", "OPTIONS": {"prefix": "ledger:"}},
+}
 
 # How orders are protected: one of the functions of shop.strategies.
 SHOP_STRATEGY = os.environ.get("SHOP_STRATEGY") or ("lease" if REDIS_URL else "row")

@@ -1,0 +1,42 @@
+"""Move money between accounts in two databases, with and without locks: read the two functions side by side.
+
+A balance is read, and then written: whoever reads before another has committed overwrites what that one wrote. Row
+locks would do it, too, and could deadlock: neither database sees what is waited for in the other. The two COMMITs come
+one after the other: what is to survive a crash between them needs a record of the transfer, and no lock gives that.
+"""
+
+from contextlib import ExitStack
+from typing import NamedTuple
+
+from django.db.transaction import atomic
+
+from bank.models import Account
+from django_dlock import lock
+
+
+class Address(NamedTuple):
+    """Where an account is."""
+
+    database: str
+    name: str
+
+
+def unlocked(source: Address, target: Address, amount: int) -> None:
+    """Each account is read, and then written."""
+    move(source, -amount)
+    move(target, amount)
+
+
+def locked(source: Address, target: Address, amount: int) -> None:
+    """The same, holding both accounts or none: A to B and B to A wait for each other, never for ever."""
+    locks = (lock("account", name, using=database, store=database) for database, name in (source, target))
+    with lock(*locks, wait=None), ExitStack() as transactions:
+        for database in sorted({source.database, target.database}):
+            transactions.enter_context(atomic(using=database))
+        unlocked(source, target, amount)
+
+
+def move(account: Address, amount: int) -> None:
+    row = Account.objects.using(account.database).get(name=account.name)
+    row.balance += amount
+    row.save(using=account.database)
