@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from dlock_core.backend import Backend
     from dlock_core.backends.sql import Pool
 
-__all__ = ["Place", "TransactionBackend", "advisory"]
+__all__ = ["PREFIX", "Place", "TransactionBackend", "advisory"]
 
 
 def advisory(pool: Pool, database: Any, *, session: bool = False, prefix: str = PREFIX) -> Backend:

@@ -1,0 +1,47 @@
+"""Advisory locks in the database of an Engine or AsyncEngine, of the session's own transaction or of a connection."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from dlock_core.backends import advisory as core
+from dlock_core.backends.advisory import PREFIX, Place
+from sqla_dlock.autocommit import is_autocommit
+from sqla_dlock.backends.connector import pool_of
+from sqla_dlock.fencing import Port
+from sqla_dlock.transactions import connections_of
+
+if TYPE_CHECKING:
+    from sqlalchemy import Connection, Dialect, Engine
+    from sqlalchemy.ext.asyncio import AsyncEngine
+    from sqlalchemy.orm import Session
+
+    from dlock_core.backend import Backend
+
+__all__ = ["advisory", "home_of", "transaction_of"]
+
+
+def advisory(
+    engine: Engine | AsyncEngine, *, session: bool = False, prefix: str = PREFIX, timeout: float = 5.0
+) -> Backend:
+    """Make the store in an engine's database, for `configure(advisory=advisory(engine))`.
+
+    A lock lasts as long as the transaction of the Session that asks, on PostgreSQL; with `session`, it is held on a
+    connection of its own and has a ttl. See `dlock_core.backends.advisory.advisory`.
+    """
+    pool = pool_of(engine, timeout=timeout)
+    return core.advisory(pool, getattr(engine, "sync_engine", engine), session=session, prefix=prefix)
+
+
+def home_of(backend: Any) -> Dialect | None:
+    """Give the database in whose transaction a store locks; None for a store that is somewhere else."""
+    return backend.database.dialect if backend.expiry == "transaction" else None  # type: ignore[no-any-return]
+
+
+def transaction_of(session: Session, backend: Any, *, old_snapshot: bool) -> Place | None:
+    """Give the session's transaction in the database of such a store; begins one, as any statement does."""
+    engine: Engine = backend.database
+    near = (*connections_of(session), session.bind)
+    bind = next((each for each in near if each is not None and each.dialect is engine.dialect), engine)
+    connection: Connection = session.connection(bind_arguments={"bind": bind})
+    return None if is_autocommit(connection) else Place(Port(connection), old_snapshot)
