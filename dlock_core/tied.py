@@ -160,7 +160,7 @@ class TiedLease(LeaseView):
         if not self._left:
             self._left = True
             self._tie.depth -= 1
-        return self._tie.depth == 0 and self._held.ended is None and self._tie.leave()
+        return self._tie.depth == 0 and self._tie.leave() and self._held.ended is None
 
 
 async def give_back(runtime: Runtime, tie: Tie) -> None:

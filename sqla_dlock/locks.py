@@ -18,6 +18,7 @@ from dlock_core.errors import NotSupported
 from dlock_core.runtime import ASYNCIO, BLOCKING, blocking, run
 from dlock_core.tied import Options, TiedLock, Turn
 from dlock_core.together import TiedLocks, leaving
+from sqla_dlock.backends.advisory import home_of, transaction_of
 from sqla_dlock.fencing import fence_for
 from sqla_dlock.greenlets import SPAWNING, Awaiting, await_, in_greenlet
 from sqla_dlock.leases import AsyncLease, Lease
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
 
     from dlock_core.backend import Backend
     from dlock_core.deadline import Seconds
+    from dlock_core.held import Held
     from dlock_core.runtime import Runtime
     from dlock_core.store import Store
 
@@ -88,8 +90,18 @@ class SessionLock(TiedLock):
             return joined
         if self.snapshot == "raise":
             await database.call(self._refuse_old_snapshot, bind)
-        held, wait, deadline = await self.ask(runtime, store, turn)
+        held, wait, deadline = await self._ask(runtime, database, store, turn)
         return SessionTie(held, self.session, fence=self.fence, wait=wait, deadline=deadline, finish=finish)
+
+    async def _ask(
+        self, runtime: Runtime, database: Runtime, store: Store, turn: Turn
+    ) -> tuple[Held, float | None, float]:
+        if home_of(store.backend) is None:
+            return await self.ask(runtime, store, turn)
+        return await database.call(blocking, self.ask, store, turn)  # type: ignore[no-any-return]
+
+    def transaction(self, backend: Any) -> Any:
+        return transaction_of(self.session, backend, old_snapshot=self.snapshot == "ignore")
 
     async def take_up(self, runtime: Runtime, database: Runtime, tie: SessionTie, turn: Turn) -> SessionTie:
         """Tie the lease to the session, or join it."""

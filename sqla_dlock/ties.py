@@ -16,7 +16,15 @@ from dlock_core.errors import LeaseLost, NotHeld
 from dlock_core.guard import Guard
 from dlock_core.tie import Outcome, Tie
 from sqla_dlock.autocommit import refuse_autocommit, refuse_unbegun
-from sqla_dlock.transactions import before_work, connections_of, in_transaction, on_end, on_transaction
+from sqla_dlock.backends.advisory import home_of
+from sqla_dlock.transactions import (
+    before_work,
+    connections_of,
+    in_transaction,
+    on_end,
+    on_savepoint_rollback,
+    on_transaction,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -47,7 +55,7 @@ class SessionTie(Tie):
         finish: Callable[..., Any],
     ) -> None:
         super().__init__(held, finish)
-        self.fence = fence
+        self.fence, self.home = fence, home_of(held.backend)
         self.guard = Guard(held, wait=wait, deadline=deadline, finish=finish)
         self._session = ref(session)  # the session's own listeners keep us: it has to go when nobody needs it
         self._forms: dict[Dialect, FenceForm] = {}
@@ -60,13 +68,20 @@ class SessionTie(Tie):
     def bind(self, bind: Engine | Connection | None, form: FenceForm) -> None:
         """Take up a new lease: tie the session's transaction, now or when it begins, and protect a database."""
         session = self._owner()
+        self.supersede(current(session))
         session.info.setdefault(_KEY, []).append(self)
         self.protect(bind, form)
         self._stop.append(on_transaction(session, self._began))
+        for connection in self._connections():
+            if connection.dialect is self.home:
+                on_savepoint_rollback(connection, self.undone)
 
     def protect(self, bind: Engine | Connection | None, form: FenceForm) -> None:
-        """Protect a database from now on: the open transaction, and those that begin under the lease."""
-        if bind is None or not form or self._forms.get(bind.dialect):
+        """Protect a database from now on: the open transaction, and those that begin under the lease.
+
+        Not the one in whose transaction the lock is: no fence is needed there, one COMMIT ends both.
+        """
+        if bind is None or not form or self._forms.get(bind.dialect) or bind.dialect is self.home:
             return
         given = (bind, self._owner().bind, *self._connections())
         if any(isinstance(each, Connection) and each.dialect is bind.dialect for each in given):
@@ -138,7 +153,7 @@ class SessionTie(Tie):
                 self.guard(partial(self.fence.confirm, connection))
 
     def _ended(self, outcome: Outcome) -> None:
-        self.settle(outcome)
+        self.settle(outcome, ends_lock=self.is_inside)
         self.forget_if_over()
 
     def _owner(self) -> Session:

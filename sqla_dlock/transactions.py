@@ -25,7 +25,15 @@ if TYPE_CHECKING:
 
     Stop: TypeAlias = Callable[[], None]
 
-__all__ = ["before_work", "connections_of", "in_transaction", "note_xid", "on_end", "on_transaction"]
+__all__ = [
+    "before_work",
+    "connections_of",
+    "in_transaction",
+    "note_xid",
+    "on_end",
+    "on_savepoint_rollback",
+    "on_transaction",
+]
 
 
 def in_transaction(session: Session) -> bool:
@@ -99,6 +107,16 @@ def on_end(
     root.settlers.append(settle)
     if before_commit is not None:
         root.checks.append(before_commit)
+
+
+def on_savepoint_rollback(connection: Connection, restore: Callable[[], None]) -> None:
+    """Call `restore` once if a savepoint that is open now is rolled back, and takes along what was done in it."""
+    open_now, nested = set[str](), connection.get_nested_transaction()
+    while nested is not None:
+        open_now.add(nested._savepoint)
+        nested = nested._previous_nested
+    if open_now:
+        watch(connection).undo.append((open_now, restore))
 
 
 def note_xid(connection: Connection, xid: str) -> None:

@@ -11,6 +11,7 @@ from functools import partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
+from dlock_core.callbacks import call_all
 from dlock_core.commit_errors import is_refusal
 from dlock_core.tie import Outcome
 from sqla_dlock.commit_status import outcome_of
@@ -51,6 +52,8 @@ class Watch:
         self.gate = Gate(connection)
         self.members: list[Member] = []
         self.xid: str | None = None
+        self.undo: list[tuple[set[str], Callable[[], None]]] = []
+        """What to call when one of these savepoints is rolled back."""
         self._is_in_doubt = False
         self.sqlalchemy = SimpleNamespace(**{name: getattr(connection, name) for name in _INTERCEPTED})
         vars(connection).update({name: getattr(self, name) for name in _INTERCEPTED}, _dlock_watch=self)
@@ -106,6 +109,9 @@ class Watch:
     def _rollback_to_savepoint_impl(self, name: str) -> None:
         self.sqlalchemy._rollback_to_savepoint_impl(name)
         self.gate.undone()
+        undone = [each for each in self.undo if name in each[0]]
+        self.undo = [each for each in self.undo if each not in undone]
+        call_all([restore for _, restore in undone])
 
     def _prepare_twophase_impl(self, xid: Any) -> None:
         self._check()
