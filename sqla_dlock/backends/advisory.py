@@ -35,7 +35,7 @@ def advisory(
 
 def home_of(backend: Any) -> Dialect | None:
     """Give the database in whose transaction a store locks; None for a store that is somewhere else."""
-    return backend.database.dialect if backend.expiry == "transaction" else None  # type: ignore[no-any-return]
+    return backend.database.dialect if backend.expiry == "transaction" else None
 
 
 def transaction_of(session: Session, backend: Any, *, old_snapshot: bool) -> Place | None:
