@@ -17,6 +17,7 @@ from django.utils.connection import ConnectionDoesNotExist
 
 from django_dlock.backends.advisory import home_of, transaction_of
 from django_dlock.conf import stores
+from django_dlock.database_sessions import open_sessions
 from django_dlock.errors import NotSupported
 from django_dlock.fencing import fence_for
 from django_dlock.leases import AS_DJANGO, Lease
@@ -122,6 +123,9 @@ class Lock(TiedLock):
             await database.call(tie.protect, self.using, self.form)
             tie.depth += 1
         return Lease(tie)
+
+    def sessions(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        return open_sessions()
 
     async def _ask(self, runtime: Runtime, store: Store, turn: Turn) -> DatabaseTie:
         held, wait, until = await self.ask(runtime, store, turn)

@@ -39,6 +39,8 @@ class Announcer:
             self.announce(connection, text, inside=transaction is not None)
         if transaction is not None and self._may_take_snapshot(text):
             transaction.has_spoken = True
+        if transaction is not None and transaction.comment and isinstance(sql, str) and not rest[0]:
+            sql = transaction.comment + sql  # not of many: drivers read how those begin
         return execute(sql, params, *rest)
 
     def announce(self, connection: BaseDatabaseWrapper, sql: str, *, inside: bool) -> None:

@@ -22,6 +22,7 @@ from django_dlock.errors import LeaseLost, as_database_error
 from django_dlock.statements import announcer
 from django_dlock.transactions import before_statements, in_transaction, on_end, on_rollback
 from django_dlock.watch import watch
+from dlock_core.database_session import comment
 from dlock_core.errors import DLockError
 from dlock_core.guard import Guard
 from dlock_core.tie import Outcome, Tie
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from django.db.backends.base.base import BaseDatabaseWrapper
 
     from django_dlock.fencing import TableFence
+    from django_dlock.watch import Transaction
     from dlock_core.fencing import Claim
     from dlock_core.held import Held
     from dlock_core.tied import FenceForm
@@ -121,7 +123,7 @@ class DatabaseTie(Tie):
                 self.fence.prepare(connection, self.guard.claim())
         return form
 
-    def _begin(self, connection: BaseDatabaseWrapper, transaction: object) -> None:
+    def _begin(self, connection: BaseDatabaseWrapper, transaction: Transaction) -> None:
         def settle(outcome: Outcome) -> None:
             self._admitted.pop(transaction, None)
             self.settle(outcome, ends_lock=connection.alias == self.home)
@@ -133,6 +135,8 @@ class DatabaseTie(Tie):
         self._admitted[transaction] = False
         if connection.alias == self.home:
             on_rollback(lambda: self._savepoint_undone(connection, transaction), using=connection.alias)
+        if connection.vendor == "mysql":
+            transaction.comment = comment(self.held.request.holder)
 
     def _before_commit(self, connection: BaseDatabaseWrapper) -> None:
         if self.is_given_up:

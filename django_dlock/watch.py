@@ -39,6 +39,8 @@ class Transaction:
     """What has happened if it ends by anything but a successful COMMIT."""
     has_spoken: bool = False
     """A statement was sent in it, which may have taken its snapshot."""
+    comment: str = ""
+    """Stands before each of its statements."""
     settlers: list[Callable[[Outcome], None]] = field(default_factory=list)
     checks: list[Callable[[], None]] = field(default_factory=list)
     undo: list[Callable[[], None] | str] = field(default_factory=list)

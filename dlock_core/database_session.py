@@ -20,8 +20,9 @@ def party(vendor: str, connection: Any, database: str | None) -> str | None:
 
 def _number(connection: Any) -> int | None:
     """Ask a connection of psycopg, psycopg2, asyncpg, mysqlclient, PyMySQL or aiomysql for its session's number."""
-    if (info := getattr(connection, "info", None)) is not None:
-        return getattr(info, "backend_pid", None)
+    info = getattr(connection, "info", None)  # of mysqlclient it is a method
+    if (number := getattr(info, "backend_pid", None)) is not None:
+        return int(number)
     for method in ("get_server_pid", "thread_id"):
         if (number := getattr(connection, method, None)) is not None:
             return int(number())
@@ -29,5 +30,5 @@ def _number(connection: Any) -> int | None:
 
 
 def comment(holder: str) -> str:
-    """Write the mark of a holder for the statements that run under its lease, where the session can tell it no other way."""
+    """Write the mark of a holder, for statements under its lease where the session has no better place for it."""
     return f"/* dlock:{holder[:8]} */ "

@@ -51,12 +51,16 @@ SQLITE: Final = Dialect(
 BIGINT: Final = "CAST(:token AS bigint)"
 _LIMITED: Final = """\
 WITH old AS MATERIALIZED (SELECT current_setting('lock_timeout') AS v),
-lim AS MATERIALIZED (SELECT set_config('lock_timeout', :milliseconds, true) FROM old){more}
+lim AS MATERIALIZED (SELECT set_config('lock_timeout', :milliseconds, true),
+set_config('application_name', CASE WHEN position(' dlock:' IN app) > 0 THEN app
+ELSE left(app, 48) || ' dlock:' || left(CAST(:holder AS text), 8) END, true)
+FROM old, current_setting('application_name') AS app){more}
 SELECT c.n, CAST(pg_current_xact_id_if_assigned() AS text), set_config('lock_timeout', old.v, true)
 FROM old LEFT JOIN ({result}) AS c ON true"""
 """Wait for row locks only so long, and give the session its own limit back, in one statement.
 
 The second column is the transaction's id, by which `pg_xact_status` tells how a COMMIT of unknown outcome has ended.
+Until then the session's application_name tells the inspector under whose lease it works.
 """
 
 

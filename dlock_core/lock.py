@@ -85,9 +85,20 @@ class _Lock:
         return held
 
 
-def new_request(name: str, ttl: float, wait: float | None, *, shared: bool, fair: bool) -> Request:
-    """Make the request of one acquire call: a fresh holder, and a place in the queue unless there is only one try."""
-    return Request(name, os.urandom(16).hex(), ttl, shared, wait != 0.0, fair, owner.text())
+def new_request(
+    name: str,
+    ttl: float,
+    wait: float | None,
+    *,
+    shared: bool,
+    fair: bool,
+    sessions: tuple[tuple[str, ...], tuple[str, ...]] = ((), ()),
+) -> Request:
+    """Make the request of one acquire call: a fresh holder, and a place in the queue unless there is only one try.
+
+    `sessions`: those of databases that are open, see `owner.text`.
+    """
+    return Request(name, os.urandom(16).hex(), ttl, shared, wait != 0.0, fair, owner.text(*sessions))
 
 
 def supported_ttl(backend: Backend, ttl: float) -> float:

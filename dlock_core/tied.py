@@ -89,7 +89,12 @@ class TiedLock:
         if self.shared and not store.backend.supports_shared:
             raise NotSupported(f"the store {store.alias!r} has no shared locks", name=self.name)
         ttl = supported_ttl(store.backend, self.ttl or store.ttl)
-        return new_request(self.name, ttl, self.seconds(store), shared=self.shared, fair=self.fair)
+        wait, sessions = self.seconds(store), self.sessions()
+        return new_request(self.name, ttl, wait, shared=self.shared, fair=self.fair, sessions=sessions)
+
+    def sessions(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Name the database sessions that are this thread's own, and those in whose open transaction it asks."""
+        return (), ()
 
     def seconds(self, store: Store) -> float | None:
         """Tell how long it waits, None for ever."""

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, overload
 from sqlalchemy import Connection, inspect
 from sqlalchemy.orm import InstanceState
 
-from dlock_core import names, together
+from dlock_core import database_session, names, together
 from dlock_core.errors import NotSupported
 from dlock_core.runtime import ASYNCIO, BLOCKING, blocking, run
 from dlock_core.tied import Options, TiedLock, Turn
@@ -112,6 +112,9 @@ class SessionLock(TiedLock):
             await database.call(tie.protect, bind, self.form)
             tie.join()
         return tie
+
+    def sessions(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        return (), tuple(filter(None, map(_session, connections_of(self.session))))
 
     def _joined(self, store: Store, runtime: Runtime) -> SessionTie | None:
         inside = in_transaction(self.session)
@@ -237,6 +240,13 @@ def lock(session: Any, *parts: Any, **options: Any) -> Lock | Locks:
     if isinstance(session, Lock):
         return Locks((session, *parts), Lock, **options)
     return Lock(plain_session(session, "alock()"), parts, **options)
+
+
+def _session(connection: Connection) -> str | None:
+    if connection.closed or connection.invalidated:
+        return None
+    driver = connection.connection.driver_connection
+    return database_session.party(connection.dialect.name, driver, connection.engine.url.database)
 
 
 def _is_mapped(part: Any) -> bool:

@@ -28,6 +28,7 @@ class Gate:
         self._in_savepoint: list[Hook] = []
         """Those called inside a savepoint: its rollback would undo their work."""
         self._is_busy = self._listens = False
+        self._comment = ""
 
     def add(self, hook: Hook) -> None:
         """Have a hook called by the next `open()`, once."""
@@ -53,6 +54,11 @@ class Gate:
             raise
         finally:
             self._is_busy = False
+
+    def mark(self, comment: str) -> None:
+        """Have a comment stand before each statement, but not of many: drivers read how those begin."""
+        self._comment = comment
+        self._listen()
 
     def close(self) -> None:
         """Hear that everything is being rolled back: what that takes has to pass."""
@@ -81,8 +87,12 @@ class Gate:
     def _listen(self) -> None:
         if not self._listens:
             self._listens = True
-            event.listen(self.connection, "before_cursor_execute", self._before_statement)
+            event.listen(self.connection, "before_cursor_execute", self._before_statement, retval=True)
 
-    def _before_statement(self, _connection: Connection, _cursor: object, statement: str, *_rest: Any) -> None:
+    def _before_statement(
+        self, _connection: Connection, _cursor: object, statement: str, parameters: Any, *rest: Any
+    ) -> tuple[str, Any]:
         if not statement.startswith(_ENDS_SAVEPOINT):
             self.open()
+        _context, many = rest
+        return statement if many else self._comment + statement, parameters

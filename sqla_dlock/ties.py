@@ -12,6 +12,7 @@ from weakref import ref
 
 from sqlalchemy import Connection
 
+from dlock_core.database_session import comment
 from dlock_core.errors import LeaseLost, NotHeld
 from dlock_core.guard import Guard
 from dlock_core.tie import Outcome, Tie
@@ -21,6 +22,7 @@ from sqla_dlock.transactions import (
     before_work,
     connections_of,
     in_transaction,
+    mark,
     on_end,
     on_savepoint_rollback,
     on_transaction,
@@ -137,6 +139,8 @@ class SessionTie(Tie):
 
     def _enter(self, connection: Connection, form: FenceForm) -> None:
         self.check()
+        if connection.dialect.name in ("mysql", "mariadb"):
+            mark(connection, comment(self.held.request.holder))
         refuse_autocommit(connection, self.held.name)
         if form == "transaction":
             self.guard(partial(self.fence.admit, connection))

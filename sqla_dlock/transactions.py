@@ -29,6 +29,7 @@ __all__ = [
     "before_work",
     "connections_of",
     "in_transaction",
+    "mark",
     "note_xid",
     "on_end",
     "on_savepoint_rollback",
@@ -123,6 +124,12 @@ def note_xid(connection: Connection, xid: str) -> None:
     """Note PostgreSQL's number of the connection's transaction (`pg_current_xact_id()`), to resolve a lost COMMIT."""
     if (found := watch_of(connection)) is not None:
         found.xid = xid
+
+
+def mark(connection: Connection, comment: str) -> None:
+    """Have a comment stand before each statement of the connection's transaction, for who looks at the database."""
+    if (found := watch_of(connection)) is not None:
+        found.gate.mark(comment)
 
 
 class _Watched:

@@ -40,7 +40,7 @@ class Cycle:
     def steps(self) -> list[str]:
         """Tell the cycle in printable lines, one for each party."""
         return [
-            f"{wait.waiter.described} {_has(before.behind)} and waits for {_label(wait.waiter)}"
+            f"{_who(before.behind, wait.waiter)} {_has(before.behind)} and waits for {_label(wait.waiter)}"
             for before, wait in self._turns()
         ]
 
@@ -49,7 +49,7 @@ class Cycle:
         steps = [
             {
                 "party": wait.waiter.party,
-                "described": wait.waiter.described,
+                "described": _who(before.behind, wait.waiter),
                 "has": _resource(before.behind),
                 "waits_for": _resource(wait.waiter),
             }
@@ -168,6 +168,11 @@ def _way_back(reached: dict[str, Wait], party: str) -> Cycle:
     while way[-1].waiter.party != party:
         way.append(reached[way[-1].waiter.party])
     return Cycle(tuple(reversed(way)))
+
+
+def _who(*entries: Entry) -> str:
+    """Describe a party; a lease says it without the database session."""
+    return min((entry.described for entry in entries), key=len)
 
 
 def _has(entry: Entry) -> str:

@@ -73,7 +73,7 @@ def locks(database: Database) -> Reading:
 
 def _session(row: tuple[Any, ...]) -> Session:
     pid, user, host, schema, command, query, *_ = row
-    state = "idle in transaction" if command == "Sleep" and row[10] is not None else command
+    state = {"Sleep": "idle" if row[10] is None else "idle in transaction", "Query": "active"}.get(command, command)
     client = str(host).partition(":")[0]
     owner = {"pid": int(pid), "user": user, "client": client, "state": state, "query": query}
     return Session(f"my:{pid}/{schema}", f"session {pid} ({user}@{client})", owner, _seconds(row[10]))
@@ -122,8 +122,9 @@ def _user_locks(database: Database, parties: dict[int, str]) -> Iterator[Held]:
 
 def _row_locks(rows: Iterable[tuple[Any, ...]], parties: dict[int, str], waits: Iterable[Wanted]) -> Iterator[Held]:
     """Give the transactions that have locked rows for which nobody waits."""
-    blocking = {party for one in waits for party in one.behind}
+    told = {party for one in waits for party in (one.party, *one.behind)}
     for row in rows:
-        party = parties[int(row[0])]
-        if row[9] and party not in blocking:
-            yield Held(party, "row", f"{row[9]} rows of session {row[0]}", "exclusive", _seconds(row[10]))
+        party, number = parties[int(row[0])], row[9]
+        if number and party not in told:
+            name = f"{number} row{'s' if number > 1 else ''} of session {row[0]}"
+            yield Held(party, "row", name, "exclusive", _seconds(row[10]))

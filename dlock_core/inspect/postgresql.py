@@ -143,7 +143,7 @@ def _held(
 ) -> Iterator[Held]:
     """Give advisory locks, locks of whole tables that are waited for, and the tables in which rows are locked."""
     contended = {one.name for one in wanted}
-    blocking = {(party, one.name.partition(" ")[0]) for one in wanted for party in one.behind}
+    told = {(party, one.name.partition(" ")[0]) for one in wanted for party in (one.party, *one.behind)}
     modes: dict[tuple[str, str], str] = defaultdict(str)
     for lock in found:
         party = parties.get(lock.pid or lock.virtual.partition("/")[2])
@@ -157,7 +157,7 @@ def _held(
         age = sessions[party].transaction_age
         if f"table {table}" in contended:
             yield Held(party, "row", f"table {table}", mode, age)
-        elif (party, table) not in blocking and mode in ("RowShareLock", "RowExclusiveLock"):
+        elif (party, table) not in told and table != "dlock_fence" and mode in ("RowShareLock", "RowExclusiveLock"):
             yield Held(party, "row", table, mode, age)
 
 
