@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any, Final, cast
 from django.conf import settings as django_settings
 from django.core.exceptions import ImproperlyConfigured
 from django.core.signals import setting_changed
+from django.db.backends.base.base import NO_DB_ALIAS
+from django.db.backends.signals import connection_created
 from django.dispatch import receiver
 from django.utils.connection import BaseConnectionHandler
 from django.utils.module_loading import import_string
@@ -24,6 +26,8 @@ from dlock_core.secrets import tells_secret
 from dlock_core.store import TTL, WAIT, Store
 
 if TYPE_CHECKING:
+    from django.db.backends.base.base import BaseDatabaseWrapper
+
     from dlock_core.backend import Backend
 
     Handler = BaseConnectionHandler["Store"]
@@ -33,7 +37,10 @@ else:
 __all__ = ["InvalidStore", "Store", "UnknownStore", "stores"]
 
 KEYS: Final = ("BACKEND", "TTL", "WAIT", "OPTIONS")
-IN_DATABASE: Final = {"advisory": "django_dlock.backends.advisory.from_url"}
+IN_DATABASE: Final = {
+    "advisory": "django_dlock.backends.advisory.from_url",
+    "database": "django_dlock.backends.table.from_url",
+}
 """What makes the stores that are in a database of DATABASES, by their URL schemes."""
 EXAMPLE: Final = 'DLOCK = {"default": {"BACKEND": "redis://localhost:6379/0"}}'
 
@@ -169,6 +176,13 @@ def _made(given: Any, options: dict[str, Any]) -> Backend:
 
 
 stores: Final = Stores()
+
+
+@receiver(connection_created)
+def _let_go(*, connection: BaseDatabaseWrapper, **_: object) -> None:
+    """Close what is idle before a database is made or dropped, as for tests: PostgreSQL drops none that is in use."""
+    if connection.alias == NO_DB_ALIAS:
+        stores.close_all()
 
 
 @receiver(setting_changed)

@@ -1,4 +1,4 @@
-"""The fence table, and the mixins for models whose rows are locked, versioned or fenced."""
+"""The fence and lease tables, and the mixins for models whose rows are locked, versioned or fenced."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 else:
     _CharField = models.CharField
 
-__all__ = ["Fence", "FencedMixin", "RowLockMixin", "VersionField", "VersionedMixin"]
+__all__ = ["Fence", "FencedMixin", "Lease", "RowLockMixin", "VersionField", "VersionedMixin"]
 
 _COLUMN: Final = {
     "postgresql": 'character varying(512) COLLATE "C"',
@@ -46,6 +46,30 @@ class Fence(models.Model):
     class Meta:
         db_table = "dlock_fence"
         default_permissions = ("view",)
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.token}"
+
+
+class Lease(models.Model):
+    """A lock's newest lease, for `database://alias`; written by connections of its own, never in your transactions.
+
+    Times are microseconds since 1970; `expires_at` is past when nobody holds it. Rows stay, so that tokens only grow.
+    SQLite has its leases in a file of their own beside the database.
+    """
+
+    name = LockNameField(primary_key=True)
+    token = models.BigIntegerField()
+    holder = models.CharField(max_length=32)
+    owner = models.TextField()
+    since = models.BigIntegerField()
+    expires_at = models.BigIntegerField(db_index=True)
+    wanted_until = models.BigIntegerField(default=0, db_default=0)
+
+    class Meta:
+        db_table = "dlock_lease"
+        default_permissions = ("view",)
+        required_db_features = ("has_select_for_update",)
 
     def __str__(self) -> str:
         return f"{self.name} {self.token}"

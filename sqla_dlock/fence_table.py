@@ -7,14 +7,15 @@ from typing import Any, Final
 from sqlalchemy import BigInteger, Column, Connection, MetaData, String, Table, event
 from sqlalchemy.dialects import mysql
 
-__all__ = ["metadata", "table"]
+__all__ = ["NAME", "metadata", "table"]
 
 # ASCII, compared byte by byte, so that "order:A" and "order:a" are two locks on every database.
-_NAME: Final = (
+NAME: Final = (
     String(512)
     .with_variant(String(512, collation="C"), "postgresql")
     .with_variant(mysql.VARCHAR(512, charset="ascii", collation="ascii_bin"), "mysql", "mariadb")
 )
+"""A lock's name, as a column."""
 
 metadata: Final = MetaData()
 """For `create_all`, and for Alembic's `target_metadata` beside your own."""
@@ -22,7 +23,7 @@ metadata: Final = MetaData()
 table: Final = Table(
     "dlock_fence",
     metadata,
-    Column("name", _NAME, primary_key=True),
+    Column("name", NAME, primary_key=True),
     Column("token", BigInteger, nullable=False, autoincrement=False),
     Column("holder", String(32), nullable=False),
     Column("s_token", BigInteger, nullable=False, server_default="0"),

@@ -7,21 +7,31 @@ from __future__ import annotations
 
 import os
 import threading
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
+from urllib.parse import urlsplit
+
+from sqlalchemy import Engine
+from sqlalchemy.ext.asyncio import AsyncEngine
 
 from dlock_core.registry import connect
 from dlock_core.store import Store
+from sqla_dlock.backends.table import from_engine, from_url
+
+if TYPE_CHECKING:
+    from dlock_core.backend import Backend
 
 __all__ = ["configure", "store_of"]
 
 _stores: dict[str, Store] = {}
+_IN_DATABASE: Final = {"database": from_url}
 _making: Final = threading.Lock()
 
 
 def configure(**stores: Any) -> None:
     """Name stores for `lock(..., store="name")`.
 
-    Each is a URL, a redis-py client, a backend, or a `Store`, which says the ttl and wait of its locks, too.
+    Each is a URL, a redis-py client, an Engine or AsyncEngine (its leases are in the table `dlock_lease`), a backend,
+    or a `Store`, which says the ttl and wait of its locks, too.
     Nothing is sent yet. A name that is known already is replaced for the locks that are taken from now on. Raises
     ValueError, TypeError or ImportError as `dlock_core.connect`, and then nothing is changed.
     """
@@ -50,7 +60,14 @@ def _from_environment(alias: str) -> Store:
 def _made(alias: str, given: Any) -> Store:
     if isinstance(given, Store):
         return given
-    return Store(alias, given if _is_backend(given) else connect(given))
+    return Store(alias, given if _is_backend(given) else _connected(given))
+
+
+def _connected(given: Any) -> Backend:
+    if isinstance(given, Engine | AsyncEngine):
+        return from_engine(given)
+    factory = _IN_DATABASE.get(urlsplit(given).scheme.partition("+")[0]) if isinstance(given, str) else None
+    return factory(given) if factory else connect(given)
 
 
 def _unnamed(given: Any) -> Store:

@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import re
-import weakref
 from contextlib import closing, suppress
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Final
 
 from django.db import Error, connections
-from django.db.backends.base.base import NO_DB_ALIAS
-from django.db.backends.signals import connection_created
-from django.dispatch import receiver
 
-from dlock_core.backends.sql import Pool, in_threads, shut, socket_of, within
+from dlock_core.backends.sql import Pool, in_threads, read_in_thread, shut, socket_of, within
 from dlock_core.backends.sql.sqlite import SQLiteConnector
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from django.db.backends.base.base import BaseDatabaseWrapper
 
@@ -27,17 +23,13 @@ __all__ = ["pool_of"]
 
 VENDORS: Final = ("postgresql", "mysql", "sqlite")
 
-_pools: weakref.WeakSet[Pool] = weakref.WeakSet()
-
 
 def pool_of(alias: str, *, timeout: float = 5.0) -> Pool:
     """Give connections to the database of an alias: its settings, but neither its threads' connections nor its pool.
 
     Raises ValueError for an alias that DATABASES does not have, and for a database that dlock does not know.
     """
-    pool = Pool(_connector(alias), timeout=timeout)
-    _pools.add(pool)
-    return pool
+    return Pool(_connector(alias), timeout=timeout)
 
 
 def _connector(alias: str) -> Connector:
@@ -99,6 +91,10 @@ class DjangoSession:
     def changed(self) -> int:
         return self._changed
 
+    def listen(self, channel: str, heard: Callable[[str], None], ended: Callable[[], None]) -> None:
+        self.execute(f"LISTEN {channel}")
+        read_in_thread(self, heard, ended)
+
     def close(self) -> None:
         with suppress(Exception):
             self.driver.close()
@@ -110,11 +106,3 @@ class DjangoSession:
 @lru_cache(maxsize=256)
 def _pyformat(sql: str) -> str:
     return re.sub(r"(?<!:):(\w+)", r"%(\1)s", sql.replace("%", "%%"))
-
-
-@receiver(connection_created)
-def _let_go(*, connection: BaseDatabaseWrapper, **_: object) -> None:
-    """Close what is idle before a database is made or dropped, as for tests: PostgreSQL drops none that is in use."""
-    if connection.alias == NO_DB_ALIAS:
-        for pool in list(_pools):
-            pool.close()

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from contextlib import closing, suppress
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, Final
 
 from sqlalchemy import Engine, text
 from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from dlock_core.backends.sql import Pool, in_threads, shut, socket_of, within
+from dlock_core.backends.sql import Pool, in_threads, notifications, read_in_thread, shut, socket_of, within
 from dlock_core.backends.sql.sqlite import SQLiteConnector
 from sqla_dlock.backends.loops import Loop
+from sqla_dlock.greenlets import await_
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from sqlalchemy import Dialect
 
@@ -108,6 +109,10 @@ class EngineSession:
     def changed(self) -> int:
         return self._changed
 
+    def listen(self, channel: str, heard: Callable[[str], None], ended: Callable[[], None]) -> None:
+        self.execute(f"LISTEN {channel}")
+        read_in_thread(self, heard, ended)
+
     def close(self) -> None:
         with suppress(Exception):
             self._dialect.do_close(self._connection)
@@ -123,6 +128,18 @@ class AsyncEngineSession(EngineSession):
         super().__init__(dialect, connection)
         self._loop = loop
         loop.enter()
+
+    def listen(self, channel: str, heard: Callable[[str], None], ended: Callable[[], None]) -> None:
+        def closed(*_: object) -> None:
+            self._loop.spawn(self.close)
+            ended()
+
+        if hasattr(self.driver, "add_listener"):  # asyncpg
+            self.driver.add_termination_listener(closed)
+            await_(self.driver.add_listener(channel, lambda *told: heard(told[-1])))
+        else:
+            self.execute(f"LISTEN {channel}")
+            self._loop.read(self._socket, partial(notifications, self.driver), heard, closed)
 
     def close(self) -> None:
         with suppress(Exception):

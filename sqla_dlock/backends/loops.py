@@ -60,6 +60,26 @@ class Loop:
         if (loop := self._loop) is not None:
             loop.call_soon_threadsafe(function)
 
+    def spawn(self, function: Callable[[], object]) -> None:
+        """Have a function called inside a greenlet, and do not wait for it."""
+        self._begin(function)
+
+    def read(
+        self, number: int, come: Callable[[], list[str]], heard: Callable[[str], None], ended: Callable[[], None]
+    ) -> None:
+        """Call `heard` with what has come in whenever a socket has something to read, until `come` raises."""
+        loop = asyncio.get_running_loop()
+
+        def read() -> None:
+            try:
+                for one in come():
+                    heard(one)
+            except Exception:  # noqa: BLE001 - whatever it is, it has ended
+                loop.remove_reader(number)
+                ended()
+
+        loop.add_reader(number, read)
+
     def enter(self) -> asyncio.AbstractEventLoop:
         """Keep the loop running until `leave`."""
         with self._guard:

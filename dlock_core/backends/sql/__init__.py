@@ -10,8 +10,20 @@ whoever waits for it: it runs in the caller's thread, in a thread for a task, or
 """
 
 from dlock_core.backends.sql.limits import shut, socket_of
+from dlock_core.backends.sql.listening import notifications, read_in_thread
 from dlock_core.backends.sql.pool import Kept, Pool
 from dlock_core.backends.sql.port import Connector, Session
 from dlock_core.backends.sql.threads import in_threads, within
 
-__all__ = ["Connector", "Kept", "Pool", "Session", "in_threads", "shut", "socket_of", "within"]
+__all__ = [
+    "Connector",
+    "Kept",
+    "Pool",
+    "Session",
+    "in_threads",
+    "notifications",
+    "read_in_thread",
+    "shut",
+    "socket_of",
+    "within",
+]

@@ -81,10 +81,11 @@ class Limits:
 
 def socket_of(driver: Any) -> int:
     """Give the socket under a driver's connection, -1 where it shows none; to be asked while nobody uses it."""
-    for one in (driver, getattr(driver, "_sock", None)):
-        with suppress(Exception):
-            return int(one.fileno())
-    return -1
+    shown: Any = driver if hasattr(driver, "fileno") else getattr(driver, "_sock", None)
+    try:
+        return int(shown.fileno())
+    except Exception:  # noqa: BLE001 - asyncio's drivers show none
+        return -1
 
 
 def shut(number: int) -> None:

@@ -167,11 +167,22 @@ class Kept:
 
     async def close(self, runtime: Runtime) -> None:
         """Close the connection; in a forked child it stays, being the parent's."""
-        session, self.session = self.session, None
         if self._pid != os.getpid():
-            _inherited.append(session)
-        elif session is not None:
+            self.forget()
+        session, self.session = self.session, None
+        if session is not None:
             await self._pool.connector.call(runtime, session.close)
+
+    def cut(self) -> None:
+        """Break the connection off, from any thread; to be used where somebody else closes it."""
+        session, self.session = self.session, None
+        if session is not None and self._pid == os.getpid():
+            session.cut()
+
+    def forget(self) -> None:
+        """In a forked child: leave the connection to the parent."""
+        _inherited.append(self.session)
+        self.session = None
 
     def _step(self, name: str, function: Callable[[Session], T], limit: float | None) -> T:
         session = self.session

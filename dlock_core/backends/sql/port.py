@@ -31,6 +31,12 @@ class Session(Protocol):
     def changed(self) -> int:
         """Tell how many rows the last statement has changed."""
 
+    def listen(self, channel: str, heard: Callable[[str], None], ended: Callable[[], None]) -> None:
+        """PostgreSQL: have `heard` called with the payload of each NOTIFY until the session is cut, and `ended` then.
+
+        It is of no other use from now on, and cutting it closes it, too.
+        """
+
     def close(self) -> None:
         """Close the connection; never raises."""
 

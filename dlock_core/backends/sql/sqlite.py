@@ -28,6 +28,7 @@ _CREATE: Final = (
     """CREATE TABLE IF NOT EXISTS dlock_lease (name TEXT PRIMARY KEY, token INTEGER NOT NULL, holder TEXT NOT NULL,
 owner TEXT NOT NULL, since INTEGER NOT NULL, expires_at INTEGER NOT NULL) WITHOUT ROWID""",
     "CREATE INDEX IF NOT EXISTS dlock_lease_expires_at ON dlock_lease (expires_at)",
+    "CREATE INDEX IF NOT EXISTS dlock_lease_token ON dlock_lease (token)",
 )
 
 
@@ -71,6 +72,9 @@ class SQLiteSession:
 
     def changed(self) -> int:
         return self._changed
+
+    def listen(self, channel: str, heard: Callable[[str], None], ended: Callable[[], None]) -> None:
+        raise NotImplementedError
 
     def close(self) -> None:
         self.driver.close()

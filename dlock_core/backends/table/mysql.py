@@ -1,0 +1,54 @@
+"""The lease table of MariaDB (10.6 or newer), and of MySQL (8.0.4 or newer), on whose servers nobody has tested it.
+
+Assignments of an upsert are made from left to right: what the others go by comes last.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from dlock_core.backends.table.dialect import Dialect, listing, other
+
+__all__ = ["MARIADB", "MYSQL"]
+
+# Not UNIX_TIMESTAMP(NOW(6)): the hour that the end of summer time repeats would be one.
+_NOW: Final = "TIMESTAMPDIFF(MICROSECOND, '1970-01-01', UTC_TIMESTAMP(6))"
+_TAKE: Final = f"""\
+INSERT INTO dlock_lease (name, token, holder, owner, since, expires_at, wanted_until)
+VALUES (:name, GREATEST(:floor + 1, {_NOW}), :holder, :owner, {_NOW}, {_NOW} + :ttl, 0)
+ON DUPLICATE KEY UPDATE
+token = IF(expires_at <= {_NOW} OR (holder = VALUES(holder) AND token <= :floor),
+GREATEST(token + 1, VALUES(token)), token),
+owner = IF(expires_at <= {_NOW}, VALUES(owner), owner),
+since = IF(expires_at <= {_NOW}, VALUES(since), since),
+holder = IF(expires_at <= {_NOW}, VALUES(holder), holder),
+expires_at = IF(holder = VALUES(holder), VALUES(expires_at), expires_at)"""  # noqa: S608
+_ANSWER: Final = f"holder = :holder, token, expires_at - {_NOW}, owner"
+_END: Final = f"""\
+UPDATE dlock_lease SET holder = '', owner = '', expires_at = 0
+WHERE name = :name AND {{which}} AND expires_at > {_NOW}"""  # noqa: S608
+_GIVEN: Final = """\
+JSON_TABLE(:leases, '$[*]' COLUMNS (name varchar(512) CHARACTER SET ascii COLLATE ascii_bin PATH '$.name',
+holder varchar(32) PATH '$.holder', ttl bigint PATH '$.ttl')) AS r JOIN dlock_lease AS l
+ON l.name = r.name AND l.holder = r.holder"""
+
+MYSQL: Final = Dialect(
+    take=(_TAKE, f"SELECT {_ANSWER} FROM dlock_lease WHERE name = :name"),  # noqa: S608
+    look=f"SELECT expires_at - {_NOW} FROM dlock_lease WHERE name = :name",  # noqa: S608
+    end=_END.format(which="holder = :holder"),
+    force=_END.format(which="token = :token"),
+    other=other(_NOW),
+    renew=f"UPDATE {_GIVEN} SET l.expires_at = {_NOW} + r.ttl WHERE l.expires_at > {_NOW}",  # noqa: S608
+    ours=f"SELECT l.holder FROM {_GIVEN} WHERE l.expires_at > {_NOW}",  # noqa: S608
+    listing=listing(_NOW, ":name"),
+)
+MARIADB: Final = Dialect(
+    take=(f"{_TAKE}\nRETURNING {_ANSWER}",),
+    look=MYSQL.look,
+    end=MYSQL.end,
+    force=MYSQL.force,
+    other=MYSQL.other,
+    renew=MYSQL.renew,
+    ours=MYSQL.ours,
+    listing=MYSQL.listing,
+)

@@ -1,0 +1,52 @@
+"""Leases in the table `dlock_lease` of an Engine's database."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from sqlalchemy import create_engine, make_url
+from sqlalchemy.exc import ArgumentError
+from sqlalchemy.ext.asyncio import create_async_engine
+
+from dlock_core.backends.table import TableBackend
+from sqla_dlock.backends.connector import pool_of
+
+if TYPE_CHECKING:
+    from sqlalchemy import Engine
+    from sqlalchemy.ext.asyncio import AsyncEngine
+
+__all__ = ["engine_of", "from_engine", "from_url"]
+
+EXAMPLE: Final = "postgresql+psycopg://user@host/database"
+
+
+def from_engine(engine: Engine | AsyncEngine, *, timeout: float = 5.0) -> TableBackend:
+    """Make the store in an engine's database; `timeout` bounds each step, in seconds.
+
+    Raises TypeError for what is no engine, and ValueError for a database that dlock does not know.
+    """
+    return TableBackend(pool_of(engine, timeout=timeout))
+
+
+def from_url(url: str, *, timeout: float = 5.0) -> TableBackend:
+    """Make the store of a URL such as "database+postgresql+psycopg://…": SQLAlchemy's own behind "database+".
+
+    Raises ValueError for a URL without a database, or that SQLAlchemy does not know; ImportError without its driver.
+    """
+    return from_engine(engine_of(url), timeout=timeout)
+
+
+def engine_of(url: str) -> Engine | AsyncEngine:
+    """Make an engine of what follows the first "+" in a store's URL."""
+    store, plus, rest = url.partition("+")
+    if not plus or not store.isalpha():
+        raise ValueError(
+            "give an engine to sqla_dlock.configure(), or write its URL behind the store's scheme: "
+            f"{store.partition(':')[0]}+{EXAMPLE}"
+        )
+    try:
+        parsed = make_url(rest)
+        return create_async_engine(parsed) if parsed.get_dialect().is_async else create_engine(parsed)
+    except ArgumentError as error:
+        reason = type(error).__name__  # its text may have a password in it
+        raise ValueError(f"SQLAlchemy cannot use what follows {store}+ ({reason}): such as {EXAMPLE}") from None
