@@ -148,6 +148,6 @@ def empty_tables(alias: str) -> None:
     connection = connections[alias]
     with connection.constraint_checks_disabled(), transaction.atomic(using=alias):
         for model in apps.get_models(include_auto_created=True):
-            if model._meta.managed and not model._meta.proxy:
+            if model._meta.can_migrate(connection):
                 model._base_manager.using(alias).all()._raw_delete(alias)
     connection.close()
