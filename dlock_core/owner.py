@@ -54,7 +54,7 @@ def text(own: tuple[str, ...] = (), inside: tuple[str, ...] = ()) -> str:
     It has app, host, pid, thread or task, its number `id`, and request; and the database sessions that belong to it:
     those that are its `own`, and those `in` whose open transaction it asks for a lock (see `database_session`).
     """
-    return _text(os.getpid(), *_worker(), request_line.get(), _application, own, inside)
+    return _text(os.getpid(), _worker(), request_line.get(), _application, (own, inside))
 
 
 def in_task() -> bool:
@@ -80,19 +80,13 @@ def _numbered(worker: object) -> int:
 
 @lru_cache(maxsize=1024)
 def _text(
-    pid: int,
-    kind: str,
-    worker: str,
-    number: int,
-    request: str,
-    app: str,
-    own: tuple[str, ...],
-    inside: tuple[str, ...],
+    pid: int, worker: tuple[str, str, int], request: str, app: str, sessions: tuple[tuple[str, ...], tuple[str, ...]]
 ) -> str:
+    kind, name, number = worker
     app = app or Path(sys.argv[0] if sys.argv else "").name or "python"
-    words = {"app": app, "host": socket.gethostname(), "pid": pid, kind: worker, "id": number, "request": request}
+    words = {"app": app, "host": socket.gethostname(), "pid": pid, kind: name, "id": number, "request": request}
     data = {key: _clean(value) for key, value in words.items() if value}
-    data |= {key: sessions for key, sessions in (("own", own), ("in", inside)) if sessions}
+    data |= {key: some for key, some in zip(("own", "in"), sessions, strict=True) if some}
     return json.dumps(data, separators=(",", ":"))
 
 
