@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final
 from django import forms
 from django.core.exceptions import ImproperlyConfigured, ValidationError
 from django.forms.renderers import DjangoTemplates
+from django.utils.safestring import SafeString, mark_safe
 from django.utils.translation import gettext_lazy as _
 
 from django_dlock.conflicts import DELETE, MINE, THEIRS, Conflict, compare, is_editable, watched
@@ -21,9 +22,6 @@ from django_dlock.version_queries import read_version
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-
-    from django.db.models import Model
-    from django.utils.safestring import SafeString
 
     _ModelForm = forms.ModelForm[Any]
 else:
@@ -119,7 +117,7 @@ class VersionedModelForm(_ModelForm):
         self.initial.update(forms.model_to_dict(self.instance, fields=names))
         for name in names:
             field = self.fields[name]
-            self._bound_fields_cache[name] = Theirs(self, field, name)
+            self._bound_fields_cache[name] = Theirs(self, field, name)  # type: ignore[attr-defined]
             field.disabled = not isinstance(field, forms.FileField)  # which without data keeps what it has
 
     # Cleaning
@@ -143,7 +141,7 @@ class VersionedModelForm(_ModelForm):
             return None
 
     def _post_clean(self) -> None:
-        super()._post_clean()
+        super()._post_clean()  # type: ignore[misc]
         if self.is_gone:
             self.errors.clear()
             self._refuse(GONE, "gone")
@@ -219,7 +217,7 @@ class VersionedModelForm(_ModelForm):
         if self.conflict is None or context is not None:
             return super().render(template_name, context, renderer)
         context = {"form": self, "conflict": self.conflict, "hidden": [each.as_hidden() for each in self._others()]}
-        return DjangoTemplates().render("django_dlock/conflict_form.html", context)
+        return mark_safe(DjangoTemplates().render("django_dlock/conflict_form.html", context))  # noqa: S308 - a template's
 
     def _others(self) -> Iterator[forms.BoundField]:
         return (bound for bound in self if bound.name != VERSION and not self.is_upload(bound.name))
@@ -227,7 +225,7 @@ class VersionedModelForm(_ModelForm):
     __str__ = __html__ = render
 
 
-def versioned(form: type[forms.BaseForm], model: type[Model] | None = None, **attributes: Any) -> type[forms.BaseForm]:
+def versioned(form: Any, model: Any = None, **attributes: Any) -> Any:
     """Make a form class a VersionedModelForm, unless it is one; a form of no model becomes one of `model`."""
     if issubclass(form, forms.BaseModelForm):
         bases: tuple[type, ...] = (form,) if issubclass(form, VersionedModelForm) else (VersionedModelForm, form)

@@ -19,7 +19,7 @@ class VersionedForms:
         form.is_gone = was_shown and form.instance._state.adding
 
     def _should_delete_form(self, form: Any) -> bool:
-        return not form.is_refused and super()._should_delete_form(form)  # type: ignore[misc, no-any-return]
+        return not form.is_refused and super()._should_delete_form(form)  # type: ignore[misc]
 
 
 class BaseVersionedModelFormSet(VersionedForms, forms.BaseModelFormSet):  # type: ignore[type-arg]

@@ -24,7 +24,7 @@ class VersionedEditMixin:
         return versioned(super().get_form_class(), model)  # type: ignore[misc]
 
     def get_form_kwargs(self) -> dict[str, Any]:
-        return {"instance": self.object, **super().get_form_kwargs()}  # type: ignore[attr-defined, misc, no-any-return]
+        return {"instance": self.object, **super().get_form_kwargs()}  # type: ignore[attr-defined, misc]
 
     def post(self, *args: Any, **kwargs: Any) -> Any:
         try:

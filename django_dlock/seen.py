@@ -10,6 +10,7 @@ import json
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, time
 from decimal import Decimal
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from django.core import signing
@@ -101,7 +102,7 @@ def canonical(field: Field[Any, Any] | ManyToManyField[Any, Any], value: Any) ->
         return f"{value.normalize():f}"
     if isinstance(value, datetime | time):
         return _in_utc(value).replace(microsecond=0).isoformat()
-    text = field.value_to_string(_Holder(field.attname, value))
+    text: object = field.value_to_string(_holder(field.attname, value))
     return text.replace("\r\n", "\n") if isinstance(text, str) else json.dumps(text, sort_keys=True, default=str)
 
 
@@ -109,8 +110,6 @@ def _in_utc(value: Any) -> Any:
     return value.astimezone(UTC) if isinstance(value, datetime) and is_aware(value) else value
 
 
-class _Holder:
-    """Stands for an instance with one value."""
-
-    def __init__(self, name: str, value: Any) -> None:
-        setattr(self, name, value)
+def _holder(name: str, value: Any) -> Any:
+    """Make what stands for an instance with one value."""
+    return SimpleNamespace(**{name: value})

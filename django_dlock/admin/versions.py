@@ -11,7 +11,6 @@ from django.core.exceptions import ImproperlyConfigured
 from django.db import router, transaction
 from django.forms import HiddenInput
 from django.http import HttpResponseRedirect
-from django.template.response import TemplateResponse
 from django.utils.html import format_html_join
 from django.utils.translation import gettext as _
 
@@ -81,6 +80,9 @@ class VersionedModelAdmin(_ModelAdmin):
         formsets = [inline.formset for inline in context["inline_admin_formsets"]]
         if page := conflict_page(self, request, form, formsets):
             return page
+        for row in (row for formset in formsets if formset.is_bound for row in formset.forms):
+            if getattr(row, "is_gone", False):  # which Django does not show: it is not there
+                self.message_user(request, row.non_field_errors()[0], messages.ERROR)
         response = super().render_change_form(request, context, *args, **kwargs)
         if VERSION in form.fields and context["has_change_permission"]:
             _carry_version(context["adminform"])
@@ -126,18 +128,19 @@ class VersionedModelAdmin(_ModelAdmin):
             if not self._is_fresh(request, queryset):
                 return None
             response = super().response_action(request, queryset)
-        if isinstance(response, TemplateResponse) and "queryset" in (response.context_data or {}):
-            response.context_data["dlock_versions"] = self.version_inputs(response.context_data["queryset"])
+        context = getattr(response, "context_data", None) or {}
+        if "queryset" in context:
+            context["dlock_versions"] = self.version_inputs(context["queryset"])
         return response
 
     def _is_fresh(self, request: HttpRequest, queryset: QuerySet[Any]) -> bool:
         """Say whether the rows of an action are as they were shown, and tell which are not; locks them, if it can."""
         rows = list(_addressed(request, queryset))
-        table = self.model._dlock_version.model._base_manager.using(queryset.db)  # type: ignore[attr-defined]
+        table = self.model._dlock_version.model._base_manager.using(queryset.db)
         locked = table.filter(pk__in=[row.pk for row in rows]).order_by("pk")
         if transaction.get_connection(queryset.db).in_atomic_block:
             locked = locked.select_for_update()
-        found = found_versions(locked, self.model._dlock_version)  # type: ignore[attr-defined]
+        found = found_versions(locked, self.model._dlock_version)
         stale = [str(row) for row in rows if found.get(row.pk) != _shown_version(request, row)]
         if stale:
             text = _("Nothing was done, because these have changed since the page was shown: %s. Look at them again.")

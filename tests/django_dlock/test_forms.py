@@ -1,0 +1,213 @@
+"""The promises of VersionedModelForm and of the views and formsets around it."""
+
+import re
+from functools import partial
+
+import pytest
+from django.core.exceptions import ImproperlyConfigured
+from django.db.models.signals import pre_save
+from django.forms import inlineformset_factory, modelform_factory, modelformset_factory
+
+from django_dlock.errors import StaleObject
+from django_dlock.forms import BaseVersionedInlineFormSet, BaseVersionedModelFormSet, VersionedModelForm
+from tests.django_dlock.admin_fixtures import change
+from tests.django_dlock.admin_urls import TicketForm
+from tests.django_dlock.pages import form
+from tests.testapp.models import Step, Tag, Ticket
+
+
+def text(response):
+    return re.sub(r"\s+", " ", re.sub(r"<[^>]+>", " ", response.content.decode()))
+
+
+def read(ticket):
+    return Ticket.objects.get(pk=ticket.pk)
+
+
+def answer(form, **changes):
+    """What a browser would send for an unbound form."""
+    return {bound.html_name: bound.value() or "" for bound in form} | changes
+
+
+# the form alone
+
+
+def test_form_of_a_new_object_has_no_version(admin_pages):
+    form = TicketForm({"title": "new", "state": "open"})
+    assert "dlock_version" not in form.fields
+    assert form.save().version == 1
+
+
+def test_stale_form_is_invalid_and_says_why(ticket):
+    sent = answer(TicketForm(instance=ticket), title="mine")
+    change(ticket, title="theirs")
+    form = TicketForm(sent, instance=read(ticket))
+    assert not form.is_valid()
+    assert form.has_error("__all__", "stale")
+    [difference] = form.conflict.differences
+    assert (difference.was, difference.mine, difference.now, difference.choice) == ("old", "mine", "theirs", None)
+
+
+def test_valid_form_raises_when_the_row_changes_before_it_is_saved(ticket):
+    form = TicketForm(answer(TicketForm(instance=ticket), title="mine"), instance=read(ticket))
+    assert form.is_valid()
+    change(ticket, title="theirs")
+    with pytest.raises(StaleObject):
+        form.save()
+
+
+def test_version_is_no_change_of_the_form(ticket):
+    form = TicketForm(answer(TicketForm(instance=ticket)), instance=read(ticket))
+    assert form.is_valid()
+    assert form.changed_data == []
+
+
+def test_form_with_a_prefix_is_guarded(ticket):
+    sent = answer(TicketForm(instance=ticket, prefix="a"), **{"a-title": "mine"})
+    assert TicketForm(sent, instance=read(ticket), prefix="a").is_valid()
+    change(ticket, title="theirs")
+    assert not TicketForm(sent, instance=read(ticket), prefix="a").is_valid()
+
+
+def test_initial_values_of_the_view_are_not_taken_for_the_row_s(ticket):
+    sent = answer(TicketForm(instance=ticket, initial={"title": "proposed"}))
+    assert sent["title"] == "proposed"
+    change(ticket, title="theirs")
+    form = TicketForm(sent, instance=read(ticket), initial={"title": "proposed"})
+    [difference] = form.conflict.differences if not form.is_valid() else []
+    assert (difference.was, difference.mine, difference.now) == ("old", "proposed", "theirs")
+    sent |= {"dlock_version": form.conflict.version, "dlock_version_title": "theirs"}
+    assert TicketForm(sent, instance=read(ticket), initial={"title": "proposed"}).save().title == "theirs"
+
+
+def test_long_values_are_compared_without_travelling(ticket):
+    form_class = modelform_factory(Ticket, form=VersionedModelForm, fields=["title", "notes"])
+    change(ticket, notes="long" * 1000)
+    unbound = form_class(instance=read(ticket))
+    assert len(unbound.signed_version()) < 500
+    sent = answer(unbound, title="mine")
+    change(ticket, notes="short")
+    form = form_class(sent, instance=read(ticket))
+    assert not form.is_valid()
+    notes = next(each for each in form.conflict.differences if each.name == "notes")
+    assert (notes.was, notes.choice) == (None, "theirs")
+
+
+def test_form_needs_a_model_with_a_version(admin_pages):
+    with pytest.raises(ImproperlyConfigured, match="VersionedMixin"):
+        modelform_factory(Tag, form=VersionedModelForm, fields=["name"])()
+
+
+def test_conflict_renders_in_place_of_the_form_whatever_the_template_asks_for(ticket):
+    sent = answer(TicketForm(instance=ticket), title="<mine>")
+    change(ticket, title="theirs")
+    form = TicketForm(sent, instance=read(ticket))
+    assert not form.is_valid()
+    for html in (str(form), form.as_p(), form.as_div(), form.as_table(), f"{form}"):
+        assert 'name="dlock_version_title" value="theirs"' in html
+        assert "&lt;mine&gt;" in html
+
+
+# views
+
+
+def test_update_view_asks_and_saves(browser, ticket):
+    page = f"/edit/{ticket.pk}/"
+    sent = form(browser.get(page), title="mine")
+    change(ticket, title="theirs", state="closed")
+    response = browser.post(page, sent)
+    assert "Title old mine theirs" in text(response)
+    assert browser.post(page, form(response, dlock_version_title="mine")).status_code == 302
+    assert (read(ticket).title, read(ticket).state) == ("mine", "closed")
+
+
+def test_update_view_with_plain_fields_is_guarded(browser, ticket):
+    page = f"/plain/{ticket.pk}/"
+    sent = form(browser.get(page), title="mine")
+    change(ticket, title="theirs")
+    assert "Title old mine theirs" in text(browser.post(page, sent))
+    assert read(ticket).title == "theirs"
+
+
+def test_secret_values_are_neither_sent_along_nor_shown(browser, ticket):
+    page = f"/secret/{ticket.pk}/"
+    sent = form(browser.get(page), title="mine")
+    change(ticket, title="theirs")
+    response = browser.post(page, sent)
+    assert "theirs" not in response.content.decode().replace('value="theirs"', "").split("</h1>")[1]
+    assert "Title not known ••• •••" in text(response)
+
+
+def test_view_finds_a_change_between_the_check_and_the_write(on_postgresql, browser, ticket, party):
+    page = f"/plain/{ticket.pk}/"
+    sent = form(browser.get(page), title="mine")
+    other = party()
+
+    def overtake(sender, instance, **_):
+        if instance.title == "mine":
+            other.now(partial(change, ticket, title="theirs"))
+
+    pre_save.connect(overtake, sender=Ticket)
+    try:
+        response = browser.post(page, sent)
+    finally:
+        pre_save.disconnect(overtake, sender=Ticket)
+    assert "Title old mine theirs" in text(response)
+    assert read(ticket).title == "theirs"
+
+
+def test_delete_view_asks_again_after_a_change(browser, ticket):
+    page = f"/delete/{ticket.pk}/"
+    sent = form(browser.get(page))
+    change(ticket, title="theirs")
+    response = browser.post(page, sent)
+    assert "was changed by somebody else" in text(response)
+    assert Ticket.objects.exists()
+    assert browser.post(page, form(response)).status_code == 302
+    assert not Ticket.objects.exists()
+
+
+def test_delete_view_needs_the_version(browser, ticket):
+    assert "Load the page again" in text(browser.post(f"/delete/{ticket.pk}/"))
+    assert Ticket.objects.exists()
+
+
+# formsets
+
+Tickets = modelformset_factory(
+    Ticket, form=VersionedModelForm, formset=BaseVersionedModelFormSet, fields=["title"], extra=0, can_delete=True
+)
+Steps = inlineformset_factory(
+    Ticket, Step, form=VersionedModelForm, formset=BaseVersionedInlineFormSet, fields=["text"], extra=0
+)
+
+
+def sent_by(formset, **changes):
+    data = {bound.html_name: bound.value() or "" for form in [formset.management_form, *formset] for bound in form}
+    return data | changes
+
+
+def test_formset_guards_each_row(ticket):
+    sent = sent_by(Tickets(), **{"form-0-title": "mine"})
+    assert Tickets(sent).is_valid()
+    change(ticket, title="theirs")
+    formset = Tickets(sent)
+    assert not formset.is_valid()
+    assert formset.forms[0].conflict.title == "theirs"
+
+
+def test_formset_does_not_delete_a_row_that_was_changed(ticket):
+    sent = sent_by(Tickets(), **{"form-0-DELETE": "on"})
+    change(ticket, title="theirs")
+    assert not Tickets(sent).is_valid()
+    assert Tickets(sent).deleted_forms == []
+
+
+def test_inline_formset_leaves_alone_what_its_user_left_alone(ticket):
+    step = Step.objects.create(ticket=ticket, text="saw")
+    sent = sent_by(Steps(instance=ticket))
+    change(step, text="theirs")
+    formset = Steps(sent, instance=read(ticket))
+    assert formset.is_valid()
+    formset.save()
+    assert Step.objects.get().text == "theirs"
