@@ -14,6 +14,7 @@ from django.views import View
 from django.views.generic import DetailView
 
 from django_dlock.preconditions import check_preconditions, conditional, etag_of
+from dlock_core.preconditions import entity_tag
 from tests.django_dlock.parties import wait_until_blocked
 from tests.testapp.models import Account, Article, ArticleProxy, Code, Draft, Shop
 
@@ -86,6 +87,10 @@ def show(request, pk):
     return HttpResponse("shown", headers={"Vary": "Accept"})
 
 
+def show_much(request, pk):
+    return HttpResponse("shown " * 100)
+
+
 urlpatterns = [
     path("articles/<int:pk>", rename),
     path("async/<int:pk>", arename),
@@ -94,6 +99,7 @@ urlpatterns = [
     path("mariadb/<int:pk>", count_on("mariadb")),
     path("drafts/<int:pk>", Drafts.as_view()),
     path("codes/<code>", Methods.as_view()),
+    path("weak/<int:pk>", conditional(Article, accept_weak=True)(show_much)),
     path("html/<int:pk>", conditional(Article, variant="html")(show)),
 ]
 
@@ -256,12 +262,24 @@ def test_refusal_of_atomic_requests_is_answered_too(article, monkeypatch):
     assert [put(url, '"old"').status_code, put(url, etag_of(article)).status_code] == [412, 200]
 
 
+def test_compression_makes_tags_weak_and_they_are_taken_where_it_is_said(article):
+    """What django.middleware.gzip does to a tag, and nginx."""
+    zipping = override_settings(MIDDLEWARE=["django.middleware.gzip.GZipMiddleware", *MIDDLEWARE])
+    with zipping:
+        tag = Client().get(f"/weak/{article.pk}", headers={"Accept-Encoding": "gzip"}).headers["ETag"]
+        assert tag == f"W/{etag_of(article)}"
+        assert put(f"/default/{article.pk}", tag).status_code == 412
+        assert put(f"/weak/{article.pk}", tag).status_code == 200
+        assert Client().get(f"/weak/{article.pk}", headers={"If-None-Match": tag}).status_code == 304
+
+
 def test_tag_belongs_to_one_row_of_one_model(use_database):
     use_database("default")
     article = Article.objects.create()
     tag = etag_of(article)
     others = [Article.objects.create(), Draft.objects.create(pk=article.pk), Account.objects.create(pk=article.pk)]
     assert tag not in {etag_of(other) for other in others}
+    assert tag == entity_tag("testapp_article", article.pk, 1)  # as SQLAlchemy would tell it
     assert etag_of(ArticleProxy.objects.get(pk=article.pk)) == tag
     shop = Shop.objects.create(name="x")
     tag = etag_of(shop)
