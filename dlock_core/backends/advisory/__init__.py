@@ -8,13 +8,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from dlock_core.backends.advisory.keys import PREFIX
+from dlock_core.backends.advisory.session import MySQLSessionBackend, SessionBackend
 from dlock_core.backends.advisory.transaction import Place, TransactionBackend
 
 if TYPE_CHECKING:
     from dlock_core.backend import Backend
     from dlock_core.backends.sql import Pool
 
-__all__ = ["PREFIX", "Place", "TransactionBackend", "advisory"]
+__all__ = ["PREFIX", "MySQLSessionBackend", "Place", "SessionBackend", "TransactionBackend", "advisory"]
 
 
 def advisory(pool: Pool, database: Any, *, session: bool = False, prefix: str = PREFIX) -> Backend:
@@ -24,4 +25,9 @@ def advisory(pool: Pool, database: Any, *, session: bool = False, prefix: str = 
     connection of its own, and a ttl. `prefix` is put before every name: locks of programs with the same prefix in the
     same database (MySQL: on the same server) are the same. Raises TypeError and ValueError for what these cannot be.
     """
-    return TransactionBackend(pool, database, prefix=prefix)
+    if not session:
+        return TransactionBackend(pool, database, prefix=prefix)
+    kind = {"postgresql": SessionBackend, "mysql": MySQLSessionBackend}.get(pool.connector.vendor)
+    if kind is None:
+        raise ValueError(f"{pool.connector.title} has no advisory locks: use PostgreSQL, MySQL or MariaDB")
+    return kind(pool, prefix=prefix)

@@ -4,7 +4,20 @@ from __future__ import annotations
 
 from typing import Final
 
-__all__ = ["ANYBODY", "LISTED", "LISTED_KEY", "OURS", "TERMINATE", "TRY", "TRY_SESSION", "WAIT", "WAIT_SESSION"]
+__all__ = [
+    "ANYBODY",
+    "INTRODUCE",
+    "LISTED",
+    "LISTED_KEY",
+    "OURS",
+    "PROVE",
+    "TERMINATE",
+    "TRY",
+    "TRY_SESSION",
+    "UNLOCK",
+    "WAIT",
+    "WAIT_SESSION",
+]
 
 # The token is drawn when the lock has been taken, so that whoever takes it next reads a later time.
 _TOKEN: Final = """\
@@ -16,8 +29,8 @@ _IN_TRANSACTION: Final = f"""\
 {_TOKEN}SELECT t, current_setting('transaction_isolation'), set_config('application_name',
 ltrim(left(current_setting('application_name'), greatest(62 - length(words), 0)) || ' ' || words), true)"""
 _IN_SESSION: Final = f"""\
-{_TOKEN}SELECT t, pg_backend_pid(), set_config('application_name', words, false), set_config(:limit, :ttl, false)
-FROM label"""  # noqa: S608
+{_TOKEN}SELECT t, pg_backend_pid(), set_config('application_name', words, false),
+set_config('idle_session_timeout', :ttl, false) FROM label"""  # noqa: S608
 _WON: Final = "WITH won AS MATERIALIZED (SELECT pg_try_advisory{}(CAST(:key AS bigint)) AS ok),\n"
 _WAITED: Final = """\
 WITH old AS MATERIALIZED (SELECT current_setting('lock_timeout') AS v),
@@ -61,3 +74,16 @@ TERMINATE: Final = f"""\
 SELECT pg_terminate_backend(l.pid) FROM pg_locks AS l JOIN pg_stat_activity AS a ON a.pid = l.pid
 WHERE {_OF_KEY} AND (l.pid = :pid OR l.granted AND position(CAST(:label AS text) IN ' ' || a.application_name) > 0)"""  # noqa: S608
 """End the sessions that hold or await a lock, found by their pid or by the label of their grant."""
+
+INTRODUCE: Final = """\
+SELECT pg_backend_pid(), set_config('statement_timeout', '0', false), set_config('lock_timeout', '0', false),
+set_config('application_name', 'dlock', false)"""
+PROVE: Final = """\
+SELECT pg_backend_pid(), set_config('application_name', left(CAST(:label AS text), 63), false),
+set_config('idle_session_timeout', :ttl, false)"""
+UNLOCK: Final = {
+    shared: f"""\
+SELECT pg_advisory_unlock{suffix}(CAST(:key AS bigint)), set_config('application_name', 'dlock', false),
+set_config('idle_session_timeout', '90s', false)"""
+    for shared, suffix in ((False, ""), (True, "_shared"))
+}

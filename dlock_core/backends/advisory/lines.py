@@ -1,0 +1,126 @@
+"""The connections on which session locks are held: one for each grant, kept for a while after it for the next."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+from collections import deque
+from typing import TYPE_CHECKING, Final, TypeVar
+
+from dlock_core.errors import BackendUnavailable
+from dlock_core.runtime import Asyncio, clock
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from dlock_core.backends.sql import Kept, Pool, Session
+    from dlock_core.runtime import Runtime
+
+__all__ = ["Line", "Lines"]
+
+T = TypeVar("T")
+
+SPARE: Final = 8
+"""So many idle connections are kept, at most."""
+TRUSTED: Final = 60.0
+"""Seconds of idleness after which one is closed rather than used."""
+
+
+class Line:
+    """One connection, used by one step at a time: its holder's, or the watchdog's."""
+
+    def __init__(self, kept: Kept, number: int) -> None:
+        self.kept, self.number = kept, number
+        """The number is the session's at the server."""
+        self.idle_limit = 0.0
+        """Seconds of silence after which the server ends the session, as far as it was told."""
+        self.is_fresh = True
+        self._busy = threading.Lock()
+
+    @property
+    def is_open(self) -> bool:
+        """It has not failed so far."""
+        return self.kept.session is not None
+
+    async def step(
+        self, runtime: Runtime, name: str, function: Callable[[Session], T], limit: float | None = None
+    ) -> T:
+        """Make a step; after BackendUnavailable the connection is closed. A task that is cancelled cuts it."""
+        while not self._busy.acquire(blocking=False):
+            await runtime.sleep(0.002)
+        try:
+            return await self._cuttable(runtime, name, function, limit)
+        except BackendUnavailable as error:
+            error.broken = not self.is_fresh  # it may have died while nobody used it
+            raise
+        finally:
+            self._busy.release()
+
+    async def _cuttable(self, runtime: Runtime, name: str, function: Callable[[Session], T], limit: float | None) -> T:
+        step = self.kept.step(runtime, name, function, limit)
+        if not isinstance(runtime, Asyncio):
+            return await step
+        session, task = self.kept.session, asyncio.ensure_future(step)
+        try:
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            if session is not None:
+                session.cut()
+            await asyncio.wait([task])
+            if not task.cancelled():
+                task.exception()  # nobody else asks for it
+            raise
+
+
+class Lines:
+    """Opens lines, and keeps some that nobody needs any more."""
+
+    def __init__(self, pool: Pool, introduce: Callable[[Session], int]) -> None:
+        self.pool, self._introduce = pool, introduce
+        self._spare: deque[tuple[Line, float, int]] = deque()
+
+    async def take(self, runtime: Runtime, name: str) -> Line:
+        """Give a line that nobody else has; raises BackendUnavailable."""
+        return self._last() or await self._new(runtime, name)
+
+    def keep(self, line: Line) -> None:
+        """Take back a line that holds nothing."""
+        if line.is_open:
+            line.is_fresh = False
+            self._spare.append((line, clock(), os.getpid()))
+        if len(self._spare) > SPARE:
+            self.drop(self._spare.popleft()[0])
+
+    def close(self) -> None:
+        """Close those that are kept."""
+        while (line := self._last()) is not None:
+            self.drop(line)
+
+    async def _new(self, runtime: Runtime, name: str) -> Line:
+        kept = await self.pool.dedicated(runtime, name)
+        try:
+            return Line(kept, await kept.step(runtime, name, self._introduce))
+        except BaseException:
+            await runtime.shield(kept.close(runtime))
+            raise
+
+    def _last(self) -> Line | None:
+        while self._spare:
+            line, since, pid = self._spare.pop()
+            if pid != os.getpid():  # its parent's, which closing it here would end
+                _inherited.append(line)
+            elif clock() - since < TRUSTED:
+                return line
+            else:
+                self.drop(line)
+        return None
+
+    def drop(self, line: Line) -> None:
+        """Close a line."""
+        session, line.kept.session = line.kept.session, None
+        if session is not None:
+            session.close()
+
+
+_inherited: list[Line] = []

@@ -1,0 +1,175 @@
+"""Session locks of MySQL and MariaDB: GET_LOCK, and what little these servers tell of them.
+
+Of a session that is silent nobody may read the last statement, so that only holders of this process, and all who wait,
+say who they are; of another process's holder the number of its session is known, its user and where it comes from.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import TYPE_CHECKING, Any, Final
+
+from dlock_core.backend import Holder, LockState, Waiter
+from dlock_core.backends.advisory.keys import word_of
+from dlock_core.backends.advisory.labels import comment, in_comment
+from dlock_core.errors import BackendUnavailable, NotSupported
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from dlock_core.backend import Request
+    from dlock_core.backends.advisory.lines import Line
+    from dlock_core.backends.advisory.session import Seat
+    from dlock_core.backends.sql import Pool, Session
+    from dlock_core.runtime import Runtime
+
+__all__ = ["MySQL"]
+
+# SYSDATE is read after GET_LOCK, NOW when the statement began.
+_LOCK: Final = """\
+SELECT IF(GET_LOCK(:word, :seconds) = 1, GREATEST(CAST(UNIX_TIMESTAMP(SYSDATE(6)) * 1000000 AS SIGNED), :floor + 1), 0)
+"""
+_IDLE_LIMIT: Final = "SET SESSION wait_timeout = :seconds"
+_PROVE: Final = "SELECT IS_USED_LOCK(:word) = CONNECTION_ID()"
+_UNLOCK: Final = "SELECT RELEASE_LOCK(:word)"
+_HOLDER: Final = "SELECT IS_USED_LOCK(:word)"
+_WHO: Final = "SELECT user, host FROM information_schema.processlist WHERE id = :number"
+_WAITERS: Final = """\
+SELECT id, info, time FROM information_schema.processlist WHERE state = 'User lock' ORDER BY time DESC, id"""
+_WAITERS_OF_MARIADB: Final = """\
+SELECT id, info, time_ms / 1000 FROM information_schema.processlist WHERE state = 'User lock' ORDER BY time_ms DESC"""
+_HAD_ENDED: Final = (1927, 2006, 4031)
+"""Killed; nobody at the other end; silent for too long."""
+
+
+class MySQL:
+    """One server: the names of its locks are the same in all of its databases."""
+
+    def __init__(self, pool: Pool, prefix: str) -> None:
+        self._pool, self._prefix = pool, prefix
+
+    def introduce(self, session: Session) -> int:
+        """Give the number of a new session."""
+        ((number,),) = session.execute("SELECT CONNECTION_ID()")
+        return int(number)
+
+    def lock(self, session: Session, line: Line, request: Request, seconds: float | None) -> int:
+        """Try, or wait for so many seconds; give the token, 0 where others hold the lock."""
+        self._limit(session, line, request.ttl)
+        wait = seconds or 0.0
+        params = {
+            "word": word_of(request.name, self._prefix),
+            "seconds": wait if session.vendor == "mariadb" else math.ceil(wait),
+            "floor": request.floor,
+        }
+        ((token,),) = session.execute(f"{comment(request)}\n{_LOCK}", params)
+        return int(token or 0)
+
+    def prove(self, session: Session, line: Line, request: Request, token: int) -> bool:
+        """Have the server wait another ttl for us; False when this session does not hold the lock."""
+        self._limit(session, line, request.ttl)
+        ((is_ours,),) = session.execute(_PROVE, {"word": word_of(request.name, self._prefix)})
+        return bool(is_ours)
+
+    def unlock(self, session: Session, line: Line, request: Request) -> bool:
+        """End the lock; False when this session did not hold it."""
+        ((was_ours,),) = session.execute(_UNLOCK, {"word": word_of(request.name, self._prefix)})
+        return bool(was_ours)
+
+    def had_ended(self, error: BackendUnavailable) -> bool:
+        """Tell whether the session was over before the statement came."""
+        return bool(_numbers(error) & set(_HAD_ENDED))
+
+    async def is_held(self, runtime: Runtime, name: str) -> bool:
+        """Tell whether anybody holds a lock."""
+        return await self._holder(runtime, name) is not None
+
+    async def end(self, runtime: Runtime, name: str, number: int) -> None:
+        """End a session of ours that holds or awaits a lock."""
+        if number in [row[0] for row in await self._waiting(runtime, name)] or number == await self._holder(
+            runtime, name
+        ):
+            await self._kill(runtime, name, number)
+
+    async def owner(self, runtime: Runtime, name: str, ours: Sequence[Seat]) -> str:
+        """Tell who holds a lock."""
+        holder = await self._shown(runtime, name, ours)
+        return holder.owner if holder is not None else ""
+
+    async def inspect(self, runtime: Runtime, name: str | None, ours: Sequence[Seat]) -> list[LockState]:
+        """Show one lock, or all of which we know."""
+        waiting = await self._waiting(runtime, name or "")
+        told = [(told, float(seconds)) for _, info, seconds in waiting if (told := in_comment(info or ""))]
+        names = (
+            [name] if name else dict.fromkeys([seat.request.name for seat in ours] + [each.name for each, _ in told])
+        )
+        states = []
+        for each in names:
+            holder = await self._shown(runtime, each, ours)
+            waiters = tuple(Waiter(w.holder, w.shared, w.owner, seconds) for w, seconds in told if w.name == each)
+            if name or holder or waiters:
+                states.append(LockState(each, (holder,) if holder else (), waiters))
+        return states
+
+    async def force_release(self, runtime: Runtime, name: str, token: int, ours: Sequence[Seat]) -> bool:
+        """End the session of this process that holds with this token; another's token cannot be known."""
+        number = await self._holder(runtime, name)
+        seat = next((seat for seat in ours if seat.line.number == number), None)
+        if number is not None and seat is None:
+            raise NotSupported(
+                f"the lock {name!r} is held by session {number} of another process, and this server does not tell "
+                f"its token: end that session with KILL {number}, if it is the right one",
+                name=name,
+            )
+        if seat is None or number is None or seat.token != token:
+            return False
+        await self._kill(runtime, name, number)
+        return True
+
+    def _limit(self, session: Session, line: Line, ttl: float) -> None:
+        if line.idle_limit != ttl:
+            session.execute(_IDLE_LIMIT, {"seconds": math.ceil(ttl)})
+            line.idle_limit = ttl
+
+    async def _shown(self, runtime: Runtime, name: str, ours: Sequence[Seat]) -> Holder | None:
+        number = await self._holder(runtime, name)
+        if number is None:
+            return None
+        for seat in ours:
+            if seat.line.number == number:
+                request = seat.request
+                return Holder(request.holder, seat.token, request.shared, request.owner, None)
+        ((user, host),) = await self._ask(runtime, name, _WHO, number=number) or [("a session", "that has ended")]
+        owner = {"app": "session", "host": f"{user}@{host}", "pid": number, "session": f"my:{number}"}
+        return Holder(f"{number:08}", 0, False, json.dumps(owner), None)
+
+    async def _holder(self, runtime: Runtime, name: str) -> int | None:
+        ((number,),) = await self._ask(runtime, name, _HOLDER, word=word_of(name, self._prefix))
+        return None if number is None else int(number)
+
+    async def _waiting(self, runtime: Runtime, name: str) -> list[tuple[Any, ...]]:
+        def ask(session: Session) -> list[tuple[Any, ...]]:
+            return session.execute(_WAITERS_OF_MARIADB if session.vendor == "mariadb" else _WAITERS)
+
+        return await self._pool.step(runtime, name, ask)
+
+    async def _kill(self, runtime: Runtime, name: str, number: int) -> None:
+        """End a session, and wait until it is gone."""
+        until = runtime.now() + self._pool.timeout
+        await self._ask(runtime, name, f"KILL {number:d}")
+        while await self._ask(runtime, name, _WHO, number=number):
+            if runtime.now() >= until:
+                raise BackendUnavailable(name, reason="its holder was told to end, and goes on")
+            await runtime.sleep(0.005)
+
+    async def _ask(self, runtime: Runtime, name: str, sql: str, **params: Any) -> list[tuple[Any, ...]]:
+        return await self._pool.step(runtime, name, lambda session: session.execute(sql, params))
+
+
+def _numbers(error: BaseException | None) -> set[Any]:
+    numbers = set[Any]()
+    while error is not None:
+        numbers.update(error.args[:1], getattr(getattr(error, "orig", None), "args", ())[:1])
+        error = error.__cause__
+    return numbers

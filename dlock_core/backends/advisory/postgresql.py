@@ -1,0 +1,110 @@
+"""Session locks of PostgreSQL: what its sessions are told, and what its tables tell of them."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+from dlock_core.backends.advisory import statements
+from dlock_core.backends.advisory.keys import key_of
+from dlock_core.backends.advisory.labels import comment
+from dlock_core.backends.advisory.listing import Sessions
+from dlock_core.errors import BackendUnavailable
+from dlock_core.retry import Trouble, classify
+
+if TYPE_CHECKING:
+    from dlock_core.backend import LockState, Request
+    from dlock_core.backends.advisory.lines import Line
+    from dlock_core.backends.sql import Pool, Session
+    from dlock_core.runtime import Runtime
+
+__all__ = ["PostgreSQL"]
+
+
+class PostgreSQL:
+    """One database."""
+
+    def __init__(self, pool: Pool, prefix: str) -> None:
+        self._prefix, self._errors = prefix, pool.connector.errors
+        self._sessions = Sessions(pool, prefix)
+        self.is_held = self._sessions.is_held
+
+    def introduce(self, session: Session) -> int:
+        """Make a new session fit for waiting; give its number."""
+        ((number, *_),) = session.execute(statements.INTRODUCE)
+        return int(number)
+
+    def lock(self, session: Session, line: Line, request: Request, seconds: float | None) -> int:
+        """Try, or wait for so many seconds; give the token, 0 where others hold the lock."""
+        statement = (statements.TRY_SESSION if seconds is None else statements.WAIT_SESSION)[request.shared]
+        params = {
+            "key": key_of(request.name, self._prefix),
+            "prefix": self._prefix,
+            "name": request.name,
+            "floor": request.floor,
+            "ttl": _milliseconds(request.ttl),
+        }
+        if seconds is not None:
+            params["milliseconds"] = _milliseconds(seconds)
+        try:
+            rows = session.execute(f"{comment(request)}\n{statement}", params)
+        except self._errors as error:
+            if classify(error) is Trouble.LOCK_TIMEOUT:
+                return 0
+            raise
+        for token, number, *_ in rows:
+            _refuse_pooler(request.name, line, number)
+            return int(token)
+        return 0
+
+    def prove(self, session: Session, line: Line, request: Request, token: int) -> bool:
+        """Have the server wait another ttl for us; False when the session is not the one that took the lock."""
+        label = f"{self._prefix}{token}#{request.name}"
+        params = {"label": label, "ttl": _milliseconds(request.ttl)}
+        ((number, *_),) = session.execute(f"{comment(request)}\n{statements.PROVE}", params)
+        return bool(number == line.number)
+
+    def unlock(self, session: Session, line: Line, request: Request) -> bool:
+        """End the lock; False when this session did not hold it."""
+        params = {"key": key_of(request.name, self._prefix)}
+        ((was_ours, *_),) = session.execute(statements.UNLOCK[request.shared], params)
+        return bool(was_ours)
+
+    def had_ended(self, error: BackendUnavailable) -> bool:
+        """Tell whether the session was over before the statement came."""
+        return bool(_sqlstates(error) & {"57P01", "57P05"})
+
+    async def end(self, runtime: Runtime, name: str, number: int) -> None:
+        """End a session of ours that holds or awaits a lock."""
+        await self._sessions.end(runtime, name, pid=number)
+
+    async def owner(self, runtime: Runtime, name: str, ours: object) -> str:
+        """Tell who holds a lock."""
+        (state,) = await self._sessions.inspect(runtime, name)
+        return next((holder.owner for holder in state.holders), "")
+
+    async def inspect(self, runtime: Runtime, name: str | None, ours: object) -> list[LockState]:
+        """Show one lock, or all."""
+        return await self._sessions.inspect(runtime, name)
+
+    async def force_release(self, runtime: Runtime, name: str, token: int, ours: object) -> bool:
+        """End the session that holds with this token."""
+        return await self._sessions.force_release(runtime, name, token)
+
+
+def _milliseconds(seconds: float) -> str:
+    return str(max(1, math.ceil(seconds * 1000)))
+
+
+def _refuse_pooler(name: str, line: Line, number: int) -> None:
+    if number != line.number:
+        reason = "each statement comes to another session, as behind PgBouncer in transaction mode: connect directly"
+        raise BackendUnavailable(name, reason=reason, refused=True)
+
+
+def _sqlstates(error: BaseException | None) -> set[Any]:
+    states = set[Any]()
+    while error is not None:
+        states |= {getattr(error, "sqlstate", None), getattr(getattr(error, "orig", None), "sqlstate", None)}
+        error = error.__cause__
+    return states

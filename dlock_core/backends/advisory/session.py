@@ -1,0 +1,203 @@
+"""Advisory locks of a database session: each is held on a connection of its own, whose end is the lock's end.
+
+The holder proves the connection by every renewal. The server ends a session that has been silent for a ttl, so that
+the lock of a process that stands still, or was cut off, ends as well.
+"""
+
+from __future__ import annotations
+
+import math
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal
+
+from dlock_core.backend import Busy, Granted
+from dlock_core.backends.advisory.keys import PREFIX, checked_prefix
+from dlock_core.backends.advisory.lines import Line, Lines
+from dlock_core.backends.advisory.mysql import MySQL
+from dlock_core.backends.advisory.postgresql import PostgreSQL
+from dlock_core.errors import BackendUnavailable
+from dlock_core.runtime import clock
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from dlock_core.backend import Found, LockState, Renewal, Request
+    from dlock_core.backends.sql import Pool, Session
+    from dlock_core.runtime import Runtime
+
+__all__ = ["MySQLSessionBackend", "SessionBackend"]
+
+LONGEST: Final = 60.0
+"""Seconds after which a place in the queue is given up and taken again: so long we may not notice a dead server."""
+
+
+class Seat:
+    """One request and the connection on which it is made; the lock is held while there is a token."""
+
+    def __init__(self, line: Line, request: Request) -> None:
+        self.line, self.request = line, request
+        self.token = 0
+        self.until = math.inf
+        """When the server will have ended the session, unless it hears of us."""
+
+    def extend(self, ttl: float) -> None:
+        self.until = clock() + ttl
+
+
+class SessionBackend:
+    """PostgreSQL's `pg_advisory_lock`, from version 14.
+
+    The token is the database's clock in microseconds, read while the lock is held. Not behind a pooler that hands
+    sessions around (PgBouncer's transaction mode): refused as soon as it shows.
+    """
+
+    token_order: ClassVar[Literal["strict", "clock"]] = "clock"
+    expiry: ClassVar[Literal["lease", "session", "connection", "transaction"]] = "connection"
+    supports_fair: ClassVar[bool] = True
+    supports_shared: ClassVar[bool] = True
+    lists_waiters: ClassVar[bool] = True
+    supports_many: ClassVar[bool] = False
+    ttl_min: ClassVar[float] = 0.1
+    ttl_step: ClassVar[float] = 0.001
+    speaks: ClassVar[type[PostgreSQL | MySQL]] = PostgreSQL
+
+    def __init__(self, pool: Pool, *, prefix: str = PREFIX) -> None:
+        self._server = self.speaks(pool, checked_prefix(prefix))
+        self._lines = Lines(pool, self._server.introduce)
+        self._pool = pool
+        self._seats: dict[str, Seat] = {}
+        self._floors: dict[str, int] = {}
+        """Tokens above the server's clock that a fence has asked for: none that is smaller is given after them."""
+
+    async def try_acquire(
+        self, runtime: Runtime, request: Request, ticket: Any = None, *, unsure: bool = False
+    ) -> Granted | Busy:
+        seat = self._seats.get(request.holder)
+        if seat is not None and seat.token:
+            return await self._again(runtime, request, seat)
+        if seat is None or not seat.line.is_open:
+            self._clear()
+            seat = self._seats[request.holder] = Seat(await self._lines.take(runtime, request.name), request)
+        return await self._ask(runtime, request, seat, None)
+
+    async def wait(self, runtime: Runtime, request: Request, busy: Busy, timeout: float) -> Granted | Busy | None:
+        """Wait in the database's own queue."""
+        seat = self._seats.get(request.holder)
+        if seat is None or not seat.line.is_open:
+            return None
+        return await self._ask(runtime, request, seat, timeout)
+
+    async def withdraw(self, runtime: Runtime, request: Request, ticket: Any = None) -> None:
+        seat = self._seats.pop(request.holder, None)
+        if seat is None:
+            return
+        if not seat.line.is_open:  # it was cut off: the server may not have noticed
+            await self._server.end(runtime, request.name, seat.line.number)
+        elif not seat.token or await self._unlock(runtime, seat):
+            self._lines.keep(seat.line)
+
+    async def renew_many(self, runtime: Runtime, renewals: Sequence[Renewal]) -> list[float | None]:
+        until = runtime.now() + self._pool.timeout
+        return [await self._renew(runtime, request, until) for request, _ in renewals]
+
+    async def release(self, runtime: Runtime, request: Request, granted: Granted) -> Found:
+        seat = self._seats.pop(request.holder, None)
+        if seat is not None and seat.line.is_open:
+            try:
+                if await self._unlock(runtime, seat):
+                    self._lines.keep(seat.line)
+                    return "released"
+            except BackendUnavailable as error:
+                if not self._server.had_ended(error):
+                    raise
+        return "other" if await self._server.is_held(runtime, request.name) else "absent"
+
+    async def try_acquire_many(self, runtime: Runtime, requests: Sequence[Request]) -> list[Granted] | None:
+        return None
+
+    async def release_many(self, runtime: Runtime, requests: Sequence[Request]) -> list[Found]:
+        return [await self.release(runtime, request, Granted(0, 0.0)) for request in requests]
+
+    async def inspect(self, runtime: Runtime, name: str | None = None) -> list[LockState]:
+        """Show who holds and who waits; on MySQL and MariaDB only holders of this process say who they are."""
+        return await self._server.inspect(runtime, name, self._held())
+
+    async def force_release(self, runtime: Runtime, name: str, token: int) -> bool:
+        """End the session of the holder; on MySQL and MariaDB only one of this process."""
+        return await self._server.force_release(runtime, name, token, self._held())
+
+    def close(self) -> None:
+        self._clear()
+        self._lines.close()
+        self._pool.close()
+
+    async def _ask(self, runtime: Runtime, request: Request, seat: Seat, seconds: float | None) -> Granted | Busy:
+        floor = max(request.floor, self._floors.get(request.name, 0))
+        terms = request._replace(floor=floor)
+
+        def ask(session: Session) -> None:  # whoever is cancelled meanwhile finds the token there
+            seat.token = self._server.lock(session, seat.line, terms, seconds)
+
+        limit = None if seconds is None else seconds + self._pool.timeout
+        await seat.line.step(runtime, request.name, ask, limit)
+        if seat.token:
+            seat.extend(request.ttl)
+            return Granted(seat.token, request.ttl)
+        if seconds is None and request.queue:
+            return Busy(LONGEST)
+        return Busy(LONGEST, await self._server.owner(runtime, request.name, self._held()))
+
+    async def _again(self, runtime: Runtime, request: Request, seat: Seat) -> Granted | Busy:
+        if request.floor >= seat.token:
+            seat.token = self._floors[request.name] = request.floor + 1
+        if await self._renew(runtime, request, runtime.now() + self._pool.timeout) is None:
+            raise BackendUnavailable(request.name, reason="its connection was lost", broken=True)
+        return Granted(seat.token, request.ttl)
+
+    async def _renew(self, runtime: Runtime, request: Request, until: float) -> float | None:
+        seat = self._seats.get(request.holder)
+        if seat is None or not seat.token:
+            return None
+        limit = max(0.1, until - runtime.now())
+        try:
+            is_ours = await seat.line.step(
+                runtime,
+                request.name,
+                lambda session: self._server.prove(session, seat.line, request, seat.token),
+                limit,
+            )
+        except BackendUnavailable:
+            is_ours = False
+        if not is_ours:
+            self._seats.pop(request.holder, None)
+            with suppress(BackendUnavailable):
+                await self._server.end(runtime, request.name, seat.line.number)
+            return None
+        seat.extend(request.ttl)
+        return request.ttl
+
+    async def _unlock(self, runtime: Runtime, seat: Seat) -> bool:
+        def unlock(session: Session) -> bool:
+            return self._server.unlock(session, seat.line, seat.request)
+
+        return await seat.line.step(runtime, seat.request.name, unlock)
+
+    def _held(self) -> list[Seat]:
+        return [seat for seat in list(self._seats.values()) if seat.token]
+
+    def _clear(self) -> None:
+        """Forget leases that were thrown away, and have run out."""
+        now = clock()
+        for holder, seat in list(self._seats.items()):
+            if seat.until < now:
+                self._seats.pop(holder, None)
+                self._lines.drop(seat.line)
+
+
+class MySQLSessionBackend(SessionBackend):
+    """MySQL's and MariaDB's `GET_LOCK`: exclusive, on the whole server; a ttl has whole seconds."""
+
+    supports_shared: ClassVar[bool] = False
+    ttl_min: ClassVar[float] = 1.0
+    ttl_step: ClassVar[float] = 1.0
+    speaks: ClassVar[type[PostgreSQL | MySQL]] = MySQL
