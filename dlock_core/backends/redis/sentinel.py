@@ -11,7 +11,6 @@ from urllib.parse import parse_qsl, unquote, urlencode
 
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import RedisError
-from redis.exceptions import TimeoutError as RedisTimeoutError
 from redis.sentinel import MasterNotFoundError
 
 from dlock_core.backends.redis import hosts
@@ -145,11 +144,13 @@ class MasterWire:
             connection.host, connection.port = self._address
         elif (connection.host, connection.port) != self._address:
             raise RedisConnectionError(f"{connection.host}:{connection.port} is not the master any more")
-        try:
-            return await self._ask(runtime, connection, packed, replies, limit)
-        except RedisTimeoutError:
-            self.forget()  # it is stopped or cut off: the idle connections lead to the same server
-            raise
+        data = [b"".join([*packed, ROLE])]
+        *answers, role = await self._wire.exchange(runtime, connection, data, replies + 1, limit)
+        if isinstance(role, RedisError):
+            raise role
+        if role[0] != b"master":
+            raise RedisConnectionError(f"{connection.host}:{connection.port} is not a master, but a {role[0].decode()}")
+        return answers
 
     async def _look(self, runtime: Runtime, *, insist: bool) -> None:
         """Learn where the master is now; if nobody can tell, and we do not insist, it is where it was."""
@@ -160,16 +161,6 @@ class MasterWire:
             if insist:
                 raise
             self._next_look = runtime.now() + LOOK
-
-    async def _ask(self, runtime: Runtime, connection: Any, packed: Any, replies: int, limit: float) -> list[Any]:
-        data = [b"".join([*packed, ROLE])]
-        *answers, role = await self._wire.exchange(runtime, connection, data, replies + 1, limit)
-        if isinstance(role, RedisError):
-            raise role
-        if role[0] != b"master":
-            self.forget()
-            raise RedisConnectionError(f"{connection.host}:{connection.port} is not a master, but a {role[0].decode()}")
-        return answers
 
     def close(self) -> None:
         self._wire.close()
