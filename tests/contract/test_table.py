@@ -8,7 +8,8 @@ from dlock_core.backends.table import TableBackend
 from dlock_core.testing.contract import *  # noqa: F403
 from tests.table_stores import table
 
-STORES = ("default", "postgresql", "mariadb", "psycopg", "asyncpg", "asyncmy")
+STORES = ("default", "postgresql", "pymysql", "asyncpg")
+"""Each database, both integrations, blocking and asyncio drivers; all of them together: test_table_drivers.py."""
 
 
 @pytest.fixture(params=STORES)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import threading
 from collections import deque
@@ -14,10 +15,11 @@ from dlock_core.runtime import Asyncio, clock
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from dlock_core.backend import Request
     from dlock_core.backends.sql import Kept, Pool, Session
     from dlock_core.runtime import Runtime
 
-__all__ = ["Line", "Lines"]
+__all__ = ["Line", "Lines", "Seat"]
 
 T = TypeVar("T")
 
@@ -71,6 +73,20 @@ class Line:
             if not task.cancelled():
                 task.exception()  # nobody else asks for it
             raise
+
+
+class Seat:
+    """One request and the connection on which it is made; the lock is held while there is a token."""
+
+    def __init__(self, line: Line, request: Request) -> None:
+        self.line, self.request = line, request
+        self.token = 0
+        self.until = math.inf
+        """When the server will have ended the session, unless it hears of us."""
+
+    def extend(self, ttl: float) -> None:
+        """Note that the server has just heard of us."""
+        self.until = clock() + ttl
 
 
 class Lines:

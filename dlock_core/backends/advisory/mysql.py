@@ -19,8 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from dlock_core.backend import Request
-    from dlock_core.backends.advisory.lines import Line
-    from dlock_core.backends.advisory.session import Seat
+    from dlock_core.backends.advisory.lines import Line, Seat
     from dlock_core.backends.sql import Pool, Session
     from dlock_core.runtime import Runtime
 

@@ -6,13 +6,12 @@ the lock of a process that stands still, or was cut off, ends as well.
 
 from __future__ import annotations
 
-import math
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal
 
 from dlock_core.backend import Busy, Granted
 from dlock_core.backends.advisory.keys import PREFIX, checked_prefix
-from dlock_core.backends.advisory.lines import Line, Lines
+from dlock_core.backends.advisory.lines import Lines, Seat
 from dlock_core.backends.advisory.mysql import MySQL
 from dlock_core.backends.advisory.postgresql import PostgreSQL
 from dlock_core.errors import BackendUnavailable
@@ -29,19 +28,6 @@ __all__ = ["MySQLSessionBackend", "SessionBackend"]
 
 LONGEST: Final = 60.0
 """Seconds after which a place in the queue is given up and taken again: so long we may not notice a dead server."""
-
-
-class Seat:
-    """One request and the connection on which it is made; the lock is held while there is a token."""
-
-    def __init__(self, line: Line, request: Request) -> None:
-        self.line, self.request = line, request
-        self.token = 0
-        self.until = math.inf
-        """When the server will have ended the session, unless it hears of us."""
-
-    def extend(self, ttl: float) -> None:
-        self.until = clock() + ttl
 
 
 class SessionBackend:

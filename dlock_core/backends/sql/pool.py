@@ -6,6 +6,7 @@ import math
 import os
 import weakref
 from collections import deque
+from contextlib import suppress
 from typing import TYPE_CHECKING, Final, NoReturn, TypeVar
 
 from dlock_core.backends.sql.failures import unavailable
@@ -48,6 +49,7 @@ class Pool:
 
     def _begin(self) -> None:
         self._idle: deque[tuple[Session, float]] = deque()
+        weakref.finalize(self, _close, self._idle).atexit = False
 
     async def step(
         self, runtime: Runtime, name: str, function: Callable[[Session], T], limit: float | None = None
@@ -71,8 +73,7 @@ class Pool:
 
     def close(self) -> None:
         """Close the idle connections; more are opened when they are needed."""
-        while (session := self._last()) is not None:
-            session.close()
+        _close(self._idle)
 
     def after_fork(self) -> None:
         """Begin anew in a forked child: the connections are its parent's, which closing them here would end."""
@@ -194,6 +195,12 @@ class Kept:
             self.session = None
             session.close()
             self._pool.fail(name, error)
+
+
+def _close(idle: deque[tuple[Session, float]]) -> None:
+    while idle:
+        with suppress(IndexError):  # somebody else took the last one
+            idle.pop()[0].close()
 
 
 _pools: weakref.WeakSet[Pool] = weakref.WeakSet()

@@ -25,24 +25,22 @@ _FLOOR: Final = "CAST(:floor AS bigint)"
 _SLEEP: Final = "CAST(:sleep AS bigint)"
 _TOKEN: Final = "CAST(:token AS bigint)"
 
-# A row that is taken is neither locked nor written: the condition is judged before, and again after a wait for it.
+# An upsert would lock a row that is taken, and its release would wait for all who fail. This only reads it.
 _TAKE: Final = f"""\
-WITH taken AS (
 UPDATE dlock_lease AS l SET
 token = CASE WHEN l.expires_at > {_NOW} AND l.token > {_FLOOR} THEN l.token
 ELSE GREATEST(l.token + 1, {_FLOOR} + 1, {_NOW}) END,
 since = CASE WHEN l.expires_at > {_NOW} THEN l.since ELSE {_NOW} END,
 holder = {_HOLDER}, owner = {_OWNER}, expires_at = {_NOW} + {_TTL}
 WHERE l.name = {_NAME} AND (l.expires_at <= {_NOW} OR l.holder = {_HOLDER})
-RETURNING l.token),
-made AS (
+RETURNING true, l.token, 0, ''"""  # noqa: S608
+_MAKE: Final = f"""\
+WITH made AS (
 INSERT INTO dlock_lease (name, token, holder, owner, since, expires_at, wanted_until)
-SELECT {_NAME}, GREATEST({_FLOOR} + 1, {_NOW}), {_HOLDER}, {_OWNER}, {_NOW}, {_NOW} + {_TTL}, 0
-WHERE NOT EXISTS (SELECT 1 FROM dlock_lease WHERE name = {_NAME})
+VALUES ({_NAME}, GREATEST({_FLOOR} + 1, {_NOW}), {_HOLDER}, {_OWNER}, {_NOW}, {_NOW} + {_TTL}, 0)
 ON CONFLICT DO NOTHING RETURNING token)
-SELECT true, token, CAST(0 AS bigint), '' FROM taken UNION ALL SELECT true, token, 0, '' FROM made
-UNION ALL SELECT false, token, expires_at - {_NOW}, owner FROM dlock_lease
-WHERE name = {_NAME} AND NOT EXISTS (SELECT 1 FROM taken)"""  # noqa: S608
+SELECT true, token, CAST(0 AS bigint), '' FROM made UNION ALL
+SELECT false, token, expires_at - {_NOW}, owner FROM dlock_lease WHERE name = {_NAME}"""  # noqa: S608
 
 # Between our look and our note it may have been released, without a word to us: then nothing is left, so ask again.
 _LOOK: Final = f"""\
@@ -64,7 +62,7 @@ _GIVEN: Final = "json_to_recordset(CAST(CAST(:leases AS text) AS json)) AS r(nam
 _HELD: Final = f'l.name = r.name COLLATE "C" AND l.holder = r.holder AND l.expires_at > {_NOW}'
 
 POSTGRESQL: Final = Dialect(
-    take=(_TAKE,),
+    take=(_TAKE, _MAKE),
     look=_LOOK,
     end=_END.format(which=f"holder = {_HOLDER}"),
     force=_END.format(which=f"token = {_TOKEN}"),

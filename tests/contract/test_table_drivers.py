@@ -1,0 +1,78 @@
+"""The lease table through every driver: one life of a lock each, for threads and for tasks."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from dlock_core.backends import table as module
+from dlock_core.backends.table import TableBackend
+from dlock_core.backends.table.mysql import MYSQL
+from dlock_core.lease import Released
+from dlock_core.testing.contract import locks, name  # noqa: F401 - fixtures
+from dlock_core.testing.contract.observed import WITHIN
+from dlock_core.testing.contract.parties import Locks
+from tests.sqla_dlock.engines import missing_driver
+from tests.table_stores import URLS, table
+
+STORES = ("mariadb", *URLS, "the words of MySQL")
+
+
+@pytest.fixture(params=STORES)
+def backend(
+    request: pytest.FixtureRequest, django_db_blocker, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[TableBackend]:
+    store = request.param
+    if store == "the words of MySQL":  # there is no server of it here
+        monkeypatch.setitem(module.DIALECTS, "mariadb", MYSQL)
+        store = "mariadb"
+    elif missing := missing_driver(store.replace("mysqldb", "MySQLdb").replace("sqlite", "sqlite3")):
+        pytest.skip(missing)
+    backend = table(request, store)
+    with django_db_blocker.unblock():
+        yield backend
+    backend.close()
+
+
+def test_life_of_a_lock(locks: Locks, name: str) -> None:  # noqa: F811
+    first = locks.acquire(name, ttl=60)
+    assert locks.try_acquire(name) is None
+    (held,) = locks.state(name).holders
+    assert (held.holder, held.token) == (first.holder, first.token)
+    assert 30 < held.expires_in <= 60
+
+    pending = locks.queue_up(name)
+    assert locks.do(first.release) is Released.RELEASED
+    second = pending.result(WITHIN)
+    assert second.token > first.token
+    assert locks.do(first.release) is Released.RELEASED
+
+    locks.do(lambda: second.renew(90))
+    assert 60 < locks.state(name).holders[0].expires_in <= 90
+    assert [state.name for state in locks.ask("inspect") if state.name == name] == [name]
+    assert not locks.ask("force_release", name, first.token)
+    assert locks.ask("force_release", name, second.token)
+    third = locks.acquire(name)
+    assert locks.do(second.release) is Released.STOLEN
+    assert locks.do(third.release) is Released.RELEASED
+    assert locks.holders(name) == []
+
+
+def test_renewals_are_answered_one_by_one_and_the_token_can_be_raised(locks: Locks, name: str) -> None:  # noqa: F811
+    leases: list[Any] = [locks.acquire(f"{name}:{number}", ttl=60, renew=False) for number in range(3)]
+    assert locks.ask("force_release", leases[1].name, leases[1].token)
+    renewals = [module_renewal(lease) for lease in leases]
+    answers = locks.ask("renew_many", renewals)
+    assert [answer is not None for answer in answers] == [True, False, True]
+    assert locks.ask("renew_many", [renewals[1]]) == [None]
+    floor = leases[0].token + 1_000_000_000
+    request = renewals[0].request._replace(floor=floor)
+    granted = locks.ask("try_acquire", request)
+    assert granted.token > floor
+    assert locks.ask("try_acquire", request).token == granted.token
+
+
+def module_renewal(lease: Any) -> Any:
+    from dlock_core.backend import Renewal
+
+    return Renewal(lease._held.request, lease._held.granted)
