@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 __all__ = ["purge"]
 
 DAY: Final = 86_400_000_000
-BATCH: Final = 1000
+BATCH: Final = 500
 
 _NEWEST: Final = "CASE WHEN token > s_token THEN token ELSE s_token END"
 # Tokens below 10**15 are no times in microseconds: they have no age.
@@ -27,25 +27,15 @@ ON CONFLICT (name) DO UPDATE SET token = excluded.token WHERE dlock_fence.token 
 _RAISE_MYSQL: Final = "\nON DUPLICATE KEY UPDATE token = GREATEST(token, VALUES(token))"
 
 _SOME: Final = f"SELECT name FROM dlock_fence WHERE {_OLD} LIMIT {BATCH}"  # noqa: S608
-_FREE: Final = f"{_SOME} FOR UPDATE SKIP LOCKED"
-
-# The last statement tells how many rows went.
-_POSTGRESQL: Final = (
-    f"WITH gone AS (DELETE FROM dlock_fence WHERE name = ANY(ARRAY({_FREE})) RETURNING 1) SELECT count(*) FROM gone",  # noqa: S608
-)
-_MYSQL: Final = (
-    f"DELETE FROM dlock_fence WHERE name IN (SELECT name FROM ({_FREE}) AS old)",  # noqa: S608
-    "SELECT ROW_COUNT()",
-)
-_SQLITE: Final = (f"DELETE FROM dlock_fence WHERE name IN ({_SOME})", "SELECT changes()")  # noqa: S608
-_DELETE: Final = {"postgresql": _POSTGRESQL, "mysql": _MYSQL, "mariadb": _MYSQL, "sqlite": _SQLITE}
+_SKIPPING: Final = " FOR UPDATE SKIP LOCKED"
+_DELETE: Final = f"DELETE FROM dlock_fence WHERE {_OLD} AND name IN "  # noqa: S608
 
 
 def purge(execute: Execute, vendor: str, days: int) -> int:
     """Replace fence rows whose token is older than so many days by a floor that refuses all such tokens; tell how many.
 
     Only tokens that are times in microseconds (10**15 and more) have an age; others stay. Rows that a transaction is
-    at work on stay, too.
+    at work on stay, too; one that begins in the very moment may be waited for.
     """
     before = int(time.time() * 1_000_000) - days * DAY
     ((highest,),) = execute(_HIGHEST, (before,))
@@ -53,14 +43,8 @@ def purge(execute: Execute, vendor: str, days: int) -> int:
         return 0
     raised = _RAISE_MYSQL if vendor in ("mysql", "mariadb") else _RAISE
     execute(_INSERT + raised, (highest,))  # committed before the first row goes: a missing row is never without a floor
-    removed = 0
-    while gone := _remove(execute, _DELETE[vendor], before):
-        removed += gone
+    look, removed = _SOME if vendor == "sqlite" else _SOME + _SKIPPING, 0
+    while names := [name for (name,) in execute(look, (before,))]:
+        execute(f"{_DELETE}({', '.join(['%s'] * len(names))})", (before, *names))
+        removed += len(names)
     return removed
-
-
-def _remove(execute: Execute, statements: tuple[str, ...], before: int) -> int:
-    rows: list[tuple[Any, ...]] = []
-    for statement in statements:
-        rows = execute(statement, (before,) if "%s" in statement else ())
-    return int(rows[0][0])

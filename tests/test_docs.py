@@ -17,7 +17,6 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from django.core.management import load_command_class
 from django.db import connection, models
 from django.db.models.signals import class_prepared
 from django.test import override_settings
@@ -29,6 +28,7 @@ from django_dlock.locks import Lock
 from dlock_core import errors, http
 from dlock_core import inspect as listing
 from dlock_core.backends.redis import RedisBackend
+from dlock_core.cli.app import app
 from dlock_core.tied import TiedLock
 from sqla_dlock import stores
 from sqla_dlock.locks import LockOptions
@@ -252,12 +252,13 @@ def test_example_of_the_listing_has_exactly_its_fields() -> None:
     assert [list(each) for each in example["unreadable"]] == [["source", "reason"]]
 
 
-def test_every_option_of_the_command_exists() -> None:
-    parser = load_command_class("django_dlock", "dlock").create_parser("manage.py", "dlock")
-    verbs = next(action.choices for action in parser._actions if action.dest == "verb")
+def test_every_option_of_the_commands_exists() -> None:
+    known = {
+        verb: {option for each in command.params for option in each.opts} for verb, command in app.commands.items()
+    }
     for page in PAGES:
-        for verb, options in re.findall(r"manage\.py dlock (\w+)([^\n`]*)", page.read_text()):
-            assert set(re.findall(r"--[a-z-]+", options)) <= set(verbs[verb]._option_string_actions), page
+        for verb, options in re.findall(rf"\bdlock ({'|'.join(known)})\b([^\n`]*)", page.read_text()):
+            assert set(re.findall(r"--[a-z-]+", options)) <= known[verb], (page, verb)
 
 
 def test_permissions_for_redis_are_those_of_the_scripts() -> None:
