@@ -29,7 +29,7 @@ logger = logging.getLogger("dlock")
 
 
 class LockMiddleware:
-    """Answers 409, 412, 423, 428 or 503 to a lock error, and names "POST /orders/42/ship" as the owner of what a request takes.
+    """Answers lock errors with 409, 412, 423, 428, 503; names "POST /orders/42/ship" as owner of what a request takes.
 
     The answer is made after the ROLLBACK of ATOMIC_REQUESTS. Errors of the program, such as NotSupported, propagate.
     A lease that the view forgot is released, with a warning, once the response has been returned; the body of a

@@ -27,7 +27,7 @@ __all__ = ["LockMiddleware", "WSGILockMiddleware", "answer_asgi", "answer_flask"
 
 
 class LockMiddleware:
-    """Answers 409, 412, 423, 428 or 503 to a lock error, and names "POST /orders/42/ship" as the owner of what a request takes.
+    """Answers lock errors with 409, 412, 423, 428, 503; names "POST /orders/42/ship" as owner of what a request takes.
 
     For ASGI: `app.add_middleware(LockMiddleware)` in FastAPI and Starlette (around the whole application it would come
     after their own 500). Errors of the program, such as NotSupported, propagate; so does every error once the response
