@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from dlock_core.backend import Renewal
 from dlock_core.backends import table as module
 from dlock_core.backends.table import TableBackend
 from dlock_core.backends.table.mysql import MYSQL
@@ -26,7 +27,7 @@ def backend(
     if store == "the words of MySQL":  # there is no server of it here
         monkeypatch.setitem(module.DIALECTS, "mariadb", MYSQL)
         store = "mariadb"
-    elif missing := missing_driver(store.replace("mysqldb", "MySQLdb").replace("sqlite", "sqlite3")):
+    elif missing := missing_driver({"mysqldb": "MySQLdb", "sqlite": "sqlite3"}.get(store, store)):
         pytest.skip(missing)
     backend = table(request, store)
     with django_db_blocker.unblock():
@@ -61,7 +62,7 @@ def test_life_of_a_lock(locks: Locks, name: str) -> None:  # noqa: F811
 def test_renewals_are_answered_one_by_one_and_the_token_can_be_raised(locks: Locks, name: str) -> None:  # noqa: F811
     leases: list[Any] = [locks.acquire(f"{name}:{number}", ttl=60, renew=False) for number in range(3)]
     assert locks.ask("force_release", leases[1].name, leases[1].token)
-    renewals = [module_renewal(lease) for lease in leases]
+    renewals = [renewal(lease) for lease in leases]
     answers = locks.ask("renew_many", renewals)
     assert [answer is not None for answer in answers] == [True, False, True]
     assert locks.ask("renew_many", [renewals[1]]) == [None]
@@ -72,7 +73,5 @@ def test_renewals_are_answered_one_by_one_and_the_token_can_be_raised(locks: Loc
     assert locks.ask("try_acquire", request).token == granted.token
 
 
-def module_renewal(lease: Any) -> Any:
-    from dlock_core.backend import Renewal
-
+def renewal(lease: Any) -> Any:
     return Renewal(lease._held.request, lease._held.granted)
