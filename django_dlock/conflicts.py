@@ -11,8 +11,8 @@ from datetime import datetime
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 
 from django.core.exceptions import ValidationError
-from django.db.models import BooleanField, Field, JSONField, ManyToManyField, Model
-from django.utils.formats import localize
+from django.db.models import BooleanField, DecimalField, Field, JSONField, ManyToManyField, Model
+from django.utils.formats import localize, number_format
 from django.utils.text import capfirst
 from django.utils.timezone import is_aware, localtime
 from django.utils.translation import gettext as _
@@ -141,6 +141,8 @@ def _localized(field: Field[Any, Any], text: str) -> Any:
         return text
     if isinstance(value, datetime) and is_aware(value):
         value = localtime(value)
+    if isinstance(field, DecimalField):
+        return number_format(value, field.decimal_places)
     return localize(value)
 
 

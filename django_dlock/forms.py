@@ -12,6 +12,7 @@ from django import forms
 from django.core.exceptions import ImproperlyConfigured, ValidationError
 from django.forms.renderers import DjangoTemplates
 from django.utils.safestring import SafeString, mark_safe
+from django.utils.text import capfirst
 from django.utils.translation import gettext_lazy as _
 
 from django_dlock.conflicts import DELETE, MINE, THEIRS, Conflict, compare, is_editable, watched
@@ -183,7 +184,8 @@ class VersionedModelForm(_ModelForm):
         asked = [each.name for each in differences if each.is_asked]
         version = Seen(read_version(row), seen.kept, asked).sign(self.instance)
         uploads = [(self[name].html_name, file.name) for name, file in self._uploads()]
-        return Conflict(str(row), differences, self.add_prefix(VERSION), version, is_unanswered, uploads)
+        title = f"{capfirst(row._meta.verbose_name)}: {row}"
+        return Conflict(title, differences, self.add_prefix(VERSION), version, is_unanswered, uploads)
 
     # What the user wants
 

@@ -12,11 +12,24 @@ DEBUG = os.environ.get("SHOP_DEBUG", "1") == "1"
 SECRET_KEY = os.environ.get("SECRET_KEY", "a shop that sells nothing needs no secret")
 ALLOWED_HOSTS = ["localhost", "127.0.0.1", "[::1]"]
 
-INSTALLED_APPS = ["django_dlock", "shop", "bank"]
+INSTALLED_APPS = [
+    "django.contrib.admin",
+    "django.contrib.auth",
+    "django.contrib.contenttypes",
+    "django.contrib.messages",
+    "django.contrib.sessions",
+    "django.contrib.staticfiles",
+    "django_dlock",
+    "shop",
+    "bank",
+]
 MIDDLEWARE = [
     "django.middleware.security.SecurityMiddleware",
+    "django.contrib.sessions.middleware.SessionMiddleware",
     "django.middleware.common.CommonMiddleware",
     "django.middleware.csrf.CsrfViewMiddleware",
+    "django.contrib.auth.middleware.AuthenticationMiddleware",
+    "django.contrib.messages.middleware.MessageMiddleware",
     "django.middleware.clickjacking.XFrameOptionsMiddleware",
     "django_dlock.middleware.LockMiddleware",
 ]
@@ -27,7 +40,14 @@ TEMPLATES = [
         "BACKEND": "django.template.backends.django.DjangoTemplates",
         "DIRS": [BASE_DIR / "look"],
         "APP_DIRS": True,
-        "OPTIONS": {"context_processors": ["shop.views.strategy"]},
+        "OPTIONS": {
+            "context_processors": [
+                "django.template.context_processors.request",
+                "django.contrib.auth.context_processors.auth",
+                "django.contrib.messages.context_processors.messages",
+                "shop.views.strategy",
+            ]
+        },
     },
 ]
 
@@ -48,6 +68,7 @@ SHOP_STRATEGY = os.environ.get("SHOP_STRATEGY") or ("lease" if REDIS_URL else "r
 if SHOP_STRATEGY not in {"none", "row", "version", "lease"}:
     raise ImproperlyConfigured(f"SHOP_STRATEGY must be none, row, version or lease, not {SHOP_STRATEGY!r}")
 
+STATIC_URL = "/static/"
 USE_TZ = True
 TIME_ZONE = "UTC"
 LANGUAGE_CODE = "en-gb"

@@ -193,7 +193,7 @@ def test_formset_guards_each_row(ticket):
     change(ticket, title="theirs")
     formset = Tickets(sent)
     assert not formset.is_valid()
-    assert formset.forms[0].conflict.title == "theirs"
+    assert formset.forms[0].conflict.title == "Ticket: theirs"
 
 
 def test_formset_does_not_delete_a_row_that_was_changed(ticket):

@@ -3,8 +3,10 @@
 from decimal import Decimal
 from typing import Any
 
+from django.contrib.auth.models import User
 from django.core.management.base import BaseCommand
 from django.db import transaction
+from django.utils.crypto import get_random_string
 
 from shop.actions import pay
 from shop.models import Product
@@ -23,3 +25,7 @@ class Command(BaseCommand):
         for number in range(12):
             pay(products[number % len(products)], quantity=1 + number % 3)
         self.stdout.write("12 paid orders added. Look at them: python manage.py runserver")
+        if not User.objects.exists():
+            password = get_random_string(12)
+            User.objects.create_superuser("admin", password=password)
+            self.stdout.write(f"For the admin: user admin, password {password}")
