@@ -24,17 +24,20 @@ ACTIONS = ("ship", "cancel")
 
 @dataclass(frozen=True)
 class Pair:
-    """One order, and the two requests to be sent for it at once."""
+    """One order, and the two requests to be sent for it at once, by their actions."""
 
     port: int
     csrf: str
-    paths: list[str]
+    order: int
+    paths: dict[str, str]
 
 
 @dataclass(frozen=True)
 class Answer:
     """What one request was told: the HTTP status (0: no answer), and when, on a clock that all processes share."""
 
+    order: int
+    action: str
     status: int
     started: float
     ended: float
@@ -45,8 +48,10 @@ def race(shop: Shop, port: int, orders: list[int], workers: int, seed: int) -> I
     """Send a ship and a cancel for every order, `workers` orders at a time; give the answers of each."""
     chance = random.Random(seed)
     csrf = csrf_cookie(port, shop.order_path.format(order=orders[0]))
-    paths = [[shop.action_path.format(order=order, action=action) for action in ACTIONS] for order in orders]
-    pairs = [Pair(port, csrf, chance.sample(both, 2)) for both in paths]
+    pairs = [
+        Pair(port, csrf, order, {action: shop.action_path.format(order=order, action=action) for action in both})
+        for order, both in ((order, chance.sample(ACTIONS, 2)) for order in orders)
+    ]
     try:
         yield from answers(chance.sample(pairs, len(pairs)), workers)
     except (multiprocessing.TimeoutError, threading.BrokenBarrierError):
@@ -71,18 +76,18 @@ def arrive(all_here: multiprocessing.synchronize.Barrier) -> None:
 def send_both(pair: Pair) -> list[Answer]:
     gate = threading.Barrier(2)
     with ThreadPoolExecutor(2) as threads:
-        return list(threads.map(lambda path: send(pair, path, gate), pair.paths))
+        return list(threads.map(lambda action: send(pair, action, gate), pair.paths))
 
 
-def send(pair: Pair, path: str, gate: threading.Barrier) -> Answer:
+def send(pair: Pair, action: str, gate: threading.Barrier) -> Answer:
     gate.wait()
     started, status, retries = time.monotonic(), 0, 0
     try:
-        response = ask(pair.port, "POST", path, pair.csrf)
+        response = ask(pair.port, "POST", pair.paths[action], pair.csrf)
         status, retries = response.status, int(response.headers.get("Shop-Retries", 0))
     except (OSError, HTTPException):
         pass  # told as status 0
-    return Answer(status, started, time.monotonic(), retries)
+    return Answer(pair.order, action, status, started, time.monotonic(), retries)
 
 
 def ask(port: int, method: str, path: str, csrf: str = "") -> HTTPResponse:

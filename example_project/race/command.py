@@ -11,9 +11,9 @@ from itertools import chain
 from pathlib import Path
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from . import RaceFailed, Shop, clients, report, scratch, servers
+from .onlookers import Follow, onlooker
 
 HELP = """\
 Ship and cancel the same orders at the same moment, and count what goes wrong.
@@ -42,15 +42,15 @@ def add_options(shop: Shop, add: Callable[..., object]) -> None:
     add("--orders", type=positive, default=200, metavar="N", help="orders for each strategy (default: 200)")
     add("--workers", type=positive, default=8, metavar="W", help="client, and server, processes (default: 8)")
     add("--seed", type=int, default=1, metavar="S", help="of the order in which requests start (default: 1)")
-    add("--format", choices=["table", "json"], default="table")
+    add("--format", choices=["table", "json", "lines"], default="table", help="lines: JSON, one each, as it happens")
 
 
 def race(shop: Shop, *, strategy: list[str], orders: int, workers: int, seed: int, format: str) -> None:
     """Race under each strategy and print the report; raises RaceFailed for what must not have happened."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
-        with scratch.place(shop, with_redis="lease" in strategy) as (home, database), progress_bar() as bar:
-            rounds = [run(shop, name, home, bar, orders, workers, seed) for name in strategy]
+        with scratch.place(shop, with_redis="lease" in strategy) as (home, database), onlooker(format) as follow:
+            rounds = [run(shop, name, home, follow, orders, workers, seed) for name in strategy]
     except KeyboardInterrupt:
         sys.exit(128 + signal.SIGINT)
     show([result for result, _ in rounds], format, title=f"Cancel vs ship on {database}")
@@ -59,7 +59,7 @@ def race(shop: Shop, *, strategy: list[str], orders: int, workers: int, seed: in
 
 
 def run(
-    shop: Shop, strategy: str, home: Path, bar: Progress, orders: int, workers: int, seed: int
+    shop: Shop, strategy: str, home: Path, follow: Follow, orders: int, workers: int, seed: int
 ) -> tuple[report.Result, list[str]]:
     """Race under one strategy; gives the result, and what must not have happened."""
     with shop.paid_orders(orders) as (numbers, count):
@@ -67,7 +67,7 @@ def run(
             servers.serving(shop, strategy, max(2, workers), home) as port,
             closing(clients.race(shop, port, numbers, workers, seed)) as pairs,
         ):
-            answers = list(chain.from_iterable(bar.track(pairs, total=orders, description=strategy)))
+            answers = list(chain.from_iterable(follow(strategy, numbers, pairs)))
             log = servers.last_lines(home / f"{strategy}.log")
         tally = count()
         result = report.result(strategy, tally, answers)
@@ -75,7 +75,10 @@ def run(
 
 
 def show(results: list[report.Result], format: str, title: str) -> None:
-    if format == "json":
+    if format == "lines":
+        for result in results:
+            print(json.dumps({"result": asdict(result)}), flush=True)
+    elif format == "json":
         print(json.dumps([asdict(result) for result in results], indent=2))
     else:
         Console().print(report.table(results, title))
@@ -85,14 +88,3 @@ def positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, not {text!r}")
     return int(text)
-
-
-def progress_bar() -> Progress:
-    columns = [
-        TextColumn("{task.description:8}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("orders"),
-        TimeElapsedColumn(),
-    ]
-    return Progress(*columns, console=Console(stderr=True))
