@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --quiet
 
-SERVERS := redis-server postgresql mariadb-server etcd-server zookeeper default-jre-headless
+SERVERS := redis-server postgresql mariadb-server etcd-server zookeeper default-jre-headless chromium
 HEADERS := gcc pkg-config libmariadb-dev python3-dev
 
 .PHONY: help demo test check lint types layers format bench servers clean

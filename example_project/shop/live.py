@@ -19,7 +19,7 @@ COMMAND = (sys.executable, "manage.py", "race", "--format=lines", f"--orders={OR
 
 
 def _new_file() -> IO[bytes]:
-    return TemporaryFile()  # noqa: SIM115 - gone as soon as nobody holds it
+    return TemporaryFile()
 
 
 class Race:
