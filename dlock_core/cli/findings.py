@@ -49,4 +49,6 @@ def _finding(one: Finding) -> Iterator[RenderableType]:
     yield head
     for word, text in (("why", one.reason), ("do", one.remedy)):
         if text:
-            yield Padding(Text(f"{word}: {plain(text)}", "dim" if one.level == "ok" else ""), (0, 0, 0, 11), expand=False)
+            yield Padding(
+                Text(f"{word}: {plain(text)}", "dim" if one.level == "ok" else ""), (0, 0, 0, 11), expand=False
+            )

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 from rich.text import Text
 
-from dlock_core.cli.tables import Column, Row, fitted
+from dlock_core.cli.tables import Column, Row, fitted, printed
 from dlock_core.cli.text import middle, plain, seconds
 from dlock_core.cli.trees import has_chains, tree
 
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
     from rich.console import Console, ConsoleOptions, RenderableType
+    from rich.segment import Segment
 
     from dlock_core.inspect import Entry, Picture
 
@@ -37,10 +38,10 @@ class Listing(NamedTuple):
 
     picture: Picture
 
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType | Segment]:
         entries, width = self.picture.entries, options.max_width
         if entries:
-            yield fitted(COLUMNS, list(_rows(entries)), width) or Text("\n").join(_cards(entries, width))
+            yield from printed(fitted(COLUMNS, list(_rows(entries)), width) or _cards(entries, width))
         if has_chains(entries) or self.picture.cycles:
             yield Text("")
             yield tree(entries, width)
@@ -88,14 +89,14 @@ def _row(entry: Entry, source: str, kind: str, *, is_first: bool) -> Row:
     return Row(cells, "dim" if waits else "")
 
 
-def _cards(entries: Sequence[Entry], width: int) -> Iterator[Text]:
+def _cards(entries: Sequence[Entry], width: int) -> Iterator[tuple[str, str]]:
     for lock in grouped(entries):
-        yield Text(middle(plain(lock[0].name), width), "bold")
+        yield middle(plain(lock[0].name), width), "bold"
         for entry in lock:
             yield from _card(entry, width)
 
 
-def _card(entry: Entry, width: int) -> Iterator[Text]:
+def _card(entry: Entry, width: int) -> Iterator[tuple[str, str]]:
     style = "dim" if entry.role == "waiter" else ""
     who = f"{_waits(entry)} {entry.described}" if entry.role == "waiter" else entry.described
     facts = [seconds(entry.seconds), plain(entry.mode)]
@@ -103,7 +104,7 @@ def _card(entry: Entry, width: int) -> Iterator[Text]:
         facts.insert(1, f"{_left(entry)} left")
     lines = [who, ", ".join(facts), *([] if entry.token is None else [f"token {entry.token}"])]
     for line in lines:
-        yield Text(middle(f"  {plain(line)}", width), style)
+        yield middle(f"  {plain(line)}", width), style
 
 
 def _waits(entry: Entry) -> str:

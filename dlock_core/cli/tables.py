@@ -5,15 +5,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 from rich.cells import cell_len
-from rich.table import Table
-from rich.text import Text
+from rich.segment import Segment
+from rich.style import Style
 
 from dlock_core.cli.text import middle
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
-__all__ = ["Column", "Row", "fitted"]
+__all__ = ["Column", "Row", "fitted", "printed"]
 
 GAP = 2
 
@@ -37,14 +37,17 @@ class Row(NamedTuple):
     style: str = ""
 
 
-def fitted(columns: Sequence[Column], rows: Sequence[Row], width: int) -> Table | None:
-    """Lay out a table within a width; None when even what must stay does not fit."""
-    natural = [
-        max(cell_len(column.head), *[cell_len(row.cells[n]) for row in rows]) for n, column in enumerate(columns)
-    ]
-    least = [
-        size if column.least is None else min(size, column.least) for column, size in zip(columns, natural, strict=True)
-    ]
+def printed(lines: Iterable[tuple[str, str]]) -> Iterator[Segment]:
+    """Print lines that fit already, each in its style; rich's own tables cost 0.3 ms a row."""
+    for text, style in lines:
+        yield Segment(text, Style.parse(style))
+        yield Segment.line()
+
+
+def fitted(columns: Sequence[Column], rows: Sequence[Row], width: int) -> list[tuple[str, str]] | None:
+    """Lay out a table, as lines and their styles; None when even what must stay does not fit."""
+    natural = [max(cell_len(each.head), *[cell_len(row.cells[n]) for row in rows]) for n, each in enumerate(columns)]
+    least = [size if each.least is None else min(size, each.least) for each, size in zip(columns, natural, strict=True)]
     kept = [n for n in range(len(columns)) if any(row.cells[n] for row in rows)]
     while _needed(least, kept) > width:
         going = [n for n in kept if columns[n].spare]
@@ -52,13 +55,18 @@ def fitted(columns: Sequence[Column], rows: Sequence[Row], width: int) -> Table 
             return None
         kept.remove(max(going, key=lambda n: columns[n].spare))
     sizes = _shared_out(least, natural, kept, width - _needed(least, kept))
-    table = Table(box=None, pad_edge=False, padding=(0, GAP, 0, 0), header_style="bold")
-    for n in kept:
-        column = columns[n]
-        table.add_column(column.head, width=sizes[n], no_wrap=True, justify="right" if column.right else "left")
-    for row in rows:
-        table.add_row(*[Text(middle(row.cells[n], sizes[n])) for n in kept], style=row.style)
-    return table
+    head = Row(tuple(column.head for column in columns), "bold")
+    return [(_line(row, columns, sizes), row.style) for row in (head, *rows)]
+
+
+def _line(row: Row, columns: Sequence[Column], sizes: dict[int, int]) -> str:
+    return (" " * GAP).join([_cell(row.cells[n], size, columns[n]) for n, size in sizes.items()]).rstrip()
+
+
+def _cell(text: str, size: int, column: Column) -> str:
+    short = middle(text, size)
+    room = " " * (size - cell_len(short))
+    return room + short if column.right else short + room
 
 
 def _needed(sizes: Sequence[int], kept: Sequence[int]) -> int:

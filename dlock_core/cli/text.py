@@ -13,7 +13,7 @@ ELLIPSIS: Final = "…"
 
 def plain(text: str) -> str:
     """Replace what is not printable: escapes, line ends, marks that turn the direction of writing."""
-    return "".join(char if char.isprintable() else "?" for char in text)
+    return text if text.isprintable() else "".join(char if char.isprintable() else "?" for char in text)
 
 
 def middle(text: str, width: int) -> str:
