@@ -99,13 +99,19 @@ def printable(words: str) -> str:
     return "".join(char if char.isprintable() else "?" for char in words[:_LONGEST])
 
 
-def describe(owner: str) -> str:
-    """Turn the owner text of a lease, also of a foreign one, into words for people."""
+def parsed(owner: str) -> dict[str, Any] | None:
+    """Read an owner's text; None when it is another library's."""
     try:
         data = json.loads(owner)
-    except ValueError:
-        data = None
-    if not isinstance(data, dict):
+    except (ValueError, RecursionError):
+        return None
+    return data if isinstance(data, dict) else None
+
+
+def describe(owner: str) -> str:
+    """Turn the owner text of a lease, also of a foreign one, into words for people."""
+    data = parsed(owner)
+    if data is None:
         return printable(owner)
     worker = data.get("thread") or data.get("task") or ""
     where = f"{data.get('app', '?')}@{data.get('host', '?')} pid {data.get('pid', '?')} {worker}".strip()

@@ -26,6 +26,8 @@ SLACK: Final = 2.0
 
 def linked(leases: list[Entry], of_databases: list[Entry], sessions: Mapping[str, Session]) -> list[Entry]:
     """Give all entries, those of a lease and of a database session that belong together with the same `party`."""
+    if not sessions:
+        return leases + of_databases
     same = _Same()
     for lease, party in _links(leases, sessions):
         same.join(lease, party)
@@ -62,7 +64,8 @@ def _links(leases: Iterable[Entry], sessions: Mapping[str, Session]) -> Iterator
     for lease in leases:
         by_holder[str(lease.owner.get("holder"))] = lease.party
         for key in ("own", "in"):
-            for party in lease.owner.get(key) or ():
+            names = lease.owner.get(key)
+            for party in names if isinstance(names, list) else ():
                 by_session[str(party)].append((lease, key == "own"))
     for party, session in sessions.items():
         worker = by_holder.get(session.holder or "")

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from dlock_core.inspect.entries import Entry
-from dlock_core.owner import describe
+from dlock_core.owner import describe, parsed
 from dlock_core.runtime import BLOCKING, run
 
 if TYPE_CHECKING:
@@ -35,20 +35,17 @@ def _entries(source: str, state: LockState) -> Iterator[Entry]:
 
 
 def _entry(source: str, name: str, who: Holder | Waiter, role: Literal["holder", "waiter"], rest: Facts) -> Entry:
-    owner, mode = _owner(who), "shared" if who.shared else "exclusive"
-    return Entry("lease", source, name, role, mode, owner, describe(who.owner), *rest, _party(source, name, owner))
+    data, described, party = _owner(who.owner)
+    owner, mode = {**data, "holder": who.holder[:8]}, "shared" if who.shared else "exclusive"
+    party = party or f"{source}/{name}/{who.holder[:8]}"  # another program's: known from nowhere else
+    return Entry("lease", source, name, role, mode, owner, described, *rest, party)
 
 
-def _owner(who: Holder | Waiter) -> dict[str, Any]:
-    try:
-        data = json.loads(who.owner)
-    except ValueError:
-        data = None
-    data = data if isinstance(data, dict) else {"text": describe(who.owner)}
-    return {**data, "holder": who.holder[:8]}
-
-
-def _party(source: str, name: str, owner: dict[str, Any]) -> str:
-    if "pid" not in owner:  # another program's lock: it is nobody whom we would know from elsewhere
-        return f"{source}/{name}/{owner['holder']}"
-    return f"{owner.get('host')}/{owner['pid']}/{owner.get('id', owner.get('thread'))}"
+@lru_cache(maxsize=1024)
+def _owner(text: str) -> tuple[dict[str, Any], str, str | None]:
+    """Read an owner's text, which many leases of a thread share: data, words, party."""
+    data = parsed(text)
+    if data is None:
+        return {"text": describe(text)}, describe(text), None
+    party = f"{data.get('host')}/{data['pid']}/{data.get('id', data.get('thread'))}" if "pid" in data else None
+    return data, describe(text), party
