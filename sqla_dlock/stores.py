@@ -15,6 +15,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 
 from dlock_core.registry import connect
 from dlock_core.store import Store
+from sqla_dlock.backends import advisory
 from sqla_dlock.backends.table import from_engine, from_url
 
 if TYPE_CHECKING:
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 __all__ = ["configure", "store_of"]
 
 _stores: dict[str, Store] = {}
-_IN_DATABASE: Final = {"database": from_url}
+_IN_DATABASE: Final = {"advisory": advisory.from_url, "database": from_url}
 _making: Final = threading.Lock()
 
 

@@ -8,6 +8,7 @@ from dlock_core.backends import advisory as core
 from dlock_core.backends.advisory import PREFIX, Place
 from sqla_dlock.autocommit import is_autocommit
 from sqla_dlock.backends.connector import pool_of
+from sqla_dlock.backends.table import engine_of
 from sqla_dlock.fencing import Port
 from sqla_dlock.transactions import connections_of
 
@@ -18,19 +19,27 @@ if TYPE_CHECKING:
 
     from dlock_core.backend import Backend
 
-__all__ = ["advisory", "home_of", "transaction_of"]
+__all__ = ["from_engine", "from_url", "home_of", "transaction_of"]
 
 
-def advisory(
+def from_engine(
     engine: Engine | AsyncEngine, *, session: bool = False, prefix: str = PREFIX, timeout: float = 5.0
 ) -> Backend:
-    """Make the store in an engine's database, for `configure(advisory=advisory(engine))`.
+    """Make the store in an engine's database, for `configure(advisory=from_engine(engine))`.
 
     A lock lasts as long as the transaction of the Session that asks, on PostgreSQL; with `session`, it is held on a
     connection of its own and has a ttl. See `dlock_core.backends.advisory.advisory`.
     """
     pool = pool_of(engine, timeout=timeout)
     return core.advisory(pool, getattr(engine, "sync_engine", engine), session=session, prefix=prefix)
+
+
+def from_url(url: str, *, prefix: str = PREFIX, timeout: float = 5.0) -> Backend:
+    """Make the store of a URL such as "advisory+postgresql+psycopg://…", whose locks are held by sessions.
+
+    Who writes a URL has no engine in common with a Session, whose transaction could hold them.
+    """
+    return from_engine(engine_of(url), session=True, prefix=prefix, timeout=timeout)
 
 
 def home_of(backend: Any) -> Dialect | None:

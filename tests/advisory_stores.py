@@ -1,0 +1,29 @@
+"""Stores of session locks for tests: through Django's aliases and through SQLAlchemy's engines, on the same servers."""
+
+from typing import Any
+
+import pytest
+from sqlalchemy import create_engine
+from sqlalchemy.ext.asyncio import create_async_engine
+
+from dlock_core.backend import Backend
+from tests.table_stores import ASYNC, DJANGO, URLS, server_of
+
+__all__ = ["sessions"]
+
+
+def sessions(request: pytest.FixtureRequest, store: str, **options: Any) -> Any:
+    """A store by its Django alias, or by its driver in SQLAlchemy."""
+    request.getfixturevalue(server_of(store))
+    return _made(store, session=True, **options)
+
+
+def _made(store: str, **options: Any) -> Backend:
+    if store in DJANGO:
+        from django_dlock.backends.advisory import from_url
+
+        return from_url(f"advisory://{store}", **options)
+    from sqla_dlock.backends.advisory import from_engine
+
+    create = create_async_engine if store in ASYNC else create_engine
+    return from_engine(create(URLS[store]), **options)
