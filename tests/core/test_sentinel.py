@@ -77,6 +77,11 @@ def test_client_of_a_master_is_a_store_and_one_of_replicas_is_not(kind: Any) -> 
         connect(sentinels.slave_for("shop"))
 
 
+def test_client_without_sentinels_is_refused() -> None:
+    with pytest.raises(ValueError, match="'shop' knows no Sentinel"):
+        connect(redis.sentinel.Sentinel([]).master_for("shop"))
+
+
 def test_address_that_a_client_forces_on_its_master_is_ours_too() -> None:
     sentinels = redis.sentinel.Sentinel(SENTINELS, force_master_ip="10.1.2.3")
     service = sentinel._of_client(sentinels.master_for("shop"))
