@@ -23,7 +23,7 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from dlock_core import AsyncLock, Lock, MultiLock, errors, hooks, logs, metrics, tracing
+from dlock_core import AsyncLock, Lock, MultiLock, connect, errors, hooks, logs, metrics, tracing
 from dlock_core.force import force_release
 from dlock_core.names import join
 from dlock_core.owner import serving
@@ -121,9 +121,14 @@ def test_acquire_that_waited_says_so_and_one_that_did_not_does_not(events):
     ]
 
 
-def test_locks_taken_in_one_request_are_told_one_by_one(events):
-    with MultiLock(MemoryBackend(), ["a", "b"]):
+def test_locks_taken_in_one_request_are_told_one_by_one(events, redis_server):
+    backend = connect(redis_server.url)
+    with MultiLock(backend, ["a", "b"]):
+        pass  # the server knows the scripts from now on
+    events.clear()
+    with MultiLock(backend, ["a", "b"]):
         pass
+    backend.close()
     assert [(event.kind, event.name) for event in events] == [
         ("acquired", "a"), ("acquired", "b"), ("released", "a"), ("released", "b"),
     ]  # fmt: skip
