@@ -16,8 +16,11 @@ from tests.servers import Server
 HOST: Final = "127.0.0.1"
 SLOTS: Final = 16384
 MASTERS: Final = 3
-PATIENT, HASTY = 60_000, 500
-"""Milliseconds after which a node that is silent counts as dead: in peace, and where a test wants a failover."""
+PATIENT, CALM, HASTY = 60_000, 1000, 500
+"""Milliseconds after which a node that is silent counts as dead: in peace, where masters vote, and where one shall die.
+
+Within twice that time they do not vote again for a replica of the same master.
+"""
 WITHIN: Final = 60.0
 
 
@@ -129,8 +132,16 @@ class Cluster:
     def switch(self, master: Server) -> Server:
         """Let a replica take over from its master in good order; returns it."""
         replica = self.replica_of(master)
-        self.ask(replica, "CLUSTER", "FAILOVER")
-        until(lambda: self.ask(replica, "ROLE")[0] == "master" and self.ask(master, "ROLE")[0] == "slave")
+        self.be(CALM)
+
+        def has_switched() -> bool:
+            return bool(self.ask(replica, "ROLE")[0] == "master" and self.ask(master, "ROLE")[0] == "slave")
+
+        for _ in range(int(WITHIN)):
+            self.ask(replica, "CLUSTER", "FAILOVER")
+            if comes(has_switched, CALM / 1000):
+                break
+        self.be(PATIENT)
         return replica
 
     def _life(self, key: str) -> int:
@@ -187,11 +198,17 @@ def cluster(directory: Path, *options: str) -> Iterator[Cluster]:
 
 def until(condition: Callable[[], object]) -> None:
     """Wait for what no event announces."""
-    for _ in range(int(WITHIN * 50)):
+    if not comes(condition, WITHIN):
+        raise TimeoutError(f"did not happen within {WITHIN} s")
+
+
+def comes(condition: Callable[[], object], within: float) -> bool:
+    """Wait a while for what may not come."""
+    for _ in range(int(within * 50)):
         if condition():
-            return
+            return True
         threading.Event().wait(0.02)
-    raise TimeoutError(f"did not happen within {WITHIN} s")
+    return False
 
 
 def _server(directory: Path, options: tuple[str, ...]) -> Server:
