@@ -86,7 +86,7 @@ def _of_client(client: Any) -> Service | None:
     if manager is None:
         return None
     if not manager.sentinels:
-        raise ValueError(f"the client of {pool.service_name!r} knows no Sentinel: give the Sentinel(...) their addresses")
+        raise ValueError(f"the client of {pool.service_name!r} knows no Sentinel: give Sentinel(...) their addresses")
     if not pool.is_master:
         raise ValueError("leases live on the master, and replicas are never asked: use Sentinel.master_for(...)")
     return Service(pool.service_name, manager.sentinels, pool, getattr(manager, "_force_master_ip", None))
