@@ -21,21 +21,22 @@ __all__ = ["locks"]
 
 _SESSIONS: Final = """\
 SELECT p.id, p.user, p.host, p.db, p.command, LEFT(p.info, 200), p.state, p.time, DATABASE(), t.trx_rows_locked,
-TIMESTAMPDIFF(MICROSECOND, t.trx_started, NOW(6)) / 1e6, TIMESTAMPDIFF(MICROSECOND, t.trx_wait_started, NOW(6)) / 1e6
+TIMESTAMPDIFF(MICROSECOND, t.trx_started, NOW(6)) / 1e6
 FROM information_schema.processlist p LEFT JOIN information_schema.innodb_trx t ON t.trx_mysql_thread_id = p.id
 WHERE p.id <> CONNECTION_ID()"""
 
 _WAITS: Final = {
     "mariadb": """\
 SELECT r.trx_mysql_thread_id, b.trx_mysql_thread_id, l.lock_table, l.lock_index, l.lock_mode, l.lock_data,
-CONCAT_WS(':', l.lock_space, l.lock_page, l.lock_rec)
+CONCAT_WS(':', l.lock_space, l.lock_page, l.lock_rec),
+TIMESTAMPDIFF(MICROSECOND, r.trx_wait_started, NOW(6)) / 1e6
 FROM information_schema.innodb_lock_waits w
 JOIN information_schema.innodb_trx r ON r.trx_id = w.requesting_trx_id
 JOIN information_schema.innodb_trx b ON b.trx_id = w.blocking_trx_id
 JOIN information_schema.innodb_locks l ON l.lock_id = w.requested_lock_id""",
     "mysql": """\
 SELECT r.trx_mysql_thread_id, b.trx_mysql_thread_id, CONCAT(l.object_schema, '.', l.object_name), l.index_name,
-l.lock_mode, l.lock_data, l.engine_lock_id
+l.lock_mode, l.lock_data, l.engine_lock_id, TIMESTAMPDIFF(MICROSECOND, r.trx_wait_started, NOW(6)) / 1e6
 FROM performance_schema.data_lock_waits w
 JOIN information_schema.innodb_trx r ON r.trx_id = w.requesting_engine_transaction_id
 JOIN information_schema.innodb_trx b ON b.trx_id = w.blocking_engine_transaction_id
@@ -59,14 +60,15 @@ SELECT 1 FROM information_schema.plugins WHERE plugin_name = 'METADATA_LOCK_INFO
 _GET_LOCK: Final = re.compile(r"\bGET_LOCK\s*\(\s*(?:_\w+\s*)?'((?:[^'\\]|\\.|'')*)'", re.IGNORECASE)
 """MariaDB tells the name of a user lock that is waited for in the statement only."""
 
+_ESCAPED: Final = re.compile(r"\\(.)|'(?=')")
+
 
 def locks(database: Database) -> Reading:
     """Read who holds and who waits; raises BackendUnavailable, also without the privilege."""
     rows = database.query(_SESSIONS)
     sessions = {f"my:{row[0]}/{row[3]}": _session(row) for row in rows}
-    parties = {int(row[0]): f"my:{row[0]}/{row[3]}" for row in rows}
-    waited = {int(row[0]): _seconds(row[11]) for row in rows}
-    waits = [*_row_waits(database, parties, waited), *_user_waits(database, rows, parties)]
+    parties = {row[0]: f"my:{row[0]}/{row[3]}" for row in rows}
+    waits = [*_row_waits(database, parties), *_user_waits(database, rows, parties)]
     held = [*_user_locks(database, parties), *_row_locks(rows, parties, waits)]
     return read(database.alias, sessions, waits, held)
 
@@ -75,7 +77,7 @@ def _session(row: tuple[Any, ...]) -> Session:
     pid, user, host, schema, command, query, *_ = row
     state = {"Sleep": "idle" if row[10] is None else "idle in transaction", "Query": "active"}.get(command, command)
     client = str(host).partition(":")[0]
-    owner = {"pid": int(pid), "user": user, "client": client, "state": state, "query": query}
+    owner = {"pid": pid, "user": user, "client": client, "state": state, "query": query}
     return Session(f"my:{pid}/{schema}", f"session {pid} ({user}@{client})", owner, _seconds(row[10]))
 
 
@@ -83,16 +85,16 @@ def _seconds(value: Any) -> float | None:
     return None if value is None else max(0.0, float(value))
 
 
-def _row_waits(database: Database, parties: dict[int, str], waited: dict[int, float | None]) -> Iterator[Wanted]:
-    behind: dict[tuple[int, str, str], list[str]] = defaultdict(list)
+def _row_waits(database: Database, parties: dict[int, str]) -> Iterator[Wanted]:
+    behind: dict[tuple[Any, ...], list[str]] = defaultdict(list)
     here = str(database.query("SELECT DATABASE()")[0][0])
-    for waiter, blocker, table, index, mode, data, place in database.query(_WAITS[database.vendor]):
+    for waiter, blocker, table, index, mode, data, place, waited in database.query(_WAITS[database.vendor]):
         if waiter in parties:
             name = _name(str(table).replace("`", "").removeprefix(f"{here}."), index, data, place)
-            behind[int(waiter), name, mode].append(parties.get(int(blocker), f"my:{blocker}"))
-    for (waiter, name, mode), blockers in behind.items():
+            behind[parties[waiter], name, mode, _seconds(waited)].append(parties.get(blocker, f"my:{blocker}"))
+    for (party, name, mode, waited), blockers in behind.items():
         words = "shared" if str(mode).startswith("S") else "exclusive"
-        yield Wanted(parties[waiter], "row", name, words, waited.get(waiter), tuple(blockers))
+        yield Wanted(party, "row", name, words, waited, tuple(blockers))
 
 
 def _name(table: str, index: str | None, data: str | None, place: str) -> str:
@@ -108,9 +110,10 @@ def _user_waits(database: Database, rows: Iterable[tuple[Any, ...]], parties: di
     for row in rows:
         found = _GET_LOCK.search(str(row[5])) if row[6] == "User lock" else None
         if found is not None:
-            ((holder,),) = database.query("SELECT IS_USED_LOCK(%s)", (found[1],))
-            behind = () if holder is None else (parties.get(int(holder), f"my:{holder}"),)
-            yield Wanted(parties[int(row[0])], "advisory", found[1], "exclusive", float(row[7]), behind)
+            name = _ESCAPED.sub(r"\1", found[1])
+            ((holder,),) = database.query("SELECT IS_USED_LOCK(%s)", (name,))
+            behind = () if holder is None else (parties.get(holder, f"my:{holder}"),)
+            yield Wanted(parties[row[0]], "advisory", name, "exclusive", _seconds(row[7]), behind)
 
 
 def _user_locks(database: Database, parties: dict[int, str]) -> Iterator[Held]:
@@ -124,7 +127,7 @@ def _row_locks(rows: Iterable[tuple[Any, ...]], parties: dict[int, str], waits: 
     """Give the transactions that have locked rows for which nobody waits."""
     told = {party for one in waits for party in (one.party, *one.behind)}
     for row in rows:
-        party, number = parties[int(row[0])], row[9]
+        party, number = parties[row[0]], row[9]
         if number and party not in told:
             name = f"{number} row{'s' if number > 1 else ''} of session {row[0]}"
             yield Held(party, "row", name, "exclusive", _seconds(row[10]))

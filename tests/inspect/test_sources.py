@@ -1,0 +1,202 @@
+"""Sources of the picture: what cannot be asked is one line, nothing hangs, and nothing tells a password."""
+
+import asyncio
+import json
+import re
+import socket
+import threading
+from contextlib import closing
+
+import pytest
+from django.db import connections
+from django.utils.connection import ConnectionDoesNotExist
+from sqlalchemy import create_engine
+from sqlalchemy.exc import ArgumentError
+from sqlalchemy.ext.asyncio import create_async_engine
+
+from django_dlock.inspect import databases
+from dlock_core import AsyncLock, Lock, connect
+from dlock_core.backend import Holder, LockState
+from dlock_core.backends.memory import MemoryBackend
+from dlock_core.errors import BackendUnavailable
+from dlock_core.inspect import picture, reading
+from sqla_dlock.inspect import database as sqla_database
+from tests import servers
+from tests.inspect.parties import URLS
+
+SECRET = "s3cret-word"
+
+
+def test_leases_are_told_with_their_queue_and_party(store_url):
+    backend, waiting = connect(store_url), threading.Event()
+    lock = Lock(backend, "order:1", wait=60)
+    with Lock(backend, "order:1") as lease:
+        thread = threading.Thread(target=lambda: lock.acquire().release(), name="second")
+        thread.start()
+        while len((found := picture([("default", backend)])).entries) < 2:
+            waiting.wait(0.01)
+    thread.join()
+    holder, waiter = found.entries
+    assert (holder.kind, holder.source, holder.name, holder.role, holder.token) == (
+        "lease", "default", "order:1", "holder", lease.token,
+    )  # fmt: skip
+    assert holder.owner["holder"] == lease.holder[:8]
+    assert (waiter.place, waiter.owner["thread"], waiter.token) == (1, "second", None)
+    assert holder.party != waiter.party
+    assert json.loads(json.dumps(found.as_dict()))["schema"] == 1
+    backend.close()
+
+
+def test_tasks_of_one_thread_are_different_parties():
+    async def main():
+        backend = MemoryBackend()
+        async with AsyncLock(backend, "order:1"), asyncio.TaskGroup() as group:
+            group.create_task(hold(backend, "order:2"))
+            group.create_task(hold(backend, "order:3"))
+        return held
+
+    async def hold(backend, name):
+        async with AsyncLock(backend, name):
+            held.append(await asyncio.to_thread(picture, [("memory", backend)]))
+
+    held = []
+    found = asyncio.run(main())
+    parties = {entry.name: entry.party for each in found for entry in each.entries}
+    assert len(set(parties.values())) == 3
+
+
+def test_owners_that_are_hostile_stay_data():
+    words = "\x1b[2J\n[red]\u202e"
+
+    class Store:
+        async def inspect(self, runtime, name=None):
+            owners = [json.dumps({"pid": words, "app": [words], "own": 5, "id": {}}), words, "[" * 100_000, "{}"]
+            return [LockState(words, tuple(Holder(words, 1, False, owner, None) for owner in owners))]
+
+    found = picture([("odd", Store())])
+    assert len(found.entries) == 4
+    assert all(entry.described.isprintable() for entry in found.entries)
+    assert all(entry.name == words for entry in found.entries)
+    json.dumps(found.as_dict())
+
+
+def test_store_that_is_down_is_one_line_and_the_others_are_told():
+    memory = MemoryBackend()
+    away = connect(f"redis://:{SECRET}@127.0.0.1:{servers.free_port()}/0")
+    with Lock(memory, "order:1"):
+        found = picture([("away", away), ("memory", memory)])
+    assert [entry.name for entry in found.entries] == ["order:1"]
+    (gone,) = found.unreadable
+    assert gone.source == "away"
+    assert gone.reason.isprintable()
+    assert SECRET not in str(found.as_dict())
+
+
+DOWN = {
+    "psycopg": "postgresql+psycopg://u:{secret}@127.0.0.1:{port}/shop",
+    "asyncpg": "postgresql+asyncpg://u:{secret}@127.0.0.1:{port}/shop",
+    "mysqldb": "mariadb+mysqldb://u:{secret}@127.0.0.1:{port}/shop",
+    "pymysql": "mysql+pymysql://u:{secret}@127.0.0.1:{port}/shop",
+}
+
+
+@pytest.mark.parametrize("driver", DOWN)
+def test_database_that_is_down_is_one_line_without_its_password(driver):
+    url = DOWN[driver].format(secret=SECRET, port=servers.free_port())
+    found = picture([], [sqla_database(url, alias="reports")])
+    assert [(gone.source, gone.reason.isprintable()) for gone in found.unreadable] == [("reports", True)]
+    assert SECRET not in str(found.as_dict())
+
+
+DRIVERS = pytest.mark.parametrize(
+    ("driver", "database"),
+    [("postgresql", "postgresql"), ("asyncpg", "postgresql"), ("mariadb", "mariadb"), ("aiomysql", "mariadb")],
+    indirect=["database"],
+    ids=lambda value: value,
+)
+
+
+@DRIVERS
+def test_wrong_password_is_never_shown(driver, database, stranger):
+    url = URLS[driver].replace("postgres@", f"stranger:{SECRET}@").replace("root@", f"stranger:{SECRET}@")
+    (gone,) = picture([], [sqla_database(url.replace("/postgres", "/nowhere"))]).unreadable
+    assert re.search("stranger|nowhere", gone.reason)
+    assert SECRET not in gone.reason
+
+
+@pytest.fixture
+def stranger(database):
+    """A user of MariaDB with another password; PostgreSQL's test server lets everybody in, but there is no such database."""
+    if database == "mariadb":
+        with connections["mariadb"].cursor() as cursor:
+            cursor.execute("CREATE OR REPLACE USER stranger@'%%' IDENTIFIED BY 'another'")
+            cursor.execute("GRANT USAGE ON *.* TO stranger@'%%'")
+
+
+@DRIVERS
+@pytest.mark.parametrize("given", ["url", "engine"])
+def test_every_driver_is_asked_with_parameters_on_a_connection_of_its_own(driver, database, given):
+    url = URLS[driver]
+    make = create_async_engine if driver in ("asyncpg", "aiomysql") else create_engine
+    one = sqla_database(url if given == "url" else make(url), alias="db")
+    with closing(one):
+        assert one.alias == "db"
+        assert one.vendor == database
+        assert one.query("SELECT CAST(%s AS char(1)), 1 WHERE 2 = %s", ("x", 2)) == [("x", 1)]
+        assert one.query("SELECT 1 WHERE 1 = 2") == []
+        with pytest.raises(BackendUnavailable):
+            one.query("SELECT nonsense")
+        with pytest.raises(BackendUnavailable, match=r"(?i)read.only"):
+            one.query("INSERT INTO testapp_counter (name, value) VALUES ('x', 1)")
+        assert one.query("SELECT 1") == [(1,)], "an error does not end it"
+
+
+def test_url_that_says_mysql_is_asked_what_it_is(use_database):
+    use_database("mariadb")
+    with closing(sqla_database(URLS["mariadb"].replace("mariadb+", "mysql+"))) as one:
+        assert one.vendor == "mariadb"
+    (django,) = databases(["mariadb"])
+    with closing(django):
+        assert django.vendor == "mariadb"
+
+
+def test_sqlite_has_nothing_to_show(use_database):
+    use_database("default")
+    with Lock(MemoryBackend(), "x"), closing(sqla_database("sqlite://")) as one:
+        found = picture([], [*databases(["default"]), one])
+    assert (found.entries, found.unreadable) == ([], [])
+
+
+def test_database_that_says_nothing_is_left_alone(monkeypatch):
+    monkeypatch.setattr(reading, "LIMIT", 0.3)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"postgresql+psycopg://u@127.0.0.1:{silent.getsockname()[1]}/shop"
+        (gone,) = picture([], [sqla_database(url)]).unreadable
+    assert gone.reason == "no answer within 0.3 s"
+
+
+def test_connection_that_comes_too_late_is_closed(monkeypatch):
+    monkeypatch.setattr(reading, "LIMIT", 0.1)
+    come, closed = threading.Event(), threading.Event()
+
+    class Session:
+        def __init__(self):
+            come.wait()
+
+        def execute(self, sql, params):
+            return []
+
+        def close(self):
+            closed.set()
+
+    with pytest.raises(BackendUnavailable):
+        reading.Reader("x", "other", Session).query("SELECT 1")
+    come.set()
+    assert closed.wait(30)
+
+
+def test_unknown_alias_and_bad_url_are_refused_before_anything_is_sent():
+    with pytest.raises(ConnectionDoesNotExist):
+        databases(["nowhere"])
+    with pytest.raises(ArgumentError):
+        sqla_database("no url")
