@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Mapping
+from contextlib import suppress
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Final, cast
 
@@ -96,6 +97,16 @@ class Stores(Handler):
         if isinstance(entry["BACKEND"], str):
             self._ours.append(backend)
         return Store(alias, backend, ttl, wait)
+
+    def prepare(self) -> None:
+        """Make every store now: the import of a client takes a while, and need not keep the first request waiting.
+
+        Nothing is sent. A store that cannot be made tells whoever asks for it, and the system checks.
+        """
+        with suppress(ImproperlyConfigured):
+            for alias in self:
+                with suppress(ImproperlyConfigured):
+                    self[alias]
 
     def close_all(self) -> None:
         """Close the connections of the backends made here, not of those that the setting brought along."""

@@ -12,6 +12,7 @@ from asgiref.sync import iscoroutinefunction, markcoroutinefunction
 from django.core.handlers.exception import convert_exception_to_response
 from django.http import HttpResponse
 
+from django_dlock.conf import stores
 from django_dlock.ties import apart
 from dlock_core.errors import DLockError
 from dlock_core.http import respond
@@ -40,6 +41,7 @@ class LockMiddleware:
     async_capable = True
 
     def __init__(self, get_response: Callable[[HttpRequest], Any]) -> None:
+        stores.prepare()
         self.get_response = _raising(get_response)
         self.is_async = iscoroutinefunction(get_response)
         if self.is_async:

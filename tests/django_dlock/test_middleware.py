@@ -15,6 +15,7 @@ from django.test import AsyncClient, Client, RequestFactory, override_settings
 from django.urls import path
 
 from django_dlock import errors as django_errors
+from django_dlock.conf import stores
 from django_dlock.locks import lock
 from django_dlock.middleware import LockMiddleware
 from dlock_core import errors
@@ -379,3 +380,11 @@ def test_a_decorated_callable_keeps_its_decorator():
         return HttpResponse("decorated")
 
     assert LockMiddleware(get_response)(RequestFactory().get("/")).content == b"decorated"
+
+
+def test_stores_are_made_when_the_server_starts_and_one_that_is_wrong_does_not_stop_it():
+    with override_settings(DLOCK={"wrong": {"BACKEND": "nowhere://"}, "right": {"BACKEND": "memory://"}}):
+        LockMiddleware(lambda _: HttpResponse())
+        assert list(vars(stores._connections)) == ["right"]
+    with override_settings(DLOCK="nonsense"):
+        LockMiddleware(lambda _: HttpResponse())
