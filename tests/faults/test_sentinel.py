@@ -237,6 +237,7 @@ def test_transaction_under_a_lease_that_a_failover_forgot_is_refused(fresh: Grou
     assert value(alias) == 1
 
 
+@threads
 def test_grant_that_no_replica_has_is_not_told_and_given_back(locks: Locks, copied: Locks, shop: Group) -> None:
     (replica,) = shop.replicas()
     replica.kill()
