@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import TYPE_CHECKING, Final, NamedTuple
 
+from rich.cells import cell_len
+from rich.padding import Padding
 from rich.text import Text
 
 from dlock_core.cli.tables import Column, Row, fitted, printed
@@ -54,10 +56,12 @@ def counted(entries: Sequence[Entry]) -> str:
     return ", ".join(_number(sum(entry.role == role for entry in entries), role) for role in ("holder", "waiter"))
 
 
-def troubles(picture: Picture) -> Iterator[Text]:
+def troubles(picture: Picture) -> Iterator[RenderableType]:
     """Name the deadlocks, and the sources that could not be asked, in red."""
     for cycle in picture.cycles:
-        yield Text("\n  ".join(["deadlock:", *[plain(step) for step in cycle.steps()]]), "red")
+        yield Text("deadlock:", "red")
+        for step in cycle.steps():
+            yield Padding(Text(plain(step), "red"), (0, 0, 0, 2), expand=False)
     for source, number in picture.left_out.items():
         yield Text(plain(f"{source}: {number} more locks, for which nobody waits"))
     for each in picture.unreadable:
@@ -90,8 +94,10 @@ def _row(entry: Entry, source: str, kind: str, *, is_first: bool) -> Row:
 
 
 def _cards(entries: Sequence[Entry], width: int) -> Iterator[tuple[str, str]]:
+    are_many = len({entry.source for entry in entries}) > 1
     for lock in grouped(entries):
-        yield middle(plain(lock[0].name), width), "bold"
+        source = f"  {middle(plain(lock[0].source), width // 3)}" if are_many else ""
+        yield middle(plain(lock[0].name), width - cell_len(source)) + source, "bold"
         for entry in lock:
             yield from _card(entry, width)
 
@@ -100,8 +106,8 @@ def _card(entry: Entry, width: int) -> Iterator[tuple[str, str]]:
     style = "dim" if entry.role == "waiter" else ""
     who = f"{_waits(entry)} {entry.described}" if entry.role == "waiter" else entry.described
     facts = [seconds(entry.seconds), plain(entry.mode)]
-    if entry.expires_in is not None:
-        facts.insert(1, f"{_left(entry)} left")
+    if left := _left(entry):
+        facts.insert(1, left if entry.expires_in is None else f"{left} left")
     lines = [who, ", ".join(facts), *([] if entry.token is None else [f"token {entry.token}"])]
     for line in lines:
         yield middle(f"  {plain(line)}", width), style

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from dlock_core.backend import Backend
+    from dlock_core.database import Database
     from dlock_core.doctor import Finding
-    from dlock_core.inspect import Database
 
 __all__ = ["Failed", "Given", "Opened", "Sources", "console_for", "is_interactive"]
 

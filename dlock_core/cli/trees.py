@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import TYPE_CHECKING, Final
 
+from rich.cells import cell_len
 from rich.text import Text
 from rich.tree import Tree
 
@@ -71,11 +72,10 @@ def _grow(node: Tree, party: str, behind: dict[str, list[Wait]], drawn: set[str]
 
 
 def _label(waiter: Entry, width: int, *, again: bool) -> Text:
-    time = f", {seconds(waiter.seconds)}" + (" (see above)" if again else "")
-    what = f"waits for {waiter.kind} "
+    what, mark = f"waits for {waiter.kind} ", " (see above)" if again else ""
     if width < NARROW:
-        name = middle(plain(waiter.name), width - len(what) - len(time))
-        return Text(f"{middle(plain(waiter.described), width)}\n{what}{name}{time}")
-    name = middle(plain(waiter.name), width // 3)
-    room = width - len(what) - len(time) - len(name) - 1
-    return Text(f"{middle(plain(waiter.described), room)} {what}{name}{time}")
+        who = middle(plain(waiter.described), width - len(mark)) + mark
+        return Text(f"{who}\n{middle(what + plain(waiter.name), width)}")
+    name, time = middle(plain(waiter.name), width // 3), f", {seconds(waiter.seconds)}"
+    room = width - cell_len(f" {what}{name}{time}{mark}")
+    return Text(f"{middle(plain(waiter.described), room)} {what}{name}{time}{mark}")
