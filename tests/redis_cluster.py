@@ -29,7 +29,10 @@ class Cluster:
 
     def __init__(self, directory: Path, *options: str) -> None:
         self.nodes = [_server(directory.with_name(f"{directory.name}{place}"), options) for place in range(2 * MASTERS)]
-        self.password = options[options.index("--requirepass") + 1] if "--requirepass" in options else None
+        self._clients = {
+            node.port: redis.Redis(host=HOST, port=node.port, decode_responses=True, socket_timeout=WITHIN)
+            for node in self.nodes
+        }
 
     @property
     def url(self) -> str:
@@ -53,13 +56,10 @@ class Cluster:
     def stop(self) -> None:
         for node in self.nodes:
             node.kill()
+            self._clients[node.port].close()
 
     def ask(self, node: Server, *command: Any) -> Any:
-        """Ask one node, on a connection of its own."""
-        with redis.Redis(
-            host=HOST, port=node.port, password=self.password, decode_responses=True, socket_timeout=WITHIN
-        ) as client:
-            return client.execute_command(*command)
+        return self._clients[node.port].execute_command(*command)
 
     def heal(self) -> None:
         """Have every node run, every slot served and at rest, and a replica in step with each master."""

@@ -14,13 +14,14 @@ from redis.asyncio.cluster import ClusterNode as AsyncioNode
 from redis.cluster import ClusterNode
 
 from dlock_core import Lock, connect
-from dlock_core.backend import Backend
+from dlock_core.backend import Backend, Renewal
 from dlock_core.backends.redis.cluster import ClusterBackend
 from dlock_core.backends.redis.scripts import script
 from dlock_core.errors import AcquireTimeout, BackendUnavailable, LeaseLost
 from dlock_core.lease import Released
 from dlock_core.runtime import BLOCKING, clock, run
-from dlock_core.testing.contract.parties import Locks
+from dlock_core.testing.contract.parties import Locks, Threads
+from dlock_core.testing.contract.tasks import Tasks
 from tests import processes, servers
 from tests.conftest import give_up
 from tests.faults.history import overlaps, read, repeated_tokens, work
@@ -97,6 +98,10 @@ def move(nodes: Cluster, key: str) -> Iterator[Callable[[], Move]]:
         one.finish()
 
 
+threads = pytest.mark.parametrize("locks", [Threads], indirect=True)
+tasks = pytest.mark.parametrize("locks", [Tasks], indirect=True)
+
+
 def refusals(nodes: Cluster, kind: str) -> int:
     """How many questions were refused so by all nodes together."""
     stats = [nodes.ask(node, "INFO", "errorstats") for node in nodes.running]
@@ -127,6 +132,7 @@ def test_all_keys_of_a_name_are_in_one_slot(locks: Locks, nodes: Cluster, prefix
     locks.do(pending.result(WAIT).release)
 
 
+@threads
 def test_names_that_differ_by_a_companions_ending_are_apart(locks: Locks) -> None:
     """The queue of "a" is no lock of anybody."""
     leases = [locks.acquire(name) for name in ("a", "a:q", "a:wake", "token", "held", "never")]
@@ -172,6 +178,7 @@ def stands_in_the_way(locks: Locks) -> bool:
         return "TryAgain" in error.reason
 
 
+@tasks
 @pytest.mark.parametrize("stage", STAGES)
 def test_shared_lease_outlives_the_move_of_its_slot(
     locks: Locks, key: str, move: Callable[[], Move], stage: str
@@ -188,18 +195,6 @@ def test_shared_lease_outlives_the_move_of_its_slot(
     on_the_way.finish()
     locks.do(lease.renew)
     assert locks.do(lease.release) is Released.RELEASED
-
-
-def test_watchdog_keeps_leases_whose_slot_moves(locks: Locks, direct: ClusterBackend, move: Callable[[], Move]) -> None:
-    lease = locks.acquire("a", ttl=6)
-    on_the_way = move()
-    on_the_way.carry()
-    before = locks.renewals(lease)
-    locks.observed.until(lambda _: locks.renewals(lease) >= before + 2)
-    on_the_way.finish()
-    locks.observed.until(lambda _: locks.renewals(lease) >= before + 3)
-    assert not lease.lost
-    assert holders(direct, "a") == [lease.holder]  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("released", ["before the move", "while keys move", "after the move"])
@@ -270,6 +265,7 @@ def test_lease_and_waiter_survive_the_death_of_the_master(
     assert locks.keep(pending.result(WAIT)).token > lease.token
 
 
+@threads
 def test_lock_that_is_asked_for_while_there_is_no_master_is_had_from_the_next_one(
     locks: Locks, nodes: Cluster, key: str
 ) -> None:
@@ -284,6 +280,7 @@ def test_lock_that_is_asked_for_while_there_is_no_master_is_had_from_the_next_on
     assert locks.keep(pending.result(WAIT)).token > first.token
 
 
+@threads
 def test_replicas_are_never_asked(locks: Locks, nodes: Cluster) -> None:
     masters = nodes.masters()
     replicas = [node for node in nodes.nodes if node not in masters]
@@ -309,6 +306,7 @@ def test_master_that_steps_down_wakes_its_waiters_and_is_left(locks: Locks, node
     assert tokens == sorted(set(tokens))
 
 
+@tasks
 def test_lease_that_a_failover_forgot_is_told_as_lost(locks: Locks, nodes: Cluster, key: str) -> None:
     """The replica had not heard of it; tokens grow nevertheless."""
     told: list[bool] = []
@@ -329,6 +327,7 @@ def test_lease_that_a_failover_forgot_is_told_as_lost(locks: Locks, nodes: Clust
     assert locks.holders("a") == [other.holder]
 
 
+@threads
 def test_master_that_stands_still_is_unavailable_in_time(locks: Locks, nodes: Cluster, key: str, prefix: str) -> None:
     for backend in store(nodes.url, prefix, timeout=LIMIT):
         hasty = type(locks)(backend)
@@ -342,6 +341,7 @@ def test_master_that_stands_still_is_unavailable_in_time(locks: Locks, nodes: Cl
         hasty.close()
 
 
+@threads
 def test_holders_and_waiters_elsewhere_do_not_mind_a_master_that_is_gone(
     locks: Locks, nodes: Cluster, direct: ClusterBackend, key: str
 ) -> None:
@@ -349,7 +349,7 @@ def test_holders_and_waiters_elsewhere_do_not_mind_a_master_that_is_gone(
     told = threading.Event()
     master = nodes.master_of(key)
     name = elsewhere(nodes, direct, master)
-    lost, kept = locks.acquire("a", ttl=6, on_lost=told.set), locks.acquire(name, ttl=6)
+    lost, kept = locks.acquire("a", ttl=3, on_lost=told.set), locks.acquire(name, ttl=3)
     pending = locks.queue_up(name, wait=None)
     master.kill()
     assert told.wait(WAIT)
@@ -364,6 +364,7 @@ def test_holders_and_waiters_elsewhere_do_not_mind_a_master_that_is_gone(
         locks.do(lost.release)
 
 
+@tasks
 def test_cluster_that_is_down_is_unavailable_and_had_again(locks: Locks, nodes: Cluster, key: str) -> None:
     locks.do(locks.acquire("a").release)
     master = nodes.master_of(key)
@@ -396,6 +397,7 @@ def test_cluster_of_which_no_node_answers_is_named_without_the_password(locks: L
         assert clock() - began < 20
 
 
+@tasks
 def test_nodes_that_are_all_silent_hold_up_nobody_for_long(locks: Locks, nodes: Cluster, prefix: str) -> None:
     for node in nodes.nodes:
         node.pause()
@@ -502,10 +504,7 @@ def test_release_whose_reply_was_lost_has_released(
 def test_leases_of_a_node_are_renewed_in_one_request(through: Locks, proxies: dict[int, Proxy]) -> None:
     for number in range(100):
         through.acquire(f"a:{number}", ttl=WAIT, renew=False)
-    renewals = [(lease._held.request, lease._held.granted) for lease in through._leases]
-    from dlock_core.backend import Renewal
-
-    asked = [Renewal(*renewal) for renewal in renewals]
+    asked = [Renewal(lease._held.request, lease._held.granted) for lease in through._leases]
     through.ask("renew_many", asked)  # the nodes learn the script
     before = sum(proxy.requests for proxy in proxies.values())
     assert through.ask("renew_many", asked) == [WAIT] * 100
@@ -546,14 +545,14 @@ def test_processes_stay_apart_while_their_slot_moves_and_their_master_changes(
     path = tmp_path / "history"
     with ExitStack() as stack:
         arguments = (nodes.url, prefix, str(path), 100_000, {"ttl": WAIT}, 0.002)
-        workers = [stack.enter_context(processes.worker(work, *arguments)) for _ in range(4)]
+        workers = [stack.enter_context(processes.worker(work, *arguments)) for _ in range(3)]
 
         def go_on(sections: int = 20) -> None:
             before = len(path.read_text().splitlines()) if path.exists() else 0
             until(lambda: path.exists() and len(path.read_text().splitlines()) >= before + sections)
 
         go_on()
-        for _ in range(3):
+        for _ in range(2):
             on_the_way = nodes.begin_to_move(key, nodes.other_than(nodes.master_of(key)))
             on_the_way.carry()
             on_the_way.finish()
@@ -576,6 +575,7 @@ def test_lock_of_a_cluster_asked_of_one_of_its_nodes_alone_is_unavailable(nodes:
     backend.close()
 
 
+@tasks
 def test_waiting_is_no_storm_of_questions(locks: Locks) -> None:
     locks.acquire("a", ttl=WAIT)
     with pytest.raises(AcquireTimeout):
