@@ -52,9 +52,9 @@ BIGINT: Final = "CAST(:token AS bigint)"
 _LIMITED: Final = """\
 WITH old AS MATERIALIZED (SELECT current_setting('lock_timeout') AS v),
 lim AS MATERIALIZED (SELECT set_config('lock_timeout', :milliseconds, true),
-set_config('application_name', CASE WHEN position(' dlock:' IN app) > 0 THEN app
-ELSE left(app, 48) || ' dlock:' || left(CAST(:holder AS text), 8) END, true)
-FROM old, current_setting('application_name') AS app){more}
+set_config('application_name', CASE WHEN position(mark IN app) > 0 THEN app ELSE left(app, 48) || mark END, true)
+FROM old, current_setting('application_name') AS app,
+concat(' dlock:', left(CAST(:holder AS text), 8)) AS mark){more}
 SELECT c.n, CAST(pg_current_xact_id_if_assigned() AS text), set_config('lock_timeout', old.v, true)
 FROM old LEFT JOIN ({result}) AS c ON true"""
 """Wait for row locks only so long, and give the session its own limit back, in one statement.

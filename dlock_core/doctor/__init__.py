@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from dlock_core.backend import Backend
-    from dlock_core.inspect import Database
+    from dlock_core.database import Database
 
 __all__ = ["Finding", "Level", "examine"]
 

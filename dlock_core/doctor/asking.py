@@ -8,7 +8,7 @@ from dlock_core.doctor.clocks import SAMPLES, Sample, clock, round_trip, timing,
 from dlock_core.doctor.finding import Finding, ok, unsafe, warning
 
 if TYPE_CHECKING:
-    from dlock_core.inspect import Database
+    from dlock_core.database import Database
 
 __all__ = ["clocks", "connections", "isolation", "version", "writable"]
 

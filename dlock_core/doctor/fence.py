@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Final
 from dlock_core.doctor.finding import Finding, ok, warning
 
 if TYPE_CHECKING:
-    from dlock_core.inspect import Database
+    from dlock_core.database import Database
 
 __all__ = ["fence"]
 

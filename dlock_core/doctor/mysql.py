@@ -10,7 +10,7 @@ from dlock_core.doctor.fence import fence
 from dlock_core.doctor.finding import Finding, ok, unsafe, warning
 
 if TYPE_CHECKING:
-    from dlock_core.inspect import Database
+    from dlock_core.database import Database
 
 __all__ = ["findings"]
 

@@ -1,7 +1,7 @@
 """Finds the leases and the database sessions that belong to the same thread, task or request.
 
 A session tells the holder under whose lease its transaction works; a lease tells the sessions that were open when it
-was asked for, those that are its thread's `own`, and those `in` whose transaction it was.
+was asked for, those that are its thread's `own`, and those `in` whose transaction it was; a `session` lock, its own.
 """
 
 from __future__ import annotations
@@ -35,7 +35,10 @@ def linked(leases: list[Entry], of_databases: list[Entry], sessions: Mapping[str
         return leases + of_databases
     found = [_renamed(entry, same.of(entry.party)) for entry in leases]
     described = {entry.party: entry.described for entry in reversed(found)}
-    return found + [_explained(entry, same.of(entry.party), described, sessions) for entry in of_databases]
+    rest = [_explained(entry, same.of(entry.party), described, sessions) for entry in of_databases]
+    told = {(entry.name, entry.role, entry.party) for entry in found}
+    # A store that keeps its leases as advisory locks has told them already.
+    return found + [entry for entry in rest if entry.kind == "row" or (entry.name, entry.role, entry.party) not in told]
 
 
 class _Same:
@@ -67,11 +70,12 @@ def _links(leases: Iterable[Entry], sessions: Mapping[str, Session]) -> Iterator
             names = lease.owner.get(key)
             for party in names if isinstance(names, list) else ():
                 by_session[str(party)].append((lease, key == "own"))
+        by_session[str(lease.owner.get("session"))].append((lease, True))
     for party, session in sessions.items():
         worker = by_holder.get(session.holder or "")
         if worker is not None:
             yield worker, party
-        for lease, is_own in by_session.get(party, ()):
+        for lease, is_own in (*by_session.get(party, ()), *by_session.get(party.partition("/")[0], ())):
             if is_own or (worker is None and _is_still_in(lease, session)):
                 yield lease.party, party
 

@@ -10,17 +10,19 @@ import re
 from collections import defaultdict
 from typing import TYPE_CHECKING, Any, Final
 
+from dlock_core.backends.advisory.keys import PREFIX
+from dlock_core.backends.advisory.labels import in_comment
 from dlock_core.inspect.sessions import Held, Reading, Session, Wanted, read
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-    from dlock_core.inspect.entries import Database
+    from dlock_core.database import Database
 
 __all__ = ["locks"]
 
 _SESSIONS: Final = """\
-SELECT p.id, p.user, p.host, p.db, p.command, LEFT(p.info, 200), p.state, p.time, DATABASE(), t.trx_rows_locked,
+SELECT p.id, p.user, p.host, p.db, p.command, LEFT(p.info, 500), p.state, p.time, DATABASE(), t.trx_rows_locked,
 TIMESTAMPDIFF(MICROSECOND, t.trx_started, NOW(6)) / 1e6
 FROM information_schema.processlist p LEFT JOIN information_schema.innodb_trx t ON t.trx_mysql_thread_id = p.id
 WHERE p.id <> CONNECTION_ID()"""
@@ -110,9 +112,11 @@ def _user_waits(database: Database, rows: Iterable[tuple[Any, ...]], parties: di
     for row in rows:
         found = _GET_LOCK.search(str(row[5])) if row[6] == "User lock" else None
         if found is not None:
-            name = _ESCAPED.sub(r"\1", found[1])
-            ((holder,),) = database.query("SELECT IS_USED_LOCK(%s)", (name,))
+            word = _ESCAPED.sub(r"\1", found[1])
+            ((holder,),) = database.query("SELECT IS_USED_LOCK(%s)", (word,))
             behind = () if holder is None else (parties.get(holder, f"my:{holder}"),)
+            told = in_comment(str(row[5]))
+            name = told.name if told is not None else word.removeprefix(PREFIX)
             yield Wanted(parties[row[0]], "advisory", name, "exclusive", _seconds(row[7]), behind)
 
 
@@ -120,7 +124,7 @@ def _user_locks(database: Database, parties: dict[int, str]) -> Iterator[Held]:
     if database.query(_KNOWS_USER_LOCKS[database.vendor]):
         for pid, name in database.query(_USER_LOCKS[database.vendor]):
             if pid in parties:
-                yield Held(parties[pid], "advisory", name, "exclusive")
+                yield Held(parties[pid], "advisory", name.removeprefix(PREFIX), "exclusive")
 
 
 def _row_locks(rows: Iterable[tuple[Any, ...]], parties: dict[int, str], waits: Iterable[Wanted]) -> Iterator[Held]:

@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
     from dlock_core.backend import Backend
-    from dlock_core.inspect.entries import Database, Entry
+    from dlock_core.database import Database
+    from dlock_core.inspect.entries import Entry
     from dlock_core.inspect.graph import Cycle
     from dlock_core.inspect.sessions import Session
 

@@ -9,13 +9,15 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
+from dlock_core.backends.advisory.keys import PREFIX, key_of
+from dlock_core.backends.advisory.labels import in_comment, in_label
 from dlock_core.errors import BackendUnavailable
 from dlock_core.inspect.sessions import Held, Reading, Session, Wanted, read
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
 
-    from dlock_core.inspect.entries import Database
+    from dlock_core.database import Database
 
 __all__ = ["locks"]
 
@@ -38,7 +40,7 @@ OR l.relation IN (SELECT relation FROM l WHERE locktype = 'relation' AND NOT gra
 # The oids below 16384 are the system's own tables. waitstart is new in PostgreSQL 14: to_jsonb asks for it politely.
 
 _SESSIONS: Final = """\
-SELECT pid, datname, usename, host(client_addr), application_name, state, left(query, 200),
+SELECT pid, datname, usename, host(client_addr), application_name, state, left(query, 500),
 CAST(extract(epoch FROM clock_timestamp() - xact_start) AS float8),
 CAST(extract(epoch FROM clock_timestamp() - state_change) AS float8), current_database()
 FROM pg_stat_activity WHERE datname IS NULL OR datname = current_database()"""
@@ -83,12 +85,25 @@ class _Lock(NamedTuple):
     blockers: list[int] | None
 
 
+class _Names(NamedTuple):
+    """What rows are called, by their places, and advisory locks, by their keys."""
+
+    rows: Mapping[tuple[Any, ...], str]
+    advisory: Mapping[str, str]
+
+    def of(self, lock: _Lock) -> str:
+        if lock.type == "advisory":
+            return self.advisory.get(_key(lock), _key(lock))
+        return self.rows.get((lock.table, lock.place)) or f"{lock.table} {lock.place}"
+
+
 def locks(database: Database) -> Reading:
     """Read who holds and who waits; raises BackendUnavailable. What it may not see is left out."""
     found = [_Lock(*row) for row in database.query(_LOCKS)]
     sessions, parties = _sessions(database, found)
-    wanted = list(_wanted(found, parties, _rows(database, found)))
-    return read(database.alias, sessions, wanted, _held(found, parties, sessions, wanted))
+    names = _Names(_rows(database, found), _advisory_names(found, parties, sessions))
+    wanted = list(_wanted(found, parties, names))
+    return read(database.alias, sessions, wanted, _held(found, parties, sessions, wanted, names))
 
 
 def _sessions(database: Database, found: list[_Lock]) -> tuple[dict[str, Session], dict[object, str]]:
@@ -96,7 +111,7 @@ def _sessions(database: Database, found: list[_Lock]) -> tuple[dict[str, Session
     sessions, parties = {}, {}
     for pid, name, user, client, app, state, query, age, idle, here in database.query(_SESSIONS):
         party = f"pg:{pid}/{name or here}"
-        owner = {"pid": pid, "application_name": app, "user": user, "client": client, "state": state, "query": query}
+        owner = {"pid": pid, "user": user, "client": client, "application_name": app, "state": state, "query": query}
         title = f"{(app or '').partition(' dlock:')[0] or 'session'} pid {pid} ({user or 'system'}@{client or 'local'})"
         sessions[party] = Session(party, title, owner, age if age is not None else idle)
         parties[pid] = party
@@ -108,7 +123,7 @@ def _sessions(database: Database, found: list[_Lock]) -> tuple[dict[str, Session
     return sessions, parties
 
 
-def _wanted(found: list[_Lock], parties: Mapping[object, str], rows: Mapping[tuple[Any, ...], str]) -> Iterator[Wanted]:
+def _wanted(found: list[_Lock], parties: Mapping[object, str], names: _Names) -> Iterator[Wanted]:
     tuples = {lock.pid: lock for lock in found if lock.type == "tuple"}
     for lock in found:
         if lock.granted or lock.pid not in parties:
@@ -117,10 +132,9 @@ def _wanted(found: list[_Lock], parties: Mapping[object, str], rows: Mapping[tup
         behind = tuple(_party(pid, lock, parties) for pid in lock.blockers or ())
         party = parties[lock.pid]
         if lock.type == "advisory":
-            yield Wanted(party, "advisory", _key(lock), _advisory(lock), lock.waited, behind)
+            yield Wanted(party, "advisory", names.of(lock), _advisory(lock), lock.waited, behind)
         elif row is not None:
-            name = rows.get((row.table, row.place)) or f"{row.table} {row.place}"
-            yield Wanted(party, "row", name, _WORDS.get(row.mode, row.mode), lock.waited, behind)
+            yield Wanted(party, "row", names.of(row), _WORDS.get(row.mode, row.mode), lock.waited, behind)
         else:
             yield Wanted(party, "row", _other(lock, behind), lock.mode, lock.waited, behind)
 
@@ -139,7 +153,11 @@ def _other(lock: _Lock, behind: tuple[str, ...]) -> str:
 
 
 def _held(
-    found: list[_Lock], parties: Mapping[object, str], sessions: Mapping[str, Session], wanted: Iterable[Wanted]
+    found: list[_Lock],
+    parties: Mapping[object, str],
+    sessions: Mapping[str, Session],
+    wanted: Iterable[Wanted],
+    names: _Names,
 ) -> Iterator[Held]:
     """Give advisory locks, locks of whole tables that are waited for, and the tables in which rows are locked."""
     contended = {one.name for one in wanted}
@@ -150,7 +168,7 @@ def _held(
         if party is None or not lock.granted:
             continue
         if lock.type == "advisory":
-            yield Held(party, "advisory", _key(lock), _advisory(lock))
+            yield Held(party, "advisory", names.of(lock), _advisory(lock))
         elif lock.type == "relation" and lock.table is not None:
             modes[party, lock.table] = max(modes[party, lock.table], lock.mode, key=_strength)
     for (party, table), mode in modes.items():
@@ -175,6 +193,20 @@ def _key(lock: _Lock) -> str:
 
 def _signed(number: int, bits: int) -> int:
     return number - (1 << bits) if number >> (bits - 1) else number
+
+
+def _advisory_names(
+    found: list[_Lock], parties: Mapping[object, str], sessions: Mapping[str, Session]
+) -> dict[str, str]:
+    """Give the names of advisory locks that a session tells, and whose key proves them."""
+    names = {}
+    for lock in found:
+        if lock.type == "advisory" and lock.objsubid == 1 and lock.pid in parties:
+            owner, key = sessions[parties[lock.pid]].owner, int(_key(lock))
+            for told in (in_label(owner["application_name"] or "", PREFIX, key), in_comment(owner["query"] or "")):
+                if told is not None and key_of(told.name) == key:
+                    names[str(key)] = told.name
+    return names
 
 
 def _advisory(lock: _Lock) -> str:

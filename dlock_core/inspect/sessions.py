@@ -21,7 +21,8 @@ _Lock: TypeAlias = tuple[Kind, str]
 MOST: Final = 500
 """Of the locks that nobody waits for, so many are told."""
 
-_HOLDER: Final = re.compile(r"dlock:([0-9a-f]{8})\b")
+_HOLDER: Final = re.compile(r"\bdlock:([0-9a-f]{8})\b|/\* dlock \S+ ([0-9a-f]{8})")
+"""The marks of the fence, and that of an advisory lock's own session."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +39,7 @@ class Session:
     def holder(self) -> str | None:
         """The beginning of the holder's id, when the session's transaction works under a lease."""
         texts = (str(self.owner.get(key) or "") for key in ("application_name", "query"))
-        return next((found[1] for text in texts if (found := _HOLDER.search(text))), None)
+        return next((found[1] or found[2] for text in texts if (found := _HOLDER.search(text))), None)
 
     def described(self) -> str:
         state = self.owner.get("state")
