@@ -102,7 +102,8 @@ class Routes:
                 self._node(address)
         self._owners = owners
         for address in set(self._nodes) - named:
-            self._nodes.pop(address).close()
+            if gone := self._nodes.pop(address, None):
+                gone.close()
 
     def _node(self, address: Address) -> Node:
         known = self._nodes.get(address)
