@@ -29,6 +29,7 @@ from dlock_core import errors, http
 from dlock_core import inspect as listing
 from dlock_core.backends.redis import RedisBackend
 from dlock_core.cli.app import app
+from dlock_core.doctor import Finding
 from dlock_core.tied import TiedLock
 from sqla_dlock import stores
 from sqla_dlock.locks import LockOptions
@@ -266,3 +267,23 @@ def test_permissions_for_redis_are_those_of_the_scripts() -> None:
     called = {name.lower() for name in re.findall(r"redis\.p?call\('(\w+)'", scripts)}
     line = re.search(r"ACL SETUSER .*", read("howto/operations.md"))[0]
     assert set(re.findall(r"\+(\w+)", line)) >= called | {"eval", "evalsha", "blpop"}
+
+
+def test_json_of_the_commands_has_exactly_the_documented_fields() -> None:
+    text = read("reference/commands.md")
+    released, doctored, purged = [
+        json.loads(match["code"]) for match in FENCE.finditer(text) if match["language"] == "json"
+    ]
+    assert list(released) == ["schema", "released", "by"]
+    assert list(released["released"]) == [field.name for field in dataclasses.fields(listing.Entry)]
+    fields = [field.name for field in dataclasses.fields(Finding)]
+    assert [list(finding) for finding in doctored["findings"]] == [fields]
+    assert [code(row[0]) for row in rows(text, "JSON of doctor")] == fields
+    assert list(purged) == ["schema", "database", "days", "removed"]
+
+
+def test_every_verb_and_option_of_the_commands_is_documented() -> None:
+    text = read("reference/commands.md")
+    assert {code(row[0]).split()[0] for row in rows(text, "Commands")} == set(app.commands)
+    options = {each.opts[0] for verb in app.commands.values() for each in verb.params if each.opts[0][:2] == "--"}
+    assert {code(row[0]) for row in rows(text, "Options")} == options
