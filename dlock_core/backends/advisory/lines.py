@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import math
 import os
+import select
 import threading
 from collections import deque
 from typing import TYPE_CHECKING, Final, TypeVar
 
+from dlock_core.backends.sql import socket_of
 from dlock_core.errors import BackendUnavailable
 from dlock_core.runtime import Asyncio, clock
 
@@ -38,12 +40,24 @@ class Line:
         self.idle_limit = 0.0
         """Seconds of silence after which the server ends the session, as far as it was told."""
         self.is_fresh = True
+        self.had_ended = False
+        """The server had ended it before the last step that asked."""
         self._busy = threading.Lock()
 
     @property
     def is_open(self) -> bool:
         """It has not failed so far."""
         return self.kept.session is not None
+
+    def close(self) -> bool:
+        """Close the connection, unless somebody is using it."""
+        if not self._busy.acquire(blocking=False):
+            return False
+        session, self.kept.session = self.kept.session, None
+        if session is not None:
+            session.close()
+        self._busy.release()
+        return True
 
     async def step(
         self, runtime: Runtime, name: str, function: Callable[[Session], T], limit: float | None = None
@@ -84,9 +98,9 @@ class Seat:
         self.until = math.inf
         """When the server will have ended the session, unless it hears of us."""
 
-    def extend(self, ttl: float) -> None:
-        """Note that the server has just heard of us."""
-        self.until = clock() + ttl
+    def extend(self, sent: float, ttl: float) -> None:
+        """Note that the server has heard of us, at `sent` or after."""
+        self.until = sent + ttl
 
 
 class Lines:
@@ -106,12 +120,12 @@ class Lines:
             line.is_fresh = False
             self._spare.append((line, clock(), os.getpid()))
         if len(self._spare) > SPARE:
-            self.drop(self._spare.popleft()[0])
+            self._spare.popleft()[0].close()
 
     def close(self) -> None:
         """Close those that are kept."""
         while (line := self._last()) is not None:
-            self.drop(line)
+            line.close()
 
     async def _new(self, runtime: Runtime, name: str) -> Line:
         kept = await self.pool.dedicated(runtime, name)
@@ -129,14 +143,21 @@ class Lines:
             elif clock() - since < TRUSTED:
                 return line
             else:
-                self.drop(line)
+                line.close()
         return None
 
-    def drop(self, line: Line) -> None:
-        """Close a line."""
-        session, line.kept.session = line.kept.session, None
-        if session is not None:
-            session.close()
+
+def has_ended(session: Session) -> bool:
+    """Say whether the server has ended a session that is idle: there is nothing to read from it but its end.
+
+    Some drivers of asyncio cannot tell.
+    """
+    number = socket_of(session.driver)
+    if number < 0:
+        return bool(getattr(session.driver, "is_closed", bool)())
+    poll = select.poll()
+    poll.register(number, select.POLLIN)
+    return bool(poll.poll(0))
 
 
 _inherited: list[Line] = []

@@ -38,8 +38,6 @@ _WAITERS: Final = """\
 SELECT id, info, time FROM information_schema.processlist WHERE state = 'User lock' ORDER BY time DESC, id"""
 _WAITERS_OF_MARIADB: Final = """\
 SELECT id, info, time_ms / 1000 FROM information_schema.processlist WHERE state = 'User lock' ORDER BY time_ms DESC"""
-_HAD_ENDED: Final = (1927, 2006, 4031)
-"""Killed; nobody at the other end; silent for too long."""
 
 
 class MySQL:
@@ -75,10 +73,6 @@ class MySQL:
         """End the lock; False when this session did not hold it."""
         ((was_ours,),) = session.execute(_UNLOCK, {"word": word_of(request.name, self._prefix)})
         return bool(was_ours)
-
-    def had_ended(self, error: BackendUnavailable) -> bool:
-        """Tell whether the session was over before the statement came."""
-        return bool(_numbers(error) & set(_HAD_ENDED))
 
     async def is_held(self, runtime: Runtime, name: str) -> bool:
         """Tell whether anybody holds a lock."""
@@ -164,11 +158,3 @@ class MySQL:
 
     async def _ask(self, runtime: Runtime, name: str, sql: str, **params: Any) -> list[tuple[Any, ...]]:
         return await self._pool.step(runtime, name, lambda session: session.execute(sql, params))
-
-
-def _numbers(error: BaseException | None) -> set[Any]:
-    numbers = set[Any]()
-    while error is not None:
-        numbers.update(error.args[:1], getattr(getattr(error, "orig", None), "args", ())[:1])
-        error = error.__cause__
-    return numbers

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from dlock_core.backends.advisory import statements
 from dlock_core.backends.advisory.keys import key_of
@@ -70,10 +70,6 @@ class PostgreSQL:
         ((was_ours, *_),) = session.execute(statements.UNLOCK[request.shared], params)
         return bool(was_ours)
 
-    def had_ended(self, error: BackendUnavailable) -> bool:
-        """Tell whether the session was over before the statement came."""
-        return bool(_sqlstates(error) & {"57P01", "57P05"})
-
     async def end(self, runtime: Runtime, name: str, number: int) -> None:
         """End a session of ours that holds or awaits a lock."""
         await self._sessions.end(runtime, name, pid=number)
@@ -100,11 +96,3 @@ def _refuse_pooler(name: str, line: Line, number: int) -> None:
     if number != line.number:
         reason = "each statement comes to another session, as behind PgBouncer in transaction mode: connect directly"
         raise BackendUnavailable(name, reason=reason, refused=True)
-
-
-def _sqlstates(error: BaseException | None) -> set[Any]:
-    states = set[Any]()
-    while error is not None:
-        states |= {getattr(error, "sqlstate", None), getattr(getattr(error, "orig", None), "sqlstate", None)}
-        error = error.__cause__
-    return states

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal
 
 from dlock_core.backend import Busy, Granted
 from dlock_core.backends.advisory.keys import PREFIX, checked_prefix
-from dlock_core.backends.advisory.lines import Lines, Seat
+from dlock_core.backends.advisory.lines import Lines, Seat, has_ended
 from dlock_core.backends.advisory.mysql import MySQL
 from dlock_core.backends.advisory.postgresql import PostgreSQL
 from dlock_core.errors import BackendUnavailable
@@ -93,8 +93,8 @@ class SessionBackend:
                 if await self._unlock(runtime, seat):
                     self._lines.keep(seat.line)
                     return "released"
-            except BackendUnavailable as error:
-                if not self._server.had_ended(error):
+            except BackendUnavailable:
+                if not seat.line.had_ended:
                     raise
         return "other" if await self._server.is_held(runtime, request.name) else "absent"
 
@@ -124,13 +124,16 @@ class SessionBackend:
         def ask(session: Session) -> None:  # whoever is cancelled meanwhile finds the token there
             seat.token = self._server.lock(session, seat.line, terms, seconds)
 
-        limit = None if seconds is None else seconds + self._pool.timeout
+        sent, limit = clock(), None if seconds is None else seconds + self._pool.timeout
         await seat.line.step(runtime, request.name, ask, limit)
         if seat.token:
-            seat.extend(request.ttl)
+            seat.extend(sent if seconds is None else clock(), request.ttl)
             return Granted(seat.token, request.ttl)
         if seconds is None and request.queue:
             return Busy(LONGEST)
+        if seconds is None:
+            self._seats.pop(request.holder, None)
+            self._lines.keep(seat.line)
         return Busy(LONGEST, await self._server.owner(runtime, request.name, self._held()))
 
     async def _again(self, runtime: Runtime, request: Request, seat: Seat) -> Granted | Busy:
@@ -141,7 +144,7 @@ class SessionBackend:
         return Granted(seat.token, request.ttl)
 
     async def _renew(self, runtime: Runtime, request: Request, until: float) -> float | None:
-        seat = self._seats.get(request.holder)
+        seat, sent = self._seats.get(request.holder), clock()
         if seat is None or not seat.token:
             return None
         limit = max(0.1, until - runtime.now())
@@ -159,11 +162,12 @@ class SessionBackend:
             with suppress(BackendUnavailable):
                 await self._server.end(runtime, request.name, seat.line.number)
             return None
-        seat.extend(request.ttl)
+        seat.extend(sent, request.ttl)
         return request.ttl
 
     async def _unlock(self, runtime: Runtime, seat: Seat) -> bool:
         def unlock(session: Session) -> bool:
+            seat.line.had_ended = has_ended(session)
             return self._server.unlock(session, seat.line, seat.request)
 
         return await seat.line.step(runtime, seat.request.name, unlock)
@@ -175,9 +179,8 @@ class SessionBackend:
         """Forget leases that were thrown away, and have run out."""
         now = clock()
         for holder, seat in list(self._seats.items()):
-            if seat.until < now:
+            if seat.until < now and seat.line.close():
                 self._seats.pop(holder, None)
-                self._lines.drop(seat.line)
 
 
 class MySQLSessionBackend(SessionBackend):
