@@ -115,6 +115,9 @@ class Locks:
         pending = self.start(self.lock(name, wait=options.pop("wait", None), **options).acquire)
         self._pending.append(pending)
         self.observed.until(lambda _: len(self.waiting(name)) > before or pending.done())
+        if self.store.lists_waiters and not pending.done():
+            holder = self.waiting(name)[-1]
+            self.until(lambda: holder in [waiter.holder for waiter in self.state(name).waiters] or pending.done())
         return pending
 
     def keep(self, lease: Any) -> Any:
