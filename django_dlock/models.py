@@ -5,10 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Final
 
 from django.db import models
+from django.utils.translation import gettext_lazy as _
 
 from django_dlock.fencing import FencedMixin
 from django_dlock.rows import RowLockMixin
 from django_dlock.versions import VersionedMixin, VersionField
+from dlock_core.owner import printable
 
 if TYPE_CHECKING:
     from django.db.backends.base.base import BaseDatabaseWrapper
@@ -73,3 +75,17 @@ class Lease(models.Model):
 
     def __str__(self) -> str:
         return f"{self.name} {self.token}"
+
+
+class Lock(Fence):
+    """The admin's page "Locks" and its permissions: to view, and to release. It has no rows of its own."""
+
+    class Meta:
+        proxy = True
+        default_permissions = ("view",)
+        permissions = (("release_lock", "Can release lock"),)
+        verbose_name = _("lock")
+        verbose_name_plural = _("locks")
+
+    def __str__(self) -> str:
+        return printable(self.name)

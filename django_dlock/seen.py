@@ -103,9 +103,8 @@ def canonical(field: Field[Any, Any] | ManyToManyField[Any, Any], value: Any) ->
     if isinstance(value, datetime | time):
         return _in_utc(value).replace(microsecond=0).isoformat()
     text: Any = field.value_to_string(_holder(field.attname, value))
-    if not isinstance(text, str):
-        text = json.dumps(text, sort_keys=True, default=str)
-    return str(text.replace("\r\n", "\n"))
+    plain = text if isinstance(text, str) else json.dumps(text, sort_keys=True, default=str)
+    return plain.replace("\r\n", "\n")
 
 
 def _in_utc(value: Any) -> Any:

@@ -74,6 +74,7 @@ TEMPLATES = [
     }
 ]
 STATIC_URL = "/static/"
+SILENCED_SYSTEM_CHECKS = ["admin.E408", "admin.E409", "admin.E410"]  # tests of the admin bring its middleware along
 DEFAULT_AUTO_FIELD = "django.db.models.BigAutoField"
 SECRET_KEY = "only for tests"
 ALLOWED_HOSTS = ["*"]

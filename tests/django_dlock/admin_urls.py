@@ -7,9 +7,10 @@ from django.template import engines
 from django.urls import path
 from django.views.generic import DeleteView, UpdateView
 
-from django_dlock.admin import VersionedModelAdmin, VersionedStackedInline, VersionedTabularInline
+from django_dlock.admin import LockAdmin, VersionedModelAdmin, VersionedStackedInline, VersionedTabularInline
 from django_dlock.forms import VersionedModelForm
 from django_dlock.generic import VersionedEditMixin
+from django_dlock.models import Lock
 from tests.testapp.models import Code, Draft, Shop, Step, Tag, Ticket
 
 site = admin.AdminSite()
@@ -66,6 +67,7 @@ class ShopAdmin(VersionedModelAdmin):
     fieldsets = [("All", {"fields": [("name", "owner")]})]
 
 
+site.register(Lock, LockAdmin)
 site.register(Tag)
 site.register(Step, VersionedModelAdmin, readonly_fields=["text"])
 

@@ -1,0 +1,158 @@
+"""The admin's page "Locks": who holds and who waits, live; and an operator's way to end a lease.
+
+To look needs the permission `view_lock`, to end a lease `release_lock` as well.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+from django.contrib import admin, messages
+from django.core.exceptions import PermissionDenied
+from django.http import HttpResponseNotAllowed, HttpResponseRedirect
+from django.template.response import TemplateResponse
+from django.urls import path, reverse
+from django.utils import timezone
+from django.utils.translation import gettext as _
+
+from django_dlock.admin.cards import cards, plain, referred
+from django_dlock.conf import InvalidStore, is_declared, stores
+from django_dlock.inspect import databases
+from django_dlock.models import Lock
+from dlock_core.errors import DLockError
+from dlock_core.force import force_release
+from dlock_core.inspect import Picture, Unreadable, picture
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from django.http import HttpRequest, HttpResponse
+
+    from dlock_core.backend import Backend
+    from dlock_core.inspect import Entry
+
+    _ModelAdmin = admin.ModelAdmin[Lock]
+else:
+    _ModelAdmin = admin.ModelAdmin
+
+__all__ = ["LockAdmin"]
+
+MOST: Final = 300  # cards on a page; the rest is for the command line
+
+
+class LockAdmin(_ModelAdmin):
+    """The page of locks; nothing is added, changed or deleted there.
+
+    A lease that an operator ends is logged, in the admin's history and by the logger "dlock". Its holder learns of it
+    at its next renewal, and cannot commit any more.
+    """
+
+    def has_add_permission(self, request: HttpRequest) -> bool:
+        return False
+
+    def has_change_permission(self, request: HttpRequest, obj: Any = None) -> bool:
+        return False
+
+    def has_delete_permission(self, request: HttpRequest, obj: Any = None) -> bool:
+        return False
+
+    def has_release_permission(self, request: HttpRequest) -> bool:
+        return request.user.has_perm("django_dlock.release_lock")
+
+    def get_urls(self) -> list[Any]:
+        wrap = self.admin_site.admin_view
+        return [
+            path("", wrap(self.changelist_view), name="django_dlock_lock_changelist"),
+            path("release/", wrap(self.release_view), name="django_dlock_lock_release"),
+        ]
+
+    def changelist_view(self, request: HttpRequest, extra_context: Any = None) -> Any:
+        """Show all locks; `?name=` one of them, and `?part` only what the page's script puts in place."""
+        if not self.has_view_permission(request):
+            raise PermissionDenied
+        if request.method not in {"GET", "HEAD"}:
+            return HttpResponseNotAllowed(["GET", "HEAD"])
+        name = request.GET.get("name", "")
+        context = {"name": name, **self._found(request, name), **(extra_context or {})}
+        return self._page(request, "locks_part" if "part" in request.GET else "locks", _("Locks"), context)
+
+    def release_view(self, request: HttpRequest) -> HttpResponse:
+        """Ask, by GET, or end, by POST, the lease that `lease` refers to, and never a newer one."""
+        if not (self.has_view_permission(request) and self.has_release_permission(request)):
+            raise PermissionDenied
+        lease = (request.POST if request.method == "POST" else request.GET).get("lease")
+        if (found := _held(referred(lease))) is None:
+            self.message_user(request, _("Nothing was released: this lease has ended by itself."), messages.WARNING)
+            return self._back()
+        if isinstance(found, Unreadable):
+            self.message_user(request, f"{found.source}: {found.reason}", messages.ERROR)
+            return self._back()
+        if request.method == "POST":
+            self._release(request, found)
+            return self._back()
+        card = next(card for card in cards(Picture([found])))
+        context = {"card": card, "line": card.holders[0], "lease": lease, "back": self._address()}
+        return self._page(request, "release", _("Release this lease?"), context)
+
+    def _release(self, request: HttpRequest, entry: Entry) -> None:
+        token, by = entry.token or 0, request.user.get_username()
+        backend = stores[entry.source].backend
+        try:
+            ended = force_release(backend, entry.name, token, by=plain(by), seconds=entry.seconds or 0.0)
+        except DLockError as error:
+            self.message_user(request, _("Nobody knows whether it was released: %s") % error, messages.ERROR)
+            return
+        if not ended:
+            self.message_user(request, _("Nothing was released: this lease has ended by itself."), messages.WARNING)
+            return
+        said = {"token": token, "who": entry.described, "store": entry.source}
+        self.log_change(request, Lock(name=entry.name), _("Released token %(token)d of %(who)s in %(store)s.") % said)
+        self.message_user(request, _("Released: %s") % plain(entry.name), messages.SUCCESS)
+
+    def _found(self, request: HttpRequest, name: str) -> dict[str, Any]:
+        found = _picture(list(stores) if is_declared() else [], databases(), name or None)
+        all_cards = cards(found)
+        return {
+            "cards": all_cards[:MOST],
+            "more": len(all_cards) - MOST,
+            "picture": found,
+            "now": timezone.localtime() if timezone.is_aware(timezone.now()) else timezone.now(),
+            "can_release": self.has_release_permission(request),
+        }
+
+    def _page(self, request: HttpRequest, template: str, title: str, context: dict[str, Any]) -> TemplateResponse:
+        request.current_app = self.admin_site.name
+        context = {**self.admin_site.each_context(request), "title": title, "opts": self.opts, **context}
+        return TemplateResponse(request, f"admin/django_dlock/{template}.html", context)
+
+    def _address(self) -> str:
+        return reverse("admin:django_dlock_lock_changelist", current_app=self.admin_site.name)
+
+    def _back(self) -> HttpResponseRedirect:
+        return HttpResponseRedirect(self._address())
+
+
+def _picture(aliases: Iterable[str], others: Iterable[Any], name: str | None) -> Picture:
+    """Ask stores and databases; a store that is not even set up right is one that cannot be read."""
+    backends: list[tuple[str, Backend]] = []
+    wrong: list[Unreadable] = []
+    for alias in aliases:
+        try:
+            backends.append((alias, stores[alias].backend))
+        except InvalidStore as error:
+            wrong.append(Unreadable(alias, plain(str(error))))
+    found = picture(backends, others, name)
+    found.unreadable[:0] = wrong
+    return found
+
+
+def _held(grant: tuple[str, str, int] | None) -> Entry | Unreadable | None:
+    """Find a grant that is held now; None when it is not."""
+    if grant is None or grant[0] not in stores:
+        return None
+    store, name, token = grant
+    found = _picture([store], [], name)
+    if found.unreadable:
+        return found.unreadable[0]
+    mine = (each for each in found.entries if (each.role, each.name, each.token) == ("holder", name, token))
+    return next(mine, None)
