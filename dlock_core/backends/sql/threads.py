@@ -20,8 +20,10 @@ __all__ = ["in_threads", "within"]
 
 T = TypeVar("T")
 
-THREADS: Final = 32
-"""For the tasks of a process; not those of the event loop, which may all be busy waiting for our locks."""
+THREADS: Final = 1000
+"""For the tasks of a process, more than a database has connections: a task that waits for a session lock keeps one.
+
+Not those of the event loop, which may all be busy waiting for our locks."""
 
 _executors: dict[int, ThreadPoolExecutor] = {}
 
