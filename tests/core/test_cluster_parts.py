@@ -1,0 +1,160 @@
+"""What of a Redis Cluster needs no server: its URL, the spread of names over slots, the map of slots."""
+
+import secrets
+from collections import Counter
+from typing import Any
+
+import pytest
+import redis
+from redis.crc import key_slot
+from redis.exceptions import AskError, MovedError
+
+from dlock_core import connect
+from dlock_core.backends.redis.cluster import TAGS, ClusterBackend, address
+from dlock_core.backends.redis.cluster.routes import SLOTS, Routes
+from dlock_core.backends.redis.cluster.slot import slot_of
+from dlock_core.errors import BackendUnavailable
+from dlock_core.runtime import BLOCKING, run
+
+SECRET = "hunter2"
+
+
+@pytest.fixture
+def backend() -> ClusterBackend:
+    return ClusterBackend.from_url("redis+cluster://localhost")
+
+
+@pytest.fixture
+def routes() -> Routes:
+    return Routes(address.read("redis+cluster://first:1,second:2"), 0.1)
+
+
+def learn(routes: Routes, *ranges: list[Any]) -> None:
+    routes._learn(ranges, routes._node(("first", 1)))
+
+
+def owner(routes: Routes, slot: int) -> str:
+    routes._is_doubtful = False
+    return run(routes.owner(BLOCKING, slot, 0)).title
+
+
+def test_slot_of_a_tag_is_that_of_the_cluster() -> None:
+    for tag in ("123456789", "", "00000000", "ü", secrets.token_hex(8)):
+        assert slot_of(tag) == key_slot(tag.encode())
+
+
+def test_every_key_of_a_name_has_the_slot_of_its_part(backend: ClusterBackend) -> None:
+    for name in ("a", "order:42", "a%7Bb%7D", "x" * 512):
+        part = backend.part(name)
+        keys = (*part.keys(name), f"{part.lock_key(name)}:q", f"{part.lock_key(name)}:wake:{'f' * 32}")
+        assert {key_slot(key.encode()) for key in keys} == {part.slot.number}
+        assert backend.lock_key(name) == keys[0]
+        assert part.name_of(keys[0].encode()) == name
+
+
+def test_slots_of_the_parts_are_spread_evenly(backend: ClusterBackend) -> None:
+    slots = [part.slot.number for part in backend._parts]
+    assert len(set(slots)) == TAGS == 256
+    for nodes in (2, 4, 8, 16, 32, 64):
+        assert set(Counter(slot * nodes // SLOTS for slot in slots).values()) == {TAGS // nodes}
+
+
+def test_names_are_spread_evenly_over_the_parts(backend: ClusterBackend) -> None:
+    found = Counter(backend.lock_key(f"order:{number}").partition("}")[0] for number in range(100_000))
+    assert len(found) == TAGS
+    assert max(found.values()) < 2 * min(found.values())
+
+
+@pytest.mark.parametrize(
+    "url", ["redis+cluster://a", "redis+cluster://a:1,b:2,[::1]:3/", "rediss+cluster://u:p@a,b?ssl_cert_reqs=none"]
+)
+def test_url_gives_a_store(url: str) -> None:
+    assert isinstance(connect(url, timeout=1.0, prefix="p:"), ClusterBackend)
+
+
+def test_url_is_read_with_all_that_it_says() -> None:
+    seeds = address.read("rediss+cluster://shop:s3c%2Fret@a,b:2,[::1]:3/?ssl_ca_certs=/ca.pem")
+    assert seeds.addresses == [("a", 6379), ("b", 2), ("::1", 3)]
+    given = seeds.pool(("c", 4)).connection_kwargs
+    assert (given["host"], given["port"], given["username"], given["password"]) == ("c", 4, "shop", "s3c/ret")
+    assert (seeds.kind, given["ssl_ca_certs"]) == (redis.SSLConnection, "/ca.pem")
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "redis+cluster://", f"redis+cluster://:{SECRET}@", f"redis+cluster://:{SECRET}@a,,b", f"redis+cluster://:{SECRET}@a:b",
+        f"redis+cluster://:{SECRET}@a:99999", f"redis+cluster://:{SECRET}@a/1", f"redis+cluster://:{SECRET}/x@a",
+        f"redis+cluster://:{SECRET},@a", f"redis+cluster://:{SECRET}@a?socket_timeout=soon", f"redis+cluster://:{SECRET}@a?protocol=9",
+    ],
+)  # fmt: skip
+def test_bad_url_is_refused_and_no_part_of_the_password_is_told(url: str) -> None:
+    with pytest.raises(ValueError, match=r"Redis") as caught:
+        connect(url)
+    assert SECRET not in f"{caught.value}{caught.value.__context__ if not caught.value.__suppress_context__ else ''}"
+
+
+@pytest.mark.parametrize("options", [{"prefix": "{a}"}, {"timeout": 0}, {"timeout": float("nan")}, {"replicas": -1}])
+def test_bad_option_is_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=next(iter(options))):
+        connect("redis+cluster://localhost", **options)
+
+
+def test_what_is_no_cluster_client_is_refused() -> None:
+    with pytest.raises(TypeError, match="Redis"):
+        ClusterBackend(redis.Redis())
+
+
+def test_map_says_who_has_a_slot(routes: Routes) -> None:
+    learn(routes, [0, 9, ["a", 1, b"id"], ["b", 2, b"id"]], [10, SLOTS - 1, [b"c", 3, b"id", []]])
+    assert [owner(routes, slot) for slot in (0, 9, 10, SLOTS - 1)] == ["a:1", "a:1", "c:3", "c:3"]
+    assert [node.title for node in routes.masters()] == ["a:1", "c:3"]
+
+
+@pytest.mark.parametrize("host", [None, "", b""])
+def test_node_without_an_address_is_where_it_was_told_of(routes: Routes, host: Any) -> None:
+    learn(routes, [0, SLOTS - 1, [host, 7, b"id"]])
+    assert owner(routes, 5) == "first:7"
+    assert routes.moved(5, MovedError("5 :8"), routes._node(("a", 1))).title == "a:8"
+
+
+def test_correction_counts_at_once_and_for_its_slot_alone(routes: Routes) -> None:
+    learn(routes, [0, SLOTS - 1, ["a", 1, b"id"]])
+    told = routes._node(("a", 1))
+    assert routes.named(AskError("5 b:2"), told).title == "b:2"
+    assert owner(routes, 5) == "a:1"
+    routes.moved(5, MovedError("5 b:2"), told)
+    assert [owner(routes, slot) for slot in (4, 5, 6)] == ["a:1", "b:2", "a:1"]
+
+
+def test_nodes_that_left_are_forgotten_and_the_first_ones_are_not(routes: Routes) -> None:
+    learn(routes, [0, SLOTS - 1, ["a", 1, b"id"], ["b", 2, b"id"]])
+    learn(routes, [0, SLOTS - 1, ["c", 3, b"id"]])
+    assert {node.title for node in routes._candidates()} == {"first:1", "second:2", "c:3"}
+
+
+def test_node_that_failed_is_asked_last(routes: Routes) -> None:
+    learn(routes, [0, SLOTS - 1, ["a", 1, b"id"], ["b", 2, b"id"]])
+    failed = routes._node(("a", 1))
+    failed.failed_at = 1.0
+    assert routes._candidates()[-1] is failed
+
+
+def test_address_that_is_reached_elsewhere_is_replaced() -> None:
+    seeds = address.read("redis+cluster://first:1")._replace(remap=lambda where: ("near", where[1] + 1))
+    routes = Routes(seeds, 0.1)
+    learn(routes, [0, SLOTS - 1, ["a", 1, b"id"]])
+    assert owner(routes, 5) == "near:2"
+    assert [node.title for node in routes._candidates()][-1] in {"first:1", "near:2"}
+
+
+def test_slot_that_nobody_serves_is_unavailable(backend: ClusterBackend) -> None:
+    """A cluster may be set to go on with a part of its slots."""
+    learn(backend._routes, [0, 0, ["a", 1, b"id"]])
+    backend._routes._read = _nothing  # type: ignore[method-assign, assignment]
+    with pytest.raises(BackendUnavailable, match="no node of the cluster serves slot"):
+        run(backend.inspect(BLOCKING, "a"))
+
+
+async def _nothing(runtime: Any, until: float) -> None:
+    """It knows no more than we."""
