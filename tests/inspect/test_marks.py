@@ -1,0 +1,106 @@
+"""A transaction that works under a lease says so to its database, at no extra request, and to nobody else after its end."""
+
+import re
+from contextlib import ExitStack, contextmanager
+
+import pytest
+from django.db import connections
+from django.db.transaction import atomic
+from django.test import override_settings
+from sqlalchemy import create_engine, event, text
+from sqlalchemy.orm import Session
+
+from django_dlock import lock as django_lock
+from dlock_core.backends.memory import MemoryBackend
+from sqla_dlock import lock
+from tests.inspect.parties import URLS
+from tests.testapp.models import Counter
+
+OURS = {
+    "postgresql": "SELECT current_setting('application_name')",
+    "mariadb": "SELECT info FROM information_schema.processlist WHERE id = CONNECTION_ID()",
+}
+both = pytest.mark.parametrize("database", ["postgresql", "mariadb"], indirect=True)
+
+
+def ask_django(database):
+    with connections[database].cursor() as cursor:
+        cursor.execute(OURS[database])
+        return cursor.fetchone()[0]
+
+
+@pytest.fixture
+def store():
+    backend = MemoryBackend()
+    with override_settings(DLOCK={"default": {"BACKEND": backend}}):
+        yield backend
+
+
+@both
+def test_transaction_of_django_is_marked_until_its_end(database, store):
+    with django_lock("order", 1, using=database) as lease:
+        assert "dlock:" not in ask_django(database)
+        for _ in range(2):
+            with atomic(database):
+                assert f"dlock:{lease.holder[:8]}" in ask_django(database)
+            assert "dlock:" not in ask_django(database)
+
+
+@both
+def test_transaction_of_sqlalchemy_is_marked_until_its_end(database, store):
+    engine = create_engine(URLS[database])
+    with Session(engine) as session, lock(session, "order", 1, store=store) as lease:
+        for end in (session.commit, session.rollback):
+            assert f"dlock:{lease.holder[:8]}" in session.scalar(text(OURS[database]))
+            end()
+    with engine.connect() as connection:
+        assert "dlock:" not in connection.scalar(text(OURS[database]))
+    engine.dispose()
+
+
+@pytest.mark.parametrize("database", ["postgresql"], indirect=True)
+def test_marks_of_several_leases_fit_after_the_name_that_was_there(database, store):
+    with connections[database].cursor() as cursor, ExitStack() as stack:
+        cursor.execute("SET application_name = %s", ["x" * 63])
+        leases = [stack.enter_context(django_lock("order", number, using=database)) for number in range(2)]
+        stack.enter_context(atomic(database))
+        name = ask_django(database)
+    assert len(name) == 63
+    assert name.startswith("x" * 33)
+    assert any(name.endswith(f" dlock:{lease.holder[:8]}") for lease in leases)
+
+
+@pytest.mark.parametrize("database", ["mariadb"], indirect=True)
+def test_statements_for_many_rows_are_left_as_they_are(database, store):
+    """mysqlclient makes one statement of many rows only if it begins with INSERT."""
+    with django_lock("order", 1, using=database), atomic(database), sent_by(database) as statements:
+        with connections[database].cursor() as cursor:
+            cursor.executemany("INSERT INTO testapp_counter (name, value) VALUES (%s, 0)", [("a",), ("b",)])
+        assert Counter.objects.using(database).count() == 2
+    admit, many, one = statements
+    assert many.startswith("INSERT")
+    for statement in (admit, one):
+        assert re.match(r"/\* dlock:[0-9a-f]{8} \*/ S", statement)
+
+
+@contextmanager
+def sent_by(database):
+    found = []
+
+    def note(execute, sql, *rest):
+        found.append(sql)
+        return execute(sql, *rest)
+
+    with connections[database].execute_wrapper(note):
+        yield found
+
+
+@both
+def test_marks_cost_no_statement(database, store):
+    engine, sent = create_engine(URLS[database]), []
+    event.listen(engine, "before_cursor_execute", lambda *args: sent.append(args[2]))
+    with Session(engine) as session, lock(session, "order", 1, store=store):
+        session.execute(text("SELECT 1"))
+        session.commit()
+    engine.dispose()
+    assert len(sent) == 2, "the admit and the statement"
