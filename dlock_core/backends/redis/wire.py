@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 from redis.exceptions import (
     AuthenticationError,
     AuthorizationError,
+    ClusterCrossSlotError,
     NoPermissionError,
     NoScriptError,
     RedisError,
@@ -127,6 +128,8 @@ def packed(connection: Any, commands: list[Command]) -> Any:
 
 def unavailable(name: str, error: RedisError | OSError, *, reused: bool) -> BackendUnavailable:
     """Tell why there is no proper answer, without a secret."""
+    if isinstance(error, ClusterCrossSlotError):
+        return BackendUnavailable(name, reason="it is a node of a Redis Cluster: use redis+cluster://", refused=True)
     broken = reused and isinstance(error, RedisConnectionError)
     refused = isinstance(error, AuthenticationError | AuthorizationError | NoPermissionError)
     reason = f"the server refused our credentials: {error}" if refused else f"{type(error).__name__}: {error}"
