@@ -36,8 +36,9 @@ class Entry:
     """The same text on every entry of one thread, task or database session: who has to end before others go on."""
 
     def as_dict(self) -> dict[str, Any]:
-        """Give the entry as JSON takes it."""
-        return {name: getattr(self, name) for name in self.__slots__}
+        """Give the entry as JSON takes it; times to the millisecond."""
+        values = ((name, getattr(self, name)) for name in self.__slots__)
+        return {name: round(value, 3) if isinstance(value, float) else value for name, value in values}
 
 
 @dataclass(frozen=True, slots=True)
