@@ -45,21 +45,20 @@ def help_text(program: str) -> str:
 
 def option_names() -> set[str]:
     """Give the names under which options may be passed in."""
-    return {str(each.name) for verb in app.commands.values() for each in verb.params}
+    return {str(each.name) for verb in app.commands.values() for each in verb.params} | {"interactive"}
 
 
 def _written(arguments: Sequence[str], options: Mapping[str, Any]) -> Iterator[str]:
     """Write options as they stand on a command line."""
     verb = app.commands.get(next(iter(arguments), ""))
+    given = {**options, "no_input": options.get("no_input") or options.get("interactive") is False}
     for each in verb.params if verb else ():
-        value = options.get(str(each.name))
-        if value is None:
-            continue
+        value = given.get(str(each.name))
         if isinstance(each, click.Option) and each.is_flag:
-            yield from each.opts[:1] if value == each.flag_value else ()
-            continue
-        for one in value if each.multiple and not isinstance(value, str) else [value]:
-            yield from (each.opts[0], str(one)) if isinstance(each, click.Option) else (str(one),)
+            yield from each.opts[:1] if value else ()
+        elif value is not None:
+            for one in value if isinstance(value, list | tuple) else [value]:
+                yield from (each.opts[0], str(one)) if isinstance(each, click.Option) else (str(one),)
 
 
 class Aliases:

@@ -88,7 +88,7 @@ def watch_(given: Given, store: tuple[str, ...], database: tuple[str, ...], inte
 @options.form
 @click.pass_obj
 def release(
-    given: Given, name: str, *, store: tuple[str, ...], token: int | None, interactive: bool, format: str
+    given: Given, name: str, *, store: tuple[str, ...], token: int | None, no_input: bool, format: str
 ) -> None:
     """End a lease, and no newer one than is shown.
 
@@ -96,8 +96,8 @@ def release(
     """
     with given.opened(store, None) as opened:
         found = picture(opened.stores, (), spelled(name))
-        entry = chosen(found, name, token, asks=interactive)
-        if interactive:
+        entry = chosen(found, name, token, asks=not no_input)
+        if not no_input:
             confirm(entry, sum(each.role == "waiter" for each in found.entries))
         done = end(dict(opened.stores)[entry.source], entry, entry.token or 0)
     if format == "json":

@@ -20,9 +20,7 @@ database: Final = click.option(
 form: Final = click.option(
     "--format", type=click.Choice(["table", "json"]), default="table", help="For people, or for programs."
 )
-no_input: Final = click.option(
-    "--no-input", "--noinput", "interactive", is_flag=True, flag_value=False, default=True, help="Ask nothing."
-)
+no_input: Final = click.option("--no-input", "--noinput", "no_input", is_flag=True, help="Ask nothing.")
 
 
 def _named(context: click.Context, parameter: click.Parameter, value: str) -> str:

@@ -1,5 +1,7 @@
 """Fixtures for the commands: no store in the environment, a prefix for each test's keys, a terminal."""
 
+from collections.abc import Iterator
+
 import pytest
 
 from dlock_core import connect
@@ -15,12 +17,13 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def backend(redis_server: Server) -> Backend:
+def backend(redis_server: Server) -> Iterator[Backend]:
     """A real Redis without a lease of any other test."""
     import redis
 
     with redis.Redis(port=redis_server.port) as client:
         client.flushall()
-    made = connect(redis_server.url)
-    yield made
-    made.close()
+        made = connect(redis_server.url)
+        yield made
+        made.close()
+        client.flushall()

@@ -35,7 +35,7 @@ def width(monkeypatch):
 
 
 @pytest.fixture
-def stores(redis_server):
+def stores(redis_server, redis_store):
     with override_settings(DLOCK={"default": {"BACKEND": redis_server.url}, "memory": {"BACKEND": "memory://"}}):
         yield
 
