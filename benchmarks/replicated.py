@@ -6,9 +6,8 @@ Ours asks in the same write whether a server behind Sentinels is the master stil
 """
 
 import asyncio
-from collections.abc import Callable
 from contextlib import ExitStack
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import redis
 from redis.cluster import ClusterNode, RedisCluster
@@ -20,6 +19,9 @@ from benchmarks.floors import Names
 from dlock_core import AsyncLock, Lock, connect
 from tests import redis_cluster, redis_sentinel
 from tests.redis_sentinel import SERVICE, Group
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 BASE: Final = "redis-py Lock"
 Operations = dict[str, measure.Operation]
