@@ -183,6 +183,19 @@ def stands_in_the_way(locks: Locks) -> bool:
         return "TryAgain" in error.reason
 
 
+@pytest.mark.parametrize("stage", STAGES)
+def test_grant_is_undone_while_its_slot_moves(
+    direct: ClusterBackend, key: str, move: Callable[[], Move], stage: str
+) -> None:
+    lease = Lock(direct, "a", ttl=WAIT, renew=False).acquire()
+    on_the_way = move()
+    STAGES[stage](on_the_way, key)
+    run(direct.withdraw(BLOCKING, lease._held.request))
+    on_the_way.finish()
+    assert lease.release() is Released.EXPIRED
+    assert holders(direct, "a") == []  # type: ignore[arg-type]
+
+
 @tasks
 @pytest.mark.parametrize("stage", STAGES)
 def test_shared_lease_outlives_the_move_of_its_slot(

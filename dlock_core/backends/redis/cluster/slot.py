@@ -60,6 +60,8 @@ class Slot:
         node, asking = await self._routes.owner(runtime, self.number, until), False
         for turn in count():
             answers = await self._put(runtime, node, packed, replies, until, asking=asking)
+            if not isinstance(answers[0], RedisError):
+                break
             following = await self._follow(runtime, answers[0], node, until)
             if following is None or replies > 1:
                 break
