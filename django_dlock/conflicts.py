@@ -22,7 +22,6 @@ from django_dlock.seen import stored
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from django_dlock.forms import VersionedModelForm
     from django_dlock.seen import Seen
 
 __all__ = ["DELETE", "MINE", "THEIRS", "Conflict", "Difference", "compare", "is_editable", "watched"]
@@ -32,6 +31,7 @@ MINE: Final = "mine"
 THEIRS: Final = "theirs"
 SECRET: Final = "•••"
 Choice: TypeAlias = Literal["mine", "theirs"]
+Form: TypeAlias = Any  # a VersionedModelForm, which is made of this
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +70,7 @@ class Conflict:
     """Inputs whose file has to be chosen again, with the name it had."""
 
 
-def watched(form: VersionedModelForm) -> Iterator[Any]:
+def watched(form: Form) -> Iterator[Any]:
     """Give the fields of the model that the form lets edit or says it shows; never its key or its version."""
     meta = form._meta.model._meta
     for field in (*meta.fields, *meta.many_to_many):
@@ -79,17 +79,17 @@ def watched(form: VersionedModelForm) -> Iterator[Any]:
             yield field
 
 
-def compare(form: VersionedModelForm, seen: Seen, now: Model) -> list[Difference]:
+def compare(form: Form, seen: Seen, now: Model) -> list[Difference]:
     """Give the fields that would be overwritten, and those that changed beside the form."""
     found = [_difference(form, field, seen, now) for field in watched(form)]
     return [difference for difference in [*found, _deletion(form)] if difference]
 
 
-def is_editable(form: VersionedModelForm, name: str) -> bool:
+def is_editable(form: Form, name: str) -> bool:
     return name in form.fields and not form.fields[name].disabled
 
 
-def _difference(form: VersionedModelForm, field: Any, seen: Seen, now: Model) -> Difference | None:
+def _difference(form: Form, field: Any, seen: Seen, now: Model) -> Difference | None:
     name, current = field.name, stored(field, now)
     is_theirs = not seen.shows(name, current)
     was = _show(form, field, seen.text(name)) if seen.knows(name) else None
@@ -106,14 +106,14 @@ def _difference(form: VersionedModelForm, field: Any, seen: Seen, now: Model) ->
     return Difference(name, str(form[name].label), was, mine, shown, form.answer(name) or choice, form.radio(name))
 
 
-def _deletion(form: VersionedModelForm) -> Difference | None:
+def _deletion(form: Form) -> Difference | None:
     if not form.is_to_be_deleted():
         return None
     yes, no = _("Yes"), _("No")
     return Difference(DELETE, _("Delete"), no, yes, no, form.answer(DELETE), form.radio(DELETE))
 
 
-def _show(form: VersionedModelForm, field: Any, text: str | None) -> str:
+def _show(form: Form, field: Any, text: str | None) -> str:
     if form.is_secret(field.name):
         return SECRET
     return "" if not text else str(_readable(field, text, form.instance._state.db))

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from django import forms
-
-if TYPE_CHECKING:
-    from django_dlock.forms import VersionedModelForm
 
 __all__ = ["Theirs", "VersionInput"]
 
@@ -25,7 +22,7 @@ class VersionInput(forms.CharField):
 
 
 class _BoundVersion(forms.BoundField):
-    form: VersionedModelForm
+    form: Any  # a VersionedModelForm, which is made of this
 
     def value(self) -> Any:
         return self.form.signed_version()

@@ -107,7 +107,7 @@ def canonical(field: Field[Any, Any] | ManyToManyField[Any, Any], value: Any) ->
     return plain.replace("\r\n", "\n")
 
 
-def _in_utc(value: Any) -> Any:
+def _in_utc(value: datetime | time) -> datetime | time:
     return value.astimezone(UTC) if isinstance(value, datetime) and is_aware(value) else value
 
 

@@ -6,6 +6,6 @@
 
 from __future__ import annotations
 
-from django_dlock.checks import databases, models, settings
+from django_dlock.checks import admin, databases, models, settings
 
-__all__ = ["databases", "models", "settings"]
+__all__ = ["admin", "databases", "models", "settings"]

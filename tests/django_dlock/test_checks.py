@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 
 import pytest
+from django.contrib import admin
 from django.core.checks import run_checks
 from django.core.management import call_command
 from django.db import connection, models
@@ -12,6 +13,8 @@ from django.db.utils import ConnectionHandler
 from django.test import override_settings
 from django.test.utils import isolate_apps
 
+from django_dlock.admin import VersionedModelAdmin
+from django_dlock.checks import admin as admin_checks
 from django_dlock.checks import databases
 from django_dlock.checks import models as model_checks
 from django_dlock.checks import settings as setting_checks
@@ -19,6 +22,7 @@ from django_dlock.conf import stores
 from django_dlock.middleware import LockMiddleware
 from django_dlock.models import RowLockMixin, VersionedMixin, VersionField
 from django_dlock.versions import LockManager
+from tests.testapp.models import Article, Counter, Draft
 
 OURS = "django_dlock.middleware.LockMiddleware"
 SECURITY = "django.middleware.security.SecurityMiddleware"
@@ -143,6 +147,20 @@ def test_a_malformed_setting_is_told_once():
 def test_w001_to_w003_the_middleware_is_there_once_in_its_place_and_of_use(stores_set, middleware, found):
     with override_settings(DLOCK=stores_set, MIDDLEWARE=middleware):
         assert ids(setting_checks.check_middleware()) == found
+
+
+# The admin
+
+
+def test_w013_a_versioned_model_is_in_the_admin_with_its_guard():
+    site = admin.AdminSite()
+    site.register(Article)
+    site.register(Counter)
+    site.register(Draft, VersionedModelAdmin)
+    try:
+        assert [(message.id, message.obj) for message in admin_checks.check_admin()] == [("dlock.W013", Article)]
+    finally:
+        site.unregister([Article, Counter, Draft])
 
 
 # Models
