@@ -304,7 +304,7 @@ def test_other_databases_are_refused_by_name(use_database, alias):
     with (
         override_settings(DLOCK={"default": {"BACKEND": f"advisory://{alias}"}}),
         transaction.atomic(alias),
-        pytest.raises(NotSupported, match="PostgreSQL.*session=True"),
+        pytest.raises(NotSupported, match=r"PostgreSQL.*session=True"),
     ):
         order(using=alias).acquire()
 
