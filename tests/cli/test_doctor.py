@@ -322,3 +322,26 @@ def test_report_to_a_file_has_no_colors():
     out = io.StringIO()
     ran = dlock("doctor", "--store", "memory://")
     assert "\x1b" not in ran.out + out.getvalue()
+
+
+def test_sentinels_are_asked_one_by_one(servers_directory):
+    from tests.redis_sentinel import group
+
+    with group(servers_directory / "doctor-sentinel") as shop:
+        found = examined(shop.url)
+        assert of(found, "sentinels").level == "ok"
+        assert of(found, "replication").level == "warning"
+        shop.sentinels[0].kill()
+        found = examined(shop.url)
+        assert of(found, "sentinels").measured == "2 of 3 Sentinels answer"
+        assert of(found, "sentinels").level == "warning"
+        assert of(found, "reach", f"127.0.0.1:{shop.sentinels[0].port}").level == "warning"
+
+
+def test_cluster_is_examined_node_by_node(servers_directory):
+    from tests.redis_cluster import cluster as redis_cluster
+
+    with redis_cluster(servers_directory / "doctor-cluster") as shop:
+        found = examined(shop.url)
+        assert len([one for one in found if one.check == "eviction"]) > 1
+        assert "unsafe" not in levels(found).values()

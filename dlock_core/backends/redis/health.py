@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 from dlock_core.backends.redis.wire import answered, converse, twice
 from dlock_core.doctor.clocks import SAMPLES, Sample, clock, round_trip, timing, wall
 from dlock_core.doctor.finding import Finding, ok, unsafe, warning
+from dlock_core.errors import BackendUnavailable
 
 if TYPE_CHECKING:
     from dlock_core.backends.redis import RedisBackend
@@ -34,8 +35,10 @@ class Asked(Protocol):
 
 
 async def diagnose(backend: RedisBackend, runtime: Runtime) -> list[Finding]:
-    """Examine one server; raises BackendUnavailable."""
-    return judged(*await measure(backend, runtime))
+    """Examine one server, and the Sentinels that lead to it, if any; raises BackendUnavailable."""
+    found = judged(*await measure(backend, runtime))
+    sentinels = getattr(backend.wire(runtime), "sentinels", None)
+    return found if sentinels is None else [*_sentinels(await sentinels.told(runtime)), *found]
 
 
 async def measure(backend: Asked, runtime: Runtime) -> tuple[Info | Exception, Timing]:
@@ -131,6 +134,26 @@ def _clients(info: Info) -> Finding:
         return ok("connections", measured)
     reason = "every waiter keeps a connection; who gets none can neither wait nor renew"
     return warning("connections", measured, reason, "raise maxclients, or find who keeps so many")
+
+
+def _sentinels(told: dict[str, tuple[str, int] | BackendUnavailable]) -> list[Finding]:
+    masters = {address for address in told.values() if isinstance(address, tuple)}
+    answering = sum(isinstance(address, tuple) for address in told.values())
+    measured = f"{answering} of {len(told)} Sentinels answer"
+    if len(masters) > 1:
+        remedy = "look again in a minute; if it stays, compare what they log"
+        one = unsafe("sentinels", measured, "they do not agree who the master is: two may take writes", remedy)
+    elif answering < 3:
+        reason = "with fewer than three nobody replaces a master that fails while one of them is away"
+        one = warning("sentinels", measured, reason, "run three, apart from each other, and name all of them")
+    else:
+        one = ok("sentinels", measured)
+    downs = {name: error for name, error in told.items() if isinstance(error, BackendUnavailable)}
+    return [one, *[replace(_away(error), part=name) for name, error in downs.items()]]
+
+
+def _away(error: BackendUnavailable) -> Finding:
+    return warning("reach", error.reason, "it takes no part in failovers", "start it, or correct the address")
 
 
 def at(part: str, findings: list[Finding]) -> list[Finding]:

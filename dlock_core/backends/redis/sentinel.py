@@ -112,6 +112,16 @@ class Sentinels:
                 return self._service.address or host, port
         raise self._nowhere(failures)
 
+    async def told(self, runtime: Runtime) -> dict[str, tuple[str, int] | BackendUnavailable]:
+        """Ask every one of them, for the doctor: what it tells, or why it does not."""
+        told: dict[str, tuple[str, int] | BackendUnavailable] = {}
+        for name, wire in self._known:
+            try:
+                told[name] = await self._ask(runtime, wire)
+            except BackendUnavailable as error:
+                told[name] = error
+        return told
+
     async def _ask(self, runtime: Runtime, wire: Wire) -> tuple[str, int]:
         question = ("SENTINEL", "GET-MASTER-ADDR-BY-NAME", self._service.name)
         (reply,) = await twice(lambda: converse(wire, runtime, "", [question], self._limit))
@@ -133,7 +143,7 @@ class MasterWire:
     """Connections to whoever is the master; an answer of anybody else is none."""
 
     def __init__(self, wire: Wire, sentinels: Sentinels, share: float) -> None:
-        self._wire, self._sentinels, self._share = wire, sentinels, share
+        self._wire, self.sentinels, self._share = wire, sentinels, share
         self._address, self._next_look = ("", 0), 0.0
         self.checkout, self.checkin, self.discard, self.forget = wire.checkout, wire.checkin, wire.discard, wire.forget
 
@@ -158,7 +168,7 @@ class MasterWire:
         """Learn where the master is now; if nobody can tell, and we do not insist, it is where it was."""
         self._next_look = runtime.now() + LOOK
         try:
-            self._address = await self._sentinels.master(runtime, None if insist else 1)
+            self._address = await self.sentinels.master(runtime, None if insist else 1)
         except RedisError:
             if insist:
                 raise
@@ -166,4 +176,4 @@ class MasterWire:
 
     def close(self) -> None:
         self._wire.close()
-        self._sentinels.close()
+        self.sentinels.close()
