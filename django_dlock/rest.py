@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from django.db.models import Model
 from rest_framework import serializers
 
 from django_dlock.preconditions import check_preconditions, etag_of
@@ -11,7 +12,6 @@ from django_dlock.preconditions import check_preconditions, etag_of
 if TYPE_CHECKING:
     from collections.abc import Collection
 
-    from django.db.models import Model
     from rest_framework.generics import GenericAPIView
 
     _View = GenericAPIView[Any]
@@ -56,9 +56,19 @@ class PreconditionMixin(_View):
         return instance
 
     def perform_create(self, serializer: Any) -> None:
-        """Create, and know the new object's ETag."""
+        """Create, and know the new object's ETag; many at once have none."""
         super().perform_create(serializer)  # type: ignore[misc]
-        self._dlock_object = serializer.instance
+        self._dlock_object = serializer.instance if isinstance(serializer.instance, Model) else None
+
+    def perform_update(self, serializer: Any) -> None:
+        """Save what was checked; TypeError for anything else."""
+        self._require_checked(serializer.instance)
+        super().perform_update(serializer)  # type: ignore[misc]
+
+    def perform_destroy(self, instance: Any) -> None:
+        """Delete what was checked; TypeError for anything else."""
+        self._require_checked(instance)
+        super().perform_destroy(instance)  # type: ignore[misc]
 
     def finalize_response(self, request: Any, response: Any, *args: Any, **kwargs: Any) -> Any:
         """Send the ETag along."""
@@ -69,6 +79,13 @@ class PreconditionMixin(_View):
             if self._dlock_is_known:
                 response.status_code, response.data = 304, None
         return response
+
+    def _require_checked(self, instance: Any) -> None:
+        if instance is not self._dlock_object:
+            raise TypeError(
+                f"{type(self).__name__} writes an object whose preconditions were not checked: "
+                "its get_object() has to call super().get_object(), and to return what that gives"
+            )
 
     def _dlock_variant(self) -> str:
         return getattr(getattr(self.request, "accepted_renderer", None), "format", None) or ""

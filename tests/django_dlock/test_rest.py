@@ -13,7 +13,7 @@ from rest_framework import generics, routers, serializers, viewsets
 from rest_framework.decorators import action
 from rest_framework.permissions import BasePermission
 from rest_framework.response import Response
-from rest_framework.test import APIClient
+from rest_framework.test import APIClient, APIRequestFactory
 
 from django_dlock.preconditions import etag_of
 from django_dlock.rest import PreconditionMixin, VersionedSerializerMixin
@@ -194,10 +194,34 @@ def test_model_without_a_version_fails_loudly(use_database):
 
     use_database("default")
     counter = Counter.objects.create(name="x")
-    from rest_framework.test import APIRequestFactory
-
     with pytest.raises(TypeError, match="Counter has no version"):
         Counters.as_view()(APIRequestFactory().get("/"), pk=counter.pk)
+
+
+def test_view_that_goes_round_the_check_fails_loudly_and_writes_nothing(use_database):
+    class Careless(Lenient):
+        def get_object(self):
+            return Draft.objects.get()
+
+    use_database("default")
+    Draft.objects.create(title="first")
+    view = Careless.as_view()
+    for request in (APIRequestFactory().patch("/", {"title": "second"}), APIRequestFactory().delete("/")):
+        with pytest.raises(TypeError, match=r"Careless.*super\(\).get_object\(\)"):
+            view(request, pk=1)
+    assert Draft.objects.get().title == "first"
+
+
+def test_many_new_objects_have_no_tag(use_database):
+    class Many(PreconditionMixin, generics.CreateAPIView):
+        serializer_class = ArticleSerializer
+
+        def get_serializer(self, *args, **kwargs):
+            return super().get_serializer(*args, **kwargs, many=True)
+
+    use_database("default")
+    made = Many.as_view()(APIRequestFactory().post("/", [{"title": "a"}, {"title": "b"}], format="json"))
+    assert (made.status_code, len(made.data), "ETag" in made) == (201, 2, False)
 
 
 @pytest.mark.parametrize("database", ["postgresql"], indirect=True)
