@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from rich.cells import cell_len
 from rich.segment import Segment
 from rich.style import Style
 
-from dlock_core.cli.text import middle
+from dlock_core.cli.text import cells, middle
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -46,7 +45,7 @@ def printed(lines: Iterable[tuple[str, str]]) -> Iterator[Segment]:
 
 def fitted(columns: Sequence[Column], rows: Sequence[Row], width: int) -> list[tuple[str, str]] | None:
     """Lay out a table, as lines and their styles; None when even what must stay does not fit."""
-    natural = [max(cell_len(each.head), *[cell_len(row.cells[n]) for row in rows]) for n, each in enumerate(columns)]
+    natural = [max(cells(each.head), *[cells(row.cells[n]) for row in rows]) for n, each in enumerate(columns)]
     least = [size if each.least is None else min(size, each.least) for each, size in zip(columns, natural, strict=True)]
     kept = [n for n in range(len(columns)) if any(row.cells[n] for row in rows)]
     while _needed(least, kept) > width:
@@ -65,7 +64,7 @@ def _line(row: Row, columns: Sequence[Column], sizes: dict[int, int]) -> str:
 
 def _cell(text: str, size: int, column: Column) -> str:
     short = middle(text, size)
-    room = " " * (size - cell_len(short))
+    room = " " * (size - cells(short))
     return room + short if column.right else short + room
 
 

@@ -6,7 +6,7 @@ from typing import Final
 
 from rich.cells import cell_len
 
-__all__ = ["ELLIPSIS", "middle", "plain", "seconds"]
+__all__ = ["ELLIPSIS", "cells", "middle", "plain", "seconds"]
 
 ELLIPSIS: Final = "…"
 
@@ -16,17 +16,24 @@ def plain(text: str) -> str:
     return text if text.isprintable() else "".join(char if char.isprintable() else "?" for char in text)
 
 
+def cells(text: str) -> int:
+    """Count the cells that a printable text takes."""
+    return len(text) if text.isascii() else cell_len(text)
+
+
 def middle(text: str, width: int) -> str:
     """Shorten a printable text to so many cells by leaving out its middle: both ends tell names apart."""
-    if cell_len(text) <= width:
+    if cells(text) <= width:
         return text
     if width < 1:
         return ""
     head = _head(text, width // 2)
-    return head + ELLIPSIS + _head(text[::-1], width - 1 - cell_len(head))[::-1]
+    return head + ELLIPSIS + _head(text[::-1], width - 1 - cells(head))[::-1]
 
 
 def _head(text: str, width: int) -> str:
+    if text.isascii():
+        return text[:width]
     used = 0
     for place, char in enumerate(text):
         used += cell_len(char)
