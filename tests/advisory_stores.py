@@ -9,16 +9,17 @@ from sqlalchemy.ext.asyncio import create_async_engine
 from dlock_core.backend import Backend
 from tests.table_stores import ASYNC, DJANGO, URLS, server_of
 
-__all__ = ["sessions"]
+__all__ = ["made", "sessions"]
 
 
 def sessions(request: pytest.FixtureRequest, store: str, **options: Any) -> Any:
     """A store by its Django alias, or by its driver in SQLAlchemy."""
     request.getfixturevalue(server_of(store))
-    return _made(store, session=True, **options)
+    return made(store, session=True, **options)
 
 
-def _made(store: str, **options: Any) -> Backend:
+def made(store: str, **options: Any) -> Backend:
+    """The same, on a server that is there already."""
     if store in DJANGO:
         from django_dlock.backends.advisory import from_url
 

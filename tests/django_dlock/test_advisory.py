@@ -1,5 +1,6 @@
 """Locks inside the caller's own transaction, on PostgreSQL: they last exactly as long as it does."""
 
+import concurrent.futures
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -25,7 +26,10 @@ from tests.processes import Link, worker
 from tests.testapp.models import Counter
 
 PG = "postgresql"
-DLOCK = {"default": {"BACKEND": f"advisory://{PG}", "WAIT": 20}}
+DLOCK = {
+    "default": {"BACKEND": f"advisory://{PG}", "WAIT": 20},
+    "session": {"BACKEND": f"advisory://{PG}", "OPTIONS": {"session": True}},
+}
 
 
 class Sorry(Exception):
@@ -245,14 +249,13 @@ def test_deadlock_of_two_locks_is_found_by_the_database(store, party):
     for other, key in ((first, 1), (second, 2)):
         other.begin(PG)
         other.now(order(key).acquire)
-    pending = [first.do(order(2).acquire), second.do(order(1).acquire)]
-    errors = [each.exception(60) for each in pending[:1]]
-    if errors == [None]:
-        errors = [pending[1].exception(60)]
-    assert [classify(error) for error in errors] == [Trouble.DEADLOCK]
-    assert isinstance(errors[0], OperationalError)
-    first.rollback()
-    second.rollback()
+    pending = {first.do(order(2, wait=None).acquire): first, second.do(order(1, wait=None).acquire): second}
+    (victim,), (other,) = concurrent.futures.wait(pending, 60, concurrent.futures.FIRST_COMPLETED)
+    assert isinstance(victim.exception(), OperationalError)
+    assert classify(victim.exception()) is Trouble.DEADLOCK
+    pending[victim].rollback()
+    assert other.result(60).token
+    pending[other].rollback()
 
 
 # Modes
@@ -270,6 +273,12 @@ def test_asking_again_inside_the_transaction_joins(store, party):
         with order() as outer, order() as inner:
             assert (inner.token, inner.holder) == (outer.token, outer.holder)
         assert not is_free(party)
+
+
+def test_session_lock_of_the_same_name_is_the_same_lock(store, party):
+    with order(store="session", fence=False):
+        assert not is_free(party)
+    assert is_free(party)
 
 
 def test_names_are_locks_of_their_own(store, party):

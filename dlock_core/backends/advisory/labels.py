@@ -48,11 +48,12 @@ def in_comment(statement: str) -> Told | None:
 
 
 def in_label(application_name: str, prefix: str, key: int) -> Told | None:
-    """Find the label of a key; the name of the last one may have been cut off, and ends in "…" then."""
+    """Find the label of a key; an only one whose name was cut off ends in "…"."""
     words = [word.removeprefix(prefix).partition("#") for word in application_name.split() if word.startswith(prefix)]
     labels = [Told(name, int(token)) for token, _, name in words if token.isdecimal()]
     for told in labels:
         if key_of(told.name, prefix) == key:
             return told
-    unproven = labels[-1:] if len(application_name) >= _LONGEST else []
-    return next((told._replace(name=f"{told.name}…") for told in unproven), None)
+    if len(labels) == 1 and len(application_name) >= _LONGEST:
+        return labels[0]._replace(name=f"{labels[0].name}…")
+    return None
