@@ -53,5 +53,5 @@ def _hidden(request: HttpRequest, conflicts: list[Conflict]) -> Iterator[tuple[s
 
 
 def _last_entry(instance: Any) -> LogEntry | None:
-    kind = ContentType.objects.get_for_model(instance)
+    kind = ContentType.objects.get_for_model(instance, for_concrete_model=False)  # as the admin writes them
     return LogEntry.objects.filter(content_type=kind, object_id=instance.pk).select_related("user").first()

@@ -110,7 +110,7 @@ class LockAdmin(_ModelAdmin):
         self.message_user(request, _("Released: %s") % plain(entry.name), messages.SUCCESS)
 
     def _found(self, request: HttpRequest, name: str) -> dict[str, Any]:
-        found = _picture(list(stores) if is_declared() else [], databases(), name or None)
+        found = _picture(_aliases(), databases(), name or None)
         all_cards = cards(found)
         return {
             "cards": all_cards[:MOST],
@@ -132,6 +132,13 @@ class LockAdmin(_ModelAdmin):
         return HttpResponseRedirect(self._address())
 
 
+def _aliases() -> list[str]:
+    try:
+        return list(stores) if is_declared() else []
+    except InvalidStore:  # no dict at all: the system checks say what is wrong with it
+        return []
+
+
 def _picture(aliases: Iterable[str], others: Iterable[Any], name: str | None) -> Picture:
     """Ask stores and databases; a store that is not even set up right is one that cannot be read."""
     backends: list[tuple[str, Backend]] = []
@@ -148,7 +155,7 @@ def _picture(aliases: Iterable[str], others: Iterable[Any], name: str | None) ->
 
 def _held(grant: tuple[str, str, int] | None) -> Entry | Unreadable | None:
     """Find a grant that is held now; None when it is not."""
-    if grant is None or grant[0] not in stores:
+    if grant is None or grant[0] not in _aliases():
         return None
     store, name, token = grant
     found = _picture([store], [], name)

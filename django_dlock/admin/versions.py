@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from django.contrib import admin, messages
 from django.contrib.admin.helpers import ACTION_CHECKBOX_NAME
 from django.core.exceptions import ImproperlyConfigured
-from django.db import router, transaction
+from django.db import transaction
 from django.forms import HiddenInput
 from django.http import HttpResponseRedirect
 from django.utils.html import format_html_join
@@ -18,6 +18,7 @@ from django_dlock.admin.conflicts import conflict_page
 from django_dlock.admin.rows import versioned_rows
 from django_dlock.errors import StaleObject
 from django_dlock.forms import VERSION, versioned
+from django_dlock.generic import where_written
 from django_dlock.seen import Seen, Unseen
 from django_dlock.version_queries import found_versions, read_version
 
@@ -56,11 +57,7 @@ class VersionedModelAdmin(_ModelAdmin):
             raise ImproperlyConfigured(f"{type(self).__name__} needs a model with VersionedMixin")
 
     def get_queryset(self, request: HttpRequest) -> QuerySet[Any]:
-        """Read what is going to be written from where it is written: a replica may not know the newest version."""
-        rows = super().get_queryset(request)
-        if request.method == "POST" and rows._db is None:  # type: ignore[attr-defined]
-            return rows.using(router.db_for_write(self.model))
-        return rows
+        return where_written(super().get_queryset(request), request)
 
     # One object
 

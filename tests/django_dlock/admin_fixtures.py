@@ -31,6 +31,19 @@ class Router:
     db_for_write = db_for_read
 
 
+class Replica(Router):
+    """Reads that go to a copy which is late."""
+
+    def db_for_read(self, model: Any, **hints: Any) -> str | None:
+        return "other" if model._meta.model_name == "ticket" else None
+
+    def db_for_write(self, model: Any, **hints: Any) -> str:
+        return "default"
+
+    def allow_relation(self, *_: Any, **__: Any) -> bool:
+        return True
+
+
 class ToPostgreSQL(Router):
     alias = "postgresql"
 
@@ -48,6 +61,16 @@ def admin_pages(use_database: Callable[[str], str], tmp_path: Any) -> Iterator[N
 def on_postgresql(use_database: Callable[[str], str]) -> Iterator[None]:
     use_database("postgresql")
     with override_settings(DATABASE_ROUTERS=["tests.django_dlock.admin_fixtures.ToPostgreSQL"]):
+        yield
+
+
+@pytest.fixture
+def late_replica(use_database: Callable[[str], str], ticket: Ticket) -> Iterator[None]:
+    """A replica that does not know yet what is done after this."""
+    use_database("other")
+    ticket.save(using="other", force_insert=True)
+    ticket.refresh_from_db(using="default")
+    with override_settings(DATABASE_ROUTERS=["tests.django_dlock.admin_fixtures.Replica"]):
         yield
 
 

@@ -13,9 +13,11 @@ from django.contrib.auth.management import create_permissions
 from django.contrib.auth.models import Permission, User
 from django.test import Client, override_settings
 
+from django_dlock.admin import locks
 from django_dlock.admin.cards import plain
 from dlock_core import Lock
 from dlock_core.errors import LeaseLost
+from dlock_core.inspect import Entry, Picture, cycles
 from tests.django_dlock.pages import form
 
 LOCKS = "/admin/django_dlock/lock/"
@@ -157,9 +159,40 @@ def test_store_that_is_down_or_wrong_is_one_line_without_its_password(both):
     assert "geheim" not in response.content.decode()
 
 
-def test_project_without_stores_has_the_page_all_the_same(both):
-    with override_settings(DLOCK=None):
+@pytest.mark.parametrize("declared", [None, 7])
+def test_project_without_stores_has_the_page_all_the_same(both, held, declared):
+    with held():
+        link = release_links(both.get(LOCKS))[0]
+    with override_settings(DLOCK=declared):
         assert "Nobody holds a lock" in text(both.get(LOCKS))
+        assert both.get(link).status_code == 302
+
+
+def entry(kind, name, role, party, place=None):
+    described, mode = f"<{party}>", "exclusive"
+    return Entry(kind, "default", name, role, mode, {}, described, None, None, None, place, party)
+
+
+def test_deadlock_is_on_top_and_what_nobody_wants_below(both, monkeypatch):
+    entries = [
+        entry("lease", "idle", "holder", "c"),
+        entry("lease", "wanted", "holder", "d"),
+        entry("lease", "wanted", "waiter", "e", 1),
+        entry("lease", "order:42", "holder", "a"),
+        entry("lease", "order:42", "waiter", "b", 1),
+        entry("row", "shop_order 42", "holder", "b"),
+        entry("row", "shop_order 42", "waiter", "a", 1),
+    ]
+    found = Picture(entries, [], cycles(entries), {"postgresql": 7})
+    monkeypatch.setattr(locks, "picture", lambda *_: found)
+    response = both.get(LOCKS)
+    shown = text(response)
+    places = [shown.index(each) for each in ("Deadlock: ", "order:42 lease", "shop_order 42 row", "wanted", "idle")]
+    assert places == sorted(places)
+    assert "<a> holds lease order:42 and waits for row shop_order 42" in shown
+    assert "7 locks of postgresql" in shown
+    assert "<a>" not in response.content.decode()
+    assert release_links(response) == []  # no token: somebody else's
 
 
 def test_page_needs_no_inline_script_or_style(both, held):

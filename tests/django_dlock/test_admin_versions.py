@@ -338,6 +338,17 @@ def test_change_between_the_check_and_the_update_is_found(on_postgresql, browser
     assert now(ticket).title == "theirs"
 
 
+# several databases
+
+
+def test_page_that_a_late_replica_has_shown_overwrites_nothing(browser, ticket, late_replica, page):
+    Ticket.objects.using("default").update(title="theirs")
+    response = browser.post(page, form(browser.get(page), title="mine"))
+    assert "Title old mine theirs" in text(response)
+    assert browser.post(page, form(response, dlock_version_title="mine")).status_code == 302
+    assert Ticket.objects.using("default").get().title == "mine"
+
+
 # rows below
 
 

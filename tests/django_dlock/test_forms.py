@@ -172,6 +172,20 @@ def test_delete_view_needs_the_version(browser, ticket):
     assert Ticket.objects.exists()
 
 
+def test_view_with_a_late_replica_overwrites_nothing(browser, ticket, late_replica):
+    page = f"/plain/{ticket.pk}/"
+    Ticket.objects.using("default").update(title="theirs")
+    response = browser.post(page, form(browser.get(page), title="mine"))
+    assert "Title old mine theirs" in text(response)
+    assert browser.post(page, form(response, dlock_version_title="mine")).status_code == 302
+    assert Ticket.objects.using("default").get().title == "mine"
+
+
+def test_method_delete_is_refused(browser, ticket):
+    assert browser.delete(f"/delete/{ticket.pk}/").status_code == 405
+    assert Ticket.objects.exists()
+
+
 # formsets
 
 Tickets = modelformset_factory(
