@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from dlock_core.runtime import Asyncio
@@ -71,6 +71,6 @@ def _connect(connect: Callable[[], Session], opened: Future[Session]) -> None:
 def _settle(settle: Callable[[Any], None], outcome: Any) -> bool:
     try:
         settle(outcome)
-    except asyncio.InvalidStateError:
+    except InvalidStateError:
         return False
     return True

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import secrets
 import threading
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from dlock_core.backends.table.postgresql import CHANNEL, TELL
@@ -50,7 +51,7 @@ class Ears:
 
     def close(self) -> None:
         """Stop listening; the connection is closed by whoever reads from it."""
-        kept, self._kept, self.hears = self._kept, None, False
+        kept, self._kept, self.hears, self._proof = self._kept, None, False, ""
         if kept is not None:
             kept.cut()
 
@@ -66,7 +67,7 @@ class Ears:
         await self._pool.step(runtime, CHANNEL, self._tell)
 
     def _begin(self, session: Session) -> None:
-        session.listen(CHANNEL, self._heard, self._ended)
+        session.listen(CHANNEL, self._heard, partial(self._ended, self._proof))
 
     def _tell(self, session: Session) -> None:
         session.execute(TELL, {"payload": self._proof})
@@ -76,6 +77,7 @@ class Ears:
             self.hears = True
         self._bells.ring(payload)
 
-    def _ended(self) -> None:
-        self.hears, self._next = False, -math.inf
-        self._bells.ring_all()
+    def _ended(self, proof: str) -> None:
+        if proof == self._proof:  # not one that we have left already
+            self.hears, self._next = False, -math.inf
+            self._bells.ring_all()
