@@ -188,12 +188,24 @@ class Move:
 
 @contextmanager
 def cluster(directory: Path, *options: str) -> Iterator[Cluster]:
-    cluster = Cluster(directory, *options)
+    cluster = _started(directory, options)
     try:
-        cluster.start()
         yield cluster
     finally:
         cluster.stop()
+
+
+def _started(directory: Path, options: tuple[str, ...], attempt: int = 1) -> Cluster:
+    """Twelve ports are many: should another server have taken one of them meanwhile, take others."""
+    cluster = Cluster(directory.with_name(f"{directory.name}-{attempt}-"), *options)
+    try:
+        cluster.start()
+    except BaseException as error:
+        cluster.stop()
+        if attempt == 3 or not isinstance(error, RuntimeError):
+            raise
+        return _started(directory, options, attempt + 1)
+    return cluster
 
 
 def until(condition: Callable[[], object]) -> None:

@@ -7,14 +7,25 @@ from typing import Any
 import pytest
 import redis
 from redis.crc import key_slot
-from redis.exceptions import AskError, MovedError
+from redis.exceptions import (
+    AskError,
+    BusyLoadingError,
+    ClusterDownError,
+    MovedError,
+    NoPermissionError,
+    ResponseError,
+    TryAgainError,
+)
 
 from dlock_core import connect
+from dlock_core.backend import Busy, Granted
 from dlock_core.backends.redis.cluster import TAGS, ClusterBackend, address
 from dlock_core.backends.redis.cluster.routes import SLOTS, Routes
-from dlock_core.backends.redis.cluster.slot import slot_of
+from dlock_core.backends.redis.cluster.slot import Slot, slot_of
 from dlock_core.errors import BackendUnavailable
+from dlock_core.lock import new_request
 from dlock_core.runtime import BLOCKING, run
+from tests import servers
 
 SECRET = "hunter2"
 
@@ -146,6 +157,86 @@ def test_address_that_is_reached_elsewhere_is_replaced() -> None:
     learn(routes, [0, SLOTS - 1, ["a", 1, b"id"]])
     assert owner(routes, 5) == "near:2"
     assert [node.title for node in routes._candidates()][-1] in {"first:1", "near:2"}
+
+
+def scripted(backend: ClusterBackend, *answers: Any) -> list[bool]:
+    """Have the nodes answer so, one after the other; tells whether each was asked as one to whom the slot is coming."""
+    asked: list[bool] = []
+    told = iter(answers)
+
+    async def put(runtime: Any, node: Any, packed: Any, replies: int, until: float, *, asking: bool) -> list[Any]:
+        asked.append(asking)
+        return [answer] if not isinstance(answer := next(told), list) else answer
+
+    learn(backend._routes, [0, SLOTS - 1, ["a", 1, b"id"]])
+    backend._routes._is_doubtful = False
+    backend.part("a").slot._put = put  # type: ignore[method-assign]
+    return asked
+
+
+REQUEST = new_request("a", 30.0, 0.0, shared=False, fair=True)
+
+
+def test_slot_that_moves_is_asked_for_until_it_has_arrived(backend: ClusterBackend) -> None:
+    asked = scripted(
+        backend, AskError("5 b:2"), TryAgainError("not yet"), TryAgainError("not yet"), MovedError("5 b:2"), 17
+    )
+    assert run(backend.try_acquire(BLOCKING, REQUEST)) == Granted(17, 30.0)
+    assert asked == [False, True, False, False, False]
+    assert owner(backend._routes, backend.part("a").slot.number) == "b:2"
+
+
+def test_slot_that_does_not_arrive_is_unavailable(backend: ClusterBackend) -> None:
+    asked = scripted(backend, *[TryAgainError("not yet")] * 1000)
+    with pytest.raises(BackendUnavailable, match="not yet") as caught:
+        run(backend.try_acquire(BLOCKING, REQUEST))
+    assert not caught.value.refused
+    assert len(asked) > 3
+
+
+def test_nodes_that_point_at_each_other_are_given_up_in_time() -> None:
+    backend = ClusterBackend.from_url("redis+cluster://localhost", timeout=0.1)
+    scripted(backend, *[MovedError("5 b:2"), MovedError("5 a:1")] * 1000)
+    slot = backend.part("a").slot
+    put = slot._put
+
+    async def in_time(runtime: Any, node: Any, packed: Any, replies: int, until: float, *, asking: bool) -> list[Any]:
+        if runtime.now() >= until:
+            return await Slot._put(slot, runtime, node, packed, replies, until, asking=asking)
+        return await put(runtime, node, packed, replies, until, asking=asking)
+
+    slot._put = in_time  # type: ignore[method-assign]
+    with pytest.raises(BackendUnavailable, match="moves: none of the nodes"):
+        run(backend.try_acquire(BLOCKING, REQUEST))
+
+
+@pytest.mark.parametrize("woken", [
+    ResponseError("UNBLOCKED force unblock from blocking operation, instance state changed"),
+    MovedError("5 b:2"), AskError("5 b:2"), ClusterDownError("The cluster is down"),
+])  # fmt: skip
+def test_waiter_whose_slot_leaves_asks_again_at_once(backend: ClusterBackend, woken: Exception) -> None:
+    scripted(backend, [woken, MovedError("5 b:2")])
+    assert run(backend.wait(BLOCKING, REQUEST, Busy(1.0, "", "ticket"), 1.0)) is None
+
+
+@pytest.mark.parametrize(
+    "woken", [NoPermissionError("no BLPOP for you"), ResponseError("OOM"), BusyLoadingError("loading")]
+)
+def test_waiter_who_cannot_sleep_at_all_is_told(backend: ClusterBackend, woken: Exception) -> None:
+    scripted(backend, [woken, 17])
+    with pytest.raises(BackendUnavailable):
+        run(backend.wait(BLOCKING, REQUEST, Busy(1.0, "", "ticket"), 1.0))
+
+
+def test_node_that_is_gone_may_be_one_of_an_old_map(backend: ClusterBackend) -> None:
+    """It is worth to ask again at once: the map is read first."""
+    port = servers.free_port()
+    learn(backend._routes, [0, SLOTS - 1, ["127.0.0.1", port, b"id"]])
+    backend._routes._is_doubtful = False
+    with pytest.raises(BackendUnavailable, match=f"127.0.0.1:{port}: ") as caught:
+        run(backend.try_acquire(BLOCKING, REQUEST))
+    assert caught.value.broken
+    assert backend._routes._is_doubtful
 
 
 def test_slot_that_nobody_serves_is_unavailable(backend: ClusterBackend) -> None:
