@@ -52,9 +52,8 @@ BIGINT: Final = "CAST(:token AS bigint)"
 _LIMITED: Final = """\
 WITH old AS MATERIALIZED (SELECT current_setting('lock_timeout') AS v),
 lim AS MATERIALIZED (SELECT set_config('lock_timeout', :milliseconds, true),
-set_config('application_name', CASE WHEN position(mark IN app) > 0 THEN app ELSE left(app, 48) || mark END, true)
-FROM old, current_setting('application_name') AS app,
-concat(' dlock:', left(CAST(:holder AS text), 8)) AS mark){more}
+set_config('application_name', left(replace(current_setting('application_name'), {mark}, ''), 48) || {mark}, true)
+FROM old){more}
 SELECT c.n, CAST(pg_current_xact_id_if_assigned() AS text), set_config('lock_timeout', old.v, true)
 FROM old LEFT JOIN ({result}) AS c ON true"""
 """Wait for row locks only so long, and give the session its own limit back, in one statement.
@@ -64,9 +63,12 @@ Until then the session's application_name tells the inspector under whose lease 
 """
 
 
+_MARK: Final = "' dlock:' || left(CAST(:holder AS text), 8)"
+
+
 def limited(change: str) -> str:
     """Write a PostgreSQL statement that reads FROM lim so that it waits for row locks only so long."""
-    return _LIMITED.format(more=f",\nwon AS ({change} RETURNING 1)", result="SELECT count(*) AS n FROM won")
+    return _LIMITED.format(mark=_MARK, more=f",\nwon AS ({change} RETURNING 1)", result="SELECT count(*) AS n FROM won")
 
 
 def _postgres(upsert: str) -> str:
@@ -75,7 +77,7 @@ def _postgres(upsert: str) -> str:
 
 def _postgres_locked(column: str, condition: str, lock: str) -> str:
     found = f"SELECT {column} AS n FROM dlock_fence AS f, lim WHERE {condition} FOR {lock} OF f"  # noqa: S608
-    return _LIMITED.format(more="", result=found)
+    return _LIMITED.format(mark=_MARK, more="", result=found)
 
 
 POSTGRESQL: Final = Dialect(

@@ -36,6 +36,7 @@ def test_deadlock_across_a_lease_and_a_row_is_named(
         found = look(lambda picture: picture.cycles or shipping.pipe.poll() or counting.pipe.poll())
         if not found.cycles:
             (shipping if shipping.pipe.poll() else counting).result()
+        assert look(lambda picture: picture.cycles, "order:1").cycles, "also when only this lock is asked for"
     (cycle,) = found.cycles
     first, second = sorted(cycle.steps(), key=lambda step: "/orders/1/ship" not in step)
     row = next(entry.name for entry in found.entries if entry.kind == "row" and entry.role == "waiter")

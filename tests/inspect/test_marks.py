@@ -1,5 +1,7 @@
 """A transaction that works under a lease says so to its database, at no extra request, and to nobody else after its end."""
 
+import asyncio
+import importlib.util
 import re
 from contextlib import ExitStack, contextmanager
 
@@ -7,10 +9,13 @@ import pytest
 from django.db import connections
 from django.db.transaction import atomic
 from django.test import override_settings
-from sqlalchemy import create_engine, event, text
+from sqlalchemy import create_engine, event, make_url, text
+from sqlalchemy.ext.asyncio import AsyncSession, create_async_engine
 from sqlalchemy.orm import Session
 
+import sqla_dlock
 from django_dlock import lock as django_lock
+from django_dlock.database_sessions import open_sessions
 from dlock_core.backends.memory import MemoryBackend
 from sqla_dlock import lock
 from tests.inspect.parties import URLS
@@ -20,6 +25,12 @@ OURS = {
     "postgresql": "SELECT current_setting('application_name')",
     "mariadb": "SELECT info FROM information_schema.processlist WHERE id = CONNECTION_ID()",
 }
+SERVERS = {
+    "psycopg": "postgresql", "asyncpg": "postgresql", "psycopg_async": "postgresql",
+    "mysqldb": "mariadb", "pymysql": "mariadb", "aiomysql": "mariadb",
+}  # fmt: skip
+if importlib.util.find_spec("asyncmy"):
+    SERVERS["asyncmy"] = "mariadb"
 both = pytest.mark.parametrize("database", ["postgresql", "mariadb"], indirect=True)
 
 
@@ -104,3 +115,52 @@ def test_marks_cost_no_statement(database, store):
         session.commit()
     engine.dispose()
     assert len(sent) == 2, "the admit and the statement"
+
+
+@both
+def test_django_knows_the_number_of_its_session_without_asking(database):
+    with connections[database].cursor() as cursor:
+        cursor.execute({"postgresql": "SELECT pg_backend_pid()", "mariadb": "SELECT CONNECTION_ID()"}[database])
+        number = cursor.fetchone()[0]
+    own, inside = open_sessions()
+    name = connections[database].settings_dict["NAME"]
+    assert f"{'pg' if database == 'postgresql' else 'my'}:{number}/{name}" in own
+    assert inside == ()
+
+
+async def test_tasks_claim_no_session_of_the_thread_that_they_share():
+    assert open_sessions() == ((), ())
+
+
+@pytest.mark.parametrize(
+    ("driver", "database"),
+    [(driver, SERVERS[driver]) for driver in SERVERS],
+    indirect=["database"],
+    ids=lambda value: value,
+)
+def test_sqlalchemy_knows_the_number_of_its_session_with_every_driver(driver, database):
+    url = make_url(URLS[database])
+    ask = text({"postgresql": "SELECT pg_backend_pid()", "mariadb": "SELECT CONNECTION_ID()"}[database])
+    url = url.set(drivername=f"{url.get_backend_name()}+{driver}")
+
+    def name(session):
+        lock = sqla_dlock.lock(session, "order", 1, store=MemoryBackend())
+        assert lock.sessions() == ((), ()), "no transaction, no session"
+        number = session.scalar(ask)
+        return number, lock.sessions()
+
+    async def in_loop():
+        engine = create_async_engine(url)
+        async with AsyncSession(engine) as session:
+            found = await session.run_sync(name)
+        await engine.dispose()
+        return found
+
+    if driver in ("asyncpg", "psycopg_async", "aiomysql", "asyncmy"):
+        number, sessions = asyncio.run(in_loop())
+    else:
+        engine = create_engine(url)
+        with Session(engine) as session:
+            number, sessions = name(session)
+        engine.dispose()
+    assert sessions == ((), (f"{'pg' if database == 'postgresql' else 'my'}:{number}/{url.database}",))
