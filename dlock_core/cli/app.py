@@ -87,9 +87,7 @@ def watch_(given: Given, store: tuple[str, ...], database: tuple[str, ...], inte
 @options.no_input
 @options.form
 @click.pass_obj
-def release(
-    given: Given, name: str, *, store: tuple[str, ...], token: int | None, no_input: bool, format: str
-) -> None:
+def release(given: Given, name: str, *, store: tuple[str, ...], token: int | None, no_input: bool, format: str) -> None:
     """End a lease, and no newer one than is shown.
 
     Its holder learns of it at its next renewal, and cannot commit after that.
