@@ -13,6 +13,7 @@ from redis.exceptions import (
     ClusterDownError,
     MovedError,
     NoPermissionError,
+    RedisError,
     ResponseError,
     TryAgainError,
 )
@@ -20,6 +21,7 @@ from redis.exceptions import (
 from dlock_core import connect
 from dlock_core.backend import Busy, Granted
 from dlock_core.backends.redis.cluster import TAGS, ClusterBackend, address
+from dlock_core.backends.redis.cluster.node import Node
 from dlock_core.backends.redis.cluster.routes import SLOTS, Routes
 from dlock_core.backends.redis.cluster.slot import Slot, slot_of
 from dlock_core.errors import BackendUnavailable
@@ -149,6 +151,29 @@ def test_node_that_failed_is_asked_last(routes: Routes) -> None:
     failed = routes._node(("a", 1))
     failed.failed_at = 1.0
     assert routes._candidates()[-1] is failed
+
+
+def test_nodes_that_are_silent_share_the_time_of_one_request(routes: Routes, monkeypatch: pytest.MonkeyPatch) -> None:
+    learn(routes, [0, 8000, *[[f"a{number}", 1, b"id"] for number in range(6)]])
+    runtime = Turned()
+
+    async def converse(node: Node, runtime: Turned, name: str, commands: Any, limit: float) -> list[Any]:
+        runtime.time += limit
+        raise BackendUnavailable("", reason=f"{node.title}: silent")
+
+    monkeypatch.setattr(Node, "converse", converse)
+    with pytest.raises(RedisError, match="first:1: silent"):
+        run(routes.owner(runtime, 9000, runtime.time + 1.0))  # type: ignore[arg-type]
+    assert runtime.time <= 1001.1
+
+
+class Turned:
+    """A clock that is turned by hand."""
+
+    time = 1000.0
+
+    def now(self) -> float:
+        return self.time
 
 
 def test_address_that_is_reached_elsewhere_is_replaced() -> None:
