@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
 from django.conf import settings
@@ -23,8 +24,8 @@ SOURCE: Final = "Django"
 
 def findings(aliases: Iterable[str]) -> list[Finding]:
     """Examine the settings, and those of these databases; nothing is asked of a server."""
-    found = [*_checks(), _middleware()]
-    return [_of(SOURCE, one) for one in found] + [_of(alias, one) for alias in aliases for one in _database(alias)]
+    found = [replace(one, subject="settings", source=SOURCE) for one in (*_checks(), *_middleware())]
+    return found + [replace(one, subject="database", source=alias) for alias in aliases for one in _database(alias)]
 
 
 def _checks() -> list[Finding]:
@@ -42,17 +43,14 @@ def _finding(message: CheckMessage) -> Finding:
     return Finding(str(message.id), level, what, remedy=message.hint or "")
 
 
-def _middleware() -> Finding:
+def _middleware() -> list[Finding]:
+    """Say where LockMiddleware stands; W001 says when it should be there and is not."""
     paths = list(settings.MIDDLEWARE)
     if MIDDLEWARE not in paths:
-        return ok(
-            "middleware", "LockMiddleware is not in MIDDLEWARE", "views then have to answer lock errors themselves"
-        )
-    before = ", ".join(path.rpartition(".")[2] for path in paths[: paths.index(MIDDLEWARE)])
-    return ok(
-        "middleware",
-        f"LockMiddleware is number {paths.index(MIDDLEWARE) + 1} of {len(paths)}, after {before or 'none'}",
-    )
+        return []
+    place = paths.index(MIDDLEWARE)
+    before = ", ".join(path.rpartition(".")[2] for path in paths[:place]) or "none"
+    return [ok("middleware", f"LockMiddleware is number {place + 1} of {len(paths)}, after {before}")]
 
 
 def _database(alias: str) -> list[Finding]:
@@ -73,7 +71,3 @@ def _pool(given: dict[str, Any]) -> Finding:
         return ok("pool", measured, "a request that waits for a connection after it took a lock keeps others waiting")
     reason = "all requests of a process wait for one connection, some of them while they hold a lock"
     return warning("pool", measured, reason, "give the pool as many connections as the process has threads")
-
-
-def _of(source: str, one: Finding) -> Finding:
-    return Finding(one.check, one.level, one.measured, one.reason, one.remedy, one.part, source)

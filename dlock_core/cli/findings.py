@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -34,12 +34,13 @@ class Report(NamedTuple):
     findings: Sequence[Finding]
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
-        place = None
+        groups: dict[str, list[Finding]] = defaultdict(list)
         for one in self.findings:
-            if (one.source, one.part) != place:
-                place = (one.source, one.part)
-                yield Text(plain(" ".join(filter(None, place))), "bold")
-            yield from _finding(one)
+            groups[plain(f"{one.subject} {one.source} {one.part}".strip())].append(one)
+        for title, found in groups.items():
+            yield Text(title, "bold")
+            for one in found:
+                yield from _finding(one)
         numbers = Counter(one.level for one in self.findings)
         yield Text(", ".join(f"{numbers[level]} {level}" for level in _STYLES))
 

@@ -34,7 +34,9 @@ _DATABASES: Final[dict[str, Callable[[Any], list[Finding]]]] = {
 def examine(stores: Iterable[tuple[str, Backend]], databases: Iterable[Database] = ()) -> list[Finding]:
     """Examine stores (alias, backend) and databases, one after the other; what cannot be reached is a finding."""
     found = [replace(one, source=alias) for alias, backend in stores for one in _safely(_store, backend)]
-    return found + [replace(one, source=each.alias) for each in databases for one in _safely(_database, each)]
+    return found + [
+        replace(one, subject="database", source=each.alias) for each in databases for one in _safely(_database, each)
+    ]
 
 
 def _safely(look: Callable[[Any], list[Finding]], at: Any) -> list[Finding]:

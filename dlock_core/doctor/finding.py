@@ -15,8 +15,8 @@ Level = Literal["ok", "warning", "unsafe"]
 class Finding:
     """One finding; `check` is a stable word for programs, everything else is for people.
 
-    `source` is the alias of the store or database, set by the doctor; `part` names the node or member, where there are
-    several.
+    `subject` and `source` say of what, and are set by the doctor: a store or database and its alias, or the settings of
+    a framework; `part` names the node or member, where there are several.
     """
 
     check: str
@@ -25,6 +25,7 @@ class Finding:
     reason: str = ""
     remedy: str = ""
     part: str = ""
+    subject: Literal["store", "database", "settings"] = "store"
     source: str = ""
 
 

@@ -110,3 +110,9 @@ def test_wrong_password_is_one_line(redis_server, monkeypatch):
     assert ran.code == 1
     assert [line for line in ran.out.splitlines() if "refused our credentials" in line]
     assert not [piece for piece in PIECES if piece in ran.out + ran.err]
+
+
+def test_environment_names_the_database_where_the_command_does_not(monkeypatch, tmp_path):
+    monkeypatch.setenv("DLOCK_DATABASE_URL", f"sqlite:///{tmp_path}/shop.db")
+    assert "SQLite" in dlock("doctor").out
+    assert "SQLite" not in dlock("doctor", "--database", "shop=postgresql+psycopg://localhost:1/db").out
