@@ -238,8 +238,8 @@ def cancel_everywhere(store: TableBackend, name: str) -> None:
 @pytest.mark.parametrize("driver", ["psycopg", "pymysql", "sqlite"], indirect=True)
 def test_sections_of_many_processes_are_apart_in_the_order_of_tokens(driver: str, tmp_path: Path) -> None:
     path, name = tmp_path / "history", f"database+{URLS[driver]}"
-    history = play(name, path, workers=4, rounds=40)
-    assert len(history) == 160
+    history = play(name, path, workers=3, rounds=40)
+    assert len(history) == 120
     assert any(section.queued for section in history), "nobody had to wait: nothing was tested"
     assert overlaps(history) == []
     assert repeated_tokens(history) == []
@@ -250,6 +250,7 @@ def play(url: str, path: Path, workers: int, rounds: int) -> list[Any]:
     return read(path)
 
 
+@pytest.mark.parametrize("driver", ["psycopg"], indirect=True)
 def test_killed_holder_is_followed_when_its_ttl_is_over(driver: str, direct: TableBackend, name: str) -> None:
     with worker(table_workers.hold, f"database+{URLS[driver]}", name, {"ttl": 1.0}) as holder:
         token = holder.hear()
@@ -260,7 +261,7 @@ def test_killed_holder_is_followed_when_its_ttl_is_over(driver: str, direct: Tab
     lease.release()
 
 
-@pytest.mark.parametrize("driver", ["psycopg", "asyncpg", "pymysql"], indirect=True)
+@pytest.mark.parametrize("driver", ["psycopg", "asyncpg"], indirect=True)
 def test_forked_child_has_connections_of_its_own_and_no_lease(driver: str, direct: TableBackend, name: str) -> None:
     with worker(table_workers.fork, f"database+{URLS[driver]}", name) as parent:
         found = ast.literal_eval(parent.hear())
