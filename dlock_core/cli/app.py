@@ -68,7 +68,10 @@ def show(given: Given, name: str, store: tuple[str, ...], database: tuple[str, .
 @options.form
 @click.pass_obj
 def watch_(given: Given, store: tuple[str, ...], database: tuple[str, ...], interval: float, format: str) -> None:
-    """Show all holders and waiters again and again, until Ctrl-C; as JSON one line each time."""
+    """Show all again and again, until Ctrl-C.
+
+    As JSON it is one line each time.
+    """
     with given.opened(store, database) as opened:
 
         def look() -> Picture:
@@ -125,7 +128,10 @@ def doctor(given: Given, store: tuple[str, ...], database: tuple[str, ...], form
 @options.form
 @click.pass_obj
 def purge(given: Given, days: int, database: str | None, format: str) -> None:
-    """Replace old rows of the fence table by a floor that refuses their tokens."""
+    """Keep the fence table small.
+
+    Old rows are replaced by a floor that refuses their tokens.
+    """
     alias, removed = given.sources.purge(database, days)
     if format == "json":
         given.json({"schema": 1, "database": alias, "days": days, "removed": removed})
