@@ -20,16 +20,17 @@ from django.utils.translation import gettext as _
 from django_dlock.seen import stored
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
     from django_dlock.seen import Seen
 
-__all__ = ["DELETE", "MINE", "THEIRS", "Conflict", "Difference", "compare", "is_editable", "watched"]
+__all__ = ["DELETE", "MINE", "THEIRS", "Conflict", "Difference", "compare", "is_editable", "sent_again", "watched"]
 
 DELETE: Final = "DELETE"  # Django's name for the check box of a formset
 MINE: Final = "mine"
 THEIRS: Final = "theirs"
 SECRET: Final = "•••"
+CSRF: Final = "csrfmiddlewaretoken"
 Choice: TypeAlias = Literal["mine", "theirs"]
 Form: TypeAlias = Any  # a VersionedModelForm, which is made of this
 
@@ -83,6 +84,19 @@ def compare(form: Form, seen: Seen, now: Model) -> list[Difference]:
     """Give the fields that would be overwritten, and those that changed beside the form."""
     found = [_difference(form, field, seen, now) for field in watched(form)]
     return [difference for difference in [*found, _deletion(form)] if difference]
+
+
+def sent_again(data: Any, conflicts: Iterable[Conflict], prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Give all that a request has sent under a prefix, for hidden inputs, but for what the conflicts ask themselves."""
+    asked = {each.radio for conflict in conflicts for each in conflict.differences}
+    asked |= {CSRF, *(conflict.version_name for conflict in conflicts)}
+    for name in data:
+        if name.startswith(prefix) and name not in asked:
+            yield from ((name, value) for value in _values(data, name))
+
+
+def _values(data: Any, name: str) -> list[Any]:
+    return list(data.getlist(name)) if hasattr(data, "getlist") else [data[name]]
 
 
 def is_editable(form: Form, name: str) -> bool:

@@ -15,7 +15,7 @@ from django.utils.safestring import SafeString, mark_safe
 from django.utils.text import capfirst
 from django.utils.translation import gettext_lazy as _
 
-from django_dlock.conflicts import DELETE, MINE, THEIRS, Conflict, compare, is_editable, watched
+from django_dlock.conflicts import DELETE, MINE, THEIRS, Conflict, compare, is_editable, sent_again, watched
 from django_dlock.form_fields import Theirs, VersionInput
 from django_dlock.formsets import BaseVersionedInlineFormSet, BaseVersionedModelFormSet
 from django_dlock.seen import Seen, Unseen, canonical, kept, stored
@@ -131,9 +131,12 @@ class VersionedModelForm(_ModelForm):
         taken = self._taken()
         self._take(taken)
         super().full_clean()
-        self.has_changed()  # remembers what has, while what was taken cannot have
+        self._set_changed([name for name in self.changed_data if name not in taken])
         for name in taken:
             self.fields[name].disabled = False
+
+    def _set_changed(self, names: list[str]) -> None:
+        self.__dict__["changed_data"] = names  # where Django caches it
 
     def _seen_by_user(self) -> Seen | None:
         try:
@@ -161,7 +164,7 @@ class VersionedModelForm(_ModelForm):
     def _ask(self, seen: Seen, message: Any, code: str) -> None:
         can_compare = not self.errors or self.is_to_be_deleted()
         if can_compare and self.is_row and not self._is_touched(seen):
-            self.__dict__["changed_data"] = []  # nothing to save, so nothing to overwrite
+            self._set_changed([])  # nothing to save, so nothing to overwrite
             return
         row = self._row()
         if row is None:
@@ -218,11 +221,9 @@ class VersionedModelForm(_ModelForm):
         """Render the form, or after a conflict the differences instead; `as_p()` and the like do so, too."""
         if self.conflict is None or context is not None:
             return super().render(template_name, context, renderer)
-        context = {"form": self, "conflict": self.conflict, "hidden": [each.as_hidden() for each in self._others()]}
+        hidden = list(sent_again(self.data, [self.conflict], self.add_prefix("")))
+        context = {"form": self, "conflict": self.conflict, "hidden": hidden}
         return mark_safe(DjangoTemplates().render("django_dlock/conflict_form.html", context))  # noqa: S308 - a template's
-
-    def _others(self) -> Iterator[forms.BoundField]:
-        return (bound for bound in self if bound.name != VERSION and not self.is_upload(bound.name))
 
     __str__ = __html__ = render
 

@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 from django.contrib.admin.models import LogEntry
 from django.contrib.contenttypes.models import ContentType
 from django.template.response import TemplateResponse
 from django.utils.translation import gettext as _
 
+from django_dlock.conflicts import sent_again
+
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
 
     from django.contrib.admin import ModelAdmin
     from django.http import HttpRequest
 
-    from django_dlock.conflicts import Conflict
-
 __all__ = ["conflict_page"]
-
-CSRF: Final = "csrfmiddlewaretoken"
 
 
 def conflict_page(admin: ModelAdmin[Any], request: HttpRequest, form: Any, formsets: Sequence[Any]) -> Any:
@@ -36,20 +34,13 @@ def conflict_page(admin: ModelAdmin[Any], request: HttpRequest, form: Any, forms
         "opts": admin.opts,
         "conflicts": conflicts,
         "is_unanswered": any(each.is_unanswered for each in conflicts),
-        "hidden": list(_hidden(request, conflicts)),
+        "hidden": list(sent_again(request.POST, conflicts)),
         "uploads": [(name, file.name) for name, files in request.FILES.lists() for file in files],
         "here": request.get_full_path(),
         "last": _last_entry(form.instance) if form else None,
         "is_popup": "_popup" in request.POST,
     }
     return TemplateResponse(request, "admin/django_dlock/conflict.html", context, status=409)
-
-
-def _hidden(request: HttpRequest, conflicts: list[Conflict]) -> Iterator[tuple[str, str]]:
-    """Give all that the request has sent, but for what the page itself asks."""
-    asked = {each.radio for conflict in conflicts for each in conflict.differences}
-    asked |= {CSRF, *(conflict.version_name for conflict in conflicts)}
-    return ((name, value) for name, values in request.POST.lists() for value in values if name not in asked)
 
 
 def _last_entry(instance: Any) -> LogEntry | None:

@@ -160,6 +160,16 @@ def test_lines_ended_in_the_browser_s_way_are_no_change(browser, ticket, page):
     assert now(ticket).notes == "theirs"
 
 
+def test_same_number_and_the_same_moment_written_otherwise_are_no_change(browser, ticket, page):
+    change(ticket, due=timezone.now(), price="48.00")
+    sent = form(browser.get(page), price="48", notes="mine")
+    change(ticket, title="theirs")
+    shown = text(browser.post(page, sent))
+    assert "Notes first mine first" in shown
+    assert "Price" not in shown
+    assert "Due" not in shown
+
+
 def test_conflict_escapes_what_users_wrote(browser, ticket, page):
     sent = form(browser.get(page), title="<script>mine</script>")
     change(ticket, title="<img src=theirs>")
@@ -221,6 +231,24 @@ def test_file_of_theirs_can_be_kept(browser, ticket, page):
     response = browser.post(page, {**sent, "paper": SimpleUploadedFile("mine.txt", b"mine")})
     assert browser.post(page, form(response, dlock_version_paper="theirs")).status_code == 302
     assert now(ticket).paper.name == "theirs.txt"
+
+
+def test_file_can_be_taken_away_after_a_conflict(browser, ticket, page):
+    change(ticket, paper=SimpleUploadedFile("plan.txt", b"old"))
+    sent = form(browser.get(page), **{"paper-clear": "on"})
+    change(ticket, title="theirs")
+    response = browser.post(page, sent)
+    assert "Paper plan.txt empty plan.txt" in text(response)
+    assert browser.post(page, form(response)).status_code == 302
+    assert not now(ticket).paper
+
+
+def test_json_of_theirs_can_be_kept_and_is_no_change_of_mine(browser, ticket, page):
+    sent = form(browser.get(page), title="mine", extra='{"a": 1}')
+    change(ticket, extra={"a": 2})
+    browser.post(page, form(browser.post(page, sent), dlock_version_extra="theirs"))
+    assert now(ticket).extra == {"a": 2}
+    assert LogEntry.objects.get().get_change_message() == "Changed Title."
 
 
 def test_upload_of_the_same_name_is_a_change(browser, ticket, page):
