@@ -63,11 +63,14 @@ def in_task() -> bool:
 
 
 def _worker() -> tuple[str, str, int]:
-    """Give what waits when a lock has to be waited for: a thread or a task, with a number that no other has here."""
+    """Give what waits when a lock has to be waited for: a thread or a task, with a number that no other has here.
+
+    The main thread, of which there is one, has none: the text is stored with every lease.
+    """
     task = asyncio.current_task() if in_task() else None
     if task is None:
         thread = threading.current_thread()
-        return "thread", thread.name, _numbered(thread)
+        return "thread", thread.name, 0 if thread is threading.main_thread() else _numbered(thread)
     return "task", task.get_name(), _numbered(task)
 
 

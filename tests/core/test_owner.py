@@ -1,5 +1,6 @@
 """What a holder says of itself: short, printable, and readable again."""
 
+import asyncio
 import json
 import os
 import threading
@@ -70,3 +71,27 @@ def test_hostile_path_is_one_short_line() -> None:
     with owner.serving("GET", "/\r\n\x1b[31m\u202e" + "x" * 500) as line:
         assert line.startswith("GET /???[31m?xxx")
         assert len(line) == 200
+
+
+def test_threads_have_numbers_of_their_own_and_the_main_thread_needs_none() -> None:
+    found: list[dict[str, object]] = []
+    threads = [threading.Thread(target=lambda: found.append(json.loads(owner.text())), name="same") for _ in range(2)]
+    for thread in threads:
+        thread.start()
+        thread.join()
+    assert found[0]["id"] != found[1]["id"]
+    assert "id" not in json.loads(owner.text())
+
+
+async def test_tasks_are_told_by_name_and_number() -> None:
+    async def tell() -> dict[str, object]:
+        return json.loads(owner.text())
+
+    first, second = [await asyncio.create_task(tell(), name="same") for _ in range(2)]
+    assert (first["task"], second["task"]) == ("same", "same")
+    assert first["id"] != second["id"]
+    assert "thread" not in first
+
+
+def test_owner_text_that_is_too_deep_is_another_librarys() -> None:
+    assert owner.parsed("[" * 100_000) is None
