@@ -190,7 +190,7 @@ def test_relations_dates_and_switches_are_shown_readable(browser, ticket, page):
     assert "Owner empty red blue" in shown
     assert "Tags red blue, red empty" in shown.replace("red, blue", "blue, red")
     assert "Is urgent No Yes No" in shown
-    assert "May 4, 2030" in shown
+    assert "May 4, 2030, 12:30 p.m." in shown
     assert "&quot;a&quot;: 2" in shown
 
 
