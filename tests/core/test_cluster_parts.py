@@ -21,6 +21,7 @@ from redis.exceptions import (
 from dlock_core import connect
 from dlock_core.backend import Busy, Granted
 from dlock_core.backends.redis.cluster import TAGS, ClusterBackend, address
+from dlock_core.backends.redis.cluster.asking import Question, put
 from dlock_core.backends.redis.cluster.node import Node
 from dlock_core.backends.redis.cluster.routes import SLOTS, Routes
 from dlock_core.backends.redis.cluster.slot import Slot, slot_of
@@ -163,8 +164,30 @@ def test_nodes_that_are_silent_share_the_time_of_one_request(routes: Routes, mon
 
     monkeypatch.setattr(Node, "converse", converse)
     with pytest.raises(RedisError, match="first:1: silent"):
-        run(routes.owner(runtime, 9000, runtime.time + 1.0))  # type: ignore[arg-type]
-    assert runtime.time <= 1001.1
+        run(routes.owner(runtime, 9000, runtime.time + 0.1))  # type: ignore[arg-type]
+    assert runtime.time <= 1000.11
+
+
+def test_node_that_failed_is_asked_after_the_others_and_holds_up_none_of_them(
+    backend: ClusterBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is asked of all parts at once is known of the others, and the map is read again."""
+    routes, asked = backend._routes, list[str]()
+    learn(routes, [0, 9000, ["ill", 1, b"id"]], [9001, SLOTS - 1, ["well", 2, b"id"]])
+    routes._is_doubtful, routes._node(("ill", 1)).failed_at = False, 1.0
+
+    async def converse(node: Node, runtime: Any, name: str, commands: Any, limit: float) -> list[Any]:
+        asked.append(node.title)
+        if node.title == "ill:1":
+            raise BackendUnavailable("", reason="ill")
+        return [7] * len(commands)
+
+    monkeypatch.setattr(Node, "converse", converse)
+    questions = [Question(part.slot, ("ZCARD", part.held)) for part in backend._parts]
+    answers = run(put(routes, BLOCKING, "", questions, 1.0))
+    assert asked == ["well:2", "ill:1"]
+    assert [answer == 7 for answer in answers] == [part.slot.number > 9000 for part in backend._parts]
+    assert routes._is_doubtful
 
 
 class Turned:

@@ -370,6 +370,8 @@ def test_holders_and_waiters_elsewhere_do_not_mind_a_master_that_is_gone(
     lost, kept = locks.acquire("a", ttl=3, on_lost=told.set), locks.acquire(name, ttl=3)
     pending = locks.queue_up(name, wait=None)
     master.kill()
+    both = [Renewal(lease._held.request, lease._held.granted) for lease in (lost, kept)]
+    assert locks.ask("renew_many", both) == [0.0, 3.0], "of the one nothing is known, which is no loss"
     assert told.wait(WAIT)
     assert lost.lost
     assert not kept.lost
