@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Final
 
 from sqlalchemy import BigInteger, Column, MetaData, String, Table, Text
+from sqlalchemy.dialects import mysql
 
 from sqla_dlock.fence_table import NAME
 
@@ -22,7 +23,7 @@ table: Final = Table(
     Column("name", NAME, primary_key=True),
     Column("token", BigInteger, nullable=False, autoincrement=False),
     Column("holder", String(32), nullable=False),
-    Column("owner", Text, nullable=False),
+    Column("owner", Text().with_variant(mysql.LONGTEXT, "mysql", "mariadb"), nullable=False),
     Column("since", BigInteger, nullable=False),
     Column("expires_at", BigInteger, nullable=False, index=True),
     Column("wanted_until", BigInteger, nullable=False, server_default="0"),
