@@ -30,6 +30,13 @@ _OWN: Final = {
     "etcds": "dlock_core.backends.etcd:EtcdBackend",
 }
 
+_IN_DATABASES: Final = ("database", "advisory")
+_IN_DATABASES_INSTEAD: Final = (
+    "is reached by what reaches your database: in Django name the store in the setting DLOCK, in SQLAlchemy give it to "
+    "sqla_dlock.configure(), or write the URL of an engine behind the store's scheme"
+)
+"""The core knows neither aliases nor engines."""
+
 
 def connect(store: Any, **options: Any) -> Backend:
     """Make the backend for a store: a URL, or an existing redis-py client or connection pool.
@@ -40,7 +47,11 @@ def connect(store: Any, **options: Any) -> Backend:
     if not isinstance(store, str):
         return _of_client(store, options)
     scheme = urlsplit(store).scheme
-    factory = _OWN.get(scheme) or _entry_points().get(scheme)
+    family, _, engine = scheme.partition("+")
+    if family in _IN_DATABASES and not engine:
+        raise ValueError(f"{family}:// {_IN_DATABASES_INSTEAD}: {family}+postgresql+psycopg://user@host/database")
+    known_elsewhere = _entry_points()
+    factory = _OWN.get(scheme) or known_elsewhere.get(scheme) or known_elsewhere.get(family)
     if factory is None:
         known = ", ".join(f"{name}://" for name in schemes())
         raise ValueError(f"no lock store for the URL scheme {scheme!r}: use one of {known}")
