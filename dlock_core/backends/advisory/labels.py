@@ -16,9 +16,11 @@ from dlock_core.backends.advisory.keys import key_of
 if TYPE_CHECKING:
     from dlock_core.backend import Request
 
-__all__ = ["Told", "comment", "in_comment", "in_label"]
+__all__ = ["Label", "Told", "comment", "in_comment", "in_label"]
 
 _LONGEST: Final = 63
+_DIGITS: Final = 16
+"""Of a time in microseconds, until the year 2286."""
 _COMMENT: Final = re.compile(r"/\* dlock (\S+) ([0-9a-f]+) ([sx]) (\S*)")
 
 
@@ -36,6 +38,27 @@ def comment(request: Request) -> str:
     """Write the comment; neither ":" nor quotes nor "*/" are in it, whatever the names are."""
     name, mode = request.name.replace(":", "/"), "s" if request.shared else "x"
     return f"/* dlock {name} {request.holder} {mode} {quote(request.owner, safe='')} */"
+
+
+class Label(NamedTuple):
+    """A label around the token that the server will put into it."""
+
+    head: str
+    tail: str
+
+    @classmethod
+    def of(cls, request: Request, prefix: str) -> Label:
+        """Make it for a request; the name is cut to what fits."""
+        return cls(prefix, f"#{request.name}"[: _LONGEST - len(prefix) - _DIGITS])
+
+    @property
+    def room(self) -> int:
+        """The characters that are left for what stood there before, and a space."""
+        return max(0, _LONGEST - len(self.head) - _DIGITS - len(self.tail) - 1)
+
+    def token_in(self, text: str) -> int:
+        """Read the token out of what the server made of it; no name has a "#"."""
+        return int(text.rpartition("#")[0].rpartition(self.head)[2])
 
 
 def in_comment(statement: str) -> Told | None:

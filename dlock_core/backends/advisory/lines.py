@@ -140,7 +140,7 @@ class Lines:
             line, since, pid = self._spare.pop()
             if pid != os.getpid():  # its parent's, which closing it here would end
                 _inherited.append(line)
-            elif clock() - since < TRUSTED:
+            elif clock() - since < TRUSTED and not is_over(line):
                 return line
             else:
                 line.close()
@@ -158,6 +158,11 @@ def has_ended(session: Session) -> bool:
     poll = select.poll()
     poll.register(number, select.POLLIN)
     return bool(poll.poll(0))
+
+
+def is_over(line: Line) -> bool:
+    """Say whether the server has ended the session of a line that nobody uses."""
+    return line.kept.session is None or has_ended(line.kept.session)
 
 
 _inherited: list[Line] = []

@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from dlock_core.backend import Holder, LockState, Waiter
 from dlock_core.backends.advisory import statements
 from dlock_core.backends.advisory.keys import key_of
-from dlock_core.backends.advisory.labels import Told, in_comment, in_label
+from dlock_core.backends.advisory.labels import Told, comment, in_comment, in_label
 from dlock_core.errors import BackendUnavailable
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping, Sequence
 
+    from dlock_core.backends.advisory.lines import Seat
     from dlock_core.backends.sql import Pool
     from dlock_core.runtime import Runtime
 
@@ -70,6 +71,11 @@ def owner_of(row: Row, prefix: str) -> str:
     return row.told(prefix).owner or json.dumps({**session, "session": f"pg:{row.pid}/{row.database}"})
 
 
+def _with(row: Row, ours: Mapping[int, Seat]) -> Row:
+    seat = ours.get(row.pid)
+    return row if seat is None else row._replace(query=comment(seat.request))
+
+
 def _holder(row: Row, prefix: str) -> Holder:
     told = row.told(prefix)
     held = max(0.0, row.now - told.token / 1e6) if told.token else None
@@ -87,13 +93,12 @@ class Sessions:
     def __init__(self, pool: Pool, prefix: str) -> None:
         self._pool, self._prefix = pool, prefix
 
-    async def inspect(self, runtime: Runtime, name: str | None) -> list[LockState]:
-        """Show one lock, or all whose names are told."""
-        if name is None:
-            rows = await self._ask(runtime, "", statements.LISTED)
-            return states_of((Row(*row) for row in rows), self._prefix)
-        rows = await self._ask(runtime, name, statements.LISTED_KEY)
-        return [state_of(name, (Row(*row) for row in rows), self._prefix)]
+    async def inspect(self, runtime: Runtime, name: str | None, ours: Sequence[Seat] = ()) -> list[LockState]:
+        """Show one lock, or all whose names are told; what our own sessions have not told yet is known here."""
+        by_number = {seat.line.number: seat for seat in ours}
+        statement = statements.LISTED if name is None else statements.LISTED_KEY
+        rows = [_with(Row(*row), by_number) for row in await self._ask(runtime, name or "", statement)]
+        return states_of(rows, self._prefix) if name is None else [state_of(name, rows, self._prefix)]
 
     async def force_release(self, runtime: Runtime, name: str, token: int) -> bool:
         """End the session that holds with this token; True when it is gone."""

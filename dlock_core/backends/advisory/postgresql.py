@@ -7,14 +7,16 @@ from typing import TYPE_CHECKING
 
 from dlock_core.backends.advisory import statements
 from dlock_core.backends.advisory.keys import key_of
-from dlock_core.backends.advisory.labels import comment
+from dlock_core.backends.advisory.labels import Label, comment
 from dlock_core.backends.advisory.listing import Sessions
 from dlock_core.errors import BackendUnavailable
 from dlock_core.retry import Trouble, classify
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from dlock_core.backend import LockState, Request
-    from dlock_core.backends.advisory.lines import Line
+    from dlock_core.backends.advisory.lines import Line, Seat
     from dlock_core.backends.sql import Pool, Session
     from dlock_core.runtime import Runtime
 
@@ -36,26 +38,27 @@ class PostgreSQL:
 
     def lock(self, session: Session, line: Line, request: Request, seconds: float | None) -> int:
         """Try, or wait for so many seconds; give the token, 0 where others hold the lock."""
+        label = Label.of(request, self._prefix)
         statement = (statements.TRY_SESSION if seconds is None else statements.WAIT_SESSION)[request.shared]
         params = {
             "key": key_of(request.name, self._prefix),
-            "prefix": self._prefix,
-            "name": request.name,
+            "head": label.head,
+            "tail": label.tail,
             "floor": request.floor,
             "ttl": _milliseconds(request.ttl),
         }
         if seconds is not None:
             params["milliseconds"] = _milliseconds(seconds)
+            statement = f"{comment(request)}\n{statement}"  # else the same text each time: it is prepared only once
         try:
-            rows = session.execute(f"{comment(request)}\n{statement}", params)
+            rows = session.execute(statement, params)
         except self._errors as error:
             if classify(error) is Trouble.LOCK_TIMEOUT:
                 return 0
             raise
-        for token, number, *_ in rows:
-            _refuse_pooler(request.name, line, number)
-            return int(token)
-        return 0
+        ((text, number),) = rows
+        _refuse_pooler(request.name, line, number)
+        return 0 if text is None else label.token_in(text)
 
     def prove(self, session: Session, line: Line, request: Request, token: int) -> bool:
         """Have the server wait another ttl for us; False when the session is not the one that took the lock."""
@@ -74,14 +77,14 @@ class PostgreSQL:
         """End a session of ours that holds or awaits a lock."""
         await self._sessions.end(runtime, name, pid=number)
 
-    async def owner(self, runtime: Runtime, name: str, ours: object) -> str:
+    async def owner(self, runtime: Runtime, name: str, ours: Sequence[Seat]) -> str:
         """Tell who holds a lock."""
-        (state,) = await self._sessions.inspect(runtime, name)
+        (state,) = await self._sessions.inspect(runtime, name, ours)
         return next((holder.owner for holder in state.holders), "")
 
-    async def inspect(self, runtime: Runtime, name: str | None, ours: object) -> list[LockState]:
-        """Show one lock, or all."""
-        return await self._sessions.inspect(runtime, name)
+    async def inspect(self, runtime: Runtime, name: str | None, ours: Sequence[Seat]) -> list[LockState]:
+        """Show one lock, or all; of holders in other processes who they are from their first renewal on."""
+        return await self._sessions.inspect(runtime, name, ours)
 
     async def force_release(self, runtime: Runtime, name: str, token: int, ours: object) -> bool:
         """End the session that holds with this token."""

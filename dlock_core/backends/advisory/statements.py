@@ -19,37 +19,36 @@ __all__ = [
     "WAIT_SESSION",
 ]
 
-# The token is drawn when the lock has been taken, so that whoever takes it next reads a later time.
-_TOKEN: Final = """\
-token AS MATERIALIZED (SELECT greatest(CAST(extract(epoch FROM clock_timestamp()) * 1000000 AS bigint),
-CAST(:floor AS bigint) + 1) AS t FROM won WHERE ok),
-label AS MATERIALIZED (SELECT t, left(CAST(:prefix AS text) || t || '#' || CAST(:name AS text), 63) AS words FROM token)
-"""
+# The token is drawn when the lock has been taken, so that whoever takes it next reads a later time. It comes back as a
+# part of the label. One plain SELECT: a WITH would cost the server more than all the rest.
+_LABEL: Final = """\
+CAST(:head AS text) || greatest(CAST(extract(epoch FROM clock_timestamp()) * 1000000 AS bigint),
+CAST(:floor AS bigint) + 1) || CAST(:tail AS text)"""
 _IN_TRANSACTION: Final = f"""\
-{_TOKEN}SELECT t, current_setting('transaction_isolation'), set_config('application_name',
-ltrim(left(current_setting('application_name'), greatest(62 - length(words), 0)) || ' ' || words), true)"""
+set_config('application_name',
+ltrim(left(current_setting('application_name'), CAST(:room AS integer)) || ' ' || {_LABEL}), true)"""
 _IN_SESSION: Final = f"""\
-{_TOKEN}SELECT t, pg_backend_pid(), set_config('application_name', words, false),
-set_config('idle_session_timeout', :ttl, false) FROM label"""  # noqa: S608
-_WON: Final = "WITH won AS MATERIALIZED (SELECT pg_try_advisory{}(CAST(:key AS bigint)) AS ok),\n"
+left(set_config('idle_session_timeout', :ttl, false), 0) || set_config('application_name', {_LABEL}, false)"""
+_TRIED: Final = "SELECT CASE WHEN pg_try_advisory{}(CAST(:key AS bigint)) THEN {} END, {}"
 _WAITED: Final = """\
 WITH old AS MATERIALIZED (SELECT current_setting('lock_timeout') AS v),
 limited AS MATERIALIZED (SELECT set_config('lock_timeout', :milliseconds, true) FROM old),
-won AS MATERIALIZED (SELECT pg_advisory{}(CAST(:key AS bigint)) IS NOT NULL AS ok FROM limited),
-"""
+won AS MATERIALIZED (SELECT pg_advisory{}(CAST(:key AS bigint)) FROM limited)
+SELECT {}, {} FROM won, old"""
+_ISOLATION: Final = "current_setting('transaction_isolation')"
 
 
-def _modes(start: str, function: str, rest: str) -> dict[bool, str]:
-    return {shared: start.format(function + "_shared" * shared) + rest for shared in (False, True)}
+def _modes(statement: str, function: str, granted: str, more: str) -> dict[bool, str]:
+    return {shared: statement.format(function + "_shared" * shared, granted, more) for shared in (False, True)}
 
 
-TRY: Final = _modes(_WON, "_xact_lock", f"{_IN_TRANSACTION} FROM label")
-"""Lock until the end of the transaction; no row where something is in the way. By `shared`, as those below."""
-WAIT: Final = _modes(_WAITED, "_xact_lock", f"{_IN_TRANSACTION}, set_config('lock_timeout', v, true) FROM label, old")
+TRY: Final = _modes(_TRIED, "_xact_lock", _IN_TRANSACTION, _ISOLATION)
+"""Lock until the end of the transaction; NULL where something is in the way. By `shared`, as those below."""
+WAIT: Final = _modes(_WAITED, "_xact_lock", _IN_TRANSACTION, f"{_ISOLATION}, set_config('lock_timeout', v, true)")
 """The same, waiting for it; the transaction's own limit is back after it."""
-TRY_SESSION: Final = _modes(_WON, "_lock", _IN_SESSION)
+TRY_SESSION: Final = _modes(_TRIED, "_lock", _IN_SESSION, "pg_backend_pid()")
 """Lock until the end of the session, which the server ends when it has been silent for a ttl."""
-WAIT_SESSION: Final = _modes(_WAITED, "_lock", _IN_SESSION)
+WAIT_SESSION: Final = _modes(_WAITED, "_lock", _IN_SESSION, "pg_backend_pid()")
 
 _KEY: Final = "(CAST(l.classid AS bigint) << 32) | CAST(l.objid AS bigint)"
 _OF_DATABASE: Final = """\
@@ -82,8 +81,6 @@ PROVE: Final = """\
 SELECT pg_backend_pid(), set_config('application_name', left(CAST(:label AS text), 63), false),
 set_config('idle_session_timeout', :ttl, false)"""
 UNLOCK: Final = {
-    shared: f"""\
-SELECT pg_advisory_unlock{suffix}(CAST(:key AS bigint)), set_config('application_name', 'dlock', false),
-set_config('idle_session_timeout', '90s', false)"""
-    for shared, suffix in ((False, ""), (True, "_shared"))
+    False: "SELECT pg_advisory_unlock(CAST(:key AS bigint))",
+    True: "SELECT pg_advisory_unlock_shared(CAST(:key AS bigint))",
 }

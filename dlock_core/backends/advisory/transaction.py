@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal
 from dlock_core.backend import Busy, Granted
 from dlock_core.backends.advisory import statements
 from dlock_core.backends.advisory.keys import PREFIX, checked_prefix, key_of
+from dlock_core.backends.advisory.labels import Label
 from dlock_core.backends.advisory.listing import Row, Sessions, owner_of
 from dlock_core.errors import NotSupported, SnapshotTooOld
 from dlock_core.retry import Trouble, classify
@@ -68,15 +69,16 @@ class TransactionBackend:
         self, runtime: Runtime, request: Request, ticket: Any = None, *, unsure: bool = False
     ) -> Granted | Busy:
         place = self._place(request)
-        _, row = await place.database.execute(statements.TRY[request.shared], self._params(request))
-        if row is not None:
-            return _granted(request, place, row)
+        label = Label.of(request, self.prefix)
+        _, row = await place.database.execute(statements.TRY[request.shared], self._params(request, label))
+        if row is not None and row[0] is not None:
+            return _granted(request, place, label.token_in(row[0]), row[1])
         return Busy(LONGEST) if request.queue else await self._busy(request, place)
 
     async def wait(self, runtime: Runtime, request: Request, busy: Busy, timeout: float) -> Granted | Busy:
         """Wait in the database's queue, in a savepoint: a time limit that runs out would end the transaction."""
-        place = self._place(request)
-        params = {**self._params(request), "milliseconds": str(max(1, math.ceil(timeout * 1000)))}
+        place, label = self._place(request), Label.of(request, self.prefix)
+        params = {**self._params(request, label), "milliseconds": str(max(1, math.ceil(timeout * 1000)))}
         execute = place.database.execute
         await execute("SAVEPOINT dlock_wait", {})
         try:
@@ -89,7 +91,8 @@ class TransactionBackend:
                 raise
             return await self._busy(request, place)
         await execute("RELEASE SAVEPOINT dlock_wait", {})
-        return _granted(request, place, row or ())
+        text, isolation, *_ = row or ("", "")
+        return _granted(request, place, label.token_in(text), isolation)
 
     async def withdraw(self, runtime: Runtime, request: Request, ticket: Any = None) -> None:
         """Nothing is to be done: the transaction's end takes along what was granted."""
@@ -136,11 +139,12 @@ class TransactionBackend:
         place: Place = request.transaction
         return place
 
-    def _params(self, request: Request) -> dict[str, Any]:
+    def _params(self, request: Request, label: Label) -> dict[str, Any]:
         return {
             "key": key_of(request.name, self.prefix),
-            "prefix": self.prefix,
-            "name": request.name,
+            "head": label.head,
+            "tail": label.tail,
+            "room": label.room,
             "floor": request.floor,
         }
 
@@ -155,9 +159,8 @@ class TransactionBackend:
         return None if row is None else math.inf
 
 
-def _granted(request: Request, place: Place, row: tuple[Any, ...]) -> Granted:
+def _granted(request: Request, place: Place, token: int, isolation: str) -> Granted:
     """Under REPEATABLE READ the snapshot is taken by the very statement that waits for the lock: it is always older."""
-    token, isolation = row[:2]
     if isolation not in ("read committed", "read uncommitted") and not place.old_snapshot:
         raise SnapshotTooOld(request.name, isolation=isolation.upper())
     return Granted(token, math.inf)
