@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -42,11 +41,8 @@ class _Parser(CommandParser):
     """Takes Django's own options from anywhere in the line, and leaves all others to the verb, as they stand."""
 
     def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Namespace:  # type: ignore[override]
-        given = list(sys.argv[1:] if args is None else args)
-        end = given.index("--") if "--" in given else len(given)
         found: Namespace
-        found, rest = self.parse_known_args(given[:end], namespace)
-        found.rest = [*rest, *given[end:]]
+        found, found.rest = self.parse_known_args(args, namespace)
         return found
 
     def format_help(self) -> str:
