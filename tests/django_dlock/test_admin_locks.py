@@ -157,6 +157,7 @@ def test_store_that_is_down_or_wrong_is_one_line_without_its_password(both):
     assert "wrong: DLOCK" in text(response)
     assert response.content.decode().count('class="errornote">down: ') == 1
     assert "geheim" not in response.content.decode()
+    assert "Nobody holds a lock, or waits for one, as far as could be read." in text(response)
 
 
 @pytest.mark.parametrize("declared", [None, 7])
