@@ -6,7 +6,7 @@ Values are compared and shown by their canonical texts (django_dlock.seen), so t
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 
@@ -18,6 +18,7 @@ from django.utils.timezone import is_aware, localtime
 from django.utils.translation import gettext as _
 
 from django_dlock.seen import stored
+from django_dlock.version_queries import read_version
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -83,7 +84,10 @@ def watched(form: Form) -> Iterator[Any]:
 def compare(form: Form, seen: Seen, now: Model) -> list[Difference]:
     """Give the fields that would be overwritten, and those that changed beside the form."""
     found = [_difference(form, field, seen, now) for field in watched(form)]
-    return [difference for difference in [*found, _deletion(form)] if difference]
+    differences = [difference for difference in [*found, _deletion(form)] if difference]
+    if seen.version != read_version(now):  # what was answered was another question
+        return differences
+    return [replace(each, choice=form.answer(each.name) or each.choice) for each in differences]
 
 
 def sent_again(data: Any, conflicts: Iterable[Conflict], prefix: str = "") -> Iterator[tuple[str, str]]:
@@ -117,14 +121,14 @@ def _difference(form: Form, field: Any, seen: Seen, now: Model) -> Difference | 
     if seen.shows(name, wanted) and not form.is_upload(name):
         choice = THEIRS
     mine, shown = _show(form, field, wanted), _show(form, field, current)
-    return Difference(name, str(form[name].label), was, mine, shown, form.answer(name) or choice, form.radio(name))
+    return Difference(name, str(form[name].label), was, mine, shown, choice, form.radio(name))
 
 
 def _deletion(form: Form) -> Difference | None:
     if not form.is_to_be_deleted():
         return None
     yes, no = _("Yes"), _("No")
-    return Difference(DELETE, _("Delete"), no, yes, no, form.answer(DELETE), form.radio(DELETE))
+    return Difference(DELETE, _("Delete"), no, yes, no, None, form.radio(DELETE))
 
 
 def _show(form: Form, field: Any, text: str | None) -> str:

@@ -118,14 +118,16 @@ def test_nothing_is_saved_before_every_question_is_answered(browser, ticket, pag
     assert (now(ticket).title, now(ticket).notes) == ("theirs", "mine")
 
 
-def test_change_while_the_user_decides_is_asked_about_again(browser, ticket, page):
+@pytest.mark.parametrize("choice", ["mine", "theirs"])
+def test_change_while_the_user_decides_is_asked_about_again(browser, ticket, page, choice):
     sent = form(browser.get(page), title="mine")
     change(ticket, title="theirs")
-    decided = form(browser.post(page, sent), dlock_version_title="mine")
+    decided = form(browser.post(page, sent), dlock_version_title=choice)
     change(ticket, title="later")
     response = browser.post(page, decided)
     assert response.status_code == 409
     assert "Title old mine later" in text(response)
+    assert browser.post(page, form(response)).status_code == 409  # the answer was to another question
     assert browser.post(page, form(response, dlock_version_title="mine")).status_code == 302
     assert now(ticket).title == "mine"
 
