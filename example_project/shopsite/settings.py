@@ -60,7 +60,7 @@ DEFAULT_AUTO_FIELD = "django.db.models.BigAutoField"
 REDIS_URL = os.environ.get("REDIS_URL")
 DLOCK = {
     "default": {"BACKEND": REDIS_URL or "redis://localhost:6379/0"},
-    "ledger": {"BACKEND": REDIS_URL or "redis://localhost:6379/0", "OPTIONS": {"prefix": "ledger:"}},
+    "ledger": {"BACKEND": "database://ledger"},  # a table in the database itself
 }
 
 # How orders are protected: one of the functions of shop.strategies.

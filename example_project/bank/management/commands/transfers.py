@@ -49,7 +49,7 @@ class Command(BaseCommand):
 
 @contextmanager
 def scratch() -> Iterator[None]:
-    """Two SQLite databases and a Redis that go when the command ends."""
+    """Two SQLite databases, and a Redis beside the first: the leases of the second are in a table of its own."""
     with TemporaryDirectory(prefix="bank-") as directory, servers.redis(Path(directory)) as redis:
         place(directory, redis)
         for alias in DATABASES:
@@ -59,8 +59,7 @@ def scratch() -> Iterator[None]:
 
 
 def place(directory: str, redis: str) -> None:
-    for store in settings.DLOCK.values():
-        store["BACKEND"] = redis
+    settings.DLOCK["default"]["BACKEND"] = redis
     for alias in DATABASES:
         connections[alias].settings_dict["NAME"] = f"{directory}/{alias}.sqlite3"
 
