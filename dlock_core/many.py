@@ -32,27 +32,32 @@ __all__ = ["AsyncMultiLease", "AsyncMultiLock", "MultiLease", "MultiLock"]
 
 
 async def acquire(runtime: Runtime, backend: Backend, requests: Sequence[Request], wait: float | None) -> list[Held]:
-    """Take all of the locks within `wait` seconds, or none; each is renewed from the moment it is held."""
+    """Take all of the locks within `wait` seconds, or none; each is renewed from the moment it is held.
+
+    Raises LeaseLost when one is lost while the others are waited for.
+    """
     sent, held = runtime.now(), list[Held]()
     until = deadline(sent, wait)
     try:
-        held = await at_once(runtime, backend, requests)
+        held += await at_once(runtime, backend, requests)
         for request in requests[len(held) :]:
             left = None if wait is None else max(0.0, until - runtime.now())
             held.append(await engine.acquire(runtime, backend, request, left))
             watchdog.watch(held[-1])
+        for one in held:
+            one.ensure()
     except BaseException:
-        await runtime.shield(_withdraw(runtime, backend, requests))
+        await runtime.shield(_give_back(runtime, backend, held, requests[len(held) :]))
         raise
     return held
 
 
 async def release(runtime: Runtime, held: Sequence[Held]) -> list[Released]:
-    """End all of the grants: in one request where the store can, and one by one what that left open."""
-    mine = [one for one in held if one.ended is None]
-    if mine and mine[0].backend.supports_many:
-        await runtime.shield(_release_at_once(runtime, mine))
-    return [await engine.release(runtime, one) for one in held]
+    """End all of the grants: in one request where the store can, and one by one what that left open.
+
+    Raises BackendUnavailable for the first of which nobody knows whether it ended, when all were tried.
+    """
+    return await runtime.shield(_release(runtime, held))
 
 
 async def at_once(runtime: Runtime, backend: Backend, requests: Sequence[Request]) -> list[Held]:
@@ -73,6 +78,21 @@ async def at_once(runtime: Runtime, backend: Backend, requests: Sequence[Request
     return held
 
 
+async def _release(runtime: Runtime, held: Sequence[Held]) -> list[Released]:
+    mine = [one for one in held if one.ended is None]
+    if mine and mine[0].backend.supports_many:
+        await _release_at_once(runtime, mine)
+    failure: BackendUnavailable | None = None
+    for one in held:
+        try:
+            await engine.release(runtime, one)
+        except BackendUnavailable as error:  # the others may be on another node of the store
+            failure = failure or error
+    if failure is not None:
+        raise failure
+    return [one.ended for one in held if one.ended is not None]
+
+
 async def _release_at_once(runtime: Runtime, held: Sequence[Held]) -> None:
     for one in held:
         one.prepare_release()
@@ -83,7 +103,11 @@ async def _release_at_once(runtime: Runtime, held: Sequence[Held]) -> None:
             hooks.emit("released", one.name, one.token, runtime.now() - one.since, ended.value, lease=one)
 
 
-async def _withdraw(runtime: Runtime, backend: Backend, requests: Sequence[Request]) -> None:
+async def _give_back(runtime: Runtime, backend: Backend, held: Sequence[Held], requests: Sequence[Request]) -> None:
+    """End what was granted, and withdraw what may have been."""
+    _unwatch(held)
+    with suppress(BackendUnavailable):
+        await _release(runtime, held)
     for request in requests:
         with suppress(BackendUnavailable):
             await backend.withdraw(runtime, request)

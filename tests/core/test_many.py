@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 
 import pytest
@@ -12,12 +13,15 @@ from dlock_core import (
     AlreadyHeld,
     AsyncMultiLock,
     BackendUnavailable,
+    LeaseLost,
     Lock,
     MultiLock,
     Released,
     connect,
+    hooks,
 )
 from dlock_core.backends.memory import MemoryBackend
+from dlock_core.force import force_release
 from dlock_core.runtime import BLOCKING, run
 
 
@@ -152,3 +156,78 @@ def test_store_that_is_down_at_the_end_does_not_hide_the_error_of_the_body():
 
     with pytest.raises(KeyError), MultiLock(Down(), ["a", "b"]):
         raise KeyError
+
+
+def test_one_that_is_lost_while_the_others_are_waited_for_is_told_and_the_rest_given_back():
+    store, lost, answers = MemoryBackend(), threading.Event(), []
+
+    def tell(event):
+        if event.kind == "lost":
+            lost.set()
+
+    def work():
+        with pytest.raises(LeaseLost) as failure:
+            MultiLock(store, ["a", "b"], ttl=2, wait=60).acquire()
+        answers.append(failure.value.name)
+
+    with Lock(store, "b"):
+        thread = threading.Thread(target=work)
+        thread.start()
+        while not run(store.inspect(BLOCKING, "b"))[0].waiters:
+            lost.wait(0.01)
+        (state,) = run(store.inspect(BLOCKING, "a"))
+        hooks.subscribe(tell)
+        try:
+            assert force_release(store, "a", state.holders[0].token, by="a test")
+            assert lost.wait(30)
+        finally:
+            hooks.unsubscribe(tell)
+    thread.join()
+    assert answers == ["a"]
+    assert held(store) == []
+
+
+@pytest.mark.parametrize("many", [False, True])
+def test_what_was_held_before_one_failed_is_released_and_never_called_lost(many, request):
+    store = connect(request.getfixturevalue("redis_server").url) if many else MemoryBackend()
+    events = []
+    taken = Lock(store, "b").acquire()
+    hooks.subscribe(events.append)
+    try:
+
+        def work():
+            with pytest.raises(AcquireTimeout):
+                MultiLock(store, ["a", "b"], wait=0).acquire()
+
+        in_thread(work)
+    finally:
+        hooks.unsubscribe(events.append)
+    taken.release()
+    assert [(event.kind, event.name) for event in events] == [("acquired", "a"), ("timeout", "b"), ("released", "a")]
+    assert not events[0].lease.renewing
+    store.close()
+
+
+async def test_release_is_finished_while_its_task_is_cancelled():
+    store = MemoryBackend()
+    lease = await AsyncMultiLock(store, ["a", "b", "c"]).acquire()
+    task = asyncio.create_task(lease.release())
+    await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert held(store) == []
+
+
+def test_one_that_cannot_be_released_does_not_keep_the_others():
+    class Half(MemoryBackend):
+        async def release(self, runtime, request, granted):
+            if request.name == "a":
+                raise BackendUnavailable("a", reason="its node is gone")
+            return await super().release(runtime, request, granted)
+
+    store = Half()
+    lease = MultiLock(store, ["a", "b", "c"]).acquire()
+    with pytest.raises(BackendUnavailable):
+        lease.release()
+    assert held(store) == ["a"]
