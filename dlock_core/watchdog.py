@@ -49,8 +49,7 @@ class Watchdog:
             self._due.setdefault(due, set()).add(weakref.ref(held))
             self._ends = due + IDLE * TICKS
             if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="dlock-watchdog", daemon=True)
-                self._thread.start()
+                self._start()
             elif due < self._next:  # it sleeps longer than this one may
                 self._next = due
                 self._wake.set()
@@ -63,6 +62,15 @@ class Watchdog:
                 bucket.discard(weakref.ref(held))
                 if not bucket:
                     del self._due[held.due]
+
+    def _start(self) -> None:
+        thread = threading.Thread(target=self._run, name="dlock-watchdog", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError:  # too many, or the interpreter is shutting down: the next lease tries again, for all
+            logger.exception("dlock: there is no thread to renew leases: they run out")
+        else:
+            self._thread = thread
 
     def _run(self) -> None:
         while (pause := self._pause()) is not None:

@@ -202,3 +202,23 @@ def test_unavailable_store_is_never_a_loss_by_itself(held: Held) -> None:
     watchdog.Watchdog()._renew([held])
     assert not held.is_lost()
     assert "down" in held.trouble
+
+
+def test_leases_of_a_process_that_had_no_thread_to_spare_are_renewed_as_soon_as_there_is_one(
+    store: Flaky, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        first = Lock(store, "a", ttl=3).acquire()
+    assert "no thread to renew leases" in caplog.text
+    second = Lock(store, "b", ttl=3).acquire()
+    for lease in (first, second):
+        store.until(
+            lambda calls, lease=lease: any(  # type: ignore[misc]
+                call.what == "renew_many" and lease.holder in call.holders for call in calls
+            )
+        )
+        lease.release()
