@@ -181,7 +181,7 @@ class DatabaseTie(Tie):
 
 def current() -> list[DatabaseTie]:
     """Give the leases that this context holds."""
-    return [tie for tie in _current.get() if tie.held.ended is None]
+    return [tie for tie in _current.get() if tie.held.ended is None and not tie.is_given_up]
 
 
 def remember(tie: DatabaseTie) -> None:
@@ -213,5 +213,5 @@ def _listen(connection: BaseDatabaseWrapper, **_: object) -> None:
 
 def _before_statement(connection: BaseDatabaseWrapper, sql: str, inside: bool) -> None:  # noqa: FBT001 - the hook's form
     for tie in _current.get():
-        if tie.held.ended is None or tie.is_aborted:
+        if (tie.held.ended is None and not tie.is_given_up) or tie.is_aborted:
             tie.statement(connection, sql, inside=inside)

@@ -84,30 +84,35 @@ class TiedLock:
         self.reentrant, self.renew, self.fair, self.on_lost = reentrant, renew, fair, on_lost
         self._blocks = Blocks()
 
-    def request(self, store: Store) -> Request:
+    def request(self, store: Store, turn: Turn) -> Request:
         """Make the request of one acquire; raises NotSupported for what the store cannot do."""
         if self.shared and not store.backend.supports_shared:
             raise NotSupported(f"the store {store.alias!r} has no shared locks", name=self.name)
         ttl = supported_ttl(store.backend, self.ttl or store.ttl)
-        wait, sessions = self.seconds(store), self.sessions()
+        wait, sessions = self.seconds(store, turn), self.sessions()
         return new_request(self.name, ttl, wait, shared=self.shared, fair=self.fair, sessions=sessions)
 
     def sessions(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Name the database sessions that are this thread's own, and those in whose open transaction it asks."""
         return (), ()
 
-    def seconds(self, store: Store) -> float | None:
+    def seconds(self, store: Store, turn: Turn) -> float | None:
         """Tell how long it waits, None for ever."""
-        return store.wait if isinstance(self.wait, EllipsisType) else self.wait
+        wait = self.wait if isinstance(turn.wait, EllipsisType) else turn.wait
+        return store.wait if isinstance(wait, EllipsisType) else wait
+
+    def whose(self) -> object:
+        """Tell who is to hold it, where one thread or task may be several; asked twice for one, it is held once."""
+        return None
 
     async def ask(self, runtime: Runtime, store: Store, turn: Turn) -> tuple[Held, float | None, float]:
         """Acquire the lease, renewed from now on; also tell the wait in seconds and the moment at which it is over."""
-        wait = self.seconds(store) if isinstance(turn.wait, EllipsisType) else turn.wait
+        wait = self.seconds(store, turn)
         until = deadline(turn.since, wait)
         held = turn.held
         if held is None:
             left = None if wait is None else max(0.0, until - clock())
-            request = turn.request or self.request(store)
+            request = turn.request or self.request(store, turn)
             if store.backend.expiry == "transaction":
                 request = request._replace(transaction=self.transaction(store.backend))
             held = await engine.acquire(runtime, store.backend, request, left)

@@ -11,11 +11,11 @@ from contextlib import AsyncExitStack, ExitStack
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from dlock_core import many, watchdog
+from dlock_core import many
 from dlock_core.deadline import Seconds, wait_seconds
 from dlock_core.holding import Blocks
 from dlock_core.runtime import clock
-from dlock_core.tie import LETTING_RUN_OUT
+from dlock_core.tie import LETTING_RUN_OUT, Tie
 from dlock_core.tied import Turn, give_back
 
 if TYPE_CHECKING:
@@ -80,6 +80,8 @@ class TiedLocks:
                 await turns.grant(store, list(places), grant)
             for place in turns.order:
                 turns.leases[place] = await take_up(self.locks[place], turns.ties[place], turns.turns[place])
+            for tie in turns.ties.values():
+                tie.check()
         except BaseException:
             await runtime.shield(turns.give_back())
             raise
@@ -93,6 +95,8 @@ class _Turns:
         self.runtime, self.locks = runtime, group.locks
         self.stores: list[Store] = [each.place() for each in self.locks]
         self.order = sorted(range(len(self.locks)), key=self._rank)
+        for _, places in groupby(self.order, key=lambda place: self._rank(place)[:2]):
+            self._refuse_impossible(*places)
         since = clock()
         self.turns = [Turn(wait=group.wait, since=since) for _ in self.locks]
         self.ties: dict[int, Any] = {}
@@ -102,21 +106,35 @@ class _Turns:
         each = self.locks[place]
         return self.stores[place].alias, each.name, each.shared  # exclusive first: a shared one can join it
 
+    def _refuse_impossible(self, first: int, *others: int) -> None:
+        """Raise ValueError for locks of one name that have no order among them, or cannot be held together."""
+        name, alias, shared = self.locks[first].name, self.stores[first].alias, self.locks[first].shared
+        if any(self.stores[place].backend is not self.stores[first].backend for place in others):
+            raise ValueError(
+                f"the lock {name!r} is asked for in two stores that both go by {alias!r}, and so in no order that "
+                "everybody keeps: configure the stores under names of their own, and ask for them by these"
+            )
+        if not shared and any(self._wish(place) != self._wish(first) for place in others):
+            raise ValueError(f"two sessions cannot hold the lock {name!r} together, unless it is shared: ask for one")
+
+    def _wish(self, place: int) -> tuple[str, int]:
+        return self.locks[place].name, id(self.locks[place].whose())
+
     def store_at(self, place: int) -> Store:
         return self.stores[place]
 
     async def grant(self, store: Store, places: list[int], grant: Callable[[Any, Turn], Awaitable[Any]]) -> None:
-        by_name = {self.locks[place].name: place for place in reversed(places)}
-        await self._ask_for_all(store, list(by_name.values())[::-1])
+        firsts = {self._wish(place): place for place in reversed(places)}
+        await self._ask_for_all(store, list(firsts.values())[::-1])
         for place in places:
-            first = by_name[self.locks[place].name]
+            first = firsts[self._wish(place)]
             again = self.ties.get(first)
             self.ties[place] = await grant(self.locks[place], self.turns[place]) if again is None else again
 
     async def _ask_for_all(self, store: Store, places: list[int]) -> None:
         """Take what is free in one request, if nothing stands against it."""
         if len(places) > 1 and all(self.locks[place]._joined(store, self.runtime) is None for place in places):
-            requests = [self.locks[place].request(store) for place in places]
+            requests = [self.locks[place].request(store, self.turns[place]) for place in places]
             for place, request in zip(places, requests, strict=True):
                 self.turns[place].request = request
             for place, held in zip(places, await many.at_once(self.runtime, store.backend, requests), strict=False):
@@ -132,8 +150,8 @@ class _Turns:
                 self.leases[place]._leave()
         for store, turn in zip(self.stores, self.turns, strict=True):
             if turn.held is not None:
-                watchdog.unwatch(turn.held)
-            if turn.request is not None:
+                await give_back(self.runtime, Tie(turn.held))
+            elif turn.request is not None:
                 with LETTING_RUN_OUT:
                     await store.backend.withdraw(self.runtime, turn.request)
 

@@ -77,6 +77,9 @@ class SessionLock(TiedLock):
     def place(self) -> Store:
         return store_of(self.store)
 
+    def whose(self) -> Session:
+        return self.session
+
     async def take(self, runtime: Runtime, database: Runtime, finish: Callable[..., Any]) -> SessionTie:
         """Acquire the lease and tie it to the session; `database` calls what may send statements."""
         turn = Turn()

@@ -14,8 +14,10 @@ from django_dlock.errors import AcquireTimeout, AlreadyHeld, LeaseLost, NotSuppo
 from django_dlock.ties import current
 from dlock_core.backends.memory import MemoryBackend
 from dlock_core.errors import BackendUnavailable
+from dlock_core.force import force_release
+from dlock_core.runtime import BLOCKING, run
 from dlock_core.testing.contract.observed import Observed
-from tests.django_dlock.parties import is_held
+from tests.django_dlock.parties import WITHIN, is_held
 from tests.testapp.models import Counter
 
 
@@ -300,3 +302,33 @@ def test_what_one_store_cannot_do_is_refused_and_nothing_is_held(stores, monkeyp
     monkeypatch.setattr(stores.ledger.backend, "supports_shared", False, raising=False)
     with pytest.raises(NotSupported):
         lock(account(1), in_ledger(1, shared=True)).acquire()
+
+
+def test_the_wait_of_all_gives_a_place_in_the_queue_to_one_that_would_not_wait_alone(stores, database, party):
+    other, ours = party(), party()
+    theirs = other.now(account(1).acquire)
+    waiting = ours.do(lock(account(1, wait=0), wait=WITHIN).acquire)
+    stores.default.until(lambda calls: any(call.what == "wait" for call in calls))
+    assert len(run(stores.default.inspect(BLOCKING, "account:1"))[0].waiters) == 1
+    other.now(theirs.release)
+    ours.now(waiting.result(WITHIN).release)
+
+
+def test_acquire_that_fails_while_its_store_is_down_leaves_nothing_behind_in_its_thread(stores, database, monkeypatch):
+    """What could not be released runs out by itself: the thread holds it no more, and writes as before."""
+
+    async def fail(*_: object, **__: object) -> None:
+        raise BackendUnavailable("account:1", reason="unplugged")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("django_dlock.ties.DatabaseTie.bind", _failing_for("account:2"))
+        patch.setattr(stores.default, "release", fail)
+        with pytest.raises(RuntimeError, match="refused"):
+            lock(account(1, using=database), account(2, using=database)).acquire()
+    assert current() == []
+    assert stores.held() == ["default account:1", "default account:2"]
+    Counter.objects.using(database).create(name="outside a transaction", value=1)
+    with transaction.atomic(using=database), pytest.raises(AcquireTimeout):
+        lock(account(1, using=database), wait=0).acquire()
+    for state in run(stores.default.inspect(BLOCKING)):
+        assert force_release(stores.default, state.name, state.holders[0].token, by="a test")

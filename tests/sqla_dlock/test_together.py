@@ -169,3 +169,28 @@ def test_threads_locks_and_tasks_locks_are_not_mixed(held, make_engine):
             lock(account(session, 1), aaccount(AsyncSession(), 1))
         with pytest.raises(TypeError, match="every part must be a lock"):
             lock(account(session, 1), "account", 2)
+
+
+@one_of_each
+def test_two_sessions_cannot_hold_one_lock_together_unless_it_is_shared(held, engine, session):
+    with Session(engine) as other:
+        with pytest.raises(ValueError, match="two sessions cannot hold the lock 'account:1'"):
+            lock(account(session, 1), account(other, 1)).acquire()
+        with pytest.raises(ValueError, match="two sessions"):
+            lock(account(session, 1, shared=True), account(other, 1, shared=True), account(session, 1)).acquire()
+        assert held() == []
+        leases = lock(account(session, 1, shared=True), account(other, 1, shared=True)).acquire()
+        session.add(Counter(name="written", value=1))
+        session.commit()
+        assert [lease.remaining() > 0 for lease in leases] == [False, True]
+        leases.release()
+
+
+def test_stores_without_names_have_no_order_for_locks_of_one_name(make_engine):
+    one, another = MemoryBackend(), MemoryBackend()
+    with Session(make_engine("sqlite")) as session:
+        with pytest.raises(ValueError, match="two stores that both go by ''"):
+            lock(account(session, 1, store=one), account(session, 1, store=another)).acquire()
+        with lock(account(session, 2, store=one), account(session, 1, store=another)) as leases:
+            assert [lease.name for lease in leases] == ["account:2", "account:1"]
+    assert not is_held(one, "account:2")
