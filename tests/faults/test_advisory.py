@@ -32,7 +32,9 @@ def alias(request: pytest.FixtureRequest, store: Any) -> str:
 def hold(link: Link, alias: str, ttl: float) -> None:
     lease = Lock(made(alias, session=True), NAME, ttl=ttl).acquire()
     link.say(lease.token)
-    link.hear()
+    while link.hear() == "renew":
+        lease.renew()
+        link.say("renewed")
     link.say(lease.lost)
 
 
@@ -73,8 +75,11 @@ def test_renewal_tells_of_a_session_that_the_server_has_ended(store, alias):
 def test_session_that_holds_is_shown_to_another_process(store, alias):
     with worker(hold, alias, 3600.0) as holder:
         token = holder.hear()
-        (state,) = run(store.inspect(BLOCKING, NAME))
-        (seen,) = state.holders
+        (seen,) = run(store.inspect(BLOCKING, NAME))[0].holders
+        assert "session" in seen.owner
         assert seen.token == (token if alias == "postgresql" else 0)
         if alias == "postgresql":
+            holder.say("renew")
+            holder.hear()
+            (seen,) = run(store.inspect(BLOCKING, NAME))[0].holders
             assert f'"pid":{holder.process.pid}' in seen.owner
