@@ -19,12 +19,14 @@ from sqla_dlock.backends import advisory
 from sqla_dlock.backends.table import from_engine, from_url
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from dlock_core.backend import Backend
 
 __all__ = ["configure", "store_of"]
 
 _stores: dict[str, Store] = {}
-_IN_DATABASE: Final = {"advisory": advisory.from_url, "database": from_url}
+_IN_DATABASE: Final[dict[str, Callable[[str], Backend]]] = {"advisory": advisory.from_url, "database": from_url}
 _making: Final = threading.Lock()
 
 

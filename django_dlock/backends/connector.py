@@ -56,6 +56,7 @@ class DjangoConnector:
         self.alias, self.title = alias, _title(alias)
         self.remedy = f"python manage.py migrate --database {alias}"
         wrapper: Any = connections[alias]
+        self._kind = type(wrapper)
         self.vendor: str = wrapper.vendor
         self.errors: tuple[type[Exception], ...] = (Error, wrapper.Database.Error)
 
@@ -65,9 +66,7 @@ class DjangoConnector:
     def _open(self) -> Session:
         settings = connections.settings[self.alias]  # now: tests give it the name of another database
         options = {key: value for key, value in settings["OPTIONS"].items() if key != "pool"}
-        wrapper = type(connections[self.alias])(
-            {**settings, "OPTIONS": options, "AUTOCOMMIT": True}, f"{self.alias} (dlock)"
-        )
+        wrapper = self._kind({**settings, "OPTIONS": options, "AUTOCOMMIT": True}, f"{self.alias} (dlock)")
         wrapper.inc_thread_sharing()
         wrapper.connect()
         return DjangoSession(wrapper)

@@ -9,11 +9,13 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
+import weakref
 from concurrent.futures import wait
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from sqlalchemy.util import greenlet_spawn
 
+from dlock_core.backends.sql import finished
 from dlock_core.runtime import Asyncio
 from sqla_dlock.greenlets import await_, in_greenlet
 
@@ -32,18 +34,19 @@ class Loop:
     """The loop; it runs as long as there is somebody in it, a session or a call."""
 
     def __init__(self) -> None:
-        self._guard = threading.Lock()
-        self._pid, self._inside = 0, 0
+        self.begin()
+        _loops.add(self)
+
+    def begin(self) -> None:
+        """Have nobody in it, as at first, and as in a forked child, which has none of its parent's threads."""
+        self._guard, self._inside = threading.Lock(), 0
         self._loop: asyncio.AbstractEventLoop | None = None
 
     async def call(self, runtime: Runtime, function: Callable[..., T], *args: Any) -> T:
         """Call a blocking function in SQLAlchemy's greenlet, to its end even when the task is cancelled."""
         if isinstance(runtime, Asyncio):
-            return await runtime.shield(self._acall(function, *args))
+            return await finished(runtime, self._begin(function, *args))
         return self._finish(self._begin(function, *args))
-
-    async def _acall(self, function: Callable[..., T], *args: Any) -> T:
-        return await asyncio.wrap_future(self._begin(function, *args))
 
     def here(self, function: Callable[..., T], *args: Any) -> T:
         """Call a function in the loop, from within its greenlets or from anywhere else."""
@@ -83,8 +86,8 @@ class Loop:
     def enter(self) -> asyncio.AbstractEventLoop:
         """Keep the loop running until `leave`."""
         with self._guard:
-            if self._pid != os.getpid() or self._loop is None:  # a forked child has none of its parent's threads
-                self._pid, self._inside, self._loop = os.getpid(), 0, _started()
+            if self._loop is None:
+                self._loop = _started()
             self._inside += 1
             return self._loop
 
@@ -108,6 +111,17 @@ class Loop:
         except BaseException:
             wait([future])  # interrupted: what was begun is finished before anybody undoes it
             raise
+
+
+_loops: weakref.WeakSet[Loop] = weakref.WeakSet()
+
+
+def _after_fork_in_child() -> None:
+    for loop in list(_loops):
+        loop.begin()
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
 def _started() -> asyncio.AbstractEventLoop:

@@ -13,13 +13,14 @@ from dlock_core.backends.sql.limits import shut, socket_of
 from dlock_core.backends.sql.listening import notifications, read_in_thread
 from dlock_core.backends.sql.pool import Kept, Pool
 from dlock_core.backends.sql.port import Connector, Session
-from dlock_core.backends.sql.threads import in_threads, within
+from dlock_core.backends.sql.threads import finished, in_threads, within
 
 __all__ = [
     "Connector",
     "Kept",
     "Pool",
     "Session",
+    "finished",
     "in_threads",
     "notifications",
     "read_in_thread",

@@ -127,7 +127,7 @@ class Pool:
         except BaseException as error:  # noqa: BLE001 - it is raised again
             session.close()
             self.close()  # what ended this connection may have ended the others
-            self.fail(name, error, idle=idle)
+            self.fail(name, error, idle=idle and not isinstance(error, TimeoutError))
         self._keep(session)
         return answer
 
@@ -187,7 +187,7 @@ class Kept:
 
     def _step(self, name: str, function: Callable[[Session], T], limit: float | None) -> T:
         session = self.session
-        if session is None:
+        if session is None or self._pid != os.getpid():
             raise BackendUnavailable(name, reason="the connection that was kept for it is closed")
         try:
             return self._pool.run(session, function, limit)

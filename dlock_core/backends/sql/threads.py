@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from dlock_core.backends.sql.port import Session
     from dlock_core.runtime import Runtime
 
-__all__ = ["in_threads", "within"]
+__all__ = ["finished", "in_threads", "within"]
 
 T = TypeVar("T")
 
@@ -32,11 +32,12 @@ async def in_threads(runtime: Runtime, function: Callable[..., T], *args: Any) -
     """Call a blocking function, to its end even when the task is cancelled: till then its connection is in use."""
     if not isinstance(runtime, Asyncio):
         return function(*args)
-    return await runtime.shield(_in_thread(function, *args))
+    return await finished(runtime, _executor().submit(function, *args))
 
 
-async def _in_thread(function: Callable[..., T], *args: Any) -> T:
-    return await asyncio.wrap_future(_executor().submit(function, *args))
+async def finished(runtime: Asyncio, future: Future[T]) -> T:
+    """Wait for what another thread does, and until it is done even when the task is cancelled."""
+    return await runtime.shield(asyncio.wrap_future(future))  # type: ignore[arg-type]  # a future spares it a task
 
 
 def _executor() -> ThreadPoolExecutor:

@@ -118,7 +118,7 @@ class TableBackend:
     async def renew_many(self, runtime: Runtime, renewals: Sequence[Renewal]) -> list[float | None]:
         requests = [renewal.request for renewal in renewals]
         leases = [{"name": one.name, "holder": one.holder, "ttl": _microseconds(one.ttl)} for one in requests]
-        limit = min(self.pool.timeout, max(0.1, min(one.ttl for one in requests) / 3))
+        limit = min(self.pool.timeout, max(1.0, min(one.ttl for one in requests) / 3))
         renewed = await self.pool.step(runtime, requests[0].name, lambda session: _renew(session, leases), limit)
         return [one.ttl if one.holder in renewed else None for one in requests]
 
