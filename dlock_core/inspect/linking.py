@@ -1,7 +1,8 @@
 """Finds the leases and the database sessions that belong to the same thread, task or request.
 
-A session tells the holder under whose lease its transaction works; a lease tells the sessions that were open when it
-was asked for, those that are its thread's `own`, and those `in` whose transaction it was; a `session` lock, its own.
+A session tells the holders, or the tokens, under whose leases its transaction works. A lease tells the sessions that
+were open when it was asked for, those that are its thread's `own`, and those `in` whose transaction it was; that of an
+advisory lock its `session`.
 """
 
 from __future__ import annotations
@@ -62,21 +63,21 @@ class _Same:
 
 
 def _links(leases: Iterable[Entry], sessions: Mapping[str, Session]) -> Iterator[tuple[str, str]]:
-    by_holder: dict[str, str] = {}
+    by_mark: dict[str, str] = {}
     by_session: dict[str, list[tuple[Entry, bool]]] = defaultdict(list)
     for lease in leases:
-        by_holder[str(lease.owner.get("holder"))] = lease.party
+        by_mark |= {str(lease.owner.get("holder")): lease.party, str(lease.token): lease.party}
         for key in ("own", "in"):
             names = lease.owner.get(key)
             for party in names if isinstance(names, list) else ():
                 by_session[str(party)].append((lease, key == "own"))
         by_session[str(lease.owner.get("session"))].append((lease, True))
     for party, session in sessions.items():
-        worker = by_holder.get(session.holder or "")
-        if worker is not None:
+        workers = {by_mark[mark] for mark in session.marks & by_mark.keys()}
+        for worker in workers:
             yield worker, party
         for lease, is_own in (*by_session.get(party, ()), *by_session.get(party.partition("/")[0], ())):
-            if is_own or (worker is None and _is_still_in(lease, session)):
+            if is_own or (not workers and _is_still_in(lease, session)):
                 yield lease.party, party
 
 

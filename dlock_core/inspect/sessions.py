@@ -21,8 +21,8 @@ _Lock: TypeAlias = tuple[Kind, str]
 MOST: Final = 500
 """Of the locks that nobody waits for, so many are told."""
 
-_HOLDER: Final = re.compile(r"\bdlock:([0-9a-f]{8})\b|/\* dlock \S+ ([0-9a-f]{8})")
-"""The marks of the fence, and that of an advisory lock's own session."""
+_MARK: Final = re.compile(r"\bdlock:([0-9a-f]{8}|[0-9]{15,}(?=#))(?!\w)|/\* dlock \S+ ([0-9a-f]{8})")
+"""The beginning of a holder's id, written by the fence or an advisory lock's comment; or the token in its label."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,10 +36,10 @@ class Session:
     transaction_age: float | None = None
 
     @property
-    def holder(self) -> str | None:
-        """The beginning of the holder's id, when the session's transaction works under a lease."""
+    def marks(self) -> set[str]:
+        """What the session tells of the leases under which it works: holders' beginnings, and tokens."""
         texts = (str(self.owner.get(key) or "") for key in ("application_name", "query"))
-        return next((found[1] or found[2] for text in texts if (found := _HOLDER.search(text))), None)
+        return {first or second for text in texts for first, second in _MARK.findall(text)}
 
     def described(self) -> str:
         state = self.owner.get("state")

@@ -1,6 +1,7 @@
 """A lease and a database session belong together only when that is sure."""
 
 import json
+from dataclasses import replace
 
 from dlock_core import owner
 from dlock_core.database_session import comment
@@ -73,3 +74,13 @@ def test_owner_text_tells_sessions_and_stays_short():
     assert json.loads(text)["own"] == ["pg:4711/shop"]
     assert json.loads(text)["in"] == ["my:38/dlock"]
     assert len(text) - len(owner.text()) < 60
+
+
+def test_session_that_names_a_token_belongs_to_its_lease():
+    one = replace(lease("a", "h"), token=1795273023779603)
+    assert parties([one], [session(application_name="shop dlock:1795273023779603#order:1")]) == ["a", "a"]
+
+
+def test_session_that_works_under_several_leases_belongs_to_all():
+    leases = [lease("task", "1a2b3c4d"), lease("thread", "5e6f7a8b")]
+    assert len(set(parties(leases, [session(application_name="dlock:1a2b3c4d dlock:5e6f7a8b")]))) == 1
