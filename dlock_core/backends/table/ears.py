@@ -25,6 +25,8 @@ __all__ = ["Ears"]
 
 AGAIN: Final = 30.0
 """Seconds after which ears that turned out to be deaf are tried again."""
+SOON: Final = 1.0
+"""Seconds after which a database that was not there is tried again."""
 
 
 class Ears:
@@ -47,7 +49,7 @@ class Ears:
         try:
             await self._listen(runtime)
         except BackendUnavailable:
-            self.hears = False
+            self.hears, self._next = False, clock() + SOON
 
     def close(self) -> None:
         """Stop listening; the connection is closed by whoever reads from it."""
