@@ -11,6 +11,7 @@ from functools import wraps
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from asgiref.sync import iscoroutinefunction
+from django.core.exceptions import ValidationError
 from django.db import connections, models, router, transaction
 from django.http import Http404, HttpResponseNotModified
 
@@ -137,14 +138,21 @@ def _evaluate(*of: Any, **how: Any) -> bool:
 
 
 def _current_tag(model: type[models.Model], key: Any, variant: str, *, alias: str, lock: bool) -> str:
-    rows = model._base_manager.using(alias).filter(pk=key)
+    try:
+        rows = model._base_manager.using(alias).filter(pk=key)
+    except (TypeError, ValueError, ValidationError):  # "abc" for a number: whoever writes URLs may write that
+        raise _not_found(model, key) from None
     if lock:
         rows = rows.select_for_update(no_key=connections[alias].features.has_select_for_no_key_update)
     found: Any = rows.values_list("pk", model._dlock_version.name).first()  # type: ignore[attr-defined]
     if found is None:
-        raise Http404(f"{row_name(model, key)} does not exist.")
+        raise _not_found(model, key)
     number, version = found
     return _tag(model, number, version, variant)
+
+
+def _not_found(model: type[models.Model], key: Any) -> Http404:
+    return Http404(f"{row_name(model, key)} does not exist.")
 
 
 def _tag(model: type[models.Model], key: Any, version: int, variant: str) -> str:

@@ -44,7 +44,7 @@ class PreconditionMixin(_View):
     def get_object(self) -> Any:
         """Find the object, check permissions, then preconditions."""
         self._dlock_object = instance = super().get_object()
-        method = self.request.META["REQUEST_METHOD"]  # the browsable API and OPTIONS ask as if it were another
+        method = self.request._request.method  # the browsable API and OPTIONS ask as if it were another
         if method == self.request.method:
             self._dlock_is_known = check_preconditions(
                 self.request,

@@ -101,6 +101,7 @@ urlpatterns = [
     path("codes/<code>", Methods.as_view()),
     path("weak/<int:pk>", conditional(Article, accept_weak=True)(show_much)),
     path("html/<int:pk>", conditional(Article, variant="html")(show)),
+    path("any/<str:pk>", conditional(Article)(show)),
 ]
 
 
@@ -312,3 +313,8 @@ def test_error_names_the_object_and_is_django_s(article):
     with pytest.raises(PreconditionFailed, match="read it again"):
         check_preconditions(RequestFactory().put("/", headers={"If-Match": '"old"'}), article)
     assert isinstance(required.value, DatabaseError)
+
+
+@pytest.mark.parametrize("key", ["abc", "9" * 40, "-1", "1e3", "%00", "%F0%9F%92%A5"])
+def test_key_that_no_row_can_have_is_not_found(article, key):
+    assert [Client().get(f"/any/{key}").status_code, put(f"/any/{key}", "*").status_code] == [404, 404]

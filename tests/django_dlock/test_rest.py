@@ -237,3 +237,21 @@ def test_of_two_clients_with_the_same_tag_exactly_one_changes_the_object(databas
 
     with ThreadPoolExecutor(2) as clients:
         assert sorted(clients.map(change, ["second", "third"])) == [200, 412]
+
+
+def overriding(get_response):
+    """A middleware for clients that can only POST."""
+
+    def middleware(request):
+        request.method = request.headers.get("X-HTTP-Method-Override", request.method)
+        return get_response(request)
+
+    return middleware
+
+
+def test_method_that_a_middleware_put_in_place_of_post_is_checked_like_any_other(url, article):
+    with override_settings(MIDDLEWARE=[*SITE["MIDDLEWARE"], f"{__name__}.overriding"]):
+        given = {"X_HTTP_Method_Override": "PUT"}
+        assert ask("POST", url, "x", **given).status_code == 428
+        assert ask("POST", url, "x", If_Match='"old"', **given).status_code == 412
+        assert ask("POST", url, "x", If_Match=etag_of(article), **given).status_code == 200
