@@ -115,10 +115,10 @@ def _difference(form: Form, field: Any, seen: Seen, now: Model) -> Difference | 
         label, shown = capfirst(field.verbose_name), _show(form, field, current)
         return Difference(name, label, was, None, shown, None, "") if is_theirs else None
     wanted = form.wanted(field)
-    if wanted == current and not form.is_upload(name):
+    if wanted == current:
         return None
     choice: Choice | None = None if is_theirs else MINE
-    if seen.shows(name, wanted) and not form.is_upload(name):
+    if seen.shows(name, wanted):
         choice = THEIRS
     mine, shown = _show(form, field, wanted), _show(form, field, current)
     return Difference(name, str(form[name].label), was, mine, shown, choice, form.radio(name))

@@ -22,8 +22,6 @@ from django_dlock.seen import Seen, Unseen, canonical, kept, stored
 from django_dlock.version_queries import read_version
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     _ModelForm = forms.ModelForm[Any]
 else:
     _ModelForm = forms.ModelForm
@@ -186,7 +184,8 @@ class VersionedModelForm(_ModelForm):
         differences = compare(self, seen, row)
         asked = [each.name for each in differences if each.is_asked]
         version = Seen(read_version(row), seen.kept, asked).sign(self.instance)
-        uploads = [(self[name].html_name, file.name) for name, file in self._uploads()]
+        names = map(self.add_prefix, self.fields)
+        uploads = [(name, self.files[name].name) for name in names if name in self.files]
         title = f"{capfirst(row._meta.verbose_name)}: {row}"
         return Conflict(title, differences, self.add_prefix(VERSION), version, is_unanswered, uploads)
 
@@ -198,22 +197,12 @@ class VersionedModelForm(_ModelForm):
             return canonical(field, self.cleaned_data[field.name])
         return stored(field, self.instance)
 
-    def is_upload(self, name: str) -> bool:
-        return any(name == each for each, _ in self._uploads())
-
-    def _uploads(self) -> Iterator[tuple[str, Any]]:
-        for name in self.fields:
-            if file := self.files.get(self.add_prefix(name)):
-                yield name, file
-
     def is_to_be_deleted(self) -> bool:
         return bool(self.cleaned_data.get(DELETE))
 
     def _is_touched(self, seen: Seen) -> bool:
         ours = (field for field in watched(self) if is_editable(self, field.name))
-        return self.is_to_be_deleted() or any(
-            self.is_upload(field.name) or not seen.shows(field.name, self.wanted(field)) for field in ours
-        )
+        return self.is_to_be_deleted() or any(not seen.shows(field.name, self.wanted(field)) for field in ours)
 
     # Rendering
 

@@ -17,6 +17,7 @@ from django.core import signing
 from django.db.models import Field, ManyToManyField
 from django.utils.crypto import salted_hmac
 from django.utils.timezone import is_aware
+from django.utils.translation import gettext as _
 
 from dlock_core.errors import DLockError
 
@@ -81,7 +82,7 @@ def kept(name: str, text: str | None, *, secret: bool = False) -> Kept:
 
 
 def _digest(name: str, text: str | None) -> list[str]:
-    return [salted_hmac(f"django_dlock.seen:{name}", json.dumps(text)).hexdigest()]
+    return [salted_hmac(f"django_dlock.seen:{name}", json.dumps(text), algorithm="sha256").hexdigest()]
 
 
 def stored(field: Field[Any, Any] | ManyToManyField[Any, Any], instance: Model) -> str | None:
@@ -98,6 +99,8 @@ def canonical(field: Field[Any, Any] | ManyToManyField[Any, Any], value: Any) ->
         return None
     if isinstance(field, ManyToManyField):
         return json.dumps(sorted(str(one.pk) for one in value))
+    if getattr(value, "_committed", True) is False:  # an upload, perhaps by the name of the file that is there
+        return _("%s (new)") % value.name
     if isinstance(value, Decimal):
         return f"{value.normalize():f}"
     if isinstance(value, datetime | time):

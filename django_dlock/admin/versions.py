@@ -117,14 +117,15 @@ class VersionedModelAdmin(_ModelAdmin):
         inputs = ((_input_name(row), Seen(read_version(row)).sign(row)) for row in rows)
         return format_html_join("\n", '<input type="hidden" name="{}" value="{}">', inputs)
 
-    def response_action(self, request: HttpRequest, queryset: QuerySet[Any]) -> Any:
-        action = _action(request)
+    def response_action(self, request: HttpRequest, queryset: QuerySet[Any], **where: Any) -> Any:
+        """Run an action on rows as they were shown; `where`, since Django 6.1: in the list, or on an object's form."""
+        action = _action(request, **where)
         if action in self.unguarded_actions:
-            return super().response_action(request, queryset)
+            return super().response_action(request, queryset, **where)
         with _transaction_for(action, queryset.db):
             if not self._is_fresh(request, queryset):
                 return None
-            response = super().response_action(request, queryset)
+            response = super().response_action(request, queryset, **where)
         context = getattr(response, "context_data", None) or {}
         if "queryset" in context:
             context["dlock_versions"] = self.version_inputs(context["queryset"])
@@ -185,9 +186,11 @@ def _bound_formset(response: Any) -> Any:
     return formset if formset is not None and formset.is_bound else None
 
 
-def _action(request: HttpRequest) -> str:
+def _action(request: HttpRequest, action_location: Any = None) -> str:
     """Give the name of the action whose button was pushed; there may be one above and one below the list."""
-    names, index = request.POST.getlist("action"), request.POST.get("index", "0")
+    prefix = getattr(action_location, "value", "CHANGE_LIST")
+    names = request.POST.getlist("action" if prefix == "CHANGE_LIST" else f"{prefix}-action")
+    index = request.POST.get("index", "0")
     return names[int(index)] if index.isdecimal() and int(index) < len(names) else ""
 
 
@@ -209,6 +212,6 @@ def _input_name(row: Model | None = None) -> str:
 
 def _shown_version(request: HttpRequest, row: Model) -> int | None:
     try:
-        return Seen.read(request.POST.get(_input_name(row)), row).version
+        return Seen.read(request.POST.get(_input_name(row)) or request.POST.get(VERSION), row).version
     except Unseen:
         return None

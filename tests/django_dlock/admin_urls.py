@@ -25,13 +25,19 @@ class StepInline(VersionedTabularInline):
 class TicketAdmin(VersionedModelAdmin):
     inlines = [StepInline]
     save_as = True
-    actions = ["close", "export"]
+    actions = ["close", "export", "close_it"]
     unguarded_actions = ("export",)
 
     def close(self, request, queryset):
         for ticket in queryset:
             ticket.state = "closed"
             ticket.save()
+
+    def close_it(self, request, queryset):
+        self.close(request, queryset)
+
+    if hasattr(admin, "ActionLocation"):
+        close_it.locations = [admin.ActionLocation.CHANGE_FORM]
 
     def export(self, request, queryset):
         return HttpResponse(",".join(ticket.title for ticket in queryset))

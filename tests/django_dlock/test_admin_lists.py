@@ -3,6 +3,7 @@
 import re
 from functools import partial
 
+import django
 import pytest
 from django.contrib.admin.models import LogEntry
 from django.db.models.signals import pre_delete
@@ -192,6 +193,17 @@ def test_selected_rows_are_locked_between_the_check_and_the_deletion(on_postgres
         pre_delete.disconnect(overtake, sender=Ticket)
     assert changes[0].result(60) == 0  # it had to wait, and found nothing
     assert not Ticket.objects.exists()
+
+
+@pytest.mark.skipif(django.VERSION < (6, 1), reason="since Django 6.1 actions can be on the form of an object")
+def test_action_on_the_form_of_an_object_is_refused_after_a_change(browser, ticket):
+    page = f"{TICKETS}{ticket.pk}/change/"
+    sent = {"CHANGE_FORM-action": "close_it", "_selected_action": str(ticket.pk), "index": "0"}
+    stale = form(browser.get(page), **sent)
+    change(ticket, notes="theirs")
+    assert "have changed since the page was shown: old." in text(browser.post(page, stale, follow=True))
+    browser.post(page, form(browser.get(page), **sent))
+    assert Ticket.objects.get().state == "closed"
 
 
 # deleting one

@@ -218,7 +218,7 @@ def test_upload_has_to_be_chosen_again(browser, ticket, page):
     sent = form(browser.get(page))
     change(ticket, title="theirs")
     response = browser.post(page, {**sent, "paper": SimpleUploadedFile("plan.txt", b"mine")})
-    assert "Paper empty plan.txt empty" in text(response)
+    assert "Paper empty plan.txt (new) empty" in text(response)
     assert "Choose plan.txt again" in text(response)
     again = form(response, paper=SimpleUploadedFile("plan.txt", b"mine"))
     assert browser.post(page, again).status_code == 302
@@ -232,7 +232,8 @@ def test_file_of_theirs_can_be_kept(browser, ticket, page):
     change(ticket, paper=SimpleUploadedFile("theirs.txt", b"theirs"))
     response = browser.post(page, {**sent, "paper": SimpleUploadedFile("mine.txt", b"mine")})
     now(ticket).paper.storage.delete("theirs.txt")  # even if it is gone: nobody has to look into it
-    assert browser.post(page, form(response, dlock_version_paper="theirs")).status_code == 302
+    again = SimpleUploadedFile("mine.txt", b"mine")  # chosen, and not wanted after all
+    assert browser.post(page, form(response, dlock_version_paper="theirs", paper=again)).status_code == 302
     assert now(ticket).paper.name == "theirs.txt"
 
 
@@ -259,7 +260,7 @@ def test_upload_of_the_same_name_is_a_change(browser, ticket, page):
     sent = form(browser.get(page))
     change(ticket, title="theirs")
     response = browser.post(page, {**sent, "paper": SimpleUploadedFile("plan.txt", b"mine")})
-    assert "Paper plan.txt plan.txt plan.txt" in text(response)
+    assert "Paper plan.txt plan.txt (new) plan.txt" in text(response)
 
 
 def test_field_that_is_only_shown_is_part_of_the_conflict(browser, ticket):
@@ -419,6 +420,15 @@ def test_row_below_that_was_changed_is_not_deleted_unasked(browser, step, page):
     response = browser.post(page, sent)
     assert response.status_code == 409
     assert "Text saw theirs" in text(response)
+    assert "Delete No Yes No" in text(response)
+    assert browser.post(page, form(response, **{"step_set-0-dlock_version_DELETE": "mine"})).status_code == 302
+    assert not Step.objects.exists()
+
+
+def test_mistakes_in_a_row_that_is_to_be_deleted_are_nobody_s_business(browser, step, page):
+    sent = form(browser.get(page), **{"step_set-0-DELETE": "on", "step_set-0-text": ""})
+    change(step, text="theirs")
+    response = browser.post(page, sent)
     assert "Delete No Yes No" in text(response)
     assert browser.post(page, form(response, **{"step_set-0-dlock_version_DELETE": "mine"})).status_code == 302
     assert not Step.objects.exists()
