@@ -1,12 +1,14 @@
 """Session locks when their holder dies, stands still or is cut off, and when the server ends its session."""
 
+import asyncio
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from dlock_core.errors import LeaseLost
-from dlock_core.lock import Lock
+from dlock_core.lease import Released
+from dlock_core.lock import AsyncLock, Lock
 from dlock_core.runtime import BLOCKING, run
 from dlock_core.testing.contract.observed import WITHIN
 from tests.advisory_stores import made, sessions
@@ -83,3 +85,29 @@ def test_session_that_holds_is_shown_to_another_process(store, alias):
             holder.hear()
             (seen,) = run(store.inspect(BLOCKING, NAME))[0].holders
             assert f'"pid":{holder.process.pid}' in seen.owner
+
+
+@pytest.mark.parametrize("store", ["postgresql"], indirect=True)
+async def test_cancelled_renewal_leaves_the_lock(store):
+    lease = await AsyncLock(store, NAME).acquire()
+    renewal = asyncio.create_task(lease.renew())
+    await asyncio.sleep(0)
+    renewal.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await renewal
+    await lease.renew()
+    assert await lease.release() is Released.RELEASED
+
+
+@pytest.mark.parametrize("store", ["postgresql"], indirect=True)
+async def test_tasks_that_wait_leave_room_for_the_release(store):
+    async def pass_on() -> Released:
+        lease = await AsyncLock(store, NAME, wait=None).acquire()
+        return await lease.release()
+
+    holder = await AsyncLock(store, NAME).acquire()
+    waiting = [asyncio.create_task(pass_on()) for _ in range(40)]
+    while len(run(store.inspect(BLOCKING, NAME))[0].waiters) < len(waiting):
+        await asyncio.sleep(0.01)
+    await holder.release()
+    assert set(await asyncio.gather(*waiting)) == {Released.RELEASED}

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from dlock_core.backends.sql import Kept, Pool, Session
     from dlock_core.runtime import Runtime
 
-__all__ = ["Line", "Lines", "Seat"]
+__all__ = ["Line", "Lines", "Seat", "has_ended"]
 
 T = TypeVar("T")
 
@@ -62,19 +62,20 @@ class Line:
     async def step(
         self, runtime: Runtime, name: str, function: Callable[[Session], T], limit: float | None = None
     ) -> T:
-        """Make a step; after BackendUnavailable the connection is closed. A task that is cancelled cuts it."""
+        """Make a step, to its end even when the task is cancelled; after BackendUnavailable the line is closed."""
         while not self._busy.acquire(blocking=False):
             await runtime.sleep(0.002)
         try:
-            return await self._cuttable(runtime, name, function, limit)
+            return await self.kept.step(runtime, name, function, limit)
         except BackendUnavailable as error:
             error.broken = not self.is_fresh  # it may have died while nobody used it
             raise
         finally:
             self._busy.release()
 
-    async def _cuttable(self, runtime: Runtime, name: str, function: Callable[[Session], T], limit: float | None) -> T:
-        step = self.kept.step(runtime, name, function, limit)
+    async def patiently(self, runtime: Runtime, name: str, function: Callable[[Session], T], limit: float) -> T:
+        """Make a step that waits for others: a task that is cancelled cuts the connection."""
+        step = self.step(runtime, name, function, limit)
         if not isinstance(runtime, Asyncio):
             return await step
         session, task = self.kept.session, asyncio.ensure_future(step)

@@ -83,8 +83,12 @@ class SessionBackend:
             self._lines.keep(seat.line)
 
     async def renew_many(self, runtime: Runtime, renewals: Sequence[Renewal]) -> list[float | None]:
+        """Prove each connection; once the server has let us wait for long, the others get what is left to them."""
         until = runtime.now() + self._pool.timeout
-        return [await self._renew(runtime, request, until) for request, _ in renewals]
+        return [
+            await self._renew(runtime, request) if runtime.now() < until else self._left(request)
+            for request, _ in renewals
+        ]
 
     async def release(self, runtime: Runtime, request: Request, granted: Granted) -> Found:
         seat = self._seats.pop(request.holder, None)
@@ -113,6 +117,7 @@ class SessionBackend:
         return await self._server.force_release(runtime, name, token, self._held())
 
     def close(self) -> None:
+        """Close idle connections; leases are not released."""
         self._clear()
         self._lines.close()
         self._pool.close()
@@ -124,8 +129,11 @@ class SessionBackend:
         def ask(session: Session) -> None:  # whoever is cancelled meanwhile finds the token there
             seat.token = self._server.lock(session, seat.line, terms, seconds)
 
-        sent, limit = clock(), None if seconds is None else seconds + self._pool.timeout
-        await seat.line.step(runtime, request.name, ask, limit)
+        sent = clock()
+        if seconds is None:
+            await seat.line.step(runtime, request.name, ask)
+        else:
+            await seat.line.patiently(runtime, request.name, ask, seconds + self._pool.timeout)
         if seat.token:
             seat.extend(sent if seconds is None else clock(), request.ttl)
             return Granted(seat.token, request.ttl)
@@ -139,22 +147,24 @@ class SessionBackend:
     async def _again(self, runtime: Runtime, request: Request, seat: Seat) -> Granted | Busy:
         if request.floor >= seat.token:
             seat.token = self._floors[request.name] = request.floor + 1
-        if await self._renew(runtime, request, runtime.now() + self._pool.timeout) is None:
+        if await self._renew(runtime, request) is None:
             raise BackendUnavailable(request.name, reason="its connection was lost", broken=True)
         return Granted(seat.token, request.ttl)
 
-    async def _renew(self, runtime: Runtime, request: Request, until: float) -> float | None:
+    def _left(self, request: Request) -> float | None:
+        seat = self._seats.get(request.holder)
+        return None if seat is None else max(0.0, seat.until - clock())
+
+    async def _renew(self, runtime: Runtime, request: Request) -> float | None:
         seat, sent = self._seats.get(request.holder), clock()
         if seat is None or not seat.token:
             return None
-        limit = max(0.1, until - runtime.now())
+
+        def prove(session: Session) -> bool:
+            return self._server.prove(session, seat.line, request, seat.token)
+
         try:
-            is_ours = await seat.line.step(
-                runtime,
-                request.name,
-                lambda session: self._server.prove(session, seat.line, request, seat.token),
-                limit,
-            )
+            is_ours = await seat.line.step(runtime, request.name, prove)
         except BackendUnavailable:
             is_ours = False
         if not is_ours:
