@@ -55,7 +55,8 @@ async def acquire(runtime: Runtime, backend: Backend, requests: Sequence[Request
 async def release(runtime: Runtime, held: Sequence[Held]) -> list[Released]:
     """End all of the grants: in one request where the store can, and one by one what that left open.
 
-    Raises BackendUnavailable for the first of which nobody knows whether it ended, when all were tried.
+    Raises BackendUnavailable for the first of which nobody knows whether it ended, when all were tried; NotHeld in a
+    forked child.
     """
     return await runtime.shield(_release(runtime, held))
 
@@ -79,6 +80,8 @@ async def at_once(runtime: Runtime, backend: Backend, requests: Sequence[Request
 
 
 async def _release(runtime: Runtime, held: Sequence[Held]) -> list[Released]:
+    for one in held:
+        one.ensure_own_process()
     mine = [one for one in held if one.ended is None]
     if mine and mine[0].backend.supports_many:
         await _release_at_once(runtime, mine)

@@ -5,7 +5,7 @@ import sys
 import traceback
 from typing import Any
 
-from dlock_core import Lease, Lock, NotHeld, connect
+from dlock_core import Lease, Lock, MultiLock, NotHeld, connect
 from dlock_core.backend import Backend
 from tests.processes import Link
 
@@ -69,19 +69,21 @@ def _seen_by_child(backend: Backend, lease: Lease) -> Any:
     return {"released": released, "remaining": lease.remaining(), "lost": lease.lost, "taken": taken, "kept": kept}
 
 
-def fork_out_of_block(link: Link, url: str, prefix: str) -> Any:
+def fork_out_of_block(link: Link, url: str, prefix: str, several: bool = False) -> Any:
     """Leave the parent's `with` block in a forked child, by its end and by an error."""
     backend = store(url, prefix)
+    lock: Any = MultiLock(backend, ["a", "b"]) if several else Lock(backend, "a")
+    lock.acquire().release()  # the store knows the scripts
     for fails in (False, True):
         child = 0
         try:
-            with Lock(backend, "a") as lease:
+            with lock as lease:
                 if (child := os.fork()) == 0 and fails:
                     sys.exit(3)
                 if child:
                     os.waitpid(child, 0)
                     assert lease.remaining() > 0
-                    link.say(lease.holder)
+                    link.say(lease.leases[0].holder if several else lease.holder)
                     link.hear()
         except SystemExit:
             os._exit(0)

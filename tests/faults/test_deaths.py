@@ -89,10 +89,11 @@ def test_forked_child_owns_nothing_of_its_parent_and_can_lock_for_itself(
     assert is_untouched(direct, "a")
 
 
+@pytest.mark.parametrize("several", [False, True])
 def test_forked_child_that_leaves_its_parents_block_releases_nothing(
-    redis_server: Server, direct: RedisBackend, prefix: str
+    redis_server: Server, direct: RedisBackend, prefix: str, several: bool
 ) -> None:
-    with worker(fork_out_of_block, redis_server.url, prefix) as parent:
+    with worker(fork_out_of_block, redis_server.url, prefix, several) as parent:
         for _ in range(2):
             holder = parent.hear()
             assert holders(direct, "a") == [holder]
