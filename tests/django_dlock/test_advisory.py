@@ -114,6 +114,16 @@ def test_lock_is_released_by_commit_itself(store, party, journal, follow):
     assert journal == ["BEGIN", "acquired order:42", "COMMIT", "released order:42"]
 
 
+def test_rollback_is_a_release_and_no_loss(store, party, journal, follow):
+    follow(PG)
+    with pytest.raises(Sorry), transaction.atomic(PG):
+        lease = order().acquire()
+        raise Sorry
+    assert journal == ["BEGIN", "acquired order:42", "ROLLBACK", "released order:42"]
+    assert not lease.lost
+    assert is_free(party)
+
+
 def test_killed_session_ends_the_lock_and_its_work_is_not_committed(store, party):
     with pytest.raises(DatabaseError), transaction.atomic(PG), order() as lease:
         add(PG, "lost")
@@ -281,9 +291,28 @@ def test_session_lock_of_the_same_name_is_the_same_lock(store, party):
     assert is_free(party)
 
 
-def test_names_are_locks_of_their_own(store, party):
-    with transaction.atomic(PG), order(1):
-        assert party().now(lambda: take_and_wait(wait=0))
+def test_names_whose_keys_begin_alike_are_locks_of_their_own(store, party):
+    first, second = 40808, 121100
+    with transaction.atomic(PG), order(first):
+        assert not is_free(party, key=first)
+        assert is_free(party, key=second)
+
+
+def test_several_are_held_together_in_one_transaction(store, party):
+    with transaction.atomic(PG), lock(order(2), order(1)) as leases:
+        assert [lease.name for lease in leases] == ["order:2", "order:1"]
+        assert not is_free(party, key=1)
+        assert not is_free(party, key=2)
+    assert is_free(party, key=1)
+    assert is_free(party, key=2)
+
+
+def test_several_are_held_all_or_none(holder, party):
+    with transaction.atomic(PG):
+        with pytest.raises(AcquireTimeout):
+            lock(order(1, wait=0), order(wait=0)).acquire()
+        add(PG, "usable")
+    assert committed(PG) == {"usable"}
 
 
 def test_renewal_asks_whether_it_still_holds(store):

@@ -204,7 +204,9 @@ def test_lock_goes_with_the_savepoint_around_the_one_that_was_released(session, 
 
 def test_deeper_savepoint_that_is_rolled_back_leaves_the_lock(session, order, is_free):
     with session.begin(), session.begin_nested(), order(session) as lease:
-        session.begin_nested().rollback()
+        deeper = session.begin_nested()
+        session.execute(text("SELECT 1"))  # not before this is there a savepoint
+        deeper.rollback()
         assert not lease.lost
         assert not is_free()
 
