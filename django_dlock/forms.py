@@ -184,8 +184,8 @@ class VersionedModelForm(_ModelForm):
         differences = compare(self, seen, row)
         asked = [each.name for each in differences if each.is_asked]
         version = Seen(read_version(row), seen.kept, asked).sign(self.instance)
-        names = map(self.add_prefix, self.fields)
-        uploads = [(name, self.files[name].name) for name in names if name in self.files]
+        files: Any = self.files
+        uploads = [(name, files[name].name) for name in map(self.add_prefix, self.fields) if name in files]
         title = f"{capfirst(row._meta.verbose_name)}: {row}"
         return Conflict(title, differences, self.add_prefix(VERSION), version, is_unanswered, uploads)
 

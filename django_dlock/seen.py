@@ -100,7 +100,7 @@ def canonical(field: Field[Any, Any] | ManyToManyField[Any, Any], value: Any) ->
     if isinstance(field, ManyToManyField):
         return json.dumps(sorted(str(one.pk) for one in value))
     if getattr(value, "_committed", True) is False:  # an upload, perhaps by the name of the file that is there
-        return _("%s (new)") % value.name
+        return str(_("%s (new)") % value.name)
     if isinstance(value, Decimal):
         return f"{value.normalize():f}"
     if isinstance(value, datetime | time):

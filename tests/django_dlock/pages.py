@@ -19,6 +19,8 @@ class _Reader(HTMLParser):
         at = dict(attrs)
         if tag == "form":
             self.form += 1
+        elif tag == "input" and at.get("name") == "_save":
+            self.add("_save", at.get("value", ""))  # the button that is pushed, unless a test says otherwise
         elif tag == "input" and at.get("type") not in {"submit", "file", "button"} and "disabled" not in at:
             is_switch = at.get("type") in {"checkbox", "radio"}
             if not is_switch or "checked" in at:
