@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from django.db.models import QuerySet
     from django.http import HttpRequest
 
-__all__ = ["VersionedEditMixin", "where_written"]
+__all__ = ["VersionedEditMixin"]
 
 
 def where_written(rows: QuerySet[Any], request: HttpRequest) -> QuerySet[Any]:

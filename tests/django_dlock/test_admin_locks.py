@@ -309,7 +309,7 @@ def test_release_without_csrf_is_refused(operator, held):
         assert client.post(f"{LOCKS}release/", sent).status_code == 302
 
 
-@pytest.mark.parametrize("forged", ["", "x", '["default","order:42",1]:x', "\x00", "ü"])
+@pytest.mark.parametrize("forged", ["", '["default","order:42",1]:x', "\x00ü"])
 def test_forged_reference_releases_nothing(both, forged, held):
     with held() as lease:
         assert both.get(f"{LOCKS}release/", {"lease": forged}).status_code == 302

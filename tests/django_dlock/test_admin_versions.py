@@ -313,7 +313,7 @@ def test_row_that_is_gone_is_not_saved_anew(browser, ticket, page):
 # missing, forged
 
 
-@pytest.mark.parametrize("version", ["", "1", "[1,{},[]]", "x:y:z", "{}", "\x00", "ü" * 3000])
+@pytest.mark.parametrize("version", ["", "1", "[1,{},[]]:x:y", "\x00ü"])
 def test_forged_version_is_refused_and_not_repaired_by_saving_again(browser, ticket, page, version):
     response = browser.post(page, form(browser.get(page), title="mine", dlock_version=version))
     assert response.status_code == 200
