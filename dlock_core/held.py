@@ -129,5 +129,5 @@ class Held:
 def _tell(callback: Callable[[], None], name: str) -> None:
     try:
         callback()
-    except Exception:
+    except (Exception, SystemExit):  # it would end the thread that renews every other lease, and not the process
         logger.exception("dlock: on_lost of lock %r failed", name)

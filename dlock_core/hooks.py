@@ -74,7 +74,7 @@ def emit(  # noqa: PLR0917 - by position where it costs
     for hook in _hooks:
         try:
             hook(Event(kind, name, token, seconds, reason, contended, lease))
-        except Exception:
+        except (Exception, SystemExit):  # it may be the watchdog's thread, on which every other lease depends
             logger.exception("dlock: a hook failed on %s of lock %r", kind, name)
 
 

@@ -2,17 +2,19 @@
 
 import gc
 import logging
+import sys
 import threading
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from dlock_core import Lock, watchdog
+from dlock_core import Lock, hooks, watchdog
 from dlock_core.backend import Granted
 from dlock_core.errors import BackendUnavailable
 from dlock_core.held import Held
 from dlock_core.lock import new_request
+from dlock_core.runtime import BLOCKING, run
 from dlock_core.testing import ManualRuntime, MemoryBackend
 from dlock_core.testing.contract.observed import Observed
 from tests.core.scripted import DOWN, Scripted
@@ -212,9 +214,9 @@ def test_leases_of_a_process_that_had_no_thread_to_spare_are_renewed_as_soon_as_
 
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", refuse)
-        first = Lock(store, "a", ttl=3).acquire()
+        first = Lock(store, "a", ttl=6).acquire()
     assert "no thread to renew leases" in caplog.text
-    second = Lock(store, "b", ttl=3).acquire()
+    second = Lock(store, "b", ttl=6).acquire()
     for lease in (first, second):
         store.until(
             lambda calls, lease=lease: any(  # type: ignore[misc]
@@ -222,3 +224,28 @@ def test_leases_of_a_process_that_had_no_thread_to_spare_are_renewed_as_soon_as_
             )
         )
         lease.release()
+
+
+@pytest.mark.parametrize("where", ["on_lost", "hook"])
+def test_callback_that_wants_to_exit_ends_neither_the_thread_nor_the_renewal_of_others(
+    store: Flaky, caplog: pytest.LogCaptureFixture, where: str
+) -> None:
+    def leave(event: hooks.Event | None = None) -> None:
+        if event is None or event.kind == "lost":
+            sys.exit(3)
+
+    if where == "hook":
+        hooks.subscribe(leave)
+    try:
+        lost = Lock(store, "a", ttl=6, on_lost=leave if where == "on_lost" else None).acquire()
+        other = Lock(store, "b", ttl=6).acquire()
+        assert run(store.force_release(BLOCKING, "a", lost.token))
+        until(lambda: lost.lost)
+        asked = len(store.calls)
+        store.until(
+            lambda calls: any(call.what == "renew_many" and other.holder in call.holders for call in calls[asked:])
+        )
+        assert "SystemExit: 3" in caplog.text
+        other.release()
+    finally:
+        hooks.unsubscribe(leave)
