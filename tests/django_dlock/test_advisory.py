@@ -420,6 +420,18 @@ def test_decorated_function_opens_the_transaction_that_it_locks_in(store, journa
     assert journal == ["BEGIN", "acquired order:42", "COMMIT", "released order:42"]
 
 
+@locked("order", "order_id")
+def note_elsewhere(order_id: int) -> bool:
+    add("default", "noted")
+    return in_transaction(PG) and in_transaction("default")
+
+
+def test_decorated_function_commits_the_locks_own_transaction_last(store, use_database):
+    use_database("default")
+    assert note_elsewhere(42)
+    assert committed("default") == {"noted"}
+
+
 def test_decorated_view_locks_inside_its_request_transaction(store, journal, follow):
     follow(PG)
     with atomic_requests(), override_settings(ROOT_URLCONF=__name__):
