@@ -34,6 +34,8 @@ class Entry:
     """1 for the first in the queue; None for a holder."""
     party: str
     """The same text on every entry of one thread, task or database session: who has to end before others go on."""
+    behind: tuple[str, ...] | None = None
+    """The parties in a waiter's way, where a database tells them; None where `mode` and `place` say it."""
 
     def as_dict(self) -> dict[str, Any]:
         """Give the entry as JSON takes it; times to the millisecond."""

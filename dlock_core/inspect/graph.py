@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Cycle", "Wait", "concerning", "cycles", "waits"]
 
-_SHARED = {"shared", "FOR SHARE", "FOR KEY SHARE"}
-
 
 @dataclass(frozen=True, slots=True)
 class Wait:
@@ -108,13 +106,39 @@ def _queues(entries: Iterable[Entry]) -> Iterator[tuple[list[Entry], list[Entry]
 
 
 def _waits(holders: list[Entry], waiters: list[Entry]) -> Iterator[Wait]:
+    if any(waiter.behind is not None for waiter in waiters):
+        yield from _told(holders, waiters)
+        return
     for place, waiter in enumerate(waiters):
-        for other in (*holders, *_last_before(waiters[:place], waiter)):
+        for other in (*holders, *_last_before(waiters[:place])):
             if _excludes(other, waiter):
                 yield Wait(waiter, other)
 
 
-def _last_before(ahead: list[Entry], waiter: Entry) -> Iterator[Entry]:
+def _told(holders: list[Entry], waiters: list[Entry]) -> Iterator[Wait]:
+    """As a database tells it, whose locks have more modes than two; also the holders behind whom one is indirectly."""
+    ways = _ways(waiters)
+    for waiter in waiters:
+        way, covered = ways[waiter.party], set[str]()
+        yield from (Wait(waiter, holder) for holder in holders if holder.party in way)
+        for other in reversed(waiters):
+            if other is not waiter and other.party in way and other.party not in covered:
+                yield Wait(waiter, other)
+                covered |= ways[other.party]
+
+
+def _ways(waiters: Iterable[Entry]) -> dict[str, set[str]]:
+    """Give everybody who has to go on before each waiter can, as far as the queue tells it."""
+    ways: dict[str, set[str]] = {}
+    for waiter in waiters:
+        way = ways[waiter.party] = set()
+        for party in reversed(waiter.behind or ()):
+            if party not in way:
+                way |= {party} | ways.get(party, set())
+    return ways
+
+
+def _last_before(ahead: list[Entry]) -> Iterator[Entry]:
     """Give the nearest exclusive waiter ahead, and the shared ones after it, who do not wait for each other."""
     for other in reversed(ahead):
         yield other
@@ -127,7 +151,7 @@ def _excludes(one: Entry, other: Entry) -> bool:
 
 
 def _is_shared(entry: Entry) -> bool:
-    return entry.mode in _SHARED
+    return entry.mode == "shared"
 
 
 def _knotted(graph: Graph) -> set[str]:

@@ -34,9 +34,9 @@ def linked(leases: list[Entry], of_databases: list[Entry], sessions: Mapping[str
         same.join(lease, party)
     if not same:
         return leases + of_databases
-    found = [_renamed(entry, same.of(entry.party)) for entry in leases]
+    found = [_renamed(entry, same) for entry in leases]
     described = {entry.party: entry.described for entry in reversed(found)}
-    rest = [_explained(entry, same.of(entry.party), described, sessions) for entry in of_databases]
+    rest = [_renamed(_explained(entry, same, described, sessions), same) for entry in of_databases]
     told = {(entry.name, entry.role, entry.party) for entry in found}
     # A store that keeps its leases as advisory locks has told them already.
     return found + [entry for entry in rest if entry.kind == "row" or (entry.name, entry.role, entry.party) not in told]
@@ -90,15 +90,17 @@ def _is_still_in(lease: Entry, session: Session) -> bool:
     return age is not None and lease.seconds is not None and age + SLACK >= lease.seconds
 
 
-def _renamed(entry: Entry, party: str) -> Entry:
-    return entry if party == entry.party else replace(entry, party=party)
+def _renamed(entry: Entry, same: _Same) -> Entry:
+    party, behind = same.of(entry.party), entry.behind and tuple(map(same.of, entry.behind))
+    return entry if (party, behind) == (entry.party, entry.behind) else replace(entry, party=party, behind=behind)
 
 
-def _explained(entry: Entry, party: str, described: Mapping[str, str], sessions: Mapping[str, Session]) -> Entry:
+def _explained(entry: Entry, same: _Same, described: Mapping[str, str], sessions: Mapping[str, Session]) -> Entry:
     """Describe a session as the lease's owner describes itself."""
+    party = same.of(entry.party)
     if party not in described:
         return entry
     session = sessions[entry.party]
     state = f" {session.owner['state']}" if session.owner.get("state") else ""
     words = printable(f"{described[party]}, session {session.owner.get('pid', '')}{state}")
-    return replace(entry, party=party, described=words)
+    return replace(entry, described=words)

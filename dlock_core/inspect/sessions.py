@@ -127,5 +127,5 @@ def _entry(
     seconds = None if one.seconds is None else max(0.0, one.seconds)
     return Entry(
         one.kind, source, one.name, role, one.mode, session.owner, session.described(), None, seconds, None, place,
-        one.party,
+        one.party, one.behind if isinstance(one, Wanted) else None,
     )  # fmt: skip

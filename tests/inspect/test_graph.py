@@ -8,6 +8,8 @@ from hypothesis import strategies as st
 
 from dlock_core.inspect import Entry, cycles, waits
 from dlock_core.inspect.graph import concerning
+from dlock_core.inspect.linking import linked
+from dlock_core.inspect.sessions import Session
 from tests.inspect.people import holds
 from tests.inspect.people import waits as waiting
 
@@ -133,3 +135,36 @@ def test_picture_of_one_lock_keeps_those_for_whom_its_parties_wait() -> None:
     theirs = [holds("b", "r 1", kind="row"), waiting("b", "r 2", 1, kind="row"), holds("c", "r 2", kind="row")]
     nobody = [holds("d", "r 3", kind="row"), waiting("e", "r 3", 1, kind="row")]
     assert concerning([lease, row, *theirs, *nobody]) == [lease, row, *theirs]
+
+
+def test_database_that_tells_who_is_in_the_way_is_believed() -> None:
+    """A table's locks have more modes than shared and exclusive: whoever reads it lets others write."""
+    told = {"kind": "row", "source": "db"}
+    entries = [
+        holds("writer", "t", **told, mode="RowExclusiveLock"),
+        holds("reader", "t", **told, mode="AccessShareLock"),
+        waiting("index", "t", 1, **told, mode="ShareLock", behind=("writer",)),
+        waiting("alter", "t", 2, **told, mode="AccessExclusiveLock", behind=("writer", "reader", "index")),
+        holds("index", "order:1"),
+        waiting("reader", "order:1", 1),
+    ]
+    found = [(wait.waiter.party, wait.behind.party) for wait in waits(entries)]
+    assert found == [
+        ("index", "writer"), ("alter", "writer"), ("alter", "reader"), ("alter", "index"), ("reader", "index"),
+    ]  # fmt: skip
+    assert not cycles(entries)
+
+
+def test_deadlock_inside_a_database_that_does_not_look_for_them_is_named() -> None:
+    told = {"kind": "row", "source": "db"}
+    entries = [waiting("a", "t", 1, **told, behind=("b",)), waiting("b", "t", 2, **told, behind=("a",))]
+    (cycle,) = cycles(entries)
+    assert [wait.waiter.party for wait in cycle.waits] == ["a", "b"]
+
+
+def test_parties_in_the_way_are_called_as_they_call_themselves() -> None:
+    lease = holds("web/1/1", "order:1", owner={"own": ["pg:7/shop"]})
+    told = {"kind": "row", "source": "db", "token": None}
+    rows = [holds("pg:7/shop", "t", **told), waiting("pg:8/shop", "t", 1, **told, behind=("pg:7/shop",))]
+    found = linked([lease], rows, {party: Session(party, party, {}) for party in ("pg:7/shop", "pg:8/shop")})
+    assert [(wait.waiter.party, wait.behind.party) for wait in waits(found)] == [("pg:8/shop", "web/1/1")]

@@ -9,7 +9,7 @@ from django.conf import settings
 from django.db import connections
 
 from django_dlock.inspect import databases
-from dlock_core.inspect import picture, postgresql
+from dlock_core.inspect import picture, postgresql, waits
 from sqla_dlock.inspect import database as sqla_database
 from tests.inspect.parties import URLS
 from tests.testapp.models import Counter, Stock
@@ -219,3 +219,34 @@ def test_many_transactions_that_nobody_waits_for_are_counted_not_listed(begin, m
     found = picture([], databases(["postgresql"]))
     assert [entry.name for entry in found.entries] == ["testapp_stock 7", "testapp_stock 7", "testapp_counter"]
     assert found.left_out == found.as_dict()["left_out"] == {"postgresql": 2}
+
+
+def test_who_only_reads_a_table_is_not_in_the_way_of_a_lock_that_lets_it_read(begin):
+    writer = begin("writer", "BEGIN", "UPDATE testapp_stock SET pieces = 1", "SELECT 1")
+    begin("reader", "BEGIN", "SELECT * FROM testapp_stock", "SELECT 1")
+    sharing = begin("sharing", "BEGIN", "LOCK TABLE testapp_stock IN SHARE MODE")
+    assert edges(read(1)) == [(sharing, writer)]
+
+
+def test_who_wait_for_the_same_transaction_do_not_wait_for_each_other(begin):
+    insert = "INSERT INTO testapp_stock (id, pieces) VALUES (8, 0)"
+    first = begin("first", "BEGIN", insert, "SELECT 1")
+    others = [begin(name, insert) for name in ("second", "third")]
+    assert edges(read(2)) == sorted((other, first) for other in others)
+
+
+def test_in_the_way_are_the_holder_and_the_last_before_one_in_the_queue(begin):
+    Stock.objects.using("postgresql").create(pk=7)
+    query = "SELECT * FROM testapp_stock WHERE id = 7 FOR UPDATE"
+    first = begin("first", "BEGIN", query, "SELECT 1")
+    waiting = [begin("second", query)]
+    for name in ("third", "fourth"):
+        read(len(waiting))
+        waiting.append(begin(name, query))
+    second, third, fourth = waiting
+    in_queue = [(third, second), (fourth, third)]
+    assert edges(read(3)) == sorted([(second, first), (third, first), (fourth, first), *in_queue])
+
+
+def edges(entries):
+    return sorted((wait.waiter.owner["pid"], wait.behind.owner["pid"]) for wait in waits(entries))
