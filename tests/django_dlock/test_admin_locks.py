@@ -3,7 +3,7 @@
 import html
 import logging
 import re
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from urllib.parse import parse_qs, urlsplit
 
 import pytest
@@ -112,24 +112,24 @@ def test_page_without_locks_says_so(both):
     assert "Nobody holds a lock" in text(both.get(LOCKS))
 
 
-@pytest.mark.parametrize("name", NASTY)
-def test_names_are_data(both, name, held):
-    with held(f"data:{name}"):
+def test_names_are_data(both, held):
+    with ExitStack() as stack:
+        for name in NASTY:
+            stack.enter_context(held(f"data:{name}"))
         response = both.get(LOCKS)
         assert "<b>bold" not in response.content.decode()
-        assert "data:" in text(response)
-        assert both.get(LOCKS, {"name": name}).status_code == 200
-        confirm = both.get(release_links(response)[0])
-        assert "data:" in text(confirm)
-        assert both.post(f"{LOCKS}release/", form(confirm), follow=True).status_code == 200
+        assert len(release_links(response)) == len(NASTY)
+        for link in release_links(response):
+            confirm = both.get(link)
+            assert "Lock data:" in text(confirm)
+            assert both.post(f"{LOCKS}release/", form(confirm)).status_code == 302
         assert "Nobody holds a lock" in text(both.get(LOCKS))
 
 
-@pytest.mark.parametrize("name", ["\x00", "\ud800", "*", "'; DROP TABLE x", "%00", " ", "x" * 100_000])
+@pytest.mark.parametrize("name", ["%00", "*", "'%3B%20DROP%20TABLE%20x", "%ED%A0%80", "x" * 100_000])
 def test_any_name_can_be_asked_for(both, name):
-    address = f"{LOCKS}?name={html.escape(name)}" if "\ud800" in name else LOCKS
-    response = both.get(LOCKS, {"name": name}) if "\ud800" not in name else both.get(f"{LOCKS}?name=%ED%A0%80")
-    assert response.status_code == 200, address
+    response = both.get(f"{LOCKS}?name={name}")
+    assert response.status_code == 200
     assert "Nobody holds this lock" in text(response)
 
 
