@@ -55,6 +55,15 @@ def test_second_thread_waits_for_the_commit_of_the_first(
     second.now(later.release)
 
 
+def test_tokens_go_on_growing_when_the_table_was_emptied(table: TableBackend, database: str) -> None:
+    """TransactionTestCase empties every table; a backup may be older than the fence."""
+    with lock("order", 42, using=database) as before:
+        pass
+    run(table.pool.step(BLOCKING, "", lambda session: session.execute("DELETE FROM dlock_lease")))
+    with lock("order", 42, using=database) as after:
+        assert after.token > before.token
+
+
 def test_locks_work_inside_a_test_case(table: TableBackend, database: str) -> None:
     class Case(TestCase):
         databases = {database}

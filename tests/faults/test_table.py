@@ -14,6 +14,7 @@ from django.test import override_settings
 from sqlalchemy import Engine, create_engine
 
 from dlock_core import AsyncLock, Lock
+from dlock_core.backends import table as module
 from dlock_core.backends.sql.port import Session
 from dlock_core.backends.sql.sqlite import SQLiteSession
 from dlock_core.backends.table import TableBackend, ears
@@ -219,6 +220,23 @@ def test_task_that_is_cancelled_at_any_await_leaves_no_grant_of_an_asyncio_drive
     cancel_everywhere(direct, name)
 
 
+async def test_cancelled_task_waits_for_what_it_has_sent(
+    proxy: Proxy, backend: TableBackend, direct: TableBackend, name: str
+) -> None:
+    """A withdrawal that overtakes the attempt would leave its grant behind."""
+    await (await AsyncLock(backend, f"{name}:warm-up").acquire()).release()
+    attempt = proxy.hold_request(matching=MAKE)
+    task = asyncio.ensure_future(AsyncLock(backend, name).acquire())
+    await asyncio.to_thread(attempt.wait)
+    task.cancel()
+    await asyncio.sleep(0.2)
+    assert not task.done()
+    attempt.release()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert holders(direct, name) == []
+
+
 def cancel_everywhere(store: TableBackend, name: str) -> None:
     async def at(k: int) -> bool:
         cancelled = Cancelled(k)
@@ -274,9 +292,10 @@ def test_forked_child_has_connections_of_its_own_and_no_lease(driver: str, direc
 def test_waiter_is_told_of_a_release_and_asks_nothing_meanwhile(
     postgres: TableBackend, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(module, "SLEEP", 600.0)  # nothing else wakes it
     other = table_of_alias("postgresql")  # as another process would have it
     steps = counted(postgres, name, monkeypatch)
-    first = Lock(other, name, ttl=60).acquire()
+    first = Lock(other, name, ttl=600).acquire()
     pending, gotten = waiting(postgres, name)
     until(lambda: postgres._ears.hears)
     before = len(steps)
