@@ -95,6 +95,7 @@ class DjangoSession:
         read_in_thread(self, heard, ended)
 
     def close(self) -> None:
+        self._socket = -1  # from now on the number may be another's
         with suppress(Exception):
             self.driver.close()
 

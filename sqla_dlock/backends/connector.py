@@ -69,7 +69,12 @@ class EngineConnector:
         fairy = self._source.connect()
         fairy.detach()
         connection: Any = fairy.dbapi_connection
-        self._dialect.set_isolation_level(connection, "AUTOCOMMIT")
+        try:
+            self._dialect.do_commit(connection)  # what an event of the engine has begun, such as SET search_path
+            self._dialect.set_isolation_level(connection, "AUTOCOMMIT")
+        except BaseException:
+            self._dialect.do_close(connection)
+            raise
         return connection
 
 
@@ -114,6 +119,7 @@ class EngineSession:
         read_in_thread(self, heard, ended)
 
     def close(self) -> None:
+        self._socket = -1  # from now on the number may be another's
         with suppress(Exception):
             self._dialect.do_close(self._connection)
 

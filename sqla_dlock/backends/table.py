@@ -46,7 +46,9 @@ def engine_of(url: str) -> Engine | AsyncEngine:
         )
     try:
         parsed = make_url(rest)
+        if "@" in (parsed.host or ""):
+            raise ArgumentError("the end of a password that is not percent-encoded")
         return create_async_engine(parsed) if parsed.get_dialect().is_async else create_engine(parsed)
-    except ArgumentError as error:
+    except (ArgumentError, ValueError) as error:
         reason = type(error).__name__  # its text may have a password in it
         raise ValueError(f"SQLAlchemy cannot use what follows {store}+ ({reason}): such as {EXAMPLE}") from None

@@ -23,8 +23,10 @@ def read_in_thread(session: Session, heard: Callable[[str], None], ended: Callab
 
 def _read(session: Session, heard: Callable[[str], None], ended: Callable[[], None]) -> None:
     with suppress(Exception):  # whatever it is, it has ended
+        coming = select.poll()  # select() knows no file above number 1023
+        coming.register(session.driver, select.POLLIN)
         while True:
-            select.select([session.driver], [], [])
+            coming.poll()
             for payload in notifications(session.driver):
                 heard(payload)
     session.close()

@@ -45,15 +45,15 @@ class SQLiteConnector:
 
     def __init__(self, title: str, database: Callable[[], str]) -> None:
         self.title, self._database = title, database
-        self._memory: _Shared | None = None
+        self._memories: dict[int, _Memory] = {}
 
     def connect(self, limit: float) -> SQLiteSession:
         file = file_of(self._database())
         if file is not None:
             return SQLiteSession(_opened(f"{file}{SUFFIX}", limit))
-        if self._memory is None or self._memory.pid != os.getpid():
-            self._memory = _Shared(_opened(":memory:", limit))
-        return self._memory
+        pid = os.getpid()
+        memory = self._memories.get(pid) or self._memories.setdefault(pid, _Memory(_opened(":memory:", limit)))
+        return _Guest(memory)
 
 
 class SQLiteSession:
@@ -83,22 +83,31 @@ class SQLiteSession:
         self.driver.interrupt()
 
 
-class _Shared(SQLiteSession):
-    """The only connection to a sibling in memory."""
+class _Memory:
+    """The only connection to a sibling in memory: with it its leases would be gone."""
 
     def __init__(self, driver: sqlite3.Connection) -> None:
-        super().__init__(driver)
-        self.pid, self._guard = os.getpid(), threading.RLock()
+        self.driver, self.guard = driver, threading.Lock()
+
+    def __del__(self) -> None:
+        self.driver.close()
+
+
+class _Guest(SQLiteSession):
+    """A session on that connection, one statement of which keeps nobody waiting for long."""
+
+    def __init__(self, memory: _Memory) -> None:
+        super().__init__(memory.driver)
+        self._memory = memory
 
     def execute(self, sql: str, params: Mapping[str, Any] = {}) -> list[tuple[Any, ...]]:
-        with self._guard:
+        with self._memory.guard:
             return super().execute(sql, params)
 
     def close(self) -> None:
-        """Its leases would be gone."""
+        """Others go on."""
 
-    def __del__(self) -> None:
-        super().close()
+    cut = close
 
 
 def file_of(database: str) -> Path | None:
