@@ -42,7 +42,7 @@ class Patterns:
             raise ValueError(f"most must be at least 1 pattern, not {most}")
         self._naming, self._most = naming, most
         self._known: set[str] = set()
-        self._guard = threading.Lock()
+        self._guard = threading.RLock()  # the garbage collector may end a lease, of which we hear in the middle
 
     def __call__(self, name: str) -> str:
         """Give the pattern of a name."""

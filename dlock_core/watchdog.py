@@ -28,6 +28,8 @@ logger = logging.getLogger("dlock")
 TICKS: Final = 32
 """Leases that are due in the same 1/32 s share a bucket, so that watching one costs the same whatever their number."""
 BATCH: Final = 1000
+REENTERED: Final = 0.1
+"""Seconds after which the thread that keeps us waiting is taken for our own; nobody else takes so long."""
 IDLE: Final = 10
 """Seconds without a lease after which the thread ends."""
 
@@ -55,13 +57,20 @@ class Watchdog:
                 self._wake.set()
 
     def unwatch(self, held: Held) -> None:
-        """Forget this lease."""
-        with self._guard:
+        """Forget this lease, whose end was noted or is about to be; if not now, then when it is due.
+
+        Not now: the garbage collector may end a session, and its leases, in the middle of a method of ours.
+        """
+        if not self._guard.acquire(timeout=REENTERED):
+            return
+        try:
             bucket = self._due.get(held.due)
             if bucket is not None:
                 bucket.discard(weakref.ref(held))
                 if not bucket:
                     del self._due[held.due]
+        finally:
+            self._guard.release()
 
     def _start(self) -> None:
         thread = threading.Thread(target=self._run, name="dlock-watchdog", daemon=True)
@@ -100,8 +109,8 @@ class Watchdog:
         now = clock() * TICKS
         with self._guard:
             due = [tick for tick in self._due if tick <= now]
-            leases = [ref() for tick in due for ref in self._due.pop(tick)]
-        return [held for held in leases if held is not None and held.renewing and held.ended is None]
+            leases = [(tick, ref()) for tick in due for ref in self._due.pop(tick)]
+        return [held for tick, held in leases if held is not None and held.due == tick and _is_on(held)]
 
     def _renew(self, leases: list[Held]) -> None:
         valid = []
@@ -149,6 +158,10 @@ class Watchdog:
             self.watch(held, min(held.remaining(), max(held.request.ttl / 20, 1 / TICKS)))
         elif held.renewing:
             held.lose()
+
+
+def _is_on(held: Held) -> bool:
+    return held.renewing and held.ended is None
 
 
 _dogs: weakref.WeakKeyDictionary[Backend, Watchdog] = weakref.WeakKeyDictionary()

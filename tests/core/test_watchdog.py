@@ -4,6 +4,7 @@ import gc
 import logging
 import sys
 import threading
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +15,7 @@ from dlock_core.backend import Granted
 from dlock_core.errors import BackendUnavailable
 from dlock_core.held import Held
 from dlock_core.lock import new_request
-from dlock_core.runtime import BLOCKING, run
+from dlock_core.runtime import BLOCKING, clock, run
 from dlock_core.testing import ManualRuntime, MemoryBackend
 from dlock_core.testing.contract.observed import Observed
 from tests.core.scripted import DOWN, Scripted
@@ -249,3 +250,32 @@ def test_callback_that_wants_to_exit_ends_neither_the_thread_nor_the_renewal_of_
         other.release()
     finally:
         hooks.unsubscribe(leave)
+
+
+def test_lease_that_the_garbage_collector_ends_in_the_middle_of_watching_another_locks_nobody_out(store: Flaky) -> None:
+    Lock(store, "a").acquire().release()
+    dog, left = watchdog._dogs[store], Lock(store, "left").acquire()
+
+    class Collected(dict[int, Any]):
+        """As if a session were collected between any two steps."""
+
+        def setdefault(self, *given: Any) -> Any:
+            watchdog.unwatch(left._held)
+            return super().setdefault(*given)
+
+    dog._due = Collected(dog._due)
+    thread = threading.Thread(target=lambda: Lock(store, "b").acquire().release(), daemon=True)
+    thread.start()
+    thread.join(WITHIN)
+    assert not thread.is_alive()
+    left.release()
+
+
+def test_lease_that_is_due_at_another_time_by_now_is_renewed_then_and_once(store: Flaky) -> None:
+    with Lock(store, "a", ttl=60) as lease:
+        dog, held = watchdog._dogs[store], lease._held
+        early = int(clock() * watchdog.TICKS) - 1
+        with dog._guard:
+            dog._due[early] = {weakref.ref(held)}
+            assert held.due > early
+        assert dog._take() == []
