@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, Final
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
     from dlock_core.inspect.sessions import Session
 
 __all__ = ["Picture", "picture"]
+
+logger = logging.getLogger("dlock")
 
 _LOCKS: Final[dict[str, Callable[[Database], Reading]]] = {
     "postgresql": postgresql.locks,
@@ -60,12 +63,15 @@ class Picture:
 
     @contextmanager
     def reading(self, source: str) -> Iterator[None]:
-        """Note a store or database that cannot be asked."""
+        """Note a store or database that cannot be asked, or whose answer cannot be read."""
         try:
             yield
         except DLockError as error:
             reason = error.reason if isinstance(error, BackendUnavailable) else str(error)
             self.unreadable.append(Unreadable(source, printable(reason)))
+        except Exception as error:  # one surprise is no reason to hide the others
+            logger.debug("dlock: reading %s failed", source, exc_info=True)
+            self.unreadable.append(Unreadable(source, f"reading it failed: {type(error).__name__}"))
 
 
 def picture(

@@ -155,3 +155,20 @@ def test_foreign_and_our_sections_never_overlap(client: redis.Redis, backend: Re
         thread.join()
     assert len(overlaps) == 80
     assert not any(overlaps)
+
+
+@pytest.mark.parametrize("value", [b"a|b|c|d", b"aa|12|yesterday|me", b"\xff\xfe", b"\x1b[31m|1|2|"])
+def test_value_of_another_program_is_shown_and_hides_no_other_lock(
+    locks: Locks, client: redis.Redis, backend: RedisBackend, prefix: str, value: bytes
+) -> None:
+    client.set(backend.lock_key("a"), value)
+    held = f"{prefix}held"
+    client.zadd(held, {backend.lock_key("a"): 1, b"\xff\xfe": 1})
+    lease = locks.acquire("b")
+    try:
+        found = {state.name: state.holders for state in run(backend.inspect(BLOCKING))}
+        assert [holder.owner for holder in found["a"]] == ["a client that is not dlock"]
+        assert [holder.token for holder in found["b"]] == [lease.token]
+    finally:
+        client.delete(backend.lock_key("a"))
+        client.zrem(held, backend.lock_key("a"), b"\xff\xfe")

@@ -80,6 +80,18 @@ def test_owners_that_are_hostile_stay_data():
     json.dumps(found.as_dict())
 
 
+def test_store_whose_answer_surprises_us_is_one_line_and_the_others_are_told():
+    class Odd(MemoryBackend):
+        async def inspect(self, runtime, name=None):
+            raise KeyError(SECRET)
+
+    backend = MemoryBackend()
+    with Lock(backend, "order:1"):
+        found = picture([("odd", Odd()), ("good", backend)])
+    assert [entry.source for entry in found.entries] == ["good"]
+    assert [(each.source, each.reason) for each in found.unreadable] == [("odd", "reading it failed: KeyError")]
+
+
 def test_store_that_is_down_is_one_line_and_the_others_are_told():
     memory = MemoryBackend()
     away = connect(f"redis://:{SECRET}@127.0.0.1:{servers.free_port()}/0")

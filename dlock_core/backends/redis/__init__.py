@@ -207,7 +207,7 @@ class RedisBackend:
         return sorted(answered("", keys))
 
     def name_of(self, key: bytes) -> str:
-        return key.decode()[len(self._prefix) + 1 : -1]
+        return key.decode(errors="replace")[len(self._prefix) + 1 : -1]
 
 
 def checked(prefix: str, timeout: float, replicas: int) -> None:
