@@ -52,7 +52,8 @@ def main() -> None:
             least, most = seconds(work, options.rounds)
             each = round(least / options.held * 1e6, 1)
             cpu = min(measure.timed(work, 1, [server.process.pid]).work for _ in range(options.rounds))
-            rows.append({"listing": name, "seconds": least, "at worst": most, "µs each": each, "CPU s": round(cpu / 1e6, 3)})
+            found = {"listing": name, "seconds": least, "at worst": most, "µs each": each}
+            rows.append({**found, "CPU s": round(cpu / 1e6, 3)})
         report.add(f"{options.held} leases held, {raw.call('DBSIZE')} keys in all", rows)
         for lease in leases:
             lease.release()
