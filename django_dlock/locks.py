@@ -161,7 +161,11 @@ class Locks(TiedLocks):
     """Several locks, of any stores and databases, held all or none; see `lock`."""
 
     def acquire(self) -> Leases:
-        """Hold all of them; raises what `Lock.acquire` raises, and then holds none that it did not hold before."""
+        """Hold all of them; raises what `Lock.acquire` raises, and then holds none that it did not hold before.
+
+        Also LeaseLost, when one is lost while the others are waited for. What a store locks inside the caller's
+        transaction (`advisory://`) stays locked to its end, or to the rollback of a savepoint.
+        """
         with AS_DJANGO:
             return run(self._acquire(BLOCKING, BLOCKING))
 
