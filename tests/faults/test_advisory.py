@@ -1,15 +1,19 @@
 """Session locks when their holder dies, stands still or is cut off, and when the server ends its session."""
 
 import asyncio
+import math
+import os
+import signal
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
+from dlock_core.backend import Renewal
 from dlock_core.errors import LeaseLost
 from dlock_core.lease import Released
 from dlock_core.lock import AsyncLock, Lock
-from dlock_core.runtime import BLOCKING, run
+from dlock_core.runtime import BLOCKING, Blocking, run
 from dlock_core.testing.contract.observed import WITHIN
 from tests.advisory_stores import made, sessions
 from tests.processes import Link, worker
@@ -85,6 +89,87 @@ def test_session_that_holds_is_shown_to_another_process(store, alias):
             holder.hear()
             (seen,) = run(store.inspect(BLOCKING, NAME))[0].holders
             assert f'"pid":{holder.process.pid}' in seen.owner
+
+
+@pytest.mark.parametrize("store", ["postgresql", "asyncpg"], indirect=True)
+async def test_waiter_that_is_cancelled_leaves_the_holder_alone(store, alias):
+    """Whatever stands in the name: the waiter's session has to be ended, the holder's not."""
+    name = "order:0a-4f"
+    holder, other = Lock(store, name).acquire(), made(alias, session=True)
+    waiting = asyncio.create_task(AsyncLock(other, name, wait=None).acquire())
+    while not run(store.inspect(BLOCKING, name))[0].waiters:
+        await asyncio.sleep(0.01)
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    assert not run(store.inspect(BLOCKING, name))[0].waiters
+    holder.renew()
+    assert holder.release() is Released.RELEASED
+    other.close()
+
+
+@both
+def test_forked_child_leaves_its_parents_connections_alone(store, alias):
+    """Also when it takes a parent's lease, which nobody renews in the child, for one that was thrown away."""
+    lease, spare = Lock(store, NAME, ttl=3600.0).acquire(), Lock(store, "spare").acquire()
+    spare.release()
+    if not (child := os.fork()):
+        status = 1
+        try:
+            for seat in store._held():
+                seat.until = -math.inf
+            Lock(store, "spare").acquire().release()
+            store.close()
+            status = 0
+        finally:
+            os._exit(status)
+    assert os.waitpid(child, 0)[1] == 0
+    lease.renew()
+    with Lock(store, "spare"):
+        assert lease.release() is Released.RELEASED
+
+
+@pytest.mark.parametrize("store", ["postgresql"], indirect=True)
+def test_session_that_does_not_answer_costs_no_other_its_lease(store):
+    """Each is proved in its turn, which takes no longer than a third of the ttl."""
+    stuck, well = (
+        Lock(store, "stuck", ttl=9.0, renew=False).acquire(),
+        Lock(store, "well", ttl=9.0, renew=False).acquire(),
+    )
+    leases = [lease._held for lease in (stuck, well)]
+    session = store._seats[leases[0].request.holder].line.number
+    os.kill(session, signal.SIGSTOP)
+    try:
+        answers = run(store.renew_many(BLOCKING, [Renewal(held.request, held.granted) for held in leases]))
+        assert answers[0] is None
+        assert answers[1] > 0
+        well.renew()
+    finally:
+        os.kill(session, signal.SIGCONT)
+    assert well.release() is Released.RELEASED
+    stuck.release()
+
+
+@pytest.mark.parametrize("store", ["postgresql"], indirect=True)
+def test_renewal_that_comes_after_the_release_does_not_touch_who_has_the_connection_now(store):
+    first = Lock(store, NAME, ttl=1.0, renew=False).acquire()
+    seat = store._seats[first._held.request.holder]
+    renewal = Renewal(first._held.request, first._held.granted)
+
+    class Late(Blocking):
+        """Finds the connection in use, and asks again when another has got it."""
+
+        async def sleep(self, seconds: float) -> None:
+            seat.line._busy.release()
+            first.release()
+            after.append(Lock(store, NAME, ttl=3600.0, renew=False).acquire())
+
+    after: list[Any] = []
+    seat.line._busy.acquire()
+    assert run(store.renew_many(Late(), [renewal])) == [None]
+    assert store._seats[after[0]._held.request.holder].line is seat.line
+    assert "1h" in run(seat.line.step(BLOCKING, "", lambda session: session.execute("SHOW idle_session_timeout")))[0][0]
+    assert after[0].release() is Released.RELEASED
 
 
 @pytest.mark.parametrize("store", ["postgresql"], indirect=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-import os
 import select
 import threading
 from collections import deque
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING, Final, TypeVar
 
 from dlock_core.backends.sql import socket_of
 from dlock_core.errors import BackendUnavailable
-from dlock_core.runtime import Asyncio, clock
+from dlock_core.runtime import BLOCKING, Asyncio, clock, run
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -46,16 +45,14 @@ class Line:
 
     @property
     def is_open(self) -> bool:
-        """It has not failed so far."""
-        return self.kept.session is not None
+        """It has not failed so far, and is no parent's."""
+        return self.kept.is_open
 
     def close(self) -> bool:
-        """Close the connection, unless somebody is using it."""
+        """Close the connection, unless somebody is using it; in a forked child it stays, being the parent's."""
         if not self._busy.acquire(blocking=False):
             return False
-        session, self.kept.session = self.kept.session, None
-        if session is not None:
-            session.close()
+        run(self.kept.close(BLOCKING))
         self._busy.release()
         return True
 
@@ -109,7 +106,7 @@ class Lines:
 
     def __init__(self, pool: Pool, introduce: Callable[[Session], int]) -> None:
         self.pool, self._introduce = pool, introduce
-        self._spare: deque[tuple[Line, float, int]] = deque()
+        self._spare: deque[tuple[Line, float]] = deque()
 
     async def take(self, runtime: Runtime, name: str) -> Line:
         """Give a line that nobody else has; raises BackendUnavailable."""
@@ -119,7 +116,7 @@ class Lines:
         """Take back a line that holds nothing."""
         if line.is_open:
             line.is_fresh = False
-            self._spare.append((line, clock(), os.getpid()))
+            self._spare.append((line, clock()))
         if len(self._spare) > SPARE:
             self._spare.popleft()[0].close()
 
@@ -138,13 +135,10 @@ class Lines:
 
     def _last(self) -> Line | None:
         while self._spare:
-            line, since, pid = self._spare.pop()
-            if pid != os.getpid():  # its parent's, which closing it here would end
-                _inherited.append(line)
-            elif clock() - since < TRUSTED and not is_over(line):
+            line, since = self._spare.pop()
+            if clock() - since < TRUSTED and not is_over(line):
                 return line
-            else:
-                line.close()
+            line.close()
         return None
 
 
@@ -163,7 +157,5 @@ def has_ended(session: Session) -> bool:
 
 def is_over(line: Line) -> bool:
     """Say whether the server has ended the session of a line that nobody uses."""
-    return line.kept.session is None or has_ended(line.kept.session)
-
-
-_inherited: list[Line] = []
+    session = line.kept.session
+    return session is None or not line.is_open or has_ended(session)

@@ -102,25 +102,28 @@ class Sessions:
 
     async def force_release(self, runtime: Runtime, name: str, token: int) -> bool:
         """End the session that holds with this token; True when it is gone."""
-        return await self.end(runtime, name, label=f" {self._prefix}{token}#")
+        return await self._terminate(runtime, name, statements.TERMINATE_LABELLED, label=f" {self._prefix}{token}#")
 
     async def is_held(self, runtime: Runtime, name: str) -> bool:
         """Tell whether anybody holds a lock."""
         return bool(await self._ask(runtime, name, statements.ANYBODY))
 
-    async def end(self, runtime: Runtime, name: str, *, pid: int = 0, label: str = "-") -> bool:
-        """End the sessions at a lock that have this pid or this label, and wait until they have gone."""
+    async def end(self, runtime: Runtime, name: str, pid: int) -> bool:
+        """End a session if it is at this lock; True when it is gone."""
+        return await self._terminate(runtime, name, statements.TERMINATE, pid=pid)
+
+    def close(self) -> None:
+        """Close idle connections."""
+        self._pool.close()
+
+    async def _terminate(self, runtime: Runtime, name: str, sql: str, **params: Any) -> bool:
         until, found = runtime.now() + self._pool.timeout, False
-        while await self._ask(runtime, name, statements.TERMINATE, pid=pid, label=label):
+        while await self._ask(runtime, name, sql, **params):
             found = True
             if runtime.now() >= until:
                 raise BackendUnavailable(name, reason="its holder was told to end, and goes on")
             await runtime.sleep(0.005)
         return found
-
-    def close(self) -> None:
-        """Close idle connections."""
-        self._pool.close()
 
     async def _ask(self, runtime: Runtime, name: str, sql: str, **params: Any) -> list[tuple[Any, ...]]:
         params["key"] = key_of(name, self._prefix)

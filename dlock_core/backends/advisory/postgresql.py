@@ -75,7 +75,7 @@ class PostgreSQL:
 
     async def end(self, runtime: Runtime, name: str, number: int) -> None:
         """End a session of ours that holds or awaits a lock."""
-        await self._sessions.end(runtime, name, pid=number)
+        await self._sessions.end(runtime, name, number)
 
     async def owner(self, runtime: Runtime, name: str, ours: Sequence[Seat]) -> str:
         """Tell who holds a lock."""

@@ -84,9 +84,10 @@ class SessionBackend:
 
     async def renew_many(self, runtime: Runtime, renewals: Sequence[Renewal]) -> list[float | None]:
         """Prove each connection; once the server has let us wait for long, the others get what is left to them."""
-        until = runtime.now() + self._pool.timeout
+        limit = min(self._pool.timeout, max(1.0, min(request.ttl for request, _ in renewals) / 3))
+        until = runtime.now() + limit
         return [
-            await self._renew(runtime, request) if runtime.now() < until else self._left(request)
+            await self._renew(runtime, request, limit) if runtime.now() < until else self._left(request)
             for request, _ in renewals
         ]
 
@@ -147,7 +148,7 @@ class SessionBackend:
     async def _again(self, runtime: Runtime, request: Request, seat: Seat) -> Granted | Busy:
         if request.floor >= seat.token:
             seat.token = self._floors[request.name] = request.floor + 1
-        if await self._renew(runtime, request) is None:
+        if await self._renew(runtime, request, self._pool.timeout) is None:
             raise BackendUnavailable(request.name, reason="its connection was lost", broken=True)
         return Granted(seat.token, request.ttl)
 
@@ -155,25 +156,23 @@ class SessionBackend:
         seat = self._seats.get(request.holder)
         return None if seat is None else max(0.0, seat.until - clock())
 
-    async def _renew(self, runtime: Runtime, request: Request) -> float | None:
+    async def _renew(self, runtime: Runtime, request: Request, limit: float) -> float | None:
+        """Prove the connection; one that fails is closed, and the server ends its session after a ttl at the latest."""
         seat, sent = self._seats.get(request.holder), clock()
         if seat is None or not seat.token:
             return None
 
         def prove(session: Session) -> bool:
-            return self._server.prove(session, seat.line, request, seat.token)
+            is_ours = self._seats.get(request.holder) is seat  # else it was released, and the line may be another's
+            return is_ours and self._server.prove(session, seat.line, request, seat.token)
 
-        try:
-            is_ours = await seat.line.step(runtime, request.name, prove)
-        except BackendUnavailable:
-            is_ours = False
-        if not is_ours:
-            self._seats.pop(request.holder, None)
-            with suppress(BackendUnavailable):
-                await self._server.end(runtime, request.name, seat.line.number)
-            return None
-        seat.extend(sent, request.ttl)
-        return request.ttl
+        with suppress(BackendUnavailable):
+            if await seat.line.step(runtime, request.name, prove, limit):
+                seat.extend(sent, request.ttl)
+                return request.ttl
+        if self._seats.pop(request.holder, None) is not None:
+            seat.line.close()
+        return None
 
     async def _unlock(self, runtime: Runtime, seat: Seat) -> bool:
         def unlock(session: Session) -> bool:

@@ -12,6 +12,7 @@ __all__ = [
     "OURS",
     "PROVE",
     "TERMINATE",
+    "TERMINATE_LABELLED",
     "TRY",
     "TRY_SESSION",
     "UNLOCK",
@@ -69,10 +70,13 @@ ORDER BY a.query_start, l.pid"""  # noqa: S608
 LISTED: Final = _LISTED.format("")
 """Who holds and who waits, in the order in which they came."""
 LISTED_KEY: Final = _LISTED.format(f"AND {_KEY} = CAST(:key AS bigint)")
-TERMINATE: Final = f"""\
+_TERMINATE: Final = f"""\
 SELECT pg_terminate_backend(l.pid) FROM pg_locks AS l JOIN pg_stat_activity AS a ON a.pid = l.pid
-WHERE {_OF_KEY} AND (l.pid = :pid OR l.granted AND position(CAST(:label AS text) IN ' ' || a.application_name) > 0)"""  # noqa: S608
-"""End the sessions that hold or await a lock, found by their pid or by the label of their grant."""
+WHERE {_OF_KEY} AND """  # noqa: S608
+TERMINATE: Final = f"{_TERMINATE} l.pid = CAST(:pid AS integer)"
+"""End a session that holds or awaits a lock."""
+TERMINATE_LABELLED: Final = f"{_TERMINATE} l.granted AND position(:label IN ' ' || a.application_name) > 0"
+"""End the session that holds a lock, found by the label of its grant."""
 
 INTRODUCE: Final = """\
 SELECT pg_backend_pid(), set_config('statement_timeout', '0', false), set_config('lock_timeout', '0', false),

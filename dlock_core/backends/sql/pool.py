@@ -156,6 +156,11 @@ class Kept:
         self.session: Session | None = None
         """None before it is opened, and after it was closed."""
 
+    @property
+    def is_open(self) -> bool:
+        """It has not failed so far; False in a forked child, too, since it is the parent's."""
+        return self.session is not None and self._pid == os.getpid()
+
     def open(self, name: str) -> None:
         """Connect; blocks."""
         self.session = self._pool.open(name)
@@ -187,7 +192,7 @@ class Kept:
 
     def _step(self, name: str, function: Callable[[Session], T], limit: float | None) -> T:
         session = self.session
-        if session is None or self._pid != os.getpid():
+        if session is None or not self.is_open:
             raise BackendUnavailable(name, reason="the connection that was kept for it is closed")
         try:
             return self._pool.run(session, function, limit)

@@ -1,0 +1,143 @@
+"""What all stores in a database share: their connections touch nobody else's, whatever has become of them."""
+
+import resource
+import secrets
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from sqlalchemy import create_engine, event
+from sqlalchemy.ext.asyncio import create_async_engine
+
+from dlock_core import Lock
+from dlock_core.backends.table import TableBackend
+from dlock_core.runtime import BLOCKING, run
+from sqla_dlock.backends.table import from_engine
+from tests.faults.looking import until
+from tests.table_stores import ASYNC, URLS, server_of, table
+
+END_LISTENERS = "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE query LIKE 'LISTEN%'"
+
+
+@pytest.fixture
+def name() -> str:
+    return f"sql:{secrets.token_hex(4)}"
+
+
+@pytest.fixture
+def postgres(request: pytest.FixtureRequest, django_db_blocker: Any) -> Iterator[TableBackend]:
+    with django_db_blocker.unblock():
+        backend = table(request, "postgresql")
+        yield backend
+    backend.close()
+
+
+@pytest.fixture
+def memory() -> Iterator[TableBackend]:
+    backend = from_engine(create_engine("sqlite://"))
+    yield backend
+    backend.close()
+
+
+@pytest.fixture
+def many_files() -> Iterator[None]:
+    """More open files than select() can know."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(before[0], 2048), before[1]))
+    pairs = [socket.socketpair() for _ in range(600)]
+    yield
+    for pair in pairs:
+        for end in pair:
+            end.close()
+    resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+def each(steps: list[Callable[[], Any]]) -> list[Any]:
+    """What these give, all at once."""
+    gate, given = threading.Barrier(len(steps)), []
+
+    def make(step: Callable[[], Any]) -> None:
+        gate.wait()
+        try:
+            given.append(step())
+        except Exception as error:
+            given.append(error)
+
+    threads = [threading.Thread(target=make, args=(step,)) for step in steps]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return given
+
+
+def with_waiter(backend: TableBackend, name: str, look: Callable[[], Any]) -> None:
+    """Have somebody wait for a lock that is held until `look` returns."""
+    holder = Lock(backend, name, ttl=60).acquire()
+    waiting = threading.Thread(target=lambda: Lock(backend, name, wait=None).acquire().release())
+    waiting.start()
+    try:
+        look()
+    finally:
+        holder.release()
+        waiting.join()
+
+
+def test_closing_a_connection_that_has_ended_leaves_whoever_got_its_number(postgres: TableBackend, name: str) -> None:
+    with_waiter(postgres, name, lambda: until(lambda: postgres._ears.hears))
+    kept = postgres._ears._kept
+    assert kept is not None
+    assert kept.session is not None
+    number = kept.session.driver.fileno()
+    run(postgres.pool.step(BLOCKING, "", lambda session: session.execute(END_LISTENERS)))
+    until(lambda: not postgres._ears.hears)
+    pairs = [socket.socketpair()]
+    while pairs[-1][1].fileno() < number:
+        pairs.append(socket.socketpair())
+    assert number in {end.fileno() for pair in pairs for end in pair}
+    with_waiter(postgres, name, lambda: until(lambda: postgres._ears.hears))
+    for one, other in pairs:
+        with one, other:
+            one.sendall(b"hello")
+            assert other.recv(5) == b"hello"
+
+
+@pytest.mark.usefixtures("many_files")
+def test_waiter_is_told_in_a_process_with_many_files(postgres: TableBackend, name: str) -> None:
+    with_waiter(postgres, name, lambda: until(lambda: postgres._ears.hears))
+
+
+def test_threads_that_begin_at_once_have_one_memory() -> None:
+    for _ in range(10):
+        backend = from_engine(create_engine("sqlite://"))
+        granted = [lease for lease in each([Lock(backend, "m", renew=False).try_acquire] * 8) if lease is not None]
+        for lease in granted:
+            lease.release()
+        assert len(granted) == 1, granted
+        backend.close()
+
+
+def test_threads_in_memory_are_no_time_limit_to_each_other(memory: TableBackend) -> None:
+    def look() -> list[Any]:
+        return [run(memory.inspect(BLOCKING, "m")) for _ in range(300)]
+
+    assert [error for error in each([look] * 6) if isinstance(error, Exception)] == []
+
+
+@pytest.mark.parametrize("driver", ["psycopg", "asyncpg", "psycopg_async", "pymysql"])
+def test_event_that_leaves_a_transaction_open_is_no_hindrance(request: pytest.FixtureRequest, driver: str) -> None:
+    """As those do that set a search_path, or a time zone."""
+    request.getfixturevalue(server_of(driver))
+    engine = (create_async_engine if driver in ASYNC else create_engine)(URLS[driver])
+
+    @event.listens_for(getattr(engine, "sync_engine", engine), "connect")
+    def ask(connection: Any, _: object) -> None:
+        cursor = connection.cursor()
+        cursor.execute("SELECT 1")
+        cursor.close()
+
+    backend = from_engine(engine)
+    assert run(backend.inspect(BLOCKING, "n")) is not None
+    backend.close()
