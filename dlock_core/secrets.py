@@ -5,7 +5,12 @@ from __future__ import annotations
 import re
 from urllib.parse import unquote
 
-__all__ = ["tells_secret"]
+__all__ = ["masked", "tells_secret"]
+
+
+def masked(text: str) -> str:
+    """Take the user, the password and whatever may be a piece of them out of URLs in a text."""
+    return re.sub(r"(?i)(pass\w*=)[^&#\s]*", r"\1***", re.sub(r"(?s)(?<=://).*@", "***@", text))
 
 
 def tells_secret(text: str, url: str) -> bool:

@@ -14,11 +14,24 @@ from dlock_core.cli.sources import Failed, Given, Opened
 from dlock_core.cli.text import plain, seconds
 from dlock_core.cli.watching import snapshots, watch
 from dlock_core.inspect import Picture, picture
+from dlock_core.secrets import masked
 
 __all__ = ["app"]
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+class _Commands(click.Group):
+    def invoke(self, ctx: click.Context) -> object:
+        try:
+            return super().invoke(ctx)
+        except click.ClickException as error:
+            words = masked(said := error.format_message())
+            if words == said:
+                raise
+            wrong = click.UsageError(words, error.ctx) if isinstance(error, click.UsageError) else Failed(words)
+        raise wrong  # it had quoted a URL that stands where none belongs
+
+
+@click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
 def app() -> None:
     """Show who holds and who waits for locks, end a lease, look after the stores.
 

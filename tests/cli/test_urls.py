@@ -89,6 +89,20 @@ def test_password_of_a_database_appears_nowhere(verb, url, capsys, caplog):
     assert not [piece for piece in PIECES if piece in told], told
 
 
+@pytest.mark.parametrize(
+    "url", [f"redis://user:{SECRET}@localhost", "redis://:s3cr3t/xyzzy@h", f"h://?password={SECRET}"]
+)
+@pytest.mark.parametrize(
+    "words",
+    [("list",), (), ("show",), ("release", "--no-input"), ("list", "--format"), ("release", "order", "--token")],
+)
+def test_password_of_a_url_that_stands_where_none_belongs_is_not_quoted(words, url, monkeypatch):
+    monkeypatch.setenv("DLOCK_URL", "memory://")
+    ran = dlock(*words, url)
+    assert ran.code in (1, 2)
+    assert not [piece for piece in PIECES if piece in ran.out + ran.err], ran.err
+
+
 def test_third_party_store_that_tells_its_password_is_not_quoted(monkeypatch):
     def careless(url, **options):
         raise OSError(f"cannot reach {url}")
