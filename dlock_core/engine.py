@@ -89,15 +89,15 @@ class _Attempt:
             await self.ask()
             while not self.is_over():
                 await self.step()
+            if isinstance(self.answer, Granted) and self.has_left(self.answer.valid_for):
+                held = Held(self.backend, self.request, self.answer, self.sent, self.runtime.now)
+                hooks.emit("acquired", held.name, held.token, self.seconds(), "", self.waited, held)
+                return held
         except BaseException as error:
             await self.withdraw()
             if isinstance(error, BackendUnavailable):
                 hooks.emit("unavailable", self.request.name, 0, self.seconds(), error.reason)
             raise
-        if isinstance(self.answer, Granted) and self.has_left(self.answer.valid_for):
-            held = Held(self.backend, self.request, self.answer, self.sent, self.runtime.now)
-            hooks.emit("acquired", held.name, held.token, self.seconds(), "", self.waited, held)
-            return held
         await self.withdraw()
         if isinstance(self.answer, Granted):
             reason = f"it answers slower than the ttl, {self.request.ttl} s"

@@ -5,6 +5,7 @@ import logging
 import pytest
 
 from dlock_core import Lock, hooks
+from dlock_core.runtime import BLOCKING, run
 from dlock_core.testing import MemoryBackend
 
 
@@ -45,3 +46,17 @@ def test_hook_that_fails_is_logged_and_changes_nothing(caplog: pytest.LogCapture
 
 def test_unknown_hook_may_be_unsubscribed() -> None:
     hooks.unsubscribe(print)
+
+
+def test_interrupt_in_the_middle_of_a_hook_leaves_no_grant_behind() -> None:
+    def interrupt(_: hooks.Event) -> None:
+        raise KeyboardInterrupt
+
+    store = MemoryBackend()
+    hooks.subscribe(interrupt)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            Lock(store, "a").acquire()
+    finally:
+        hooks.unsubscribe(interrupt)
+    assert run(store.inspect(BLOCKING)) == []
