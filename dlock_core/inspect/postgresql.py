@@ -216,11 +216,14 @@ def _advisory(lock: _Lock) -> str:
 def _rows(database: Database, found: list[_Lock]) -> dict[tuple[Any, ...], str]:
     """Tell the primary keys of the rows that are waited for, by their places in their tables."""
     places = {(lock.table, lock.place): None for lock in found if lock.type == "tuple" and lock.table}
-    names = {}
+    names, closed = {}, set()
     for table, place in list(places)[:RESOLVED]:
         try:
-            names[table, place] = f"{table} {_primary_key(database, str(table), place)}"
-        except (BackendUnavailable, LookupError):  # we may not read it, or it is locked as a whole, or has no key
+            if table not in closed:
+                names[table, place] = f"{table} {_primary_key(database, str(table), place)}"
+        except BackendUnavailable:  # we may not read it, or it is locked as a whole
+            closed.add(table)
+        except LookupError:  # it has no key, or the row is gone
             continue
     return names
 

@@ -248,5 +248,20 @@ def test_in_the_way_are_the_holder_and_the_last_before_one_in_the_queue(begin):
     assert edges(read(3)) == sorted([(second, first), (third, first), (fourth, first), *in_queue])
 
 
+def test_table_that_lets_nobody_read_is_asked_for_a_key_once_only(begin, monkeypatch):
+    asked, look_up = [], postgresql._primary_key
+    Stock.objects.using("postgresql").bulk_create(Stock(pk=pk) for pk in (7, 8, 9))
+    begin("holder", "BEGIN", "SELECT * FROM testapp_stock FOR UPDATE", "SELECT 1")
+    for pk in (7, 8, 9):
+        begin("waiter", f"SELECT * FROM testapp_stock WHERE id = {pk} FOR UPDATE")
+    read(3)
+    begin("migration", "BEGIN", "LOCK TABLE testapp_stock")
+    read(4)
+    monkeypatch.setattr(postgresql, "_primary_key", lambda *of: asked.append(of) or look_up(*of))
+    waiters = [entry.name for entry in read(4) if entry.role == "waiter"]
+    assert sum(name.startswith("testapp_stock (0,") for name in waiters) == 3
+    assert len(asked) == 1
+
+
 def edges(entries):
     return sorted((wait.waiter.owner["pid"], wait.behind.owner["pid"]) for wait in waits(entries))
