@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from dlock_core.doctor.finding import Finding, ok, warning
+from dlock_core.errors import BackendUnavailable
 
 if TYPE_CHECKING:
     from dlock_core.database import Database
@@ -20,7 +21,11 @@ def fence(database: Database, *, exists: bool) -> list[Finding]:
     if not exists:
         remedy = "manage.py migrate django_dlock, or metadata.create_all of sqla_dlock.fence_table"
         return [warning("fence", f"no table {TABLE}", "a fenced lock fails in this database", remedy)]
-    ((rows, floors),) = database.query(f"SELECT count(*), count(CASE WHEN name = '' THEN 1 END) FROM {TABLE}")  # noqa: S608
+    try:
+        ((rows, floors),) = database.query(f"SELECT count(*), count(CASE WHEN name = '' THEN 1 END) FROM {TABLE}")  # noqa: S608
+    except BackendUnavailable as error:
+        remedy = "GRANT SELECT, INSERT, UPDATE, DELETE on it to the user of the program"
+        return [warning("fence", error.reason, "a fenced lock needs it; what is not read is not judged", remedy)]
     return [_size(int(rows) - int(floors)), *_floor(database, is_there=bool(floors))]
 
 

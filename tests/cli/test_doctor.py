@@ -3,12 +3,13 @@
 import io
 import json
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import redis
+from django.conf import settings
 from django.db import connections
 from rich.cells import cell_len
 
@@ -18,6 +19,7 @@ from dlock_core.backends.memory import MemoryBackend
 from dlock_core.cli.findings import Report
 from dlock_core.doctor import Finding, examine
 from dlock_core.doctor.clocks import Sample, Timing, apart, clock, round_trip, timing
+from sqla_dlock.inspect import database as sqla_database
 from tests import servers
 from tests.cli.pictures import drawn
 from tests.cli.running import dlock
@@ -264,6 +266,21 @@ def test_postgresql_is_examined(look):
     assert of(found, "durability").measured == "fsync off, synchronous_commit on"  # which is how tests run it
     assert of(found, "isolation").measured.startswith("READ COMMITTED")
     assert of(found, "fence").measured == "0 rows in dlock_fence"
+
+
+@pytest.mark.parametrize("database", ["postgresql"], indirect=True)
+def test_fence_that_may_not_be_read_is_a_warning_and_the_rest_is_judged(look, database):
+    with connections[database].cursor() as cursor:
+        cursor.execute("CREATE ROLE dlock_onlooker LOGIN")
+        try:
+            where = f"postgresql+psycopg://dlock_onlooker@127.0.0.1:{settings.POSTGRESQL_PORT}/postgres"
+            with closing(sqla_database(where)) as onlooker:
+                found = examine((), [onlooker])
+        finally:
+            cursor.execute("DROP ROLE dlock_onlooker")
+    fence = of(found, "fence")
+    assert (fence.level, "permission denied" in fence.measured, of(found, "role").level) == ("warning", True, "ok")
+    assert of(found, "sight").level == "warning"
 
 
 @pytest.mark.parametrize("database", ["postgresql"], indirect=True)
