@@ -8,13 +8,16 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from sqlalchemy import create_engine
 
 from dlock_core.backend import Renewal
-from dlock_core.errors import LeaseLost
+from dlock_core.errors import BackendUnavailable, LeaseLost
 from dlock_core.lease import Released
 from dlock_core.lock import AsyncLock, Lock
 from dlock_core.runtime import BLOCKING, Blocking, run
 from dlock_core.testing.contract.observed import WITHIN
+from sqla_dlock.backends.advisory import from_engine
+from tests import servers
 from tests.advisory_stores import made, sessions
 from tests.processes import Link, worker
 
@@ -196,3 +199,43 @@ async def test_tasks_that_wait_leave_room_for_the_release(store):
         await asyncio.sleep(0.01)
     await holder.release()
     assert set(await asyncio.gather(*waiting)) == {Released.RELEASED}
+
+
+class Pooled:
+    """A session as a pooler hands it out: closing it is the client's affair only."""
+
+    def __init__(self, session: Any) -> None:
+        self._session = session
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._session, name)
+
+    def close(self) -> None: ...
+
+
+@pytest.mark.parametrize("store", ["postgresql"], indirect=True)
+def test_session_that_a_pooler_gives_to_two_is_refused_to_the_second(store, monkeypatch):
+    """There each would be granted the other's lock, as one that it has already."""
+    lease = Lock(store, NAME).acquire()
+    session = Pooled(store._seats[lease._held.request.holder].line.kept.session)
+    other = made("postgresql", session=True)
+    monkeypatch.setattr(other._pool.connector, "connect", lambda limit: session)
+    with pytest.raises(BackendUnavailable, match="connect directly") as caught:
+        Lock(other, NAME, wait=None).acquire()
+    assert caught.value.refused
+    assert lease.release() is Released.RELEASED
+
+
+def test_standby_is_refused(servers_directory):
+    """Its locks are its own: whoever asks the primary would be granted the same."""
+    standby = servers.postgresql(servers_directory / "standby", servers.free_port())
+    standby.start()
+    standby.stop()
+    (standby.directory / "standby.signal").touch()
+    standby.ready = "ready to accept read-only connections"
+    standby.start()
+    store = from_engine(create_engine(f"postgresql+psycopg://postgres@127.0.0.1:{standby.port}/postgres"), session=True)
+    with pytest.raises(BackendUnavailable, match="use the primary"):
+        Lock(store, NAME, wait=None).acquire()
+    store.close()
+    standby.stop()

@@ -104,7 +104,7 @@ class Seat:
 class Lines:
     """Opens lines, and keeps some that nobody needs any more."""
 
-    def __init__(self, pool: Pool, introduce: Callable[[Session], int]) -> None:
+    def __init__(self, pool: Pool, introduce: Callable[[Session, str], int]) -> None:
         self.pool, self._introduce = pool, introduce
         self._spare: deque[tuple[Line, float]] = deque()
 
@@ -128,7 +128,7 @@ class Lines:
     async def _new(self, runtime: Runtime, name: str) -> Line:
         kept = await self.pool.dedicated(runtime, name)
         try:
-            return Line(kept, await kept.step(runtime, name, self._introduce))
+            return Line(kept, await kept.step(runtime, name, lambda session: self._introduce(session, name)))
         except BaseException:
             await runtime.shield(kept.close(runtime))
             raise

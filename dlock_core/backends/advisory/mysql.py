@@ -46,7 +46,7 @@ class MySQL:
     def __init__(self, pool: Pool, prefix: str) -> None:
         self._pool, self._prefix = pool, prefix
 
-    def introduce(self, session: Session) -> int:
+    def introduce(self, session: Session, name: str) -> int:
         """Give the number of a new session."""
         ((number,),) = session.execute("SELECT CONNECTION_ID()")
         return int(number)

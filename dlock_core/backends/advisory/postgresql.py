@@ -31,9 +31,13 @@ class PostgreSQL:
         self._sessions = Sessions(pool, prefix)
         self.is_held = self._sessions.is_held
 
-    def introduce(self, session: Session) -> int:
-        """Make a new session fit for waiting; give its number."""
-        ((number, *_),) = session.execute(statements.INTRODUCE)
+    def introduce(self, session: Session, name: str) -> int:
+        """Make a new session fit for waiting; give its number. Raises BackendUnavailable for what is not ours alone."""
+        ((number, known, is_standby, *_),) = session.execute(statements.INTRODUCE)
+        if is_standby:
+            raise BackendUnavailable(name, reason="a standby's locks exclude nobody: use the primary", refused=True)
+        if known:
+            raise _behind_pooler(name)
         return int(number)
 
     def lock(self, session: Session, line: Line, request: Request, seconds: float | None) -> int:
@@ -57,7 +61,8 @@ class PostgreSQL:
                 return 0
             raise
         ((text, number),) = rows
-        _refuse_pooler(request.name, line, number)
+        if number != line.number:
+            raise _behind_pooler(request.name)
         return 0 if text is None else label.token_in(text)
 
     def prove(self, session: Session, line: Line, request: Request, token: int) -> bool:
@@ -95,7 +100,6 @@ def _milliseconds(seconds: float) -> str:
     return str(max(1, math.ceil(seconds * 1000)))
 
 
-def _refuse_pooler(name: str, line: Line, number: int) -> None:
-    if number != line.number:
-        reason = "each statement comes to another session, as behind PgBouncer in transaction mode: connect directly"
-        raise BackendUnavailable(name, reason=reason, refused=True)
+def _behind_pooler(name: str) -> BackendUnavailable:
+    reason = "its session is not ours alone, as behind PgBouncer in transaction mode: connect directly"
+    return BackendUnavailable(name, reason=reason, refused=True)

@@ -79,8 +79,10 @@ TERMINATE_LABELLED: Final = f"{_TERMINATE} l.granted AND position(:label IN ' ' 
 """End the session that holds a lock, found by the label of its grant."""
 
 INTRODUCE: Final = """\
-SELECT pg_backend_pid(), set_config('statement_timeout', '0', false), set_config('lock_timeout', '0', false),
-set_config('application_name', 'dlock', false)"""
+SELECT pg_backend_pid(), coalesce(current_setting('dlock.line', true), ''), pg_is_in_recovery(),
+set_config('dlock.line', 'taken', false), set_config('application_name', 'dlock', false),
+set_config('statement_timeout', '0', false), set_config('lock_timeout', '0', false)"""
+"""A new session has no mark of ours; of one that has, a pooler has made several."""
 PROVE: Final = """\
 SELECT pg_backend_pid(), set_config('application_name', left(CAST(:label AS text), 63), false),
 set_config('idle_session_timeout', :ttl, false)"""
