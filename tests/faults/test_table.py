@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from django.db import DatabaseError, connections, transaction
 from django.test import override_settings
-from sqlalchemy import Engine, create_engine
+from sqlalchemy import Engine, create_engine, text
 
 from dlock_core import AsyncLock, Lock
 from dlock_core.backends import table as module
@@ -407,6 +407,25 @@ def test_aborted_transaction_of_the_caller_does_not_matter(
         transaction.set_rollback(True, using="postgresql")
     assert holders(postgres, name) == [lease.holder], "the lease is in nobody's transaction"
     assert lease.release() is Released.RELEASED
+
+
+@pytest.mark.parametrize("driver", ["pymysql"], indirect=True)
+def test_row_that_somebody_locks_by_hand_is_unavailable_and_nothing_is_done_later(
+    request: pytest.FixtureRequest, driver: str, direct: TableBackend, name: str
+) -> None:
+    """MariaDB gives up before we do; PostgreSQL may still carry it out then, for one ttl."""
+    store = table(request, driver, timeout=2.0)
+    Lock(store, name).acquire().release()
+    engine = create_engine(URLS[driver])
+    with engine.begin() as connection:
+        connection.execute(text("SELECT 1 FROM dlock_lease WHERE name = :name FOR UPDATE"), {"name": name})
+        with pytest.raises(BackendUnavailable):
+            Lock(store, name, wait=0).acquire()
+    engine.dispose()
+    lease = Lock(direct, name, wait=0).acquire()
+    assert holders(store, name) == [lease.holder]
+    lease.release()
+    store.close()
 
 
 def test_missing_table_says_what_to_run(postgres: TableBackend, name: str) -> None:

@@ -104,6 +104,7 @@ def test_table_of_a_django_migration_is_the_same(engine: Any) -> None:
         ("database://default", "give an engine to"),
         ("database+nonsense", "cannot use what follows"),
         ("database+nonsense://u:s3cr3t@h/d", "cannot use what follows"),
+        ("database+postgresql+psycopg://user:s3cr3t/d", "cannot use what follows"),
         ("database+mssql+pyodbc://u:s3cr3t@h/d", "no leases on mssql|pyodbc"),
     ],
 )
