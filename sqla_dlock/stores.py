@@ -7,26 +7,22 @@ from __future__ import annotations
 
 import os
 import threading
+from importlib import import_module
 from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import urlsplit
 
 from sqlalchemy import Engine
-from sqlalchemy.ext.asyncio import AsyncEngine
 
 from dlock_core.registry import connect
 from dlock_core.store import Store
-from sqla_dlock.backends import advisory
-from sqla_dlock.backends.table import from_engine, from_url
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from dlock_core.backend import Backend
 
 __all__ = ["configure", "store_of"]
 
 _stores: dict[str, Store] = {}
-_IN_DATABASE: Final[dict[str, Callable[[str], Backend]]] = {"advisory": advisory.from_url, "database": from_url}
+_IN_DATABASE: Final = {"advisory": "sqla_dlock.backends.advisory", "database": "sqla_dlock.backends.table"}
 _making: Final = threading.Lock()
 
 
@@ -67,10 +63,14 @@ def _made(alias: str, given: Any) -> Store:
 
 
 def _connected(given: Any) -> Backend:
-    if isinstance(given, Engine | AsyncEngine):
-        return from_engine(given)
-    factory = _IN_DATABASE.get(urlsplit(given).scheme.partition("+")[0]) if isinstance(given, str) else None
-    return factory(given) if factory else connect(given)
+    if isinstance(given, Engine) or hasattr(given, "sync_engine"):
+        return _in_database("database").from_engine(given)  # type: ignore[no-any-return]
+    kind = urlsplit(given).scheme.partition("+")[0] if isinstance(given, str) else ""
+    return _in_database(kind).from_url(given) if kind in _IN_DATABASE else connect(given)
+
+
+def _in_database(kind: str) -> Any:
+    return import_module(_IN_DATABASE[kind])  # it needs greenlet, which a program without asyncio may lack
 
 
 def _unnamed(given: Any) -> Store:
