@@ -64,6 +64,8 @@ class DatabaseTie(Tie):
         """The databases it protects, and how."""
         self.home = home_of(held.backend)
         """The database in whose transaction the lock is: no fence is needed there, one COMMIT ends both."""
+        self._around: object = watch(connections[self.home]).transaction() if self.home else None
+        """That transaction; another thread's, in the same database, is none of it."""
         self._admitted: dict[object, bool] = {}
         """The open transactions tied to the lease, and whether each has been admitted."""
 
@@ -126,14 +128,14 @@ class DatabaseTie(Tie):
     def _begin(self, connection: BaseDatabaseWrapper, transaction: Transaction) -> None:
         def settle(outcome: Outcome) -> None:
             self._admitted.pop(transaction, None)
-            self.settle(outcome, ends_lock=connection.alias == self.home)
+            self.settle(outcome, ends_lock=transaction is self._around)
             if self.is_over or self.held.ended is not None:
                 forget(self)
 
         on_end(settle, using=connection.alias, before_commit=lambda: self._before_commit(connection))
         self.begin()
         self._admitted[transaction] = False
-        if connection.alias == self.home:
+        if transaction is self._around:
             on_rollback(lambda: self._savepoint_undone(connection, transaction), using=connection.alias)
         if connection.vendor == "mysql":
             transaction.comment = comment(self.held.request.holder)

@@ -1,6 +1,7 @@
 """Locks inside the caller's own transaction, on PostgreSQL: they last exactly as long as it does."""
 
 import concurrent.futures
+import contextvars
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -21,7 +22,7 @@ from dlock_core.lease import Released
 from dlock_core.retry import Trouble, classify
 from dlock_core.runtime import BLOCKING, run
 from tests.django_dlock.parties import wait_until_blocked
-from tests.django_dlock.sessions import add, committed, kill_session, rows, second_session
+from tests.django_dlock.sessions import add, committed, kill_session, rows, second_session, session_id
 from tests.processes import Link, worker
 from tests.testapp.models import Counter
 
@@ -439,7 +440,40 @@ def test_decorated_view_locks_inside_its_request_transaction(store, journal, fol
     assert journal == ["BEGIN", "acquired order:42", "COMMIT", "released order:42"]
 
 
+def test_transaction_of_another_thread_does_not_end_the_lock(store, party):
+    """Where the context goes along into a thread with a connection of its own."""
+
+    def note() -> None:
+        with connections[PG].cursor() as cursor:
+            cursor.execute("SELECT 1")
+
+    other = party()
+    with transaction.atomic(PG):
+        lease = order().acquire()
+        context = contextvars.copy_context()
+        other.now(context.run, transaction.atomic(PG)(note))
+        assert not lease.lost
+        assert not is_free(party)
+    assert is_free(party)
+
+
 # Seen from outside
+
+
+def test_refusal_names_the_holder_and_not_who_waits(holder, store, party):
+    waiter, third = party(), party()
+    waiter.begin(PG)
+    pending = waiter.do(order().acquire)
+    wait_until_blocked(PG)
+    pid = holder.now(session_id, PG)
+    third.begin(PG)
+    with pytest.raises(AcquireTimeout) as caught:
+        third.now(order(wait=0).acquire)
+    assert f"pid {pid}" in caught.value.held_by
+    third.rollback()
+    holder.rollback()
+    pending.result()
+    waiter.rollback()
 
 
 def test_holder_and_waiter_are_shown_by_name(holder, store, party):

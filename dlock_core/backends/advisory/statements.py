@@ -66,9 +66,9 @@ SELECT {_KEY}, l.granted, l.mode = 'ShareLock', l.pid, coalesce(a.application_na
 coalesce(a.usename, '') || '@' || coalesce(host(a.client_addr), 'local'), current_database(),
 CAST(extract(epoch FROM clock_timestamp()) AS float8), CAST(extract(epoch FROM a.query_start) AS float8)
 FROM pg_locks AS l JOIN pg_stat_activity AS a ON a.pid = l.pid WHERE {_OF_DATABASE} {{}}
-ORDER BY a.query_start, l.pid"""  # noqa: S608
+ORDER BY l.granted DESC, a.query_start, l.pid"""  # noqa: S608
 LISTED: Final = _LISTED.format("")
-"""Who holds and who waits, in the order in which they came."""
+"""Who holds, then who waits, in the order in which they came."""
 LISTED_KEY: Final = _LISTED.format(f"AND {_KEY} = CAST(:key AS bigint)")
 _TERMINATE: Final = f"""\
 SELECT pg_terminate_backend(l.pid) FROM pg_locks AS l JOIN pg_stat_activity AS a ON a.pid = l.pid
