@@ -11,7 +11,7 @@ from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from dlock_core.backends.sql import Pool, in_threads, notifications, read_in_thread, shut, socket_of, within
-from dlock_core.backends.sql.sqlite import SQLiteConnector
+from dlock_core.backends.sql.sqlite import SQLiteConnector, file_of
 from sqla_dlock.backends.loops import Loop
 from sqla_dlock.greenlets import await_
 
@@ -44,7 +44,8 @@ def _connector(engine: Engine | AsyncEngine) -> Connector:
     if vendor is None:
         raise ValueError(f"no leases on {engine.dialect.name} ({title}): use one of {', '.join(VENDORS)}")
     if vendor == "sqlite":
-        return SQLiteConnector(title, lambda: engine.url.database or "")
+        file = file_of(engine.url.database or "")  # now: a process may go to another directory
+        return SQLiteConnector(title, lambda: str(file or ""))
     if isinstance(engine, AsyncEngine):
         return AsyncEngineConnector(engine.sync_engine, vendor, title)
     return EngineConnector(engine, vendor, title)

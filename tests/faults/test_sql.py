@@ -5,6 +5,7 @@ import secrets
 import socket
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,8 +14,9 @@ from sqlalchemy.ext.asyncio import create_async_engine
 
 from dlock_core import Lock
 from dlock_core.backends.table import TableBackend
+from dlock_core.lease import Released
 from dlock_core.runtime import BLOCKING, run
-from sqla_dlock.backends.table import from_engine
+from sqla_dlock.backends.table import from_engine, from_url
 from tests.faults.looking import until
 from tests.table_stores import ASYNC, URLS, server_of, table
 
@@ -117,6 +119,27 @@ def test_threads_that_begin_at_once_have_one_memory() -> None:
             lease.release()
         assert len(granted) == 1, granted
         backend.close()
+
+
+def test_lease_beside_a_relative_file_is_held_when_the_process_has_gone_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    backend = from_engine(create_engine("sqlite:///app.sqlite3"))
+    lease = Lock(backend, name).acquire()
+    backend.close()  # so that it connects once more
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    lease.renew()
+    assert lease.release() is Released.RELEASED
+    backend.close()
+
+
+@pytest.mark.parametrize("place", ["user:s3cret/db", "user:s3@cret@host/db", "user@host:s3cret/db"])
+def test_url_that_is_wrong_tells_no_piece_of_a_password(place: str) -> None:
+    with pytest.raises(ValueError, match="cannot use what follows") as caught:
+        from_url(f"database+postgresql+psycopg://{place}")
+    assert "cret" not in str(caught.value)
 
 
 def test_threads_in_memory_are_no_time_limit_to_each_other(memory: TableBackend) -> None:
