@@ -53,7 +53,7 @@ def confirm(entry: Entry, waiting: int) -> None:
     if not is_interactive():
         raise Failed(REFUSED)
     click.echo(f"{plain(entry.name)} in {plain(entry.source)}, {_told(entry)}, {waiting} waiting", err=True)
-    question = "End this lease? What its holder is doing will be rolled back, or refused at COMMIT."
+    question = "End this lease? What its holder has not committed by its next renewal is rolled back, or refused."
     if not click.confirm(question, default=False, err=True):
         raise Failed("nothing was done")
 
