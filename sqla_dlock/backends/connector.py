@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, Final
 
 from sqlalchemy import Engine, text
 from sqlalchemy.exc import SQLAlchemyError
-from sqlalchemy.ext.asyncio import AsyncEngine
 
 from dlock_core.backends.sql import Pool, in_threads, notifications, read_in_thread, shut, socket_of, within
 from dlock_core.backends.sql.sqlite import SQLiteConnector, file_of
@@ -19,6 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from sqlalchemy import Dialect
+    from sqlalchemy.ext.asyncio import AsyncEngine
 
     from dlock_core.backends.sql import Connector, Session
 
@@ -33,7 +33,7 @@ def pool_of(engine: Engine | AsyncEngine, *, timeout: float = 5.0) -> Pool:
 
     Raises TypeError for what is no engine, and ValueError for a database that dlock does not know.
     """
-    if not isinstance(engine, Engine | AsyncEngine):
+    if not isinstance(getattr(engine, "sync_engine", engine), Engine):
         raise TypeError(f"leases need an Engine or AsyncEngine, not {type(engine).__name__}")
     return Pool(_connector(engine), timeout=timeout)
 
@@ -46,9 +46,9 @@ def _connector(engine: Engine | AsyncEngine) -> Connector:
     if vendor == "sqlite":
         file = file_of(engine.url.database or "")  # now: a process may go to another directory
         return SQLiteConnector(title, lambda: str(file or ""))
-    if isinstance(engine, AsyncEngine):
-        return AsyncEngineConnector(engine.sync_engine, vendor, title)
-    return EngineConnector(engine, vendor, title)
+    if isinstance(engine, Engine):
+        return EngineConnector(engine, vendor, title)
+    return AsyncEngineConnector(engine.sync_engine, vendor, title)
 
 
 class EngineConnector:

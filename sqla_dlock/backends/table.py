@@ -6,13 +6,12 @@ from typing import TYPE_CHECKING, Final
 
 from sqlalchemy import create_engine, make_url
 from sqlalchemy.exc import ArgumentError
-from sqlalchemy.ext.asyncio import create_async_engine
 
 from dlock_core.backends.table import TableBackend
 from sqla_dlock.backends.connector import pool_of
 
 if TYPE_CHECKING:
-    from sqlalchemy import Engine
+    from sqlalchemy import URL, Engine
     from sqlalchemy.ext.asyncio import AsyncEngine
 
 __all__ = ["engine_of", "from_engine", "from_url"]
@@ -48,7 +47,15 @@ def engine_of(url: str) -> Engine | AsyncEngine:
         parsed = make_url(rest)
         if "@" in (parsed.host or ""):
             raise ArgumentError("the end of a password that is not percent-encoded")
-        return create_async_engine(parsed) if parsed.get_dialect().is_async else create_engine(parsed)
+        return _made(parsed)
     except (ArgumentError, ValueError) as error:
         reason = type(error).__name__  # its text may have a password in it
         raise ValueError(f"SQLAlchemy cannot use what follows {store}+ ({reason}): such as {EXAMPLE}") from None
+
+
+def _made(url: URL) -> Engine | AsyncEngine:
+    if not url.get_dialect().is_async:
+        return create_engine(url)
+    from sqlalchemy.ext.asyncio import create_async_engine  # needs greenlet
+
+    return create_async_engine(url)
