@@ -68,9 +68,7 @@ class Lease(TiedLease):
                 forget(self._tie)
             return await engine.release(ASYNCIO, self._held) if is_due else self._held.ended
 
-    def _exit(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def _exit(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         with LETTING_RUN_OUT:
             self.release()
         with AS_DJANGO:

@@ -46,9 +46,7 @@ class Lease(_Lease):
             self._tie.finish(engine.release, self._held)
         return self._held.ended
 
-    def _exit(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def _exit(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         with LETTING_RUN_OUT:
             self.release()
         self._tie.ensure_was_held(error)
