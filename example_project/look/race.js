@@ -62,7 +62,7 @@ function compare() {
 function bar(cell, value, whole, kind, text) {
   const line = document.createElement("span");
   line.className = `bar ${kind}`;
-  line.style.width = `${60 * value / (whole || 1)}%`;
+  line.style.setProperty("--share", value / (whole || 1));
   cell.append(line, ` ${text}`);
 }
 
