@@ -32,6 +32,7 @@ TRUSTED: Final = 60.0
 CONFLICTS: Final = 10
 """How often a step is made again that was the victim of a deadlock; each time somebody else got on."""
 _MYSQL: Final = "SET SESSION innodb_lock_wait_timeout = %d"
+_POSTGRESQL: Final = "SET lock_timeout = %d"
 
 
 class Pool:
@@ -105,14 +106,20 @@ class Pool:
         except Exception as error:  # noqa: BLE001 - it is raised again
             self.fail(name, error)
         if session.vendor in {"mariadb", "mysql"}:
-            self._settle(name, session)
+            wait = _MYSQL % max(1, int(self.timeout * 0.8))
+            self._settle(name, session, wait, "SET SESSION TRANSACTION ISOLATION LEVEL READ COMMITTED")
         return session
 
-    def _settle(self, name: str, session: Session) -> None:
+    def _open_for_steps(self, name: str) -> Session:
+        session = self.open(name)
+        if session.vendor == "postgresql":  # not where one holder waits for its lock for as long as it likes
+            self._settle(name, session, _POSTGRESQL % max(1, int(self.timeout * 800)))
+        return session
+
+    def _settle(self, name: str, session: Session, *settings: str) -> None:
         """Have the server give up before we do, or what it had begun would be done after we have said it was not."""
-        wait = _MYSQL % max(1, int(self.timeout * 0.8))
         try:
-            for sql in (wait, "SET SESSION TRANSACTION ISOLATION LEVEL READ COMMITTED"):
+            for sql in settings:
                 self.run(session, lambda session, sql=sql: session.execute(sql), None)  # type: ignore[misc]
         except BaseException as error:  # noqa: BLE001 - it is raised again
             session.close()
@@ -121,7 +128,7 @@ class Pool:
     def _step(self, name: str, function: Callable[[Session], T], limit: float | None) -> T:
         session = self._last()
         idle = session is not None
-        session = session or self.open(name)
+        session = session or self._open_for_steps(name)
         try:
             answer = self.run(session, function, limit)
         except BaseException as error:  # noqa: BLE001 - it is raised again
