@@ -527,7 +527,7 @@ async def test_lock_is_held_over_tls_by_tasks(encrypted: str) -> None:
 
 def test_nodes_with_certificates_that_nobody_trusts_are_unavailable(encrypted: str) -> None:
     with pytest.raises(BackendUnavailable, match="certificate verify failed"):
-        Lock(connect(encrypted.partition("?")[0], tls=True), "a", wait=0).acquire()
+        Lock(connect(encrypted.partition("?")[0], tls=True, timeout=10.0), "a", wait=0).acquire()
 
 
 def test_holder_that_was_stopped_beyond_its_ttl_knows_at_once_that_it_lost(

@@ -274,7 +274,7 @@ def test_key_of_another_type_is_taken_and_never_overwritten(
     assert locks.try_acquire("a") is None
     if kind != "list":
         assert locks.try_acquire("a", shared=True) is None
-    pending = locks.queue_up("a")
+    pending = locks.begin_to_wait("a")
     (state,) = run(backend.inspect(BLOCKING, "a"))
     assert "not dlock" in state.holders[0].owner
     assert not locks.ask("force_release", "a", 1)

@@ -256,8 +256,8 @@ def cancel_everywhere(store: TableBackend, name: str) -> None:
 @pytest.mark.parametrize("driver", ["psycopg", "pymysql", "sqlite"], indirect=True)
 def test_sections_of_many_processes_are_apart_in_the_order_of_tokens(driver: str, tmp_path: Path) -> None:
     path, name = tmp_path / "history", f"database+{URLS[driver]}"
-    history = play(name, path, workers=3, rounds=40)
-    assert len(history) == 120
+    history = play(name, path, workers=3, rounds=100)
+    assert len(history) == 300
     assert any(section.queued for section in history), "nobody had to wait: nothing was tested"
     assert overlaps(history) == []
     assert repeated_tokens(history) == []

@@ -109,12 +109,17 @@ class Locks:
         """Try a lock as a new party."""
         return self.keep(self.do(self.lock(name, **options).try_acquire))
 
-    def queue_up(self, name: str, **options: Any) -> Future[Any]:
-        """Begin to wait for a lock as a new party; returns when it really waits."""
+    def begin_to_wait(self, name: str, **options: Any) -> Future[Any]:
+        """Ask for a lock as a new party; returns when it begins to wait, wherever that is."""
         before = len(self.waiting(name))
         pending = self.start(self.lock(name, wait=options.pop("wait", None), **options).acquire)
         self._pending.append(pending)
         self.observed.until(lambda _: len(self.waiting(name)) > before or pending.done())
+        return pending
+
+    def queue_up(self, name: str, **options: Any) -> Future[Any]:
+        """Begin to wait for a lock as a new party; returns when it has its place, where the store lists those."""
+        pending = self.begin_to_wait(name, **options)
         if self.store.lists_waiters and not pending.done():
             holder = self.waiting(name)[-1]
             self.until(lambda: holder in [waiter.holder for waiter in self.state(name).waiters] or pending.done())
