@@ -11,8 +11,9 @@ from dlock_core.runtime import ASYNCIO
 from dlock_core.together import TiedLocks, leaving_async
 from sqla_dlock.greenlets import SPAWNING, Awaiting
 from sqla_dlock.leases import AsyncLease
-from sqla_dlock.locks import SessionLock, take_all
+from sqla_dlock.locks import SessionLock
 from sqla_dlock.sessions import plain_async_session
+from sqla_dlock.together import take_all
 
 if TYPE_CHECKING:
     from types import EllipsisType, TracebackType

@@ -7,29 +7,28 @@ by `acquire()` lives, like a row lock, until the end of the session's transactio
 from __future__ import annotations
 
 import threading
-from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any, TypeVar, overload
+from typing import TYPE_CHECKING, Any, overload
 
 from sqlalchemy import Connection, inspect
 from sqlalchemy.orm import InstanceState
 
-from dlock_core import database_session, names, together
+from dlock_core import database_session, names
 from dlock_core.errors import NotSupported
 from dlock_core.runtime import ASYNCIO, BLOCKING, blocking, run
 from dlock_core.tied import Options, TiedLock, Turn
-from dlock_core.together import TiedLocks, leaving
 from sqla_dlock.backends.advisory import home_of, transaction_of
 from sqla_dlock.fencing import fence_for
 from sqla_dlock.greenlets import SPAWNING, Awaiting, await_, in_greenlet
-from sqla_dlock.leases import AsyncLease, Lease
+from sqla_dlock.leases import Lease
 from sqla_dlock.sessions import plain_session, refuse_closed
 from sqla_dlock.snapshots import refuse_old_snapshot
 from sqla_dlock.stores import store_of
 from sqla_dlock.ties import SessionTie, current
+from sqla_dlock.together import Leases, Locks
 from sqla_dlock.transactions import connections_of, in_transaction
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Coroutine
+    from collections.abc import Callable
     from types import EllipsisType, TracebackType
     from typing import Unpack
 
@@ -41,9 +40,7 @@ if TYPE_CHECKING:
     from dlock_core.runtime import Runtime
     from dlock_core.store import Store
 
-__all__ = ["Leases", "Lock", "LockOptions", "Locks", "SessionLock", "lock", "take_all"]
-
-L = TypeVar("L", Lease, AsyncLease)
+__all__ = ["Leases", "Lock", "LockOptions", "Locks", "SessionLock", "lock"]
 
 
 class LockOptions(Options, total=False):
@@ -162,56 +159,6 @@ class Lock(SessionLock):
         if in_greenlet():  # inside an AsyncSession's `run_sync`: the loop must not be blocked
             return Lease(await_(self.take(ASYNCIO, SPAWNING, Awaiting())))
         return Lease(run(self.take(BLOCKING, BLOCKING, blocking)))
-
-
-class Leases(together.Leases[Lease]):
-    """The leases of several locks, in the order in which these were given to `lock`."""
-
-    __slots__ = ()
-
-    def release(self) -> None:
-        """Release each of them, see `Lease.release`."""
-        with ExitStack() as stack:
-            for lease in self:
-                stack.callback(lease.release)
-
-
-class Locks(TiedLocks):
-    """Several locks, of any stores, sessions and databases, held all or none; see `lock`."""
-
-    def acquire(self) -> Leases:
-        """Hold all of them, each to the end of its session's transaction; raises what `Lock.acquire` raises."""
-        leases = self._hold()
-        for lease in leases:
-            lease._tie.leave_with_transaction(lease._leave)
-        return leases
-
-    def __enter__(self) -> Leases:
-        return self._blocks.enter(threading.current_thread(), self._hold())
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        leaving(self._blocks.leave(threading.current_thread())).__exit__(kind, error, trace)
-
-    def _hold(self) -> Leases:
-        if in_greenlet():
-            return Leases(await_(take_all(self, ASYNCIO, SPAWNING, Awaiting(), Lease)))
-        return Leases(run(take_all(self, BLOCKING, BLOCKING, blocking, Lease)))
-
-
-def take_all(
-    locks: TiedLocks, runtime: Runtime, database: Runtime, finish: Callable[..., Any], lease: Callable[[SessionTie], L]
-) -> Coroutine[Any, Any, together.Leases[L]]:
-    """Acquire the locks of a group, each for its session; see `SessionLock.take`."""
-
-    def grant(each: SessionLock, turn: Turn) -> Awaitable[SessionTie]:
-        return each.grant(runtime, database, finish, turn)
-
-    async def take_up(each: SessionLock, tie: SessionTie, turn: Turn) -> L:
-        return lease(await each.take_up(runtime, database, tie, turn))
-
-    return locks.take(runtime, grant, take_up)
 
 
 @overload
