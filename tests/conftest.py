@@ -7,6 +7,7 @@ a failure. Databases are the final ones, without a `test_` twin, so a child proc
 import contextlib
 import os
 import random
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -45,6 +46,12 @@ def kazoo_draws_for_itself() -> None:
         from kazoo.protocol import connection
 
         retry.random = connection.random = random.SystemRandom()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def interrupts_are_heard() -> None:
+    """A shell starts what runs in its background deaf to SIGINT; here Ctrl-C is a part of what is tested."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")

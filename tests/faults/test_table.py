@@ -343,10 +343,10 @@ def test_listening_connection_that_is_killed_is_made_anew_and_nobody_is_forgotte
     first = Lock(other, name, ttl=60).acquire()
     pending, gotten = waiting(postgres, name)
     until(lambda: postgres._ears.hears)
+    killed = postgres._ears._kept
     kill = "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE query LIKE 'LISTEN%'"
     run(other.pool.step(BLOCKING, "", lambda session: session.execute(kill)))
-    until(lambda: not postgres._ears.hears or postgres._ears._kept is None)
-    until(lambda: postgres._ears.hears)
+    until(lambda: postgres._ears.hears and postgres._ears._kept is not killed)
     first.release()
     pending.join(60)
     assert gotten[0].token > first.token
