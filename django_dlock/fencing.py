@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from dlock_core.fencing import Claim
 
-__all__ = ["Cursor", "FencedMixin", "RowFence", "TableFence", "dialect", "fence_for"]
+__all__ = ["Cursor", "FencedMixin", "RowFence", "TableFence", "dialect", "fence_for", "pyformat"]
 
 T = TypeVar("T")
 
@@ -144,12 +144,13 @@ class Cursor:
 
     async def execute(self, sql: str, params: Mapping[str, Any]) -> tuple[int, tuple[Any, ...] | None]:
         with self._connection.cursor() as cursor:
-            cursor.execute(_pyformat(sql), params)
+            cursor.execute(pyformat(sql), params)
             return cursor.rowcount, cursor.fetchone() if cursor.description else None
 
 
 @lru_cache(maxsize=64)
-def _pyformat(sql: str) -> str:
+def pyformat(sql: str) -> str:
+    """Write `:name` parameters as Django's drivers take them."""
     return re.sub(r"(?<!:):(\w+)", r"%(\1)s", sql)
 
 

@@ -46,7 +46,7 @@ def _level(connection: BaseDatabaseWrapper) -> str:
 
 
 def _one(connection: BaseDatabaseWrapper, sql: str) -> Any:
-    with announcer(connection).quietly(), connection.cursor() as cursor:
+    with announcer(connection).quietly, connection.cursor() as cursor:
         cursor.execute(sql)
         row = cursor.fetchone()
         return row[0] if row else None

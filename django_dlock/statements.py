@@ -5,13 +5,12 @@ Its wrapper is the first of the connection's execute wrappers, which live as lon
 
 from __future__ import annotations
 
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from django_dlock.watch import watch
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
     from django.db.backends.base.base import BaseDatabaseWrapper
 
@@ -29,13 +28,14 @@ class Announcer:
 
     def __init__(self) -> None:
         self.hooks: list[Hook] = []
-        self.is_busy = False
+        self.quietly = _Quietly()
+        """A block in which no hook is called."""
 
     def __call__(self, execute: Callable[..., Any], sql: Any, params: Any, *rest: Any) -> Any:
         """Stand in for Django's execute(sql, params, many, context)."""
         connection, text = rest[1]["connection"], _text(sql)
         transaction = watch(connection).transaction()
-        if not self.is_busy:
+        if not self.quietly.depth:
             self.announce(connection, text, inside=transaction is not None)
         if transaction is not None and self._may_take_snapshot(text):
             transaction.has_spoken = True
@@ -46,26 +46,31 @@ class Announcer:
     def announce(self, connection: BaseDatabaseWrapper, sql: str, *, inside: bool) -> None:
         if sql.startswith(_DJANGOS_OWN) or (sql.startswith("SAVEPOINT") and not inside):
             return
-        self.is_busy = True
-        try:
+        with self.quietly:
             for hook in self.hooks:
                 hook(connection, sql, inside)
-        finally:
-            self.is_busy = False
 
     def _may_take_snapshot(self, sql: str) -> bool:
-        if sql.startswith("SET STATEMENT"):
-            return not self.is_busy  # MariaDB: a statement of any kind; ours locks a row, which takes no snapshot there
+        if sql.startswith("SET STATEMENT"):  # MariaDB: a statement of any kind
+            return not self.quietly.depth  # ours locks a row, which takes no snapshot there
         return not sql.startswith(_WITHOUT_SNAPSHOT)
 
-    @contextmanager
-    def quietly(self) -> Iterator[None]:
-        """Call no hook for the statements in this block."""
-        before, self.is_busy = self.is_busy, True
-        try:
-            yield
-        finally:
-            self.is_busy = before
+    def tell(self, hook: Hook) -> None:
+        """Have a hook called before every statement from now on; asking again changes nothing."""
+        if hook not in self.hooks:
+            self.hooks.append(hook)
+
+
+class _Quietly:
+    """Blocks inside of each other, all of one thread: the connection's."""
+
+    depth = 0
+
+    def __enter__(self) -> None:
+        self.depth += 1
+
+    def __exit__(self, *_: object) -> None:
+        self.depth -= 1
 
 
 def announcer(connection: BaseDatabaseWrapper) -> Announcer:

@@ -121,7 +121,7 @@ class DatabaseTie(Tie):
         if form == "lease":
             self._guard_with(self.fence.announce, connection)
         elif form and self.held.request.shared:
-            with announcer(connection).quietly():
+            with announcer(connection).quietly:
                 self.fence.prepare(connection, self.guard.claim())
         return form
 
@@ -173,7 +173,7 @@ class DatabaseTie(Tie):
             )
 
     def _guard_with(self, step: Callable[[Any, Claim], None], connection: BaseDatabaseWrapper) -> None:
-        with announcer(connection).quietly():
+        with announcer(connection).quietly:
             self.guard(partial(step, connection))
 
     def _undo(self, transaction: object) -> None:

@@ -89,6 +89,4 @@ def before_statements(hook: Callable[[BaseDatabaseWrapper, str, bool], None], us
     nor does closing the connection. Not called for statements that hooks send, for BEGIN, COMMIT and ROLLBACK, the end
     of a savepoint, and for what goes past Django's `cursor.execute()` and `executemany()`: `callproc()`, `copy()`.
     """
-    hooks = announcer(connections[using]).hooks
-    if hook not in hooks:
-        hooks.append(hook)
+    announcer(connections[using]).tell(hook)

@@ -14,6 +14,9 @@ __all__ = ["LONGEST", "canonical", "join"]
 
 LONGEST: Final = 512
 _PLAIN: Final = re.compile(r"[A-Za-z0-9_.~:-]+")
+_UNRESERVED: Final = re.compile(r"[A-Za-z0-9_.~-]+")
+"""What percent-encoding leaves as it is."""
+_NO_PARTS: Final = (bool, float, complex, list, tuple, dict, set, frozenset, type(None))
 
 
 def join(*parts: object) -> str:
@@ -47,12 +50,14 @@ def _canonical(name: str) -> str:
 
 
 def _part(part: object) -> str:
-    if part is None or isinstance(part, bool | float | complex | list | tuple | dict | set | frozenset):
+    if isinstance(part, _NO_PARTS):
         raise TypeError(f"a part of a lock's name is text, a number or a key, not {type(part).__name__}: {part!r:.80}")
     text = part if isinstance(part, bytes) else str(part)
     if not text:
         raise ValueError("a part of a lock's name is empty: 'order:' would lock all orders without a key")
-    return quote(text, safe="") if isinstance(text, bytes) else quote(text, safe="", errors="surrogatepass")
+    if isinstance(text, bytes):
+        return quote(text, safe="")
+    return text if _UNRESERVED.fullmatch(text) else quote(text, safe="", errors="surrogatepass")
 
 
 def _checked(name: str) -> str:

@@ -7,13 +7,15 @@ from typing import TYPE_CHECKING, Any
 from django.db import connections
 
 from django_dlock.backends.connector import pool_of
-from django_dlock.fencing import Cursor
+from django_dlock.fencing import pyformat
 from django_dlock.statements import announcer
-from django_dlock.transactions import in_transaction
+from django_dlock.watch import watch
 from dlock_core.backends.advisory import Place, advisory
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+    from django.db.backends.base.base import BaseDatabaseWrapper
 
     from dlock_core.backend import Backend
 
@@ -33,13 +35,21 @@ def home_of(backend: Any) -> str | None:
 
 def transaction_of(backend: Any, *, old_snapshot: bool) -> Place | None:
     """Give this thread's open transaction in the database of such a store."""
-    alias = backend.database
-    return Place(_Quietly(connections[alias]), old_snapshot) if in_transaction(alias) else None
+    connection = connections[backend.database]
+    return Place(_Connection(connection), old_snapshot) if watch(connection).is_open() else None
 
 
-class _Quietly(Cursor):
+class _Connection:
     """Sends statements of ours, of which no lease has to hear."""
 
-    async def execute(self, sql: str, params: Mapping[str, Any]) -> tuple[int, tuple[Any, ...] | None]:
-        with announcer(self._connection).quietly():
-            return await super().execute(sql, params)
+    def __init__(self, connection: BaseDatabaseWrapper) -> None:
+        self._connection, self._quietly = connection, announcer(connection).quietly
+
+    async def row(self, sql: str, params: Mapping[str, Any]) -> tuple[Any, ...] | None:
+        with self._quietly, self._connection.cursor() as cursor:
+            cursor.execute(pyformat(sql), params)
+            return cursor.fetchone()  # type: ignore[no-any-return]
+
+    async def tell(self, sql: str) -> None:
+        with self._quietly, self._connection.cursor() as cursor:
+            cursor.execute(sql)

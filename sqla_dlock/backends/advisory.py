@@ -9,10 +9,12 @@ from dlock_core.backends.advisory import PREFIX, Place
 from sqla_dlock.autocommit import is_autocommit
 from sqla_dlock.backends.connector import pool_of
 from sqla_dlock.backends.table import engine_of
-from sqla_dlock.fencing import Port
+from sqla_dlock.fencing import textual
 from sqla_dlock.transactions import connections_of
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from sqlalchemy import Connection, Dialect, Engine
     from sqlalchemy.ext.asyncio import AsyncEngine
     from sqlalchemy.orm import Session
@@ -53,4 +55,17 @@ def transaction_of(session: Session, backend: Any, *, old_snapshot: bool) -> Pla
     near = (*connections_of(session), session.bind)
     bind = next((each for each in near if each is not None and each.dialect is engine.dialect), engine)
     connection: Connection = session.connection(bind_arguments={"bind": bind})
-    return None if is_autocommit(connection) else Place(Port(connection), old_snapshot)
+    return None if is_autocommit(connection) else Place(_Connection(connection), old_snapshot)
+
+
+class _Connection:
+    """Sends statements in the session's transaction."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+
+    async def row(self, sql: str, params: Mapping[str, Any]) -> tuple[Any, ...] | None:
+        return self._connection.execute(textual(sql), params).first()
+
+    async def tell(self, sql: str) -> None:
+        self._connection.execute(textual(sql))

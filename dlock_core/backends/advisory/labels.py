@@ -8,6 +8,7 @@ and who the holder is, stands in a comment, which only members of the session's 
 from __future__ import annotations
 
 import re
+from functools import lru_cache
 from typing import TYPE_CHECKING, Final, NamedTuple
 from urllib.parse import quote, unquote
 
@@ -16,7 +17,7 @@ from dlock_core.backends.advisory.keys import key_of
 if TYPE_CHECKING:
     from dlock_core.backend import Request
 
-__all__ = ["Label", "Told", "comment", "in_comment", "in_label"]
+__all__ = ["Label", "Told", "comment", "in_comment", "in_label", "label_of"]
 
 _LONGEST: Final = 63
 _DIGITS: Final = 16
@@ -41,24 +42,24 @@ def comment(request: Request) -> str:
 
 
 class Label(NamedTuple):
-    """A label around the token that the server will put into it."""
+    """The key of a lock, and the label around the token that the server will put into it."""
 
+    key: int
     head: str
     tail: str
-
-    @classmethod
-    def of(cls, request: Request, prefix: str) -> Label:
-        """Make it for a request; the name is cut to what fits."""
-        return cls(prefix, f"#{request.name}"[: _LONGEST - len(prefix) - _DIGITS])
-
-    @property
-    def room(self) -> int:
-        """The characters that are left for what stood there before, and a space."""
-        return max(0, _LONGEST - len(self.head) - _DIGITS - len(self.tail) - 1)
+    room: int
+    """The characters that are left for what stood there before, and a space."""
 
     def token_in(self, text: str) -> int:
         """Read the token out of what the server made of it; no name has a "#"."""
         return int(text.rpartition("#")[0].rpartition(self.head)[2])
+
+
+@lru_cache(maxsize=1024)
+def label_of(name: str, prefix: str) -> Label:
+    """Make the label of a lock; the name is cut to what fits."""
+    tail = f"#{name}"[: _LONGEST - len(prefix) - _DIGITS]
+    return Label(key_of(name, prefix), prefix, tail, max(0, _LONGEST - len(prefix) - _DIGITS - len(tail) - 1))
 
 
 def in_comment(statement: str) -> Told | None:

@@ -6,8 +6,7 @@ import math
 from typing import TYPE_CHECKING
 
 from dlock_core.backends.advisory import statements
-from dlock_core.backends.advisory.keys import key_of
-from dlock_core.backends.advisory.labels import Label, comment
+from dlock_core.backends.advisory.labels import comment, label_of
 from dlock_core.backends.advisory.listing import Sessions
 from dlock_core.errors import BackendUnavailable
 from dlock_core.retry import Trouble, classify
@@ -42,13 +41,13 @@ class PostgreSQL:
 
     def lock(self, session: Session, line: Line, request: Request, seconds: float | None) -> int:
         """Try, or wait for so many seconds; give the token, 0 where others hold the lock."""
-        label = Label.of(request, self._prefix)
+        label = label_of(request.name, self._prefix)
         statement = (statements.TRY_SESSION if seconds is None else statements.WAIT_SESSION)[request.shared]
         params = {
-            "key": key_of(request.name, self._prefix),
+            "key": label.key,
             "head": label.head,
             "tail": label.tail,
-            "floor": request.floor,
+            "least": request.floor + 1,
             "ttl": _milliseconds(request.ttl),
         }
         if seconds is not None:
@@ -74,7 +73,7 @@ class PostgreSQL:
 
     def unlock(self, session: Session, line: Line, request: Request) -> bool:
         """End the lock; False when this session did not hold it."""
-        params = {"key": key_of(request.name, self._prefix)}
+        params = {"key": label_of(request.name, self._prefix).key}
         ((was_ours, *_),) = session.execute(statements.UNLOCK[request.shared], params)
         return bool(was_ours)
 

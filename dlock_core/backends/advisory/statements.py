@@ -21,20 +21,18 @@ __all__ = [
 ]
 
 # The token is drawn when the lock has been taken, so that whoever takes it next reads a later time. It comes back as a
-# part of the label. One plain SELECT: a WITH would cost the server more than all the rest.
+# part of the label. One plain SELECT, and no more operators than it takes: most drivers have it planned every time.
 _LABEL: Final = """\
-CAST(:head AS text) || greatest(CAST(extract(epoch FROM clock_timestamp()) * 1000000 AS bigint),
-CAST(:floor AS bigint) + 1) || CAST(:tail AS text)"""
+:head || greatest(CAST(extract(epoch FROM clock_timestamp()) * 1000000 AS bigint), :least) || :tail"""
 _IN_TRANSACTION: Final = f"""\
-set_config('application_name',
-ltrim(left(current_setting('application_name'), CAST(:room AS integer)) || ' ' || {_LABEL}), true)"""
+set_config('application_name', left(current_setting('application_name'), :room) || {_LABEL}, true)"""
 _IN_SESSION: Final = f"""\
 left(set_config('idle_session_timeout', :ttl, false), 0) || set_config('application_name', {_LABEL}, false)"""
-_TRIED: Final = "SELECT CASE WHEN pg_try_advisory{}(CAST(:key AS bigint)) THEN {} END, {}"
+_TRIED: Final = "SELECT CASE WHEN pg_try_advisory{}(:key) THEN {} END, {}"
 _WAITED: Final = """\
 WITH old AS MATERIALIZED (SELECT current_setting('lock_timeout') AS v),
 limited AS MATERIALIZED (SELECT set_config('lock_timeout', :milliseconds, true) FROM old),
-won AS MATERIALIZED (SELECT pg_advisory{}(CAST(:key AS bigint)) FROM limited)
+won AS MATERIALIZED (SELECT pg_advisory{}(:key) FROM limited)
 SELECT {}, {} FROM won, old"""
 _ISOLATION: Final = "current_setting('transaction_isolation')"
 
@@ -87,6 +85,6 @@ PROVE: Final = """\
 SELECT pg_backend_pid(), set_config('application_name', left(CAST(:label AS text), 63), false),
 set_config('idle_session_timeout', :ttl, false)"""
 UNLOCK: Final = {
-    False: "SELECT pg_advisory_unlock(CAST(:key AS bigint))",
-    True: "SELECT pg_advisory_unlock_shared(CAST(:key AS bigint))",
+    False: "SELECT pg_advisory_unlock(:key)",
+    True: "SELECT pg_advisory_unlock_shared(:key)",
 }

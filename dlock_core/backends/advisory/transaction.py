@@ -9,35 +9,45 @@ from __future__ import annotations
 import math
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, Protocol
 
 from dlock_core.backend import Busy, Granted
 from dlock_core.backends.advisory import statements
-from dlock_core.backends.advisory.keys import PREFIX, checked_prefix, key_of
-from dlock_core.backends.advisory.labels import Label
+from dlock_core.backends.advisory.keys import PREFIX, checked_prefix
+from dlock_core.backends.advisory.labels import label_of
 from dlock_core.backends.advisory.listing import Row, Sessions, owner_of
 from dlock_core.errors import NotSupported, SnapshotTooOld
 from dlock_core.retry import Trouble, classify
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from dlock_core.backend import Found, LockState, Renewal, Request
+    from dlock_core.backends.advisory.labels import Label
     from dlock_core.backends.sql import Pool
-    from dlock_core.fencing import Database
     from dlock_core.runtime import Runtime
 
-__all__ = ["Place", "TransactionBackend"]
+__all__ = ["Connection", "Place", "TransactionBackend"]
 
 LONGEST: Final = 86400.0
 """Seconds after which a place in the queue is given up and taken again."""
+
+
+class Connection(Protocol):
+    """The connection of an open transaction; errors of the database pass through."""
+
+    async def row(self, sql: str, params: Mapping[str, Any]) -> tuple[Any, ...] | None:
+        """Give the first row that a statement with `:name` parameters answers."""
+
+    async def tell(self, sql: str) -> None:
+        """Send a statement that answers nothing."""
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
     """The caller's open transaction, in which a request is to lock."""
 
-    database: Database
+    connection: Connection
     old_snapshot: bool = False
     """Its snapshot may be older than the lock."""
 
@@ -68,29 +78,28 @@ class TransactionBackend:
     async def try_acquire(
         self, runtime: Runtime, request: Request, ticket: Any = None, *, unsure: bool = False
     ) -> Granted | Busy:
-        place = self._place(request)
-        label = Label.of(request, self.prefix)
-        _, row = await place.database.execute(statements.TRY[request.shared], self._params(request, label))
+        place, label = self._place(request), label_of(request.name, self.prefix)
+        row = await place.connection.row(statements.TRY[request.shared], _params(request, label))
         if row is not None and row[0] is not None:
             return _granted(request, place, label.token_in(row[0]), row[1])
         return Busy(LONGEST) if request.queue else await self._busy(request, place)
 
     async def wait(self, runtime: Runtime, request: Request, busy: Busy, timeout: float) -> Granted | Busy:
         """Wait in the database's queue, in a savepoint: a time limit that runs out would end the transaction."""
-        place, label = self._place(request), Label.of(request, self.prefix)
-        params = {**self._params(request, label), "milliseconds": str(max(1, math.ceil(timeout * 1000)))}
-        execute = place.database.execute
-        await execute("SAVEPOINT dlock_wait", {})
+        place, label = self._place(request), label_of(request.name, self.prefix)
+        params = {**_params(request, label), "milliseconds": str(max(1, math.ceil(timeout * 1000)))}
+        connection = place.connection
+        await connection.tell("SAVEPOINT dlock_wait")
         try:
-            _, row = await execute(statements.WAIT[request.shared], params)
+            row = await connection.row(statements.WAIT[request.shared], params)
         except BaseException as error:
             with suppress(Exception):  # what has ended the connection is the error to be told
-                await execute("ROLLBACK TO SAVEPOINT dlock_wait", {})
-                await execute("RELEASE SAVEPOINT dlock_wait", {})
+                await connection.tell("ROLLBACK TO SAVEPOINT dlock_wait")
+                await connection.tell("RELEASE SAVEPOINT dlock_wait")
             if classify(error) is not Trouble.LOCK_TIMEOUT:
                 raise
             return await self._busy(request, place)
-        await execute("RELEASE SAVEPOINT dlock_wait", {})
+        await connection.tell("RELEASE SAVEPOINT dlock_wait")
         text, isolation, *_ = row or ("", "")
         return _granted(request, place, label.token_in(text), isolation)
 
@@ -139,24 +148,19 @@ class TransactionBackend:
         place: Place = request.transaction
         return place
 
-    def _params(self, request: Request, label: Label) -> dict[str, Any]:
-        return {
-            "key": key_of(request.name, self.prefix),
-            "head": label.head,
-            "tail": label.tail,
-            "room": label.room,
-            "floor": request.floor,
-        }
-
     async def _busy(self, request: Request, place: Place) -> Busy:
-        params = {"key": key_of(request.name, self.prefix)}
-        _, row = await place.database.execute(statements.LISTED_KEY, params)
+        row = await place.connection.row(statements.LISTED_KEY, {"key": label_of(request.name, self.prefix).key})
         return Busy(LONGEST, owner_of(Row(*row), self.prefix) if row is not None else "")
 
     async def _left(self, request: Request) -> float | None:
-        params = {"key": key_of(request.name, self.prefix)}
-        _, row = await self._place(request).database.execute(statements.OURS, params)
+        params = {"key": label_of(request.name, self.prefix).key}
+        row = await self._place(request).connection.row(statements.OURS, params)
         return None if row is None else math.inf
+
+
+def _params(request: Request, label: Label) -> dict[str, Any]:
+    key, head, tail, room = label
+    return {"key": key, "head": f" {head}", "tail": tail, "room": room, "least": request.floor + 1}
 
 
 def _granted(request: Request, place: Place, token: int, isolation: str) -> Granted:
