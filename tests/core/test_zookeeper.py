@@ -1,7 +1,11 @@
 """What the ZooKeeper store decides without a server: its URLs, its paths, and who comes after whom in a queue."""
 
+import socket
 import subprocess
 import sys
+from collections import deque
+from collections.abc import Iterator
+from contextlib import closing
 from typing import Any
 
 import pytest
@@ -10,6 +14,7 @@ from dlock_core import connect
 from dlock_core.backends.zookeeper import ZooKeeperBackend
 from dlock_core.backends.zookeeper.address import of_url
 from dlock_core.backends.zookeeper.line import Line, component, line, name_of
+from dlock_core.backends.zookeeper.wire import Handler, Stream
 from dlock_core.names import canonical, join
 
 SECRET = "hunter2"
@@ -126,3 +131,48 @@ def test_newcomer_comes_in_only_where_nobody_keeps_it_out():
     assert reading.ahead(None, shared=False) is not None
     waited_for = line([node("s", ALICE, 1), node("x", BOB, 2)])
     assert waited_for.ahead(None, shared=True) is not None
+
+
+@pytest.fixture
+def ends() -> Iterator[tuple[Stream, socket.socket]]:
+    """Our end of a connection, as kazoo uses it, and the server's."""
+    plain, server = socket.socketpair()
+    with closing(Stream(plain, 0.01)) as stream, closing(server):
+        stream.setblocking(False)
+        server.setblocking(False)
+        yield stream, server
+
+
+def test_requests_that_are_queued_together_are_sent_together(ends: tuple[Stream, socket.socket]):
+    stream, server = ends
+    queue = deque(["create", "list"])
+    stream.hold_for(queue)
+    assert stream.send(b"create") == 6
+    with pytest.raises(BlockingIOError):
+        server.recv(64)
+    queue.popleft()
+    assert stream.send(b"list") == 4
+    assert server.recv(64) == b"createlist"
+
+
+def test_server_that_takes_nothing_is_an_error(ends: tuple[Stream, socket.socket]):
+    stream, server = ends
+    stream.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+    with pytest.raises(TimeoutError):
+        stream.send(bytes(1 << 22))
+    assert set(server.recv(1 << 22)) == {0}
+
+
+def test_answers_that_came_together_are_taken_one_by_one_and_then_the_end_is_seen(ends: tuple[Stream, socket.socket]):
+    stream, server = ends
+    server.sendall(b"onetwo")
+    server.close()
+    taken = []
+    for _ in range(3):
+        assert Handler(1.0).select([stream], [], [], 1.0)[0] == [stream]
+        taken.append(stream.recv(3))
+    assert taken == [b"one", b"two", b""]
+
+
+def test_silent_server_is_not_waited_for_longer_than_the_limit(ends: tuple[Stream, socket.socket]):
+    assert Handler(0.01).select([ends[0]], [], [], 60.0)[0] == []

@@ -181,16 +181,19 @@ class Session:
             auth_data=[("digest", credential)] if credential else None,
             logger=quiet,
         )
-        client._connection._connect = self._noting(client._connection._connect)
+        client._connection._connect = self._noting(client)
         client.add_listener(self._changed)
         self._cut = math.inf
         client.start_async()
         return client
 
-    def _noting(self, connect: Callable[..., tuple[float, float]]) -> Callable[..., tuple[float, float]]:
+    def _noting(self, client: Any) -> Callable[..., tuple[float, float]]:
+        connect: Callable[..., tuple[float, float]] = client._connection._connect
+
         def noting(*where: Any) -> tuple[float, float]:
             limits = connect(*where)
             self.valid_for = limits[0] / 1000  # kazoo's own limit for silence, in milliseconds
+            client._connection._socket.hold_for(client._queue)
             return limits
 
         return noting

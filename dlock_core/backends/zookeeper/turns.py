@@ -77,21 +77,24 @@ class Turns:
 
     async def watch(self, runtime: Runtime, place: Place, queue: Line, ahead: Node) -> Busy:
         """Have the end of the one before us wake us, and learn who holds the lock."""
-        name, first = place.request.name, queue.nodes[0].name
-        if (place.watched, place.first[0], place.seen) != (ahead.name, first, place.wakes):
-            directory = self._nodes.directory(name)
-            place.seen, place.watched = place.wakes, ""
-            place.look = lambda signal: self._session.post(GetChildren(directory, None), signal)
-            questions = [GetData(f"{directory}/{ahead.name}", place.wake), GetData(f"{directory}/{first}", None)]
-            before, holder = await self._session.ask(runtime, name, questions)
-            if isinstance(before, NoNodeError):
-                place.wake()
-            else:
-                good(name, before)
-            owner = "" if isinstance(holder, NoNodeError) else text(good(name, holder)[0])
-            place.watched, place.first = ahead.name, (first, owner)
+        first = queue.nodes[0]
+        if (place.watched, place.seen) != (ahead.name, place.wakes):
+            await self._set_watch(runtime, place, ahead)
+        elif place.first[0] != first.name:
+            place.first = first.name, await self._nodes.owner(runtime, place.request.name, first)
         self.places.keep(place, ALIVE)
         return Busy(SLICE, place.first[1])
+
+    async def _set_watch(self, runtime: Runtime, place: Place, ahead: Node) -> None:
+        """Who is before us may be the holder: a look at the end of the wait finds one who is not."""
+        name, directory = place.request.name, self._nodes.directory(place.request.name)
+        place.seen, place.watched = place.wakes, ""
+        place.look = lambda signal: self._session.post(GetChildren(directory, None), signal)
+        (found,) = await self._session.ask(runtime, name, [GetData(f"{directory}/{ahead.name}", place.wake)])
+        if isinstance(found, NoNodeError):
+            place.wake()
+            found = (b"", None)
+        place.watched, place.first = ahead.name, (ahead.name, text(good(name, found)[0]))
 
     async def remove(self, runtime: Runtime, place: Place) -> None:
         """Take a place that is at its end out of the queue."""
