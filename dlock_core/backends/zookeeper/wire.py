@@ -58,7 +58,7 @@ class Stream(socket.socket):
         super().__init__(fileno=plain.detach())
         self._limit = limit
         self._queue: Sized = ()
-        self._held, self._ahead, self._at_end = bytearray(), b"", False
+        self._held, self._ahead = bytearray(), b""
 
     def hold_for(self, queue: Sized) -> None:
         """Keep from now on what is sent until it is the last of kazoo's queue, where it stands meanwhile."""
@@ -84,16 +84,15 @@ class Stream(socket.socket):
             raise TimeoutError("the server takes nothing") from None
 
     def fill(self) -> None:
-        """Read what has come; to be called when there is something."""
+        """Read what has come; to be called when there is something, or the end."""
         self._ahead += super().recv(READ)
-        self._at_end = not self._ahead
 
     def pending(self) -> int:
-        """Tell how many bytes are here already; not 0 at the end, which is read like them."""
-        return len(self._ahead) or self._at_end
+        """Tell how many bytes are here already."""
+        return len(self._ahead)
 
     def recv(self, size: int, flags: int = 0) -> bytes:
-        """Take what is here."""
+        """Take what is here; nothing means the end."""
         taken, self._ahead = self._ahead[:size], self._ahead[size:]
         return taken
 
