@@ -5,15 +5,15 @@ Third-party backends register a factory under their URL scheme in the entry poin
 
 from __future__ import annotations
 
+import re
 from importlib import import_module
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any, Final, cast
-from urllib.parse import urlsplit
 
 if TYPE_CHECKING:
     from dlock_core.backend import Backend
 
-__all__ = ["connect", "schemes"]
+__all__ = ["connect", "scheme_of", "schemes"]
 
 _OWN: Final = {
     "memory": "dlock_core.backends.memory:MemoryBackend.from_url",
@@ -36,6 +36,7 @@ _IN_DATABASES_INSTEAD: Final = (
     "sqla_dlock.configure(), or write the URL of an engine behind the store's scheme"
 )
 """The core knows neither aliases nor engines."""
+_SCHEME: Final = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):")
 
 
 def connect(store: Any, **options: Any) -> Backend:
@@ -46,7 +47,7 @@ def connect(store: Any, **options: Any) -> Backend:
     """
     if not isinstance(store, str):
         return _of_client(store, options)
-    scheme = urlsplit(store).scheme
+    scheme = scheme_of(store)
     family, _, engine = scheme.partition("+")
     if family in _IN_DATABASES and not engine:
         raise ValueError(f"{family}:// {_IN_DATABASES_INSTEAD}: {family}+postgresql+psycopg://user@host/database")
@@ -56,6 +57,12 @@ def connect(store: Any, **options: Any) -> Backend:
         known = ", ".join(f"{name}://" for name in schemes())
         raise ValueError(f"no lock store for the URL scheme {scheme!r}: use one of {known}")
     return cast("Backend", _load(factory)(store, **options))
+
+
+def scheme_of(url: str) -> str:
+    """Give the scheme of a URL, an empty text if it has none; urlsplit would quote the password of some in an error."""
+    found = _SCHEME.match(url)
+    return found[1].lower() if found else ""
 
 
 def schemes() -> list[str]:

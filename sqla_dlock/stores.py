@@ -9,11 +9,10 @@ import os
 import threading
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Final
-from urllib.parse import urlsplit
 
 from sqlalchemy import Engine
 
-from dlock_core.registry import connect
+from dlock_core.registry import connect, scheme_of
 from dlock_core.store import Store
 
 if TYPE_CHECKING:
@@ -65,7 +64,7 @@ def _made(alias: str, given: Any) -> Store:
 def _connected(given: Any) -> Backend:
     if isinstance(given, Engine) or hasattr(given, "sync_engine"):
         return _in_database("database").from_engine(given)  # type: ignore[no-any-return]
-    kind = urlsplit(given).scheme.partition("+")[0] if isinstance(given, str) else ""
+    kind = scheme_of(given).partition("+")[0] if isinstance(given, str) else ""
     return _in_database(kind).from_url(given) if kind in _IN_DATABASE else connect(given)
 
 

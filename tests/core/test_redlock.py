@@ -22,7 +22,7 @@ def kwargs(backend: Any) -> list[dict[str, Any]]:
 
 
 def test_nodes_of_a_url_share_credentials_and_database() -> None:
-    backend = connect(f"redlock://shop:{SECRET}@a,b:7000,[::1]:6380/3?ssl_cert_reqs=none")
+    backend = connect(f"redlock://shop:{SECRET}@a,b:7000,[::1]:6380/3?client_name=shop")
     assert isinstance(backend, RedlockBackend)
     assert titles(backend) == ["a:6379", "b:7000", "::1:6380"]
     assert {(given["username"], given["password"], given["db"]) for given in kwargs(backend)} == {("shop", SECRET, 3)}

@@ -44,6 +44,14 @@ def test_bad_url_is_refused_and_no_part_of_the_password_is_told(url: str) -> Non
     assert caught.value.__suppress_context__ or SECRET not in str(caught.value.__context__)
 
 
+@pytest.mark.parametrize("scheme", ["foo", "memory", "redis", "redis+sentinel", "database", f"u:{SECRET}@h?x=redis"])
+def test_password_that_python_itself_would_quote_is_not_told(scheme: str) -> None:
+    """urlsplit quotes the login of a URL that has a character which NFKC turns into a "/" or "?"."""
+    with pytest.raises(ValueError) as caught:
+        connect(f"{scheme}://u:{SECRET}\u2100@h")
+    assert SECRET not in str(caught.value)
+
+
 @pytest.mark.parametrize(
     "options",
     [
@@ -63,6 +71,29 @@ def test_bad_option_is_refused(options: dict[str, Any]) -> None:
 def test_unknown_option_is_refused_by_name() -> None:
     with pytest.raises(TypeError, match="tll"):
         connect("redis://localhost", tll=3)
+
+
+@pytest.mark.parametrize("scheme", ["redis", "rediss", "redis+cluster", "redlock", "redis+sentinel"])
+def test_unknown_option_of_a_url_is_refused_by_name(scheme: str) -> None:
+    """Nobody shall believe that his `?prefix=` or `?timeout=` did something."""
+    with pytest.raises(ValueError, match="'prefix'") as caught:
+        connect(f"{scheme}://u:{SECRET}@a,b,c/{'shop' * (scheme == 'redis+sentinel')}?socket_timeout=1&prefix=shop")
+    assert SECRET not in str(caught.value)
+
+
+def test_piece_of_a_password_that_looks_like_an_option_is_not_told() -> None:
+    with pytest.raises(ValueError) as caught:
+        connect(f"redis://u?{SECRET}=x@h/0")
+    assert SECRET not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "options",
+    ["socket_timeout=1&max_connections=5", "client_name=shop&protocol=3", "decode_responses=1&health_check_interval=3"],
+)
+def test_options_of_redis_py_may_be_in_a_url(options: str) -> None:
+    assert isinstance(connect(f"redis://h/0?{options}"), RedisBackend)
+    assert isinstance(connect(f"rediss://h/0?{options}&ssl_cert_reqs=none"), RedisBackend)
 
 
 def test_clients_and_pools_of_redis_py_are_stores() -> None:

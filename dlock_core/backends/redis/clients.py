@@ -6,12 +6,13 @@ import inspect
 import re
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, cast
-from urllib.parse import urlsplit
+from urllib.parse import parse_qs, urlsplit
 
 import redis
 import redis.asyncio
 
 from dlock_core.backends.redis.connections import AsyncioWire, BlockingWire
+from dlock_core.secrets import tells_secret
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -34,6 +35,11 @@ _BAD_URL: Final = (
     "with every / ? # @ of the password percent-encoded"
 )
 
+_UNKNOWN: Final = (
+    "bad Redis URL: such connections of redis-py have no option {!r}; those of dlock, such as timeout and prefix, "
+    "are no part of the URL"
+)
+
 _KINDS: Final = (
     (redis.UnixDomainSocketConnection, redis.asyncio.UnixDomainSocketConnection),
     (redis.SSLConnection, redis.asyncio.SSLConnection),
@@ -47,9 +53,17 @@ def of_url(url: str) -> Any:
         where = urlsplit(url)
         if not (where.path if where.scheme == "unix" else _DATABASE.fullmatch(where.path)):
             raise ValueError(where.path)
-        return redis.ConnectionPool.from_url(url)
+        pool = redis.ConnectionPool.from_url(url)
     except (ValueError, TypeError):  # its text may quote a part of the password
         raise ValueError(_BAD_URL) from None
+    for option in parse_qs(where.query).keys() - _options(pool.connection_class):
+        raise ValueError(_BAD_URL if tells_secret(option, url) else _UNKNOWN.format(option))
+    return pool
+
+
+def _options(kind: type) -> set[str]:
+    """Give the options that a URL may have for such connections."""
+    return {"max_connections"}.union(*[inspect.signature(each.__init__).parameters for each in kind.__mro__])  # type: ignore[misc]
 
 
 def title(client: Any) -> str:
