@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from contextlib import AbstractContextManager, contextmanager
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from django.db import DatabaseError, models, transaction
 from django.db.models import F, Q
@@ -87,6 +87,9 @@ class TableFence:
         _run(fencing.confirm, connection, claim)
 
 
+_TABLE: Final = TableFence()
+
+
 class RowFence(TableFence):
     """The fence columns of one row of a `FencedMixin` model."""
 
@@ -133,7 +136,7 @@ def fence_for(parts: tuple[Any, ...]) -> TableFence:
     """Choose the fence of a lock by its parts: (Model, pk) of a `FencedMixin` model, or anything else."""
     if len(parts) == 2 and isinstance(parts[0], type) and issubclass(parts[0], FencedMixin):
         return RowFence(parts[0], parts[1])
-    return TableFence()
+    return _TABLE
 
 
 class Cursor:

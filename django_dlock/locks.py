@@ -107,13 +107,15 @@ class Lock(TiedLock):
 
     async def _grant(self, runtime: Runtime, turn: Turn) -> DatabaseTie:
         store = self.place()
-        if self.using not in connections:
+        if self.using not in connections.settings:
             raise ConnectionDoesNotExist(f"there is no database {self.using!r}, only: {', '.join(connections)}")
         if (joined := self._joined(store, runtime)) is not None:
             return joined
-        if runtime is BLOCKING and self.snapshot == "raise":
+        is_home = self.using == home_of(store.backend)  # what a store locks inside of is looked at in the same request
+        if runtime is BLOCKING and self.snapshot == "raise" and not is_home:
             refuse_old_snapshot(self.name, self.using)
-        return await self._ask(runtime, store, turn)
+        held, wait, until = await self.ask(runtime, store, turn)
+        return DatabaseTie(held, fence=self.fence, wait=wait, deadline=until)
 
     async def _take_up(self, runtime: Runtime, database: Runtime, tie: DatabaseTie, turn: Turn) -> Lease:
         if turn.is_new:
@@ -127,16 +129,14 @@ class Lock(TiedLock):
     def sessions(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
         return open_sessions()
 
-    async def _ask(self, runtime: Runtime, store: Store, turn: Turn) -> DatabaseTie:
-        held, wait, until = await self.ask(runtime, store, turn)
-        return DatabaseTie(held, fence=self.fence, wait=wait, deadline=until)
-
     def transaction(self, backend: Any) -> Any:
         return transaction_of(backend, old_snapshot=self.snapshot == "ignore")
 
     def _joined(self, store: Store, runtime: Runtime) -> DatabaseTie | None:
+        if not (ties := current()):
+            return None
         inside = isinstance(runtime, Blocking) and in_transaction(home_of(store.backend) or self.using)
-        return self.joined(current(), store.backend, inside=inside)  # type: ignore[no-any-return]
+        return self.joined(ties, store.backend, inside=inside)  # type: ignore[no-any-return]
 
 
 class Leases(together.Leases[Lease]):
@@ -223,7 +223,7 @@ def lock(*parts: Any, **options: Any) -> Lock | Locks:
     `with lock(lock("account", 1), lock("account", 2, store="ledger", using="ledger"), wait=10) as (source, target):`.
     Each has a lease and a fence of its own. Two databases still commit one after the other.
     """
-    if any(isinstance(part, Lock) for part in parts):
+    if Lock in map(type, parts):
         return Locks(parts, Lock, **options)
     return Lock(*parts, **options)
 

@@ -20,7 +20,7 @@ from django.dispatch import receiver
 from django_dlock.backends.advisory import home_of
 from django_dlock.errors import LeaseLost, as_database_error
 from django_dlock.statements import announcer
-from django_dlock.transactions import before_statements, in_transaction, on_end, on_rollback
+from django_dlock.transactions import in_transaction
 from django_dlock.watch import watch
 from dlock_core.database_session import comment
 from dlock_core.errors import DLockError
@@ -74,9 +74,8 @@ class DatabaseTie(Tie):
         self.supersede(current())
         self.protect(using, form)
         for connection in connections.all(initialized_only=True):
-            if watch(connection).is_open():
-                self.enter(connection)
-        if in_transaction(self.home or using):
+            self.enter(connection)
+        if self.is_inside or in_transaction(using):
             self.leave()  # like a row lock: the transaction's end releases it
 
     def protect(self, using: str, form: FenceForm) -> None:
@@ -85,11 +84,10 @@ class DatabaseTie(Tie):
         known, connection = self._forms.get(using), connections[using]
         if known is None or (form and not known):
             self._forms[using] = self._prepare(connection, form)
-        if watch(connection).is_open():
-            self.enter(connection)
+        self.enter(connection)
 
     def enter(self, connection: BaseDatabaseWrapper) -> None:
-        """Tie the open transaction of this thread's connection to the lease, and admit the token into it."""
+        """Tie the open transaction of this thread's connection, if any, to the lease, and admit the token into it."""
         transaction = watch(connection).transaction()
         if transaction is None or self._admitted.get(transaction):
             return
@@ -99,7 +97,7 @@ class DatabaseTie(Tie):
             self._begin(connection, transaction)
         if self._forms.get(connection.alias) == "transaction":
             self._guard_with(self.fence.admit, connection)
-            on_rollback(lambda: self._undo(transaction), using=connection.alias)
+            transaction.undo.append(lambda: self._undo(transaction))
         self._admitted[transaction] = True
 
     def statement(self, connection: BaseDatabaseWrapper, sql: str, *, inside: bool) -> None:
@@ -114,13 +112,15 @@ class DatabaseTie(Tie):
             self._refuse_unfenced(connection)
 
     def _prepare(self, connection: BaseDatabaseWrapper, form: FenceForm) -> FenceForm:
-        before_statements(_before_statement, connection.alias)
+        announcer(connection).tell(_before_statement)
+        if not form:
+            return False
         if (transaction := watch(connection).transaction()) is not None:
             self._undo(transaction)
-            return form and "transaction"  # what it commits on its own would be no part of this transaction
+            return "transaction"  # what it commits on its own would be no part of this transaction
         if form == "lease":
             self._guard_with(self.fence.announce, connection)
-        elif form and self.held.request.shared:
+        elif self.held.request.shared:
             with announcer(connection).quietly:
                 self.fence.prepare(connection, self.guard.claim())
         return form
@@ -132,11 +132,11 @@ class DatabaseTie(Tie):
             if self.is_over or self.held.ended is not None:
                 forget(self)
 
-        on_end(settle, using=connection.alias, before_commit=lambda: self._before_commit(connection))
+        transaction.on_end(settle, before_commit=lambda: self._before_commit(connection))
         self.begin()
         self._admitted[transaction] = False
         if transaction is self._around:
-            on_rollback(lambda: self._savepoint_undone(connection, transaction), using=connection.alias)
+            transaction.undo.append(lambda: self._savepoint_undone(connection, transaction))
         if connection.vendor == "mysql":
             transaction.comment = comment(self.held.request.holder)
 
@@ -144,9 +144,10 @@ class DatabaseTie(Tie):
         if self.is_given_up:
             return
         self._refuse_lost()
-        if self._forms.get(connection.alias) == "lease":
+        form = self._forms.get(connection.alias)
+        if form == "lease":
             self._guard_with(self.fence.confirm, connection)
-        else:
+        elif form:
             self.enter(connection)
 
     def _savepoint_undone(self, connection: BaseDatabaseWrapper, transaction: object) -> None:
@@ -210,7 +211,7 @@ def apart() -> Iterator[None]:
 def _listen(connection: BaseDatabaseWrapper, **_: object) -> None:
     """Hear of the statements of every connection: work under a lease may move to a thread that has its own."""
     if any(connection is ours for ours in connections.all(initialized_only=True)):
-        before_statements(_before_statement, connection.alias)
+        announcer(connection).tell(_before_statement)
 
 
 def _before_statement(connection: BaseDatabaseWrapper, sql: str, inside: bool) -> None:  # noqa: FBT001 - the hook's form

@@ -66,9 +66,7 @@ def on_end(
     transaction = watch(connections[using]).transaction()
     if transaction is None:
         raise RuntimeError(f"on_end() needs an open transaction on database {using!r}: use transaction.atomic()")
-    transaction.settlers.append(settle)
-    if before_commit is not None:
-        transaction.checks.append(before_commit)
+    transaction.on_end(settle, before_commit)
 
 
 def on_rollback(restore: Callable[[], None], *, using: str = "default") -> None:

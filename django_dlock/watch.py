@@ -46,6 +46,12 @@ class Transaction:
     undo: list[Callable[[], None] | str] = field(default_factory=list)
     """What to restore, and in between the savepoints, in the order they came."""
 
+    def on_end(self, settle: Callable[[Outcome], None], before_commit: Callable[[], None] | None = None) -> None:
+        """See `transactions.on_end`."""
+        self.settlers.append(settle)
+        if before_commit is not None:
+            self.checks.append(before_commit)
+
     def undo_to(self, savepoint: str | None) -> list[Step]:
         """Take back what came after a savepoint, last first; one that is not in the list is older than all of it."""
         steps: list[Step] = []

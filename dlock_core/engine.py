@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from dlock_core.backend import Backend, Request
     from dlock_core.runtime import Runtime
 
-__all__ = ["acquire", "raise_token", "release", "renew", "try_acquire"]
+__all__ = ["acquire", "raise_token", "release", "released", "renew", "try_acquire"]
 
 logger = logging.getLogger("dlock")
 
@@ -91,7 +91,7 @@ class _Attempt:
                 await self.step()
             if isinstance(self.answer, Granted) and self.has_left(self.answer.valid_for):
                 held = Held(self.backend, self.request, self.answer, self.sent, self.runtime.now)
-                hooks.emit("acquired", held.name, held.token, self.seconds(), "", self.waited, held)
+                hooks.emit("acquired", self.request.name, self.answer.token, self.seconds(), "", self.waited, held)
                 return held
         except BaseException as error:
             await self.withdraw()
@@ -208,9 +208,21 @@ async def release(runtime: Runtime, held: Held) -> Released:
     held.ensure_own_process()
     if held.ended is None:
         await runtime.shield(_release(runtime, held))
-        found = held.ended or Released.EXPIRED
-        hooks.emit("released", held.name, held.token, runtime.now() - held.since, found.value, False, held)
+        _tell(held)
     return held.ended or Released.EXPIRED
+
+
+def released(held: Held) -> None:
+    """Note that the grant has ended with the transaction in which it was taken; raises NotHeld in a forked child."""
+    held.ensure_own_process()
+    if held.ended is None:
+        held.end(Released.RELEASED)
+        _tell(held)
+
+
+def _tell(held: Held) -> None:
+    found = held.ended or Released.EXPIRED
+    hooks.emit("released", held.name, held.token, held.now() - held.since, found.value, False, held)
 
 
 async def _release(runtime: Runtime, held: Held) -> None:

@@ -92,13 +92,13 @@ def new_request(
     *,
     shared: bool,
     fair: bool,
-    sessions: tuple[tuple[str, ...], tuple[str, ...]] = ((), ()),
+    who: str | None = None,
 ) -> Request:
     """Make the request of one acquire call: a fresh holder, and a place in the queue unless there is only one try.
 
-    `sessions`: those of databases that are open, see `owner.text`.
+    `who` asks, if that is not what `owner.text` tells of this thread or task.
     """
-    return Request(name, os.urandom(16).hex(), ttl, shared, wait != 0.0, fair, owner.text(*sessions))
+    return Request(name, os.urandom(16).hex(), ttl, shared, wait != 0.0, fair, owner.text() if who is None else who)
 
 
 def supported_ttl(backend: Backend, ttl: float) -> float:

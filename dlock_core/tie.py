@@ -121,7 +121,10 @@ class Tie:
             self.held.end(Released.EXPIRED)
         if due and self.is_due():
             with LETTING_RUN_OUT:
-                self.finish(engine.release, self.held)
+                if ends_lock:
+                    engine.released(self.held)
+                else:
+                    self.finish(engine.release, self.held)
 
     def join(self) -> None:
         """Note that one more handle needs the lease, also when those before it have left it to a transaction."""

@@ -6,7 +6,7 @@ import math
 from types import EllipsisType
 from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
-from dlock_core import engine, watchdog
+from dlock_core import engine, owner, watchdog
 from dlock_core.deadline import Seconds, deadline, ttl_seconds, wait_seconds
 from dlock_core.errors import AlreadyHeld, NotSupported
 from dlock_core.holding import Blocks, LeaseView
@@ -89,8 +89,10 @@ class TiedLock:
         if self.shared and not store.backend.supports_shared:
             raise NotSupported(f"the store {store.alias!r} has no shared locks", name=self.name)
         ttl = supported_ttl(store.backend, self.ttl or store.ttl)
-        wait, sessions = self.seconds(store, turn), self.sessions()
-        return new_request(self.name, ttl, wait, shared=self.shared, fair=self.fair, sessions=sessions)
+        is_inside = store.backend.expiry == "transaction"  # whose it is the database knows
+        who = "" if is_inside else owner.text(*self.sessions())
+        request = new_request(self.name, ttl, self.seconds(store, turn), shared=self.shared, fair=self.fair, who=who)
+        return request._replace(transaction=self.transaction(store.backend)) if is_inside else request
 
     def sessions(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Name the database sessions that are this thread's own, and those in whose open transaction it asks."""
@@ -112,10 +114,7 @@ class TiedLock:
         held = turn.held
         if held is None:
             left = None if wait is None else max(0.0, until - clock())
-            request = turn.request or self.request(store, turn)
-            if store.backend.expiry == "transaction":
-                request = request._replace(transaction=self.transaction(store.backend))
-            held = await engine.acquire(runtime, store.backend, request, left)
+            held = await engine.acquire(runtime, store.backend, turn.request or self.request(store, turn), left)
         turn.held = turn.request = None
         turn.is_new = True
         self.watch(held)

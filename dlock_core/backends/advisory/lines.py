@@ -7,6 +7,7 @@ import math
 import select
 import threading
 from collections import deque
+from functools import partial
 from typing import TYPE_CHECKING, Final, TypeVar
 
 from dlock_core.backends.sql import socket_of
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from dlock_core.backends.sql import Kept, Pool, Session
     from dlock_core.runtime import Runtime
 
-__all__ = ["Line", "Lines", "Seat", "has_ended"]
+__all__ = ["Line", "Lines", "Seat"]
 
 T = TypeVar("T")
 
@@ -36,6 +37,8 @@ class Line:
     def __init__(self, kept: Kept, number: int) -> None:
         self.kept, self.number = kept, number
         """The number is the session's at the server."""
+        self.has_ended = _ended(kept.session)
+        """Says whether the server has ended the session; to be asked while the line is open and nobody else uses it."""
         self.idle_limit = 0.0
         """Seconds of silence after which the server ends the session, as far as it was told."""
         self.is_fresh = True
@@ -136,26 +139,21 @@ class Lines:
     def _last(self) -> Line | None:
         while self._spare:
             line, since = self._spare.pop()
-            if clock() - since < TRUSTED and not is_over(line):
+            if clock() - since < TRUSTED and line.is_open and not line.has_ended():
                 return line
             line.close()
         return None
 
 
-def has_ended(session: Session) -> bool:
-    """Say whether the server has ended a session that is idle: there is nothing to read from it but its end.
+def _ended(session: Session | None) -> Callable[[], object]:
+    """Give what says whether an idle session has ended: there is nothing else to read from it.
 
     Some drivers of asyncio cannot tell.
     """
-    number = socket_of(session.driver)
+    driver = None if session is None else session.driver
+    number = socket_of(driver)
     if number < 0:
-        return bool(getattr(session.driver, "is_closed", bool)())
+        return getattr(driver, "is_closed", bool)
     poll = select.poll()
     poll.register(number, select.POLLIN)
-    return bool(poll.poll(0))
-
-
-def is_over(line: Line) -> bool:
-    """Say whether the server has ended the session of a line that nobody uses."""
-    session = line.kept.session
-    return session is None or not line.is_open or has_ended(session)
+    return partial(poll.poll, 0)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from dlock_core.backends.advisory import statements
 from dlock_core.backends.advisory.labels import comment, label_of
@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 
 __all__ = ["PostgreSQL"]
 
+PREPARED: Final = 5
+"""So many times psycopg 3 sends a statement before it has it prepared."""
+
 
 class PostgreSQL:
     """One database."""
@@ -37,6 +40,8 @@ class PostgreSQL:
             raise BackendUnavailable(name, reason="a standby's locks exclude nobody: use the primary", refused=True)
         if known:
             raise _behind_pooler(name)
+        if getattr(session.driver, "prepare_threshold", PREPARED) is None:  # Django's way, because of poolers
+            session.driver.prepare_threshold = PREPARED
         return int(number)
 
     def lock(self, session: Session, line: Line, request: Request, seconds: float | None) -> int:

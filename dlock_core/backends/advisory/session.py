@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal
 
 from dlock_core.backend import Busy, Granted
 from dlock_core.backends.advisory.keys import PREFIX, checked_prefix
-from dlock_core.backends.advisory.lines import Lines, Seat, has_ended
+from dlock_core.backends.advisory.lines import Lines, Seat
 from dlock_core.backends.advisory.mysql import MySQL
 from dlock_core.backends.advisory.postgresql import PostgreSQL
 from dlock_core.errors import BackendUnavailable
@@ -124,8 +124,8 @@ class SessionBackend:
         self._pool.close()
 
     async def _ask(self, runtime: Runtime, request: Request, seat: Seat, seconds: float | None) -> Granted | Busy:
-        floor = max(request.floor, self._floors.get(request.name, 0))
-        terms = request._replace(floor=floor)
+        floor = self._floors.get(request.name, 0)
+        terms = request._replace(floor=floor) if floor > request.floor else request
 
         def ask(session: Session) -> None:  # whoever is cancelled meanwhile finds the token there
             seat.token = self._server.lock(session, seat.line, terms, seconds)
@@ -176,7 +176,7 @@ class SessionBackend:
 
     async def _unlock(self, runtime: Runtime, seat: Seat) -> bool:
         def unlock(session: Session) -> bool:
-            seat.line.had_ended = has_ended(session)
+            seat.line.had_ended = bool(seat.line.has_ended())
             return self._server.unlock(session, seat.line, seat.request)
 
         return await seat.line.step(runtime, seat.request.name, unlock)

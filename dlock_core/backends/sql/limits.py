@@ -5,17 +5,19 @@ from __future__ import annotations
 import os
 import socket
 import threading
-from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Any, Final
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from dlock_core.runtime import clock
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable
 
     from dlock_core.backends.sql.port import Session
 
 __all__ = ["Limits", "of_process", "shut", "socket_of"]
+
+T = TypeVar("T")
 
 IDLE: Final = 10.0
 """Seconds without a question after which the thread ends."""
@@ -30,18 +32,18 @@ class Limits:
         self._next = self._ends = 0.0  # until when the thread sleeps, and when it ends if nothing comes
         self._thread: threading.Thread | None = None
 
-    @contextmanager
-    def on(self, session: Session, seconds: float) -> Iterator[None]:
-        """Cut the session unless the block is left in time; raises TimeoutError then, and it is of no more use."""
+    def call(self, session: Session, seconds: float, function: Callable[[Session], T]) -> T:
+        """Call a function of the session, which is cut if that takes longer: TimeoutError, and it is of no more use."""
         self._begin(session, clock() + seconds)
         try:
-            yield
+            answer = function(session)
         except BaseException as error:
             if self._end(session) or not isinstance(error, Exception):
                 raise
             raise TimeoutError(f"no answer within {seconds:.3g} s") from error
         if not self._end(session):
             raise TimeoutError(f"no answer within {seconds:.3g} s")
+        return answer
 
     def _begin(self, session: Session, until: float) -> None:
         with self._guard:

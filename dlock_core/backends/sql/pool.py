@@ -7,7 +7,7 @@ import os
 import weakref
 from collections import deque
 from contextlib import suppress
-from typing import TYPE_CHECKING, Final, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeVar
 
 from dlock_core.backends.sql.failures import unavailable
 from dlock_core.backends.sql.limits import of_process
@@ -16,7 +16,7 @@ from dlock_core.retry import Trouble, classify
 from dlock_core.runtime import clock
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Coroutine
 
     from dlock_core.backends.sql.port import Connector, Session
     from dlock_core.runtime import Runtime
@@ -52,15 +52,15 @@ class Pool:
         self._idle: deque[tuple[Session, float]] = deque()
         weakref.finalize(self, _close, self._idle).atexit = False
 
-    async def step(
+    def step(
         self, runtime: Runtime, name: str, function: Callable[[Session], T], limit: float | None = None
-    ) -> T:
+    ) -> Coroutine[Any, Any, T]:
         """Give what a function of a session gives, on a connection that nobody else uses meanwhile.
 
         The function may be called again after a deadlock or serialization failure. Raises BackendUnavailable, and then
         nobody knows whether the step was made; it is not made any more after that, unless the database stands still.
         """
-        return await self.connector.call(runtime, self._step, name, function, limit)
+        return self.connector.call(runtime, self._step, name, function, limit)
 
     async def dedicated(self, runtime: Runtime, name: str) -> Kept:
         """Open a connection for one holder, who closes it; raises BackendUnavailable."""
@@ -86,8 +86,7 @@ class Pool:
         until = clock() + (self.timeout if limit is None else limit)
         for left in range(CONFLICTS, -1, -1):
             try:
-                with of_process().on(session, until - clock()):
-                    return function(session)
+                return of_process().call(session, until - clock(), function)
             except self.connector.errors as error:
                 if not left or classify(error) not in (Trouble.DEADLOCK, Trouble.SERIALIZATION):
                     raise
@@ -172,11 +171,11 @@ class Kept:
         """Connect; blocks."""
         self.session = self._pool.open(name)
 
-    async def step(
+    def step(
         self, runtime: Runtime, name: str, function: Callable[[Session], T], limit: float | None = None
-    ) -> T:
+    ) -> Coroutine[Any, Any, T]:
         """Make a step on this connection; after a BackendUnavailable it is closed, and all that hung on it is over."""
-        return await self._pool.connector.call(runtime, self._step, name, function, limit)
+        return self._pool.connector.call(runtime, self._step, name, function, limit)
 
     async def close(self, runtime: Runtime) -> None:
         """Close the connection; in a forked child it stays, being the parent's."""
