@@ -168,6 +168,8 @@ class _MultiLock:
         self, backend: Backend, names: Iterable[str], *, ttl: Seconds = 30.0, wait: Seconds | None = 10.0,
         shared: bool = False,
     ) -> None:  # fmt: skip
+        if isinstance(names, str):
+            raise TypeError(f"a MultiLock takes several names, not the letters of one: give [{names!r:.80}]")
         self.names = tuple(sorted({canonical(name) for name in names}))
         if not self.names:
             raise ValueError("a MultiLock needs at least one name")

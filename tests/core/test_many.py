@@ -134,6 +134,11 @@ def test_empty_set_is_refused(store):
         MultiLock(store, [])
 
 
+def test_text_is_not_taken_for_the_names_of_its_letters(store):
+    with pytest.raises(TypeError, match=r"\['order'\]"):
+        MultiLock(store, "order")
+
+
 def test_free_names_take_one_request_each_way(redis_server):
     import redis
 
