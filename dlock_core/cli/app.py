@@ -10,7 +10,7 @@ from dlock_core.cli.details import Details, called, part, spelled
 from dlock_core.cli.findings import Report, report_dict
 from dlock_core.cli.listing import Listing
 from dlock_core.cli.releasing import chosen, confirm, end
-from dlock_core.cli.sources import Failed, Given, Opened
+from dlock_core.cli.sources import Failed, Given, Opened, WrongUrl
 from dlock_core.cli.text import plain, seconds
 from dlock_core.cli.watching import snapshots, watch
 from dlock_core.inspect import Picture, picture
@@ -23,6 +23,8 @@ class _Commands(click.Group):
     def invoke(self, ctx: click.Context) -> object:
         try:
             return super().invoke(ctx)
+        except WrongUrl:
+            raise
         except click.ClickException as error:
             words = masked(said := error.format_message())
             if words == said:

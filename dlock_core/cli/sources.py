@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from dlock_core.database import Database
     from dlock_core.doctor import Finding
 
-__all__ = ["Failed", "Given", "Opened", "Sources", "console_for", "is_interactive"]
+__all__ = ["Failed", "Given", "Opened", "Sources", "WrongUrl", "console_for", "is_interactive"]
 
 WIDE: Final = 200
 """Cells of a line that goes into a file or a pipe, unless COLUMNS says otherwise."""
@@ -33,6 +33,10 @@ class Failed(click.ClickException):
     """The command could not do what it was asked to, or found what must not be: exit code 1."""
 
     exit_code = 1
+
+
+class WrongUrl(click.UsageError):
+    """A URL is of no use, in words that are known to tell no password."""
 
 
 class Sources(Protocol):

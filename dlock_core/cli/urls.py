@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 import click
 
 from dlock_core import registry
-from dlock_core.cli.sources import Failed
+from dlock_core.cli.sources import Failed, WrongUrl
 from dlock_core.cli.text import plain
 from dlock_core.fence_purge import purge
 from dlock_core.secrets import tells_secret
@@ -102,7 +102,7 @@ def _made(factory: Callable[..., Any], url: str, option: str, **options: Any) ->
         reason = str(error)
         if tells_secret(reason, url):
             reason = f"it cannot be used ({type(error).__name__})"
-    raise click.UsageError(f"{option}: {reason}")
+    raise WrongUrl(f"{option}: {reason}")
 
 
 def _database(url: str, alias: str) -> Database:
