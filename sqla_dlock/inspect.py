@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from functools import partial
 from itertools import count
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from sqlalchemy import create_engine, make_url, text
@@ -17,7 +18,7 @@ from dlock_core.inspect.reading import CONNECT_WITHIN, Reader
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from sqlalchemy import Engine
+    from sqlalchemy import URL, Engine
 
 __all__ = ["database"]
 
@@ -52,12 +53,20 @@ def _engine(given: str | Engine | AsyncEngine) -> Engine:
     return create_engine(engine.url, pool=engine.pool.recreate(), isolation_level="AUTOCOMMIT")
 
 
+def _refuse_missing_file(url: URL) -> None:
+    """Raise FileNotFoundError where SQLite would make an empty database of a path that was spelled wrong."""
+    path = url.database or ":memory:"
+    if url.get_backend_name() == "sqlite" and not path.startswith((":", "file:")) and not Path(path).exists():
+        raise FileNotFoundError(f"there is no file {path}")
+
+
 def _vendor(engine: Engine) -> str:
     return "mariadb" if getattr(engine.dialect, "is_mariadb", False) else engine.dialect.name
 
 
 class _Session:
     def __init__(self, engine: Engine) -> None:
+        _refuse_missing_file(engine.url)
         self._engine = engine
         self._loop = asyncio.new_event_loop() if engine.dialect.is_async else None
         try:

@@ -144,7 +144,16 @@ def test_purge_tidies_the_fence_of_a_database(tmp_path):
     assert left == {"": now - 40 * DAY, "young": now - DAY}
 
 
+@pytest.mark.parametrize("verb", ["doctor", "purge"])
+def test_file_of_sqlite_that_is_missing_is_told_and_not_made(verb, tmp_path):
+    ran = dlock(verb, "--database", f"shop=sqlite:///{tmp_path}/shpo.db")
+    assert ran.code == 1
+    assert "there is no file" in (ran.out + ran.err).replace("\n", " ")
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_purge_of_a_database_without_a_fence_is_one_line(tmp_path):
+    (tmp_path / "empty.db").touch()
     ran = dlock("purge", "--database", f"shop=sqlite:///{tmp_path}/empty.db")
     assert (ran.code, ran.err) == (1, "shop: no such table: dlock_fence")
 

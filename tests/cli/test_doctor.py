@@ -315,6 +315,7 @@ def test_sqlite_is_examined(look):
 
 
 def test_database_without_a_fence_is_a_warning(tmp_path):
+    (tmp_path / "empty.db").touch()
     ran = dlock("doctor", "--database", f"sqlite:///{tmp_path}/empty.db", "--format", "json")
     found = {one["check"]: one for one in json.loads(ran.out)["findings"]}
     assert (ran.code, found["fence"]["level"], found["fence"]["source"]) == (0, "warning", "sqlite")

@@ -103,6 +103,13 @@ def test_password_of_a_url_that_stands_where_none_belongs_is_not_quoted(words, u
     assert not [piece for piece in PIECES if piece in ran.out + ran.err], ran.err
 
 
+@pytest.mark.parametrize("address", ["localhost:port/0", "localhost/nine"])
+def test_wrong_url_is_answered_with_the_whole_form_of_a_right_one(address):
+    ran = dlock("list", "--store", f"redis://{address}")
+    assert ran.code == 2
+    assert "expected redis://[user:password@]host:port/db or unix:///path" in ran.err
+
+
 def test_third_party_store_that_tells_its_password_is_not_quoted(monkeypatch):
     def careless(url, **options):
         raise OSError(f"cannot reach {url}")
@@ -127,6 +134,7 @@ def test_wrong_password_is_one_line(redis_server, monkeypatch):
 
 
 def test_environment_names_the_database_where_the_command_does_not(monkeypatch, tmp_path):
+    (tmp_path / "shop.db").touch()
     monkeypatch.setenv("DLOCK_DATABASE_URL", f"sqlite:///{tmp_path}/shop.db")
     assert "SQLite" in dlock("doctor").out
     assert "SQLite" not in dlock("doctor", "--database", "shop=postgresql+psycopg://localhost:1/db").out
