@@ -73,7 +73,7 @@ def _entry(entry: Entry) -> Iterator[Text]:
         facts["ttl left"] = f"{seconds(entry.expires_in)} (renewed while its process lives)"
     for key, value in {**facts, **entry.owner}.items():
         if value not in (None, ""):
-            yield Text(f"    {plain(str(key))}: {plain(str(value))}")
+            yield Text(f"    {plain(str(key))}: {plain(' '.join(str(value).split()))}")  # a query has many lines
 
 
 def _near(entries: Sequence[Entry], parties: set[str]) -> set[str]:

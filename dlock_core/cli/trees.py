@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import defaultdict, deque
 from typing import TYPE_CHECKING, Final
 
 from rich.cells import cell_len
@@ -25,6 +25,8 @@ GUIDE: Final = 4
 """Cells by which a level is indented."""
 NARROW: Final = 66
 """Cells below which a node takes two lines."""
+LEAST: Final = 24
+"""Cells that a node needs."""
 
 
 def has_chains(entries: Sequence[Entry]) -> bool:
@@ -34,18 +36,8 @@ def has_chains(entries: Sequence[Entry]) -> bool:
 
 
 def tree(entries: Sequence[Entry], width: int) -> RenderableType:
-    """Draw it; a party is drawn once, with all who wait for it."""
-    behind = _behind(entries)
-    waiting = {wait.waiter.party for each in behind.values() for wait in each}
-    roots = [party for party in behind if party not in waiting]
-    drawn: set[str] = set()
-    top = Tree(Text("who waits for whom"), hide_root=True)
-    for party in [*roots, *sorted(waiting)]:  # those who are left then wait for each other
-        if party in behind and party not in drawn:
-            first = behind[party][0].behind
-            root = top.add(Text(middle(plain(first.described), width), "bold"))
-            _grow(root, party, behind, drawn, width - GUIDE)
-    return top
+    """Draw it; a party is drawn once, with all who wait for it. What would have no room to its right begins anew."""
+    return _Drawing(_behind(entries), width).tree()
 
 
 def _behind(entries: Iterable[Entry]) -> dict[str, list[Wait]]:
@@ -61,18 +53,48 @@ def _behind(entries: Iterable[Entry]) -> dict[str, list[Wait]]:
     return found
 
 
-def _grow(node: Tree, party: str, behind: dict[str, list[Wait]], drawn: set[str], width: int) -> None:
-    drawn.add(party)
-    for wait in behind.get(party, ()):
-        other = wait.waiter.party
-        is_again = other in drawn and other in behind
-        branch = node.add(_label(wait.waiter, width, again=is_again))
-        if not is_again:
-            _grow(branch, other, behind, drawn, width - GUIDE)
+class _Drawing:
+    """The parties that were drawn, and those that are to come."""
+
+    def __init__(self, behind: dict[str, list[Wait]], width: int) -> None:
+        self._behind, self._width = behind, width
+        waiting = {wait.waiter.party for each in behind.values() for wait in each}
+        roots = [party for party in behind if party not in waiting]
+        self._todo = deque([*roots, *sorted(waiting & behind.keys())])  # those who are left then wait for each other
+        self._drawn: set[str] = set()
+
+    def tree(self) -> Tree:
+        top = Tree(Text("who waits for whom"), hide_root=True)
+        while self._todo:
+            if (party := self._todo.popleft()) not in self._drawn:
+                first = self._behind[party][0].behind
+                root = top.add(Text(middle(plain(first.described), self._width), "bold"))
+                self._grow(root, party, self._width - GUIDE)
+        return top
+
+    def _grow(self, node: Tree, party: str, width: int) -> None:
+        self._drawn.add(party)
+        for wait in self._behind[party]:
+            other = wait.waiter.party
+            mark = self._mark(other, width)
+            branch = node.add(_label(wait.waiter, width, mark))
+            if other in self._behind and not mark:
+                self._grow(branch, other, width - GUIDE)
+
+    def _mark(self, party: str, width: int) -> str:
+        """Say where those are drawn who wait for a party, when it is not here."""
+        if party not in self._behind:
+            return ""
+        if party in self._drawn:
+            return " (see above)"
+        if width - GUIDE >= LEAST:
+            return ""
+        self._todo.appendleft(party)
+        return " (see below)"
 
 
-def _label(waiter: Entry, width: int, *, again: bool) -> Text:
-    what, mark = f"waits for {waiter.kind} ", " (see above)" if again else ""
+def _label(waiter: Entry, width: int, mark: str) -> Text:
+    what = f"waits for {waiter.kind} "
     if width < NARROW:
         who = middle(plain(waiter.described), width - len(mark)) + mark
         return Text(f"{who}\n{middle(what + plain(waiter.name), width)}")

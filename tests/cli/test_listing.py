@@ -1,7 +1,9 @@
 """What is drawn of a picture: it fits, says who holds and who waits, and nothing in it moves the cursor."""
 
+import re
+
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.cells import cell_len
 
@@ -53,6 +55,7 @@ def test_columns_that_say_nothing_new_are_left_out():
     assert "kind" not in head
 
 
+@settings(deadline=None)
 @given(
     st.lists(
         st.tuples(st.text(min_size=1, max_size=80), st.text(max_size=120), st.booleans(), st.booleans()), max_size=6
@@ -107,6 +110,23 @@ def test_chain_begins_with_the_one_who_waits_for_nobody():
     start = lines.index("first")
     assert lines[start + 1] == "└── second waits for lease a, 2.6 s"
     assert lines[start + 2] == "    └── third waits for lease b, 2.6 s"
+
+
+@WIDTHS
+def test_long_chain_goes_on_below_where_there_is_no_more_room(width):
+    holders = [entry(f"lock{n}", f"p{n}", described=f"party{n}") for n in range(200)]
+    waiters = [waiter(f"lock{n}", f"p{n + 1}", described=f"party{n + 1}") for n in range(199)]
+    lines = drawn(Listing(picture(*holders, *waiters)), width)
+    tree = lines[lines.index(next(line for line in lines if "──" in line)) - 1 :]
+    assert max(map(cell_len, lines)) <= width
+    assert [int(n) for n in re.findall(r"── party(\d+)", "\n".join(tree))] == list(range(1, 200))
+    assert any("(see below)" in line for line in tree)
+
+
+def test_query_of_many_lines_is_told_on_one():
+    holder = entry(owner={"query": "SELECT *\n  FROM orders\tWHERE id = 1"})
+    lines = drawn(Details(picture(holder), [holder]), 80)
+    assert "    query: SELECT * FROM orders WHERE id = 1" in [line.rstrip() for line in lines]
 
 
 def test_list_without_a_chain_needs_no_tree():
