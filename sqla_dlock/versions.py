@@ -52,8 +52,8 @@ def save_with_version(session: Session | scoped_session[Any], instance: Any, *, 
     stay unwritten, unless only a flush can save this one (several tables, listeners, changed relationships, a new
     instance): then all are checked first and flushed together.
 
-    Raises TypeError for a class without a version or a session of the other kind; ValueError for an instance that is
-    not in this session, that is marked as deleted, or whose version was deferred.
+    Raises TypeError for a class without a version, a session of the other kind, or a version that is text; ValueError
+    for an instance that is not in this session, that is marked as deleted, or whose version was deferred.
     """
     session = plain_session(session, "asave_with_version")
     state = _owned(session, instance)
@@ -138,6 +138,8 @@ def _owned(session: Session, instance: Any) -> InstanceState[Any]:
 def _compare(instance: Any, expected: Any, action: str) -> None:
     state = inspect(instance)
     version = None if state.pending else _read(instance, expected, action)
+    if isinstance(version, int) and not isinstance(expected, int | None):
+        raise TypeError(f"expected is a number, as versions of {type(instance).__name__} are, not {expected!r:.80}")
     if expected is not None and expected != version:
         raise _stale(instance, expected=expected, found=version, action=action)
 

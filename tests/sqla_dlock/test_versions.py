@@ -280,6 +280,13 @@ def test_expected_version_is_compared_before_anything_is_sent(session, order, st
     assert row(session) == ("new", 2)
 
 
+@pytest.mark.parametrize("write", [save_with_version, delete_with_version])
+def test_expected_version_that_is_text_is_no_conflict_but_a_mistake(session, order, write, statements):
+    with pytest.raises(TypeError, match="expected is a number, as versions of Order are, not '1'"):
+        write(session, order, expected="1")
+    assert statements == []
+
+
 # rows that are gone, rows that are new
 
 
