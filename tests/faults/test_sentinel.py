@@ -169,10 +169,14 @@ def test_master_that_was_replaced_in_good_order_is_left_while_it_still_takes_its
     assert shop.role(old) == b"master"
 
 
-def test_replica_answers_nothing_over_the_connections_of_a_master_that_it_was(locks: Locks, shop: Group) -> None:
-    """It knows who held and who waited, and it could tell without writing anything."""
+@pytest.mark.parametrize("read_only", ["yes", "no"])
+def test_replica_answers_nothing_over_the_connections_of_a_master_that_it_was(
+    locks: Locks, shop: Group, read_only: str
+) -> None:
+    """It knows who held and who waited, could tell without writing anything, and may even be one that lets us write."""
     lease = locks.acquire("a", ttl=WAIT, renew=False)
     pending, master = locks.queue_up("a"), shop.master()
+    shop.ask(master, "CONFIG", "SET", "replica-read-only", read_only)
     shop.ask(master, "REPLICAOF", HOST, servers.free_port())
     try:
         for step in (
@@ -181,14 +185,15 @@ def test_replica_answers_nothing_over_the_connections_of_a_master_that_it_was(lo
             lease.renew,
             lease.release,
         ):
-            with pytest.raises(BackendUnavailable, match="not a master, but a slave"):
+            with pytest.raises(BackendUnavailable, match="not a master, but a replica"):
                 locks.do(step)
-        with pytest.raises(BackendUnavailable, match="not a master, but a slave"):
+        with pytest.raises(BackendUnavailable, match="not a master, but a replica"):
             locks.ask("inspect", "a")
         assert not lease.lost
         assert not pending.done()
     finally:
         shop.ask(master, "REPLICAOF", "NO", "ONE")
+        shop.ask(master, "CONFIG", "SET", "replica-read-only", "yes")
         shop.settle()
     assert insist(lambda: locks.do(lease.release)) is Released.RELEASED
     assert pending.result(WAIT).token > lease.token

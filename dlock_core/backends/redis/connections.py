@@ -12,7 +12,7 @@ from collections import deque
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final
 
-from redis.exceptions import RedisError, ResponseError
+from redis.exceptions import RedisError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from dlock_core.runtime import Asyncio, Runtime, clock
@@ -20,7 +20,7 @@ from dlock_core.runtime import Asyncio, Runtime, clock
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Awaitable, Callable
 
-__all__ = ["AsyncioWire", "BlockingWire", "read", "talk"]
+__all__ = ["AsyncioWire", "BlockingWire", "talk"]
 
 IDLE_KEPT: Final = 64
 """Idle connections kept open, at most; more are made when more are needed at once."""
@@ -75,9 +75,9 @@ class BlockingWire(_Idle):
     checkout, checkin, close, forget = _Idle.pop, _Idle.push, _Idle.clear, _Idle.clear
 
     def exchange(
-        self, runtime: Runtime, connection: Any, packed: Any, replies: int, limit: float
+        self, runtime: Runtime, connection: Any, data: bytes, replies: int, limit: float
     ) -> Awaitable[list[Any]]:
-        return runtime.call(talk, connection, packed, replies, limit)
+        return runtime.call(talk, connection, data, replies, limit)
 
     def _is_alive(self, connection: Any) -> bool:
         try:
@@ -89,7 +89,7 @@ class BlockingWire(_Idle):
         connection.disconnect()
 
 
-def talk(connection: Any, packed: Any, replies: int, limit: float) -> list[Any]:
+def talk(connection: Any, data: bytes, replies: int, limit: float) -> list[Any]:
     """Connect if need be, send, and read so many replies; `limit` bounds each step, in seconds."""
     if connection._sock is None:
         connection.socket_timeout = connection.socket_connect_timeout = min(limit, connection.socket_connect_timeout)
@@ -97,16 +97,9 @@ def talk(connection: Any, packed: Any, replies: int, limit: float) -> list[Any]:
     if connection.dlock_limit != limit:
         connection._sock.settimeout(limit)
         connection.dlock_limit = limit
-    connection.send_packed_command(packed, False)
-    return [read(connection) for _ in range(replies)]
-
-
-def read(connection: Any) -> Any:
-    """Read one reply, an error reply as an exception object."""
-    try:
-        return connection.read_response()
-    except ResponseError as error:
-        return error
+    connection._sock.sendall(data)  # not by redis-py's `Connection`, which costs as much as all of ours around it
+    read = connection._parser.read_response
+    return [read() for _ in range(replies)]
 
 
 class AsyncioWire:
@@ -128,13 +121,14 @@ class AsyncioWire:
     def forget(self) -> None:
         self._idle().clear()
 
-    async def exchange(self, runtime: Runtime, connection: Any, packed: Any, replies: int, limit: float) -> list[Any]:
+    async def exchange(self, runtime: Runtime, connection: Any, data: bytes, replies: int, limit: float) -> list[Any]:
         if not isinstance(runtime, Asyncio):
             raise TypeError("an asyncio connection needs the asyncio runtime")
         try:
             async with asyncio.timeout(limit):
-                await runtime.call(connection.send_packed_command, packed, False)
-                return [await _aread(connection) for _ in range(replies)]
+                await runtime.call(connection.send_packed_command, data, False)
+                read = connection._parser.read_response
+                return [await read() for _ in range(replies)]
         except TimeoutError as error:
             raise RedisTimeoutError(f"no answer within {limit:.3g} s") from error
 
@@ -174,10 +168,3 @@ class _AsyncioIdle(_Idle):
 
     def discard(self, connection: Any) -> None:
         connection._close()
-
-
-async def _aread(connection: Any) -> Any:
-    try:
-        return await connection.read_response()
-    except ResponseError as error:
-        return error

@@ -16,7 +16,7 @@ from redis.sentinel import MasterNotFoundError
 from dlock_core.backends.redis import hosts
 from dlock_core.backends.redis.clients import of_url as pool_of
 from dlock_core.backends.redis.clients import title, wires
-from dlock_core.backends.redis.wire import Refused, answered, converse, twice
+from dlock_core.backends.redis.wire import Refused, answered, converse, packed, twice
 from dlock_core.errors import BackendUnavailable
 
 if TYPE_CHECKING:
@@ -28,7 +28,9 @@ if TYPE_CHECKING:
 __all__ = ["Service", "following", "of_url"]
 
 PORT: Final = 26379
-ROLE: Final = b"*1\r\n$4\r\nROLE\r\n"
+CHECK: Final = packed([("WAIT", 0, 0)])
+"""Waits for nothing, and a replica refuses it, also one that can be written to; ROLE lists all replicas for that."""
+REFUSAL: Final = "with replica instances"
 LOOK: Final = 1.0
 """Seconds after which the Sentinels are asked again: a master that was replaced takes some time to notice it."""
 _BAD: Final = (
@@ -147,21 +149,21 @@ class MasterWire:
         self._address, self._next_look = ("", 0), 0.0
         self.checkout, self.checkin, self.discard, self.forget = wire.checkout, wire.checkin, wire.discard, wire.forget
 
-    async def exchange(self, runtime: Runtime, connection: Any, packed: Any, replies: int, limit: float) -> list[Any]:
-        until, is_new = runtime.now() + limit, not connection.dlock_used
-        if is_new or runtime.now() >= self._next_look:
+    async def exchange(self, runtime: Runtime, connection: Any, data: bytes, replies: int, limit: float) -> list[Any]:
+        now, is_new = runtime.now(), not connection.dlock_used
+        if is_new or now >= self._next_look:
             await self._look(runtime, insist=is_new)
-            limit = max(until - runtime.now(), self._share)
+            limit = max(now + limit - runtime.now(), self._share)
         if is_new:
             connection.host, connection.port = self._address
         elif (connection.host, connection.port) != self._address:
             raise RedisConnectionError(f"{connection.host}:{connection.port} is not the master any more")
-        data = [b"".join([*packed, ROLE])]
-        *answers, role = await self._wire.exchange(runtime, connection, data, replies + 1, limit)
-        if isinstance(role, RedisError):
-            raise role
-        if role[0] != b"master":
-            raise RedisConnectionError(f"{connection.host}:{connection.port} is not a master, but a {role[0].decode()}")
+        answers = await self._wire.exchange(runtime, connection, data + CHECK, replies + 1, limit)
+        refusal = answers.pop()
+        if isinstance(refusal, RedisError):
+            if REFUSAL in str(refusal):
+                raise RedisConnectionError(f"{connection.host}:{connection.port} is not a master, but a replica")
+            raise refusal
         return answers
 
     async def _look(self, runtime: Runtime, *, insist: bool) -> None:

@@ -25,7 +25,7 @@ async def put(runtime: Runtime, nodes: Sequence[Node], asked: Sequence[int], que
     """Give an answer for each node, None where none came."""
     answers: list[Any] = [None] * len(nodes)
     connections = {place: nodes[place].tasks.checkout() for place in asked}
-    data = packed(connections[asked[0]], [question.command])
+    data = packed([question.command])
     pending = {
         asyncio.ensure_future(_ask(runtime, nodes[place], connection, question, data)): place
         for place, connection in connections.items()
@@ -55,12 +55,12 @@ def _leave(task: asyncio.Task[Any], node: Node, connection: Any, question: Quest
         task.add_done_callback(_late.discard)
         return
     if question.undo is not None and connection._writer is not None:
-        connection._writer.writelines(packed(connection, [question.undo]))
+        connection._writer.write(packed([question.undo]))
     task.cancel()  # its connection is closed, also when it had not begun: what it carries shall not linger
     task.add_done_callback(lambda ended: node.tasks.discard(connection) if ended.cancelled() else None)
 
 
-async def _ask(runtime: Runtime, node: Node, connection: Any, question: Question, data: Any) -> Any:
+async def _ask(runtime: Runtime, node: Node, connection: Any, question: Question, data: bytes) -> Any:
     try:
         (answer,) = await exchange(node.tasks, runtime, question.name, connection, data, 1, question.limit)
     except BackendUnavailable as error:

@@ -13,10 +13,9 @@ from collections import deque
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import RedisError
 
-from dlock_core.backends.redis.connections import read, talk
+from dlock_core.backends.redis.connections import talk
 from dlock_core.backends.redis.wire import packed, unavailable
 from dlock_core.backends.redlock.node import GRACE
 from dlock_core.runtime import clock
@@ -47,7 +46,7 @@ class _Hearing:
     def __init__(self, nodes: Sequence[Node], question: Question) -> None:
         self.nodes, self.question = nodes, question
         self.answers: list[Any] = [None] * len(nodes)
-        self.data: Any = None
+        self.data = packed([question.command])
         self.sent: dict[int, tuple[int, Any]] = {}
         """Place and connection of whom we listen to, by the number of the socket."""
         self.called: dict[int, bool] = {}
@@ -59,13 +58,11 @@ class _Hearing:
 
     def begin(self, place: int) -> None:
         connection = self.nodes[place].threads.checkout()
-        if self.data is None:
-            self.data = packed(connection, [self.question.command])
         if connection._sock is None:
             self._call(place, connection)
             return
         try:
-            connection.send_packed_command(self.data, False)
+            connection._sock.sendall(self.data)
         except (RedisError, OSError) as error:
             self._fail(place, connection, error)
         else:
@@ -100,7 +97,7 @@ class _Hearing:
         place, connection = self.sent.pop(number)
         self.poll.unregister(number)
         try:
-            self.answers[place] = read(connection)
+            self.answers[place] = connection._parser.read_response()
         except (RedisError, OSError) as error:
             self._fail(place, connection, error)
         else:
@@ -110,8 +107,8 @@ class _Hearing:
     def _fail(self, place: int, connection: Any, error: RedisError | OSError) -> None:
         node, wire = self.nodes[place], self.nodes[place].threads
         wire.discard(connection)
-        self.answers[place] = unavailable(self.question.name, error, reused=True)
-        if isinstance(error, RedisConnectionError):
+        self.answers[place] = failure = unavailable(self.question.name, error, reused=True)
+        if failure.broken:
             wire.forget()  # one idle connection was dead, so the others may be
         else:
             node.fail()
@@ -119,7 +116,7 @@ class _Hearing:
     def _undo(self, connection: Any) -> None:
         if self.question.undo is not None:
             with suppress(RedisError, OSError):
-                connection.send_packed_command(packed(connection, [self.question.undo]), False)
+                connection._sock.sendall(packed([self.question.undo]))
 
     def _call(self, place: int, connection: Any) -> None:
         node = self.nodes[place]
@@ -139,7 +136,7 @@ class _Hearing:
             if self.question.insists or not self.is_over:
                 (answer,) = talk(connection, self.data, 1, self.question.limit)
             if self.is_over and answer is not None and self.question.undo is not None:
-                talk(connection, packed(connection, [self.question.undo]), 1, self.question.limit)
+                talk(connection, packed([self.question.undo]), 1, self.question.limit)
         except Exception as error:  # noqa: BLE001 - whatever it is, it is this node's answer
             node.threads.discard(connection)
             node.fail()

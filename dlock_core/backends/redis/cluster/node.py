@@ -33,12 +33,12 @@ class Node:
     def wire(self, runtime: Runtime) -> Wire:
         return self._tasks if isinstance(runtime, Asyncio) else self._threads
 
-    async def exchange(self, runtime: Runtime, packed: Any, replies: int, limit: float) -> list[Any]:
+    async def exchange(self, runtime: Runtime, data: bytes, replies: int, limit: float) -> list[Any]:
         """Send and read so many replies; raises RedisError, which names this node."""
         wire = self.wire(runtime)
         connection = wire.checkout()
         try:
-            answers = await wire.exchange(runtime, connection, packed, replies, limit)
+            answers = await wire.exchange(runtime, connection, data, replies, limit)
         except BaseException as error:
             wire.discard(connection)
             if isinstance(error, RedisError | OSError):

@@ -10,7 +10,6 @@ from dlock_core.backends.redis.cluster.node import Node
 from dlock_core.backends.redis.wire import Refused, unavailable
 from dlock_core.backoff import CHANCE
 from dlock_core.errors import BackendUnavailable
-from dlock_core.runtime import BLOCKING
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -37,8 +36,7 @@ class Routes:
         self._read_at, self._is_doubtful = -REST, True
         self._witness: Node | None = None
         """Whom the last correction pointed at: it surely knows of it."""
-        unused = self._node(seeds.addresses[0]).wire(BLOCKING).checkout()
-        self.pack = unused.pack_commands
+        self._node(seeds.addresses[0])  # bad options are refused now
 
     async def owner(self, runtime: Runtime, slot: int, until: float) -> Node:
         """Give the master of a slot; raises RedisError when nobody can tell."""

@@ -38,7 +38,6 @@ class Slot:
 
     def __init__(self, number: int, routes: Routes) -> None:
         self.number, self._routes = number, routes
-        self.pack_commands = routes.pack
 
     def checkout(self) -> Slot:
         return self
@@ -53,13 +52,13 @@ class Slot:
 
     close = forget
 
-    async def exchange(self, runtime: Runtime, connection: Any, packed: Any, replies: int, limit: float) -> list[Any]:
+    async def exchange(self, runtime: Runtime, connection: Any, data: bytes, replies: int, limit: float) -> list[Any]:
         """Send to the master of the slot; a single command, refused because the slot moves, is sent where it goes."""
         now = runtime.now()
         until, patience = now + limit, now + min(PATIENCE, limit / 4)
         node, asking = await self._routes.owner(runtime, self.number, until), False
         for turn in count():
-            answers = await self._put(runtime, node, packed, replies, until, asking=asking)
+            answers = await self._put(runtime, node, data, replies, until, asking=asking)
             if not isinstance(answers[0], RedisError):
                 break
             following = await self._follow(runtime, answers[0], node, until)
@@ -73,15 +72,15 @@ class Slot:
         return answers
 
     async def _put(
-        self, runtime: Runtime, node: Node, packed: Any, replies: int, until: float, *, asking: bool
+        self, runtime: Runtime, node: Node, data: bytes, replies: int, until: float, *, asking: bool
     ) -> list[Any]:
         left = until - runtime.now()
         if left <= 0:
             raise RedisTimeoutError(f"slot {self.number} moves: none of the nodes that were asked had it in time")
         try:
             if not asking:
-                return await node.exchange(runtime, packed, replies, left)
-            return (await node.exchange(runtime, [b"".join([ASKING, *packed])], replies + 1, left))[1:]
+                return await node.exchange(runtime, data, replies, left)
+            return (await node.exchange(runtime, ASKING + data, replies + 1, left))[1:]
         except (RedisError, OSError):
             self._routes.doubt()
             raise
