@@ -16,14 +16,16 @@ import tempfile
 import time
 from base64 import b64encode
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
 import etcd3gw
 from tooz import coordination
 
-from benchmarks import contended, measure
+from benchmarks import measure
 from benchmarks.floors import Names
+from benchmarks.sections import Pair, tables
 from dlock_core import AsyncLock, Lock
 from dlock_core.backends.etcd import EtcdBackend
 from tests import etcd_servers
@@ -140,12 +142,12 @@ UNCONTENDED: Final[dict[str, Callable[[int], measure.Operation]]] = {
 }
 
 
-def ours_waiting(port: int) -> contended.Pair:
+def ours_waiting(port: int) -> Pair:
     backend = EtcdBackend(f"etcd://{HOST}:{port}")
     return lambda: Lock(backend, "ours", ttl=30, wait=None).acquire(), lambda lease: lease.release()
 
 
-def etcd3gw_polled(port: int) -> contended.Pair:
+def etcd3gw_polled(port: int) -> Pair:
     client = etcd3gw.client(host=HOST, port=port, api_path="/v3/")
 
     def acquire() -> Any:
@@ -157,7 +159,7 @@ def etcd3gw_polled(port: int) -> contended.Pair:
     return acquire, lambda lock: lock.release()
 
 
-def tooz_waiting(port: int) -> contended.Pair:
+def tooz_waiting(port: int) -> Pair:
     coordinator = tooz_coordinator(port)
 
     def acquire() -> Any:
@@ -168,7 +170,7 @@ def tooz_waiting(port: int) -> contended.Pair:
     return acquire, lambda lock: lock.release()
 
 
-def aetcd_waiting(port: int) -> contended.Pair:
+def aetcd_waiting(port: int) -> Pair:
     import aetcd
 
     loop = asyncio.new_event_loop()
@@ -182,7 +184,7 @@ def aetcd_waiting(port: int) -> contended.Pair:
     return acquire, lambda lock: loop.run_until_complete(lock.release())
 
 
-CONTENDED: Final[dict[str, Callable[[int], contended.Pair]]] = {
+CONTENDED: Final[dict[str, Callable[[int], Pair]]] = {
     POLLED: etcd3gw_polled,
     "dlock": ours_waiting,
     "tooz, etcd3gw driver": tooz_waiting,
@@ -202,30 +204,17 @@ def etcd_server(directory: str) -> Iterator[Cluster]:
         yield stack.enter_context(etcd_servers.cluster(place))
 
 
-def cell(port: int, contestants: dict[str, Any], processes: int, options: Any) -> list[measure.Row]:
-    """All contestants for one number of processes; etcd3gw's throughput in the same round is 1."""
-    runs: dict[str, list[contended.Figures]] = {name: [] for name in contestants}
-    for _ in range(options.contended_rounds):
-        for name in measure.shuffled(contestants):
-            done, end = contended.run(contestants[name], port, processes, 0.0, options.seconds)
-            runs[name].append(contended.figures(done, end, processes, options.seconds))
-    base = [max(one.rate, 1e-9) for one in runs[POLLED]]
-    ratios = {name: [one.rate / other for one, other in zip(runs[name], base, strict=True)] for name in contestants}
-    return [contended.row(name, runs[name], ratios[name]) for name in contestants]
-
-
 def main() -> None:
     options = measure.arguments(
-        __doc__, rounds=9, count=60, contended_rounds=3, seconds=3.0, processes="2,8", directory=""
+        __doc__, rounds=9, count=60, repeat=3, seconds=3.0, processes="2,8,32", think="0,5", directory=""
     )
     report = measure.Report(options.format)
     with etcd_server(options.directory) as etcd:
         (member,) = etcd.members
         assert member.process is not None
-        waiting = measure.chosen(CONTENDED, options.only, POLLED)
-        for processes in options.processes.split(","):  # before gRPC is there, which does not survive a fork
-            rows = cell(member.port, waiting, int(processes), options)
-            report.add(f"etcd, contended: {processes} processes, sections of 1 ms, no think time", rows)
+        # before gRPC is there, which does not survive a fork
+        waiting = {name: partial(make, member.port) for name, make in CONTENDED.items()}
+        tables(report, "etcd", POLLED, waiting, options, [member.process.pid])
         every = {name: make(member.port) for name, make in measure.chosen(UNCONTENDED, options.only, FLOOR).items()}
         for layout in measure.LAYOUTS:
             measure.pin(layout, member.process.pid)

@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, Final
 
 import django
@@ -22,8 +22,9 @@ from django.db import connections
 from sqlalchemy import create_engine
 from sqlalchemy.ext.asyncio import create_async_engine
 
-from benchmarks import contended, measure
+from benchmarks import measure
 from benchmarks.floors import Names
+from benchmarks.sections import Make, Pair, tables
 from dlock_core import AsyncLock, Lock
 from dlock_core.backends.table import TableBackend
 from tests import servers
@@ -144,15 +145,11 @@ def uncontended(port: int) -> dict[str, measure.Operation]:
     }
 
 
-def waiting(backend: TableBackend) -> contended.Pair:
+def waiting(backend: TableBackend) -> Pair:
     return lambda: Lock(backend, "ours", ttl=30, wait=None).acquire(), lambda lease: lease.release()
 
 
-def ours_waiting(_: int) -> contended.Pair:
-    return waiting(in_django("default"))
-
-
-def database_locks_polled(_: int) -> contended.Pair:
+def database_locks_polled() -> Pair:
     from database_locks.locks import DBLock
 
     locked_by = str(time.monotonic_ns())
@@ -166,7 +163,7 @@ def database_locks_polled(_: int) -> contended.Pair:
     return acquire, lambda lock: lock.release()
 
 
-def db_mutex_polled(_: int) -> contended.Pair:
+def db_mutex_polled() -> Pair:
     from db_mutex.db_mutex import db_mutex
     from db_mutex.exceptions import DBMutexError
 
@@ -181,25 +178,13 @@ def db_mutex_polled(_: int) -> contended.Pair:
     return acquire, lambda lock: lock.stop()
 
 
-CONTENDED: Final[dict[str, Callable[[int], contended.Pair]]] = {
+CONTENDED: Final[dict[str, Make]] = {
     POLLED: database_locks_polled,
-    "dlock, PostgreSQL": ours_waiting,
-    "dlock, MariaDB": lambda _: waiting(in_django("mariadb")),
-    "dlock, SQLite": lambda _: waiting(in_django("sqlite")),
+    "dlock, PostgreSQL": lambda: waiting(in_django("default")),
+    "dlock, MariaDB": lambda: waiting(in_django("mariadb")),
+    "dlock, SQLite": lambda: waiting(in_django("sqlite")),
     "django-db-mutex, polled": db_mutex_polled,
 }
-
-
-def cell(contestants: dict[str, Any], processes: int, options: Any) -> list[measure.Row]:
-    """All contestants for one number of processes; the throughput of django-database-locks in the same round is 1."""
-    runs: dict[str, list[contended.Figures]] = {name: [] for name in contestants}
-    for _ in range(options.contended_rounds):
-        for name in measure.shuffled(contestants):
-            done, end = contended.run(contestants[name], 0, processes, 0.0, options.seconds)
-            runs[name].append(contended.figures(done, end, processes, options.seconds))
-    base = [max(one.rate, 1e-9) for one in runs[POLLED]]
-    ratios = {name: [one.rate / other for one, other in zip(runs[name], base, strict=True)] for name in contestants}
-    return [contended.row(name, runs[name], ratios[name]) for name in contestants]
 
 
 def elsewhere(aliases: list[str]) -> dict[str, measure.Operation]:
@@ -209,16 +194,14 @@ def elsewhere(aliases: list[str]) -> dict[str, measure.Operation]:
 
 
 def main() -> None:
-    options = measure.arguments(__doc__, rounds=9, count=100, contended_rounds=3, seconds=2.0, processes="2,8")
+    options = measure.arguments(__doc__, rounds=9, count=100, repeat=3, seconds=2.0, processes="2,8,32", think="0,5")
     report = measure.Report(options.format)
     with running() as started:
         if "mariadb" not in started:
             CONTENDED.pop("dlock, MariaDB")
             print("MariaDB is not installed", file=sys.stderr)
         pids = [server.process.pid for server in started.values() if server.process is not None]
-        for processes in options.processes.split(","):
-            rows = cell(measure.chosen(CONTENDED, options.only, POLLED), int(processes), options)
-            report.add(f"Lease table, contended: {processes} processes, sections of 1 ms, no think time", rows)
+        tables(report, "Lease table", POLLED, CONTENDED, options, pids)
         every = {**uncontended(started["default"].port), **elsewhere(list(connections))}
         every = measure.chosen(every, options.only, FLOOR)
         for layout in measure.LAYOUTS:

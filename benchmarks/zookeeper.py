@@ -14,6 +14,7 @@ import struct
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Final
 
 from kazoo.client import KazooClient
@@ -21,8 +22,8 @@ from kazoo.protocol.serialization import Connect, Create, Create2, Delete, GetCh
 from kazoo.security import OPEN_ACL_UNSAFE
 
 from benchmarks import measure
-from benchmarks.contended import Figures, Pair, figures, row, run
 from benchmarks.floors import Names
+from benchmarks.sections import Make, Pair, tables
 from dlock_core import Lock
 from dlock_core.backends.zookeeper import ZooKeeperBackend
 from tests.servers import Server
@@ -179,29 +180,16 @@ def contended_tooz(port: int) -> Pair:
     return acquire, lambda lock: lock.release()
 
 
-def contestants() -> dict[str, Callable[[int], Pair]]:
-    every = {PEER: contended_kazoo, "dlock": contended_ours}
+def contended(port: int) -> dict[str, Make]:
+    every: dict[str, Make] = {PEER: partial(contended_kazoo, port), "dlock": partial(contended_ours, port)}
 
     def add() -> None:
         import tooz.drivers.zookeeper  # before the workers are forked, who would all be late
 
-        every[tooz.__name__] = contended_tooz
+        every[tooz.__name__] = partial(contended_tooz, port)
 
     with_tooz(add)
     return every
-
-
-def cell(port: int, processes: int, think: float, options: Any) -> list[measure.Row]:
-    """All contestants for one number of processes and one pause, each round in another order."""
-    every = contestants()
-    runs: dict[str, list[Figures]] = {name: [] for name in every}
-    for _ in range(options.repeat):
-        for name in measure.shuffled(every):
-            done, end = run(every[name], port, processes, think, options.seconds)
-            runs[name].append(figures(done, end, processes, options.seconds))
-    ratios = {name: [one.rate / peer.rate for one, peer in zip(runs[name], runs[PEER], strict=True)] for name in every}
-    rows = [row(name, runs[name], ratios[name]) for name in every]
-    return [{key: value for key, value in each.items() if key != "requests"} for each in rows]  # its pings count, too
 
 
 @contextmanager
@@ -220,9 +208,7 @@ def main() -> None:
     report = measure.Report(options.format)
     with server() as one:
         assert one.process is not None
-        for think, processes in itertools.product(options.think.split(","), options.processes.split(",")):
-            rows = cell(one.port, int(processes), float(think) / 1000, options)
-            report.add(f"ZooKeeper, contended: {processes} processes, sections of 1 ms, think {think} ms", rows)
+        tables(report, "ZooKeeper", PEER, contended(one.port), options, [one.process.pid])
         every = measure.chosen(free(one.port), options.only, FLOOR)
         runs = measure.interleave(every, FLOOR, options.rounds, options.count, [one.process.pid])
         rows = [{"contestant": name, **runs[name].row()} for name in every]
