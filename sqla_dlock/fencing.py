@@ -46,7 +46,6 @@ __all__ = [
     "fence_for",
     "metadata",
     "table",
-    "textual",
 ]
 
 _WHAT_TO_DO: Final = (
@@ -142,7 +141,7 @@ class RowFence(TableFence):
         return fencing.is_yes(*self._execute(connection, claim, sql))
 
     def _execute(self, connection: Connection, claim: Claim, sql: str) -> tuple[int, tuple[Any, ...] | None]:
-        statement = textual(sql).bindparams(bindparam("key", type_=self.column.type))
+        statement = _text(sql).bindparams(bindparam("key", type_=self.column.type))
         with _explained(connection, claim):
             return _answer(connection, statement, {**fencing.params(claim), "key": self.key})
 
@@ -179,7 +178,7 @@ class Port:
         self._connection = connection
 
     async def execute(self, sql: str, params: Mapping[str, Any]) -> tuple[int, tuple[Any, ...] | None]:
-        return _answer(self._connection, textual(sql), params)
+        return _answer(self._connection, _text(sql), params)
 
 
 def _answer(connection: Connection, sql: TextClause, params: Mapping[str, Any]) -> tuple[int, tuple[Any, ...] | None]:
@@ -191,8 +190,7 @@ def _answer(connection: Connection, sql: TextClause, params: Mapping[str, Any]) 
 
 
 @lru_cache(maxsize=256)
-def textual(sql: str) -> TextClause:
-    """Make the same statement of the same text, whose compiled form SQLAlchemy keeps."""
+def _text(sql: str) -> TextClause:
     return text(sql)
 
 

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from types import EllipsisType, TracebackType
     from typing import Unpack
 
+    from sqlalchemy import Dialect
     from sqlalchemy.orm import Session, scoped_session
 
     from dlock_core.backend import Backend
@@ -89,7 +90,7 @@ class SessionLock(TiedLock):
         if (joined := self._joined(store, runtime)) is not None:
             return joined
         if self.snapshot == "raise":
-            await database.call(self._refuse_old_snapshot, bind)
+            await database.call(self._refuse_old_snapshot, bind, home_of(store.backend))
         held, wait, deadline = await self._ask(runtime, database, store, turn)
         return SessionTie(held, self.session, fence=self.fence, wait=wait, deadline=deadline, finish=finish)
 
@@ -117,8 +118,9 @@ class SessionLock(TiedLock):
         return (), tuple(filter(None, map(_session, connections_of(self.session))))
 
     def _joined(self, store: Store, runtime: Runtime) -> SessionTie | None:
-        inside = in_transaction(self.session)
-        return self.joined(current(self.session), store.backend, inside=inside)  # type: ignore[no-any-return]
+        if not (ties := current(self.session)):
+            return None
+        return self.joined(ties, store.backend, inside=in_transaction(self.session))  # type: ignore[no-any-return]
 
     def _database(self) -> Any:
         """Find the engine or connection in whose database the fence stands."""
@@ -127,9 +129,10 @@ class SessionLock(TiedLock):
         connection = getattr(self._bind, "sync_connection", None)  # an AsyncConnection has one, and an engine, too
         return connection or getattr(self._bind, "sync_engine", self._bind)
 
-    def _refuse_old_snapshot(self, bind: Any) -> None:
-        given = (each for each in (self.session.bind, bind) if isinstance(each, Connection) and each.in_transaction())
-        refuse_old_snapshot(self.name, {*connections_of(self.session), *given})
+    def _refuse_old_snapshot(self, bind: Any, home: Dialect | None) -> None:
+        given = [each for each in (self.session.bind, bind) if isinstance(each, Connection) and each.in_transaction()]
+        found = {*connections_of(self.session), *given}
+        refuse_old_snapshot(self.name, [each for each in found if each.dialect is not home])  # which looks for itself
 
 
 class Lock(SessionLock):

@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING, Any
 from dlock_core.backends import advisory as core
 from dlock_core.backends.advisory import PREFIX, Place
 from sqla_dlock.autocommit import is_autocommit
-from sqla_dlock.backends.connector import pool_of
+from sqla_dlock.backends.connector import as_driver_takes, pool_of
 from sqla_dlock.backends.table import engine_of
-from sqla_dlock.fencing import textual
 from sqla_dlock.transactions import connections_of
 
 if TYPE_CHECKING:
@@ -65,7 +64,8 @@ class _Connection:
         self._connection = connection
 
     async def row(self, sql: str, params: Mapping[str, Any]) -> tuple[Any, ...] | None:
-        return self._connection.execute(textual(sql), params).first()
+        statement, given = as_driver_takes(sql, params, self._connection.dialect)
+        return self._connection.exec_driver_sql(statement, given).first()
 
     async def tell(self, sql: str) -> None:
-        self._connection.execute(textual(sql))
+        self._connection.exec_driver_sql(sql)

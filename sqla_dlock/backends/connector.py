@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from dlock_core.backends.sql import Connector, Session
 
-__all__ = ["pool_of"]
+__all__ = ["as_driver_takes", "pool_of"]
 
 VENDORS: Final = {"postgresql": "postgresql", "mysql": "mysql", "mariadb": "mysql", "sqlite": "sqlite"}
 REMEDY: Final = "sqla_dlock.lease_table.metadata.create_all(engine), or your own migration"
@@ -105,10 +105,8 @@ class EngineSession:
         self.vendor = "mariadb" if getattr(dialect, "is_mariadb", False) else dialect.name
 
     def execute(self, sql: str, params: Mapping[str, Any] = {}) -> list[tuple[Any, ...]]:
-        statement, order = _compiled(sql, self._dialect)
-        given: Any = params if order is None else tuple(params[name] for name in order)
         with closing(self._connection.cursor()) as cursor:
-            cursor.execute(statement, given)
+            cursor.execute(*as_driver_takes(sql, params, self._dialect))
             self._changed = cursor.rowcount
             return list(map(tuple, cursor.fetchall())) if cursor.description else []
 
@@ -158,6 +156,12 @@ class AsyncEngineSession(EngineSession):
         shut(self._socket)
         if hasattr(self._connection, "terminate"):
             self._loop.soon(self._connection.terminate)
+
+
+def as_driver_takes(sql: str, params: Mapping[str, Any], dialect: Dialect) -> tuple[str, Any]:
+    """Write a statement with `:name` parameters in the driver's way."""
+    statement, order = _compiled(sql, dialect)
+    return statement, params if order is None else tuple([params[name] for name in order])
 
 
 @lru_cache(maxsize=256)

@@ -11,6 +11,7 @@ from asgiref.sync import async_to_sync
 from django.db import DatabaseError, IntegrityError, OperationalError, connections, transaction
 from django.db.transaction import TransactionManagementError
 from django.test import Client, override_settings
+from django.test.utils import CaptureQueriesContext
 from django.urls import path
 
 from django_dlock import lock, locked
@@ -356,6 +357,23 @@ def test_snapshot_that_is_always_older_than_the_lock_is_refused(isolated, level)
             order(using=alias).acquire()
         with transaction.atomic(alias):
             assert order(using=alias, snapshot="ignore").acquire().remaining() > 0
+
+
+def test_snapshot_that_is_older_is_refused_without_a_wait_for_the_holder(isolated, holder):
+    alias = isolated(PG, "repeatable read")
+    with override_settings(DLOCK={"default": {"BACKEND": f"advisory://{alias}"}}), transaction.atomic(alias):
+        rows(connections[alias], "SELECT 1")
+        with pytest.raises(SnapshotTooOld):
+            order(using=alias, wait=1).acquire()
+
+
+def test_lock_costs_one_statement_also_where_the_transaction_has_read_already(store):
+    with transaction.atomic(PG):
+        rows(connections[PG], "SELECT 1")
+        with CaptureQueriesContext(connections[PG]) as sent, order():
+            pass
+    (statement,) = sent.captured_queries
+    assert "pg_try_advisory_xact_lock" in statement["sql"]
 
 
 # The fence

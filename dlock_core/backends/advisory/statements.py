@@ -43,7 +43,7 @@ def _modes(statement: str, function: str, granted: str, more: str) -> dict[bool,
 
 TRY: Final = _modes(_TRIED, "_xact_lock", _IN_TRANSACTION, _ISOLATION)
 """Lock until the end of the transaction; NULL where something is in the way. By `shared`, as those below."""
-WAIT: Final = _modes(_WAITED, "_xact_lock", _IN_TRANSACTION, f"{_ISOLATION}, set_config('lock_timeout', v, true)")
+WAIT: Final = _modes(_WAITED, "_xact_lock", _IN_TRANSACTION, "set_config('lock_timeout', v, true)")
 """The same, waiting for it; the transaction's own limit is back after it."""
 TRY_SESSION: Final = _modes(_TRIED, "_lock", _IN_SESSION, "pg_backend_pid()")
 """Lock until the end of the session, which the server ends when it has been silent for a ttl."""

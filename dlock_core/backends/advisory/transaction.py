@@ -80,8 +80,10 @@ class TransactionBackend:
     ) -> Granted | Busy:
         place, label = self._place(request), label_of(request.name, self.prefix)
         row = await place.connection.row(statements.TRY[request.shared], _params(request, label))
-        if row is not None and row[0] is not None:
-            return _granted(request, place, label.token_in(row[0]), row[1])
+        text, isolation = row or ("", "")
+        _refuse_old_snapshot(request, place, isolation)
+        if text:
+            return Granted(label.token_in(text), math.inf)
         return Busy(LONGEST) if request.queue else await self._busy(request, place)
 
     async def wait(self, runtime: Runtime, request: Request, busy: Busy, timeout: float) -> Granted | Busy:
@@ -100,8 +102,7 @@ class TransactionBackend:
                 raise
             return await self._busy(request, place)
         await connection.tell("RELEASE SAVEPOINT dlock_wait")
-        text, isolation, *_ = row or ("", "")
-        return _granted(request, place, label.token_in(text), isolation)
+        return Granted(label.token_in(row[0] if row else ""), math.inf)
 
     async def withdraw(self, runtime: Runtime, request: Request, ticket: Any = None) -> None:
         """Nothing is to be done: the transaction's end takes along what was granted."""
@@ -163,8 +164,7 @@ def _params(request: Request, label: Label) -> dict[str, Any]:
     return {"key": key, "head": f" {head}", "tail": tail, "room": room, "least": request.floor + 1}
 
 
-def _granted(request: Request, place: Place, token: int, isolation: str) -> Granted:
-    """Under REPEATABLE READ the snapshot is taken by the very statement that waits for the lock: it is always older."""
+def _refuse_old_snapshot(request: Request, place: Place, isolation: str) -> None:
+    """Under REPEATABLE READ the snapshot is taken by the very statement that asks for the lock: it is always older."""
     if isolation not in ("read committed", "read uncommitted") and not place.old_snapshot:
         raise SnapshotTooOld(request.name, isolation=isolation.upper())
-    return Granted(token, math.inf)
