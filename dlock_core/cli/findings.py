@@ -6,7 +6,7 @@ from collections import Counter, defaultdict
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from rich.padding import Padding
+from rich.table import Table
 from rich.text import Text
 
 from dlock_core.cli.text import plain
@@ -40,16 +40,17 @@ class Report(NamedTuple):
         for title, found in groups.items():
             yield Text(title, "bold")
             for one in found:
-                yield from _finding(one)
+                yield _finding(one)
         numbers = Counter(one.level for one in self.findings)
         yield Text(", ".join(f"{numbers[level]} {level}" for level in _STYLES))
 
 
-def _finding(one: Finding) -> Iterator[RenderableType]:
-    head = Text.assemble("  ", (f"{one.level:<7}", _STYLES[one.level]), f"  {plain(one.check)}: {plain(one.measured)}")
-    yield head
+def _finding(one: Finding) -> Table:
+    lines = Table.grid()
+    lines.add_column(width=11)
+    lines.add_column()
+    lines.add_row(Text(f"  {one.level}", _STYLES[one.level]), Text(f"{plain(one.check)}: {plain(one.measured)}"))
     for word, text in (("why", one.reason), ("do", one.remedy)):
         if text:
-            yield Padding(
-                Text(f"{word}: {plain(text)}", "dim" if one.level == "ok" else ""), (0, 0, 0, 11), expand=False
-            )
+            lines.add_row("", Text(f"{word}: {plain(text)}", "dim" if one.level == "ok" else ""))
+    return lines

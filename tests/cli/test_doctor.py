@@ -336,6 +336,13 @@ def test_report_fits_the_terminal(width):
     assert all(line.isprintable() for line in lines)
 
 
+def test_report_on_a_narrow_terminal_keeps_its_margin():
+    words = "no answer from anybody " * 4
+    _title, first, *others, _numbers = drawn(Report([Finding("reach", "unsafe", words, words, words)]), 40)
+    assert first.startswith("  unsafe   reach: no answer")
+    assert all(line.startswith(" " * 11) for line in others)
+
+
 def test_report_to_a_file_has_no_colors():
     out = io.StringIO()
     ran = dlock("doctor", "--store", "memory://")
