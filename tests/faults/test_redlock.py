@@ -1,5 +1,6 @@
 """Five masters of which a minority dies, stops, forgets or answers into the void: nobody holds twice, nothing hangs."""
 
+import asyncio
 import logging
 import threading
 from collections.abc import Callable, Iterator
@@ -14,10 +15,11 @@ import trustme
 from dlock_core import AsyncLock, Lock, connect
 from dlock_core.backends.redis import RedisBackend
 from dlock_core.backends.redis.scripts import script
-from dlock_core.backends.redlock import RedlockBackend
+from dlock_core.backends.redis.wire import converse
+from dlock_core.backends.redlock import RedlockBackend, tasks
 from dlock_core.errors import AcquireTimeout, BackendUnavailable, LeaseLost
 from dlock_core.lease import Released
-from dlock_core.runtime import clock
+from dlock_core.runtime import ASYNCIO, clock
 from dlock_core.testing.contract.parties import Locks
 from dlock_core.testing.contract.tasks import Tasks
 from tests import processes, redlock_nodes, servers
@@ -442,6 +444,32 @@ def test_cancelled_acquire_leaves_no_grant(locks: Locks, nodes: list[Server], di
     for node in nodes:
         node.resume()
     until(lambda: insist(lambda: is_untouched(direct, "a")))  # type: ignore[arg-type]
+
+
+def test_cancelled_acquire_writes_nothing_on_a_connection_that_is_somebody_elses_by_now(
+    direct: RedlockBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A reply that nobody reads would be taken for the answer to the next question there."""
+    ask, answered = tasks._ask, list[Any]()
+
+    async def cancelled_with_the_last_answer() -> None:
+        async def asking(*question: Any) -> Any:
+            answer = await ask(*question)
+            answered.append(answer)
+            if len(answered) == len(direct._nodes.all):
+                locking.cancel()
+            return answer
+
+        await (await AsyncLock(direct, "a").acquire()).release()
+        monkeypatch.setattr(tasks, "_ask", asking)
+        locking = asyncio.ensure_future(AsyncLock(direct, "a").acquire())
+        with pytest.raises(asyncio.CancelledError):
+            await locking
+        for node in direct._nodes.all:
+            assert await converse(node.tasks, ASYNCIO, "", [("ECHO", node.title)], WITHIN) == [node.title.encode()]
+
+    asyncio.run(cancelled_with_the_last_answer())
+    assert is_untouched(direct, "a")
 
 
 def test_threads_share_the_nodes_and_no_connection(direct: RedlockBackend) -> None:

@@ -10,7 +10,7 @@ from dlock_core.backends.redlock.node import GRACE
 from dlock_core.errors import BackendUnavailable
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from dlock_core.backends.redlock.node import Node, Question
     from dlock_core.runtime import Runtime
@@ -21,7 +21,7 @@ _late: set[asyncio.Task[Any]] = set()
 """What is still being said to nodes although nobody listens any more; each ends at its time limit."""
 
 
-async def put(runtime: Runtime, nodes: Sequence[Node], asked: Sequence[int], question: Question) -> list[Any]:
+async def put(runtime: Runtime, nodes: Sequence[Node], asked: Iterable[int], question: Question) -> list[Any]:
     """Give an answer for each node, None where none came."""
     answers: list[Any] = [None] * len(nodes)
     connections = {place: nodes[place].tasks.checkout() for place in asked}
@@ -43,8 +43,9 @@ async def put(runtime: Runtime, nodes: Sequence[Node], asked: Sequence[int], que
                 answers[pending.pop(task)] = task.result()
     finally:
         for task, place in pending.items():
-            nodes[place].fail()
-            _leave(task, nodes[place], connections[place], question)
+            if not task.done():  # else its connection is somebody else's by now
+                nodes[place].fail()
+                _leave(task, nodes[place], connections[place], question)
     return answers
 
 
