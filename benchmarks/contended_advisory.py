@@ -16,12 +16,15 @@ from typing import Any, Final
 from sqlalchemy import create_engine, text
 from sqlalchemy.orm import Session
 from sqlalchemy_dlock import create_sadlock
+from tooz import coordination
 
 from benchmarks import measure
 from benchmarks.advisory import setup
 from benchmarks.sections import Make, Pair, tables
 from benchmarks.stores import started
 from dlock_core import Lock
+from sqla_dlock import configure, lock
+from sqla_dlock.backends.advisory import from_engine
 from tests import servers
 
 BARE: Final = "the bare statements"
@@ -87,9 +90,6 @@ def in_session_of_sqlalchemy(url: str, take: Callable[[Session, Any], Any]) -> P
 
 
 def ours_in_sqlalchemy(url: str) -> Pair:
-    from sqla_dlock import configure, lock
-    from sqla_dlock.backends.advisory import from_engine
-
     engine = create_engine(url)
     configure(default=from_engine(engine))
     return in_session_of_sqlalchemy(url, lambda session, _: lock(session, "order", 42).acquire())
@@ -105,8 +105,6 @@ def bare_statements(url: str, acquire: str, release: str) -> Pair:
 
 
 def ours_of_session(url: str) -> Pair:
-    from sqla_dlock.backends.advisory import from_engine
-
     backend = from_engine(create_engine(url), session=True)
     return lambda: Lock(backend, "order:42", ttl=30, wait=None).acquire(), lambda lease: lease.release()
 
@@ -124,8 +122,6 @@ def sadlock_of_session(url: str) -> Pair:
 
 
 def tooz_of_session(url: str) -> Pair:
-    from tooz import coordination
-
     warnings.simplefilter("ignore", DeprecationWarning)
     coordinator = coordination.get_coordinator(url, secrets.token_hex(8).encode())
     coordinator.start()

@@ -44,11 +44,12 @@ class Work:
     cpu: float
 
 
-def worker(number: int, make: Make, think: float, times: tuple[float, float], out: Any) -> None:
-    """Take the lock again and again from the first to the second time, and hand over what happened."""
-    start, end = times
+def worker(number: int, make: Make, think: float, parent: Any) -> None:
+    """Be ready, take the lock again and again between the two times that come back, and tell what happened."""
     acquire, release = make()
     release(acquire())  # connections and scripts are there before the start
+    parent.send(None)
+    start, end = parent.recv()
     sections = []
     with measure.counted_sends() as sent:
         time.sleep(max(0.0, start - time.monotonic()))
@@ -63,7 +64,7 @@ def worker(number: int, make: Make, think: float, times: tuple[float, float], ou
             sections.append(Section(number, asked, got, left))
             if think:
                 time.sleep(think)
-        out.send(Work(sections, sent[0], time.process_time() - cpu))
+        parent.send(Work(sections, sent[0], time.process_time() - cpu))
 
 
 @dataclass(frozen=True)
@@ -78,16 +79,19 @@ class Run:
 
 
 def run(make: Make, processes: int, think: float, seconds: float, servers: Collection[int]) -> Run:
-    """One run of all processes."""
-    start = time.monotonic() + 0.3 + processes / 40
-    end = start + seconds
+    """One run of all processes, which begins when all of them are ready."""
     pipes, workers = [], []
     for number in range(processes):
-        ours, theirs = FORK.Pipe(duplex=False)
-        workers.append(FORK.Process(target=worker, args=(number, make, think, (start, end), theirs), daemon=True))
+        ours, theirs = FORK.Pipe()
+        workers.append(FORK.Process(target=worker, args=(number, make, think, theirs), daemon=True))
         pipes.append(ours)
         workers[-1].start()
         theirs.close()
+    pipes = [pipe for pipe in pipes if pipe.poll(60) and pipe.recv() is None]
+    start = time.monotonic() + 0.1
+    end = start + seconds
+    for pipe in pipes:
+        pipe.send((start, end))
     before, after = cpu_at(start, servers), cpu_at(end, servers)
     done = [pipe.recv() for pipe in pipes if pipe.poll(60)]
     for one in workers:
