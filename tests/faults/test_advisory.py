@@ -17,9 +17,10 @@ from dlock_core.lock import AsyncLock, Lock
 from dlock_core.runtime import BLOCKING, Blocking, run
 from dlock_core.testing.contract.observed import WITHIN
 from sqla_dlock.backends.advisory import from_engine
-from tests import servers
+from tests import servers, settings
 from tests.advisory_stores import made, sessions
 from tests.processes import Link, worker
+from tests.proxy import Proxy
 
 NAME = "order:42"
 both = pytest.mark.parametrize("store", ["postgresql", "mariadb"], indirect=True)
@@ -151,6 +152,23 @@ def test_session_that_does_not_answer_costs_no_other_its_lease(store):
         os.kill(session, signal.SIGCONT)
     assert well.release() is Released.RELEASED
     stuck.release()
+
+
+@pytest.mark.parametrize(("fault", "is_asked_again"), [("deaf", False), ("cut", True)])
+@pytest.mark.parametrize("store", ["postgresql"], indirect=True)
+def test_server_that_is_silent_costs_one_time_limit_and_not_two(store, fault, is_asked_again):
+    """A kept connection that has ended is worth a second question; one that is not answered is not."""
+    with Proxy(settings.POSTGRESQL_PORT) as proxy:
+        url = f"postgresql+psycopg://postgres@127.0.0.1:{proxy.port}/postgres"
+        behind = from_engine(create_engine(url), session=True, timeout=1.0)
+        Lock(behind, NAME).acquire().release()
+        line = run(behind._lines.take(BLOCKING, NAME))
+        getattr(proxy, fault)()
+        with pytest.raises(BackendUnavailable) as caught:
+            run(line.step(BLOCKING, NAME, lambda session: session.execute("SELECT 1")))
+        assert caught.value.broken is is_asked_again
+        proxy.forward()
+        behind.close()
 
 
 @pytest.mark.parametrize("store", ["postgresql"], indirect=True)

@@ -68,7 +68,8 @@ class Line:
         try:
             return await self.kept.step(runtime, name, function, limit)
         except BackendUnavailable as error:
-            error.broken = not self.is_fresh  # it may have died while nobody used it
+            # It may have died while nobody used it; a server that is silent would only cost a second time limit.
+            error.broken = not self.is_fresh and not isinstance(error.__cause__, TimeoutError)
             raise
         finally:
             self._busy.release()
