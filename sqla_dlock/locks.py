@@ -7,7 +7,7 @@ by `acquire()` lives, like a row lock, until the end of the session's transactio
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any, Final, overload
 
 from sqlalchemy import Connection, inspect
 from sqlalchemy.orm import InstanceState
@@ -42,6 +42,9 @@ if TYPE_CHECKING:
     from dlock_core.store import Store
 
 __all__ = ["Leases", "Lock", "LockOptions", "Locks", "SessionLock", "lock"]
+
+_PLAIN: Final = (str, int)
+"""Parts that SQLAlchemy need not be asked about."""
 
 
 class LockOptions(Options, total=False):
@@ -207,6 +210,8 @@ def _is_mapped(part: Any) -> bool:
 
 
 def _part(part: Any) -> Any:
+    if isinstance(part, _PLAIN):
+        return part
     if _is_mapped(part):
         return inspect(part).base_mapper.local_table.fullname
     if isinstance(inspect(part, raiseerr=False), InstanceState):  # its text may differ in every process

@@ -98,7 +98,7 @@ class Root:
 
 def connections_in(transaction: SessionTransaction) -> list[Connection]:
     """The connections of a root transaction, in the order they joined; SQLAlchemy 2.0 has nothing public for it."""
-    return list(dict.fromkeys(part[0] for part in _parts(transaction)))
+    return list(dict.fromkeys([part[0] for part in _parts(transaction)]))
 
 
 def is_of_test(connection: Connection) -> bool:

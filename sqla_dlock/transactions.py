@@ -148,7 +148,7 @@ class _Watched:
 
 def _watched(session: Session) -> _Watched:
     """What is wanted of a session, with its open root transaction."""
-    watched: _Watched = vars(session).setdefault("_dlock_watched", _Watched())
+    watched: _Watched = vars(session).get("_dlock_watched") or vars(session).setdefault("_dlock_watched", _Watched())
     transaction = session.get_transaction()
     root = watched.root
     if transaction is None:
