@@ -7,7 +7,6 @@ makes no difference whether a node wrote the token with the grant itself or was 
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
@@ -29,9 +28,7 @@ def majority(nodes: int) -> int:
 
 def agreed(drawn: Sequence[int], needed: int) -> int | None:
     """Give the token that so many nodes have drawn, if there is one: then no second round is needed."""
-    for token, nodes in Counter(drawn).most_common(1):
-        return token if nodes >= needed else None
-    return None
+    return next((token for token in set(drawn) if drawn.count(token) >= needed), None)
 
 
 def free_in(waits: Sequence[float], free: int, needed: int) -> float:

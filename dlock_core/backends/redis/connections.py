@@ -20,7 +20,7 @@ from dlock_core.runtime import Asyncio, Runtime, clock
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Awaitable, Callable
 
-__all__ = ["AsyncioWire", "BlockingWire", "talk"]
+__all__ = ["AsyncioWire", "BlockingWire", "Idle", "talk"]
 
 IDLE_KEPT: Final = 64
 """Idle connections kept open, at most; more are made when more are needed at once."""
@@ -28,7 +28,7 @@ TRUSTED: Final = 1.0
 """Seconds of idleness after which a connection is looked at before it is used again."""
 
 
-class _Idle:
+class Idle:
     """Idle connections, last used first."""
 
     def __init__(self, connect: Callable[[], Any]) -> None:
@@ -69,10 +69,10 @@ class _Idle:
         raise NotImplementedError
 
 
-class BlockingWire(_Idle):
+class BlockingWire(Idle):
     """Connections for threads."""
 
-    checkout, checkin, close, forget = _Idle.pop, _Idle.push, _Idle.clear, _Idle.clear
+    checkout, checkin, close, forget = Idle.pop, Idle.push, Idle.clear, Idle.clear
 
     def exchange(
         self, runtime: Runtime, connection: Any, data: bytes, replies: int, limit: float
@@ -159,7 +159,7 @@ class AsyncioWire:
             idle.clear()
 
 
-class _AsyncioIdle(_Idle):
+class _AsyncioIdle(Idle):
     ending: AsyncGenerator[None, None]
 
     def _is_alive(self, connection: Any) -> bool:

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from dlock_core.backend import Found, LockState, Renewal, Request
+    from dlock_core.backends.redis.wire import Command
     from dlock_core.doctor.finding import Finding
     from dlock_core.runtime import Runtime
 
@@ -147,12 +148,11 @@ class RedlockBackend:
 
     def _acquire(self, request: Request, now: float) -> Question:
         keys, args = self._any.question(request._replace(queue=False))  # the place is taken in `wait`, at one node
-        question = self._nodes.question(
-            request.name, "acquire", keys, (*args, self._forecast.token(now)), self._nodes.have_decided
-        )
+        undo: Command | None = ("EVAL", script("withdraw").text, len(keys), *keys, request.holder)
         if request.floor:  # it is held, and wants a greater token: whatever comes of that, nothing of it may end
-            return question
-        return question._replace(undo=("EVAL", script("withdraw").text, len(keys), *keys, request.holder))
+            undo = None
+        args = (*args, self._forecast.token(now))
+        return self._nodes.question(request.name, "acquire", keys, args, self._nodes.have_decided, undo=undo)
 
     async def _adopt(self, runtime: Runtime, request: Request, drawn: dict[int, int]) -> int | None:
         """Tell those who said yes the greatest token that they drew; it counts when a majority still says yes."""

@@ -6,7 +6,7 @@ the others get only a short time more. A node that was too slow is left alone fo
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from redis.exceptions import NoScriptError, RedisError
 
@@ -14,6 +14,7 @@ from dlock_core.backends.redis.clients import title
 from dlock_core.backends.redis.scripts import script
 from dlock_core.backends.redis.wire import unavailable
 from dlock_core.backends.redlock import address, tasks, threads
+from dlock_core.backends.redlock.circle import Circles
 from dlock_core.backends.redlock.node import Node, Question
 from dlock_core.errors import BackendUnavailable
 from dlock_core.quorum import majority
@@ -28,6 +29,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Nodes", "all_of"]
 
+PROPER: Final = (int, list)
+"""An answer is one of these; anything else tells why there is none."""
+
 
 class Nodes:
     """The masters, in the order of their URL."""
@@ -36,6 +40,7 @@ class Nodes:
         address.check([title(client) for client in clients])
         self.all = tuple(Node(client, prefix, timeout) for client in clients)
         self.needed, self.timeout = majority(len(self.all)), timeout
+        self._places, self._circles = range(len(self.all)), Circles(self.all)
         self.any = self.all[0].backend
         """For keys, arguments and answers of questions, which are the same at all nodes."""
 
@@ -48,21 +53,27 @@ class Nodes:
         enough: Enough | None = None,
         *,
         insists: bool = False,
+        undo: Command | None = None,
     ) -> Question:
         """Ask by a script; a majority's answers are enough where nothing else is said."""
         known = script(which)
         command = ("EVALSHA", known.sha, len(keys), *keys, *args)
-        return Question(name, command, self.timeout, enough or self.have_answered, insists, script=known)
+        return Question(name, command, self.timeout, enough or self.have_answered, insists, None, known, undo)
 
     def have_answered(self, answers: Sequence[Any]) -> bool:
         """Tell whether a majority has given proper answers."""
-        return sum(isinstance(answer, int | list) for answer in answers) >= self.needed
+        return self._may_be_enough(answers) and sum(isinstance(each, PROPER) for each in answers) >= self.needed
 
     def have_decided(self, answers: Sequence[Any]) -> bool:
         """Tell whether a majority has granted, or so many have not that none can."""
+        if not self._may_be_enough(answers):
+            return False
         yes = sum(isinstance(answer, int) for answer in answers)
         no = sum(isinstance(answer, list) for answer in answers)
         return yes >= self.needed or no > len(answers) - self.needed
+
+    def _may_be_enough(self, answers: Sequence[Any]) -> bool:
+        return len(answers) - answers.count(None) >= self.needed
 
     def majority(self, name: str, answers: Sequence[Any], kind: type = int) -> list[Any]:
         """Give the proper answers; raises BackendUnavailable when they are not those of a majority."""
@@ -74,6 +85,8 @@ class Nodes:
     async def ask(self, runtime: Runtime, question: Question) -> list[Any]:
         """Give an answer for each node, in order."""
         answers = await self._put(runtime, question)
+        if not any(isinstance(answer, RedisError) for answer in answers):
+            return answers
         if question.script is not None and (new := _ignorant(answers)):  # they learn the script along with the question
             text = ("EVAL", question.script.text, *question.command[2:])
             again = await self._put(runtime, question._replace(command=text, among=new))
@@ -95,6 +108,7 @@ class Nodes:
         )
 
     def close(self) -> None:
+        self._circles.clear()
         for node in self.all:
             node.backend.close()
 
@@ -102,14 +116,16 @@ class Nodes:
         asked = self._asked(question)
         if isinstance(runtime, Asyncio):
             return await tasks.put(runtime, self.all, asked, question)
-        answers: list[Any] = await runtime.call(threads.put, self.all, asked, question)
+        answers: list[Any] = await runtime.call(threads.put, self.all, self._circles, asked, question)
         return answers
 
-    def _asked(self, question: Question) -> list[int]:
-        among = [place for place in range(len(self.all)) if question.among is None or place in question.among]
+    def _asked(self, question: Question) -> Sequence[int]:
+        among = self._places if question.among is None else sorted(question.among)
+        if question.insists:
+            return among
         now = clock()
         awake = [place for place in among if self.all[place].is_well or now >= self.all[place].rests_until]
-        return among if question.insists or len(awake) < min(self.needed, len(among)) else awake
+        return among if len(awake) < min(self.needed, len(among)) else awake
 
 
 def all_of(places: frozenset[int]) -> Enough:

@@ -17,58 +17,56 @@ from redis.exceptions import RedisError
 
 from dlock_core.backends.redis.connections import talk
 from dlock_core.backends.redis.wire import packed, unavailable
+from dlock_core.backends.redlock.circle import MORE
 from dlock_core.backends.redlock.node import GRACE
 from dlock_core.runtime import clock
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
+    from dlock_core.backends.redlock.circle import Circle, Circles
     from dlock_core.backends.redlock.node import Node, Question
 
 __all__ = ["put"]
 
 
-def put(nodes: Sequence[Node], asked: Sequence[int], question: Question) -> list[Any]:
+def put(nodes: Sequence[Node], circles: Circles, asked: Iterable[int], question: Question) -> list[Any]:
     """Give an answer for each node, None where none came."""
-    hearing = _Hearing(nodes, question)
+    circle = circles.pop()
+    hearing = _Hearing(nodes, circle, question)
     try:
         for place in asked:
             hearing.begin(place)
         hearing.listen()
     finally:
         hearing.end()
+        circles.push(circle)
     return hearing.answers
 
 
 class _Hearing:
     """One question from its first request to the last answer that is waited for."""
 
-    def __init__(self, nodes: Sequence[Node], question: Question) -> None:
-        self.nodes, self.question = nodes, question
+    def __init__(self, nodes: Sequence[Node], circle: Circle, question: Question) -> None:
+        self.nodes, self.circle, self.question = nodes, circle, question
         self.answers: list[Any] = [None] * len(nodes)
         self.data = packed([question.command])
-        self.sent: dict[int, tuple[int, Any]] = {}
-        """Place and connection of whom we listen to, by the number of the socket."""
+        self.sent: set[int] = set()
+        """Whom we listen to."""
         self.called: dict[int, bool] = {}
         """Nodes that are being connected to, and whether we expect an answer although others have decided."""
-        self.poll = select.poll()
         self.bell: tuple[socket.socket, socket.socket] | None = None
         self.rung: deque[tuple[int, Any]] = deque()
         self.is_over = False
 
     def begin(self, place: int) -> None:
-        connection = self.nodes[place].threads.checkout()
-        if connection._sock is None:
-            self._call(place, connection)
+        if not self.circle.has(place) and not self._reach(place):
             return
+        self.sent.add(place)
         try:
-            connection._sock.sendall(self.data)
-        except (RedisError, OSError) as error:
-            self._fail(place, connection, error)
-        else:
-            number = connection._sock.fileno()
-            self.sent[number] = place, connection
-            self.poll.register(number, select.POLLIN)
+            self.circle.send(place, self.data)
+        except OSError as error:
+            self._fail(place, error)
 
     def listen(self) -> None:
         until, decided = clock() + self.question.limit, False
@@ -78,45 +76,61 @@ class _Hearing:
             left = until - clock()
             if left <= 0 or (decided and not self.sent and not any(self.called.values())):
                 return
-            for number, _ in self.poll.poll(left * 1000):
+            for number, _ in self.circle.poll.poll(left * 1000):
                 self._hear(number)
 
     def end(self) -> None:
         self.is_over = True
-        for place, connection in self.sent.values():
+        for place in self.sent:
             self.nodes[place].fail()
-            self._undo(connection)
-            self.nodes[place].threads.discard(connection)  # closed: what it carries shall not linger
-        for end in self.bell or ():
-            end.close()
+            self._undo(place)
+            self.circle.drop(place)
+        if self.bell is not None:
+            self.circle.poll.unregister(self.bell[0])
+            for end in self.bell:
+                end.close()
 
     def _hear(self, number: int) -> None:
-        if number not in self.sent:
+        place = self.circle.places.get(number)
+        if place is None:
             self._answer_bell()
-            return
-        place, connection = self.sent.pop(number)
-        self.poll.unregister(number)
-        try:
-            self.answers[place] = connection._parser.read_response()
-        except (RedisError, OSError) as error:
-            self._fail(place, connection, error)
+        elif place not in self.sent:  # it was not asked: it hung up
+            self.circle.drop(place)
         else:
-            self.nodes[place].is_well = True
-            self.nodes[place].threads.checkin(connection)
+            self._read(place)
 
-    def _fail(self, place: int, connection: Any, error: RedisError | OSError) -> None:
-        node, wire = self.nodes[place], self.nodes[place].threads
-        wire.discard(connection)
+    def _read(self, place: int) -> None:
+        try:
+            answer = self.circle.read(place)
+        except (RedisError, OSError) as error:
+            self._fail(place, error)
+        else:
+            if answer is not MORE:
+                self.answers[place], self.nodes[place].is_well = answer, True
+                self.sent.discard(place)
+
+    def _fail(self, place: int, error: RedisError | OSError) -> None:
+        self.sent.discard(place)
+        self.circle.drop(place)
         self.answers[place] = failure = unavailable(self.question.name, error, reused=True)
         if failure.broken:
-            wire.forget()  # one idle connection was dead, so the others may be
+            self.nodes[place].threads.forget()  # one idle connection was dead, so the others may be
         else:
-            node.fail()
+            self.nodes[place].fail()
 
-    def _undo(self, connection: Any) -> None:
+    def _undo(self, place: int) -> None:
         if self.question.undo is not None:
-            with suppress(RedisError, OSError):
-                connection._sock.sendall(packed([self.question.undo]))
+            with suppress(OSError):
+                self.circle.send(place, packed([self.question.undo]))
+
+    def _reach(self, place: int) -> bool:
+        """Tell whether there is an open connection after all; if not, have a thread ask over a new one."""
+        connection = self.nodes[place].threads.checkout()
+        if connection._sock is None:
+            self._call(place, connection)
+            return False
+        self.circle.add(place, connection)
+        return True
 
     def _call(self, place: int, connection: Any) -> None:
         node = self.nodes[place]
@@ -124,7 +138,7 @@ class _Hearing:
             return
         if self.bell is None:
             self.bell = socket.socketpair()
-            self.poll.register(self.bell[0], select.POLLIN)
+            self.circle.poll.register(self.bell[0], select.POLLIN)
         self.called[place], node.caller = node.is_well, os.getpid()
         threading.Thread(target=self._connect, args=(place, connection), daemon=True, name="dlock-redlock").start()
 

@@ -1,0 +1,86 @@
+"""Connections that threads use together: none of them blocks, and a dead one is dropped before it is used."""
+
+import socket
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import redis
+
+from dlock_core.backends.redis import connections
+from dlock_core.backends.redis.wire import packed
+from dlock_core.backends.redlock.circle import MORE, Circle, Circles
+
+
+class Peer:
+    """A node, and what its side of our connection says."""
+
+    def __init__(self) -> None:
+        ours, self.socket = socket.socketpair()
+        self.connection = redis.Connection()
+        self.connection._sock = ours
+        self.connection._parser.on_connect(self.connection)
+        self.dropped: list[Any] = []
+        self.threads = SimpleNamespace(discard=self.discard)
+
+    def discard(self, connection: Any) -> None:
+        self.dropped.append(connection)
+        connection.disconnect()
+
+
+@pytest.fixture
+def peers() -> Iterator[list[Peer]]:
+    peers = [Peer() for _ in range(3)]
+    yield peers
+    for peer in peers:
+        peer.socket.close()
+        peer.connection.disconnect()
+
+
+def joined(peers: list[Peer], circle: Circle) -> Circle:
+    for place, peer in enumerate(peers):
+        circle.add(place, peer.connection)
+    return circle
+
+
+@pytest.fixture
+def circle(peers: list[Peer]) -> Circle:
+    return joined(peers, Circle(peers))  # type: ignore[arg-type]
+
+
+def test_reply_is_given_when_all_of_it_is_here_and_nobody_waits_for_the_rest(peers: list[Peer], circle: Circle) -> None:
+    circle.send(1, packed([("PING",)]))
+    assert peers[1].socket.recv(100) == packed([("PING",)])
+    assert circle.read(1) is MORE
+    peers[1].socket.sendall(b"$4\r\nPO")
+    assert circle.read(1) is MORE
+    peers[1].socket.sendall(b"NG\r\n")
+    assert circle.read(1) == b"PONG"
+
+
+def test_node_that_hung_up_is_an_error_and_no_reply(peers: list[Peer], circle: Circle) -> None:
+    peers[0].socket.close()
+    with pytest.raises(redis.ConnectionError):
+        circle.read(0)
+
+
+def test_what_was_closed_or_spoke_unasked_while_idle_is_dropped_and_the_others_are_kept(
+    peers: list[Peer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connections, "TRUSTED", 0.0)
+    circles = Circles(peers)  # type: ignore[arg-type]
+    circle = joined(peers, circles.pop())
+    circles.push(circle)
+    peers[0].socket.close()
+    peers[2].socket.sendall(b"+late\r\n")
+    assert circles.pop() is circle
+    assert [circle.has(place) for place in range(3)] == [False, True, False]
+    assert [len(peer.dropped) for peer in peers] == [1, 0, 1]
+
+
+def test_closing_drops_every_connection(peers: list[Peer]) -> None:
+    circles = Circles(peers)  # type: ignore[arg-type]
+    circles.push(joined(peers, circles.pop()))
+    circles.clear()
+    assert [peer.dropped for peer in peers] == [[peer.connection] for peer in peers]
