@@ -20,7 +20,7 @@ from dlock_core.runtime import Asyncio, Runtime, clock
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Awaitable, Callable
 
-__all__ = ["AsyncioWire", "BlockingWire", "Idle", "talk"]
+__all__ = ["AsyncioWire", "BlockingWire", "Idle", "read", "talk"]
 
 IDLE_KEPT: Final = 64
 """Idle connections kept open, at most; more are made when more are needed at once."""
@@ -97,9 +97,13 @@ def talk(connection: Any, data: bytes, replies: int, limit: float) -> list[Any]:
     if connection.dlock_limit != limit:
         connection._sock.settimeout(limit)
         connection.dlock_limit = limit
-    connection._sock.sendall(data)  # not by redis-py's `Connection`, which costs as much as all of ours around it
-    read = connection._parser.read_response
-    return [read() for _ in range(replies)]
+    connection._sock.sendall(data)
+    return [read(connection) for _ in range(replies)]
+
+
+def read(connection: Any) -> Any:
+    """Read one reply, an error reply as an exception object; past `Connection.read_response`, which costs more."""
+    return connection._parser.read_response()
 
 
 class AsyncioWire:
@@ -126,7 +130,9 @@ class AsyncioWire:
             raise TypeError("an asyncio connection needs the asyncio runtime")
         try:
             async with asyncio.timeout(limit):
-                await runtime.call(connection.send_packed_command, data, False)
+                if not connection.is_connected:
+                    await runtime.call(connection.connect)
+                connection._writer.write(data)  # nothing to drain: nobody writes more before the reply is here
                 read = connection._parser.read_response
                 return [await read() for _ in range(replies)]
         except TimeoutError as error:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from redis.exceptions import ConnectionError as RedisConnectionError
 
-from dlock_core.backends.redis.connections import Idle
+from dlock_core.backends.redis.connections import Idle, read
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -62,7 +62,7 @@ class Circle:
     def read(self, place: int) -> Any:
         """Read a reply, an error reply as an exception object, or MORE; raises RedisError or OSError."""
         try:
-            return self._connections[place]._parser.read_response()
+            return read(self._connections[place])
         except RedisConnectionError as error:
             if isinstance(error.__context__, BlockingIOError | ssl.SSLWantReadError):
                 return MORE
