@@ -239,5 +239,7 @@ SENSITIVE = _Sensitive()
 
 
 def _part(part: Any) -> Any:
+    if isinstance(part, models.Model):  # its text may change while the row stays the same
+        raise TypeError(f"an instance is no name: lock its class and primary key, lock({type(part).__name__}, key)")
     is_model = isinstance(part, type) and issubclass(part, models.Model)
     return part._meta.label_lower if is_model else part

@@ -128,7 +128,7 @@ class SessionLock(TiedLock):
     def _database(self) -> Any:
         """Find the engine or connection in whose database the fence stands."""
         if self._bind is None or _is_mapped(self._bind):
-            return self.session.get_bind(self._bind)
+            return self.session.get_bind(self._bind and inspect(self._bind))  # an override may read the mapper
         connection = getattr(self._bind, "sync_connection", None)  # an AsyncConnection has one, and an engine, too
         return connection or getattr(self._bind, "sync_engine", self._bind)
 

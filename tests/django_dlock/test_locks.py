@@ -755,6 +755,12 @@ def test_name_that_is_none_is_refused(parts):
         lock(*parts)
 
 
+@pytest.mark.usefixtures("untouchable")
+def test_instance_is_no_name():
+    with pytest.raises(TypeError, match=r"lock\(Counter, key\)"):
+        lock("counter", Counter(pk=1))
+
+
 @pytest.mark.parametrize(
     "hostile", ["{order}:1", "a\nb", "a\r\n", "*", "%2A", "a:b", "é😀", "\x00", "..", "a b", "'; --"]
 )
