@@ -131,6 +131,15 @@ def of_sessions(engine: Engine, port: int) -> dict[str, measure.Operation]:
     }
 
 
+def sessions_of(port: int) -> list[int]:
+    """The processes of the sessions that are open now: the server ends one of ours that is silent for a ttl."""
+    with psycopg.connect(f"host=127.0.0.1 port={port} user=postgres dbname=postgres") as connection:
+        others = connection.execute(
+            "SELECT pid FROM pg_stat_activity WHERE backend_type = 'client backend' AND pid <> pg_backend_pid()"
+        )
+        return [pid for (pid,) in others]
+
+
 def main() -> None:
     options = measure.arguments(__doc__, rounds=15, count=200)
     report = measure.Report(options.format)
@@ -143,16 +152,11 @@ def main() -> None:
             "SQLAlchemy": in_sqlalchemy(engine),
             "session": of_sessions(engine, server.port),
         }
-        for every in ways.values():
+        for name, every in ways.items():
             for operation in every.values():
                 operation()
-        with psycopg.connect(f"host=127.0.0.1 port={server.port} user=postgres dbname=postgres") as connection:
-            others = connection.execute(
-                "SELECT pid FROM pg_stat_activity WHERE backend_type = 'client backend' AND pid <> pg_backend_pid()"
-            )
-            pids = [server.process.pid, *(row[0] for row in others)]
-        measure.pin("same", *pids)
-        for name, every in ways.items():
+            pids = [server.process.pid, *sessions_of(server.port)]
+            measure.pin("same", *pids)
             runs = measure.interleave(every, next(iter(every)), options.rounds, options.count, pids)
             report.add(TITLES[name], [{"contestant": each, **runs[each].row()} for each in every])
         engine.dispose()
