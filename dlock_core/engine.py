@@ -22,12 +22,12 @@ from dlock_core.lease import Released, valid_until
 from dlock_core.owner import describe
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable
+    from collections.abc import Awaitable, Coroutine
 
     from dlock_core.backend import Backend, Request
     from dlock_core.runtime import Runtime
 
-__all__ = ["acquire", "raise_token", "release", "released", "renew", "try_acquire"]
+__all__ = ["acquire", "raise_token", "release", "released", "renew", "try_acquire", "undo"]
 
 logger = logging.getLogger("dlock")
 
@@ -38,6 +38,8 @@ SOON: Final = 1.0
 FOUND: Final = {"released": Released.RELEASED, "absent": Released.EXPIRED, "other": Released.STOLEN}
 PAUSE: Final = 0.25
 """The longest pause in seconds before an unreachable store is asked again."""
+SILENT: Final = 0.25
+"""Seconds after the end of a wait at which a store that has not answered has kept its caller long enough."""
 
 
 async def acquire(runtime: Runtime, backend: Backend, request: Request, wait: float | None) -> Held:
@@ -55,6 +57,19 @@ async def acquire(runtime: Runtime, backend: Backend, request: Request, wait: fl
 async def try_acquire(runtime: Runtime, backend: Backend, request: Request) -> Held | None:
     """Ask once; None when somebody else has it."""
     return await _Attempt(runtime, backend, request._replace(queue=False), 0.0).run()
+
+
+async def undo(
+    runtime: Runtime, clean_up: Coroutine[Any, Any, None], error: BaseException | None, until: float
+) -> None:
+    """Leave no trace of what ended with an error; behind the caller's back if a silent store has kept it waiting.
+
+    `until`: when its wait was over. So an acquire takes at most its wait, one request's time limit, and SILENT.
+    """
+    if isinstance(error, BackendUnavailable) and runtime.now() > until + SILENT:
+        runtime.behind(clean_up)
+    else:
+        await runtime.shield(clean_up)
 
 
 class _Attempt:
@@ -94,7 +109,7 @@ class _Attempt:
                 hooks.emit("acquired", self.request.name, self.answer.token, self.seconds(), "", self.waited, held)
                 return held
         except BaseException as error:
-            await self.withdraw()
+            await self.withdraw(error)
             if isinstance(error, BackendUnavailable):
                 hooks.emit("unavailable", self.request.name, 0, self.seconds(), error.reason)
             raise
@@ -162,10 +177,10 @@ class _Attempt:
             logger.warning("dlock: %s; it is asked again until the lock's wait is over", error)
         await self.runtime.sleep(min(CHANCE.uniform(0.01, PAUSE), self.deadline - now))
 
-    async def withdraw(self) -> None:
+    async def withdraw(self, error: BaseException | None = None) -> None:
         if self.touched:
             self.touched = False
-            await self.runtime.shield(self._withdraw())
+            await undo(self.runtime, self._withdraw(), error, self.deadline)
 
     async def _withdraw(self) -> None:
         ticket = self.answer.ticket if isinstance(self.answer, Busy) else self.ticket

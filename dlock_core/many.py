@@ -39,15 +39,16 @@ async def acquire(runtime: Runtime, backend: Backend, requests: Sequence[Request
     sent, held = runtime.now(), list[Held]()
     until = deadline(sent, wait)
     try:
-        held += await at_once(runtime, backend, requests)
+        held += await at_once(runtime, backend, requests, until)
         for request in requests[len(held) :]:
             left = None if wait is None else max(0.0, until - runtime.now())
             held.append(await engine.acquire(runtime, backend, request, left))
             watchdog.watch(held[-1])
         for one in held:
             one.ensure()
-    except BaseException:
-        await runtime.shield(_give_back(runtime, backend, held, requests[len(held) :]))
+    except BaseException as error:
+        _unwatch(held)
+        await engine.undo(runtime, _give_back(runtime, backend, held, requests[len(held) :]), error, until)
         raise
     return held
 
@@ -61,10 +62,11 @@ async def release(runtime: Runtime, held: Sequence[Held]) -> list[Released]:
     return await runtime.shield(_release(runtime, held))
 
 
-async def at_once(runtime: Runtime, backend: Backend, requests: Sequence[Request]) -> list[Held]:
+async def at_once(runtime: Runtime, backend: Backend, requests: Sequence[Request], until: float) -> list[Held]:
     """Take all of the locks in one request; none where the store cannot, or where one of them is taken.
 
-    A request without an answer may have worked: ask for each with the same request, or withdraw it.
+    A request without an answer may have worked: ask for each with the same request, or withdraw it. Raises
+    BackendUnavailable when there is no time left for that, because the wait is over at `until`.
     """
     if not backend.supports_many or any(request.shared for request in requests):
         return []
@@ -72,6 +74,8 @@ async def at_once(runtime: Runtime, backend: Backend, requests: Sequence[Request
     try:
         granted = await backend.try_acquire_many(runtime, requests) or []
     except BackendUnavailable:
+        if runtime.now() > until + engine.SILENT:
+            raise
         return []
     held = [Held(backend, *pair, sent, runtime.now) for pair in zip(requests, granted, strict=False)]
     for one in held:
@@ -108,7 +112,6 @@ async def _release_at_once(runtime: Runtime, held: Sequence[Held]) -> None:
 
 async def _give_back(runtime: Runtime, backend: Backend, held: Sequence[Held], requests: Sequence[Request]) -> None:
     """End what was granted, and withdraw what may have been."""
-    _unwatch(held)
     with suppress(BackendUnavailable):
         await _release(runtime, held)
     for request in requests:

@@ -25,6 +25,8 @@ P = ParamSpec("P")
 _CLOCK = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)  # a suspended machine's leases run out, too
 
 
+_behind: Final[set[asyncio.Future[Any]]] = set()
+
 clock: Final = partial(time.clock_gettime, _CLOCK)
 """Gives seconds on a clock that never steps back and goes on while the machine sleeps."""
 
@@ -57,6 +59,9 @@ class Runtime(Protocol):
     def shield(self, coroutine: Coroutine[Any, Any, T]) -> Coroutine[Any, Any, T]:
         """Finish a clean-up, even while the task is being cancelled."""
 
+    def behind(self, coroutine: Coroutine[Any, Any, Any]) -> None:
+        """Have a clean-up finished while the caller goes on; it must not raise."""
+
 
 class Blocking:
     """Waits by blocking the thread; nothing it awaits ever suspends."""
@@ -80,6 +85,9 @@ class Blocking:
 
     def shield(self, coroutine: Coroutine[Any, Any, T]) -> Coroutine[Any, Any, T]:
         return coroutine
+
+    def behind(self, coroutine: Coroutine[Any, Any, Any]) -> None:
+        threading.Thread(target=run, args=(coroutine,), name="dlock-behind", daemon=True).start()
 
 
 class _LoopEvent(asyncio.Event):
@@ -129,6 +137,11 @@ class Asyncio:
         if cancelled is not None:
             raise cancelled from None if task.cancelled() else task.exception()
         return task.result()
+
+    def behind(self, coroutine: Coroutine[Any, Any, Any]) -> None:
+        task = asyncio.ensure_future(coroutine)
+        _behind.add(task)  # the loop itself keeps only weak references
+        task.add_done_callback(_behind.discard)
 
 
 BLOCKING = Blocking()

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from dlock_core.store import Store
     from dlock_core.tie import Tie
 
-__all__ = ["FenceForm", "Options", "TiedLease", "TiedLock", "Turn", "give_back"]
+__all__ = ["FenceForm", "Options", "TiedLease", "TiedLock", "Turn", "give_back", "let_go"]
 
 FenceForm = Literal["transaction", "lease", False]
 
@@ -172,10 +172,15 @@ class TiedLease(LeaseView):
         return self._tie.depth == 0 and self._tie.leave() and self._held.ended is None
 
 
-async def give_back(runtime: Runtime, tie: Tie) -> None:
-    """Release a lease under which nothing was done, whatever transactions it met."""
+def let_go(tie: Tie) -> None:
+    """Need a lease no more, under which nothing was done; without I/O."""
     watchdog.unwatch(tie.held)
     tie.give_up()
+
+
+async def give_back(runtime: Runtime, tie: Tie) -> None:
+    """Release a lease under which nothing was done, whatever transactions it met."""
+    let_go(tie)
     with LETTING_RUN_OUT:
         await engine.release(runtime, tie.held)
 

@@ -11,12 +11,12 @@ from contextlib import AsyncExitStack, ExitStack
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from dlock_core import many
-from dlock_core.deadline import Seconds, wait_seconds
+from dlock_core import engine, many
+from dlock_core.deadline import Seconds, deadline, wait_seconds
 from dlock_core.holding import Blocks
 from dlock_core.runtime import clock
 from dlock_core.tie import LETTING_RUN_OUT, Tie
-from dlock_core.tied import Turn, give_back
+from dlock_core.tied import TiedLock, Turn, give_back, let_go
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterable, Sequence
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from dlock_core.runtime import Runtime
     from dlock_core.store import Store
-    from dlock_core.tied import TiedLease, TiedLock
+    from dlock_core.tied import TiedLease
 
 __all__ = ["Leases", "TiedLocks", "leaving", "leaving_async"]
 
@@ -82,8 +82,9 @@ class TiedLocks:
                 turns.leases[place] = await take_up(self.locks[place], turns.ties[place], turns.turns[place])
             for tie in turns.ties.values():
                 tie.check()
-        except BaseException:
-            await runtime.shield(turns.give_back())
+        except BaseException as error:
+            turns.leave()
+            await engine.undo(runtime, turns.give_back(), error, turns.until)
             raise
         return Leases(turns.leases[place] for place in range(len(self.locks)))
 
@@ -99,6 +100,9 @@ class _Turns:
             self._refuse_impossible(*places)
         since = clock()
         self.turns = [Turn(wait=group.wait, since=since) for _ in self.locks]
+        waits = map(TiedLock.seconds, self.locks, self.stores, self.turns)
+        self.until = max(deadline(since, wait) for wait in waits)
+        """When the longest of the waits is over."""
         self.ties: dict[int, Any] = {}
         self.leases: dict[int, Any] = {}
 
@@ -137,17 +141,24 @@ class _Turns:
             requests = [self.locks[place].request(store, self.turns[place]) for place in places]
             for place, request in zip(places, requests, strict=True):
                 self.turns[place].request = request
-            for place, held in zip(places, await many.at_once(self.runtime, store.backend, requests), strict=False):
+            taken = await many.at_once(self.runtime, store.backend, requests, self.until)
+            for place, held in zip(places, taken, strict=False):
                 self.locks[place].watch(held)
                 self.turns[place].held = held
 
+    def leave(self) -> None:
+        """Need nothing of it any more."""
+        for place, tie in self.ties.items():
+            if self.turns[place].is_new:
+                let_go(tie)
+            elif place in self.leases:
+                self.leases[place]._leave()
+
     async def give_back(self) -> None:
-        """Leave nothing behind: neither what was taken up, nor what was granted and had no turn."""
+        """Leave nothing in the stores: neither what was taken up, nor what was granted and had no turn."""
         for place, tie in reversed(self.ties.items()):
             if self.turns[place].is_new:
                 await give_back(self.runtime, tie)
-            elif place in self.leases:
-                self.leases[place]._leave()
         for store, turn in zip(self.stores, self.turns, strict=True):
             if turn.held is not None:
                 await give_back(self.runtime, Tie(turn.held))

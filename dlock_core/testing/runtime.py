@@ -66,6 +66,10 @@ class ManualRuntime:
         """Finish it: nothing can interrupt here."""
         return await coroutine
 
+    def behind(self, coroutine: Coroutine[Any, Any, Any]) -> None:
+        """Finish it at once."""
+        run(coroutine)
+
     def _turn_to(self, end: float, signal: threading.Event) -> bool:
         while not signal.is_set() and self._plans and self._plans[0][0] <= end:
             moment, _, action = heapq.heappop(self._plans)

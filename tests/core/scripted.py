@@ -14,6 +14,17 @@ REFUSED = BackendUnavailable("a", reason="wrong password", refused=True)
 Answer = Granted | Busy | BackendUnavailable | BaseException | float | str | list[Any] | None
 
 
+class Ahead(ManualRuntime):
+    """Keeps what is to be done behind the caller."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left: list[Any] = []
+
+    def behind(self, coroutine: Any) -> None:
+        self.left.append(coroutine)
+
+
 class Scripted:
     """Gives the answers of `script` in turn, the last one for ever; `takes` is how long each answer takes."""
 

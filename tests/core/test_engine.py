@@ -13,7 +13,7 @@ from dlock_core.held import Held
 from dlock_core.lease import Released
 from dlock_core.lock import new_request
 from dlock_core.testing import ManualRuntime
-from tests.core.scripted import BROKEN, DOWN, REFUSED, Answer, Scripted
+from tests.core.scripted import BROKEN, DOWN, REFUSED, Ahead, Answer, Scripted
 
 GRANTED = Granted(7, 30.0)
 BUSY = Busy(2.0, owner='{"app":"shop","host":"h","pid":1,"thread":"t"}', ticket="place 3")
@@ -171,6 +171,28 @@ def test_every_end_without_the_lock_withdraws_once(runtime: ManualRuntime, last:
         ask(runtime, store, wait=1.0)
     assert len(store.withdrawn) == 1
     assert store.tickets[-1] == "place 3"
+
+
+@pytest.mark.parametrize("wait", [0.0, 1.0])
+def test_silent_store_is_rid_of_our_traces_behind_the_caller(wait: float) -> None:
+    runtime = Ahead()
+    began = runtime.now()
+    store = Scripted(runtime, DOWN, takes=2.0)
+    with pytest.raises(BackendUnavailable):
+        ask(runtime, store, wait=wait)
+    assert (runtime.now() - began, store.withdrawn) == (pytest.approx(2.0), [])
+    (clean_up,) = runtime.left
+    runtime.run(clean_up)
+    assert len(store.withdrawn) == 1
+
+
+@pytest.mark.parametrize("last", [DOWN, KeyboardInterrupt()], ids=repr)
+def test_caller_who_has_time_or_was_interrupted_waits_for_the_withdrawal(last: Answer) -> None:
+    runtime = Ahead()
+    store = Scripted(runtime, last, takes=0.0 if last is DOWN else 2.0)
+    with pytest.raises((BackendUnavailable, KeyboardInterrupt)):
+        ask(runtime, store, wait=0.0)
+    assert (runtime.left, len(store.withdrawn)) == ([], 1)
 
 
 def test_interrupt_while_waiting_withdraws_with_the_ticket(runtime: ManualRuntime) -> None:

@@ -19,10 +19,13 @@ from dlock_core import (
     Released,
     connect,
     hooks,
+    many,
 )
 from dlock_core.backends.memory import MemoryBackend
 from dlock_core.force import force_release
+from dlock_core.lock import new_request
 from dlock_core.runtime import BLOCKING, run
+from tests.core.scripted import DOWN, Ahead, Scripted
 
 
 @pytest.fixture(params=["memory", "redis"])
@@ -139,19 +142,34 @@ def test_text_is_not_taken_for_the_names_of_its_letters(store):
         MultiLock(store, "order")
 
 
-def test_free_names_take_one_request_each_way(redis_server):
-    import redis
-
+def test_free_names_take_one_request_each_way(redis_server, monkeypatch):
     store, client = connect(redis_server.url), redis.Redis.from_url(redis_server.url)
     MultiLock(store, ["a"]).acquire().release()
-    sent = []
-    for wire in (store._blocking,):
-        connection = wire._free[-1]
-        send = connection.send_packed_command
-        connection.send_packed_command = lambda *args, send=send: (sent.append(args), send(*args))
+    sent, exchange = [], store._blocking.exchange
+    monkeypatch.setattr(store._blocking, "exchange", lambda *args: sent.append(args) or exchange(*args))
     MultiLock(store, [f"n{n}" for n in range(10)]).acquire().release()
     assert len(sent) == 2
     assert client.keys("dlock:{n*") == []
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+def test_silent_store_is_rid_of_the_traces_of_all_names_behind_the_caller(at_once):
+    class Silent(Scripted):
+        supports_many = at_once
+
+        async def try_acquire_many(self, runtime, requests):
+            return self.answer("try_acquire_many")
+
+    runtime = Ahead()
+    began = runtime.now()
+    store = Silent(runtime, DOWN, takes=2.0)
+    requests = [new_request(name, 30.0, 0.0, shared=False, fair=True) for name in "abc"]
+    with pytest.raises(BackendUnavailable):
+        runtime.run(many.acquire(runtime, store, requests, 1.0))
+    assert (runtime.now() - began, store.withdrawn) == (pytest.approx(2.0), [])
+    for clean_up in runtime.left:
+        runtime.run(clean_up)
+    assert set(store.withdrawn) == {request.holder for request in requests}
 
 
 def test_store_that_is_down_at_the_end_does_not_hide_the_error_of_the_body():

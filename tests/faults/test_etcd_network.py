@@ -88,7 +88,7 @@ def test_try_whose_reply_was_lost_is_an_error_and_leaves_no_grant(
     with pytest.raises(BackendUnavailable):
         locks.try_acquire("a")
     assert lost.happened
-    assert is_untouched(direct, "a")  # type: ignore[arg-type]
+    until(lambda: is_untouched(direct, "a"))  # type: ignore[arg-type]
 
 
 def test_single_try_on_a_connection_that_died_after_the_request_finds_its_grant(
@@ -110,7 +110,7 @@ def test_request_that_arrives_after_we_gave_up_can_put_nothing_on_its_revoked_le
         locks.try_acquire("a")
     late.release()
     for _ in range(50):
-        assert is_untouched(direct, "a")  # type: ignore[arg-type]
+        until(lambda: is_untouched(direct, "a"))  # type: ignore[arg-type]
 
 
 def test_request_that_arrives_after_we_gave_up_blocks_nobody_for_longer_than_its_ttl(
@@ -209,7 +209,7 @@ def test_deaf_store_is_given_up_in_time(locks: Locks, proxy: Proxy, wait: float)
     began = clock()
     with pytest.raises(BackendUnavailable):
         locks.acquire("a", wait=wait)
-    assert clock() - began < wait + 2 * LIMIT + 5
+    assert clock() - began < wait + LIMIT + 5
     proxy.forward()
 
 

@@ -54,7 +54,7 @@ def test_try_whose_reply_was_lost_is_an_error_and_leaves_no_grant(
     with pytest.raises(BackendUnavailable):
         locks.try_acquire("a")
     assert lost.happened
-    assert is_untouched(direct, "a")
+    until(lambda: is_untouched(direct, "a"))
 
 
 def test_reset_of_an_idle_connection_is_no_reason_to_fail_a_single_try(locks: Locks, proxy: Proxy) -> None:
@@ -173,8 +173,8 @@ def test_deaf_store_is_given_up_in_time(locks: Locks, proxy: Proxy, wait: float)
     began = clock()
     with pytest.raises(BackendUnavailable):
         locks.acquire("a", wait=wait)
-    assert clock() - began < wait + 2 * LIMIT + 5, "a request and a withdrawal are all that may come on top of the wait"
-    assert len(locks.asked("withdraw", "a")) == 1
+    assert clock() - began < wait + LIMIT + 5, "one request is all that may come on top of the wait"
+    until(lambda: len(locks.asked("withdraw", "a")) == 1)
 
 
 def test_store_that_goes_deaf_under_a_waiter_is_given_up_in_time(locks: Locks, proxy: Proxy) -> None:
