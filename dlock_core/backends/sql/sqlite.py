@@ -26,7 +26,8 @@ __all__ = ["SQLiteConnector", "file_of"]
 SUFFIX: Final = "-dlock"
 _CREATE: Final = (
     """CREATE TABLE IF NOT EXISTS dlock_lease (name TEXT PRIMARY KEY, token INTEGER NOT NULL, holder TEXT NOT NULL,
-owner TEXT NOT NULL, since INTEGER NOT NULL, expires_at INTEGER NOT NULL) WITHOUT ROWID""",
+owner TEXT NOT NULL, since INTEGER NOT NULL, expires_at INTEGER NOT NULL,
+wanted_until INTEGER NOT NULL DEFAULT 0) WITHOUT ROWID""",
     "CREATE INDEX IF NOT EXISTS dlock_lease_expires_at ON dlock_lease (expires_at)",
     "CREATE INDEX IF NOT EXISTS dlock_lease_token ON dlock_lease (token)",
 )

@@ -7,21 +7,22 @@ from __future__ import annotations
 
 from typing import Final
 
-from dlock_core.backends.table.dialect import Dialect, listing, other
+from dlock_core.backends.table.dialect import Dialect, listing, look, note, other
 
 __all__ = ["MARIADB", "MYSQL"]
 
 # Not UNIX_TIMESTAMP(NOW(6)): the hour that the end of summer time repeats would be one.
 _NOW: Final = "TIMESTAMPDIFF(MICROSECOND, '1970-01-01', UTC_TIMESTAMP(6))"
+_FREE: Final = f"expires_at <= {_NOW} AND (wanted_until <= {_NOW} OR NOT :newcomer)"
 _TAKE: Final = f"""\
 INSERT INTO dlock_lease (name, token, holder, owner, since, expires_at, wanted_until)
 VALUES (:name, GREATEST(:floor + 1, {_NOW}), :holder, :owner, {_NOW}, {_NOW} + :ttl, 0)
 ON DUPLICATE KEY UPDATE
-token = IF(expires_at <= {_NOW} OR (holder = VALUES(holder) AND token <= :floor),
+token = IF({_FREE} OR (holder = VALUES(holder) AND token <= :floor),
 GREATEST(token + 1, VALUES(token)), token),
-owner = IF(expires_at <= {_NOW}, VALUES(owner), owner),
-since = IF(expires_at <= {_NOW}, VALUES(since), since),
-holder = IF(expires_at <= {_NOW}, VALUES(holder), holder),
+owner = IF({_FREE}, VALUES(owner), owner),
+since = IF({_FREE}, VALUES(since), since),
+holder = IF({_FREE}, VALUES(holder), holder),
 expires_at = IF(holder = VALUES(holder), VALUES(expires_at), expires_at)"""  # noqa: S608
 _ANSWER: Final = f"holder = :holder, token, expires_at - {_NOW}, owner"
 _END: Final = f"""\
@@ -34,7 +35,8 @@ ON l.name = r.name AND l.holder = r.holder"""
 
 MYSQL: Final = Dialect(
     take=(_TAKE, f"SELECT {_ANSWER} FROM dlock_lease WHERE name = :name"),  # noqa: S608
-    look=f"SELECT expires_at - {_NOW} FROM dlock_lease WHERE name = :name",  # noqa: S608
+    look=look(_NOW),
+    note=note(_NOW),
     end=_END.format(which="holder = :holder"),
     force=_END.format(which="token = :token"),
     other=other(_NOW),
@@ -45,6 +47,7 @@ MYSQL: Final = Dialect(
 MARIADB: Final = Dialect(
     take=(f"{_TAKE}\nRETURNING {_ANSWER}",),
     look=MYSQL.look,
+    note=MYSQL.note,
     end=MYSQL.end,
     force=MYSQL.force,
     other=MYSQL.other,

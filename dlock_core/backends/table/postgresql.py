@@ -64,6 +64,7 @@ _HELD: Final = f'l.name = r.name COLLATE "C" AND l.holder = r.holder AND l.expir
 POSTGRESQL: Final = Dialect(
     take=(_TAKE, _MAKE),
     look=_LOOK,
+    note="",
     end=_END.format(which=f"holder = {_HOLDER}"),
     force=_END.format(which=f"token = {_TOKEN}"),
     other=other(_NOW).replace(":name", _NAME),

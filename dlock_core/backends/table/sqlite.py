@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from dlock_core.backends.table.dialect import Dialect, listing, other
+from dlock_core.backends.table.dialect import Dialect, listing, look, note, other
 
 __all__ = ["SQLITE"]
 
@@ -17,9 +17,8 @@ ON CONFLICT (name) DO UPDATE SET
 token = CASE WHEN l.expires_at > {_NOW} AND l.token > :floor THEN l.token ELSE max(l.token + 1, excluded.token) END,
 since = CASE WHEN l.expires_at > {_NOW} THEN l.since ELSE excluded.since END,
 holder = excluded.holder, owner = excluded.owner, expires_at = excluded.expires_at
-WHERE l.expires_at <= {_NOW} OR l.holder = excluded.holder
+WHERE (l.expires_at <= {_NOW} AND (l.wanted_until <= {_NOW} OR NOT :newcomer)) OR l.holder = excluded.holder
 RETURNING 1, token, 0, ''"""  # noqa: S608
-_LOOK: Final = f"SELECT expires_at - {_NOW} FROM dlock_lease WHERE name = :name"  # noqa: S608
 _END: Final = f"""\
 UPDATE dlock_lease SET holder = '', owner = '', expires_at = 0
 WHERE name = :name AND {{which}} AND expires_at > {_NOW} RETURNING 1"""  # noqa: S608
@@ -31,7 +30,8 @@ _HELD: Final = f"l.name = r.name AND l.holder = r.holder AND l.expires_at > {_NO
 
 SQLITE: Final = Dialect(
     take=(_TAKE, f"SELECT 0, token, expires_at - {_NOW}, owner FROM dlock_lease WHERE name = :name"),  # noqa: S608
-    look=_LOOK,
+    look=look(_NOW),
+    note=note(_NOW),
     end=_END.format(which="holder = :holder"),
     force=_END.format(which="token = :token"),
     other=other(_NOW),
