@@ -76,6 +76,7 @@ class Proxy:
         self.requests = 0
         self._faults: list[Fault] = []
         self._links: set[_Link] = set()
+        self._writers: list[asyncio.StreamWriter] = []
         self._loop = asyncio.new_event_loop()
         self._flow = asyncio.Event()
         self._listener: asyncio.Server | None = None
@@ -165,16 +166,23 @@ class Proxy:
         for task in mine:
             task.cancel()
         await asyncio.gather(*mine, return_exceptions=True)
-        await asyncio.sleep(0)  # transports are closed a turn after they are told
+        for writer in self._writers:
+            writer.transport.abort()
+        await asyncio.gather(*[writer.wait_closed() for writer in self._writers], return_exceptions=True)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         link = _Link(self, reader, writer)
+        self.knows(writer)
         self._links.add(link)
         try:
             await link.serve()
         finally:
             self._links.discard(link)
             link.close()
+
+    def knows(self, writer: asyncio.StreamWriter) -> None:
+        """Note a connection, which has to be closed at the end."""
+        self._writers.append(writer)
 
     async def flow(self) -> None:
         await self._flow.wait()
@@ -200,6 +208,7 @@ class _Link:
             await self.proxy.flow()
             server = await asyncio.open_connection(HOST, self.proxy.target)
             self.writers.append(server[1])
+            self.proxy.knows(server[1])
             pumps = [asyncio.ensure_future(self._requests(*server)), asyncio.ensure_future(self._replies(*server))]
             try:
                 await asyncio.wait(pumps, return_when=asyncio.FIRST_COMPLETED)

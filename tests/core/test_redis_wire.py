@@ -1,10 +1,12 @@
-"""What is sent to a Redis is the same whether or not hiredis is installed."""
+"""What is sent to a Redis is the same whether or not hiredis is installed; what is left alone ends with its loop."""
 
+import asyncio
 from typing import Any
 
 import pytest
 
 from dlock_core.backends.redis import wire
+from dlock_core.backends.redis.connections import AsyncioWire
 
 
 @pytest.mark.parametrize("command", [("PING",), ("SET", "clé:1", 30_000, b"\x00\r\n", "", 0.5)])
@@ -13,3 +15,25 @@ def test_commands_are_packed_alike_with_and_without_hiredis(command: Any, monkey
     fast = wire.packed([command, command])
     monkeypatch.setattr(wire, "_pack", wire._in_python)
     assert wire.packed([command, command]) == fast
+
+
+def test_request_that_was_left_alone_while_its_loop_ended_is_ended_with_it() -> None:
+    tasks = AsyncioWire(object)
+    left_alone: list[asyncio.Task[Any]] = []
+    left: list[asyncio.Task[Any]] = []
+
+    async def leave_one_when_cancelled(begun: asyncio.Event) -> None:
+        try:
+            begun.set()
+            await asyncio.Event().wait()
+        finally:
+            left.append(asyncio.ensure_future(asyncio.Event().wait()))
+            tasks.leave(left[0])
+
+    async def main() -> None:
+        begun = asyncio.Event()
+        left_alone.append(asyncio.ensure_future(leave_one_when_cancelled(begun)))
+        await begun.wait()
+
+    asyncio.run(main())
+    assert left[0].cancelled()

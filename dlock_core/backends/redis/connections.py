@@ -157,16 +157,29 @@ class AsyncioWire:
             idle.ending.__anext__().send(None)  # from now on the loop knows it, and closes it when it is shut down
         return idle
 
+    def leave(self, task: asyncio.Task[Any]) -> None:
+        """Let a request go on that nobody listens to any more: to its time limit, or the end of the loop."""
+        left = self._idle().left
+        left.add(task)
+        task.add_done_callback(left.discard)
+
     async def _until_shutdown(self, loop: asyncio.AbstractEventLoop, idle: _AsyncioIdle) -> AsyncGenerator[None, None]:
         try:
             yield
         finally:
             self._loops.pop(loop, None)
             idle.clear()
+            for task in idle.left:  # those that began while the loop's other tasks were being cancelled
+                task.cancel()
+            await asyncio.gather(*idle.left, return_exceptions=True)
 
 
 class _AsyncioIdle(Idle):
     ending: AsyncGenerator[None, None]
+
+    def __init__(self, connect: Callable[[], Any]) -> None:
+        super().__init__(connect)
+        self.left: set[asyncio.Task[Any]] = set()
 
     def _is_alive(self, connection: Any) -> bool:
         reader = connection._reader

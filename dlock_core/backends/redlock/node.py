@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
 
 from dlock_core.backends.redis import RedisBackend
 from dlock_core.backends.redis.clients import title
 from dlock_core.runtime import ASYNCIO, BLOCKING, clock
 
 if TYPE_CHECKING:
+    from dlock_core.backends.redis.connections import AsyncioWire
     from dlock_core.backends.redis.scripts import Script
     from dlock_core.backends.redis.wire import Command
 
@@ -26,7 +27,7 @@ class Node:
 
     def __init__(self, client: Any, prefix: str, timeout: float) -> None:
         self.backend = RedisBackend(client, prefix=prefix, timeout=timeout)
-        self.threads, self.tasks = self.backend.wire(BLOCKING), self.backend.wire(ASYNCIO)
+        self.threads, self.tasks = self.backend.wire(BLOCKING), cast("AsyncioWire", self.backend.wire(ASYNCIO))
         self.title = title(client)
         self.is_well = True
         """Whether it answered when it was last asked."""

@@ -17,9 +17,6 @@ if TYPE_CHECKING:
 
 __all__ = ["put"]
 
-_late: set[asyncio.Task[Any]] = set()
-"""What is still being said to nodes although nobody listens any more; each ends at its time limit."""
-
 
 async def put(runtime: Runtime, nodes: Sequence[Node], asked: Iterable[int], question: Question) -> list[Any]:
     """Give an answer for each node, None where none came."""
@@ -52,8 +49,7 @@ async def put(runtime: Runtime, nodes: Sequence[Node], asked: Iterable[int], que
 def _leave(task: asyncio.Task[Any], node: Node, connection: Any, question: Question) -> None:
     """Stop to listen to a node that is too slow."""
     if question.insists:
-        _late.add(task)
-        task.add_done_callback(_late.discard)
+        node.tasks.leave(task)
         return
     if question.undo is not None and connection._writer is not None:
         connection._writer.write(packed([question.undo]))
