@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
-from uuid import uuid4
 
 import pytest
 from django.core.management import call_command
@@ -58,11 +57,16 @@ def test_second_thread_waits_for_the_commit_of_the_first(
 
 def test_tokens_go_on_growing_when_the_table_was_emptied(table: TableBackend, database: str) -> None:
     """TransactionTestCase empties every table; a backup may be older than the fence."""
-    parts = "emptied", uuid4().hex  # the token of a name that others use may have been raised above the clock
-    with lock(*parts, using=database) as before:
+
+    def empty() -> None:
+        run(table.pool.step(BLOCKING, "", lambda session: session.execute("DELETE FROM dlock_lease")))
+
+    empty()  # of rows that other tests have raised above the clock
+    with lock("order", 42, using=database) as before:
         pass
-    run(table.pool.step(BLOCKING, "", lambda session: session.execute("DELETE FROM dlock_lease")))
-    with lock(*parts, using=database) as after:
+    sleep(0.001)  # the clock of SQLite counts milliseconds
+    empty()
+    with lock("order", 42, using=database) as after:
         assert after.token > before.token
 
 

@@ -651,7 +651,7 @@ def test_method_of_any_class(make_default, journal):
 def celery():
     from celery import Celery
 
-    app = Celery("tests", set_as_current=False)
+    app = Celery("tests", set_as_current=False, fixups=[])  # the one of Django makes it the default of the process
     app.conf.update(task_always_eager=True, task_eager_propagates=True)
     yield app
     app.close()

@@ -545,7 +545,7 @@ def test_taken_lock_is_answered_423_in_flask(flask, store):
 
 @pytest.fixture(scope="module")
 def celery():
-    app = Celery("tests", set_as_current=False)
+    app = Celery("tests", set_as_current=False, fixups=[])  # the one of Django makes it the default of the process
     app.conf.update(task_always_eager=True, task_eager_propagates=True)
     yield app
     app.close()
