@@ -11,7 +11,7 @@ import threading
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from dlock_core import engine, hooks, watchdog
+from dlock_core import attempt, engine, hooks, watchdog
 from dlock_core.deadline import Seconds, deadline, ttl_seconds, wait_seconds
 from dlock_core.errors import AlreadyHeld, BackendUnavailable
 from dlock_core.held import Held
@@ -48,7 +48,7 @@ async def acquire(runtime: Runtime, backend: Backend, requests: Sequence[Request
             one.ensure()
     except BaseException as error:
         _unwatch(held)
-        await engine.undo(runtime, _give_back(runtime, backend, held, requests[len(held) :]), error, until)
+        await attempt.undo(runtime, _give_back(runtime, backend, held, requests[len(held) :]), error, until)
         raise
     return held
 
@@ -74,7 +74,7 @@ async def at_once(runtime: Runtime, backend: Backend, requests: Sequence[Request
     try:
         granted = await backend.try_acquire_many(runtime, requests) or []
     except BackendUnavailable:
-        if runtime.now() > until + engine.SILENT:
+        if runtime.now() > until + attempt.SILENT:
             raise
         return []
     held = [Held(backend, *pair, sent, runtime.now) for pair in zip(requests, granted, strict=False)]

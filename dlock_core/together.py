@@ -11,7 +11,7 @@ from contextlib import AsyncExitStack, ExitStack
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from dlock_core import engine, many
+from dlock_core import attempt, many
 from dlock_core.deadline import Seconds, deadline, wait_seconds
 from dlock_core.holding import Blocks
 from dlock_core.runtime import clock
@@ -84,7 +84,7 @@ class TiedLocks:
                 tie.check()
         except BaseException as error:
             turns.leave()
-            await engine.undo(runtime, turns.give_back(), error, turns.until)
+            await attempt.undo(runtime, turns.give_back(), error, turns.until)
             raise
         return Leases(turns.leases[place] for place in range(len(self.locks)))
 
