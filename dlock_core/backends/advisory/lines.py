@@ -8,18 +8,20 @@ import select
 import threading
 from collections import deque
 from functools import partial
-from typing import TYPE_CHECKING, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from dlock_core.backends.sql import socket_of
 from dlock_core.errors import BackendUnavailable
 from dlock_core.runtime import BLOCKING, Asyncio, clock, run
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from dlock_core.backend import Request
     from dlock_core.backends.sql import Kept, Pool, Session
     from dlock_core.runtime import Runtime
+
+    Execute = Callable[[str, Mapping[str, Any]], list[tuple[Any, ...]]]
 
 __all__ = ["Line", "Lines", "Seat"]
 
@@ -34,10 +36,12 @@ TRUSTED: Final = 60.0
 class Line:
     """One connection, used by one step at a time: its holder's, or the watchdog's."""
 
-    def __init__(self, kept: Kept, number: int) -> None:
+    def __init__(self, kept: Kept, session: Session, number: int) -> None:
         self.kept, self.number = kept, number
         """The number is the session's at the server."""
-        self.has_ended = _ended(kept.session)
+        self.execute = _short(session)
+        """Runs statements that wait for nobody, and come again and again, as `Session.execute` does."""
+        self.has_ended = _ended(session)
         """Says whether the server has ended the session; to be asked while the line is open and nobody else uses it."""
         self.idle_limit = 0.0
         """Seconds of silence after which the server ends the session, as far as it was told."""
@@ -132,7 +136,7 @@ class Lines:
     async def _new(self, runtime: Runtime, name: str) -> Line:
         kept = await self.pool.dedicated(runtime, name)
         try:
-            return Line(kept, await kept.step(runtime, name, lambda session: self._introduce(session, name)))
+            return await kept.step(runtime, name, lambda session: Line(kept, session, self._introduce(session, name)))
         except BaseException:
             await runtime.shield(kept.close(runtime))
             raise
@@ -146,12 +150,21 @@ class Lines:
         return None
 
 
-def _ended(session: Session | None) -> Callable[[], object]:
+def _short(session: Session) -> Execute:
+    driver = session.driver
+    if hasattr(driver, "pgconn") and not hasattr(driver, "__aenter__"):
+        from dlock_core.backends.advisory.libpq import Libpq
+
+        return Libpq(driver.pgconn).execute
+    return session.execute
+
+
+def _ended(session: Session) -> Callable[[], object]:
     """Give what says whether an idle session has ended: there is nothing else to read from it.
 
     Some drivers of asyncio cannot tell.
     """
-    driver = None if session is None else session.driver
+    driver = session.driver
     number = socket_of(driver)
     if number < 0:
         return getattr(driver, "is_closed", bool)

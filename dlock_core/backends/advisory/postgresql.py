@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 from dlock_core.backends.advisory import statements
 from dlock_core.backends.advisory.labels import comment, label_of
@@ -21,9 +21,6 @@ if TYPE_CHECKING:
 
 __all__ = ["PostgreSQL"]
 
-PREPARED: Final = 5
-"""So many times psycopg 3 sends a statement before it has it prepared."""
-
 
 class PostgreSQL:
     """One database."""
@@ -40,8 +37,6 @@ class PostgreSQL:
             raise BackendUnavailable(name, reason="a standby's locks exclude nobody: use the primary", refused=True)
         if known:
             raise _behind_pooler(name)
-        if getattr(session.driver, "prepare_threshold", PREPARED) is None:  # Django's way, because of poolers
-            session.driver.prepare_threshold = PREPARED
         return int(number)
 
     def lock(self, session: Session, line: Line, request: Request, seconds: float | None) -> int:
@@ -55,11 +50,12 @@ class PostgreSQL:
             "least": request.floor + 1,
             "ttl": _milliseconds(request.ttl),
         }
+        execute = line.execute
         if seconds is not None:
             params["milliseconds"] = _milliseconds(seconds)
-            statement = f"{comment(request)}\n{statement}"  # else the same text each time: it is prepared only once
+            statement, execute = f"{comment(request)}\n{statement}", session.execute
         try:
-            rows = session.execute(statement, params)
+            rows = execute(statement, params)
         except self._errors as error:
             if classify(error) is Trouble.LOCK_TIMEOUT:
                 return 0
@@ -79,7 +75,7 @@ class PostgreSQL:
     def unlock(self, session: Session, line: Line, request: Request) -> bool:
         """End the lock; False when this session did not hold it."""
         params = {"key": label_of(request.name, self._prefix).key}
-        ((was_ours, *_),) = session.execute(statements.UNLOCK[request.shared], params)
+        ((was_ours, *_),) = line.execute(statements.UNLOCK[request.shared], params)
         return bool(was_ours)
 
     async def end(self, runtime: Runtime, name: str, number: int) -> None:

@@ -1,0 +1,81 @@
+"""Short statements through libpq: what they answer, what they raise, and who can end them."""
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+
+import psycopg
+import pytest
+
+from dlock_core.backends.advisory.libpq import Libpq
+from tests import settings
+from tests.faults.looking import until
+
+DSN = settings.DATABASES["postgresql"]
+
+
+@pytest.fixture
+def connection(postgresql: object) -> Iterator[psycopg.Connection]:
+    where = {"host": DSN["HOST"], "port": DSN["PORT"], "user": DSN["USER"], "dbname": DSN["NAME"]}
+    with psycopg.connect(**where, autocommit=True) as made:
+        yield made
+
+
+@pytest.mark.parametrize(
+    "expression",
+    ["true", "false", "NULL", "-7", "2::smallint", "9223372036854775807", "'order 42'", "1795269526.5::float8", "''"],
+)
+def test_statement_answers_what_a_cursor_answers_every_time(connection, expression):
+    sql = f"SELECT {expression} AS a, 1 AS b UNION ALL SELECT {expression}, 2 ORDER BY b"
+    expected = connection.execute(sql).fetchall()
+    session = Libpq(connection.pgconn)
+    assert [session.execute(sql, {}) for _ in range(3)] == [expected] * 3
+
+
+def test_parameters_go_where_their_names_are(connection):
+    session = Libpq(connection.pgconn)
+    sql = "SELECT CAST(:b AS bigint) - CAST(:a AS bigint), 'a'::text || :text, CAST(:a AS bigint)"
+    for a, b in ((1, 44), (2**62, -1)):
+        assert session.execute(sql, {"text": "%s :x '\\", "a": a, "b": b}) == [(b - a, "a%s :x '\\", a)]
+
+
+def test_error_of_the_server_is_psycopgs_and_the_next_statement_is_answered(connection):
+    session = Libpq(connection.pgconn)
+    for _ in range(2):
+        with pytest.raises(psycopg.errors.DivisionByZero, match="division by zero") as refused:
+            session.execute("SELECT 1 / CAST(:a AS integer)", {"a": 0})
+        assert refused.value.sqlstate == "22012"
+        with pytest.raises(psycopg.errors.UndefinedColumn):
+            session.execute("SELECT nothing", {})
+        assert session.execute("SELECT 1 / CAST(:a AS integer)", {"a": 1}) == [(1,)]
+
+
+def test_session_that_was_ended_raises_psycopgs_error(connection, postgresql):
+    session = Libpq(connection.pgconn)
+    session.execute("SELECT pg_backend_pid()", {})
+    with psycopg.connect(connection.info.dsn, autocommit=True) as other:
+        other.execute("SELECT pg_terminate_backend(%s, 10000)", [connection.info.backend_pid])
+    with pytest.raises(psycopg.OperationalError):
+        session.execute("SELECT pg_backend_pid()", {})
+
+
+def test_signal_ends_a_statement_that_takes_long(connection):
+    number = connection.info.backend_pid
+    watching = psycopg.connect(connection.info.dsn, autocommit=True)
+
+    def interrupt() -> None:
+        sleeping = "SELECT 1 FROM pg_stat_activity WHERE pid = %s AND wait_event = 'PgSleep'"
+        until(lambda: watching.execute(sleeping, [number]).fetchone())
+        os.kill(os.getpid(), signal.SIGINT)
+
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # which background jobs do not have
+    killer = threading.Thread(target=interrupt)
+    killer.start()
+    with pytest.raises(KeyboardInterrupt):
+        Libpq(connection.pgconn).execute("SELECT pg_sleep(3600)", {})
+    killer.join()
+    signal.signal(signal.SIGINT, before)
+    connection.close()
+    watching.execute("SELECT pg_terminate_backend(%s)", [number])
+    watching.close()
