@@ -66,8 +66,6 @@ class DjangoConnector:
     def _open(self) -> Session:
         settings = connections.settings[self.alias]  # now: tests give it the name of another database
         options = {key: value for key, value in settings["OPTIONS"].items() if key != "pool"}
-        if self.vendor == "postgresql":
-            options["server_side_binding"] = True  # psycopg 3 prepares no statement that has its values in it
         wrapper = self._kind({**settings, "OPTIONS": options, "AUTOCOMMIT": True}, f"{self.alias} (dlock)")
         wrapper.inc_thread_sharing()
         wrapper.connect()
