@@ -1,8 +1,12 @@
 """Look at a store over a good network."""
 
+import os
+import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
+import pytest
 import redis
 
 from dlock_core.backends.redis import RedisBackend
@@ -40,3 +44,20 @@ def until(condition: Callable[[], object]) -> None:
             return
         threading.Event().wait(0.01)
     raise TimeoutError(f"did not happen within {WITHIN} s")
+
+
+@contextmanager
+def interrupted(condition: Callable[[], object]) -> Iterator[None]:
+    """A real Ctrl-C ends the block, once the condition holds."""
+
+    def interrupt() -> None:
+        until(condition)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # which background jobs do not have
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    with pytest.raises(KeyboardInterrupt):
+        yield
+    thread.join()
+    signal.signal(signal.SIGINT, before)

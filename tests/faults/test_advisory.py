@@ -19,6 +19,7 @@ from dlock_core.testing.contract.observed import WITHIN
 from sqla_dlock.backends.advisory import from_engine
 from tests import servers, settings
 from tests.advisory_stores import made, sessions
+from tests.faults.looking import interrupted, until
 from tests.processes import Link, worker
 from tests.proxy import Proxy
 
@@ -109,6 +110,18 @@ async def test_waiter_that_is_cancelled_leaves_the_holder_alone(store, alias):
     assert not run(store.inspect(BLOCKING, name))[0].waiters
     holder.renew()
     assert holder.release() is Released.RELEASED
+    other.close()
+
+
+@pytest.mark.parametrize("store", ["postgresql", "psycopg", "pymysql"], indirect=True)
+def test_interrupted_waiter_leaves_its_place_and_the_holder_alone(store, alias):
+    """A real Ctrl-C, while the server makes it wait."""
+    holder, other = Lock(store, NAME).acquire(), made(alias, session=True)
+    with interrupted(lambda: run(store.inspect(BLOCKING, NAME))[0].waiters):
+        Lock(other, NAME, wait=None).acquire()
+    until(lambda: not run(store.inspect(BLOCKING, NAME))[0].waiters)
+    assert holder.release() is Released.RELEASED
+    Lock(store, NAME, wait=0).acquire().release()
     other.close()
 
 

@@ -1,8 +1,6 @@
 """A task cancelled at any of its awaits, a thread interrupted at any of its reads: no grant and no place is left."""
 
 import asyncio
-import os
-import signal
 import threading
 import types
 from collections.abc import Callable, Coroutine, Generator
@@ -13,7 +11,7 @@ import redis
 
 from dlock_core import AsyncLock, Lock
 from dlock_core.backends.redis import RedisBackend, connections
-from tests.faults.looking import holders, is_untouched, until, waiters
+from tests.faults.looking import holders, interrupted, is_untouched, until, waiters
 from tests.servers import Server
 
 FOR_EVER = 200
@@ -253,17 +251,8 @@ def test_interrupted_waiter_leaves_its_place_and_the_lock_alone(store: RedisBack
     thread.start()
     thread.join()
 
-    def interrupt() -> None:
-        until(lambda: waiters(direct, "a"))
-        os.kill(os.getpid(), signal.SIGINT)
-
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # which background jobs do not have
-    killer = threading.Thread(target=interrupt)
-    killer.start()
-    with pytest.raises(KeyboardInterrupt):
+    with interrupted(lambda: waiters(direct, "a")):
         Lock(store, "a", wait=None).acquire()
-    killer.join()
-    signal.signal(signal.SIGINT, before)
     assert waiters(direct, "a") == []
     assert holders(direct, "a") == [leases[0].holder]
     leases[0].release()

@@ -1,8 +1,5 @@
-"""Short statements through libpq: what they answer, what they raise, and who can end them."""
+"""Statements through libpq: what they answer, what they raise, and who can end them."""
 
-import os
-import signal
-import threading
 from collections.abc import Iterator
 
 import psycopg
@@ -10,7 +7,7 @@ import pytest
 
 from dlock_core.backends.advisory.libpq import Libpq
 from tests import settings
-from tests.faults.looking import until
+from tests.faults.looking import interrupted
 
 DSN = settings.DATABASES["postgresql"]
 
@@ -30,25 +27,26 @@ def test_statement_answers_what_a_cursor_answers_every_time(connection, expressi
     sql = f"SELECT {expression} AS a, 1 AS b UNION ALL SELECT {expression}, 2 ORDER BY b"
     expected = connection.execute(sql).fetchall()
     session = Libpq(connection.pgconn)
-    assert [session.execute(sql, {}) for _ in range(3)] == [expected] * 3
+    assert session.execute(sql, {}) == expected
+    assert [session.prepared(sql, {}) for _ in range(2)] == [expected] * 2
 
 
 def test_parameters_go_where_their_names_are(connection):
     session = Libpq(connection.pgconn)
     sql = "SELECT CAST(:b AS bigint) - CAST(:a AS bigint), 'a'::text || :text, CAST(:a AS bigint)"
-    for a, b in ((1, 44), (2**62, -1)):
-        assert session.execute(sql, {"text": "%s :x '\\", "a": a, "b": b}) == [(b - a, "a%s :x '\\", a)]
+    for run, a, b in ((session.execute, 1, 44), (session.prepared, 2**62, -1), (session.prepared, -1, 0)):
+        assert run(sql, {"text": "%s :x '\\", "a": a, "b": b}) == [(b - a, "a%s :x '\\", a)]
 
 
 def test_error_of_the_server_is_psycopgs_and_the_next_statement_is_answered(connection):
     session = Libpq(connection.pgconn)
-    for _ in range(2):
+    for run in (session.execute, session.prepared, session.prepared):
         with pytest.raises(psycopg.errors.DivisionByZero, match="division by zero") as refused:
-            session.execute("SELECT 1 / CAST(:a AS integer)", {"a": 0})
+            run("SELECT 1 / CAST(:a AS integer)", {"a": 0})
         assert refused.value.sqlstate == "22012"
         with pytest.raises(psycopg.errors.UndefinedColumn):
-            session.execute("SELECT nothing", {})
-        assert session.execute("SELECT 1 / CAST(:a AS integer)", {"a": 1}) == [(1,)]
+            run("SELECT nothing", {})
+        assert run("SELECT 1 / CAST(:a AS integer)", {"a": 1}) == [(1,)]
 
 
 def test_session_that_was_ended_raises_psycopgs_error(connection, postgresql):
@@ -64,18 +62,9 @@ def test_signal_ends_a_statement_that_takes_long(connection):
     number = connection.info.backend_pid
     watching = psycopg.connect(connection.info.dsn, autocommit=True)
 
-    def interrupt() -> None:
-        sleeping = "SELECT 1 FROM pg_stat_activity WHERE pid = %s AND wait_event = 'PgSleep'"
-        until(lambda: watching.execute(sleeping, [number]).fetchone())
-        os.kill(os.getpid(), signal.SIGINT)
-
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # which background jobs do not have
-    killer = threading.Thread(target=interrupt)
-    killer.start()
-    with pytest.raises(KeyboardInterrupt):
+    sleeping = "SELECT 1 FROM pg_stat_activity WHERE pid = %s AND wait_event = 'PgSleep'"
+    with interrupted(lambda: watching.execute(sleeping, [number]).fetchone()):
         Libpq(connection.pgconn).execute("SELECT pg_sleep(3600)", {})
-    killer.join()
-    signal.signal(signal.SIGINT, before)
     connection.close()
     watching.execute("SELECT pg_terminate_backend(%s)", [number])
     watching.close()

@@ -1,4 +1,4 @@
-"""Short statements, prepared, through libpq itself, on psycopg 3's connections: its cursors cost more than the lock.
+"""Statements through libpq itself, on connections of ours that psycopg 3 made: its cursors cost more than the lock.
 
 The session is the same, and so are the errors. (psycopg documents `pq` for such use.)
 """
@@ -39,8 +39,14 @@ class Libpq:
     def execute(self, sql: str, params: Mapping[str, Any]) -> list[tuple[Any, ...]]:
         """Run a statement with `:name` parameters, and give its rows; raises what psycopg raises."""
         text, order = _numbered(sql)
+        self._pgconn.send_query_params(text, _values(params, order))
+        return _rows(self._answer())
+
+    def prepared(self, sql: str, params: Mapping[str, Any]) -> list[tuple[Any, ...]]:
+        """The same for a statement that comes again and again."""
+        text, order = _numbered(sql)
         name = self._names.get(sql) or self._prepare(sql, text)
-        self._pgconn.send_query_prepared(name, [str(params[each]).encode() for each in order])
+        self._pgconn.send_query_prepared(name, _values(params, order))
         return _rows(self._answer())
 
     def _prepare(self, sql: str, text: bytes) -> bytes:
@@ -66,6 +72,10 @@ class Libpq:
             self._arrived.poll()
             self._pgconn.consume_input()
         return self._pgconn.get_result()
+
+
+def _values(params: Mapping[str, Any], order: tuple[str, ...]) -> list[bytes]:
+    return [str(params[name]).encode() for name in order]
 
 
 def _rows(result: PGresult) -> list[tuple[Any, ...]]:

@@ -39,8 +39,9 @@ class Line:
     def __init__(self, kept: Kept, session: Session, number: int) -> None:
         self.kept, self.number = kept, number
         """The number is the session's at the server."""
-        self.execute = _short(session)
-        """Runs statements that wait for nobody, and come again and again, as `Session.execute` does."""
+        self.vendor = session.vendor
+        self.execute, self.prepared = _ways(session)
+        """Run a statement as `Session.execute` does; `prepared` those that come again and again."""
         self.has_ended = _ended(session)
         """Says whether the server has ended the session; to be asked while the line is open and nobody else uses it."""
         self.idle_limit = 0.0
@@ -150,13 +151,14 @@ class Lines:
         return None
 
 
-def _short(session: Session) -> Execute:
+def _ways(session: Session) -> tuple[Execute, Execute]:
     driver = session.driver
     if hasattr(driver, "pgconn") and not hasattr(driver, "__aenter__"):
         from dlock_core.backends.advisory.libpq import Libpq
 
-        return Libpq(driver.pgconn).execute
-    return session.execute
+        libpq = Libpq(driver.pgconn)
+        return libpq.execute, libpq.prepared
+    return session.execute, session.execute
 
 
 def _ended(session: Session) -> Callable[[], object]:

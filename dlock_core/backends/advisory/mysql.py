@@ -51,27 +51,27 @@ class MySQL:
         ((number,),) = session.execute("SELECT CONNECTION_ID()")
         return int(number)
 
-    def lock(self, session: Session, line: Line, request: Request, seconds: float | None) -> int:
+    def lock(self, line: Line, request: Request, seconds: float | None) -> int:
         """Try, or wait for so many seconds; give the token, 0 where others hold the lock."""
-        self._limit(session, line, request.ttl)
+        self._limit(line, request.ttl)
         wait = seconds or 0.0
         params = {
             "word": word_of(request.name, self._prefix),
-            "seconds": wait if session.vendor == "mariadb" else math.ceil(wait),
+            "seconds": wait if line.vendor == "mariadb" else math.ceil(wait),
             "floor": request.floor,
         }
-        ((token,),) = session.execute(f"{comment(request)}\n{_LOCK}", params)
+        ((token,),) = line.execute(f"{comment(request)}\n{_LOCK}", params)
         return int(token or 0)
 
-    def prove(self, session: Session, line: Line, request: Request, token: int) -> bool:
+    def prove(self, line: Line, request: Request, token: int) -> bool:
         """Have the server wait another ttl for us; False when this session does not hold the lock."""
-        self._limit(session, line, request.ttl)
-        ((is_ours,),) = session.execute(_PROVE, {"word": word_of(request.name, self._prefix)})
+        self._limit(line, request.ttl)
+        ((is_ours,),) = line.execute(_PROVE, {"word": word_of(request.name, self._prefix)})
         return bool(is_ours)
 
-    def unlock(self, session: Session, line: Line, request: Request) -> bool:
+    def unlock(self, line: Line, request: Request) -> bool:
         """End the lock; False when this session did not hold it."""
-        ((was_ours,),) = session.execute(_UNLOCK, {"word": word_of(request.name, self._prefix)})
+        ((was_ours,),) = line.execute(_UNLOCK, {"word": word_of(request.name, self._prefix)})
         return bool(was_ours)
 
     async def is_held(self, runtime: Runtime, name: str) -> bool:
@@ -120,9 +120,9 @@ class MySQL:
         await self._kill(runtime, name, number)
         return True
 
-    def _limit(self, session: Session, line: Line, ttl: float) -> None:
+    def _limit(self, line: Line, ttl: float) -> None:
         if line.idle_limit != ttl:
-            session.execute(_IDLE_LIMIT, {"seconds": math.ceil(ttl)})
+            line.execute(_IDLE_LIMIT, {"seconds": math.ceil(ttl)})
             line.idle_limit = ttl
 
     async def _shown(self, runtime: Runtime, name: str, ours: Sequence[Seat]) -> Holder | None:

@@ -39,7 +39,7 @@ class PostgreSQL:
             raise _behind_pooler(name)
         return int(number)
 
-    def lock(self, session: Session, line: Line, request: Request, seconds: float | None) -> int:
+    def lock(self, line: Line, request: Request, seconds: float | None) -> int:
         """Try, or wait for so many seconds; give the token, 0 where others hold the lock."""
         label = label_of(request.name, self._prefix)
         statement = (statements.TRY_SESSION if seconds is None else statements.WAIT_SESSION)[request.shared]
@@ -50,12 +50,12 @@ class PostgreSQL:
             "least": request.floor + 1,
             "ttl": _milliseconds(request.ttl),
         }
-        execute = line.execute
+        run = line.prepared
         if seconds is not None:
             params["milliseconds"] = _milliseconds(seconds)
-            statement, execute = f"{comment(request)}\n{statement}", session.execute
+            run, statement = line.execute, f"{comment(request)}\n{statement}"
         try:
-            rows = execute(statement, params)
+            rows = run(statement, params)
         except self._errors as error:
             if classify(error) is Trouble.LOCK_TIMEOUT:
                 return 0
@@ -65,17 +65,17 @@ class PostgreSQL:
             raise _behind_pooler(request.name)
         return 0 if text is None else label.token_in(text)
 
-    def prove(self, session: Session, line: Line, request: Request, token: int) -> bool:
+    def prove(self, line: Line, request: Request, token: int) -> bool:
         """Have the server wait another ttl for us; False when the session is not the one that took the lock."""
         label = f"{self._prefix}{token}#{request.name}"
         params = {"label": label, "ttl": _milliseconds(request.ttl)}
-        ((number, *_),) = session.execute(f"{comment(request)}\n{statements.PROVE}", params)
+        ((number, *_),) = line.execute(f"{comment(request)}\n{statements.PROVE}", params)
         return bool(number == line.number)
 
-    def unlock(self, session: Session, line: Line, request: Request) -> bool:
+    def unlock(self, line: Line, request: Request) -> bool:
         """End the lock; False when this session did not hold it."""
         params = {"key": label_of(request.name, self._prefix).key}
-        ((was_ours, *_),) = line.execute(statements.UNLOCK[request.shared], params)
+        ((was_ours, *_),) = line.prepared(statements.UNLOCK[request.shared], params)
         return bool(was_ours)
 
     async def end(self, runtime: Runtime, name: str, number: int) -> None:

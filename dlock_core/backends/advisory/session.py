@@ -127,8 +127,8 @@ class SessionBackend:
         floor = self._floors.get(request.name, 0)
         terms = request._replace(floor=floor) if floor > request.floor else request
 
-        def ask(session: Session) -> None:  # whoever is cancelled meanwhile finds the token there
-            seat.token = self._server.lock(session, seat.line, terms, seconds)
+        def ask(_: Session) -> None:  # whoever is cancelled meanwhile finds the token there
+            seat.token = self._server.lock(seat.line, terms, seconds)
 
         sent = clock()
         if seconds is None:
@@ -162,9 +162,9 @@ class SessionBackend:
         if seat is None or not seat.token:
             return None
 
-        def prove(session: Session) -> bool:
+        def prove(_: Session) -> bool:
             is_ours = self._seats.get(request.holder) is seat  # else it was released, and the line may be another's
-            return is_ours and self._server.prove(session, seat.line, request, seat.token)
+            return is_ours and self._server.prove(seat.line, request, seat.token)
 
         with suppress(BackendUnavailable):
             if await seat.line.step(runtime, request.name, prove, limit):
@@ -175,9 +175,9 @@ class SessionBackend:
         return None
 
     async def _unlock(self, runtime: Runtime, seat: Seat) -> bool:
-        def unlock(session: Session) -> bool:
+        def unlock(_: Session) -> bool:
             seat.line.had_ended = bool(seat.line.has_ended())
-            return self._server.unlock(session, seat.line, seat.request)
+            return self._server.unlock(seat.line, seat.request)
 
         return await seat.line.step(runtime, seat.request.name, unlock)
 
