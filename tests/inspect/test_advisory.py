@@ -35,7 +35,7 @@ def look(stores, engine, kind):
                 assert not found.unreadable
                 return found.entries
             assert time.monotonic() < give_up, found.as_dict()
-            time.sleep(0.05)
+            time.sleep(0.2)  # see conftest
 
 
 @pytest.mark.parametrize("database", ["postgresql", "mariadb"], indirect=True)
