@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-from contextlib import closing, suppress
+from contextlib import suppress
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Final
 
 from django.db import Error, connections
 
-from dlock_core.backends.sql import Pool, in_threads, read_in_thread, shut, socket_of, within
+from dlock_core.backends.sql import Pool, cursor_of, in_threads, read_in_thread, shut, socket_of, within
 from dlock_core.backends.sql.sqlite import SQLiteConnector
 
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ class DjangoSession:
         self._socket = socket_of(self.driver)
 
     def execute(self, sql: str, params: Mapping[str, Any] = {}) -> list[tuple[Any, ...]]:
-        with closing(self.driver.cursor()) as cursor:
+        with cursor_of(self.driver) as cursor:
             cursor.execute(_pyformat(sql), params)
             self._changed = cursor.rowcount
             return list(map(tuple, cursor.fetchall())) if cursor.description else []

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from contextlib import closing, suppress
+from contextlib import suppress
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, Final
 
 from sqlalchemy import Engine, text
 from sqlalchemy.exc import SQLAlchemyError
 
-from dlock_core.backends.sql import Pool, in_threads, notifications, read_in_thread, shut, socket_of, within
+from dlock_core.backends.sql import Pool, cursor_of, in_threads, notifications, read_in_thread, shut, socket_of, within
 from dlock_core.backends.sql.sqlite import SQLiteConnector, file_of
 from sqla_dlock.backends.loops import Loop
 from sqla_dlock.greenlets import await_
@@ -105,7 +105,7 @@ class EngineSession:
         self.vendor = "mariadb" if getattr(dialect, "is_mariadb", False) else dialect.name
 
     def execute(self, sql: str, params: Mapping[str, Any] = {}) -> list[tuple[Any, ...]]:
-        with closing(self._connection.cursor()) as cursor:
+        with cursor_of(self._connection) as cursor:
             cursor.execute(*as_driver_takes(sql, params, self._dialect))
             self._changed = cursor.rowcount
             return list(map(tuple, cursor.fetchall())) if cursor.description else []

@@ -11,6 +11,7 @@ import pytest
 from sqlalchemy import create_engine
 
 from dlock_core.backend import Renewal
+from dlock_core.backends.advisory import session
 from dlock_core.errors import BackendUnavailable, LeaseLost
 from dlock_core.lease import Released
 from dlock_core.lock import AsyncLock, Lock
@@ -113,9 +114,10 @@ async def test_waiter_that_is_cancelled_leaves_the_holder_alone(store, alias):
     other.close()
 
 
-@pytest.mark.parametrize("store", ["postgresql", "psycopg", "pymysql"], indirect=True)
-def test_interrupted_waiter_leaves_its_place_and_the_holder_alone(store, alias):
-    """A real Ctrl-C, while the server makes it wait."""
+@pytest.mark.parametrize("store", ["postgresql", "psycopg", "pymysql", "mariadb"], indirect=True)
+def test_interrupted_waiter_leaves_its_place_and_the_holder_alone(store, alias, monkeypatch):
+    """A real Ctrl-C, while the server makes it wait; mysqlclient hears of it when its statement has ended."""
+    monkeypatch.setattr(session, "LONGEST", 1.0)
     holder, other = Lock(store, NAME).acquire(), made(alias, session=True)
     with interrupted(lambda: run(store.inspect(BLOCKING, NAME))[0].waiters):
         Lock(other, NAME, wait=None).acquire()

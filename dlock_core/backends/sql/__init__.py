@@ -9,6 +9,7 @@ whoever waits for it: it runs in the caller's thread, in a thread for a task, or
     await kept.step(runtime, name, step); await kept.close(runtime)
 """
 
+from dlock_core.backends.sql.cursors import cursor_of
 from dlock_core.backends.sql.limits import shut, socket_of
 from dlock_core.backends.sql.listening import notifications, read_in_thread
 from dlock_core.backends.sql.pool import Kept, Pool
@@ -20,6 +21,7 @@ __all__ = [
     "Kept",
     "Pool",
     "Session",
+    "cursor_of",
     "finished",
     "in_threads",
     "notifications",
