@@ -98,6 +98,8 @@ def _free(scheme: str, taken: dict[str, str]) -> str:
 def _made(factory: Callable[..., Any], url: str, option: str, **options: Any) -> Any:
     try:
         return factory(url, **options)
+    except WrongUrl:
+        raise
     except Exception as error:  # noqa: BLE001 - drivers and third-party stores raise what they like
         reason = str(error)
         if tells_secret(reason, url):
@@ -110,7 +112,7 @@ def _database(url: str, alias: str) -> Database:
     factories = {point.name: point for point in entry_points(group="dlock.databases")}
     if scheme not in factories:
         known = ", ".join(f"{name}://" for name in sorted(factories)) or "none, install dlock-orm[sqlalchemy]"
-        raise LookupError(f"no database for the URL scheme {scheme!r}: {known}")
+        raise WrongUrl(f"{DATABASE}: no database for the URL scheme {scheme!r}: {known}")
     try:
         found: Database = factories[scheme].load()(url, alias)
     except ModuleNotFoundError as error:

@@ -41,6 +41,7 @@ def test_stores_are_closed_in_the_end(monkeypatch):
         (("--store", "a=memory://", "--store", "a=memory://"), "alias 'a' is given twice"),
         (("--store", "mongodb://h"), "no lock store for the URL scheme 'mongodb'"),
         (("--database", "mongodb://h"), "no database for the URL scheme 'mongodb'"),
+        (("--database", "postgres://postgres@h/db"), "scheme 'postgres': mariadb://, mysql://, postgresql://"),
         (("--database", "postgresql+nothing://h/db"), "nothing"),
         (("--format", "xml"), "'xml' is not one of"),
     ],
