@@ -676,3 +676,24 @@ def test_many_waiters_get_the_lock_one_after_the_other_without_a_pause(direct: R
         thread.join(2 * WITHIN)
     assert len(done) == 200
     assert done == sorted(set(done))
+
+
+def test_task_that_is_cancelled_before_the_nodes_are_asked_keeps_no_connection(backend: RedlockBackend) -> None:
+    """As at the end of a loop, which cancels every task at once."""
+
+    async def main() -> None:
+        await (await AsyncLock(backend, "a").acquire()).release()
+        wires = [node.tasks._idle() for node in backend._nodes.all]
+        free = [connection for wire in wires for connection in wire._free]
+        assert len(free) == len(wires)
+        asking = asyncio.ensure_future(AsyncLock(backend, "a", wait=0).acquire())
+        while len(asyncio.all_tasks()) < 2 + len(wires):
+            await asyncio.sleep(0)
+        for task in asyncio.all_tasks() - {asyncio.current_task()}:
+            task.cancel()
+        await asyncio.wait([asking])
+        assert asking.cancelled()
+        known = {id(connection) for wire in wires for connection in wire._free}
+        assert [connection for connection in free if connection.is_connected and id(connection) not in known] == []
+
+    asyncio.run(main())

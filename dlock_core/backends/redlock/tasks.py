@@ -21,12 +21,9 @@ __all__ = ["put"]
 async def put(runtime: Runtime, nodes: Sequence[Node], asked: Iterable[int], question: Question) -> list[Any]:
     """Give an answer for each node, None where none came."""
     answers: list[Any] = [None] * len(nodes)
-    connections = {place: nodes[place].tasks.checkout() for place in asked}
+    carriers: list[Any] = [None] * len(nodes)
     data = packed([question.command])
-    pending = {
-        asyncio.ensure_future(_ask(runtime, nodes[place], connection, question, data)): place
-        for place, connection in connections.items()
-    }
+    pending = {asyncio.ensure_future(_ask(runtime, nodes, place, carriers, question, data)): place for place in asked}
     until, decided = runtime.now() + question.limit, False
     try:
         while pending:
@@ -42,24 +39,28 @@ async def put(runtime: Runtime, nodes: Sequence[Node], asked: Iterable[int], que
         for task, place in pending.items():
             if not task.done():  # else its connection is somebody else's by now
                 nodes[place].fail()
-                _leave(task, nodes[place], connections[place], question)
+                _leave(task, nodes[place], carriers[place], question)
     return answers
 
 
-def _leave(task: asyncio.Task[Any], node: Node, connection: Any, question: Question) -> None:
+def _leave(task: asyncio.Task[Any], node: Node, carrier: Any, question: Question) -> None:
     """Stop to listen to a node that is too slow."""
     if question.insists:
         node.tasks.leave(task)
         return
-    if question.undo is not None and connection._writer is not None:
-        connection._writer.write(packed([question.undo]))
-    task.cancel()  # its connection is closed, also when it had not begun: what it carries shall not linger
-    task.add_done_callback(lambda ended: node.tasks.discard(connection) if ended.cancelled() else None)
+    if question.undo is not None and carrier is not None and carrier._writer is not None:
+        carrier._writer.write(packed([question.undo]))
+    task.cancel()  # its connection is closed: what it carries shall not linger
 
 
-async def _ask(runtime: Runtime, node: Node, connection: Any, question: Question, data: bytes) -> Any:
+async def _ask(  # noqa: PLR0917 - a task's arguments
+    runtime: Runtime, nodes: Sequence[Node], place: int, carriers: list[Any], question: Question, data: bytes
+) -> Any:
+    """Ask one node, on a connection that is taken here: a task that is cancelled before it begins has none to lose."""
+    node = nodes[place]
+    carrier = carriers[place] = node.tasks.checkout()
     try:
-        (answer,) = await exchange(node.tasks, runtime, question.name, connection, data, 1, question.limit)
+        (answer,) = await exchange(node.tasks, runtime, question.name, carrier, data, 1, question.limit)
     except BackendUnavailable as error:
         if not error.broken:
             node.fail()
