@@ -1,6 +1,7 @@
 """What is sent to a Redis is the same whether or not hiredis is installed; what is left alone ends with its loop."""
 
 import asyncio
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -37,3 +38,16 @@ def test_request_that_was_left_alone_while_its_loop_ended_is_ended_with_it() -> 
 
     asyncio.run(main())
     assert left[0].cancelled()
+
+
+def test_connection_that_comes_back_when_its_loop_is_shut_down_is_closed() -> None:
+    closed: list[bool] = []
+    tasks = AsyncioWire(lambda: SimpleNamespace(_close=lambda: closed.append(True)))
+
+    async def main() -> None:
+        connection = tasks.checkout()
+        await asyncio.get_running_loop().shutdown_asyncgens()
+        tasks.checkin(connection)
+
+    asyncio.run(main())
+    assert closed == [True]

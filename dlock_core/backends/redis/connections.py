@@ -117,7 +117,11 @@ class AsyncioWire:
         return self._idle().pop()
 
     def checkin(self, connection: Any) -> None:
-        self._idle().push(connection)
+        idle = self._loops.get(asyncio.get_running_loop())
+        if idle is None:  # the loop is being shut down, and nobody would close it later
+            self.discard(connection)
+        else:
+            idle.push(connection)
 
     def discard(self, connection: Any) -> None:
         connection._close()
