@@ -69,8 +69,9 @@ class Server:
         self.start()
 
     def pause(self) -> None:
-        """Stop it from running; connections stay open and nobody answers."""
+        """Stop it from running; connections stay open and nobody answers. Returns when all of its threads stand still."""
         self._running.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, self._running.pid, os.WSTOPPED | os.WNOWAIT)
 
     def resume(self) -> None:
         self._running.send_signal(signal.SIGCONT)

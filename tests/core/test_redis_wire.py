@@ -1,6 +1,7 @@
 """What is sent to a Redis is the same whether or not hiredis is installed; what is left alone ends with its loop."""
 
 import asyncio
+from collections.abc import AsyncGenerator
 from types import SimpleNamespace
 from typing import Any
 
@@ -42,7 +43,7 @@ def test_request_that_was_left_alone_while_its_loop_ended_is_ended_with_it() -> 
 
 def test_connection_that_comes_back_when_its_loop_is_shut_down_is_closed() -> None:
     closed: list[bool] = []
-    tasks = AsyncioWire(lambda: SimpleNamespace(_close=lambda: closed.append(True)))
+    tasks = AsyncioWire(lambda: SimpleNamespace(_writer=None, _close=lambda: closed.append(True)))
 
     async def main() -> None:
         connection = tasks.checkout()
@@ -51,3 +52,28 @@ def test_connection_that_comes_back_when_its_loop_is_shut_down_is_closed() -> No
 
     asyncio.run(main())
     assert closed == [True]
+
+
+def test_lock_that_is_held_by_a_generator_is_released_when_its_loop_is_shut_down() -> None:
+    """All generators are told at once, so that ours may have closed the idle connections before."""
+    closed: list[bool] = []
+    tasks = AsyncioWire(lambda: SimpleNamespace(_writer=None, _close=lambda: closed.append(True)))
+    left: list[asyncio.Task[Any]] = []
+
+    async def hold() -> AsyncGenerator[None, None]:
+        try:
+            yield
+        finally:
+            await asyncio.sleep(0)
+            tasks.checkin(tasks.checkout())
+            left.append(asyncio.ensure_future(asyncio.Event().wait()))
+            tasks.leave(left[0])
+
+    async def main() -> None:
+        tasks.checkin(tasks.checkout())
+        await anext(holding)
+
+    holding = hold()
+    asyncio.run(main())
+    assert closed == [True, True]
+    assert left[0].cancelled()

@@ -33,9 +33,6 @@ from tests.proxy import Proxy
 from tests.redlock_nodes import keys, masters, url_of
 from tests.servers import Server, ServerMissing
 
-# Now and then one to three sockets of a loop that has ended are closed by the garbage collector: the cause is not found.
-pytestmark = pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning", "ignore:loop is closed:ResourceWarning")
-
 WITHIN = 30.0
 LIMIT = 0.25
 SECRET = "s3cr3t/p:ss@w"

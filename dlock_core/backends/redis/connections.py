@@ -117,14 +117,10 @@ class AsyncioWire:
         return self._idle().pop()
 
     def checkin(self, connection: Any) -> None:
-        idle = self._loops.get(asyncio.get_running_loop())
-        if idle is None:  # the loop is being shut down, and nobody would close it later
-            self.discard(connection)
-        else:
-            idle.push(connection)
+        self._idle().push(connection)
 
     def discard(self, connection: Any) -> None:
-        connection._close()
+        self._idle().discard(connection)
 
     def forget(self) -> None:
         self._idle().clear()
@@ -156,38 +152,54 @@ class AsyncioWire:
         for ended in [known for known in list(self._loops) if known.is_closed()]:
             self._loops.pop(ended, None)
         idle = self._loops[loop] = _AsyncioIdle(self._connect)
-        idle.ending = self._until_shutdown(loop, idle)
-        with suppress(StopIteration):
-            idle.ending.__anext__().send(None)  # from now on the loop knows it, and closes it when it is shut down
+        idle.begin()
         return idle
 
     def leave(self, task: asyncio.Task[Any]) -> None:
         """Let a request go on that nobody listens to any more: to its time limit, or the end of the loop."""
-        left = self._idle().left
-        left.add(task)
-        task.add_done_callback(left.discard)
-
-    async def _until_shutdown(self, loop: asyncio.AbstractEventLoop, idle: _AsyncioIdle) -> AsyncGenerator[None, None]:
-        try:
-            yield
-        finally:
-            self._loops.pop(loop, None)
-            idle.clear()
-            for task in idle.left:  # those that began while the loop's other tasks were being cancelled
-                task.cancel()
-            await asyncio.gather(*idle.left, return_exceptions=True)
+        self._idle().leave(task)
 
 
 class _AsyncioIdle(Idle):
-    ending: AsyncGenerator[None, None]
-
     def __init__(self, connect: Callable[[], Any]) -> None:
         super().__init__(connect)
-        self.left: set[asyncio.Task[Any]] = set()
+        self._left: set[asyncio.Task[Any]] = set()
+        self._has_ended = False
+        self._ending = self._until_shutdown()
+
+    def begin(self) -> None:
+        """Have the loop close us when it is shut down, as it does with every generator that has begun."""
+        with suppress(StopIteration):
+            self._ending.__anext__().send(None)
+
+    def push(self, connection: Any) -> None:
+        if self._has_ended:  # nobody would close it later
+            self.discard(connection)
+        else:
+            super().push(connection)
+
+    def leave(self, task: asyncio.Task[Any]) -> None:
+        self._left.add(task)
+        task.add_done_callback(self._left.discard)
+        if self._has_ended:
+            task.cancel()
+
+    async def _until_shutdown(self) -> AsyncGenerator[None, None]:
+        try:
+            yield
+        finally:
+            self._has_ended = True
+            self.clear()
+            for task in self._left:  # those that began while the loop's other tasks were being cancelled
+                task.cancel()
+            await asyncio.gather(*self._left, return_exceptions=True)
 
     def _is_alive(self, connection: Any) -> bool:
         reader = connection._reader
         return reader is not None and not reader.at_eof() and not reader._buffer
 
     def discard(self, connection: Any) -> None:
+        writer = connection._writer
         connection._close()
+        if writer is not None:
+            writer.transport.abort()  # over TLS, a mere close waits for the other side's, and the loop may end before
