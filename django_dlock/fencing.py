@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import re
 from contextlib import AbstractContextManager, contextmanager
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from django.db import DatabaseError, models, transaction
@@ -16,6 +14,7 @@ from dlock_core import fencing
 from dlock_core.errors import StaleToken as CoreStaleToken
 from dlock_core.fence_sql import DIALECTS
 from dlock_core.guard import refusal
+from dlock_core.parameters import pyformat
 from dlock_core.runtime import run
 
 if TYPE_CHECKING:
@@ -25,7 +24,7 @@ if TYPE_CHECKING:
 
     from dlock_core.fencing import Claim
 
-__all__ = ["Cursor", "FencedMixin", "RowFence", "TableFence", "dialect", "fence_for", "pyformat"]
+__all__ = ["Cursor", "FencedMixin", "RowFence", "TableFence", "dialect", "fence_for"]
 
 T = TypeVar("T")
 
@@ -149,12 +148,6 @@ class Cursor:
         with self._connection.cursor() as cursor:
             cursor.execute(pyformat(sql), params)
             return cursor.rowcount, cursor.fetchone() if cursor.description else None
-
-
-@lru_cache(maxsize=64)
-def pyformat(sql: str) -> str:
-    """Write `:name` parameters as Django's drivers take them."""
-    return re.sub(r"(?<!:):(\w+)", r"%(\1)s", sql)
 
 
 def dialect(connection: BaseDatabaseWrapper) -> fencing.Dialect:

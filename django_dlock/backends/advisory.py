@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 from django.db import connections
 
 from django_dlock.backends.connector import pool_of
-from django_dlock.fencing import pyformat
 from django_dlock.statements import announcer
 from django_dlock.watch import watch
 from dlock_core.backends.advisory import Place, advisory
+from dlock_core.parameters import pyformat
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import re
 from contextlib import suppress
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Final
 
 from django.db import Error, connections
 
 from dlock_core.backends.sql import Pool, cursor_of, in_threads, read_in_thread, shut, socket_of, within
 from dlock_core.backends.sql.sqlite import SQLiteConnector
+from dlock_core.parameters import pyformat
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -83,7 +82,7 @@ class DjangoSession:
 
     def execute(self, sql: str, params: Mapping[str, Any] = {}) -> list[tuple[Any, ...]]:
         with cursor_of(self.driver) as cursor:
-            cursor.execute(_pyformat(sql), params)
+            cursor.execute(pyformat(sql), params)
             self._changed = cursor.rowcount
             return list(map(tuple, cursor.fetchall())) if cursor.description else []
 
@@ -101,8 +100,3 @@ class DjangoSession:
 
     def cut(self) -> None:
         shut(self._socket)
-
-
-@lru_cache(maxsize=256)
-def _pyformat(sql: str) -> str:
-    return re.sub(r"(?<!:):(\w+)", r"%(\1)s", sql.replace("%", "%%"))

@@ -5,22 +5,22 @@ The session is the same, and so are the errors. (psycopg documents `pq` for such
 
 from __future__ import annotations
 
-import re
 import select
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Final
 
 from psycopg.errors import OperationalError, error_from_result
 from psycopg.pq import ExecStatus
 
+from dlock_core.parameters import numbered
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from psycopg.pq.abc import PGconn, PGresult
+    from psycopg import Connection
+    from psycopg.pq.abc import PGresult
 
 __all__ = ["Libpq"]
 
-_PARAMETER: Final = re.compile(r"(?<!:):(\w+)")
 _DONE: Final = (ExecStatus.TUPLES_OK, ExecStatus.COMMAND_OK)
 _READ: Final[dict[int, Callable[[bytes], Any]]] = {16: b"t".__eq__, 20: int, 21: int, 23: int, 701: float}
 """By the number of a type: boolean, three sizes of integer, double precision. All others are texts."""
@@ -29,29 +29,29 @@ _READ: Final[dict[int, Callable[[bytes], Any]]] = {16: b"t".__eq__, 20: int, 21:
 class Libpq:
     """One connection, which nobody else uses meanwhile."""
 
-    def __init__(self, pgconn: PGconn) -> None:
-        self._pgconn = pgconn
+    def __init__(self, connection: Connection[Any]) -> None:
+        self._pgconn, self._encoding = connection.pgconn, connection.info.encoding
         self._names: dict[str, bytes] = {}
         """What its prepared statements are called."""
         self._arrived = select.poll()
-        self._arrived.register(pgconn.socket, select.POLLIN)
+        self._arrived.register(self._pgconn.socket, select.POLLIN)
 
     def execute(self, sql: str, params: Mapping[str, Any]) -> list[tuple[Any, ...]]:
         """Run a statement with `:name` parameters, and give its rows; raises what psycopg raises."""
-        text, order = _numbered(sql)
-        self._pgconn.send_query_params(text, _values(params, order))
-        return _rows(self._answer())
+        text, order = numbered(sql)
+        self._pgconn.send_query_params(self._bytes(text), self._values(params, order))
+        return self._rows(self._answer())
 
     def prepared(self, sql: str, params: Mapping[str, Any]) -> list[tuple[Any, ...]]:
         """The same for a statement that comes again and again."""
-        text, order = _numbered(sql)
+        text, order = numbered(sql)
         name = self._names.get(sql) or self._prepare(sql, text)
-        self._pgconn.send_query_prepared(name, _values(params, order))
-        return _rows(self._answer())
+        self._pgconn.send_query_prepared(name, self._values(params, order))
+        return self._rows(self._answer())
 
-    def _prepare(self, sql: str, text: bytes) -> bytes:
+    def _prepare(self, sql: str, text: str) -> bytes:
         name = b"dlock_%d" % len(self._names)
-        self._pgconn.send_prepare(name, text)
+        self._pgconn.send_prepare(name, self._bytes(text))
         self._answer()
         self._names[sql] = name
         return name
@@ -73,21 +73,19 @@ class Libpq:
             self._pgconn.consume_input()
         return self._pgconn.get_result()
 
+    def _values(self, params: Mapping[str, Any], order: tuple[str, ...]) -> list[bytes]:
+        return [self._bytes(str(params[name])) for name in order]
 
-def _values(params: Mapping[str, Any], order: tuple[str, ...]) -> list[bytes]:
-    return [str(params[name]).encode() for name in order]
+    def _bytes(self, text: str) -> bytes:
+        return text.encode(self._encoding)
 
+    def _rows(self, result: PGresult) -> list[tuple[Any, ...]]:
+        columns = [(number, _READ.get(result.ftype(number), self._text)) for number in range(result.nfields)]
+        values = result.get_value
+        return [
+            tuple([None if (value := values(row, number)) is None else read(value) for number, read in columns])
+            for row in range(result.ntuples)
+        ]
 
-def _rows(result: PGresult) -> list[tuple[Any, ...]]:
-    columns = [(number, _READ.get(result.ftype(number), bytes.decode)) for number in range(result.nfields)]
-    return [
-        tuple([None if (value := result.get_value(row, number)) is None else read(value) for number, read in columns])
-        for row in range(result.ntuples)
-    ]
-
-
-@lru_cache(maxsize=64)
-def _numbered(sql: str) -> tuple[bytes, tuple[str, ...]]:
-    """Write `:name` parameters as $1, $2; and tell whose value each is."""
-    names = tuple(dict.fromkeys(_PARAMETER.findall(sql)))
-    return _PARAMETER.sub(lambda found: f"${names.index(found[1]) + 1}", sql).encode(), names
+    def _text(self, value: bytes) -> str:
+        return value.decode(self._encoding)

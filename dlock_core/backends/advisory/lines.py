@@ -156,7 +156,7 @@ def _ways(session: Session) -> tuple[Execute, Execute]:
     if hasattr(driver, "pgconn") and not hasattr(driver, "__aenter__"):
         from dlock_core.backends.advisory.libpq import Libpq
 
-        libpq = Libpq(driver.pgconn)
+        libpq = Libpq(driver)
         return libpq.execute, libpq.prepared
     return session.execute, session.execute
 
