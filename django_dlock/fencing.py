@@ -161,7 +161,8 @@ def dialect(connection: BaseDatabaseWrapper) -> fencing.Dialect:
 
 
 def _run(step: Callable[..., Coroutine[Any, Any, None]], connection: BaseDatabaseWrapper, claim: Claim) -> None:
-    with _explained(connection, claim):
+    is_mysql = dialect(connection) is DIALECTS["mysql"]  # its statements cannot say how long they wait
+    with _explained(connection, claim), _waiting(connection, claim.limit if is_mysql else None):
         run(step(Cursor(connection), dialect(connection), claim))
 
 
@@ -187,7 +188,7 @@ def _explained(connection: BaseDatabaseWrapper, claim: Claim) -> Iterator[None]:
 
 def _waiting(connection: BaseDatabaseWrapper, limit: float | None) -> AbstractContextManager[None]:
     if limit is None or not getattr(connection, "mysql_is_mariadb", False):
-        return waiting(connection, limit)
+        return waiting(connection, None if limit is None else max(0.001, limit))  # 0 would be no limit
     prefix = f"SET STATEMENT innodb_lock_wait_timeout = {round(limit)} FOR "
 
     def limited(execute: Callable[..., Any], sql: str, *rest: Any) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Final
 
@@ -29,6 +29,7 @@ from dlock_core.guard import refusal
 from dlock_core.retry import classify
 from dlock_core.runtime import run
 from sqla_dlock.fence_table import metadata, table
+from sqla_dlock.row_sql import waiting_on_mysql
 from sqla_dlock.transactions import note_xid
 
 if TYPE_CHECKING:
@@ -142,7 +143,7 @@ class RowFence(TableFence):
 
     def _execute(self, connection: Connection, claim: Claim, sql: str) -> tuple[int, tuple[Any, ...] | None]:
         statement = _text(sql).bindparams(bindparam("key", type_=self.column.type))
-        with _explained(connection, claim):
+        with _limited(connection, claim):
             return _answer(connection, statement, {**fencing.params(claim), "key": self.key})
 
     def _statements(self, connection: Connection) -> row_fence.RowStatements:
@@ -199,7 +200,7 @@ def _database(connection: Connection) -> str:
 
 
 def _run(step: Callable[..., Coroutine[Any, Any, None]], connection: Connection, claim: Claim) -> None:
-    with _explained(connection, claim):
+    with _limited(connection, claim):
         run(step(Port(connection), _dialect(connection), claim))
 
 
@@ -215,6 +216,14 @@ def _dialect(connection: Connection) -> fencing.Dialect:
 def _own_transaction(bind: Engine | Connection) -> Iterator[Connection]:
     with bind.engine.connect() as connection, connection.begin():
         yield connection
+
+
+@contextmanager
+def _limited(connection: Connection, claim: Claim) -> Iterator[None]:
+    """Have the block wait no longer than the claim allows where its statements cannot say it themselves."""
+    by_session = claim.limit is not None and _database(connection) == "mysql"
+    with _explained(connection, claim), waiting_on_mysql(connection, claim.limit or 0) if by_session else nullcontext():
+        yield
 
 
 @contextmanager

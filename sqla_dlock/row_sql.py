@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from sqlalchemy.orm import Mapper
 
-__all__ = ["locking", "require_row_locks", "require_transaction", "waiting"]
+__all__ = ["locking", "require_row_locks", "require_transaction", "waiting", "waiting_on_mysql"]
 
 _MYSQL: Final = ("mysql", "mariadb")
 _POSTGRESQL_LIMIT: Final = text(row_locks.POSTGRESQL_LIMIT.format(wait=":dlock_wait") + " IS NOT NULL")
@@ -66,7 +66,7 @@ def waiting(connection: Connection, mapper: Mapper[Any], lock: RowLock) -> Abstr
     elif lock.limit and connection.dialect.name == "postgresql":
         return _restoring_on_postgresql(connection)
     elif lock.limit and not _has_wait_clause(connection):
-        return _waiting_on_mysql(connection, lock.limit)
+        return waiting_on_mysql(connection, lock.limit)
     return nullcontext()
 
 
@@ -82,7 +82,8 @@ def _restoring_on_postgresql(connection: Connection) -> Iterator[None]:
 
 
 @contextmanager
-def _waiting_on_mysql(connection: Connection, wait: float) -> Iterator[None]:
+def waiting_on_mysql(connection: Connection, wait: float) -> Iterator[None]:
+    """Limit, in seconds, how long each statement inside the block waits for each lock."""
     connection.execute(_MYSQL_LIMIT, {"seconds": whole_seconds(wait)})
     try:
         yield

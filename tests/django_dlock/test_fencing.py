@@ -220,9 +220,10 @@ def test_admit_lost_with_its_savepoint_is_not_replaced_by_a_greater_token(alias,
 
 
 @levels(SERVERS)
-def test_newer_holder_gives_up_at_its_admit_when_its_wait_is_over(alias, broken, adder):
+@pytest.mark.parametrize("wait", [0, 0.6])
+def test_newer_holder_gives_up_at_its_admit_when_its_wait_is_over(alias, broken, adder, wait):
     broken.tokens = iter([10, 11])
-    a, b = adder(alias), adder(alias, wait=0.6)
+    a, b = adder(alias), adder(alias, wait=wait)
     a.take(), b.take()
     assert a.start().result() == 0
     refused = outcome(b.start())
@@ -726,13 +727,14 @@ def test_row_made_after_a_newer_holder_was_announced_in_the_table_does_not_let_t
 
 
 @levels(SERVERS)
+@pytest.mark.parametrize("wait", [0, 0.6])
 @pytest.mark.parametrize("form", FORMS)
-def test_wait_for_the_row_is_limited_by_wait(alias, broken, parcel, adder, party, form):
+def test_wait_for_the_row_is_limited_by_wait(alias, broken, parcel, adder, party, form, wait):
     broken.tokens = iter([10, 11])
     blocker = party()
     blocker.begin(alias)
     blocker.now(lambda: Parcel.objects.using(alias).update(value=1))
-    late = adder(alias, Parcel, parcel.pk, wait=0.6, fence=form)
+    late = adder(alias, Parcel, parcel.pk, wait=wait, fence=form)
     late.now(set_timeout, alias)
     if form == "lease":
         with pytest.raises(RowLocked):

@@ -231,9 +231,10 @@ def test_admit_lost_with_its_savepoint_is_repeated_before_anything_else(engine, 
 
 
 @levels(SERVERS)
-def test_newer_holder_gives_up_at_its_admit_when_its_wait_is_over(engine, broken, adder):
+@pytest.mark.parametrize("wait", [0, 0.6])
+def test_newer_holder_gives_up_at_its_admit_when_its_wait_is_over(engine, broken, adder, wait):
     broken.tokens = iter([10, 11])
-    a, b = adder(engine), adder(engine, wait=0.6)
+    a, b = adder(engine), adder(engine, wait=wait)
     a.take(), b.take()
     assert a.start().result() == 0
     refused = outcome(b.start())

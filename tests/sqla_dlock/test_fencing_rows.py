@@ -261,12 +261,13 @@ def test_row_made_after_a_newer_holder_was_announced_in_the_table_does_not_let_t
 
 
 @levels(SERVERS)
+@pytest.mark.parametrize("wait", [0, 0.6])
 @pytest.mark.parametrize("form", FORMS)
-def test_wait_for_the_row_is_limited_by_wait(another, engine, broken, parcel, form):
+def test_wait_for_the_row_is_limited_by_wait(another, engine, broken, parcel, form, wait):
     broken.tokens = iter([10, 11])
     timed = another(pool_size=1, max_overflow=0)
     set_timeout(timed)
-    with Session(engine) as blocker, Adder(timed, Parcel, parcel, wait=0.6, store=broken, fence=form) as late:
+    with Session(engine) as blocker, Adder(timed, Parcel, parcel, wait=wait, store=broken, fence=form) as late:
         set_to(blocker, 1)
         if form == "lease":
             with pytest.raises(RowLocked):

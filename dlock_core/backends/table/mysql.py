@@ -30,8 +30,8 @@ UPDATE dlock_lease SET holder = '', owner = '', expires_at = 0
 WHERE name = :name AND {{which}} AND expires_at > {_NOW}"""  # noqa: S608
 _GIVEN: Final = """\
 JSON_TABLE(:leases, '$[*]' COLUMNS (name varchar(512) CHARACTER SET ascii COLLATE ascii_bin PATH '$.name',
-holder varchar(32) PATH '$.holder', ttl bigint PATH '$.ttl')) AS r JOIN dlock_lease AS l
-ON l.name = r.name AND l.holder = r.holder"""
+holder varchar(32) CHARACTER SET ascii COLLATE ascii_bin PATH '$.holder', ttl bigint PATH '$.ttl')) AS r
+JOIN dlock_lease AS l ON l.name = r.name AND l.holder = r.holder"""
 
 MYSQL: Final = Dialect(
     take=(_TAKE, f"SELECT {_ANSWER} FROM dlock_lease WHERE name = :name"),  # noqa: S608
