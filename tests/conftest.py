@@ -18,6 +18,7 @@ from django.core.management import call_command
 from django.db import connections, transaction
 
 from tests import servers
+from tests.mysql_server import MYSQLD, mysql
 from tests.servers import Server, ServerMissing
 
 
@@ -88,8 +89,9 @@ def postgresql(servers_directory: Path, create_tables: Callable[[str], None]) ->
 
 @pytest.fixture(scope="session")
 def mariadb(servers_directory: Path, create_tables: Callable[[str], None]) -> Iterator[Server]:
-    """MariaDB, with the tables of the installed apps; alias "mariadb"."""
-    for server in start(lambda: servers.mariadb(servers_directory / "mariadb", settings.MARIADB_PORT)):
+    """MariaDB, or MySQL in its place, with the tables of the installed apps; alias "mariadb"."""
+    make = mysql if MYSQLD else servers.mariadb
+    for server in start(lambda: make(servers_directory / "mariadb", settings.MARIADB_PORT)):
         create_tables("mariadb")
         yield server
 

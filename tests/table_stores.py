@@ -8,6 +8,7 @@ from sqlalchemy.ext.asyncio import create_async_engine
 
 from dlock_core.backends.table import TableBackend
 from tests import settings
+from tests.mysql_server import DIALECT
 
 _POSTGRESQL: Final = f"postgres@127.0.0.1:{settings.POSTGRESQL_PORT}/postgres"
 _MARIADB: Final = f"root@127.0.0.1:{settings.MARIADB_PORT}/dlock?charset=utf8mb4"
@@ -16,9 +17,9 @@ URLS: Final = {
     "psycopg": f"postgresql+psycopg://{_POSTGRESQL}",
     "asyncpg": f"postgresql+asyncpg://{_POSTGRESQL}",
     "psycopg_async": f"postgresql+psycopg_async://{_POSTGRESQL}",
-    "mysqldb": f"mariadb+mysqldb://{_MARIADB}",
+    "mysqldb": f"{DIALECT}+mysqldb://{_MARIADB}",
     "pymysql": f"mysql+pymysql://{_MARIADB}",
-    "aiomysql": f"mariadb+aiomysql://{_MARIADB}",
+    "aiomysql": f"{DIALECT}+aiomysql://{_MARIADB}",
     "asyncmy": f"mysql+asyncmy://{_MARIADB}",
     "sqlite": f"sqlite:///{settings.TEST_DIRECTORY}/default.sqlite3",
     "aiosqlite": f"sqlite+aiosqlite:///{settings.TEST_DIRECTORY}/default.sqlite3",

@@ -15,6 +15,7 @@ from example_project.race.servers import serving
 from example_project.sqla_shop.racing import SqlaShop
 from tests import settings
 from tests.acceptance.test_race import ANOMALIES, KEYS
+from tests.mysql_server import DIALECT
 from tests.servers import Server
 from tests.sqla_dlock.engines import missing_driver
 from tests.sqla_dlock.sessions import run_sql
@@ -24,7 +25,7 @@ STRATEGIES = ["none", "row", "version", "lease"]
 NAMES = {"sqlite": "SQLite", "postgresql": "PostgreSQL", "mariadb": "MariaDB"}
 SERVERS = {
     "postgresql": f"postgres://postgres@127.0.0.1:{settings.POSTGRESQL_PORT}/shop",
-    "mariadb": f"mariadb://root@127.0.0.1:{settings.MARIADB_PORT}/shop",
+    "mariadb": f"{DIALECT}://root@127.0.0.1:{settings.MARIADB_PORT}/shop",
 }
 
 pytestmark = pytest.mark.timeout(300)

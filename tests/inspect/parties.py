@@ -15,13 +15,14 @@ from dlock_core import connect
 from dlock_core.owner import name_application, serving
 from dlock_core.store import Store
 from sqla_dlock import alock, lock
+from tests.mysql_server import DIALECT
 from tests.testapp.models import Stock
 
 URLS: Final = {
     "postgresql": f"postgresql+psycopg://postgres@127.0.0.1:{settings.POSTGRESQL_PORT}/postgres",
-    "mariadb": f"mariadb+mysqldb://root@127.0.0.1:{settings.MARIADB_PORT}/dlock?charset=utf8mb4",
+    "mariadb": f"{DIALECT}+mysqldb://root@127.0.0.1:{settings.MARIADB_PORT}/dlock?charset=utf8mb4",
     "asyncpg": f"postgresql+asyncpg://postgres@127.0.0.1:{settings.POSTGRESQL_PORT}/postgres",
-    "aiomysql": f"mariadb+aiomysql://root@127.0.0.1:{settings.MARIADB_PORT}/dlock?charset=utf8mb4",
+    "aiomysql": f"{DIALECT}+aiomysql://root@127.0.0.1:{settings.MARIADB_PORT}/dlock?charset=utf8mb4",
 }
 ROW: Final = text("SELECT pieces FROM testapp_stock WHERE id = :key FOR UPDATE")
 LONG: Final = 100.0

@@ -14,6 +14,7 @@ from sqla_dlock import lock
 from sqla_dlock.backends.advisory import from_engine
 from sqla_dlock.inspect import database as sqla_database
 from tests.inspect.parties import URLS
+from tests.mysql_server import DIALECT
 
 WITHIN = 60.0
 
@@ -48,7 +49,7 @@ def test_session_lock_is_told_once_and_by_its_name(engine):
         alone = look([], engine, "advisory")
     thread.join()
     store.close()
-    if engine.dialect.name == "mariadb":  # who is silent tells nobody there whose lock it holds
+    if engine.dialect.name == DIALECT:  # who is silent tells nobody there whose lock it holds
         both = [entry for entry in both if entry.kind == "lease"]
     assert [(entry.kind, entry.name, entry.role) for entry in both] == [
         ("lease", "order:42", "holder"), ("lease", "order:42", "waiter"),

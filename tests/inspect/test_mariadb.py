@@ -120,7 +120,7 @@ def test_user_lock_that_is_waited_for_is_told_by_its_name(session, name):
 
 
 def test_without_the_privilege_it_says_so(session):
-    session("CREATE OR REPLACE USER visitor@'%'", "GRANT SELECT ON dlock.* TO visitor@'%'")
+    session("CREATE USER IF NOT EXISTS visitor@'%'", "GRANT SELECT ON dlock.* TO visitor@'%'")
     visitor = sqla_database(URLS["mariadb"].replace("root@", "visitor@"))
     with contextlib.closing(visitor), pytest.raises(BackendUnavailable, match="PROCESS"):
         mysql.locks(visitor)

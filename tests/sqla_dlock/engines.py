@@ -7,6 +7,7 @@ from sqlalchemy import Engine, create_engine, event, make_url
 from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
 
 from tests import settings
+from tests.mysql_server import DIALECT
 
 DATABASE: Final = "sqla"
 
@@ -17,13 +18,13 @@ _SQLITE: Final = str(settings.TEST_DIRECTORY / "sqla.sqlite3")
 URLS: Final = {
     "sqlite": f"sqlite:///{_SQLITE}",
     "postgresql": f"postgresql+psycopg://{_POSTGRESQL}",
-    "mariadb": f"mariadb+mysqldb://{_MARIADB}",
-    "pymysql": f"mariadb+pymysql://{_MARIADB}",
+    "mariadb": f"{DIALECT}+mysqldb://{_MARIADB}",
+    "pymysql": f"{DIALECT}+pymysql://{_MARIADB}",
     "aiosqlite": f"sqlite+aiosqlite:///{_SQLITE}",
     "asyncpg": f"postgresql+asyncpg://{_POSTGRESQL}",
     "psycopg_async": f"postgresql+psycopg_async://{_POSTGRESQL}",
-    "aiomysql": f"mariadb+aiomysql://{_MARIADB}",
-    "asyncmy": f"mariadb+asyncmy://{_MARIADB}",
+    "aiomysql": f"{DIALECT}+aiomysql://{_MARIADB}",
+    "asyncmy": f"{DIALECT}+asyncmy://{_MARIADB}",
 }
 SYNC: Final = ["sqlite", "postgresql", "mariadb", "pymysql"]
 ASYNC: Final = ["aiosqlite", "asyncpg", "psycopg_async", "aiomysql", "asyncmy"]
@@ -39,7 +40,7 @@ def missing_driver(name: str) -> str:
 def server_of(name: str) -> str | None:
     """The fixture that starts the server of an engine."""
     backend = make_url(URLS[name]).get_backend_name()
-    return None if backend == "sqlite" else backend
+    return {"sqlite": None, DIALECT: "mariadb"}.get(backend, backend)
 
 
 def new_engine(name: str, **options: Any) -> Engine:

@@ -11,15 +11,16 @@ from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession
 from sqlalchemy.orm import Session
 
 from dlock_core.retry import Trouble, classify
+from tests.mysql_server import MYSQLD
 from tests.sqla_dlock.engines import server_of
 
 T = TypeVar("T")
 
-SHARE = {"postgresql": "FOR SHARE", "mariadb": "LOCK IN SHARE MODE"}
+SHARE = {"postgresql": "FOR SHARE", "mariadb": "FOR SHARE" if MYSQLD else "LOCK IN SHARE MODE"}
 WAITERS = {
     "postgresql": "SELECT count(*) FROM pg_locks WHERE NOT granted",
     # innodb_trx would show what was there when nobody had asked for 0.1 s
-    "mariadb": "SELECT variable_value FROM information_schema.global_status "
+    "mariadb": f"SELECT variable_value FROM {'performance' if MYSQLD else 'information'}_schema.global_status "
     "WHERE variable_name = 'INNODB_ROW_LOCK_CURRENT_WAITS'",
 }
 

@@ -5,10 +5,11 @@ from typing import Any
 from sqlalchemy import Connection, Engine, NullPool, create_engine, text
 
 from tests import settings
+from tests.mysql_server import DIALECT
 
 _ADMIN = {
     "postgresql": f"postgresql+psycopg://postgres@127.0.0.1:{settings.POSTGRESQL_PORT}/postgres",
-    "mariadb": f"mariadb+pymysql://root@127.0.0.1:{settings.MARIADB_PORT}/",
+    "mariadb": f"{DIALECT}+pymysql://root@127.0.0.1:{settings.MARIADB_PORT}/",
 }
 
 

@@ -16,6 +16,7 @@ from dlock_core.retry import Trouble, classify, is_conflict
 from sqla_dlock import fencing, lock
 from sqla_dlock.transactions import on_end
 from tests.chaos import EverybodyIn
+from tests.mysql_server import DIALECT
 from tests.sqla_dlock.adders import (
     Adder,
     add_counter,
@@ -296,7 +297,7 @@ def test_lock_taken_after_the_snapshot_protects_nothing_and_is_refused(engine, b
     other.finish()
     with pytest.raises(SnapshotTooOld):
         careless.now(lock(careless.session, "order", 42, store=broken).acquire)
-    if engine.dialect.name == "mariadb":
+    if engine.dialect.name == DIALECT:
         careless.take()
         assert careless.now(careless.read) == 0
         careless.finish()
@@ -773,7 +774,7 @@ def test_connection_that_commits_behind_sqlalchemys_back_is_refused(make_engine,
 def make_read_only(engine):
     sql = {
         "postgresql": "SET default_transaction_read_only = on",
-        "mariadb": "SET SESSION TRANSACTION READ ONLY",
+        DIALECT: "SET SESSION TRANSACTION READ ONLY",
         "sqlite": "PRAGMA query_only = ON",
     }[engine.dialect.name]
 

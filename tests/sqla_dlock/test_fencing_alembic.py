@@ -11,6 +11,7 @@ from sqlalchemy.orm import Session
 
 from sqla_dlock import fencing, lock
 from tests import settings
+from tests.mysql_server import DIALECT
 from tests.sqla_dlock.models import Base
 
 OPTIONS = {"compare_type": True, "compare_server_default": True}
@@ -58,7 +59,7 @@ def test_own_metadata_may_take_the_table_in(engine):
 def test_table_of_a_django_migration_is_the_same(request, engine, make_engine):
     name = engine.dialect.name
     request.getfixturevalue({"sqlite": "default"}.get(name, name))
-    databases = {"postgresql": "postgres", "mariadb": "dlock", "sqlite": str(settings.DATABASES["default"]["NAME"])}
+    databases = {"postgresql": "postgres", DIALECT: "dlock", "sqlite": str(settings.DATABASES["default"]["NAME"])}
     url = make_url(engine.url).set(database=databases[name])
     django = create_engine(url)
     try:

@@ -10,6 +10,7 @@ from dlock_core.errors import NotSupported, RowLocked, StaleToken
 from dlock_core.retry import Trouble, classify
 from sqla_dlock import FencedMixin, lock
 from tests.chaos import EverybodyIn
+from tests.mysql_server import DIALECT
 from tests.sqla_dlock.adders import (
     Adder,
     add_counter,
@@ -327,7 +328,7 @@ def other_schema(engine):
 
 
 def is_mariadb(engine):
-    return engine.dialect.name == "mariadb"
+    return engine.dialect.name == DIALECT
 
 
 @levels([("postgresql", "read committed"), ("mariadb", "repeatable read")])

@@ -16,6 +16,7 @@ from sqla_dlock import alock, configure, lease_table, lock, stores
 from sqla_dlock.backends.connector import pool_of
 from sqla_dlock.backends.table import from_url
 from tests import settings
+from tests.mysql_server import DIALECT
 
 
 @pytest.fixture
@@ -78,7 +79,7 @@ def test_pool_of_an_engine_may_be_used_up(engine: Any, configured: Any, make_eng
 
 @pytest.mark.parametrize("engine", ["postgresql", "mariadb"], indirect=True)
 def test_table_of_a_django_migration_is_the_same(engine: Any) -> None:
-    database = {"postgresql": "postgres", "mariadb": "dlock"}[engine.dialect.name]
+    database = {"postgresql": "postgres", DIALECT: "dlock"}[engine.dialect.name]
     django = create_engine(make_url(engine.url).set(database=database))
     try:
         with django.connect() as connection:

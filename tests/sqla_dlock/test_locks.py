@@ -24,6 +24,7 @@ from dlock_core.store import Store
 from sqla_dlock import configure, lock, stores
 from sqla_dlock.ties import current
 from tests.chaos import EverybodyIn
+from tests.mysql_server import DIALECT
 from tests.proxy import Proxy
 from tests.servers import free_port
 from tests.sqla_dlock.engines import begin_immediate
@@ -43,7 +44,7 @@ class Sorry(Exception):
 @pytest.fixture
 def session(engine):
     """In READ COMMITTED, where a lock may be asked for after a read."""
-    is_mariadb = engine.dialect.name == "mariadb"
+    is_mariadb = engine.dialect.name == DIALECT
     engine.connect().close()  # a short lease may not last until a driver has connected for the first time
     with Session(engine.execution_options(isolation_level="READ COMMITTED") if is_mariadb else engine) as session:
         yield session

@@ -15,6 +15,7 @@ from dlock_core.registry import connect
 from dlock_core.runtime import BLOCKING, run
 from sqla_dlock import alock, lock
 from sqla_dlock.ties import current
+from tests.mysql_server import DIALECT
 from tests.proxy import Proxy
 from tests.servers import free_port
 from tests.sqla_dlock.leases import events, is_held
@@ -32,7 +33,7 @@ class Sorry(Exception):
 @pytest.fixture
 async def session(async_engine):
     """In READ COMMITTED, where a lock may be asked for after a read."""
-    if async_engine.dialect.name == "mariadb":
+    if async_engine.dialect.name == DIALECT:
         async_engine = async_engine.execution_options(isolation_level="READ COMMITTED")
     await (await async_engine.connect()).close()  # a short lease may not last until a driver has connected
     async with AsyncSession(async_engine) as session:

@@ -18,6 +18,7 @@ from dlock_core.errors import NotSupported, RowLocked
 from dlock_core.retry import Trouble, classify
 from sqla_dlock.row_sql import _waiting_on_mysql
 from sqla_dlock.rows import alock_row, alock_rows, lock_row, lock_rows
+from tests.mysql_server import mariadb_only
 from tests.sqla_dlock.engines import ASYNC, SYNC, server_of
 from tests.sqla_dlock.models import Article, ColdStock, Counter, Delivery, Shelf, Stock
 from tests.sqla_dlock.parties import Party, lock_there
@@ -245,6 +246,7 @@ async def test_row_that_is_free_is_locked_with_a_wait_too(stock, party):
     await party.transact(work)
 
 
+@mariadb_only
 @on_mariadb
 @pytest.mark.parametrize(
     ("wait", "clause"), [(0.001, "WAIT 1"), (1, "WAIT 1"), (1.5, "WAIT 2"), (1e300, "WAIT 100000000")]

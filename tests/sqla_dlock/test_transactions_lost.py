@@ -392,7 +392,8 @@ def test_twophase_commit_that_is_lost_is_unknown(sound, network, far, heard, pha
     assert heard == [UNKNOWN]
     if phase == b"XA PREPARE":
         for row in committed(sound, "XA RECOVER"):
-            run_sql("mariadb", f"XA ROLLBACK '{row[3].decode()}'")
+            name = row[3] if isinstance(row[3], str) else row[3].decode()  # bytes of MariaDB
+            run_sql("mariadb", f"XA ROLLBACK '{name}'")
 
 
 # SQLite that cannot commit now

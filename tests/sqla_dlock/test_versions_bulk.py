@@ -13,6 +13,7 @@ from sqlalchemy.orm.exc import StaleDataError
 from dlock_core.errors import NotSupported
 from sqla_dlock import version_children
 from sqla_dlock.versions import StaleObject, VersionedMixin, save_with_version
+from tests.mysql_server import DIALECT
 from tests.sqla_dlock.models import Counter
 from tests.sqla_dlock.version_models import Basket, Code, Line, LineNote, Order, Park, Place, Shop
 
@@ -122,7 +123,7 @@ def test_keys_that_python_and_the_database_compare_differently_are_no_conflict(s
         connection.execute(text("UPDATE code SET code = upper(code)"))
     for each in codes:
         each.title = "new"
-    if session.get_bind().dialect.name == "mariadb":
+    if session.get_bind().dialect.name == DIALECT:
         session.flush()
         assert rows(session, Code.code, Code.version) == [("X", 2), ("Y", 2)]
     else:
@@ -311,7 +312,7 @@ def upsert(session: Session, **values: Any) -> Any:
 
     name = session.get_bind().dialect.name
     row = {"kind": "a", "code": "x", "title": "new"}
-    if name == "mariadb":
+    if name == DIALECT:
         return mysql.insert(Code).values(**row).on_duplicate_key_update(**values)
     statement = {"postgresql": postgresql, "sqlite": sqlite}[name].insert(Code).values(**row)
     if not values:
