@@ -10,7 +10,6 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Final
 
 from django.core.exceptions import ObjectDoesNotExist
-from django.db import Error
 from django.db.models.sql import Query
 from django.db.models.sql.compiler import SQLCompiler
 from django.db.models.sql.where import AND, ExtraWhere
@@ -18,6 +17,7 @@ from django.db.transaction import TransactionManagementError
 
 from django_dlock.errors import NotSupported
 from dlock_core import row_locks
+from dlock_core.backends.sql import cursor_of
 from dlock_core.row_locks import milliseconds, whole_seconds
 
 if TYPE_CHECKING:
@@ -162,9 +162,10 @@ def _waiting_on_mysql(connection: Any, wait: float) -> Iterator[None]:
     _execute(connection, _MYSQL_LIMIT, whole_seconds(wait))
     try:
         yield
-    finally:  # the setting belongs to the session: no rollback restores it
-        with suppress(Error):
-            _execute(connection, row_locks.MYSQL_RESTORE)
+    finally:  # the setting belongs to the session: no rollback restores it; Django refuses statements after an error
+        if connection.connection is not None:
+            with suppress(connection.Database.Error), cursor_of(connection.connection) as cursor:
+                cursor.execute(row_locks.MYSQL_RESTORE)
 
 
 def _execute(connection: Any, sql: str, *params: object) -> None:

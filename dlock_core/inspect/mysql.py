@@ -116,8 +116,13 @@ def _user_waits(database: Database, rows: Iterable[tuple[Any, ...]], parties: di
             ((holder,),) = database.query("SELECT IS_USED_LOCK(%s)", (word,))
             behind = () if holder is None else (parties.get(holder, f"my:{holder}"),)
             told = in_comment(str(row[5]))
-            name = told.name if told is not None else word.removeprefix(PREFIX)
+            name = told.name if told is not None else _as_told(database, word).removeprefix(PREFIX)
             yield Wanted(parties[row[0]], "advisory", name, "exclusive", _seconds(row[7]), behind)
+
+
+def _as_told(database: Database, word: str) -> str:
+    """Write a user lock's name as the server does; to MySQL case is nothing."""
+    return word.lower() if database.vendor == "mysql" else word
 
 
 def _user_locks(database: Database, parties: dict[int, str]) -> Iterator[Held]:

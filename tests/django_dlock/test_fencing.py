@@ -747,6 +747,37 @@ def test_wait_for_the_row_is_limited_by_wait(alias, broken, parcel, adder, party
     blocker.commit()
 
 
+@pytest.fixture
+def in_the_words_of_mysql(monkeypatch):
+    pytest.importorskip("MySQLdb")
+    from django.db.backends.mysql.base import DatabaseWrapper
+
+    monkeypatch.setattr(DatabaseWrapper, "mysql_is_mariadb", False)
+
+
+@levels([pair for pair in SERVERS if pair[0] == "mariadb"])
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("parts", [("order", 42), (Parcel, 7)], ids=["table", "row"])
+def test_wait_on_mysql_is_limited_by_wait_and_its_session_has_its_own_limit_back(
+    in_the_words_of_mysql, alias, broken, party, adder, form, parts
+):
+    broken.tokens = iter([10, 11])
+    Parcel.objects.using(alias).create(pk=7)
+    blocker, late = adder(alias, *parts), adder(alias, *parts, wait=0.6, fence=form)
+    late.now(set_timeout, alias)
+    blocker.take()
+    blocker.start().result()
+    if form == "lease":
+        with pytest.raises(RowLocked):
+            late.take()
+    else:
+        late.take()
+        assert isinstance(outcome(late.start()), RowLocked)
+        late.rollback()
+    assert late.now(timeout, alias) == 77
+    blocker.rollback()
+
+
 @levels(EVERY)
 def test_inherited_row_is_guarded_in_one_update_of_its_parent(alias, store):
     """Django updates a parent's columns in two steps, and looks at the token only in the first."""

@@ -8,7 +8,7 @@ from sqlalchemy.orm import DeclarativeBase, Mapped, Session, make_transient_to_d
 
 from dlock_core.errors import NotSupported, RowLocked, StaleToken
 from dlock_core.retry import Trouble, classify
-from sqla_dlock import FencedMixin, lock
+from sqla_dlock import FencedMixin, fencing, lock
 from tests.chaos import EverybodyIn
 from tests.mysql_server import DIALECT
 from tests.sqla_dlock.adders import (
@@ -279,6 +279,34 @@ def test_wait_for_the_row_is_limited_by_wait(another, engine, broken, parcel, fo
             late.rollback()
         with timed.connect() as connection:
             assert timeout(connection) == 77
+
+
+@levels([pair for pair in SERVERS if pair[0] == "mariadb"])
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("parts", [("order", 42), (Parcel, 7)], ids=["table", "row"])
+def test_wait_on_mysql_is_limited_by_wait_and_its_session_has_its_own_limit_back(
+    monkeypatch, another, engine, broken, form, parts
+):
+    monkeypatch.setattr(fencing, "_database", lambda _: "mysql")
+    broken.tokens = iter([10, 11])
+    make(engine, Parcel(id=7))
+    add_counter(engine)
+    timed = another(pool_size=1, max_overflow=0)
+    set_timeout(timed)
+    late = Adder(timed, *parts, wait=0.6, store=broken, fence=form)
+    with Adder(engine, *parts, store=broken) as blocker, late:
+        blocker.take()
+        blocker.start().result()
+        if form == "lease":
+            with pytest.raises(RowLocked):
+                late.take()
+        else:
+            late.take()
+            assert isinstance(outcome(late.start()), RowLocked)
+            late.rollback()
+        with timed.connect() as connection:
+            assert timeout(connection) == 77
+        blocker.rollback()
 
 
 @levels(ONCE)

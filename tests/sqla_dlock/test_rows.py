@@ -16,7 +16,7 @@ from sqlalchemy.orm import Session, aliased, scoped_session, sessionmaker
 
 from dlock_core.errors import NotSupported, RowLocked
 from dlock_core.retry import Trouble, classify
-from sqla_dlock.row_sql import _waiting_on_mysql
+from sqla_dlock.row_sql import waiting_on_mysql
 from sqla_dlock.rows import alock_row, alock_rows, lock_row, lock_rows
 from tests.mysql_server import mariadb_only
 from tests.sqla_dlock.engines import ASYNC, SYNC, server_of
@@ -358,10 +358,10 @@ async def test_limit_of_a_mysql_without_wait_clause_is_the_session_s_and_is_give
             return connection.exec_driver_sql("SELECT @@innodb_lock_wait_timeout").scalar_one()
 
         former = limit()
-        with _waiting_on_mysql(connection, 2.5):
+        with waiting_on_mysql(connection, 2.5):
             assert limit() == 3
         assert limit() == former
-        with pytest.raises(DBAPIError) as caught, _waiting_on_mysql(connection, 1):
+        with pytest.raises(DBAPIError) as caught, waiting_on_mysql(connection, 1):
             lock_there(connection, stock)
         assert classify(caught.value) is Trouble.LOCK_TIMEOUT
         assert limit() == former
