@@ -132,4 +132,4 @@ MARIADB: Final = Dialect(
 )
 
 DIALECTS: Final = {"sqlite": SQLITE, "postgresql": POSTGRESQL, "mysql": MYSQL, "mariadb": MARIADB}
-"""By the name of the database; MySQL waits for a row lock as long as its own innodb_lock_wait_timeout says."""
+"""By the name of the database; MySQL's statements wait as long as the session's innodb_lock_wait_timeout says."""

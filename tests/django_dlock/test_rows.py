@@ -20,6 +20,7 @@ from django_dlock.row_sql import _waiting_on_mysql, waiting
 from dlock_core import errors as core
 from dlock_core.retry import Trouble, classify
 from tests.django_dlock.sessions import rows, second_session
+from tests.mysql_server import MYSQLD, mariadb_only
 from tests.testapp.models import Account, ColdStock, Counter, Delivery, Stock
 
 with_row_locks = pytest.mark.parametrize("database", ["postgresql", "mariadb"], indirect=True)
@@ -29,7 +30,7 @@ on_sqlite = pytest.mark.parametrize("database", ["default"], indirect=True)
 
 UPDATE = "FOR UPDATE"
 NO_KEY_UPDATE = "FOR NO KEY UPDATE"
-SHARE = {"postgresql": "FOR SHARE", "mysql": "LOCK IN SHARE MODE"}
+SHARE = {"postgresql": "FOR SHARE", "mysql": "FOR SHARE" if MYSQLD else "LOCK IN SHARE MODE"}
 
 
 KEY_SHARES = [
@@ -237,6 +238,7 @@ def test_row_that_is_free_is_locked_with_a_wait_too(stock, database):
         assert not is_free(database, stock.pk)
 
 
+@mariadb_only
 @on_mariadb
 @pytest.mark.parametrize(
     ("wait", "clause"), [(0.001, "WAIT 1"), (1, "WAIT 1"), (1.5, "WAIT 2"), (1e300, "WAIT 100000000")]

@@ -1,4 +1,4 @@
-"""The lease table of MariaDB (10.6 or newer), and of MySQL (8.0.4 or newer), on whose servers nobody has tested it.
+"""The lease table of MariaDB (10.6 or newer) and of MySQL (8.0.4 or newer).
 
 Assignments of an upsert are made from left to right: what the others go by comes last.
 """
