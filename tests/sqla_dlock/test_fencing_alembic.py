@@ -58,7 +58,7 @@ def test_own_metadata_may_take_the_table_in(engine):
 @pytest.mark.parametrize("engine", ["postgresql", "mariadb", "pymysql", "sqlite"], indirect=True)
 def test_table_of_a_django_migration_is_the_same(request, engine, make_engine):
     name = engine.dialect.name
-    request.getfixturevalue({"sqlite": "default"}.get(name, name))
+    request.getfixturevalue({"sqlite": "default", DIALECT: "mariadb"}.get(name, name))
     databases = {"postgresql": "postgres", DIALECT: "dlock", "sqlite": str(settings.DATABASES["default"]["NAME"])}
     url = make_url(engine.url).set(database=databases[name])
     django = create_engine(url)
