@@ -161,9 +161,10 @@ def dialect(connection: BaseDatabaseWrapper) -> fencing.Dialect:
 
 
 def _run(step: Callable[..., Coroutine[Any, Any, None]], connection: BaseDatabaseWrapper, claim: Claim) -> None:
-    is_mysql = dialect(connection) is DIALECTS["mysql"]  # its statements cannot say how long they wait
-    with _explained(connection, claim), _waiting(connection, claim.limit if is_mysql else None):
-        run(step(Cursor(connection), dialect(connection), claim))
+    words = dialect(connection)
+    limit = claim.limit if words is DIALECTS["mysql"] else None  # the others say it in their statements
+    with _explained(connection, claim), _waiting(connection, limit):
+        run(step(Cursor(connection), words, claim))
 
 
 def _limited(connection: BaseDatabaseWrapper, claim: Claim, query: Callable[[], T]) -> T:
