@@ -41,6 +41,12 @@ class Link:
         return content
 
 
+def pause(pid: int) -> None:
+    """SIGSTOP to a child of this process; returns when all of its threads stand still."""
+    os.kill(pid, signal.SIGSTOP)
+    os.waitid(os.P_PID, pid, os.WSTOPPED | os.WNOWAIT)
+
+
 class Worker(Link):
     """A process that runs `function(link, *args)`."""
 
@@ -65,8 +71,7 @@ class Worker(Link):
 
     def pause(self) -> None:
         """SIGSTOP; returns when the process really stands still."""
-        os.kill(self._pid, signal.SIGSTOP)
-        os.waitid(os.P_PID, self._pid, os.WSTOPPED | os.WNOWAIT)
+        pause(self._pid)
 
     def resume(self) -> None:
         os.kill(self._pid, signal.SIGCONT)

@@ -20,6 +20,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
+from tests.processes import pause
+
 START_WITHIN: Final = 60.0
 NOT_EPHEMERAL: Final = range(20_000, 32_000)
 _given: Final[set[int]] = set()
@@ -70,8 +72,7 @@ class Server:
 
     def pause(self) -> None:
         """Stop it from running; connections stay open and nobody answers. Returns when all of its threads stand still."""
-        self._running.send_signal(signal.SIGSTOP)
-        os.waitid(os.P_PID, self._running.pid, os.WSTOPPED | os.WNOWAIT)
+        pause(self._running.pid)
 
     def resume(self) -> None:
         self._running.send_signal(signal.SIGCONT)

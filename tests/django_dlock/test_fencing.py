@@ -20,6 +20,7 @@ from tests.chaos import EverybodyIn
 from tests.django_dlock.conftest import flush
 from tests.django_dlock.parties import Party, wait_until_blocked
 from tests.django_dlock.sessions import rows
+from tests.outcomes import give_up_waiting, outcome
 from tests.testapp.models import Counter, Crate, HeavyParcel, Parcel
 
 SERVERS = [
@@ -103,12 +104,6 @@ class Adder(Party):
 def adder():
     with contextlib.ExitStack() as stack:
         yield lambda *args, **options: stack.enter_context(Adder(*args, **options))
-
-
-def outcome(future: "concurrent.futures.Future[object]"):
-    """What a step gave, or its error."""
-    error = future.exception(60)
-    return future.result() if error is None else error
 
 
 # Without a fence
@@ -726,17 +721,6 @@ def test_row_made_after_a_newer_holder_was_announced_in_the_table_does_not_let_t
     assert Parcel.objects.using(alias).get().value == 1
 
 
-def give_up_waiting(late, form):
-    """Have a holder come to the fence whose wait is over before it is free: as it is taken, or as its transaction begins."""
-    if form == "lease":
-        with pytest.raises(RowLocked):
-            late.take()
-    else:
-        late.take()
-        assert isinstance(outcome(late.start()), RowLocked)
-        late.rollback()
-
-
 @levels(SERVERS)
 @pytest.mark.parametrize("wait", [0, 0.6])
 @pytest.mark.parametrize("form", FORMS)
@@ -747,7 +731,7 @@ def test_wait_for_the_row_is_limited_by_wait(alias, broken, parcel, adder, party
     blocker.now(lambda: Parcel.objects.using(alias).update(value=1))
     late = adder(alias, Parcel, parcel.pk, wait=wait, fence=form)
     late.now(set_timeout, alias)
-    give_up_waiting(late, form)
+    give_up_waiting(late, form, RowLocked)
     assert late.now(timeout, alias) == 77
     blocker.commit()
 
@@ -772,7 +756,7 @@ def test_wait_on_mysql_is_limited_by_wait_and_its_session_has_its_own_limit_back
     late.now(set_timeout, alias)
     blocker.take()
     blocker.start().result()
-    give_up_waiting(late, form)
+    give_up_waiting(late, form, RowLocked)
     assert late.now(timeout, alias) == 77
     blocker.rollback()
 

@@ -19,10 +19,11 @@ from dlock_core.runtime import clock
 from dlock_core.testing.contract.parties import Locks, Threads
 from dlock_core.testing.contract.tasks import Tasks
 from tests import processes, servers
-from tests.django_dlock.test_fencing import Adder, outcome, value
+from tests.django_dlock.test_fencing import Adder, value
 from tests.faults.history import WithClock, _section, overlaps, read, repeated_tokens
 from tests.faults.looking import holders, is_untouched, until
 from tests.faults.test_redlock import insist
+from tests.outcomes import outcome
 from tests.processes import Link
 from tests.redis_sentinel import HOST, SERVICE, Group, group
 from tests.servers import Server

@@ -76,12 +76,6 @@ class Adder:
         self.commit()
 
 
-def outcome(future: "concurrent.futures.Future[Any]") -> Any:
-    """What a step gave, or its error."""
-    error = future.exception(WITHIN)
-    return future.result() if error is None else error
-
-
 def isolated(make_engine: Callable[..., Engine], name: str, level: str, **options: Any) -> Engine:
     """Make an engine with an isolation level; SQLite has IMMEDIATE and DEFERRED."""
     if name != "sqlite":

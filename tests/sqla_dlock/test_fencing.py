@@ -17,13 +17,13 @@ from sqla_dlock import fencing, lock
 from sqla_dlock.transactions import on_end
 from tests.chaos import EverybodyIn
 from tests.mysql_server import DIALECT
+from tests.outcomes import outcome
 from tests.sqla_dlock.adders import (
     Adder,
     add_counter,
     add_fence,
     fences,
     isolated,
-    outcome,
     set_timeout,
     timeout,
     value,

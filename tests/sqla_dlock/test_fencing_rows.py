@@ -11,12 +11,12 @@ from dlock_core.retry import Trouble, classify
 from sqla_dlock import FencedMixin, fencing, lock
 from tests.chaos import EverybodyIn
 from tests.mysql_server import DIALECT
+from tests.outcomes import give_up_waiting, outcome
 from tests.sqla_dlock.adders import (
     Adder,
     add_counter,
     fences,
     isolated,
-    outcome,
     set_timeout,
     timeout,
     wait_until_blocked,
@@ -261,17 +261,6 @@ def test_row_made_after_a_newer_holder_was_announced_in_the_table_does_not_let_t
     assert read(engine).value == 1
 
 
-def give_up_waiting(late, form):
-    """Have a holder come to the fence whose wait is over before it is free: as it is taken, or as its transaction begins."""
-    if form == "lease":
-        with pytest.raises(RowLocked):
-            late.take()
-    else:
-        late.take()
-        assert isinstance(outcome(late.start()), RowLocked)
-        late.rollback()
-
-
 @levels(SERVERS)
 @pytest.mark.parametrize("wait", [0, 0.6])
 @pytest.mark.parametrize("form", FORMS)
@@ -281,7 +270,7 @@ def test_wait_for_the_row_is_limited_by_wait(another, engine, broken, parcel, fo
     set_timeout(timed)
     with Session(engine) as blocker, Adder(timed, Parcel, parcel, wait=wait, store=broken, fence=form) as late:
         set_to(blocker, 1)
-        give_up_waiting(late, form)
+        give_up_waiting(late, form, RowLocked)
         with timed.connect() as connection:
             assert timeout(connection) == 77
 
@@ -302,7 +291,7 @@ def test_wait_on_mysql_is_limited_by_wait_and_its_session_has_its_own_limit_back
     with Adder(engine, *parts, store=broken) as blocker, late:
         blocker.take()
         blocker.start().result()
-        give_up_waiting(late, form)
+        give_up_waiting(late, form, RowLocked)
         with timed.connect() as connection:
             assert timeout(connection) == 77
         blocker.rollback()
