@@ -128,7 +128,8 @@ def test_wrong_password_is_one_line(redis_server, monkeypatch):
         try:
             ran = dlock("list", "--store", f"redis://:{SECRET}@127.0.0.1:{redis_server.port}")
         finally:
-            redis.Redis(port=redis_server.port, password="right").config_set("requirepass", "")
+            with redis.Redis(port=redis_server.port, password="right") as again:
+                again.config_set("requirepass", "")
     assert ran.code == 1
     assert [line for line in ran.out.splitlines() if "refused our credentials" in line]
     assert not [piece for piece in PIECES if piece in ran.out + ran.err]

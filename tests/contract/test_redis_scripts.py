@@ -51,7 +51,7 @@ def die(server: redis.Redis, holder: str) -> None:
 
 def contents(server: redis.Redis) -> dict[bytes, bytes | None]:
     options = server.connection_pool.connection_kwargs | {"decode_responses": False}
-    with redis.Redis(connection_pool=redis.ConnectionPool(**options)) as raw:
+    with redis.Redis.from_pool(redis.ConnectionPool(**options)) as raw:
         return {key: raw.dump(key) for key in sorted(raw.keys())}
 
 

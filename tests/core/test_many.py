@@ -143,13 +143,15 @@ def test_text_is_not_taken_for_the_names_of_its_letters(store):
 
 
 def test_free_names_take_one_request_each_way(redis_server, monkeypatch):
-    store, client = connect(redis_server.url), redis.Redis.from_url(redis_server.url)
+    store = connect(redis_server.url)
     MultiLock(store, ["a"]).acquire().release()
     sent, exchange = [], store._blocking.exchange
     monkeypatch.setattr(store._blocking, "exchange", lambda *args: sent.append(args) or exchange(*args))
     MultiLock(store, [f"n{n}" for n in range(10)]).acquire().release()
     assert len(sent) == 2
-    assert client.keys("dlock:{n*") == []
+    store.close()
+    with redis.Redis.from_url(redis_server.url) as client:
+        assert client.keys("dlock:{n*") == []
 
 
 @pytest.mark.parametrize("at_once", [True, False])

@@ -812,11 +812,11 @@ def test_two_stores_have_locks_of_their_own(database, store):
 
 def test_ttl_and_wait_come_from_the_store_unless_given(database):
     backend = MemoryBackend()
-    with override_settings(DLOCK={"default": {"BACKEND": backend, "TTL": 3, "WAIT": 0}}):
+    with override_settings(DLOCK={"default": {"BACKEND": backend, "TTL": 300, "WAIT": 0}}):
         with order(database) as lease:
-            assert 2.5 < lease.remaining() <= 3
-        with order(database, ttl=60) as lease:
-            assert 55 < lease.remaining() <= 60
+            assert 200 < lease.remaining() <= 300
+        with order(database, ttl=3000) as lease:
+            assert 2000 < lease.remaining() <= 3000
 
 
 # A store that cannot be reached

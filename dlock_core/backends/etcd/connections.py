@@ -10,7 +10,9 @@ import asyncio
 import os
 import socket
 import ssl
+import weakref
 from collections import deque
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from dlock_core.backends.etcd.http import Reader
@@ -80,8 +82,6 @@ class Connection:
         if self._socket is not None:
             self._socket.close()
 
-    __del__ = close
-
     async def _send(self, runtime: Runtime, data: bytes, limit: float) -> None:
         await runtime.call(_asend if isinstance(runtime, Asyncio) else _send, self._socket, data, limit)
 
@@ -133,17 +133,19 @@ class _Tls:
 
 
 class Connections:
-    """The idle connections to the member that is asked now."""
+    """The idle connections to the member that is asked now; they are closed when it is forgotten."""
 
     def __init__(self, members: Sequence[Member], tls: ssl.SSLContext | None) -> None:
         self.members, self._tls = tuple(members), tls
         self._now, self._pid = 0, os.getpid()
         self._idle: deque[Connection] = deque()
+        weakref.finalize(self, _close, self._idle).atexit = False
 
     async def checkout(self, runtime: Runtime, limit: float) -> Connection:
         """Give an open connection that nobody else uses: an idle one, or else a new one."""
         if self._pid != os.getpid():  # a forked child must not talk on its parent's sockets
-            self._pid, self._idle = os.getpid(), deque()
+            self._pid = os.getpid()
+            _close(self._idle)
         while (connection := self._last()) is not None:
             if connection.member == self.member and connection.is_alive():
                 return connection
@@ -185,14 +187,19 @@ class Connections:
 
     def close(self) -> None:
         """Close the idle connections."""
-        while (connection := self._last()) is not None:
-            connection.close()
+        _close(self._idle)
 
     def _last(self) -> Connection | None:
         try:
             return self._idle.pop()
         except IndexError:
             return None
+
+
+def _close(idle: deque[Connection]) -> None:
+    while idle:
+        with suppress(IndexError):  # somebody else took the last one
+            idle.pop().close()
 
 
 def _connect(member: Member, limit: float) -> socket.socket:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import weakref
 from collections import deque
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final
@@ -20,7 +21,7 @@ from dlock_core.runtime import Asyncio, Runtime, clock
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Awaitable, Callable
 
-__all__ = ["AsyncioWire", "BlockingWire", "Idle", "read", "talk"]
+__all__ = ["AsyncioWire", "BlockingIdle", "BlockingWire", "read", "talk"]
 
 IDLE_KEPT: Final = 64
 """Idle connections kept open, at most; more are made when more are needed at once."""
@@ -37,7 +38,8 @@ class Idle:
 
     def pop(self) -> Any:
         if self._pid != os.getpid():  # a forked child must not talk on its parent's sockets
-            self._pid, self._free = os.getpid(), deque()
+            self._pid = os.getpid()
+            self._free.clear()
         while (connection := self._last()) is not None:
             if clock() - connection.dlock_used < TRUSTED or self._is_alive(connection):
                 return connection
@@ -69,7 +71,23 @@ class Idle:
         raise NotImplementedError
 
 
-class BlockingWire(Idle):
+class BlockingIdle(Idle):
+    """Those of threads; they are closed when it is forgotten, before the garbage collector meets a socket by itself."""
+
+    def __init__(self, connect: Callable[[], Any]) -> None:
+        super().__init__(connect)
+        weakref.finalize(self, _close, self._free).atexit = False
+
+    def discard(self, connection: Any) -> None:
+        connection.disconnect()
+
+
+def _close(free: deque[Any]) -> None:
+    for connection in free:
+        connection.disconnect()
+
+
+class BlockingWire(BlockingIdle):
     """Connections for threads."""
 
     checkout, checkin, close, forget = Idle.pop, Idle.push, Idle.clear, Idle.clear
@@ -84,9 +102,6 @@ class BlockingWire(Idle):
             return not connection.can_read(0)
         except (RedisError, OSError):
             return False
-
-    def discard(self, connection: Any) -> None:
-        connection.disconnect()
 
 
 def talk(connection: Any, data: bytes, replies: int, limit: float) -> list[Any]:
@@ -112,6 +127,7 @@ class AsyncioWire:
     def __init__(self, connect: Callable[[], Any]) -> None:
         self._connect = connect
         self._loops: dict[asyncio.AbstractEventLoop, _AsyncioIdle] = {}
+        weakref.finalize(self, _clear, self._loops).atexit = False
 
     def checkout(self) -> Any:
         return self._idle().pop()
@@ -139,9 +155,7 @@ class AsyncioWire:
             raise RedisTimeoutError(f"no answer within {limit:.3g} s") from error
 
     def close(self) -> None:
-        for loop, idle in list(self._loops.items()):
-            if not loop.is_closed():
-                loop.call_soon_threadsafe(idle.clear)
+        _clear(self._loops)
 
     def _idle(self) -> _AsyncioIdle:
         loop = asyncio.get_running_loop()
@@ -158,6 +172,12 @@ class AsyncioWire:
     def leave(self, task: asyncio.Task[Any]) -> None:
         """Let a request go on that nobody listens to any more: to its time limit, or the end of the loop."""
         self._idle().leave(task)
+
+
+def _clear(loops: dict[asyncio.AbstractEventLoop, _AsyncioIdle]) -> None:
+    for loop, idle in list(loops.items()):
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(idle.clear)
 
 
 class _AsyncioIdle(Idle):

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from redis.exceptions import ConnectionError as RedisConnectionError
 
-from dlock_core.backends.redis.connections import Idle, read
+from dlock_core.backends.redis.connections import BlockingIdle, read
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -73,18 +73,17 @@ class Circle:
         for number, _ in self.poll.poll(0):
             self.drop(self.places[number])
 
+    def disconnect(self) -> None:
+        for place in range(len(self._nodes)):
+            self.drop(place)
 
-class Circles(Idle):
+
+class Circles(BlockingIdle):
     """Circles that nobody uses."""
 
     def __init__(self, nodes: Sequence[Node]) -> None:
         super().__init__(partial(Circle, nodes))
-        self._nodes = nodes
 
     def _is_alive(self, connection: Circle) -> bool:
         connection.look()
         return True
-
-    def discard(self, connection: Circle) -> None:
-        for place in range(len(self._nodes)):
-            connection.drop(place)

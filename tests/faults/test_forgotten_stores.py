@@ -1,0 +1,118 @@
+"""Stores that nobody closes: when the last reference is gone, so are their connections, and nothing warns."""
+
+import asyncio
+import gc
+import secrets
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from dlock_core import AsyncLock, Lock, connect
+from tests import etcd_servers, redis_cluster, redis_sentinel, redlock_nodes
+from tests.conftest import give_up
+from tests.servers import Server, ServerMissing
+
+
+class Place(NamedTuple):
+    """Where a store is, and all the servers it may connect to."""
+
+    url: str
+    servers: list[Server]
+
+    def connections(self) -> int:
+        ports = {server.port for server in self.servers}
+        found = [one for one in gc.get_objects() if issubclass(type(one), socket.socket)]
+        return len([one for one in found if one.fileno() >= 0 and peer(one) in ports])
+
+
+def peer(one: socket.socket) -> int:
+    try:
+        return int(one.getpeername()[1])
+    except (OSError, IndexError):  # not connected, or not TCP
+        return 0
+
+
+def a_cluster(stack: ExitStack, path: Path) -> Place:
+    nodes = stack.enter_context(redis_cluster.cluster(path))
+    return Place(nodes.url, nodes.nodes)
+
+
+def an_etcd(stack: ExitStack, path: Path) -> Place:
+    etcd = stack.enter_context(etcd_servers.cluster(path))
+    return Place(etcd.url, etcd.members)
+
+
+def a_redlock(stack: ExitStack, path: Path) -> Place:
+    nodes = stack.enter_context(redlock_nodes.masters(path))
+    return Place(redlock_nodes.url_of(nodes), nodes)
+
+
+def a_sentinel(stack: ExitStack, path: Path) -> Place:
+    group = stack.enter_context(redis_sentinel.group(path))
+    return Place(group.url, [*group.servers, *group.sentinels])
+
+
+MADE: dict[str, Callable[[ExitStack, Path], Place]] = {
+    "cluster": a_cluster,
+    "etcd": an_etcd,
+    "redlock": a_redlock,
+    "sentinel": a_sentinel,
+}
+
+
+@pytest.fixture(scope="module", params=["redis", *MADE])
+def place(request: pytest.FixtureRequest, servers_directory: Path) -> Iterator[Place]:
+    if request.param == "redis":
+        server = request.getfixturevalue("redis_server")
+        yield Place(server.url, [server])
+        return
+    with ExitStack() as stack:
+        try:
+            place = MADE[request.param](stack, servers_directory / f"forgotten-{request.param}")
+        except ServerMissing as missing:
+            give_up(str(missing))
+        yield place
+
+
+@pytest.fixture
+def sockets_come_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every socket is younger than what connects it by a generation: a full collection then meets the socket first."""
+    resolve = socket.getaddrinfo
+
+    def resolve_later(*args: object, **options: object) -> object:
+        gc.collect(0)
+        return resolve(*args, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(socket, "getaddrinfo", resolve_later)
+
+
+@pytest.mark.usefixtures("sockets_come_first")
+def test_store_that_threads_used_leaves_no_connection_and_no_warning(place: Place) -> None:
+    gc.collect()
+    before = place.connections()
+    store = connect(place.url, prefix=f"{secrets.token_hex(4)}:")
+    Lock(store, "a").acquire().release()
+    assert place.connections() > before
+    store.myself = store  # type: ignore[attr-defined]  # so that only the garbage collector finds it
+    del store
+    gc.collect()
+    assert place.connections() <= before
+
+
+@pytest.mark.usefixtures("sockets_come_first")
+async def test_store_that_tasks_used_leaves_no_connection_and_no_warning(place: Place) -> None:
+    gc.collect()
+    before = place.connections()
+    store = connect(place.url, prefix=f"{secrets.token_hex(4)}:")
+    async with AsyncLock(store, "a"):
+        assert place.connections() > before
+    store.myself = store  # type: ignore[attr-defined]
+    del store
+    gc.collect()
+    for _ in range(5):  # they are closed by their loop
+        await asyncio.sleep(0)
+    assert place.connections() <= before
