@@ -19,7 +19,7 @@ from dlock_core.testing.contract.parties import Locks
 from dlock_core.testing.contract.tasks import Tasks
 from tests.etcd_servers import Cluster, ask, cluster
 from tests.faults.looking import holders, is_untouched, until, waiters
-from tests.faults.test_cancellation import FOR_EVER, Cancelled, attempt
+from tests.faults.test_cancellation import Cancelled, attempt, sweep
 from tests.proxy import Proxy
 
 WITHIN = 30.0
@@ -306,8 +306,7 @@ def test_acquire_cancelled_at_any_await_leaves_nothing(backend: EtcdBackend, dir
         assert is_untouched(direct, "a"), f"cancelled at await {k}"  # type: ignore[arg-type]
         return cancelled.happened
 
-    swept = next(k for k in range(1, FOR_EVER) if not asyncio.run(main(k)))
-    assert swept > 1, "there was nothing to sweep over"
+    sweep(main, awaits=1)
 
 
 @pytest.mark.parametrize("shared", [False, True], ids=["exclusive", "shared"])
@@ -329,8 +328,7 @@ def test_waiting_acquire_cancelled_at_any_await_leaves_nothing(
         assert is_untouched(direct, "a"), f"cancelled at await {k}"  # type: ignore[arg-type]
         return cancelled.happened
 
-    swept = next(k for k in range(1, FOR_EVER) if not asyncio.run(main(k)))
-    assert swept > 3, "there was nothing to sweep over"
+    sweep(main, awaits=3)
 
 
 def test_release_cancelled_at_any_await_is_still_done(backend: EtcdBackend, direct: EtcdBackend) -> None:
@@ -341,8 +339,7 @@ def test_release_cancelled_at_any_await_is_still_done(backend: EtcdBackend, dire
         assert is_untouched(direct, "a"), f"cancelled at await {k}"  # type: ignore[arg-type]
         return cancelled.happened
 
-    swept = next(k for k in range(1, FOR_EVER) if not asyncio.run(main(k)))
-    assert swept > 1, "there was nothing to sweep over"
+    sweep(main, awaits=1)
 
 
 def test_connections_are_kept_and_each_step_is_one_write(backend: EtcdBackend, proxy: Proxy) -> None:
