@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from importlib import import_module
 from importlib.metadata import entry_points
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Final, cast
 
 if TYPE_CHECKING:
@@ -30,6 +31,7 @@ _OWN: Final = {
     "etcds": "dlock_core.backends.etcd:EtcdBackend",
 }
 
+_OURS: Final = ("dlock_core.", "sqla_dlock.")
 _IN_DATABASES: Final = ("database", "advisory")
 _IN_DATABASES_INSTEAD: Final = (
     "is reached by what reaches your database: in Django name the store in the setting DLOCK, in SQLAlchemy give it to "
@@ -84,10 +86,10 @@ def _entry_points() -> dict[str, str]:
 def _load(path: str) -> Any:
     module, _, names = path.partition(":")
     try:
-        found: Any = import_module(module)
+        return attrgetter(names)(import_module(module))
     except ModuleNotFoundError as error:
         missing = str(error.name).partition(".")[0]
-        raise ImportError(f"this store needs the package {missing!r}: pip install 'dlock-orm[{missing}]'") from error
-    for name in names.split("."):
-        found = getattr(found, name)
-    return found
+        remedy = f"pip install 'dlock-orm[{missing}]'" if module.startswith(_OURS) else "install it"
+        raise ImportError(f"the store {path} needs the package {missing!r}: {remedy}") from error
+    except AttributeError as error:
+        raise ImportError(f"an entry point of the group dlock.backends leads nowhere: {path}") from error

@@ -108,12 +108,6 @@ def test_bad_url_is_refused_and_no_part_of_the_password_is_told(url: str) -> Non
     assert SECRET not in f"{caught.value}{caught.value.__context__ if not caught.value.__suppress_context__ else ''}"
 
 
-@pytest.mark.parametrize("options", [{"prefix": "{a}"}, {"timeout": 0}, {"timeout": float("nan")}, {"replicas": -1}])
-def test_bad_option_is_refused(options: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=next(iter(options))):
-        connect("redis+cluster://localhost", **options)
-
-
 def test_what_is_no_cluster_client_is_refused() -> None:
     with pytest.raises(TypeError, match="Redis"):
         ClusterBackend(redis.Redis())

@@ -2,18 +2,22 @@
 
 import subprocess
 import sys
-from typing import Any
+from datetime import timedelta
+from importlib.metadata import EntryPoint
 
 import pytest
 import redis
 import redis.asyncio
 
-from dlock_core import connect
+from dlock_core import connect, registry
 from dlock_core.backends.redis import RedisBackend
 from dlock_core.registry import schemes
 from dlock_core.testing import MemoryBackend
 
 SECRET = "hunter2"
+EVERY_STORE = [
+    "redis://h", "redis+sentinel://h/shop", "redis+cluster://h", "redlock://a,b,c", "etcd://h", "zookeeper://h", "database+sqlite:///f",
+]  # fmt: skip
 
 
 def test_each_scheme_gives_its_backend() -> None:
@@ -52,25 +56,37 @@ def test_password_that_python_itself_would_quote_is_not_told(scheme: str) -> Non
     assert SECRET not in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"timeout": 0},
-        {"timeout": -1},
-        {"timeout": float("nan")},
-        {"timeout": True},
-        {"timeout": "2"},
-        {"prefix": "{a}"},
-    ],
-)
-def test_bad_option_is_refused(options: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=r"timeout|prefix"):
-        connect("redis://localhost", **options)
+@pytest.mark.parametrize("url", EVERY_STORE)
+@pytest.mark.parametrize("timeout", [0, -1, 1e300, float("nan"), float("inf"), True, "2", None, timedelta(1)], ids=repr)
+def test_timeout_that_is_no_time_is_refused(url: str, timeout: object) -> None:
+    with pytest.raises(ValueError, match="timeout"):
+        connect(url, timeout=timeout)
 
 
-def test_unknown_option_is_refused_by_name() -> None:
+@pytest.mark.parametrize("url", [url for url in EVERY_STORE if not url.startswith("database")])
+@pytest.mark.parametrize("prefix", [None, 1, b"shop:", "a\n", "a\0", "\ud800", "x" * 513], ids=ascii)
+def test_prefix_that_is_no_text_is_refused(url: str, prefix: object) -> None:
+    with pytest.raises(ValueError, match="prefix"):
+        connect(url, prefix=prefix)
+
+
+@pytest.mark.parametrize("url", [url for url in EVERY_STORE if url.startswith("red")])
+def test_braces_in_a_prefix_of_redis_are_refused(url: str) -> None:
+    with pytest.raises(ValueError, match="braces"):
+        connect(url, prefix="{a}")
+
+
+@pytest.mark.parametrize("url", EVERY_STORE)
+def test_unknown_option_is_refused_by_name(url: str) -> None:
     with pytest.raises(TypeError, match="tll"):
-        connect("redis://localhost", tll=3)
+        connect(url, tll=3)
+
+
+@pytest.mark.parametrize("url", ["redis://h", "redis+sentinel://h/shop", "redis+cluster://h"])
+@pytest.mark.parametrize("replicas", [-1, True, "1", None, 1.0], ids=repr)
+def test_replicas_that_are_no_number_are_refused(url: str, replicas: object) -> None:
+    with pytest.raises(ValueError, match="replicas"):
+        connect(url, replicas=replicas)
 
 
 @pytest.mark.parametrize("scheme", ["redis", "rediss", "redis+cluster", "redlock", "redis+sentinel"])
@@ -121,6 +137,15 @@ def test_missing_client_library_says_which_extra_to_install() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert "ImportError" in done.stderr
     assert "pip install 'dlock-orm[redis]'" in done.stderr
+
+
+@pytest.mark.parametrize("target", ["no_such_package.store:Store", "json:no_such_store"])
+def test_store_of_another_package_that_is_not_there_is_named(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "entry_points", lambda group: [EntryPoint("file", target, group)])
+    with pytest.raises(ImportError, match=target) as caught:
+        connect(f"file://u:{SECRET}@h")
+    assert "dlock-orm[" not in str(caught.value)
+    assert SECRET not in str(caught.value)
 
 
 def test_core_imports_no_client_library() -> None:

@@ -6,7 +6,6 @@ which the holder's key was created. (Idea: clientv3/concurrency of etcd.)
 
 from __future__ import annotations
 
-import math
 import ssl
 from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, TypeVar
 
@@ -14,6 +13,7 @@ from dlock_core.backends.etcd import address, keys, listing
 from dlock_core.backends.etcd.gateway import Gateway
 from dlock_core.backends.etcd.keys import Entry, Keys
 from dlock_core.backends.etcd.steps import PLACE, Place, Steps
+from dlock_core.backends.options import check_prefix, check_seconds
 from dlock_core.errors import BackendUnavailable
 
 if TYPE_CHECKING:
@@ -56,8 +56,8 @@ class EtcdBackend:
     def __init__(
         self, url: str, *, prefix: str = "dlock/", timeout: float = 3.0, tls: ssl.SSLContext | None = None
     ) -> None:
-        if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not 0 < timeout < math.inf:
-            raise ValueError(f"timeout bounds a request, in seconds greater than 0, not {timeout!r}")
+        check_seconds("timeout", timeout)
+        check_prefix(prefix)
         where = address.read(url)
         secure = (tls or ssl.create_default_context()) if where.is_encrypted else None
         self._gateway = Gateway(where.members, where.user, where.password, secure, timeout)

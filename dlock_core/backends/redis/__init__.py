@@ -10,6 +10,7 @@ import math
 from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal
 
 from dlock_core.backend import Busy, Granted
+from dlock_core.backends.options import check_prefix, check_seconds
 from dlock_core.backends.redis import reading, sentinel
 from dlock_core.backends.redis.clients import of_url, wires
 from dlock_core.backends.redis.scripts import script
@@ -212,8 +213,8 @@ class RedisBackend:
 
 def checked(prefix: str, timeout: float, replicas: int) -> None:
     """Raise ValueError for options that make no sense."""
-    if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not 0 < timeout < math.inf:
-        raise ValueError(f"timeout bounds a request, in seconds greater than 0, not {timeout!r}")
+    check_seconds("timeout", timeout)
+    check_prefix(prefix)
     if "{" in prefix or "}" in prefix:
         raise ValueError(f"prefix must not have braces, which are the keys' hash tag: {prefix!r}")
     if isinstance(replicas, bool) or not isinstance(replicas, int) or replicas < 0:

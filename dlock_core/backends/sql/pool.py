@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
 import os
 import weakref
 from collections import deque
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeVar
 
+from dlock_core.backends.options import check_seconds
 from dlock_core.backends.sql.failures import unavailable
 from dlock_core.backends.sql.limits import of_process
 from dlock_core.errors import BackendUnavailable
@@ -42,8 +42,7 @@ class Pool:
     """
 
     def __init__(self, connector: Connector, *, timeout: float = 5.0) -> None:
-        if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not 0 < timeout < math.inf:
-            raise ValueError(f"timeout bounds a step, in seconds greater than 0, not {timeout!r}")
+        check_seconds("timeout", timeout)
         self.connector, self.timeout = connector, timeout
         self._begin()
         _pools.add(self)

@@ -8,7 +8,6 @@ leaders and restarts. (Idea of the queue: the recipes page of the ZooKeeper docu
 
 from __future__ import annotations
 
-import math
 import os
 import weakref
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -20,6 +19,7 @@ except ModuleNotFoundError as error:
     raise ImportError("the ZooKeeper store needs the package 'kazoo': pip install 'dlock-orm[zookeeper]'") from error
 
 from dlock_core.backend import Busy, Granted
+from dlock_core.backends.options import check_prefix, check_seconds
 from dlock_core.backends.zookeeper.address import Address, of_url
 from dlock_core.backends.zookeeper.line import line
 from dlock_core.backends.zookeeper.nodes import EACH, Nodes
@@ -56,9 +56,9 @@ class ZooKeeperBackend:
     ttl_step: ClassVar[float] = 0.001
 
     def __init__(self, address: Address, *, prefix: str = "dlock", timeout: float = 2.0, session: float = 15.0) -> None:
-        for what, value in (("timeout", timeout), ("session", session)):
-            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-                raise ValueError(f"{what} is in seconds, greater than 0, not {value!r}")
+        check_seconds("timeout", timeout)
+        check_seconds("session", session)
+        check_prefix(prefix)
         if not prefix or "/" in prefix or prefix in {".", ".."}:
             raise ValueError(f"prefix is the name of one node, not {prefix!r}")
         self._address, self._prefix, self._timeout, self._length = address, prefix, timeout, session
