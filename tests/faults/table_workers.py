@@ -1,5 +1,6 @@
 """What other processes do with a lease table; each gets a Link to the test first, and the URL of an engine."""
 
+import gc
 import os
 from pathlib import Path
 from typing import Any
@@ -45,6 +46,19 @@ def fork(link: Link, url: str, name: str) -> Any:
 def _in_child(backend: dlock_core.backend.Backend, lease: Any, name: str) -> Any:
     holders.Lock = lambda backend, given, **options: Lock(backend, name if given == "a" else f"{name}:child", **options)
     return holders._in_child(backend, lease)
+
+
+def fork_and_forget(_: Link, url: str, name: str) -> list[Any]:
+    """Have a forked child forget the store; give what the parent's connection says afterwards."""
+    backend = from_url(url)
+    Lock(backend, name).acquire().release()
+    ((session, _since),) = backend.pool._idle
+    if (child := os.fork()) == 0:
+        del backend, session
+        gc.collect()
+        os._exit(0)
+    os.waitpid(child, 0)
+    return session.execute("SELECT 1")
 
 
 def read(path: Path) -> list[history.Section]:

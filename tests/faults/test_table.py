@@ -285,6 +285,13 @@ def test_forked_child_has_connections_of_its_own_and_no_lease(driver: str, direc
     assert holders(direct, name) == []
 
 
+@pytest.mark.parametrize("driver", ["psycopg", "pymysql"], indirect=True)
+@pytest.mark.usefixtures("direct")
+def test_forked_child_that_forgets_the_store_ends_no_connection_of_its_parent(driver: str, name: str) -> None:
+    ((answer,),) = processes.run(table_workers.fork_and_forget, [(f"database+{URLS[driver]}", name)])
+    assert answer == (1,)
+
+
 def test_waiter_is_told_of_a_release_and_asks_nothing_meanwhile(
     postgres: TableBackend, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

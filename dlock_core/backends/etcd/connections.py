@@ -10,12 +10,11 @@ import asyncio
 import os
 import socket
 import ssl
-import weakref
 from collections import deque
-from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from dlock_core.backends.etcd.http import Reader
+from dlock_core.backends.idle import drain, drain_when_forgotten
 from dlock_core.runtime import Asyncio
 
 if TYPE_CHECKING:
@@ -139,13 +138,13 @@ class Connections:
         self.members, self._tls = tuple(members), tls
         self._now, self._pid = 0, os.getpid()
         self._idle: deque[Connection] = deque()
-        weakref.finalize(self, _close, self._idle).atexit = False
+        drain_when_forgotten(self, self._idle, Connection.close)
 
     async def checkout(self, runtime: Runtime, limit: float) -> Connection:
         """Give an open connection that nobody else uses: an idle one, or else a new one."""
         if self._pid != os.getpid():  # a forked child must not talk on its parent's sockets
             self._pid = os.getpid()
-            _close(self._idle)
+            self.close()
         while (connection := self._last()) is not None:
             if connection.member == self.member and connection.is_alive():
                 return connection
@@ -187,19 +186,13 @@ class Connections:
 
     def close(self) -> None:
         """Close the idle connections."""
-        _close(self._idle)
+        drain(self._idle, Connection.close)
 
     def _last(self) -> Connection | None:
         try:
             return self._idle.pop()
         except IndexError:
             return None
-
-
-def _close(idle: deque[Connection]) -> None:
-    while idle:
-        with suppress(IndexError):  # somebody else took the last one
-            idle.pop().close()
 
 
 def _connect(member: Member, limit: float) -> socket.socket:

@@ -11,11 +11,13 @@ import os
 import weakref
 from collections import deque
 from contextlib import suppress
+from operator import methodcaller
 from typing import TYPE_CHECKING, Any, Final
 
 from redis.exceptions import RedisError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
+from dlock_core.backends.idle import drain, drain_when_forgotten
 from dlock_core.runtime import Asyncio, Runtime, clock
 
 if TYPE_CHECKING:
@@ -55,8 +57,7 @@ class Idle:
             self.discard(self._free.popleft())
 
     def clear(self) -> None:
-        while (connection := self._last()) is not None:
-            self.discard(connection)
+        drain(self._free, self.discard)
 
     def _last(self) -> Any:
         try:
@@ -72,18 +73,13 @@ class Idle:
 
 
 class BlockingIdle(Idle):
-    """Those of threads; they are closed when it is forgotten, before the garbage collector meets a socket by itself."""
+    """Those of threads; they are closed when it is forgotten."""
 
     def __init__(self, connect: Callable[[], Any]) -> None:
         super().__init__(connect)
-        weakref.finalize(self, _close, self._free).atexit = False
+        drain_when_forgotten(self, self._free, methodcaller("disconnect"))
 
     def discard(self, connection: Any) -> None:
-        connection.disconnect()
-
-
-def _close(free: deque[Any]) -> None:
-    for connection in free:
         connection.disconnect()
 
 

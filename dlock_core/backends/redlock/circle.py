@@ -74,6 +74,7 @@ class Circle:
             self.drop(self.places[number])
 
     def disconnect(self) -> None:
+        """Drop them all."""
         for place in range(len(self._nodes)):
             self.drop(place)
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 import weakref
 from collections import deque
-from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeVar
 
+from dlock_core.backends.idle import drain, drain_when_forgotten
 from dlock_core.backends.options import check_seconds
 from dlock_core.backends.sql.failures import unavailable
 from dlock_core.backends.sql.limits import of_process
@@ -44,12 +44,9 @@ class Pool:
     def __init__(self, connector: Connector, *, timeout: float = 5.0) -> None:
         check_seconds("timeout", timeout)
         self.connector, self.timeout = connector, timeout
-        self._begin()
-        _pools.add(self)
-
-    def _begin(self) -> None:
         self._idle: deque[tuple[Session, float]] = deque()
-        weakref.finalize(self, _close, self._idle).atexit = False
+        drain_when_forgotten(self, self._idle, _close)
+        _pools.add(self)
 
     def step(
         self, runtime: Runtime, name: str, function: Callable[[Session], T], limit: float | None = None
@@ -73,12 +70,12 @@ class Pool:
 
     def close(self) -> None:
         """Close the idle connections; more are opened when they are needed."""
-        _close(self._idle)
+        drain(self._idle, _close)
 
     def after_fork(self) -> None:
         """Begin anew in a forked child: the connections are its parent's, which closing them here would end."""
-        _inherited.append(self._idle)
-        self._begin()
+        _inherited.extend(self._idle)
+        self._idle.clear()
 
     def run(self, session: Session, function: Callable[[Session], T], limit: float | None) -> T:
         """Make a step on a session, again while it is the victim of others."""
@@ -207,10 +204,8 @@ class Kept:
             self._pool.fail(name, error)
 
 
-def _close(idle: deque[tuple[Session, float]]) -> None:
-    while idle:
-        with suppress(IndexError):  # somebody else took the last one
-            idle.pop()[0].close()
+def _close(idle: tuple[Session, float]) -> None:
+    idle[0].close()
 
 
 _pools: weakref.WeakSet[Pool] = weakref.WeakSet()
