@@ -221,8 +221,9 @@ def _own_transaction(bind: Engine | Connection) -> Iterator[Connection]:
 @contextmanager
 def _limited(connection: Connection, claim: Claim) -> Iterator[None]:
     """Have the block wait no longer than the claim allows where its statements cannot say it themselves."""
-    by_session = claim.limit is not None and _database(connection) == "mysql"
-    with _explained(connection, claim), waiting_on_mysql(connection, claim.limit or 0) if by_session else nullcontext():
+    limit = claim.limit if _database(connection) == "mysql" else None
+    waiting = nullcontext() if limit is None else waiting_on_mysql(connection, limit)
+    with _explained(connection, claim), waiting:
         yield
 
 
