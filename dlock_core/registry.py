@@ -86,10 +86,12 @@ def _entry_points() -> dict[str, str]:
 def _load(path: str) -> Any:
     module, _, names = path.partition(":")
     try:
-        return attrgetter(names)(import_module(module))
+        found = import_module(module)
     except ModuleNotFoundError as error:
         missing = str(error.name).partition(".")[0]
         remedy = f"pip install 'dlock-orm[{missing}]'" if module.startswith(_OURS) else "install it"
         raise ImportError(f"the store {path} needs the package {missing!r}: {remedy}") from error
+    try:
+        return attrgetter(names)(found)
     except AttributeError as error:
         raise ImportError(f"an entry point of the group dlock.backends leads nowhere: {path}") from error

@@ -4,6 +4,7 @@ import subprocess
 import sys
 from datetime import timedelta
 from importlib.metadata import EntryPoint
+from pathlib import Path
 
 import pytest
 import redis
@@ -146,6 +147,14 @@ def test_store_of_another_package_that_is_not_there_is_named(target: str, monkey
         connect(f"file://u:{SECRET}@h")
     assert "dlock-orm[" not in str(caught.value)
     assert SECRET not in str(caught.value)
+
+
+def test_error_inside_the_package_of_a_store_stays_as_it_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "brokenstore.py").write_text("import json; json.no_such_name")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(registry, "entry_points", lambda group: [EntryPoint("file", "brokenstore:Store", group)])
+    with pytest.raises(AttributeError, match="no_such_name"):
+        connect("file://h")
 
 
 def test_core_imports_no_client_library() -> None:
