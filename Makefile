@@ -5,10 +5,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --quiet
 
-SERVERS := redis-server postgresql mariadb-server etcd-server zookeeper default-jre-headless chromium
+SERVERS := redis-server postgresql mariadb-server etcd-server zookeeper default-jre-headless chromium spin
 HEADERS := gcc pkg-config libmariadb-dev python3-dev
 
-.PHONY: help demo test check lint types layers format bench servers clean
+.PHONY: help demo test check lint types layers model format bench servers clean interrupts
 
 help: ## This list
 	@sed -n 's/^\([a-z]*\):.*## /make \1	/p' Makefile
@@ -18,6 +18,9 @@ demo: $(VENV)/demo.stamp ## The race on SQLite and an embedded Redis: what goes 
 
 test: $(VENV)/test.stamp servers $(VENV)/mariadb.stamp ## All tests; as root on Debian, servers that are missing are installed first
 	$(BIN)/python -m pytest --numprocesses 3 --dist loadfile
+
+interrupts: $(VENV)/test.stamp servers ## 50,000 signal handlers that raise, at random moments; twenty minutes
+	DLOCK_TEST_INTERRUPTS=25000 $(BIN)/python -m pytest -s tests/faults/test_interrupts.py
 
 check: lint types layers test ## What the continuous integration runs
 
@@ -31,6 +34,9 @@ types: $(VENV)/test.stamp $(VENV)/lint.stamp ## Types, strict
 
 layers: $(VENV)/lint.stamp ## Who may import whom
 	$(BIN)/lint-imports --no-logo
+
+model: $(VENV)/test.stamp ## The fence's model, every interleaving: with spin and a C compiler, half a minute
+	$(BIN)/python -m pytest tests/test_model.py
 
 format: $(VENV)/lint.stamp ## Repair what style can repair
 	$(BIN)/ruff check --fix .

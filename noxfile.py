@@ -5,7 +5,7 @@ import nox
 nox.options.default_venv_backend = "venv"
 
 FRAMEWORKS_OF_PYTHON = {
-    "3.11": ("django~=5.2.0", "sqlalchemy~=2.0.40"),
+    "3.11": ("django~=5.2.0", "sqlalchemy~=2.0.51"),
     "3.12": ("django~=6.0.0", "sqlalchemy~=2.1.0"),
     "3.13": ("django~=6.1.0", "sqlalchemy~=2.1.0"),
 }
@@ -18,3 +18,11 @@ def tests(session: nox.Session) -> None:
     session.install("--upgrade", "pip>=25.1")
     session.install("--editable", ".", "--group", "test", "--group", "mariadb", *frameworks)
     session.run("python", "-m", "pytest", *session.posargs)
+
+
+@nox.session(python="3.11", venv_backend="uv")
+def lowest(session: nox.Session) -> None:
+    """The tests with the lowest version of each direct dependency that pyproject.toml names; needs uv."""
+    groups = ("--group", "pyproject.toml:test", "--group", "pyproject.toml:mariadb")
+    session.run_install("uv", "pip", "install", "--resolution", "lowest-direct", "--editable", ".", *groups)
+    session.run("python", "-m", "pytest", *(session.posargs or ("tests/core", "tests/sqla_dlock", "tests/cli")))

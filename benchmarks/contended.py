@@ -21,7 +21,7 @@ from benchmarks import measure
 from benchmarks.floors import RawRedis
 from benchmarks.sections import Figures, Make, Pair, figures, row, run
 from dlock_core import Lock
-from dlock_core.backends.redis import RedisBackend
+from dlock_core.backends.redis.backend import RedisBackend
 
 FLOOR: Final = "floor: BLPOP token on a bare socket"
 

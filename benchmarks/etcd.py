@@ -27,7 +27,7 @@ from benchmarks import measure
 from benchmarks.floors import Names
 from benchmarks.sections import Pair, tables
 from dlock_core import AsyncLock, Lock
-from dlock_core.backends.etcd import EtcdBackend
+from dlock_core.backends.etcd.backend import EtcdBackend
 from tests import etcd_servers
 from tests.etcd_servers import Cluster
 

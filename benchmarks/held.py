@@ -21,8 +21,9 @@ from redis.lock import Lock as RedisPyLock
 
 from benchmarks import measure
 from benchmarks.floors import RawRedis
-from dlock_core import Lock, watchdog
-from dlock_core.backends.redis import RedisBackend
+from dlock_core import Lock
+from dlock_core.backends.redis.backend import RedisBackend
+from dlock_core.leases import watchdog
 from dlock_core.runtime import BLOCKING, run
 from tests.servers import Server
 

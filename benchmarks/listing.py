@@ -10,7 +10,7 @@ import time
 from benchmarks import measure
 from benchmarks.floors import RawRedis
 from dlock_core import Lock
-from dlock_core.backends.redis import RedisBackend
+from dlock_core.backends.redis.backend import RedisBackend
 from dlock_core.inspect import picture
 from dlock_core.runtime import BLOCKING, run
 

@@ -14,8 +14,8 @@ from redis.lock import Lock as RedisPyLock
 from benchmarks import measure
 from benchmarks.floors import RawRedis
 from benchmarks.uncontended import traffic
-from dlock_core.backends.redis import RedisBackend
-from dlock_core.many import MultiLock
+from dlock_core.backends.redis.backend import RedisBackend
+from dlock_core.leases.multilock import MultiLock
 from tests.servers import Server
 
 FLOOR: Final = "floor: one script each way on a bare socket"

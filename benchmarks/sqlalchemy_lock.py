@@ -17,7 +17,7 @@ from sqlalchemy_dlock import create_sadlock
 
 from benchmarks import measure
 from dlock_core.backend import Backend
-from dlock_core.registry import connect
+from dlock_core.stores import connect
 from sqla_dlock import lock, lock_row
 from sqla_dlock.fencing import metadata
 from tests import servers

@@ -26,7 +26,7 @@ from benchmarks import measure
 from benchmarks.floors import Names
 from benchmarks.sections import Make, Pair, tables
 from dlock_core import AsyncLock, Lock
-from dlock_core.backends.table import TableBackend
+from dlock_core.backends.table.backend import TableBackend
 from tests import servers
 
 FLOOR: Final = "floor: two UPDATEs on a bare connection"

@@ -14,7 +14,7 @@ from redis.lock import Lock as RedisPyLock
 from benchmarks import measure
 from benchmarks.floors import Names, RawRedis
 from dlock_core import Lock
-from dlock_core.backends.redis import RedisBackend
+from dlock_core.backends.redis.backend import RedisBackend
 from tests.servers import Server
 
 FLOOR: Final = "floor: SET NX PX + EVALSHA on a bare socket"

@@ -25,7 +25,7 @@ from benchmarks import measure
 from benchmarks.floors import Names
 from benchmarks.sections import Make, Pair, tables
 from dlock_core import Lock
-from dlock_core.backends.zookeeper import ZooKeeperBackend
+from dlock_core.backends.zookeeper.backend import ZooKeeperBackend
 from tests.servers import Server
 from tests.zookeeper_servers import zookeeper
 

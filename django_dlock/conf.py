@@ -21,10 +21,9 @@ from django.dispatch import receiver
 from django.utils.connection import BaseConnectionHandler
 from django.utils.module_loading import import_string
 
-from dlock_core.deadline import ttl_seconds, wait_seconds
-from dlock_core.registry import connect
-from dlock_core.secrets import tells_secret
-from dlock_core.store import TTL, WAIT, Store
+from dlock_core.backends.options import tells_secret
+from dlock_core.options import ttl_seconds, wait_seconds
+from dlock_core.stores import TTL, WAIT, Store, connect
 
 if TYPE_CHECKING:
     from django.db.backends.base.base import BaseDatabaseWrapper

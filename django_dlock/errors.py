@@ -1,11 +1,13 @@
 """The core's errors as Django has to see them.
 
 Each is also a `django.db.DatabaseError`: anything else, raised inside COMMIT, makes Django commit on MySQL and SQLite.
+But for NoSuchKey, which is raised before any I/O, and which views answer like a row that does not exist.
 """
 
 from __future__ import annotations
 
 from django.db import DatabaseError, NotSupportedError
+from django.http import Http404
 
 from dlock_core import errors as core
 
@@ -15,6 +17,7 @@ __all__ = [
     "BackendUnavailable",
     "DLockError",
     "LeaseLost",
+    "NoSuchKey",
     "NotHeld",
     "NotSupported",
     "PreconditionFailed",
@@ -70,6 +73,10 @@ class NotSupported(core.NotSupported, NotSupportedError):
     __doc__ = core.NotSupported.__doc__
 
 
+class NoSuchKey(core.NoSuchKey, Http404):
+    __doc__ = core.NoSuchKey.__doc__
+
+
 class PreconditionFailed(core.PreconditionFailed, DatabaseError):
     __doc__ = core.PreconditionFailed.__doc__
 
@@ -89,6 +96,7 @@ _TWINS: dict[type[core.DLockError], type[core.DLockError]] = {
         AlreadyHeld,
         BackendUnavailable,
         LeaseLost,
+        NoSuchKey,
         NotHeld,
         NotSupported,
         PreconditionFailed,

@@ -2,27 +2,27 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from django.db import DatabaseError, models, transaction
-from django.db.models import F, Q
+from django.db.models import F
 
-from django_dlock.errors import NotSupported, StaleToken, as_database_error
+from django_dlock.errors import NotSupported, as_database_error
 from django_dlock.row_sql import waiting
-from dlock_core import fencing
 from dlock_core.errors import StaleToken as CoreStaleToken
-from dlock_core.fence_sql import DIALECTS
-from dlock_core.guard import refusal
-from dlock_core.parameters import pyformat
 from dlock_core.runtime import run
+from dlock_core.sql.database import pyformat
+from dlock_core.transactions import fence_sql, fencing
+from dlock_core.transactions.fence_sql import DIALECTS
+from dlock_core.transactions.fencing import refusal
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Iterator, Mapping
 
     from django.db.backends.base.base import BaseDatabaseWrapper
 
-    from dlock_core.fencing import Claim
+    from dlock_core.transactions.fencing import Claim
 
 __all__ = ["Cursor", "FencedMixin", "RowFence", "TableFence", "dialect", "fence_for"]
 
@@ -69,12 +69,12 @@ class TableFence:
 
     supports_shared = True
 
-    def admit(self, connection: BaseDatabaseWrapper, claim: Claim) -> None:
+    def admit(self, connection: BaseDatabaseWrapper, claim: Claim) -> int | None:
         """Admit the lease into the open transaction; raises StaleToken, RowLocked, SnapshotTooOld."""
-        _run(fencing.admit, connection, claim)
+        return _run(fencing.admit, connection, claim)
 
     def prepare(self, connection: BaseDatabaseWrapper, claim: Claim) -> None:
-        """Make the row, committed on its own, so that the first shared holders do not wait for each other."""
+        """Leave the mark of shared holders, committed on its own, so that they do not wait for each other."""
         _run(fencing.prepare, connection, claim)
 
     def announce(self, connection: BaseDatabaseWrapper, claim: Claim) -> None:
@@ -99,36 +99,25 @@ class RowFence(TableFence):
         self.model = model._meta.get_field("dlock_token").model  # a child's UPDATE would first SELECT, and then be late
 
     def admit(self, connection: BaseDatabaseWrapper, claim: Claim) -> None:
-        self._raise(connection, claim, super().admit)
+        self._run(fence_sql.admit, connection, claim)
 
     def announce(self, connection: BaseDatabaseWrapper, claim: Claim) -> None:
-        with transaction.atomic(using=connection.alias):  # a limit to the wait needs a transaction
-            self._raise(connection, claim, super().announce)
+        with transaction.atomic(using=connection.alias):  # the row, and the table in its place, are raised together
+            self._run(fence_sql.admit, connection, claim)
 
     def confirm(self, connection: BaseDatabaseWrapper, claim: Claim) -> None:
-        ours = self._rows(connection).filter(dlock_token=claim.token, dlock_holder=claim.holder)
-        if not _limited(connection, claim, lambda: ours.update(dlock_holder=claim.holder)):
-            self._raise(connection, claim, super().confirm)
-            super().confirm(connection, claim)  # the row was made after the announce, which stands in the table
+        self._run(fence_sql.confirm, connection, claim)
 
-    def _raise(self, connection: BaseDatabaseWrapper, claim: Claim, table: Callable[..., None]) -> None:
-        older = Q(dlock_token__lt=claim.token) | Q(dlock_token=claim.token, dlock_holder=claim.holder)
-        rows = self._rows(connection).filter(older)
-        values = {"dlock_token": claim.token, "dlock_holder": claim.holder}
-        if not _limited(connection, claim, lambda: rows.update(**values)):
-            self._refuse(connection, claim, table)
-
-    def _refuse(self, connection: BaseDatabaseWrapper, claim: Claim, table: Callable[..., None]) -> None:
-        rows = self._rows(connection).values_list("dlock_token", flat=True)
-        if connection.vendor == "mysql":  # a plain read takes the transaction's snapshot, before the wait in the table
-            rows = rows.select_for_update()
-        highest = _limited(connection, claim, rows.first)
-        if highest is not None:
-            raise StaleToken(claim.name, token=claim.token, highest=highest)
-        table(connection, claim)
-
-    def _rows(self, connection: BaseDatabaseWrapper) -> models.QuerySet[Any]:
-        return models.QuerySet(self.model).using(connection.alias).filter(pk=self.key)
+    def _run(
+        self, step: Callable[..., Coroutine[Any, Any, None]], connection: BaseDatabaseWrapper, claim: Claim
+    ) -> None:
+        key: Any = self.model._meta.pk
+        port = Cursor(connection, key=key.get_db_prep_value(self.key, connection))
+        quoted = connection.ops.quote_name
+        condition = f"{quoted(key.column)} = :key"
+        words = fence_sql.statements(_database(connection), quoted(self.model._meta.db_table), condition)
+        with _limited(connection, claim):
+            run(step(fence_sql.Row(port, words, dialect(connection)), claim))
 
 
 def fence_for(parts: tuple[Any, ...]) -> TableFence:
@@ -139,38 +128,41 @@ def fence_for(parts: tuple[Any, ...]) -> TableFence:
 
 
 class Cursor:
-    """The port that `dlock_core.fencing` speaks to: one statement in the connection's transaction."""
+    """The port that `dlock_core.transactions.fencing` speaks to: one statement in the connection's transaction."""
 
-    def __init__(self, connection: BaseDatabaseWrapper) -> None:
-        self._connection = connection
+    def __init__(self, connection: BaseDatabaseWrapper, **more: Any) -> None:
+        self._connection, self._more = connection, more
 
     async def execute(self, sql: str, params: Mapping[str, Any]) -> tuple[int, tuple[Any, ...] | None]:
         with self._connection.cursor() as cursor:
-            cursor.execute(pyformat(sql), params)
+            cursor.execute(pyformat(sql), {**params, **self._more})
             return cursor.rowcount, cursor.fetchone() if cursor.description else None
 
 
 def dialect(connection: BaseDatabaseWrapper) -> fencing.Dialect:
     """Give the statements for a database; raises NotSupported where there is no fence (Oracle)."""
-    vendor = "mariadb" if getattr(connection, "mysql_is_mariadb", False) else connection.vendor
     try:
-        return DIALECTS[vendor]
+        return DIALECTS[_database(connection)]
     except KeyError:
         known = ", ".join(DIALECTS)
-        raise NotSupported(f"no fence on {vendor}: use one of {known}, or pass fence=False") from None
+        raise NotSupported(f"no fence on {connection.vendor}: use one of {known}, or pass fence=False") from None
 
 
-def _run(step: Callable[..., Coroutine[Any, Any, None]], connection: BaseDatabaseWrapper, claim: Claim) -> None:
-    words = dialect(connection)
-    limit = claim.limit if words is DIALECTS["mysql"] else None  # the others say it in their statements
-    with _explained(connection, claim), _waiting(connection, limit):
-        run(step(Cursor(connection), words, claim))
+def _database(connection: BaseDatabaseWrapper) -> str:
+    return "mariadb" if getattr(connection, "mysql_is_mariadb", False) else connection.vendor
 
 
-def _limited(connection: BaseDatabaseWrapper, claim: Claim, query: Callable[[], T]) -> T:
-    """Send a query of the protected row, waiting for its lock no longer than the claim allows."""
-    with _explained(connection, claim), _waiting(connection, claim.limit):
-        return query()
+def _run(step: Callable[..., Coroutine[Any, Any, T]], connection: BaseDatabaseWrapper, claim: Claim) -> T:
+    with _limited(connection, claim):
+        return run(step(Cursor(connection), dialect(connection), claim))
+
+
+@contextmanager
+def _limited(connection: BaseDatabaseWrapper, claim: Claim) -> Iterator[None]:
+    """Have the block wait no longer than the claim allows where its statements cannot say it themselves."""
+    limit = claim.limit if _database(connection) == "mysql" else None
+    with _explained(connection, claim), waiting(connection, None if limit is None else max(0.001, limit)):
+        yield  # 0 would be no limit
 
 
 @contextmanager
@@ -185,14 +177,3 @@ def _explained(connection: BaseDatabaseWrapper, claim: Claim) -> Iterator[None]:
         if meant is None:
             raise
         raise as_database_error(meant) from error
-
-
-def _waiting(connection: BaseDatabaseWrapper, limit: float | None) -> AbstractContextManager[None]:
-    if limit is None or not getattr(connection, "mysql_is_mariadb", False):
-        return waiting(connection, None if limit is None else max(0.001, limit))  # 0 would be no limit
-    prefix = f"SET STATEMENT innodb_lock_wait_timeout = {round(limit)} FOR "
-
-    def limited(execute: Callable[..., Any], sql: str, *rest: Any) -> Any:
-        return execute(prefix + sql, *rest)
-
-    return connection.execute_wrapper(limited)

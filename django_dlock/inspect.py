@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from django.db import connections
 
-from dlock_core.inspect.reading import CONNECT_WITHIN, Reader
+from dlock_core.inspect.sessions import CONNECT_WITHIN, Reader
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -29,7 +29,8 @@ def databases(aliases: Iterable[str] | None = None) -> list[Reader]:
 
 
 def _database(alias: str) -> Reader:
-    return Reader(alias, connections[alias].vendor, partial(_Session, alias))
+    remedy = f"manage.py migrate django_dlock --database {alias}"
+    return Reader(alias, connections[alias].vendor, partial(_Session, alias), fence_remedy=remedy)
 
 
 class _Session:

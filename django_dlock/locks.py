@@ -9,35 +9,178 @@ from __future__ import annotations
 import asyncio
 import threading
 from contextlib import AsyncExitStack, ExitStack
-from typing import TYPE_CHECKING, Any, overload
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final, overload
 
-from asgiref.sync import sync_to_async
-from django.db import DEFAULT_DB_ALIAS, connections, models
+from asgiref.sync import AsyncToSync, sync_to_async
+from django.db import DEFAULT_DB_ALIAS, connections
+from django.utils.asyncio import async_unsafe
 from django.utils.connection import ConnectionDoesNotExist
 
 from django_dlock.backends.advisory import home_of, transaction_of
 from django_dlock.conf import stores
-from django_dlock.database_sessions import open_sessions
-from django_dlock.errors import NotSupported
+from django_dlock.errors import NotSupported, as_database_error
 from django_dlock.fencing import fence_for
-from django_dlock.leases import AS_DJANGO, Lease
-from django_dlock.snapshots import refuse_old_snapshot
-from django_dlock.ties import DatabaseTie, current, remember
+from django_dlock.names import plain, with_model
+from django_dlock.tie import DatabaseTie, current, forget, keep, open_sessions, refuse_old_snapshot, remember
 from django_dlock.transactions import in_transaction
-from dlock_core import names, together
+from dlock_core import names
+from dlock_core.errors import DLockError
+from dlock_core.leases.handles import renew
 from dlock_core.runtime import ASYNCIO, BLOCKING, Blocking, Runtime, run
-from dlock_core.tied import Options, TiedLock, Turn
-from dlock_core.together import TiedLocks, leaving, leaving_async
+from dlock_core.transactions import transaction_lock
+from dlock_core.transactions.fence_sql import not_shared
+from dlock_core.transactions.tie import LETTING_RUN_OUT, release
+from dlock_core.transactions.transaction_lock import (
+    Options,
+    TiedLease,
+    TiedLock,
+    TiedLocks,
+    Turn,
+    leaving,
+    leaving_async,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
+    from collections.abc import Awaitable, Callable, Iterable
     from types import EllipsisType, TracebackType
     from typing import Unpack
 
-    from dlock_core.deadline import Seconds
-    from dlock_core.store import Store
+    from dlock_core.leases.lease import Released
+    from dlock_core.options import Seconds
+    from dlock_core.stores import Store
 
 __all__ = ["Leases", "Lock", "LockOptions", "Locks", "lock"]
+
+
+class _AsDjango:
+    """Raises the Django twin of a core error."""
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, DLockError):
+            twin = as_database_error(error)
+            if twin is not error:
+                raise twin from error.__cause__
+
+
+AS_DJANGO: Final = _AsDjango()
+
+
+class Lease(TiedLease):
+    """A lock that this context holds. Its methods do no I/O, but for those that renew and release."""
+
+    __slots__ = ()
+
+    def ensure_held(self) -> None:
+        """Raise LeaseLost unless the lease surely holds now; without I/O."""
+        with AS_DJANGO:
+            super().ensure_held()
+
+    def _kept(self) -> Lease:
+        """Have it last without a block: until its transaction has ended, or as long as its context."""
+        if not self._tie.is_bound:
+            keep(self)
+        return self
+
+    def release(self) -> Released | None:
+        """Release now; None when it is not the time: the end of the transaction releases, or the block that was joined.
+
+        Raises NotHeld in a forked child, BackendUnavailable when the store cannot be asked: the lease then runs out.
+        """
+        with AS_DJANGO:
+            try:
+                return self._release()
+            except DLockError:
+                raise
+            except BaseException:  # what an interrupt has cut short, nobody would come back to do
+                self._release()
+                raise
+
+    def _release(self) -> Released | None:
+        try:
+            if self._leave():
+                run(release(BLOCKING, self._held))
+        finally:
+            if self._tie.is_over:
+                forget(self._tie)
+        return self._held.ended
+
+    async def arelease(self) -> Released | None:
+        """See `release`."""
+        with AS_DJANGO:
+            try:
+                return await self._arelease()
+            except DLockError:
+                raise
+            except BaseException:
+                await self._arelease()
+                raise
+
+    async def _arelease(self) -> Released | None:
+        try:
+            if self._leave():
+                await release(ASYNCIO, self._held)
+        finally:
+            if not self._tie.handles:  # transactions that are still open belong to threads, which have contexts
+                forget(self._tie)
+        return self._held.ended
+
+    def _exit(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        with LETTING_RUN_OUT:
+            self.release()
+        if error is not None:
+            self._tie.let_go_of_torn()
+        with AS_DJANGO:
+            self._tie.ensure_was_held(error)
+
+    async def _aexit(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._tie.is_aborted = error is not None and len(self._tie.handles) == 1
+        with LETTING_RUN_OUT:
+            await self.arelease()
+        with AS_DJANGO:
+            self._tie.ensure_was_held(error)
+
+    def renew(self, ttl: Seconds | None = None) -> None:
+        """Push the expiry to `ttl` seconds from now (None: its ttl); raises LeaseLost, BackendUnavailable."""
+        with AS_DJANGO:
+            run(renew(BLOCKING, self._held, ttl))
+
+    async def arenew(self, ttl: Seconds | None = None) -> None:
+        """See `renew`."""
+        with AS_DJANGO:
+            await renew(ASYNCIO, self._held, ttl)
+
+
+def release_forgotten() -> list[str]:
+    """Release what this context still holds outside any transaction, and tell its names; for the end of a request."""
+    forgotten = _forgotten()
+    for tie in forgotten:
+        if tie.leave_all():
+            with LETTING_RUN_OUT:
+                run(release(BLOCKING, tie.held))
+    return [tie.held.name for tie in forgotten]
+
+
+async def release_forgotten_async() -> list[str]:
+    """See `release_forgotten`."""
+    forgotten = _forgotten()
+    for tie in forgotten:
+        if tie.leave_all():
+            with LETTING_RUN_OUT:
+                await release(ASYNCIO, tie.held)
+    return [tie.held.name for tie in forgotten]
+
+
+def _forgotten() -> list[DatabaseTie]:
+    forgotten = [tie for tie in current() if not tie.is_bound]
+    for tie in forgotten:
+        forget(tie)
+    return forgotten
 
 
 class LockOptions(Options, total=False):
@@ -50,13 +193,17 @@ class LockOptions(Options, total=False):
 class Lock(TiedLock):
     """See `lock`."""
 
+    _options = tuple(LockOptions.__annotations__)
+
     def __init__(
         self, *parts: Any, using: str = DEFAULT_DB_ALIAS, store: str = "default", **options: Unpack[Options]
     ) -> None:
-        super().__init__(names.join(*map(_part, parts)), **options)
-        self.fence, self.using, self.store = fence_for(parts), using, store
-        if self.shared and self.form and not self.fence.supports_shared:
-            raise NotSupported("a row is no fence for shared locks: name the lock by a text instead of its model")
+        with AS_DJANGO:
+            values = plain(parts := with_model(parts))
+        super().__init__(names.join(*values), **options)
+        self.fence, self.using, self.store = fence_for((*parts[:1], *values[1:])), using, store
+        if self.shared and self._form and not self.fence.supports_shared:
+            raise NotSupported(not_shared(self.name), name=self.name)
 
     def __repr__(self) -> str:
         return f"<lock {self.name!r} in store {self.store!r}>"
@@ -67,16 +214,17 @@ class Lock(TiedLock):
         Raises AcquireTimeout, AlreadyHeld, BackendUnavailable, SnapshotTooOld; inside a transaction also StaleToken and
         RowLocked, when a newer or a paused older holder stands in the way at the fence.
         """
-        with AS_DJANGO:
-            return run(self._acquire(BLOCKING, BLOCKING))
+        _refuse_in_loop()
+        return self._hold(partial(self._acquire, BLOCKING, BLOCKING, Lease._kept))
 
     async def aacquire(self) -> Lease:
         """See `acquire`. The transaction itself runs in one function called through `sync_to_async`."""
-        with AS_DJANGO:
-            return await self._acquire(ASYNCIO, SENSITIVE)
+        return await self._ahold(partial(self._acquire, ASYNCIO, SENSITIVE, Lease._kept))
 
     def __enter__(self) -> Lease:
-        return self._blocks.enter(threading.current_thread(), self.acquire())
+        _refuse_in_loop()
+        begin = partial(self._blocks.enter, threading.current_thread())
+        return self._hold(partial(self._acquire, BLOCKING, BLOCKING, begin))
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -85,7 +233,8 @@ class Lock(TiedLock):
         lease._exit(kind, error, trace)
 
     async def __aenter__(self) -> Lease:
-        return self._blocks.enter(asyncio.current_task(), await self.aacquire())
+        begin = partial(self._blocks.enter, asyncio.current_task())
+        return await self._ahold(partial(self._acquire, ASYNCIO, SENSITIVE, begin))
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -93,56 +242,67 @@ class Lock(TiedLock):
         lease: Lease = self._blocks.leave(asyncio.current_task())
         await lease._aexit(kind, error, trace)
 
-    def place(self) -> Store:
+    def _place(self) -> Store:
         return stores[self.store]
 
     @property
-    def home(self) -> str | None:
+    def _home(self) -> str | None:
         """The database in whose transaction the store locks, for a store that does."""
-        return home_of(self.place().backend)
+        return home_of(self._place().backend)
 
-    async def _acquire(self, runtime: Runtime, database: Runtime) -> Lease:
-        turn = Turn()
-        return await self._take_up(runtime, database, await self._grant(runtime, turn), turn)
+    async def _acquire(
+        self, runtime: Runtime, database: Runtime, finish: Callable[[Lease], Lease], turn: Turn
+    ) -> Lease:
+        """Acquire it; `finish` is what is done last, where nothing can go wrong any more."""
+        with AS_DJANGO:
+            return finish(await self._take_up(runtime, database, await self._grant(runtime, turn), turn))
 
     async def _grant(self, runtime: Runtime, turn: Turn) -> DatabaseTie:
-        store = self.place()
+        store = self._place()
         if self.using not in connections.settings:
             raise ConnectionDoesNotExist(f"there is no database {self.using!r}, only: {', '.join(connections)}")
-        if (joined := self._joined(store, runtime)) is not None:
+        if (joined := self._found(store, runtime)) is not None:
             return joined
         is_home = self.using == home_of(store.backend)  # what a store locks inside of is looked at in the same request
-        if runtime is BLOCKING and self.snapshot == "raise" and not is_home:
-            refuse_old_snapshot(self.name, self.using)
-        held, wait, until = await self.ask(runtime, store, turn)
+        if self.snapshot == "raise" and not is_home:
+            if runtime is BLOCKING:
+                refuse_old_snapshot(self.name, self.using)
+            elif _may_be_inside():
+                await SENSITIVE.call(refuse_old_snapshot, self.name, self.using)
+        held, wait, until = await self._ask(runtime, store, turn)
         return DatabaseTie(held, fence=self.fence, wait=wait, deadline=until)
 
     async def _take_up(self, runtime: Runtime, database: Runtime, tie: DatabaseTie, turn: Turn) -> Lease:
+        turn.tie, turn.lease = tie, (lease := Lease(tie))
+        tie.join(lease)
+        step = tie.bind if turn.is_new else tie.take_in
+        await database.call(step, self.using, self._form, lease)
         if turn.is_new:
-            await self.keep(runtime, tie, database.call(tie.bind, self.using, self.form))
             remember(tie)
-        else:
-            await database.call(tie.protect, self.using, self.form)
-            tie.depth += 1
-        return Lease(tie)
+        return lease
 
-    def sessions(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    def _sessions(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
         return open_sessions()
 
-    def transaction(self, backend: Any) -> Any:
+    def _transaction(self, backend: Any) -> Any:
         return transaction_of(backend, old_snapshot=self.snapshot == "ignore")
 
-    def _joined(self, store: Store, runtime: Runtime) -> DatabaseTie | None:
+    def _found(self, store: Store, runtime: Runtime) -> DatabaseTie | None:
         if not (ties := current()):
             return None
         inside = isinstance(runtime, Blocking) and in_transaction(home_of(store.backend) or self.using)
-        return self.joined(ties, store.backend, inside=inside)  # type: ignore[no-any-return]
+        return self._joined(ties, store.backend, inside=inside)  # type: ignore[no-any-return]
 
 
-class Leases(together.Leases[Lease]):
+class Leases(transaction_lock.Leases[Lease]):
     """The leases of several locks, in the order in which these were given to `lock`."""
 
     __slots__ = ()
+
+    @classmethod
+    def _kept(cls, leases: Iterable[Lease]) -> Leases:
+        """Make them, each kept by its context; see `Lease._kept`."""
+        return cls(map(Lease._kept, leases))
 
     def release(self) -> None:
         """Release each of them, see `Lease.release`."""
@@ -166,16 +326,20 @@ class Locks(TiedLocks):
         Also LeaseLost, when one is lost while the others are waited for. What a store locks inside the caller's
         transaction (`advisory://`) stays locked to its end, or to the rollback of a savepoint.
         """
+        _refuse_in_loop()
         with AS_DJANGO:
-            return run(self._acquire(BLOCKING, BLOCKING))
+            return run(self._acquire(BLOCKING, BLOCKING, Leases._kept))
 
     async def aacquire(self) -> Leases:
         """See `acquire`."""
         with AS_DJANGO:
-            return await self._acquire(ASYNCIO, SENSITIVE)
+            return await self._acquire(ASYNCIO, SENSITIVE, Leases._kept)
 
     def __enter__(self) -> Leases:
-        return self._blocks.enter(threading.current_thread(), self.acquire())
+        _refuse_in_loop()
+        begin = partial(self._blocks.enter, threading.current_thread())
+        with AS_DJANGO:
+            return run(self._acquire(BLOCKING, BLOCKING, lambda leases: begin(Leases(leases))))
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -183,21 +347,25 @@ class Locks(TiedLocks):
         leaving(self._blocks.leave(threading.current_thread())).__exit__(kind, error, trace)
 
     async def __aenter__(self) -> Leases:
-        return self._blocks.enter(asyncio.current_task(), await self.aacquire())
+        begin = partial(self._blocks.enter, asyncio.current_task())
+        with AS_DJANGO:
+            return await self._acquire(ASYNCIO, SENSITIVE, lambda leases: begin(Leases(leases)))
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         await leaving_async(self._blocks.leave(asyncio.current_task())).__aexit__(kind, error, trace)
 
-    async def _acquire(self, runtime: Runtime, database: Runtime) -> Leases:
+    async def _acquire(
+        self, runtime: Runtime, database: Runtime, finish: Callable[[Iterable[Lease]], Leases]
+    ) -> Leases:
         def grant(each: Lock, turn: Turn) -> Awaitable[DatabaseTie]:
             return each._grant(runtime, turn)
 
         def take_up(each: Lock, tie: DatabaseTie, turn: Turn) -> Awaitable[Lease]:
             return each._take_up(runtime, database, tie, turn)
 
-        return Leases(await self.take(runtime, grant, take_up))
+        return await self._take(runtime, grant, take_up, finish)
 
 
 @overload
@@ -228,6 +396,14 @@ def lock(*parts: Any, **options: Any) -> Lock | Locks:
     return Lock(*parts, **options)
 
 
+@async_unsafe(
+    "a blocking lock would stop the event loop while it waits, and every task, its holder, too: use "
+    "`async with lock(...)` or `await lock(...).aacquire()`, or a thread, with sync_to_async."
+)
+def _refuse_in_loop() -> None:
+    """Raise SynchronousOnlyOperation where Django's own database calls do."""
+
+
 class _Sensitive(Blocking):
     """Calls database code in the thread that owns this context's connections."""
 
@@ -238,8 +414,10 @@ class _Sensitive(Blocking):
 SENSITIVE = _Sensitive()
 
 
-def _part(part: Any) -> Any:
-    if isinstance(part, models.Model):  # its text may change while the row stays the same
-        raise TypeError(f"an instance is no name: lock its class and primary key, lock({type(part).__name__}, key)")
-    is_model = isinstance(part, type) and issubclass(part, models.Model)
-    return part._meta.label_lower if is_model else part
+def _may_be_inside() -> bool:
+    """Say whether the thread that owns the connections waits for this coroutine, and may have a transaction open.
+
+    It does under `async_to_sync`; otherwise it is asgiref's own thread, in which no transaction outlasts a call.
+    """
+    waiting = AsyncToSync.loop_thread_executors
+    return hasattr(AsyncToSync.executors, "current") or asyncio.get_running_loop() in waiting

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 from asgiref.sync import iscoroutinefunction, markcoroutinefunction
 from django.core.handlers.exception import convert_exception_to_response
-from django.http import HttpResponse
+from django.http import Http404, HttpResponse
 
 from django_dlock.conf import stores
-from django_dlock.ties import apart
+from django_dlock.tie import apart
 from dlock_core.errors import DLockError
-from dlock_core.http import respond
 from dlock_core.owner import serving
+from dlock_core.web.http import respond
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -70,7 +70,9 @@ class LockMiddleware:
 
     def process_exception(self, request: HttpRequest, exception: Exception) -> HttpResponse | None:
         """Answer a lock error of the view; Django calls this outside the view's transaction."""
-        found = respond(exception, request.headers.get("Accept", "")) if isinstance(exception, DLockError) else None
+        if not isinstance(exception, DLockError) or isinstance(exception, Http404):  # which has the project's own page
+            return None
+        found = respond(exception, request.headers.get("Accept", ""))
         return None if found is None else HttpResponse(found.body, status=found.status, headers=found.headers)
 
     def _answer(self, request: HttpRequest, error: DLockError) -> HttpResponse:
@@ -87,7 +89,7 @@ def _raising(get_response: Callable[[HttpRequest], Any]) -> Callable[[HttpReques
 
 
 def _release(line: str) -> None:
-    from django_dlock.leases import release_forgotten
+    from django_dlock.locks import release_forgotten
 
     try:
         _warn(line, release_forgotten())
@@ -96,7 +98,7 @@ def _release(line: str) -> None:
 
 
 async def _arelease(line: str) -> None:
-    from django_dlock.leases import release_forgotten_async
+    from django_dlock.locks import release_forgotten_async
 
     try:
         _warn(line, await release_forgotten_async())

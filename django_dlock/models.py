@@ -56,8 +56,8 @@ class Fence(models.Model):
 class Lease(models.Model):
     """A lock's newest lease, for `database://alias`; written by connections of its own, never in your transactions.
 
-    Times are microseconds since 1970; `expires_at` is past when nobody holds it. Rows stay, so that tokens only grow.
-    SQLite has its leases in a file of their own beside the database.
+    Times are microseconds since 1970; `expires_at` is past, or below zero, when nobody holds it. A row that nobody has
+    used for an hour is deleted by later acquires. SQLite has its leases in a file of their own beside the database.
     """
 
     name = LockNameField(primary_key=True)

@@ -16,12 +16,11 @@ from django.db import connections, models, router, transaction
 from django.http import Http404, HttpResponseNotModified
 
 from django_dlock.errors import as_database_error
-from django_dlock.row_queries import row_name
-from django_dlock.version_queries import read_version
+from django_dlock.querysets import read_version, row_name
 from django_dlock.views import pk
-from dlock_core.arguments import Argument, finder
 from dlock_core.errors import DLockError
-from dlock_core.preconditions import NEITHER, READING, entity_tag, evaluate
+from dlock_core.web.decorators import Argument, finder
+from dlock_core.web.preconditions import NEITHER, READING, entity_tag, evaluate
 
 if TYPE_CHECKING:
     from collections.abc import Callable

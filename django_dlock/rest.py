@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from functools import wraps
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from django.db.models import Model
-from rest_framework import serializers
 
 from django_dlock.preconditions import check_preconditions, etag_of
+from dlock_core.extras import needed_by
+
+with needed_by("django_dlock.rest"):
+    from rest_framework import serializers
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Callable, Collection
 
     from rest_framework.generics import GenericAPIView
 
@@ -23,6 +27,22 @@ __all__ = ["PreconditionMixin", "VersionedSerializerMixin"]
 
 _OF_THE_OBJECT = (None, "retrieve", "create", "update", "partial_update")
 """Actions that answer with the object itself; None in generic views, which have no actions."""
+_CHANGING = (None, "update", "partial_update", "destroy")
+"""Actions that change the object itself."""
+
+
+def _checking(get_object: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Have what a view finds checked, once however many classes take part in finding it."""
+
+    @wraps(get_object)
+    def checking(self: PreconditionMixin) -> Any:
+        instance = get_object(self)
+        if instance is not self._dlock_object:
+            self._dlock_check(instance)
+        return instance
+
+    vars(checking)["_dlock_checks"] = True
+    return checking
 
 
 class PreconditionMixin(_View):
@@ -31,6 +51,9 @@ class PreconditionMixin(_View):
     428 without If-Match, 412 when it does not hold, also for who loses a race: `perform_update` and `perform_destroy`
     write the instance that was checked. 304 to a GET with If-None-Match. Lists are as before. In actions of your own
     that change, `get_object()` checks If-Match where it is sent. JSON and the browsable API have tags of their own.
+
+    What `get_object()` returns is checked, whichever class defines it. A view that has changed an object without
+    asking `get_object()` for one raises TypeError when it answers.
     """
 
     if_match_required: ClassVar[Collection[str]] = ("PUT", "PATCH", "DELETE")
@@ -41,9 +64,18 @@ class PreconditionMixin(_View):
     _dlock_object: Model | None = None
     _dlock_is_known = False
 
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if not hasattr(cls.get_object, "_dlock_checks"):
+            cls.get_object = _checking(cls.get_object)  # type: ignore[method-assign]
+
+    @_checking
     def get_object(self) -> Any:
         """Find the object, check permissions, then preconditions."""
-        self._dlock_object = instance = super().get_object()
+        return super().get_object()
+
+    def _dlock_check(self, instance: Any) -> None:
+        self._dlock_object = instance
         method = self.request._request.method  # the browsable API and OPTIONS ask as if it were another
         if method == self.request.method:
             self._dlock_is_known = check_preconditions(
@@ -53,12 +85,6 @@ class PreconditionMixin(_View):
                 accept_weak=self.accept_weak,
                 variant=self._dlock_variant(),
             )
-        return instance
-
-    def perform_create(self, serializer: Any) -> None:
-        """Create, and know the new object's ETag; many at once have none."""
-        super().perform_create(serializer)  # type: ignore[misc]
-        self._dlock_object = serializer.instance if isinstance(serializer.instance, Model) else None
 
     def perform_update(self, serializer: Any) -> None:
         """Save what was checked; TypeError for anything else."""
@@ -73,6 +99,10 @@ class PreconditionMixin(_View):
     def finalize_response(self, request: Any, response: Any, *args: Any, **kwargs: Any) -> Any:
         """Send the ETag along."""
         response = super().finalize_response(request, response, *args, **kwargs)
+        self._require_any_check(request, response)
+        if response.status_code == 201 and self._dlock_object is None:
+            instance = getattr(getattr(response.data, "serializer", None), "instance", None)  # many have a list
+            self._dlock_object = instance if isinstance(instance, Model) else None
         shows_it = getattr(self, "action", None) in _OF_THE_OBJECT and response.status_code in {200, 201}
         if self._dlock_object is not None and shows_it:
             response.headers.setdefault("ETag", etag_of(self._dlock_object, variant=self._dlock_variant()))
@@ -84,7 +114,16 @@ class PreconditionMixin(_View):
         if instance is not self._dlock_object:
             raise TypeError(
                 f"{type(self).__name__} writes an object whose preconditions were not checked: "
-                "its get_object() has to call super().get_object(), and to return what that gives"
+                "it has to write the one that self.get_object() gives"
+            )
+
+    def _require_any_check(self, request: Any, response: Any) -> None:
+        is_of_one = (self.lookup_url_kwarg or self.lookup_field) in self.kwargs
+        needs_it = request.method in self.if_match_required and getattr(self, "action", None) in _CHANGING
+        if is_of_one and needs_it and response.status_code < 300 and self._dlock_object is None:
+            raise TypeError(
+                f"{type(self).__name__} has answered {request.method} without a look at If-Match: "
+                "it has to write the object that self.get_object() gives"
             )
 
     def _dlock_variant(self) -> str:

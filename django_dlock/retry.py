@@ -2,33 +2,67 @@
 
 from __future__ import annotations
 
-import inspect
+import re
 from contextlib import ExitStack
-from functools import wraps
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, cast
+from functools import partial, wraps
+from typing import TYPE_CHECKING, Any, Final, ParamSpec, TypeVar, overload
 
 from asgiref.sync import iscoroutinefunction
-from django.db import transaction
+from django.db import connections, transaction
+from django.db.backends.signals import connection_created
 from django.db.transaction import TransactionManagementError
+from django.dispatch import receiver
 
+from django_dlock.connections import announcer, text_of, watch
 from django_dlock.transactions import in_transaction
-from dlock_core.retry import Policy, retry
 from dlock_core.runtime import ASYNCIO, BLOCKING, run
+from dlock_core.transactions.retry import (
+    ATTEMPTS,
+    WITHIN_S,
+    Part,
+    Policy,
+    attempts,
+    check_answer,
+    check_function,
+    claim,
+    report,
+)
+from dlock_core.transactions.retry import retry as run_again
+from dlock_core.transactions.tie import Outcome
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from dlock_core.deadline import Seconds
+    from django.db.backends.base.base import BaseDatabaseWrapper
+
+    from dlock_core.options import Seconds
 
 __all__ = ["retry_on_conflict"]
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
+_COMMENTS: Final = r"(?:\s|--[^\n]*\n|/\*.*?\*/)*"
+_READS: Final = re.compile(
+    rf"{_COMMENTS}(?:SELECT|SHOW|SET|EXPLAIN|DESCRIBE|PRAGMA|VALUES|LISTEN|SAVEPOINT|RELEASE|ROLLBACK|BEGIN)\b",
+    re.IGNORECASE | re.DOTALL,
+)
 
+
+@overload
+def retry_on_conflict(function: Callable[P, T], /) -> Callable[P, T]: ...
+@overload
 def retry_on_conflict(
-    *, attempts: int = 5, within: Seconds | None = None, using: str | Iterable[str] = "default"
-) -> Callable[[Callable[P, T]], Callable[P, T]]:
+    *, attempts: int = ATTEMPTS, within: Seconds | None = WITHIN_S, using: str | Iterable[str] = "default"
+) -> Callable[[Callable[P, T]], Callable[P, T]]: ...
+def retry_on_conflict(
+    function: Callable[..., Any] | None = None,
+    /,
+    *,
+    attempts: int = ATTEMPTS,
+    within: Seconds | None = WITHIN_S,
+    using: str | Iterable[str] = "default",
+) -> Any:
     """Decorate a function to run in a transaction of its own, and to run again from the start after a conflict.
 
     A conflict is StaleObject, StaleToken, RowLocked, a deadlock, a serialization failure or a lock timeout. Between
@@ -36,52 +70,129 @@ def retry_on_conflict(
     the first; then the last conflict is raised, with a note of how many there were. Any other error, and a
     cancellation, is raised at once.
 
-    `using` names the database, or several. Raises TransactionManagementError when a transaction is already open on one
-    of them: what it has read before would not be read again. Put side effects into `transaction.on_commit`.
+    It runs again only when everything that the run did is known to be rolled back. A conflict is raised at once, with
+    a note, when something is or may be committed: by a COMMIT whose `on_commit` functions raised the conflict, by one
+    of several databases, by a transaction of its own inside the function, by a write in autocommit mode.
 
-    A coroutine function is just run again: no transaction can be opened around a coroutine, so open them in the
-    functions that it gives to `sync_to_async`.
+    `using` names the database, or several. Raises TransactionManagementError when a transaction is already open on one
+    of them, since what it has read before would not be read again, and inside another `retry_on_conflict` of one of
+    them. Put side effects into `transaction.on_commit`.
+
+    A coroutine function is just run again: no transaction can be opened around a coroutine, so open one in the function
+    that it gives to `sync_to_async`. After a second one it would not run again: the first is committed.
     """
     policy = Policy(attempts=attempts, within=within)
-    aliases = (using,) if isinstance(using, str) else tuple(using)
+    aliases = _aliases(using)
 
-    def decorate(function: Callable[P, T]) -> Callable[P, T]:
-        if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
-            raise TypeError(f"{function.__qualname__} is a generator: what it has yielded cannot be taken back")
+    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+        check_function(function)
         wrap = _for_coroutines if iscoroutinefunction(function) else _for_functions
-        return cast("Callable[P, T]", wrap(function, policy, aliases))
+        return wrap(function, policy, aliases)
 
-    return decorate
+    return decorate if function is None else decorate(function)
+
+
+def _aliases(using: Any) -> tuple[str, ...]:
+    aliases = (using,) if isinstance(using, str) else tuple(using) if hasattr(using, "__iter__") else ()
+    if not aliases or not all(isinstance(alias, str) for alias in aliases):
+        raise TypeError(f"using is the alias of a database, or several of them, not {using!r:.80}")
+    return tuple(dict.fromkeys(aliases))
 
 
 def _for_functions(function: Callable[..., Any], policy: Policy, aliases: tuple[str, ...]) -> Callable[..., Any]:
     @wraps(function)
     def in_new_transaction(*args: Any, **kwargs: Any) -> Any:
-        _refuse_transactions(aliases)
+        for connection in connections.all(initialized_only=True):
+            _watch_statements(connection)
 
         async def attempt() -> Any:
+            _refuse_inside(aliases)
             with ExitStack() as transactions:
                 for alias in aliases:
                     transactions.enter_context(transaction.atomic(using=alias, durable=True))
-                return function(*args, **kwargs)
+                    _follow(connections[alias])
+                return check_answer(function(*args, **kwargs))
 
-        return run(retry(BLOCKING, attempt, policy))
+        return run(run_again(BLOCKING, attempt, policy))
 
     return in_new_transaction
 
 
-def _for_coroutines(function: Callable[..., Any], policy: Policy, _: tuple[str, ...]) -> Callable[..., Any]:
+def _for_coroutines(function: Callable[..., Any], policy: Policy, aliases: tuple[str, ...]) -> Callable[..., Any]:
     @wraps(function)
     async def again(*args: Any, **kwargs: Any) -> Any:
-        return await retry(ASYNCIO, lambda: function(*args, **kwargs), policy)
+        async def attempt() -> Any:
+            _refuse_nested(aliases)
+            return await function(*args, **kwargs)
+
+        return await run_again(ASYNCIO, attempt, policy)
 
     return again
 
 
-def _refuse_transactions(aliases: tuple[str, ...]) -> None:
+def _refuse_inside(aliases: tuple[str, ...]) -> None:
+    _refuse_nested(aliases)
     for alias in aliases:
         if in_transaction(alias):
             raise TransactionManagementError(
                 f"retry_on_conflict needs to begin a transaction on {alias!r}, and one is already open here: "
                 "call the function outside of it (a view under ATOMIC_REQUESTS: decorate it with non_atomic_requests)"
             )
+
+
+def _refuse_nested(aliases: tuple[str, ...]) -> None:
+    if not claim(frozenset(aliases)):
+        raise TransactionManagementError(
+            f"retry_on_conflict on {', '.join(map(repr, aliases))} inside another one on the same database, which "
+            "would repeat what this one commits: decorate only the outer function"
+        )
+
+
+def _follow(connection: BaseDatabaseWrapper) -> None:
+    """Tell the attempts how the open transaction ends."""
+    if (open_one := watch(connection).transaction()) is None:
+        return
+
+    def followed() -> Part:
+        part = Part(f"work on {connection.alias!r}")
+        open_one.on_end(part.settle)
+        return part
+
+    report(open_one, followed)
+
+
+def _watch_statements(connection: BaseDatabaseWrapper) -> None:
+    if _statement not in connection.execute_wrappers:
+        # Not at the end: execute_wrapper() takes away whatever is last when its block is left.
+        connection.execute_wrappers.insert(0, _statement)
+
+
+@receiver(connection_created)
+def _listen(connection: BaseDatabaseWrapper, **_: object) -> None:
+    """See the statements of every connection: an attempt may move to a thread that has its own."""
+    if any(connection is ours for ours in connections.all(initialized_only=True)):
+        _watch_statements(connection)
+
+
+def _statement(execute: Callable[..., Any], sql: Any, params: Any, *rest: Any) -> Any:
+    """Stand in for Django's execute(sql, params, many, context)."""
+    connection = rest[1]["connection"]
+    if not attempts() or announcer(connection).quietly.depth:  # or a statement of ours, such as the fence's
+        return execute(sql, params, *rest)
+    _follow(connection)
+    answer = execute(sql, params, *rest)
+    cursor = rest[1]["cursor"]
+    has_changed = cursor.rowcount != 0 or cursor.description  # SQLite counts what it returns only when it is fetched
+    if has_changed and not _READS.match(text_of(sql)):
+        report((watch(connection).current or object(), "writes"), partial(_write, connection))
+    return answer
+
+
+def _write(connection: BaseDatabaseWrapper) -> Part:
+    """In a transaction that goes on after the attempt it stands until that ends; outside of any it is committed."""
+    watched, part = watch(connection), Part(f"work on {connection.alias!r}")
+    if (begun := watched.current) is None:
+        part.settle(Outcome.COMMITTED)
+    else:
+        part.is_pending = lambda: watched.current is begun
+    return part

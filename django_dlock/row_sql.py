@@ -16,14 +16,14 @@ from django.db.models.sql.where import AND, ExtraWhere
 from django.db.transaction import TransactionManagementError
 
 from django_dlock.errors import NotSupported
-from dlock_core import row_locks
 from dlock_core.backends.sql import cursor_of
-from dlock_core.row_locks import milliseconds, whole_seconds
+from dlock_core.sql import row_locks
+from dlock_core.sql.row_locks import milliseconds, whole_seconds
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["RowLockQuery", "require_row_locks", "reword", "waiting", "waiting_in"]
+__all__ = ["RowLockQuery", "own_tables", "require_row_locks", "reword", "waiting", "waiting_in"]
 
 _POSTGRESQL_LIMIT: Final = row_locks.POSTGRESQL_LIMIT.format(wait="%s")
 _MYSQL_LIMIT: Final = row_locks.MYSQL_LIMIT.format(wait="%s")
@@ -55,6 +55,9 @@ class _RowLockCompiler(SQLCompiler):
         query: Any = self.query
         if query.select_for_update:
             require_row_locks(self.connection)
+            if not query.select_for_update_of and self.connection.features.has_select_for_update_of:
+                query = self.query = query.chain()
+                query.select_for_update_of = own_tables(query.model)
         sql, params = super().as_sql(*args, **kwargs)
         if not query.select_for_update or not self.connection.features.has_select_for_update:
             return sql, params
@@ -63,6 +66,11 @@ class _RowLockCompiler(SQLCompiler):
         written = self.connection.ops.for_update_sql(nowait, skip_locked, of, query.select_for_no_key_update)
         head, _, tail = sql.rpartition(written)  # a subquery may have one of its own; ours is the last
         return head + _clause(self.connection, query, of) + tail, params
+
+
+def own_tables(model: Any) -> tuple[str, ...]:
+    """Give the words of `of` for a model's own table and those it inherits from; not what only its order joins."""
+    return ("self", *(link.name for link in model._meta.concrete_model._meta.parents.values() if link))
 
 
 @lru_cache

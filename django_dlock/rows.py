@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from contextlib import contextmanager
-from functools import partial
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from copy import deepcopy
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, Final, Self, TypeVar
 
 from asgiref.sync import sync_to_async
 from django.db import models, router, transaction
 
-from django_dlock.row_queries import HowToLock, RowLock, RowLockQuerySet, row_name
-from django_dlock.transactions import on_rollback
-from django_dlock.version_queries import LockManager
+from django_dlock.querysets import HowToLock, LockManager, RowLock, RowLockQuerySet, row_name
+from django_dlock.transactions import restore_on_rollback
 from django_dlock.versions import VersionField
 
 if TYPE_CHECKING:
@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 __all__ = ["RowLockMixin"]
 
 T = TypeVar("T")
+
+SAVED: Final = "_dlock_saved"
+"""Stands on an instance with the values of its fields that were last read or written."""
 
 
 class RowLockMixin(models.Model):
@@ -39,7 +42,8 @@ class RowLockMixin(models.Model):
         """
         lock = RowLock(**how)
         self._refuse_unsaved()
-        rows: RowLockQuerySet[Self] = RowLockQuerySet(type(self), using=using or self._state.db)
+        using = using or router.db_for_write(type(self), instance=self)
+        rows: RowLockQuerySet[Self] = RowLockQuerySet(type(self), using=using)
         lock.fetch(row_name(type(self), self.pk), rows, lambda locked: self.refresh_from_db(from_queryset=locked))
 
     @classmethod
@@ -76,7 +80,11 @@ class RowLockMixin(models.Model):
     def from_db(cls, *args: Any, **kwargs: Any) -> Self:
         """Remember what was read."""
         instance = super().from_db(*args, **kwargs)
-        instance._dlock_saved = vars(instance).copy()
+        saved = vars(instance).copy()
+        for name in _changing_in_place(cls):
+            if name in saved:
+                saved[name] = _copied(saved[name])
+        vars(instance)[SAVED] = saved
         return instance
 
     def refresh_from_db(self, using: str | None = None, fields: Any = None, *args: Any, **kwargs: Any) -> None:
@@ -86,21 +94,23 @@ class RowLockMixin(models.Model):
 
     def save_base(self, *args: Any, **kwargs: Any) -> None:
         """Remember what was written, until it is rolled back."""
-        before = vars(self).get("_dlock_saved")
+        before = vars(self).get(SAVED)
         super().save_base(*args, **kwargs)
         self._remember(kwargs.get("update_fields"))
-        on_rollback(partial(setattr, self, "_dlock_saved", before), using=str(self._state.db))
+        restore_on_rollback(self, {SAVED: before}, using=str(self._state.db))
 
     def _remember(self, fields: Collection[str] | None) -> None:
         values = vars(self)
-        saved = {} if fields is None else dict(values.get("_dlock_saved") or {})
+        saved = {} if fields is None else dict(values.get(SAVED) or {})
+        changing = _changing_in_place(type(self))
         for field in self._meta.concrete_fields:
-            if field.attname in values and (fields is None or field.name in fields or field.attname in fields):
-                saved[field.attname] = values[field.attname]
-        self._dlock_saved = saved
+            name = field.attname
+            if name in values and (fields is None or field.name in fields or name in fields):
+                saved[name] = _copied(values[name]) if name in changing else values[name]
+        values[SAVED] = saved
 
     def _refuse_unsaved(self) -> None:
-        values, saved = vars(self), vars(self).get("_dlock_saved")
+        values, saved = vars(self), vars(self).get(SAVED)
         if saved is None:
             raise ValueError(
                 f"{row_name(type(self), self.pk)} was not read or saved one by one: read it before lock_row()"
@@ -115,3 +125,21 @@ class RowLockMixin(models.Model):
                 f"{row_name(type(self), self.pk)} has changes that are not saved, in {', '.join(changed)}: "
                 "save() or refresh_from_db() before lock_row(), which would overwrite them"
             )
+
+
+@lru_cache(maxsize=1024)
+def _changing_in_place(model: type[models.Model]) -> frozenset[str]:
+    """Give the fields whose values a program can change without assigning them: JSON, arrays, and those of your own."""
+    return frozenset(field.attname for field in model._meta.concrete_fields if not _is_unchanging(field))
+
+
+def _is_unchanging(field: Any) -> bool:
+    is_plain = type(field).__module__.startswith("django.db.models.fields") and not isinstance(field, models.JSONField)
+    return is_plain or isinstance(field, VersionField | models.FileField)
+
+
+def _copied(value: Any) -> Any:
+    try:
+        return deepcopy(value)
+    except Exception:  # noqa: BLE001 - whatever a value of the user's makes of it; compared with itself it is unchanged
+        return value

@@ -1,7 +1,8 @@
 """Django signals for what happens to locks and versions; they cost nothing while nobody is connected.
 
 A receiver is called in the thread, and in the middle, of what it hears of: it must be quick and must not take locks or
-query the database. What it raises is logged. Its named arguments are those of `dlock_core.hooks.Event`: name, token,
+query the database. What it raises is logged. Its named arguments are
+those of `dlock_core.observability.hooks.Event`: name, token,
 seconds, reason, contended. The sender is `Event`.
 """
 
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 from asgiref.sync import iscoroutinefunction
 from django.dispatch import Signal
 
-from dlock_core import hooks
+from dlock_core.observability import hooks
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -5,21 +5,28 @@ A transaction here is the outermost one of the user's on this thread's connectio
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from django.db import connections
 
-from django_dlock.statements import announcer
-from django_dlock.watch import watch
+from django_dlock.connections import Memory, announcer, watch
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from django.db.backends.base.base import BaseDatabaseWrapper
 
-    from dlock_core.tie import Outcome
+    from dlock_core.transactions.tie import Outcome
 
-__all__ = ["before_statements", "has_spoken", "in_transaction", "on_end", "on_rollback", "transaction_key"]
+__all__ = [
+    "before_statements",
+    "has_spoken",
+    "in_transaction",
+    "on_end",
+    "on_rollback",
+    "restore_on_rollback",
+    "transaction_key",
+]
 
 
 def in_transaction(using: str = "default") -> bool:
@@ -78,6 +85,20 @@ def on_rollback(restore: Callable[[], None], *, using: str = "default") -> None:
     transaction = watch(connections[using]).transaction()
     if transaction is not None:
         transaction.undo.append(restore)
+
+
+def restore_on_rollback(instance: object, values: dict[str, object], *, using: str = "default") -> None:
+    """Give attributes of an instance these values again if the work done so far is undone, as `on_rollback` says.
+
+    The instance is not kept alive, and one that is written many times is remembered once. ABSENT removes an attribute.
+    """
+    transaction = watch(connections[using]).transaction()
+    if transaction is None:
+        return
+    if not transaction.undo or not isinstance(transaction.undo[-1], Memory):
+        transaction.undo.append(Memory())
+    memory: Any = transaction.undo[-1]
+    memory.note(instance, values)
 
 
 def before_statements(hook: Callable[[BaseDatabaseWrapper, str, bool], None], using: str = "default") -> None:

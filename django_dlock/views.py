@@ -2,47 +2,69 @@
 
 On a view it takes over ATOMIC_REQUESTS, so that the lease is outside the transaction. Where Django cannot see that (a
 method, a ViewSet action, a decorator above that hides it) the transaction is open already and its end releases.
+
+Of several `@locked` on one function the innermost opens the transactions of all, when every lease is held.
 """
 
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
+import inspect
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar, cast
 
 from asgiref.sync import iscoroutinefunction
 from django.db import connections, transaction
 from django.http import HttpRequest
 
-from django_dlock.locks import Lock
+from django_dlock.locks import AS_DJANGO, Lock
+from django_dlock.names import kind_of
 from django_dlock.transactions import in_transaction
-from dlock_core.arguments import Argument, fill, finder, placeholders, refuse_coroutine, refuse_late
+from dlock_core.web.decorators import (
+    Argument,
+    NameOfCalls,
+    arg,
+    is_function,
+    placeholders,
+    refuse_bare,
+    refuse_coroutine,
+    refuse_late,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
     from django.db.models import Model
 
-__all__ = ["Argument", "locked", "pk"]
+__all__ = ["Argument", "arg", "locked", "pk"]
 
 F = TypeVar("F", bound="Callable[..., Any]")
 
+_IS_OUTER: Final = "_dlock_locked"
+"""An attribute of a function that a `@locked` is on; decorators that use functools.wraps pass it on."""
+
 pk: Final = Argument("pk")
-"""Stands for the `pk` argument of the decorated view."""
+"""Stands for the `pk` argument of the decorated view; `pk.as_(int)` for the number that it is."""
 
 
 def locked(kind: str | type[Model], *arguments: Any, **options: Any) -> Callable[[F], F]:
     """Hold a lock while the function runs, and until its transaction has ended.
 
-    `kind` is what is locked ("order", or a model class); every further part names an argument of the function (`pk`,
-    or a text such as "order_id"; "order.pk" for an attribute of it), or is a value that is no text. Options are those
-    of `lock`. For views (functions, classes, methods; Django's and DRF's; async), tasks (below the task's own
-    decorator) and plain functions.
+    `kind` is what is locked: a model class, or a text such as "order". Every further part names an argument of the
+    function (`pk`, or a text such as "order_id"; "order.pk" for an attribute of it), or is a function that is called
+    with all arguments of the call and returns the part, or is a value that is no text. With a model every spelling of a
+    key is one lock; with a text say the type: `pk.as_(int)`, `arg("order_id", int)`. What cannot be such a key is a
+    NoSuchKey, which views answer with 404. A text that comes out of the URL as it is gives a RuntimeWarning, once.
+
+    Options are those of `lock`. For views (functions, classes, methods; Django's and DRF's; async), tasks (below the
+    task's own decorator) and plain functions.
 
     With the fence in the transaction, the default, it opens one on `using` unless one is open, or the view is marked
     with non_atomic_requests. An async view runs without: its transactions are functions called by sync_to_async.
 
     Raises TypeError for an argument that the function does not have, where that can be known before it is called.
     """
+    refuse_bare(kind, is_model=kind_of(kind) is not None)
     parts = (kind, *placeholders(arguments))
     _refuse_mistakes(parts, options)
 
@@ -58,7 +80,7 @@ def _refuse_mistakes(parts: tuple[Any, ...], options: dict[str, Any]) -> None:
     """Let a mistake in the decorator show when it is imported, not when the view is called."""
     Lock("kind", **options)
     for part in parts:
-        if not isinstance(part, Argument):
+        if not isinstance(part, Argument) and not is_function(part):
             Lock(part)
 
 
@@ -86,19 +108,31 @@ def _locked_function(
     function: Callable[..., Any], parts: tuple[Any, ...], options: dict[str, Any], *, is_async: bool = False
 ) -> Callable[..., Any]:
     refuse_late(function)
-    find = finder(function, [part.name for part in parts if isinstance(part, Argument)])
+    make = functools.partial(Lock, **options)
+    name = NameOfCalls(function, parts, kind_of, _from_url)
 
     def lock_for(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Lock:
-        return Lock(*fill(parts, find, args, kwargs), **options)
+        with AS_DJANGO:
+            return name(make, args, kwargs)  # type: ignore[no-any-return]
+
+    own = inspect.unwrap(function)
+    is_outer = getattr(function, _IS_OUTER, False)
 
     @functools.wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         lock = lock_for(args, kwargs)
-        aliases = _to_open(lock, args, exempt)
-        if lock.home is not None:
-            return _call_inside(aliases, _holding(lock, call), args, kwargs)
+        inside = _Inside.handed_to(own).plus(lock, _wanted(lock, args, exempt))
+        if lock._home is not None:
+            return go_on(inside, args, kwargs)
         with lock:
-            return _call_inside(aliases, call, args, kwargs)
+            return go_on(inside, args, kwargs)
+
+    def go_on(inside: _Inside, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        token = _handed.set(inside if is_outer else None)
+        try:
+            return call(*args, **kwargs) if is_outer else inside.call(call, args, kwargs)
+        finally:
+            _handed.reset(token)
 
     def call(*args: Any, **kwargs: Any) -> Any:
         answer = function(*args, **kwargs)
@@ -110,38 +144,68 @@ def _locked_function(
             return await function(*args, **kwargs)
 
     exempt = _exempted(getattr(function, "_non_atomic_requests", ()))
-    made: Any = async_wrapper if is_async or iscoroutinefunction(function) else wrapper
+    opens_none = is_async or iscoroutinefunction(function)
+    made: Any = async_wrapper if opens_none else wrapper
     made._non_atomic_requests = exempt
+    setattr(made, _IS_OUTER, not opens_none)
     return cast("Callable[..., Any]", made)
 
 
-def _holding(lock: Lock, function: Callable[..., Any]) -> Callable[..., Any]:
-    def holding(*args: Any, **kwargs: Any) -> Any:
-        with lock:
-            return function(*args, **kwargs)
-
-    return holding
+def _from_url(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Any]:
+    """Give what Django's resolver took out of the URL of a view's request."""
+    for each in (*args[:2], kwargs.get("request")):
+        match = getattr(each, "resolver_match", None)
+        if match is not None:
+            yield from (*match.args, *match.kwargs.values())
 
 
 def _exempted(aliases: Iterable[str]) -> _TakenOver:
     return _TakenOver(set.copy(aliases) if isinstance(aliases, set) else aliases)
 
 
-def _to_open(lock: Lock, args: tuple[Any, ...], exempt: _TakenOver) -> Iterator[str]:
-    """Tell on which databases a transaction is to be opened for a call."""
+class _Inside(NamedTuple):
+    """What is to be done when all leases of a stack of `@locked` are held: transactions, and the locks inside them."""
+
+    function: Any
+    """The function that the stack is on."""
+    aliases: frozenset[str] = frozenset()
+    """The databases on which a transaction is wanted."""
+    locks: tuple[Lock, ...] = ()
+    """The locks that live in a transaction, from the outermost decorator to the innermost."""
+
+    @classmethod
+    def handed_to(cls, function: Any) -> _Inside:
+        """Return what the outer `@locked` of this call hand down to the next one; nothing for the outermost."""
+        handed = _handed.get()
+        return handed if handed is not None and handed.function is function else cls(function)
+
+    def plus(self, lock: Lock, aliases: Iterable[str]) -> _Inside:
+        """Add what one `@locked` wants."""
+        return self._replace(
+            aliases=self.aliases | {*aliases}, locks=self.locks if lock._home is None else (*self.locks, lock)
+        )
+
+    def call(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call the function in these transactions, under these locks."""
+        homes = [lock._home for lock in self.locks]
+        for alias in sorted(connections, key=lambda alias: alias not in homes):  # the outermost is committed last
+            if alias in self.aliases and not in_transaction(alias):
+                with transaction.atomic(using=alias):
+                    return self._replace(aliases=self.aliases - {alias}).call(function, args, kwargs)
+        if self.locks:
+            with self.locks[0]:
+                return self._replace(locks=self.locks[1:]).call(function, args, kwargs)
+        return function(*args, **kwargs)
+
+
+_handed: ContextVar[_Inside | None] = ContextVar("dlock_stacked", default=None)
+
+
+def _wanted(lock: Lock, args: tuple[Any, ...], exempt: _TakenOver) -> Iterator[str]:
+    """Tell on which databases a call is to have a transaction."""
     is_request = any(isinstance(arg, HttpRequest) or hasattr(arg, "_request") for arg in args[:2])
-    for alias in sorted(connections, key=lambda alias: alias != lock.home):  # the outermost is committed last
-        fenced = alias == lock.home or (alias == lock.using and lock.form == "transaction")
+    for alias in connections:
+        fenced = alias == lock._home or (alias == lock.using and lock._form == "transaction")
         asked = is_request and connections.settings[alias]["ATOMIC_REQUESTS"]
-        if (fenced or asked) and not exempt.exempts(alias) and not in_transaction(alias):
+        if (fenced or asked) and not exempt.exempts(alias):
             yield alias
-
-
-def _call_inside(
-    aliases: Iterator[str], function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
-    """Call the function in a transaction on each of these databases."""
-    for alias in aliases:
-        with transaction.atomic(using=alias):
-            return _call_inside(aliases, function, args, kwargs)
-    return function(*args, **kwargs)

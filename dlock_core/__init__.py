@@ -13,11 +13,12 @@ from dlock_core.errors import (
     StaleObject,
     StaleToken,
 )
-from dlock_core.holding import AsyncLease, Lease
-from dlock_core.lease import Released
-from dlock_core.lock import AsyncLock, Lock
-from dlock_core.many import AsyncMultiLease, AsyncMultiLock, MultiLease, MultiLock
-from dlock_core.registry import connect
+from dlock_core.extras import version
+from dlock_core.leases.handles import AsyncLease, Lease
+from dlock_core.leases.lease import Released
+from dlock_core.leases.lock import AsyncLock, Lock
+from dlock_core.leases.multilock import AsyncMultiLease, AsyncMultiLock, MultiLease, MultiLock
+from dlock_core.stores import connect
 
 __all__ = [
     "AcquireTimeout",
@@ -42,3 +43,10 @@ __all__ = [
     "StaleToken",
     "connect",
 ]
+
+
+def __getattr__(name: str) -> str:
+    """Look the version up when it is asked for: that reads files."""
+    if name == "__version__":
+        return version()
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -13,6 +13,7 @@ __all__ = [
     "BackendUnavailable",
     "DLockError",
     "LeaseLost",
+    "NoSuchKey",
     "NotHeld",
     "NotSupported",
     "PreconditionFailed",
@@ -25,6 +26,13 @@ __all__ = [
 ]
 
 E = TypeVar("E", bound="DLockError")
+
+
+def spoken(seconds: float) -> str:
+    """Say a time as people do: "10 s", "2.5 s", "303 ms", "less than 1 ms"."""
+    if seconds >= 1:
+        return f"{seconds:.1f}".removesuffix(".0") + " s"
+    return f"{seconds * 1000:.0f} ms" if seconds >= 0.001 else "less than 1 ms"
 
 
 class DLockError(Exception):
@@ -51,12 +59,19 @@ def rebuild(kind: type[E], args: tuple[Any, ...], data: dict[str, Any]) -> E:
 class AcquireTimeout(DLockError, TimeoutError):
     """The lock stayed taken for all of `wait`.
 
-    `waited` and `retry_after` are seconds; `held_by` is what the holder said of itself, or an empty text.
+    `waited` and `retry_after` are seconds; `held_by` is what the holder said of itself, or an empty text. `once`: it
+    was not waited for at all (`wait=0`), which the message then says.
     """
 
-    def __init__(self, name: str, *, waited: float, held_by: str = "", retry_after: float = 1.0) -> None:
-        holder = f", held by {held_by}" if held_by else ""
-        super().__init__(f"lock {name!r} not acquired within {waited:.3g} s{holder}: try again later", name=name)
+    def __init__(
+        self, name: str, *, waited: float, held_by: str = "", retry_after: float = 1.0, once: bool = False
+    ) -> None:
+        if once:
+            text = f"lock {name!r} is held by {held_by or 'somebody else'}; it was tried once: try again later"
+        else:
+            holder = f", held by {held_by}" if held_by else ""
+            text = f"lock {name!r} not acquired within {spoken(waited)}{holder}: try again later"
+        super().__init__(text, name=name)
         self.waited, self.held_by, self.retry_after = waited, held_by, retry_after
 
 
@@ -123,11 +138,17 @@ class SnapshotTooOld(DLockError):
 
 
 class RowLocked(DLockError):
-    """Another transaction holds the row: NOWAIT, or the time to wait for it (`waited` seconds) ran out."""
+    """Another transaction holds the row: NOWAIT, or the time to wait for it (`waited` seconds) ran out.
 
-    def __init__(self, name: str, *, waited: float = 0.0) -> None:
-        super().__init__(f"row {name!r} is locked by another transaction (waited {waited:.3g} s): try again", name=name)
-        self.waited, self.retry_after = waited, 1.0
+    `is_database`: it holds all of the database, which has one writer at a time (SQLite), and may work on other rows.
+    """
+
+    def __init__(self, name: str, *, waited: float = 0.0, is_database: bool = False) -> None:
+        what = f"the database is busy with another transaction, so that row {name!r} cannot be locked"
+        if not is_database:
+            what = f"row {name!r} is locked by another transaction"
+        super().__init__(f"{what} (waited {spoken(waited)}): try again", name=name)
+        self.waited, self.retry_after, self.is_database = waited, 1.0, is_database
 
 
 class BackendUnavailable(DLockError):
@@ -147,6 +168,14 @@ class BackendUnavailable(DLockError):
 
 class NotSupported(DLockError, NotImplementedError):
     """The store or database cannot do this at all; raised before any I/O."""
+
+
+class NoSuchKey(DLockError, ValueError):
+    """The `key` cannot be one of what is locked (`name`), so that no row has it; raised before any I/O."""
+
+    def __init__(self, name: str, *, key: object) -> None:
+        super().__init__(f"{key!r:.80} cannot be a key of {name}: there is nothing to lock", name=name)
+        self.key = f"{key!r:.80}"
 
 
 class PreconditionFailed(DLockError):

@@ -1,32 +1,103 @@
 """Lock names: parts joined with ":", each percent-encoded (RFC 3986), so that ("a:b",) is not ("a", "b").
 
-A name is plain ASCII text of 1 to 512 bytes, whatever it was made of, and safe in keys, paths and logs.
+A name is plain ASCII text of 1 to 512 bytes, whatever it was made of, and safe in keys, paths and logs. This is the one
+place that turns values into text: it takes the types whose text is the same in every process, and refuses the others.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import UTC, date, datetime, time
+from decimal import Decimal
+from enum import Enum
 from functools import lru_cache
-from typing import Final
-from urllib.parse import quote, unquote_to_bytes
+from numbers import Integral, Number, Rational
+from types import NoneType
+from typing import Any, Final
+from urllib.parse import quote, unquote, unquote_to_bytes
+from uuid import UUID
 
-__all__ = ["LONGEST", "canonical", "join"]
+from dlock_core.errors import NoSuchKey
+
+__all__ = ["LONGEST", "Kind", "canonical", "join", "with_keys"]
 
 LONGEST: Final = 512
 _PLAIN: Final = re.compile(r"[A-Za-z0-9_.~:-]+")
 _UNRESERVED: Final = re.compile(r"[A-Za-z0-9_.~-]+")
 """What percent-encoding leaves as it is."""
-_NO_PARTS: Final = (bool, float, complex, list, tuple, dict, set, frozenset, type(None))
+_ADDRESS: Final = re.compile(r"\bat 0x[0-9A-Fa-f]+")
+_AT_ONCE: Final = frozenset({str, int, UUID})
+"""Types whose `str` is their text; subclasses may have changed it."""
 
 
 def join(*parts: object) -> str:
-    """Make the name of a lock out of its parts, which may come from anywhere: a URL, a form, a primary key.
+    """Make the name of a lock out of its parts; all but the first may come from anywhere: a URL, a form, a key.
 
-    Raises ValueError when a part is empty or the name too long, TypeError for None, bool, float and containers.
+    A part is text, bytes, an integer, UUID, Decimal, date, time or Enum, or has a type that defines `__str__`. Equal
+    things have equal texts: 42 and "42", Decimal("1.0") and Decimal("1.00"), one moment in two time zones, an Enum of
+    texts or numbers and its value. Texts are compared exactly, as most databases compare keys.
+
+    Raises TypeError for a value without such a text (None, bool, float, containers, functions, iterators, classes,
+    objects that only have a `__repr__`) and ValueError when a part is empty, the first contains ":", or the name is
+    too long.
     """
     if not parts:
         raise ValueError("a lock needs a name: give at least one part, such as 'order', 42")
-    return _checked(":".join([_part(part) for part in parts]))
+    encoded = [_encoded(part) for part in parts]
+    if "%3A" in encoded[0]:
+        _refuse_joined(unquote(encoded[0]))
+    return _checked(":".join(encoded))
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """A model in a lock's name: every spelling of a key of it becomes the form that its database gives back.
+
+    `converters` has one for each column of the key; what they refuse with a ValueError is no key. `key_of` gives the
+    key of an instance, None for what is none.
+    """
+
+    label: str
+    converters: tuple[Callable[[Any], Any], ...]
+    key_of: Callable[[Any], Sequence[Any] | None]
+
+    def take(self, values: Sequence[Any]) -> tuple[list[Any], int]:
+        """Give the key with which these parts begin, and of how many of them it was made.
+
+        A composite key is a tuple, or as many parts. Raises NoSuchKey, TypeError.
+        """
+        first, width = values[0], len(self.converters)
+        key, used = self.key_of(first), 1
+        if key is None:
+            key = first if width > 1 and isinstance(first, tuple | list) else values[:width]
+            used = 1 if key is first else width
+        if len(key) != width:
+            raise NoSuchKey(self.label, key=key)
+        return [self._converted(*each) for each in zip(self.converters, key, strict=True)], used
+
+    def _converted(self, convert: Callable[[Any], Any], value: Any) -> Any:
+        _text(value)  # before a converter makes a text of anything at all
+        try:
+            return convert(value)
+        except (ValueError, TypeError, ArithmeticError):
+            raise NoSuchKey(self.label, key=value) from None
+
+
+def with_keys(parts: Sequence[Any], kind_of: Callable[[Any], Kind | None]) -> list[Any]:
+    """Replace every model among the parts by its label, and what follows it by the form of its key."""
+    found: list[Any] = []
+    place = 0
+    while place < len(parts):
+        kind = kind_of(parts[place])
+        found.append(parts[place] if kind is None else kind.label)
+        place += 1
+        if kind is not None and place < len(parts) and kind_of(parts[place]) is None:
+            key, used = kind.take(parts[place:])
+            found += key
+            place += used
+    return found
 
 
 def canonical(name: str) -> str:
@@ -49,15 +120,87 @@ def _canonical(name: str) -> str:
     return _checked(name)
 
 
-def _part(part: object) -> str:
-    if isinstance(part, _NO_PARTS):
-        raise TypeError(f"a part of a lock's name is text, a number or a key, not {type(part).__name__}: {part!r:.80}")
-    text = part if isinstance(part, bytes) else str(part)
+def _refuse_joined(text: str) -> None:
+    """Raise ValueError for a first part that reads like a finished name: it would be another lock."""
+    apart = ", ".join(repr(int(each) if each.isdecimal() and each.isascii() else each) for each in text.split(":"))
+    raise ValueError(
+        f"the first part of a lock's name has no ':': for the lock that logs show as {text[:80]!r} give its parts one "
+        f"by one, {apart[:80]}; for a text that is data put a word before it that says what it is"
+    )
+
+
+def _encoded(part: object) -> str:
+    text = str(part) if type(part) in _AT_ONCE else _text(part)
     if not text:
         raise ValueError("a part of a lock's name is empty: 'order:' would lock all orders without a key")
     if isinstance(text, bytes):
         return quote(text, safe="")
     return text if _UNRESERVED.fullmatch(text) else quote(text, safe="", errors="surrogatepass")
+
+
+def _text(part: object) -> str | bytes:
+    """Give the text of a value, by its type; raises TypeError for one that has none which is always the same."""
+    kind = type(part)
+    if isinstance(part, bool) or (isinstance(part, Number) and not isinstance(part, Rational | Decimal)):
+        raise _no_text(part)
+    if isinstance(part, Enum) and type(part.value) is not object and issubclass(kind, type(part.value)):
+        return _text(part.value)  # a member that equals its value has the same name
+    if issubclass(kind, str):
+        return str.__str__(part)
+    if issubclass(kind, bytes | bytearray | memoryview):
+        return bytes(part)  # type: ignore[call-overload,no-any-return]
+    if issubclass(kind, Integral):
+        return str(int(part))  # type: ignore[call-overload]
+    if issubclass(kind, Decimal):
+        return _decimal(part)  # type: ignore[arg-type]
+    return _moment(part) if isinstance(part, date | time) else _own_text(part)
+
+
+def _decimal(number: Decimal) -> str:
+    """Write a number in one way: 1.0, 1.00 and 1 are equal, and so are 1E+3 and 1000."""
+    if not number.is_finite():
+        raise ValueError(f"a part of a lock's name is no number: {number}")
+    if number == 0:
+        return "0"
+    if not -LONGEST < number.adjusted() < LONGEST:
+        raise ValueError(f"a lock's name has at most {LONGEST} bytes, {number} has more digits")
+    text = f"{number:f}"
+    return text.rstrip("0").rstrip(".") if "." in text else text
+
+
+def _moment(moment: date | time) -> str:
+    if isinstance(moment, datetime):
+        is_aware = moment.utcoffset() is not None
+        return (moment.astimezone(UTC) if is_aware else moment).isoformat(" ")
+    if isinstance(moment, time) and moment.utcoffset() is not None:
+        raise TypeError(f"a time of day with a zone has no one text, give the whole datetime: {moment}")
+    return moment.isoformat()
+
+
+def _own_text(part: object) -> str:
+    """Give the text that a type defines; raises TypeError where it shows an address, as Python's own texts do."""
+    if isinstance(part, type | Iterator | NoneType) or type(part).__str__ is object.__str__:
+        raise _no_text(part)
+    text = str(part)
+    if _ADDRESS.search(text) or (text.startswith("<") and text == repr(part)):
+        raise _no_text(part)
+    return text
+
+
+def _no_text(part: object) -> TypeError:
+    """Say what is wrong with a value without asking it: its `repr` may be long, secret, or a query."""
+    what = f"not {type(part).__name__}"
+    if isinstance(part, bool | Number | NoneType):
+        what += f": {part!r:.80}"
+    if isinstance(part, float):
+        what += "; 0.1 + 0.2 and 0.3 would be two locks, give a Decimal or an int"
+    elif isinstance(part, type):
+        what = f"not the class {part.__name__}"
+    elif callable(part) and (name := getattr(part, "__name__", "")):
+        what += f" {name!r}: call it, {name}()"
+    elif not isinstance(part, bool | Number | NoneType):
+        what += ", which has no text of its own (__str__) that is the same in every process: give its key"
+    return TypeError(f"a part of a lock's name is text, a number or a key, {what}")
 
 
 def _checked(name: str) -> str:

@@ -8,16 +8,32 @@ test can turn it by hand.
 from __future__ import annotations
 
 import asyncio
+import logging
+import os
+import random
 import threading
 import time
+from contextlib import suppress
 from functools import partial
 from inspect import isawaitable
+from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, Concatenate, Final, ParamSpec, Protocol, TypeVar
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
 
-__all__ = ["ASYNCIO", "BLOCKING", "Asyncio", "Blocking", "Runtime", "Signal", "blocking", "clock", "run"]
+__all__ = [
+    "ASYNCIO",
+    "BLOCKING",
+    "Asyncio",
+    "Blocking",
+    "Runtime",
+    "Signal",
+    "blocking",
+    "clock",
+    "refuse_in_loop",
+    "run",
+]
 
 T = TypeVar("T")
 P = ParamSpec("P")
@@ -29,6 +45,15 @@ _behind: Final[set[asyncio.Future[Any]]] = set()
 
 clock: Final = partial(time.clock_gettime, _CLOCK)
 """Gives seconds on a clock that never steps back and goes on while the machine sleeps."""
+
+
+def refuse_in_loop(instead: str) -> None:
+    """Raise RuntimeError where an event loop runs: who waits there for a lock stops every task, its holder, too.
+
+    DLOCK_ALLOW_ASYNC_UNSAFE in the environment allows it, for notebooks, in which nothing else runs in their loop.
+    """
+    if asyncio._get_running_loop() is not None and not os.environ.get("DLOCK_ALLOW_ASYNC_UNSAFE"):
+        raise RuntimeError(f"a blocking lock would stop the event loop while it waits: {instead}, or use a thread")
 
 
 class Signal(Protocol):
@@ -63,6 +88,26 @@ class Runtime(Protocol):
         """Have a clean-up finished while the caller goes on; it must not raise."""
 
 
+class _Wakeup:
+    """Does what `threading.Event` does, whose lock an interrupt in `wait` may keep, so that `set` hangs for ever."""
+
+    __slots__ = ("_queue",)
+
+    def __init__(self) -> None:
+        self._queue: SimpleQueue[None] = SimpleQueue()
+
+    def set(self) -> None:
+        self._queue.put(None)
+
+    def wait(self, seconds: float) -> bool:
+        try:
+            self._queue.get(timeout=max(0.0, seconds))
+        except Empty:
+            return False
+        self._queue.put(None)  # It stays set.
+        return True
+
+
 class Blocking:
     """Waits by blocking the thread; nothing it awaits ever suspends."""
 
@@ -77,8 +122,8 @@ class Blocking:
     async def sleep(self, seconds: float) -> None:
         time.sleep(seconds)  # noqa: ASYNC251 - this is what blocking means
 
-    def signal(self) -> threading.Event:
-        return threading.Event()
+    def signal(self) -> _Wakeup:
+        return _Wakeup()
 
     async def wait(self, signal: Any, seconds: float) -> bool:
         return bool(signal.wait(min(seconds, threading.TIMEOUT_MAX)))
@@ -149,16 +194,152 @@ ASYNCIO = Asyncio()
 
 
 def run(coroutine: Coroutine[Any, Any, T]) -> T:
-    """Finish a coroutine that never suspends, with no event loop."""
+    """Finish a coroutine that never suspends, with no event loop.
+
+    Nothing is called between the end of the coroutine and our return: a signal handler runs after calls, and one that
+    raised there would lose the answer, which may be a lease.
+    """
     try:
         coroutine.send(None)
     except StopIteration as done:
         return done.value  # type: ignore[no-any-return]
-    finally:
-        coroutine.close()
+    coroutine.close()
     raise RuntimeError("a blocking call tried to suspend: an asyncio runtime was given to it")
 
 
 def blocking(step: Callable[Concatenate[Runtime, P], Coroutine[Any, Any, T]], *args: P.args, **options: P.kwargs) -> T:
     """Finish a step of the engine in this thread."""
     return run(step(BLOCKING, *args, **options))
+
+
+CHANCE: Final = random.SystemRandom()
+"""Jitter of our own: a program that seeds `random` finds its numbers where it expects them, in whatever thread."""
+
+
+def full_jitter(attempt: int, draw: float, *, base: float = 0.01, cap: float = 1.0) -> float:
+    """Give the seconds to wait after the failed attempt number `attempt` (1 is the first).
+
+    A uniform choice between 0 and a limit that is `base` and doubles with each attempt, up to `cap`: those who collided
+    spread out over the whole span. Source: M. Brooker, "Exponential Backoff And Jitter", AWS Architecture Blog, 2015.
+    """
+    doublings = min(attempt - 1, 60)  # beyond it every cap is reached, and a float would overflow
+    return draw * min(cap, base * 2.0**doublings)
+
+
+logger = logging.getLogger("dlock")
+
+TELLERS: Final = 8
+"""Threads that call callbacks, at most: so many may block before others wait for them."""
+IDLE_S: Final = 10.0
+"""Seconds without a callback after which its thread ends."""
+PAUSE_S: Final = 0.1
+"""Seconds before a thread that has failed goes on, so that a lasting fault does not keep a processor busy."""
+
+_ours: Final[set[int]] = set()
+
+
+def is_ours() -> bool:
+    """Tell whether this is a thread of ours, which no exception may end."""
+    return threading.get_ident() in _ours
+
+
+class Background:
+    """A daemon thread that runs `serve` whenever there is work, and is replaced when it has ended for any reason.
+
+    Args:
+        name: The thread's name.
+        purpose: What it is for, as an infinitive; told when no thread can be started.
+        serve: Does the work; returns when there has been none for long.
+        has_work: Tells whether there is work; asked once more when `serve` has returned.
+    """
+
+    def __init__(self, name: str, purpose: str, serve: Callable[[], None], has_work: Callable[[], object]) -> None:
+        self._name, self._purpose, self._serve, self._has_work = name, purpose, serve, has_work
+        self._running = threading.Lock()
+        """The thread keeps it locked for as long as it lives."""
+
+    @property
+    def is_running(self) -> bool:
+        """The thread lives."""
+        return self._running.locked()
+
+    def ensure(self) -> None:
+        """Start the thread unless it runs; call this after the work was handed over."""
+        if not self._running.locked():
+            self._start()
+
+    def _start(self) -> None:
+        try:
+            threading.Thread(target=self._run, name=self._name, daemon=True).start()
+        except RuntimeError:  # There are too many, or the interpreter is shutting down; the next call tries again.
+            logger.exception("dlock: there is no thread %s", self._purpose)
+
+    def _run(self) -> None:
+        # Two may be started at once, of which one ends here. Work that came while the thread was ending is seen by the
+        # thread, which asks again after it has unlocked, or by the caller, who looks at the lock after handing it over.
+        while self._has_work() and self._running.acquire(blocking=False):
+            try:
+                _ours.add(threading.get_ident())
+                self._serve()
+            except BaseException as error:  # noqa: BLE001 - this thread must outlive any surprise
+                tell(logger.error, "dlock: the thread %s has failed, and goes on", self._purpose, exc_info=error)
+                time.sleep(PAUSE_S)
+            finally:
+                _ours.discard(threading.get_ident())
+                self._running.release()
+
+
+class Teller:
+    """Calls callbacks one after the other, in a thread where one that blocks or raises harms nobody."""
+
+    def __init__(self) -> None:
+        self._jobs: SimpleQueue[tuple[Callable[..., object], tuple[Any, ...], dict[str, Any]]] = SimpleQueue()
+        self._is_busy = False
+        self._thread = Background("dlock-callbacks", "to call callbacks", self._serve, self._has_jobs)
+
+    def __call__(self, function: Callable[..., object], *args: Any, **options: Any) -> None:
+        """Have the function called after those before it; returns at once."""
+        self._jobs.put((function, args, options))
+        self._thread.ensure()
+
+    def waiting(self) -> int:
+        """Return how many callbacks have not returned."""
+        return self._jobs.qsize() + self._is_busy
+
+    def _has_jobs(self) -> bool:
+        return not self._jobs.empty()
+
+    def _serve(self) -> None:
+        with suppress(Empty):
+            while True:
+                function, args, options = self._jobs.get(timeout=IDLE_S)
+                self._is_busy = True
+                try:
+                    function(*args, **options)
+                except BaseException:
+                    with suppress(BaseException):
+                        logger.exception("dlock: a callback failed: %r", function)
+                finally:
+                    self._is_busy = False
+                    del function, args, options  # They may keep a lease alive.
+
+
+_tellers: Final[list[Teller]] = [Teller() for _ in range(TELLERS)]
+
+
+def teller() -> Teller:
+    """Return the teller that has least to do; callbacks that must keep their order go to the same one."""
+    return min(_tellers, key=Teller.waiting)
+
+
+def tell(function: Callable[..., object], *args: Any, **options: Any) -> None:
+    """Have a function called in a thread of its own, so that whatever it does delays nobody."""
+    teller()(function, *args, **options)
+
+
+def _after_fork_in_child() -> None:
+    _ours.clear()
+    _tellers[:] = [Teller() for _ in range(TELLERS)]  # The threads did not come along.
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)

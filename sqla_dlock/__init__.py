@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
+from dlock_core.extras import needed_by, version
+
 if TYPE_CHECKING:
-    from sqla_dlock.alocks import alock
+    from sqla_dlock.async_locks import alock
     from sqla_dlock.fencing import FencedMixin
-    from sqla_dlock.handlers import locked
+    from sqla_dlock.handlers import arg, locked
     from sqla_dlock.locks import lock
     from sqla_dlock.retry import retry_on_conflict
     from sqla_dlock.rows import alock_row, alock_rows, lock_row, lock_rows
@@ -29,6 +31,7 @@ __all__ = [
     "alock",
     "alock_row",
     "alock_rows",
+    "arg",
     "asave_with_version",
     "atouch",
     "configure",
@@ -43,7 +46,8 @@ __all__ = [
 ]
 
 _HOMES: Final = {
-    "alock": "alocks",
+    "alock": "async_locks",
+    "arg": "handlers",
     "configure": "stores",
     "FencedMixin": "fencing",
     "lock": "locks",
@@ -55,8 +59,11 @@ _HOMES: Final = {
 
 def __getattr__(name: str) -> Any:
     """Import a public name when it is first used: those for asyncio need greenlet."""
+    if name == "__version__":
+        return version()
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from importlib import import_module
 
-    return getattr(import_module(f"{__name__}.{_HOMES.get(name, 'versions')}"), name)
+    with needed_by(f"sqla_dlock.{name}"):
+        return getattr(import_module(f"{__name__}.{_HOMES.get(name, 'versions')}"), name)

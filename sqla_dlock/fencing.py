@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from contextlib import contextmanager, nullcontext
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeVar
+from weakref import WeakValueDictionary
 
 from sqlalchemy import (
     BigInteger,
@@ -22,12 +23,12 @@ from sqlalchemy.exc import DBAPIError
 from sqlalchemy.orm import mapped_column
 from sqlalchemy.orm.attributes import set_committed_value
 
-from dlock_core import fencing, row_fence
-from dlock_core.errors import NotSupported, StaleToken
-from dlock_core.fence_sql import DIALECTS
-from dlock_core.guard import refusal
-from dlock_core.retry import classify
+from dlock_core.errors import NotSupported
 from dlock_core.runtime import run
+from dlock_core.sql.driver_errors import Trouble, classify
+from dlock_core.transactions import fence_sql, fencing
+from dlock_core.transactions.fence_sql import DIALECTS
+from dlock_core.transactions.fencing import refusal
 from sqla_dlock.fence_table import metadata, table
 from sqla_dlock.row_sql import waiting_on_mysql
 from sqla_dlock.transactions import note_xid
@@ -35,20 +36,27 @@ from sqla_dlock.transactions import note_xid
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Iterator, Mapping
 
-    from sqlalchemy import Connection, Engine
+    from sqlalchemy import BindParameter, Connection, Engine
     from sqlalchemy.orm import Mapped, Mapper
 
-    from dlock_core.fencing import Claim
+    from dlock_core.transactions.fencing import Claim
 
 __all__ = [
+    "FRESH",
     "FencedMixin",
     "RowFence",
     "TableFence",
+    "class_of",
     "fence_for",
+    "keeps_snapshot",
     "metadata",
     "table",
 ]
 
+T = TypeVar("T")
+
+FRESH: Final = ("READ COMMITTED", "READ UNCOMMITTED", "AUTOCOMMIT")
+"""Isolation levels in which each statement sees what was committed before it."""
 _WHAT_TO_DO: Final = (
     "dlock: this was the fence of a lock: create its table with sqla_dlock.fencing.metadata.create_all(), "
     "in a database that may be written, or pass fence=False"
@@ -80,19 +88,33 @@ def _keep_out_of_flush(_mapper: Mapper[Any], _connection: Connection, instance: 
             set_committed_value(instance, name, (history.deleted or history.added)[0])
 
 
+_classes: Final[WeakValueDictionary[str, type]] = WeakValueDictionary()
+"""The classes whose rows carry the fence, by the name of the table, which begins the names of their locks."""
+
+
+@event.listens_for(FencedMixin, "instrument_class", propagate=True)
+def _remember(mapper: Mapper[Any], cls: type) -> None:
+    if mapper.inherits is None or not issubclass(mapper.inherits.class_, FencedMixin):
+        _classes[getattr(mapper.local_table, "fullname", "")] = cls
+
+
+def class_of(label: Any) -> type | None:
+    """Find the `FencedMixin` class whose locks have names that begin with this text."""
+    return _classes.get(label) if type(label) is str else None
+
+
 class TableFence:
     """The row of a lock in `dlock_fence`."""
 
     supports_shared = True
 
-    def admit(self, connection: Connection, claim: Claim) -> None:
+    def admit(self, connection: Connection, claim: Claim) -> int | None:
         """Admit the lease into the open transaction; raises StaleToken, RowLocked, SnapshotTooOld."""
-        _run(fencing.admit, connection, claim)
+        return _run(fencing.admit, connection, claim)
 
     def prepare(self, bind: Engine | Connection, claim: Claim) -> None:
-        """Make the row, committed on its own, so that the first shared holders do not wait for each other."""
-        with _own_transaction(bind) as connection:
-            _run(fencing.prepare, connection, claim)
+        """Leave the mark of shared holders, committed on its own, so that they do not wait for each other."""
+        run(fencing.prepare(_Apart(bind, claim), _dialect(bind), claim))
 
     def announce(self, bind: Engine | Connection, claim: Claim) -> None:
         """Raise the row, committed on its own, for a lease of several transactions; raises StaleToken, RowLocked."""
@@ -119,39 +141,26 @@ class RowFence(TableFence):
         self.key = _key_of(mapper, self.column, key)
 
     def admit(self, connection: Connection, claim: Claim) -> None:
-        self._raise(connection, claim, fencing.admit)
+        self._run(fence_sql.admit, connection, claim)
 
     def announce(self, bind: Engine | Connection, claim: Claim) -> None:
         with _own_transaction(bind) as connection:
-            self._raise(connection, claim, fencing.announce)
+            self._run(fence_sql.admit, connection, claim)
 
     def confirm(self, connection: Connection, claim: Claim) -> None:
-        if not self._ask(connection, claim, self._statements(connection).confirm):
-            self._raise(connection, claim, fencing.confirm)
-            _run(fencing.confirm, connection, claim)  # the row was made after the announce, which stands in the table
+        self._run(fence_sql.confirm, connection, claim)
 
-    def _raise(self, connection: Connection, claim: Claim, table: Callable[..., Any]) -> None:
-        statements = self._statements(connection)
-        if not self._ask(connection, claim, statements.admit):
-            _, row = self._execute(connection, claim, statements.highest)
-            if row is not None:
-                raise StaleToken(claim.name, token=claim.token, highest=row[0])
-            _run(table, connection, claim)
-
-    def _ask(self, connection: Connection, claim: Claim, sql: str) -> bool:
-        return fencing.is_yes(*self._execute(connection, claim, sql))
-
-    def _execute(self, connection: Connection, claim: Claim, sql: str) -> tuple[int, tuple[Any, ...] | None]:
-        statement = _text(sql).bindparams(bindparam("key", type_=self.column.type))
+    def _run(self, step: Callable[..., Coroutine[Any, Any, None]], connection: Connection, claim: Claim) -> None:
+        port = Port(connection, bindparam("key", self.key, type_=self.column.type))
         with _limited(connection, claim):
-            return _answer(connection, statement, {**fencing.params(claim), "key": self.key})
+            run(step(fence_sql.Row(port, self._statements(connection), _dialect(connection)), claim))
 
-    def _statements(self, connection: Connection) -> row_fence.RowStatements:
+    def _statements(self, connection: Connection) -> fence_sql.RowStatements:
         quoted = connection.dialect.identifier_preparer
         table = quoted.format_table(self.table, use_schema=False)
         if schema := connection.schema_for_object(self.table):  # minds a schema_translate_map
             table = f"{quoted.quote_schema(schema)}.{table}"
-        return row_fence.statements(_database(connection), table, f"{quoted.format_column(self.column)} = :key")
+        return fence_sql.statements(_database(connection), table, f"{quoted.format_column(self.column)} = :key")
 
 
 def _key_of(mapper: Mapper[Any], column: Column[Any], key: Any) -> Any:
@@ -173,13 +182,27 @@ def fence_for(parts: tuple[Any, ...]) -> TableFence:
 
 
 class Port:
-    """The port that `dlock_core.fencing` speaks to: one statement in the connection's transaction."""
+    """The port that `dlock_core.transactions.fencing` speaks to: one statement in the connection's transaction."""
 
-    def __init__(self, connection: Connection) -> None:
-        self._connection = connection
+    def __init__(self, connection: Connection, key: BindParameter[Any] | None = None) -> None:
+        self._connection, self._key = connection, key
 
     async def execute(self, sql: str, params: Mapping[str, Any]) -> tuple[int, tuple[Any, ...] | None]:
-        return _answer(self._connection, _text(sql), params)
+        statement = _text(sql)
+        if self._key is not None and "key" in statement._bindparams:
+            statement = statement.bindparams(self._key)
+        return _answer(self._connection, statement, params)
+
+
+class _Apart:
+    """The same port, with a transaction of its own for each statement."""
+
+    def __init__(self, bind: Engine | Connection, claim: Claim) -> None:
+        self._bind, self._claim = bind, claim
+
+    async def execute(self, sql: str, params: Mapping[str, Any]) -> tuple[int, tuple[Any, ...] | None]:
+        with _own_transaction(self._bind) as connection, _limited(connection, self._claim):
+            return _answer(connection, _text(sql), params)
 
 
 def _answer(connection: Connection, sql: TextClause, params: Mapping[str, Any]) -> tuple[int, tuple[Any, ...] | None]:
@@ -195,16 +218,16 @@ def _text(sql: str) -> TextClause:
     return text(sql)
 
 
-def _database(connection: Connection) -> str:
+def _database(connection: Engine | Connection) -> str:
     return "mariadb" if getattr(connection.dialect, "is_mariadb", False) else connection.dialect.name
 
 
-def _run(step: Callable[..., Coroutine[Any, Any, None]], connection: Connection, claim: Claim) -> None:
+def _run(step: Callable[..., Coroutine[Any, Any, T]], connection: Connection, claim: Claim) -> T:
     with _limited(connection, claim):
-        run(step(Port(connection), _dialect(connection), claim))
+        return run(step(Port(connection), _dialect(connection), claim))
 
 
-def _dialect(connection: Connection) -> fencing.Dialect:
+def _dialect(connection: Engine | Connection) -> fencing.Dialect:
     database = _database(connection)
     if database not in DIALECTS:
         known = ", ".join(DIALECTS)
@@ -214,8 +237,11 @@ def _dialect(connection: Connection) -> fencing.Dialect:
 
 @contextmanager
 def _own_transaction(bind: Engine | Connection) -> Iterator[Connection]:
-    with bind.engine.connect() as connection, connection.begin():
-        yield connection
+    with bind.engine.connect() as connection:
+        if keeps_snapshot(connection):  # where a row that was waited for has changed, it would be a conflict
+            connection.execution_options(isolation_level="READ COMMITTED")
+        with connection.begin():
+            yield connection
 
 
 @contextmanager
@@ -235,7 +261,26 @@ def _explained(connection: Connection, claim: Claim) -> Iterator[None]:
     except DBAPIError as error:
         meant = refusal(error, claim, connection.dialect.name)
         if meant is None:
-            if classify(error) is None:
+            if classify(error) in (None, Trouble.MISSING_TABLE, Trouble.NO_ACCESS):
                 error.add_note(_WHAT_TO_DO)
             raise
         raise meant from error
+
+
+def keeps_snapshot(bind: Engine | Connection) -> bool:
+    """Tell whether its transactions read from a snapshot that is older than the row locks they wait for.
+
+    On MySQL and MariaDB the snapshot comes later, and on SQLite there is one writer. No I/O once the engine has
+    connected.
+    """
+    if bind.dialect.name != "postgresql":
+        return False
+    level = bind.get_execution_options().get("isolation_level") or bind.dialect._on_connect_isolation_level
+    return str(level or _default_level(bind)).upper().replace("_", " ") not in FRESH
+
+
+def _default_level(bind: Engine | Connection) -> Any:
+    if not hasattr(bind.dialect, "default_isolation_level"):
+        with bind.engine.connect():  # the first connection of an engine asks the server, once
+            pass
+    return bind.dialect.default_isolation_level

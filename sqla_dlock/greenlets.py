@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 from sqlalchemy.util import concurrency, greenlet_spawn
 
 from dlock_core.runtime import ASYNCIO, Blocking
-from dlock_core.tie import LETTING_RUN_OUT
+from dlock_core.transactions.tie import LETTING_RUN_OUT
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine

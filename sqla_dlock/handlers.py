@@ -13,18 +13,28 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar, cast, get_origin
 
 from sqlalchemy.orm import Session, scoped_session
 
-from dlock_core.arguments import Argument, fill, finder, placeholders, refuse_coroutine, refuse_late
+from dlock_core.web.decorators import (
+    Argument,
+    NameOfCalls,
+    arg,
+    finder,
+    is_function,
+    placeholders,
+    refuse_bare,
+    refuse_coroutine,
+    refuse_late,
+)
 from sqla_dlock.locks import lock
+from sqla_dlock.names import kind_of
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Iterable
+    from collections.abc import AsyncIterator, Callable, Iterator
     from typing import Unpack
 
-    from sqla_dlock.alocks import AsyncLock
-    from sqla_dlock.leases import Lease
-    from sqla_dlock.locks import Lock, LockOptions
+    from sqla_dlock.async_locks import AsyncLock
+    from sqla_dlock.locks import Lease, Lock, LockOptions
 
-__all__ = ["Locked", "locked"]
+__all__ = ["Locked", "arg", "locked"]
 
 F = TypeVar("F", bound="Callable[..., Any]")
 
@@ -34,8 +44,12 @@ _SESSION = "dlock_session"
 def locked(kind: Any, *arguments: Any, session: Any = None, **options: Unpack[LockOptions]) -> Locked:
     """Hold a lock while the function runs, and until the transaction of its session has ended.
 
-    `kind` is what is locked ("order", or a mapped class); every further part names an argument of the function
-    ("order_id"; "order.id" and "request.path_params.id" for an attribute or item of it), or is a value that is no text.
+    `kind` is what is locked: a mapped class, or a text such as "order". Every further part names an argument of the
+    function ("order_id"; "order.id" and "request.path_params.id" for an attribute or item of it), or is a function that
+    is called with all arguments of the call and returns the part, or is a value that is no text. With a class every
+    spelling of a key is one lock; with a text say the type: `arg("order_id", int)`. What cannot be such a key is a
+    NoSuchKey, which the middleware answers with 404. A text that comes out of the URL as it is, in Starlette and Flask,
+    gives a RuntimeWarning, once.
     `session`: the name of the argument that is the session (without it, the only session among the arguments), or what
     gives the session of the call, such as Flask-SQLAlchemy's `db.session`. Other options are those of `lock`. For
     handlers of FastAPI, Starlette and Flask, tasks of Celery (below the decorators of the framework), methods and plain
@@ -46,6 +60,7 @@ def locked(kind: Any, *arguments: Any, session: Any = None, **options: Unpack[Lo
     Raises TypeError for an argument that the function does not have, where that can be known before it is called; a
     call without a session is a TypeError before the lock is asked for.
     """
+    refuse_bare(kind, is_model=kind_of(kind) is not None)
     return Locked((kind, *placeholders(arguments)), session, options)
 
 
@@ -55,22 +70,25 @@ class Locked:
     def __init__(self, parts: tuple[Any, ...], session: Any, options: LockOptions) -> None:
         self._parts, self._session, self._options = parts, session, options
         self._wanted = [part for part in parts if isinstance(part, Argument)]
-        lock(Session(), *(repr(part) if part in self._wanted else part for part in parts), **options)  # shows mistakes
+        lock(Session(), "kind", **options)  # shows mistakes
+        for part in parts:
+            if not isinstance(part, Argument) and not is_function(part):
+                lock(Session(), part)
 
     def __call__(self, function: F) -> F:
         """Decorate a function."""
         refuse_late(function)
-        find = finder(function, map(repr, self._wanted))
+        name = NameOfCalls(function, self._parts, kind_of, _from_url)
         session_of = self._session_finder(function)
 
         @functools.wraps(function)
         def wrapper(*args: Any, **kwargs: Any) -> Any:
-            with self._lock(session_of(args, kwargs), fill(self._parts, find, args, kwargs)):
+            with name(functools.partial(self._lock, session_of(args, kwargs)), args, kwargs):
                 return refuse_coroutine(function, function(*args, **kwargs), "decorate an async function")
 
         @functools.wraps(function)
         async def async_wrapper(*args: Any, **kwargs: Any) -> Any:
-            async with self._alock(session_of(args, kwargs), fill(self._parts, find, args, kwargs)):
+            async with name(functools.partial(self._alock, session_of(args, kwargs)), args, kwargs):
                 return await function(*args, **kwargs)
 
         return cast("F", async_wrapper if inspect.iscoroutinefunction(function) else wrapper)
@@ -80,30 +98,34 @@ class Locked:
 
         `session` is the application's own dependency, exactly as the endpoint has it: its function, its `Depends(...)`
         or its `Annotated[...]`. `types` tell for every argument what the endpoint has, too, so that "042" and "42" are
-        the same order: `Depends(locked("order", "order_id").dependency(get_session, order_id=int))`.
+        the same order: `Depends(locked("order", "order_id").dependency(get_session, order_id=int))`. Those that `arg`
+        tells need not be told again.
         """
+        if any(map(is_function, self._parts)):
+            raise TypeError("dependency() does not see the call of the endpoint, which a function needs: decorate it")
         wanted = {part.root for part in self._wanted}
+        types = {part.root: part.kind for part in self._wanted if isinstance(part.kind, type)} | types
         if wanted != types.keys():
             raise TypeError(f"dependency() needs the type of each of {sorted(wanted)}, not of {sorted(types)}")
 
         async def dependency(**given: Any) -> AsyncIterator[Any]:
             own = given.pop(_SESSION)
-            values = fill(self._parts, find, (), given)
             is_blocking = isinstance(own, Session | scoped_session)
-            async with _in_threads(self._lock(own, values)) if is_blocking else self._alock(own, values) as lease:
+            made = name(functools.partial(self._lock if is_blocking else self._alock, own), (), given)
+            async with _in_threads(made) if is_blocking else made as lease:
                 yield lease
 
         kinds = {**types, _SESSION: annotated(session)}
         parameters = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, annotation=kinds[name]) for name in kinds]
         dependency.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-        find = finder(dependency, map(repr, self._wanted))
+        name = NameOfCalls(dependency, self._parts, kind_of, _from_url)
         return dependency
 
-    def _lock(self, session: Any, values: Iterable[Any]) -> Lock:
+    def _lock(self, session: Any, *values: Any) -> Lock:
         return lock(session, *values, **self._options)
 
-    def _alock(self, session: Any, values: Iterable[Any]) -> AsyncLock:
-        from sqla_dlock.alocks import alock  # needs greenlet, which a Flask application may not have
+    def _alock(self, session: Any, *values: Any) -> AsyncLock:
+        from sqla_dlock.async_locks import alock  # needs greenlet, which a Flask application may not have
 
         return alock(session, *values, **self._options)
 
@@ -121,6 +143,16 @@ class Locked:
                 "name its argument, or give a scoped_session or a function that returns the session of the call"
             )
         return lambda args, kwargs: given()
+
+
+def _from_url(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Any]:
+    """Give what the router of Starlette or Flask took out of the URL of the request."""
+    for each in (*args, *kwargs.values()):
+        if hasattr(type(each), "path_params"):
+            yield from each.path_params.values()
+    flask = sys.modules.get("flask")
+    if flask is not None and flask.has_request_context():
+        yield from (flask.request.view_args or {}).values()
 
 
 def _session_among(title: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

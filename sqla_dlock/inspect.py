@@ -13,7 +13,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 from sqlalchemy.pool import NullPool
 from sqlalchemy.util import greenlet_spawn
 
-from dlock_core.inspect.reading import CONNECT_WITHIN, Reader
+from dlock_core.inspect.sessions import CONNECT_WITHIN, Reader
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -32,6 +32,9 @@ _TIMEOUT: Final = {
 }
 
 
+_FENCE_REMEDY: Final = "sqla_dlock.fencing.metadata.create_all(engine); in Django manage.py migrate django_dlock"
+
+
 def database(given: str | Engine | AsyncEngine, alias: str | None = None) -> Reader:
     """Give the database of a URL or an engine; it has a connection of its own, opened when asked, outside any pool.
 
@@ -39,7 +42,8 @@ def database(given: str | Engine | AsyncEngine, alias: str | None = None) -> Rea
     when its driver is missing.
     """
     engine = _engine(given)
-    return Reader(alias or engine.url.database or engine.dialect.name, _vendor(engine), partial(_Session, engine))
+    title = alias or engine.url.database or engine.dialect.name
+    return Reader(title, _vendor(engine), partial(_Session, engine), fence_remedy=_FENCE_REMEDY)
 
 
 def _engine(given: str | Engine | AsyncEngine) -> Engine:

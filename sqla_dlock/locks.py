@@ -7,28 +7,31 @@ by `acquire()` lives, like a row lock, until the end of the session's transactio
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING, Any, Final, overload
+from contextlib import ExitStack
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar, overload
 
 from sqlalchemy import Connection, inspect
-from sqlalchemy.orm import InstanceState
 
-from dlock_core import database_session, names
-from dlock_core.errors import NotSupported
-from dlock_core.runtime import ASYNCIO, BLOCKING, blocking, run
-from dlock_core.tied import Options, TiedLock, Turn
+from dlock_core import names
+from dlock_core.errors import DLockError, NotSupported
+from dlock_core.leases.handles import renew
+from dlock_core.runtime import ASYNCIO, BLOCKING, blocking, refuse_in_loop, run
+from dlock_core.sql import database as database_session
+from dlock_core.transactions import transaction_lock
+from dlock_core.transactions.fence_sql import not_shared
+from dlock_core.transactions.tie import LETTING_RUN_OUT, release
+from dlock_core.transactions.transaction_lock import Options, TiedLease, TiedLock, TiedLocks, Turn, leaving
 from sqla_dlock.backends.advisory import home_of, transaction_of
 from sqla_dlock.fencing import fence_for
 from sqla_dlock.greenlets import SPAWNING, Awaiting, await_, in_greenlet
-from sqla_dlock.leases import Lease
-from sqla_dlock.sessions import plain_session, refuse_closed
-from sqla_dlock.snapshots import refuse_old_snapshot
-from sqla_dlock.stores import store_of
-from sqla_dlock.ties import SessionTie, current
-from sqla_dlock.together import Leases, Locks
+from sqla_dlock.names import is_mapped, plain, with_class
+from sqla_dlock.stores import plain_session, refuse_closed, store_of
+from sqla_dlock.tie import SessionTie, current, refuse_old_snapshot
 from sqla_dlock.transactions import connections_of, in_transaction
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Coroutine, Iterable
     from types import EllipsisType, TracebackType
     from typing import Unpack
 
@@ -36,15 +39,94 @@ if TYPE_CHECKING:
     from sqlalchemy.orm import Session, scoped_session
 
     from dlock_core.backend import Backend
-    from dlock_core.deadline import Seconds
-    from dlock_core.held import Held
+    from dlock_core.leases.lease import Held, Released
+    from dlock_core.options import Seconds
     from dlock_core.runtime import Runtime
-    from dlock_core.store import Store
+    from dlock_core.stores import Store
 
 __all__ = ["Leases", "Lock", "LockOptions", "Locks", "SessionLock", "lock"]
 
-_PLAIN: Final = (str, int)
-"""Parts that SQLAlchemy need not be asked about."""
+
+class _Lease(TiedLease):
+    __slots__ = ()
+
+    def _leave(self) -> bool:
+        self._tie.hear_of_ends()
+        try:
+            return super()._leave()
+        finally:
+            self._tie.forget_if_over()
+
+    def _for_transaction(self) -> Self:
+        """Have it last without a block: until the end of the session's transaction, the open one or the next."""
+        self._tie.end_with_transaction(self)
+        self._tie.forget_if_over()
+        return self
+
+
+class Lease(_Lease):
+    """A lock that a Session holds. Its methods do no I/O, but for those that renew and release."""
+
+    __slots__ = ()
+
+    def renew(self, ttl: Seconds | None = None) -> None:
+        """Push the expiry to `ttl` seconds from now (None: its ttl); raises LeaseLost, BackendUnavailable."""
+        self._tie.finish(renew, self._held, ttl)
+
+    def release(self) -> Released | None:
+        """Release now; None when it is not the time: the end of the transaction releases, or the block that was joined.
+
+        Raises NotHeld in a forked child, BackendUnavailable when the store cannot be asked: the lease then runs out.
+        """
+        try:
+            return self._release()
+        except DLockError:
+            raise
+        except BaseException:  # what an interrupt has cut short, nobody would come back to do
+            self._release()
+            raise
+
+    def _release(self) -> Released | None:
+        if self._leave():
+            self._tie.finish(release, self._held)
+        return self._held.ended
+
+    def _exit(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        with LETTING_RUN_OUT:
+            self.release()
+        self._tie.ensure_was_held(error)
+
+
+class AsyncLease(_Lease):
+    """A lock that an AsyncSession holds."""
+
+    __slots__ = ()
+
+    async def renew(self, ttl: Seconds | None = None) -> None:
+        """See `Lease.renew`."""
+        await renew(ASYNCIO, self._held, ttl)
+
+    async def release(self) -> Released | None:
+        """See `Lease.release`; finished even while the task is being cancelled."""
+        try:
+            return await self._release()
+        except DLockError:
+            raise
+        except BaseException:
+            await self._release()
+            raise
+
+    async def _release(self) -> Released | None:
+        if self._leave():
+            await release(ASYNCIO, self._held)
+        return self._held.ended
+
+    async def _aexit(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with LETTING_RUN_OUT:
+            await self.release()
+        self._tie.ensure_was_held(error)
 
 
 class LockOptions(Options, total=False):
@@ -57,6 +139,11 @@ class LockOptions(Options, total=False):
 class SessionLock(TiedLock):
     """What `lock` and `alock` have in common."""
 
+    _options = tuple(LockOptions.__annotations__)
+
+    _handle: ClassVar[type[Any]]
+    """What the caller gets."""
+
     def __init__(
         self,
         session: Session,
@@ -66,68 +153,77 @@ class SessionLock(TiedLock):
         store: str | Backend = "default",
         **options: Unpack[Options],
     ) -> None:
-        super().__init__(names.join(*map(_part, parts)), **options)
-        self.session, self.store, self.fence = session, store, fence_for(parts)
-        if self.shared and self.form and not self.fence.supports_shared:
-            raise NotSupported("a row is no fence for shared locks: name the lock by a text instead of its class")
-        self._bind = bind if bind is not None else next(filter(_is_mapped, parts), None)
+        values = plain(parts := with_class(parts))
+        super().__init__(names.join(*values), **options)
+        self.session, self.store, self.fence = session, store, fence_for((*parts[:1], *values[1:]))
+        if self.shared and self._form and not self.fence.supports_shared:
+            raise NotSupported(not_shared(self.name), name=self.name)
+        self._bind = bind if bind is not None else next(filter(is_mapped, parts), None)
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.name!r} of a session>"
 
-    def place(self) -> Store:
+    def _place(self) -> Store:
         return store_of(self.store)
 
-    def whose(self) -> Session:
+    def _whose(self) -> Session:
         return self.session
 
-    async def take(self, runtime: Runtime, database: Runtime, finish: Callable[..., Any]) -> SessionTie:
-        """Acquire the lease and tie it to the session; `database` calls what may send statements."""
-        turn = Turn()
-        return await self.take_up(runtime, database, await self.grant(runtime, database, finish, turn), turn)
+    async def _take(
+        self,
+        runtime: Runtime,
+        database: Runtime,
+        finish: Callable[..., Any],
+        begin: Callable[[Any], Any],
+        turn: Turn,
+    ) -> Any:
+        """Acquire the lease and tie it to the session; `database` calls what may send statements.
 
-    async def grant(self, runtime: Runtime, database: Runtime, finish: Callable[..., Any], turn: Turn) -> SessionTie:
+        `begin` is what is done with the handle last.
+        """
+        tie = await self._grant(runtime, database, finish, turn)
+        return begin(await self._take_up(runtime, database, tie, turn))
+
+    async def _grant(self, runtime: Runtime, database: Runtime, finish: Callable[..., Any], turn: Turn) -> SessionTie:
         """Acquire the lease, or find the one that the session holds already."""
         refuse_closed(self.session)
-        store, bind = self.place(), self._database() if self.form else None
-        if (joined := self._joined(store, runtime)) is not None:
+        store, bind = self._place(), self._database() if self._form else None
+        if (joined := self._found(store, runtime)) is not None:
             return joined
         if self.snapshot == "raise":
             await database.call(self._refuse_old_snapshot, bind, home_of(store.backend))
-        held, wait, deadline = await self._ask(runtime, database, store, turn)
+        held, wait, deadline = await self._ask_in(runtime, database, store, turn)
         return SessionTie(held, self.session, fence=self.fence, wait=wait, deadline=deadline, finish=finish)
 
-    async def _ask(
+    async def _ask_in(
         self, runtime: Runtime, database: Runtime, store: Store, turn: Turn
     ) -> tuple[Held, float | None, float]:
         if home_of(store.backend) is None:
-            return await self.ask(runtime, store, turn)
-        return await database.call(blocking, self.ask, store, turn)  # type: ignore[no-any-return]
+            return await self._ask(runtime, store, turn)
+        return await database.call(blocking, self._ask, store, turn)  # type: ignore[no-any-return]
 
-    def transaction(self, backend: Any) -> Any:
+    def _transaction(self, backend: Any) -> Any:
         return transaction_of(self.session, backend, old_snapshot=self.snapshot == "ignore")
 
-    async def take_up(self, runtime: Runtime, database: Runtime, tie: SessionTie, turn: Turn) -> SessionTie:
+    async def _take_up(self, runtime: Runtime, database: Runtime, tie: SessionTie, turn: Turn) -> Any:
         """Tie the lease to the session, or join it."""
-        bind = self._database() if self.form else None
-        if turn.is_new:
-            await self.keep(runtime, tie, database.call(tie.bind, bind, self.form))
-        else:
-            await database.call(tie.protect, bind, self.form)
-            tie.join()
-        return tie
+        bind = self._database() if self._form else None
+        turn.tie, turn.lease = tie, (lease := self._handle(tie))
+        tie.join(lease)
+        await database.call(tie.bind if turn.is_new else tie.protect, bind, self._form)
+        return lease
 
-    def sessions(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    def _sessions(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
         return (), tuple(filter(None, map(_session, connections_of(self.session))))
 
-    def _joined(self, store: Store, runtime: Runtime) -> SessionTie | None:
+    def _found(self, store: Store, runtime: Runtime) -> SessionTie | None:
         if not (ties := current(self.session)):
             return None
-        return self.joined(ties, store.backend, inside=in_transaction(self.session))  # type: ignore[no-any-return]
+        return self._joined(ties, store.backend, inside=in_transaction(self.session))  # type: ignore[no-any-return]
 
     def _database(self) -> Any:
         """Find the engine or connection in whose database the fence stands."""
-        if self._bind is None or _is_mapped(self._bind):
+        if self._bind is None or is_mapped(self._bind):
             return self.session.get_bind(self._bind and inspect(self._bind))  # an override may read the mapper
         connection = getattr(self._bind, "sync_connection", None)  # an AsyncConnection has one, and an engine, too
         return connection or getattr(self._bind, "sync_engine", self._bind)
@@ -141,19 +237,19 @@ class SessionLock(TiedLock):
 class Lock(SessionLock):
     """See `lock`."""
 
+    _handle = Lease
+
     def acquire(self) -> Lease:
         """Hold the lock until the end of the session's transaction, waiting for it at most `wait` seconds.
 
-        A session that is closed without ever having begun one does not end it: `release()` the lease then.
+        A session that is closed without ever having begun one releases it, too.
         Raises AcquireTimeout, AlreadyHeld, BackendUnavailable, SnapshotTooOld; inside a transaction also StaleToken and
         RowLocked, when a newer or a paused older holder stands in the way at the fence.
         """
-        lease = self._hold()
-        lease._tie.leave_with_transaction(lease._leave)
-        return lease
+        return self._lease(Lease._for_transaction)
 
     def __enter__(self) -> Lease:
-        return self._blocks.enter(threading.current_thread(), self._hold())
+        return self._lease(partial(self._blocks.enter, threading.current_thread()))
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -161,10 +257,11 @@ class Lock(SessionLock):
         lease: Lease = self._blocks.leave(threading.current_thread())
         lease._exit(kind, error, trace)
 
-    def _hold(self) -> Lease:
+    def _lease(self, begin: Callable[[Lease], Lease]) -> Lease:
         if in_greenlet():  # inside an AsyncSession's `run_sync`: the loop must not be blocked
-            return Lease(await_(self.take(ASYNCIO, SPAWNING, Awaiting())))
-        return Lease(run(self.take(BLOCKING, BLOCKING, blocking)))
+            return await_(self._ahold(partial(self._take, ASYNCIO, SPAWNING, Awaiting(), begin)))  # type: ignore[no-any-return]
+        refuse_in_loop("use alock() with an AsyncSession")
+        return self._hold(partial(self._take, BLOCKING, BLOCKING, blocking, begin))  # type: ignore[no-any-return]
 
 
 @overload
@@ -205,16 +302,65 @@ def _session(connection: Connection) -> str | None:
     return database_session.party(connection.dialect.name, driver, connection.engine.url.database)
 
 
-def _is_mapped(part: Any) -> bool:
-    return isinstance(part, type) and inspect(part, raiseerr=False) is not None
+T = TypeVar("T")
 
 
-def _part(part: Any) -> Any:
-    if isinstance(part, _PLAIN):
-        return part
-    if _is_mapped(part):
-        return inspect(part).base_mapper.local_table.fullname
-    if isinstance(inspect(part, raiseerr=False), InstanceState):  # its text may differ in every process
-        name = type(part).__name__
-        raise TypeError(f"an instance is no name: lock its class and primary key, lock(session, {name}, key)")
-    return part
+class Leases(transaction_lock.Leases[Lease]):
+    """The leases of several locks, in the order in which these were given to `lock`."""
+
+    __slots__ = ()
+
+    @classmethod
+    def _for_transaction(cls, leases: Iterable[Lease]) -> Leases:
+        """Make them, each to the end of its session's transaction."""
+        return cls(map(Lease._for_transaction, leases))
+
+    def release(self) -> None:
+        """Release each of them, see `Lease.release`."""
+        with ExitStack() as stack:
+            for lease in self:
+                stack.callback(lease.release)
+
+
+class Locks(TiedLocks):
+    """Several locks, of any stores, sessions and databases, held all or none; see `lock`."""
+
+    def acquire(self) -> Leases:
+        """Hold all of them, each to the end of its session's transaction; raises what `Lock.acquire` raises."""
+        return self._hold(Leases._for_transaction)
+
+    def __enter__(self) -> Leases:
+        def begin(leases: Iterable[Lease]) -> Leases:
+            return self._blocks.enter(caller, Leases(leases))
+
+        caller = threading.current_thread()
+        return self._hold(begin)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        leaving(self._blocks.leave(threading.current_thread())).__exit__(kind, error, trace)
+
+    def _hold(self, begin: Callable[[Iterable[Lease]], Leases]) -> Leases:
+        if in_greenlet():
+            return await_(take_all(self, ASYNCIO, SPAWNING, Awaiting(), begin))
+        refuse_in_loop("use alock() with an AsyncSession")
+        return run(take_all(self, BLOCKING, BLOCKING, blocking, begin))
+
+
+def take_all(
+    locks: TiedLocks,
+    runtime: Runtime,
+    database: Runtime,
+    finish: Callable[..., Any],
+    begin: Callable[[Iterable[Any]], T],
+) -> Coroutine[Any, Any, T]:
+    """Acquire the locks of a group, each for its session; see `SessionLock._take`."""
+
+    def grant(each: Any, turn: Turn) -> Any:
+        return each._grant(runtime, database, finish, turn)
+
+    def take_up(each: Any, tie: SessionTie, turn: Turn) -> Any:
+        return each._take_up(runtime, database, tie, turn)
+
+    return locks._take(runtime, grant, take_up, begin)

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import sys
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
-from dlock_core.errors import DLockError
-from dlock_core.http import Answer, respond
+from sqlalchemy.orm.exc import StaleDataError
+
+from dlock_core.errors import DLockError, StaleObject, rebuild
 from dlock_core.owner import serving
+from dlock_core.web.http import Answer, respond
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterable, Iterator, MutableMapping
@@ -26,11 +28,23 @@ if TYPE_CHECKING:
 __all__ = ["LockMiddleware", "WSGILockMiddleware", "answer_asgi", "answer_flask"]
 
 
-class LockMiddleware:
-    """Answers lock errors with 409, 412, 423, 428, 503; names "POST /orders/42/ship" as owner of what a request takes.
+_ANSWERED: Final = (DLockError, StaleDataError)
 
-    For ASGI: `app.add_middleware(LockMiddleware)` in FastAPI and Starlette (around the whole application it would come
-    after their own 500). Errors of the program, such as NotSupported, propagate; so does every error once the response
+
+def _as_ours(error: DLockError | StaleDataError) -> DLockError:
+    """Return the error to answer: StaleDataError, which `Session.merge` and bulk updates raise, is a conflict, too."""
+    if isinstance(error, DLockError):
+        return error
+    data = {"name": "the object", "instance": None, "expected": None, "found": None, "action": "save"}
+    return rebuild(StaleObject, error.args, data)
+
+
+class LockMiddleware:
+    """Answers lock errors with 404, 409, 412, 423, 428, 503.
+
+    It also names "POST /orders/42/ship" as owner of what a request takes. For ASGI:
+    `app.add_middleware(LockMiddleware)` in FastAPI and Starlette (around the whole application it would come after
+    their own 500). Errors of the program, such as NotSupported, propagate; so does every error once the response
     has begun, as with a session dependency of FastAPI that commits after it (`Depends(get_session, scope="function")`
     commits before).
     """
@@ -52,8 +66,8 @@ class LockMiddleware:
         with serving(scope["method"], scope["path"]):
             try:
                 await self.app(scope, receive, sending)
-            except DLockError as error:
-                found = None if has_begun else respond(error, _accept(scope))
+            except _ANSWERED as error:
+                found = None if has_begun else respond(_as_ours(error), _accept(scope))
                 if found is None:
                     raise
                 await _send(found, scope, receive, send)
@@ -66,9 +80,9 @@ async def answer_asgi(request: Any, error: Exception) -> Any:
     reaches the middleware. What the middleware would not answer is raised again.
     """
     scope = request.scope
-    if scope["type"] == "http" and isinstance(error, DLockError):
+    if scope["type"] == "http" and isinstance(error, _ANSWERED):
         with serving(scope["method"], scope["path"]):
-            found = respond(error, _accept(scope))
+            found = respond(_as_ours(error), _accept(scope))
         if found is not None:
             return partial(_send, found)
     raise error
@@ -110,7 +124,7 @@ class _Body:
             try:
                 self._body = app(environ, self._begin)
                 self._chunks = iter(self._body)
-            except DLockError as error:
+            except _ANSWERED as error:
                 self._answer(error)
 
     def __iter__(self) -> Iterator[bytes]:
@@ -120,7 +134,7 @@ class _Body:
         with self._serving():
             try:
                 chunk = next(self._chunks)
-            except DLockError as error:
+            except _ANSWERED as error:
                 self._answer(error)
                 chunk = next(self._chunks)
         self._is_sent |= bool(chunk)
@@ -140,9 +154,9 @@ class _Body:
         self._has_begun = True
         return self._start(status, headers, *exc_info)
 
-    def _answer(self, error: DLockError) -> None:
+    def _answer(self, error: DLockError | StaleDataError) -> None:
         """Answer instead of the application; a server that has sent the headers raises the error again (PEP 3333)."""
-        found = None if self._is_sent else respond(error, self._environ.get("HTTP_ACCEPT", ""))
+        found = None if self._is_sent else respond(_as_ours(error), self._environ.get("HTTP_ACCEPT", ""))
         if found is None:
             raise error
         status = f"{found.status:d} {found.status.phrase}"
@@ -155,12 +169,15 @@ def _path(environ: WSGIEnvironment) -> str:
     return path.encode("latin-1").decode(errors="replace")  # WSGI carries bytes in text
 
 
-def answer_flask(error: DLockError) -> tuple[bytes, int, dict[str, str]]:
-    """Answer a lock error before Flask makes a 500 of it: `app.register_error_handler(DLockError, answer_flask)`."""
+def answer_flask(error: DLockError | StaleDataError) -> tuple[bytes, int, dict[str, str]]:
+    """Answer a lock error before Flask makes a 500 of it: `app.register_error_handler(DLockError, answer_flask)`.
+
+    For `Session.merge`, which raises SQLAlchemy's own error, register it for StaleDataError, too.
+    """
     from flask import request
 
     with serving(request.method, _path(request.environ)):
-        found = respond(error, request.headers.get("Accept", ""))
+        found = respond(_as_ours(error), request.headers.get("Accept", ""))
     if found is None:
         raise error
     return found.body, found.status, found.headers

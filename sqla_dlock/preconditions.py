@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 from sqlalchemy.orm.attributes import instance_state
 
-from dlock_core.preconditions import READING, entity_tag, evaluate
-from sqla_dlock.version_mapping import version_column
-from sqla_dlock.version_writes import read_version
+from dlock_core.web.preconditions import READING, entity_tag, evaluate
+from sqla_dlock.versions.mapping import version_column
+from sqla_dlock.versions.writes import read_version
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from dlock_core.preconditions import Request
+    from dlock_core.web.preconditions import Request
 
 __all__ = ["check_preconditions", "conditional", "etag_of"]
 

@@ -11,17 +11,15 @@ from sqlalchemy import Connection
 from sqlalchemy.exc import InvalidRequestError
 from sqlalchemy.orm import Session
 
-from dlock_core.retry import Policy, is_conflict, retry
 from dlock_core.runtime import ASYNCIO, BLOCKING, run
-from dlock_core.tie import Outcome
-from sqla_dlock.transactions import on_end
+from dlock_core.transactions.retry import ATTEMPTS, WITHIN_S, Policy, check_answer, check_function, claim, retry
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Hashable, Iterator
 
     from sqlalchemy.ext.asyncio import AsyncSession
 
-    from dlock_core.deadline import Seconds
+    from dlock_core.options import Seconds
 
 __all__ = ["retry_on_conflict"]
 
@@ -37,6 +35,12 @@ _FOREIGN: Final = (
 )
 
 
+_NESTED: Final = (
+    "retry_on_conflict inside another one on the same database, which would repeat what this one commits: decorate "
+    "only the outer function, and give its session on"
+)
+
+
 class WithSession(Protocol[S_co]):
     """Decorates a function or method, whose callers no longer give its session."""
 
@@ -47,7 +51,7 @@ class WithSession(Protocol[S_co]):
 
 
 def retry_on_conflict(
-    session_factory: Callable[[], S], *, attempts: int = 5, within: Seconds | None = None
+    session_factory: Callable[[], S], *, attempts: int = ATTEMPTS, within: Seconds | None = WITHIN_S
 ) -> WithSession[S]:
     """Decorate a function to run in a transaction of a new session, and to run again from the start after a conflict.
 
@@ -60,18 +64,22 @@ def retry_on_conflict(
     A conflict is StaleObject, StaleDataError, StaleToken, RowLocked, a deadlock, a serialization failure or a lock
     timeout, also in COMMIT. Between runs it pauses with full jitter. At most `attempts` runs, none of which starts
     later than `within` seconds after the first; then the last conflict is raised, with a note of how many there were.
-    Any other error, a cancellation, and an error after a COMMIT that has or may have happened, is raised at once.
+    Any other error, and a cancellation, is raised at once.
 
-    Raises InvalidRequestError, before the function runs, where a transaction is already open: of a session among the
-    arguments, of the current session of a `scoped_session`, of the connection that the session is bound to (unless
+    It runs again only when everything that the run did is known to be rolled back. A conflict is raised at once, with
+    a note, when the transaction of this session, or of another that began in the function, is or may be committed. What
+    a Connection without a session commits is not seen.
+
+    Raises InvalidRequestError, before the function runs, inside another `retry_on_conflict` of the same engine, and
+    where a transaction is already open: of a session among the arguments, of the current session of a
+    `scoped_session`, of the connection that the session is bound to (unless
     `join_transaction_mode="create_savepoint"`, as in test suites).
     """
     policy = Policy(attempts=attempts, within=within)
     _refuse_no_factory(session_factory)
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
-        if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
-            raise TypeError(f"{function.__qualname__} is a generator: what it has yielded cannot be taken back")
+        check_function(function)
         place, signature = _without_session(function)
         wrap = _for_coroutines if inspect.iscoroutinefunction(function) else _for_functions
         wrapped = wrap(function, place, session_factory, policy)
@@ -85,14 +93,12 @@ def _for_functions(function: Callable[..., Any], place: int, factory: Any, polic
     @wraps(function)
     def in_new_session(*args: Any, **kwargs: Any) -> Any:
         _refuse_given(args, kwargs)
-        ending = _Ending()
 
         async def attempt() -> Any:
             with _current(factory) as session, _own(session, Session), session.begin():
-                ending.begin(session)
-                return _refuse_coroutine(function(*args[:place], session, *args[place:], **kwargs))
+                return check_answer(function(*args[:place], session, *args[place:], **kwargs))
 
-        return run(retry(BLOCKING, attempt, policy, may_start_over=ending.may_start_over))
+        return run(retry(BLOCKING, attempt, policy))
 
     return in_new_session
 
@@ -103,35 +109,15 @@ def _for_coroutines(function: Callable[..., Any], place: int, factory: Any, poli
     @wraps(function)
     async def in_new_session(*args: Any, **kwargs: Any) -> Any:
         _refuse_given(args, kwargs)
-        ending = _Ending()
 
         async def attempt() -> Any:
             with _current(factory) as session:
                 async with _own(session, AsyncSession), session.begin():
-                    ending.begin(session.sync_session)
                     return await function(*args[:place], session, *args[place:], **kwargs)
 
-        return await retry(ASYNCIO, attempt, policy, may_start_over=ending.may_start_over)
+        return await retry(ASYNCIO, attempt, policy)
 
     return in_new_session
-
-
-class _Ending:
-    """What is known of the transaction of the last attempt."""
-
-    def __init__(self) -> None:
-        self._outcome: Outcome | None = None
-
-    def begin(self, session: Session) -> None:
-        self._outcome = None
-        on_end(session, self._settle)
-
-    def may_start_over(self, error: BaseException) -> bool:
-        """Nothing of it is, or may still be, committed."""
-        return is_conflict(error) and self._outcome in (None, Outcome.ROLLED_BACK)
-
-    def _settle(self, outcome: Outcome) -> None:
-        self._outcome = outcome
 
 
 @contextmanager
@@ -164,14 +150,16 @@ def _own(session: Any, kind: Any) -> Any:
     bind, joins = own.bind, own.join_transaction_mode != "create_savepoint"
     if isinstance(bind, Connection) and bind.in_transaction() and joins:
         raise InvalidRequestError(_FOREIGN.format("the connection that the session is bound to has one"))
+    if not claim(_pools(own)):
+        raise InvalidRequestError(_NESTED)
     return session
 
 
-def _refuse_coroutine(answer: Any) -> Any:
-    if inspect.iscoroutine(answer):
-        answer.close()
-        raise TypeError("a blocking function answered with a coroutine, which would run after COMMIT: make it async")
-    return answer
+def _pools(session: Session) -> frozenset[Hashable]:
+    """Stand for the database of a session; none where it decides at each statement."""
+    if session.bind is None or type(session).get_bind is not Session.get_bind:
+        return frozenset()
+    return frozenset([session.bind.engine.pool])
 
 
 def _refuse_given(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

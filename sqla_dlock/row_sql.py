@@ -6,12 +6,12 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext, supp
 from typing import TYPE_CHECKING, Any, Final
 
 from sqlalchemy import Connection, Dialect, Select, delete, false, text
-from sqlalchemy.exc import DBAPIError
+from sqlalchemy.exc import SQLAlchemyError
 
-from dlock_core import row_locks
 from dlock_core.errors import NotSupported
-from dlock_core.row_locks import RowLock, milliseconds, whole_seconds
-from sqla_dlock.autocommit import has_begun, is_autocommit
+from dlock_core.sql import row_locks
+from dlock_core.sql.row_locks import RowLock, milliseconds, whole_seconds
+from sqla_dlock.connections import has_begun, is_autocommit
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -88,7 +88,7 @@ def waiting_on_mysql(connection: Connection, wait: float) -> Iterator[None]:
     try:
         yield
     finally:  # the setting belongs to the session: no rollback restores it
-        with suppress(DBAPIError):
+        with suppress(SQLAlchemyError):  # a connection that was lost, or cut off by a cancellation, takes it along
             connection.execute(_MYSQL_RESTORE)
 
 
@@ -117,4 +117,5 @@ def _busy_timeout(connection: Connection, lock: RowLock) -> Iterator[None]:
     try:
         yield
     finally:
-        connection.exec_driver_sql(f"PRAGMA busy_timeout = {former:d}")
+        with suppress(SQLAlchemyError):  # as above
+            connection.exec_driver_sql(f"PRAGMA busy_timeout = {former:d}")

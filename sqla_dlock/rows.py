@@ -1,37 +1,154 @@
 """Row locks: `lock_row(session, Order, 42)`, `lock_row(session, order)`, `lock_rows(session, Order, [1, 2])`.
 
-A lock lasts until COMMIT or ROLLBACK of the session, also when it was taken in a savepoint that is released. What is
-read under it is read anew, over what the session had in memory.
+Rows are locked and read where the session writes, also if its `get_bind` sends queries to a replica. A row of a
+subclass with tables of its own is locked in those as well. A lock lasts until COMMIT or ROLLBACK of the session, also
+when it was taken in a savepoint that is released. What is read under it is read anew, over what the session had in
+memory.
 """
 
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar, overload
 
+from sqlalchemy import Select, and_, inspect, select, tuple_
 from sqlalchemy.exc import DBAPIError, NoResultFound
+from sqlalchemy.orm import Mapper
 
 from dlock_core.errors import RowLocked
-from dlock_core.retry import Trouble, classify
-from dlock_core.row_locks import RowLock
+from dlock_core.sql.driver_errors import Trouble, classify
+from dlock_core.sql.row_locks import RowLock
 from sqla_dlock.row_sql import locking, require_row_locks, require_transaction, waiting
-from sqla_dlock.row_targets import NOT_GIVEN, many_rows, one_row, refuse_unsaved
-from sqla_dlock.sessions import plain_async_session, plain_session
+from sqla_dlock.stores import bound_for_writing, connection_for_writing, plain_async_session, plain_session
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable
     from typing import TypeAlias, Unpack
 
-    from sqlalchemy import Select
+    from sqlalchemy import Connection
     from sqlalchemy.ext.asyncio import AsyncSession, async_scoped_session
-    from sqlalchemy.orm import Mapper, Session, scoped_session
+    from sqlalchemy.orm import InstanceState, InstrumentedAttribute, Session, scoped_session
 
-    from dlock_core.row_locks import HowToLock
+    from dlock_core.sql.row_locks import HowToLock
 
+__all__ = ["alock_row", "alock_rows", "lock_row", "lock_rows"]
+
+if TYPE_CHECKING:
+    IsMeant: TypeAlias = Callable[[InstanceState[Any]], bool]
+
+
+NOT_GIVEN: Final[Any] = object()
+
+
+def row_name(mapper: Mapper[Any], key: Iterable[object]) -> str:
+    """Name a row in an error."""
+    return f"{mapper.class_.__name__}({', '.join(map(repr, key))})"
+
+
+def one_row(session: Session, entity: Any, ident: Any) -> tuple[str, Mapper[Any], Select[Any], IsMeant]:
+    """Find out how to name one row, how to select it, and which instance of the session has been read from it."""
+    mapper, key = _identity(session, entity, ident)
+    identity = mapper.identity_key_from_primary_key(key)
+    found = select(mapper.class_).where(
+        and_(*(column == value for column, value in zip(_keys(mapper), key, strict=True)))
+    )
+    return row_name(mapper, key), mapper, found, lambda state: state.key == identity
+
+
+def many_rows(entity: Any, idents: Any, *, skip_locked: bool) -> tuple[Mapper[Any], Select[Any], IsMeant]:
+    """Find out how to select many rows in the order of their keys, and which instances have been read from them."""
+    if isinstance(entity, Select):
+        return _selected(entity, idents, skip_locked=skip_locked)
+    mapper = _mapper(entity)
+    if idents is NOT_GIVEN or isinstance(idents, str | bytes | Mapping) or not isinstance(idents, Iterable):
+        raise TypeError(f"give the primary keys of {mapper.class_.__name__} in a list")
+    keys = [_key(mapper, ident) for ident in idents]
+    identities = {mapper.identity_key_from_primary_key(key) for key in keys}
+    return mapper, by_keys(mapper, keys), lambda state: state.key in identities
+
+
+def by_keys(mapper: Mapper[Any], keys: list[tuple[Any, ...]]) -> Select[Any]:
+    """Return a query for the rows of a class that have these primary keys, in the order of them."""
+    columns = _keys(mapper)
+    is_one = tuple_(*columns).in_(keys) if len(columns) > 1 else columns[0].in_([value for (value,) in keys])
+    return select(mapper.class_).where(is_one).order_by(*columns)
+
+
+def _selected(statement: Select[Any], idents: Any, *, skip_locked: bool) -> tuple[Mapper[Any], Select[Any], IsMeant]:
+    (column, *others) = statement.column_descriptions
+    entity = column.get("entity")
+    if others or idents is not NOT_GIVEN or column["expr"] is not entity:
+        raise TypeError("give a select of one mapped class, as select(Order).where(...), and nothing else")
+    mapper = _mapper(entity)
+    if not skip_locked:
+        if statement._has_row_limiting_clause:
+            raise ValueError("a limit picks rows in the order of the query, not of their keys: give skip_locked=True")
+        statement = statement.order_by(None).order_by(*_keys(mapper))
+    return mapper, statement, lambda state: state.mapper.isa(mapper)
+
+
+def refuse_unsaved(session: Session, is_meant: IsMeant) -> None:
+    """Raise ValueError when what is read under the lock would overwrite a change that the session has not written.
+
+    Without autoflush that may be any change: rows of other classes can be loaded along.
+    """
+    for instance in session.dirty:
+        state: InstanceState[Any] = inspect(instance)
+        changed = [attribute.key for attribute in state.attrs if attribute.history.has_changes()]
+        if changed and (is_meant(state) or not session.autoflush):
+            raise ValueError(
+                f"{row_name(state.mapper, state.identity or ())} has changes that are not saved, "
+                f"in {', '.join(changed)}: flush() or refresh() it before the lock, which would overwrite them"
+            )
+
+
+def _identity(session: Session, entity: Any, ident: Any) -> tuple[Mapper[Any], tuple[Any, ...]]:
+    if isinstance(entity, type):
+        mapper = _mapper(entity)
+        if ident is NOT_GIVEN:
+            raise TypeError(f"give the primary key of {entity.__name__}, too, or an instance")
+        return mapper, _key(mapper, ident)
+    if ident is not NOT_GIVEN:
+        raise TypeError("give a mapped class and a primary key, or an instance alone")
+    mapper = _mapper(type(entity))
+    state: InstanceState[Any] = inspect(entity)
+    if state.identity is None or not state.persistent or state.session is not session:
+        words = ("transient", "pending", "deleted", "detached")
+        condition = next((word for word in words if getattr(state, word)), "of another session")
+        raise ValueError(
+            f"this {mapper.class_.__name__} is {condition}, and only a row that this session has read or written can "
+            "be locked: flush() or merge() it first, or give the class and the primary key"
+        )
+    return mapper, state.identity
+
+
+def _mapper(entity: Any) -> Mapper[Any]:
+    found: Any = inspect(entity, raiseerr=False) if isinstance(entity, type) else None
+    if not isinstance(found, Mapper):
+        raise TypeError(f"{entity!r:.80} is no mapped class")
+    return found
+
+
+def _key(mapper: Mapper[Any], ident: Any) -> tuple[Any, ...]:
+    names = [mapper.get_property_by_column(column).key for column in mapper.primary_key]
+    if isinstance(ident, Mapping) and set(ident) == set(names):
+        return tuple(ident[name] for name in names)
+    key = tuple(ident) if isinstance(ident, tuple | list) else (ident,)
+    if len(key) != len(names) or isinstance(ident, Mapping):
+        raise ValueError(f"{ident!r:.80} is no primary key of {mapper.class_.__name__}: give ({', '.join(names)})")
+    return key
+
+
+def _keys(mapper: Mapper[Any]) -> list[InstrumentedAttribute[Any]]:
+    return [mapper.get_property_by_column(column).class_attribute for column in mapper.primary_key]
+
+
+if TYPE_CHECKING:
     AnySession: TypeAlias = Session | scoped_session[Session]
     AnyAsyncSession: TypeAlias = AsyncSession | async_scoped_session[AsyncSession]
 
-__all__ = ["alock_row", "alock_rows", "lock_row", "lock_rows"]
 
 O = TypeVar("O")  # noqa: E741 - an entity, as in SQLAlchemy's own annotations
 
@@ -150,7 +267,8 @@ async def alock_rows(session: AnyAsyncSession, *what: Any, **how: Any) -> Any:
 
 
 def _fetch(session: Session, mapper: Mapper[Any], statement: Select[Any], lock: RowLock, name: str) -> list[Any]:
-    require_row_locks(session.get_bind(mapper).dialect)
+    with bound_for_writing(session):
+        require_row_locks(session.get_bind(mapper.base_mapper).dialect)
     if session.autoflush:
         session.flush()
     started = time.monotonic()
@@ -158,15 +276,37 @@ def _fetch(session: Session, mapper: Mapper[Any], statement: Select[Any], lock: 
         return _read(session, mapper, statement, lock)
     except DBAPIError as error:
         if classify(error) is Trouble.LOCK_TIMEOUT:
-            raise RowLocked(name, waited=time.monotonic() - started) from error
+            is_database = session.get_bind(mapper).dialect.name == "sqlite"
+            raise RowLocked(name, waited=time.monotonic() - started, is_database=is_database) from error
         raise
 
 
 def _read(session: Session, mapper: Mapper[Any], statement: Select[Any], lock: RowLock) -> list[Any]:
-    bind = {"mapper": mapper}
-    connection = session.connection(bind_arguments=bind)
+    connection = connection_for_writing(session, mapper)
     require_transaction(connection)
     with waiting(connection, mapper, lock):
-        locked = locking(statement, mapper, lock, connection)
-        options = {"populate_existing": True, "autoflush": False}
+        found = _locked(session, connection, mapper, statement, lock)
+        for below, keys in _with_more_tables(mapper, found).items():
+            locked = {id(each) for each in _locked(session, connection, below, by_keys(below, keys), lock)}
+            found = [each for each in found if inspect(each).mapper is not below or id(each) in locked]  # skip_locked
+    return found
+
+
+def _locked(
+    session: Session, connection: Connection, mapper: Mapper[Any], statement: Select[Any], lock: RowLock
+) -> list[Any]:
+    locked = locking(statement, mapper, lock, connection)
+    options = {"populate_existing": True, "autoflush": False}
+    with bound_for_writing(session):
+        bind = {"mapper": mapper.base_mapper}
         return list(session.scalars(locked, execution_options=options, bind_arguments=bind).unique())
+
+
+def _with_more_tables(mapper: Mapper[Any], found: Iterable[Any]) -> dict[Mapper[Any], list[tuple[Any, ...]]]:
+    """Return the keys of instances of subclasses that have tables of their own, whose rows are to be locked, too."""
+    keys: dict[Mapper[Any], list[tuple[Any, ...]]] = defaultdict(list)
+    for each in found:
+        state: Any = inspect(each)
+        if len(state.mapper.tables) > len(mapper.tables):
+            keys[state.mapper].append(state.identity)
+    return keys

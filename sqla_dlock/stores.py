@@ -7,15 +7,23 @@ from __future__ import annotations
 
 import os
 import threading
+from contextlib import contextmanager
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Final
 
 from sqlalchemy import Engine
+from sqlalchemy.exc import InvalidRequestError
+from sqlalchemy.orm import Session, scoped_session
 
-from dlock_core.registry import connect, scheme_of
-from dlock_core.store import Store
+from dlock_core.stores import Store, connect, scheme_of
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from sqlalchemy import Connection
+    from sqlalchemy.ext.asyncio import AsyncSession, async_scoped_session
+    from sqlalchemy.orm import Mapper
+
     from dlock_core.backend import Backend
 
 __all__ = ["configure", "store_of"]
@@ -83,3 +91,56 @@ def _unnamed(given: Any) -> Store:
 
 def _is_backend(given: Any) -> bool:
     return hasattr(given, "try_acquire") and not isinstance(given, type)
+
+
+def plain_session(session: Session | scoped_session[Any], instead: str) -> Session:
+    """Give the Session; `instead` is what to call with an AsyncSession."""
+    found: Any = session() if isinstance(session, scoped_session) else session
+    if isinstance(found, Session):
+        return found
+    is_async = type(found).__module__.startswith("sqlalchemy.ext.asyncio") or hasattr(found, "sync_session")
+    hint = f": use {instead}" if is_async else ""
+    raise TypeError(f"a Session is needed here, not {type(found).__name__}{hint}")
+
+
+def plain_async_session(session: AsyncSession | async_scoped_session[Any], instead: str) -> AsyncSession:
+    """Give the AsyncSession; `instead` is what to call with a Session."""
+    from sqlalchemy.ext.asyncio import AsyncSession, async_scoped_session  # needs greenlet, which is not everywhere
+
+    found: Any = session() if isinstance(session, async_scoped_session) else session
+    if isinstance(found, AsyncSession):
+        return found
+    hint = f": use {instead}" if isinstance(found, Session | scoped_session) else ""
+    raise TypeError(f"an AsyncSession is needed here, not {type(found).__name__}{hint}")
+
+
+def refuse_closed(session: Session) -> None:
+    """Raise InvalidRequestError for a session that was closed for good (`close_resets_only=False`)."""
+    if getattr(session._close_state, "name", "") == "CLOSED":  # nothing public tells; it begins no transaction any more
+        raise InvalidRequestError("this Session has been closed for good: take the lock with a new one")
+
+
+@contextmanager
+def bound_for_writing(session: Session) -> Iterator[None]:
+    """Have a `get_bind` of the program's own answer as it does for a flush, inside the block.
+
+    What is read for a check, and what is locked, has to be where it is written. SQLAlchemy's documentation tells a
+    flush from a query, which may go to a replica, by `session._flushing`.
+    """
+    if getattr(session.get_bind, "__func__", None) is Session.get_bind:
+        yield
+        return
+    former, session._flushing = session._flushing, True
+    try:
+        yield
+    finally:
+        session._flushing = former
+
+
+def connection_for_writing(session: Session, mapper: Mapper[Any], instance: Any = None) -> Connection:
+    """Return the connection on which a flush would write an instance of this class."""
+    if session.connection_callable is not None:  # sharding
+        return session.connection_callable(mapper, instance)
+    with bound_for_writing(session):
+        bind = session.get_bind(mapper.base_mapper)
+    return session.connection(bind_arguments={"bind": bind})

@@ -9,7 +9,9 @@ import os
 import random
 import signal
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from django.apps import apps
@@ -17,9 +19,17 @@ from django.conf import settings
 from django.core.management import call_command
 from django.db import connections, transaction
 
+from dlock_core.backends.redis import transport
+from dlock_core.sql import versions
 from tests import servers
 from tests.mysql_server import MYSQLD, mysql
 from tests.servers import Server, ServerMissing
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Refuse names with an address in them: the processes in which tests run side by side would know different tests."""
+    if unstable := [item.nodeid for item in items if " at 0x" in item.nodeid]:
+        raise pytest.UsageError(f"a test's name differs in every process, give it `ids`: {unstable[0]}")
 
 
 def start(make: Callable[[], Server]) -> Iterator[Server]:
@@ -47,6 +57,19 @@ def kazoo_draws_for_itself() -> None:
         from kazoo.protocol import connection
 
         retry.random = connection.random = random.SystemRandom()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def only_text_is_packed() -> None:
+    """hiredis ends the process when a signal handler raises while it packs a number: no test may send one."""
+    pack = transport._pack
+
+    def checked(command: tuple[object, ...]) -> bytes:
+        if not {*map(type, command)} <= {str, bytes}:
+            raise TypeError(f"a number is sent to Redis: {command!r:.200}")
+        return pack(command)
+
+    transport._pack = checked
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -118,11 +141,21 @@ def create_tables(django_test_environment: None, django_db_blocker) -> Callable[
     def create(alias: str) -> None:
         if alias not in settings.DATABASES:
             give_up(f"the driver for {alias} is missing: pip install --group test --group mariadb")
-        with django_db_blocker.unblock():
-            call_command("migrate", database=alias, run_syncdb=True, interactive=False, verbosity=0)
-            empty_tables(alias)
+        with django_db_blocker.unblock(), ThreadPoolExecutor(1) as thread:
+            thread.submit(create_in_thread, alias).result()
+
+    def create_in_thread(alias: str) -> None:
+        # Django refuses to do it where an event loop runs, as in an async test that asks for a database itself.
+        call_command("migrate", database=alias, run_syncdb=True, interactive=False, verbosity=0)
+        empty_tables(alias)
 
     return create
+
+
+@pytest.fixture
+def versions_from_1(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The clock that new versions begin at stands still at 1, so that a test can say which number it means."""
+    monkeypatch.setattr(versions, "time", SimpleNamespace(time_ns=lambda: 1000))
 
 
 @pytest.fixture

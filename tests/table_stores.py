@@ -6,7 +6,7 @@ import pytest
 from sqlalchemy import create_engine
 from sqlalchemy.ext.asyncio import create_async_engine
 
-from dlock_core.backends.table import TableBackend
+from dlock_core.backends.table.backend import TableBackend
 from tests import settings
 from tests.mysql_server import DIALECT
 
@@ -15,6 +15,7 @@ _MARIADB: Final = f"root@127.0.0.1:{settings.MARIADB_PORT}/dlock?charset=utf8mb4
 
 URLS: Final = {
     "psycopg": f"postgresql+psycopg://{_POSTGRESQL}",
+    "psycopg2": f"postgresql+psycopg2://{_POSTGRESQL}",
     "asyncpg": f"postgresql+asyncpg://{_POSTGRESQL}",
     "psycopg_async": f"postgresql+psycopg_async://{_POSTGRESQL}",
     "mysqldb": f"{DIALECT}+mysqldb://{_MARIADB}",

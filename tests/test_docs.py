@@ -25,12 +25,13 @@ from sqlalchemy import Engine
 
 from django_dlock import conf
 from django_dlock.locks import Lock
-from dlock_core import errors, http
+from dlock_core import errors
 from dlock_core import inspect as listing
-from dlock_core.backends.redis import RedisBackend
+from dlock_core.backends.redis.backend import RedisBackend
 from dlock_core.cli.app import app
 from dlock_core.doctor import Finding
-from dlock_core.tied import TiedLock
+from dlock_core.transactions.transaction_lock import TiedLock
+from dlock_core.web import http
 from sqla_dlock import stores
 from sqla_dlock.locks import LockOptions
 from tests.servers import Server
@@ -42,7 +43,7 @@ HIDDEN = re.compile(r"^<!-- run\n(?P<code>.*?)^-->$", re.M | re.S)
 LINK = re.compile(r"(?<!!)\[[^\]]+\]\((?!https?:)(?P<page>[^)#\s]*)(?:#(?P<anchor>[^)\s]+))?\)")
 PARTLY_PUBLIC = {
     "dlock_core.backends.redis",
-    "django_dlock.row_queries",
+    "django_dlock.querysets",
     "django_dlock.versions",
     "sqla_dlock.fencing",
     "sqla_dlock.locks",
@@ -172,6 +173,7 @@ def signature(thing: Any) -> str:
     given = inspect.signature(thing)
     plain = [each.replace(annotation=inspect.Parameter.empty) for name, each in given.parameters.items()]
     plain = plain[1:] if plain and plain[0].name == "self" else plain
+    plain = [each for each in plain if each.name != "unknown"]  # only there to be refused
     text = str(given.replace(parameters=plain, return_annotation=inspect.Signature.empty))
     return re.sub(r"Ellipsis|<object object at \w+>", "...", text)
 

@@ -5,8 +5,12 @@ from __future__ import annotations
 from django.contrib import admin
 
 from django_dlock.admin.locks import LockAdmin
-from django_dlock.admin.rows import VersionedInlineMixin, VersionedStackedInline, VersionedTabularInline
-from django_dlock.admin.versions import VersionedModelAdmin
+from django_dlock.admin.versions import (
+    VersionedInlineMixin,
+    VersionedModelAdmin,
+    VersionedStackedInline,
+    VersionedTabularInline,
+)
 from django_dlock.models import Lock
 
 __all__ = [

@@ -5,22 +5,34 @@ from __future__ import annotations
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from django import forms
 from django.contrib import admin, messages
 from django.contrib.admin.helpers import ACTION_CHECKBOX_NAME
+from django.contrib.admin.models import LogEntry
+from django.contrib.contenttypes.models import ContentType
 from django.core.exceptions import ImproperlyConfigured
 from django.db import transaction
 from django.forms import HiddenInput
 from django.http import HttpResponseRedirect
+from django.template.response import TemplateResponse
 from django.utils.html import format_html_join
 from django.utils.translation import gettext as _
 
-from django_dlock.admin.conflicts import conflict_page
-from django_dlock.admin.rows import versioned_rows
 from django_dlock.errors import StaleObject
-from django_dlock.forms import VERSION, versioned
-from django_dlock.generic import where_written
-from django_dlock.seen import Seen, Unseen
-from django_dlock.version_queries import found_versions, read_version
+from django_dlock.forms import VERSION, VersionedForms, versioned
+from django_dlock.forms.differences import sent_again
+from django_dlock.forms.snapshot import Seen, Unseen
+from django_dlock.forms.views import where_written
+from django_dlock.querysets import found_versions, read_version
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from django.contrib.admin import ModelAdmin
+    from django.http import HttpRequest
+
+__all__ = ["VersionedModelAdmin"]
+
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -32,8 +44,6 @@ if TYPE_CHECKING:
     _ModelAdmin = admin.ModelAdmin[Any]
 else:
     _ModelAdmin = admin.ModelAdmin
-
-__all__ = ["VersionedModelAdmin"]
 
 
 class VersionedModelAdmin(_ModelAdmin):
@@ -215,3 +225,71 @@ def _shown_version(request: HttpRequest, row: Model) -> int | None:
         return Seen.read(request.POST.get(_input_name(row)) or request.POST.get(VERSION), row).version
     except Unseen:
         return None
+
+
+def conflict_page(admin: ModelAdmin[Any], request: HttpRequest, form: Any, formsets: Sequence[Any]) -> Any:
+    """Give the page, or None where nothing is to be decided, or other errors have to be corrected first."""
+    errors = [form.errors] if form else []
+    errors += [each for formset in formsets for each in [*formset.errors, formset.non_form_errors()]]
+    forms = [*([form] if form else []), *(row for formset in formsets for row in formset.forms)]
+    conflicts = [each.conflict for each in forms if getattr(each, "conflict", None)]
+    if not conflicts or len(conflicts) < sum(map(bool, errors)):
+        return None
+    context = {
+        **admin.admin_site.each_context(request),
+        "title": _("Changed meanwhile"),
+        "opts": admin.opts,
+        "conflicts": conflicts,
+        "is_unanswered": any(each.is_unanswered for each in conflicts),
+        "hidden": list(sent_again(request.POST, conflicts)),
+        "uploads": [(name, file.name) for name, files in request.FILES.lists() for file in files],
+        "here": request.get_full_path(),
+        "last": _last_entry(form.instance) if form else None,
+        "is_popup": "_popup" in request.POST,
+    }
+    return TemplateResponse(request, "admin/django_dlock/conflict.html", context, status=409)
+
+
+def _last_entry(instance: Any) -> LogEntry | None:
+    kind = ContentType.objects.get_for_model(instance, for_concrete_model=False)  # as the admin writes them
+    return LogEntry.objects.filter(content_type=kind, object_id=instance.pk).select_related("user").first()
+
+
+class _Key(forms.BoundField):
+    """The input of a row's key, and beside it its version: the admin's templates render no other hidden input."""
+
+    def as_widget(self, *args: Any, **kwargs: Any) -> Any:
+        return super().as_widget(*args, **kwargs) + self.form[VERSION].as_widget()
+
+
+class _Rows(VersionedForms):
+    def add_fields(self, form: Any, index: int | None) -> None:
+        super().add_fields(form, index)
+        if VERSION in form.fields:
+            name = self._pk_field.name  # type: ignore[attr-defined]
+            form._bound_fields_cache[name] = _Key(form, form.fields[name], name)
+
+
+def versioned_rows(formset: Any, also_shown: Sequence[Any]) -> Any:
+    """Make a formset class guard each row; a refused row refuses them all."""
+    form = versioned(formset.form, also_shown=tuple(also_shown))
+    return type(formset.__name__, (_Rows, formset), {"form": form})
+
+
+class VersionedInlineMixin:
+    """For an inline of a VersionedMixin model: a row that was changed meanwhile is neither overwritten nor deleted."""
+
+    def get_formset(self, request: HttpRequest, obj: Any = None, **kwargs: Any) -> Any:
+        formset = super().get_formset(request, obj, **kwargs)  # type: ignore[misc]
+        return versioned_rows(formset, self.get_readonly_fields(request, obj))  # type: ignore[attr-defined]
+
+    def get_fields(self, request: HttpRequest, obj: Any = None) -> Any:
+        return [name for name in super().get_fields(request, obj) if name != VERSION]  # type: ignore[misc]
+
+
+class VersionedTabularInline(VersionedInlineMixin, admin.TabularInline):  # type: ignore[type-arg]
+    """A TabularInline of a VersionedMixin model."""
+
+
+class VersionedStackedInline(VersionedInlineMixin, admin.StackedInline):  # type: ignore[type-arg]
+    """A StackedInline of a VersionedMixin model."""

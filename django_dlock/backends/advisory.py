@@ -7,10 +7,9 @@ from typing import TYPE_CHECKING, Any
 from django.db import connections
 
 from django_dlock.backends.connector import pool_of
-from django_dlock.statements import announcer
-from django_dlock.watch import watch
+from django_dlock.connections import announcer, watch
 from dlock_core.backends.advisory import Place, advisory
-from dlock_core.parameters import pyformat
+from dlock_core.sql.database import pyformat
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from django_dlock.backends.connector import pool_of
-from dlock_core.backends.table import TableBackend
+from dlock_core.backends.table.backend import TableBackend
 
 __all__ = ["from_url"]
 

@@ -19,7 +19,7 @@ TAG: Final = "dlock"
 
 @register(TAG, Tags.models)
 def check_models(app_configs: Sequence[AppConfig] | None = None, **_: Any) -> list[CheckMessage]:
-    """E006, E007, W008, W009, W012: nothing writes a versioned row past its version."""
+    """E006, E007, W008, W009, W012, W014: nothing writes a versioned row past its version."""
     from django_dlock.models import VersionedMixin
 
     checks: tuple[Callable[[type[Model]], Iterable[CheckMessage]], ...] = (
@@ -27,6 +27,7 @@ def check_models(app_configs: Sequence[AppConfig] | None = None, **_: Any) -> li
         _base_manager,
         _managers,
         _on_delete,
+        _parents,
     )
     return [
         message
@@ -91,3 +92,18 @@ def _on_delete(model: type[Model]) -> Iterator[CheckMessage]:
                 obj=model,
                 id="dlock.W012",
             )
+
+
+def _parents(model: type[Model]) -> Iterator[CheckMessage]:
+    """A row that is saved as its parent passes the child's version by."""
+    version = getattr(model, "_dlock_version", None)
+    if version is None or version.model is not model:
+        return
+    for parent in model._meta.get_parent_list():
+        yield Warning(
+            f"{parent.__name__}, which it inherits a table from, has no version: what is saved as a {parent.__name__} "
+            "is neither checked nor counted.",
+            hint=f"Move VersionedMixin to {parent.__name__}, or write its rows as {model.__name__} only.",
+            obj=model,
+            id="dlock.W014",
+        )

@@ -3,15 +3,36 @@
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Final, TypeVar
+
+from dlock_core.runtime import clock
 
 if TYPE_CHECKING:
     from collections import deque
     from collections.abc import Callable
 
-__all__ = ["drain", "drain_when_forgotten"]
+__all__ = ["LONGEST_IDLE_S", "close_excess", "drain", "drain_when_forgotten"]
 
 T = TypeVar("T")
+
+LONGEST_IDLE_S: Final = 60.0
+"""Seconds of idleness after which a connection is closed rather than kept: a burst must not cost a server for ever."""
+
+
+def close_excess(idle: deque[T], since: Callable[[T], float], close: Callable[[T], object], most: int) -> None:
+    """Close what is more than `most`, and what was idle for too long; to be called whenever one is put back.
+
+    The last used is used first, so the others grow old at the left end. No thread is needed for them: it is seen here.
+    """
+    oldest = clock() - LONGEST_IDLE_S
+    while True:
+        try:
+            if len(idle) <= most and since(idle[0]) > oldest:
+                return
+            one = idle.popleft()
+        except IndexError:  # Others took them.
+            return
+        close(one)
 
 
 def drain(idle: deque[T], close: Callable[[T], object]) -> None:

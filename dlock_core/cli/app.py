@@ -2,21 +2,55 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any, Final
+
 import click
 
 from dlock_core import doctor as doctors
-from dlock_core.cli import options
-from dlock_core.cli.details import Details, called, part, spelled
-from dlock_core.cli.findings import Report, report_dict
-from dlock_core.cli.listing import Listing
-from dlock_core.cli.releasing import chosen, confirm, end
+from dlock_core.backends.options import masked
+from dlock_core.cli.layout import plain, seconds
+from dlock_core.cli.listing import Details, Listing, Report, called, part, report_dict, spelled
+from dlock_core.cli.release import chosen, confirm, end
 from dlock_core.cli.sources import Failed, Given, Opened, WrongUrl
-from dlock_core.cli.text import plain, seconds
-from dlock_core.cli.watching import snapshots, watch
+from dlock_core.cli.watch import snapshots, watch
+from dlock_core.extras import version
 from dlock_core.inspect import Picture, picture
-from dlock_core.secrets import masked
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 __all__ = ["app"]
+
+store: Final = click.option(
+    "--store", multiple=True, metavar="STORE", help="Look at this store only (may be repeated)."
+)
+database: Final = click.option(
+    "--database", multiple=True, metavar="DATABASE", help="Look at this database only (may be repeated)."
+)
+form: Final = click.option(
+    "--format", type=click.Choice(["table", "json"]), default="table", help="For people, or for programs."
+)
+no_input: Final = click.option("--no-input", "--noinput", "no_input", is_flag=True, help="Ask nothing.")
+
+
+def _named(context: click.Context, parameter: click.Parameter, value: str) -> str:
+    if not value or len(value) > 2048:
+        raise click.BadParameter("a lock's name has 1 to 512 bytes")
+    return value
+
+
+name: Final[Callable[[Any], Any]] = click.argument("name", callback=_named)
+
+
+def _between(context: click.Context, parameter: click.Parameter, value: float) -> float:
+    if not 0.1 <= value <= 3600:
+        raise click.BadParameter("expected 0.1 to 3600 seconds")
+    return value
+
+
+interval: Final = click.option(
+    "--interval", type=float, default=2.0, callback=_between, show_default=True, help="Seconds between two looks."
+)
 
 
 class _Commands(click.Group):
@@ -33,7 +67,14 @@ class _Commands(click.Group):
         raise wrong  # it had quoted a URL that stands where none belongs
 
 
+def _version(ctx: click.Context, _: click.Parameter, is_asked: bool) -> None:  # noqa: FBT001 - click's form
+    if is_asked:
+        click.echo(f"dlock {version()}")
+        ctx.exit()
+
+
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
+@click.option("--version", is_flag=True, is_eager=True, expose_value=False, callback=_version, help="Show the version.")
 def app() -> None:
     """Show who holds and who waits for locks, end a lease, look after the stores.
 
@@ -42,9 +83,9 @@ def app() -> None:
 
 
 @app.command("list")
-@options.store
-@options.database
-@options.form
+@store
+@database
+@form
 @click.pass_obj
 def list_(given: Given, store: tuple[str, ...], database: tuple[str, ...], format: str) -> None:
     """Show all holders and waiters."""
@@ -55,10 +96,10 @@ def list_(given: Given, store: tuple[str, ...], database: tuple[str, ...], forma
 
 
 @app.command()
-@options.name
-@options.store
-@options.database
-@options.form
+@name
+@store
+@database
+@form
 @click.pass_obj
 def show(given: Given, name: str, store: tuple[str, ...], database: tuple[str, ...], format: str) -> None:
     """Show one lock in full."""
@@ -77,10 +118,10 @@ def show(given: Given, name: str, store: tuple[str, ...], database: tuple[str, .
 
 
 @app.command("watch")
-@options.store
-@options.database
-@options.interval
-@options.form
+@store
+@database
+@interval
+@form
 @click.pass_obj
 def watch_(given: Given, store: tuple[str, ...], database: tuple[str, ...], interval: float, format: str) -> None:
     """Show all again and again, until Ctrl-C.
@@ -99,11 +140,11 @@ def watch_(given: Given, store: tuple[str, ...], database: tuple[str, ...], inte
 
 
 @app.command()
-@options.name
-@options.store
+@name
+@store
 @click.option("--token", type=click.IntRange(min=1), help="The grant that is meant; no other is touched.")
-@options.no_input
-@options.form
+@no_input
+@form
 @click.pass_obj
 def release(given: Given, name: str, *, store: tuple[str, ...], token: int | None, no_input: bool, format: str) -> None:
     """End a lease, and no newer one than is shown.
@@ -124,9 +165,9 @@ def release(given: Given, name: str, *, store: tuple[str, ...], token: int | Non
 
 
 @app.command()
-@options.store
-@options.database
-@options.form
+@store
+@database
+@form
 @click.pass_obj
 def doctor(given: Given, store: tuple[str, ...], database: tuple[str, ...], format: str) -> None:
     """Measure stores and databases, and explain what is unsafe."""
@@ -140,7 +181,7 @@ def doctor(given: Given, store: tuple[str, ...], database: tuple[str, ...], form
 @app.command()
 @click.option("--days", type=click.IntRange(min=1), default=30, show_default=True, help="Rows older than this go.")
 @click.option("--database", metavar="DATABASE", help="The database with the fence table.")
-@options.form
+@form
 @click.pass_obj
 def purge(given: Given, days: int, database: str | None, format: str) -> None:
     """Keep the fence table small.

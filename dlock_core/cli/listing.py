@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from typing import TYPE_CHECKING, Final, NamedTuple
+from collections import Counter, defaultdict
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
+import click
 from rich.cells import cell_len
 from rich.padding import Padding
+from rich.table import Table
 from rich.text import Text
 
-from dlock_core.cli.tables import Column, Row, fitted, printed
-from dlock_core.cli.text import middle, plain, seconds
-from dlock_core.cli.trees import has_chains, tree
+from dlock_core.cli.layout import Column, Row, fitted, has_chains, middle, plain, printed, seconds, tree
+from dlock_core.inspect import Picture
+from dlock_core.names import canonical
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -19,7 +22,8 @@ if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderableType
     from rich.segment import Segment
 
-    from dlock_core.inspect import Entry, Picture
+    from dlock_core.doctor import Finding, Level
+    from dlock_core.inspect import Entry
 
 __all__ = ["Listing", "counted", "troubles"]
 
@@ -47,13 +51,17 @@ class Listing(NamedTuple):
         if has_chains(entries) or self.picture.cycles:
             yield Text("")
             yield tree(entries, width)
-        yield Text(counted(entries))
+        yield Text(counted(self.picture))
         yield from troubles(self.picture)
 
 
-def counted(entries: Sequence[Entry]) -> str:
-    """Count holders and waiters."""
-    return ", ".join(_number(sum(entry.role == role for entry in entries), role) for role in ("holder", "waiter"))
+def counted(picture: Picture) -> str:
+    """Count holders and waiters, as far as they are known."""
+    entries, unread = picture.entries, ", as far as could be read" if picture.unreadable else ""
+    if unread and not entries:
+        return "holders and waiters: unknown"
+    numbers = (_number(sum(entry.role == role for entry in entries), role) for role in ("holder", "waiter"))
+    return ", ".join(numbers) + unread
 
 
 def troubles(picture: Picture) -> Iterator[RenderableType]:
@@ -125,3 +133,103 @@ def _left(entry: Entry) -> str:
 
 def _number(number: int, role: str) -> str:
     return f"{number} {role}" + ("" if number == 1 else "s")
+
+
+def spelled(name: str) -> str:
+    """Give a lock's name as stores know it; raises click.UsageError for what can be none."""
+    try:
+        return canonical(name)
+    except ValueError as error:
+        raise click.UsageError(str(error)) from None
+
+
+def called(name: str) -> set[str]:
+    """Give the names that somebody may mean by this text: a row as it stands, a lock as it is spelled."""
+    try:
+        return {name, canonical(name)}
+    except ValueError:
+        return {name}
+
+
+def part(whole: Picture, names: set[str]) -> Picture:
+    """Keep to some locks, and to the deadlocks that they are part of."""
+    cycles = [cycle for cycle in whole.cycles if any(wait.waiter.name in names for wait in cycle.waits)]
+    return Picture([entry for entry in whole.entries if entry.name in names], whole.unreadable, cycles)
+
+
+class Details(NamedTuple):
+    """A lock's part of a picture, and all entries, which the tree is made of."""
+
+    picture: Picture
+    everything: Sequence[Entry]
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
+        for lock in grouped(self.picture.entries):
+            yield Text(plain(f"{lock[0].kind} {lock[0].name} in {lock[0].source}"), "bold")
+            for entry in lock:
+                yield from _entry(entry)
+        parties = _near(self.everything, {entry.party for entry in self.picture.entries})
+        if any(entry.role == "waiter" for entry in self.picture.entries):
+            yield Text("")
+            yield tree([entry for entry in self.everything if entry.party in parties], options.max_width)
+        yield Text(counted(self.picture))
+        yield from troubles(self.picture)
+
+
+def _entry(entry: Entry) -> Iterator[Text]:
+    role = f"waiter {entry.place}" if entry.place else entry.role
+    yield Text(f"  {role}: {plain(entry.described)}", "dim" if entry.role == "waiter" else "")
+    time = f"{'held' if entry.role == 'holder' else 'waits'} for"
+    facts = {"mode": entry.mode, time: seconds(entry.seconds), "token": entry.token}
+    if entry.expires_in is not None:
+        facts["ttl left"] = f"{seconds(entry.expires_in)} (renewed while its process lives)"
+    for key, value in {**facts, **entry.owner}.items():
+        if value not in (None, ""):
+            yield Text(f"    {plain(str(key))}: {plain(' '.join(str(value).split()))}")  # a query has many lines
+
+
+def _near(entries: Sequence[Entry], parties: set[str]) -> set[str]:
+    """Add everybody who has to do with the same locks as these parties, and so on."""
+    while True:
+        locks = {(entry.source, entry.kind, entry.name) for entry in entries if entry.party in parties}
+        more = {entry.party for entry in entries if (entry.source, entry.kind, entry.name) in locks}
+        if more <= parties:
+            return parties
+        parties = parties | more
+
+
+_STYLES: Final[dict[Level, str]] = {"ok": "green", "warning": "yellow", "unsafe": "bold red"}
+
+
+def report_dict(findings: Sequence[Finding]) -> dict[str, Any]:
+    """Give the findings as JSON takes them, in schema 1."""
+    return {"schema": 1, "findings": [asdict(one) for one in findings]}
+
+
+class Report(NamedTuple):
+    """Findings, source by source."""
+
+    findings: Sequence[Finding]
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
+        groups: dict[str, list[Finding]] = defaultdict(list)
+        for one in self.findings:
+            groups[plain(f"{one.subject} {one.source} {one.part}".strip())].append(one)
+        for title, found in groups.items():
+            yield Text(title, "bold")
+            for one in found:
+                yield _finding(one)
+        numbers = Counter(one.level for one in self.findings)
+        words = ["ok", "warning" if numbers["warning"] == 1 else "warnings", "unsafe"]
+        yield Text(", ".join(f"{numbers[level]} {word}" for level, word in zip(_STYLES, words, strict=True)))
+
+
+def _finding(one: Finding) -> Table:
+    lines = Table.grid()
+    lines.add_column(width=11)
+    lines.add_column()
+    lines.add_row(Text(f"  {one.level}", _STYLES[one.level]), Text(f"{plain(one.check)}: {plain(one.measured)}"))
+    for word, text in (("why", one.reason), ("do", one.remedy)):
+        if text:
+            lines.add_row("", Text(f"{word}: {plain(text)}", "dim" if one.level == "ok" else ""))
+    return lines

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from dlock_core.backend import Backend
-    from dlock_core.database import Database
     from dlock_core.doctor import Finding
+    from dlock_core.sql.database import Database
 
 __all__ = ["Failed", "Given", "Opened", "Sources", "WrongUrl", "console_for", "is_interactive"]
 
@@ -84,12 +84,16 @@ class Given:
 
     def show(self, *what: RenderableType) -> None:
         """Print for people."""
-        for each in what:
-            self.console.print(each, highlight=False)
+        if self.console.is_terminal:
+            self.console.print(*what, sep="\n", highlight=False)
+            return
+        with self.console.capture() as captured:  # a column is padded, which a file or a pipe has no use for
+            self.console.print(*what, sep="\n", highlight=False)
+        self.console.file.writelines(f"{line.rstrip()}\n" for line in captured.get().removesuffix("\n").split("\n"))
 
     def line(self, text: str, style: str = "") -> None:
-        """Print one line, which a narrow terminal may wrap between words."""
-        self.show(Text(text, style))
+        """Print one line, which a narrow terminal wraps by itself: what it shows in two lines is copied as one."""
+        self.console.print(Text(text, style), highlight=False, soft_wrap=True)
 
     def json(self, data: dict[str, Any], *, indent: int | None = 2) -> None:
         """Print for programs; what is not ASCII is escaped."""

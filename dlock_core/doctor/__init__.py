@@ -9,7 +9,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
-from dlock_core.doctor import mysql, postgresql, sqlite
+from dlock_core.doctor import databases as mysql
+from dlock_core.doctor import databases as postgresql
+from dlock_core.doctor import databases as sqlite
 from dlock_core.doctor.clocks import round_trip, wall
 from dlock_core.doctor.finding import Finding, Level, ok, unsafe, warning
 from dlock_core.errors import BackendUnavailable, DLockError
@@ -19,15 +21,15 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from dlock_core.backend import Backend
-    from dlock_core.database import Database
+    from dlock_core.sql.database import Database
 
 __all__ = ["Finding", "Level", "examine"]
 
 _DATABASES: Final[dict[str, Callable[[Any], list[Finding]]]] = {
-    "postgresql": postgresql.findings,
-    "mysql": mysql.findings,
-    "mariadb": mysql.findings,
-    "sqlite": sqlite.findings,
+    "postgresql": postgresql.postgresql_findings,
+    "mysql": mysql.mysql_findings,
+    "mariadb": mysql.mysql_findings,
+    "sqlite": sqlite.sqlite_findings,
 }
 
 

@@ -10,14 +10,13 @@ import re
 from collections import defaultdict
 from typing import TYPE_CHECKING, Any, Final
 
-from dlock_core.backends.advisory.keys import PREFIX
-from dlock_core.backends.advisory.labels import in_comment
+from dlock_core.backends.advisory.labels import PREFIX, in_comment
 from dlock_core.inspect.sessions import Held, Reading, Session, Wanted, read
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-    from dlock_core.database import Database
+    from dlock_core.sql.database import Database
 
 __all__ = ["locks"]
 

@@ -9,15 +9,14 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from dlock_core.backends.advisory.keys import PREFIX, key_of
-from dlock_core.backends.advisory.labels import in_comment, in_label
+from dlock_core.backends.advisory.labels import PREFIX, in_comment, in_label, key_of
 from dlock_core.errors import BackendUnavailable
 from dlock_core.inspect.sessions import Held, Reading, Session, Wanted, read
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
 
-    from dlock_core.database import Database
+    from dlock_core.sql.database import Database
 
 __all__ = ["locks"]
 

@@ -6,6 +6,7 @@ It knows no framework: each shop tells it, as a `Shop`, how it is served and wha
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
 
@@ -33,6 +34,8 @@ class Shop(Protocol):
     server: str
     announcement: str
     """What each process of the server writes to its log once it serves."""
+    folder: Path
+    """Where Python finds the server's modules: the race may be started from any folder."""
     order_path: str
     action_path: str
 

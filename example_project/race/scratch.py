@@ -4,7 +4,6 @@ import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from urllib.parse import quote
 
 from dlock_core import DLockError, Lock, connect
@@ -18,7 +17,7 @@ def place(shop: Shop, *, with_redis: bool) -> Iterator[tuple[Path, str]]:
 
     Gives a directory for logs, and the name of the database.
     """
-    with TemporaryDirectory(prefix="race-") as directory, ExitStack() as stack:
+    with servers.scratch_folder() as directory, ExitStack() as stack:
         home = Path(directory)
         if not os.environ.get("DATABASE_URL"):
             os.environ["DATABASE_URL"] = f"sqlite:///{quote(str(home / 'race.sqlite3'))}"

@@ -8,12 +8,21 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory, gettempdir
+from urllib.parse import quote
 
 from . import RaceFailed, Shop
 
+LONGEST_FOLDER = 60  # bytes; a socket's path may have some 100, of which names in this folder need a part
 PATIENCE = 60  # seconds for a server to start, and to stop
 
 Wait = Callable[[Callable[[], bool]], None]
+
+
+def scratch_folder() -> TemporaryDirectory[str]:
+    """Make a temporary directory whose path leaves room for sockets, wherever TMPDIR is."""
+    is_short = len(os.fsencode(gettempdir())) <= LONGEST_FOLDER
+    return TemporaryDirectory(prefix="race-", dir=None if is_short else "/tmp")
 
 
 @contextmanager
@@ -25,6 +34,7 @@ def serving(shop: Shop, strategy: str, processes: int, home: Path) -> Iterator[i
     command = [sys.executable, "-m", *shop.command(fd, processes)]
     # Some versions of gunicorn put a control socket there, one for all: ours is our own.
     environment = os.environ | {"SHOP_STRATEGY": strategy, "SHOP_DEBUG": "0", "XDG_RUNTIME_DIR": str(home)}
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(shop.folder), os.environ.get("PYTHONPATH")]))
     with running(shop.server, command, log, pass_fds=[fd], env=environment) as wait_until:
         listener.close()
         wait_until(lambda: log.read_text(errors="replace").count(shop.announcement) >= processes)
@@ -43,7 +53,7 @@ def redis(home: Path) -> Iterator[str]:
     command = [__redis_executable__, "--port", "0", "--unixsocket", str(address), "--save", "", "--dir", str(home)]
     with running("redis-server", command, home / "redis.log") as wait_until:
         wait_until(address.exists)
-        yield f"unix://{address}"
+        yield f"unix://{quote(str(address))}"
 
 
 @contextmanager

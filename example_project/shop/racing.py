@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from django.conf import settings
 from django.core.management import call_command
 from django.db import Error, connection, transaction
 from django.db.models import Sum
@@ -19,6 +20,7 @@ class DjangoShop:
     strategies = list(STRATEGIES)
     server = "gunicorn"
     announcement = "Booting worker"
+    folder = settings.BASE_DIR
     order_path = "/orders/{order}/"
     action_path = "/orders/{order}/{action}/"
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 from sqlalchemy import ColumnElement, delete, exists, func, select
 from sqlalchemy.exc import ArgumentError, DBAPIError
@@ -21,6 +22,7 @@ class SqlaShop:
     strategies = list(STRATEGIES)
     server = "uvicorn"
     announcement = "Application startup complete"
+    folder = Path(__file__).parents[2]
     order_path = "/orders/{order}"
     action_path = "/orders/{order}/{action}"
 

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 from dlock_core.backends import advisory as core
 from dlock_core.backends.advisory import PREFIX, Place
-from sqla_dlock.autocommit import is_autocommit
 from sqla_dlock.backends.connector import as_driver_takes, pool_of
 from sqla_dlock.backends.table import engine_of
+from sqla_dlock.connections import is_autocommit
 from sqla_dlock.transactions import connections_of
 
 if TYPE_CHECKING:

@@ -31,10 +31,13 @@ REMEDY: Final = "sqla_dlock.lease_table.metadata.create_all(engine), or your own
 def pool_of(engine: Engine | AsyncEngine, *, timeout: float = 5.0) -> Pool:
     """Give connections to an engine's database: its driver, arguments and events, but not its pool.
 
-    Raises TypeError for what is no engine, and ValueError for a database that dlock does not know.
+    Raises TypeError for what is no engine and for the sync_engine of an AsyncEngine, and ValueError for a database that
+    dlock does not know.
     """
     if not isinstance(getattr(engine, "sync_engine", engine), Engine):
         raise TypeError(f"leases need an Engine or AsyncEngine, not {type(engine).__name__}")
+    if isinstance(engine, Engine) and engine.dialect.is_async:
+        raise TypeError("leases need the AsyncEngine itself, not its sync_engine: nobody could await its driver here")
     return Pool(_connector(engine), timeout=timeout)
 
 

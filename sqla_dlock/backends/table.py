@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Final
 from sqlalchemy import create_engine, make_url
 from sqlalchemy.exc import ArgumentError
 
-from dlock_core.backends.table import TableBackend
+from dlock_core.backends.options import has_swallowed_options
+from dlock_core.backends.table.backend import TableBackend
 from sqla_dlock.backends.connector import pool_of
 
 if TYPE_CHECKING:
@@ -47,6 +48,9 @@ def engine_of(url: str) -> Engine | AsyncEngine:
         parsed = make_url(rest)
         if "@" in (parsed.host or ""):
             raise ArgumentError("the end of a password that is not percent-encoded")
+        named = f"{parsed.host}{'' if parsed.drivername.startswith('sqlite') else parsed.database}"
+        if has_swallowed_options(named):
+            raise ArgumentError("an option, perhaps a password, in the place of a host or a database")
         return _made(parsed)
     except (ArgumentError, ValueError) as error:
         reason = type(error).__name__  # its text may have a password in it

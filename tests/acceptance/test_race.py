@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,7 @@ def shop(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str
     return subprocess.run(command, cwd=SHOP, env=variables, capture_output=True, text=True, check=False)
 
 
+@cache
 def race(strategy: str, *, orders: int) -> dict[str, object]:
     done = shop("race", "--strategy", strategy, "--orders", str(orders), "--workers", "4", "--format", "json")
     assert done.returncode == 0, done.stderr
@@ -47,8 +49,23 @@ def test_under_protection_no_order_is_both_shipped_and_refunded_and_no_update_is
     )  # one of each pair was done, the other told that it is too late
 
 
+def test_it_runs_from_any_folder_and_with_any_folder_for_temporary_files(tmp_path):
+    place = tmp_path / "with a blank # and a hash"
+    temporary = place / ("long" * 40)
+    temporary.mkdir(parents=True)
+    hidden = {"DATABASE_URL", "REDIS_URL", "PYTHONPATH", "DJANGO_SETTINGS_MODULE"}
+    clean = {name: value for name, value in os.environ.items() if name not in hidden} | {"TMPDIR": str(temporary)}
+    arguments = ["race", "--strategy", "lease", "--orders", "2", "--workers", "2", "--format", "json"]
+    command = [sys.executable, os.path.relpath(SHOP / "manage.py", place), *arguments]
+    done = subprocess.run(command, cwd=place, env=clean, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    [result] = json.loads(done.stdout)
+    assert result["orders"] == 2
+    assert list(place.rglob("*")) == [temporary]
+
+
 def test_the_report_in_json_has_exactly_the_promised_keys():
-    assert list(race("none", orders=2)) == KEYS
+    assert list(race("row", orders=30)) == KEYS
 
 
 @pytest.mark.parametrize(

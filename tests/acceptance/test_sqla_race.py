@@ -31,10 +31,10 @@ SERVERS = {
 pytestmark = pytest.mark.timeout(300)
 
 
-def shop(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+def shop(*arguments: str, cwd: Path = ROOT, **environment: str) -> subprocess.CompletedProcess[str]:
     clean = {name: value for name, value in os.environ.items() if name not in {"DATABASE_URL", "REDIS_URL"}}
     command = [sys.executable, "-m", "example_project.sqla_shop", *arguments]
-    return subprocess.run(command, cwd=ROOT, env=clean | environment, capture_output=True, text=True, check=False)
+    return subprocess.run(command, cwd=cwd, env=clean | environment, capture_output=True, text=True, check=False)
 
 
 def race(url: str, *strategies: str, orders: int) -> list[dict[str, object]]:
@@ -42,6 +42,16 @@ def race(url: str, *strategies: str, orders: int) -> list[dict[str, object]]:
     done = shop("race", "--strategy", *strategies, *options, DATABASE_URL=url)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
+
+
+def test_it_runs_from_any_folder_where_python_finds_it(tmp_path):
+    place = tmp_path / "with a blank #"
+    place.mkdir()
+    options = ["--strategy", "lease", "--orders", "2", "--workers", "2", "--format", "json"]
+    done = shop("race", *options, cwd=place, PYTHONPATH=str(ROOT), TMPDIR=str(place))
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)[0]["orders"] == 2
+    assert list(place.iterdir()) == []
 
 
 @pytest.fixture(scope="module", params=["sqlite", "postgresql", "mariadb"])

@@ -10,8 +10,8 @@ from typing import Any
 import click
 
 from dlock_core.cli.app import app
+from dlock_core.cli.console import Urls
 from dlock_core.cli.sources import Given, console_for
-from dlock_core.cli.urls import Urls
 
 SCRIPT = [sys.executable, "-c", "from dlock_core.cli import main; main()"]
 

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from sqlalchemy import create_engine
 
+import dlock_core
 from dlock_core import Lock
 from sqla_dlock.fence_table import metadata, table
 from tests.cli.running import clean, dlock, script
@@ -117,7 +118,7 @@ def test_snapshots_of_tables_have_the_time_above_them(monkeypatch):
         if (what := next(sleeps)) is not None:
             raise what
 
-    monkeypatch.setattr("dlock_core.cli.watching.time.sleep", sleep)
+    monkeypatch.setattr("dlock_core.cli.watch.time.sleep", sleep)
     ran = dlock("watch", "--interval", "0.5", "--store", "memory://")
     assert ran.code == 0
     assert len(re.findall(r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d$", ran.out, re.M)) == 2
@@ -126,6 +127,27 @@ def test_snapshots_of_tables_have_the_time_above_them(monkeypatch):
 def test_doctor_ends_with_1_when_something_is_unsafe():
     ran = script("doctor", "--store", "memory://")
     assert (ran.code, "1 of 1 findings are unsafe" in ran.err) == (1, True)
+
+
+def test_version_is_shown():
+    assert script("--version").out == f"dlock {dlock_core.__version__}\n"
+
+
+def test_output_into_a_pipe_has_no_trailing_blanks(backend, store):
+    with Lock(backend, "order:42"), Lock(backend, "order:43"):
+        for verb in ("list", "doctor"):
+            ran = script(verb, "--store", store, COLUMNS="80")
+            assert ran.out.strip()
+            assert [line for line in ran.out.split("\n") if line != line.rstrip()] == []
+
+
+def test_line_of_a_release_is_not_broken_within_a_word(backend, store):
+    name = "report:" + 20 * "quarterly"
+    lease = Lock(backend, name).acquire()
+    ran = script("release", name, "--no-input", "--store", store, COLUMNS="60")
+    assert f"released {name} in" in ran.out
+    assert ran.out.count("\n") == 1
+    lease.release()
 
 
 def test_purge_tidies_the_fence_of_a_database(tmp_path):

@@ -16,7 +16,7 @@ from rich.cells import cell_len
 from django_dlock.inspect import databases
 from dlock_core import connect
 from dlock_core.backends.memory import MemoryBackend
-from dlock_core.cli.findings import Report
+from dlock_core.cli.listing import Report
 from dlock_core.doctor import Finding, examine
 from dlock_core.doctor.clocks import Sample, Timing, apart, clock, round_trip, timing
 from sqla_dlock.inspect import database as sqla_database
@@ -320,6 +320,22 @@ def test_database_without_a_fence_is_a_warning(tmp_path):
     found = {one["check"]: one for one in json.loads(ran.out)["findings"]}
     assert (ran.code, found["fence"]["level"], found["fence"]["source"]) == (0, "warning", "sqlite")
     assert found["journal"]["level"] == "warning"
+
+
+def test_remedy_for_a_missing_fence_can_be_typed_as_it_stands(tmp_path):
+    (tmp_path / "a").touch()
+    fence = of(examine([], [sqla_database(f"sqlite:///{tmp_path}/a")]), "fence")
+    assert "sqla_dlock.fencing.metadata.create_all(engine)" in fence.remedy
+    (other,) = databases(["other"])
+    assert other.fence_remedy == "manage.py migrate django_dlock --database other"
+
+
+@pytest.mark.parametrize(
+    ("number", "words"),
+    [(0, "0 ok, 0 warnings, 0 unsafe"), (1, "0 ok, 1 warning, 0 unsafe"), (2, "0 ok, 2 warnings, 0 unsafe")],
+)
+def test_findings_are_counted_in_english(number, words):
+    assert drawn(Report([Finding("reach", "warning", "far", "why", "do")] * number), 80)[-1] == words
 
 
 def test_database_that_is_down_is_one_unsafe_finding():

@@ -7,8 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.cells import cell_len
 
-from dlock_core.cli.details import Details
-from dlock_core.cli.listing import Listing
+from dlock_core.cli.listing import Details, Listing
 from dlock_core.inspect import Unreadable
 from tests.cli.pictures import drawn, entry, picture, waiter
 
@@ -137,5 +136,5 @@ def test_list_without_a_chain_needs_no_tree():
 def test_what_was_left_out_or_not_read_is_said():
     lines = drawn(Listing(picture(left_out={"shop": 900}, unreadable=[Unreadable("reports", "refused")])), 80)
     assert [line.rstrip() for line in lines] == [
-        "0 holders, 0 waiters", "shop: 900 more locks, for which nobody waits", "reports: refused",
+        "holders and waiters: unknown", "shop: 900 more locks, for which nobody waits", "reports: refused",
     ]  # fmt: skip

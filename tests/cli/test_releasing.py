@@ -4,8 +4,9 @@ import json
 
 import pytest
 
-from dlock_core import Lock, hooks
-from dlock_core.lease import Released
+from dlock_core import Lock
+from dlock_core.leases.lease import Released
+from dlock_core.observability import hooks
 from tests.cli.running import dlock
 
 
@@ -60,7 +61,7 @@ def test_newer_grant_than_the_one_that_was_shown_is_left_alone(backend, release,
         second.append(Lock(backend, "order:42").acquire())
         return True
 
-    monkeypatch.setattr("dlock_core.cli.releasing.is_interactive", lambda: True)
+    monkeypatch.setattr("dlock_core.cli.release.is_interactive", lambda: True)
     monkeypatch.setattr("click.confirm", answer)
     ran = release("order:42")
     assert (ran.code, ran.err) == (1, f"token {first.token} does not hold it any more: nothing was done")
@@ -77,7 +78,7 @@ def test_nobody_there_to_ask_is_a_refusal(backend, release):
 
 
 def test_no_is_an_answer(backend, release, monkeypatch):
-    monkeypatch.setattr("dlock_core.cli.releasing.is_interactive", lambda: True)
+    monkeypatch.setattr("dlock_core.cli.release.is_interactive", lambda: True)
     monkeypatch.setattr("click.confirm", lambda *_, **__: False)
     with Lock(backend, "order:42") as lease:
         assert (release("order:42").code, release("order:42").err) == (1, "nothing was done")

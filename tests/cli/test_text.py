@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.cells import cell_len
 
-from dlock_core.cli.text import middle, plain, seconds
+from dlock_core.cli.layout import middle, plain, seconds
 
 NASTY = "\x1b[2J\x07\r\n\t\u202e\u2066\u200b\x9b\ud800\u2028"
 

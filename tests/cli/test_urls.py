@@ -2,8 +2,8 @@
 
 import pytest
 
-from dlock_core.backends.redis import RedisBackend
-from dlock_core.cli.urls import Urls
+from dlock_core.backends.redis.backend import RedisBackend
+from dlock_core.cli.console import Urls
 from tests.cli.running import dlock
 
 SECRET = "s3cr3t%2Fxyzzy"
@@ -115,7 +115,7 @@ def test_third_party_store_that_tells_its_password_is_not_quoted(monkeypatch):
     def careless(url, **options):
         raise OSError(f"cannot reach {url}")
 
-    monkeypatch.setattr("dlock_core.registry.connect", careless)
+    monkeypatch.setattr("dlock_core.stores.connect", careless)
     ran = dlock("list", "--store", f"redis://:{SECRET}@localhost")
     assert (ran.code, ran.err) == (2, "--store: it cannot be used (OSError)")
 

@@ -7,8 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from dlock_core.backends.etcd import EtcdBackend
+from dlock_core.backend import Granted
+from dlock_core.backends.etcd.backend import EtcdBackend
+from dlock_core.leases.lock import new_request
+from dlock_core.runtime import BLOCKING, run
 from dlock_core.testing.contract import *  # noqa: F403
+from dlock_core.testing.contract.parties import Locks
 from tests.etcd_servers import Cluster, ask, cluster
 
 
@@ -32,3 +36,32 @@ def left_over(etcd: Cluster, prefix: str) -> int:
     start, end = b64encode(prefix.encode()).decode(), b64encode(f"{prefix}~".encode()).decode()
     found = ask(etcd.members[0], "kv/range", {"key": start, "range_end": end, "count_only": True})
     return int(found.get("count", 0))
+
+
+@pytest.mark.parametrize("floor", [10**15, 10**18, 1 << 61])
+def test_raised_token_raises_the_next(backend: EtcdBackend, locks: Locks, name: str, floor: int) -> None:
+    raised = new_request(name, 10.0, 0.0, shared=False, fair=True)._replace(floor=floor)
+    granted = run(backend.try_acquire(BLOCKING, raised))
+    assert isinstance(granted, Granted)
+    assert granted.token > floor
+    assert run(backend.release(BLOCKING, raised, granted)) == "released"
+    later = locks.acquire(name)
+    assert later.token > granted.token
+    locks.do(later.release)
+
+
+@pytest.mark.parametrize("spoiled", [b"", b"text", b"-5", b"1e300", b"nan", b"9" * 30, b"\xff\xfe"])
+def test_number_on_top_of_revisions_that_was_spoiled_heals(
+    etcd: Cluster, backend: EtcdBackend, locks: Locks, name: str, spoiled: bytes
+) -> None:
+    key = backend._keys.base(name).encode()
+    ask(etcd.members[0], "kv/put", {"key": b64encode(key).decode(), "value": b64encode(spoiled).decode()})
+    with_floor = new_request(name, 10.0, 0.0, shared=False, fair=True)._replace(floor=10**15)
+    granted = run(backend.try_acquire(BLOCKING, with_floor))
+    assert isinstance(granted, Granted)
+    assert granted.token > 10**15
+    assert [state.name for state in run(backend.inspect(BLOCKING, name))] == [name]
+    assert run(backend.release(BLOCKING, with_floor, granted)) == "released"
+    later = locks.acquire(name)
+    assert granted.token < later.token < 2 * 10**15
+    locks.do(later.release)

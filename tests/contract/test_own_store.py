@@ -9,7 +9,7 @@ import pytest
 
 from dlock_core import connect
 from dlock_core.backend import Backend
-from dlock_core.registry import schemes
+from dlock_core.stores import schemes
 from dlock_core.testing.contract import *  # noqa: F403
 
 PAGE = Path(__file__).parents[2] / "docs/howto/own-store.md"

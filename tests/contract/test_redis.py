@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import pytest
 import redis
 
-from dlock_core.backends.redis import RedisBackend
+from dlock_core.backends.redis.backend import RedisBackend
 from dlock_core.testing.contract import *  # noqa: F403
 from tests.servers import Server
 

@@ -34,8 +34,9 @@ def acquire(
     place: int = ALIVE,
     floor: int = 0,
     barge: int = 0,
+    keys: tuple[str, ...] = (LOCK, TOKENS, INDEX),
 ) -> Any:
-    return call(server, "acquire", holder, ttl, mode, f"owner of {holder[0]}", place, floor, barge)
+    return call(server, "acquire", holder, ttl, mode, f"owner of {holder[0]}", place, floor, barge, keys=keys)
 
 
 def waiting(server: redis.Redis) -> list[str]:
@@ -399,3 +400,92 @@ def test_acquire_many_never_overtakes_a_queue_nor_a_stranger(server: redis.Redis
     server.rpush("{b}", "a list")
     assert call(server, "acquire_many", "owner", EVE, 30_000, "d" * 32, 30_000, keys=keys) == []
     assert server.lrange("{b}", 0, -1) == ["a list"]
+
+
+SPOILED = [str(2**53), str(2**63 - 1), str(2**64), "1e300", "inf", "-inf", "nan", "-5", "-1e300", "text", "", "0x"]
+
+
+@pytest.mark.parametrize("counter", SPOILED)
+@pytest.mark.parametrize("how", ["exclusive", "shared", "many"])
+def test_counter_that_was_spoiled_heals(server: redis.Redis, counter: str, how: str) -> None:
+    tokens = []
+    for _ in range(2):
+        server.set(TOKENS, counter)
+        seconds, micros = server.time()
+        for _ in range(2):
+            if how == "many":
+                (token,) = call(server, "acquire_many", "owner", ANN, 30_000, keys=(TOKENS, INDEX, LOCK))
+            else:
+                token = acquire(server, ANN, mode="x" if how == "exclusive" else "s")
+            assert 0 <= token - (seconds * 1_000_000 + micros) < 60_000_000
+            assert 0 <= int(server.get(TOKENS)) - token <= 1
+            tokens.append(token)
+            call(server, "release", ANN)
+    assert tokens == sorted(set(tokens))
+
+
+def test_counter_that_is_no_text_is_made_anew(server: redis.Redis) -> None:
+    for mode in ("x", "s"):
+        server.delete(TOKENS)
+        server.rpush(TOKENS, "of another program")
+        token = acquire(server, ANN, mode=mode)
+        assert int(server.get(TOKENS)) == token
+        call(server, "release", ANN)
+
+
+def test_list_of_held_locks_does_not_grow_where_nobody_renews(server: redis.Redis) -> None:
+    seconds, _ = server.time()
+    ended = {f"{{ended{number}}}": (seconds - 61) * 1000 for number in range(1000)}
+    server.zadd(INDEX, ended)
+    for number in range(2000):  # one in 64 tidies up, by chance
+        acquire(server, ANN, ttl=60_000, keys=(f"{{b{number}}}", TOKENS, INDEX))
+    assert not set(server.zrange(INDEX, 0, -1)) & ended.keys()
+
+
+def test_single_try_of_a_strangers_lock_is_not_listed(server: redis.Redis) -> None:
+    server.set(LOCK, "of another program")
+    acquire(server, ANN, place=0)
+    assert server.zcard(INDEX) == 0
+    acquire(server, ANN, place=ALIVE)
+    assert server.zrange(INDEX, 0, -1) == [LOCK]
+
+
+def test_queue_of_waiters_that_vanished_is_gone_in_seconds(server: redis.Redis) -> None:
+    acquire(server, ANN)
+    acquire(server, BOB)
+    for key in (f"{LOCK}:q", f"{LOCK}:w"):
+        assert ALIVE < server.pttl(key) <= 3 * ALIVE
+
+
+def test_single_try_does_not_shorten_the_life_of_the_queue(server: redis.Redis) -> None:
+    acquire(server, ANN)
+    acquire(server, BOB)
+    acquire(server, EVE, place=0)
+    assert server.pttl(f"{LOCK}:q") > ALIVE
+
+
+def test_inspect_hides_waiters_that_died(server: redis.Redis) -> None:
+    acquire(server, ANN)
+    for waiter in (BOB, EVE):
+        acquire(server, waiter)
+    die(server, BOB)
+    ((_, _, _, waiters, _),) = call(server, "inspect", keys=(LOCK,))
+    assert [holder for holder, _, _ in waiters] == [EVE]
+
+
+def test_list_of_what_is_held_passes_over_what_ended_long_ago(server: redis.Redis) -> None:
+    acquire(server, ANN)
+    server.zadd(INDEX, {"{ended}": (server.time()[0] - 61) * 1000})
+    assert call(server, "held", keys=(INDEX,)) == [LOCK]
+
+
+def test_waiters_keep_their_order_when_the_servers_clock_steps_back(server: redis.Redis) -> None:
+    acquire(server, ANN)
+    acquire(server, BOB)
+    later = server.zscore(f"{LOCK}:q", BOB) + 3_600_000_000  # BOB came before the clock was set back by an hour
+    server.zadd(f"{LOCK}:q", {BOB: later})
+    acquire(server, EVE)
+    acquire(server, EVE)
+    assert waiting(server) == [BOB, EVE]
+    acquire(server, "f" * 32, barge=1)
+    assert waiting(server) == ["f" * 32, BOB, EVE]

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from dlock_core.backends.table import TableBackend
+from dlock_core.backends.table.backend import TableBackend
 from dlock_core.testing.contract import *  # noqa: F403
 from tests.table_stores import table
 

@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 
 from dlock_core.backend import Renewal
-from dlock_core.backends import table as module
-from dlock_core.backends.table import TableBackend
-from dlock_core.backends.table.mysql import MYSQL
-from dlock_core.lease import Released
+from dlock_core.backends.table import backend as module
+from dlock_core.backends.table.backend import TableBackend
+from dlock_core.backends.table.statements import MYSQL
+from dlock_core.leases.lease import Released
 from dlock_core.testing.contract import locks, name  # noqa: F401 - fixtures
 from dlock_core.testing.contract.observed import WITHIN
 from dlock_core.testing.contract.parties import Locks

@@ -7,7 +7,7 @@ import pytest
 from kazoo.client import KazooClient
 from kazoo.exceptions import NoNodeError
 
-from dlock_core.backends.zookeeper import ZooKeeperBackend
+from dlock_core.backends.zookeeper.backend import ZooKeeperBackend
 from dlock_core.testing.contract import *  # noqa: F403
 from tests.conftest import start
 from tests.servers import Server

@@ -69,3 +69,9 @@ class Scripted:
 
     async def renew_many(self, runtime: Any, renewals: Sequence[Renewal]) -> Any:
         return self.answer("renew_many")
+
+
+def driver_error(module: str, name: str, *args: object, **attributes: object) -> Exception:
+    """An error as a driver that is not installed here raises it."""
+    kind = type(name, (Exception,), {"__module__": module, **attributes})
+    return kind(*args)

@@ -5,9 +5,8 @@ import re
 import pytest
 
 from dlock_core.backend import Request
-from dlock_core.backends.advisory.keys import checked_prefix, key_of, word_of
-from dlock_core.backends.advisory.labels import Told, comment, in_comment, in_label
-from dlock_core.backends.advisory.listing import Row, states_of
+from dlock_core.backends.advisory.labels import Told, checked_prefix, comment, in_comment, in_label, key_of, word_of
+from dlock_core.backends.advisory.postgresql import Row, states_of
 from dlock_core.names import LONGEST, join
 
 KEYS = {

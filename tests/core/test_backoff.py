@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dlock_core.backoff import full_jitter
+from dlock_core.runtime import full_jitter
 
 attempts = st.integers(1, 10_000)
 draws = st.floats(0, 1, exclude_max=True)

@@ -20,13 +20,11 @@ from redis.exceptions import (
 
 from dlock_core import connect
 from dlock_core.backend import Busy, Granted
-from dlock_core.backends.redis.cluster import TAGS, ClusterBackend, address
-from dlock_core.backends.redis.cluster.asking import Question, put
-from dlock_core.backends.redis.cluster.node import Node
-from dlock_core.backends.redis.cluster.routes import SLOTS, Routes
-from dlock_core.backends.redis.cluster.slot import Slot, slot_of
+from dlock_core.backends.redis import addresses
+from dlock_core.backends.redis.cluster.backend import TAGS, ClusterBackend
+from dlock_core.backends.redis.cluster.routing import SLOTS, Node, Question, Routes, Slot, put, slot_of
 from dlock_core.errors import BackendUnavailable
-from dlock_core.lock import new_request
+from dlock_core.leases.lock import new_request
 from dlock_core.runtime import BLOCKING, run
 from tests import servers
 
@@ -40,7 +38,7 @@ def backend() -> ClusterBackend:
 
 @pytest.fixture
 def routes() -> Routes:
-    return Routes(address.read("redis+cluster://first:1,second:2"), 0.1)
+    return Routes(addresses.read("redis+cluster://first:1,second:2"), 0.1)
 
 
 def learn(routes: Routes, *ranges: list[Any]) -> None:
@@ -87,7 +85,7 @@ def test_url_gives_a_store(url: str) -> None:
 
 
 def test_url_is_read_with_all_that_it_says() -> None:
-    seeds = address.read("rediss+cluster://shop:s3c%2Fret@a,b:2,[::1]:3/?ssl_ca_certs=/ca.pem")
+    seeds = addresses.read("rediss+cluster://shop:s3c%2Fret@a,b:2,[::1]:3/?ssl_ca_certs=/ca.pem")
     assert seeds.addresses == [("a", 6379), ("b", 2), ("::1", 3)]
     given = seeds.pool(("c", 4)).connection_kwargs
     assert (given["host"], given["port"], given["username"], given["password"]) == ("c", 4, "shop", "s3c/ret")
@@ -195,7 +193,7 @@ class Turned:
 
 
 def test_address_that_is_reached_elsewhere_is_replaced() -> None:
-    seeds = address.read("redis+cluster://first:1")._replace(remap=lambda where: ("near", where[1] + 1))
+    seeds = addresses.read("redis+cluster://first:1")._replace(remap=lambda where: ("near", where[1] + 1))
     routes = Routes(seeds, 0.1)
     learn(routes, [0, SLOTS - 1, ["a", 1, b"id"]])
     assert owner(routes, 5) == "near:2"
@@ -207,7 +205,9 @@ def scripted(backend: ClusterBackend, *answers: Any) -> list[bool]:
     asked: list[bool] = []
     told = iter(answers)
 
-    async def put(runtime: Any, node: Any, packed: Any, replies: int, until: float, *, asking: bool) -> list[Any]:
+    async def put(
+        runtime: Any, node: Any, packed: Any, replies: int, until: float, nudge_after: float, *, asking: bool
+    ) -> list[Any]:
         asked.append(asking)
         return [answer] if not isinstance(answer := next(told), list) else answer
 
@@ -243,10 +243,12 @@ def test_nodes_that_point_at_each_other_are_given_up_in_time() -> None:
     slot = backend.part("a").slot
     put = slot._put
 
-    async def in_time(runtime: Any, node: Any, packed: Any, replies: int, until: float, *, asking: bool) -> list[Any]:
+    async def in_time(
+        runtime: Any, node: Any, packed: Any, replies: int, until: float, nudge_after: float, *, asking: bool
+    ) -> list[Any]:
         if runtime.now() >= until:
-            return await Slot._put(slot, runtime, node, packed, replies, until, asking=asking)
-        return await put(runtime, node, packed, replies, until, asking=asking)
+            return await Slot._put(slot, runtime, node, packed, replies, until, nudge_after, asking=asking)
+        return await put(runtime, node, packed, replies, until, nudge_after, asking=asking)
 
     slot._put = in_time  # type: ignore[method-assign]
     with pytest.raises(BackendUnavailable, match="moves: none of the nodes"):

@@ -6,7 +6,7 @@ from decimal import Decimal
 
 import pytest
 
-from dlock_core.deadline import LONGEST_TTL, deadline, ttl_seconds, wait_seconds
+from dlock_core.options import LONGEST_TTL, deadline, ttl_seconds, wait_seconds
 
 
 @pytest.mark.parametrize(

@@ -5,13 +5,13 @@ from typing import Any
 
 import pytest
 
-from dlock_core import engine, hooks
 from dlock_core.backend import Busy, Granted, Request
 from dlock_core.backends.memory import MemoryBackend
-from dlock_core.errors import AcquireTimeout, BackendUnavailable, LeaseLost
-from dlock_core.held import Held
-from dlock_core.lease import Released
-from dlock_core.lock import new_request
+from dlock_core.errors import AcquireTimeout, BackendUnavailable, LeaseLost, spoken
+from dlock_core.leases import engine
+from dlock_core.leases.lease import Held, Released
+from dlock_core.leases.lock import new_request
+from dlock_core.observability import hooks
 from dlock_core.testing import ManualRuntime
 from tests.core.scripted import BROKEN, DOWN, REFUSED, Ahead, Answer, Scripted
 
@@ -105,6 +105,27 @@ def test_timeout_carries_name_owner_and_advice(runtime: ManualRuntime) -> None:
     assert (caught.value.name, caught.value.held_by) == ("a", "shop@h pid 1 t")
     assert 0 < caught.value.retry_after <= 2.0
     assert [(event.kind, event.name) for event in events] == [("timeout", "a")]
+
+
+def test_timeout_of_a_single_try_says_so_and_no_time_that_nobody_waited(runtime: ManualRuntime) -> None:
+    with pytest.raises(AcquireTimeout, match=r"lock 'a' is held by shop@h pid 1 t; it was tried once: try again later"):
+        ask(runtime, Scripted(runtime, BUSY), wait=0.0)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (8.19e-05, "less than 1 ms"),
+        (0.0537, "54 ms"),
+        (0.303, "303 ms"),
+        (1.0, "1 s"),
+        (2.54, "2.5 s"),
+        (600.04, "600 s"),
+    ],
+)
+def test_seconds_are_said_as_people_say_them(seconds: float, text: str) -> None:
+    assert spoken(seconds) == text
+    assert f"within {text}" in str(AcquireTimeout("a", waited=seconds))
 
 
 def test_try_acquire_takes_no_place_in_the_queue(runtime: ManualRuntime) -> None:

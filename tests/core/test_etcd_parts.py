@@ -4,11 +4,10 @@ import os
 
 import pytest
 
-from dlock_core.backends.etcd import address, listing
-from dlock_core.backends.etcd.connections import Member
-from dlock_core.backends.etcd.http import HTTPError, Reader, Reply, post
+from dlock_core.backends.etcd import backend, connections
+from dlock_core.backends.etcd.connections import HTTPError, Member, Reader, Reply, post
 from dlock_core.backends.etcd.keys import Entry, Keys
-from dlock_core.backends.etcd.leases import KEPT, Lease, Spares
+from dlock_core.backends.etcd.steps import KEPT, Lease, Spares
 
 PLAIN = b'HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: 8\r\n\r\n{"a": 1}'
 CHUNKED = b'HTTP/1.1 404 Not Found\r\nTransfer-Encoding: chunked\r\n\r\n5\r\n{"a":\r\n3\r\n 1}\r\n0\r\n\r\n'
@@ -65,10 +64,10 @@ def test_request_has_its_length_and_the_permit() -> None:
 
 
 def test_url_names_members_and_credentials() -> None:
-    found = address.read("etcd://app:p%40ss%3A@a:1,b,[::1]:3")
+    found = connections.read("etcd://app:p%40ss%3A@a:1,b,[::1]:3")
     assert found.members == (Member("a", 1), Member("b", 2379), Member("::1", 3))
     assert (found.user, found.password, found.is_encrypted) == ("app", "p@ss:", False)
-    assert address.read("etcds://a/").is_encrypted
+    assert connections.read("etcds://a/").is_encrypted
     assert str(found.members[2]) == "[::1]:3"
 
 
@@ -107,8 +106,8 @@ def test_forked_child_does_not_use_its_parents_leases(monkeypatch: pytest.Monkey
 def test_oldest_holds_and_those_that_share_with_it(line: str, inside: int) -> None:
     names = Keys("p/")
     entries = [Entry(f"p/lock/a/{mode}/{number}", "me", number + 1, 7) for number, mode in enumerate(line)]
-    lines = listing.by_lock(names, reversed(entries))
-    state = listing.state(names, "a", lines.get("a", []), 100, {7: 3.0})
+    lines = backend.by_lock(names, reversed(entries))
+    state = backend.state(names, "a", lines.get("a", []), 100, {7: 3.0})
     assert [holder.token for holder in state.holders] == [101 + number for number in range(inside)]
     assert [waiter.holder for waiter in state.waiters] == [str(number) for number in range(inside, len(line))]
     assert all(holder.expires_in == 3.0 for holder in state.holders)

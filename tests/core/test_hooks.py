@@ -4,7 +4,8 @@ import logging
 
 import pytest
 
-from dlock_core import Lock, hooks
+from dlock_core import Lock
+from dlock_core.observability import hooks
 from dlock_core.runtime import BLOCKING, run
 from dlock_core.testing import MemoryBackend
 

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import json
 import math
+import pickle
+import sqlite3
+from contextlib import closing
 from html.parser import HTMLParser
 
 import pytest
 
-from dlock_core import errors, http
+from dlock_core import errors
 from dlock_core.owner import serving
+from dlock_core.transactions.fencing import Claim, refusal
+from dlock_core.web import http
 
 FIREFOX = "text/html,application/xhtml+xml,application/xml;q=0.9,image/avif,*/*;q=0.8"
 
@@ -31,6 +36,7 @@ EVERY_ANSWER = [
     (errors.PreconditionFailed("Order(42)", header="If-Match", given='"98765"'), 412, None),
     (errors.PreconditionMalformed("Order(42)", header="If-Match", given="98765"), 400, None),
     (errors.PreconditionRequired("Order(42)"), 428, None),
+    (errors.NoSuchKey("order:42", key="987654x"), 404, None),
     (errors.StaleToken("order:42", token=987654, highest=987655), 409, None),
     (errors.LeaseLost("order:42", token=987654, reason="hunter2"), 409, None),
     (unavailable(), 503, "1"),
@@ -43,6 +49,21 @@ def test_every_conflict_has_its_status_and_only_those_that_pass_say_when_to_retr
 
     assert answer.status == status
     assert answer.headers.get("Retry-After") == retry_after
+
+
+def test_busy_database_is_not_told_as_somebody_at_work_on_the_object(tmp_path):
+    """SQLite has one writer at a time: the other one may be at work on something else."""
+    with closing(sqlite3.connect(tmp_path / "a", isolation_level=None)) as holder:
+        holder.execute("BEGIN IMMEDIATE")
+        with closing(sqlite3.connect(tmp_path / "a", timeout=0)) as other, pytest.raises(sqlite3.Error) as caught:
+            other.execute("BEGIN IMMEDIATE")
+    error = refusal(caught.value, Claim("order:10", 1, "a" * 32), "sqlite")
+
+    told = json.loads(http.answer(error).body)
+    assert (told["status"], told["title"]) == (423, "Database is busy")
+    assert "somebody" not in told["detail"].lower()
+    assert "the database is busy" in str(error)
+    assert pickle.loads(pickle.dumps(error)).is_database
 
 
 @pytest.mark.parametrize("error", [error for error, *_ in EVERY_ANSWER])

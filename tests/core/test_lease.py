@@ -2,16 +2,16 @@
 
 import logging
 import os
+import threading
 from typing import Any
 
 import pytest
 
-from dlock_core import hooks
 from dlock_core.backend import Granted
 from dlock_core.errors import LeaseLost, NotHeld
-from dlock_core.held import Held
-from dlock_core.lease import Released, valid_until
-from dlock_core.lock import new_request
+from dlock_core.leases.lease import Held, Released, valid_until
+from dlock_core.leases.lock import new_request
+from dlock_core.observability import hooks
 from dlock_core.testing import ManualRuntime, MemoryBackend
 
 
@@ -66,6 +66,10 @@ def test_loss_is_told_once_and_a_failing_callback_stops_nobody(held: Held, caplo
         with caplog.at_level(logging.WARNING, logger="dlock"):
             held.lose("the first reason")
             held.lose("the second reason")
+            for _ in range(10_000):
+                if told:  # In another thread.
+                    break
+                threading.Event().wait(0.002)
     finally:
         hooks.unsubscribe(events.append)
     assert told == ["second"]

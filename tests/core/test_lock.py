@@ -5,12 +5,13 @@ import contextlib
 import gc
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Callable, Generator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 
-from dlock_core import AlreadyHeld, AsyncLock, BackendUnavailable, LeaseLost, Lock, Released
+from dlock_core import AlreadyHeld, AsyncLock, BackendUnavailable, LeaseLost, Lock, MultiLock, Released
 from dlock_core.testing import MemoryBackend
 
 
@@ -151,3 +152,143 @@ def test_block_may_end_in_another_thread_than_it_began(store: MemoryBackend) -> 
     in_thread(lambda: blocks.enter_context(Lock(store, "a")))
     in_thread(blocks.close)
     assert Lock(store, "a").try_acquire().release() is Released.RELEASED  # type: ignore[union-attr]
+
+
+doubtful = pytest.mark.filterwarnings(
+    "ignore::pytest.PytestUnraisableExceptionWarning", "ignore:.*was never released:ResourceWarning"
+)
+"""A lease that nobody could tell for sure is thrown away, and warns."""
+
+
+class Stay:
+    """A thread that stays alive and does what it is told."""
+
+    def __init__(self) -> None:
+        self._executor = ThreadPoolExecutor(1)
+
+    def __call__(self, step: Callable[[], Any]) -> Any:
+        return self._executor.submit(step).result(30)
+
+
+def generator(lock: Any) -> Generator[Any, None, None]:
+    with lock as lease:
+        yield lease
+
+
+@doubtful
+@pytest.mark.parametrize(("kind", "name"), [(Lock, "a"), (MultiLock, ["a"])], ids=["Lock", "MultiLock"])
+def test_block_that_ends_in_another_thread_never_takes_the_lease_of_a_live_caller(
+    store: MemoryBackend, kind: Any, name: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    lock = kind(store, name, ttl=30, shared=True)
+    first, second, third = Stay(), Stay(), Stay()
+    moved, other = generator(lock), generator(lock)
+    first(lambda: next(moved))
+    lease = second(lambda: next(other))
+    with caplog.at_level(logging.WARNING, logger="dlock"):
+        third(lambda: next(moved, None))  # Both callers live: nobody can tell whose block has ended.
+    assert "nobody can tell" in caplog.text
+    lease.ensure_held()
+    second(lambda: next(other, None))  # Its own block ends with its own lease ...
+    assert not lock._blocks._leases  # ... and now it is known that the other one is over, too: nobody keeps it alive.
+
+
+def test_block_that_ends_in_another_thread_takes_the_only_lease_there_is(store: MemoryBackend) -> None:
+    lock, first, second = Lock(store, "a"), Stay(), Stay()
+    moved = generator(lock)
+    first(lambda: next(moved))
+    second(lambda: next(moved, None))
+    assert first(lock.try_acquire).release() is Released.RELEASED
+
+
+def test_block_that_ends_in_another_thread_takes_the_lease_of_the_thread_that_has_ended(store: MemoryBackend) -> None:
+    lock, alive = Lock(store, "a", shared=True), Stay()
+    moved, other = generator(lock), generator(lock)
+    abandoned = in_thread(lambda: next(moved))
+    lease = alive(lambda: next(other))
+    in_thread(lambda: next(moved, None))
+    assert abandoned._held.ended is Released.RELEASED
+    lease.ensure_held()
+    alive(lambda: next(other, None))
+    assert lease._held.ended is Released.RELEASED
+
+
+@doubtful
+def test_callers_whose_threads_have_both_ended_are_not_confused(store: MemoryBackend) -> None:
+    lock = Lock(store, "a", shared=True)
+    one, two = generator(lock), generator(lock)
+    leases = [in_thread(lambda: next(one)), in_thread(lambda: next(two))]
+    in_thread(lambda: next(one, None))
+    assert [lease._held.ended for lease in leases] == [None, None]
+    in_thread(lambda: next(two, None))
+    assert not lock._blocks._leases
+
+
+@doubtful
+def test_block_that_ends_in_another_task_never_takes_the_lease_of_a_live_task(store: MemoryBackend) -> None:
+    async def main() -> None:
+        lock = AsyncLock(store, "report", shared=True)
+        ended, told = asyncio.Event(), []
+
+        async def stream() -> AsyncGenerator[Any, None]:
+            async with lock as lease:
+                yield lease
+
+        first = stream()
+        await anext(first)  # In this task, which goes on.
+
+        async def second() -> None:
+            async with lock as lease:
+                told.append(lease)
+                await ended.wait()
+                lease.ensure_held()
+
+        task = asyncio.ensure_future(second())
+        while not told:
+            await asyncio.sleep(0)
+        await asyncio.create_task(_end(first))  # In a third one, as a server ends a response that nobody reads.
+        ended.set()
+        await task
+        assert not lock._blocks._leases
+
+    asyncio.run(main())
+
+
+async def _end(stream: AsyncGenerator[Any, None]) -> None:
+    with contextlib.suppress(StopAsyncIteration):
+        await anext(stream)
+
+
+@doubtful
+def test_streams_that_servers_end_in_tasks_of_their_own_release_their_leases(store: MemoryBackend) -> None:
+    async def main() -> None:
+        lock = AsyncLock(store, "report", shared=True)
+
+        async def stream() -> AsyncGenerator[Any, None]:
+            async with lock as lease:
+                yield lease
+
+        streams = [stream() for _ in range(3)]
+        leases = [await asyncio.create_task(anext(each)) for each in streams]  # type: ignore[arg-type]
+        for each in streams[:1]:
+            await asyncio.create_task(_end(each))
+        assert sum(lease._held.ended is None for lease in leases) == 3  # Three tasks have ended: nobody can tell.
+        for each in streams[1:]:
+            await asyncio.create_task(_end(each))
+        assert not lock._blocks._leases
+
+    asyncio.run(main())
+
+
+@doubtful
+def test_own_block_is_left_although_blocks_of_others_are_doubtful(store: MemoryBackend) -> None:
+    lock, first, second = Lock(store, "a", shared=True), Stay(), Stay()
+    moved = generator(lock)
+    first(lambda: next(moved))
+    own = second(lock.__enter__)
+    in_thread(lambda: next(moved, None))
+    second(lambda: lock.__exit__(None, None, None))
+    assert own._held.ended is Released.RELEASED
+    again = second(lock.__enter__)
+    second(lambda: lock.__exit__(None, None, None))
+    assert again._held.ended is Released.RELEASED

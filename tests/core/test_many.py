@@ -18,13 +18,13 @@ from dlock_core import (
     MultiLock,
     Released,
     connect,
-    hooks,
-    many,
 )
 from dlock_core.backends.memory import MemoryBackend
-from dlock_core.force import force_release
-from dlock_core.lock import new_request
+from dlock_core.leases import multilock
+from dlock_core.leases.lock import new_request
+from dlock_core.observability import hooks
 from dlock_core.runtime import BLOCKING, run
+from dlock_core.stores import force_release
 from tests.core.scripted import DOWN, Ahead, Scripted
 
 
@@ -167,7 +167,7 @@ def test_silent_store_is_rid_of_the_traces_of_all_names_behind_the_caller(at_onc
     store = Silent(runtime, DOWN, takes=2.0)
     requests = [new_request(name, 30.0, 0.0, shared=False, fair=True) for name in "abc"]
     with pytest.raises(BackendUnavailable):
-        runtime.run(many.acquire(runtime, store, requests, 1.0))
+        runtime.run(multilock.acquire(runtime, store, requests, 1.0))
     assert (runtime.now() - began, store.withdrawn) == (pytest.approx(2.0), [])
     for clean_up in runtime.left:
         runtime.run(clean_up)
@@ -214,7 +214,7 @@ def test_one_that_is_lost_while_the_others_are_waited_for_is_told_and_the_rest_g
 
 @pytest.mark.parametrize("many", [False, True])
 def test_what_was_held_before_one_failed_is_released_and_never_called_lost(many, request):
-    store = connect(request.getfixturevalue("redis_server").url) if many else MemoryBackend()
+    store = connect(request.getfixturevalue("redis_server").url) if multilock else MemoryBackend()
     events = []
     taken = Lock(store, "b").acquire()
     hooks.subscribe(events.append)
@@ -256,3 +256,70 @@ def test_one_that_cannot_be_released_does_not_keep_the_others():
     with pytest.raises(BackendUnavailable):
         lease.release()
     assert held(store) == ["a"]
+
+
+def test_release_that_is_interrupted_after_it_was_sent_is_no_loss(request):
+    store = connect(request.getfixturevalue("redis_server").url)
+    release_many = store.release_many
+    Lock(store, "a").acquire().release()  # Now the server knows the script.
+
+    async def interrupted(*args):
+        await release_many(*args)
+        store.release_many = release_many
+        raise KeyboardInterrupt
+
+    lease = MultiLock(store, ["a", "b"]).acquire()
+    store.release_many = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        lease.release()
+    assert lease.release() == [Released.RELEASED, Released.RELEASED]
+    store.release_many = interrupted
+    with pytest.raises(KeyboardInterrupt), MultiLock(store, ["a", "b"]):
+        pass
+    assert held(store) == []
+    store.close()
+
+
+class Losing(MemoryBackend):
+    """Loses requests to release, until it is told that what was held has run out."""
+
+    loses = True
+
+    async def release(self, runtime, request, granted):
+        if self.loses:
+            raise BackendUnavailable(request.name, reason="its node is gone")
+        return await super().release(runtime, request, granted)
+
+    def run_out(self):
+        self._states.clear()
+        self.loses = False
+
+
+def acquire_one(store):
+    return Lock(store, "a").acquire()
+
+
+def acquire_several(store):
+    return MultiLock(store, ["a", "b"]).acquire()
+
+
+@pytest.mark.parametrize("again", [acquire_one, acquire_several])
+@pytest.mark.parametrize("first", [acquire_one, acquire_several])
+def test_thread_whose_release_did_not_reach_the_store_waits_like_everybody_else(first, again):
+    store = Losing()
+    lease = first(store)
+    with pytest.raises(BackendUnavailable):
+        lease.release()
+    store.run_out()
+    again(store).release()
+    assert lease.remaining() > 0  # it is still here, and counts the seconds that nobody can be sure of
+
+
+async def test_task_whose_release_did_not_reach_the_store_waits_like_everybody_else():
+    store = Losing()
+    lease = await AsyncMultiLock(store, ["a", "b"]).acquire()
+    with pytest.raises(BackendUnavailable):
+        await lease.release()
+    store.run_out()
+    await (await AsyncMultiLock(store, ["a", "b"]).acquire()).release()
+    assert lease.remaining() > 0

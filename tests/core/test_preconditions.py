@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dlock_core import http
 from dlock_core.errors import PreconditionFailed, PreconditionMalformed, PreconditionRequired, StaleObject
-from dlock_core.preconditions import Tag, as_precondition, entity_tag, evaluate, parse
+from dlock_core.web import http
+from dlock_core.web.preconditions import Tag, as_precondition, entity_tag, evaluate, parse
 
 TAG = entity_tag("shop_order", 42, 3)
 HTML = entity_tag("shop_order", 42, 3, "html")

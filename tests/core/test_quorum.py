@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dlock_core.backend import Found, Holder, LockState, Waiter
-from dlock_core.backends.redlock.merging import merged
-from dlock_core.quorum import AHEAD, Forecast, agreed, free_in, is_renewed, majority, released
+from dlock_core.backends.redlock.nodes import merged
+from dlock_core.backends.redlock.quorum import AHEAD, Forecast, agreed, free_in, is_renewed, majority, released
 
 FIVE = 5
 NEEDED = majority(FIVE)

@@ -7,16 +7,16 @@ from typing import Any
 
 import pytest
 
-from dlock_core.backends.redis import wire
-from dlock_core.backends.redis.connections import AsyncioWire
+from dlock_core.backends.redis import transport
+from dlock_core.backends.redis.transport import AsyncioWire
 
 
-@pytest.mark.parametrize("command", [("PING",), ("SET", "clé:1", 30_000, b"\x00\r\n", "", 0.5)])
+@pytest.mark.parametrize("command", [("PING",), ("SET", "clé:1", "30000", b"\x00\r\n", "", "0.5")])
 def test_commands_are_packed_alike_with_and_without_hiredis(command: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("hiredis")
-    fast = wire.packed([command, command])
-    monkeypatch.setattr(wire, "_pack", wire._in_python)
-    assert wire.packed([command, command]) == fast
+    fast = transport.packed([command, command])
+    monkeypatch.setattr(transport, "_pack", transport._in_python)
+    assert transport.packed([command, command]) == fast
 
 
 def test_request_that_was_left_alone_while_its_loop_ended_is_ended_with_it() -> None:

@@ -7,7 +7,7 @@ import redis
 import redis.asyncio
 
 from dlock_core import Lock, connect
-from dlock_core.backends.redlock import RedlockBackend
+from dlock_core.backends.redlock.backend import RedlockBackend
 from dlock_core.errors import NotSupported
 
 SECRET = "hunter2"

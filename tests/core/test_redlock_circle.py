@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import redis
 
-from dlock_core.backends.redis import connections
-from dlock_core.backends.redis.wire import packed
-from dlock_core.backends.redlock.circle import MORE, Circle, Circles
+from dlock_core.backends.redis import transport
+from dlock_core.backends.redis.transport import packed
+from dlock_core.backends.redlock.broadcast import MORE, Circle, Circles
 
 
 class Peer:
@@ -68,7 +68,7 @@ def test_node_that_hung_up_is_an_error_and_no_reply(peers: list[Peer], circle: C
 def test_what_was_closed_or_spoke_unasked_while_idle_is_dropped_and_the_others_are_kept(
     peers: list[Peer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(connections, "TRUSTED", 0.0)
+    monkeypatch.setattr(transport, "TRUSTED", 0.0)
     circles = Circles(peers)  # type: ignore[arg-type]
     circle = joined(peers, circles.pop())
     circles.push(circle)

@@ -5,8 +5,8 @@ import sqlite3
 
 import pytest
 
-from dlock_core import fencing, row_fence
-from dlock_core.fencing import Claim
+from dlock_core.transactions import fence_sql, fencing
+from dlock_core.transactions.fencing import Claim
 
 DATABASES = ["sqlite", "postgresql", "mysql", "mariadb"]
 CLAIM = Claim("order:42", 10, "us", limit=1.5)
@@ -18,7 +18,7 @@ def names(sql):
 
 @pytest.mark.parametrize("database", DATABASES)
 def test_every_statement_takes_the_parameters_of_a_claim_and_the_key(database):
-    for sql in vars_of(row_fence.statements(database, "parcel", "id = :key")):
+    for sql in vars_of(fence_sql.statements(database, "parcel", "id = :key")):
         assert names(sql) <= {*fencing.params(CLAIM), "key"}
         assert "{" not in sql
 
@@ -29,7 +29,7 @@ def vars_of(statements):
 
 @pytest.mark.parametrize("database", ["postgresql", "mariadb"])
 def test_every_wait_for_the_row_is_limited(database):
-    statements = row_fence.statements(database, "parcel", "id = :key")
+    statements = fence_sql.statements(database, "parcel", "id = :key")
     waiting = vars_of(statements) if database == "mariadb" else vars_of(statements)[:2]
     for sql in waiting:
         assert names(sql) & {"seconds", "milliseconds"}
@@ -37,12 +37,12 @@ def test_every_wait_for_the_row_is_limited(database):
 
 @pytest.mark.parametrize("database", ["mysql", "mariadb"])
 def test_looking_for_the_row_takes_no_snapshot_where_a_plain_read_would(database):
-    assert row_fence.statements(database, "parcel", "id = :key").highest.endswith(" LOCK IN SHARE MODE")
+    assert fence_sql.statements(database, "parcel", "id = :key").highest.endswith(" LOCK IN SHARE MODE")
 
 
 def test_statements_of_a_row_are_written_once():
-    assert row_fence.statements("sqlite", "a", "id = :key") is row_fence.statements("sqlite", "a", "id = :key")
-    assert row_fence.statements("sqlite", "a", "id = :key") != row_fence.statements("sqlite", "b", "id = :key")
+    assert fence_sql.statements("sqlite", "a", "id = :key") is fence_sql.statements("sqlite", "a", "id = :key")
+    assert fence_sql.statements("sqlite", "a", "id = :key") != fence_sql.statements("sqlite", "b", "id = :key")
 
 
 # What they mean, on the database that is always there
@@ -54,7 +54,7 @@ def row():
     connection = sqlite3.connect(":memory:", isolation_level=None)
     connection.execute("CREATE TABLE parcel (id integer, dlock_token bigint, dlock_holder text)")
     connection.execute("INSERT INTO parcel VALUES (7, 0, '')")
-    statements = row_fence.statements("sqlite", "parcel", "id = :key")
+    statements = fence_sql.statements("sqlite", "parcel", "id = :key")
 
     def ask(step, token, holder, key=7):
         params = {**fencing.params(Claim("order:42", token, holder)), "key": key}

@@ -8,8 +8,9 @@ import redis.asyncio.sentinel
 import redis.sentinel
 
 from dlock_core import connect
-from dlock_core.backends.redis import RedisBackend, sentinel
-from dlock_core.backends.redlock import RedlockBackend
+from dlock_core.backends.redis import sentinel
+from dlock_core.backends.redis.backend import RedisBackend
+from dlock_core.backends.redlock.backend import RedlockBackend
 
 SECRET = "hunter2"
 SENTINELS = [("a", 1), ("b", 2)]

@@ -16,7 +16,7 @@ def test_public_names_of_the_core() -> None:
 
 def test_public_names_of_the_errors() -> None:
     assert dlock_core.errors.__all__ == [
-        "AcquireTimeout", "AlreadyHeld", "BackendUnavailable", "DLockError", "LeaseLost", "NotHeld", "NotSupported",
+        "AcquireTimeout", "AlreadyHeld", "BackendUnavailable", "DLockError", "LeaseLost", "NoSuchKey", "NotHeld", "NotSupported",
         "PreconditionFailed", "PreconditionMalformed", "PreconditionRequired", "RowLocked", "SnapshotTooOld", "StaleObject", "StaleToken",
     ]  # fmt: skip
     assert all(

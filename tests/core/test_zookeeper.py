@@ -1,8 +1,7 @@
 """What the ZooKeeper store decides without a server: its URLs, its paths, and who comes after whom in a queue."""
 
+import select
 import socket
-import subprocess
-import sys
 from collections import deque
 from collections.abc import Iterator
 from contextlib import closing
@@ -11,10 +10,10 @@ from typing import Any
 import pytest
 
 from dlock_core import connect
-from dlock_core.backends.zookeeper import ZooKeeperBackend
-from dlock_core.backends.zookeeper.address import of_url
-from dlock_core.backends.zookeeper.line import Line, component, line, name_of
-from dlock_core.backends.zookeeper.wire import Handler, Stream
+from dlock_core.backends.zookeeper.backend import ZooKeeperBackend
+from dlock_core.backends.zookeeper.queue import Line, component, line, name_of
+from dlock_core.backends.zookeeper.session import Handler, Stream, of_url
+from dlock_core.errors import NotSupported
 from dlock_core.names import canonical, join
 
 SECRET = "hunter2"
@@ -56,11 +55,10 @@ def test_bad_option_is_refused(options: dict[str, Any]):
         connect("zookeeper://h", **options)
 
 
-def test_missing_client_library_says_which_extra_to_install():
-    code = "import sys; sys.modules['kazoo'] = None; import dlock_core; dlock_core.connect('zookeeper://localhost')"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert "ImportError" in done.stderr
-    assert "pip install 'dlock-orm[zookeeper]'" in done.stderr
+def test_platform_without_poll_is_told_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(select, "poll")
+    with pytest.raises(NotSupported, match=r"needs select\.poll"):
+        connect("zookeeper://localhost")
 
 
 def test_backend_that_was_only_made_has_no_connection_and_no_thread():
@@ -175,3 +173,9 @@ def test_answers_that_came_together_are_taken_one_by_one_and_then_the_end_is_see
 
 def test_silent_server_is_not_waited_for_longer_than_the_limit(ends: tuple[Stream, socket.socket]):
     assert Handler(0.01).select([ends[0]], [], [], 60.0)[0] == []
+
+
+@pytest.mark.parametrize("spoiled", ["f-", "f-text", "f--5", "f-1e300", "f-nan", "f-" + "9" * 19, "f-٤٢"])
+def test_mark_that_is_damaged_counts_for_nothing(spoiled: str) -> None:
+    assert line([spoiled, "f-7"]).offset == 7
+    assert line([spoiled]).offset == 0

@@ -9,7 +9,7 @@ from django.views.generic import DeleteView, UpdateView
 
 from django_dlock.admin import LockAdmin, VersionedModelAdmin, VersionedStackedInline, VersionedTabularInline
 from django_dlock.forms import VersionedModelForm
-from django_dlock.generic import VersionedEditMixin
+from django_dlock.forms.views import VersionedEditMixin
 from django_dlock.models import Lock
 from tests.testapp.models import Code, Draft, Shop, Step, Tag, Ticket
 

@@ -9,8 +9,8 @@ import pytest
 from django.db import connections
 from django.test import override_settings
 
-from dlock_core import hooks
 from dlock_core.backends.memory import MemoryBackend
+from dlock_core.observability import hooks
 from tests.django_dlock.admin_fixtures import admin_pages, browser, late_replica, on_postgresql, ticket  # noqa: F401 - fixtures
 from tests.django_dlock.parties import Party
 from tests.servers import Server

@@ -14,7 +14,7 @@ from django.contrib.auth.models import Permission, User
 from django.test import Client, override_settings
 
 from django_dlock.admin import locks
-from django_dlock.admin.cards import plain
+from django_dlock.admin.locks import plain
 from dlock_core import Lock
 from dlock_core.errors import LeaseLost
 from dlock_core.inspect import Entry, Picture, cycles
@@ -157,7 +157,7 @@ def test_store_that_is_down_or_wrong_is_one_line_without_its_password(both):
     assert "wrong: DLOCK" in text(response)
     assert response.content.decode().count('class="errornote">down: ') == 1
     assert "geheim" not in response.content.decode()
-    assert "Nobody holds a lock, or waits for one, as far as could be read." in text(response)
+    assert "Who holds a lock is not known: not everything could be read." in text(response)
 
 
 @pytest.mark.parametrize("declared", [None, 7])

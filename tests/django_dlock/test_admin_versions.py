@@ -16,6 +16,8 @@ from tests.django_dlock.admin_urls import site
 from tests.django_dlock.pages import form
 from tests.testapp.models import Draft, Shop, Step, Tag, Ticket
 
+pytestmark = pytest.mark.usefixtures("versions_from_1")
+
 TICKET = "/admin/testapp/ticket/{}/change/"
 
 

@@ -19,9 +19,10 @@ from django_dlock.conf import stores
 from django_dlock.errors import AcquireTimeout, LeaseLost, NotSupported, SnapshotTooOld
 from django_dlock.transactions import in_transaction
 from dlock_core.backends.advisory import TransactionBackend
-from dlock_core.lease import Released
-from dlock_core.retry import Trouble, classify
+from dlock_core.backends.memory import MemoryBackend
+from dlock_core.leases.lease import Released
 from dlock_core.runtime import BLOCKING, run
+from dlock_core.transactions.retry import Trouble, classify
 from tests.django_dlock.parties import wait_until_blocked
 from tests.django_dlock.sessions import add, committed, kill_session, rows, second_session, session_id
 from tests.processes import Link, worker
@@ -43,6 +44,13 @@ def store(use_database) -> Iterator[TransactionBackend]:
     use_database(PG)
     with override_settings(DLOCK=DLOCK):
         yield stores["default"].backend
+
+
+@pytest.fixture
+def memory_store(store) -> Iterator[None]:
+    """A store of leases beside it."""
+    with override_settings(DLOCK={**DLOCK, "memory": {"BACKEND": MemoryBackend()}}):
+        yield
 
 
 def order(key: int = 42, **options: Any) -> Any:
@@ -422,6 +430,19 @@ def atomic_requests() -> Iterator[None]:
 def ship(order_id: int) -> bool:
     add(PG, "shipped")
     return in_transaction(PG)
+
+
+def test_stacked_with_a_lock_inside_the_transaction_the_lease_is_taken_first_whichever_stands_above(
+    store, memory_store, journal, follow
+):
+    follow(PG)
+    inside = locked("order", 42, using=PG)
+    outside = locked("customer", 8, using=PG, store="memory")
+    for make in (lambda work: inside(outside(work)), lambda work: outside(inside(work))):
+        journal.clear()
+        make(lambda: journal.append(f"work {in_transaction(PG)}"))()
+        begin = ["acquired customer:8", "BEGIN", "acquired order:42", "work True", "COMMIT"]
+        assert (journal[:5], sorted(journal[5:])) == (begin, ["released customer:8", "released order:42"])
 
 
 def view(request: Any, pk: int) -> Any:

@@ -16,8 +16,8 @@ from django_dlock import lock, locked, pk
 from django_dlock.errors import AcquireTimeout, AlreadyHeld, BackendUnavailable, LeaseLost, StaleToken
 from django_dlock.middleware import LockMiddleware
 from django_dlock.models import Fence
-from django_dlock.ties import current
-from dlock_core.lease import Released
+from django_dlock.tie import current
+from dlock_core.leases.lease import Released
 from tests.chaos import EverybodyIn
 from tests.django_dlock.parties import is_held
 from tests.django_dlock.sessions import committed

@@ -266,6 +266,29 @@ def test_w012_a_foreign_key_that_django_clears_past_the_version(installed, on_de
     assert ids(model_checks.check_models()) == found
 
 
+def test_w014_a_parent_s_table_that_is_written_past_the_version(installed):
+    class Customer(models.Model):
+        class Meta:
+            app_label = "testapp"
+
+    class Patient(VersionedMixin, Customer):
+        class Meta:
+            app_label = "testapp"
+
+    class Child(Patient):
+        class Meta:
+            app_label = "testapp"
+
+    class Proxy(Patient):
+        class Meta:
+            app_label = "testapp"
+            proxy = True
+
+    (message,) = model_checks.check_models()
+    assert (ids([message]), message.obj) == (["dlock.W014"], Patient)
+    assert "saved as a Customer" in message.msg
+
+
 def test_models_of_other_apps_are_left_to_their_own_check(installed):
     class NoField(VersionedMixin):
         version = None

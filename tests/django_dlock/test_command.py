@@ -20,9 +20,9 @@ from django_dlock import lock
 from django_dlock.errors import StaleToken
 from django_dlock.fencing import TableFence
 from django_dlock.models import Fence
-from django_dlock.purge import purge
-from dlock_core.fencing import Claim
-from dlock_core.lease import Released
+from django_dlock.operations import purge
+from dlock_core.leases.lease import Released
+from dlock_core.transactions.fencing import Claim
 
 DAY = 86_400_000_000
 ONLY_STORES = ("--database", "default")
@@ -199,7 +199,7 @@ def test_doctor_tells_what_the_checks_tell(stores):
 
 
 def test_pool_of_one_connection_is_a_warning(monkeypatch):
-    from django_dlock.doctor import findings
+    from django_dlock.operations import findings
 
     monkeypatch.setitem(connections["default"].settings_dict, "OPTIONS", {"pool": {"max_size": 1}})
     assert {one.check: one.level for one in findings(["default"])}["pool"] == "warning"
@@ -232,6 +232,24 @@ def test_purge_replaces_old_rows_by_a_floor_that_refuses_their_tokens(database):
         TableFence().admit(connections[database], Claim("other revision", 3, "b" * 32))
 
 
+def test_purge_keeps_what_is_raised_above_the_floor_meanwhile(database):
+    """As when its clock is days ahead of the store's, so that every row looks old."""
+    now = int(time.time() * 1_000_000)
+    Fence.objects.using(database).create(name="old", token=now - 50 * DAY, holder="a")
+    Fence.objects.using(database).create(name="at work", token=now - 60 * DAY, holder="a")
+
+    def work_meanwhile(execute, sql, params, many, context):
+        answer = execute(sql, params, many, context)
+        if sql.startswith("INSERT"):  # the floor stands, and nothing is deleted so far
+            Fence.objects.using(database).filter(name="at work").update(token=now - 40 * DAY)
+        return answer
+
+    with connections[database].execute_wrapper(work_meanwhile):
+        assert purge(database, 30) == 1
+    left = dict(Fence.objects.using(database).values_list("name", "token"))
+    assert left == {"": now - 50 * DAY, "at work": now - 40 * DAY}
+
+
 def test_purge_counts_shared_holders_as_well(database):
     now = int(time.time() * 1_000_000)
     rows = {"shared long ago": (0, now - 40 * DAY), "shared now": (now - 50 * DAY, now - DAY)}
@@ -240,6 +258,23 @@ def test_purge_counts_shared_holders_as_well(database):
     assert purge(database, 30) == 1
     left = dict(Fence.objects.using(database).values_list("name", "token"))
     assert left == {"": now - 40 * DAY, "shared now": now - 50 * DAY}
+
+
+def test_purge_removes_rows_that_never_had_a_token(database):
+    Fence.objects.using(database).create(name="looked at by a stranger", token=0, holder="")
+    Fence.objects.using(database).create(name="revision", token=0, holder="", s_token=7)
+    assert purge(database, 30) == 1
+    assert set(Fence.objects.using(database).values_list("name", flat=True)) == {"", "revision"}
+
+
+def test_purge_removes_what_shared_holders_of_names_that_strangers_chose_have_left(database, redis_server):
+    with override_settings(DLOCK={"default": {"BACKEND": redis_server.url}}):
+        for number in range(20):
+            with lock("stranger", number, using=database, shared=True, fence="lease" if number % 2 else True):
+                pass
+    assert Fence.objects.using(database).count() == 20
+    assert purge(database, 0) == 20
+    assert list(Fence.objects.using(database).values_list("name", flat=True)) == [""]
 
 
 @pytest.mark.parametrize("database", ["postgresql", "mariadb"], indirect=True)

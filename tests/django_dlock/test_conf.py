@@ -12,7 +12,7 @@ from django.core.exceptions import ImproperlyConfigured
 from django.test import override_settings
 
 from django_dlock.conf import InvalidStore, Store, Stores, UnknownStore, stores
-from dlock_core import registry
+from dlock_core import stores as registry
 
 
 class FakeBackend:

@@ -36,7 +36,7 @@ def hold(link: Link, url: str, database: str, fence: object) -> str:
 
     from django_dlock import lock
     from django_dlock.errors import LeaseLost
-    from dlock_core import hooks
+    from dlock_core.observability import hooks
     from tests.testapp.models import Counter
 
     told = threading.Event()

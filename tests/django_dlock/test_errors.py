@@ -2,12 +2,14 @@ import pickle
 
 import pytest
 from django.db import DatabaseError, NotSupportedError, OperationalError, transaction
+from django.http import Http404
 
 from django_dlock import errors
 from dlock_core import errors as core
 from tests.testapp.models import Counter
 
 NAME = "order:42"
+MISSING = core.NoSuchKey("testapp.counter", key="x42")
 EXAMPLES = [
     core.AcquireTimeout(NAME, waited=2.5, held_by="worker 7", retry_after=3.0),
     core.AlreadyHeld(NAME),
@@ -54,6 +56,13 @@ def test_twin_survives_pickling(error: core.DLockError) -> None:
     assert same_data(copy, twin)
 
 
+def test_key_that_no_row_has_is_a_row_that_is_not_found() -> None:
+    twin = errors.as_database_error(MISSING)
+    assert isinstance(twin, core.NoSuchKey)
+    assert isinstance(twin, Http404)
+    assert same_data(pickle.loads(pickle.dumps(twin)), MISSING)
+
+
 def test_twin_keeps_cause_and_traceback() -> None:
     refused = OSError("refused")
     with pytest.raises(core.BackendUnavailable) as caught:
@@ -64,7 +73,9 @@ def test_twin_keeps_cause_and_traceback() -> None:
 
 
 def test_every_core_error_has_a_twin() -> None:
-    assert {type(error) for error in EXAMPLES} | {core.DLockError} == {getattr(core, name) for name in core.__all__}
+    assert {type(error) for error in [*EXAMPLES, MISSING]} | {core.DLockError} == {
+        getattr(core, name) for name in core.__all__
+    }
     assert set(core.__all__) < set(errors.__all__)
 
 

@@ -7,11 +7,12 @@ import threading
 import pytest
 from django.conf import settings
 from django.db import DatabaseError, connections
+from django.db.models import F
 from django.db.transaction import atomic
 
 from django_dlock import lock
 from django_dlock.errors import DLockError, RowLocked
-from dlock_core.retry import is_conflict
+from dlock_core.transactions.retry import is_conflict
 from tests.chaos import Dice
 from tests.django_dlock.parties import is_held
 from tests.processes import Worker, worker
@@ -70,6 +71,38 @@ def add_until_told(link, alias, url, form):
             committed += 1
     connections.close_all()
     return committed, refused
+
+
+def mix_until_told(link, alias, form, shared):
+    """Post one, sharing, or close: read in one transaction and write in the next; tells how often it was committed."""
+    use_store(Dice(), TTL=0.2, WAIT=5)
+    connections[alias].ensure_connection()
+    link.say("ready")
+    committed, refused = 0, 0
+    while not link.pipe.poll():
+        try:
+            with lock("order", 42, using=alias, fence=form, shared=shared, wait=1):
+                post(alias) if shared else close(alias)
+        except DatabaseError as error:
+            if not isinstance(error, DLockError) and not is_conflict(error):
+                raise
+            refused += 1
+        else:
+            committed += 1
+    connections.close_all()
+    return committed, refused
+
+
+def post(alias):
+    with atomic(alias):
+        Counter.objects.using(alias).filter(name="a").update(value=F("value") + 1)
+
+
+def close(alias):
+    with atomic(alias):
+        seen = Counter.objects.using(alias).get(name="a").value
+    with atomic(alias):
+        Counter.objects.using(alias).filter(name="a").update(value=seen + 1)
 
 
 # Stopped at one point, past the ttl
@@ -157,10 +190,13 @@ def test_killed_holder_leaves_nothing_but_a_lease_that_runs_out(database, redis_
 
 def torture(database, url, form):
     """Processes add as fast as they can, one is always stopped for longer than a lease; (commits, refusals)."""
+    return stopped_at_random([Worker(add_until_told, database, url, form) for _ in range(WORKERS)])
+
+
+def stopped_at_random(workers):
     pause, over = random.Random(4711), threading.Event()
-    workers = [Worker(add_until_told, database, url, form) for _ in range(WORKERS)]
     try:
-        assert [one.hear() for one in workers] == ["ready"] * WORKERS
+        assert {one.hear() for one in workers} == {"ready"}
         timer = threading.Timer(SECONDS, over.set)
         timer.start()
         while not over.is_set():
@@ -191,6 +227,17 @@ def test_no_update_is_lost_when_processes_are_stopped_at_random(database, redis_
 @pytest.mark.parametrize("form", ["transaction", "lease"])
 def test_no_update_is_lost_when_the_lock_service_grants_everybody_everything(database, counter, form):
     committed, _ = torture(database, None, form)
+    counter.refresh_from_db()
+    assert counter.value == committed > 0
+
+
+@pytest.mark.parametrize("exclusive", ["transaction", "lease"])
+def test_no_posting_is_lost_by_a_closing_when_the_lock_service_grants_everybody_everything(
+    database, counter, exclusive
+):
+    closing = [Worker(mix_until_told, database, exclusive, False) for _ in range(2)]
+    posting = [Worker(mix_until_told, database, shared, True) for shared in ("transaction", "lease")]
+    committed, _ = stopped_at_random([*closing, *posting])
     counter.refresh_from_db()
     assert counter.value == committed > 0
 

@@ -15,6 +15,8 @@ from tests.django_dlock.admin_urls import TicketForm
 from tests.django_dlock.pages import form
 from tests.testapp.models import Step, Tag, Ticket
 
+pytestmark = pytest.mark.usefixtures("versions_from_1")
+
 
 def text(response):
     return re.sub(r"\s+", " ", re.sub(r"<[^>]+>", " ", response.content.decode()))

@@ -14,9 +14,9 @@ from django_dlock import lock
 from django_dlock.backends.connector import pool_of
 from django_dlock.conf import InvalidStore, stores
 from django_dlock.errors import AcquireTimeout
-from dlock_core.backends.table import TableBackend
-from dlock_core.registry import connect
+from dlock_core.backends.table.backend import TableBackend
 from dlock_core.runtime import BLOCKING, run
+from dlock_core.stores import connect
 from tests.django_dlock.parties import Party, is_held
 from tests.testapp.models import Counter
 

@@ -1,15 +1,19 @@
 """`lock(...)`: the lease lives until its transactions have ended, however they end."""
 
+import gc
 import logging
 import os
 import unittest
 
 import pytest
-from django.db import Error, InterfaceError, OperationalError, connections, transaction
+from asgiref.sync import async_to_sync, sync_to_async
+from django.core.management import call_command
+from django.db import Error, InterfaceError, OperationalError, ProgrammingError, connections, transaction
+from django.db.migrations.recorder import MigrationRecorder
 from django.db.transaction import TransactionManagementError, atomic
 from django.test import TestCase, TransactionTestCase, override_settings
 
-from django_dlock import lock
+from django_dlock import lock, locked
 from django_dlock.conf import InvalidStore
 from django_dlock.errors import (
     AcquireTimeout,
@@ -20,11 +24,11 @@ from django_dlock.errors import (
     SnapshotTooOld,
     StaleToken,
 )
-from django_dlock.leases import release_forgotten
+from django_dlock.locks import release_forgotten
 from django_dlock.models import Fence
-from django_dlock.ties import current
+from django_dlock.tie import current
 from dlock_core.backends.memory import MemoryBackend
-from dlock_core.lease import Released
+from dlock_core.leases.lease import Released
 from dlock_core.runtime import BLOCKING, run
 from tests.django_dlock import sessions
 from tests.django_dlock.parties import is_held
@@ -677,6 +681,101 @@ def test_acquire_inside_a_transaction_needs_no_release(database, store):
     assert not is_held(store)
 
 
+without_refusal = pytest.mark.parametrize("database", ["default", "mariadb"], indirect=True)
+"""PostgreSQL's drivers refuse to turn autocommit on inside a transaction."""
+
+
+@pytest.mark.parametrize("sql", ["COMMIT", "/* c */ rollback", "BEGIN"])
+def test_transaction_under_a_lock_is_not_ended_past_django(database, store, sql):
+    with order(database), atomic(database):
+        add(database, "a")
+        with pytest.raises(TransactionManagementError, match="past Django"), connections[database].cursor() as cursor:
+            cursor.execute(sql)
+        assert is_held(store)
+    assert committed(database) == {"a"}
+
+
+@pytest.mark.parametrize(
+    "sql", ["/* job */ UPDATE {0} SET value = 1", "SELECT 1; UPDATE {0} SET value = 1", "CALL f()"]
+)
+def test_disguised_write_without_a_transaction_is_refused(database, store, sql):
+    with order(database), connections[database].cursor() as cursor, pytest.raises(TransactionManagementError):
+        cursor.execute(sql.format(Counter._meta.db_table))
+
+
+@without_refusal
+def test_autocommit_that_is_turned_on_in_a_transaction_is_its_commit(database, store):
+    transaction.set_autocommit(False, using=database)
+    order(database).acquire()
+    add(database, "a")
+    transaction.set_autocommit(True, using=database)
+    assert not is_held(store)
+    assert committed(database) == {"a"}
+
+
+@without_refusal
+def test_autocommit_that_is_turned_on_commits_nothing_under_a_lost_lease(database, store):
+    transaction.set_autocommit(False, using=database)
+    lease = order(database).acquire()
+    add(database, "a")
+    lease._held.lose("somebody else has it")
+    with pytest.raises(LeaseLost):
+        transaction.set_autocommit(True, using=database)
+    transaction.set_autocommit(True, using=database)
+    assert committed(database) == set()
+
+
+@postgresql_only
+def test_autocommit_that_is_refused_leaves_the_transaction_and_its_lease(database, store):
+    transaction.set_autocommit(False, using=database)
+    order(database).acquire()
+    add(database, "a")
+    with pytest.raises(ProgrammingError):
+        transaction.set_autocommit(True, using=database)
+    assert is_held(store)
+    transaction.rollback(using=database)
+    transaction.set_autocommit(True, using=database)
+    assert not is_held(store)
+
+
+@pytest.mark.parametrize("name", ["block", "locked"])
+def test_acquire_that_joins_inside_a_transaction_is_left_with_it(database, store, name):
+    def join_and_drop():
+        with atomic(database):
+            order(database).acquire()
+            order(database).acquire()
+        with atomic(database):
+            assert is_held(store)
+
+    if name == "block":
+        with order(database):
+            join_and_drop()
+    else:
+        locked("order", 42, using=database)(join_and_drop)()
+    assert not is_held(store)
+    assert current() == []
+
+
+def test_joined_lease_that_was_released_by_hand_is_not_left_twice(database, store):
+    with order(database):
+        with atomic(database):
+            order(database).acquire().release()
+        assert is_held(store)
+        with atomic(database), order(database) as joined:
+            joined.release()
+        assert is_held(store)
+    assert not is_held(store)
+
+
+def test_lease_that_nobody_keeps_lasts_as_long_as_its_context(database, store):
+    order(database).acquire()
+    gc.collect()
+    with pytest.raises(AlreadyHeld):
+        order(database).acquire()
+    assert release_forgotten() == ["order:42"]
+    assert not is_held(store)
+
+
 def test_forgotten_leases_are_released_and_named(database, store):
     lock("order", 1, using=database).acquire()
     lock("order", 2, using=database).acquire()
@@ -773,7 +872,7 @@ def test_hostile_text_is_a_name_like_any_other(database, store, hostile):
 
 
 def test_names_differ_when_their_parts_do(database, store):
-    with lock("a:b", using=database), lock("a", "b", using=database), lock("A", "b", using=database), atomic(database):
+    with lock("a b", using=database), lock("a", "b", using=database), lock("A", "b", using=database), atomic(database):
         add(database, "a")
     assert Fence.objects.using(database).count() == 3
 
@@ -785,7 +884,7 @@ async def test_missing_database_is_refused_before_the_store_is_asked(snapshot):
     with pytest.raises(Exception, match="nowhere"):
         await wrong.aacquire()
     with pytest.raises(Exception, match="nowhere"):
-        wrong.acquire()
+        await sync_to_async(wrong.acquire)()
 
 
 def test_missing_store_is_named(database, store):
@@ -924,6 +1023,13 @@ def test_lock_after_a_read_is_refused_before_the_store_is_asked(snapshotting):
         order(snapshotting).acquire()
 
 
+@pytest.mark.usefixtures("untouchable")
+def test_lock_after_a_read_is_refused_through_async_to_sync_too(snapshotting):
+    with pytest.raises(SnapshotTooOld), atomic(snapshotting):
+        read(snapshotting)
+        async_to_sync(order(snapshotting).aacquire)()
+
+
 def test_lock_after_a_read_is_granted_to_who_knows_better(snapshotting, store):
     with atomic(snapshotting):
         read(snapshotting)
@@ -1016,6 +1122,25 @@ def test_deferred_sqlite_that_has_read_before_another_wrote_is_refused(isolated,
         party().now(lambda: Counter.objects.using(alias).update(value=1))
         order(alias).acquire()
     assert not is_held(store)
+
+
+LAST_OF_AUTH = ("auth", "0012_alter_user_first_name_max_length")
+
+
+@pytest.mark.parametrize("form", [True, "lease"])
+def test_migrations_under_a_fence_are_refused_before_they_begin(database, store, form):
+    with order(database, fence=form), pytest.raises(NotSupported, match=r"order:42.*fence=False around migrate"):
+        call_command("migrate", "auth", "0011", database=database, verbosity=0)
+    assert LAST_OF_AUTH in MigrationRecorder(connections[database]).applied_migrations()
+
+
+def test_migrations_under_a_lock_without_a_fence_are_made_and_noted(database, store):
+    recorder = MigrationRecorder(connections[database])
+    with order(database, fence=False):
+        call_command("migrate", "auth", "0011", database=database, verbosity=0)
+        assert LAST_OF_AUTH not in recorder.applied_migrations()
+        call_command("migrate", "auth", database=database, verbosity=0)
+    assert LAST_OF_AUTH in recorder.applied_migrations()
 
 
 def test_write_outside_a_transaction_is_refused_under_a_fence(database, store):

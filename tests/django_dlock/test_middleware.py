@@ -338,7 +338,7 @@ def test_a_store_that_fails_while_releasing_does_not_spoil_the_answer(client, mo
     def fail():
         raise ERRORS["down"]
 
-    monkeypatch.setattr("django_dlock.leases.release_forgotten", fail)
+    monkeypatch.setattr("django_dlock.locks.release_forgotten", fail)
 
     assert client.get("/who/x").status_code == 200
     assert "could not be released" in dlock_log()[0]
@@ -348,7 +348,7 @@ async def test_a_store_that_fails_while_releasing_does_not_spoil_the_answer_unde
     async def fail():
         raise ERRORS["down"]
 
-    monkeypatch.setattr("django_dlock.leases.release_forgotten_async", fail)
+    monkeypatch.setattr("django_dlock.locks.release_forgotten_async", fail)
 
     assert (await aclient.get("/awho")).status_code == 200
     assert "could not be released" in dlock_log()[0]

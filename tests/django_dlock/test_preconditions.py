@@ -14,9 +14,11 @@ from django.views import View
 from django.views.generic import DetailView
 
 from django_dlock.preconditions import check_preconditions, conditional, etag_of
-from dlock_core.preconditions import entity_tag
+from dlock_core.web.preconditions import entity_tag
 from tests.django_dlock.parties import wait_until_blocked
 from tests.testapp.models import Account, Article, ArticleProxy, Code, Draft, Shop
+
+pytestmark = pytest.mark.usefixtures("versions_from_1")
 
 TOGETHER = threading.Barrier(2)
 MIDDLEWARE = ["django_dlock.middleware.LockMiddleware"]

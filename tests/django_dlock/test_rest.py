@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import rest_framework
-from django.db import connections
+from django.db import connections, transaction
 from django.test import override_settings
 from django.urls import include, path
 from rest_framework import generics, routers, serializers, viewsets
@@ -15,9 +15,12 @@ from rest_framework.permissions import BasePermission
 from rest_framework.response import Response
 from rest_framework.test import APIClient, APIRequestFactory
 
+from django_dlock.errors import PreconditionFailed, PreconditionRequired
 from django_dlock.preconditions import etag_of
 from django_dlock.rest import PreconditionMixin, VersionedSerializerMixin
 from tests.testapp.models import Article, Counter, Draft
+
+pytestmark = pytest.mark.usefixtures("versions_from_1")
 
 TOGETHER = threading.Barrier(2)
 TEMPLATES = [  # those of the browsable API, without its app
@@ -198,18 +201,103 @@ def test_model_without_a_version_fails_loudly(use_database):
         Counters.as_view()(APIRequestFactory().get("/"), pk=counter.pk)
 
 
-def test_view_that_goes_round_the_check_fails_loudly_and_writes_nothing(use_database):
+def test_view_that_writes_another_object_than_was_checked_fails_loudly_and_writes_nothing(use_database):
     class Careless(Lenient):
-        def get_object(self):
-            return Draft.objects.get()
+        def update(self, request, *args, **kwargs):
+            serializer = self.get_serializer(Draft.objects.get(), data=request.data)
+            serializer.is_valid(raise_exception=True)
+            self.perform_update(serializer)
+
+        def destroy(self, request, *args, **kwargs):
+            self.perform_destroy(Draft.objects.get())
 
     use_database("default")
     Draft.objects.create(title="first")
     view = Careless.as_view()
     for request in (APIRequestFactory().patch("/", {"title": "second"}), APIRequestFactory().delete("/")):
-        with pytest.raises(TypeError, match=r"Careless.*super\(\).get_object\(\)"):
+        with pytest.raises(TypeError, match=r"Careless.*get_object\(\)"):
             view(request, pk=1)
     assert Draft.objects.get().title == "first"
+
+
+class OwnGetObject:
+    """A mixin that finds the object in its own way; it stands before ours, or after it."""
+
+    def get_object(self):
+        return Draft.objects.get(pk=self.kwargs["pk"])
+
+
+class OwnEverything(Lenient):
+    if_match_required = ("PUT", "PATCH", "DELETE")
+
+    def get_object(self):
+        return Draft.objects.get(pk=self.kwargs["pk"])
+
+    def perform_update(self, serializer):
+        serializer.save(title=f"{serializer.validated_data['title']}!")
+
+    def perform_destroy(self, instance):
+        instance.delete()
+
+
+class Mixed(OwnGetObject, OwnEverything):
+    pass
+
+
+class AlsoMixed(OwnEverything, OwnGetObject):
+    def get_object(self):
+        return super().get_object()
+
+
+@pytest.mark.parametrize("kind", [OwnEverything, Mixed, AlsoMixed])
+def test_object_that_a_view_finds_in_its_own_way_is_checked_like_any_other(use_database, kind):
+    use_database("default")
+    draft = Draft.objects.create(title="first")
+    view, make = kind.as_view(), APIRequestFactory()
+    for ask_it in (make.patch, make.put, make.delete):
+        with pytest.raises(PreconditionRequired):
+            view(ask_it("/", {"title": "second"}), pk=draft.pk)
+        with pytest.raises(PreconditionFailed):
+            view(ask_it("/", {"title": "second"}, headers={"If-Match": '"old"'}), pk=draft.pk)
+    draft.refresh_from_db()
+    assert draft.title == "first"
+    tag = etag_of(draft, variant="json")
+    assert view(make.get("/"), pk=draft.pk)["ETag"] == tag
+    changed = view(make.patch("/", {"title": "second"}, headers={"If-Match": tag}), pk=draft.pk)
+    draft.refresh_from_db()
+    assert (changed.status_code, changed["ETag"], draft.title) == (200, etag_of(draft, variant="json"), "second!")
+    assert view(make.delete("/", headers={"If-Match": etag_of(draft)}), pk=draft.pk).status_code == 204
+
+
+@pytest.mark.parametrize("method", ["put", "patch", "delete"])
+def test_view_that_changes_an_object_and_never_checked_one_fails_loudly(use_database, method):
+    class Careless(Lenient):
+        if_match_required = ("PUT", "PATCH", "DELETE")
+
+        def put(self, request, pk):
+            Draft.objects.filter(pk=pk).update(title="second")
+            return Response({})
+
+        patch = delete = put
+
+    use_database("default")
+    draft = Draft.objects.create(title="first")
+    with pytest.raises(TypeError, match=r"Careless.*get_object\(\)"), transaction.atomic():
+        Careless.as_view()(getattr(APIRequestFactory(), method)("/"), pk=draft.pk)
+    draft.refresh_from_db()
+    assert draft.title == "first"
+
+
+def test_new_object_of_a_view_that_saves_in_its_own_way_tells_its_tag(use_database):
+    class Makes(PreconditionMixin, generics.CreateAPIView):
+        serializer_class = ArticleSerializer
+
+        def perform_create(self, serializer):
+            serializer.save(reads=7)
+
+    use_database("default")
+    made = Makes.as_view()(APIRequestFactory().post("/", {"title": "a"}))
+    assert (made.status_code, made["ETag"]) == (201, etag_of(Article.objects.get(), variant="json"))
 
 
 def test_many_new_objects_have_no_tag(use_database):

@@ -1,6 +1,7 @@
 """The promises of retry_on_conflict, on real conflicts of real databases."""
 
 import asyncio
+import contextlib
 import inspect
 import threading
 from collections.abc import Callable
@@ -8,7 +9,7 @@ from typing import Any
 
 import pytest
 from asgiref.sync import sync_to_async
-from django.db import OperationalError, connections, models
+from django.db import OperationalError, connections, models, transaction
 from django.db.transaction import TransactionManagementError, atomic, set_autocommit
 from django.http import HttpRequest, HttpResponse
 from django.test import Client, TestCase, override_settings
@@ -16,8 +17,8 @@ from django.urls import path
 
 from django_dlock.errors import AcquireTimeout, RowLocked, StaleObject, StaleToken
 from django_dlock.retry import retry_on_conflict
-from django_dlock.transactions import in_transaction
-from dlock_core.retry import Trouble, classify
+from django_dlock.transactions import in_transaction, on_end
+from dlock_core.sql.driver_errors import Trouble, classify
 from tests import processes
 from tests.django_dlock.sessions import add, committed, rows, second_session
 from tests.testapp.models import Article, Counter, Stock
@@ -28,6 +29,10 @@ with_row_locks = pytest.mark.parametrize("database", ["postgresql", "mariadb"], 
 
 class Sorry(Exception):
     """Raised by user code."""
+
+
+def count(alias: str) -> int:
+    return Counter.objects.using(alias).count()
 
 
 class Attempts:
@@ -139,6 +144,172 @@ def test_inside_itself_it_refuses(database):
         outer()
 
 
+@pytest.mark.parametrize("is_async", [False, True])
+async def test_inside_itself_it_refuses_before_the_inner_one_runs_in_coroutines_too(use_database, is_async):
+    await sync_to_async(use_database)("default")
+    attempts = Attempts()
+
+    @retry_on_conflict
+    async def asynchronous() -> int:
+        return attempts.make()
+
+    blocking = sync_to_async(retry_on_conflict(attempts.make))
+
+    @retry_on_conflict
+    async def outer() -> None:
+        await (asynchronous() if is_async else blocking())
+
+    with pytest.raises(TransactionManagementError, match="inside another one"):
+        await outer()
+    assert attempts.made == 0
+
+
+# what is committed is never done twice
+
+
+def test_conflict_of_an_on_commit_function_is_raised_at_once(database):
+    @retry_on_conflict(using=database)
+    def pay() -> None:
+        add(database, "paid")
+        transaction.on_commit(Attempts(stale()).make, using=database)
+
+    with pytest.raises(StaleObject) as caught:
+        pay()
+    assert caught.value.__notes__ == [f"not tried again: work on {database!r} is committed"]
+    assert count(database) == 1
+
+
+def test_conflict_at_a_commit_after_that_of_another_database_is_raised_at_once(database, use_database):
+    other, runs = use_database("other"), []
+
+    @retry_on_conflict(using=[database, other])
+    def pay() -> None:
+        runs.append(1)
+        add(database, "paid")
+        add(other, "log")
+        on_end(lambda outcome: None, using=database, before_commit=Attempts(stale()).make)
+
+    with pytest.raises(StaleObject):
+        pay()
+    assert (runs, count(other), count(database)) == ([1], 1, 0)
+
+
+def in_a_transaction_of_its_own(other: str) -> None:
+    with atomic(other):
+        add(other, "log")
+
+
+def in_autocommit(other: str) -> None:
+    add(other, "log")
+
+
+def by_hand(other: str) -> None:
+    set_autocommit(False, using=other)
+    try:
+        add(other, "log")
+        transaction.commit(using=other)
+    finally:
+        set_autocommit(True, using=other)
+
+
+def with_a_comment_before(other: str) -> None:
+    with connections[other].cursor() as cursor:
+        cursor.execute("/* by hand */ -- really\n INSERT INTO testapp_counter (name, value) VALUES ('log', 0)")
+
+
+def by_a_retry_of_its_own(other: str) -> None:
+    retry_on_conflict(using=other)(add)(other, "log")
+
+
+@pytest.mark.parametrize(
+    "write", [in_a_transaction_of_its_own, in_autocommit, by_hand, with_a_comment_before, by_a_retry_of_its_own]
+)
+def test_conflict_after_work_that_was_committed_on_another_database_is_raised_at_once(database, use_database, write):
+    other = use_database("other")
+
+    @retry_on_conflict(using=database)
+    def pay() -> None:
+        write(other)
+        raise stale()
+
+    with pytest.raises(StaleObject) as caught:
+        pay()
+    assert caught.value.__notes__ == ["not tried again: work on 'other' is committed"]
+    assert count(other) == 1
+
+
+def test_conflict_after_a_write_in_a_transaction_that_goes_on_is_raised_at_once(database, use_database):
+    other = use_database("other")
+
+    @retry_on_conflict(using=database)
+    def pay() -> None:
+        add(other, "log")
+        raise stale()
+
+    with atomic(other), pytest.raises(StaleObject) as caught:
+        pay()
+    assert caught.value.__notes__ == ["not tried again: work on 'other' is in a transaction that goes on"]
+    assert count(other) == 1
+
+
+def test_reads_and_work_that_was_undone_on_another_database_are_no_obstacle(database, use_database):
+    other, attempts = use_database("other"), Attempts(stale())
+
+    @retry_on_conflict(using=database)
+    def pay() -> int:
+        count(other)
+        with contextlib.suppress(Sorry), atomic(other):
+            add(other, "log")
+            raise Sorry
+        return attempts.make()
+
+    assert pay() == 2
+    with atomic(other):
+        count(other)
+        assert retry_on_conflict(using=database)(Attempts(stale()).make)() == 2
+
+
+async def test_save_that_was_refused_in_a_coroutine_is_tried_again(use_database):
+    await sync_to_async(use_database)("default")
+    await Article.objects.acreate()
+    interfering = [1]
+
+    @sync_to_async
+    def interfere() -> None:
+        while interfering:
+            with second_session("default") as other:
+                rows(other, "UPDATE testapp_article SET reads = %s, version = version + 1", interfering.pop())
+
+    @retry_on_conflict
+    async def work() -> None:
+        mine = await Article.objects.aget()
+        await interfere()
+        mine.reads += 10
+        await mine.asave_with_version()
+
+    await work()
+    assert (await Article.objects.aget()).reads == 11
+
+
+async def test_coroutine_that_has_committed_is_not_run_again(use_database):
+    await sync_to_async(use_database)("default")
+
+    @sync_to_async
+    @atomic
+    def pay() -> None:
+        add("default", "paid")
+
+    @retry_on_conflict
+    async def work() -> None:
+        await pay()
+        raise stale()
+
+    with pytest.raises(StaleObject) as caught:
+        await work()
+    assert caught.value.__notes__ == ["not tried again: work on 'default' is committed"]
+    assert await sync_to_async(count)("default") == 1
+
+
 def test_transaction_on_another_database_is_none_of_its_business(database, use_database):
     work = retry_on_conflict(using=database)(Attempts().make)
     with atomic(use_database("other")):
@@ -191,6 +362,9 @@ class InATestCase(TestCase):
         ({"within": float("nan")}, ValueError),
         ({"within": "1"}, TypeError),
         ({"tries": 5}, TypeError),
+        ({"using": None}, TypeError),
+        ({"using": ()}, TypeError),
+        ({"using": ["default", 1]}, TypeError),
     ],
 )
 def test_wrong_options_are_refused_when_decorating(how: dict[str, Any], error):
@@ -199,9 +373,33 @@ def test_wrong_options_are_refused_when_decorating(how: dict[str, Any], error):
         retry_on_conflict(**how)
 
 
-def test_decorator_without_parentheses_is_refused():
-    with pytest.raises(TypeError, match="positional"):
-        retry_on_conflict(lambda: None)
+def test_decorator_without_parentheses_works_as_that_of_transaction_atomic_does(use_database):
+    use_database("default")
+    attempts = Attempts(stale(), stale())
+
+    @retry_on_conflict
+    def work(name: str) -> int:
+        assert connections["default"].in_atomic_block
+        return attempts.make()
+
+    assert work("a") == 3
+    assert work.__name__ == "work"
+
+
+@pytest.mark.parametrize("what", [int, "default", 3, transaction])
+def test_what_is_no_function_is_refused_when_decorating(what):
+    with pytest.raises(TypeError, match="function or method"):
+        retry_on_conflict(what)
+
+
+def test_blocking_function_that_answers_with_work_still_to_be_done_is_refused(database):
+    async def coroutine() -> None:
+        pass
+
+    for lazy in (lambda: coroutine(), lambda: (add(database, name) for name in "ab")):  # noqa: PLW0108
+        with pytest.raises(TypeError, match="would run after COMMIT"):
+            retry_on_conflict(using=database)(lazy)()
+    assert committed(database) == set()
 
 
 def test_generators_are_refused_when_decorating():
@@ -403,7 +601,7 @@ async def test_coroutine_function_is_run_again_without_a_transaction(use_databas
     @retry_on_conflict(attempts=3)
     async def work(name: str) -> int:
         assert not await sync_to_async(in_transaction)()
-        await Counter.objects.aget_or_create(name=name)
+        assert not await Counter.objects.acount()
         return attempts.make()
 
     assert inspect.iscoroutinefunction(work)

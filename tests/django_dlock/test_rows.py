@@ -18,10 +18,10 @@ from django.test.utils import CaptureQueriesContext
 from django_dlock.errors import NotSupported, RowLocked
 from django_dlock.row_sql import _waiting_on_mysql, waiting
 from dlock_core import errors as core
-from dlock_core.retry import Trouble, classify
+from dlock_core.transactions.retry import Trouble, classify
 from tests.django_dlock.sessions import rows, second_session
 from tests.mysql_server import MYSQLD, mariadb_only
-from tests.testapp.models import Account, ColdStock, Counter, Delivery, Stock
+from tests.testapp.models import Account, ColdStock, Counter, Delivery, Job, Stock, Team
 
 with_row_locks = pytest.mark.parametrize("database", ["postgresql", "mariadb"], indirect=True)
 on_postgresql = pytest.mark.parametrize("database", ["postgresql"], indirect=True)
@@ -29,6 +29,7 @@ on_mariadb = pytest.mark.parametrize("database", ["mariadb"], indirect=True)
 on_sqlite = pytest.mark.parametrize("database", ["default"], indirect=True)
 
 UPDATE = "FOR UPDATE"
+JOBS = {"table": "testapp_job", "key": "title"}
 NO_KEY_UPDATE = "FOR NO KEY UPDATE"
 SHARE = {"postgresql": "FOR SHARE", "mysql": "FOR SHARE" if MYSQLD else "LOCK IN SHARE MODE"}
 
@@ -268,7 +269,7 @@ def test_wait_is_two_statements_and_does_not_strengthen_the_lock(stock, database
         sent = len(sql())
         stocks(database).lock_row(stock.pk, wait=2)
         assert [text.split()[0] for text in sql()[sent:]] == ["SELECT", "SELECT"]
-        assert sql()[sent].endswith("FOR NO KEY UPDATE")
+        assert sql()[sent].endswith('FOR NO KEY UPDATE OF "testapp_stock"')
 
 
 @on_postgresql
@@ -503,6 +504,40 @@ def test_nullable_relation_may_be_selected_along(stock, database):
         assert stocks(database).select_related("counter").lock_row(stock.pk, shared=True) == stock
 
 
+@with_row_locks
+@pytest.mark.parametrize("has_team", [True, False])
+def test_order_over_another_table_locks_nothing_there(database, sql, has_team):
+    """The order of the model, which goes over a key that may be NULL."""
+    team = Team.objects.using(database).create(name="a")
+    job = Job.objects.using(database).create(title="a", team=team if has_team else None)
+    for lock in (
+        lambda: Job.objects.using(database).lock_row(job.pk),
+        lambda: Job.objects.using(database).lock_row(job.pk, shared=True),
+        lambda: Job.objects.using(database).lock_rows(),
+        job.lock_row,
+    ):
+        with atomic(database):
+            lock()
+            assert "JOIN" not in sql()[-1]
+            assert not is_free(database, job.title, **JOBS)
+            assert is_free(database, team.pk, table="testapp_team")
+
+
+@pytest.mark.parametrize("database", ["postgresql"], indirect=True)
+def test_rows_in_an_order_over_another_table_are_locked_alone(database):
+    team = Team.objects.using(database).create(name="a")
+    jobs = [Job.objects.using(database).create(title=title, team=team) for title in "ab"]
+    for lock in (
+        lambda: Job.objects.using(database).lock_rows(skip_locked=True),
+        lambda: list(Job.objects.using(database).select_for_share()),
+        lambda: list(Job.objects.using(database).select_related("team").select_for_share()),
+    ):
+        with atomic(database):
+            assert set(lock()) == set(jobs)
+            assert not is_free(database, jobs[1].title, **JOBS)
+            assert is_free(database, team.pk, table="testapp_team")
+
+
 @on_postgresql
 @pytest.mark.parametrize("shared", [False, True])
 def test_joined_rows_are_not_locked(database, shared):
@@ -560,7 +595,7 @@ def test_last_clause_is_the_query_s_own_and_not_a_subquery_s(stock, database, sq
     inner = stocks(database).select_for_update(nowait=True).filter(pieces=5)
     with atomic(database):
         assert list(stocks(database).select_for_share(nowait=True).filter(pk__in=inner)) == [stock]
-    assert sql()[-2].endswith("FOR SHARE NOWAIT")
+    assert sql()[-2].endswith('FOR SHARE OF "testapp_stock" NOWAIT')
     assert sql()[-2].count("FOR UPDATE NOWAIT") == 1
 
 
@@ -652,6 +687,7 @@ def test_change_whose_save_was_rolled_back_is_unsaved(stock, database):
 
 def test_version_that_counts_is_no_unsaved_change(database):
     account = Account.objects.using(database).create(balance=1)
+    first = account.version
     with pytest.raises(Sorry), atomic(database):
         account.save_with_version()
         raise Sorry
@@ -659,7 +695,22 @@ def test_version_that_counts_is_no_unsaved_change(database):
     with atomic(database):
         account.lock_row()
         account.save_with_version()
-    assert account.version == 3
+    assert account.version == first + 2
+
+
+def test_value_that_was_changed_in_place_is_an_unsaved_change(database):
+    for make in (lambda rows: rows.create(data={"list": [1]}), lambda rows: rows.get()):
+        job = make(Job.objects.using(database))
+        job.data["list"].append(2)
+        with atomic(database), pytest.raises(ValueError, match="not saved, in data"):
+            job.lock_row()
+        job.save()
+        job.data["list"].append(3)
+        with atomic(database), pytest.raises(ValueError, match="not saved, in data"):
+            job.lock_row()
+        job.refresh_from_db()
+        with atomic(database):
+            job.lock_row()
 
 
 def test_deferred_field_is_no_change_until_it_is_set(stock, database):

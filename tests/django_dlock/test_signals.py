@@ -9,7 +9,7 @@ from django.dispatch import receiver
 from django_dlock import lock, retry_on_conflict, signals
 from django_dlock.errors import AcquireTimeout, StaleObject, StaleToken
 from django_dlock.models import Fence
-from dlock_core import hooks
+from dlock_core.observability import hooks
 from tests.testapp.models import Article, Counter
 
 

@@ -11,11 +11,11 @@ from django.test import override_settings
 
 from django_dlock import lock
 from django_dlock.errors import AcquireTimeout, AlreadyHeld, LeaseLost, NotSupported, SnapshotTooOld
-from django_dlock.ties import current
+from django_dlock.tie import current
 from dlock_core.backends.memory import MemoryBackend
 from dlock_core.errors import BackendUnavailable
-from dlock_core.force import force_release
 from dlock_core.runtime import BLOCKING, run
+from dlock_core.stores import force_release
 from dlock_core.testing.contract.observed import Observed
 from tests.django_dlock.parties import WITHIN, is_held
 from tests.testapp.models import Counter
@@ -187,13 +187,13 @@ def test_store_that_fails_leaves_none_held(stores, database, monkeypatch):
 
 
 def test_fence_that_refuses_leaves_none_held(stores, database, monkeypatch):
-    monkeypatch.setattr("django_dlock.ties.DatabaseTie.bind", _failing_for("account:2"))
+    monkeypatch.setattr("django_dlock.tie.DatabaseTie.bind", _failing_for("account:2"))
     with pytest.raises(RuntimeError, match="refused"):
         lock(account(1), account(2), account(3)).acquire()
 
 
 def _failing_for(name):
-    from django_dlock.ties import DatabaseTie
+    from django_dlock.tie import DatabaseTie
 
     bind = DatabaseTie.bind
 
@@ -321,7 +321,7 @@ def test_acquire_that_fails_while_its_store_is_down_leaves_nothing_behind_in_its
         raise BackendUnavailable("account:1", reason="unplugged")
 
     with monkeypatch.context() as patch:
-        patch.setattr("django_dlock.ties.DatabaseTie.bind", _failing_for("account:2"))
+        patch.setattr("django_dlock.tie.DatabaseTie.bind", _failing_for("account:2"))
         patch.setattr(stores.default, "release", fail)
         with pytest.raises(RuntimeError, match="refused"):
             lock(account(1, using=database), account(2, using=database)).acquire()

@@ -15,7 +15,7 @@ from django.test import Client, override_settings
 from django.urls import path
 
 from django_dlock.transactions import in_transaction, on_end, on_rollback, transaction_key
-from dlock_core.tie import Outcome
+from dlock_core.transactions.tie import Outcome
 from tests.django_dlock.sessions import add, committed, rows, second_session
 from tests.testapp.models import Note
 
@@ -347,13 +347,24 @@ def test_settlers_are_called_last_in_first_out(database, heard):
     assert heard == [2, 1, 0]
 
 
-def test_settler_that_fails_is_logged_and_the_others_are_called(database, heard, caplog):
-    with caplog.at_level(logging.ERROR, logger="dlock"), atomic(database):
+def test_settler_that_fails_is_repeated_and_raises_when_the_others_were_called(database, heard):
+    """It may be the exception of a signal handler, such as a task's time limit, that has cut it short."""
+    with pytest.raises(Sorry, match="broken settler"), atomic(database):
+        transaction.on_commit(lambda: heard.append("on_commit"), using=database)
         on_end(heard.append, using=database)
-        on_end(lambda _: fail_with(Sorry("broken settler"))(), using=database)
+        on_end(lambda _: heard.append("again") or fail_with(Sorry("broken settler"))(), using=database)
         add(database, "a")
-    assert heard == [COMMITTED]
+    assert heard == ["again", "again", COMMITTED, "on_commit"]
+    assert committed(database) == {"a"}
+
+
+def test_settler_with_an_error_of_the_database_is_logged_because_django_would_roll_back(database, heard, caplog):
+    with caplog.at_level(logging.ERROR, logger="dlock"), atomic(database):
+        transaction.on_commit(lambda: heard.append("on_commit"), using=database)
+        on_end(lambda _: fail_with(OperationalError("broken settler"))(), using=database)
+        add(database, "a")
     assert "broken settler" in caplog.text
+    assert heard == ["on_commit"]
     assert committed(database) == {"a"}
 
 
@@ -548,14 +559,13 @@ def test_restore_follows_savepoints_made_by_hand(database, heard):
     assert heard == ["after second", "after second, again", "after first"]
 
 
-def test_restore_is_called_before_settle_and_its_error_is_logged(database, heard, caplog):
-    with pytest.raises(Sorry), atomic(database):
+def test_restore_is_called_before_settle_and_its_error_is_raised_after_all(database, heard):
+    with pytest.raises(ValueError, match="broken restore"), atomic(database):
         on_end(heard.append, using=database)
         on_rollback(lambda: heard.append("undone"), using=database)
         on_rollback(fail_with(ValueError("broken restore")), using=database)
         raise Sorry
     assert heard == ["undone", ROLLED_BACK]
-    assert "broken restore" in caplog.text
 
 
 def test_restore_is_called_in_manual_transactions(manual, heard):

@@ -9,7 +9,7 @@ from django.db.transaction import TransactionManagementError, atomic
 from django.test import TestCase, TransactionTestCase
 
 from django_dlock.transactions import before_statements, in_transaction, on_end, on_rollback, transaction_key
-from dlock_core.tie import Outcome
+from dlock_core.transactions.tie import Outcome
 from tests.django_dlock.sessions import add, rows
 from tests.testapp.models import Counter
 

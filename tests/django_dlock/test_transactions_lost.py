@@ -7,7 +7,7 @@ from django.db import Error, InterfaceError, OperationalError, connections, tran
 from django.db.transaction import atomic
 
 from django_dlock.transactions import in_transaction, on_end, on_rollback
-from dlock_core.tie import Outcome
+from dlock_core.transactions.tie import Outcome
 from tests.django_dlock import sessions
 from tests.django_dlock.sessions import add, committed, held_in_commit, kill_session
 from tests.proxy import Proxy

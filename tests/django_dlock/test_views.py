@@ -23,8 +23,8 @@ from rest_framework.views import APIView
 from django_dlock import lock, locked, pk
 from django_dlock.errors import AcquireTimeout, LeaseLost
 from django_dlock.models import Fence
-from django_dlock.ties import current
-from dlock_core.lock import Lock as CoreLock
+from django_dlock.tie import current
+from dlock_core.leases.lock import Lock as CoreLock
 from dlock_core.runtime import BLOCKING, run
 from tests.django_dlock.parties import is_held
 from tests.testapp.models import Counter
@@ -89,6 +89,11 @@ def wrapping(view):
 
 @locked("order", pk)
 def function(request, pk):
+    return work(request)
+
+
+@locked("order", pk.as_(int))
+def positional(request, pk):
     return work(request)
 
 
@@ -195,11 +200,11 @@ class OnApiMethod(APIView):
 
 class Orders(viewsets.ViewSet):
     @action(detail=True)
-    @locked("order", pk)
+    @locked("order", pk.as_(int))
     def ship(self, request, pk=None):
         return Response(work(request).content.decode())
 
-    @locked("order", pk)
+    @locked("order", pk.as_(int))
     @action(detail=True)
     def cancel(self, request, pk=None):
         return Response(work(request).content.decode())
@@ -240,6 +245,77 @@ def stacked(request, pk, customer_id):
     return work(request)
 
 
+@locked("order", pk)
+@wrapping
+@locked("customer", "customer_id")
+@wrapping
+@locked("shelf", pk)
+def stacked_apart(request, pk, customer_id):
+    return work(request)
+
+
+@locked("order", pk)
+@locked("customer", "customer_id", fence="lease")
+def stacked_on_a_lease(request, pk, customer_id):
+    return work(request)
+
+
+@locked("order", pk, fence=False)
+@locked("customer", "customer_id")
+@locked("shelf", pk, fence="lease")
+def stacked_of_all_forms(request, pk, customer_id):
+    return work(request)
+
+
+@locked("order", pk)
+@locked("customer", "customer_id")
+class StackedOnClass(View):
+    def get(self, request, pk, customer_id):
+        return work(request)
+
+
+@method_decorator([locked("order", pk), locked("customer", "customer_id")], name="dispatch")
+class StackedOnDispatch(View):
+    def get(self, request, pk, customer_id):
+        return work(request)
+
+
+class StackedOnMethod(View):
+    @method_decorator(locked("order", pk))
+    @method_decorator(wrapping)
+    @method_decorator(locked("customer", "customer_id"))
+    def get(self, request, pk, customer_id):
+        return work(request)
+
+
+class StackedOnPlainMethod(View):
+    @locked("order", pk)
+    @locked("customer", "customer_id")
+    def get(self, request, pk, customer_id):
+        return work(request)
+
+
+@locked("order", pk)
+class StackedOnApi(APIView):
+    def get(self, request, pk, customer_id):
+        return Response(work(request).content.decode())
+
+
+STACKED = {
+    "stacked": stacked,
+    "stacked_apart": stacked_apart,
+    "stacked_on_a_lease": stacked_on_a_lease,
+    "stacked_of_all_forms": stacked_of_all_forms,
+    "stacked_on_class": StackedOnClass.as_view(),
+    "stacked_on_dispatch": StackedOnDispatch.as_view(),
+    "stacked_as_view": locked("customer", "customer_id")(StackedOnApi.as_view()),
+}
+STACKED_INSIDE = {
+    "stacked_on_method": StackedOnMethod.as_view(),
+    "stacked_on_plain_method": StackedOnPlainMethod.as_view(),
+}
+
+
 @transaction.non_atomic_requests
 @locked("order", pk, fence=False)
 def exempt_above(request, pk):
@@ -259,7 +335,7 @@ def exempt_and_fenced(request, pk):
         return work(request)
 
 
-@locked("order", pk, wait=0)
+@locked("order", pk.as_(str), wait=0)
 def impatient(request, pk):
     return work(request)
 
@@ -362,9 +438,9 @@ urlpatterns = [
     *(path(f"{name}/<int:pk>", view) for name, view in {**OUTSIDE, **INSIDE, **ASYNC}.items() if view),
     path("actions/", include(router.urls)),
     path("by_name/<int:order_id>", by_name),
-    re_path(r"^positional/(\d+)$", function),
+    re_path(r"^positional/(\d+)$", positional),
     path("sync_made_async/<int:pk>", SyncMadeAsync.as_view()),
-    path("stacked/<int:pk>/<int:customer_id>", stacked),
+    *(path(f"{name}/<int:pk>/<int:customer_id>", view) for name, view in {**STACKED, **STACKED_INSIDE}.items()),
     path("exempt_above/<int:pk>", exempt_above),
     path("exempt_below/<int:pk>", exempt_below),
     path("exempt_and_fenced/<int:pk>", exempt_and_fenced),
@@ -479,12 +555,92 @@ def test_argument_may_be_positional(site, journal):
     assert journal == LEASE_FIRST
 
 
-def test_stacked_locks_are_held_together(site, journal):
-    assert site.get("/stacked/7/8").status_code == 200
-    assert journal.index("COMMIT") == 4
-    assert set(journal[:4]) == {"BEGIN", "acquired order:7", "acquired customer:8", "work"}
-    assert set(journal[5:]) == {"released order:7", "released customer:8"}
+def is_outside(journal):
+    """Every lease is taken before BEGIN, and released after COMMIT."""
+    begin, commit = journal.index("BEGIN"), journal.index("COMMIT")
+    return (
+        all(entry.startswith("acquired ") for entry in journal[:begin])
+        and journal[begin + 1 : commit] == ["work"]
+        and all(entry.startswith("released ") for entry in journal[commit + 1 :])
+    )
+
+
+@pytest.mark.parametrize("name", STACKED)
+def test_stacked_locks_are_all_taken_before_begin_and_released_after_commit(site, journal, name):
+    assert site.get(f"/{name}/7/8").status_code == 200
+    assert is_outside(journal), journal
+    assert {"acquired order:7", "acquired customer:8", "released order:7", "released customer:8"} < set(journal)
+    assert written()
+
+
+@pytest.mark.parametrize("name", STACKED_INSIDE)
+def test_stacked_locks_on_a_method_are_all_taken_before_begin_without_atomic_requests(make_default, journal, name):
+    make_default("default", atomic_requests=False)
+    assert Client().get(f"/{name}/7/8").status_code == 200
+    assert is_outside(journal), journal
     assert set(Fence.objects.values_list("name", flat=True)) == {"order:7", "customer:8"}
+
+
+def test_stacked_fences_are_all_in_the_transaction(site):
+    assert site.get("/stacked_apart/7/8").status_code == 200
+    assert set(Fence.objects.values_list("name", flat=True)) == {"order:7", "customer:8", "shelf:7"}
+
+
+def test_stacked_locks_of_a_function_that_calls_itself_and_others_open_a_transaction_once(make_default, journal):
+    make_default("default", atomic_requests=False)
+
+    @locked("shelf", pk)
+    def other(pk):
+        said.append("work")
+
+    def calling_another(function):
+        @wraps(function)
+        def wrapper(pk, **options):
+            other(pk)
+            return function(pk, **options)
+
+        return wrapper
+
+    @locked("order", pk)
+    @calling_another
+    @locked("customer", pk)
+    def both(pk, again=True):
+        said.append("work")
+        if again:
+            both(8, again=False)
+
+    both(7)
+    acquired = [
+        "acquired order:7",
+        "acquired shelf:7",
+        "BEGIN",
+        "work",
+        "COMMIT",
+        "released shelf:7",
+        "acquired customer:7",
+    ]
+    assert journal[: len(acquired) + 2] == [*acquired, "BEGIN", "work"]
+    assert (journal.count("BEGIN"), journal.count("COMMIT")) == (2, 2)
+    assert len([entry for entry in journal if entry.startswith("released")]) == 6
+
+
+def test_view_that_waits_for_its_second_lock_keeps_nobody_from_writing_in_sqlite(make_default, party, store, journal):
+    make_default("default", atomic_requests=True)
+    view, holder = party(), party()
+    lease = holder.now(lock("customer", 8).acquire)
+    answer = view.do(Client().get, "/stacked/7/8")
+    while not is_held(store, "order:7") or not run(store.inspect(BLOCKING, "customer:8"))[0].waiters:
+        assert not answer.done()
+
+    def write_without_waiting():
+        with connections["default"].cursor() as cursor:
+            cursor.execute("PRAGMA busy_timeout=0")
+        with transaction.atomic():
+            Counter.objects.create(name="shipped by the holder")
+        lease.release()
+
+    holder.now(write_without_waiting)
+    assert answer.result(60).status_code == 200
 
 
 @pytest.mark.parametrize("level", ["repeatable read", "serializable"])

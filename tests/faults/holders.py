@@ -23,9 +23,9 @@ def hold(link: Link, url: str, prefix: str, options: dict[str, Any]) -> None:
     link.say(lease.release().value)
 
 
-def wait(link: Link, url: str, prefix: str) -> None:
+def wait(link: Link, url: str, prefix: str, ttl: float = 30.0) -> None:
     """Wait for the lock, for ever."""
-    lease = Lock(store(url, prefix), "a", wait=None).acquire()
+    lease = Lock(store(url, prefix), "a", wait=None, ttl=ttl).acquire()
     link.say(lease.token)
     link.hear()
     lease.release()

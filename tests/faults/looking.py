@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import pytest
 import redis
 
-from dlock_core.backends.redis import RedisBackend
+from dlock_core.backends.redis.backend import RedisBackend
 from dlock_core.runtime import BLOCKING, run
 
 WITHIN = 30.0

@@ -13,8 +13,8 @@ from sqlalchemy import create_engine
 from dlock_core.backend import Renewal
 from dlock_core.backends.advisory import session
 from dlock_core.errors import BackendUnavailable, LeaseLost
-from dlock_core.lease import Released
-from dlock_core.lock import AsyncLock, Lock
+from dlock_core.leases.lease import Released
+from dlock_core.leases.lock import AsyncLock, Lock
 from dlock_core.runtime import BLOCKING, Blocking, run
 from dlock_core.testing.contract.observed import WITHIN
 from sqla_dlock.backends.advisory import from_engine
@@ -79,8 +79,21 @@ def test_renewal_tells_of_a_session_that_the_server_has_ended(store, alias):
     with pytest.raises(LeaseLost):
         lease.renew()
     assert lease.lost
+    until(lambda: lost)
     assert lost == [True]
     lease.release()
+
+
+@pytest.mark.parametrize("store", ["postgresql"], indirect=True)
+def test_block_whose_session_the_server_has_ended_is_told_although_nobody_can_be_asked(store, monkeypatch):
+    async def is_held(*_: Any) -> bool:  # as if the other connections had been ended as well
+        raise BackendUnavailable(NAME, reason="terminated", broken=True)
+
+    with pytest.raises(LeaseLost), Lock(store, NAME, renew=False) as lease:
+        (seat,) = store._held()
+        assert run(store.force_release(BLOCKING, NAME, lease.token))
+        until(seat.line.has_ended)
+        monkeypatch.setattr(store._server, "is_held", is_held)
 
 
 @both
@@ -101,7 +114,7 @@ def test_session_that_holds_is_shown_to_another_process(store, alias):
 async def test_waiter_that_is_cancelled_leaves_the_holder_alone(store, alias):
     """Whatever stands in the name: the waiter's session has to be ended, the holder's not."""
     name = "order:0a-4f"
-    holder, other = Lock(store, name).acquire(), made(alias, session=True)
+    holder, other = await asyncio.to_thread(Lock(store, name).acquire), made(alias, session=True)
     waiting = asyncio.create_task(AsyncLock(other, name, wait=None).acquire())
     while not run(store.inspect(BLOCKING, name))[0].waiters:
         await asyncio.sleep(0.01)
@@ -196,12 +209,12 @@ def test_renewal_that_comes_after_the_release_does_not_touch_who_has_the_connect
         """Finds the connection in use, and asks again when another has got it."""
 
         async def sleep(self, seconds: float) -> None:
-            seat.line._busy.release()
+            del seat.line._in_use["by"]
             first.release()
             after.append(Lock(store, NAME, ttl=3600.0, renew=False).acquire())
 
     after: list[Any] = []
-    seat.line._busy.acquire()
+    seat.line._in_use["by"] = "another"
     assert run(store.renew_many(Late(), [renewal])) == [None]
     assert store._seats[after[0]._held.request.holder].line is seat.line
     assert "1h" in run(seat.line.step(BLOCKING, "", lambda session: session.execute("SHOW idle_session_timeout")))[0][0]

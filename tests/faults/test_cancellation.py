@@ -10,7 +10,8 @@ import pytest
 import redis
 
 from dlock_core import AsyncLock, Lock
-from dlock_core.backends.redis import RedisBackend, connections
+from dlock_core.backends.redis import transport
+from dlock_core.backends.redis.backend import RedisBackend
 from tests.faults.looking import holders, interrupted, is_untouched, until, waiters
 from tests.servers import Server
 
@@ -185,7 +186,7 @@ def test_thread_interrupted_at_any_read_leaves_nothing(
     store: RedisBackend, direct: RedisBackend, monkeypatch: pytest.MonkeyPatch, k: int, taken: bool, answered: bool
 ) -> None:
     """The reads of an acquire: its first question; then, when it has to wait, the wake-up and the question behind it."""
-    real, me, reads = connections.read, threading.get_ident(), 0
+    real, me, reads = transport.read, threading.get_ident(), 0
 
     def interrupted(connection: Any) -> Any:
         nonlocal reads
@@ -201,7 +202,7 @@ def test_thread_interrupted_at_any_read_leaves_nothing(
     if taken:
         holder.start()
         assert begun.wait(30)
-    monkeypatch.setattr(connections, "read", interrupted)
+    monkeypatch.setattr(transport, "read", interrupted)
     with pytest.raises(KeyboardInterrupt):
         Lock(store, "a", wait=None).acquire()
     monkeypatch.undo()
@@ -230,7 +231,7 @@ def test_connection_of_an_interrupted_waiter_is_closed_although_its_error_is_kep
     store: RedisBackend, direct: RedisBackend, monkeypatch: pytest.MonkeyPatch, redis_server: Server
 ) -> None:
     """Behind the wake-up that it waits for stands its next question: if that were carried out, it would be an orphan."""
-    real, me, reads = connections.read, threading.get_ident(), 0
+    real, me, reads = transport.read, threading.get_ident(), 0
 
     def interrupted(connection: Any) -> Any:
         nonlocal reads
@@ -242,7 +243,7 @@ def test_connection_of_an_interrupted_waiter_is_closed_although_its_error_is_kep
     holder = threading.Thread(target=hold, args=(direct, begun := threading.Event()))
     holder.start()
     assert begun.wait(30)
-    monkeypatch.setattr(connections, "read", interrupted)
+    monkeypatch.setattr(transport, "read", interrupted)
     with pytest.raises(KeyboardInterrupt) as kept:
         Lock(store, "a", wait=None).acquire()
     monkeypatch.undo()

@@ -15,10 +15,10 @@ from redis.cluster import ClusterNode
 
 from dlock_core import Lock, connect
 from dlock_core.backend import Backend, Renewal
-from dlock_core.backends.redis.cluster import ClusterBackend
+from dlock_core.backends.redis.cluster.backend import ClusterBackend
 from dlock_core.backends.redis.scripts import script
 from dlock_core.errors import AcquireTimeout, BackendUnavailable, LeaseLost
-from dlock_core.lease import Released
+from dlock_core.leases.lease import Released
 from dlock_core.runtime import BLOCKING, clock, run
 from dlock_core.testing.contract.parties import Locks, Threads
 from dlock_core.testing.contract.tasks import Tasks
@@ -340,6 +340,7 @@ def test_lease_that_a_failover_forgot_is_told_as_lost(locks: Locks, nodes: Clust
     assert other.token > lease.token
     with pytest.raises(LeaseLost, match="forgot"):
         locks.do(lease.renew)
+    until(lambda: told)
     assert told == [True]
     assert locks.do(lease.release) is not Released.RELEASED
     assert locks.holders("a") == [other.holder]

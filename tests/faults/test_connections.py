@@ -4,15 +4,21 @@ import asyncio
 import gc
 import os
 import threading
+from collections import deque
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+import redis
 
-from dlock_core import AsyncLock, Lock
-from dlock_core.backends.redis import RedisBackend, connections
-from dlock_core.runtime import BLOCKING, run
+from dlock_core import AcquireTimeout, AsyncLock, Lock
+from dlock_core.backends.idle import LONGEST_IDLE_S, close_excess
+from dlock_core.backends.redis import transport
+from dlock_core.backends.redis.backend import RedisBackend
+from dlock_core.runtime import BLOCKING, clock, run
 from dlock_core.testing.contract.observed import WITHIN
 from tests.proxy import Proxy
+from tests.servers import Server
 
 
 def descriptors() -> int:
@@ -83,7 +89,7 @@ def test_connection_that_was_idle_for_long_is_looked_at(
     backend: RedisBackend, proxy: Proxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """So that a server which closes idle connections costs no failed request at all."""
-    monkeypatch.setattr(connections, "TRUSTED", 0.0)
+    monkeypatch.setattr(transport, "TRUSTED", 0.0)
     Lock(backend, "a").acquire().release()
     proxy.cut()
     threading.Event().wait(0.05)
@@ -112,7 +118,7 @@ def test_threads_share_a_store_and_no_connection(direct: RedisBackend) -> None:
 
 
 def test_idle_connections_are_kept_up_to_a_limit(direct: RedisBackend, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connections, "IDLE_KEPT", 3)
+    monkeypatch.setattr(transport, "IDLE_KEPT", 3)
     wire = direct._blocking
     for one in [wire.checkout() for _ in range(6)]:
         wire.checkin(one)
@@ -129,3 +135,66 @@ def test_child_of_a_fork_makes_connections_of_its_own(direct: RedisBackend, monk
     monkeypatch.undo()
     for one in kept:
         one.disconnect()
+
+
+@pytest.mark.parametrize("kind", ["threads", "asyncio"])
+def test_wait_ends_on_time_although_redis_looks_at_its_timers_only_once_a_second(redis_62: Server, kind: str) -> None:
+    """Ten waits of 20 ms would take about nine seconds if each of them lasted until Redis looks."""
+    store = RedisBackend.from_url(redis_62.url, prefix="late:")
+    with redis.Redis.from_url(redis_62.url) as client:
+        before = client.config_get("hz")["hz"]
+        client.config_set("hz", "1")
+        try:
+            with Lock(store, "a"), ThreadPoolExecutor(1) as elsewhere:
+                began = clock()
+                for _ in range(10):
+                    with pytest.raises(AcquireTimeout):
+                        elsewhere.submit(wait_in_vain, store, kind).result(WITHIN)
+                assert clock() - began < 5.0
+        finally:
+            client.config_set("hz", before)
+
+
+def wait_in_vain(store: RedisBackend, kind: str) -> None:
+    if kind == "threads":
+        Lock(store, "a", wait=0.02).acquire()
+    else:
+        asyncio.run(_await_in_vain(store))
+
+
+async def _await_in_vain(store: RedisBackend) -> None:
+    await AsyncLock(store, "a", wait=0.02).acquire()
+
+
+def test_connection_is_of_use_after_a_wait_that_ended_on_time(direct: RedisBackend) -> None:
+    with ThreadPoolExecutor(1) as elsewhere:
+        lease = elsewhere.submit(Lock(direct, "a").acquire).result(WITHIN)
+        for _ in range(3):
+            with pytest.raises(AcquireTimeout):
+                Lock(direct, "a", wait=0.03).acquire()
+        assert direct._blocking._free  # type: ignore[attr-defined]
+        lease.release()
+    Lock(direct, "a", wait=0).acquire().release()
+
+
+def test_connections_of_a_burst_are_closed_when_they_were_idle_for_a_minute(direct: RedisBackend) -> None:
+    """Light traffic uses the same one again and again, and closes the others."""
+    wire = direct._blocking
+    burst = [wire.checkout() for _ in range(10)]
+    for connection in burst:
+        connection.connect()
+        wire.checkin(connection)
+    for connection in burst[:-2]:
+        connection.dlock_used -= LONGEST_IDLE_S
+    Lock(direct, "a").acquire().release()
+    assert [connection._sock is None for connection in burst] == [True] * 8 + [False] * 2
+    assert [*wire._free] == burst[-2:]  # type: ignore[attr-defined]
+
+
+def test_what_is_old_or_too_much_is_closed_oldest_first() -> None:
+    closed: list[int] = []
+    idle = deque([1, 2, 3])
+    close_excess(idle, lambda one: clock() - 2 * LONGEST_IDLE_S * (one < 3), closed.append, most=5)
+    assert (closed, [*idle]) == ([1, 2], [3])
+    close_excess(idle, lambda one: clock(), closed.append, most=0)
+    assert closed == [1, 2, 3]

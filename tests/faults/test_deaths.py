@@ -5,7 +5,7 @@ import ast
 import pytest
 
 from dlock_core import Lock
-from dlock_core.backends.redis import RedisBackend
+from dlock_core.backends.redis.backend import RedisBackend
 from tests.faults.holders import fork, fork_out_of_block, hold, wait
 from tests.faults.looking import holders, is_untouched, keys, until, waiters
 from tests.processes import worker
@@ -99,4 +99,33 @@ def test_forked_child_that_leaves_its_parents_block_releases_nothing(
             assert holders(direct, "a") == [holder]
             parent.say("go on")
         assert parent.result() == "done"
+    assert is_untouched(direct, "a")
+
+
+def test_waiter_that_was_stopped_for_good_is_not_listed_for_longer_than_its_place(
+    redis_server: Server, direct: RedisBackend, prefix: str
+) -> None:
+    """A connection that stays open tells nothing: its machine may be gone."""
+    first = Lock(direct, "a").acquire()
+    with worker(wait, redis_server.url, prefix) as gone:
+        until(lambda: len(waiters(direct, "a")) == 1)
+        gone.pause()
+        until(lambda: not waiters(direct, "a"))
+        first.release()
+        gone.kill()
+    assert is_untouched(direct, "a")
+
+
+def test_waiter_whose_machine_vanished_at_its_turn_holds_others_up_for_no_longer_than_its_ttl(
+    redis_server: Server, direct: RedisBackend, prefix: str
+) -> None:
+    first = Lock(direct, "a").acquire()
+    with worker(wait, redis_server.url, prefix, 1.0) as gone:
+        until(lambda: len(waiters(direct, "a")) == 1)
+        gone.pause()
+        first.release()
+        lease = Lock(direct, "a", wait=None).acquire()
+        assert lease.token > first.token
+        lease.release()
+        gone.kill()
     assert is_untouched(direct, "a")

@@ -10,10 +10,11 @@ import pytest
 
 from dlock_core import AsyncLock, Lock
 from dlock_core.backend import Renewal
-from dlock_core.backends import etcd
-from dlock_core.backends.etcd import EtcdBackend, steps
+from dlock_core.backends.etcd import backend as etcd
+from dlock_core.backends.etcd import steps
+from dlock_core.backends.etcd.backend import EtcdBackend
 from dlock_core.errors import AcquireTimeout, BackendUnavailable, LeaseLost
-from dlock_core.lease import Released
+from dlock_core.leases.lease import Released
 from dlock_core.runtime import clock
 from dlock_core.testing.contract.parties import Locks
 from dlock_core.testing.contract.tasks import Tasks

@@ -8,7 +8,7 @@ import redis
 from redis.exceptions import LockNotOwnedError
 
 from dlock_core import AcquireTimeout, Lock, Released
-from dlock_core.backends.redis import RedisBackend
+from dlock_core.backends.redis.backend import RedisBackend
 from dlock_core.runtime import BLOCKING, run
 from dlock_core.testing.contract.parties import Locks
 from tests.faults.looking import holders, waiters
@@ -163,7 +163,7 @@ def test_value_of_another_program_is_shown_and_hides_no_other_lock(
 ) -> None:
     client.set(backend.lock_key("a"), value)
     held = f"{prefix}held"
-    client.zadd(held, {backend.lock_key("a"): 1, b"\xff\xfe": 1})
+    client.zadd(held, {backend.lock_key("a"): 1e14, b"\xff\xfe": 1e14})
     lease = locks.acquire("b")
     try:
         found = {state.name: state.holders for state in run(backend.inspect(BLOCKING))}

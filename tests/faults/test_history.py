@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from dlock_core.backends.redis import RedisBackend
+from dlock_core.backends.redis.backend import RedisBackend
 from dlock_core.runtime import BLOCKING, run
 from tests import processes
 from tests.faults.history import Section, overlaps, overtaken, read, repeated_tokens, work

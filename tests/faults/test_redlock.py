@@ -13,12 +13,13 @@ import redis
 import trustme
 
 from dlock_core import AsyncLock, Lock, connect
-from dlock_core.backends.redis import RedisBackend
+from dlock_core.backends.redis.backend import RedisBackend
 from dlock_core.backends.redis.scripts import script
-from dlock_core.backends.redis.wire import converse
-from dlock_core.backends.redlock import RedlockBackend, tasks
+from dlock_core.backends.redis.transport import converse
+from dlock_core.backends.redlock import broadcast
+from dlock_core.backends.redlock.backend import RedlockBackend
 from dlock_core.errors import AcquireTimeout, BackendUnavailable, LeaseLost
-from dlock_core.lease import Released
+from dlock_core.leases.lease import Released
 from dlock_core.runtime import ASYNCIO, clock
 from dlock_core.testing.contract.parties import Locks
 from dlock_core.testing.contract.tasks import Tasks
@@ -450,7 +451,7 @@ def test_cancelled_acquire_writes_nothing_on_a_connection_that_is_somebody_elses
     direct: RedlockBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A reply that nobody reads would be taken for the answer to the next question there."""
-    ask, answered = tasks._ask, list[Any]()
+    ask, answered = broadcast._ask, list[Any]()
 
     async def cancelled_with_the_last_answer() -> None:
         async def asking(*question: Any) -> Any:
@@ -461,7 +462,7 @@ def test_cancelled_acquire_writes_nothing_on_a_connection_that_is_somebody_elses
             return answer
 
         await (await AsyncLock(direct, "a").acquire()).release()
-        monkeypatch.setattr(tasks, "_ask", asking)
+        monkeypatch.setattr(broadcast, "_ask", asking)
         locking = asyncio.ensure_future(AsyncLock(direct, "a").acquire())
         with pytest.raises(asyncio.CancelledError):
             await locking

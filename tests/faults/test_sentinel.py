@@ -216,6 +216,7 @@ def test_lease_that_the_replica_had_not_heard_of_is_lost_and_told(locks: Locks, 
     assert other.token > lease.token
     with pytest.raises(LeaseLost, match="another, or forgot it"):
         insist(lambda: locks.do(lease.renew))
+    until(lambda: told)
     assert told == [True]
     assert lease.lost
     assert locks.do(lease.release) is not Released.RELEASED

@@ -1,17 +1,19 @@
 """Servers that forget, restart, refuse or are not there: unavailable with the reason, never "taken", never a secret told."""
 
 import logging
+import re
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 import redis
 
-from dlock_core import BackendUnavailable, LeaseLost, Lock, Released
+from dlock_core import AcquireTimeout, BackendUnavailable, LeaseLost, Lock, MultiLock, Released
 from dlock_core.backend import Renewal
-from dlock_core.backends.redis import RedisBackend
-from dlock_core.lock import new_request
+from dlock_core.backends.redis.backend import RedisBackend
+from dlock_core.leases.lock import new_request
 from dlock_core.runtime import BLOCKING, run
 from dlock_core.testing.contract.parties import Locks
 from tests import servers
@@ -233,9 +235,61 @@ def test_refused_credentials_are_told_at_once_and_never_shown(
 def test_missing_permission_is_told_at_once(own_redis: Server, admin: redis.Redis, prefix: str) -> None:
     admin.acl_setuser("reader", enabled=True, passwords=[f"+{SECRET}"], keys=["*"], commands=["+@read", "+@connection"])
     store = RedisBackend.from_url(f"redis://reader:{SECRET}@127.0.0.1:{own_redis.port}/0", prefix=prefix)
-    with pytest.raises(BackendUnavailable, match=r"refused our credentials.*permission") as caught:
+    with pytest.raises(BackendUnavailable, match=r"our user lacks a permission") as caught:
         Lock(store, "a", wait=None).acquire()
     assert SECRET not in str(caught.value)
+
+
+def documented_acl() -> tuple[list[str], dict[str, str]]:
+    """Read what a user needs in the operators' page: always, and for what else."""
+    page = (Path(__file__).parents[2] / "docs" / "howto" / "operations.md").read_text()
+    always = re.findall(r"ACL SETUSER dlock on >password ~dlock:\* (.*)", page)[0].split()
+    more = re.findall(r"`(\S+)` in a database other than 0, `(\S+)` with `client_name` in the URL", page)[0]
+    doctor = re.findall(r"`(\S+)` for the doctor", page)[0]
+    return always, {"": "", "/1": more[0], "?client_name=shop": more[1], "/0?protocol=3": "", "doctor": doctor}
+
+
+@pytest.mark.parametrize("rest", ["", "/1", "?client_name=shop", "/0?protocol=3", "doctor"])
+def test_user_who_may_do_what_the_operators_page_says_can_do_everything(any_redis: Server, rest: str) -> None:
+    always, more = documented_acl()
+    with redis.Redis.from_url(any_redis.url) as admin:
+        admin.script_flush()
+        admin.execute_command("ACL", "SETUSER", "shop", "reset", "on", f">{SECRET}", "~dlock:*", *always)  # type: ignore[no-untyped-call]
+        store = RedisBackend.from_url(
+            f"redis://shop:{SECRET}@127.0.0.1:{any_redis.port}{'' if rest == 'doctor' else rest}"
+        )
+        try:
+            if more[rest] and rest != "doctor":
+                with pytest.raises(BackendUnavailable, match="our user lacks a permission"):
+                    Lock(store, "a", wait=0).acquire()
+                store.close()
+            if more[rest]:
+                admin.execute_command("ACL", "SETUSER", "shop", more[rest])  # type: ignore[no-untyped-call]
+            do_everything(store)
+            found = run(store.diagnose(BLOCKING))
+            assert (rest == "doctor") is not any("permission" in one.measured for one in found)
+        finally:
+            store.close()
+            admin.acl_deluser("shop")
+
+
+def do_everything(store: RedisBackend) -> None:
+    for shared in (False, True):
+        lock = Lock(store, "a", shared=shared, wait=None)
+        lease = lock.acquire()
+        lease.renew(20.0)
+        with ThreadPoolExecutor(2) as pool:
+            waiting = pool.submit(Lock(store, "a", wait=10).acquire)
+            until(lambda: len(waiters(store, "a")) == 1)
+            assert pool.submit(Lock(store, "a").try_acquire).result() is None
+            assert [state.name for state in run(store.inspect(BLOCKING))] == ["a"]
+            assert lease.release() is Released.RELEASED
+            second = waiting.result()
+        assert run(store.force_release(BLOCKING, "a", second.token))
+        assert second.release() is not Released.RELEASED
+    with MultiLock(store, ["a", "b", "c"]), ThreadPoolExecutor(1) as pool, pytest.raises(AcquireTimeout):
+        pool.submit(Lock(store, "b", wait=0.01).acquire).result()
+    assert is_untouched(store, "a")
 
 
 def test_right_password_is_a_store_like_any_other(start_redis: StartServer, prefix: str) -> None:

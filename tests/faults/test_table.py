@@ -14,12 +14,13 @@ from django.test import override_settings
 from sqlalchemy import Engine, create_engine, text
 
 from dlock_core import AsyncLock, Lock
-from dlock_core.backends import table as module
 from dlock_core.backends.sql.port import Session
 from dlock_core.backends.sql.sqlite import SQLiteSession
-from dlock_core.backends.table import TableBackend, ears
+from dlock_core.backends.table import backend as module
+from dlock_core.backends.table import waiting as ears
+from dlock_core.backends.table.backend import TableBackend
 from dlock_core.errors import BackendUnavailable
-from dlock_core.lease import Released
+from dlock_core.leases.lease import Released
 from dlock_core.runtime import BLOCKING, clock, run
 from dlock_core.testing.contract.parties import Locks
 from sqla_dlock.backends.table import from_engine, from_url
@@ -35,7 +36,7 @@ from tests.table_stores import URLS, server_of, table
 
 LIMIT = 1.0
 """Seconds that one step may take in these tests."""
-MAKE, RENEW, END = b"INSERT INTO dlock_lease", b"+ r.ttl", b"expires_at = 0"
+MAKE, RENEW, END = b"INSERT INTO dlock_lease", b"+ r.ttl", b"SET holder = ''"
 
 
 @pytest.fixture
@@ -502,3 +503,50 @@ def test_sqlite_in_memory_has_its_leases_in_memory(name: str) -> None:
     assert isinstance(store.pool.connector.connect(1.0), SQLiteSession)
     store.close()
     assert first.release() is Released.RELEASED
+
+
+LONG_AGO = 1_000_000_000_000_000
+
+
+@pytest.mark.parametrize("driver", ["psycopg", "mysqldb", "sqlite"], indirect=True)
+def test_rows_of_names_that_nobody_uses_any_more_go(direct: TableBackend, name: str) -> None:
+    """Strangers may choose names: what they leave is bounded."""
+    used = Lock(direct, f"{name}:used").acquire()
+    statement = (
+        "INSERT INTO dlock_lease (name, token, holder, owner, since, expires_at, wanted_until) "
+        "VALUES (:name, :token, '', '', 0, :expires_at, 0)"
+    )
+
+    def fill(session: Session) -> None:
+        for number in range(100):
+            ended = [-LONG_AGO, 0, LONG_AGO][number % 3]
+            session.execute(statement, {"name": f"{name}:{number}", "token": LONG_AGO, "expires_at": ended})
+
+    run(direct.pool.step(BLOCKING, name, fill))
+    for number in range(2000):
+        Lock(direct, f"{name}:new:{number % 10}").acquire().release()
+    left = names(direct, name)
+    assert f"{name}:used" in left
+    assert len(left) == 11
+    assert used.release() is Released.RELEASED
+
+
+@pytest.mark.parametrize("driver", ["psycopg", "mysqldb", "sqlite"], indirect=True)
+@pytest.mark.parametrize("damaged", [2**63 - 1, 2**60, -(2**62)])
+def test_token_that_was_spoiled_heals(direct: TableBackend, name: str, damaged: int) -> None:
+    before = Lock(direct, name).acquire()
+    before.release()
+    spoil = "UPDATE dlock_lease SET token = :token WHERE name = :name"
+    run(direct.pool.step(BLOCKING, name, lambda session: session.execute(spoil, {"token": damaged, "name": name})))
+    tokens = []
+    for each in (name, f"{name}:other", name):
+        with Lock(direct, each) as lease:
+            tokens.append(lease.token)
+    assert tokens == sorted({*tokens, before.token})[1:]
+    assert tokens[-1] - before.token < 600_000_000
+
+
+def names(store: TableBackend, start: str) -> set[str]:
+    """Read the names of all rows that begin so."""
+    rows = run(store.pool.step(BLOCKING, "", lambda session: session.execute("SELECT name FROM dlock_lease", {})))
+    return {name for (name,) in rows if name.startswith(start)}

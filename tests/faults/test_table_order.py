@@ -7,8 +7,8 @@ import pytest
 
 from dlock_core import Lock
 from dlock_core.backend import Busy, Granted, Request
-from dlock_core.backends import table as module
-from dlock_core.backends.table import TableBackend
+from dlock_core.backends.table import backend as module
+from dlock_core.backends.table.backend import TableBackend
 from dlock_core.runtime import BLOCKING, run
 from tests.table_stores import server_of, table
 

@@ -14,8 +14,8 @@ import pytest
 from kazoo.client import KazooClient
 
 from dlock_core import AcquireTimeout, BackendUnavailable, LeaseLost, Lock, Released, connect
-from dlock_core.backends.zookeeper import ZooKeeperBackend
-from dlock_core.lock import new_request
+from dlock_core.backends.zookeeper.backend import ZooKeeperBackend
+from dlock_core.leases.lock import new_request
 from dlock_core.runtime import BLOCKING, clock, run
 from dlock_core.testing.contract.parties import Locks
 from dlock_core.testing.contract.tasks import Tasks

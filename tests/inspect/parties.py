@@ -13,7 +13,7 @@ from sqlalchemy.orm import Session
 from django_dlock import lock as django_lock
 from dlock_core import connect
 from dlock_core.owner import name_application, serving
-from dlock_core.store import Store
+from dlock_core.stores import Store
 from sqla_dlock import alock, lock
 from tests.mysql_server import DIALECT
 from tests.testapp.models import Stock

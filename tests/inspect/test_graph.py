@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dlock_core.inspect import Entry, cycles, waits
+from dlock_core.inspect.correlate import linked
 from dlock_core.inspect.graph import concerning
-from dlock_core.inspect.linking import linked
 from dlock_core.inspect.sessions import Session
 from tests.inspect.people import holds
 from tests.inspect.people import waits as waiting

@@ -4,9 +4,9 @@ import json
 from dataclasses import replace
 
 from dlock_core import owner
-from dlock_core.database_session import comment
-from dlock_core.inspect.linking import linked
+from dlock_core.inspect.correlate import linked
 from dlock_core.inspect.sessions import Session
+from dlock_core.sql.database import comment
 from tests.inspect.people import holds, waits
 
 SESSION = "pg:4711/shop"

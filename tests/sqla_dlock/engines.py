@@ -18,6 +18,7 @@ _SQLITE: Final = str(settings.TEST_DIRECTORY / "sqla.sqlite3")
 URLS: Final = {
     "sqlite": f"sqlite:///{_SQLITE}",
     "postgresql": f"postgresql+psycopg://{_POSTGRESQL}",
+    "psycopg2": f"postgresql+psycopg2://{_POSTGRESQL}",
     "mariadb": f"{DIALECT}+mysqldb://{_MARIADB}",
     "pymysql": f"{DIALECT}+pymysql://{_MARIADB}",
     "aiosqlite": f"sqlite+aiosqlite:///{_SQLITE}",
@@ -26,7 +27,7 @@ URLS: Final = {
     "aiomysql": f"{DIALECT}+aiomysql://{_MARIADB}",
     "asyncmy": f"{DIALECT}+asyncmy://{_MARIADB}",
 }
-SYNC: Final = ["sqlite", "postgresql", "mariadb", "pymysql"]
+SYNC: Final = ["sqlite", "postgresql", "psycopg2", "mariadb", "pymysql"]
 ASYNC: Final = ["aiosqlite", "asyncpg", "psycopg_async", "aiomysql", "asyncmy"]
 _DRIVERS: Final = {"sqlite": "sqlite3", "postgresql": "psycopg", "mariadb": "MySQLdb", "psycopg_async": "psycopg"}
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from sqlalchemy import Engine
 
-from dlock_core import hooks
+from dlock_core.observability import hooks
 from dlock_core.runtime import BLOCKING, run
 
 

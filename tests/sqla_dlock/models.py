@@ -100,7 +100,7 @@ class LightParcel(Parcel):
 class Letter(FencedMixin, Base):
     """Its table and key have to be quoted."""
 
-    __tablename__ = "order"
+    __tablename__ = "group"
 
     id: Mapped[str] = mapped_column("Key", String(40), primary_key=True)
     value: Mapped[int] = mapped_column(default=0)

@@ -10,7 +10,7 @@ from sqlalchemy.exc import DBAPIError
 from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession
 from sqlalchemy.orm import Session
 
-from dlock_core.retry import Trouble, classify
+from dlock_core.transactions.retry import Trouble, classify
 from tests.mysql_server import MYSQLD
 from tests.sqla_dlock.engines import server_of
 

@@ -12,12 +12,12 @@ from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession
 from sqlalchemy.orm import Session
 
 from dlock_core.errors import AcquireTimeout, LeaseLost, NotSupported, SnapshotTooOld
-from dlock_core.lease import Released
+from dlock_core.leases.lease import Released
 from dlock_core.runtime import BLOCKING, run
-from dlock_core.store import Store
+from dlock_core.stores import Store
 from sqla_dlock import alock, lock, locked
 from sqla_dlock.backends.advisory import from_engine
-from sqla_dlock.ties import current
+from sqla_dlock.tie import current
 from tests.processes import Link, worker
 from tests.sqla_dlock.engines import new_engine
 from tests.sqla_dlock.leases import in_order, note_ends

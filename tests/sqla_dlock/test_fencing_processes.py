@@ -13,8 +13,8 @@ from sqlalchemy.orm import Session
 
 from dlock_core import connect
 from dlock_core.errors import DLockError, RowLocked
-from dlock_core.retry import is_conflict
-from dlock_core.store import Store
+from dlock_core.stores import Store
+from dlock_core.transactions.retry import is_conflict
 from sqla_dlock import alock, lock
 from tests.chaos import Dice
 from tests.processes import Worker, worker
@@ -131,6 +131,28 @@ def counted(results):
         results[0] += 1
 
 
+def mix_until_told(link, name, form, shared):
+    """Post one, sharing, or close: read in one transaction and write in the next; tells how often it was committed."""
+    store, engine, results = opened(None, ttl=0.2, wait=1.0), new_engine(name), [0, 0]
+    engine.connect().close()
+    link.say("ready")
+    while not link.pipe.poll():
+        with (
+            counted(results),
+            Session(engine) as session,
+            lock(session, "order", 42, fence=form, shared=shared, store=store),
+        ):
+            if shared:
+                session.execute(update(Counter).values(value=Counter.value + 1))
+            else:
+                seen = session.scalars(select(Counter.value)).one()
+                session.commit()
+                session.execute(update(Counter).values(value=seen + 1))
+            session.commit()
+    engine.dispose()
+    return results
+
+
 # Stopped at one point, past the ttl
 
 
@@ -225,10 +247,13 @@ def test_killed_holder_leaves_nothing_but_a_lease_that_runs_out(driver, engine, 
 
 def torture(driver, url, form):
     """Processes add as fast as they can, one is always stopped for longer than a lease; (commits, refusals)."""
+    return stopped_at_random([Worker(add_until_told, driver, url, form) for _ in range(WORKERS)])
+
+
+def stopped_at_random(workers):
     pause, over = random.Random(4711), threading.Event()
-    workers = [Worker(add_until_told, driver, url, form) for _ in range(WORKERS)]
     try:
-        assert [one.hear() for one in workers] == ["ready"] * WORKERS
+        assert {one.hear() for one in workers} == {"ready"}
         timer = threading.Timer(SECONDS, over.set)
         timer.start()
         while not over.is_set():
@@ -258,6 +283,15 @@ def test_no_update_is_lost_when_processes_are_stopped_at_random(driver, engine, 
 @pytest.mark.parametrize("form", ["transaction", "lease"])
 def test_no_update_is_lost_when_the_lock_service_grants_everybody_everything(driver, engine, form):
     committed, _ = torture(driver, None, form)
+    assert value(engine) == committed > 0
+
+
+@only("sqlite", "postgresql", "mariadb")
+@pytest.mark.parametrize("exclusive", ["transaction", "lease"])
+def test_no_posting_is_lost_by_a_closing_when_the_lock_service_grants_everybody_everything(driver, engine, exclusive):
+    closing = [Worker(mix_until_told, driver, exclusive, False) for _ in range(2)]
+    posting = [Worker(mix_until_told, driver, shared, True) for shared in ("transaction", "lease")]
+    committed, _ = stopped_at_random([*closing, *posting])
     assert value(engine) == committed > 0
 
 

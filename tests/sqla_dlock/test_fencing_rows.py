@@ -7,8 +7,9 @@ from sqlalchemy import Engine, Integer, MetaData, String, event, insert, select,
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, make_transient_to_detached, mapped_column
 
 from dlock_core.errors import NotSupported, RowLocked, StaleToken
-from dlock_core.retry import Trouble, classify
+from dlock_core.transactions.retry import Trouble, classify
 from sqla_dlock import FencedMixin, fencing, lock
+from sqla_dlock.fencing import TableFence
 from tests.chaos import EverybodyIn
 from tests.mysql_server import DIALECT
 from tests.outcomes import give_up_waiting, outcome
@@ -19,6 +20,7 @@ from tests.sqla_dlock.adders import (
     isolated,
     set_timeout,
     timeout,
+    value,
     wait_until_blocked,
 )
 from tests.sqla_dlock.models import HeavyParcel, Letter, LightParcel, Parcel, Stamp, Ticket, Tray
@@ -109,14 +111,14 @@ def test_key_that_the_class_cannot_have_is_refused_at_once():
             lock(Session(), cls, "abc")
 
 
-def test_composite_key_is_refused_at_once():
-    with pytest.raises(NotSupported, match="composite"):
-        lock(Session(), Tray, 1)
+def test_row_with_a_composite_key_is_fenced_in_the_table():
+    assert type(lock(Session(), Tray, 1, 2).fence) is type(lock(Session(), Tray, (1, 2)).fence) is TableFence
 
 
 def test_row_as_the_fence_of_a_shared_lock_is_refused_at_once():
-    with pytest.raises(NotSupported, match="shared"):
-        lock(Session(), Parcel, 1, shared=True)
+    for parts in ((Parcel, 1), ("parcel", 1)):
+        with pytest.raises(NotSupported, match=r"'parcel:1' is the row itself.*shared.*another name"):
+            lock(Session(), *parts, shared=True)
     lock(Session(), Parcel, 1, shared=True, fence=False)
 
 
@@ -214,6 +216,54 @@ def test_newer_holder_of_a_row_that_does_not_exist_yet_reads_what_the_older_one_
         a.finish()
         seen = outcome(reading)
         assert seen == 1 or classify(seen) is Trouble.SERIALIZATION
+
+
+@levels([pair for pair in SERVERS if pair[0] == "postgresql" or pair[1] == "read committed"])
+def test_row_that_appears_while_a_holder_waits_in_the_table_guards_that_holder_too(engine, broken):
+    broken.tokens = iter([10, 11, 12])
+    add_counter(engine)
+    a, b = (Adder(engine, Parcel, 4711, store=broken) for _ in range(2))
+    c = Adder(engine, Parcel, 4711, store=broken, wait=0.6)
+    with a, b, c:
+        a.take(), b.take()
+        assert a.start().result() == 0
+        reading = b.start()
+        wait_until_blocked(engine)
+        a.now(a.session.add, Parcel(id=4711))
+        a.finish()
+        if isinstance(seen := outcome(reading), Exception):
+            assert classify(seen) is Trouble.SERIALIZATION
+            b.rollback()
+            seen = b.start().result()
+        assert seen == 1
+        c.take()
+        assert isinstance(outcome(c.start()), RowLocked)
+        c.rollback()
+        b.finish()
+    assert value(engine) == 2
+
+
+@levels([("postgresql", "read committed"), ("mariadb", "read committed"), ("sqlite", "DEFERRED")])
+@pytest.mark.parametrize("second", [("parcel", 7), ("parcel", "7"), (Parcel, "7")])
+@pytest.mark.parametrize("form", FORMS)
+def test_one_lock_has_one_fence_however_it_was_named(engine, broken, parcel, form, second):
+    broken.tokens, broken.forgetful = iter([10, 11]), True
+    with Session(engine) as a, Session(engine) as b:
+        older, newer = lock(a, Parcel, 7, store=broken, fence="lease"), lock(b, *second, store=broken, fence=form)
+        assert older.name == newer.name
+        with older, newer:
+            set_to(b, 11)
+            b.commit()
+            set_to(a, 10)
+            with pytest.raises(StaleToken):
+                a.commit()
+    assert read(engine)[:2] == (11, 11)
+
+
+def test_text_that_is_no_key_of_a_fenced_class_names_a_lock_of_its_own():
+    for parts in (("parcel", "all"), ("counter", 7), ("parcel", 7, "x")):
+        assert not isinstance(lock(Session(), *parts).fence, fencing.RowFence)
+        lock(Session(), *parts, shared=True)
 
 
 @levels(EVERY)
@@ -360,3 +410,26 @@ def test_row_of_another_schema_is_found_there(engine, store, other_schema, trans
         set_to(session, 5, box)
         session.commit()
     assert read(engine, box) == (5, *fence_of(lease))
+
+
+@levels([("postgresql", "read committed"), ("postgresql", "repeatable read")])
+def test_row_of_the_schema_that_the_program_chooses_as_the_transaction_begins_is_the_fence(engine, store):
+    with engine.begin() as connection:
+        connection.exec_driver_sql("CREATE SCHEMA tenant")
+        connection.exec_driver_sql("CREATE TABLE tenant.parcel (LIKE public.parcel INCLUDING ALL)")
+    try:
+        make(engine, Parcel(id=7))
+        with Session(engine) as session:
+            event.listen(
+                session, "after_begin", lambda *args: args[2].exec_driver_sql("SET LOCAL search_path = tenant, public")
+            )
+            session.add(Parcel(id=7))
+            session.commit()
+            with lock(session, Parcel, 7) as lease:
+                set_to(session, 5)
+                session.commit()
+            assert session.execute(select(Parcel.value, Parcel.dlock_token)).one() == (5, lease.token)
+        assert read(engine)[:2] == (0, 0)
+    finally:
+        with engine.begin() as connection:
+            connection.exec_driver_sql("DROP SCHEMA tenant CASCADE")

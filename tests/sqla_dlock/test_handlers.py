@@ -26,8 +26,9 @@ from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 
 from dlock_core.errors import AcquireTimeout, DLockError
-from dlock_core.lock import Lock as CoreLock
-from dlock_core.store import Store
+from dlock_core.leases.lock import AsyncLock
+from dlock_core.leases.lock import Lock as CoreLock
+from dlock_core.stores import Store
 from sqla_dlock import stores
 from sqla_dlock.handlers import locked
 from sqla_dlock.locks import lock
@@ -364,7 +365,7 @@ async def test_blocking_dependency_may_be_set_up_and_torn_down_in_different_thre
 async def test_taken_lock_is_answered_423(make_engine, store, work, journal, noted):
     maker = sessionmaker(make_engine("sqlite"), class_=noted)
     stores.configure(default=Store("default", store, 30.0, 0.0))
-    with CoreLock(store, "order:42"):
+    async with AsyncLock(store, "order:42"):
         response = await post(site(maker, by_decorator, "function", work, journal))
     assert (response.status_code, "work" in journal) == (423, False)
     assert int(response.headers["Retry-After"]) >= 1
@@ -781,3 +782,41 @@ def test_coroutine_behind_a_blocking_function_is_refused(session):
 def test_dependency_wants_the_type_of_every_argument(types):
     with pytest.raises(TypeError, match="order_id"):
         locked("order", "order_id").dependency(lambda: None, **types)
+
+
+# Stacked
+
+FORMS = [(True, True), (True, "lease"), ("lease", True), (False, True), (True, False)]
+
+
+def is_outside(journal, leases=2):
+    """Every lease is taken before BEGIN, and released after COMMIT."""
+    assert all(entry.startswith("acquired ") for entry in journal[:leases]), journal
+    assert journal[leases : leases + 3] == ["BEGIN", "work", "COMMIT"]
+    return all(entry.startswith("released ") for entry in journal[leases + 3 :]) and len(journal) == 2 * leases + 3
+
+
+@pytest.mark.parametrize(("outer", "inner"), FORMS)
+def test_stacked_locks_are_all_taken_before_begin(maker, journal, work, outer, inner):
+    @locked("order", "order_id", fence=outer)
+    @locked("customer", "customer_id", fence=inner)
+    def ship(session, order_id, customer_id):
+        work(session)
+        session.commit()
+
+    with maker() as session:
+        ship(session, 42, 8)
+        assert is_outside(journal)
+
+
+@pytest.mark.parametrize(("outer", "inner"), FORMS)
+async def test_stacked_locks_of_an_async_function_are_all_taken_before_begin(async_maker, journal, work, outer, inner):
+    @locked("order", "order_id", fence=outer)
+    @locked("customer", "customer_id", fence=inner)
+    async def ship(session, order_id, customer_id):
+        await session.run_sync(work)
+        await session.commit()
+
+    async with async_maker() as session:
+        await ship(session, 42, 8)
+        assert is_outside(journal)

@@ -6,13 +6,14 @@ import pytest
 from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
 from sqlalchemy import create_engine, create_mock_engine, make_url, text
-from sqlalchemy.ext.asyncio import AsyncSession
+from sqlalchemy.ext.asyncio import AsyncSession, create_async_engine
 from sqlalchemy.orm import Session
 
-from dlock_core.backends.table import TableBackend
+from dlock_core.backends.table.backend import TableBackend
 from dlock_core.errors import AcquireTimeout
 from dlock_core.runtime import BLOCKING, run
 from sqla_dlock import alock, configure, lease_table, lock, stores
+from sqla_dlock.backends import advisory, table
 from sqla_dlock.backends.connector import pool_of
 from sqla_dlock.backends.table import from_url
 from tests import settings
@@ -113,6 +114,13 @@ def test_wrong_url_is_told_before_anything_is_sent(url: str, told: str) -> None:
     with pytest.raises((ValueError, ImportError), match=told) as caught:
         from_url(url)
     assert "s3cr3t" not in str(caught.value)
+
+
+@pytest.mark.parametrize("url", ["sqlite+aiosqlite://", "postgresql+asyncpg://nobody@localhost:1/a"])
+@pytest.mark.parametrize("made", [advisory.from_engine, table.from_engine, lambda engine: configure(default=engine)])
+def test_sync_engine_of_an_async_engine_is_refused_before_any_io(url: str, made: Any) -> None:
+    with pytest.raises(TypeError, match="not its sync_engine"):
+        made(create_async_engine(url).sync_engine)
 
 
 def test_what_is_no_engine_is_refused() -> None:

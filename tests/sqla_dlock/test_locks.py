@@ -17,12 +17,11 @@ from sqlalchemy.orm import Session, scoped_session, sessionmaker
 
 from dlock_core.backends.memory import MemoryBackend
 from dlock_core.errors import AlreadyHeld, BackendUnavailable, LeaseLost, NotSupported, StaleToken
-from dlock_core.lease import Released
-from dlock_core.registry import connect
+from dlock_core.leases.lease import Released
 from dlock_core.runtime import BLOCKING, run
-from dlock_core.store import Store
+from dlock_core.stores import Store, connect
 from sqla_dlock import configure, lock, stores
-from sqla_dlock.ties import current
+from sqla_dlock.tie import current
 from tests.chaos import EverybodyIn
 from tests.mysql_server import DIALECT
 from tests.proxy import Proxy
@@ -803,6 +802,24 @@ def test_session_that_was_closed_may_be_used_again(session, store):
         add(session, "a")
     session.commit()
     assert not is_held(store)
+
+
+@sqlite_only
+@pytest.mark.parametrize("how", ["close", "reset", "invalidate"])
+def test_session_that_is_closed_before_any_statement_lets_go_at_once(engine, store, how):
+    with Session(engine) as session:
+        add(session, "of an earlier transaction")
+        session.commit()
+        for _ in range(2):  # the session goes on
+            order(session).acquire()
+            assert is_held(store)
+            getattr(session, how)()
+            assert not is_held(store)
+        order(session).acquire()
+        add(session, "of a later one")
+        session.commit()
+        assert not is_held(store)
+    assert not {"close", "reset", "invalidate", "_dlock_watched"} & vars(session).keys()
 
 
 @sqlite_only

@@ -10,11 +10,11 @@ from sqlalchemy.ext.asyncio import AsyncSession, async_scoped_session, async_ses
 from sqlalchemy.orm import Session
 
 from dlock_core.errors import AlreadyHeld, BackendUnavailable, LeaseLost
-from dlock_core.lease import Released
-from dlock_core.registry import connect
+from dlock_core.leases.lease import Released
 from dlock_core.runtime import BLOCKING, run
+from dlock_core.stores import connect
 from sqla_dlock import alock, lock
-from sqla_dlock.ties import current
+from sqla_dlock.tie import current
 from tests.mysql_server import DIALECT
 from tests.proxy import Proxy
 from tests.servers import free_port

@@ -20,6 +20,7 @@ import pytest
 import uvicorn
 from fastapi import FastAPI, WebSocket
 from flask import Flask
+from sqlalchemy.orm.exc import StaleDataError
 from starlette.applications import Starlette
 from starlette.responses import PlainTextResponse, StreamingResponse
 from starlette.routing import Route
@@ -37,10 +38,19 @@ ERRORS = {
     "token": errors.StaleToken("order:42", token=1),
     "lost": errors.LeaseLost("order:42"),
     "down": errors.BackendUnavailable("order:42", reason="refused"),
+    "merge": StaleDataError("Version id '1' on merged state does not match existing version '2'"),
     "mistake": errors.NotSupported("no row locks here"),
     "value": ValueError("not ours"),
 }
-EVERY_STATUS = [("timeout", 423), ("row", 423), ("object", 409), ("token", 409), ("lost", 409), ("down", 503)]
+EVERY_STATUS = [
+    ("timeout", 423),
+    ("row", 423),
+    ("object", 409),
+    ("token", 409),
+    ("lost", 409),
+    ("merge", 409),
+    ("down", 503),
+]
 MISTAKES = [("mistake", errors.NotSupported), ("value", ValueError)]
 
 
@@ -119,6 +129,7 @@ def with_middleware(app):
 
 def with_handler(app):
     app.add_exception_handler(errors.DLockError, answer_asgi)
+    app.add_exception_handler(StaleDataError, answer_asgi)
     return app
 
 
@@ -363,6 +374,7 @@ def flask_middleware(app):
 
 def flask_handler(app):
     app.register_error_handler(errors.DLockError, answer_flask)
+    app.register_error_handler(StaleDataError, answer_flask)
     return app
 
 

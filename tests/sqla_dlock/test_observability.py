@@ -4,8 +4,8 @@ import pytest
 from sqlalchemy import update
 from sqlalchemy.orm import Session
 
-from dlock_core import hooks
 from dlock_core.errors import StaleObject
+from dlock_core.observability import hooks
 from sqla_dlock.versions import delete_with_version, save_with_version
 from tests.sqla_dlock.version_models import Order
 

@@ -14,7 +14,7 @@ from sqlalchemy.ext.asyncio import AsyncSession, async_sessionmaker
 from sqlalchemy.orm import Session, defer, scoped_session, sessionmaker
 
 from dlock_core.errors import DLockError, PreconditionFailed, PreconditionRequired
-from dlock_core.preconditions import entity_tag
+from dlock_core.web.preconditions import entity_tag
 from sqla_dlock.middleware import LockMiddleware, WSGILockMiddleware, answer_flask
 from sqla_dlock.preconditions import check_preconditions, conditional, etag_of
 from sqla_dlock.versions import asave_with_version

@@ -7,14 +7,15 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from sqlalchemy import Engine, create_engine, event, func, select, text
+from sqlalchemy import Engine, create_engine, delete, event, func, select, text
 from sqlalchemy.exc import DBAPIError, InvalidRequestError
 from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, async_scoped_session, async_sessionmaker
 from sqlalchemy.orm import Session, scoped_session, sessionmaker
 from sqlalchemy.orm.exc import DetachedInstanceError, StaleDataError
 
 from dlock_core.errors import AcquireTimeout, RowLocked, StaleObject, StaleToken
-from dlock_core.retry import Trouble, classify, is_conflict
+from dlock_core.sql.driver_errors import Trouble, classify
+from dlock_core.transactions.retry import is_conflict
 from sqla_dlock.retry import retry_on_conflict
 from sqla_dlock.rows import alock_row, lock_row
 from tests import processes
@@ -22,8 +23,8 @@ from tests.sqla_dlock.engines import ASYNC, SYNC, new_async_engine, new_engine, 
 from tests.sqla_dlock.models import Article, Counter, Stock
 from tests.sqla_dlock.sessions import kill_session, session_id
 
-on_postgresql = pytest.mark.parametrize("engine", ["postgresql"], indirect=True)
-with_row_locks = pytest.mark.parametrize("engine", ["postgresql", "mariadb", "pymysql"], indirect=True)
+on_postgresql = pytest.mark.parametrize("engine", ["postgresql", "psycopg2"], indirect=True)
+with_row_locks = pytest.mark.parametrize("engine", ["postgresql", "psycopg2", "mariadb", "pymysql"], indirect=True)
 with_row_locks_async = pytest.mark.parametrize(
     "async_engine", ["asyncpg", "psycopg_async", "aiomysql", "asyncmy"], indirect=True
 )
@@ -297,6 +298,109 @@ def test_inside_itself_it_refuses(engine):
     with pytest.raises(InvalidRequestError):
         outer()
     assert not scoped.registry.has()
+
+
+@pytest.mark.parametrize("engine", ["sqlite", "postgresql"], indirect=True)
+def test_inside_itself_it_refuses_though_the_inner_one_has_a_session_of_its_own(engine):
+    attempts = Attempts()
+    inner = retry_on_conflict(sessionmaker(engine.execution_options(logging_token="inner")))(attempts.make)
+    outer = retry_on_conflict(sessionmaker(engine))(lambda session: inner())
+    with pytest.raises(InvalidRequestError, match="inside another one"):
+        outer()
+    assert attempts.made == 0
+
+
+@pytest.mark.parametrize("async_engine", ["aiosqlite", "asyncpg"], indirect=True)
+async def test_inside_itself_it_refuses_async(async_engine):
+    attempts = Attempts()
+
+    @retry_on_conflict(async_sessionmaker(async_engine))
+    async def inner(session: AsyncSession) -> None:
+        attempts.make()
+
+    @retry_on_conflict(async_sessionmaker(async_engine))
+    async def outer(session: AsyncSession) -> None:
+        await inner()
+
+    with pytest.raises(InvalidRequestError, match="inside another one"):
+        await outer()
+    assert attempts.made == 0
+
+
+# what is committed is never done twice
+
+
+def test_conflict_after_work_that_another_session_has_committed_is_raised_at_once(make_engine):
+    """A session of its own, or a retry of its own on another engine."""
+    engine, other = make_engine("postgresql"), make_engine("sqlite")
+
+    def log(session: Session) -> None:
+        session.add(Counter(name="log"))
+
+    def in_a_session_of_its_own() -> None:
+        with Session(other) as session, session.begin():
+            log(session)
+
+    for number, write in enumerate((in_a_session_of_its_own, retry_on_conflict(sessionmaker(other))(log))):
+
+        @retry_on_conflict(sessionmaker(engine))
+        def pay(session: Session, write: Any) -> None:
+            write()
+            raise stale()
+
+        with pytest.raises(StaleObject) as caught:
+            pay(write)
+        assert caught.value.__notes__ == ["not tried again: work of a session is committed"]
+        assert names(other) == ["log"], number
+        with Session(other) as session, session.begin():
+            session.execute(delete(Counter))
+
+
+def test_session_that_was_rolled_back_or_never_asked_a_database_is_no_obstacle(engine, make_engine):
+    attempts = Attempts(stale())
+
+    @retry_on_conflict(sessionmaker(engine))
+    def work(session: Session) -> int:
+        with Session(engine) as idle, idle.begin():
+            pass
+        with Session(make_engine("sqlite") if engine.dialect.name != "sqlite" else engine) as reading:
+            if engine.dialect.name != "sqlite":
+                reading.scalars(select(Counter)).all()
+        return attempts.make()
+
+    assert work() == 2
+
+
+@pytest.mark.parametrize("engine", ["postgresql"], indirect=True)
+def test_conflict_after_a_write_in_a_session_that_stays_open_is_raised_at_once(engine):
+    kept: list[Session] = []
+
+    @retry_on_conflict(sessionmaker(engine))
+    def work(session: Session) -> None:
+        kept.append(Session(engine))
+        kept[0].add(Counter(name="log"))
+        kept[0].flush()
+        raise stale()
+
+    with pytest.raises(StaleObject) as caught:
+        work()
+    assert caught.value.__notes__ == ["not tried again: work of a session is in a transaction that goes on"]
+    kept[0].close()
+
+
+@pytest.mark.parametrize("engine", ["sqlite", "postgresql"], indirect=True)
+def test_conflict_after_the_commit_of_a_test_suite_s_savepoint_is_raised_at_once(engine):
+    with engine.connect() as connection, connection.begin() as transaction:
+
+        @retry_on_conflict(sessionmaker(connection, join_transaction_mode="create_savepoint"))
+        def work(session: Session) -> None:
+            session.add(Counter(name="a"))
+            event.listen(session, "after_commit", lambda *_: Attempts(stale()).make(), once=True)
+
+        with pytest.raises(StaleObject):
+            work()
+        assert connection.scalar(select(func.count(Counter.id))) == 1
+        transaction.rollback()
 
 
 @pytest.mark.parametrize("engine", ["sqlite", "postgresql"], indirect=True)

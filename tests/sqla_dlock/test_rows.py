@@ -15,7 +15,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, async_scoped_sessi
 from sqlalchemy.orm import Session, aliased, scoped_session, sessionmaker
 
 from dlock_core.errors import NotSupported, RowLocked
-from dlock_core.retry import Trouble, classify
+from dlock_core.transactions.retry import Trouble, classify
 from sqla_dlock.row_sql import waiting_on_mysql
 from sqla_dlock.rows import alock_row, alock_rows, lock_row, lock_rows
 from tests.mysql_server import mariadb_only
@@ -23,7 +23,7 @@ from tests.sqla_dlock.engines import ASYNC, SYNC, server_of
 from tests.sqla_dlock.models import Article, ColdStock, Counter, Delivery, Shelf, Stock
 from tests.sqla_dlock.parties import Party, lock_there
 
-POSTGRESQL = ["postgresql", "asyncpg", "psycopg_async"]
+POSTGRESQL = ["postgresql", "psycopg2", "asyncpg", "psycopg_async"]
 MARIADB = ["mariadb", "pymysql", "aiomysql", "asyncmy"]
 SQLITE = ["sqlite", "aiosqlite"]
 with_row_locks = pytest.mark.parametrize("party", [*POSTGRESQL, *MARIADB], indirect=True)
@@ -371,6 +371,30 @@ async def test_limit_of_a_mysql_without_wait_clause_is_the_session_s_and_is_give
         await party.transact(work)
 
 
+@pytest.mark.parametrize("party", [*MARIADB, *SQLITE], indirect=True)
+async def test_interrupt_while_a_lock_is_waited_for_is_not_replaced_by_the_error_of_its_connection(
+    stock, party, monkeypatch
+):
+    def work(session: Session) -> None:
+        dialect = session.connection().dialect
+        monkeypatch.setattr(dialect, "is_mariadb", False, raising=False)
+        execute = dialect.do_execute
+
+        def interrupted(cursor: Any, statement: str, *rest: Any) -> None:
+            if statement.startswith(("SELECT stock", "DELETE")):
+                raise asyncio.CancelledError
+            execute(cursor, statement, *rest)
+
+        monkeypatch.setattr(dialect, "do_execute", interrupted)
+        try:
+            lock_row(session, Stock, stock.id, wait=1)
+        finally:
+            monkeypatch.undo()
+
+    with pytest.raises(asyncio.CancelledError):
+        await party.transact(work)
+
+
 @on_mariadb
 async def test_mysql_waits_by_the_session_s_limit(stock, party, monkeypatch):
     def work(session: Session) -> None:
@@ -579,7 +603,7 @@ def test_plain_transaction_of_sqlite_locks_the_database_too(make_engine):
         with Session(plain) as other, other.begin():
             other.get_one(Stock, 1).pieces = 7
         assert lock_row(session, Stock, 1).pieces == 7
-        with Session(plain) as other, pytest.raises(RowLocked):
+        with Session(plain) as other, pytest.raises(RowLocked, match="the database is busy"):
             lock_row(other, Stock, 1)
     plain.dispose()
 

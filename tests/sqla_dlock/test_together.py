@@ -8,9 +8,9 @@ from sqlalchemy.orm import Session
 
 from dlock_core.backends.memory import MemoryBackend
 from dlock_core.errors import AcquireTimeout, LeaseLost
-from dlock_core.store import Store
+from dlock_core.stores import Store
 from sqla_dlock import alock, lock, stores
-from sqla_dlock.ties import current
+from sqla_dlock.tie import current
 from tests.sqla_dlock.leases import is_held
 from tests.sqla_dlock.models import Counter
 

@@ -13,8 +13,8 @@ from sqlalchemy.exc import DBAPIError, IntegrityError
 from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, async_sessionmaker, create_async_engine
 from sqlalchemy.pool import NullPool
 
-from dlock_core.tie import Outcome
-from sqla_dlock import commit_status
+from dlock_core.transactions.tie import Outcome
+from sqla_dlock import connections
 from sqla_dlock.greenlets import await_
 from sqla_dlock.transactions import before_work, in_transaction, note_xid, on_end, on_transaction
 from tests.proxy import Proxy
@@ -388,7 +388,7 @@ async def test_lost_commit_is_known_when_postgresql_can_be_asked(sound, network,
 
 @postgresql_only
 async def test_server_that_does_not_answer_in_time_leaves_it_unknown(sound, network, far, heard, monkeypatch):
-    monkeypatch.setattr(commit_status, "WITHIN", 0.2)
+    monkeypatch.setattr(connections, "WITHIN", 0.2)
     note(far)
     await add(far, "a")
     on_end(far.sync_session, heard.append)

@@ -13,18 +13,18 @@ from sqlalchemy.exc import DBAPIError, OperationalError, PendingRollbackError
 from sqlalchemy.orm import Session
 from sqlalchemy.pool import NullPool
 
-from dlock_core.tie import Outcome
-from sqla_dlock import commit_status
+from dlock_core.transactions.tie import Outcome
+from sqla_dlock import connections
 from sqla_dlock.transactions import before_work, note_xid, on_end
 from tests.proxy import Proxy
 from tests.sqla_dlock.lost import held_in_commit, interrupt_once, port_of, terminate_held, url_through
 from tests.sqla_dlock.sessions import committed, kill_session, run_sql, session_id
 
 COMMITTED, ROLLED_BACK, UNKNOWN = Outcome.COMMITTED, Outcome.ROLLED_BACK, Outcome.UNKNOWN
-SERVERS = ["postgresql", "mariadb", "pymysql"]
+SERVERS = ["postgresql", "psycopg2", "mariadb", "pymysql"]
 
 servers_only = pytest.mark.parametrize("name", SERVERS)
-postgresql_only = pytest.mark.parametrize("name", ["postgresql"])
+postgresql_only = pytest.mark.parametrize("name", ["postgresql", "psycopg2"])
 every_engine = pytest.mark.parametrize("name", ["sqlite", *SERVERS])
 endings = pytest.mark.parametrize("ending", ["rollback", "close"])
 
@@ -346,7 +346,7 @@ def test_server_that_cannot_be_asked_leaves_it_unknown(sound, network, far, hear
 
 @postgresql_only
 def test_server_that_does_not_answer_in_time_leaves_it_unknown(sound, network, far, heard, monkeypatch):
-    monkeypatch.setattr(commit_status, "WITHIN", 0.2)
+    monkeypatch.setattr(connections, "WITHIN", 0.2)
     note(far)
     add(far, "a")
     on_end(far, heard.append)

@@ -74,6 +74,42 @@ def test_hook_gets_the_connection_that_will_work(session):
     assert got == connections_of(session)
 
 
+def test_hook_comes_after_what_the_programs_own_listeners_of_begin_send(engine, sent):
+    """They choose the schema or the tenant: before them the hook would work on another's rows."""
+    with Session(engine) as session:
+        event.listen(session, "after_begin", lambda *args: args[2].execute(text(setting(engine))))
+        before_work(session, lambda _: sent.append("hook"))
+        for _ in range(2):
+            session.execute(text("SELECT 1"))
+            session.execute(text("SELECT 1"))
+            session.commit()
+    assert without_begin(sent) == [setting(engine).split()[0], "hook", "SELECT", "SELECT"] * 2
+
+
+def setting(engine: Engine) -> str:
+    """A statement without a snapshot."""
+    return (
+        "PRAGMA user_version"
+        if engine.dialect.name == "sqlite"
+        else "SET @tenant = 1"
+        if is_mysql(engine)
+        else "SET LOCAL a.tenant = 1"
+    )
+
+
+def is_mysql(engine: Engine) -> bool:
+    return engine.dialect.name in ("mysql", "mariadb")
+
+
+def test_hook_comes_before_what_takes_the_snapshot_on_mysql_and_on_commit_without_a_statement(engine, sent):
+    with Session(engine) as session:
+        event.listen(session, "after_begin", lambda *args: args[2].execute(text("SELECT 1")))
+        before_work(session, lambda _: sent.append("hook"))
+        session.connection()
+        session.commit()
+    assert without_begin(sent) == (["hook", "SELECT"] if is_mysql(engine) else ["SELECT", "hook"])
+
+
 def test_hook_comes_at_once_where_a_connection_has_joined(session, sent):
     session.execute(text("SELECT 1"))
     before_work(session, lambda _: sent.append("hook"))
@@ -284,16 +320,7 @@ def test_hook_is_called_on_every_engine(engine, make_engine, sent):
     assert engines == [engine, other]
 
 
-def test_hook_comes_before_what_other_listeners_send(session, sent):
-    event.listen(
-        session, "after_begin", lambda _session, _transaction, connection: connection.execute(text("SELECT 1"))
-    )
-    before_work(session, lambda _: sent.append("hook"))
-    add(session, "a")
-    assert without_begin(sent) == ["hook", "SELECT", "INSERT"]
-
-
-def test_hook_comes_before_what_listeners_send_that_were_there_first():
+def test_hook_comes_after_listeners_that_were_there_before_ours():
     code = """if True:
         from sqlalchemy import create_engine, event, text
         from sqlalchemy.orm import Session
@@ -303,7 +330,7 @@ def test_hook_comes_before_what_listeners_send_that_were_there_first():
         with Session(create_engine("sqlite://")) as session:
             before_work(session, lambda _: sent.append("hook"))
             session.execute(text("SELECT 1"))
-        assert sent == ["hook", "listener"], sent
+        assert sent == ["listener", "hook"], sent
     """
     subprocess.run([sys.executable, "-c", code], check=True)
 

@@ -23,7 +23,7 @@ from sqlalchemy.orm import (
 from sqlalchemy.orm.exc import StaleDataError
 
 from dlock_core import errors as core
-from dlock_core.retry import is_conflict
+from dlock_core.transactions.retry import is_conflict
 from sqla_dlock.versions import (
     StaleObject,
     VersionedMixin,
@@ -282,7 +282,7 @@ def test_expected_version_is_compared_before_anything_is_sent(session, order, st
 
 @pytest.mark.parametrize("write", [save_with_version, delete_with_version])
 def test_expected_version_that_is_text_is_no_conflict_but_a_mistake(session, order, write, statements):
-    with pytest.raises(TypeError, match="expected is a number, as versions of Order are, not '1'"):
+    with pytest.raises(TypeError, match="the expected version is a number, as versions of Order are, not '1'"):
         write(session, order, expected="1")
     assert statements == []
 

@@ -11,8 +11,7 @@ from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column, rela
 from sqlalchemy.orm.exc import StaleDataError
 
 from dlock_core.errors import NotSupported
-from sqla_dlock import version_children
-from sqla_dlock.versions import StaleObject, VersionedMixin, save_with_version
+from sqla_dlock.versions import StaleObject, VersionedMixin, aggregates, save_with_version
 from tests.mysql_server import DIALECT
 from tests.sqla_dlock.models import Counter
 from tests.sqla_dlock.version_models import Basket, Code, Line, LineNote, Order, Park, Place, Shop
@@ -443,4 +442,4 @@ def test_child_without_a_way_back_is_refused():
             session.add(Crate())
             session.flush()
     finally:
-        version_children._roots.clear()
+        aggregates._roots.clear()

@@ -1,10 +1,12 @@
 """Models for tests; add yours at the end."""
 
+import uuid
+
 from django.db import models
 
 from django_dlock.fencing import FencedMixin
 from django_dlock.rows import RowLockMixin
-from django_dlock.versions import VersionedMixin, VersionField
+from django_dlock.versions import LockManager, VersionedMixin, VersionField
 
 
 class Counter(models.Model):
@@ -149,3 +151,64 @@ class Step(VersionedMixin):
 
     def __str__(self):
         return self.text
+
+
+class Team(models.Model):
+    name = models.CharField(max_length=100, default="")
+    is_active = models.BooleanField(default=True)
+
+
+class ActiveJobs(LockManager):
+    """A manager whose rows are found over another table."""
+
+    def get_queryset(self):
+        return super().get_queryset().filter(team__is_active=True)
+
+
+class Job(RowLockMixin, VersionedMixin):
+    """Has a key of its own making, an order and a manager over another table, and a value that changes in place."""
+
+    key = models.UUIDField(primary_key=True, default=uuid.uuid4)
+    team = models.ForeignKey(Team, on_delete=models.CASCADE, null=True)
+    title = models.CharField(max_length=100, default="")
+    reads = models.IntegerField(default=0)
+    data = models.JSONField(default=dict)
+
+    objects = LockManager()
+    active = ActiveJobs()
+
+    class Meta:
+        ordering = ["team__name"]
+
+
+class Passport(models.Model):
+    """Has a UUID for its key."""
+
+    id = models.UUIDField(primary_key=True, default=uuid.uuid4)
+    value = models.IntegerField(default=0)
+
+
+class Photo(models.Model):
+    """Has another row's key for its own."""
+
+    passport = models.OneToOneField(Passport, on_delete=models.CASCADE, primary_key=True)
+
+
+class Cell(models.Model):
+    """Has a composite key."""
+
+    pk = models.CompositePrimaryKey("row", "column")
+    row = models.IntegerField()
+    column = models.IntegerField()
+
+
+class Price(models.Model):
+    """Has a number with a fraction for its key."""
+
+    amount = models.DecimalField(max_digits=8, decimal_places=2, primary_key=True)
+
+
+class Reading(models.Model):
+    """Has a moment for its key."""
+
+    at = models.DateTimeField(primary_key=True)

@@ -8,7 +8,7 @@ from django.db import models
 from django.http import HttpRequest, HttpResponse
 
 from django_dlock import lock, locked, pk, retry_on_conflict
-from django_dlock.leases import Lease as DjangoLease
+from django_dlock.locks import Lease as DjangoLease
 from django_dlock.models import FencedMixin, RowLockMixin, VersionedMixin
 from dlock_core import (
     AcquireTimeout,

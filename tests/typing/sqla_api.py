@@ -13,7 +13,7 @@ from starlette.applications import Starlette
 from starlette.middleware import Middleware
 
 from dlock_core import DLockError, Released, StaleObject, connect
-from dlock_core.store import Store
+from dlock_core.stores import Store
 from sqla_dlock import (
     FencedMixin,
     VersionedMixin,
@@ -34,7 +34,7 @@ from sqla_dlock import (
     save_with_version,
     touch,
 )
-from sqla_dlock.leases import AsyncLease, Lease
+from sqla_dlock.locks import AsyncLease, Lease
 from sqla_dlock.middleware import LockMiddleware, WSGILockMiddleware, answer_asgi, answer_flask
 
 

@@ -46,13 +46,16 @@ class _Parser(CommandParser):
         return found
 
     def format_help(self) -> str:
-        text: str = _verbs().help_text(self.prog)
+        try:
+            text: str = _verbs().help_text(self.prog)
+        except CommandError as error:  # `manage.py help dlock` prints it where nobody catches one
+            return f"{error}\n"
         return text
 
 
 def _verbs() -> Any:
     try:
-        return import_module("django_dlock.verbs")
+        return import_module("django_dlock.cli")
     except ModuleNotFoundError as error:
         if str(error.name).partition(".")[0] not in ("click", "rich"):
             raise

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from dlock_core.backends.advisory.keys import PREFIX
+from dlock_core.backends.advisory.labels import PREFIX
 from dlock_core.backends.advisory.session import MySQLSessionBackend, SessionBackend
 from dlock_core.backends.advisory.transaction import Place, TransactionBackend
 

@@ -1,4 +1,4 @@
-"""How a database session tells whose lock it holds: by its application_name, and by a comment in its last statement.
+"""How a session names the lock that it holds: its advisory key, its `application_name`, and a comment in its statement.
 
 `pg_locks` knows only keys. A label "dlock:1795269526619918#order:42" (prefix, token, name) in the application_name is
 free, ends with the lock, and everybody may read it; the key proves the name. What does not fit in its 63 characters,
@@ -9,15 +9,15 @@ from __future__ import annotations
 
 import re
 from functools import lru_cache
+from hashlib import sha256
 from typing import TYPE_CHECKING, Final, NamedTuple
 from urllib.parse import quote, unquote
-
-from dlock_core.backends.advisory.keys import key_of
 
 if TYPE_CHECKING:
     from dlock_core.backend import Request
 
 __all__ = ["Label", "Told", "comment", "in_comment", "in_label", "label_of"]
+
 
 _LONGEST: Final = 63
 _DIGITS: Final = 16
@@ -81,3 +81,35 @@ def in_label(application_name: str, prefix: str, key: int) -> Told | None:
     if len(labels) == 1 and len(application_name) >= _LONGEST:
         return labels[0]._replace(name=f"{labels[0].name}…")
     return None
+
+
+PREFIX: Final = "dlock:"
+LONGEST: Final = 64
+"""Characters of a lock's name in MySQL; MariaDB takes 192 bytes."""
+_PLAIN: Final = re.compile(r"[a-z0-9_.~:-]+")
+_HASH: Final = 32
+
+
+def checked_prefix(prefix: str) -> str:
+    """Check what is put before every name; a hash has to find room after it."""
+    if not isinstance(prefix, str):
+        raise TypeError(f"prefix is text, not {type(prefix).__name__}")
+    if not _PLAIN.fullmatch(prefix) or len(prefix) >= LONGEST - _HASH:
+        raise ValueError(f"prefix must be 1 to 31 of the characters a-z 0-9 _ . ~ : -, not {prefix!r:.80}")
+    return prefix
+
+
+def key_of(name: str, prefix: str = PREFIX) -> int:
+    """Give PostgreSQL's key: the first 8 bytes, big endian and signed, of the SHA-256 of prefix and name."""
+    return int.from_bytes(sha256((prefix + name).encode()).digest()[:8], "big", signed=True)
+
+
+def word_of(name: str, prefix: str = PREFIX) -> str:
+    """Give the name for GET_LOCK: prefix and name as they are, or, if too long or not plain, "#" and 32 hex digits.
+
+    MySQL compares names without regard to case, so that capitals are not plain.
+    """
+    word = prefix + name
+    if len(word) <= LONGEST and _PLAIN.fullmatch(word):
+        return word
+    return f"{prefix}#{sha256(word.encode()).hexdigest()[:_HASH]}"

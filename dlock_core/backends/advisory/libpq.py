@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 from psycopg.errors import OperationalError, error_from_result
 from psycopg.pq import ExecStatus
 
-from dlock_core.parameters import numbered
+from dlock_core.sql.database import numbered
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -27,7 +27,7 @@ _READ: Final[dict[int, Callable[[bytes], Any]]] = {16: b"t".__eq__, 20: int, 21:
 
 
 class Libpq:
-    """One connection, which nobody else uses meanwhile."""
+    """One connection; nothing else uses it at the same time."""
 
     def __init__(self, connection: Connection[Any]) -> None:
         self._pgconn, self._encoding = connection.pgconn, connection.info.encoding

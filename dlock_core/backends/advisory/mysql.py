@@ -11,15 +11,14 @@ import math
 from typing import TYPE_CHECKING, Any, Final
 
 from dlock_core.backend import Holder, LockState, Waiter
-from dlock_core.backends.advisory.keys import word_of
-from dlock_core.backends.advisory.labels import comment, in_comment
+from dlock_core.backends.advisory.labels import comment, in_comment, word_of
 from dlock_core.errors import BackendUnavailable, NotSupported
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from dlock_core.backend import Request
-    from dlock_core.backends.advisory.lines import Line, Seat
+    from dlock_core.backends.advisory.connections import Line, Seat
     from dlock_core.backends.sql import Pool, Session
     from dlock_core.runtime import Runtime
 

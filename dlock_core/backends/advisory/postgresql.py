@@ -1,21 +1,22 @@
-"""Session locks of PostgreSQL: what its sessions are told, and what its tables tell of them."""
+"""Session locks of PostgreSQL: the statements, and what its catalogue shows of holders and waiters."""
 
 from __future__ import annotations
 
+import json
 import math
-from typing import TYPE_CHECKING
+from collections import defaultdict
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from dlock_core.backends.advisory import statements
-from dlock_core.backends.advisory.labels import comment, label_of
-from dlock_core.backends.advisory.listing import Sessions
+from dlock_core.backend import Holder, LockState, Waiter
+from dlock_core.backends.advisory.labels import Told, comment, in_comment, in_label, key_of, label_of
 from dlock_core.errors import BackendUnavailable
-from dlock_core.retry import Trouble, classify
+from dlock_core.sql.driver_errors import Trouble, classify
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
-    from dlock_core.backend import LockState, Request
-    from dlock_core.backends.advisory.lines import Line, Seat
+    from dlock_core.backend import Request
+    from dlock_core.backends.advisory.connections import Line, Seat
     from dlock_core.backends.sql import Pool, Session
     from dlock_core.runtime import Runtime
 
@@ -32,7 +33,7 @@ class PostgreSQL:
 
     def introduce(self, session: Session, name: str) -> int:
         """Make a new session fit for waiting; give its number. Raises BackendUnavailable for what is not ours alone."""
-        ((number, known, is_standby, *_),) = session.execute(statements.INTRODUCE)
+        ((number, known, is_standby, *_),) = session.execute(INTRODUCE)
         if is_standby:
             raise BackendUnavailable(name, reason="a standby's locks exclude nobody: use the primary", refused=True)
         if known:
@@ -42,7 +43,7 @@ class PostgreSQL:
     def lock(self, line: Line, request: Request, seconds: float | None) -> int:
         """Try, or wait for so many seconds; give the token, 0 where others hold the lock."""
         label = label_of(request.name, self._prefix)
-        statement = (statements.TRY_SESSION if seconds is None else statements.WAIT_SESSION)[request.shared]
+        statement = (TRY_SESSION if seconds is None else WAIT_SESSION)[request.shared]
         params = {
             "key": label.key,
             "head": label.head,
@@ -69,13 +70,13 @@ class PostgreSQL:
         """Have the server wait another ttl for us; False when the session is not the one that took the lock."""
         label = f"{self._prefix}{token}#{request.name}"
         params = {"label": label, "ttl": _milliseconds(request.ttl)}
-        ((number, *_),) = line.execute(f"{comment(request)}\n{statements.PROVE}", params)
+        ((number, *_),) = line.execute(f"{comment(request)}\n{PROVE}", params)
         return bool(number == line.number)
 
     def unlock(self, line: Line, request: Request) -> bool:
         """End the lock; False when this session did not hold it."""
         params = {"key": label_of(request.name, self._prefix).key}
-        ((was_ours, *_),) = line.prepared(statements.UNLOCK[request.shared], params)
+        ((was_ours, *_),) = line.prepared(UNLOCK[request.shared], params)
         return bool(was_ours)
 
     async def end(self, runtime: Runtime, name: str, number: int) -> None:
@@ -103,3 +104,178 @@ def _milliseconds(seconds: float) -> str:
 def _behind_pooler(name: str) -> BackendUnavailable:
     reason = "its session is not ours alone, as behind PgBouncer in transaction mode: connect directly"
     return BackendUnavailable(name, reason=reason, refused=True)
+
+
+# The token is drawn when the lock has been taken, so that whoever takes it next reads a later time. It comes back as a
+# part of the label. One plain SELECT, and no more operators than it takes: most drivers have it planned every time.
+_LABEL: Final = """\
+:head || greatest(CAST(extract(epoch FROM clock_timestamp()) * 1000000 AS bigint), :least) || :tail"""
+_IN_TRANSACTION: Final = f"""\
+set_config('application_name', left(current_setting('application_name'), :room) || {_LABEL}, true)"""
+_IN_SESSION: Final = f"""\
+left(set_config('idle_session_timeout', :ttl, false), 0) || set_config('application_name', {_LABEL}, false)"""
+_TRIED: Final = "SELECT CASE WHEN pg_try_advisory{}(:key) THEN {} END, {}"
+_WAITED: Final = """\
+WITH old AS MATERIALIZED (SELECT current_setting('lock_timeout') AS v),
+limited AS MATERIALIZED (SELECT set_config('lock_timeout', :milliseconds, true) FROM old),
+won AS MATERIALIZED (SELECT pg_advisory{}(:key) FROM limited)
+SELECT {}, {} FROM won, old"""
+_ISOLATION: Final = "current_setting('transaction_isolation')"
+
+
+def _modes(statement: str, function: str, granted: str, more: str) -> dict[bool, str]:
+    return {shared: statement.format(function + "_shared" * shared, granted, more) for shared in (False, True)}
+
+
+TRY: Final = _modes(_TRIED, "_xact_lock", _IN_TRANSACTION, _ISOLATION)
+"""Lock until the end of the transaction; NULL where something is in the way. By `shared`, as those below."""
+WAIT: Final = _modes(_WAITED, "_xact_lock", _IN_TRANSACTION, "set_config('lock_timeout', v, true)")
+"""The same, waiting for it; the transaction's own limit is back after it."""
+TRY_SESSION: Final = _modes(_TRIED, "_lock", _IN_SESSION, "pg_backend_pid()")
+"""Lock until the end of the session, which the server ends when it has been silent for a ttl."""
+WAIT_SESSION: Final = _modes(_WAITED, "_lock", _IN_SESSION, "pg_backend_pid()")
+
+_KEY: Final = "(CAST(l.classid AS bigint) << 32) | CAST(l.objid AS bigint)"
+_OF_DATABASE: Final = """\
+l.locktype = 'advisory' AND l.objsubid = 1
+AND l.database = (SELECT oid FROM pg_database WHERE datname = current_database())"""
+_OF_KEY: Final = f"{_OF_DATABASE} AND {_KEY} = CAST(:key AS bigint)"
+
+OURS: Final = f"SELECT 1 FROM pg_locks AS l WHERE l.granted AND l.pid = pg_backend_pid() AND {_OF_KEY}"  # noqa: S608
+"""A row while the session that asks holds the lock."""
+ANYBODY: Final = f"SELECT 1 FROM pg_locks AS l WHERE l.granted AND {_OF_KEY}"  # noqa: S608
+"""A row while anybody holds it."""
+_LISTED: Final = f"""\
+SELECT {_KEY}, l.granted, l.mode = 'ShareLock', l.pid, coalesce(a.application_name, ''), coalesce(a.query, ''),
+coalesce(a.usename, '') || '@' || coalesce(host(a.client_addr), 'local'), current_database(),
+CAST(extract(epoch FROM clock_timestamp()) AS float8), CAST(extract(epoch FROM a.query_start) AS float8)
+FROM pg_locks AS l JOIN pg_stat_activity AS a ON a.pid = l.pid WHERE {_OF_DATABASE} {{}}
+ORDER BY l.granted DESC, a.query_start, l.pid"""  # noqa: S608
+LISTED: Final = _LISTED.format("")
+"""Who holds, then who waits, in the order in which they came."""
+LISTED_KEY: Final = _LISTED.format(f"AND {_KEY} = CAST(:key AS bigint)")
+_TERMINATE: Final = f"""\
+SELECT pg_terminate_backend(l.pid) FROM pg_locks AS l JOIN pg_stat_activity AS a ON a.pid = l.pid
+WHERE {_OF_KEY} AND """  # noqa: S608
+TERMINATE: Final = f"{_TERMINATE} l.pid = CAST(:pid AS integer)"
+"""End a session that holds or awaits a lock."""
+TERMINATE_LABELLED: Final = f"{_TERMINATE} l.granted AND position(:label IN ' ' || a.application_name) > 0"
+"""End the session that holds a lock, found by the label of its grant."""
+
+INTRODUCE: Final = """\
+SELECT pg_backend_pid(), coalesce(current_setting('dlock.line', true), ''), pg_is_in_recovery(),
+set_config('dlock.line', 'taken', false), set_config('application_name', 'dlock', false),
+set_config('statement_timeout', '0', false), set_config('lock_timeout', '0', false)"""
+"""A new session has no mark of ours; of one that has, a pooler has made several."""
+PROVE: Final = """\
+SELECT pg_backend_pid(), set_config('application_name', left(CAST(:label AS text), 63), false),
+set_config('idle_session_timeout', :ttl, false)"""
+UNLOCK: Final = {
+    False: "SELECT pg_advisory_unlock(:key)",
+    True: "SELECT pg_advisory_unlock_shared(:key)",
+}
+
+
+class Row(NamedTuple):
+    """One session at one lock."""
+
+    key: int
+    granted: bool
+    shared: bool
+    pid: int
+    application_name: str
+    query: str
+    login: str
+    database: str
+    now: float
+    since: float | None
+
+    def told(self, prefix: str) -> Told:
+        """Put together what the session tells of this lock."""
+        label = in_label(self.application_name, prefix, self.key) or Told()
+        comment = in_comment(self.query)
+        if comment is None or key_of(comment.name, prefix) != self.key:
+            return label
+        return comment._replace(token=label.token)
+
+
+def state_of(name: str, rows: Iterable[Row], prefix: str) -> LockState:
+    """Make the state of one lock, of its rows in their order."""
+    rows = list(rows)
+    holders = tuple(_holder(row, prefix) for row in rows if row.granted)
+    return LockState(name, holders, tuple(_waiter(row, prefix) for row in rows if not row.granted))
+
+
+def states_of(rows: Iterable[Row], prefix: str) -> list[LockState]:
+    """Make the states of all locks whose names are told."""
+    by_key, names = defaultdict[int, list[Row]](list), dict[int, str]()
+    for row in rows:
+        by_key[row.key].append(row)
+        if name := row.told(prefix).name:
+            names[row.key] = name
+    return [state_of(name, by_key[key], prefix) for key, name in names.items()]
+
+
+def owner_of(row: Row, prefix: str) -> str:
+    """Tell who it is: what the holder said of itself, or else what the database knows of the session."""
+    session = {"app": row.application_name.partition(prefix)[0].strip() or "session", "host": row.login, "pid": row.pid}
+    return row.told(prefix).owner or json.dumps({**session, "session": f"pg:{row.pid}/{row.database}"})
+
+
+def _with(row: Row, ours: Mapping[int, Seat]) -> Row:
+    seat = ours.get(row.pid)
+    return row if seat is None else row._replace(query=comment(seat.request))
+
+
+def _holder(row: Row, prefix: str) -> Holder:
+    told = row.told(prefix)
+    held = max(0.0, row.now - told.token / 1e6) if told.token else None
+    return Holder(told.holder or f"{row.pid:08}", told.token, row.shared, owner_of(row, prefix), None, held)
+
+
+def _waiter(row: Row, prefix: str) -> Waiter:
+    waited = None if row.since is None else max(0.0, row.now - row.since)
+    return Waiter(row.told(prefix).holder or f"{row.pid:08}", row.shared, owner_of(row, prefix), waited)
+
+
+class Sessions:
+    """What an operator sees of PostgreSQL's advisory locks, and may end, on connections of our own."""
+
+    def __init__(self, pool: Pool, prefix: str) -> None:
+        self._pool, self._prefix = pool, prefix
+
+    async def inspect(self, runtime: Runtime, name: str | None, ours: Sequence[Seat] = ()) -> list[LockState]:
+        """Show one lock, or all whose names are told; what our own sessions have not told yet is known here."""
+        by_number = {seat.line.number: seat for seat in ours}
+        statement = LISTED if name is None else LISTED_KEY
+        rows = [_with(Row(*row), by_number) for row in await self._ask(runtime, name or "", statement)]
+        return states_of(rows, self._prefix) if name is None else [state_of(name, rows, self._prefix)]
+
+    async def force_release(self, runtime: Runtime, name: str, token: int) -> bool:
+        """End the session that holds with this token; True when it is gone."""
+        return await self._terminate(runtime, name, TERMINATE_LABELLED, label=f" {self._prefix}{token}#")
+
+    async def is_held(self, runtime: Runtime, name: str) -> bool:
+        """Tell whether anybody holds a lock."""
+        return bool(await self._ask(runtime, name, ANYBODY))
+
+    async def end(self, runtime: Runtime, name: str, pid: int) -> bool:
+        """End a session if it is at this lock; True when it is gone."""
+        return await self._terminate(runtime, name, TERMINATE, pid=pid)
+
+    def close(self) -> None:
+        """Close idle connections."""
+        self._pool.close()
+
+    async def _terminate(self, runtime: Runtime, name: str, sql: str, **params: Any) -> bool:
+        until, found = runtime.now() + self._pool.timeout, False
+        while await self._ask(runtime, name, sql, **params):
+            found = True
+            if runtime.now() >= until:
+                raise BackendUnavailable(name, reason="its holder was told to end, and goes on")
+            await runtime.sleep(0.005)
+        return found
+
+    async def _ask(self, runtime: Runtime, name: str, sql: str, **params: Any) -> list[tuple[Any, ...]]:
+        params["key"] = key_of(name, self._prefix)
+        return await self._pool.step(runtime, name, lambda session: session.execute(sql, params))

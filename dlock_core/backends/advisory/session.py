@@ -10,8 +10,8 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal
 
 from dlock_core.backend import Busy, Granted
-from dlock_core.backends.advisory.keys import PREFIX, checked_prefix
-from dlock_core.backends.advisory.lines import Lines, Seat
+from dlock_core.backends.advisory.connections import Lines, Seat
+from dlock_core.backends.advisory.labels import PREFIX, checked_prefix
 from dlock_core.backends.advisory.mysql import MySQL
 from dlock_core.backends.advisory.postgresql import PostgreSQL
 from dlock_core.errors import BackendUnavailable
@@ -101,7 +101,12 @@ class SessionBackend:
             except BackendUnavailable:
                 if not seat.line.had_ended:
                     raise
-        return "other" if await self._server.is_held(runtime, request.name) else "absent"
+        try:
+            return "other" if await self._server.is_held(runtime, request.name) else "absent"
+        except BackendUnavailable:
+            if seat is None:
+                raise
+            return "absent"  # The lock ended with its connection, before this release; only the next holder is unknown.
 
     async def try_acquire_many(self, runtime: Runtime, requests: Sequence[Request]) -> list[Granted] | None:
         return None

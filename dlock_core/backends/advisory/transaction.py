@@ -12,12 +12,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, Protocol
 
 from dlock_core.backend import Busy, Granted
-from dlock_core.backends.advisory import statements
-from dlock_core.backends.advisory.keys import PREFIX, checked_prefix
-from dlock_core.backends.advisory.labels import label_of
-from dlock_core.backends.advisory.listing import Row, Sessions, owner_of
+from dlock_core.backends.advisory import postgresql
+from dlock_core.backends.advisory.labels import PREFIX, checked_prefix, label_of
+from dlock_core.backends.advisory.postgresql import Row, Sessions, owner_of
 from dlock_core.errors import NotSupported, SnapshotTooOld
-from dlock_core.retry import Trouble, classify
+from dlock_core.sql.driver_errors import Trouble, classify
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -79,7 +78,7 @@ class TransactionBackend:
         self, runtime: Runtime, request: Request, ticket: Any = None, *, unsure: bool = False
     ) -> Granted | Busy:
         place, label = self._place(request), label_of(request.name, self.prefix)
-        row = await place.connection.row(statements.TRY[request.shared], _params(request, label))
+        row = await place.connection.row(postgresql.TRY[request.shared], _params(request, label))
         text, isolation = row or ("", "")
         _refuse_old_snapshot(request, place, isolation)
         if text:
@@ -93,7 +92,7 @@ class TransactionBackend:
         connection = place.connection
         await connection.tell("SAVEPOINT dlock_wait")
         try:
-            row = await connection.row(statements.WAIT[request.shared], params)
+            row = await connection.row(postgresql.WAIT[request.shared], params)
         except BaseException as error:
             with suppress(Exception):  # what has ended the connection is the error to be told
                 await connection.tell("ROLLBACK TO SAVEPOINT dlock_wait")
@@ -150,12 +149,12 @@ class TransactionBackend:
         return place
 
     async def _busy(self, request: Request, place: Place) -> Busy:
-        row = await place.connection.row(statements.LISTED_KEY, {"key": label_of(request.name, self.prefix).key})
+        row = await place.connection.row(postgresql.LISTED_KEY, {"key": label_of(request.name, self.prefix).key})
         return Busy(LONGEST, owner_of(Row(*row), self.prefix) if row is not None else "")
 
     async def _left(self, request: Request) -> float | None:
         params = {"key": label_of(request.name, self.prefix).key}
-        row = await self._place(request).connection.row(statements.OURS, params)
+        row = await self._place(request).connection.row(postgresql.OURS, params)
         return None if row is None else math.inf
 
 

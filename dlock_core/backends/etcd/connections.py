@@ -1,4 +1,4 @@
-"""Connections of our own to the members of a cluster, kept between requests, for threads and for tasks alike.
+"""HTTP connections to the members of an etcd cluster, kept between requests, for threads and for tasks.
 
 A socket belongs to no thread and no event loop, so the same idle ones serve both worlds. One member is asked until it
 fails, then the next.
@@ -7,15 +7,19 @@ fails, then the next.
 from __future__ import annotations
 
 import asyncio
+import json
 import os
+import re
 import socket
 import ssl
 from collections import deque
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from urllib.parse import unquote
 
-from dlock_core.backends.etcd.http import Reader
-from dlock_core.backends.idle import drain, drain_when_forgotten
-from dlock_core.runtime import Asyncio
+from dlock_core.backends.idle import close_excess, drain, drain_when_forgotten
+from dlock_core.backends.options import has_swallowed_options
+from dlock_core.runtime import Asyncio, clock
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -23,6 +27,7 @@ if TYPE_CHECKING:
     from dlock_core.runtime import Runtime
 
 __all__ = ["Connection", "Connections", "Member"]
+
 
 IDLE_KEPT: Final = 64
 """Idle connections kept open, at most; more are made when more are needed at once."""
@@ -44,6 +49,8 @@ class Connection:
 
     def __init__(self, member: Member, tls: ssl.SSLContext | None) -> None:
         self.member, self.reader, self.used = member, Reader(), False
+        self.since = 0.0
+        """When it was last used."""
         self._socket: socket.socket | None = None
         self._tls = _Tls(tls, member.host) if tls else None
 
@@ -169,10 +176,9 @@ class Connections:
 
     def checkin(self, connection: Connection) -> None:
         """Take back a connection whose replies were all read."""
-        connection.used = True
+        connection.used, connection.since = True, clock()
         self._idle.append(connection)
-        if len(self._idle) > IDLE_KEPT:
-            self._idle.popleft().close()
+        close_excess(self._idle, attrgetter("since"), Connection.close, IDLE_KEPT)
 
     @property
     def member(self) -> Member:
@@ -240,3 +246,166 @@ async def _areceive(connected: Any, limit: float) -> bytes:
     connected.setblocking(False)
     async with asyncio.timeout(limit):
         return await asyncio.get_running_loop().sock_recv(connected, CHUNK)
+
+
+_END: Final = b"\r\n"
+_HEAD_END: Final = b"\r\n\r\n"
+
+
+class HTTPError(OSError):
+    """What came back is not a reply that we understand."""
+
+
+class Reply(NamedTuple):
+    """One reply: its status, and its body, which may be several JSON documents, one a line."""
+
+    status: int
+    body: bytes
+
+
+def post(host: str, path: str, body: bytes, token: str = "") -> bytes:
+    """Write a request; several may be sent at once, and are answered in their order."""
+    permit = f"Authorization: {token}\r\n" if token else ""
+    head = (
+        f"POST {path} HTTP/1.1\r\nHost: {host}\r\n{permit}"
+        f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+    )
+    return head.encode("latin-1") + body
+
+
+class Reader:
+    """Takes bytes as they come, and gives whole replies, or the lines of one that never ends."""
+
+    def __init__(self) -> None:
+        self._data = b""
+        self._lines = b""
+        self.streaming = False
+
+    def feed(self, data: bytes) -> None:
+        """Take what was received."""
+        self._data += data
+
+    def reply(self) -> Reply | None:
+        """Give the next reply, once all of it is here."""
+        head = _head(self._data)
+        if head is None:
+            return None
+        status, headers, start = head
+        if b"content-length" not in headers:
+            return self._chunked_reply(status, start)
+        end = start + _number(headers[b"content-length"], 10)
+        if len(self._data) < end:
+            return None
+        body, self._data = self._data[start:end], self._data[end:]
+        return Reply(status, body)
+
+    def line(self) -> Any:
+        """Give the next JSON document of a reply that never ends, or None while it is not here yet."""
+        if not self.streaming and not self._begin():
+            return None
+        while b"\n" not in self._lines:
+            chunk = _chunk(self._data, 0)
+            if chunk is None:
+                return None
+            start, end = chunk
+            if start == end:
+                raise HTTPError("the server ended the stream")
+            self._lines, self._data = self._lines + self._data[start:end], self._data[end + 2 :]
+        line, _, self._lines = self._lines.partition(b"\n")
+        return json.loads(line) if line else self.line()
+
+    def _begin(self) -> bool:
+        head = _head(self._data)
+        if head is None:
+            return False
+        status, _, start = head
+        if status != 200:
+            raise HTTPError(f"HTTP {status} instead of a stream")
+        self._data, self.streaming = self._data[start:], True
+        return True
+
+    def _chunked_reply(self, status: int, start: int) -> Reply | None:
+        body = b""
+        while (chunk := _chunk(self._data, start)) is not None:
+            begin, end = chunk
+            if begin == end:
+                return self._finish(status, body, begin)
+            body, start = body + self._data[begin:end], end + 2
+        return None
+
+    def _finish(self, status: int, body: bytes, start: int) -> Reply | None:
+        """Pass over the trailers, the last of which is an empty line."""
+        end = start if self._data.startswith(_END, start) else self._data.find(_HEAD_END, start) + 2
+        if end < start or len(self._data) < end + 2:
+            return None
+        self._data = self._data[end + 2 :]
+        return Reply(status, body)
+
+
+def _head(data: bytes) -> tuple[int, dict[bytes, bytes], int] | None:
+    """Give status and headers of the reply that begins here, and where its body begins."""
+    end = data.find(_HEAD_END)
+    if end < 0:
+        return None
+    first, *lines = data[:end].split(_END)
+    if not first.startswith(b"HTTP/1.1 "):
+        raise HTTPError("the server does not speak HTTP/1.1")
+    pairs = (line.partition(b":") for line in lines)
+    return _number(first[9:12], 10), {key.strip().lower(): value.strip() for key, _, value in pairs}, end + 4
+
+
+def _chunk(data: bytes, start: int) -> tuple[int, int] | None:
+    """Give where the chunk that begins here has its content, once all of it is here; empty for the last one."""
+    line_end = data.find(_END, start)
+    if line_end < 0:
+        return None
+    size = _number(data[start:line_end].partition(b";")[0], 16)
+    end = line_end + 2 + size
+    return (line_end + 2, end) if size == 0 or len(data) >= end + 2 else None
+
+
+def _number(text: bytes, base: int) -> int:
+    try:
+        return int(text, base)
+    except ValueError:
+        raise HTTPError("the server's reply is not HTTP") from None
+
+
+PORT: Final = 2379
+_URL: Final = re.compile(r"(etcds?)://(?:([^/?#]*)@)?([^/?#@]+)/?")
+_MEMBER: Final = re.compile(r"(?:\[([0-9A-Fa-f:.]+)\]|([^\[\]:\s]+))(?::(\d{1,5}))?")
+_BAD: Final = (
+    "bad etcd URL: expected etcd://[user:password@]host:port,host:port,host:port (etcds:// for TLS), "
+    "with every : / ? # @ , of user and password percent-encoded"
+)
+
+
+class Address(NamedTuple):
+    """The members of a cluster, and how to be let in."""
+
+    members: tuple[Member, ...]
+    user: str
+    password: str
+    is_encrypted: bool
+
+
+def read(url: str) -> Address:
+    """Take a URL apart; raises ValueError."""
+    found = _URL.fullmatch(url)
+    if found is None or has_swallowed_options(found[3]):
+        raise ValueError(_BAD)
+    scheme, credentials, members = found.groups(default="")
+    user, _, password = credentials.partition(":")
+    if bool(user) != bool(password):
+        raise ValueError(_BAD)
+    listed = tuple(_member(member) for member in members.split(","))
+    if len(set(listed)) != len(listed):
+        raise ValueError("bad etcd URL: a member is named twice")
+    return Address(listed, unquote(user), unquote(password), scheme == "etcds")
+
+
+def _member(member: str) -> Member:
+    found = _MEMBER.fullmatch(member)
+    if found is None or not 0 < int(found[3] or PORT) < 65536:
+        raise ValueError(_BAD)
+    return Member(found[1] or found[2], int(found[3] or PORT))

@@ -9,16 +9,14 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any, Final
 
-from dlock_core.backends.etcd.connections import Connections
-from dlock_core.backends.etcd.http import HTTPError, post
+from dlock_core.backends.etcd.connections import Connections, HTTPError, post
 from dlock_core.errors import BackendUnavailable
 
 if TYPE_CHECKING:
     import ssl
     from collections.abc import Sequence
 
-    from dlock_core.backends.etcd.connections import Connection, Member
-    from dlock_core.backends.etcd.http import Reply
+    from dlock_core.backends.etcd.connections import Connection, Member, Reply
     from dlock_core.runtime import Runtime
 
 __all__ = ["Answer", "Gateway", "Question", "Watch"]

@@ -8,6 +8,7 @@ the token: it is 0 unless a database has seen greater tokens than etcd has revis
 
 from __future__ import annotations
 
+import re
 from base64 import b64decode, b64encode
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -22,6 +23,7 @@ __all__ = [
     "Entry",
     "Keys",
     "Look",
+    "counted",
     "entries",
     "grant",
     "keep_alive",
@@ -41,8 +43,13 @@ class Entry(NamedTuple):
     value: str
     created: int
     lease: int
+    modified: int = 0
+    """0 for a key that was not there."""
 
 
+MAX_BASE: Final = 1 << 62
+"""A number that, with a revision added, fits into 63 bits."""
+_BASE: Final = re.compile(r"[0-9]{1,19}")
 NOTHING: Final = Entry("", "", 0, 0)
 """A key that was not there."""
 
@@ -56,6 +63,7 @@ class Look(NamedTuple):
     revision: int
     own: Entry
     base: int
+    base_modified: int
     first: Entry
     """Whoever holds the lock, or the first of them."""
     before: Entry
@@ -113,7 +121,7 @@ class Keys:
     def raise_base(self, request: Request, seen: Look, base: int) -> Question:
         """Add so much to the tokens of this lock, beginning with our own grant, unless another was faster."""
         key = self.base(request.name)
-        same = {"key": text(key), "target": "VALUE", "value": text(str(seen.base))} if seen.base else _created(key, 0)
+        same = {"key": text(key), "target": "MOD", "mod_revision": str(seen.base_modified)}
         return _txn([_created(seen.own.key, seen.own.created), same], [_put(key, str(base))], [])
 
     def held(self, owns: Sequence[str]) -> Question:
@@ -168,7 +176,8 @@ def look(answer: Answer, own: str) -> Look:
         has_put,
         int(responses[-1]["response_range"]["header"]["revision"]),
         next(iter(mine), NOTHING),
-        int(base[0].value) if base else 0,
+        counted(base[0].value) if base else 0,
+        base[0].modified if base else 0,
         next(iter(first), NOTHING),
         next((entry for entry in before if entry.key != own), NOTHING),
     )
@@ -177,9 +186,20 @@ def look(answer: Answer, own: str) -> Look:
 def entries(found: Answer) -> list[Entry]:
     """Read the answer to a range."""
     return [
-        Entry(_plain(kv["key"]), _plain(kv.get("value", "")), int(kv["create_revision"]), int(kv.get("lease", 0)))
+        Entry(
+            _plain(kv["key"]),
+            _plain(kv.get("value", "")),
+            int(kv["create_revision"]),
+            int(kv.get("lease", 0)),
+            int(kv["mod_revision"]),
+        )
         for kv in found.get("kvs", [])
     ]
+
+
+def counted(value: str) -> int:
+    """Read what is added to revisions; what is no number, or is too great for a token, is damaged and counts as 0."""
+    return base if _BASE.fullmatch(value) and (base := int(value)) <= MAX_BASE else 0
 
 
 def grant(lease: int, ttl: int) -> Question:

@@ -1,13 +1,17 @@
-"""What the backend does with one lock, step by step; each is one write to etcd and the answers to it."""
+"""The steps of one lock in etcd (its lease, its queue entry, its end): each is one write and its answers."""
 
 from __future__ import annotations
 
+import math
+import os
+import secrets
+from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from dlock_core.backend import Busy, Granted
 from dlock_core.backends.etcd import keys
-from dlock_core.backends.etcd.leases import Lease, Spares, new_lease
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -17,10 +21,12 @@ if TYPE_CHECKING:
     from dlock_core.backends.etcd.keys import Keys, Look
     from dlock_core.runtime import Runtime
 
+__all__ = ["PLACE", "Grip", "Place", "Steps"]
+
+
 Put = Callable[["Request", int, int], "Question"]
 """Makes a question that puts our key on a lease, or on the lease of a place."""
 
-__all__ = ["PLACE", "Grip", "Place", "Steps"]
 
 PLACE: Final = 6.0
 """Seconds after its last sign of life in which a waiter keeps its place."""
@@ -202,3 +208,58 @@ def _busy_or(look: Look, place: Place) -> Place | Busy:
 def busy(look: Look, place: Any = None) -> Busy:
     """Say that somebody else has the lock."""
     return Busy(ASK_AGAIN, look.first.value, place)
+
+
+NEW: Final = 7 / 8
+"""A lease that has less than this share of its ttl left is not used again, but left to run out."""
+KEPT: Final = 64
+"""Unused leases kept of each ttl, at most."""
+LONGEST: Final = 60.0
+"""Seconds of ttl above which a lease is not kept: nothing should be left on the server for long."""
+
+
+@dataclass(slots=True)
+class Lease:
+    """A lease, and until when it surely lives, by our clock; `is_known` once the server has granted it."""
+
+    id: int
+    ttl: int
+    until: float = 0.0
+    is_known: bool = False
+
+
+def new_lease(seconds: float) -> Lease:
+    """Think of a lease that nobody else has."""
+    return Lease(secrets.randbits(62) + 1, math.ceil(seconds))
+
+
+class Spares:
+    """Leases of this process that carry nothing now."""
+
+    def __init__(self) -> None:
+        self._pid = os.getpid()
+        self._free: dict[int, deque[Lease]] = {}
+
+    def take(self, seconds: float, now: float) -> Lease | None:
+        """Give a lease that is nearly new, if there is one."""
+        if self._pid != os.getpid():  # a forked child must not share leases with its parent
+            self._pid, self._free = os.getpid(), {}
+        free = self._free.get(math.ceil(seconds))
+        try:
+            spare = free.pop() if free else None
+        except IndexError:
+            spare = None
+        return spare if spare is not None and spare.until - now >= spare.ttl * NEW else None
+
+    def keeps(self, lease: Lease) -> bool:
+        """Tell whether it is worth to keep."""
+        return lease.is_known and lease.ttl <= LONGEST
+
+    def give(self, lease: Lease) -> None:
+        """Take back a lease that carries nothing any more, and which no request of unknown outcome has named."""
+        if self.keeps(lease):
+            self._free.setdefault(lease.ttl, deque(maxlen=KEPT)).append(lease)
+
+    def clear(self) -> None:
+        """Forget all of them: the server did not know one."""
+        self._free = {}

@@ -6,14 +6,13 @@ import re
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
-from dlock_core.backends.redis.wire import answered, converse, twice
+from dlock_core.backends.redis.transport import answered, converse, twice
 from dlock_core.doctor.clocks import SAMPLES, Sample, clock, round_trip, timing, wall
 from dlock_core.doctor.finding import Finding, ok, unsafe, warning
 from dlock_core.errors import BackendUnavailable
 
 if TYPE_CHECKING:
-    from dlock_core.backends.redis import RedisBackend
-    from dlock_core.backends.redis.wire import Wire
+    from dlock_core.backends.redis.transport import Wire
     from dlock_core.doctor.clocks import Timing
     from dlock_core.runtime import Runtime
 
@@ -34,7 +33,7 @@ class Asked(Protocol):
         """Give its connections."""
 
 
-async def diagnose(backend: RedisBackend, runtime: Runtime) -> list[Finding]:
+async def diagnose(backend: Asked, runtime: Runtime) -> list[Finding]:
     """Examine one server, and the Sentinels that lead to it, if any; raises BackendUnavailable."""
     found = judged(*await measure(backend, runtime))
     sentinels = getattr(backend.wire(runtime), "sentinels", None)

@@ -13,22 +13,22 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import RedisError
 from redis.sentinel import MasterNotFoundError
 
-from dlock_core.backends.redis import hosts
-from dlock_core.backends.redis.clients import of_url as pool_of
-from dlock_core.backends.redis.clients import title, wires
-from dlock_core.backends.redis.wire import Refused, answered, converse, packed, twice
+from dlock_core.backends.redis import addresses
+from dlock_core.backends.redis.addresses import of_url as pool_of
+from dlock_core.backends.redis.addresses import title, wires
+from dlock_core.backends.redis.transport import Refused, answered, converse, packed, twice
 from dlock_core.errors import BackendUnavailable
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from dlock_core.backends.redis.wire import Wire
+    from dlock_core.backends.redis.transport import Wire
     from dlock_core.runtime import Runtime
 
 __all__ = ["Service", "following", "of_url"]
 
 PORT: Final = 26379
-CHECK: Final = packed([("WAIT", 0, 0)])
+CHECK: Final = packed([("WAIT", "0", "0")])
 """Waits for nothing, and a replica refuses it, also one that can be written to; ROLE lists all replicas for that."""
 REFUSAL: Final = "with replica instances"
 LOOK: Final = 1.0
@@ -54,7 +54,7 @@ class Service(NamedTuple):
 
 def of_url(url: str) -> Service:
     """Read redis+sentinel:// or, for TLS with all, rediss+sentinel://; raises ValueError, without a password."""
-    user, sentinels, path, options = hosts.split(url, port=PORT, path=r"/[^/?#]+(?:/\d*)?", bad=_BAD)
+    user, sentinels, path, options = addresses.split(url, port=PORT, path=r"/[^/?#]+(?:/\d*)?", bad=_BAD)
     scheme, (name, _, database) = url.partition("+")[0], path[1:].partition("/")
     given = dict(parse_qsl(options[1:], keep_blank_values=True))
     login = {key: given.pop(f"sentinel_{key}") for key in ("username", "password") if f"sentinel_{key}" in given}
@@ -149,7 +149,9 @@ class MasterWire:
         self._address, self._next_look = ("", 0), 0.0
         self.checkout, self.checkin, self.discard, self.forget = wire.checkout, wire.checkin, wire.discard, wire.forget
 
-    async def exchange(self, runtime: Runtime, connection: Any, data: bytes, replies: int, limit: float) -> list[Any]:
+    async def exchange(  # noqa: PLR0917 - the hot path: keywords cost
+        self, runtime: Runtime, connection: Any, data: bytes, replies: int, limit: float, nudge_after: float = 0.0
+    ) -> list[Any]:
         now, is_new = runtime.now(), not connection.dlock_used
         if is_new or now >= self._next_look:
             await self._look(runtime, insist=is_new)
@@ -158,7 +160,7 @@ class MasterWire:
             connection.host, connection.port = self._address
         elif (connection.host, connection.port) != self._address:
             raise RedisConnectionError(f"{connection.host}:{connection.port} is not the master any more")
-        answers = await self._wire.exchange(runtime, connection, data + CHECK, replies + 1, limit)
+        answers = await self._wire.exchange(runtime, connection, data + CHECK, replies + 1, limit, nudge_after)
         refusal = answers.pop()
         if isinstance(refusal, RedisError):
             if REFUSAL in str(refusal):

@@ -10,8 +10,8 @@ from dlock_core.doctor.finding import Finding, ok, unsafe, warning
 from dlock_core.errors import BackendUnavailable
 
 if TYPE_CHECKING:
-    from dlock_core.backends.redlock.asking import Nodes
     from dlock_core.backends.redlock.node import Node
+    from dlock_core.backends.redlock.nodes import Nodes
     from dlock_core.runtime import Runtime
 
 __all__ = ["diagnose"]

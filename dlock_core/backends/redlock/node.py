@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
 
-from dlock_core.backends.redis import RedisBackend
-from dlock_core.backends.redis.clients import title
+from dlock_core.backends.redis.addresses import title
+from dlock_core.backends.redis.backend import RedisBackend
 from dlock_core.runtime import ASYNCIO, BLOCKING, clock
 
 if TYPE_CHECKING:
-    from dlock_core.backends.redis.connections import AsyncioWire
     from dlock_core.backends.redis.scripts import Script
-    from dlock_core.backends.redis.wire import Command
+    from dlock_core.backends.redis.transport import AsyncioWire, Command
 
 __all__ = ["GRACE", "Enough", "Node", "Question"]
 

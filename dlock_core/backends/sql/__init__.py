@@ -9,12 +9,10 @@ whoever waits for it: it runs in the caller's thread, in a thread for a task, or
     await kept.step(runtime, name, step); await kept.close(runtime)
 """
 
-from dlock_core.backends.sql.cursors import cursor_of
 from dlock_core.backends.sql.limits import shut, socket_of
-from dlock_core.backends.sql.listening import notifications, read_in_thread
-from dlock_core.backends.sql.pool import Kept, Pool
+from dlock_core.backends.sql.pool import Kept, Pool, cursor_of
 from dlock_core.backends.sql.port import Connector, Session
-from dlock_core.backends.sql.threads import finished, in_threads, within
+from dlock_core.backends.sql.threads import finished, in_threads, notifications, read_in_thread, within
 
 __all__ = [
     "Connector",

@@ -6,9 +6,11 @@ import os
 import socket
 import threading
 from contextlib import suppress
+from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
-from dlock_core.runtime import clock
+from dlock_core.errors import spoken
+from dlock_core.runtime import Background, clock
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -20,65 +22,64 @@ __all__ = ["Limits", "of_process", "shut", "socket_of"]
 T = TypeVar("T")
 
 IDLE: Final = 10.0
-"""Seconds without a question after which the thread ends."""
+"""Seconds without a question after which the thread ends; also its longest sleep."""
 
 
 class Limits:
     """The time limits of the questions that are being asked now."""
 
     def __init__(self) -> None:
-        self._guard, self._wake = threading.Lock(), threading.Event()
+        self._guard = threading.RLock()  # A signal handler may ask a question, too, in the middle of a method of ours.
+        self._wake: SimpleQueue[None] = SimpleQueue()
         self._due: dict[Session, float] = {}
-        self._next = self._ends = 0.0  # until when the thread sleeps, and when it ends if nothing comes
-        self._thread: threading.Thread | None = None
+        self._next = 0.0  # until when the thread sleeps
+        self._thread = Background(
+            "dlock-database-limits", "to cut off databases that do not answer", self._serve, lambda: self._due
+        )
 
     def call(self, session: Session, seconds: float, function: Callable[[Session], T]) -> T:
         """Call a function of the session, which is cut if that takes longer: TimeoutError, and it is of no more use."""
-        self._begin(session, clock() + seconds)
+        until = clock() + seconds
         try:
+            self._begin(session, until)
             answer = function(session)
         except BaseException as error:
-            if self._end(session) or not isinstance(error, Exception):
+            if self._end(session) or clock() < until or not isinstance(error, Exception):
                 raise
-            raise TimeoutError(f"no answer within {seconds:.3g} s") from error
+            raise TimeoutError(f"no answer within {spoken(seconds)}") from error
         if not self._end(session):
-            raise TimeoutError(f"no answer within {seconds:.3g} s")
+            raise TimeoutError(f"no answer within {spoken(seconds)}")
         return answer
 
     def _begin(self, session: Session, until: float) -> None:
         with self._guard:
             self._due[session] = until
-            self._ends = max(self._ends, until + IDLE)
-            if self._thread is None:
-                self._next = until
-                self._thread = threading.Thread(target=self._run, name="dlock-database-limits", daemon=True)
-                self._thread.start()
-            elif until < self._next:
-                self._next = until
-                self._wake.set()
+        if until < self._next:
+            self._wake.put(None)
+        self._thread.ensure()
 
     def _end(self, session: Session) -> bool:
         """Tell whether it was in time."""
         with self._guard:
             return self._due.pop(session, None) is not None
 
-    def _run(self) -> None:
-        while (pause := self._turn()) is not None:
-            self._wake.wait(pause)
-            self._wake.clear()
+    def _serve(self) -> None:
+        """Cut what is late, until nothing was asked for long."""
+        was_idle = False
+        while self._due or not was_idle:
+            was_idle = not self._due
+            with suppress(Empty):
+                self._wake.get(timeout=self._cut())
 
-    def _turn(self) -> float | None:
-        """Cut what is late, and tell how long to sleep; None, and no thread any more, when nothing came for long."""
+    def _cut(self) -> float:
+        """Cut what is late, and return for how many seconds nothing else can be."""
         with self._guard:
             now = clock()
             for session in [late for late, until in self._due.items() if until <= now]:
                 del self._due[session]
                 session.cut()  # under the guard: once it has ended, its connection is somebody else's
-            if not self._due and now >= self._ends:
-                self._thread = None
-                return None
-            self._next = min(self._due.values(), default=self._ends)
-            return self._next - now
+            self._next = min([*self._due.values(), now + IDLE])
+            return max(0.0, self._next - now)
 
 
 def socket_of(driver: Any) -> int:

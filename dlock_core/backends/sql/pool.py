@@ -1,22 +1,24 @@
-"""Our own connections to one database: one for each step, kept between steps; or one that a holder keeps."""
+"""Connections to one database, kept between the steps of locks; or one that a holder keeps for itself."""
 
 from __future__ import annotations
 
 import os
 import weakref
 from collections import deque
+from contextlib import contextmanager, suppress
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeVar
 
-from dlock_core.backends.idle import drain, drain_when_forgotten
+from dlock_core.backends.idle import LONGEST_IDLE_S, close_excess, drain, drain_when_forgotten
 from dlock_core.backends.options import check_seconds
-from dlock_core.backends.sql.failures import unavailable
 from dlock_core.backends.sql.limits import of_process
 from dlock_core.errors import BackendUnavailable
-from dlock_core.retry import Trouble, classify
+from dlock_core.owner import printable
 from dlock_core.runtime import clock
+from dlock_core.sql.driver_errors import Trouble, classify
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine
+    from collections.abc import Callable, Coroutine, Iterator
 
     from dlock_core.backends.sql.port import Connector, Session
     from dlock_core.runtime import Runtime
@@ -27,8 +29,6 @@ T = TypeVar("T")
 
 IDLE_KEPT: Final = 4
 """Idle connections kept open, at most: steps are short, and a database has few connections to give."""
-TRUSTED: Final = 60.0
-"""Seconds of idleness after which a connection is closed rather than used: a firewall may have forgotten it."""
 CONFLICTS: Final = 10
 """How often a step is made again that was the victim of a deadlock; each time somebody else got on."""
 _MYSQL: Final = "SET SESSION innodb_lock_wait_timeout = %d"
@@ -91,8 +91,18 @@ class Pool:
     def fail(self, name: str, error: BaseException, *, idle: bool = False) -> NoReturn:
         """Raise BackendUnavailable for an error of the database or the network, and any other as it is."""
         if isinstance(error, (*self.connector.errors, OSError)):
-            raise unavailable(name, self.connector, error, idle=idle) from error
+            raise self._unavailable(name, error, idle=idle) from error
         raise error
+
+    def _unavailable(self, name: str, error: BaseException, *, idle: bool) -> BackendUnavailable:
+        """Say why the database gave no answer; `idle`: the connection had been idle, so a new one may work at once."""
+        trouble, connector = classify(error), self.connector
+        words = str(error).strip() or type(error).__name__
+        reason = f"{connector.title}: {printable(words.splitlines()[0])}"
+        if trouble is Trouble.MISSING_TABLE:
+            reason = f"{connector.title} has no table for it: run {connector.remedy}"
+        refused = trouble in (Trouble.MISSING_TABLE, Trouble.NO_ACCESS)
+        return BackendUnavailable(name, reason=reason, broken=idle, refused=refused)
 
     def open(self, name: str) -> Session:
         """Connect; blocks."""
@@ -135,8 +145,7 @@ class Pool:
 
     def _keep(self, session: Session) -> None:
         self._idle.append((session, clock()))
-        if len(self._idle) > IDLE_KEPT:
-            self._idle.popleft()[0].close()
+        close_excess(self._idle, itemgetter(1), _close, IDLE_KEPT)
 
     def _last(self) -> Session | None:
         now = clock()
@@ -145,7 +154,7 @@ class Pool:
                 session, since = self._idle.pop()
             except IndexError:
                 return None
-            if now - since < TRUSTED:
+            if now - since < LONGEST_IDLE_S:
                 return session
             session.close()
 
@@ -219,3 +228,16 @@ def _after_fork_in_child() -> None:
 
 
 os.register_at_fork(after_in_child=_after_fork_in_child)
+
+
+@contextmanager
+def cursor_of(connection: Any) -> Iterator[Any]:
+    """Give a cursor for a block; mysqlclient's `close()` fails after a Ctrl-C, and would turn it into another error."""
+    cursor = connection.cursor()
+    try:
+        yield cursor
+    except BaseException:
+        with suppress(Exception):
+            cursor.close()
+        raise
+    cursor.close()

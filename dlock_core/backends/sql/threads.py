@@ -1,13 +1,16 @@
-"""Where the functions of a blocking driver run: in the caller's thread, or for a task in a thread of ours."""
+"""Where a blocking driver runs: in the caller's thread, or for a task in our own; and the thread that hears NOTIFY."""
 
 from __future__ import annotations
 
 import asyncio
 import os
+import select
 import threading
 from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
+from dlock_core.errors import spoken
 from dlock_core.runtime import Asyncio
 
 if TYPE_CHECKING:
@@ -55,7 +58,7 @@ def within(limit: float, connect: Callable[[], Session]) -> Session:
         return opened.result(limit)
     except TimeoutError:
         if opened.cancel():
-            raise TimeoutError(f"no connection within {limit:.3g} s") from None
+            raise TimeoutError(f"no connection within {spoken(limit)}") from None
         return opened.result()  # it came this very moment
 
 
@@ -75,3 +78,31 @@ def _settle(settle: Callable[[Any], None], outcome: Any) -> bool:
     except InvalidStateError:
         return False
     return True
+
+
+def read_in_thread(session: Session, heard: Callable[[str], None], ended: Callable[[], None]) -> None:
+    """Tell of each notification that comes on the session, which nobody else uses any more, until it is cut."""
+    args = (session, heard, ended)
+    threading.Thread(target=_read, args=args, name="dlock-database-listen", daemon=True).start()
+
+
+def _read(session: Session, heard: Callable[[str], None], ended: Callable[[], None]) -> None:
+    with suppress(Exception):  # whatever it is, it has ended
+        coming = select.poll()  # select() knows no file above number 1023
+        coming.register(session.driver, select.POLLIN)
+        while True:
+            coming.poll()
+            for payload in notifications(session.driver):
+                heard(payload)
+    session.close()
+    ended()
+
+
+def notifications(driver: Any) -> list[str]:
+    """Take what has come in; raises the driver's error when the connection has ended."""
+    if hasattr(driver, "pgconn") and hasattr(driver.pgconn, "consume_input"):
+        driver.pgconn.consume_input()
+        return [notify.extra.decode() for notify in iter(driver.pgconn.notifies, None)]
+    driver.poll()  # psycopg2
+    found, driver.notifies[:] = list(driver.notifies), []
+    return [notify.payload for notify in found]

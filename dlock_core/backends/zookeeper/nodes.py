@@ -14,15 +14,14 @@ from kazoo.protocol.serialization import Create, Create2, Delete, Exists, GetChi
 from kazoo.security import CREATOR_ALL_ACL, OPEN_ACL_UNSAFE
 
 from dlock_core.backend import Holder, LockState, Waiter
-from dlock_core.backends.zookeeper.line import Line, Node, component, line, mark, name_of, prefix
+from dlock_core.backends.zookeeper.queue import Line, Node, component, line, mark, name_of, prefix
 from dlock_core.backends.zookeeper.session import good
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from dlock_core.backend import Request
-    from dlock_core.backends.zookeeper.address import Address
-    from dlock_core.backends.zookeeper.session import Session
+    from dlock_core.backends.zookeeper.session import Address, Session
     from dlock_core.runtime import Runtime
 
 __all__ = ["EACH", "Nodes"]

@@ -6,10 +6,15 @@ with a server that is silent for most of the session, or pause for up to an hour
 
 from __future__ import annotations
 
+import logging
 import math
+import re
+import select
+import socket
 import threading
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from urllib.parse import unquote
 
 from kazoo.client import KazooClient
 from kazoo.exceptions import (
@@ -21,26 +26,31 @@ from kazoo.exceptions import (
     SessionExpiredError,
     SessionMovedError,
 )
+from kazoo.handlers.threading import SequentialThreadingHandler
 from kazoo.protocol.connection import _CONNECTION_DROP
 from kazoo.protocol.serialization import Create2, Delete, SetData
 from kazoo.protocol.states import KazooState
 
-from dlock_core.backends.zookeeper.wire import Handler, Reply, quiet, tell
-from dlock_core.errors import BackendUnavailable
+from dlock_core.backends.options import has_swallowed_options
+from dlock_core.errors import BackendUnavailable, spoken
 from dlock_core.runtime import clock
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Sequence, Sized
 
-    from dlock_core.backends.zookeeper.address import Address
     from dlock_core.runtime import Runtime, Signal
 
-__all__ = ["Session", "good"]
+__all__ = ["NotSent", "Session", "good"]
+
 
 _LOST: Final = (ConnectionLoss, ConnectionClosedError, SessionExpiredError, SessionMovedError)
 _REFUSED: Final = (AuthFailedError, NoAuthError)
 _WRITES: Final = (Create2, SetData, Delete)
 _RETRY: Final = {"max_tries": -1, "delay": 0.05, "backoff": 1.5, "max_delay": 0.25}
+
+
+class NotSent(BackendUnavailable):
+    """There was no connection: the servers have not been asked, and nothing is left with them."""
 
 
 class Session:
@@ -90,7 +100,7 @@ class Session:
         """Send requests and give their answers in order, an error of the server as an exception object.
 
         `within` and `more` shorten and lengthen the limit, in seconds. Raises BackendUnavailable when an answer is
-        missing: what was asked may have been done, or not.
+        missing: what was asked may have been done, or not; NotSent when it was surely not done.
         """
         sent, limit = runtime.now(), min(self._timeout, within) + more
         client = await self._connected(runtime, name, limit)
@@ -101,7 +111,7 @@ class Session:
             client._call(request, reply)
         if not await runtime.wait(done, max(0.0, sent + limit - runtime.now())):
             self._drop(client, connection)
-            raise BackendUnavailable(name, reason=f"no answer within {limit:.3g} s")
+            raise BackendUnavailable(name, reason=f"no answer within {spoken(limit)}")
         answers = [reply.answer for reply in replies]
         for request, answer in zip(requests, answers, strict=True):
             if isinstance(answer, _LOST):
@@ -145,7 +155,7 @@ class Session:
             finally:
                 self._waiting.discard(signal)
         if not self._is_usable(client):
-            raise BackendUnavailable(name, reason=f"no connection to {self._address.hosts} within {limit:.3g} s")
+            raise NotSent(name, reason=f"no connection to {self._address.hosts} within {spoken(limit)}")
         return client
 
     def _is_usable(self, client: Any) -> bool:
@@ -230,3 +240,163 @@ def _end(client: Any) -> None:
     with suppress(Exception):
         client.stop()
         client.close()
+
+
+READ: Final = 1 << 16
+"""Bytes read at once."""
+
+quiet = logging.getLogger("dlock.kazoo")
+"""kazoo's own log: its debug level shows credentials, and it warns at every attempt to connect."""
+quiet.setLevel(logging.ERROR)
+
+
+def tell(signal: Signal) -> None:
+    """Set a signal from kazoo's thread."""
+    with suppress(RuntimeError):  # its event loop was closed meanwhile
+        signal.set()
+
+
+class Reply:
+    """What kazoo's own result objects do, without their locks and their detour over another thread."""
+
+    __slots__ = ("answer", "done")
+
+    def __init__(self, done: Signal | None = None) -> None:
+        self.answer: Any = None
+        self.done = done
+
+    def set(self, answer: Any = None) -> None:
+        """Take the answer."""
+        self.answer = answer
+        if self.done is not None:
+            tell(self.done)
+
+    def set_exception(self, error: Exception) -> None:
+        """Take an error for an answer."""
+        self.set(error)
+
+
+class Stream(socket.socket):
+    """A connection that reads ahead, and sends in one go what is asked together: one system call for each."""
+
+    def __init__(self, plain: socket.socket, limit: float) -> None:
+        super().__init__(fileno=plain.detach())
+        self._limit = limit
+        self._queue: Sized = ()
+        self._held, self._ahead = bytearray(), b""
+
+    def hold_for(self, queue: Sized) -> None:
+        """Keep from now on what is sent until it is the last of kazoo's queue, where it stands meanwhile."""
+        self._queue = queue
+
+    def send(self, data: Any, flags: int = 0) -> int:
+        """Send all that was kept and this, or keep it; raises TimeoutError when it is not taken from us."""
+        self._held += data
+        if len(self._queue) <= 1:
+            held, self._held = memoryview(self._held), bytearray()
+            while held := held[self._sent(held) :]:
+                pass
+        return len(data)
+
+    def _sent(self, data: memoryview) -> int:
+        try:
+            return super().send(data)
+        except BlockingIOError:
+            ready = select.poll()
+            ready.register(self, select.POLLOUT)
+            if ready.poll(1000 * self._limit):
+                return 0
+            raise TimeoutError("the server takes nothing") from None
+
+    def fill(self) -> None:
+        """Read what has come; to be called when there is something, or the end."""
+        self._ahead += super().recv(READ)
+
+    def pending(self) -> int:
+        """Tell how many bytes are here already."""
+        return len(self._ahead)
+
+    def recv(self, size: int, flags: int = 0) -> bytes:
+        """Take what is here; nothing means the end."""
+        taken, self._ahead = self._ahead[:size], self._ahead[size:]
+        return taken
+
+
+class Handler(SequentialThreadingHandler):  # type: ignore[misc]  # kazoo has no types
+    """Bounds what kazoo waits for while it connects, and calls watchers at once: ours only set a signal."""
+
+    def __init__(self, limit: float) -> None:
+        super().__init__()
+        self._limit = limit
+
+    def create_connection(self, *args: Any, **options: Any) -> Stream:
+        """Connect within the limit, not within a session's length."""
+        options["timeout"] = min(self._limit, options.get("timeout") or self._limit)
+        return Stream(super().create_connection(*args, **options), self._limit)
+
+    def select(self, readers: Any, writers: Any, others: Any, timeout: float | None = None) -> Any:
+        """Wait for the connection and for what wakes kazoo, without making a selector each time as kazoo does.
+
+        The connection alone means the rest of a message, or the answer to a request to connect: the server must not be
+        silent. It waits by itself when it sends.
+        """
+        if writers:
+            return [], writers, []
+        stream, *_ = readers
+        if stream.pending():
+            return [stream], [], []
+        if timeout is not None and len(readers) == 1:
+            timeout = min(timeout, self._limit)
+        found = select.poll()
+        for one in readers:
+            found.register(one, select.POLLIN)
+        ready = [fd for fd, _ in found.poll(None if timeout is None else 1000 * timeout)]
+        if stream.fileno() in ready:
+            stream.fill()
+        return [one for one in readers if one.fileno() in ready], [], []
+
+    def dispatch_callback(self, callback: Any) -> None:
+        """Call a watcher in kazoo's own thread."""
+        with suppress(RuntimeError):
+            callback.func(*callback.args)
+
+
+_URL: Final = re.compile(
+    r"zookeeper://(?:(?P<user>[^:@/?#]+):(?P<password>[^:@/?#]+)@)?(?P<hosts>[^@/?#]+)(?P<chroot>(?:/[^/?#]+)*)/?"
+)
+_HOST: Final = re.compile(r"(?P<host>\[[0-9A-Fa-f:.]+\]|[^\s:\[\]]+)(?::(?P<port>\d{1,5}))?")
+_BAD: Final = (
+    "bad ZooKeeper URL: expected zookeeper://[user:password@]host[:port],host[:port]/chroot, "
+    "with every : / ? # @ of the password percent-encoded"
+)
+PORT: Final = 2181
+
+
+class Address(NamedTuple):
+    """Where the servers are, the path under which everything is kept, and the digest credential, if any."""
+
+    hosts: str
+    chroot: tuple[str, ...]
+    credential: str = ""
+
+    def __repr__(self) -> str:
+        return f"Address({self.hosts}/{'/'.join(self.chroot)})"
+
+
+def of_url(url: str) -> Address:
+    """Parse a URL; raises ValueError, without the password."""
+    found = _URL.fullmatch(url)
+    if found is None or has_swallowed_options(found["hosts"] + found["chroot"]):
+        raise ValueError(_BAD)
+    chroot = tuple(found["chroot"].split("/")[1:])
+    if not {".", ".."}.isdisjoint(chroot):
+        raise ValueError(_BAD)
+    credential = f"{unquote(found['user'])}:{unquote(found['password'])}" if found["user"] else ""
+    return Address(",".join(_host(text) for text in found["hosts"].split(",")), chroot, credential)
+
+
+def _host(text: str) -> str:
+    found = _HOST.fullmatch(text)
+    if found is None or not 0 < int(found["port"] or PORT) < 1 << 16:
+        raise ValueError(_BAD)
+    return f"{found['host']}:{found['port'] or PORT}"

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from dlock_core import hooks
 from dlock_core.errors import LeaseLost
-from dlock_core.lease import Released
+from dlock_core.leases.lease import Released
+from dlock_core.observability import hooks
 
 if TYPE_CHECKING:
     from dlock_core.testing.contract.parties import Locks
@@ -108,6 +108,7 @@ def test_lost_lease_is_told_once(locks: Locks, name: str) -> None:
         with pytest.raises(LeaseLost):
             locks.do(lease.renew)
         assert locks.do(lease.release) is Released.EXPIRED
+        locks.until(lambda: len([event for event in events if event.name == name]) == 3)
     finally:
         hooks.unsubscribe(events.append)
     assert told == [name]

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import pytest
 
-from dlock_core.lock import new_request
+from dlock_core.leases.lock import new_request
 from dlock_core.names import canonical, join
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ __all__ = [
 ]
 
 NAMES: Final = (
-    "order", "Order", "order:1", "order:10", "order:1:0", join("order:1"), join("order", "1%30"), "ördér", "注文", "😀",
+    "order", "Order", "order:1", "order:10", "order:1:0", canonical("order%3A1"), join("order", "1%30"), "ördér", "注文", "😀",
     join("a b"), join("a+b"), join("{a}"), join("}{"), join("{}a"), join("a\nb"), join("a\r\nDEL a"), join("*"),
     join("a*"), join("[a]"), join("?"), join("%"), join("%s"), join("\0"), join("'"), join('"'), join("../a"), join("/a"),
     join(b"\xff"), "order:q", "order:w", "order:s", "order:o", "order:wake", "token", "held", "-", "~", ".",

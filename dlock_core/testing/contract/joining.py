@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from dlock_core.errors import AlreadyHeld
-from dlock_core.lease import Released
+from dlock_core.leases.lease import Released
 
 if TYPE_CHECKING:
     from dlock_core.testing.contract.parties import Locks

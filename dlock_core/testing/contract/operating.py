@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from dlock_core.lease import Released
+from dlock_core.leases.lease import Released
 from dlock_core.testing.contract.observed import WITHIN
 
 if TYPE_CHECKING:

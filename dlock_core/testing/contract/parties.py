@@ -13,8 +13,8 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any, cast
 
 from dlock_core.errors import DLockError
-from dlock_core.lock import Lock
-from dlock_core.many import MultiLock
+from dlock_core.leases.lock import Lock
+from dlock_core.leases.multilock import MultiLock
 from dlock_core.runtime import BLOCKING, run
 from dlock_core.testing.contract.observed import WITHIN, Observed
 

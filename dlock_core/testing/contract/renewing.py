@@ -8,7 +8,7 @@ import pytest
 
 from dlock_core.backend import Renewal
 from dlock_core.errors import LeaseLost
-from dlock_core.lock import new_request
+from dlock_core.leases.lock import new_request
 
 if TYPE_CHECKING:
     from dlock_core.testing.contract.parties import Locks

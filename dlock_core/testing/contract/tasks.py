@@ -8,8 +8,8 @@ from concurrent.futures import Future
 from inspect import isawaitable
 from typing import TYPE_CHECKING, Any
 
-from dlock_core.lock import AsyncLock
-from dlock_core.many import AsyncMultiLock
+from dlock_core.leases.lock import AsyncLock
+from dlock_core.leases.multilock import AsyncMultiLock
 from dlock_core.runtime import ASYNCIO
 from dlock_core.testing.contract.observed import WITHIN
 from dlock_core.testing.contract.parties import Locks, Party

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from dlock_core.errors import AcquireTimeout
-from dlock_core.lock import new_request
+from dlock_core.leases.lock import new_request
 from dlock_core.testing.contract.observed import WITHIN
 from dlock_core.testing.contract.tasks import Tasks
 

@@ -4,14 +4,19 @@
 -- reply token (granted, for the whole ttl) | {ms until it makes sense to ask again, owner} (busy)
 local lock, tokens, index = KEYS[1], KEYS[2], KEYS[3]
 local holder, ttl, mode = ARGV[1], tonumber(ARGV[2]), ARGV[3]
+--#include tokens.lua
 
 if mode == 'x' and redis.call('EXISTS', lock, lock .. ':q') == 0 then
-  local at, counter = redis.call('TIME'), redis.call('GET', tokens)
-  local token = math.max((tonumber(counter) or 0) + 1, at[1] * 1000000 + at[2], ARGV[6] + 1, ARGV[8] or 0)
+  local at = redis.call('TIME')
+  local clock = at[1] * 1000000 + at[2]
+  local token = math.max(counted(clock) + 1, clock, ARGV[6] + 1, ARGV[8] or 0)
   local text = string.format('%.0f', token)
   redis.call('SET', lock, holder .. '|' .. text .. '|' .. at[1] .. '|' .. ARGV[4], 'PX', ARGV[2])
   redis.call('SET', tokens, text)
-  if index then redis.call('ZADD', index, at[1] * 1000 + ttl, lock) end
+  if index then
+    redis.call('ZADD', index, at[1] * 1000 + ttl, lock)
+    if token % 64 == 0 then redis.call('ZREMRANGEBYSCORE', index, '-inf', at[1] * 1000 - 60000) end
+  end
   return token
 end
 --#include queue.lua
@@ -55,11 +60,14 @@ token = mine(value)
 local waits = ARGV[5] ~= '0' or not value or value == 'shared'
 if not token and waits then
   local place = string.format('%.0f|%s|%.0f|%s|%s', now + math.max(tonumber(ARGV[5]), 1), mode, ttl, ARGV[6], ARGV[4])
-  local arrival = ARGV[7] == '1' and 0 or time[1] * 1000000 + time[2]
-  redis.call('ZADD', queue, 'NX', arrival, holder)
+  if not redis.call('ZSCORE', queue, holder) then
+    local last = tonumber(redis.call('ZRANGE', queue, -1, -1, 'WITHSCORES')[2]) or 0
+    local arrival = math.max(clock, last + 1)  -- the last in the queue even if the clock was set back meanwhile
+    redis.call('ZADD', queue, ARGV[7] == '1' and 0 or arrival, holder)
+  end
   redis.call('HSET', places, holder, place)
-  redis.call('PEXPIRE', queue, 3600000)
-  redis.call('PEXPIRE', places, 3600000)
+  redis.call('PEXPIRE', queue, LINGER)
+  redis.call('PEXPIRE', places, LINGER)
   if not value or value == 'shared' then
     serve()
     value = redis.call('GET', lock)
@@ -73,7 +81,7 @@ if ARGV[5] == '0' and waits then
   value = redis.call('GET', lock)
 end
 local left, ours = redis.call('PTTL', lock), value and (value == 'shared' or string.match(value, '^%x+|%d+|%d+|'))
-if not ours then note(tonumber(ARGV[5])) end
+if not ours and ARGV[5] ~= '0' then note(tonumber(ARGV[5])) end
 if value == 'shared' then
   left = tonumber(redis.call('ZRANGE', sharers, 0, 0, 'WITHSCORES')[2]) - now
   value = redis.call('HGET', owners, redis.call('ZRANGE', sharers, 0, 0)[1])

@@ -2,12 +2,14 @@
 -- KEYS  lock, token counter
 -- ARGV  holder, token
 -- reply this server's clock in us (adopted) | 0 (the grant is gone)
-local value = redis.pcall('GET', KEYS[1])
+local tokens, value = KEYS[2], redis.pcall('GET', KEYS[1])
 if type(value) ~= 'string' or string.sub(value, 1, 33) ~= ARGV[1] .. '|' then return 0 end
 local drawn, rest = string.match(value, '^%x+|(%d+)|(.*)$')
 local token, at = tonumber(ARGV[2]), redis.call('TIME')
+local clock = at[1] * 1000000 + at[2]
+--#include tokens.lua
 if tonumber(drawn) < token then
   redis.call('SET', KEYS[1], ARGV[1] .. '|' .. ARGV[2] .. '|' .. rest, 'KEEPTTL')
 end
-if (tonumber(redis.call('GET', KEYS[2])) or 0) < token then redis.call('SET', KEYS[2], ARGV[2]) end
-return at[1] * 1000000 + at[2]
+if counted(clock) < token then redis.call('SET', tokens, ARGV[2]) end
+return clock

@@ -14,7 +14,9 @@ for i, lock in ipairs(KEYS) do
   end
   local line = redis.call('ZRANGE', lock .. ':q', 0, -1, 'WITHSCORES')
   for j = 1, #line, 2 do
-    waiters[#waiters + 1] = {line[j], line[j + 1], redis.call('HGET', lock .. ':w', line[j]) or ''}
+    local place = redis.call('HGET', lock .. ':w', line[j]) or ''
+    local alive = tonumber(string.match(place, '^(%d+)|'))
+    if alive and alive >= now then waiters[#waiters + 1] = {line[j], line[j + 1], place} end
   end
   answers[i] = {value, redis.call('PTTL', lock), sharers, waiters, string.format('%.0f', now)}
 end

@@ -1,14 +1,19 @@
 -- queue.lua: the waiters of a lock, included by the scripts that grant or end a lease.
 -- Expects `lock` (key), `tokens` (key of the counter) and `index` (key of the list of held locks, or nil).
 -- All keys of a lock carry its hash tag, so they live in one slot; `wake` begins those of the private wake-up lists.
+-- CLAIM: ms in which a hand-over is to be confirmed. LINGER: ms that a queue stays when no waiter shows that it lives.
+--#include tokens.lua
+local LINGER = 10000
 local CLAIM, queue, places, sharers, owners = 2000, lock .. ':q', lock .. ':w', lock .. ':s', lock .. ':o'
 local wake = lock .. ':wake:'
 local time = redis.call('TIME')
-local now = time[1] * 1000 + math.floor(time[2] / 1000)
+local clock = time[1] * 1000000 + time[2]
+local now = math.floor(clock / 1000)
 
 local function draw(floor)
-  local token = math.max((tonumber(redis.call('GET', tokens)) or 0) + 1, time[1] * 1000000 + time[2], floor + 1)
+  local token = math.max(counted(clock) + 1, clock, floor + 1)
   redis.call('SET', tokens, string.format('%.0f', token))
+  if index and token % 64 == 0 then redis.call('ZREMRANGEBYSCORE', index, '-inf', now - 60000) end
   return token
 end
 

@@ -7,7 +7,6 @@ from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from multiprocessing import get_context
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from time import monotonic
 from typing import Any
 
@@ -50,7 +49,7 @@ class Command(BaseCommand):
 @contextmanager
 def scratch() -> Iterator[None]:
     """Two SQLite databases, and a Redis beside the first: the leases of the second are in a table of its own."""
-    with TemporaryDirectory(prefix="bank-") as directory, servers.redis(Path(directory)) as redis:
+    with servers.scratch_folder() as directory, servers.redis(Path(directory)) as redis:
         place(directory, redis)
         for alias in DATABASES:
             call_command("migrate", database=alias, verbosity=0)

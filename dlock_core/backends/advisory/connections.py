@@ -1,0 +1,185 @@
+"""The connections on which session locks are held: one for each grant, kept for a while after it for the next."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import select
+from collections import deque
+from functools import partial
+from operator import itemgetter
+from typing import TYPE_CHECKING, Any, Final, TypeVar
+
+from dlock_core.backends.idle import LONGEST_IDLE_S, close_excess
+from dlock_core.backends.sql import socket_of
+from dlock_core.errors import BackendUnavailable
+from dlock_core.runtime import BLOCKING, Asyncio, clock, run
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from dlock_core.backend import Request
+    from dlock_core.backends.sql import Kept, Pool, Session
+    from dlock_core.runtime import Runtime
+
+    Execute = Callable[[str, Mapping[str, Any]], list[tuple[Any, ...]]]
+
+__all__ = ["Line", "Lines", "Seat"]
+
+T = TypeVar("T")
+
+SPARE: Final = 8
+"""So many idle connections are kept, at most."""
+
+
+class Line:
+    """One connection, used by one step at a time: its holder's, or the watchdog's."""
+
+    def __init__(self, kept: Kept, session: Session, number: int) -> None:
+        self.kept, self.number = kept, number
+        """The number is the session's at the server."""
+        self.vendor = session.vendor
+        self.execute, self.prepared = _ways(session)
+        """Run a statement as `Session.execute` does; `prepared` those that come again and again."""
+        self.has_ended = _ended(session)
+        """Says whether the server has ended the session; to be asked while the line is open and nobody else uses it."""
+        self.idle_limit = 0.0
+        """Seconds of silence after which the server ends the session, as far as it was told."""
+        self.is_fresh = True
+        self.had_ended = False
+        """The server had ended it before the last step that asked."""
+        self._in_use: dict[str, object] = {}
+        """By whom. `setdefault` takes it, `del` gives it back; a lock that is taken without `with` could be taken by
+        somebody who is interrupted before he knows, and would be locked for ever."""
+
+    @property
+    def is_open(self) -> bool:
+        """It has not failed so far, and is no parent's."""
+        return self.kept.is_open
+
+    def close(self) -> bool:
+        """Close the connection, unless somebody is using it; in a forked child it stays, being the parent's."""
+        mine = object()
+        try:
+            if self._in_use.setdefault("by", mine) is not mine:
+                return False
+            run(self.kept.close(BLOCKING))
+        finally:
+            if "by" in self._in_use and self._in_use["by"] is mine:  # No call, and so no interrupt, comes in between.
+                del self._in_use["by"]
+        return True
+
+    async def step(
+        self, runtime: Runtime, name: str, function: Callable[[Session], T], limit: float | None = None
+    ) -> T:
+        """Make a step, to its end even when the task is cancelled; after BackendUnavailable the line is closed."""
+        mine = object()
+        try:
+            while self._in_use.setdefault("by", mine) is not mine:
+                await runtime.sleep(0.002)
+            return await self.kept.step(runtime, name, function, limit)
+        except BackendUnavailable as error:
+            # It may have died while nobody used it; a server that is silent would only cost a second time limit.
+            error.broken = not self.is_fresh and not isinstance(error.__cause__, TimeoutError)
+            raise
+        finally:
+            if "by" in self._in_use and self._in_use["by"] is mine:
+                del self._in_use["by"]
+
+    async def patiently(self, runtime: Runtime, name: str, function: Callable[[Session], T], limit: float) -> T:
+        """Make a step that waits for others: a task that is cancelled cuts the connection."""
+        step = self.step(runtime, name, function, limit)
+        if not isinstance(runtime, Asyncio):
+            return await step
+        session, task = self.kept.session, asyncio.ensure_future(step)
+        try:
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            if session is not None:
+                session.cut()
+            await asyncio.wait([task])
+            if not task.cancelled():
+                task.exception()  # nobody else asks for it
+            raise
+
+
+class Seat:
+    """One request and the connection on which it is made; the lock is held while there is a token."""
+
+    def __init__(self, line: Line, request: Request) -> None:
+        self.line, self.request = line, request
+        self.token = 0
+        self.until = math.inf
+        """When the server will have ended the session, unless it hears of us."""
+
+    def extend(self, sent: float, ttl: float) -> None:
+        """Note that the server has heard of us, at `sent` or after."""
+        self.until = sent + ttl
+
+
+class Lines:
+    """Opens lines, and keeps some that nobody needs any more."""
+
+    def __init__(self, pool: Pool, introduce: Callable[[Session, str], int]) -> None:
+        self.pool, self._introduce = pool, introduce
+        self._spare: deque[tuple[Line, float]] = deque()
+
+    async def take(self, runtime: Runtime, name: str) -> Line:
+        """Give a line that nobody else has; raises BackendUnavailable."""
+        return self._last() or await self._new(runtime, name)
+
+    def keep(self, line: Line) -> None:
+        """Take back a line that holds nothing."""
+        if line.is_open:
+            line.is_fresh = False
+            self._spare.append((line, clock()))
+        close_excess(self._spare, itemgetter(1), _close, SPARE)
+
+    def close(self) -> None:
+        """Close those that are kept."""
+        while (line := self._last()) is not None:
+            line.close()
+
+    async def _new(self, runtime: Runtime, name: str) -> Line:
+        kept = await self.pool.dedicated(runtime, name)
+        try:
+            return await kept.step(runtime, name, lambda session: Line(kept, session, self._introduce(session, name)))
+        except BaseException:
+            await runtime.shield(kept.close(runtime))
+            raise
+
+    def _last(self) -> Line | None:
+        while self._spare:
+            line, since = self._spare.pop()
+            if clock() - since < LONGEST_IDLE_S and line.is_open and not line.has_ended():
+                return line
+            line.close()
+        return None
+
+
+def _close(idle: tuple[Line, float]) -> None:
+    idle[0].close()
+
+
+def _ways(session: Session) -> tuple[Execute, Execute]:
+    driver = session.driver
+    if hasattr(driver, "pgconn") and not hasattr(driver, "__aenter__"):
+        from dlock_core.backends.advisory.libpq import Libpq
+
+        libpq = Libpq(driver)
+        return libpq.execute, libpq.prepared
+    return session.execute, session.execute
+
+
+def _ended(session: Session) -> Callable[[], object]:
+    """Give what says whether an idle session has ended: there is nothing else to read from it.
+
+    Some drivers of asyncio cannot tell.
+    """
+    driver = session.driver
+    number = socket_of(driver)
+    if number < 0:
+        return getattr(driver, "is_closed", bool)
+    poll = select.poll()
+    poll.register(number, select.POLLIN)
+    return partial(poll.poll, 0)

@@ -1,0 +1,233 @@
+"""Leases in etcd (3.4 or newer), over its JSON gateway: no client library is needed.
+
+A lock belongs to the oldest of its keys; each waiter watches the one key before its own. The token is the revision at
+which the holder's key was created. (Idea: clientv3/concurrency of etcd.)
+"""
+
+from __future__ import annotations
+
+import ssl
+from collections import defaultdict
+from itertools import takewhile
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, TypeVar
+
+from dlock_core.backend import Holder, LockState, Waiter
+from dlock_core.backends.etcd import connections, keys
+from dlock_core.backends.etcd.gateway import Gateway
+from dlock_core.backends.etcd.keys import Entry, Keys
+from dlock_core.backends.etcd.steps import PLACE, Place, Steps
+from dlock_core.backends.options import check_prefix, check_seconds
+from dlock_core.errors import BackendUnavailable
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+
+    from dlock_core.backend import Busy, Found, Granted, Renewal, Request
+    from dlock_core.backends.etcd.gateway import Question
+    from dlock_core.backends.etcd.steps import Grip
+    from dlock_core.doctor.finding import Finding
+    from dlock_core.runtime import Runtime
+
+__all__ = ["EtcdBackend"]
+
+T = TypeVar("T")
+
+LOOK: Final = 2.0
+"""Seconds after which a waiter shows that it lives, and looks whether it is still behind somebody."""
+BATCH: Final = 100
+"""Leases in one request; etcd takes 128 steps in a transaction."""
+LISTED: Final = 1000
+"""Keys in one request."""
+
+
+class EtcdBackend:
+    """One etcd cluster, etcd://[user:password@]host:port,host:port,… whose members are asked one at a time.
+
+    `timeout` bounds each request, in seconds; it should be longer than an election takes. `prefix` starts every key.
+    `tls` is how to check an etcds:// server. A lease renewed for a shorter ttl keeps its longer one on the server.
+    """
+
+    token_order: ClassVar[Literal["strict", "clock"]] = "strict"
+    expiry: ClassVar[Literal["lease", "session", "connection"]] = "lease"
+    supports_fair: ClassVar[bool] = True
+    supports_shared: ClassVar[bool] = True
+    lists_waiters: ClassVar[bool] = True
+    supports_many: ClassVar[bool] = False
+    ttl_min: ClassVar[float] = 2.0
+    """With etcd's election timeout of 1 s; a longer one raises what the server grants, and we are told."""
+    ttl_step: ClassVar[float] = 1.0
+
+    def __init__(
+        self, url: str, *, prefix: str = "dlock/", timeout: float = 3.0, tls: ssl.SSLContext | None = None
+    ) -> None:
+        check_seconds("timeout", timeout)
+        check_prefix(prefix)
+        where = connections.read(url)
+        secure = (tls or ssl.create_default_context()) if where.is_encrypted else None
+        self._gateway = Gateway(where.members, where.user, where.password, secure, timeout)
+        self._keys = Keys(prefix)
+        self._steps = Steps(self._gateway, self._keys)
+
+    async def try_acquire(
+        self, runtime: Runtime, request: Request, ticket: Any = None, *, unsure: bool = False
+    ) -> Granted | Busy:
+        answer: Granted | Place | Busy = ticket or await self._steps.enter(runtime, request)
+        while isinstance(answer, Place):
+            answer = await self._steps.claim(runtime, request, answer)
+        return answer
+
+    async def wait(self, runtime: Runtime, request: Request, busy: Busy, timeout: float) -> None:
+        """Watch the one before us, and show now and then that we live."""
+        place: Place = busy.ticket
+        until = runtime.now() + timeout
+        watch = await self._gateway.watch(runtime, request.name, keys.text(place.before))
+        try:
+            if watch.revision > place.seen and not await self._steps.is_behind(runtime, request, place):
+                return  # it went between our look and the watch
+            while (left := until - runtime.now()) > 0:
+                calm = place.lease.until - runtime.now() - PLACE + LOOK
+                if calm > 0 and await watch.woken(runtime, min(left, calm)):
+                    return
+                if calm < left and not await self._steps.is_behind(runtime, request, place):
+                    return
+        finally:
+            watch.close()
+
+    async def withdraw(self, runtime: Runtime, request: Request, ticket: Any = None) -> None:
+        questions = [self._keys.leave(request), *self._revocations(request)]
+
+        async def leave() -> None:
+            answer, *_ = await self._steps.ask(runtime, request.name, *questions)
+            self._steps.proper(request.name, answer)
+
+        await _again(leave)
+
+    async def release(self, runtime: Runtime, request: Request, granted: Granted) -> Found:
+        grip: Grip = granted.handle
+        questions = [self._keys.leave(request), *self._revocations(request)]
+        if not self._steps.spares.keeps(grip.lease):
+            questions.append(keys.revoke(grip.lease.id))
+        answer, *_ = await self._steps.ask(runtime, request.name, *questions)
+        if "deleted" in self._steps.proper(request.name, answer):
+            self._steps.spares.give(grip.lease)
+            return "released"
+        return "other" if await self._entries(runtime, request.name, self._keys.lock(request.name)) else "absent"
+
+    async def renew_many(self, runtime: Runtime, renewals: Sequence[Renewal]) -> list[float | None]:
+        limit = min(renewal.request.ttl / 3 for renewal in renewals)  # a late answer would be of no use
+        answers: list[float | None] = []
+        for start in range(0, len(renewals), BATCH):
+            answers += await self._steps.renew(runtime, renewals[start : start + BATCH], limit)
+        return answers
+
+    async def try_acquire_many(self, runtime: Runtime, requests: Sequence[Request]) -> list[Granted] | None:
+        raise NotImplementedError
+
+    async def release_many(self, runtime: Runtime, requests: Sequence[Request]) -> list[Found]:
+        raise NotImplementedError
+
+    async def inspect(self, runtime: Runtime, name: str | None = None) -> list[LockState]:
+        return await _again(lambda: self._inspect(runtime, name))
+
+    async def force_release(self, runtime: Runtime, name: str, token: int) -> bool:
+        return await _again(lambda: self._force_release(runtime, name, token))
+
+    async def diagnose(self, runtime: Runtime) -> list[Finding]:
+        """Examine every member, and all of them together; raises BackendUnavailable."""
+        from dlock_core.backends.etcd import health
+
+        members = self._gateway.each()
+        try:
+            return await health.diagnose(members, runtime)
+        finally:
+            for _, gateway in members:
+                gateway.close()
+
+    def close(self) -> None:
+        """Close the idle connections; leases stay as they are."""
+        self._gateway.close()
+
+    def _revocations(self, request: Request) -> list[Question]:
+        """End the leases that attempts of unknown outcome named, so that what is still on its way can put no key.
+
+        They are forgotten now, whatever becomes of it: the server ends them by itself.
+        """
+        return [keys.revoke(lease.id) for lease in self._steps.asked_with.pop(request.holder, [])]
+
+    async def _inspect(self, runtime: Runtime, name: str | None) -> list[LockState]:
+        lines = by_lock(self._keys, await self._entries(runtime, name, self._keys.lock(name or "")))
+        bases = await self._bases(runtime, name)
+        inside = [one.lease for line in lines.values() for one in holding(self._keys, line)]
+        left = await self._left(runtime, name or "", inside)
+        return [
+            state(self._keys, each, lines.get(each, []), bases.get(self._keys.base(each), 0), left)
+            for each in ([name] if name is not None else sorted(lines))
+        ]
+
+    async def _force_release(self, runtime: Runtime, name: str, token: int) -> bool:
+        line = sorted(await self._entries(runtime, name, self._keys.lock(name)), key=lambda entry: entry.created)
+        base = (await self._bases(runtime, name)).get(self._keys.base(name), 0)
+        found = [one for one in holding(self._keys, line) if one.created + base == token]
+        ended = [await self._steps.ask(runtime, name, self._keys.end(entry)) for entry in found]
+        return any(self._steps.proper(name, answer).get("succeeded") for (answer,) in ended)
+
+    async def _bases(self, runtime: Runtime, name: str | None) -> dict[str, int]:
+        return {
+            entry.key: keys.counted(entry.value)
+            for entry in await self._entries(runtime, name, self._keys.base(name or ""))
+        }
+
+    async def _entries(self, runtime: Runtime, name: str | None, start: str) -> list[Entry]:
+        """Read all keys that begin so."""
+        found: list[Entry] = []
+        is_more = True
+        while is_more:
+            question = self._keys.listed(start, found[-1].key if found else "", LISTED)
+            (answer,) = await self._steps.ask(runtime, name or "", question)
+            found += keys.entries(self._steps.proper(name or "", answer))
+            is_more = bool(answer.get("more"))
+        return found
+
+    async def _left(self, runtime: Runtime, name: str, leases: Sequence[int]) -> dict[int, float]:
+        """Ask what is left of each lease, in seconds."""
+        left: dict[int, float] = {}
+        for start in range(0, len(leases), BATCH):
+            part = leases[start : start + BATCH]
+            answers = await self._steps.ask(runtime, name, *[keys.time_to_live(lease) for lease in part])
+            left |= {lease: max(0.0, float(answer.get("TTL", 0))) for lease, answer in zip(part, answers, strict=True)}
+        return left
+
+
+async def _again(step: Callable[[], Awaitable[T]]) -> T:
+    """Ask, and ask once more where another connection or member may know; for questions that do no harm twice."""
+    try:
+        return await step()
+    except BackendUnavailable as error:
+        if not error.broken:
+            raise
+    return await step()
+
+
+def by_lock(names: Keys, entries: Iterable[Entry]) -> dict[str, list[Entry]]:
+    """Sort keys by lock, and those of a lock by age."""
+    found: dict[str, list[Entry]] = defaultdict(list)
+    for entry in sorted(entries, key=lambda entry: entry.created):
+        found[names.read(entry.key)[0]].append(entry)
+    return found
+
+
+def holding(names: Keys, line: list[Entry]) -> list[Entry]:
+    """Give those of a lock who hold it: the oldest, and when it shares, all that share up to the first who does not."""
+    sharing = list(takewhile(lambda entry: names.read(entry.key)[1], line))
+    return sharing or line[:1]
+
+
+def state(names: Keys, name: str, line: list[Entry], base: int, left: Mapping[int, float]) -> LockState:
+    """Make the state of a lock; `base` is what its tokens have on top, `left` the seconds of each lease."""
+    inside = holding(names, line)
+    holders = [
+        Holder(names.read(one.key)[2], one.created + base, names.read(one.key)[1], one.value, left.get(one.lease))
+        for one in inside
+    ]
+    waiters = [Waiter(names.read(one.key)[2], names.read(one.key)[1], one.value) for one in line[len(inside) :]]
+    return LockState(name, tuple(holders), tuple(waiters))

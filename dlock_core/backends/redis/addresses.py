@@ -1,0 +1,182 @@
+"""How a URL, a client or a pool of redis-py leads to connections: one server, Sentinel, Cluster; both runtimes."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from functools import partial
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
+from urllib.parse import parse_qs, urlsplit
+
+import redis
+import redis.asyncio
+
+from dlock_core.backends.options import has_swallowed_options, tells_secret
+from dlock_core.backends.redis.transport import AsyncioWire, BlockingWire, Packer
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from dlock_core.backends.redis.transport import Wire
+
+__all__ = ["connectors", "of_url", "title", "wires"]
+
+_KEPT: Final = frozenset({
+    "host", "port", "path", "db", "username", "password", "credential_provider", "client_name", "protocol",
+    "socket_connect_timeout", "socket_keepalive", "socket_keepalive_options", "socket_type",
+})  # fmt: skip
+"""What describes the server and how to reach it. Retries, time limits and decoding are ours."""
+
+PORT: Final = 6379
+_DATABASE: Final = re.compile(r"(/\d*)?")
+
+_BAD_URL: Final = (
+    "bad Redis URL: expected redis://[user:password@]host:port/db or unix:///path, "
+    "with every / ? # @ of the password percent-encoded"
+)
+
+_UNKNOWN: Final = (
+    "bad Redis URL: such connections of redis-py have no option {!r}; those of dlock, such as timeout and prefix, "
+    "are no part of the URL"
+)
+
+_KINDS: Final = (
+    (redis.UnixDomainSocketConnection, redis.asyncio.UnixDomainSocketConnection),
+    (redis.SSLConnection, redis.asyncio.SSLConnection),
+    (redis.Connection, redis.asyncio.Connection),
+)
+
+
+def of_url(url: str) -> Any:
+    """Parse redis://, rediss:// and unix:// as redis-py does; raises ValueError, without the password."""
+    try:
+        where = urlsplit(url)
+        if not (where.path if where.scheme == "unix" else _DATABASE.fullmatch(where.path)) or where.fragment:
+            raise ValueError(where.path)
+        if has_swallowed_options(f"{where.hostname}{where.path}"):
+            raise ValueError(where.path)
+        pool = redis.ConnectionPool.from_url(url)
+    except (ValueError, TypeError):  # its text may quote a part of the password
+        raise ValueError(_BAD_URL) from None
+    for option in parse_qs(where.query).keys() - _options(pool.connection_class):
+        raise ValueError(_BAD_URL if tells_secret(option, url) else _UNKNOWN.format(option))
+    return pool
+
+
+def _options(kind: type) -> set[str]:
+    """Give the options that a URL may have for such connections."""
+    return {"max_connections"}.union(*[inspect.signature(each.__init__).parameters for each in kind.__mro__])  # type: ignore[misc]
+
+
+def title(client: Any) -> str:
+    """Name a server for people: its host and port, or its socket."""
+    pool = getattr(client, "connection_pool", client)
+    if hasattr(pool, "sentinel_manager"):
+        raise TypeError("a master that Sentinels lead to has no address of its own: give a client of the server itself")
+    given = getattr(pool, "connection_kwargs", {})
+    return str(given["path"]) if "path" in given else f"{given.get('host', 'localhost')}:{given.get('port', PORT)}"
+
+
+def wires(client: Any, limit: float) -> tuple[Wire, Wire]:
+    """Give connections, for threads and for tasks, to the same server as a client or pool has."""
+    blocking, awaiting = connectors(client, limit)
+    return BlockingWire(blocking), AsyncioWire(awaiting)
+
+
+def connectors(client: Any, limit: float) -> tuple[Callable[[], Any], Callable[[], Any]]:
+    """Give two makers of connections, blocking and asyncio, that reach the same server as a client or pool does."""
+    pool = getattr(client, "connection_pool", client)
+    kind, given = getattr(pool, "connection_class", None), dict(getattr(pool, "connection_kwargs", {}))
+    pair = next((pair for pair in _KINDS if kind is not None and issubclass(kind, pair)), None)
+    if pair is None:
+        raise TypeError(f"not a redis-py client or pool that dlock can follow: {type(client).__name__}")
+    given["socket_connect_timeout"] = min(given.get("socket_connect_timeout") or limit, limit)
+    blocking, awaiting = (partial(one, **_kept(one, given)) for one in cast("tuple[Any, Any]", pair))
+    try:
+        blocking(socket_timeout=limit)  # sends nothing
+    except redis.RedisError as error:
+        raise ValueError(f"bad Redis options: {error}") from error
+    blocking = partial(blocking, socket_timeout=limit, command_packer=Packer())
+    return blocking, partial(awaiting, socket_timeout=None)
+
+
+def _kept(kind: type, given: dict[str, Any]) -> dict[str, Any]:
+    known = inspect.signature(kind).parameters
+    return {key: value for key, value in given.items() if key in _KEPT or (key.startswith("ssl_") and key in known)}
+
+
+_HOST: Final = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[^\[\]:\s]+)(?::(\d{1,5}))?")
+
+
+class Hosts(NamedTuple):
+    """The parts of scheme://[user:password@]host:port,host:port/path?options."""
+
+    user: str
+    """What goes before a host in a URL: "user:password@", or nothing."""
+    hosts: list[str]
+    """Each with its port."""
+    path: str
+    options: str
+    """With its question mark, or nothing."""
+
+
+def split(url: str, *, port: int, path: str, bad: str) -> Hosts:
+    """Take a URL apart whose path matches; hosts without a port get `port`. Raises ValueError(`bad`)."""
+    found = re.fullmatch(rf"[a-z+]+://(?:([^/?#,]*)@)?([^/?#@]+)({path})(\?[^#]*)?", url)
+    if found is None or has_swallowed_options(found[2] + found[3]):
+        raise ValueError(bad)
+    credentials, hosts, rest, options = found.groups(default="")
+    user = f"{credentials}@" if credentials else ""
+    return Hosts(user, [_host(text, port, bad) for text in hosts.split(",")], rest, options)
+
+
+def _host(text: str, port: int, bad: str) -> str:
+    found = _HOST.fullmatch(text)
+    if found is None or not 0 < int(found[2] or port) < 65536:
+        raise ValueError(bad)
+    return f"{found[1]}:{found[2] or port}"
+
+
+Address = tuple[str, int]
+_BAD: Final = (
+    "bad Redis Cluster URL: expected redis+cluster://[user:password@]host:port,host:port,host:port, one user and "
+    "password for all nodes, with every : / ? # @ , of them percent-encoded, and no database, since a cluster has one"
+)
+
+
+class Seeds(NamedTuple):
+    """The nodes that are asked first, and what connections to any node are made of."""
+
+    addresses: list[Address]
+    kind: Any
+    """A connection class of redis-py."""
+    options: dict[str, Any]
+    remap: Callable[[Address], Address] | None = None
+    """Where we reach a node, when that is not where the cluster says it is."""
+
+    def pool(self, address: Address) -> Any:
+        """Give what `clients.wires` needs to know of the pool of one node."""
+        host, port = address
+        return SimpleNamespace(
+            connection_class=self.kind, connection_kwargs=self.options | {"host": host, "port": port}
+        )
+
+
+def read(url: str) -> Seeds:
+    """Take redis+cluster:// or, for TLS, rediss+cluster:// apart; raises ValueError, without the password."""
+    user, nodes, _, options = split(url, port=PORT, path=r"/?", bad=_BAD)
+    pools = [of_url(f"{url.partition('+')[0]}://{user}{node}{options}") for node in nodes]
+    given = [pool.connection_kwargs for pool in pools]
+    return Seeds([(one["host"], one["port"]) for one in given], pools[0].connection_class, given[0])
+
+
+def of_client(client: Any) -> Seeds:
+    """Read a RedisCluster client, for threads or asyncio; raises TypeError for any other."""
+    manager = getattr(client, "nodes_manager", None)
+    if manager is None:
+        raise TypeError(f"not a RedisCluster client of redis-py: {type(client).__name__}")
+    given = dict(manager.connection_kwargs)
+    kind = given.get("connection_class") or (redis.SSLConnection if given.get("ssl") else redis.Connection)
+    nodes = [(node.host, node.port) for node in manager.startup_nodes.values()]
+    return Seeds(nodes, kind, given, manager.address_remap)

@@ -1,0 +1,225 @@
+"""Leases in a table of the application's own database: no other server, and one statement for each step.
+
+Every statement is a transaction of its own on a connection of ours, so a lease does not depend on what becomes of the
+caller's transaction, and a competitor is told so at once instead of being blocked. (Idea of a row per lock with its
+expiry: ShedLock; of a token that grows in it: Kleppmann 2016.)
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import weakref
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal
+
+from dlock_core.backend import Busy, Granted, Holder, LockState
+from dlock_core.backends.table.statements import MARIADB, MYSQL, POSTGRESQL, SQLITE
+from dlock_core.backends.table.waiting import Bells, Ears
+from dlock_core.runtime import CHANCE
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from dlock_core.backend import Found, Renewal, Request
+    from dlock_core.backends.sql import Pool, Session
+    from dlock_core.backends.table.statements import Dialect
+    from dlock_core.runtime import Runtime
+
+__all__ = ["TableBackend"]
+
+DIALECTS: Final = {"postgresql": POSTGRESQL, "mariadb": MARIADB, "mysql": MYSQL, "sqlite": SQLITE}
+SECOND: Final = 1_000_000
+"""Microseconds, in which the table counts."""
+TIDY: Final = 16
+"""One grant in so many, by chance, deletes rows that nobody uses: twice as many as may have been made meanwhile."""
+SLEEP: Final = 5.0
+"""Seconds that somebody sleeps at most who would be told; what he is not told of costs no more than this."""
+POLL: Final = (0.005, 0.1)
+"""Seconds between two looks of somebody who is not told: at first, and after some; half of them by chance."""
+
+
+class TableBackend:
+    """The table `dlock_lease` of one database, through connections of its own (`pool`).
+
+    On PostgreSQL who waits is told of a release; elsewhere he looks every 2 to 100 ms, and nobody who comes meanwhile
+    takes the lock without having waited for one look, too. Those who wait are served in any order.
+    """
+
+    token_order: ClassVar[Literal["strict", "clock"]] = "clock"
+    expiry: ClassVar[Literal["lease", "session", "connection"]] = "lease"
+    supports_fair: ClassVar[bool] = False
+    supports_shared: ClassVar[bool] = False
+    lists_waiters: ClassVar[bool] = False
+    supports_many: ClassVar[bool] = False
+    ttl_min: ClassVar[float] = 0.1
+    ttl_step: ClassVar[float] = 0.001
+
+    def __init__(self, pool: Pool) -> None:
+        self.pool = pool
+        self._begin()
+        _backends.add(self)
+
+    def _begin(self) -> None:
+        self._bells = Bells()
+        self._ears = Ears(self.pool, self._bells)
+
+    def after_fork(self) -> None:
+        """Begin anew in a forked child: who waits, and the thread that listens, are its parent's."""
+        self._ears.forget()
+        self._begin()
+
+    async def try_acquire(
+        self, runtime: Runtime, request: Request, ticket: Any = None, *, unsure: bool = False
+    ) -> Granted | Busy:
+        params = {
+            "name": request.name,
+            "holder": request.holder,
+            "owner": request.owner,
+            "ttl": _microseconds(request.ttl),
+            "floor": request.floor,
+            "newcomer": request.queue and request.fair and ticket is None,
+        }
+
+        def take(session: Session) -> tuple[Any, ...] | None:
+            answers = (session.execute(sql, params) for sql in _dialect(session).take)
+            found = next((rows[0] for rows in answers if rows), None)
+            if found is not None and found[0] and found[1] % TIDY == 0:
+                self._tidy(session)
+            return found
+
+        ours, token, left, owner = await self.pool.step(runtime, request.name, take) or (False, 0, 0, "")
+        return Granted(token, request.ttl) if ours else Busy(max(POLL[0], left / SECOND) + 0.001, owner, ticket=True)
+
+    async def wait(self, runtime: Runtime, request: Request, busy: Busy, timeout: float) -> None:
+        """Return when the lock is free, or may be."""
+        until, pause = runtime.now() + timeout, POLL[0]
+        if self.pool.connector.vendor == "postgresql":
+            await self._ears.open(runtime)
+        else:  # whoever waits already has as good a chance, and mostly a better one
+            await runtime.sleep(min(timeout, pause * CHANCE.uniform(0.5, 1.0)))
+        while True:
+            signal = runtime.signal()
+            with self._bells.on(request.name, signal):  # before the look: a release after it is heard
+                left = min(await self._look(runtime, request.name), until - runtime.now())
+                if left <= 0:
+                    return
+                hears = self._ears.hears
+                if await runtime.wait(signal, min(left, SLEEP if hears else pause * CHANCE.uniform(0.5, 1.0))):
+                    return
+            pause = min(pause * 1.5, POLL[1])
+
+    async def withdraw(self, runtime: Runtime, request: Request, ticket: Any = None) -> None:
+        await self._end(runtime, request)
+
+    async def release(self, runtime: Runtime, request: Request, granted: Granted) -> Found:
+        """Go by the holder alone: a token that was raised may have been raised again, and its answer lost."""
+        if await self._end(runtime, request):
+            return "released"
+
+        def is_held(session: Session) -> bool:
+            return bool(session.execute(_dialect(session).other, {"name": request.name}))
+
+        return "other" if await self.pool.step(runtime, request.name, is_held) else "absent"
+
+    async def renew_many(self, runtime: Runtime, renewals: Sequence[Renewal]) -> list[float | None]:
+        requests = [renewal.request for renewal in renewals]
+        leases = [{"name": one.name, "holder": one.holder, "ttl": _microseconds(one.ttl)} for one in requests]
+        limit = min(self.pool.timeout, max(1.0, min(one.ttl for one in requests) / 3))
+        renewed = await self.pool.step(runtime, requests[0].name, lambda session: _renew(session, leases), limit)
+        return [one.ttl if one.holder in renewed else None for one in requests]
+
+    async def try_acquire_many(self, runtime: Runtime, requests: Sequence[Request]) -> list[Granted] | None:
+        raise NotImplementedError
+
+    async def release_many(self, runtime: Runtime, requests: Sequence[Request]) -> list[Found]:
+        raise NotImplementedError
+
+    async def inspect(self, runtime: Runtime, name: str | None = None) -> list[LockState]:
+        def read(session: Session) -> list[tuple[Any, ...]]:
+            return session.execute(_dialect(session).listing, {"name": name or ""})
+
+        states = [_state(row) for row in await self.pool.step(runtime, name or "", read)]
+        return states if states or name is None else [LockState(name)]
+
+    async def force_release(self, runtime: Runtime, name: str, token: int) -> bool:
+        def end(session: Session) -> int:
+            return _ended(session, _dialect(session).force, {"name": name, "token": token})
+
+        ended = await self.pool.step(runtime, name, end)
+        self._bells.ring(name)
+        return ended > 0
+
+    def close(self) -> None:
+        self._ears.close()
+        self.pool.close()
+
+    async def _look(self, runtime: Runtime, name: str) -> float:
+        """Give the seconds for which the lock is held, if it is not released before; have its release told."""
+
+        def look(session: Session) -> list[tuple[Any, ...]]:
+            dialect = _dialect(session)
+            rows = session.execute(dialect.look, {"name": name, "sleep": _microseconds(SLEEP)})
+            if dialect.note and rows and rows[0][0] > 0 and rows[0][1] < _microseconds(POLL[1]):  # or the next is late
+                session.execute(dialect.note, {"name": name, "sleep": _microseconds(POLL[1])})
+            return rows
+
+        rows = await self.pool.step(runtime, name, look)
+        return rows[0][0] / SECOND if rows else 0.0
+
+    def _tidy(self, session: Session) -> None:
+        """Delete some rows that nobody has used for long; that it is not allowed to costs nobody the lock."""
+        dialect = _dialect(session)
+        with suppress(*self.pool.connector.errors):
+            for (name,) in session.execute(dialect.unused, {}):
+                session.execute(dialect.forget, {"name": name})
+
+    async def _end(self, runtime: Runtime, request: Request) -> int:
+        def end(session: Session) -> int:
+            return _ended(session, _dialect(session).end, {"name": request.name, "holder": request.holder})
+
+        ended = await self.pool.step(runtime, request.name, end)
+        self._bells.ring(request.name)
+        return ended
+
+
+def _dialect(session: Session) -> Dialect:
+    return DIALECTS[session.vendor]
+
+
+def _microseconds(seconds: float) -> int:
+    return round(seconds * SECOND)
+
+
+def _ended(session: Session, sql: str, params: dict[str, Any]) -> int:
+    rows = session.execute(sql, params)
+    return int(rows[0][0]) if rows else session.changed()
+
+
+def _renew(session: Session, leases: list[dict[str, Any]]) -> set[str]:
+    """Give the holders whose lease was renewed; an UPDATE of MySQL tells only how many."""
+    params, dialect = {"leases": json.dumps(leases)}, _dialect(session)
+    rows, changed = session.execute(dialect.renew, params), session.changed()
+    if changed == len(leases):
+        return {lease["holder"] for lease in leases}
+    if not rows and changed > 0:
+        rows = session.execute(dialect.ours, params)
+    return {holder for (holder,) in rows}
+
+
+def _state(row: tuple[Any, ...]) -> LockState:
+    name, holder, token, owner, since, left = row
+    held_for = max(0.0, since / SECOND)
+    held = Holder(holder, token, shared=False, owner=owner, expires_in=left / SECOND, held_for=held_for)
+    return LockState(name, (held,))
+
+
+_backends: weakref.WeakSet[TableBackend] = weakref.WeakSet()
+
+
+def _after_fork_in_child() -> None:
+    for backend in list(_backends):
+        backend.after_fork()
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)

@@ -1,0 +1,125 @@
+"""Wakes waiters of this process: when a lock is released here, or when PostgreSQL's NOTIFY says so."""
+
+from __future__ import annotations
+
+import math
+import secrets
+import threading
+from contextlib import contextmanager, suppress
+from functools import partial
+from typing import TYPE_CHECKING, Final
+
+from dlock_core.backends.table.statements import CHANNEL, TELL
+from dlock_core.errors import BackendUnavailable
+from dlock_core.runtime import clock
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from dlock_core.backends.sql import Kept, Pool, Session
+    from dlock_core.runtime import Runtime, Signal
+
+__all__ = ["Bells"]
+
+
+class Bells:
+    """The signals of those who wait, by the lock's name."""
+
+    def __init__(self) -> None:
+        self._guard = threading.Lock()
+        self._waiting: dict[str, set[Signal]] = {}
+
+    @contextmanager
+    def on(self, name: str, signal: Signal) -> Iterator[None]:
+        """Have the signal set whenever the lock may be free, as long as the block is not left."""
+        with self._guard:
+            self._waiting.setdefault(name, set()).add(signal)
+        try:
+            yield
+        finally:
+            with self._guard:
+                waiting = self._waiting[name]
+                waiting.discard(signal)
+                if not waiting:
+                    del self._waiting[name]
+
+    def ring(self, name: str) -> None:
+        """Wake all who wait for this lock."""
+        if name in self._waiting:
+            with self._guard:
+                signals = list(self._waiting.get(name, ()))
+            _set(signals)
+
+    def ring_all(self) -> None:
+        """Wake everybody: what they were told of so far, they are not told any more."""
+        with self._guard:
+            signals = [signal for waiting in self._waiting.values() for signal in waiting]
+        _set(signals)
+
+
+def _set(signals: list[Signal]) -> None:
+    for signal in signals:
+        with suppress(RuntimeError):  # its event loop was closed meanwhile
+            signal.set()
+
+
+AGAIN: Final = 30.0
+"""Seconds after which ears that turned out to be deaf are tried again."""
+SOON: Final = 1.0
+"""Seconds after which a database that was not there is tried again."""
+
+
+class Ears:
+    """The listening connection; `open` it when somebody waits."""
+
+    def __init__(self, pool: Pool, bells: Bells) -> None:
+        self._pool, self._bells, self._guard = pool, bells, threading.Lock()
+        self._kept: Kept | None = None
+        self._proof, self._next = "", -math.inf
+        self.hears = False
+        """What is told is heard: it is no use to ask."""
+
+    async def open(self, runtime: Runtime) -> None:
+        """Begin to listen, unless it was done or tried a short time ago; never raises for the database."""
+        with self._guard:
+            if self.hears or clock() < self._next:
+                return
+            self._next = clock() + AGAIN
+        self.close()
+        try:
+            await self._listen(runtime)
+        except BackendUnavailable:
+            self.hears, self._next = False, clock() + SOON
+
+    def close(self) -> None:
+        """Stop listening; the connection is closed by whoever reads from it."""
+        kept, self._kept, self.hears, self._proof = self._kept, None, False, ""
+        if kept is not None:
+            kept.cut()
+
+    def forget(self) -> None:
+        """In a forked child: the connection is the parent's."""
+        if self._kept is not None:
+            self._kept.forget()
+
+    async def _listen(self, runtime: Runtime) -> None:
+        self._proof = f"?{secrets.token_hex(8)}"  # no lock has such a name
+        self._kept = kept = await self._pool.dedicated(runtime, CHANNEL)
+        await kept.step(runtime, CHANNEL, self._begin)
+        await self._pool.step(runtime, CHANNEL, self._tell)
+
+    def _begin(self, session: Session) -> None:
+        session.listen(CHANNEL, self._heard, partial(self._ended, self._proof))
+
+    def _tell(self, session: Session) -> None:
+        session.execute(TELL, {"payload": self._proof})
+
+    def _heard(self, payload: str) -> None:
+        if payload == self._proof:
+            self.hears = True
+        self._bells.ring(payload)
+
+    def _ended(self, proof: str) -> None:
+        if proof == self._proof:  # not one that we have left already
+            self.hears, self._next = False, -math.inf
+            self._bells.ring_all()

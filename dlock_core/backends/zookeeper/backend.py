@@ -1,0 +1,223 @@
+"""Leases in ZooKeeper (3.5 or newer): ephemeral nodes in the order of their creation, each watching the one before.
+
+A node ends with the session of its process, so that is what frees the locks of a process that died or was cut off:
+`session` seconds after its last sign of life, whatever its ttl was. In a process that lives, we end by ourselves what
+nobody renews. The token is the czxid, the number of the transaction that made the node: it grows over all locks,
+leaders and restarts. (Idea of the queue: the recipes page of the ZooKeeper documentation.)
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import weakref
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from dlock_core.backend import Busy, Granted
+from dlock_core.backends.options import check_prefix, check_seconds
+from dlock_core.backends.zookeeper.nodes import EACH, Nodes
+from dlock_core.backends.zookeeper.own_nodes import ALIVE, SLICE, Turns
+from dlock_core.backends.zookeeper.queue import line
+from dlock_core.backends.zookeeper.session import Address, Session, good, of_url
+from dlock_core.errors import NotSupported
+from dlock_core.extras import needed_by
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from dlock_core.backend import Found, LockState, Renewal, Request
+    from dlock_core.backends.zookeeper.own_nodes import Place
+    from dlock_core.backends.zookeeper.queue import Line
+    from dlock_core.doctor.finding import Finding
+    from dlock_core.runtime import Runtime
+
+__all__ = ["ZooKeeperBackend"]
+
+with needed_by("the ZooKeeper store"):
+    from kazoo.exceptions import NoNodeError
+    from kazoo.protocol.serialization import Exists, SetData
+
+
+class ZooKeeperBackend:
+    """An ensemble of ZooKeeper servers, through one session for all leases of this process.
+
+    `timeout` bounds each request, in seconds. `session` is the session's length in seconds; the servers may grant less
+    or more. A lease surely holds for two thirds of it and no longer, unless it is renewed. `prefix` is the node below
+    the URL's chroot under which the locks are. `fair=False` makes no difference: here everybody queues.
+    """
+
+    token_order: ClassVar[Literal["strict", "clock"]] = "strict"
+    expiry: ClassVar[Literal["lease", "session", "connection"]] = "session"
+    supports_fair: ClassVar[bool] = True
+    supports_shared: ClassVar[bool] = True
+    lists_waiters: ClassVar[bool] = True
+    supports_many: ClassVar[bool] = False
+    ttl_min: ClassVar[float] = 0.1
+    ttl_step: ClassVar[float] = 0.001
+
+    def __init__(self, address: Address, *, prefix: str = "dlock", timeout: float = 2.0, session: float = 15.0) -> None:
+        if not hasattr(select, "poll"):
+            raise NotSupported("zookeeper:// needs select.poll, which Windows lacks and eventlet takes away")
+        check_seconds("timeout", timeout)
+        check_seconds("session", session)
+        check_prefix(prefix)
+        if not prefix or "/" in prefix or prefix in {".", ".."}:
+            raise ValueError(f"prefix is the name of one node, not {prefix!r}")
+        self._address, self._prefix, self._timeout, self._length = address, prefix, timeout, session
+        self._begin()
+        _backends.add(self)
+
+    @classmethod
+    def from_url(cls, url: str, **options: Any) -> ZooKeeperBackend:
+        """Reach the servers at zookeeper://[user:password@]host:port,host:port/chroot."""
+        return cls(of_url(url), **options)
+
+    def _begin(self) -> None:
+        self._session = Session(self._address, self._timeout, self._length)
+        self._nodes = Nodes(self._session, self._address, self._prefix)
+        self._turns = Turns(self._session, self._nodes, self._timeout)
+        self._places = self._turns.places
+
+    def after_fork(self) -> None:
+        """Begin anew in a forked child: session and leases are its parent's."""
+        self._session.abandon()
+        self._begin()
+
+    async def try_acquire(
+        self, runtime: Runtime, request: Request, ticket: Any = None, *, unsure: bool = False
+    ) -> Granted | Busy:
+        sent, place = runtime.now(), self._places.get(request.holder)
+        if place is None and not request.queue and (busy := await self._taken(runtime, request)):
+            return busy
+        queue = await self._turns.stay(runtime, place) if place is not None else None
+        if place is None or queue is None:
+            place, queue = await self._turns.enter(runtime, request, place)
+        node = queue.find(place.node)
+        if node is None:  # removed the moment it was made, by somebody who is not us
+            return Busy(0.0)
+        ahead = queue.ahead(node, shared=request.shared)
+        if ahead is None:
+            return await self._granted(runtime, place, queue, request, sent)
+        if not request.queue:
+            await self.withdraw(runtime, request)
+            return Busy(SLICE, await self._nodes.owner(runtime, request.name, queue.nodes[0]))
+        return await self._turns.watch(runtime, place, queue, ahead)
+
+    async def wait(self, runtime: Runtime, request: Request, busy: Busy, timeout: float) -> Granted | Busy | None:
+        """Sleep until the one before us has gone; the queue is looked at along with the wake-up."""
+        sent, place = runtime.now(), self._places.get(request.holder)
+        if place is None or not self._places.keep(place, timeout + ALIVE):
+            return None
+        signal = place.listen(runtime.signal())
+        if place.wakes == place.seen:
+            await runtime.wait(signal, min(timeout, SLICE))
+        children = place.answer()
+        if not isinstance(children, list) or place.session != self._session.id or self._session.is_doubtful(sent):
+            return None
+        queue = line(children)
+        node = queue.find(place.node)
+        if node is None or queue.ahead(node, shared=request.shared) is not None:
+            return None
+        return await self._granted(runtime, place, queue, request, sent)
+
+    async def withdraw(self, runtime: Runtime, request: Request, ticket: Any = None) -> None:
+        """Leave the queue; without a connection this is left to a thread, which goes on until it is done."""
+        place = self._places.get(request.holder)
+        if place is not None:
+            self._places.end(place, self._timeout if self._session.is_connected else 0.0)
+            if self._session.is_connected:
+                await self._turns.remove(runtime, place)
+
+    async def release(self, runtime: Runtime, request: Request, granted: Granted) -> Found:
+        place = self._places.get(request.holder)
+        if place is not None:
+            self._places.end(place, self._timeout)  # it will be removed, whatever becomes of us
+        found = await self._nodes.delete(runtime, request.name, granted.handle)
+        if place is not None:
+            self._places.forget(place)
+        if found:
+            return "released"
+        return "other" if (await self._nodes.look(runtime, request.name)).nodes else "absent"
+
+    async def renew_many(self, runtime: Runtime, renewals: Sequence[Renewal]) -> list[float | None]:
+        """Write to one node, which a quorum must see, and read the others after it: it is one session."""
+        sent = runtime.now()
+        first, *others = [renewal.granted.handle for renewal in renewals]
+        request = renewals[0].request
+        questions = [SetData(first, request.owner.encode(), -1), *[Exists(path, None) for path in others]]
+        within, more = min(renewal.request.ttl / 3 for renewal in renewals), EACH * len(renewals)
+        answers = await self._session.ask(runtime, request.name, questions, within=within, more=more)
+        return [self._renewed(one.request, answer, sent) for one, answer in zip(renewals, answers, strict=True)]
+
+    async def try_acquire_many(self, runtime: Runtime, requests: Sequence[Request]) -> list[Granted] | None:
+        raise NotImplementedError
+
+    async def release_many(self, runtime: Runtime, requests: Sequence[Request]) -> list[Found]:
+        raise NotImplementedError
+
+    async def inspect(self, runtime: Runtime, name: str | None = None) -> list[LockState]:
+        if name is not None:
+            return await self._nodes.states(runtime, [name])
+        states = await self._nodes.states(runtime, await self._nodes.names(runtime))
+        return [state for state in states if state.holders or state.waiters]
+
+    async def force_release(self, runtime: Runtime, name: str, token: int) -> bool:
+        queue = await self._nodes.look(runtime, name)
+        paths = [f"{self._nodes.directory(name)}/{node.name}" for node in queue.holders()]
+        stats = await self._session.ask(runtime, name, [Exists(path, None) for path in paths]) if paths else []
+        for path, stat in zip(paths, stats, strict=True):
+            if good(name, stat) is not None and token in {stat.czxid, stat.czxid + queue.offset}:
+                return await self._nodes.delete(runtime, name, path)
+        return False
+
+    async def diagnose(self, runtime: Runtime) -> list[Finding]:
+        """Examine the session and every server, from a thread; raises BackendUnavailable."""
+        from dlock_core.backends.zookeeper import health
+
+        return await health.diagnose(self._session, self._address.hosts, runtime)
+
+    def close(self) -> None:
+        """End the session, unless a lease still needs it: leases stay as they are."""
+        if not len(self._places):
+            self._session.close()
+            self._places.clear()
+
+    async def _taken(self, runtime: Runtime, request: Request) -> Busy | None:
+        """Look before a single try takes a place, which would cost two writes."""
+        queue = await self._nodes.look(runtime, request.name)
+        if queue.ahead(None, shared=request.shared) is None:
+            return None
+        return Busy(SLICE, await self._nodes.owner(runtime, request.name, queue.nodes[0]))
+
+    async def _granted(
+        self, runtime: Runtime, place: Place, queue: Line, request: Request, sent: float
+    ) -> Granted | Busy:
+        offset = queue.offset
+        if place.zxid + offset <= request.floor:
+            offset = request.floor + 1 - place.zxid
+            await self._nodes.raise_tokens(runtime, request.name, queue, offset)
+        valid_for = self._session.surely(request.ttl, sent)
+        if not self._places.keep(place, valid_for):  # we were silent for too long: it is being removed
+            return Busy(0.0)
+        return Granted(place.zxid + offset, valid_for, place.path)
+
+    def _renewed(self, request: Request, answer: Any, sent: float) -> float | None:
+        """Judge one renewal by what the server says of its node, which must be this session's."""
+        place = self._places.get(request.holder)
+        if answer is None or isinstance(answer, NoNodeError) or place is None:
+            return None
+        if good(request.name, answer).ephemeralOwner != self._session.id:
+            return None
+        valid_for = self._session.surely(request.ttl, sent)
+        return valid_for if valid_for > 0 and self._places.keep(place, valid_for) else None
+
+
+_backends: weakref.WeakSet[ZooKeeperBackend] = weakref.WeakSet()
+
+
+def _after_fork_in_child() -> None:
+    for backend in list(_backends):
+        backend.after_fork()
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)

@@ -1,0 +1,234 @@
+"""Which databases are fit for row locks, fences and tables of leases: PostgreSQL, MariaDB and MySQL, SQLite."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any, Final
+
+from dlock_core.doctor.clocks import SAMPLES, Sample, clock, round_trip, timing, wall
+from dlock_core.doctor.finding import Finding, ok, unsafe, warning
+from dlock_core.errors import BackendUnavailable
+
+if TYPE_CHECKING:
+    from dlock_core.sql.database import Database
+
+__all__ = ["mysql_findings"]
+
+
+MIN_MYSQL_VERSION: Final = {"mariadb": (10, 5), "mysql": (8, 0)}
+_VARIABLES: Final = """\
+SHOW GLOBAL VARIABLES WHERE Variable_name IN ('version', 'tx_isolation', 'transaction_isolation', 'read_only',
+'max_connections', 'innodb_flush_log_at_trx_commit', 'wsrep_on')"""
+_STATUS: Final = "SHOW GLOBAL STATUS WHERE Variable_name IN ('Threads_connected', 'wsrep_cluster_size')"
+_ENGINE: Final = (
+    "SELECT engine FROM information_schema.tables WHERE table_schema = DATABASE() AND table_name = 'dlock_fence'"
+)
+
+
+def mysql_findings(database: Database) -> list[Finding]:
+    """Examine it; raises what its query raises."""
+    found: dict[str, Any] = {str(name).lower(): value for name, value in database.query(_VARIABLES)}
+    found |= {str(name).lower(): value for name, value in database.query(_STATUS)}
+    engines = [str(engine) for (engine,) in database.query(_ENGINE)]
+    level = str(found.get("transaction_isolation") or found.get("tx_isolation")).replace("-", " ")
+    return [
+        version(*_version(database.vendor, str(found["version"])), MIN_MYSQL_VERSION[database.vendor]),
+        writable(is_replica=str(found["read_only"]).upper() not in ("OFF", "0")),
+        *clocks(database, "SELECT UNIX_TIMESTAMP(NOW(6))"),
+        isolation(level),
+        ok("row locks", "FOR UPDATE, LOCK IN SHARE MODE; NOWAIT, SKIP LOCKED, innodb_lock_wait_timeout"),
+        _mysql_durability(str(found["innodb_flush_log_at_trx_commit"])),
+        *_cluster(str(found.get("wsrep_on", "OFF")), int(found.get("wsrep_cluster_size") or 0)),
+        connections(found["threads_connected"], found["max_connections"]),
+        *[_engine(engine) for engine in engines],
+        *fence(database, exists=bool(engines)),
+    ]
+
+
+def _version(vendor: str, text: str) -> tuple[str, tuple[int, ...]]:
+    numbers = re.findall(r"\d+", text)[:2]
+    return f"{'MariaDB' if vendor == 'mariadb' else 'MySQL'} {text}", tuple(map(int, numbers))
+
+
+def _mysql_durability(flush: str) -> Finding:
+    measured = f"innodb_flush_log_at_trx_commit {flush}"
+    if flush == "1":
+        return ok("durability", measured)
+    reason = "a crash takes back COMMITs of the last second, after whose locks others have read"
+    return warning("durability", measured, reason, "set it to 1 where leases protect data")
+
+
+def _cluster(galera: str, size: int) -> list[Finding]:
+    if galera.upper() not in ("ON", "1"):
+        return []
+    reason = "row locks hold on one node only; others find out at COMMIT (error 1213)"
+    return [warning("replication", f"Galera, {size} nodes", reason, "write through one node, and retry on deadlock")]
+
+
+def _engine(engine: str) -> Finding:
+    if engine == "InnoDB":
+        return ok("engine", "dlock_fence is InnoDB")
+    reason = "it has neither transactions nor row locks: the fence refuses nobody"
+    return unsafe("engine", f"dlock_fence is {engine}", reason, "ALTER TABLE dlock_fence ENGINE = InnoDB")
+
+
+MIN_POSTGRESQL_VERSION: Final = (13, 0)
+_SETTINGS: Final = """\
+SELECT current_setting('server_version'), current_setting('server_version_num'),
+upper(current_setting('default_transaction_isolation')), current_setting('fsync'),
+current_setting('synchronous_commit'), current_setting('max_connections'),
+(SELECT count(*) FROM pg_stat_activity WHERE backend_type = 'client backend'),
+pg_is_in_recovery(), (SELECT count(*) FROM pg_stat_replication), pg_has_role('pg_read_all_stats', 'member'),
+to_regclass('dlock_fence') IS NOT NULL"""
+
+
+def postgresql_findings(database: Database) -> list[Finding]:
+    """Examine it; raises what its query raises."""
+    ((text, number, level, fsync, commit, most, used, replica, replicas, sees, fenced),) = database.query(_SETTINGS)
+    return [
+        version(f"PostgreSQL {text}", (int(number) // 10_000, int(number) % 10_000), MIN_POSTGRESQL_VERSION),
+        writable(is_replica=bool(replica)),
+        *clocks(database, "SELECT extract(epoch FROM clock_timestamp())"),
+        isolation(str(level)),
+        ok("row locks", "FOR UPDATE, NO KEY UPDATE, SHARE, KEY SHARE; NOWAIT, SKIP LOCKED, lock_timeout"),
+        _postgresql_durability(str(fsync), str(commit)),
+        _replication(int(replicas), str(commit)),
+        connections(used, most),
+        _sight(sees=bool(sees)),
+        *fence(database, exists=bool(fenced)),
+    ]
+
+
+def _postgresql_durability(fsync: str, commit: str) -> Finding:
+    measured = f"fsync {fsync}, synchronous_commit {commit}"
+    if fsync == "off":
+        reason = "after a crash of the machine, work may be gone whose lock was given on, and files be damaged"
+        return unsafe("durability", measured, reason, "set fsync = on")
+    if commit == "off":
+        reason = "a crash takes back COMMITs of the last moments, after whose locks others have read"
+        return warning("durability", measured, reason, "set synchronous_commit = on where leases protect data")
+    return ok("durability", measured)
+
+
+def _replication(replicas: int, commit: str) -> Finding:
+    if not replicas:
+        return ok("replication", "no replica is connected")
+    measured = f"{replicas} connected, synchronous_commit {commit}"
+    reason = "row locks and fences are the primary's; what a replica shows is older than the lock: read at the primary"
+    return ok("replication", measured, reason)
+
+
+def _sight(*, sees: bool) -> Finding:
+    if sees:
+        return ok("sight", "sees the sessions of all users")
+    reason = "`dlock list` cannot tell what sessions of other users do"
+    return warning("sight", "sees its own sessions only", reason, "GRANT pg_read_all_stats TO the user")
+
+
+MIN_SQLITE_VERSION: Final = (3, 31)
+"""What Django 5.2 asks for as well; the fence's upserts need 3.24."""
+
+
+def sqlite_findings(database: Database) -> list[Finding]:
+    """Examine it; raises what its query raises."""
+    ((text,),) = database.query("SELECT sqlite_version()")
+    ((journal,),) = database.query("PRAGMA journal_mode")
+    tables = database.query("SELECT 1 FROM sqlite_master WHERE type = 'table' AND name = 'dlock_fence'")
+    return [
+        version(f"SQLite {text}", tuple(map(int, str(text).split("."))), MIN_SQLITE_VERSION),
+        _journal(str(journal)),
+        ok("row locks", "none: one transaction writes at a time, if it says BEGIN IMMEDIATE"),
+        *fence(database, exists=bool(tables)),
+    ]
+
+
+def _journal(mode: str) -> Finding:
+    if mode.lower() == "wal":
+        return ok("journal", "WAL: readers and the writer do not wait for each other")
+    reason = "readers keep the writer waiting, who keeps his lock meanwhile"
+    return warning("journal", mode.upper(), reason, "PRAGMA journal_mode=WAL, once per file")
+
+
+MANY: Final = 1_000_000
+TABLE: Final = "dlock_fence"
+
+
+def fence(database: Database, *, exists: bool) -> list[Finding]:
+    """Judge the fence table."""
+    if not exists:
+        reason = "a fenced lock fails in this database"
+        return [warning("fence", f"no table {TABLE}", reason, database.fence_remedy)]
+    try:
+        ((rows, floors),) = database.query(f"SELECT count(*), count(CASE WHEN name = '' THEN 1 END) FROM {TABLE}")  # noqa: S608
+    except BackendUnavailable as error:
+        remedy = "GRANT SELECT, INSERT, UPDATE, DELETE on it to the user of the program"
+        return [warning("fence", error.reason, "a fenced lock needs it; what is not read is not judged", remedy)]
+    return [_size(int(rows) - int(floors)), *_floor(database, is_there=bool(floors))]
+
+
+def _size(rows: int) -> Finding:
+    measured = f"{rows} row{'s' * (rows != 1)} in {TABLE}"
+    if rows < MANY:
+        return ok("fence", measured)
+    reason = "every name that was ever locked leaves a row"
+    return warning("fence", measured, reason, "run `dlock purge` once a day")
+
+
+def _floor(database: Database, *, is_there: bool) -> list[Finding]:
+    if is_there or database.vendor not in ("mysql", "mariadb"):
+        return []
+    reason = "every new name looks for it, and locks a gap where it is missing: new names wait for each other"
+    remedy = f"INSERT INTO {TABLE} (name, token, holder, s_token) VALUES ('', 0, '', 0)"  # noqa: S608 - shown, not sent
+    return [warning("floor", f"{TABLE} has no row named ''", reason, remedy)]
+
+
+FULL: Final = 0.8
+"""The part of its connections at which a server is about to refuse some."""
+CLOCK: Final = "`dlock purge` and the times in listings compare its clock with ours; no lock depends on it"
+
+
+def clocks(database: Database, question: str) -> list[Finding]:
+    """Measure the round trip and the clock, by a question for the seconds since 1970."""
+    database.query(question)  # connects
+    found = timing([_sample(database, question) for _ in range(SAMPLES)])
+    return [round_trip(found.round_trip), clock(found, CLOCK)]
+
+
+def _sample(database: Database, question: str) -> Sample:
+    sent = wall()
+    ((theirs,),) = database.query(question)
+    return Sample(sent, wall(), float(theirs))
+
+
+def version(text: str, found: tuple[int, ...], least: tuple[int, ...]) -> Finding:
+    """Judge the server's version."""
+    if found >= least:
+        return ok("version", text)
+    wanted = ".".join(map(str, least))
+    return unsafe("version", text, "dlock's statements need features that it lacks", f"upgrade it to {wanted} or newer")
+
+
+def isolation(level: str) -> Finding:
+    """Judge the level at which transactions begin that do not say one."""
+    if level in ("READ COMMITTED", "READ UNCOMMITTED"):
+        return ok("isolation", f"{level} unless the program says otherwise")
+    reason = "at this level a lock that is taken after a transaction's first read protects nothing (SnapshotTooOld)"
+    remedy = "let the program ask for READ COMMITTED (Django does on MySQL), or take every lock before BEGIN"
+    return warning("isolation", f"{level} unless the program says otherwise", reason, remedy)
+
+
+def connections(used: Any, most: Any) -> Finding:
+    """Judge whether the server has connections to spare."""
+    measured = f"{int(used)} of {int(most)} connections in use"
+    if int(used) < FULL * int(most):
+        return ok("connections", measured)
+    reason = "a holder that gets no connection waits while it holds its lock, and others wait for it"
+    return warning("connections", measured, reason, "use smaller pools, or raise max_connections")
+
+
+def writable(*, is_replica: bool) -> Finding:
+    """Judge whether the server takes writes."""
+    if not is_replica:
+        return ok("role", "takes writes")
+    reason = "a replica takes no row locks and no fence"
+    return unsafe("role", "a replica, or read-only", reason, "connect to the primary")

@@ -1,0 +1,138 @@
+"""One picture of all stores and databases: the holders, the waiters, and cycles of waiting."""
+
+from __future__ import annotations
+
+import logging
+from contextlib import closing, contextmanager
+from dataclasses import asdict, dataclass, field
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
+
+from dlock_core.errors import BackendUnavailable, DLockError
+from dlock_core.inspect import mysql, postgresql
+from dlock_core.inspect.correlate import linked
+from dlock_core.inspect.entries import Entry, Unreadable
+from dlock_core.inspect.graph import concerning, cycles
+from dlock_core.inspect.sessions import Reading
+from dlock_core.owner import describe, parsed, printable
+from dlock_core.runtime import BLOCKING, run
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+
+    from dlock_core.backend import Backend, Holder, LockState, Waiter
+    from dlock_core.inspect.graph import Cycle
+    from dlock_core.inspect.sessions import Session
+    from dlock_core.sql.database import Database
+
+__all__ = ["Picture", "picture"]
+
+
+logger = logging.getLogger("dlock")
+
+_LOCKS: Final[dict[str, Callable[[Database], Reading]]] = {
+    "postgresql": postgresql.locks,
+    "mariadb": mysql.locks,
+    "mysql": mysql.locks,
+}
+
+
+def _nothing(_database: Database) -> Reading:
+    """SQLite, for one: its locks are those of the file system, and tell no owner."""
+    return Reading()
+
+
+@dataclass(slots=True)
+class Picture:
+    """What was found, source by source at nearly the same moment: for people, never a basis for decisions."""
+
+    entries: list[Entry] = field(default_factory=list)
+    unreadable: list[Unreadable] = field(default_factory=list)
+    cycles: list[Cycle] = field(default_factory=list)
+    left_out: dict[str, int] = field(default_factory=dict)
+    """How many locks of a database, all of them such as nobody waits for, were too many to be told."""
+
+    def as_dict(self) -> dict[str, Any]:
+        """Give the picture as JSON takes it, in schema 1: docs/reference/picture.md."""
+        return {
+            "schema": 1,
+            "entries": [entry.as_dict() for entry in self.entries],
+            "unreadable": [asdict(each) for each in self.unreadable],
+            "cycles": [cycle.as_dict() for cycle in self.cycles],
+            "left_out": self.left_out,
+        }
+
+    @contextmanager
+    def reading(self, source: str) -> Iterator[None]:
+        """Note a store or database that cannot be asked, or whose answer cannot be read."""
+        try:
+            yield
+        except DLockError as error:
+            reason = error.reason if isinstance(error, BackendUnavailable) else str(error)
+            self.unreadable.append(Unreadable(source, printable(reason)))
+        except Exception as error:  # one surprise is no reason to hide the others
+            logger.debug("dlock: reading %s failed", source, exc_info=True)
+            self.unreadable.append(Unreadable(source, f"reading it failed: {type(error).__name__}"))
+
+
+def picture(
+    stores: Iterable[tuple[str, Backend]], databases: Iterable[Database] = (), name: str | None = None
+) -> Picture:
+    """Ask the stores (alias, backend) and the databases; `name` keeps to one lock and to those whom it concerns.
+
+    Raises nothing for a store or database that cannot be asked: it is told in `unreadable`.
+    """
+    found = Picture()
+    for alias, backend in stores:
+        with found.reading(alias):
+            found.entries += leases(alias, backend, name)
+    locks: list[Entry] = []
+    sessions: dict[str, Session] = {}
+    for database in databases:
+        with found.reading(database.alias), closing(database):
+            reading = _LOCKS.get(database.vendor, _nothing)(database)
+            locks += reading.entries
+            sessions |= reading.sessions
+            if reading.left_out:
+                found.left_out[database.alias] = reading.left_out
+    found.entries = linked(found.entries, locks, sessions)
+    if name is not None:
+        found.entries = concerning(found.entries)
+    found.cycles = cycles(found.entries)
+    return found
+
+
+if TYPE_CHECKING:
+    Facts: TypeAlias = tuple[int | None, float | None, float | None, int | None]
+    """token, seconds, expires_in, place"""
+
+
+def leases(source: str, backend: Backend, name: str | None = None) -> list[Entry]:
+    """List the holders of each lock, then its waiters in order; raises DLockError when the store cannot be asked."""
+    states = run(backend.inspect(BLOCKING, name))
+    return [entry for state in states for entry in _entries(source, state)]
+
+
+def _entries(source: str, state: LockState) -> Iterator[Entry]:
+    for holder in state.holders:
+        token = holder.token or None  # another library's lock has none
+        yield _entry(source, state.name, holder, "holder", (token, holder.held_for, holder.expires_in, None))
+    for place, waiter in enumerate(state.waiters, 1):
+        yield _entry(source, state.name, waiter, "waiter", (None, waiter.waited_for, None, place))
+
+
+def _entry(source: str, name: str, who: Holder | Waiter, role: Literal["holder", "waiter"], rest: Facts) -> Entry:
+    data, described, party = _owner(who.owner)
+    owner, mode = {**data, "holder": who.holder[:8]}, "shared" if who.shared else "exclusive"
+    party = party or f"{source}/{name}/{who.holder[:8]}"  # another program's: known from nowhere else
+    return Entry("lease", source, name, role, mode, owner, described, *rest, party)
+
+
+@lru_cache(maxsize=1024)
+def _owner(text: str) -> tuple[dict[str, Any], str, str | None]:
+    """Read an owner's text, which many leases of a thread share: data, words, party."""
+    data = parsed(text)
+    if data is None:
+        return {"text": describe(text)}, describe(text), None
+    party = f"{data.get('host')}/{data['pid']}/{data.get('id', data.get('thread'))}" if "pid" in data else None
+    return data, describe(text), party

@@ -1,0 +1,206 @@
+"""Lock and AsyncLock: sugar over the engine, no decisions.
+
+A lock is a name and options, without state; a lease exists only while somebody holds it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import os
+import threading
+from typing import TYPE_CHECKING, Final, Never, TypeVar
+
+from dlock_core import owner
+from dlock_core.backend import Request
+from dlock_core.errors import AlreadyHeld, DLockError, NotSupported
+from dlock_core.leases import engine, watchdog
+from dlock_core.leases.handles import AsyncLease, Blocks, Lease, abandon, end_block, held_by, key_of, mine
+from dlock_core.leases.lease import Held
+from dlock_core.names import canonical
+from dlock_core.options import Seconds, check_callback, check_switches, ttl_seconds, unknown_option, wait_seconds
+from dlock_core.runtime import ASYNCIO, BLOCKING, refuse_in_loop, run
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from types import TracebackType
+
+    from dlock_core.backend import Backend
+    from dlock_core.leases.handles import Key
+    from dlock_core.runtime import Runtime
+
+__all__ = ["AsyncLock", "Lock", "new_request", "supported_ttl"]
+
+L = TypeVar("L", Lease, AsyncLease)
+
+
+_OPTIONS: Final = ("ttl", "wait", "shared", "renew", "reentrant", "fair", "on_lost")
+
+
+class _Lock:
+    """A name in a store, and how to hold it.
+
+    `ttl` (seconds, default 30) is how long the lease outlives a dead holder; while `renew` is true the process renews
+    it. `wait` (seconds, default 10; None for ever, 0 one try) bounds `acquire`. `shared` lets other shared holders
+    in. `reentrant`: the same thread or task may ask again and joins the lease it has. `fair=False` may overtake
+    waiters. `on_lost` is called once, from another thread, when the lease is lost.
+
+    Raises ValueError or TypeError for bad arguments and NotSupported for what the store cannot do, before any I/O.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        name: str,
+        *,
+        ttl: Seconds = 30.0,
+        wait: Seconds | None = 10.0,
+        shared: bool = False,
+        renew: bool = True,
+        reentrant: bool = False,
+        fair: bool = True,
+        on_lost: Callable[[], None] | None = None,
+        **unknown: Never,
+    ) -> None:
+        if unknown:
+            raise unknown_option(unknown, _OPTIONS)
+        check_switches(shared=shared, renew=renew, reentrant=reentrant, fair=fair)
+        check_callback("on_lost", on_lost)
+        self.name, self.backend = canonical(name), backend
+        self.ttl, self.wait = supported_ttl(backend, ttl_seconds(ttl)), wait_seconds(wait)
+        self.shared, self.renew, self.reentrant, self.fair, self.on_lost = shared, renew, reentrant, fair, on_lost
+        if shared and not backend.supports_shared:
+            raise NotSupported(f"{type(backend).__name__} has no shared locks", name=self.name)
+        self._blocks = Blocks()
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.name!r}>"
+
+    def _request(self) -> Request:
+        return new_request(self.name, self.ttl, self.wait, shared=self.shared, fair=self.fair)
+
+    async def _hold(
+        self, runtime: Runtime, caller: object, kind: type[L], *, once: bool = False, enters: bool = False
+    ) -> L | None:
+        """Acquire a lease, or None when it is asked for `once` and somebody else has it; `enters` a `with` block.
+
+        A signal handler may raise after any call. So what was granted is known here at every moment, and is given back;
+        and nothing is called any more, here or in `run`, once the lease has been handed out.
+        """
+        key, granted, lease = key_of(caller, self.backend, self.name), list[Held](), None
+        try:
+            held = self._joined(key)
+            if held is None and once:
+                held = await engine.try_acquire(runtime, self.backend, self._request(), granted)
+            elif held is None:
+                held = await engine.acquire(runtime, self.backend, self._request(), self.wait, granted)
+            if held is None:
+                return None
+            if granted:
+                self._keep(held, key)
+            lease = kind(held, key)
+            if enters:
+                self._blocks.enter(caller, lease)
+        except BaseException:
+            if lease is not None:
+                self._blocks.forget(caller, lease)
+            for held in granted:
+                await abandon(runtime, held)
+            raise
+        lease._left, held.depth = False, held.depth + 1
+        return lease
+
+    def _joined(self, key: Key) -> Held | None:
+        held = held_by(key)
+        if held is not None and (not self.reentrant or (held.request.shared and not self.shared)):
+            raise AlreadyHeld(self.name)
+        return held
+
+    def _keep(self, held: Held, key: Key) -> None:
+        mine[key] = held
+        if self.on_lost is not None:
+            held.on_lost = (self.on_lost,)
+        if self.renew:
+            watchdog.watch(held)
+
+
+def new_request(
+    name: str,
+    ttl: float,
+    wait: float | None,
+    *,
+    shared: bool,
+    fair: bool,
+    who: str | None = None,
+) -> Request:
+    """Make the request of one acquire call: a fresh holder, and a place in the queue unless there is only one try.
+
+    `who` asks, if that is not what `owner.text` tells of this thread or task.
+    """
+    return Request(name, os.urandom(16).hex(), ttl, shared, wait != 0.0, fair, owner.text() if who is None else who)
+
+
+def supported_ttl(backend: Backend, ttl: float) -> float:
+    """Round a ttl up to what the store can do."""
+    steps = math.ceil(ttl / backend.ttl_step - 1e-9)
+    return max(backend.ttl_min, steps * backend.ttl_step)
+
+
+class Lock(_Lock):
+    """A lock for threads and processes; see the arguments in `_Lock`."""
+
+    def acquire(self) -> Lease:
+        """Hold the lock, waiting at most `wait` seconds.
+
+        Raises AcquireTimeout when others held it all the time, AlreadyHeld when this thread holds it,
+        BackendUnavailable when the store could not be asked.
+        """
+        refuse_in_loop("use AsyncLock")
+        return run(self._hold(BLOCKING, threading.current_thread(), Lease))  # type: ignore[return-value]
+
+    def try_acquire(self) -> Lease | None:
+        """Hold the lock if it is free now, else answer None; never waits for another holder."""
+        return run(self._hold(BLOCKING, threading.current_thread(), Lease, once=True))
+
+    def __enter__(self) -> Lease:
+        refuse_in_loop("use AsyncLock")
+        return run(self._hold(BLOCKING, threading.current_thread(), Lease, enters=True))  # type: ignore[return-value]
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        ending: list[Lease] = []
+        try:
+            run(end_block(BLOCKING, self._blocks, threading.current_thread(), error, ending))
+        except DLockError:
+            raise
+        except BaseException:  # It was interrupted, at whatever step; each may be repeated.
+            run(end_block(BLOCKING, self._blocks, threading.current_thread(), error, ending))
+            raise
+
+
+class AsyncLock(_Lock):
+    """A lock for tasks; see the arguments in `_Lock`."""
+
+    async def acquire(self) -> AsyncLease:
+        """See `Lock.acquire`."""
+        return await self._hold(ASYNCIO, asyncio.current_task(), AsyncLease)  # type: ignore[return-value]
+
+    async def try_acquire(self) -> AsyncLease | None:
+        """See `Lock.try_acquire`."""
+        return await self._hold(ASYNCIO, asyncio.current_task(), AsyncLease, once=True)
+
+    async def __aenter__(self) -> AsyncLease:
+        return await self._hold(ASYNCIO, asyncio.current_task(), AsyncLease, enters=True)  # type: ignore[return-value]
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        ending: list[AsyncLease] = []
+        try:
+            await end_block(ASYNCIO, self._blocks, asyncio.current_task(), error, ending)
+        except DLockError:
+            raise
+        except BaseException:  # See `Lock.__exit__`.
+            await end_block(ASYNCIO, self._blocks, asyncio.current_task(), error, ending)
+            raise

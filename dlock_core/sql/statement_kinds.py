@@ -1,0 +1,65 @@
+"""What a statement does, from its text: whether it surely only reads, and whether it ends a transaction.
+
+It lets through what it knows, so that a comment, a second statement or a new kind of statement hides no write. What a
+function does that a SELECT calls cannot be seen, nor what comes after the body of a routine in the same text.
+"""
+
+from __future__ import annotations
+
+import re
+from itertools import takewhile
+from typing import Final
+
+__all__ = ["ends_transaction", "surely_reads"]
+
+_COMMENT: Final = r"--[^\n]*|/\*.*?\*/"
+_DOLLARS: Final = r"(?<![\w$])(?P<quote>\$(?:[A-Za-z_]\w*)?\$).*?(?P=quote)"
+"""A literal of PostgreSQL, in which the body of a function is written."""
+_SKIPPED: Final = (
+    re.compile(rf"""({_COMMENT})|'(?:[^']|'')*'|"(?:[^"]|"")*"|`[^`]*`|{_DOLLARS}""", re.DOTALL),
+    re.compile(rf"""({_COMMENT})|'(?:[^'\\]|''|\\.)*'|"(?:[^"\\]|""|\\.)*"|`[^`]*`|{_DOLLARS}""", re.DOTALL),
+)
+"""Comments, literals, quoted names; a backslash is a character like any other, or it is not: both must agree."""
+_COMMON: Final = ("SELECT", "INSERT", "UPDATE", "DELETE")
+_READS: Final = re.compile(
+    r"[\s(]*(?:(?:SELECT|WITH|VALUES|TABLE|SHOW|DESCRIBE|DESC|PRAGMA|FETCH|MOVE|DECLARE|CLOSE|LISTEN|UNLISTEN|USE|RESET|DISCARD"
+    r"|BEGIN|START\s+TRANSACTION|COMMIT|END|ROLLBACK|ABORT|SAVEPOINT|RELEASE)\b"
+    r"|SET\b(?!\s+STATEMENT\b)|EXPLAIN\b(?!.*\bANALY[SZ]E\b))",
+    re.IGNORECASE | re.DOTALL,
+)
+_WRITES: Final = re.compile(
+    r"\b(?:INSERT\s+(?:OR\s+\w+\s+)?INTO|DELETE\s+FROM|MERGE\s+INTO|INTO|(?<!FOR )(?<!KEY )UPDATE)\b", re.IGNORECASE
+)
+_ENDS: Final = re.compile(
+    r"\s*(?:COMMIT|END|ABORT|BEGIN|START\s+TRANSACTION|PREPARE\s+TRANSACTION|ROLLBACK(?!(?:\s+\w+)?\s+TO\b))\b",
+    re.IGNORECASE,
+)
+_ROUTINE: Final = re.compile(r"CREATE\b.*\b(?:TRIGGER|FUNCTION|PROCEDURE|EVENT)\b.*\bBEGIN\b", re.IGNORECASE)
+"""What follows is its body, in which BEGIN and END are the braces of a block."""
+
+
+def surely_reads(sql: str) -> bool:
+    """Say whether each statement in a text is of a kind that reads, or only begins or ends a transaction."""
+    if "/*!" in sql or "/*M!" in sql:  # MySQL and MariaDB execute these
+        return False
+    return all(_reads(part) for skipped in _SKIPPED for part in _parts(sql, skipped))
+
+
+def ends_transaction(sql: str) -> bool:
+    """Say whether a text has a statement that ends the open transaction, or begins one by hand."""
+    if ";" not in sql and sql.startswith(_COMMON):
+        return False
+    return any(_ENDS.match(part) for skipped in _SKIPPED for part in takewhile(_is_no_routine, _parts(sql, skipped)))
+
+
+def _parts(sql: str, skipped: re.Pattern[str]) -> list[str]:
+    plain = skipped.sub(lambda found: " " if found[1] else " q ", sql)
+    return [part for each in plain.split(";") if (part := " ".join(each.split()))]
+
+
+def _is_no_routine(part: str) -> bool:
+    return _ROUTINE.match(part) is None
+
+
+def _reads(part: str) -> bool:
+    return _READS.match(part) is not None and _WRITES.search(part) is None

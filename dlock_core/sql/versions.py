@@ -1,0 +1,38 @@
+"""The number at which a new row's version begins."""
+
+from __future__ import annotations
+
+import time
+from secrets import randbits
+from typing import Final
+
+__all__ = ["FIRST_VERSION_SQL", "first_version"]
+
+FIRST_VERSION_SQL: Final = {
+    "postgresql": "(extract(epoch FROM statement_timestamp()) * 1000000)::bigint",
+    "mysql": "TIMESTAMPDIFF(MICROSECOND, '1970-01-01', UTC_TIMESTAMP(6))",
+    # SQLite's clock shows milliseconds. No percent sign, which drivers take for a parameter.
+    "sqlite": "CAST((julianday('now') - 2440587.5) * 86400000 AS INTEGER) * 1000 + (random() & 511)",
+}
+"""The same in a column's DEFAULT, for rows that other software inserts; MariaDB's is MySQL's."""
+
+
+_CLOCK_BITS: Final = 51
+"""Bits of the time in microseconds, until the year 2041."""
+
+
+def first_version(bits: int = 63) -> int:
+    """Return the version of a row that is about to be inserted: the time in microseconds.
+
+    A row that is deleted and made again under the same key must not reach a version that its predecessor had: whoever
+    still holds the old one would save over the new row. Versions grow by one with each write, so they fall behind the
+    clock, and a later row begins above all that an earlier one had. Clocks that differ by a second leave a gap of a
+    million writes. The number needs 64 bits in the database; until the year 2255 it is exact in JavaScript, too.
+
+    A smaller column begins at random, in the lower half of its numbers: one of 32 bits meets an old version once in a
+    billion times, one of 16 bits once in 16,384.
+
+    Args:
+        bits: How many bits the largest number of the column has: 31 for an INTEGER.
+    """
+    return time.time_ns() // 1000 if bits > _CLOCK_BITS else 1 + randbits(bits - 1)

@@ -1,0 +1,139 @@
+"""Stores by URL or by name: `connect`, default options, and the forced release of a lease."""
+
+from __future__ import annotations
+
+import getpass
+import logging
+import os
+import re
+import socket
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.metadata import entry_points
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any, Final, cast
+
+from dlock_core.extras import needed_by
+from dlock_core.observability import hooks
+from dlock_core.runtime import BLOCKING, run
+
+if TYPE_CHECKING:
+    from dlock_core.backend import Backend
+
+__all__ = ["TTL", "WAIT", "Store"]
+
+TTL: Final = 30.0
+WAIT: Final = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class Store:
+    """A backend and what a lock gets that names neither; `ttl` and `wait` in seconds, `wait` None is for ever."""
+
+    alias: str
+    backend: Backend
+    ttl: float = TTL
+    wait: float | None = WAIT
+
+
+_OWN: Final = {
+    "memory": "dlock_core.backends.memory:MemoryBackend.from_url",
+    "redis": "dlock_core.backends.redis.backend:RedisBackend.from_url",
+    "rediss": "dlock_core.backends.redis.backend:RedisBackend.from_url",
+    "unix": "dlock_core.backends.redis.backend:RedisBackend.from_url",
+    "redis+sentinel": "dlock_core.backends.redis.backend:RedisBackend.from_sentinel",
+    "rediss+sentinel": "dlock_core.backends.redis.backend:RedisBackend.from_sentinel",
+    "redis+cluster": "dlock_core.backends.redis.cluster.backend:ClusterBackend.from_url",
+    "rediss+cluster": "dlock_core.backends.redis.cluster.backend:ClusterBackend.from_url",
+    "redlock": "dlock_core.backends.redlock.backend:RedlockBackend.from_url",
+    "zookeeper": "dlock_core.backends.zookeeper.backend:ZooKeeperBackend.from_url",
+    "etcd": "dlock_core.backends.etcd.backend:EtcdBackend",
+    "etcds": "dlock_core.backends.etcd.backend:EtcdBackend",
+}
+
+_IN_DATABASES: Final = ("database", "advisory")
+_IN_DATABASES_INSTEAD: Final = (
+    "is reached by what reaches your database: in Django name the store in the setting DLOCK, in SQLAlchemy give it to "
+    "sqla_dlock.configure(), or write the URL of an engine behind the store's scheme"
+)
+"""The core knows neither aliases nor engines."""
+_SCHEME: Final = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):")
+
+
+def connect(store: Any, **options: Any) -> Backend:
+    """Make the backend for a store: a URL, or an existing redis-py client or connection pool.
+
+    Nothing is sent yet. Raises ValueError for a URL or option that is wrong, ImportError when the client library is
+    missing (it says which extra to install). A password in the URL appears in no error.
+    """
+    if not isinstance(store, str):
+        return _of_client(store, options)
+    scheme = scheme_of(store)
+    family, _, engine = scheme.partition("+")
+    if family in _IN_DATABASES and not engine:
+        raise ValueError(f"{family}:// {_IN_DATABASES_INSTEAD}: {family}+postgresql+psycopg://user@host/database")
+    known_elsewhere = _entry_points()
+    factory = _OWN.get(scheme) or known_elsewhere.get(scheme) or known_elsewhere.get(family)
+    if factory is None:
+        known = ", ".join(f"{name}://" for name in schemes())
+        raise ValueError(f"no lock store for the URL scheme {scheme!r}: use one of {known}")
+    with needed_by(f"a store with the URL scheme {scheme}://"):
+        return cast("Backend", _load(factory)(store, **options))
+
+
+def scheme_of(url: str) -> str:
+    """Give the scheme of a URL, an empty text if it has none; urlsplit would quote the password of some in an error."""
+    found = _SCHEME.match(url)
+    return found[1].lower() if found else ""
+
+
+def schemes() -> list[str]:
+    """List the URL schemes for which there is a backend."""
+    return sorted({*_OWN, *_entry_points()})
+
+
+def _of_client(client: Any, options: dict[str, Any]) -> Backend:
+    if not any(kind.__module__.startswith(("redis", "valkey")) for kind in type(client).__mro__):
+        raise TypeError(f"a store is a URL or a redis-py client, not {type(client).__name__}")
+    kind = "redis.cluster.backend:ClusterBackend" if hasattr(client, "nodes_manager") else "redis.backend:RedisBackend"
+    return cast("Backend", _load(f"dlock_core.backends.{kind}")(client, **options))
+
+
+def _entry_points() -> dict[str, str]:
+    return {point.name: point.value for point in entry_points(group="dlock.backends")}
+
+
+def _load(path: str) -> Any:
+    module, _, names = path.partition(":")
+    with needed_by(f"the store {path}"):
+        found = import_module(module)
+    try:
+        return attrgetter(names)(found)
+    except AttributeError as error:
+        raise ImportError(f"an entry point of the group dlock.backends leads nowhere: {path}") from error
+
+
+logger = logging.getLogger("dlock")
+
+
+def force_release(backend: Backend, name: str, token: int, *, by: str, seconds: float = 0.0) -> bool:
+    """End the grant with this token, and no newer one; False when it is not there (any more).
+
+    Its holder learns of it at its next renewal, and cannot commit after that; until then the fence decides. `by` says
+    who wanted it, `seconds` for how long it was held: for the log and the hooks (event "forced"). Raises
+    BackendUnavailable when nobody knows whether it ended.
+    """
+    ended = run(backend.force_release(BLOCKING, name, token))
+    if ended:
+        logger.warning("dlock: lease of lock %r (token %d) was ended by %s", name, token, by)
+        hooks.emit("forced", name, token, seconds, f"ended by {by}")
+    return ended
+
+
+def operator() -> str:
+    """Name whoever runs this process: the user and the host."""
+    try:
+        user = getpass.getuser()
+    except (KeyError, OSError):  # no name in a container: the number will do
+        user = str(os.getuid())
+    return f"{user}@{socket.gethostname()}"

@@ -1,0 +1,288 @@
+"""The fence's statements for each database: the table, rows that carry their own fence, and the purge."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, Final
+
+from dlock_core.errors import StaleToken
+from dlock_core.transactions import fencing
+from dlock_core.transactions.fencing import Dialect
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from dlock_core.transactions.fencing import Claim, Database
+
+__all__ = ["BIGINT", "DIALECTS", "FOR", "limited"]
+
+_IS_MARKED: Final = "SELECT CASE WHEN s_token > token THEN 1 ELSE 0 END FROM dlock_fence WHERE name = :name"
+_MARKED_TOKEN: Final = "SELECT token FROM dlock_fence WHERE name = :name AND s_token > token"
+_UNMARKED: Final = "NOT EXISTS (SELECT 1 FROM dlock_fence AS m WHERE m.name = {n} AND m.s_token > m.token)"
+"""Asked by a read that waits for no other shared holder, before the statement that would wait for all of them."""
+
+# The row named '' is the floor that `dlock purge` left: a missing row counts as that high. Tokens below 10**15 are no
+# times (revisions of etcd, for one), are never purged and have no floor.
+_ABOVE_FLOOR: Final = """\
+({t} < 1000000000000000 OR NOT EXISTS (SELECT 1 FROM dlock_fence AS p WHERE p.name = '' AND p.token >= {t}))"""
+
+_UPSERT: Final = """\
+INSERT INTO dlock_fence AS f (name, token, holder, s_token) SELECT :name, {t}, :holder, 0 {source}WHERE {above_floor}
+ON CONFLICT (name) DO UPDATE SET token = excluded.token, holder = excluded.holder
+WHERE f.s_token < excluded.token
+AND (f.token < excluded.token OR (f.token = excluded.token AND f.holder = excluded.holder))"""
+_UPSERT_SHARED: Final = """\
+INSERT INTO dlock_fence AS f (name, token, holder, s_token) SELECT :name, 0, '', {t} {source}WHERE {above_floor}
+ON CONFLICT (name) DO UPDATE
+SET s_token = CASE WHEN f.s_token > excluded.s_token THEN f.s_token ELSE excluded.s_token END
+WHERE f.token < excluded.s_token"""
+_UPSERT_MARK: Final = _UPSERT_SHARED.replace("{above_floor}", "{above_floor} AND " + _UNMARKED)
+
+
+def _filled(template: str, token: str = ":token", source: str = "", name: str = ":name") -> str:
+    return template.format(t=token, n=name, source=source, above_floor=_ABOVE_FLOOR.format(t=token))
+
+
+_OURS: Final = "name = :name AND token = :token AND holder = :holder AND s_token < :token"
+_NOT_NEWER: Final = "name = :name AND token < :token"
+
+SQLITE: Final = Dialect(
+    admit=(_filled(_UPSERT),),
+    share=_MARKED_TOKEN,  # one snapshot for the check and all later reads: nothing newer can slip in between
+    is_marked=_IS_MARKED,
+    mark=_filled(_UPSERT_MARK),
+    announce=(_filled(_UPSERT_SHARED),),
+    confirm=f"UPDATE dlock_fence SET holder = holder WHERE {_OURS}",  # noqa: S608 - an UPDATE takes the write lock
+    confirm_shared=f"UPDATE dlock_fence SET holder = holder WHERE {_NOT_NEWER}",  # noqa: S608
+)
+
+
+BIGINT: Final = "CAST(:token AS bigint)"
+_LIMITED: Final = """\
+WITH old AS MATERIALIZED (SELECT current_setting('lock_timeout') AS v),
+lim AS MATERIALIZED (SELECT set_config('lock_timeout', :milliseconds, true),
+set_config('application_name', left(replace(current_setting('application_name'), {mark}, ''), 48) || {mark}, true)
+FROM old){more}
+SELECT c.n, CAST(pg_current_xact_id_if_assigned() AS text), set_config('lock_timeout', old.v, true)
+FROM old LEFT JOIN ({result}) AS c ON true"""
+"""Wait for row locks only so long, and give the session its own limit back, in one statement.
+
+The second column is the transaction's id, by which `pg_xact_status` tells how a COMMIT of unknown outcome has ended.
+Until then the session's application_name tells the inspector under whose lease it works.
+"""
+
+
+_MARK: Final = "' dlock:' || left(CAST(:holder AS text), 8)"
+
+
+def limited(change: str) -> str:
+    """Write a PostgreSQL statement that reads FROM lim so that it waits for row locks only so long."""
+    return _LIMITED.format(mark=_MARK, more=f",\nwon AS ({change} RETURNING 1)", result="SELECT count(*) AS n FROM won")
+
+
+def _postgres(upsert: str) -> str:
+    return limited(_filled(upsert, BIGINT, "FROM lim ", "CAST(:name AS varchar)"))
+
+
+def _postgres_locked(column: str, condition: str, lock: str) -> str:
+    found = f"SELECT {column} AS n FROM dlock_fence AS f, lim WHERE {condition} FOR {lock} OF f"  # noqa: S608
+    return _LIMITED.format(mark=_MARK, more="", result=found)
+
+
+POSTGRESQL: Final = Dialect(
+    admit=(_postgres(_UPSERT),),
+    share=_postgres_locked("f.token", "name = :name AND s_token > token", "SHARE"),
+    is_marked=_IS_MARKED,
+    mark=_postgres(_UPSERT_MARK),
+    announce=(_postgres(_UPSERT_SHARED),),
+    # It changes the row: a plain lock would be invisible to one who waits for it in a snapshot, and misses our COMMIT.
+    confirm=limited(f"UPDATE dlock_fence SET holder = holder FROM lim WHERE {_OURS}"),  # noqa: S608
+    confirm_shared=_postgres_locked("1", _NOT_NEWER, "SHARE"),
+)
+
+# The INSERT comes first: an UPDATE of a row that is not there would lock its gap, and two new names each other out.
+# Assignments are made from left to right; the row count cannot tell a refusal from an unchanged row.
+_INSERT: Final = """\
+INSERT INTO dlock_fence (name, token, holder, s_token) SELECT :name, {values} FROM DUAL WHERE {above_floor}"""
+_RAISE: Final = """
+ON DUPLICATE KEY UPDATE
+holder = IF(s_token < VALUES(token) AND dlock_fence.token < VALUES(token), VALUES(holder), dlock_fence.holder),
+token = IF(s_token < VALUES(token), GREATEST(dlock_fence.token, VALUES(token)), dlock_fence.token)"""
+_RAISE_SHARED: Final = """
+ON DUPLICATE KEY UPDATE s_token =
+IF(dlock_fence.token < VALUES(s_token), GREATEST(dlock_fence.s_token, VALUES(s_token)), dlock_fence.s_token)"""
+
+
+def _insert(values: str) -> str:
+    return _INSERT.format(values=values, above_floor=_ABOVE_FLOOR.format(t=":token"))
+
+
+_ADMIT: Final = _insert(":token, :holder, 0") + _RAISE
+_ANNOUNCE: Final = _insert("0, '', :token") + _RAISE_SHARED
+_LEAVE_MARK: Final = _insert("0, '', :token") + " AND " + _UNMARKED.format(n=":name") + _RAISE_SHARED
+
+MYSQL: Final = Dialect(
+    admit=(_ADMIT, f"SELECT 1 FROM dlock_fence WHERE {_OURS} FOR UPDATE"),  # noqa: S608
+    share=f"{_MARKED_TOKEN} LOCK IN SHARE MODE",
+    is_marked=_IS_MARKED,
+    mark=_LEAVE_MARK,
+    announce=(_ANNOUNCE, f"SELECT 1 FROM dlock_fence WHERE {_NOT_NEWER} FOR UPDATE"),  # noqa: S608
+    confirm=f"SELECT 1 FROM dlock_fence WHERE {_OURS} FOR UPDATE",  # noqa: S608
+    confirm_shared=f"SELECT 1 FROM dlock_fence WHERE {_NOT_NEWER} LOCK IN SHARE MODE",  # noqa: S608
+)
+FOR: Final = "SET STATEMENT innodb_lock_wait_timeout = :seconds FOR "
+
+MARIADB: Final = Dialect(
+    admit=(f"{FOR}{_ADMIT}\nRETURNING token = :token AND holder = :holder AND s_token < :token",),
+    share=FOR + MYSQL.share,
+    is_marked=FOR + MYSQL.is_marked,  # under SERIALIZABLE it locks the row
+    mark=FOR + MYSQL.mark,
+    announce=(f"{FOR}{_ANNOUNCE}\nRETURNING token < :token",),
+    confirm=FOR + MYSQL.confirm,
+    confirm_shared=FOR + MYSQL.confirm_shared,
+)
+
+DIALECTS: Final = {"sqlite": SQLITE, "postgresql": POSTGRESQL, "mysql": MYSQL, "mariadb": MARIADB}
+"""By the name of the database; MySQL's statements wait as long as the session's innodb_lock_wait_timeout says."""
+
+
+_OLDER: Final = "(dlock_token < {t} OR (dlock_token = {t} AND dlock_holder = :holder))"
+_ROW_IS_OURS: Final = "dlock_token = {t} AND dlock_holder = :holder"
+_UPDATE: Final = "UPDATE {{table}} SET {set}{{lim}} WHERE {{key}} AND {condition}"
+_ADMIT_ROW: Final = _UPDATE.format(set="dlock_token = {t}, dlock_holder = :holder", condition=_OLDER)
+_CONFIRM: Final = _UPDATE.format(set="dlock_holder = :holder", condition=_ROW_IS_OURS)
+_ROW_HIGHEST: Final = "SELECT dlock_token FROM {table} WHERE {key}"
+# A plain read would take the transaction's snapshot, before the wait for a row in `dlock_fence`.
+_SHARE: Final = f"{_ROW_HIGHEST} LOCK IN SHARE MODE"
+_LOCKING: Final = {"mysql": _SHARE, "mariadb": FOR + _SHARE}
+
+
+@dataclass(frozen=True, slots=True)
+class RowStatements:
+    """With the parameters of a claim, and those of the key; a changed row, or a first column above 0, is a yes."""
+
+    admit: str
+    confirm: str
+    highest: str
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A protected row: where it is, how to ask for it, and how to ask the table in its place.
+
+    `database` gives every statement the parameters of the key.
+    """
+
+    database: Database
+    statements: RowStatements
+    dialect: fencing.Dialect
+
+
+async def admit(row: Row, claim: Claim) -> None:
+    """Raise the row in the open transaction, before anything is read in it; raises StaleToken.
+
+    For a lease of several transactions, in one of its own.
+    """
+    if not await _raise(row, claim):
+        await fencing.admit(row.database, row.dialect, claim)
+        await _raise(row, claim)
+
+
+async def confirm(row: Row, claim: Claim) -> None:
+    """Prove, as the last statement before COMMIT, that the row is still ours, and keep it so; raises StaleToken.
+
+    A row that was made after the announce is raised now; the announce stands in the table.
+    """
+    if fencing.is_yes(*await row.database.execute(row.statements.confirm, fencing.params(claim))):
+        return
+    await _raise(row, claim)
+    await fencing.confirm(row.database, row.dialect, claim)
+    await _raise(row, claim)
+
+
+async def _raise(row: Row, claim: Claim) -> bool:
+    """Raise the row; False if there is none. Raises StaleToken."""
+    if fencing.is_yes(*await row.database.execute(row.statements.admit, fencing.params(claim))):
+        return True
+    _, found = await row.database.execute(row.statements.highest, fencing.params(claim))
+    if found is None:
+        return False
+    raise StaleToken(claim.name, token=claim.token, highest=found[0])
+
+
+@lru_cache(maxsize=256)
+def statements(database: str, table: str, key: str) -> RowStatements:
+    """Write the statements for a row of `table`, which `key`, an SQL condition, selects; both are trusted text."""
+    write = {"postgresql": _postgresql, "mariadb": _mariadb}.get(database, _plain)
+    read = _LOCKING.get(database, _ROW_HIGHEST).format(table=table, key=key)
+    return RowStatements(write(_ADMIT_ROW, table, key), write(_CONFIRM, table, key), read)
+
+
+def _plain(template: str, table: str, key: str) -> str:
+    return template.format(table=table, key=key, t=":token", lim="")
+
+
+def _mariadb(template: str, table: str, key: str) -> str:
+    return FOR + _plain(template, table, key)
+
+
+def _postgresql(template: str, table: str, key: str) -> str:
+    update = template.format(table=table, key=key, t=BIGINT, lim=" FROM lim")
+    return limited(update)
+
+
+def not_shared(name: str) -> str:
+    """Say why a lock whose fence is the row cannot be shared, and what to do."""
+    return (
+        f"the fence of lock {name!r} is the row itself, which knows no shared holders: give all its holders, also the "
+        "exclusive ones, another name, whose fence is in the table; or pass fence=False if something else protects it"
+    )
+
+
+if TYPE_CHECKING:
+    Execute = Callable[[str, tuple[Any, ...]], list[tuple[Any, ...]]]
+    """Send one statement in autocommit, `%s` standing for each parameter, and give its rows."""
+
+
+DAY: Final = 86_400_000_000
+BATCH: Final = 500
+
+_NEWEST: Final = "CASE WHEN token > s_token THEN token ELSE s_token END"
+# Tokens below 10**15 are no times in microseconds: they have no age.
+# A row without any token knows no more than a missing one.
+_OLD: Final = f"name <> '' AND ({_NEWEST} >= 1000000000000000 OR {_NEWEST} = 0) AND {_NEWEST} < %s"
+_HIGHEST_PURGED: Final = f"SELECT MAX({_NEWEST}) FROM dlock_fence WHERE {_OLD}"  # noqa: S608
+
+_INSERT_FLOOR: Final = "INSERT INTO dlock_fence (name, token, holder, s_token) VALUES ('', %s, '', 0)"
+_RAISE_FLOOR: Final = """
+ON CONFLICT (name) DO UPDATE SET token = excluded.token WHERE dlock_fence.token < excluded.token"""
+_RAISE_MYSQL: Final = "\nON DUPLICATE KEY UPDATE token = GREATEST(token, VALUES(token))"
+
+_SOME: Final = f"SELECT name FROM dlock_fence WHERE {_OLD} LIMIT {BATCH}"  # noqa: S608
+_SKIPPING: Final = " FOR UPDATE SKIP LOCKED"
+_DELETE: Final = f"DELETE FROM dlock_fence WHERE {_OLD} AND name IN "  # noqa: S608
+
+
+def purge(execute: Execute, vendor: str, days: int) -> int:
+    """Replace fence rows whose token is older than so many days by a floor that refuses all such tokens; tell how many.
+
+    Only tokens that are times in microseconds (10**15 and more) have an age; others stay, but for rows that never had a
+    token. Rows that a transaction is
+    at work on stay, too; one that begins in the very moment may be waited for.
+    """
+    before = int(time.time() * 1_000_000) - days * DAY
+    ((highest,),) = execute(_HIGHEST_PURGED, (before,))
+    if highest is None:
+        return 0
+    raised = _RAISE_MYSQL if vendor in ("mysql", "mariadb") else _RAISE_FLOOR
+    execute(
+        _INSERT_FLOOR + raised, (highest,)
+    )  # committed before the first row goes: a missing row is never without a floor
+    look, removed = _SOME if vendor == "sqlite" else _SOME + _SKIPPING, 0
+    covered = highest + 1  # A row that was raised above the floor meanwhile stays: our clock may be days ahead.
+    while names := [name for (name,) in execute(look, (covered,))]:
+        execute(f"{_DELETE}({', '.join(['%s'] * len(names))})", (covered, *names))
+        removed += len(names)
+    return removed

@@ -1,0 +1,220 @@
+"""Which errors mean "somebody was faster, start over", and the loop that starts over.
+
+It starts over only when every transaction that began in the attempt is known to be rolled back: the integrations
+report each of them to the attempts that their context is in.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from contextvars import ContextVar
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Final, Self, TypeVar
+
+from dlock_core.errors import DLockError, RowLocked, StaleObject, StaleToken
+from dlock_core.observability import hooks
+from dlock_core.runtime import CHANCE, full_jitter
+from dlock_core.sql.driver_errors import Trouble, classify
+from dlock_core.transactions.tie import Outcome
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Hashable
+
+    from dlock_core.options import Seconds
+    from dlock_core.runtime import Runtime
+
+__all__ = [
+    "ATTEMPTS",
+    "WITHIN_S",
+    "Attempt",
+    "Part",
+    "Policy",
+    "attempts",
+    "check_answer",
+    "check_function",
+    "claim",
+    "is_conflict",
+    "report",
+    "retry",
+]
+
+T = TypeVar("T")
+
+ATTEMPTS: Final = 10
+"""How often the work is done, at most, unless the caller says otherwise."""
+WITHIN_S: Final = 5.0
+"""Seconds after the first attempt in which others may start, unless the caller says otherwise."""
+
+
+def is_conflict(error: BaseException) -> bool:
+    """Say whether doing all of the work again, in a new transaction, may well succeed."""
+    if isinstance(error, StaleObject | StaleToken | RowLocked) or _is_stale_data(error):
+        return True
+    return classify(error) in (Trouble.DEADLOCK, Trouble.SERIALIZATION, Trouble.LOCK_TIMEOUT)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Policy:
+    """How often to do work: at most `attempts` times, and never starting later than `within` seconds after the first.
+
+    Raises TypeError or ValueError for `attempts` that are not a whole number from 1, and a `within` that is not finite.
+    """
+
+    attempts: int = ATTEMPTS
+    within: Seconds | None = WITHIN_S
+
+    def __post_init__(self) -> None:
+        if isinstance(self.attempts, bool) or not isinstance(self.attempts, int):
+            raise TypeError(f"attempts is a whole number, not {type(self.attempts).__name__}: {self.attempts!r:.80}")
+        if self.attempts < 1:
+            raise ValueError(f"attempts must be at least 1 (one try, no retry), not {self.attempts}")
+        _limit(self.within)
+
+
+@dataclass(eq=False, slots=True)
+class Part:
+    """A transaction in an attempt; `work` says of what, in errors: "work on 'default'"."""
+
+    work: str
+    outcome: Outcome | None = None
+    """None while it is not known to have ended."""
+    is_pending: Callable[[], bool] = bool
+    """Says, once the attempt is over, whether work in it remains although no end was heard of."""
+
+    def settle(self, outcome: Outcome) -> None:
+        """Hear how it has ended."""
+        self.outcome = outcome
+
+    def obstacle(self) -> str:
+        """Return why its work may stand, as a part of a sentence; an empty text when it is undone."""
+        if self.outcome is Outcome.COMMITTED:
+            return f"{self.work} is committed"
+        if self.outcome is Outcome.UNKNOWN:
+            return f"{self.work} may be committed"
+        if self.outcome is None and self.is_pending():
+            return f"{self.work} is in a transaction that goes on"
+        return ""
+
+
+class Attempt:
+    """One run of the work, as a block: what began in it, in this context and in the threads that have copied it."""
+
+    def __init__(self) -> None:
+        self.binds: frozenset[Hashable] = frozenset()
+        self.parts: dict[object, Part] = {}
+        self.is_over = False
+
+    def __enter__(self) -> Self:
+        self._token = _attempts.set((*attempts(), self))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.is_over = True
+        _attempts.reset(self._token)
+
+    def obstacle(self) -> str:
+        """Return why it must not be made again, as a part of a sentence; an empty text when nothing of it remains."""
+        return next((reason for part in list(self.parts.values()) if (reason := part.obstacle())), "")
+
+
+def attempts() -> tuple[Attempt, ...]:
+    """Return the attempts that this context is in, the outermost first."""
+    return _attempts.get()
+
+
+def report(key: object, make: Callable[[], Part]) -> None:
+    """Count a transaction, known by its key, as a part of all the attempts that this context is in."""
+    inside = [attempt for attempt in attempts() if not attempt.is_over and key not in attempt.parts]
+    if inside:
+        part = make()
+        for attempt in inside:
+            attempt.parts[key] = part
+
+
+def claim(binds: frozenset[Hashable]) -> bool:
+    """Give databases to the innermost attempt; return False when an attempt around it has one of them already.
+
+    No databases at all stand for those that are not known, which may be any.
+    """
+    *around, own = attempts()
+    own.binds = binds
+    return all(outer.is_over or (binds and outer.binds and not binds & outer.binds) for outer in around)
+
+
+_attempts: ContextVar[tuple[Attempt, ...]] = ContextVar("dlock_attempts", default=())
+
+
+async def retry(
+    runtime: Runtime,
+    work: Callable[[], Awaitable[T]],
+    policy: Policy,
+    draw: Callable[[], float] = CHANCE.random,
+) -> T:
+    """Do `work` until it ends without a conflict, pausing with full jitter between attempts.
+
+    The last conflict is raised, with a note that says how many attempts were made, or why it was not made again
+    although there was time: something of it is, or may be, committed. Any other error, and a cancellation, is raised
+    at once. `work` must undo what it did when it fails: open its own transaction in it.
+    """
+    give_up = runtime.now() + _limit(policy.within)
+    number = 1
+    while True:
+        attempt = Attempt()
+        try:
+            with attempt:
+                return await work()
+        except Exception as error:
+            if not is_conflict(error):
+                raise
+            if obstacle := attempt.obstacle():
+                error.add_note(f"not tried again: {obstacle}")
+                raise
+            pause = full_jitter(number, draw())
+            if number == policy.attempts or runtime.now() + pause > give_up:
+                error.add_note(f"gave up after {number} attempt{'s' * (number > 1)}")
+                raise
+            _tell(error, pause)
+        await runtime.sleep(pause)
+        number += 1
+
+
+def check_function(function: Any) -> None:
+    """Raise TypeError for what cannot be done again as a whole: a generator function, a class, what is no function."""
+    if not callable(function) or inspect.isclass(function):
+        raise TypeError(f"retry_on_conflict decorates a function or method, not {function!r:.80}")
+    if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
+        raise TypeError(f"{function.__qualname__} is a generator: what it has yielded cannot be taken back")
+
+
+def check_answer(answer: T) -> T:
+    """Pass on what a blocking function has returned; raise TypeError for what would do its work after COMMIT."""
+    if inspect.iscoroutine(answer):
+        answer.close()
+        raise TypeError("a blocking function answered with a coroutine, which would run after COMMIT: make it async")
+    if inspect.isgenerator(answer) or inspect.isasyncgen(answer):
+        raise TypeError("a function answered with a generator, which would run after COMMIT: return a list")
+    return answer
+
+
+def _tell(error: BaseException, pause: float) -> None:
+    name, trouble = (error.name, None) if isinstance(error, DLockError) else ("", classify(error))
+    hooks.emit("retry", name, 0, pause, type(error).__name__ if trouble is None else trouble.value)
+
+
+def _limit(within: Seconds | None) -> float:
+    if within is None:
+        return math.inf
+    seconds = within.total_seconds() if isinstance(within, timedelta) else within
+    if isinstance(seconds, bool) or not isinstance(seconds, int | float):
+        raise TypeError(f"within is seconds (int or float), a timedelta or None, not {type(within).__name__}")
+    if not 0 <= seconds < math.inf:
+        raise ValueError(f"within must be None (no limit) or a finite number of seconds from 0, not {within!r}")
+    return seconds
+
+
+def _is_stale_data(error: BaseException) -> bool:
+    """SQLAlchemy's own error for a `version_id_col` that has moved; it is imported no more than a driver is."""
+    names = [(kind.__module__, kind.__name__) for kind in type(error).__mro__]
+    return ("sqlalchemy.orm.exc", "StaleDataError") in names

@@ -1,0 +1,378 @@
+"""Follows the database transaction of one Connection to its end, from the calls that SQLAlchemy makes to end it.
+
+The calls are intercepted on the one Connection object, from when somebody asks until the transaction has ended.
+SQLAlchemy's own events come before COMMIT and ROLLBACK, and say nothing of how they went.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import threading
+from contextlib import suppress
+from functools import partial
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias
+
+from sqlalchemy import event, text
+from sqlalchemy.exc import InvalidRequestError
+from sqlalchemy.util.concurrency import greenlet_spawn
+
+from dlock_core.errors import NotSupported
+from dlock_core.sql.driver_errors import MAY_ROLL_BACK, classify, is_refusal, warn_unless_known
+from dlock_core.transactions.tie import Outcome, call_all
+from sqla_dlock.greenlets import await_
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from sqlalchemy import Connection, Engine
+
+__all__ = ["Member", "Watch", "watch", "watch_of"]
+
+
+_INTERCEPTED: Final = (
+    "_commit_impl",
+    "_rollback_impl",
+    "_rollback_to_savepoint_impl",
+    "_prepare_twophase_impl",
+    "_commit_twophase_impl",
+    "_rollback_twophase_impl",
+    "_handle_dbapi_exception",
+)
+
+
+class Member(Protocol):
+    """A session's transaction that takes part in the database transaction."""
+
+    def check(self) -> None:
+        """Hear that COMMIT is next; what it raises prevents it."""
+
+    def ended(self, connection: Connection, outcome: Outcome, *, failed: bool, in_commit: bool) -> None:
+        """Hear how the connection's transaction has ended; `failed`: by an error of ROLLBACK."""
+
+
+class Watch:
+    """What we know of one Connection's transaction."""
+
+    def __init__(self, connection: Connection) -> None:
+        self.connection = connection
+        warn_unless_known(connection.dialect.driver)
+        self.gate = Gate(connection)
+        self.members: list[Member] = []
+        self.xid: str | None = None
+        self.undo: list[tuple[set[str], Callable[[], None]]] = []
+        """What to call when one of these savepoints is rolled back."""
+        self._is_in_doubt = False
+        self.sqlalchemy = SimpleNamespace(**{name: getattr(connection, name) for name in _INTERCEPTED})
+        vars(connection).update({name: getattr(self, name) for name in _INTERCEPTED}, _dlock_watch=self)
+
+    def _commit_impl(self) -> None:
+        self._finish(self.sqlalchemy._commit_impl)
+
+    def _finish(self, commit: Callable[[], None]) -> None:
+        outcome = Outcome.ROLLED_BACK
+        try:
+            self._check()
+            if self._is_in_doubt or _is_alive(self.connection):
+                outcome = Outcome.UNKNOWN
+            commit()
+            outcome = Outcome.COMMITTED
+            self._end(outcome, in_commit=True)
+        except BaseException as error:  # an interrupt may come anywhere
+            if outcome is not Outcome.COMMITTED:
+                self._clean_up()
+            if outcome is Outcome.UNKNOWN:
+                outcome = self._judge(error)
+            self._end(outcome, in_commit=True)
+            raise
+
+    def _check(self) -> None:
+        self.gate.open()
+        for member in self.members:
+            member.check()
+
+    def _clean_up(self) -> None:
+        """Roll back what a failed COMMIT may leave open: SQLAlchemy does not, not even for its pool."""
+        if not self._is_in_doubt:
+            with suppress(Exception):
+                self.sqlalchemy._rollback_impl()
+
+    def _judge(self, error: BaseException) -> Outcome:
+        if self._is_in_doubt:
+            return Outcome.UNKNOWN  # still prepared, or committed
+        return Outcome.ROLLED_BACK if is_refusal(error) else outcome_of(self.connection.engine, self.xid)
+
+    def _rollback_impl(self) -> None:
+        self._roll_back(self.sqlalchemy._rollback_impl)
+
+    def _roll_back(self, rollback: Callable[[], None]) -> None:
+        is_left = self._is_in_doubt and not _is_alive(self.connection)  # a prepared transaction outlives its connection
+        is_done = False
+        try:
+            self.gate.close()
+            rollback()
+            is_done = True
+            self._end(Outcome.UNKNOWN if is_left else Outcome.ROLLED_BACK)
+        except BaseException:
+            is_unknown = is_left if is_done else self._is_in_doubt
+            self._end(Outcome.UNKNOWN if is_unknown else Outcome.ROLLED_BACK, failed=not is_done)
+            raise
+
+    def _rollback_to_savepoint_impl(self, name: str) -> None:
+        self.sqlalchemy._rollback_to_savepoint_impl(name)
+        self.gate.undone()
+        undone = [each for each in self.undo if name in each[0]]
+        self.undo = [each for each in self.undo if each not in undone]
+        call_all([restore for _, restore in undone])
+
+    def _handle_dbapi_exception(self, error: BaseException, *rest: Any, **more: Any) -> None:
+        if self.connection.dialect.name in ("mysql", "mariadb") and classify(error) in MAY_ROLL_BACK:
+            self.gate.rolled_back()
+        self.sqlalchemy._handle_dbapi_exception(error, *rest, **more)
+
+    def _prepare_twophase_impl(self, xid: Any) -> None:
+        self._check()
+        self._is_in_doubt = _is_alive(self.connection)
+        try:
+            self.sqlalchemy._prepare_twophase_impl(xid)
+        except BaseException as error:
+            self._is_in_doubt &= not is_refusal(error)
+            raise
+
+    def _commit_twophase_impl(self, xid: Any, is_prepared: bool) -> None:  # noqa: FBT001 - SQLAlchemy's form
+        self._finish(partial(self.sqlalchemy._commit_twophase_impl, xid, is_prepared))
+
+    def _rollback_twophase_impl(self, xid: Any, is_prepared: bool) -> None:  # noqa: FBT001 - SQLAlchemy's form
+        self._roll_back(partial(self.sqlalchemy._rollback_twophase_impl, xid, is_prepared))
+
+    def _end(self, outcome: Outcome, *, failed: bool = False, in_commit: bool = False) -> None:
+        for name in (*_INTERCEPTED, "_dlock_watch"):
+            vars(self.connection).pop(name, None)
+        self.gate.end()
+        while self.members:  # each leaves when it has heard: an interrupt may bring us here again
+            self.members[0].ended(self.connection, outcome, failed=failed, in_commit=in_commit)
+            self.members.pop(0)
+
+
+def watch(connection: Connection) -> Watch:
+    """The watch over a Connection's transaction, set up when first asked for."""
+    return watch_of(connection) or Watch(connection)
+
+
+def watch_of(connection: Connection) -> Watch | None:
+    """The watch over a Connection's transaction, if there is one."""
+    found: Watch | None = vars(connection).get("_dlock_watch")
+    return found
+
+
+def _is_alive(connection: Connection) -> bool:
+    """As far as SQLAlchemy knows."""
+    return not (connection.closed or connection.invalidated)
+
+
+if TYPE_CHECKING:
+    Hook: TypeAlias = Callable[[Connection], None]
+
+
+# After an error PostgreSQL accepts nothing before the rollback to a savepoint.
+_ENDS_SAVEPOINT: Final = ("RELEASE SAVEPOINT", "ROLLBACK TO SAVEPOINT")
+# On MySQL and MariaDB any other statement may take the transaction's snapshot, which must not be older than the hooks.
+_WITHOUT_SNAPSHOT: Final = re.compile(r"\s*(?:SET(?!\s+STATEMENT\b)|USE)\b", re.IGNORECASE)
+
+
+class Gate:
+    """What every statement of one connection's transaction has to pass; hooks never hear of their own statements."""
+
+    def __init__(self, connection: Connection) -> None:
+        self.connection = connection
+        self._due: list[Hook] = []
+        self._done: list[Hook] = []
+        self._in_savepoint: list[Hook] = []
+        """Those called inside a savepoint: its rollback would undo their work."""
+        self._is_busy = self._listens = False
+        self._is_held: Callable[[], bool] = _never
+        self._comment = ""
+
+    def add(self, hook: Hook) -> None:
+        """Have a hook called by the next `open()`, once."""
+        self.discard(hook)
+        self._due.append(hook)
+
+    def hold(self, hooks: list[Hook], is_held: Callable[[], bool]) -> None:
+        """Have hooks called by the first statement that is sent when `is_held()` no longer says so, or by COMMIT."""
+        for hook in hooks:
+            self.add(hook)
+        self._is_held = is_held
+        if hooks:
+            self._listen()
+
+    def discard(self, hook: Hook) -> None:
+        """Call a hook no more."""
+        for hooks in (self._due, self._done, self._in_savepoint):
+            while hook in hooks:
+                hooks.remove(hook)
+
+    def open(self) -> None:
+        """Call the hooks that are due. One that raises stays due: no statement passes before it has succeeded."""
+        if self._is_busy or not self._due:
+            return
+        self._is_busy = True
+        try:
+            while self._due:
+                self._call(self._due[0])
+        except BaseException:
+            self._listen()
+            raise
+        finally:
+            self._is_busy = False
+
+    def mark(self, comment: str) -> None:
+        """Have a comment stand before each statement, but not of many: drivers read how those begin."""
+        self._comment = comment
+        self._listen()
+
+    def close(self) -> None:
+        """Hear that everything is being rolled back: what that takes has to pass."""
+        self._due, self._done, self._in_savepoint = [], [], []
+
+    def rolled_back(self) -> None:
+        """Hear that the database may have rolled everything back, and goes on: whoever swallows its error does, too."""
+        self._due += self._done
+        self._done = []
+        self.undone()
+
+    def undone(self) -> None:
+        """Hear that a savepoint was rolled back."""
+        self._due += self._in_savepoint
+        self._in_savepoint = []
+        if self._due:
+            self._listen()
+
+    def end(self) -> None:
+        """Hear that the transaction has ended; its connection may go on."""
+        if self._listens:
+            with suppress(InvalidRequestError):  # it was removed already, before an interrupt came
+                event.remove(self.connection, "before_cursor_execute", self._before_statement)
+            self._listens = False
+
+    def _call(self, hook: Hook) -> None:
+        may_be_undone = self.connection.in_nested_transaction()
+        hook(self.connection)
+        if hook in self._due:  # it may have been discarded meanwhile
+            self._due.remove(hook)
+            (self._in_savepoint if may_be_undone else self._done).append(hook)
+
+    def _listen(self) -> None:
+        if not self._listens:
+            self._listens = True
+            event.listen(self.connection, "before_cursor_execute", self._before_statement, retval=True)
+
+    def _before_statement(
+        self, _connection: Connection, _cursor: object, statement: str, parameters: Any, *rest: Any
+    ) -> tuple[str, Any]:
+        if not statement.startswith(_ENDS_SAVEPOINT) and not self._lets_pass(statement):
+            self.open()
+        _context, many = rest
+        return statement if many else self._comment + statement, parameters
+
+    def _lets_pass(self, statement: str) -> bool:
+        may_take_snapshot = self.connection.dialect.name in ("mysql", "mariadb")
+        return self._is_held() and not (may_take_snapshot and not _WITHOUT_SNAPSHOT.match(statement))
+
+
+def _never() -> bool:
+    return False
+
+
+WITHIN: Final = 5.0
+"""Seconds that a failed COMMIT may last longer, because we ask."""
+_PAUSE: Final = 0.02
+
+# pg_xact_status: https://www.postgresql.org/docs/current/functions-info.html#FUNCTIONS-PG-SNAPSHOT
+_ASK: Final = text("SELECT pg_xact_status(CAST(CAST(:xid AS text) AS xid8))")
+_SLEEP: Final = text("SELECT pg_sleep(:pause)")
+_OUTCOMES: Final = {"committed": Outcome.COMMITTED, "aborted": Outcome.ROLLED_BACK, None: Outcome.UNKNOWN}
+
+
+def outcome_of(engine: Engine, xid: str | None) -> Outcome:
+    """Say how a transaction has ended, on another connection; UNKNOWN without its number, or in time."""
+    if xid is None or engine.dialect.name != "postgresql":
+        return Outcome.UNKNOWN
+    if engine.dialect.is_async:
+        return _await_answer(engine, xid)
+    return _answer_of_thread(engine, xid)
+
+
+def _await_answer(engine: Engine, xid: str) -> Outcome:
+    try:
+        return await_(asyncio.wait_for(greenlet_spawn(_ask, engine, xid), WITHIN))
+    except Exception:  # noqa: BLE001 - no answer is an answer: UNKNOWN
+        return Outcome.UNKNOWN
+
+
+def _answer_of_thread(engine: Engine, xid: str) -> Outcome:
+    """Wait for it in a thread: a server that cannot be reached may keep `connect()` for minutes."""
+    answers: list[Outcome] = []
+
+    def ask() -> None:
+        try:
+            answers.append(_ask(engine, xid))
+        except Exception:  # noqa: BLE001
+            answers.append(Outcome.UNKNOWN)
+
+    thread = threading.Thread(target=ask, name="dlock-commit-status", daemon=True)
+    thread.start()
+    thread.join(WITHIN)
+    return answers[0] if answers else Outcome.UNKNOWN
+
+
+def _ask(engine: Engine, xid: str) -> Outcome:
+    with engine.connect() as connection:
+        while (status := connection.scalar(_ASK, {"xid": xid})) == "in progress":
+            connection.execute(_SLEEP, {"pause": _PAUSE})  # the server's: one way to wait, with asyncio or without
+    return _OUTCOMES[status]
+
+
+def is_autocommit(connection: Connection) -> bool:
+    """Say whether it does, by its isolation level or by what its driver was told behind SQLAlchemy's back.
+
+    No I/O. On SQLite, and before SQLAlchemy 2.0.43, the isolation level is all that can be known.
+    """
+    return connection._is_autocommit_isolation() or _is_told_by_driver(connection)  # the public way asks the server
+
+
+def _is_told_by_driver(connection: Connection) -> bool:
+    detect: Any = getattr(connection.dialect, "detect_autocommit_setting", None)
+    if detect is None or connection.dialect.name == "sqlite":  # whose `isolation_level` says nothing about BEGIN
+        return False
+    try:
+        return bool(detect(connection.connection.dbapi_connection))
+    except NotImplementedError:
+        return False
+
+
+def has_begun(connection: Connection) -> bool:
+    """Say, after a write, whether it is part of a transaction: SQLite can be told to begin none. No I/O."""
+    driver: Any = connection.connection.driver_connection
+    return connection.dialect.name != "sqlite" or bool(driver.in_transaction)
+
+
+def refuse_autocommit(connection: Connection, name: str) -> None:
+    """Raise NotSupported where every statement commits by itself: what it writes could not be fenced."""
+    if is_autocommit(connection):
+        raise NotSupported(
+            f"a session in AUTOCOMMIT cannot be fenced by the lock {name!r}: give it an engine with transactions, "
+            "or pass fence=False if something else protects the data",
+            name=name,
+        )
+
+
+def refuse_unbegun(connection: Connection, name: str) -> None:
+    """Raise NotSupported when the admit was no part of a transaction: SQLite's driver was told to begin none."""
+    if not has_begun(connection):
+        raise NotSupported(
+            f"this SQLite connection begins no transactions, so the lock {name!r} cannot fence what it writes: "
+            "send BEGIN IMMEDIATE in the engine's event 'begin', or leave the driver's isolation_level alone",
+            name=name,
+        )

@@ -1,0 +1,98 @@
+"""What a conflict is to SQLAlchemy: its error, and what versions rows have now."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, Final
+
+from sqlalchemy import bindparam, select, tuple_
+from sqlalchemy.orm.attributes import instance_state
+from sqlalchemy.orm.exc import StaleDataError
+
+from dlock_core import errors
+from dlock_core.observability.hooks import refused
+from sqla_dlock.versions.mapping import key_columns, version_column
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from sqlalchemy import Connection, Select
+    from sqlalchemy.orm import Mapper, Session
+
+__all__ = ["StaleObject", "find_version", "require_versions", "stale_instance", "stale_row"]
+
+if TYPE_CHECKING:
+    Key = tuple[Any, ...]
+
+
+AT_ONCE: Final = 500
+"""Rows whose keys go into one query."""
+
+
+class StaleObject(errors.StaleObject, StaleDataError):
+    """The row changed, or went away (`found` is None), since `instance` was read with version `expected`.
+
+    Also SQLAlchemy's StaleDataError, so that what catches that goes on working.
+    """
+
+
+def stale_row(
+    session: Session, mapper: Mapper[Any], key: Key, *, expected: Any, found: Any, action: str
+) -> StaleObject:
+    """Make the error for a row of which only the key is known."""
+    instance = session.identity_map.get(mapper.identity_key_from_primary_key(key))
+    name = key[0] if len(key) == 1 else key
+    return refused(StaleObject(instance, expected=expected, found=found, action=action, key=name))
+
+
+def stale_instance(instance: Any, *, expected: Any, found: Any, action: str) -> StaleObject:
+    """Make the error for an instance."""
+    key = instance_state(instance).identity
+    name = key[0] if key is not None and len(key) == 1 else key
+    return refused(StaleObject(instance, expected=expected, found=found, action=action, key=name))
+
+
+def find_version(connection: Connection, mapper: Mapper[Any], key: Key) -> Any:
+    """What version a row has now, None if it is gone.
+
+    On MySQL a plain SELECT may see an old one, a locking one does not.
+    """
+    query = select(version_column(mapper)).where(
+        *(column == part for column, part in zip(key_columns(mapper), key, strict=True))
+    )
+    if connection.dialect.name in {"mysql", "mariadb"}:
+        query = query.with_for_update()
+    return connection.execute(query).scalar()
+
+
+def require_versions(
+    session: Session, connection: Connection, mapper: Mapper[Any], expected: Sequence[Key], action: str
+) -> None:
+    """Lock rows in the order of their keys, or raise StaleObject for the first that has another version.
+
+    `expected` are keys, each with the version as its last part. Nothing is locked on SQLite, where the transaction that
+    writes has the database for itself.
+    """
+    query = _locking(mapper, action)
+    if len(expected) > AT_ONCE:
+        with suppress(TypeError):  # keys without an order: then it is that of the database in each part only
+            expected = sorted(expected)
+    for start in range(0, len(expected), AT_ONCE):
+        some = expected[start : start + AT_ONCE]
+        keys = [row[0] if len(row) == 2 else row[:-1] for row in some]
+        now = {tuple(row) for row in connection.execute(query, {"dlock_keys": keys})}
+        for *parts, version in (row for row in some if row not in now):
+            # Python may think two keys different that are one to the database, so that has the last word.
+            key = tuple(parts)
+            if (found := find_version(connection, mapper, key)) != version:
+                raise stale_row(session, mapper, key, expected=version, found=found, action=action)
+
+
+@lru_cache(maxsize=256)
+def _locking(mapper: Mapper[Any], action: str) -> Select[Any]:
+    columns = key_columns(mapper)
+    wanted: Any = columns[0] if len(columns) == 1 else tuple_(*columns)
+    query = select(*columns, version_column(mapper)).order_by(*columns)
+    query = query.where(wanted.in_(bindparam("dlock_keys", expanding=True)))
+    return query.with_for_update(key_share=action != "delete")

@@ -1,0 +1,198 @@
+"""Whatever call of ours a signal handler raises after, no lease stays behind, and nobody is locked out.
+
+CPython runs signal handlers when a function begins and after each call of a function in C. A profile function is called
+at just these moments, and what it raises goes on as what a signal handler raises. So every moment is tried, one by one.
+"""
+
+import asyncio
+import sys
+import threading
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+import pytest
+
+from dlock_core import AsyncLock, AsyncMultiLock, Lock, MultiLock
+from dlock_core.leases import watchdog
+from dlock_core.leases.handles import Lease
+from dlock_core.runtime import BLOCKING, run
+from dlock_core.testing import MemoryBackend
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
+    pytest.mark.filterwarnings("ignore:coroutine .* was never awaited"),
+    pytest.mark.filterwarnings("ignore::ResourceWarning"),
+]
+
+UNGUARDED = {"__exit__", "__aexit__", "release"}
+"""Their first bytecode: no code of ours runs before it."""
+FOR_EVER = 2000
+"""No operation has so many moments."""
+
+
+class Interrupted(BaseException):
+    """What a signal handler raises."""
+
+
+class Interrupt:
+    """Raises at the given moment of whatever our code does in this thread."""
+
+    def __init__(self, moment: int) -> None:
+        self.left, self.where = moment, ""
+
+    def __call__(self, frame: FrameType, event: str, argument: object) -> None:
+        if event not in {"call", "c_return"} or not is_ours(frame):
+            return
+        self.left -= 1
+        if self.left == 0:
+            self.where = frame.f_code.co_name if event == "call" and "dlock_core" in frame.f_code.co_filename else "-"
+            raise Interrupted
+
+
+def is_ours(frame: FrameType | None) -> bool:
+    while frame is not None:
+        if "dlock_core" in frame.f_code.co_filename:
+            return True
+        frame = frame.f_back
+    return False
+
+
+def block(store: MemoryBackend) -> None:
+    with Lock(store, "a"):
+        pass
+
+
+def acquire(store: MemoryBackend) -> None:
+    Lock(store, "a").acquire().release()
+
+
+def try_acquire(store: MemoryBackend) -> None:
+    lease = Lock(store, "a").try_acquire()
+    assert lease is not None
+    lease.release()
+
+
+def join(store: MemoryBackend) -> None:
+    with Lock(store, "a"), Lock(store, "a", reentrant=True):
+        pass
+
+
+def many(store: MemoryBackend) -> None:
+    with MultiLock(store, ["a", "b"]):
+        pass
+
+
+def acquire_many(store: MemoryBackend) -> None:
+    MultiLock(store, ["a", "b"]).acquire().release()
+
+
+def renew(store: MemoryBackend) -> None:
+    with Lock(store, "a") as lease:
+        lease.renew(60)
+
+
+async def ablock(store: MemoryBackend) -> None:
+    async with AsyncLock(store, "a"):
+        pass
+
+
+async def aacquire(store: MemoryBackend) -> None:
+    await (await AsyncLock(store, "a").acquire()).release()
+
+
+async def aacquire_many(store: MemoryBackend) -> None:
+    await (await AsyncMultiLock(store, ["a", "b"]).acquire()).release()
+
+
+async def ajoin(store: MemoryBackend) -> None:
+    async with AsyncLock(store, "a"), AsyncLock(store, "a", reentrant=True):
+        pass
+
+
+async def amany(store: MemoryBackend) -> None:
+    async with AsyncMultiLock(store, ["a", "b"]):
+        pass
+
+
+def interrupted(step: Callable[[MemoryBackend], None], store: MemoryBackend, moment: int) -> Interrupt:
+    interrupt = Interrupt(moment)
+    sys.setprofile(interrupt)
+    try:
+        step(store)
+    except Interrupted:
+        pass
+    finally:
+        sys.setprofile(None)
+    return interrupt
+
+
+@pytest.mark.parametrize(
+    "step", [block, acquire, try_acquire, join, many, acquire_many, renew], ids=lambda step: step.__name__
+)
+def test_operation_that_is_interrupted_at_any_moment_leaves_nothing_behind(
+    step: Callable[[MemoryBackend], None],
+) -> None:
+    store, unguarded, moments = MemoryBackend(), set[str](), 0
+    step(store)
+    for moment in range(1, FOR_EVER):
+        interrupt = interrupted(step, store, moment)
+        if interrupt.left > 0:
+            break
+        moments += 1
+        if interrupt.where in UNGUARDED:
+            unguarded.add(interrupt.where)
+            store = MemoryBackend()
+            step(store)
+            continue
+        assert run(store.inspect(BLOCKING)) == [], (moment, interrupt.where)
+    assert moments > 50
+    assert unguarded <= UNGUARDED
+    elsewhere: list[bool] = []
+    thread = threading.Thread(target=lambda: elsewhere.append(step(store) is None), daemon=True)
+    thread.start()
+    thread.join(10)
+    assert elsewhere == [True]
+
+
+def test_lease_stays_renewed_when_its_renewal_is_interrupted_at_any_moment() -> None:
+    store = MemoryBackend()
+    for moment in range(1, FOR_EVER):
+        with Lock(store, "a", ttl=30) as lease:
+            interrupt = interrupted(lambda _, lease=lease: lease.renew(60), store, moment)  # type: ignore[misc]
+            dog = watchdog._dogs[store]
+            due = [tick for tick, bucket in dog._due.items() if any(known() is lease._held for known in bucket)]
+            assert any(dog._is_due(lease._held, tick) for tick in due), (moment, interrupt.where)
+        if interrupt.left > 0:
+            break
+    assert moment > 20
+
+
+@pytest.mark.parametrize("step", [ablock, aacquire, aacquire_many, ajoin, amany], ids=lambda step: step.__name__)
+def test_coroutine_that_is_interrupted_at_any_moment_leaves_nothing_behind(step: Any) -> None:
+    async def main() -> None:
+        store, moments = MemoryBackend(), 0
+        for moment in range(1, FOR_EVER):
+            interrupt = Interrupt(moment)
+            sys.setprofile(interrupt)
+            try:
+                await step(store)
+            except Interrupted:
+                pass
+            finally:
+                sys.setprofile(None)
+            if interrupt.left > 0:
+                break
+            moments += 1
+            if interrupt.where in UNGUARDED:
+                store = MemoryBackend()
+                continue
+            assert run(store.inspect(BLOCKING)) == [], (moment, interrupt.where)
+        assert moments > 50
+
+    asyncio.run(main())
+
+
+def test_lease_whose_making_was_interrupted_is_thrown_away_in_silence(recwarn: pytest.WarningsRecorder) -> None:
+    Lease.__new__(Lease).__del__()
+    assert not recwarn.list

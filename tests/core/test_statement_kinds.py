@@ -1,0 +1,103 @@
+"""What a statement does, from its text: only what surely reads is let through."""
+
+import pytest
+
+from dlock_core.sql.statement_kinds import ends_transaction, surely_reads
+
+READS = [
+    "SELECT 1",
+    "  select * from t where a = 'delete from x; --' for update",
+    'SELECT "update", `delete` FROM t',
+    "(SELECT 1) UNION (SELECT 2)",
+    "WITH a AS (SELECT 1) SELECT * FROM a FOR NO KEY UPDATE",
+    "/* job 12 */ SELECT 1 -- why\n",
+    "SHOW search_path",
+    "EXPLAIN SELECT 1",
+    "PRAGMA foreign_keys",
+    "SET timezone TO 'UTC'",
+    "BEGIN IMMEDIATE",
+    "LISTEN jobs",
+    "SELECT replace(a, 'x', 'y') FROM t;",
+]
+WRITES = [
+    "UPDATE t SET a = 1",
+    "/* job 12 */ UPDATE t SET a = 1",
+    "-- why\nUPDATE t SET a = 1",
+    "-- it's\nUPDATE t SET a = 'x'",
+    "; UPDATE t SET a = 1",
+    "SELECT 1; UPDATE t SET a = 1",
+    "BEGIN; UPDATE t SET a = 1; COMMIT",
+    "EXPLAIN ANALYZE UPDATE t SET a = 1",
+    "EXPLAIN (ANALYZE) DELETE FROM t",
+    "WITH a AS (DELETE FROM t RETURNING *) SELECT * FROM a",
+    "SELECT 1 INTO u",
+    "CALL f()",
+    "DO $$ BEGIN UPDATE t SET a = 1; END $$",
+    "EXECUTE p",
+    "PREPARE p AS UPDATE t SET a = 1",
+    "SET STATEMENT max_statement_time = 1 FOR UPDATE t SET a = 1",
+    "/*! UPDATE t SET a = 1 */",
+    "SELECT '\\'; DELETE FROM t; --'",
+    "CREATE TABLE u (a int)",
+    "TRUNCATE t",
+    "COPY t FROM STDIN",
+]
+
+
+@pytest.mark.parametrize("sql", READS)
+def test_statement_that_only_reads_is_known(sql: str) -> None:
+    assert surely_reads(sql)
+
+
+@pytest.mark.parametrize("sql", WRITES)
+def test_no_disguise_of_a_write_passes_for_a_read(sql: str) -> None:
+    assert not surely_reads(sql)
+
+
+@pytest.mark.parametrize(
+    "sql", ["COMMIT", "/* c */ commit;", "ROLLBACK", "SELECT 1; COMMIT", "BEGIN", "START TRANSACTION"]
+)
+def test_end_of_a_transaction_is_known(sql: str) -> None:
+    assert ends_transaction(sql)
+
+
+@pytest.mark.parametrize("sql", ["ROLLBACK TO SAVEPOINT a", "ROLLBACK WORK TO a", "SELECT 'COMMIT'", "SAVEPOINT a"])
+def test_savepoint_ends_no_transaction(sql: str) -> None:
+    assert not ends_transaction(sql)
+
+
+FUNCTION = "CREATE FUNCTION f() RETURNS trigger AS {0} BEGIN NEW.x = 1; RETURN NEW; END; {0} LANGUAGE plpgsql"
+
+
+@pytest.mark.parametrize(
+    "sql",
+    [
+        "DO $$ BEGIN PERFORM 1; END $$",
+        "DO $$BEGIN PERFORM 1; COMMIT; END$$; SELECT 1",
+        FUNCTION.format("$$"),
+        FUNCTION.format("$body$"),
+        "CREATE OR REPLACE FUNCTION f() RETURNS int BEGIN ATOMIC SELECT 1; END",
+        "CREATE TRIGGER t AFTER INSERT ON a BEGIN UPDATE b SET x = 1; DELETE FROM c; END",
+        "/* job 12 */ create temp trigger if not exists t after insert on a begin select 1; end",
+        "CREATE DEFINER=`root`@`%` PROCEDURE p() BEGIN IF a THEN SELECT 1; END IF; COMMIT; END",
+    ],
+)
+def test_block_of_a_function_or_trigger_ends_no_transaction(sql: str) -> None:
+    assert not ends_transaction(sql)
+    assert not surely_reads(sql)
+
+
+@pytest.mark.parametrize(
+    "sql",
+    [
+        f"{FUNCTION.format('$$')}; COMMIT",
+        "CREATE TRIGGER t AFTER INSERT ON a EXECUTE FUNCTION f(); COMMIT",
+        "SELECT 'a $$ b'; COMMIT; SELECT '$$'",
+        "SELECT a$$b; COMMIT; SELECT c$$d",
+        "-- $$\nCOMMIT; -- $$",
+        "SELECT $1$; COMMIT; SELECT $1$",
+        "CREATE TABLE function (a int); BEGIN; SELECT 1",
+    ],
+)
+def test_end_of_a_transaction_is_not_hidden_by_what_looks_like_a_function(sql: str) -> None:
+    assert ends_transaction(sql)

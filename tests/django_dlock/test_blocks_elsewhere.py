@@ -1,0 +1,97 @@
+"""A block that ends in another thread or task than the one it began in ends its own lease, and never another's."""
+
+import asyncio
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from asgiref.sync import sync_to_async
+from django.db import connections, transaction
+from django.http import StreamingHttpResponse
+
+from django_dlock import lock
+from dlock_core.backends.memory import MemoryBackend
+from dlock_core.runtime import BLOCKING, run
+from tests.testapp.models import Counter
+
+
+@pytest.fixture(autouse=True)
+def _database(use_database) -> None:
+    use_database("default")
+
+
+def in_thread(work: Callable[[], Any]) -> Any:
+    found: list[Any] = []
+
+    def working() -> None:
+        found.append(work())
+        connections.close_all()
+
+    thread = threading.Thread(target=working)
+    thread.start()
+    thread.join(60)
+    return found[0]
+
+
+def held(store: MemoryBackend) -> int:
+    return sum(len(state.holders) for state in run(store.inspect(BLOCKING)))
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_streaming_response_that_is_closed_in_another_thread_releases_its_lease(
+    store: MemoryBackend, shared: bool
+) -> None:
+    def stream() -> Iterator[str]:
+        with lock("order", 42, shared=shared):
+            with transaction.atomic():
+                Counter.objects.create(name="streamed")
+            yield "part"
+            yield "never"
+
+    parts = stream()
+    response = StreamingHttpResponse(parts)
+    assert in_thread(lambda: next(iter(response))) == b"part"
+    assert held(store) == 1
+    response.close()
+    parts.close()
+    assert held(store) == 0
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_block_that_is_left_in_another_thread_takes_no_lease_of_another_block_with_the_same_lock_object(
+    store: MemoryBackend, shared: bool
+) -> None:
+    one = lock("order", 42, shared=shared)
+    in_thread(one.__enter__)
+    assert held(store) == 1
+    one.__exit__(None, None, None)
+    assert held(store) == 0
+    with one:
+        assert held(store) == 1
+    assert held(store) == 0
+
+
+@pytest.mark.parametrize("shared", [False, True])
+async def test_async_block_that_is_left_in_another_task_releases_its_lease(store: MemoryBackend, shared: bool) -> None:
+    def write() -> None:
+        with transaction.atomic():
+            Counter.objects.create(name="written")
+
+    block = lock("order", 42, shared=shared)
+    await asyncio.create_task(block.__aenter__())
+    assert held(store) == 1
+    await sync_to_async(write)()
+    await asyncio.create_task(block.__aexit__(None, None, None))
+    assert held(store) == 0
+
+
+def test_shared_lock_object_of_two_threads_loses_neither_lease_when_both_leave_elsewhere(store: MemoryBackend) -> None:
+    one = lock("order", 42, shared=True)
+    for _ in range(2):
+        in_thread(one.__enter__)
+    assert held(store) == 2
+    one.__exit__(None, None, None)
+    assert held(store) == 2  # nobody can tell which it was: none is taken from anybody
+    one.__exit__(None, None, None)
+    assert held(store) <= 1

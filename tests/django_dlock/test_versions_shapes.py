@@ -1,0 +1,471 @@
+"""Versions where the shape of a model, a manager or a router could make their check void."""
+
+import copy
+import gc
+import pickle
+import tracemalloc
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from django.db import IntegrityError, connections, models
+from django.db.models.signals import pre_delete
+from django.db.transaction import atomic
+from django.test import override_settings
+from django.test.utils import CaptureQueriesContext
+
+from django_dlock.errors import StaleObject
+from django_dlock.preconditions import etag_of
+from tests.django_dlock.parties import Party, wait_until_blocked
+from tests.testapp.models import Account, Article, Code, Counter, Job, Member, Person, Place, Shop, Team
+
+
+def read(instance: models.Model) -> Any:
+    """The row as the database has it, in an instance of its own."""
+    return type(instance)._default_manager.using(instance._state.db).get(pk=instance.pk)
+
+
+# rows that are made anew
+
+
+def test_row_made_anew_under_the_same_key_is_not_taken_for_the_old_one(database):
+    rows = Code.objects.using(database)
+    for write in (lambda old: old.save(), lambda old: old.delete(), lambda old: rows.bulk_update([old], ["title"])):
+        old = rows.create(code="a", title="old")
+        tag = etag_of(old)
+        read(old).delete()
+        new = rows.create(code="a", title="new")
+        with pytest.raises(StaleObject):
+            write(old)
+        assert (read(new).title, etag_of(read(new)) == tag) == ("new", False)
+        new.delete()
+
+
+def test_row_that_other_software_makes_anew_is_not_taken_for_the_old_one(database):
+    old = Code.objects.using(database).create(code="a", title="old")
+    read(old).delete()
+    with connections[database].cursor() as cursor:
+        cursor.execute("INSERT INTO testapp_code (code, title) VALUES ('a', 'new')")
+    with pytest.raises(StaleObject):
+        old.save()
+    assert abs(read(old).version - old.version) < 3600 * 10**6
+
+
+def test_version_is_exact_in_javascript(database):
+    assert Code.objects.using(database).create(code="a").version < 2**53
+
+
+def test_clone_begins_with_a_version_of_its_own(database):
+    article = Article.objects.using(database).create(title="a")
+    clone = read(article)
+    clone.pk, clone._state.adding = None, True
+    clone.save()
+    assert clone.version == read(clone).version > article.version
+
+
+def test_update_that_was_never_read_is_refused(database):
+    code = Code.objects.using(database).create(code="a", title="first")
+    with pytest.raises(StaleObject):
+        Code(code="a", title="second").save(using=database, force_update=True)
+    Code(code="a", title="third", version=code.version).save(using=database, force_update=True)
+    assert read(code).title == "third"
+
+
+# the version that is expected
+
+
+@pytest.mark.parametrize("ahead", [-1, 1])
+def test_version_that_is_assigned_is_the_one_that_is_expected(database, ahead):
+    article = Article.objects.using(database).create(title="first")
+    shown = article.version + ahead
+    if ahead == 1:  # what a late replica does: the page was newer than what is read now
+        read(article).save()
+    article.title, article.version = "second", shown
+    for write in (article.save, article.save_with_version, article.delete):
+        with pytest.raises(StaleObject) as caught:
+            write()
+        assert caught.value.expected == shown
+    assert read(article).title == "first"
+
+
+def test_version_that_is_assigned_as_it_was_read_is_right(database):
+    article = Article.objects.using(database).create(title="first")
+    article.version = int(str(article.version))
+    article.save_with_version()
+    article.version = article.version
+    article.save_with_version()
+    assert article.version == read(article).version
+
+
+def test_reading_again_forgets_what_was_assigned(database):
+    article = Article.objects.using(database).create(title="first")
+    article.version -= 1
+    article.refresh_from_db()
+    article.save_with_version()
+
+
+def test_expected_version_is_compared_first(database):
+    article = Article.objects.using(database).create(title="first")
+    seen = article.version
+    with CaptureQueriesContext(connections[database]) as queries:
+        for write in (article.save_with_version, article.delete_with_version):
+            with pytest.raises(StaleObject) as caught:
+                write(expected=seen - 1)
+            assert (caught.value.expected, caught.value.found) == (seen - 1, seen)
+    assert not queries
+    article.save_with_version(expected=seen)
+    article.delete_with_version(expected=seen + 1)
+    assert not Article.objects.using(database).exists()
+
+
+@pytest.mark.parametrize("expected", ["1", 1.0, True])
+def test_expected_version_that_is_no_number_is_refused_before_any_i_o(database, expected):
+    article = Article.objects.using(database).create()
+    with CaptureQueriesContext(connections[database]) as queries:
+        for write in (article.save_with_version, article.delete_with_version):
+            with pytest.raises(TypeError, match="expected is a number"):
+                write(expected=expected)
+    assert not queries
+
+
+def test_row_that_is_expected_but_was_never_inserted_is_gone():
+    with pytest.raises(StaleObject, match="the row is gone"):
+        Code(code="a").save_with_version(expected=3)
+
+
+# versions that are read late
+
+
+def late_by_touching(article: Any) -> None:
+    assert article.version
+
+
+def late_by_refresh(article: Any) -> None:
+    article.refresh_from_db(fields=["version"])
+
+
+def late_by_assigning_what_was_read_late(article: Any) -> None:
+    article.version = article.version
+
+
+@pytest.mark.parametrize("touch", [late_by_touching, late_by_refresh, late_by_assigning_what_was_read_late])
+def test_version_read_later_than_its_row_checks_nothing_and_is_refused(database, touch):
+    article = Article.objects.using(database).create(title="a")
+    part = Article.objects.using(database).only("title").get()
+    other = read(article)
+    other.title += " + theirs"
+    other.save()
+    touch(part)
+    assert part.version == other.version
+    part.title += " + mine"
+    for twin in (part, copy.copy(part), pickle.loads(pickle.dumps(part))):
+        writes = (twin.save, twin.save_with_version, twin.delete)
+        for write in (*writes, lambda twin=twin: Article.objects.using(database).bulk_update([twin], ["title"])):
+            with pytest.raises(ValueError, match="later"):
+                write()
+        with pytest.raises(ValueError, match="later"):
+            etag_of(twin)
+    assert read(article).title == "a + theirs"
+
+
+def test_whole_row_read_again_cures_a_late_version(database):
+    Article.objects.using(database).create(title="a")
+    part = Article.objects.using(database).only("title").get()
+    assert part.version
+    part.refresh_from_db()
+    part.save_with_version()
+
+
+def test_version_read_late_beside_nothing_but_the_key_is_not_late(database):
+    Article.objects.using(database).create(title="a")
+    part = Article.objects.using(database).only("pk").get()
+    assert part.version
+    part.title = "b"
+    part.save_with_version(update_fields=["title"])
+
+
+# bulk_update
+
+
+@pytest.fixture
+def shapes(database: str) -> Iterator[Callable[[str], tuple[Any, Any]]]:
+    """Make two rows, in the key's order, and the manager that writes them."""
+
+    def make(shape: str) -> tuple[Any, Any]:
+        if shape == "multi-table":
+            return Shop.objects.using(database), [Shop.objects.using(database).create(name=name) for name in "ab"]
+        if shape == "version in the child":
+            rows = Member.objects.using(database)
+            return rows, [rows.create(name=name, grade=1) for name in "ab"]
+        team = Team.objects.using(database).create(name="one")
+        jobs = [Job.objects.using(database).create(title=name, team=team) for name in "ab"]
+        return team.job_set if shape == "related" else Job.active.using(database), jobs
+
+    return make
+
+
+FIELD = {"multi-table": "name", "version in the child": "name"}
+
+
+@pytest.mark.parametrize("shape", ["multi-table", "version in the child", "manager that joins", "related"])
+def test_bulk_update_loses_no_change_that_is_made_while_it_waits(database, shapes, party: Callable[[], Party], shape):
+    if database == "default":
+        pytest.skip("SQLite has one writer at a time")
+    rows, objs = shapes(shape)
+    name = FIELD.get(shape, "title")
+    other, mine = party(), party()
+    theirs = read(objs[1])
+    setattr(theirs, name, "theirs")
+    other.begin(database)
+    other.now(theirs.save)
+    for obj in objs:
+        setattr(obj, name, "mine")
+    writing = mine.do(rows.bulk_update, objs, [name])
+    wait_until_blocked(database)
+    other.commit()
+    with pytest.raises(StaleObject) as caught:
+        writing.result(60)
+    assert caught.value.instance is objs[1]
+    assert [getattr(read(obj), name) for obj in objs] == ["a", "theirs"]
+
+
+@pytest.mark.parametrize("shape", ["multi-table", "version in the child", "manager that joins"])
+def test_bulk_update_takes_its_rows_in_the_order_of_their_keys(database, shapes, shape):
+    if database == "default":
+        pytest.skip("SQLite has no row locks")
+    rows, objs = shapes(shape)
+    with CaptureQueriesContext(connections[database]) as queries:
+        assert rows.bulk_update(objs, [FIELD.get(shape, "title")]) == 2
+    first = next(query["sql"] for query in queries if "BEGIN" not in query["sql"])
+    assert " UPDATE" in first
+    assert "ORDER BY" in first
+    assert " JOIN " not in first
+
+
+@pytest.mark.parametrize("shape", ["multi-table", "version in the child", "manager that joins", "related"])
+def test_bulk_update_checks_and_counts_in_every_shape(database, shapes, shape):
+    rows, objs = shapes(shape)
+    name = FIELD.get(shape, "title")
+    before = [obj.version for obj in objs]
+    rows.bulk_update(objs, [name], batch_size=1)
+    assert [obj.version for obj in objs] == [number + 1 for number in before] == [read(obj).version for obj in objs]
+    read(objs[0]).save()
+    objs[0].refresh_from_db()
+    read(objs[1]).save()
+    with atomic(database):
+        with pytest.raises(StaleObject) as caught:
+            rows.bulk_update(objs, [name])
+        assert caught.value.instance is objs[1]
+        Counter.objects.using(database).create(name="usable")
+    assert read(objs[0]).version == objs[0].version
+
+
+@pytest.mark.parametrize("size", [-1, 0])
+def test_bulk_update_refuses_a_batch_of_no_size(database, size):
+    article = Article.objects.using(database).create()
+    with pytest.raises(ValueError, match="positive"):
+        Article.objects.using(database).bulk_update([article], ["title"], size)
+
+
+def test_bulk_update_writes_the_same_object_once_and_refuses_two_of_a_row(database):
+    rows = Article.objects.using(database)
+    article = rows.create()
+    assert rows.bulk_update([article, article], ["title"]) == 1
+    assert article.version == read(article).version
+    with pytest.raises(ValueError, match="twice"):
+        rows.bulk_update([article, read(article)], ["title"])
+
+
+@pytest.mark.parametrize("model", [Shop, Member])
+def test_update_of_several_tables_changes_and_counts_or_does_neither(database, model):
+    """Django sends one UPDATE for each table, and outside a transaction commits each by itself."""
+    row = model.objects.using(database).create(**{"name": "a"} | ({"grade": 1} if model is Member else {}))
+    other = {"owner": "b"} if model is Shop else {"grade": 2}
+
+    def fail(execute: Any, sql: str, *rest: Any) -> Any:
+        if updates and sql.startswith("UPDATE"):
+            raise RuntimeError
+        updates.extend([sql] if sql.startswith("UPDATE") else [])
+        return execute(sql, *rest)
+
+    for values in ({"name": "b"}, other, {"name": "b", **other}):
+        updates: list[str] = []
+        with connections[database].execute_wrapper(fail):
+            try:
+                model.objects.using(database).update(**values)
+            except RuntimeError:
+                assert read(row).version == row.version
+                assert model.objects.using(database).filter(pk=row.pk, **values).count() == 0
+        row.refresh_from_db()
+
+
+# other databases
+
+
+class ReadsElsewhere:
+    """The router of Django's documentation: reads from a replica, writes to the primary."""
+
+    primary = replica = ""
+
+    def db_for_read(self, model: Any, **hints: Any) -> str:
+        return self.replica
+
+    def db_for_write(self, model: Any, **hints: Any) -> str:
+        return self.primary
+
+    def allow_relation(self, *_: Any, **__: Any) -> bool:
+        return True
+
+
+@pytest.fixture
+def replica(database: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """An alias that reads are sent to; it shows what the primary has, as a replica does that is not late."""
+    alias = f"replica of {database}"
+    monkeypatch.setitem(connections.settings, alias, connections.settings[database])
+    monkeypatch.setattr(ReadsElsewhere, "primary", database)
+    monkeypatch.setattr(ReadsElsewhere, "replica", alias)
+    with override_settings(DATABASE_ROUTERS=[f"{__name__}.ReadsElsewhere"]):
+        yield alias
+    connections[alias].close()
+    del connections[alias]
+
+
+@pytest.mark.parametrize("model", [Article, Shop, Member, Job])
+def test_conflict_of_what_a_replica_gave_is_a_conflict(replica, database, model):
+    row = model.objects.create()
+    seen = model.objects.get()
+    assert seen._state.db == replica
+    row.save()
+    writes = (seen.save_with_version, seen.delete)
+    with atomic(database):
+        for write in writes:
+            with pytest.raises(StaleObject) as caught:
+                write()
+            assert caught.value.found == row.version
+        assert model.objects.using(database).count() == 1
+    with pytest.raises(StaleObject):
+        seen.save()
+
+
+@pytest.mark.parametrize("model", [Article, Shop, Member, Job])
+def test_row_that_a_replica_still_gave_is_never_made_anew(replica, database, model):
+    row = model.objects.create()
+    seen = model.objects.get()
+    row.delete()
+    for write in (seen.save, seen.save_with_version, seen.delete):
+        with pytest.raises(StaleObject, match="gone"):
+            write()
+    assert not model.objects.using(database).exists()
+    assert not Person.objects.using(database).exists()
+    assert not Place.objects.using(database).exists()
+
+
+def test_what_a_replica_gave_is_saved_where_writes_go(replica, database):
+    Article.objects.create(title="a")
+    seen = Article.objects.get()
+    seen.title = "b"
+    seen.save_with_version()
+    assert (seen._state.db, read(seen).title) == (database, "b")
+
+
+def test_fields_that_were_deferred_are_not_read_from_a_replica_to_be_written(replica, database):
+    Article.objects.create(title="a", reads=5)
+    seen = Article.objects.only("title", "version").get()
+    with CaptureQueriesContext(connections[replica]) as reads, CaptureQueriesContext(connections[database]) as writes:
+        seen.save()
+    assert not reads
+    assert [query["sql"].split()[0] for query in writes] == ["UPDATE"]
+    assert "reads" not in writes[0]["sql"]
+
+
+def test_row_of_a_replica_is_locked_where_writes_go(replica, database):
+    Account.objects.create(balance=1)
+    seen = Account.objects.get()
+    with atomic(database):
+        seen.lock_row()
+        assert seen._state.db == database
+
+
+def test_copy_into_another_database_is_made_there(replica, database, use_database):
+    use_database("other")
+    Article.objects.create(title="a")
+    copied = Article.objects.get()
+    copied.save(using="other")
+    assert Article.objects.using("other").get().title == "a"
+    with pytest.raises(IntegrityError):
+        Article.objects.get().save(using="other")
+
+
+def test_row_of_two_tables_that_is_gone_is_not_made_anew(database):
+    member = Member.objects.using(database).create(name="a", grade=1)
+    read(member).delete()
+    for write in (member.save, member.save_with_version):
+        with pytest.raises(StaleObject, match="gone"):
+            write()
+    assert not Person.objects.using(database).exists()
+
+
+# rollbacks, signals
+
+
+def test_handler_that_saves_what_is_being_deleted_is_not_in_conflict_with_it(database):
+    article = Article.objects.using(database).create()
+
+    def save(instance: Any, **_: object) -> None:
+        instance.save()
+
+    pre_delete.connect(save, Article)
+    try:
+        article.delete()
+    finally:
+        pre_delete.disconnect(save, Article)
+    assert not Article.objects.using(database).exists()
+
+
+def test_delete_that_is_rolled_back_leaves_the_version_of_the_row(database):
+    article = Article.objects.using(database).create()
+    key = article.pk
+    with pytest.raises(RuntimeError), atomic(database):
+        article.delete()
+        raise RuntimeError
+    article.pk = key
+    article.save_with_version()
+
+
+@pytest.mark.parametrize("model", [Article, Account])
+def test_saves_of_a_long_transaction_keep_nothing_alive(use_database, model):
+    use_database("default")
+
+    def save(times: int) -> None:
+        for _ in range(times):
+            model().save()
+
+    with atomic():
+        save(50)
+        gc.collect()
+        tracemalloc.start()
+        save(1000)
+        gc.collect()
+        grown, _ = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+    assert grown / 1000 < 100, f"{grown / 1000:.0f} bytes a save"
+
+
+def test_instances_that_live_get_their_versions_back_in_any_nesting(database):
+    articles = [Article.objects.using(database).create() for _ in range(3)]
+    before = [article.version for article in articles]
+    with pytest.raises(RuntimeError), atomic(database):
+        articles[0].save()
+        with pytest.raises(RuntimeError), atomic(database):
+            articles[0].save()
+            articles[1].save()
+            with atomic(database):
+                articles[1].save()
+                articles[2].save()
+            raise RuntimeError
+        assert [article.version for article in articles] == [before[0] + 1, *before[1:]]
+        articles[2].save()
+        raise RuntimeError
+    assert [article.version for article in articles] == before
+    for article in articles:
+        article.save()

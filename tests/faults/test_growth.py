@@ -1,0 +1,72 @@
+"""What a process keeps for each attempt that failed: nothing, whatever the store, however long it is away."""
+
+import asyncio
+import gc
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from dlock_core import AsyncLock, Lock, connect
+from dlock_core.backend import Backend
+from dlock_core.errors import BackendUnavailable, DLockError
+from tests.servers import free_port
+
+ATTEMPTS = 300
+KEPT = ATTEMPTS // 2
+"""Objects that may be more after so many attempts: caches that have a limit, idle threads. One for each is too many."""
+
+STORES: dict[str, Callable[[int], str]] = {
+    "redis": lambda port: f"redis://127.0.0.1:{port}/0",
+    "sentinel": lambda port: f"redis+sentinel://127.0.0.1:{port}/service/0",
+    "cluster": lambda port: f"redis+cluster://127.0.0.1:{port}",
+    "redlock": lambda port: f"redlock://127.0.0.1:{port},127.0.0.1:{port + 1},127.0.0.1:{port + 2}",
+    "etcd": lambda port: f"etcd://127.0.0.1:{port}",
+    "zookeeper": lambda port: f"zookeeper://127.0.0.1:{port}",
+    "table": lambda port: f"database+postgresql+psycopg://postgres@127.0.0.1:{port}/postgres",
+    "advisory": lambda port: f"advisory+postgresql+psycopg://postgres@127.0.0.1:{port}/postgres",
+}
+OPTIONS = {"zookeeper": {"timeout": 0.005}}
+
+
+@pytest.fixture(params=STORES)
+def nowhere(request: pytest.FixtureRequest, caplog: pytest.LogCaptureFixture) -> Iterator[Backend]:
+    """A store whose servers are not there."""
+    caplog.set_level("CRITICAL", "dlock")  # pytest keeps what is logged
+    backend = connect(STORES[request.param](free_port()), **OPTIONS.get(request.param, {}))
+    yield backend
+    backend.close()
+
+
+def attempt(backend: Backend, number: int) -> None:
+    """Fail to take a lock, with a place in its queue, and by a single try."""
+    with pytest.raises(BackendUnavailable):
+        Lock(backend, f"order:{number}", wait=0.0001).acquire()
+    with pytest.raises(DLockError):
+        Lock(backend, f"order:{number}", wait=0).acquire()
+
+
+async def attempts(backend: Backend, numbers: range) -> None:
+    for number in numbers:
+        with pytest.raises(BackendUnavailable):
+            await AsyncLock(backend, f"order:{number}", wait=0.0001).acquire()
+
+
+def objects() -> int:
+    gc.collect()
+    return len(gc.get_objects())
+
+
+def test_failed_attempts_leave_nothing_in_the_process(nowhere: Backend) -> None:
+    for number in range(20):
+        attempt(nowhere, -number)
+    before = objects()
+    for number in range(ATTEMPTS):
+        attempt(nowhere, number)
+    assert objects() - before < KEPT
+
+
+def test_failed_attempts_of_tasks_leave_nothing_in_the_process(nowhere: Backend) -> None:
+    asyncio.run(attempts(nowhere, range(20)))
+    before = objects()
+    asyncio.run(attempts(nowhere, range(ATTEMPTS)))
+    assert objects() - before < KEPT

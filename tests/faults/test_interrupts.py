@@ -1,0 +1,112 @@
+"""A process whose signal handlers raise at random moments: it neither hangs nor crashes, renews, and leaves no orphans.
+
+DLOCK_TEST_INTERRUPTS sets the number of interrupts; `make interrupts` runs 50,000.
+"""
+
+import asyncio
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from dlock_core import AsyncLock, AsyncMultiLock
+from dlock_core.backends.redis.backend import RedisBackend
+from dlock_core.runtime import BLOCKING, run
+from tests.interrupts import SoftLimit
+from tests.servers import Server
+
+COUNT = int(os.environ.get("DLOCK_TEST_INTERRUPTS", "0"))
+SEED = int(os.environ.get("DLOCK_TEST_SEED", "1"))
+UNGUARDED = {
+    "lock.py __exit__ RESUME", "lock.py __aexit__ RESUME", "multilock.py __exit__ RESUME", "multilock.py __aexit__ RESUME",
+    "handles.py release RESUME", "multilock.py release RESUME",
+}  # fmt: skip
+"""Where a signal handler runs before any code of ours does. Under asyncio, too, there is no other place."""
+
+
+@pytest.mark.parametrize(("mode", "few"), [("threads", 400), ("asyncio", 50)])
+def test_process_whose_signal_handlers_raise_hangs_nowhere_renews_and_leaves_no_orphans(
+    redis_server: Server, mode: str, few: int
+) -> None:
+    command = [sys.executable, "-m", "tests.faults.interrupts", mode, redis_server.url, str(COUNT or few), str(SEED)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=max(120, COUNT), check=False)
+    assert done.returncode == 0, done.stderr[-5000:] + done.stdout
+    found: dict[str, Any] = json.loads(done.stdout)
+    sys.stdout.write(done.stdout)
+    assert found["interrupts"] >= (COUNT or few)
+    assert found["bystander"]["lost"] is False
+    assert {place.partition(" ")[2] for place in found["orphans"]} <= UNGUARDED, found["orphans"]
+
+
+class Killed(BaseException):
+    """As a greenlet's exit."""
+
+
+class Sending:
+    """Raises once in a write of asyncio's transport, which catches most of what is raised there and tells it later."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.left = -1
+        self.error: type[BaseException] = SoftLimit
+        self.is_sent = True
+        send = socket.socket.send
+
+        def raising(each: socket.socket, data: bytes, *flags: int) -> int:
+            is_now = self.left == 0 and b"EVALSHA" in bytes(data)
+            self.left -= b"EVALSHA" in bytes(data)
+            sent = 0 if is_now and not self.is_sent else send(each, data, *flags)
+            if is_now:
+                raise self.error
+            return sent
+
+        monkeypatch.setattr(socket.socket, "send", raising)
+
+    def each_write(self, error: type[BaseException], *, is_sent: bool) -> Iterator[int]:
+        """Raise in the first write, then in the second, until there are no more."""
+        self.error, self.is_sent = error, is_sent
+        for at in range(100):
+            self.left = at
+            yield at
+            if self.left >= 0:
+                self.left = -1
+                return
+        raise AssertionError("the work has no end")
+
+
+@pytest.fixture
+def sending(monkeypatch: pytest.MonkeyPatch) -> Sending:
+    return Sending(monkeypatch)
+
+
+async def blocks(store: RedisBackend) -> None:
+    async with AsyncLock(store, "one", ttl=20) as lease:
+        await lease.renew()
+    await (await AsyncLock(store, "two", ttl=20, shared=True).acquire()).release()
+    async with AsyncMultiLock(store, ["one", "two"], ttl=20):
+        pass
+
+
+@pytest.mark.parametrize("is_sent", [True, False], ids=["sent", "unsent"])
+@pytest.mark.parametrize(
+    "error", [SoftLimit, Killed, KeyboardInterrupt, SystemExit, asyncio.CancelledError, GeneratorExit]
+)
+def test_interrupt_that_asyncios_transport_catches_surfaces_and_leaves_nothing(
+    redis_server: Server, sending: Sending, prefix: str, error: type[BaseException], is_sent: bool
+) -> None:
+    store = RedisBackend.from_url(redis_server.url, prefix=prefix, timeout=30)  # A busy machine is no fault of its own.
+    interrupted = 0
+    for at in sending.each_write(error, is_sent=is_sent):
+        try:
+            asyncio.run(blocks(store))
+        except error:
+            interrupted += 1
+        left = [each.name for each in run(store.inspect(BLOCKING))]
+        assert left == [], f"write {at}"
+        assert run(store.inspect(BLOCKING, "one"))[0].waiters == ()
+    assert interrupted >= 7
+    store.close()

@@ -1,0 +1,145 @@
+"""Raises at one line that is executed after the other, as a signal handler might, and looks what that leaves behind.
+
+But not at a `with`: its line comes once more before the block is left, where a trace function may raise and CPython never
+runs a signal handler.
+"""
+
+import gc
+import linecache
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import CodeType, FrameType
+from typing import Any, Self
+from weakref import ref
+
+from dlock_core.leases.lease import Held
+from dlock_core.observability import hooks
+
+OURS = ("/dlock_core/", "/django_dlock/", "/sqla_dlock/")
+TELLS_OTHERS = ("emit", "__del__", "torn", "is_over")
+"""Where an exception cannot surface: in hooks, whose errors are logged, and in finalizers."""
+
+
+class SoftLimit(Exception):
+    """What a signal handler raises, such as Celery's at a task's time limit."""
+
+
+@dataclass(frozen=True)
+class Line:
+    """Where an interrupt came."""
+
+    file: str
+    number: int
+    function: str
+
+
+class Tracer:
+    """Counts the lines that are executed in some files, and raises before one of them."""
+
+    def __init__(self, files: Sequence[str], at: int = -1, error: type[BaseException] = SoftLimit) -> None:
+        self._files, self._at, self._error = tuple(files), at, error
+        self._known: dict[CodeType, bool] = {}
+        self._withs: dict[tuple[CodeType, int], bool] = {}
+        self.lines = 0
+        self.first: dict[object, int] = {}
+        """Where each line came first, for each line that its function was called from."""
+        self.hit: Line | None = None
+
+    def __enter__(self) -> Self:
+        sys.settrace(self._call)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        sys.settrace(None)
+
+    def _call(self, frame: FrameType, event: str, argument: Any) -> Any:
+        code = frame.f_code
+        is_ours = self._known.get(code)
+        if is_ours is None:
+            is_ours = any(part in code.co_filename for part in self._files) and "/tests/" not in code.co_filename
+            self._known[code] = is_ours
+        return self._line if is_ours else None
+
+    def _line(self, frame: FrameType, event: str, argument: Any) -> Any:
+        if event == "line" and not self._is_with(frame):
+            if self.lines == self._at:
+                self.hit = Line(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_qualname)
+                self.lines += 1
+                raise self._error
+            if self._at < 0:
+                caller = frame.f_back
+                place = (frame.f_code, frame.f_lineno, caller and caller.f_code, caller and caller.f_lineno)
+                self.first.setdefault(place, self.lines)
+            self.lines += 1
+        return self._line
+
+    def _is_with(self, frame: FrameType) -> bool:
+        place = (frame.f_code, frame.f_lineno)
+        if (found := self._withs.get(place)) is None:
+            line = linecache.getline(frame.f_code.co_filename, frame.f_lineno).lstrip()
+            found = self._withs[place] = line.startswith(("with ", "async with "))
+        return found
+
+
+@contextmanager
+def grants() -> Iterator[list[ref[Held]]]:
+    """The leases that were granted meanwhile, as far as somebody still has them."""
+    found: list[ref[Held]] = []
+
+    def hear(event: hooks.Event) -> None:
+        if event.kind == "acquired" and isinstance(event.lease, Held):
+            found.append(ref(event.lease))
+
+    hooks.subscribe(hear)
+    try:
+        yield found
+    finally:
+        hooks.unsubscribe(hear)
+
+
+def renewed(granted: Sequence[ref[Held]]) -> list[Held]:
+    """Those that are renewed for as long as this process lives."""
+    if any(_is_renewed(each()) for each in granted):
+        gc.collect()  # what only a cycle keeps is as good as gone
+    return [held for each in granted if _is_renewed(held := each()) and held is not None]
+
+
+def _is_renewed(held: Held | None) -> bool:
+    return held is not None and held.ended is None and held.renewing and not held.lost_because
+
+
+def each_line(
+    work: Callable[[], object], files: Sequence[str], error: type[BaseException] = SoftLimit
+) -> Iterator[tuple[Line, list[ref[Held]], bool]]:
+    """Do the work again and again, interrupted at each line in turn, once for each place that calls its function.
+
+    Gives the line, the grants and whether the interrupt surfaced, before anything is tidied up.
+    """
+    gc.collect()
+    gc.freeze()
+    try:
+        with Tracer(files) as counting:
+            work()
+        for at in counting.first.values():
+            surfaced = False
+            with grants() as granted:
+                tracer = Tracer(files, at, error)
+                try:
+                    with tracer:
+                        work()
+                except Exception as found:  # also one that a library raises on the way, because its state is spoiled
+                    surfaced = any(isinstance(each, error) for each in _chain(found))
+                except error:
+                    surfaced = True
+            if tracer.hit is not None:  # else this run was shorter than the first
+                yield tracer.hit, granted, surfaced
+    finally:
+        gc.unfreeze()
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__context__

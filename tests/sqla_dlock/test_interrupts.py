@@ -1,0 +1,159 @@
+"""An interrupt at each executed line of acquire, block, COMMIT, ROLLBACK and release leaves nothing that is renewed."""
+
+import gc
+import logging
+import sqlite3
+import uuid
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from sqlalchemy import Engine, create_engine
+from sqlalchemy.exc import InvalidRequestError
+from sqlalchemy.orm import Session
+from sqlalchemy.pool import NullPool, StaticPool
+
+from dlock_core.backends.memory import MemoryBackend
+from dlock_core.stores import Store
+from sqla_dlock import lock, locked, stores
+from sqla_dlock.fencing import metadata as fence_metadata
+from tests.interrupts import OURS, TELLS_OTHERS, SoftLimit, each_line, renewed
+from tests.sqla_dlock.engines import begin_immediate
+from tests.sqla_dlock.models import Base, Counter
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:coroutine:RuntimeWarning"),  # an interrupt may come before it is awaited
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
+]
+
+
+@pytest.fixture(autouse=True)
+def _quiet() -> Iterator[None]:
+    logging.disable(logging.CRITICAL)
+    yield
+    logging.disable(logging.NOTSET)
+
+
+@pytest.fixture
+def memory(monkeypatch: pytest.MonkeyPatch) -> MemoryBackend:
+    backend = MemoryBackend()
+    monkeypatch.setitem(stores._stores, "default", Store("default", backend, wait=0.0))
+    return backend
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[Engine]:
+    """Each of its connections has a copy of the tables in memory: nobody waits for what an interrupted session keeps."""
+    first = create_engine("sqlite://", poolclass=StaticPool)
+    for metadata in (Base.metadata, fence_metadata):
+        metadata.create_all(first)
+    with first.connect() as connection:
+        driver: Any = connection.connection.driver_connection
+        tables = driver.serialize()
+    first.dispose()
+
+    def connect() -> sqlite3.Connection:
+        made = sqlite3.connect(":memory:", check_same_thread=False)
+        made.deserialize(tables)
+        return made
+
+    engine = create_engine("sqlite://", creator=connect, poolclass=NullPool)
+    begin_immediate(engine)
+    yield engine
+    engine.dispose()
+
+
+class Sorry(Exception):
+    """Raised by user code."""
+
+
+def write(session: Session) -> None:
+    session.add(Counter(name=uuid.uuid4().hex))
+
+
+def block(session: Session) -> None:
+    with lock(session, "order", 42):
+        write(session)
+        session.commit()
+
+
+def acquire(session: Session) -> None:
+    lock(session, "order", 42).acquire()
+    write(session)
+    session.commit()
+
+
+def acquire_inside(session: Session) -> None:
+    with session.begin():
+        lock(session, "order", 42).acquire()
+        write(session)
+
+
+def rollback(session: Session) -> None:
+    with pytest.raises(Sorry), lock(session, "order", 42), session.begin():
+        write(session)
+        session.flush()
+        raise Sorry
+
+
+def joined(session: Session) -> None:
+    with lock(session, "order", 42), session.begin():
+        lock(session, "order", 42).acquire()
+        with lock(session, "order", 42):
+            write(session)
+
+
+def several(session: Session) -> None:
+    with lock(lock(session, "order", 42), lock(session, "order", 43)):
+        write(session)
+        session.commit()
+
+
+@locked("order", 42)
+def decorated(session: Session) -> None:
+    write(session)
+    session.commit()
+
+
+def savepoint(session: Session) -> None:
+    with lock(session, "order", 42), session.begin():
+        with pytest.raises(Sorry), session.begin_nested():
+            write(session)
+            session.flush()
+            raise Sorry
+        write(session)
+
+
+def closed(session: Session) -> None:
+    lock(session, "order", 42).acquire()
+    session.close()
+
+
+WITHOUT_BLOCK = (acquire, acquire_inside, closed)
+"""Their leases end with a transaction, or with the session's close, which comes next if an interrupt has hidden its end."""
+WORKS = (block, acquire, acquire_inside, rollback, joined, several, decorated, savepoint, closed)
+
+
+@pytest.mark.parametrize(("work", "error"), [*((work, SoftLimit) for work in WORKS), (block, KeyboardInterrupt)])
+def test_interrupt_at_any_line_leaves_no_lease_that_is_renewed(
+    engine: Engine, memory: MemoryBackend, work: Callable[[Session], None], error: type[BaseException]
+) -> None:
+    sessions, left = [Session()], list[str]()
+
+    def with_session() -> None:
+        sessions[0] = Session(engine)  # it outlives the interrupt, as a scoped_session does
+        work(sessions[0])
+
+    for line, granted, surfaced in each_line(with_session, OURS, error):
+        assert not renewed(granted) or work in WITHOUT_BLOCK or sessions[0].in_transaction(), line
+        try:
+            sessions[0].close()
+        except InvalidRequestError:  # its own state may be spoiled: then it is thrown away
+            sessions[0] = Session()
+            gc.collect()
+        assert not renewed(granted), line
+        assert surfaced or line.function.rpartition(".")[2] in TELLS_OTHERS, line
+        if memory._states:
+            left.append(line.function)
+        memory._states.clear()
+    assert len(left) < 50, left  # nearly always it is released at once

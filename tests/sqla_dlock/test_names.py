@@ -1,0 +1,190 @@
+"""Mapped classes in a lock's name: every spelling of a key is one lock, and what cannot be a key is no row."""
+
+import uuid
+from datetime import UTC, datetime
+from decimal import Decimal
+from typing import Any
+
+import pytest
+from sqlalchemy import CHAR, ForeignKey, String, TypeDecorator, Uuid, create_engine, func, select
+from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column
+
+from dlock_core.errors import NoSuchKey
+from sqla_dlock.fencing import FencedMixin
+from sqla_dlock.locks import lock
+from tests.sqla_dlock.models import ColdStock, Counter, HeavyParcel, LightParcel, Parcel, Shelf, Stock, Ticket, Tray
+
+KEY = uuid.UUID("a1b2c3d4-0000-4000-8000-00000000abcd")
+NOON = datetime(2026, 3, 1, 12, tzinfo=UTC)
+
+
+class Guid(TypeDecorator[uuid.UUID]):
+    """A UUID as text, as applications write it themselves."""
+
+    impl = CHAR(32)
+    cache_ok = True
+
+    def process_bind_param(self, value: Any, dialect: Any) -> str | None:
+        return None if value is None else (value if isinstance(value, uuid.UUID) else uuid.UUID(value)).hex
+
+    def process_result_value(self, value: Any, dialect: Any) -> uuid.UUID | None:
+        return None if value is None else uuid.UUID(value)
+
+
+class Base(DeclarativeBase):
+    pass
+
+
+class Own(Base):
+    __tablename__ = "own"
+    id: Mapped[uuid.UUID] = mapped_column(Guid, primary_key=True)
+
+
+class Written(Base):
+    __tablename__ = "written"
+    id: Mapped[str] = mapped_column(Uuid(as_uuid=False), primary_key=True)
+
+
+class Price(Base):
+    __tablename__ = "price"
+    amount: Mapped[Decimal] = mapped_column(primary_key=True)
+
+
+class Reading(Base):
+    __tablename__ = "reading"
+    at: Mapped[datetime] = mapped_column(primary_key=True)
+
+
+class Code(Base):
+    __tablename__ = "code"
+    code: Mapped[str] = mapped_column(String(9), primary_key=True)
+
+
+class OtherCode(Code):
+    """A table of its own, and rows that are none of its parent's."""
+
+    __tablename__ = "other_code"
+    __mapper_args__ = {"concrete": True}
+    code: Mapped[str] = mapped_column(String(9), primary_key=True)
+
+
+class FencedCode(FencedMixin, Code):
+    """Its fence is in its own table, and not in its parent's."""
+
+    __tablename__ = "fenced_code"
+    code: Mapped[str] = mapped_column(ForeignKey("code.code"), primary_key=True)
+
+
+def name(*parts: Any) -> str:
+    return lock(Session(), *parts).name
+
+
+@pytest.mark.parametrize(
+    ("mapped", "spellings", "expected"),
+    [
+        (Counter, [42, "42", "042", "+42", " 42 ", "4_2", "٤٢", Decimal(42)], "counter:42"),
+        (Ticket, [KEY, str(KEY), str(KEY).upper(), KEY.hex, f"{{{KEY}}}"], f"ticket:{KEY}"),
+        (Own, [KEY, str(KEY), str(KEY).upper(), KEY.hex], f"own:{KEY}"),
+        (Written, [KEY, str(KEY), str(KEY).upper(), KEY.hex], f"written:{KEY}"),
+        (Price, [Decimal("1.50"), "1.5", "01.500"], "price:1.5"),
+        (Reading, [NOON, "2026-03-01T14:00:00+02:00"], "reading:2026-03-01%2012%3A00%3A00%2B00%3A00"),
+        (Shelf, [("a", 2), ["a", "02"]], "shelf:a:2"),
+        (Code, ["abc"], "code:abc"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_every_spelling_of_a_key_is_one_lock(mapped, spellings, expected):
+    assert {name(mapped, spelling) for spelling in spellings} == {expected}
+
+
+def test_composite_key_is_a_tuple_or_as_many_parts():
+    assert name(Shelf, "a", "02") == name(Shelf, ("a", 2)) == "shelf:a:2"
+    assert name(Tray, "01", 2) == name(Tray, (1, "2")) == "tray:1:2"
+    for key in [("a",), ("a", 1, 2), "a"]:
+        with pytest.raises(NoSuchKey):
+            name(Shelf, key)
+
+
+def test_key_is_converted_wherever_its_class_stands():
+    assert name("move", Counter, "01", Ticket, KEY.hex) == f"move:counter:1:ticket:{KEY}"
+    assert name(Counter) == "counter"
+
+
+def test_subclass_is_the_row_that_it_shares():
+    assert name(ColdStock, "01") == name(Stock, 1) == "stock:1"
+    assert name(HeavyParcel, "01") == name(LightParcel, 1) == name(Parcel, 1) == "parcel:1"
+    assert lock(Session(), HeavyParcel, "01").fence.key == 1
+    assert name(OtherCode, "a") == "other_code:a"
+    assert name(FencedCode, "a") == "fenced_code:a"
+
+
+def test_instance_as_key_is_its_primary_key_and_is_not_read_for_it():
+    assert name(Counter, Counter(id=7)) == "counter:7"
+    assert name(Stock, ColdStock(id=7)) == "stock:7"
+    assert name(Shelf, Shelf(aisle="a", number=2)) == "shelf:a:2"
+    engine = create_engine("sqlite://")
+    Counter.metadata.create_all(engine, tables=[Counter.__table__])
+    with Session(engine) as session:
+        counter = Counter()
+        session.add(counter)
+        session.commit()
+        assert name(Counter, counter) == "counter:1"  # expired
+        assert not session.in_transaction()
+    assert name(Counter, counter) == "counter:1"  # and detached
+    engine.dispose()
+
+
+def test_instance_that_is_no_key_is_refused():
+    with pytest.raises(TypeError, match="an instance of Counter is no key of Ticket"):
+        name(Ticket, Counter(id=7))
+    with pytest.raises(TypeError, match="not NoneType"):
+        name(Counter, Counter())
+    with pytest.raises(TypeError, match="an instance is no name: lock its class"):
+        name("counter", Counter(id=7))
+
+
+@pytest.mark.parametrize(
+    ("mapped", "key"),
+    [
+        (Counter, "abc"),
+        (Counter, ""),
+        (Counter, Decimal("4.2")),
+        (Counter, "9" * 5000),
+        (Ticket, "42x"),
+        (Own, "42x"),
+        (Price, "x"),
+        (Reading, "noon"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_a_key_is_no_row(mapped, key):
+    with pytest.raises(NoSuchKey, match="cannot be a key of") as caught:
+        name(mapped, key)
+    assert len(str(caught.value)) < 200
+
+
+@pytest.mark.parametrize(
+    "key", [None, True, 4.2, lambda: 42, Session().commit, object(), iter("ab")], ids=lambda value: type(value).__name__
+)
+def test_value_that_is_no_key_of_any_class_is_a_mistake_of_the_program(key):
+    for mapped in (Counter, Ticket, Code):
+        with pytest.raises(TypeError):
+            name(mapped, key)
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        Counter.id,
+        Counter.id == 1,
+        func.max(Counter.id),
+        select(Counter.id),
+        Counter.__table__,
+        Session().query(Counter),
+    ],
+    ids=lambda part: type(part).__name__,
+)
+def test_question_to_the_database_is_no_name(part):
+    for kind in ("counter", Code):
+        with pytest.raises(TypeError, match="is a question to the database"):
+            name(kind, part)

@@ -1,0 +1,300 @@
+"""The promises of a version that the caller assigns, of one that was read late, and of rows that are made anew."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from sqlalchemy import Engine, delete, insert, select, text
+from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession
+from sqlalchemy.orm import Session, load_only
+
+from sqla_dlock.preconditions import etag_of
+from sqla_dlock.versions import StaleObject, asave_with_version, delete_with_version, mapping, save_with_version, touch
+from tests.sqla_dlock.version_models import Code, Draft, Member, Order, Shop
+
+
+@pytest.fixture
+def session(engine: Engine) -> Iterator[Session]:
+    with Session(engine, expire_on_commit=False) as session:
+        yield session
+
+
+@pytest.fixture
+def order(session: Session) -> Order:
+    session.add(order := Order(title="old"))
+    session.commit()
+    return order
+
+
+def elsewhere(session: Session, sql: str) -> None:
+    """Let another session run a statement, and commit."""
+    assert not session.in_transaction()
+    with session.get_bind().engine.begin() as connection:
+        connection.execute(text(sql))
+
+
+def row(session: Session) -> tuple[Any, ...] | None:
+    found = session.connection().execute(select(Order.title, Order.version)).first()
+    return found and tuple(found)
+
+
+def flush(session: Session, instance: Any) -> None:
+    session.flush()
+
+
+def mark_and_flush(session: Session, instance: Any) -> None:
+    session.delete(instance)
+    session.flush()
+
+
+def touch_and_flush(session: Session, instance: Any) -> None:
+    touch(session, instance)
+    session.flush()
+
+
+WRITES = pytest.mark.parametrize("write", [save_with_version, flush])
+ALL_WRITES = pytest.mark.parametrize(
+    "write", [save_with_version, delete_with_version, flush, mark_and_flush, touch_and_flush]
+)
+
+# a version that is assigned
+
+
+@ALL_WRITES
+def test_assigned_version_is_the_one_that_the_caller_expects(session, order, write):
+    elsewhere(session, "UPDATE orders SET title = 'theirs', version = 4")
+    session.refresh(order)
+    for name, value in {"title": "from a page that showed version 1", "version": 1}.items():
+        setattr(order, name, value)
+    with pytest.raises(StaleObject) as caught:
+        write(session, order)
+    assert (caught.value.expected, caught.value.found) == (1, 4)
+    session.rollback()
+    assert row(session) == ("theirs", 4)
+
+
+@WRITES
+def test_assigned_version_that_is_right_is_checked_and_counted_as_ever(session, order, write):
+    for number in (2, 3):
+        order.version, order.title = number - 1, f"new {number}"
+        write(session, order)
+        assert (order.title, order.version) == row(session) == (f"new {number}", number)
+    order.version = 3
+    write(session, order)
+    assert row(session) == ("new 3", 3)  # there was nothing to write
+
+
+@WRITES
+def test_assigned_version_is_never_written(session, order, write):
+    for version in (2, 7, 0, -1):
+        order.version, order.title = version, "new"
+        with pytest.raises(StaleObject) as caught:
+            write(session, order)
+        assert (caught.value.expected, caught.value.found) == (version, 1)
+        session.rollback()
+        assert row(session) == ("old", 1)
+        session.commit()
+
+
+def test_save_refused_for_its_assigned_version_leaves_the_transaction_usable_and_is_refused_again(session, order):
+    order.version, order.title = 7, "new"
+    for _ in range(2):
+        with pytest.raises(StaleObject):
+            save_with_version(session, order)
+    assert (order.version, order.title) == (7, "new")
+    order.version = 1
+    save_with_version(session, order)
+    assert row(session) == ("new", 2)
+
+
+def test_version_assigned_to_one_of_many_rows_is_expected_too(session):
+    orders = [Order(title=title) for title in "abc"]
+    session.add_all(orders)
+    session.commit()
+    for each in orders:
+        each.title += "!"
+    orders[1].version = 7
+    with pytest.raises(StaleObject) as caught:
+        session.flush()
+    assert (caught.value.instance, caught.value.expected) == (orders[1], 7)
+
+
+@WRITES
+@pytest.mark.parametrize("version", ["1", None, 1.5, Order.version + 1], ids=str)
+def test_assigned_version_that_is_no_number_is_a_mistake(session, order, write, version):
+    order.title, order.version = "new", version
+    with pytest.raises(TypeError, match="the expected version is a number"):
+        write(session, order)
+    session.rollback()
+    assert row(session) == ("old", 1)
+
+
+@WRITES
+@pytest.mark.parametrize("make", [lambda: Code(kind="a", code="b"), Draft, Shop, Member])
+def test_version_is_expected_in_every_shape_of_class(session, make, write):
+    instance = make()
+    session.add(instance)
+    session.commit()
+    instance.version = 7
+    with pytest.raises(StaleObject) as caught:
+        write(session, instance)
+    assert (caught.value.expected, caught.value.found) == (7, 1)
+
+
+def test_version_assigned_to_an_expired_instance_is_compared_with_the_row(session, order):
+    session.expire(order)
+    elsewhere(session, "UPDATE orders SET version = 4")
+    order.version, order.title = 1, "ours"
+    with pytest.raises(StaleObject) as caught:
+        session.flush()
+    assert (caught.value.expected, caught.value.found) == (1, 4)
+
+
+def test_version_given_to_a_new_instance_is_not_written(session):
+    session.add(order := Order(title="new", version=7))
+    session.flush()
+    assert order.version == row(session)[1] == 1
+
+
+def test_row_that_replaces_a_deleted_one_in_the_same_flush_counts_on(session, order):
+    session.delete(order)
+    session.add(new := Order(id=order.id, title="new", version=7))
+    session.flush()
+    assert (new.version, row(session)) == (2, ("new", 2))
+
+
+def test_touch_after_a_rollback_is_forgotten(session, order):
+    touch(session, order)
+    session.rollback()
+    order.title = order.title + ""
+    session.flush()
+    assert row(session)[1] == 1
+
+
+async def test_assigned_version_is_expected_in_an_async_session(async_engine: AsyncEngine):
+    async with AsyncSession(async_engine, expire_on_commit=False) as session:
+        session.add(order := Order(title="old"))
+        await session.commit()
+        order.version, order.title = 7, "new"
+        with pytest.raises(StaleObject):
+            await asave_with_version(session, order)
+        with pytest.raises(StaleObject):
+            await session.flush()
+
+
+# a version that is read later than the rest
+
+
+@ALL_WRITES
+def test_version_that_is_read_later_than_the_row_is_no_check(session, order, write):
+    session.expunge_all()
+    part = session.scalars(select(Order).options(load_only(Order.title))).one()
+    session.commit()
+    elsewhere(session, "UPDATE orders SET title = 'important', version = version + 1")
+    assert part.version == 2  # a template shows it
+    part.title += " + mine"
+    with pytest.raises(ValueError, match="'version' of Order was deferred"):
+        write(session, part)
+    session.rollback()
+    assert row(session) == ("important", 2)
+
+
+def test_version_that_a_later_query_adds_is_no_check_either(session, order):
+    session.expunge_all()
+    part = session.scalars(select(Order).options(load_only(Order.title))).one()
+    session.commit()
+    elsewhere(session, "UPDATE orders SET title = 'important', version = version + 1")
+    session.scalars(select(Order)).all()
+    part.title += " + mine"
+    with pytest.raises(ValueError, match="was deferred"):
+        session.flush()
+
+
+def test_version_that_is_refreshed_alone_is_no_check_either(session, order):
+    elsewhere(session, "UPDATE orders SET title = 'important', version = version + 1")
+    session.refresh(order, ["version"])
+    order.title += " + mine"
+    with pytest.raises(ValueError, match="was deferred"):
+        save_with_version(session, order)
+
+
+def test_reading_all_again_makes_it_a_check_again(session, order):
+    session.refresh(order, ["version"])
+    session.refresh(order)
+    order.title = "new"
+    save_with_version(session, order)
+    session.expire(order)
+    order.title = "newer"  # before it is read
+    save_with_version(session, order)
+    assert row(session) == ("newer", 3)
+
+
+def test_refresh_without_the_version_is_refused_also_after_a_write(session, order):
+    session.expunge(order)
+    order = session.scalars(select(Order).options(load_only(Order.title))).one()
+    session.scalars(select(Order).execution_options(populate_existing=True)).one()
+    order.title = "new"
+    session.flush()
+    session.refresh(order)  # load_only() holds for it, too: the title may be older than the version
+    order.title = "newer"
+    with pytest.raises(ValueError, match="was deferred"):
+        session.flush()
+
+
+def test_etag_of_a_version_that_was_read_late_is_refused(session, order):
+    session.refresh(order, ["version"])
+    with pytest.raises(ValueError, match="was deferred"):
+        etag_of(order)
+
+
+# a row that is made anew
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Versions begin as they do outside of tests."""
+    monkeypatch.undo()
+    assert mapping.first_version.__module__ == "dlock_core.sql.versions"
+
+
+def again(session: Session, how: str) -> None:
+    order = {"id": 1, "title": "new"}
+    if how == "add":
+        session.add(Order(**order))
+    elif how == "Core":
+        session.connection().execute(insert(Order.__table__).values(order))
+    elif how == "raw SQL":
+        reads = session.get_bind().dialect.identifier_preparer.quote_identifier("reads")  # a reserved word of MariaDB's
+        session.execute(text(f"INSERT INTO orders (id, title, {reads}, edited, seen) VALUES (1, 'new', 0, 0, 0)"))
+    elif how == "bulk":
+        session.bulk_insert_mappings(Order, [order])
+    else:
+        session.execute(insert(Order), [order])
+
+
+@ALL_WRITES
+@pytest.mark.usefixtures("clock")
+@pytest.mark.parametrize("how", ["add", "Core", "raw SQL", "bulk", "insert"])
+def test_row_made_anew_under_its_old_key_is_not_taken_for_the_old_one(engine, how, write):
+    with Session(engine, expire_on_commit=False) as first, Session(engine) as second:
+        first.add(old := Order(id=1, title="old"))
+        first.commit()
+        old_tag = etag_of(old)
+        second.execute(delete(Order))
+        again(second, how)
+        second.commit()
+        assert etag_of(second.get_one(Order, 1)) != old_tag
+        second.commit()
+        old.title = "ours"
+        with pytest.raises(StaleObject):
+            write(first, old)
+        first.rollback()
+        assert first.scalars(select(Order.title)).one() == "new"
+
+
+@pytest.mark.usefixtures("clock")
+def test_first_version_is_exact_in_javascript_and_fits_an_integer_column(session):
+    session.add_all([order := Order(), draft := Draft()])
+    session.flush()
+    assert 2**50 < order.version < 2**53
+    assert 0 < draft.version <= 2**30

@@ -1,0 +1,253 @@
+"""The promises of VersionedMixin when a class is mapped: what could not be guarded is refused, the rest is left as it is."""
+
+from typing import Any, ClassVar
+
+import pytest
+from sqlalchemy import Engine, ForeignKey, SmallInteger, create_engine, insert, select, text, update
+from sqlalchemy.exc import ArgumentError
+from sqlalchemy.orm import DeclarativeBase, Mapped, Session, declared_attr, mapped_column
+
+from sqla_dlock.versions import StaleObject, VersionedMixin, touch
+
+
+@pytest.fixture
+def base() -> Any:
+    """A base of its own: what is left of classes that are refused must not meet others."""
+
+    class Base(DeclarativeBase):
+        pass
+
+    return Base
+
+
+@pytest.fixture
+def engine() -> Engine:
+    return create_engine("sqlite://")
+
+
+def stored(base: Any, engine: Engine, instance: Any) -> Session:
+    base.metadata.create_all(engine)
+    session = Session(engine, expire_on_commit=False)
+    session.add(instance)
+    session.commit()
+    return session
+
+
+def test_version_on_a_subclass_in_the_table_of_an_unversioned_class_is_refused(base):
+    class Doc(base):
+        __tablename__ = "doc"
+        id: Mapped[int] = mapped_column(primary_key=True)
+        kind: Mapped[str]
+        __mapper_args__: ClassVar[Any] = {"polymorphic_on": "kind", "polymorphic_identity": "doc"}
+
+    with pytest.raises(ArgumentError, match="add VersionedMixin to the bases of Doc instead"):
+
+        class Contract(VersionedMixin, Doc):
+            __mapper_args__: ClassVar[Any] = {"polymorphic_identity": "contract"}
+
+
+def test_another_version_in_the_table_of_a_versioned_class_is_refused(base):
+    class Doc(VersionedMixin, base):
+        __tablename__ = "doc"
+        id: Mapped[int] = mapped_column(primary_key=True)
+        kind: Mapped[str]
+        __mapper_args__: ClassVar[Any] = {"polymorphic_on": "kind", "polymorphic_identity": "doc"}
+
+    with pytest.warns(match="does not match"), pytest.raises(ArgumentError, match="which has another"):
+
+        class Contract(Doc):
+            revision: Mapped[int] = mapped_column(default=1)
+            __mapper_args__: ClassVar[Any] = {"polymorphic_identity": "contract", "version_id_col": revision}
+
+
+def test_version_that_the_database_is_to_count_is_refused(base):
+    with pytest.raises(ArgumentError, match="version_id_generator=False"):
+
+        class Doc(VersionedMixin, base):
+            __tablename__ = "doc"
+            id: Mapped[int] = mapped_column(primary_key=True)
+            __mapper_args__: ClassVar[Any] = {"version_id_generator": False}
+
+
+def test_concrete_class_without_a_version_of_its_own_is_refused(base):
+    class Doc(VersionedMixin, base):
+        __tablename__ = "doc"
+        id: Mapped[int] = mapped_column(primary_key=True)
+
+    with pytest.raises(ArgumentError, match="Contract is concrete, with a table of its own, and has no version there"):
+
+        class Contract(Doc):
+            __tablename__ = "contract"
+            id: Mapped[int] = mapped_column(primary_key=True)
+            __mapper_args__: ClassVar[Any] = {"concrete": True}
+
+
+@pytest.mark.filterwarnings("ignore:Inheriting version_id_col")
+def test_concrete_class_with_a_version_of_its_own_is_checked(base, engine):
+    class Doc(VersionedMixin, base):
+        __tablename__ = "doc"
+        id: Mapped[int] = mapped_column(primary_key=True)
+
+    class Contract(Doc):
+        __tablename__ = "contract"
+        id: Mapped[int] = mapped_column(primary_key=True)
+        text: Mapped[str] = mapped_column(default="")
+        version: Mapped[int] = mapped_column()
+        __mapper_args__: ClassVar[Any] = {"concrete": True, "version_id_col": version}
+
+    session = stored(base, engine, contract := Contract(id=1))
+    session.execute(text("UPDATE contract SET version = 9"))
+    contract.text = "ours"
+    with pytest.raises(StaleObject):
+        session.flush()
+
+
+def test_subclass_does_not_inherit_the_arguments_of_its_parent_s_mapper(base, engine):
+    class Employee(VersionedMixin, base):
+        __tablename__ = "employee"
+        id: Mapped[int] = mapped_column(primary_key=True)
+        kind: Mapped[str]
+        __mapper_args__: ClassVar[Any] = {"polymorphic_on": "kind", "polymorphic_identity": "employee"}
+
+    class Contractor(Employee):
+        __mapper_args__: ClassVar[Any] = {"polymorphic_abstract": True}
+
+    class Painter(Contractor):
+        __mapper_args__: ClassVar[Any] = {"polymorphic_identity": "painter"}
+
+    assert Employee.__mapper__.polymorphic_map["employee"].class_ is Employee
+    session = stored(base, engine, Employee(id=1))
+    session.expunge_all()
+    assert type(session.get(Employee, 1)) is Employee
+
+
+@pytest.mark.filterwarnings("ignore:.*does not indicate a 'polymorphic_identity'")
+def test_subclass_without_arguments_does_not_take_its_parent_s_identity(base, engine):
+    class Employee(VersionedMixin, base):
+        __tablename__ = "employee"
+        id: Mapped[int] = mapped_column(primary_key=True)
+        kind: Mapped[str]
+        __mapper_args__: ClassVar[Any] = {"polymorphic_on": "kind", "polymorphic_identity": "employee"}
+
+    class Contractor(Employee):
+        pass
+
+    session = stored(base, engine, Employee(id=1))
+    session.expunge_all()
+    assert type(session.get(Employee, 1)) is Employee
+
+
+def test_arguments_that_are_computed_may_name_the_version(base, engine):
+    class Doc(VersionedMixin, base):
+        __tablename__ = "doc"
+        id: Mapped[int] = mapped_column(primary_key=True)
+        text: Mapped[str] = mapped_column(default="")
+        revision: Mapped[int] = mapped_column()
+
+        @declared_attr.directive
+        def __mapper_args__(cls) -> dict[str, Any]:
+            return {"version_id_col": cls.revision}
+
+    assert Doc.__table__.columns.keys() == ["id", "text", "revision"]
+    session = stored(base, engine, doc := Doc(id=1))
+    assert doc.version == doc.revision
+    session.execute(text("UPDATE doc SET revision = 9"))
+    doc.text = "ours"
+    with pytest.raises(StaleObject):
+        session.flush()
+
+
+def test_arguments_that_are_computed_may_leave_the_version_to_the_mixin(base):
+    class Doc(VersionedMixin, base):
+        __tablename__ = "doc"
+        id: Mapped[int] = mapped_column(primary_key=True)
+
+        @declared_attr.directive
+        def __mapper_args__(cls) -> dict[str, Any]:
+            return {"eager_defaults": True}
+
+    assert Doc.__mapper__.version_id_col is Doc.__table__.c.version
+    assert Doc.__mapper__.eager_defaults is True
+
+
+def test_generator_of_the_program_s_own_is_kept(base, engine):
+    class Doc(VersionedMixin, base):
+        __tablename__ = "doc"
+        id: Mapped[int] = mapped_column(primary_key=True)
+        text: Mapped[str] = mapped_column(default="")
+        version: Mapped[str] = mapped_column()
+        __mapper_args__: ClassVar[Any] = {"version_id_generator": lambda former: f"{former or ''}x"}
+
+    session = stored(base, engine, doc := Doc(id=1))
+    touch(session, doc)
+    session.flush()
+    assert doc.version == "xx"
+
+
+def test_joined_subclass_of_an_unversioned_class_is_checked(base, engine):
+    class Doc(base):
+        __tablename__ = "doc"
+        id: Mapped[int] = mapped_column(primary_key=True)
+        title: Mapped[str] = mapped_column(default="")
+
+    class Contract(VersionedMixin, Doc):
+        __tablename__ = "contract"
+        id: Mapped[int] = mapped_column(ForeignKey("doc.id"), primary_key=True)
+
+    session = stored(base, engine, contract := Contract(id=1))
+    session.execute(text("UPDATE contract SET version = 9"))
+    contract.title = "ours"
+    with pytest.raises(StaleObject):
+        session.flush()
+
+
+def test_version_in_a_subclass_s_table_that_is_read_later_than_its_parent_s_is_no_check(base, engine):
+    class Doc(base):
+        __tablename__ = "doc"
+        id: Mapped[int] = mapped_column(primary_key=True)
+        kind: Mapped[str]
+        title: Mapped[str] = mapped_column(default="old")
+        __mapper_args__: ClassVar[Any] = {"polymorphic_on": "kind", "polymorphic_identity": "doc"}
+
+    class Contract(VersionedMixin, Doc):
+        __tablename__ = "contract"
+        id: Mapped[int] = mapped_column(ForeignKey("doc.id"), primary_key=True)
+        __mapper_args__: ClassVar[Any] = {"polymorphic_identity": "contract"}
+
+    session = stored(base, engine, Contract(id=1))
+    session.expunge_all()
+    contract = session.scalars(select(Doc)).one()
+    session.execute(text("UPDATE doc SET title = 'theirs'"))
+    session.execute(text("UPDATE contract SET version = 2"))
+    contract.title += " + mine"
+    with pytest.raises(ValueError, match="was deferred"):
+        session.flush()
+
+
+def test_small_version_begins_within_its_column(base, engine, monkeypatch):
+    monkeypatch.undo()
+
+    class Doc(VersionedMixin, base):
+        __tablename__ = "doc"
+        id: Mapped[int] = mapped_column(primary_key=True)
+        version: Mapped[int] = mapped_column(SmallInteger)
+
+    session = stored(base, engine, Doc(id=0))
+    session.add_all([Doc() for _ in range(100)])
+    session.flush()
+    assert all(0 < each.version <= 2**14 for each in session.query(Doc))
+
+
+def test_list_of_updates_that_is_core_only_counts_and_writes_no_version(base, engine):
+    class Doc(VersionedMixin, base):
+        __tablename__ = "doc"
+        id: Mapped[int] = mapped_column(primary_key=True)
+        text: Mapped[str] = mapped_column(default="")
+
+    session = stored(base, engine, doc := Doc(id=1))
+    session.execute(insert(Doc), [{"id": 2}])
+    options = {"dml_strategy": "core_only", "synchronize_session": False}
+    with pytest.raises(ValueError, match="would be written as it is given"):
+        session.execute(update(Doc), [{"text": "a", "version": 99}], execution_options=options)
+    session.execute(update(Doc), [{"text": "a"}], execution_options=options)
+    assert session.scalar(text("SELECT version FROM doc WHERE id = 1")) == doc.version + 1
