@@ -83,7 +83,7 @@ def _selected(statement: Select[Any], idents: Any, *, skip_locked: bool) -> tupl
         raise TypeError("give a select of one mapped class, as select(Order).where(...), and nothing else")
     mapper = _mapper(entity)
     if not skip_locked:
-        if statement._has_row_limiting_clause:
+        if statement._has_row_limiting_clause:  # noqa: SLF001 - nothing public says whether a query has a limit
             raise ValueError("a limit picks rows in the order of the query, not of their keys: give skip_locked=True")
         statement = statement.order_by(None).order_by(*_keys(mapper))
     return mapper, statement, lambda state: state.mapper.isa(mapper)

@@ -116,7 +116,8 @@ def plain_async_session(session: AsyncSession | async_scoped_session[Any], inste
 
 def refuse_closed(session: Session) -> None:
     """Raise InvalidRequestError for a session that was closed for good (`close_resets_only=False`)."""
-    if getattr(session._close_state, "name", "") == "CLOSED":  # nothing public tells; it begins no transaction any more
+    # Nothing public says so; until it is used it looks like a session that has begun no transaction yet.
+    if getattr(session._close_state, "name", "") == "CLOSED":  # noqa: SLF001
         raise InvalidRequestError("this Session has been closed for good: take the lock with a new one")
 
 
@@ -130,11 +131,11 @@ def bound_for_writing(session: Session) -> Iterator[None]:
     if getattr(session.get_bind, "__func__", None) is Session.get_bind:
         yield
         return
-    former, session._flushing = session._flushing, True
+    former, session._flushing = session._flushing, True  # noqa: SLF001 - the documented recipe reads it
     try:
         yield
     finally:
-        session._flushing = former
+        session._flushing = former  # noqa: SLF001
 
 
 def connection_for_writing(session: Session, mapper: Mapper[Any], instance: Any = None) -> Connection:

@@ -234,7 +234,8 @@ def _binds(statement: Any, mapper: Mapper[Any]) -> list[str] | None:
         if isinstance(node, BinaryExpression) and isinstance(node.right, BindParameter)
     }
     columns = (*key_columns(mapper), version_column(mapper))
-    names = [column.key if isinstance(statement, Delete) else column._label for column in columns]
+    # An UPDATE calls its parameters "orders_id", by the label of the column, which has no public name.
+    names = [column.key if isinstance(statement, Delete) else column._label for column in columns]  # noqa: SLF001
     return names if [asked.get(column) for column in columns] == names else None
 
 
