@@ -8,12 +8,10 @@ test can turn it by hand.
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
 import random
 import threading
 import time
-from contextlib import suppress
 from functools import partial
 from inspect import isawaitable
 from queue import Empty, SimpleQueue
@@ -27,6 +25,7 @@ __all__ = [
     "BLOCKING",
     "Asyncio",
     "Blocking",
+    "DatabaseRuntime",
     "Runtime",
     "Signal",
     "blocking",
@@ -88,6 +87,23 @@ class Runtime(Protocol):
         """Have a clean-up finished while the caller goes on; it must not raise."""
 
 
+class DatabaseRuntime(Runtime, Protocol):
+    """A runtime that also knows where the caller's database connection may be used: what an integration needs.
+
+    One object, so that no function has to take "how to wait", "where to send statements" and "how to release at the
+    end of a transaction" as three parameters that must fit together.
+    """
+
+    async def call_database(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Call a function that may send statements, in the thread or greenlet that owns the connection."""
+
+    def finish(self, step: Callable[..., Coroutine[Any, Any, T]], *args: Any) -> T | None:
+        """Carry out `step(runtime, *args)` from code that cannot await, such as the end of a transaction.
+
+        Returns None where the step can only be started, because nobody there can wait for its answer.
+        """
+
+
 class _Wakeup:
     """Does what `threading.Event` does, whose lock an interrupt in `wait` may keep, so that `set` hangs for ever."""
 
@@ -130,6 +146,12 @@ class Blocking:
 
     def shield(self, coroutine: Coroutine[Any, Any, T]) -> Coroutine[Any, Any, T]:
         return coroutine
+
+    async def call_database(self, function: Callable[..., Any], *args: Any) -> Any:
+        return function(*args)
+
+    def finish(self, step: Callable[..., Coroutine[Any, Any, T]], *args: Any) -> T:
+        return run(step(self, *args))
 
     def behind(self, coroutine: Coroutine[Any, Any, Any]) -> None:
         threading.Thread(target=run, args=(coroutine,), name="dlock-behind", daemon=True).start()
@@ -224,122 +246,3 @@ def full_jitter(attempt: int, draw: float, *, base: float = 0.01, cap: float = 1
     """
     doublings = min(attempt - 1, 60)  # beyond it every cap is reached, and a float would overflow
     return draw * min(cap, base * 2.0**doublings)
-
-
-logger = logging.getLogger("dlock")
-
-TELLERS: Final = 8
-"""Threads that call callbacks, at most: so many may block before others wait for them."""
-IDLE_S: Final = 10.0
-"""Seconds without a callback after which its thread ends."""
-PAUSE_S: Final = 0.1
-"""Seconds before a thread that has failed goes on, so that a lasting fault does not keep a processor busy."""
-
-_ours: Final[set[int]] = set()
-
-
-def is_ours() -> bool:
-    """Tell whether this is a thread of ours, which no exception may end."""
-    return threading.get_ident() in _ours
-
-
-class Background:
-    """A daemon thread that runs `serve` whenever there is work, and is replaced when it has ended for any reason.
-
-    Args:
-        name: The thread's name.
-        purpose: What it is for, as an infinitive; told when no thread can be started.
-        serve: Does the work; returns when there has been none for long.
-        has_work: Tells whether there is work; asked once more when `serve` has returned.
-    """
-
-    def __init__(self, name: str, purpose: str, serve: Callable[[], None], has_work: Callable[[], object]) -> None:
-        self._name, self._purpose, self._serve, self._has_work = name, purpose, serve, has_work
-        self._running = threading.Lock()
-        """The thread keeps it locked for as long as it lives."""
-
-    @property
-    def is_running(self) -> bool:
-        """The thread lives."""
-        return self._running.locked()
-
-    def ensure(self) -> None:
-        """Start the thread unless it runs; call this after the work was handed over."""
-        if not self._running.locked():
-            self._start()
-
-    def _start(self) -> None:
-        try:
-            threading.Thread(target=self._run, name=self._name, daemon=True).start()
-        except RuntimeError:  # There are too many, or the interpreter is shutting down; the next call tries again.
-            logger.exception("dlock: there is no thread %s", self._purpose)
-
-    def _run(self) -> None:
-        # Two may be started at once, of which one ends here. Work that came while the thread was ending is seen by the
-        # thread, which asks again after it has unlocked, or by the caller, who looks at the lock after handing it over.
-        while self._has_work() and self._running.acquire(blocking=False):
-            try:
-                _ours.add(threading.get_ident())
-                self._serve()
-            except BaseException as error:  # noqa: BLE001 - this thread must outlive any surprise
-                tell(logger.error, "dlock: the thread %s has failed, and goes on", self._purpose, exc_info=error)
-                time.sleep(PAUSE_S)
-            finally:
-                _ours.discard(threading.get_ident())
-                self._running.release()
-
-
-class Teller:
-    """Calls callbacks one after the other, in a thread where one that blocks or raises harms nobody."""
-
-    def __init__(self) -> None:
-        self._jobs: SimpleQueue[tuple[Callable[..., object], tuple[Any, ...], dict[str, Any]]] = SimpleQueue()
-        self._is_busy = False
-        self._thread = Background("dlock-callbacks", "to call callbacks", self._serve, self._has_jobs)
-
-    def __call__(self, function: Callable[..., object], *args: Any, **options: Any) -> None:
-        """Have the function called after those before it; returns at once."""
-        self._jobs.put((function, args, options))
-        self._thread.ensure()
-
-    def waiting(self) -> int:
-        """Return how many callbacks have not returned."""
-        return self._jobs.qsize() + self._is_busy
-
-    def _has_jobs(self) -> bool:
-        return not self._jobs.empty()
-
-    def _serve(self) -> None:
-        with suppress(Empty):
-            while True:
-                function, args, options = self._jobs.get(timeout=IDLE_S)
-                self._is_busy = True
-                try:
-                    function(*args, **options)
-                except BaseException:
-                    with suppress(BaseException):
-                        logger.exception("dlock: a callback failed: %r", function)
-                finally:
-                    self._is_busy = False
-                    del function, args, options  # They may keep a lease alive.
-
-
-_tellers: Final[list[Teller]] = [Teller() for _ in range(TELLERS)]
-
-
-def teller() -> Teller:
-    """Return the teller that has least to do; callbacks that must keep their order go to the same one."""
-    return min(_tellers, key=Teller.waiting)
-
-
-def tell(function: Callable[..., object], *args: Any, **options: Any) -> None:
-    """Have a function called in a thread of its own, so that whatever it does delays nobody."""
-    teller()(function, *args, **options)
-
-
-def _after_fork_in_child() -> None:
-    _ours.clear()
-    _tellers[:] = [Teller() for _ in range(TELLERS)]  # The threads did not come along.
-
-
-os.register_at_fork(after_in_child=_after_fork_in_child)

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Final
 
 from dlock_core.errors import LeaseLost, NotHeld
 from dlock_core.observability import hooks
-from dlock_core.runtime import Teller, clock, teller
+from dlock_core.runtime import clock
+from dlock_core.scheduler import CallbackThread, callback_thread
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -86,7 +87,7 @@ class Held:
         self.on_lost: tuple[Callable[[], None], ...] = ()
         self.untold = True
         """Deleted by whoever tells of the loss: the deletion of an attribute succeeds only once."""
-        self.teller: Teller | None = None
+        self.teller: CallbackThread | None = None
         """Where the events of a lost lease are told, so that they keep their order."""
 
     @property
@@ -151,7 +152,7 @@ class Held:
             del self.untold
         except AttributeError:
             return
-        chosen = teller()
+        chosen = callback_thread()
         chosen(self._tell_loss, self.lost_because)
         self.teller = chosen  # Only now: whoever sees it tells of a later event, which must come after the loss.
 

@@ -11,14 +11,13 @@ hold it. Callers only add to and remove from sets, each time by a single operati
 from __future__ import annotations
 
 import logging
-import os
 import weakref
-from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Final
 
 from dlock_core.backend import Renewal
 from dlock_core.errors import BackendUnavailable
-from dlock_core.runtime import BLOCKING, Background, clock, run, tell
+from dlock_core.runtime import BLOCKING, clock, run
+from dlock_core.scheduler import Scheduler, after_fork_in_child, call_in_background
 
 if TYPE_CHECKING:
     from dlock_core.backend import Backend
@@ -31,8 +30,6 @@ logger = logging.getLogger("dlock")
 TICKS: Final = 32
 """Leases that are due in the same 1/32 s share a bucket, so that watching one costs the same whatever their number."""
 BATCH: Final = 1000
-IDLE: Final = 10
-"""Seconds without a lease after which the thread ends; also its longest sleep, after which it removes empty buckets."""
 
 
 class Watchdog:
@@ -41,10 +38,7 @@ class Watchdog:
     def __init__(self) -> None:
         self._due: dict[int, set[weakref.ref[Held]]] = {}
         """Leases by the tick at which they are due. Anybody may add; only the thread removes a bucket."""
-        self._wake: SimpleQueue[None] = SimpleQueue()
-        self._next = 0
-        """The tick until which the thread sleeps; only the thread sets it."""
-        self.thread = Background("dlock-watchdog", "to renew leases: they run out", self._serve, lambda: self._due)
+        self.scheduler = Scheduler("dlock-watchdog", "to renew leases: they run out", self._next_due, self._run_due)
 
     def watch(self, held: Held, seconds: float) -> None:
         """Renew this lease in so many seconds."""
@@ -57,9 +51,7 @@ class Watchdog:
             bucket.add(known)
             if self._due.get(due) is bucket:  # Otherwise the thread has just taken the bucket, perhaps without us.
                 break
-        if due < self._next:  # It sleeps longer than this one may.
-            self._wake.put(None)
-        self.thread.ensure()
+        self.scheduler.plan(due / TICKS)
 
     def unwatch(self, held: Held) -> None:
         """Forget this lease, whose end was noted or is about to be; may be called from anywhere, even a finalizer."""
@@ -67,43 +59,27 @@ class Watchdog:
         if bucket is not None:
             bucket.discard(weakref.ref(held))
 
-    def _serve(self) -> None:
-        """Renew what is due, until nothing has been for long."""
-        was_idle = False
-        while self._due or not was_idle:
-            was_idle = not self._due
-            was_woken = self._sleep()
-            self._turn(clean=not was_woken)
+    def _next_due(self) -> float | None:
+        return min(due) / TICKS if (due := [*self._due]) else None
 
-    def _sleep(self) -> bool:
-        """Sleep until something is due; return True when woken for a lease that is due earlier."""
-        latest = int(clock() * TICKS) + IDLE * TICKS
-        while self._next != (nearest := min([*self._due, latest])):
-            self._next = (
-                nearest  # Whoever adds a lease now sees this; whoever added one before is seen by the next look.
-            )
-        try:
-            self._wake.get(timeout=max(0.0, nearest / TICKS - clock()))
-        except Empty:
-            return False
-        return True
-
-    def _turn(self, *, clean: bool = True) -> None:
-        leases = self._take(clean=clean)  # They are gone when this returns: one kept while we sleep would never end.
+    def _run_due(self) -> None:
+        # Nothing here outlives the call: a lease that were kept while the thread sleeps could not be thrown away.
+        # After an early wake-up the bucket of a lease that was released at once stays: the next such lease falls into
+        # it and need not wake the thread again. After a full sleep empty buckets go, so that the thread can end.
+        leases = self._take(
+            clean=not self.scheduler.was_woken
+        )  # They are gone when this returns: one kept while we sleep would never end.
         for start in range(0, len(leases), BATCH):
             batch = leases[start : start + BATCH]
             try:
                 self._renew(batch)
             except BaseException as error:  # noqa: BLE001 - every other lease depends on this thread
-                tell(logger.error, "dlock: a renewal failed", exc_info=error)
+                call_in_background(logger.error, "dlock: a renewal failed", exc_info=error)
                 for held in batch:
                     self._unknown(held, "its renewal failed")
 
     def _take(self, *, clean: bool = True) -> list[Held]:
-        """Take what is due. `clean` removes empty buckets as well.
-
-        Without it the bucket of a lease that was released at once stays, and the next such lease need not wake us.
-        """
+        """Take what is due; `clean` removes empty buckets as well."""
         now = clock() * TICKS
         ticks = [tick for tick in [*self._due] if tick <= now or (clean and not self._due[tick])]
         leases = [(tick, known()) for tick in ticks for known in [*self._due.pop(tick)]]
@@ -135,7 +111,7 @@ class Watchdog:
         except BackendUnavailable as error:
             reason = f"{reason}: {error.reason}"
         except BaseException as error:  # noqa: BLE001 - every other lease depends on this thread
-            tell(logger.error, "dlock: a renewal failed", exc_info=error)
+            call_in_background(logger.error, "dlock: a renewal failed", exc_info=error)
         if answers:
             for held, renewal, valid_for in zip(leases, renewals, answers, strict=True):
                 if valid_for == 0.0:
@@ -186,8 +162,4 @@ def unwatch(held: Held) -> None:
         dog.unwatch(held)
 
 
-def _after_fork_in_child() -> None:
-    _dogs.clear()  # the threads did not come along, and their locks may be taken for ever
-
-
-os.register_at_fork(after_in_child=_after_fork_in_child)
+after_fork_in_child(_dogs.clear)  # The threads did not come along: the child makes its own.

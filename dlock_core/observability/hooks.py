@@ -11,7 +11,7 @@ import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Literal, TypeVar, get_args
 
-from dlock_core.runtime import is_ours
+from dlock_core.scheduler import is_own_thread
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -82,7 +82,7 @@ def emit(  # noqa: PLR0917 - by position where it costs
         try:
             hook(Event(kind, name, token, seconds, reason, contended, lease))
         except BaseException as error:  # In a caller's thread it may be the caller's own Ctrl-C.
-            if not isinstance(error, Exception | SystemExit) and not is_ours():
+            if not isinstance(error, Exception | SystemExit) and not is_own_thread():
                 raise
             logger.exception("dlock: a hook failed on %s of lock %r", kind, name)
 

@@ -23,7 +23,7 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from dlock_core import AsyncLock, Lock, MultiLock, connect, errors, runtime
+from dlock_core import AsyncLock, Lock, MultiLock, connect, errors, scheduler
 from dlock_core.names import join
 from dlock_core.observability import hooks, logs, metrics, tracing
 from dlock_core.observability.patterns import OTHER, Patterns, pattern
@@ -82,7 +82,7 @@ def everything_happens():
 
 def everything_is_told():
     """Wait for the thread that tells of the loss of a lease."""
-    while any(teller.waiting() for teller in runtime._tellers):
+    while any(thread.pending() for thread in scheduler._callback_threads):
         threading.Event().wait(0.002)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from dlock_core import Lock
+from dlock_core import Lock, scheduler
 from dlock_core.backend import Granted
 from dlock_core.errors import BackendUnavailable
 from dlock_core.leases import watchdog
@@ -70,7 +70,7 @@ def renewals(store: Observed) -> int:
 
 def test_lease_that_comes_while_the_watchdog_is_idle_is_renewed(store: Flaky) -> None:
     Lock(store, "a", ttl=1.0).acquire().release()
-    until(lambda: watchdog._dogs[store]._next > clock() * watchdog.TICKS)
+    until(lambda: watchdog._dogs[store].scheduler.sleeps_until > clock())
     with Lock(store, "a", ttl=1.0) as lease:
         store.until(lambda _: renewals(store) >= 1)
         assert not lease.lost
@@ -78,7 +78,7 @@ def test_lease_that_comes_while_the_watchdog_is_idle_is_renewed(store: Flaky) ->
 
 def test_short_lease_is_renewed_although_a_long_one_is_due_later(store: Flaky) -> None:
     with Lock(store, "long", ttl=1000.0):
-        until(lambda: watchdog._dogs[store]._next > clock() * watchdog.TICKS)
+        until(lambda: watchdog._dogs[store].scheduler.sleeps_until > clock())
         with Lock(store, "short", ttl=1.0) as lease:
             store.until(lambda _: renewals(store) >= 1)
             assert not lease.lost
@@ -143,9 +143,9 @@ def test_lease_without_renewal_is_left_alone(store: Flaky) -> None:
 def test_thread_ends_when_there_was_nothing_to_do_for_long_and_comes_back(
     store: Flaky, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(watchdog, "IDLE", 0.01)
+    monkeypatch.setattr(scheduler, "MAX_IDLE_S", 0.01)
     Lock(store, "a", ttl=1.0).acquire().release()
-    until(lambda: not watchdog._dogs[store].thread.is_running)
+    until(lambda: not watchdog._dogs[store].scheduler.thread.is_running)
     with Lock(store, "a", ttl=1.0) as lease:
         store.until(lambda _: renewals(store) >= 1)
         assert not lease.lost
@@ -309,10 +309,10 @@ def test_thread_that_has_died_is_replaced_at_the_next_lease(store: Flaky, monkey
     dog = watchdog.Watchdog()
     monkeypatch.setitem(watchdog._dogs, store, dog)
     with monkeypatch.context() as patch:
-        patch.setattr(dog.thread, "_serve", lambda: _die_in_this_thread(dog.thread))
-        patch.setattr(dog.thread, "_has_work", Once())
+        patch.setattr(dog.scheduler.thread, "_serve", lambda: _die_in_this_thread(dog.scheduler.thread))
+        patch.setattr(dog.scheduler.thread, "_has_work", Once())
         first = Lock(store, "a", ttl=6).acquire()
-        until(lambda: not dog.thread.is_running)
+        until(lambda: not dog.scheduler.thread.is_running)
     second = Lock(store, "b", ttl=6).acquire()
     for lease in (first, second):
         store.until(
@@ -447,5 +447,5 @@ def test_released_leases_leave_nothing_behind_in_the_watchdog(store: Flaky) -> N
         for seconds in range(1, 50):
             dog.watch(lease._held, seconds)
             dog.unwatch(lease._held)
-    dog._turn(clean=True)
+    dog._run_due()
     assert not dog._due

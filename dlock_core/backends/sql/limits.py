@@ -10,7 +10,8 @@ from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from dlock_core.errors import spoken
-from dlock_core.runtime import Background, clock
+from dlock_core.runtime import clock
+from dlock_core.scheduler import Background
 
 if TYPE_CHECKING:
     from collections.abc import Callable

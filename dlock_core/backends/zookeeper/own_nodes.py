@@ -23,7 +23,8 @@ from dlock_core.backend import Busy
 from dlock_core.backends.zookeeper.nodes import text
 from dlock_core.backends.zookeeper.session import NotSent, good
 from dlock_core.errors import BackendUnavailable
-from dlock_core.runtime import BLOCKING, Background, clock, run, tell
+from dlock_core.runtime import BLOCKING, clock, run
+from dlock_core.scheduler import Background, call_in_background
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
@@ -196,7 +197,7 @@ class Places:
         except BackendUnavailable:
             pass  # it is tried again, until it is done or the session is over
         except BaseException as error:  # noqa: BLE001 - every other place depends on this thread
-            tell(logger.error, "dlock: a node could not be removed", exc_info=error)
+            call_in_background(logger.error, "dlock: a node could not be removed", exc_info=error)
 
 
 SLICE: Final = 5.0

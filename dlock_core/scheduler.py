@@ -1,0 +1,218 @@
+"""Threads of our own: one that sleeps until the next thing is due, and those that call the application's callbacks.
+
+Work reaches these threads through deques and sets, never under a lock: a signal handler or a finalizer may hand over
+work, too, and may interrupt a caller who would hold that lock. None of the threads survives a fork, so everything that
+has one registers here what a forked child must do.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+import weakref
+from contextlib import suppress
+from inspect import ismethod
+from queue import Empty, SimpleQueue
+from typing import TYPE_CHECKING, Any, Final, TypeVar
+
+from dlock_core.runtime import clock
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+F = TypeVar("F", bound="Callable[[], object]")
+
+__all__ = ["Background", "CallbackThread", "Scheduler", "after_fork_in_child", "call_in_background", "callback_thread"]
+
+logger = logging.getLogger("dlock")
+
+MAX_IDLE_S: Final = 10.0
+"""A thread that has had no work for so long ends. A scheduler also looks at its work at least so often."""
+MAX_CALLBACK_THREADS: Final = 8
+"""So many callbacks may block before others have to wait for them."""
+RESTART_DELAY_S: Final = 0.1
+"""Pause before a thread that has failed goes on, so that a lasting fault does not keep a processor busy."""
+
+
+_in_child: Final[list[Callable[[], object] | weakref.WeakMethod[Callable[[], object]]]] = []
+
+
+def after_fork_in_child(function: F) -> F:
+    """Call a function in every child that this process forks; a bound method is kept only as long as its object."""
+    _in_child.append(weakref.WeakMethod(function, _in_child.remove) if ismethod(function) else function)
+    return function
+
+
+def _run_in_child() -> None:
+    for known in [*_in_child]:
+        function = known() if isinstance(known, weakref.WeakMethod) else known
+        try:
+            if function is not None:
+                function()
+        except Exception:  # The others must be called all the same: each protects what belongs to the parent.
+            logger.exception("dlock: a forked child could not forget what belongs to its parent: %r", function)
+
+
+os.register_at_fork(after_in_child=_run_in_child)
+
+
+_own_threads: Final[set[int]] = set()
+
+
+def is_own_thread() -> bool:
+    """Return whether the caller runs in a thread of ours, which no exception may end."""
+    return threading.get_ident() in _own_threads
+
+
+class Background:
+    """A daemon thread that runs `serve` whenever there is work, and is replaced when it has ended for any reason.
+
+    Args:
+        name: The thread's name.
+        purpose: What the thread is for, as an infinitive; logged when no thread can be started.
+        serve: Does the work, and returns when there has been none for a while.
+        has_work: Returns whether there is work; asked once more when `serve` has returned.
+    """
+
+    def __init__(self, name: str, purpose: str, serve: Callable[[], None], has_work: Callable[[], object]) -> None:
+        self._name, self._purpose, self._serve, self._has_work = name, purpose, serve, has_work
+        self._running = threading.Lock()
+        """The thread keeps it locked for as long as it lives."""
+
+    @property
+    def is_running(self) -> bool:
+        """The thread lives."""
+        return self._running.locked()
+
+    def ensure(self) -> None:
+        """Start the thread unless it runs; call this after the work was handed over."""
+        if not self._running.locked():
+            self._start()
+
+    def _start(self) -> None:
+        try:
+            threading.Thread(target=self._run, name=self._name, daemon=True).start()
+        except RuntimeError:  # There are too many, or the interpreter is shutting down; the next call tries again.
+            logger.exception("dlock: there is no thread %s", self._purpose)
+
+    def _run(self) -> None:
+        # Two may be started at once, of which one ends here. Work that came while the thread was ending is seen by the
+        # thread, which asks again after it has unlocked, or by the caller, who looks at the lock after handing it over.
+        while self._has_work() and self._running.acquire(blocking=False):
+            try:
+                _own_threads.add(threading.get_ident())
+                self._serve()
+            except BaseException as error:  # noqa: BLE001 - this thread must outlive any surprise
+                call_in_background(
+                    logger.error, "dlock: the thread %s has failed, and goes on", self._purpose, exc_info=error
+                )
+                time.sleep(RESTART_DELAY_S)
+            finally:
+                _own_threads.discard(threading.get_ident())
+                self._running.release()
+
+
+class Scheduler:
+    """A thread that sleeps until the next thing is due; it ends when nothing was planned for a while.
+
+    What is planned, and when, stays with the owner, who changes it as it likes and then calls `plan`.
+
+    Args:
+        name: The thread's name.
+        purpose: What the thread is for, as an infinitive; logged when no thread can be started.
+        next_due: Returns the time on our clock at which something is due next, None when nothing is planned.
+        run_due: Does what is due. It is also called early, after `plan` or `MAX_IDLE_S`.
+    """
+
+    def __init__(
+        self, name: str, purpose: str, next_due: Callable[[], float | None], run_due: Callable[[], object]
+    ) -> None:
+        self._next_due, self._run_due = next_due, run_due
+        self._wake: SimpleQueue[None] = SimpleQueue()
+        self.sleeps_until = 0.0
+        """Only the thread sets it."""
+        self.was_woken = False
+        """The last sleep was cut short, for something that is due earlier."""
+        self.thread = Background(name, purpose, self._serve, lambda: next_due() is not None)
+
+    def plan(self, due: float) -> None:
+        """Have the thread awake at `due`; call this after `next_due` knows of it. Never blocks."""
+        if due < self.sleeps_until:
+            self._wake.put(None)
+        self.thread.ensure()
+
+    def _serve(self) -> None:
+        was_idle = False
+        while (is_planned := self._next_due() is not None) or not was_idle:
+            was_idle = not is_planned
+            self._sleep()
+            self._run_due()
+
+    def _sleep(self) -> None:
+        latest = clock() + MAX_IDLE_S
+        # Whoever plans something now compares it with `sleeps_until`; what was planned before this was set is found by
+        # looking again after it was set. So the loop ends only when nothing was planned in between.
+        while self.sleeps_until != (nearest := min(due if (due := self._next_due()) is not None else latest, latest)):
+            self.sleeps_until = nearest
+        try:
+            self._wake.get(timeout=max(0.0, nearest - clock()))
+        except Empty:
+            self.was_woken = False
+        else:
+            self.was_woken = True
+
+
+class CallbackThread:
+    """Calls callbacks one after the other, in a thread where one that blocks or raises harms nobody."""
+
+    def __init__(self) -> None:
+        self._jobs: SimpleQueue[tuple[Callable[..., object], tuple[Any, ...], dict[str, Any]]] = SimpleQueue()
+        self._is_busy = False
+        self._thread = Background("dlock-callbacks", "to call callbacks", self._serve, self._has_jobs)
+
+    def __call__(self, function: Callable[..., object], *args: Any, **options: Any) -> None:
+        """Have the function called after those before it; returns at once."""
+        self._jobs.put((function, args, options))
+        self._thread.ensure()
+
+    def pending(self) -> int:
+        """Return how many callbacks have not returned."""
+        return self._jobs.qsize() + self._is_busy
+
+    def _has_jobs(self) -> bool:
+        return not self._jobs.empty()
+
+    def _serve(self) -> None:
+        with suppress(Empty):
+            while True:
+                function, args, options = self._jobs.get(timeout=MAX_IDLE_S)
+                self._is_busy = True
+                try:
+                    function(*args, **options)
+                except BaseException:
+                    with suppress(BaseException):
+                        logger.exception("dlock: a callback failed: %r", function)
+                finally:
+                    self._is_busy = False
+                    del function, args, options  # They may keep a lease alive.
+
+
+_callback_threads: Final[list[CallbackThread]] = [CallbackThread() for _ in range(MAX_CALLBACK_THREADS)]
+
+
+def callback_thread() -> CallbackThread:
+    """Return the thread that has least to do; callbacks that must keep their order go to the same one."""
+    return min(_callback_threads, key=CallbackThread.pending)
+
+
+def call_in_background(function: Callable[..., object], *args: Any, **options: Any) -> None:
+    """Have a function called in another thread, so that whatever it does delays nobody; returns at once."""
+    callback_thread()(function, *args, **options)
+
+
+@after_fork_in_child
+def _forget_threads() -> None:
+    _own_threads.clear()
+    _callback_threads[:] = [CallbackThread() for _ in range(MAX_CALLBACK_THREADS)]
