@@ -11,7 +11,7 @@ from benchmarks import measure
 from benchmarks.floors import RawRedis
 from dlock_core import Lock
 from dlock_core.backends.redis.backend import RedisBackend
-from dlock_core.inspect import picture
+from dlock_core.inspect import take_snapshot
 from dlock_core.runtime import BLOCKING, run
 
 BATCH = 1000
@@ -39,15 +39,15 @@ def main() -> None:
         raw, backend = RawRedis(server.port), RedisBackend.from_url(server.url, timeout=30.0)
         leases = [Lock(backend, f"order:{number}", ttl=600, wait=0).acquire() for number in range(options.held)]
         fill(raw, options.others)
-        found = picture([("default", backend)])
+        found = take_snapshot([("default", backend)])
         assert len(found.entries) == len(leases)
         assert not found.unreadable
         rows = []
         for name, work in {
             "store.inspect()": lambda: run(backend.inspect(BLOCKING)),
-            "picture()": lambda: picture([("default", backend)]),
-            "picture().as_dict()": lambda: picture([("default", backend)]).as_dict(),
-            "picture(name=...)": lambda: picture([("default", backend)], name="order:1"),
+            "take_snapshot()": lambda: take_snapshot([("default", backend)]),
+            "take_snapshot().as_dict()": lambda: take_snapshot([("default", backend)]).as_dict(),
+            "take_snapshot(name=...)": lambda: take_snapshot([("default", backend)], name="order:1"),
         }.items():
             least, most = seconds(work, options.rounds)
             each = round(least / options.held * 1e6, 1)

@@ -15,7 +15,7 @@ from django_dlock.inspect import databases
 from django_dlock.operations import purge
 from dlock_core.cli.app import app
 from dlock_core.cli.layout import plain
-from dlock_core.cli.sources import Failed, Given, console_for
+from dlock_core.cli.sources import CliContext, CommandFailed, console_for
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -24,12 +24,12 @@ if TYPE_CHECKING:
     from dlock_core.doctor import Finding
     from dlock_core.inspect import Database
 
-__all__ = ["Aliases", "help_text", "option_names", "run"]
+__all__ = ["SettingsSources", "help_text", "option_names", "run"]
 
 
 def run(arguments: Sequence[str], options: Mapping[str, Any], out: IO[str], *, colors: bool | None = None) -> None:
     """Run a verb; raises CommandError with click's exit code. `options` are those of `call_command`, by name."""
-    given = Given(Aliases(), console_for(out, colors=colors))
+    given = CliContext(SettingsSources(), console_for(out, colors=colors))
     try:
         app.main([*arguments, *_written(arguments, options)], "manage.py dlock", standalone_mode=False, obj=given)
     except click.ClickException as error:
@@ -61,7 +61,7 @@ def _written(arguments: Sequence[str], options: Mapping[str, Any]) -> Iterator[s
                 yield from (each.opts[0], str(one)) if isinstance(each, click.Option) else (str(one),)
 
 
-class Aliases:
+class SettingsSources:
     """`--store` and `--database` as aliases of the settings; without them all there are. Stores stay open."""
 
     @contextmanager
@@ -88,7 +88,7 @@ class Aliases:
         try:
             return alias, purge(alias, days)
         except DatabaseError as error:
-            raise Failed(plain(f"{alias}: {error}")) from None
+            raise CommandFailed(plain(f"{alias}: {error}")) from None
 
 
 def _known(given: Sequence[str]) -> list[str]:

@@ -1,4 +1,4 @@
-"""The databases of DATABASES, for the inspector: `dlock_core.inspect.picture(stores, databases())`."""
+"""The databases of DATABASES, for the inspector: `dlock_core.inspect.take_snapshot(stores, databases())`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from django.db import connections
 
-from dlock_core.inspect.sessions import CONNECT_WITHIN, Reader
+from dlock_core.inspect.sessions import CONNECT_TIMEOUT_S, DatabaseReader
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -20,7 +20,7 @@ __all__ = ["databases"]
 _TIMEOUT: Final = {"postgresql": "connect_timeout", "mysql": "connect_timeout"}
 
 
-def databases(aliases: Iterable[str] | None = None) -> list[Reader]:
+def databases(aliases: Iterable[str] | None = None) -> list[DatabaseReader]:
     """Give the databases with these aliases, or all of DATABASES; each has a connection of its own, opened when asked.
 
     Raises ConnectionDoesNotExist for an unknown alias, before any I/O.
@@ -28,9 +28,9 @@ def databases(aliases: Iterable[str] | None = None) -> list[Reader]:
     return [_database(alias) for alias in (connections if aliases is None else aliases)]
 
 
-def _database(alias: str) -> Reader:
+def _database(alias: str) -> DatabaseReader:
     remedy = f"manage.py migrate django_dlock --database {alias}"
-    return Reader(alias, connections[alias].vendor, partial(_Session, alias), fence_remedy=remedy)
+    return DatabaseReader(alias, connections[alias].vendor, partial(_Session, alias), fence_remedy=remedy)
 
 
 class _Session:
@@ -43,7 +43,7 @@ class _Session:
         options = settings.setdefault("OPTIONS", {})
         options.pop("pool", None)
         if timeout := _TIMEOUT.get(ours.vendor):
-            options.setdefault(timeout, CONNECT_WITHIN)
+            options.setdefault(timeout, CONNECT_TIMEOUT_S)
         self._connection: BaseDatabaseWrapper = type(ours)(settings, alias)
         self._connection.inc_thread_sharing()
 

@@ -20,7 +20,7 @@ from django_dlock.querysets import read_version, row_name
 from django_dlock.views import pk
 from dlock_core.errors import DLockError
 from dlock_core.web.decorators import Argument, finder
-from dlock_core.web.preconditions import NEITHER, READING, entity_tag, evaluate
+from dlock_core.web.preconditions import READ_METHODS, UNCONDITIONAL_METHODS, entity_tag, evaluate
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -104,10 +104,10 @@ class _Rule:
         @wraps(view)
         def wrapper(*args: Any, **kwargs: Any) -> Any:
             request = next(each for each in args[:2] if hasattr(each, "META"))
-            if request.method in NEITHER:
+            if request.method in UNCONDITIONAL_METHODS:
                 return view(*args, **kwargs)
             value = find(self.key, args, kwargs)
-            if request.method in READING:
+            if request.method in READ_METHODS:
                 return self._read(request, value, lambda: view(*args, **kwargs))
             alias = self.using or router.db_for_write(self.model)
             with transaction.atomic(using=alias):

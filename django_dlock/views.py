@@ -22,7 +22,7 @@ from django_dlock.names import kind_of
 from django_dlock.transactions import in_transaction
 from dlock_core.web.decorators import (
     Argument,
-    NameOfCalls,
+    NameTemplate,
     arg,
     is_function,
     placeholders,
@@ -109,7 +109,7 @@ def _locked_function(
 ) -> Callable[..., Any]:
     refuse_late(function)
     make = functools.partial(Lock, **options)
-    name = NameOfCalls(function, parts, kind_of, _from_url)
+    name = NameTemplate(function, parts, kind_of, _from_url)
 
     def lock_for(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Lock:
         with AS_DJANGO:

@@ -15,7 +15,7 @@ from sqlalchemy.orm import Session, scoped_session
 
 from dlock_core.web.decorators import (
     Argument,
-    NameOfCalls,
+    NameTemplate,
     arg,
     finder,
     is_function,
@@ -78,7 +78,7 @@ class Locked:
     def __call__(self, function: F) -> F:
         """Decorate a function."""
         refuse_late(function)
-        name = NameOfCalls(function, self._parts, kind_of, _from_url)
+        name = NameTemplate(function, self._parts, kind_of, _from_url)
         session_of = self._session_finder(function)
 
         @functools.wraps(function)
@@ -118,7 +118,7 @@ class Locked:
         kinds = {**types, _SESSION: annotated(session)}
         parameters = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, annotation=kinds[name]) for name in kinds]
         dependency.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-        name = NameOfCalls(dependency, self._parts, kind_of, _from_url)
+        name = NameTemplate(dependency, self._parts, kind_of, _from_url)
         return dependency
 
     def _lock(self, session: Any, *values: Any) -> Lock:

@@ -1,4 +1,4 @@
-"""A database for the inspector: `dlock_core.inspect.picture(stores, [database(engine)])`."""
+"""A database for the inspector: `dlock_core.inspect.take_snapshot(stores, [database(engine)])`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 from sqlalchemy.pool import NullPool
 from sqlalchemy.util import greenlet_spawn
 
-from dlock_core.inspect.sessions import CONNECT_WITHIN, Reader
+from dlock_core.inspect.sessions import CONNECT_TIMEOUT_S, DatabaseReader
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -35,7 +35,7 @@ _TIMEOUT: Final = {
 _FENCE_REMEDY: Final = "sqla_dlock.fencing.metadata.create_all(engine); in Django manage.py migrate django_dlock"
 
 
-def database(given: str | Engine | AsyncEngine, alias: str | None = None) -> Reader:
+def database(given: str | Engine | AsyncEngine, alias: str | None = None) -> DatabaseReader:
     """Give the database of a URL or an engine; it has a connection of its own, opened when asked, outside any pool.
 
     Without `alias` it is called by the name of the database. Raises ArgumentError for a URL that is none, ImportError
@@ -43,7 +43,7 @@ def database(given: str | Engine | AsyncEngine, alias: str | None = None) -> Rea
     """
     engine = _engine(given)
     title = alias or engine.url.database or engine.dialect.name
-    return Reader(title, _vendor(engine), partial(_Session, engine), fence_remedy=_FENCE_REMEDY)
+    return DatabaseReader(title, _vendor(engine), partial(_Session, engine), fence_remedy=_FENCE_REMEDY)
 
 
 def _engine(given: str | Engine | AsyncEngine) -> Engine:
@@ -51,7 +51,7 @@ def _engine(given: str | Engine | AsyncEngine) -> Engine:
     if isinstance(given, str):
         url = make_url(given)
         timeout = _TIMEOUT.get(url.get_dialect().driver)
-        connect = {timeout: CONNECT_WITHIN} if timeout else {}
+        connect = {timeout: CONNECT_TIMEOUT_S} if timeout else {}
         return create_engine(url, poolclass=NullPool, isolation_level="AUTOCOMMIT", connect_args=connect)
     engine = given.sync_engine if isinstance(given, AsyncEngine) else given
     return create_engine(engine.url, pool=engine.pool.recreate(), isolation_level="AUTOCOMMIT")

@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 from sqlalchemy.orm.attributes import instance_state
 
-from dlock_core.web.preconditions import READING, entity_tag, evaluate
+from dlock_core.web.preconditions import READ_METHODS, entity_tag, evaluate
 from sqla_dlock.versions.mapping import version_column
 from sqla_dlock.versions.writes import read_version
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from dlock_core.web.preconditions import Request
+    from dlock_core.web.preconditions import HttpRequest
 
 __all__ = ["check_preconditions", "conditional", "etag_of"]
 
@@ -31,7 +31,7 @@ def etag_of(instance: Any, *, variant: str = "") -> str:
 
 
 def check_preconditions(
-    request: Request, instance: Any, *, required: bool = True, accept_weak: bool = False, variant: str = ""
+    request: HttpRequest, instance: Any, *, required: bool = True, accept_weak: bool = False, variant: str = ""
 ) -> bool:
     """Check If-Match and If-None-Match against an instance that was just read; True: answer 304 to this GET.
 
@@ -62,7 +62,7 @@ def conditional(get: Any, *, required: bool = True, accept_weak: bool = False, v
         is_known = check_preconditions(
             request, dlock_object, required=required, accept_weak=accept_weak, variant=variant
         )
-        if request.method in READING:
+        if request.method in READ_METHODS:
             response.headers["ETag"] = etag = etag_of(dlock_object, variant=variant)
             if is_known:
                 raise HTTPException(304, headers={"ETag": etag})

@@ -246,10 +246,10 @@ def test_every_option_of_redis_is_documented_with_its_default() -> None:
 
 
 def test_example_of_the_listing_has_exactly_its_fields() -> None:
-    text = read("reference/picture.md")
+    text = read("reference/snapshot.md")
     example = json.loads(next(match["code"] for match in FENCE.finditer(text) if match["language"] == "json"))
     fields = [field.name for field in dataclasses.fields(listing.Entry)]
-    assert list(example) == list(listing.Picture().as_dict())
+    assert list(example) == list(listing.Snapshot().as_dict())
     assert [list(entry) for entry in example["entries"]] == [fields] * len(example["entries"])
     assert [code(row[0]) for row in rows(text, "An entry")] == fields
     assert [list(each) for each in example["unreadable"]] == [["source", "reason"]]

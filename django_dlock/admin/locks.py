@@ -22,7 +22,7 @@ from django_dlock.conf import InvalidStore, is_declared, stores
 from django_dlock.inspect import databases
 from django_dlock.models import Lock
 from dlock_core.errors import DLockError
-from dlock_core.inspect import Picture, Unreadable, picture
+from dlock_core.inspect import Snapshot, Unreadable, take_snapshot
 from dlock_core.stores import force_release
 
 if TYPE_CHECKING:
@@ -99,7 +99,7 @@ class LockAdmin(_ModelAdmin):
         if request.method == "POST":
             self._release(request, found)
             return self._back()
-        card = next(card for card in cards(Picture([found])))
+        card = next(card for card in cards(Snapshot([found])))
         context = {"card": card, "line": card.holders[0], "lease": lease, "back": self._address()}
         return self._page(request, "release", _("Release this lease?"), context)
 
@@ -148,7 +148,7 @@ def _aliases() -> list[str]:
         return []
 
 
-def _picture(aliases: Iterable[str], others: Iterable[Any], name: str | None) -> Picture:
+def _picture(aliases: Iterable[str], others: Iterable[Any], name: str | None) -> Snapshot:
     """Ask stores and databases; a store that is not even set up right is one that cannot be read."""
     backends: list[tuple[str, Backend]] = []
     wrong: list[Unreadable] = []
@@ -157,7 +157,7 @@ def _picture(aliases: Iterable[str], others: Iterable[Any], name: str | None) ->
             backends.append((alias, stores[alias].backend))
         except InvalidStore as error:
             wrong.append(Unreadable(alias, plain(str(error))))
-    found = picture(backends, others, name)
+    found = take_snapshot(backends, others, name)
     found.unreadable[:0] = wrong
     return found
 
@@ -210,8 +210,8 @@ class Card:
         return not self.is_stuck, not self.waiters, KINDS.index(self.kind), self.name, self.source
 
 
-def cards(picture: Picture) -> list[Card]:
-    stuck = {wait.waiter.party for cycle in picture.cycles for wait in cycle.waits}
+def cards(picture: Snapshot) -> list[Card]:
+    stuck = {wait.waiter.actor for cycle in picture.cycles for wait in cycle.waits}
     locks: dict[tuple[str, str, str], list[Entry]] = defaultdict(list)
     for entry in picture.entries:
         locks[entry.kind, entry.source, entry.name].append(entry)
@@ -219,7 +219,7 @@ def cards(picture: Picture) -> list[Card]:
 
 
 def _card(kind: str, source: str, name: str, entries: Iterable[Entry], stuck: set[str]) -> Card:
-    in_order = sorted(entries, key=lambda entry: entry.place or 0)
+    in_order = sorted(entries, key=lambda entry: entry.position or 0)
     holders = [_line(entry, stuck) for entry in in_order if entry.role == "holder"]
     waiters = [_line(entry, stuck) for entry in in_order if entry.role == "waiter"]
     return Card(kind, source, plain(name), holders, waiters)
@@ -228,13 +228,13 @@ def _card(kind: str, source: str, name: str, entries: Iterable[Entry], stuck: se
 def _line(entry: Entry, stuck: set[str]) -> Line:
     can_be_released = entry.kind == "lease" and entry.role == "holder" and entry.token is not None
     return Line(
-        entry.place,
+        entry.position,
         entry.described or _("unknown"),
         entry.mode,
         for_people(entry.seconds),
         for_people(entry.expires_in),
         entry.token,
-        entry.party in stuck,
+        entry.actor in stuck,
         reference(entry) if can_be_released else "",
     )
 

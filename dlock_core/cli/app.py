@@ -9,12 +9,12 @@ import click
 from dlock_core import doctor as doctors
 from dlock_core.backends.options import masked
 from dlock_core.cli.layout import plain, seconds
-from dlock_core.cli.listing import Details, Listing, Report, called, part, report_dict, spelled
-from dlock_core.cli.release import chosen, confirm, end
-from dlock_core.cli.sources import Failed, Given, Opened, WrongUrl
+from dlock_core.cli.listing import Details, Listing, Report, parse_name, part, possible_names, report_dict
+from dlock_core.cli.release import choose_grant, confirm, end
+from dlock_core.cli.sources import CliContext, CommandFailed, OpenSources, WrongUrl
 from dlock_core.cli.watch import snapshots, watch
 from dlock_core.extras import version
-from dlock_core.inspect import Picture, picture
+from dlock_core.inspect import Snapshot, take_snapshot
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -63,7 +63,7 @@ class _Commands(click.Group):
             words = masked(said := error.format_message())
             if words == said:
                 raise
-            wrong = click.UsageError(words, error.ctx) if isinstance(error, click.UsageError) else Failed(words)
+            wrong = click.UsageError(words, error.ctx) if isinstance(error, click.UsageError) else CommandFailed(words)
         raise wrong  # it had quoted a URL that stands where none belongs
 
 
@@ -87,10 +87,10 @@ def app() -> None:
 @database
 @form
 @click.pass_obj
-def list_(given: Given, store: tuple[str, ...], database: tuple[str, ...], format: str) -> None:
+def list_(given: CliContext, store: tuple[str, ...], database: tuple[str, ...], format: str) -> None:
     """Show all holders and waiters."""
     with given.opened(store, database) as opened:
-        found = picture(*opened)
+        found = take_snapshot(*opened)
     given.json(found.as_dict()) if format == "json" else given.show(Listing(found))
     _complain(found, opened)
 
@@ -101,20 +101,20 @@ def list_(given: Given, store: tuple[str, ...], database: tuple[str, ...], forma
 @database
 @form
 @click.pass_obj
-def show(given: Given, name: str, store: tuple[str, ...], database: tuple[str, ...], format: str) -> None:
+def show(given: CliContext, name: str, store: tuple[str, ...], database: tuple[str, ...], format: str) -> None:
     """Show one lock in full."""
     with given.opened(store, database) as opened:
-        names, whole = called(name), picture(*opened)
+        names, whole = possible_names(name), take_snapshot(*opened)
         found = part(whole, names)
         if not found.entries:  # another program's lock is in no list: it is found by its name alone
-            found = part(picture(opened.stores, (), spelled(name)), names)
+            found = part(take_snapshot(opened.stores, (), parse_name(name)), names)
     if format == "json":
         given.json(found.as_dict())
     elif found.entries:
         given.show(Details(found, whole.entries))
     _complain(whole, opened)
     if not found.entries:
-        raise Failed(plain(f"nobody holds {name!r}, and nobody waits for it"))
+        raise CommandFailed(plain(f"nobody holds {name!r}, and nobody waits for it"))
 
 
 @app.command("watch")
@@ -123,15 +123,15 @@ def show(given: Given, name: str, store: tuple[str, ...], database: tuple[str, .
 @interval
 @form
 @click.pass_obj
-def watch_(given: Given, store: tuple[str, ...], database: tuple[str, ...], interval: float, format: str) -> None:
+def watch_(given: CliContext, store: tuple[str, ...], database: tuple[str, ...], interval: float, format: str) -> None:
     """Show all again and again, until Ctrl-C.
 
     As JSON it is one line each time.
     """
     with given.opened(store, database) as opened:
 
-        def look() -> Picture:
-            return picture(*opened)
+        def look() -> Snapshot:
+            return take_snapshot(*opened)
 
         if format == "json":
             snapshots(look, interval, lambda found: given.json(found.as_dict(), indent=None))
@@ -146,14 +146,16 @@ def watch_(given: Given, store: tuple[str, ...], database: tuple[str, ...], inte
 @no_input
 @form
 @click.pass_obj
-def release(given: Given, name: str, *, store: tuple[str, ...], token: int | None, no_input: bool, format: str) -> None:
+def release(
+    given: CliContext, name: str, *, store: tuple[str, ...], token: int | None, no_input: bool, format: str
+) -> None:
     """End a lease, and no newer one than is shown.
 
     Its holder learns of it at its next renewal, and cannot commit after that.
     """
     with given.opened(store, None) as opened:
-        found = picture(opened.stores, (), spelled(name))
-        entry = chosen(found, name, token, asks=not no_input)
+        found = take_snapshot(opened.stores, (), parse_name(name))
+        entry = choose_grant(found, name, token, asks=not no_input)
         if not no_input:
             confirm(entry, sum(each.role == "waiter" for each in found.entries))
         done = end(dict(opened.stores)[entry.source], entry, entry.token or 0)
@@ -169,13 +171,13 @@ def release(given: Given, name: str, *, store: tuple[str, ...], token: int | Non
 @database
 @form
 @click.pass_obj
-def doctor(given: Given, store: tuple[str, ...], database: tuple[str, ...], format: str) -> None:
+def doctor(given: CliContext, store: tuple[str, ...], database: tuple[str, ...], format: str) -> None:
     """Measure stores and databases, and explain what is unsafe."""
     with given.opened(store, database) as opened:
         findings = [*doctors.examine(*opened), *given.sources.findings(database)]
     given.json(report_dict(findings)) if format == "json" else given.show(Report(findings))
     if unsafe := sum(one.level == "unsafe" for one in findings):
-        raise Failed(f"{unsafe} of {len(findings)} findings are unsafe")
+        raise CommandFailed(f"{unsafe} of {len(findings)} findings are unsafe")
 
 
 @app.command()
@@ -183,7 +185,7 @@ def doctor(given: Given, store: tuple[str, ...], database: tuple[str, ...], form
 @click.option("--database", metavar="DATABASE", help="The database with the fence table.")
 @form
 @click.pass_obj
-def purge(given: Given, days: int, database: str | None, format: str) -> None:
+def purge(given: CliContext, days: int, database: str | None, format: str) -> None:
     """Keep the fence table small.
 
     Old rows are replaced by a floor that refuses their tokens.
@@ -195,7 +197,7 @@ def purge(given: Given, days: int, database: str | None, format: str) -> None:
         given.line(f"{removed} fence rows older than {days} days removed from {plain(alias)}")
 
 
-def _complain(found: Picture, opened: Opened) -> None:
+def _complain(found: Snapshot, opened: OpenSources) -> None:
     if found.unreadable:
         of = len(opened.stores) + len(opened.databases)
-        raise Failed(f"{len(found.unreadable)} of {of} stores and databases could not be read")
+        raise CommandFailed(f"{len(found.unreadable)} of {of} stores and databases could not be read")

@@ -16,7 +16,7 @@ from dlock_core import stores as registry
 from dlock_core.backends.options import tells_secret
 from dlock_core.cli.app import app
 from dlock_core.cli.layout import plain
-from dlock_core.cli.sources import Failed, Given, WrongUrl, console_for
+from dlock_core.cli.sources import CliContext, CommandFailed, WrongUrl, console_for
 from dlock_core.extras import needed_by
 from dlock_core.transactions.fence_sql import purge
 
@@ -35,7 +35,7 @@ def main() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal that lacks a character shows another
-    app.main(prog_name="dlock", obj=Given(Urls(), console_for(sys.stdout)))
+    app.main(prog_name="dlock", obj=CliContext(UrlSources(), console_for(sys.stdout)))
 
 
 _NAMED: Final = re.compile(r"(?:([\w.-]+)=)?(\w[\w+.-]*)://.*", re.S)
@@ -43,7 +43,7 @@ STORE: Final = "--store"
 DATABASE: Final = "--database"
 
 
-class Urls:
+class UrlSources:
     """`--store` and `--database` as URL or alias=URL; without them the environment's DLOCK_URL, DLOCK_DATABASE_URL.
 
     On the command line a password can be seen by other users of the machine, in the environment it cannot.
@@ -84,7 +84,7 @@ def _purged(database: Any, days: int) -> int:
             return purge(session.execute, vendor, days)
     except Exception as error:  # noqa: BLE001 - of any driver
         reason = " ".join(str(getattr(error, "orig", None) or error).split())
-    raise Failed(plain(f"{database.alias}: {reason}"))
+    raise CommandFailed(plain(f"{database.alias}: {reason}"))
 
 
 def _named(given: Sequence[str], option: str, variable: str) -> list[tuple[str, str]]:

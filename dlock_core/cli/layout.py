@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from dlock_core.inspect import Entry, Wait
 
-__all__ = ["Column", "Row", "fitted", "printed"]
+__all__ = ["Column", "TableRow", "fitted", "printed"]
 
 
 GAP = 2
@@ -38,7 +38,7 @@ class Column(NamedTuple):
     right: bool = False
 
 
-class Row(NamedTuple):
+class TableRow(NamedTuple):
     """A line of printable cells."""
 
     cells: tuple[str, ...]
@@ -52,7 +52,7 @@ def printed(lines: Iterable[tuple[str, str]]) -> Iterator[Segment]:
         yield Segment.line()
 
 
-def fitted(columns: Sequence[Column], rows: Sequence[Row], width: int) -> list[tuple[str, str]] | None:
+def fitted(columns: Sequence[Column], rows: Sequence[TableRow], width: int) -> list[tuple[str, str]] | None:
     """Lay out a table, as lines and their styles; None when even what must stay does not fit."""
     natural = [max(cells(each.head), *[cells(row.cells[n]) for row in rows]) for n, each in enumerate(columns)]
     least = [size if each.least is None else min(size, each.least) for each, size in zip(columns, natural, strict=True)]
@@ -63,11 +63,11 @@ def fitted(columns: Sequence[Column], rows: Sequence[Row], width: int) -> list[t
             return None
         kept.remove(max(going, key=lambda n: columns[n].spare))
     sizes = _shared_out(least, natural, kept, width - _needed(least, kept))
-    head = Row(tuple(column.head for column in columns), "bold")
+    head = TableRow(tuple(column.head for column in columns), "bold")
     return [(_line(row, columns, sizes), row.style) for row in (head, *rows)]
 
 
-def _line(row: Row, columns: Sequence[Column], sizes: dict[int, int]) -> str:
+def _line(row: TableRow, columns: Sequence[Column], sizes: dict[int, int]) -> str:
     return (" " * GAP).join([_cell(row.cells[n], size, columns[n]) for n, size in sizes.items()]).rstrip()
 
 
@@ -103,11 +103,11 @@ LEAST: Final = 24
 def has_chains(entries: Sequence[Entry]) -> bool:
     """Tell whether somebody who waits is waited for: then a list does not say who is to blame."""
     found = [wait for each in _behind(entries).values() for wait in each]
-    return not {wait.waiter.party for wait in found}.isdisjoint(wait.behind.party for wait in found)
+    return not {wait.waiter.actor for wait in found}.isdisjoint(wait.blocker.actor for wait in found)
 
 
 def tree(entries: Sequence[Entry], width: int) -> RenderableType:
-    """Draw it; a party is drawn once, with all who wait for it. What would have no room to its right begins anew."""
+    """Draw it; an actor is drawn once, with all who wait for it. What would have no room to its right begins anew."""
     return _Drawing(_behind(entries), width).tree()
 
 
@@ -116,51 +116,51 @@ def _behind(entries: Iterable[Entry]) -> dict[str, list[Wait]]:
     by_waiter: dict[tuple[str, ...], list[Wait]] = defaultdict(list)
     for wait in waits(entries):
         waiter = wait.waiter
-        by_waiter[waiter.party, waiter.source, waiter.kind, waiter.name].append(wait)
+        by_waiter[waiter.actor, waiter.source, waiter.kind, waiter.name].append(wait)
     found: dict[str, list[Wait]] = defaultdict(list)
     for each in by_waiter.values():
-        for wait in [wait for wait in each if wait.behind.role == "holder"] or each:
-            found[wait.behind.party].append(wait)
+        for wait in [wait for wait in each if wait.blocker.role == "holder"] or each:
+            found[wait.blocker.actor].append(wait)
     return found
 
 
 class _Drawing:
-    """The parties that were drawn, and those that are to come."""
+    """The actors that were drawn, and those that are to come."""
 
     def __init__(self, behind: dict[str, list[Wait]], width: int) -> None:
         self._behind, self._width = behind, width
-        waiting = {wait.waiter.party for each in behind.values() for wait in each}
-        roots = [party for party in behind if party not in waiting]
+        waiting = {wait.waiter.actor for each in behind.values() for wait in each}
+        roots = [actor for actor in behind if actor not in waiting]
         self._todo = deque([*roots, *sorted(waiting & behind.keys())])  # those who are left then wait for each other
         self._drawn: set[str] = set()
 
     def tree(self) -> Tree:
         top = Tree(Text("who waits for whom"), hide_root=True)
         while self._todo:
-            if (party := self._todo.popleft()) not in self._drawn:
-                first = self._behind[party][0].behind
+            if (actor := self._todo.popleft()) not in self._drawn:
+                first = self._behind[actor][0].blocker
                 root = top.add(Text(middle(plain(first.described), self._width), "bold"))
-                self._grow(root, party, self._width - GUIDE)
+                self._grow(root, actor, self._width - GUIDE)
         return top
 
-    def _grow(self, node: Tree, party: str, width: int) -> None:
-        self._drawn.add(party)
-        for wait in self._behind[party]:
-            other = wait.waiter.party
+    def _grow(self, node: Tree, actor: str, width: int) -> None:
+        self._drawn.add(actor)
+        for wait in self._behind[actor]:
+            other = wait.waiter.actor
             mark = self._mark(other, width)
             branch = node.add(_label(wait.waiter, width, mark))
             if other in self._behind and not mark:
                 self._grow(branch, other, width - GUIDE)
 
-    def _mark(self, party: str, width: int) -> str:
-        """Say where those are drawn who wait for a party, when it is not here."""
-        if party not in self._behind:
+    def _mark(self, actor: str, width: int) -> str:
+        """Say where those are drawn who wait for an actor, when it is not here."""
+        if actor not in self._behind:
             return ""
-        if party in self._drawn:
+        if actor in self._drawn:
             return " (see above)"
         if width - GUIDE >= LEAST:
             return ""
-        self._todo.appendleft(party)
+        self._todo.appendleft(actor)
         return " (see below)"
 
 

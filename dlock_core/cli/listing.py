@@ -1,4 +1,4 @@
-"""A picture of locks on a terminal: a table, or below some 60 columns a few short lines for each lock."""
+"""A snapshot of locks on a terminal: a table, or below some 60 columns a few short lines for each lock."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from dlock_core.cli.layout import Column, Row, fitted, has_chains, middle, plain, printed, seconds, tree
-from dlock_core.inspect import Picture
+from dlock_core.cli.layout import Column, TableRow, fitted, has_chains, middle, plain, printed, seconds, tree
+from dlock_core.inspect import Snapshot
 from dlock_core.names import canonical
 
 if TYPE_CHECKING:
@@ -40,39 +40,39 @@ COLUMNS: Final = (
 
 
 class Listing(NamedTuple):
-    """All holders and waiters of a picture, its cycles, and whom could not be asked."""
+    """All holders and waiters of a snapshot, its cycles, and whom could not be asked."""
 
-    picture: Picture
+    snapshot: Snapshot
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType | Segment]:
-        entries, width = self.picture.entries, options.max_width
+        entries, width = self.snapshot.entries, options.max_width
         if entries:
             yield from printed(fitted(COLUMNS, list(_rows(entries)), width) or _cards(entries, width))
-        if has_chains(entries) or self.picture.cycles:
+        if has_chains(entries) or self.snapshot.cycles:
             yield Text("")
             yield tree(entries, width)
-        yield Text(counted(self.picture))
-        yield from troubles(self.picture)
+        yield Text(counted(self.snapshot))
+        yield from troubles(self.snapshot)
 
 
-def counted(picture: Picture) -> str:
+def counted(snapshot: Snapshot) -> str:
     """Count holders and waiters, as far as they are known."""
-    entries, unread = picture.entries, ", as far as could be read" if picture.unreadable else ""
+    entries, unread = snapshot.entries, ", as far as could be read" if snapshot.unreadable else ""
     if unread and not entries:
         return "holders and waiters: unknown"
     numbers = (_number(sum(entry.role == role for entry in entries), role) for role in ("holder", "waiter"))
     return ", ".join(numbers) + unread
 
 
-def troubles(picture: Picture) -> Iterator[RenderableType]:
+def troubles(snapshot: Snapshot) -> Iterator[RenderableType]:
     """Name the deadlocks, and the sources that could not be asked, in red."""
-    for cycle in picture.cycles:
+    for cycle in snapshot.cycles:
         yield Text("deadlock:", "red")
         for step in cycle.steps():
             yield Padding(Text(plain(step), "red"), (0, 0, 0, 2), expand=False)
-    for source, number in picture.left_out.items():
+    for source, number in snapshot.left_out.items():
         yield Text(plain(f"{source}: {number} more locks, for which nobody waits"))
-    for each in picture.unreadable:
+    for each in snapshot.unreadable:
         yield Text(plain(f"{each.source}: {each.reason}"), "red")
 
 
@@ -81,10 +81,10 @@ def grouped(entries: Iterable[Entry]) -> list[list[Entry]]:
     locks: dict[tuple[str, ...], list[Entry]] = defaultdict(list)
     for entry in entries:
         locks[entry.source, entry.kind, entry.name].append(entry)
-    return [sorted(lock, key=lambda entry: (entry.role == "waiter", entry.place or 0)) for lock in locks.values()]
+    return [sorted(lock, key=lambda entry: (entry.role == "waiter", entry.position or 0)) for lock in locks.values()]
 
 
-def _rows(entries: Sequence[Entry]) -> Iterator[Row]:
+def _rows(entries: Sequence[Entry]) -> Iterator[TableRow]:
     sources, kinds = {entry.source for entry in entries}, {entry.kind for entry in entries}
     for lock in grouped(entries):
         for place, entry in enumerate(lock):
@@ -93,12 +93,12 @@ def _rows(entries: Sequence[Entry]) -> Iterator[Row]:
             yield _row(entry, plain(source), kind, is_first=place == 0)
 
 
-def _row(entry: Entry, source: str, kind: str, *, is_first: bool) -> Row:
+def _row(entry: Entry, source: str, kind: str, *, is_first: bool) -> TableRow:
     waits = entry.role == "waiter"
     who = f"{_waits(entry)} {entry.described}" if waits else entry.described
     name, token = plain(entry.name) if is_first else "", "" if entry.token is None else str(entry.token)
     cells = (source, kind, name, plain(entry.mode), plain(who), seconds(entry.seconds), _left(entry), token)
-    return Row(cells, "dim" if waits else "")
+    return TableRow(cells, "dim" if waits else "")
 
 
 def _cards(entries: Sequence[Entry], width: int) -> Iterator[tuple[str, str]]:
@@ -122,7 +122,7 @@ def _card(entry: Entry, width: int) -> Iterator[tuple[str, str]]:
 
 
 def _waits(entry: Entry) -> str:
-    return f"waits ({entry.place}):" if entry.place else "waits:"
+    return f"waits ({entry.position}):" if entry.position else "waits:"
 
 
 def _left(entry: Entry) -> str:
@@ -135,7 +135,7 @@ def _number(number: int, role: str) -> str:
     return f"{number} {role}" + ("" if number == 1 else "s")
 
 
-def spelled(name: str) -> str:
+def parse_name(name: str) -> str:
     """Give a lock's name as stores know it; raises click.UsageError for what can be none."""
     try:
         return canonical(name)
@@ -143,41 +143,41 @@ def spelled(name: str) -> str:
         raise click.UsageError(str(error)) from None
 
 
-def called(name: str) -> set[str]:
-    """Give the names that somebody may mean by this text: a row as it stands, a lock as it is spelled."""
+def possible_names(name: str) -> set[str]:
+    """Give the names that somebody may mean by this text: a row as it stands, a lock as it is parse_name."""
     try:
         return {name, canonical(name)}
     except ValueError:
         return {name}
 
 
-def part(whole: Picture, names: set[str]) -> Picture:
+def part(whole: Snapshot, names: set[str]) -> Snapshot:
     """Keep to some locks, and to the deadlocks that they are part of."""
     cycles = [cycle for cycle in whole.cycles if any(wait.waiter.name in names for wait in cycle.waits)]
-    return Picture([entry for entry in whole.entries if entry.name in names], whole.unreadable, cycles)
+    return Snapshot([entry for entry in whole.entries if entry.name in names], whole.unreadable, cycles)
 
 
 class Details(NamedTuple):
-    """A lock's part of a picture, and all entries, which the tree is made of."""
+    """A lock's part of a snapshot, and all entries, which the tree is made of."""
 
-    picture: Picture
+    snapshot: Snapshot
     everything: Sequence[Entry]
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
-        for lock in grouped(self.picture.entries):
+        for lock in grouped(self.snapshot.entries):
             yield Text(plain(f"{lock[0].kind} {lock[0].name} in {lock[0].source}"), "bold")
             for entry in lock:
                 yield from _entry(entry)
-        parties = _near(self.everything, {entry.party for entry in self.picture.entries})
-        if any(entry.role == "waiter" for entry in self.picture.entries):
+        actors = _near(self.everything, {entry.actor for entry in self.snapshot.entries})
+        if any(entry.role == "waiter" for entry in self.snapshot.entries):
             yield Text("")
-            yield tree([entry for entry in self.everything if entry.party in parties], options.max_width)
-        yield Text(counted(self.picture))
-        yield from troubles(self.picture)
+            yield tree([entry for entry in self.everything if entry.actor in actors], options.max_width)
+        yield Text(counted(self.snapshot))
+        yield from troubles(self.snapshot)
 
 
 def _entry(entry: Entry) -> Iterator[Text]:
-    role = f"waiter {entry.place}" if entry.place else entry.role
+    role = f"waiter {entry.position}" if entry.position else entry.role
     yield Text(f"  {role}: {plain(entry.described)}", "dim" if entry.role == "waiter" else "")
     time = f"{'held' if entry.role == 'holder' else 'waits'} for"
     facts = {"mode": entry.mode, time: seconds(entry.seconds), "token": entry.token}
@@ -188,14 +188,14 @@ def _entry(entry: Entry) -> Iterator[Text]:
             yield Text(f"    {plain(str(key))}: {plain(' '.join(str(value).split()))}")  # a query has many lines
 
 
-def _near(entries: Sequence[Entry], parties: set[str]) -> set[str]:
-    """Add everybody who has to do with the same locks as these parties, and so on."""
+def _near(entries: Sequence[Entry], actors: set[str]) -> set[str]:
+    """Add everybody who has to do with the same locks as these actors, and so on."""
     while True:
-        locks = {(entry.source, entry.kind, entry.name) for entry in entries if entry.party in parties}
-        more = {entry.party for entry in entries if (entry.source, entry.kind, entry.name) in locks}
-        if more <= parties:
-            return parties
-        parties = parties | more
+        locks = {(entry.source, entry.kind, entry.name) for entry in entries if entry.actor in actors}
+        more = {entry.actor for entry in entries if (entry.source, entry.kind, entry.name) in locks}
+        if more <= actors:
+            return actors
+        actors = actors | more
 
 
 _STYLES: Final[dict[Level, str]] = {"ok": "green", "warning": "yellow", "unsafe": "bold red"}

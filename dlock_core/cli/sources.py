@@ -23,13 +23,13 @@ if TYPE_CHECKING:
     from dlock_core.doctor import Finding
     from dlock_core.sql.database import Database
 
-__all__ = ["Failed", "Given", "Opened", "Sources", "WrongUrl", "console_for", "is_interactive"]
+__all__ = ["CliContext", "CommandFailed", "OpenSources", "Sources", "WrongUrl", "console_for", "is_interactive"]
 
 WIDE: Final = 200
 """Cells of a line that goes into a file or a pipe, unless COLUMNS says otherwise."""
 
 
-class Failed(click.ClickException):
+class CommandFailed(click.ClickException):
     """The command could not do what it was asked to, or found what must not be: exit code 1."""
 
     exit_code = 1
@@ -55,7 +55,7 @@ class Sources(Protocol):
         """Tidy the fence table of one database; give its alias and the number of rows that went."""
 
 
-class Opened(NamedTuple):
+class OpenSources(NamedTuple):
     """Stores by alias, and databases, as long as a command uses them."""
 
     stores: list[tuple[str, Backend]]
@@ -63,17 +63,17 @@ class Opened(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Given:
+class CliContext:
     """What click hands to every command."""
 
     sources: Sources
     console: Console
 
     @contextmanager
-    def opened(self, stores: Sequence[str], databases: Sequence[str] | None) -> Iterator[Opened]:
+    def opened(self, stores: Sequence[str], databases: Sequence[str] | None) -> Iterator[OpenSources]:
         """Open stores, and databases unless None; raises click.UsageError when there is nothing to look at."""
         with self.sources.opened(stores) as backends:
-            found = Opened(backends, [] if databases is None else self.sources.databases(databases))
+            found = OpenSources(backends, [] if databases is None else self.sources.databases(databases))
             if not any(found):
                 raise click.UsageError("nothing to look at: name a --store or a --database")
             try:

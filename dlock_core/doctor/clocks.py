@@ -15,12 +15,12 @@ from dlock_core.doctor.finding import Finding, ok, warning
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["SAMPLES", "Sample", "Timing", "apart", "clock", "round_trip", "timing", "wall"]
+__all__ = ["SAMPLE_COUNT", "Sample", "Timing", "clock", "clock_spread", "round_trip", "timing", "wall"]
 
-SAMPLES: Final = 5
-TOLERATED: Final = 1.0
+SAMPLE_COUNT: Final = 5
+MAX_CLOCK_OFFSET_S: Final = 1.0
 """Seconds that clocks may differ; every protocol here counts durations, so less than this changes nothing."""
-SLOW: Final = 0.05
+SLOW_ROUND_TRIP_S: Final = 0.05
 """Seconds of a round trip that a lock pays twice, in the same data centre a hundred times more than usual."""
 
 wall = time.time
@@ -53,7 +53,7 @@ def timing(samples: Sequence[Sample]) -> Timing:
 def round_trip(seconds: float) -> Finding:
     """Judge a round trip."""
     measured = f"{seconds * 1000:.2f} ms"
-    if seconds < SLOW:
+    if seconds < SLOW_ROUND_TRIP_S:
         return ok("round trip", measured)
     reason = "every lock costs two round trips, every transaction under it at least two more"
     return warning("round trip", measured, reason, "put the program and the server into the same network")
@@ -63,21 +63,21 @@ def clock(found: Timing, reason: str) -> Finding:
     """Judge their clock beside ours; `reason` says what depends on it."""
     measured = f"{_amount(abs(found.offset))} {'ahead of' if found.offset >= 0 else 'behind'} us"
     measured += f" (± {_amount(found.precision)})"
-    if abs(found.offset) - found.precision < TOLERATED:
+    if abs(found.offset) - found.precision < MAX_CLOCK_OFFSET_S:
         return ok("clock", measured)
     return warning("clock", measured, reason, "let chrony or ntpd slew both clocks, and never step them")
 
 
-def apart(timings: Sequence[Timing]) -> Finding:
+def clock_spread(timings: Sequence[Timing]) -> Finding:
     """Judge the clocks of several nodes beside each other."""
     offsets = [each.offset for each in timings]
     spread, precision = max(offsets) - min(offsets), 2 * max(each.precision for each in timings)
     measured = f"{_amount(spread)} between the nodes (± {_amount(precision)})"
-    if spread - precision < TOLERATED:
+    if spread - precision < MAX_CLOCK_OFFSET_S:
         return ok("clocks", measured)
     reason = "tokens are drawn from the nodes' clocks: many locks then cost a second round to agree on one"
     return warning("clocks", measured, reason, "let chrony or ntpd slew the clocks of all nodes")
 
 
 def _amount(seconds: float) -> str:
-    return f"{seconds * 1000:.1f} ms" if seconds < TOLERATED else f"{seconds:.1f} s"
+    return f"{seconds * 1000:.1f} ms" if seconds < MAX_CLOCK_OFFSET_S else f"{seconds:.1f} s"

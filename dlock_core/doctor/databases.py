@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Any, Final
 
-from dlock_core.doctor.clocks import SAMPLES, Sample, clock, round_trip, timing, wall
+from dlock_core.doctor.clocks import SAMPLE_COUNT, Sample, clock, round_trip, timing, wall
 from dlock_core.doctor.finding import Finding, ok, unsafe, warning
 from dlock_core.errors import BackendUnavailable
 
@@ -190,7 +190,7 @@ CLOCK: Final = "`dlock purge` and the times in listings compare its clock with o
 def clocks(database: Database, question: str) -> list[Finding]:
     """Measure the round trip and the clock, by a question for the seconds since 1970."""
     database.query(question)  # connects
-    found = timing([_sample(database, question) for _ in range(SAMPLES)])
+    found = timing([_sample(database, question) for _ in range(SAMPLE_COUNT)])
     return [round_trip(found.round_trip), clock(found, CLOCK)]
 
 

@@ -2,7 +2,7 @@
 
 from dlock_core.inspect.entries import Entry, Unreadable
 from dlock_core.inspect.graph import Cycle, Wait, cycles, waits
-from dlock_core.inspect.snapshot import Picture, picture
+from dlock_core.inspect.snapshot import Snapshot, take_snapshot
 from dlock_core.sql.database import Database
 
-__all__ = ["Cycle", "Database", "Entry", "Picture", "Unreadable", "Wait", "cycles", "picture", "waits"]
+__all__ = ["Cycle", "Database", "Entry", "Snapshot", "Unreadable", "Wait", "cycles", "take_snapshot", "waits"]

@@ -17,33 +17,33 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
 
     from dlock_core.inspect.entries import Entry
-    from dlock_core.inspect.sessions import Session
+    from dlock_core.inspect.sessions import DatabaseSession
 
-__all__ = ["linked"]
+__all__ = ["correlate"]
 
 SLACK: Final = 2.0
 """Stores tell times to the second."""
 
 
-def linked(leases: list[Entry], of_databases: list[Entry], sessions: Mapping[str, Session]) -> list[Entry]:
-    """Give all entries, those of a lease and of a database session that belong together with the same `party`."""
+def correlate(leases: list[Entry], of_databases: list[Entry], sessions: Mapping[str, DatabaseSession]) -> list[Entry]:
+    """Give all entries, those of a lease and of a database session that belong together with the same `actor`."""
     if not sessions:
         return leases + of_databases
     same = _Same()
-    for lease, party in _links(leases, sessions):
-        same.join(lease, party)
+    for lease, actor in _links(leases, sessions):
+        same.join(lease, actor)
     if not same:
         return leases + of_databases
     found = [_renamed(entry, same) for entry in leases]
-    described = {entry.party: entry.described for entry in reversed(found)}
+    described = {entry.actor: entry.described for entry in reversed(found)}
     rest = [_renamed(_explained(entry, same, described, sessions), same) for entry in of_databases]
-    told = {(entry.name, entry.role, entry.party) for entry in found}
+    told = {(entry.name, entry.role, entry.actor) for entry in found}
     # A store that keeps its leases as advisory locks has told them already.
-    return found + [entry for entry in rest if entry.kind == "row" or (entry.name, entry.role, entry.party) not in told]
+    return found + [entry for entry in rest if entry.kind == "row" or (entry.name, entry.role, entry.actor) not in told]
 
 
 class _Same:
-    """Which parties are the same; each set goes by the name of a lease's party."""
+    """Which actors are the same; each set goes by the name of a lease's actor."""
 
     def __init__(self) -> None:
         self._names: dict[str, str] = {}
@@ -51,10 +51,10 @@ class _Same:
     def __bool__(self) -> bool:
         return bool(self._names)
 
-    def of(self, party: str) -> str:
-        while party in self._names:
-            party = self._names[party]
-        return party
+    def of(self, actor: str) -> str:
+        while actor in self._names:
+            actor = self._names[actor]
+        return actor
 
     def join(self, lease: str, other: str) -> None:
         name, other = self.of(lease), self.of(other)
@@ -62,26 +62,26 @@ class _Same:
             self._names[other] = name
 
 
-def _links(leases: Iterable[Entry], sessions: Mapping[str, Session]) -> Iterator[tuple[str, str]]:
+def _links(leases: Iterable[Entry], sessions: Mapping[str, DatabaseSession]) -> Iterator[tuple[str, str]]:
     by_mark: dict[str, str] = {}
     by_session: dict[str, list[tuple[Entry, bool]]] = defaultdict(list)
     for lease in leases:
-        by_mark |= {str(lease.owner.get("holder")): lease.party, str(lease.token): lease.party}
+        by_mark |= {str(lease.owner.get("holder")): lease.actor, str(lease.token): lease.actor}
         for key in ("own", "in"):
             names = lease.owner.get(key)
-            for party in names if isinstance(names, list) else ():
-                by_session[str(party)].append((lease, key == "own"))
+            for actor in names if isinstance(names, list) else ():
+                by_session[str(actor)].append((lease, key == "own"))
         by_session[str(lease.owner.get("session"))].append((lease, True))
-    for party, session in sessions.items():
+    for actor, session in sessions.items():
         workers = {by_mark[mark] for mark in session.marks & by_mark.keys()}
         for worker in workers:
-            yield worker, party
-        for lease, is_own in (*by_session.get(party, ()), *by_session.get(party.partition("/")[0], ())):
+            yield worker, actor
+        for lease, is_own in (*by_session.get(actor, ()), *by_session.get(actor.partition("/")[0], ())):
             if is_own or (not workers and _is_still_in(lease, session)):
-                yield lease.party, party
+                yield lease.actor, actor
 
 
-def _is_still_in(lease: Entry, session: Session) -> bool:
+def _is_still_in(lease: Entry, session: DatabaseSession) -> bool:
     """Say whether the transaction in which the lease was asked for is the one that is open now.
 
     Else a pool may have given the session to somebody else.
@@ -91,16 +91,20 @@ def _is_still_in(lease: Entry, session: Session) -> bool:
 
 
 def _renamed(entry: Entry, same: _Same) -> Entry:
-    party, behind = same.of(entry.party), entry.behind and tuple(map(same.of, entry.behind))
-    return entry if (party, behind) == (entry.party, entry.behind) else replace(entry, party=party, behind=behind)
+    actor, behind = same.of(entry.actor), entry.blocked_by and tuple(map(same.of, entry.blocked_by))
+    return (
+        entry if (actor, behind) == (entry.actor, entry.blocked_by) else replace(entry, actor=actor, blocked_by=behind)
+    )
 
 
-def _explained(entry: Entry, same: _Same, described: Mapping[str, str], sessions: Mapping[str, Session]) -> Entry:
+def _explained(
+    entry: Entry, same: _Same, described: Mapping[str, str], sessions: Mapping[str, DatabaseSession]
+) -> Entry:
     """Describe a session as the lease's owner describes itself."""
-    party = same.of(entry.party)
-    if party not in described:
+    actor = same.of(entry.actor)
+    if actor not in described:
         return entry
-    session = sessions[entry.party]
+    session = sessions[entry.actor]
     state = f" {session.owner['state']}" if session.owner.get("state") else ""
-    words = printable(f"{described[party]}, session {session.owner.get('pid', '')}{state}")
+    words = printable(f"{described[actor]}, session {session.owner.get('pid', '')}{state}")
     return replace(entry, described=words)

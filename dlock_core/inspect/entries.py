@@ -30,12 +30,12 @@ class Entry:
     seconds: float | None
     """How long it has held the lock, or waited for it."""
     expires_in: float | None
-    place: int | None
+    position: int | None
     """1 for the first in the queue; None for a holder."""
-    party: str
+    actor: str
     """The same text on every entry of one thread, task or database session: who has to end before others go on."""
-    behind: tuple[str, ...] | None = None
-    """The parties in a waiter's way, where a database tells them; None where `mode` and `place` say it."""
+    blocked_by: tuple[str, ...] | None = None
+    """The actors in a waiter's way, where a database tells them; None where `mode` and `position` say it."""
 
     def as_dict(self) -> dict[str, Any]:
         """Give the entry as JSON takes it; times to the millisecond."""

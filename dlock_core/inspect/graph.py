@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     Graph: TypeAlias = "dict[str, dict[str, Wait]]"
 
-__all__ = ["Cycle", "Wait", "concerning", "cycles", "waits"]
+__all__ = ["Cycle", "Wait", "cycles", "related_to_leases", "waits"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +26,7 @@ class Wait:
     """One who waits, and what stands in its way: a holder, or a waiter before it in the queue."""
 
     waiter: Entry
-    behind: Entry
+    blocker: Entry
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,9 +36,9 @@ class Cycle:
     waits: tuple[Wait, ...]
 
     def steps(self) -> list[str]:
-        """Tell the cycle in printable lines, one for each party."""
+        """Tell the cycle in printable lines, one for each actor."""
         return [
-            f"{_who(before.behind, wait.waiter)} {_has(before.behind)} and waits for {_label(wait.waiter)}"
+            f"{_who(before.blocker, wait.waiter)} {_has(before.blocker)} and waits for {_label(wait.waiter)}"
             for before, wait in self._turns()
         ]
 
@@ -46,9 +46,9 @@ class Cycle:
         """Give the cycle as JSON takes it."""
         steps = [
             {
-                "party": wait.waiter.party,
-                "described": _who(before.behind, wait.waiter),
-                "has": _resource(before.behind),
+                "actor": wait.waiter.actor,
+                "described": _who(before.blocker, wait.waiter),
+                "has": _resource(before.blocker),
                 "waits_for": _resource(wait.waiter),
             }
             for before, wait in self._turns()
@@ -56,7 +56,7 @@ class Cycle:
         return {"steps": steps, "text": self.steps()}
 
     def _turns(self) -> Iterator[tuple[Wait, Wait]]:
-        """The wait that each party stands in the way of, and its own."""
+        """The wait that each actor stands in the way of, and its own."""
         return zip((self.waits[-1], *self.waits[:-1]), self.waits, strict=True)
 
 
@@ -69,30 +69,30 @@ def waits(entries: Iterable[Entry]) -> list[Wait]:
 
 
 def cycles(entries: Iterable[Entry]) -> list[Cycle]:
-    """Find deadlocks: every party that is in one is named in at least one, by a shortest way round."""
+    """Find deadlocks: every actor that is in one is named in at least one, by a shortest way round."""
     graph: Graph = defaultdict(dict)
     for wait in waits(entries):
-        graph[wait.waiter.party].setdefault(wait.behind.party, wait)
+        graph[wait.waiter.actor].setdefault(wait.blocker.actor, wait)
     found: list[Cycle] = []
     named: set[str] = set()
-    for party in sorted(_knotted(graph)):
-        if party not in named and (cycle := _shortest(graph, party)):
+    for actor in sorted(_knotted(graph)):
+        if actor not in named and (cycle := _shortest(graph, actor)):
             found.append(cycle)
-            named.update(wait.waiter.party for wait in cycle.waits)
+            named.update(wait.waiter.actor for wait in cycle.waits)
     return found
 
 
-def concerning(entries: list[Entry]) -> list[Entry]:
-    """Keep the leases, and of the other entries those of their parties and of all for whom these wait."""
-    parties = {entry.party for entry in entries if entry.kind == "lease"}
+def related_to_leases(entries: list[Entry]) -> list[Entry]:
+    """Keep the leases, and of the other entries those of their actors and of all for whom these wait."""
+    actors = {entry.actor for entry in entries if entry.kind == "lease"}
     behind: dict[str, set[str]] = defaultdict(set)
     for wait in waits(entries):
-        behind[wait.waiter.party].add(wait.behind.party)
-    todo = list(parties)
+        behind[wait.waiter.actor].add(wait.blocker.actor)
+    todo = list(actors)
     while todo:
-        todo += (new := behind[todo.pop()] - parties)
-        parties |= new
-    return [entry for entry in entries if entry.kind == "lease" or entry.party in parties]
+        todo += (new := behind[todo.pop()] - actors)
+        actors |= new
+    return [entry for entry in entries if entry.kind == "lease" or entry.actor in actors]
 
 
 def _queues(entries: Iterable[Entry]) -> Iterator[tuple[list[Entry], list[Entry]]]:
@@ -102,15 +102,15 @@ def _queues(entries: Iterable[Entry]) -> Iterator[tuple[list[Entry], list[Entry]
         locks[entry.source, entry.kind, entry.name][entry.role == "waiter"].append(entry)
     for holders, waiters in locks.values():
         if waiters:
-            yield holders, sorted(waiters, key=lambda waiter: waiter.place or 0)
+            yield holders, sorted(waiters, key=lambda waiter: waiter.position or 0)
 
 
 def _waits(holders: list[Entry], waiters: list[Entry]) -> Iterator[Wait]:
-    if any(waiter.behind is not None for waiter in waiters):
+    if any(waiter.blocked_by is not None for waiter in waiters):
         yield from _told(holders, waiters)
         return
-    for place, waiter in enumerate(waiters):
-        for other in (*holders, *_last_before(waiters[:place])):
+    for position, waiter in enumerate(waiters):
+        for other in (*holders, *_last_before(waiters[:position])):
             if _excludes(other, waiter):
                 yield Wait(waiter, other)
 
@@ -119,22 +119,22 @@ def _told(holders: list[Entry], waiters: list[Entry]) -> Iterator[Wait]:
     """As a database tells it, whose locks have more modes than two; also the holders behind whom one is indirectly."""
     ways = _ways(waiters)
     for waiter in waiters:
-        way, covered = ways[waiter.party], set[str]()
-        yield from (Wait(waiter, holder) for holder in holders if holder.party in way)
+        way, covered = ways[waiter.actor], set[str]()
+        yield from (Wait(waiter, holder) for holder in holders if holder.actor in way)
         for other in reversed(waiters):
-            if other is not waiter and other.party in way and other.party not in covered:
+            if other is not waiter and other.actor in way and other.actor not in covered:
                 yield Wait(waiter, other)
-                covered |= ways[other.party]
+                covered |= ways[other.actor]
 
 
 def _ways(waiters: Iterable[Entry]) -> dict[str, set[str]]:
     """Give everybody who has to go on before each waiter can, as far as the queue tells it."""
     ways: dict[str, set[str]] = {}
     for waiter in waiters:
-        way = ways[waiter.party] = set()
-        for party in reversed(waiter.behind or ()):
-            if party not in way:
-                way |= {party} | ways.get(party, set())
+        way = ways[waiter.actor] = set()
+        for actor in reversed(waiter.blocked_by or ()):
+            if actor not in way:
+                way |= {actor} | ways.get(actor, set())
     return ways
 
 
@@ -155,47 +155,47 @@ def _is_shared(entry: Entry) -> bool:
 
 
 def _knotted(graph: Graph) -> set[str]:
-    """Give the parties that may be on a cycle: who waits for nobody is on none, nor is who waits only for such."""
-    waiting_for = {party: set(others) for party, others in graph.items()}
+    """Give the actors that may be on a cycle: who waits for nobody is on none, nor is who waits only for such."""
+    waiting_for = {actor: set(others) for actor, others in graph.items()}
     behind: dict[str, list[str]] = defaultdict(list)
-    for party, others in graph.items():
+    for actor, others in graph.items():
         for other in others:
-            behind[other].append(party)
-    free = [party for party in behind if party not in waiting_for]
+            behind[other].append(actor)
+    free = [actor for actor in behind if actor not in waiting_for]
     while free:
         done = free.pop()
-        for party in behind[done]:
-            waiting_for[party].discard(done)
-            if not waiting_for[party]:
-                del waiting_for[party]
-                free.append(party)
+        for actor in behind[done]:
+            waiting_for[actor].discard(done)
+            if not waiting_for[actor]:
+                del waiting_for[actor]
+                free.append(actor)
     return set(waiting_for)
 
 
-def _shortest(graph: Graph, party: str) -> Cycle | None:
-    """Find a shortest way from a party back to itself."""
+def _shortest(graph: Graph, actor: str) -> Cycle | None:
+    """Find a shortest way from an actor back to itself."""
     reached: dict[str, Wait] = {}
-    todo = deque([party])
+    todo = deque([actor])
     while todo:
         here = todo.popleft()
         for other, wait in graph.get(here, {}).items():
             if other not in reached:
                 reached[other] = wait
                 todo.append(other)
-        if party in reached:
-            return _way_back(reached, party)
+        if actor in reached:
+            return _way_back(reached, actor)
     return None
 
 
-def _way_back(reached: dict[str, Wait], party: str) -> Cycle:
-    way = [reached[party]]
-    while way[-1].waiter.party != party:
-        way.append(reached[way[-1].waiter.party])
+def _way_back(reached: dict[str, Wait], actor: str) -> Cycle:
+    way = [reached[actor]]
+    while way[-1].waiter.actor != actor:
+        way.append(reached[way[-1].waiter.actor])
     return Cycle(tuple(reversed(way)))
 
 
 def _who(*entries: Entry) -> str:
-    """Describe a party; a lease says it without the database session."""
+    """Describe an actor; a lease says it without the database session."""
     return min((entry.described for entry in entries), key=len)
 
 

@@ -11,7 +11,7 @@ from collections import defaultdict
 from typing import TYPE_CHECKING, Any, Final
 
 from dlock_core.backends.advisory.labels import PREFIX, in_comment
-from dlock_core.inspect.sessions import Held, Reading, Session, Wanted, read
+from dlock_core.inspect.sessions import AwaitedLock, DatabaseLocks, DatabaseSession, HeldLock, read
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -64,59 +64,59 @@ _GET_LOCK: Final = re.compile(r"\bGET_LOCK\s*\(\s*(?:_\w+\s*)?'((?:[^'\\]|\\.|''
 _ESCAPED: Final = re.compile(r"\\(.)|'(?=')")
 
 
-def locks(database: Database) -> Reading:
+def locks(database: Database) -> DatabaseLocks:
     """Read who holds and who waits; raises BackendUnavailable, also without the privilege."""
     rows = database.query(_SESSIONS)
     sessions = {f"my:{row[0]}/{row[3]}": _session(row) for row in rows}
-    parties = {row[0]: f"my:{row[0]}/{row[3]}" for row in rows}
-    waits = [*_row_waits(database, parties), *_user_waits(database, rows, parties)]
-    held = [*_user_locks(database, parties), *_row_locks(rows, parties, waits)]
+    actors = {row[0]: f"my:{row[0]}/{row[3]}" for row in rows}
+    waits = [*_row_waits(database, actors), *_user_waits(database, rows, actors)]
+    held = [*_user_locks(database, actors), *_row_locks(rows, actors, waits)]
     return read(database.alias, sessions, waits, held)
 
 
-def _session(row: tuple[Any, ...]) -> Session:
+def _session(row: tuple[Any, ...]) -> DatabaseSession:
     pid, user, host, schema, command, query, *_ = row
     state = {"Sleep": "idle" if row[10] is None else "idle in transaction", "Query": "active"}.get(command, command)
     client = str(host).partition(":")[0]
     owner = {"pid": pid, "user": user, "client": client, "state": state, "query": query}
-    return Session(f"my:{pid}/{schema}", f"session {pid} ({user}@{client})", owner, _seconds(row[10]))
+    return DatabaseSession(f"my:{pid}/{schema}", f"session {pid} ({user}@{client})", owner, _seconds(row[10]))
 
 
 def _seconds(value: Any) -> float | None:
     return None if value is None else max(0.0, float(value))
 
 
-def _row_waits(database: Database, parties: dict[int, str]) -> Iterator[Wanted]:
+def _row_waits(database: Database, actors: dict[int, str]) -> Iterator[AwaitedLock]:
     behind: dict[tuple[Any, ...], list[str]] = defaultdict(list)
     here = str(database.query("SELECT DATABASE()")[0][0])
-    for waiter, blocker, table, index, mode, data, place, waited in database.query(_WAITS[database.vendor]):
-        if waiter in parties:
-            name = _name(str(table).replace("`", "").removeprefix(f"{here}."), index, data, place)
-            behind[parties[waiter], name, mode, _seconds(waited)].append(parties.get(blocker, f"my:{blocker}"))
-    for (party, name, mode, waited), blockers in behind.items():
+    for waiter, blocker, table, index, mode, data, address, waited in database.query(_WAITS[database.vendor]):
+        if waiter in actors:
+            name = _name(str(table).replace("`", "").removeprefix(f"{here}."), index, data, address)
+            behind[actors[waiter], name, mode, _seconds(waited)].append(actors.get(blocker, f"my:{blocker}"))
+    for (actor, name, mode, waited), blockers in behind.items():
         words = "shared" if str(mode).startswith("S") else "exclusive"
-        yield Wanted(party, "row", name, words, waited, tuple(blockers))
+        yield AwaitedLock(actor, "row", name, words, waited, tuple(blockers))
 
 
-def _name(table: str, index: str | None, data: str | None, place: str) -> str:
-    """Name a row by its primary key; by an entry of an index, where that is what is locked; or by its place."""
+def _name(table: str, index: str | None, data: str | None, address: str) -> str:
+    """Name a row by its primary key; by an entry of an index, where that is what is locked; or by its address."""
     if index is None:
         return f"table {table}"
     if data is None:
-        return f"{table} at {place}"
+        return f"{table} at {address}"
     return f"{table} {data.strip(chr(39))}" if index == "PRIMARY" else f"{table} {index} {data}"
 
 
-def _user_waits(database: Database, rows: Iterable[tuple[Any, ...]], parties: dict[int, str]) -> Iterator[Wanted]:
+def _user_waits(database: Database, rows: Iterable[tuple[Any, ...]], actors: dict[int, str]) -> Iterator[AwaitedLock]:
     for row in rows:
         found = _GET_LOCK.search(str(row[5])) if row[6] == "User lock" else None
         if found is not None:
             word = _ESCAPED.sub(r"\1", found[1])
             ((holder,),) = database.query("SELECT IS_USED_LOCK(%s)", (word,))
-            behind = () if holder is None else (parties.get(holder, f"my:{holder}"),)
+            behind = () if holder is None else (actors.get(holder, f"my:{holder}"),)
             told = in_comment(str(row[5]))
             name = told.name if told is not None else _as_told(database, word).removeprefix(PREFIX)
-            yield Wanted(parties[row[0]], "advisory", name, "exclusive", _seconds(row[7]), behind)
+            yield AwaitedLock(actors[row[0]], "advisory", name, "exclusive", _seconds(row[7]), behind)
 
 
 def _as_told(database: Database, word: str) -> str:
@@ -124,18 +124,20 @@ def _as_told(database: Database, word: str) -> str:
     return word.lower() if database.vendor == "mysql" else word
 
 
-def _user_locks(database: Database, parties: dict[int, str]) -> Iterator[Held]:
+def _user_locks(database: Database, actors: dict[int, str]) -> Iterator[HeldLock]:
     if database.query(_KNOWS_USER_LOCKS[database.vendor]):
         for pid, name in database.query(_USER_LOCKS[database.vendor]):
-            if pid in parties:
-                yield Held(parties[pid], "advisory", name.removeprefix(PREFIX), "exclusive")
+            if pid in actors:
+                yield HeldLock(actors[pid], "advisory", name.removeprefix(PREFIX), "exclusive")
 
 
-def _row_locks(rows: Iterable[tuple[Any, ...]], parties: dict[int, str], waits: Iterable[Wanted]) -> Iterator[Held]:
+def _row_locks(
+    rows: Iterable[tuple[Any, ...]], actors: dict[int, str], waits: Iterable[AwaitedLock]
+) -> Iterator[HeldLock]:
     """Give the transactions that have locked rows for which nobody waits."""
-    told = {party for one in waits for party in (one.party, *one.behind)}
+    told = {actor for one in waits for actor in (one.actor, *one.blocked_by)}
     for row in rows:
-        party, number = parties[row[0]], row[9]
-        if number and party not in told:
+        actor, number = actors[row[0]], row[9]
+        if number and actor not in told:
             name = f"{number} row{'s' if number > 1 else ''} of session {row[0]}"
-            yield Held(party, "row", name, "exclusive", _seconds(row[10]))
+            yield HeldLock(actor, "row", name, "exclusive", _seconds(row[10]))

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from dlock_core.backends.advisory.labels import PREFIX, in_comment, in_label, key_of
 from dlock_core.errors import BackendUnavailable
-from dlock_core.inspect.sessions import Held, Reading, Session, Wanted, read
+from dlock_core.inspect.sessions import AwaitedLock, DatabaseLocks, DatabaseSession, HeldLock, read
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 __all__ = ["locks"]
 
-RESOLVED: Final = 50
+MAX_RESOLVED_ROWS: Final = 50
 """So many rows that are waited for are looked up by their place, to tell their keys."""
 
 _LOCKS: Final = """\
@@ -75,7 +75,7 @@ class _Lock(NamedTuple):
     granted: bool
     table: str | None
     relation: int | None
-    place: str | None
+    ctid: str | None
     transaction: str | None
     classid: int | None
     objid: int | None
@@ -93,55 +93,57 @@ class _Names(NamedTuple):
     def of(self, lock: _Lock) -> str:
         if lock.type == "advisory":
             return self.advisory.get(_key(lock), _key(lock))
-        return self.rows.get((lock.table, lock.place)) or f"{lock.table} {lock.place}"
+        return self.rows.get((lock.table, lock.ctid)) or f"{lock.table} {lock.ctid}"
 
 
-def locks(database: Database) -> Reading:
+def locks(database: Database) -> DatabaseLocks:
     """Read who holds and who waits; raises BackendUnavailable. What it may not see is left out."""
     found = [_Lock(*row) for row in database.query(_LOCKS)]
-    sessions, parties = _sessions(database, found)
-    names = _Names(_rows(database, found), _advisory_names(found, parties, sessions))
-    wanted = list(_wanted(found, parties, names))
-    return read(database.alias, sessions, wanted, _held(found, parties, sessions, wanted, names))
+    sessions, actors = _sessions(database, found)
+    names = _Names(_rows(database, found), _advisory_names(found, actors, sessions))
+    wanted = list(_wanted(found, actors, names))
+    return read(database.alias, sessions, wanted, _held(found, actors, sessions, wanted, names))
 
 
-def _sessions(database: Database, found: list[_Lock]) -> tuple[dict[str, Session], dict[object, str]]:
-    """Give the sessions, and the party of each pid and, of prepared transactions, of each number."""
-    sessions, parties = {}, {}
+def _sessions(database: Database, found: list[_Lock]) -> tuple[dict[str, DatabaseSession], dict[object, str]]:
+    """Give the sessions, and the actor of each pid and, of prepared transactions, of each number."""
+    sessions, actors = {}, {}
     for pid, name, user, client, app, state, query, age, idle, here in database.query(_SESSIONS):
-        party = f"pg:{pid}/{name or here}"
+        actor = f"pg:{pid}/{name or here}"
         owner = {"pid": pid, "user": user, "client": client, "application_name": app, "state": state, "query": query}
         title = f"{(app or '').partition(' dlock:')[0] or 'session'} pid {pid} ({user or 'system'}@{client or 'local'})"
-        sessions[party] = Session(party, title, owner, age if age is not None else idle)
-        parties[pid] = party
+        sessions[actor] = DatabaseSession(actor, title, owner, age if age is not None else idle)
+        actors[pid] = actor
     if any(lock.pid is None or 0 in (lock.blockers or ()) for lock in found):
         for number, gid, user, age in database.query(_PREPARED):
-            party = f"pg:prepared {gid}"
-            sessions[party] = Session(party, f"prepared transaction {gid} of {user}", {"gid": gid, "user": user}, age)
-            parties[number] = party
-    return sessions, parties
+            actor = f"pg:prepared {gid}"
+            sessions[actor] = DatabaseSession(
+                actor, f"prepared transaction {gid} of {user}", {"gid": gid, "user": user}, age
+            )
+            actors[number] = actor
+    return sessions, actors
 
 
-def _wanted(found: list[_Lock], parties: Mapping[object, str], names: _Names) -> Iterator[Wanted]:
+def _wanted(found: list[_Lock], actors: Mapping[object, str], names: _Names) -> Iterator[AwaitedLock]:
     tuples = {lock.pid: lock for lock in found if lock.type == "tuple"}
     for lock in found:
-        if lock.granted or lock.pid not in parties:
+        if lock.granted or lock.pid not in actors:
             continue
         row = tuples.get(lock.pid)
-        behind = tuple(_party(pid, lock, parties) for pid in lock.blockers or ())
-        party = parties[lock.pid]
+        behind = tuple(_party(pid, lock, actors) for pid in lock.blockers or ())
+        actor = actors[lock.pid]
         if lock.type == "advisory":
-            yield Wanted(party, "advisory", names.of(lock), _advisory(lock), lock.waited, behind)
+            yield AwaitedLock(actor, "advisory", names.of(lock), _advisory(lock), lock.waited, behind)
         elif row is not None:
-            yield Wanted(party, "row", names.of(row), _WORDS.get(row.mode, row.mode), lock.waited, behind)
+            yield AwaitedLock(actor, "row", names.of(row), _WORDS.get(row.mode, row.mode), lock.waited, behind)
         else:
-            yield Wanted(party, "row", _other(lock, behind), lock.mode, lock.waited, behind)
+            yield AwaitedLock(actor, "row", _other(lock, behind), lock.mode, lock.waited, behind)
 
 
-def _party(pid: int, lock: _Lock, parties: Mapping[object, str]) -> str:
+def _party(pid: int, lock: _Lock, actors: Mapping[object, str]) -> str:
     if pid:
-        return parties.get(pid, f"pg:{pid}")
-    return parties.get(lock.transaction, "pg:a prepared transaction")
+        return actors.get(pid, f"pg:{pid}")
+    return actors.get(lock.transaction, "pg:a prepared transaction")
 
 
 def _other(lock: _Lock, behind: tuple[str, ...]) -> str:
@@ -153,29 +155,29 @@ def _other(lock: _Lock, behind: tuple[str, ...]) -> str:
 
 def _held(
     found: list[_Lock],
-    parties: Mapping[object, str],
-    sessions: Mapping[str, Session],
-    wanted: Iterable[Wanted],
+    actors: Mapping[object, str],
+    sessions: Mapping[str, DatabaseSession],
+    wanted: Iterable[AwaitedLock],
     names: _Names,
-) -> Iterator[Held]:
+) -> Iterator[HeldLock]:
     """Give advisory locks, locks of whole tables that are waited for, and the tables in which rows are locked."""
     contended = {one.name for one in wanted}
-    told = {(party, one.name.partition(" ")[0]) for one in wanted for party in (one.party, *one.behind)}
+    told = {(actor, one.name.partition(" ")[0]) for one in wanted for actor in (one.actor, *one.blocked_by)}
     modes: dict[tuple[str, str], str] = defaultdict(str)
     for lock in found:
-        party = parties.get(lock.pid or lock.virtual.partition("/")[2])
-        if party is None or not lock.granted:
+        actor = actors.get(lock.pid or lock.virtual.partition("/")[2])
+        if actor is None or not lock.granted:
             continue
         if lock.type == "advisory":
-            yield Held(party, "advisory", names.of(lock), _advisory(lock))
+            yield HeldLock(actor, "advisory", names.of(lock), _advisory(lock))
         elif lock.type == "relation" and lock.table is not None:
-            modes[party, lock.table] = max(modes[party, lock.table], lock.mode, key=_strength)
-    for (party, table), mode in modes.items():
-        age = sessions[party].transaction_age
+            modes[actor, lock.table] = max(modes[actor, lock.table], lock.mode, key=_strength)
+    for (actor, table), mode in modes.items():
+        age = sessions[actor].transaction_age
         if f"table {table}" in contended:
-            yield Held(party, "row", f"table {table}", mode, age)
-        elif (party, table) not in told and table != "dlock_fence" and mode in ("RowShareLock", "RowExclusiveLock"):
-            yield Held(party, "row", table, mode, age)
+            yield HeldLock(actor, "row", f"table {table}", mode, age)
+        elif (actor, table) not in told and table != "dlock_fence" and mode in ("RowShareLock", "RowExclusiveLock"):
+            yield HeldLock(actor, "row", table, mode, age)
 
 
 def _strength(mode: str) -> int:
@@ -195,13 +197,13 @@ def _signed(number: int, bits: int) -> int:
 
 
 def _advisory_names(
-    found: list[_Lock], parties: Mapping[object, str], sessions: Mapping[str, Session]
+    found: list[_Lock], actors: Mapping[object, str], sessions: Mapping[str, DatabaseSession]
 ) -> dict[str, str]:
     """Give the names of advisory locks that a session tells, and whose key proves them."""
     names = {}
     for lock in found:
-        if lock.type == "advisory" and lock.objsubid == 1 and lock.pid in parties:
-            owner, key = sessions[parties[lock.pid]].owner, int(_key(lock))
+        if lock.type == "advisory" and lock.objsubid == 1 and lock.pid in actors:
+            owner, key = sessions[actors[lock.pid]].owner, int(_key(lock))
             for told in (in_label(owner["application_name"] or "", PREFIX, key), in_comment(owner["query"] or "")):
                 if told is not None and key_of(told.name) == key:
                     names[str(key)] = told.name
@@ -214,12 +216,12 @@ def _advisory(lock: _Lock) -> str:
 
 def _rows(database: Database, found: list[_Lock]) -> dict[tuple[Any, ...], str]:
     """Tell the primary keys of the rows that are waited for, by their places in their tables."""
-    places = {(lock.table, lock.place): None for lock in found if lock.type == "tuple" and lock.table}
+    places = {(lock.table, lock.ctid): None for lock in found if lock.type == "tuple" and lock.table}
     names, closed = {}, set()
-    for table, place in list(places)[:RESOLVED]:
+    for table, ctid in list(places)[:MAX_RESOLVED_ROWS]:
         try:
             if table not in closed:
-                names[table, place] = f"{table} {_primary_key(database, str(table), place)}"
+                names[table, ctid] = f"{table} {_primary_key(database, str(table), ctid)}"
         except BackendUnavailable:  # we may not read it, or it is locked as a whole
             closed.add(table)
         except LookupError:  # it has no key, or the row is gone
@@ -227,10 +229,10 @@ def _rows(database: Database, found: list[_Lock]) -> dict[tuple[Any, ...], str]:
     return names
 
 
-def _primary_key(database: Database, table: str, place: str | None) -> str:
+def _primary_key(database: Database, table: str, ctid: str | None) -> str:
     ((columns,),) = database.query(_KEY, (table,))
     if not columns:
         raise LookupError(table)
     # The names come quoted from the catalogue.
-    rows = database.query(f"SELECT CAST({columns} AS text) FROM {table} WHERE ctid = CAST(%s AS tid)", (place,))  # noqa: S608
+    rows = database.query(f"SELECT CAST({columns} AS text) FROM {table} WHERE ctid = CAST(%s AS tid)", (ctid,))  # noqa: S608
     return str(rows[0][0])

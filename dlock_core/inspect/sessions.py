@@ -17,12 +17,12 @@ from dlock_core.owner import printable
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-__all__ = ["Held", "Kind", "Reading", "Session", "Wanted", "read"]
+__all__ = ["AwaitedLock", "DatabaseLocks", "DatabaseSession", "HeldLock", "Kind", "read"]
 
 Kind: TypeAlias = Literal["row", "advisory"]
 _Lock: TypeAlias = tuple[Kind, str]
 
-MOST: Final = 500
+MAX_UNCONTENDED_LOCKS: Final = 500
 """Of the locks that nobody waits for, so many are told."""
 
 _MARK: Final = re.compile(r"\bdlock:([0-9a-f]{8}|[0-9]{15,}(?=#))(?!\w)|/\* dlock \S+ ([0-9a-f]{8})")
@@ -30,10 +30,10 @@ _MARK: Final = re.compile(r"\bdlock:([0-9a-f]{8}|[0-9]{15,}(?=#))(?!\w)|/\* dloc
 
 
 @dataclass(frozen=True, slots=True)
-class Session:
+class DatabaseSession:
     """A database session, or a prepared transaction; ages in seconds."""
 
-    party: str
+    actor: str
     """Such as "pg:4711/shop", as it stands in the metadata of a lease, too."""
     title: str
     owner: dict[str, Any]
@@ -51,22 +51,22 @@ class Session:
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
-    """A lock that a session waits for, and the parties that stand in its way."""
+class AwaitedLock:
+    """A lock that a session waits for, and the actors that stand in its way."""
 
-    party: str
+    actor: str
     kind: Kind
     name: str
     mode: str
     seconds: float | None
-    behind: tuple[str, ...]
+    blocked_by: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class HeldLock:
     """A lock that a session holds, whether or not anybody waits for it."""
 
-    party: str
+    actor: str
     kind: Kind
     name: str
     mode: str
@@ -74,71 +74,75 @@ class Held:
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
+class DatabaseLocks:
     """What was found in one database; `left_out` counts the locks that nobody waits for and that are not told."""
 
-    sessions: Mapping[str, Session] = field(default_factory=dict)
+    sessions: Mapping[str, DatabaseSession] = field(default_factory=dict)
     entries: list[Entry] = field(default_factory=list)
     left_out: int = 0
 
 
-def read(source: str, sessions: Mapping[str, Session], wanted: Iterable[Wanted], held: Iterable[Held]) -> Reading:
+def read(
+    source: str, sessions: Mapping[str, DatabaseSession], wanted: Iterable[AwaitedLock], held: Iterable[HeldLock]
+) -> DatabaseLocks:
     """Make entries: each lock that is waited for with its holders and its queue, then what else is held."""
-    queues: dict[_Lock, list[Wanted]] = defaultdict(list)
+    queues: dict[_Lock, list[AwaitedLock]] = defaultdict(list)
     for one in wanted:
         queues[one.kind, one.name].append(one)
-    known = {(one.kind, one.name, one.party): one for one in held}
+    known = {(one.kind, one.name, one.actor): one for one in held}
     contended = [entry for lock, queue in queues.items() for entry in _contended(source, sessions, known, lock, queue)]
     rest = [one for one in known.values() if (one.kind, one.name) not in queues]
-    free = [_holder(source, sessions, one) for one in rest[:MOST]]
-    return Reading(sessions, contended + free, len(rest) - len(free))
+    free = [_holder(source, sessions, one) for one in rest[:MAX_UNCONTENDED_LOCKS]]
+    return DatabaseLocks(sessions, contended + free, len(rest) - len(free))
 
 
 def _contended(
     source: str,
-    sessions: Mapping[str, Session],
-    known: Mapping[tuple[Kind, str, str], Held],
+    sessions: Mapping[str, DatabaseSession],
+    known: Mapping[tuple[Kind, str, str], HeldLock],
     lock: _Lock,
-    queue: list[Wanted],
+    queue: list[AwaitedLock],
 ) -> Iterator[Entry]:
-    waiting = {one.party for one in queue}
-    holders = {party: None for one in queue for party in one.behind if party not in waiting}
-    holders |= {party: None for kind, name, party in known if (kind, name) == lock}
-    for party in holders:
-        age = sessions[party].transaction_age if party in sessions else None
-        yield _holder(source, sessions, known.get((*lock, party)) or Held(party, *lock, "exclusive", age))
-    for place, one in enumerate(sorted(queue, key=lambda one: _turn(one, waiting)), 1):
-        yield _entry(source, sessions, one, "waiter", place)
+    waiting = {one.actor for one in queue}
+    holders = {actor: None for one in queue for actor in one.blocked_by if actor not in waiting}
+    holders |= {actor: None for kind, name, actor in known if (kind, name) == lock}
+    for actor in holders:
+        age = sessions[actor].transaction_age if actor in sessions else None
+        yield _holder(source, sessions, known.get((*lock, actor)) or HeldLock(actor, *lock, "exclusive", age))
+    for position, one in enumerate(sorted(queue, key=lambda one: _turn(one, waiting)), 1):
+        yield _entry(source, sessions, one, "waiter", position)
 
 
-def _turn(one: Wanted, waiting: set[str]) -> tuple[int, float]:
+def _turn(one: AwaitedLock, waiting: set[str]) -> tuple[int, float]:
     """Order a queue: who is behind more of the others comes later; then who has waited longer comes first."""
-    return len(waiting.intersection(one.behind)), -(one.seconds or 0.0)
+    return len(waiting.intersection(one.blocked_by)), -(one.seconds or 0.0)
 
 
-def _holder(source: str, sessions: Mapping[str, Session], held: Held) -> Entry:
+def _holder(source: str, sessions: Mapping[str, DatabaseSession], held: HeldLock) -> Entry:
     return _entry(source, sessions, held, "holder", None)
 
 
 def _entry(
     source: str,
-    sessions: Mapping[str, Session],
-    one: Held | Wanted,
+    sessions: Mapping[str, DatabaseSession],
+    one: HeldLock | AwaitedLock,
     role: Literal["holder", "waiter"],
-    place: int | None,
+    position: int | None,
 ) -> Entry:
-    session = sessions.get(one.party) or Session(one.party, f"session {one.party}", {})  # it has ended meanwhile
+    session = sessions.get(one.actor) or DatabaseSession(
+        one.actor, f"session {one.actor}", {}
+    )  # it has ended meanwhile
     seconds = None if one.seconds is None else max(0.0, one.seconds)
     return Entry(
-        one.kind, source, one.name, role, one.mode, session.owner, session.described(), None, seconds, None, place,
-        one.party, one.behind if isinstance(one, Wanted) else None,
+        one.kind, source, one.name, role, one.mode, session.owner, session.described(), None, seconds, None, position,
+        one.actor, one.blocked_by if isinstance(one, AwaitedLock) else None,
     )  # fmt: skip
 
 
 T = TypeVar("T")
 
-CONNECT_WITHIN: Final = 4
-LIMIT: Final = 5.0
+CONNECT_TIMEOUT_S: Final = 4
+QUERY_TIMEOUT_S: Final = 5.0
 
 _BEGIN: Final = {
     "postgresql": (
@@ -151,7 +155,7 @@ _BEGIN: Final = {
 }
 
 
-class ReadingConnection(Protocol):
+class ReaderConnection(Protocol):
     """A connection in autocommit, of any driver; methods are called from one thread after the other."""
 
     def execute(self, sql: str, params: tuple[Any, ...]) -> list[tuple[Any, ...]]:
@@ -161,15 +165,15 @@ class ReadingConnection(Protocol):
         """Close it, with what it has open."""
 
 
-class Reader:
+class DatabaseReader:
     """A `Database` that connects when it is first asked; after `close()`, or an error, it connects anew."""
 
     def __init__(
-        self, alias: str, vendor: str, connect: Callable[[], ReadingConnection], *, fence_remedy: str = ""
+        self, alias: str, vendor: str, connect: Callable[[], ReaderConnection], *, fence_remedy: str = ""
     ) -> None:
         self.alias, self._vendor, self._connect, self.fence_remedy = alias, vendor, connect, fence_remedy
         self._is_sure = vendor != "mysql"
-        self._session: ReadingConnection | None = None
+        self._session: ReaderConnection | None = None
         self._turn: object = None
 
     @property
@@ -184,7 +188,7 @@ class Reader:
         """Read rows; raises BackendUnavailable after an error, and when there is no answer within some seconds."""
         self._turn = turn = object()
         try:
-            return _within(LIMIT, partial(self._query, turn, sql, tuple(params)))
+            return _within(QUERY_TIMEOUT_S, partial(self._query, turn, sql, tuple(params)))
         except TimeoutError as error:
             self._turn = self._session = None
             raise BackendUnavailable("", reason=str(error)) from error
@@ -192,7 +196,7 @@ class Reader:
             self.close()
             raise BackendUnavailable("", reason=_reason(error)) from error
 
-    def session(self) -> ReadingConnection:
+    def session(self) -> ReaderConnection:
         """Connect for another purpose than reading; the caller closes it. Raises what the driver raises."""
         return self._connect()
 
@@ -201,7 +205,7 @@ class Reader:
         session, self._session = self._session, None
         if session is not None:
             with suppress(Exception):
-                _within(LIMIT, session.close)
+                _within(QUERY_TIMEOUT_S, session.close)
 
     def _query(self, turn: object, sql: str, params: tuple[Any, ...]) -> list[tuple[Any, ...]]:
         session = self._session or self._opened()
@@ -213,7 +217,7 @@ class Reader:
             if turn is not self._turn:  # nobody waits for us any more
                 session.close()
 
-    def _opened(self) -> ReadingConnection:
+    def _opened(self) -> ReaderConnection:
         session = self._connect()
         for statement in _BEGIN.get(self._vendor, ()):
             session.execute(statement, ())

@@ -1,4 +1,4 @@
-"""One picture of all stores and databases: the holders, the waiters, and cycles of waiting."""
+"""One snapshot of all stores and databases: the holders, the waiters, and cycles of waiting."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 
 from dlock_core.errors import BackendUnavailable, DLockError
 from dlock_core.inspect import mysql, postgresql
-from dlock_core.inspect.correlate import linked
+from dlock_core.inspect.correlate import correlate
 from dlock_core.inspect.entries import Entry, Unreadable
-from dlock_core.inspect.graph import concerning, cycles
-from dlock_core.inspect.sessions import Reading
+from dlock_core.inspect.graph import cycles, related_to_leases
+from dlock_core.inspect.sessions import DatabaseLocks
 from dlock_core.owner import describe, parsed, printable
 from dlock_core.runtime import BLOCKING, run
 
@@ -22,28 +22,28 @@ if TYPE_CHECKING:
 
     from dlock_core.backend import Backend, Holder, LockState, Waiter
     from dlock_core.inspect.graph import Cycle
-    from dlock_core.inspect.sessions import Session
+    from dlock_core.inspect.sessions import DatabaseSession
     from dlock_core.sql.database import Database
 
-__all__ = ["Picture", "picture"]
+__all__ = ["Snapshot", "take_snapshot"]
 
 
 logger = logging.getLogger("dlock")
 
-_LOCKS: Final[dict[str, Callable[[Database], Reading]]] = {
+_LOCKS: Final[dict[str, Callable[[Database], DatabaseLocks]]] = {
     "postgresql": postgresql.locks,
     "mariadb": mysql.locks,
     "mysql": mysql.locks,
 }
 
 
-def _nothing(_database: Database) -> Reading:
+def _nothing(_database: Database) -> DatabaseLocks:
     """SQLite, for one: its locks are those of the file system, and tell no owner."""
-    return Reading()
+    return DatabaseLocks()
 
 
 @dataclass(slots=True)
-class Picture:
+class Snapshot:
     """What was found, source by source at nearly the same moment: for people, never a basis for decisions."""
 
     entries: list[Entry] = field(default_factory=list)
@@ -53,7 +53,7 @@ class Picture:
     """How many locks of a database, all of them such as nobody waits for, were too many to be told."""
 
     def as_dict(self) -> dict[str, Any]:
-        """Give the picture as JSON takes it, in schema 1: docs/reference/picture.md."""
+        """Give the snapshot as JSON takes it, in schema 1: docs/reference/snapshot.md."""
         return {
             "schema": 1,
             "entries": [entry.as_dict() for entry in self.entries],
@@ -75,19 +75,19 @@ class Picture:
             self.unreadable.append(Unreadable(source, f"reading it failed: {type(error).__name__}"))
 
 
-def picture(
+def take_snapshot(
     stores: Iterable[tuple[str, Backend]], databases: Iterable[Database] = (), name: str | None = None
-) -> Picture:
+) -> Snapshot:
     """Ask the stores (alias, backend) and the databases; `name` keeps to one lock and to those whom it concerns.
 
     Raises nothing for a store or database that cannot be asked: it is told in `unreadable`.
     """
-    found = Picture()
+    found = Snapshot()
     for alias, backend in stores:
         with found.reading(alias):
             found.entries += leases(alias, backend, name)
     locks: list[Entry] = []
-    sessions: dict[str, Session] = {}
+    sessions: dict[str, DatabaseSession] = {}
     for database in databases:
         with found.reading(database.alias), closing(database):
             reading = _LOCKS.get(database.vendor, _nothing)(database)
@@ -95,16 +95,16 @@ def picture(
             sessions |= reading.sessions
             if reading.left_out:
                 found.left_out[database.alias] = reading.left_out
-    found.entries = linked(found.entries, locks, sessions)
+    found.entries = correlate(found.entries, locks, sessions)
     if name is not None:
-        found.entries = concerning(found.entries)
+        found.entries = related_to_leases(found.entries)
     found.cycles = cycles(found.entries)
     return found
 
 
 if TYPE_CHECKING:
     Facts: TypeAlias = tuple[int | None, float | None, float | None, int | None]
-    """token, seconds, expires_in, place"""
+    """token, seconds, expires_in, position"""
 
 
 def leases(source: str, backend: Backend, name: str | None = None) -> list[Entry]:
@@ -117,22 +117,22 @@ def _entries(source: str, state: LockState) -> Iterator[Entry]:
     for holder in state.holders:
         token = holder.token or None  # another library's lock has none
         yield _entry(source, state.name, holder, "holder", (token, holder.held_for, holder.expires_in, None))
-    for place, waiter in enumerate(state.waiters, 1):
-        yield _entry(source, state.name, waiter, "waiter", (None, waiter.waited_for, None, place))
+    for position, waiter in enumerate(state.waiters, 1):
+        yield _entry(source, state.name, waiter, "waiter", (None, waiter.waited_for, None, position))
 
 
 def _entry(source: str, name: str, who: Holder | Waiter, role: Literal["holder", "waiter"], rest: Facts) -> Entry:
-    data, described, party = _owner(who.owner)
+    data, described, actor = _owner(who.owner)
     owner, mode = {**data, "holder": who.holder[:8]}, "shared" if who.shared else "exclusive"
-    party = party or f"{source}/{name}/{who.holder[:8]}"  # another program's: known from nowhere else
-    return Entry("lease", source, name, role, mode, owner, described, *rest, party)
+    actor = actor or f"{source}/{name}/{who.holder[:8]}"  # another program's: known from nowhere else
+    return Entry("lease", source, name, role, mode, owner, described, *rest, actor)
 
 
 @lru_cache(maxsize=1024)
 def _owner(text: str) -> tuple[dict[str, Any], str, str | None]:
-    """Read an owner's text, which many leases of a thread share: data, words, party."""
+    """Read an owner's text, which many leases of a thread share: data, words, actor."""
     data = parsed(text)
     if data is None:
         return {"text": describe(text)}, describe(text), None
-    party = f"{data.get('host')}/{data['pid']}/{data.get('id', data.get('thread'))}" if "pid" in data else None
-    return data, describe(text), party
+    actor = f"{data.get('host')}/{data['pid']}/{data.get('id', data.get('thread'))}" if "pid" in data else None
+    return data, describe(text), actor

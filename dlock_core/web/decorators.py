@@ -16,7 +16,16 @@ if TYPE_CHECKING:
 
     from dlock_core.names import Kind
 
-__all__ = ["Argument", "NameOfCalls", "arg", "finder", "placeholders", "refuse_bare", "refuse_coroutine", "refuse_late"]
+__all__ = [
+    "Argument",
+    "NameTemplate",
+    "arg",
+    "finder",
+    "placeholders",
+    "refuse_bare",
+    "refuse_coroutine",
+    "refuse_late",
+]
 
 Find = Callable[[str, tuple[Any, ...], dict[str, Any]], Any]
 """Find an argument by name in a call."""
@@ -81,7 +90,7 @@ def refuse_bare(kind: Any, *, is_model: bool) -> None:
         raise TypeError(f'@locked has to be told first what is locked: @locked("order", "order_id") above {name}')
 
 
-class NameOfCalls:
+class NameTemplate:
     """The parts of a lock's name, some of which each call of a function gives.
 
     An `Argument` is looked up in the call, a function is called with the arguments of the call, and anything else is

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Answer", "answer", "prefers_html", "respond"]
 
-LONGEST_RETRY: Final = 86400.0
+MAX_RETRY_AFTER_S: Final = 86400.0
 
 logger = logging.getLogger("dlock")
 
@@ -171,7 +171,7 @@ def _retry_after(error: DLockError) -> dict[str, str]:
     seconds = getattr(error, "retry_after", None)
     if seconds is None:
         return {}
-    return {"Retry-After": str(math.ceil(min(LONGEST_RETRY, max(1.0, seconds))))}
+    return {"Retry-After": str(math.ceil(min(MAX_RETRY_AFTER_S, max(1.0, seconds))))}
 
 
 def _json(problem: _Problem, name: str) -> bytes:

@@ -19,17 +19,17 @@ from dlock_core.observability import hooks
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["NEITHER", "READING", "Tag", "as_precondition", "entity_tag", "evaluate", "parse"]
+__all__ = ["READ_METHODS", "UNCONDITIONAL_METHODS", "Tag", "as_precondition", "entity_tag", "evaluate", "parse"]
 
-READING: Final = ("GET", "HEAD")
-NEITHER: Final = ("CONNECT", "OPTIONS", "TRACE")
+READ_METHODS: Final = ("GET", "HEAD")
+UNCONDITIONAL_METHODS: Final = ("CONNECT", "OPTIONS", "TRACE")
 """Methods that neither read nor change the object: their preconditions are to be ignored (RFC 9110, 13.2.1)."""
 _ELEMENT: Final = re.compile(r'[ \t]*(?:(W/)?"([\x21\x23-\x7e\x80-\xff]*)"[ \t]*)?(?:,|\Z)')
 _SEEN: Final = "_dlock_if_match"
 """Stands on an instance whose version is the one in If-Match."""
 
 
-class Request(Protocol):
+class HttpRequest(Protocol):
     """A request of Django, Django REST framework, Starlette or Flask."""
 
     @property
@@ -60,7 +60,7 @@ def entity_tag(kind: str, key: object, version: object, variant: str = "") -> st
     return f'"{opaque}.{quote(variant, safe="")}"' if variant else f'"{opaque}"'
 
 
-def evaluate(request: Request, instance: Any, tag: str, *, name: str, required: bool, accept_weak: bool) -> bool:
+def evaluate(request: HttpRequest, instance: Any, tag: str, *, name: str, required: bool, accept_weak: bool) -> bool:
     """Judge a request for an object that exists and has this tag: True to answer 304, False to go on.
 
     In the order of RFC 9110, 13.2.2. Raises PreconditionFailed (412), PreconditionRequired (428: no If-Match where
@@ -68,7 +68,7 @@ def evaluate(request: Request, instance: Any, tag: str, *, name: str, required: 
     be read would be to overwrite). `accept_weak` lets If-Match be met by a weak tag, which is all that is left of ours
     behind what compresses. A later StaleObject of `instance` says 412, too.
     """
-    if request.method in NEITHER:
+    if request.method in UNCONDITIONAL_METHODS:
         return False
     own = Tag(tag.strip('"'))
     given = _header(request, "If-Match")
@@ -76,7 +76,7 @@ def evaluate(request: Request, instance: Any, tag: str, *, name: str, required: 
         _require_match(given, own, name=name, accept_weak=accept_weak)
         if given.strip() != "*" and instance is not None:
             setattr(instance, _SEEN, given)
-    elif required and request.method not in READING:
+    elif required and request.method not in READ_METHODS:
         raise PreconditionRequired(name)
     return _is_known(request, own, name=name)
 
@@ -113,8 +113,8 @@ def _require_match(given: str, own: Tag, *, name: str, accept_weak: bool) -> Non
         raise hooks.refused(PreconditionFailed(name, header="If-Match", given=given))
 
 
-def _is_known(request: Request, own: Tag, *, name: str) -> bool:
-    given, reads = _header(request, "If-None-Match"), request.method in READING
+def _is_known(request: HttpRequest, own: Tag, *, name: str) -> bool:
+    given, reads = _header(request, "If-None-Match"), request.method in READ_METHODS
     if given is None:
         return False
     try:
@@ -134,7 +134,7 @@ def _version(tag: Tag) -> str:
     return tag.opaque.partition(".")[0]
 
 
-def _header(request: Request, name: str) -> str | None:
+def _header(request: HttpRequest, name: str) -> str | None:
     """Join the lines of a header; Django and WSGI servers have done so, Starlette gives the first one only."""
     headers = request.headers
     if not hasattr(headers, "getlist"):

@@ -10,8 +10,8 @@ from typing import Any
 import click
 
 from dlock_core.cli.app import app
-from dlock_core.cli.console import Urls
-from dlock_core.cli.sources import Given, console_for
+from dlock_core.cli.console import UrlSources
+from dlock_core.cli.sources import CliContext, console_for
 
 SCRIPT = [sys.executable, "-c", "from dlock_core.cli import main; main()"]
 
@@ -27,7 +27,7 @@ def dlock(*args: str, sources: Any = None) -> Ran:
     """The command in this process; COLUMNS is 80 unless the test sets it."""
     out, code, err = io.StringIO(), 0, ""
     os.environ.setdefault("COLUMNS", "80")
-    given = Given(sources or Urls(), console_for(out))
+    given = CliContext(sources or UrlSources(), console_for(out))
     try:
         app.main(list(args), "dlock", standalone_mode=False, obj=given)
     except click.ClickException as error:

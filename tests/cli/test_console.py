@@ -107,7 +107,7 @@ def test_watch_without_a_terminal_prints_one_snapshot_after_the_other(backend, s
         process.send_signal(signal.SIGINT)
         process.communicate(timeout=WITHIN)
     assert process.returncode == 0
-    assert [[entry["name"] for entry in picture["entries"]] for picture in seen] == [["order:42"]] * 3
+    assert [[entry["name"] for entry in snapshot["entries"]] for snapshot in seen] == [["order:42"]] * 3
 
 
 def test_snapshots_of_tables_have_the_time_above_them(monkeypatch):

@@ -18,11 +18,11 @@ from dlock_core import connect
 from dlock_core.backends.memory import MemoryBackend
 from dlock_core.cli.listing import Report
 from dlock_core.doctor import Finding, examine
-from dlock_core.doctor.clocks import Sample, Timing, apart, clock, round_trip, timing
+from dlock_core.doctor.clocks import Sample, Timing, clock, clock_spread, round_trip, timing
 from sqla_dlock.inspect import database as sqla_database
 from tests import servers
-from tests.cli.pictures import drawn
 from tests.cli.running import dlock
+from tests.cli.snapshots import drawn
 from tests.etcd_servers import cluster
 from tests.redlock_nodes import masters, url_of
 from tests.servers import Server
@@ -151,8 +151,8 @@ def test_clock_of_the_server_is_measured(redis_server, monkeypatch):
 
 def test_clocks_of_nodes_are_compared_with_each_other():
     near = [Timing(0.001, offset, 0.01) for offset in (500.0, 500.1, 500.2)]
-    assert apart(near).level == "ok"
-    assert apart([*near, Timing(0.001, 503.0, 0.01)]).level == "warning"
+    assert clock_spread(near).level == "ok"
+    assert clock_spread([*near, Timing(0.001, 503.0, 0.01)]).level == "warning"
 
 
 def test_long_round_trip_is_a_warning():

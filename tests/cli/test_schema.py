@@ -49,7 +49,7 @@ def told(server, *args: str) -> Any:
 
 @pytest.mark.parametrize("verb", [["list"], ["show", "order:1"]])
 def test_picture_is_as_documented(contended, verb):
-    (example,) = documented("picture.md")
+    (example,) = documented("snapshot.md")
     actual = json.loads(
         dlock(*verb, "--store", contended.url, "--store", "down=redis://localhost:1", "--format", "json").out
     )

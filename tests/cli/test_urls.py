@@ -3,7 +3,7 @@
 import pytest
 
 from dlock_core.backends.redis.backend import RedisBackend
-from dlock_core.cli.console import Urls
+from dlock_core.cli.console import UrlSources
 from tests.cli.running import dlock
 
 SECRET = "s3cr3t%2Fxyzzy"
@@ -11,7 +11,7 @@ PIECES = ("s3cr3t", "xyzzy")
 
 
 def aliases(*urls: str) -> list[str]:
-    with Urls().opened(urls) as stores:
+    with UrlSources().opened(urls) as stores:
         return [alias for alias, _ in stores]
 
 
@@ -28,7 +28,7 @@ def test_environment_names_the_store_where_the_command_does_not(monkeypatch):
 def test_stores_are_closed_in_the_end(monkeypatch):
     closed = []
     monkeypatch.setattr(RedisBackend, "close", lambda self: closed.append(self))  # noqa: PLW0108 - a method
-    with Urls().opened(["redis://localhost:1"]) as ((_, store),):
+    with UrlSources().opened(["redis://localhost:1"]) as ((_, store),):
         assert closed == []
     assert closed == [store]
 

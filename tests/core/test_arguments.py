@@ -13,7 +13,7 @@ from dlock_core.errors import NoSuchKey
 from dlock_core.names import Kind, join
 from dlock_core.web.decorators import (
     Argument,
-    NameOfCalls,
+    NameTemplate,
     arg,
     finder,
     placeholders,
@@ -46,7 +46,7 @@ def name_of(function, *parts, from_url=(), model=None):
     def kind_of(part):
         return None if part is not model else Kind("model", (int,), lambda value: None)
 
-    name = NameOfCalls(function, (parts[0], *placeholders(parts[1:])), kind_of, lambda args, kwargs: from_url)
+    name = NameTemplate(function, (parts[0], *placeholders(parts[1:])), kind_of, lambda args, kwargs: from_url)
     return lambda *args, **kwargs: name(join, args, kwargs)
 
 

@@ -17,7 +17,7 @@ from django_dlock.admin import locks
 from django_dlock.admin.locks import plain
 from dlock_core import Lock
 from dlock_core.errors import LeaseLost
-from dlock_core.inspect import Entry, Picture, cycles
+from dlock_core.inspect import Entry, Snapshot, cycles
 from tests.django_dlock.pages import form
 
 LOCKS = "/admin/django_dlock/lock/"
@@ -184,8 +184,8 @@ def test_deadlock_is_on_top_and_what_nobody_wants_below(both, monkeypatch):
         entry("row", "shop_order 42", "holder", "b"),
         entry("row", "shop_order 42", "waiter", "a", 1),
     ]
-    found = Picture(entries, [], cycles(entries), {"postgresql": 7})
-    monkeypatch.setattr(locks, "picture", lambda *_: found)
+    found = Snapshot(entries, [], cycles(entries), {"postgresql": 7})
+    monkeypatch.setattr(locks, "take_snapshot", lambda *_: found)
     response = both.get(LOCKS)
     shown = text(response)
     places = [shown.index(each) for each in ("Deadlock: ", "order:42 lease", "shop_order 42 row", "wanted", "idle")]

@@ -72,8 +72,8 @@ def test_list_shows_holders_and_waiters_of_every_store_in_order(stores):
         "holder", "order:42", "exclusive", lease.token,
     )  # fmt: skip
     assert 0 < holder["expires_in"] <= 20
-    assert (first["owner"]["thread"], first["place"]) == ("waiter-0", 1)
-    assert (second["owner"]["thread"], second["place"]) == ("waiter-1", 2)
+    assert (first["owner"]["thread"], first["position"]) == ("waiter-0", 1)
+    assert (second["owner"]["thread"], second["position"]) == ("waiter-1", 2)
     assert (note["name"], note["mode"], note["source"]) == ("note:%C3%A4", "shared", "memory")
     assert "order:42" in table
     assert "2 holders, 2 waiters" in table

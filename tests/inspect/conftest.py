@@ -8,7 +8,7 @@ import redis
 
 from django_dlock.inspect import databases
 from dlock_core import connect
-from dlock_core.inspect import Picture, picture
+from dlock_core.inspect import Snapshot, take_snapshot
 from tests.servers import Server
 
 WITHIN = 60.0
@@ -23,14 +23,14 @@ def store_url(redis_server: Server) -> str:
 
 
 @pytest.fixture
-def look(store_url: str, database: str) -> Callable[..., Picture]:
-    """Look until the picture is as expected: `look(lambda picture: picture.cycles)`."""
+def look(store_url: str, database: str) -> Callable[..., Snapshot]:
+    """Look until the snapshot is as expected: `look(lambda snapshot: snapshot.cycles)`."""
 
-    def look(is_expected: Callable[[Picture], object], name: str | None = None) -> Picture:
+    def look(is_expected: Callable[[Snapshot], object], name: str | None = None) -> Snapshot:
         backend = connect(store_url)
         give_up = time.monotonic() + WITHIN
         try:
-            while not is_expected(found := picture([("default", backend)], databases([database]), name)):
+            while not is_expected(found := take_snapshot([("default", backend)], databases([database]), name)):
                 assert time.monotonic() < give_up, "\n".join(map(str, found.entries))
                 time.sleep(0.2)  # asked every 0.1 s or more often, MariaDB goes on showing what it showed
         finally:

@@ -9,7 +9,7 @@ from sqlalchemy import create_engine, text
 from sqlalchemy.orm import Session
 
 from dlock_core import Lock
-from dlock_core.inspect import picture
+from dlock_core.inspect import take_snapshot
 from sqla_dlock import lock
 from sqla_dlock.backends.advisory import from_engine
 from sqla_dlock.inspect import database as sqla_database
@@ -31,7 +31,7 @@ def look(stores, engine, kind):
     give_up = time.monotonic() + WITHIN
     with closing(sqla_database(engine, alias="db")) as one:
         while True:
-            found = picture(stores, [one])
+            found = take_snapshot(stores, [one])
             if any((entry.role, entry.kind) == ("waiter", kind) for entry in found.entries):
                 assert not found.unreadable
                 return found.entries
@@ -79,4 +79,4 @@ def test_lock_of_a_transaction_belongs_to_the_session_that_waits_for_a_row(engin
     (lease,) = (entry for entry in entries if entry.kind == "lease")
     (waiter,) = (entry for entry in entries if entry.role == "waiter")
     assert (lease.name, waiter.name) == ("order:42", "testapp_stock 7")
-    assert lease.party == waiter.party
+    assert lease.actor == waiter.actor

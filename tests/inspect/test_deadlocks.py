@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 
-from dlock_core.inspect import Picture
+from dlock_core.inspect import Snapshot
 from tests.inspect.parties import lease_then_row, row_then_lease
 from tests.processes import worker
 from tests.testapp.models import Stock
@@ -22,7 +22,7 @@ CASES = [
     ("world", "database", "driver"), CASES, indirect=["database"], ids=[f"{a}-{c}" for a, _, c in CASES]
 )
 def test_deadlock_across_a_lease_and_a_row_is_named(
-    world: str, database: str, driver: str, store_url: str, look: Callable[..., Picture]
+    world: str, database: str, driver: str, store_url: str, look: Callable[..., Snapshot]
 ) -> None:
     Stock.objects.using(database).create(pk=7)
     with (
@@ -33,10 +33,10 @@ def test_deadlock_across_a_lease_and_a_row_is_named(
             assert one.hear() == "holds"
         for one in (shipping, counting):
             one.say("go on")
-        found = look(lambda picture: picture.cycles or shipping.pipe.poll() or counting.pipe.poll())
+        found = look(lambda snapshot: snapshot.cycles or shipping.pipe.poll() or counting.pipe.poll())
         if not found.cycles:
             (shipping if shipping.pipe.poll() else counting).result()
-        assert look(lambda picture: picture.cycles, "order:1").cycles, "also when only this lock is asked for"
+        assert look(lambda snapshot: snapshot.cycles, "order:1").cycles, "also when only this lock is asked for"
     (cycle,) = found.cycles
     first, second = sorted(cycle.steps(), key=lambda step: "/orders/1/ship" not in step)
     row = next(entry.name for entry in found.entries if entry.kind == "row" and entry.role == "waiter")

@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dlock_core.inspect import Entry, cycles, waits
-from dlock_core.inspect.correlate import linked
-from dlock_core.inspect.graph import concerning
-from dlock_core.inspect.sessions import Session
+from dlock_core.inspect.correlate import correlate
+from dlock_core.inspect.graph import related_to_leases
+from dlock_core.inspect.sessions import DatabaseSession
 from tests.inspect.people import holds
 from tests.inspect.people import waits as waiting
 
@@ -34,11 +34,11 @@ def pictures(draw: st.DrawFn) -> list[Entry]:
 def in_the_way(entries: list[Entry]) -> set[tuple[str, str]]:
     """Who waits for whom, by the words: for every holder, and every waiter ahead, that cannot be in together with it."""
     return {
-        (one.party, other.party)
+        (one.actor, other.actor)
         for one, other in itertools.product(entries, entries)
         if one.role == "waiter"
         and (one.source, one.kind, one.name) == (other.source, other.kind, other.name)
-        and (other.role == "holder" or other.place < one.place)
+        and (other.role == "holder" or other.position < one.position)
         and "exclusive" in (one.mode, other.mode)
     }
 
@@ -58,17 +58,17 @@ def deadlocked(edges: set[tuple[str, str]]) -> set[str]:
 def test_every_party_of_a_deadlock_is_named_and_nobody_else(entries: list[Entry]) -> None:
     edges = in_the_way(entries)
     found = cycles(entries)
-    assert {wait.waiter.party for cycle in found for wait in cycle.waits} == deadlocked(edges)
+    assert {wait.waiter.actor for cycle in found for wait in cycle.waits} == deadlocked(edges)
     for cycle in found:
-        way = [wait.waiter.party for wait in cycle.waits]
+        way = [wait.waiter.actor for wait in cycle.waits]
         assert len(way) == len(set(way))
-        assert [wait.behind.party for wait in cycle.waits] == [*way[1:], way[0]]
+        assert [wait.blocker.actor for wait in cycle.waits] == [*way[1:], way[0]]
         assert all(edge in edges for edge in itertools.pairwise((*way, way[0])))
 
 
 @given(pictures())
 def test_waits_lead_to_all_who_stand_in_the_way(entries: list[Entry]) -> None:
-    found = {(wait.waiter.party, wait.behind.party) for wait in waits(entries)}
+    found = {(wait.waiter.actor, wait.blocker.actor) for wait in waits(entries)}
     assert found <= in_the_way(entries)
     assert reach(found) == reach(in_the_way(entries))
 
@@ -134,7 +134,7 @@ def test_picture_of_one_lock_keeps_those_for_whom_its_parties_wait() -> None:
     lease, row = holds("a", "order:1"), waiting("a", "r 1", 1, kind="row")
     theirs = [holds("b", "r 1", kind="row"), waiting("b", "r 2", 1, kind="row"), holds("c", "r 2", kind="row")]
     nobody = [holds("d", "r 3", kind="row"), waiting("e", "r 3", 1, kind="row")]
-    assert concerning([lease, row, *theirs, *nobody]) == [lease, row, *theirs]
+    assert related_to_leases([lease, row, *theirs, *nobody]) == [lease, row, *theirs]
 
 
 def test_database_that_tells_who_is_in_the_way_is_believed() -> None:
@@ -143,12 +143,12 @@ def test_database_that_tells_who_is_in_the_way_is_believed() -> None:
     entries = [
         holds("writer", "t", **told, mode="RowExclusiveLock"),
         holds("reader", "t", **told, mode="AccessShareLock"),
-        waiting("index", "t", 1, **told, mode="ShareLock", behind=("writer",)),
-        waiting("alter", "t", 2, **told, mode="AccessExclusiveLock", behind=("writer", "reader", "index")),
+        waiting("index", "t", 1, **told, mode="ShareLock", blocked_by=("writer",)),
+        waiting("alter", "t", 2, **told, mode="AccessExclusiveLock", blocked_by=("writer", "reader", "index")),
         holds("index", "order:1"),
         waiting("reader", "order:1", 1),
     ]
-    found = [(wait.waiter.party, wait.behind.party) for wait in waits(entries)]
+    found = [(wait.waiter.actor, wait.blocker.actor) for wait in waits(entries)]
     assert found == [
         ("index", "writer"), ("alter", "writer"), ("alter", "reader"), ("alter", "index"), ("reader", "index"),
     ]  # fmt: skip
@@ -157,14 +157,14 @@ def test_database_that_tells_who_is_in_the_way_is_believed() -> None:
 
 def test_deadlock_inside_a_database_that_does_not_look_for_them_is_named() -> None:
     told = {"kind": "row", "source": "db"}
-    entries = [waiting("a", "t", 1, **told, behind=("b",)), waiting("b", "t", 2, **told, behind=("a",))]
+    entries = [waiting("a", "t", 1, **told, blocked_by=("b",)), waiting("b", "t", 2, **told, blocked_by=("a",))]
     (cycle,) = cycles(entries)
-    assert [wait.waiter.party for wait in cycle.waits] == ["a", "b"]
+    assert [wait.waiter.actor for wait in cycle.waits] == ["a", "b"]
 
 
 def test_parties_in_the_way_are_called_as_they_call_themselves() -> None:
     lease = holds("web/1/1", "order:1", owner={"own": ["pg:7/shop"]})
     told = {"kind": "row", "source": "db", "token": None}
-    rows = [holds("pg:7/shop", "t", **told), waiting("pg:8/shop", "t", 1, **told, behind=("pg:7/shop",))]
-    found = linked([lease], rows, {party: Session(party, party, {}) for party in ("pg:7/shop", "pg:8/shop")})
-    assert [(wait.waiter.party, wait.behind.party) for wait in waits(found)] == [("pg:8/shop", "web/1/1")]
+    rows = [holds("pg:7/shop", "t", **told), waiting("pg:8/shop", "t", 1, **told, blocked_by=("pg:7/shop",))]
+    found = correlate([lease], rows, {actor: DatabaseSession(actor, actor, {}) for actor in ("pg:7/shop", "pg:8/shop")})
+    assert [(wait.waiter.actor, wait.blocker.actor) for wait in waits(found)] == [("pg:8/shop", "web/1/1")]

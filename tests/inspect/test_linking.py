@@ -4,69 +4,69 @@ import json
 from dataclasses import replace
 
 from dlock_core import owner
-from dlock_core.inspect.correlate import linked
-from dlock_core.inspect.sessions import Session
+from dlock_core.inspect.correlate import correlate
+from dlock_core.inspect.sessions import DatabaseSession
 from dlock_core.sql.database import comment
 from tests.inspect.people import holds, waits
 
 SESSION = "pg:4711/shop"
 
 
-def session(party=SESSION, *, age=5.0, **owner):
-    return Session(party, "psql pid 4711", {"pid": 4711, "state": "active", **owner}, age)
+def session(actor=SESSION, *, age=5.0, **owner):
+    return DatabaseSession(actor, "psql pid 4711", {"pid": 4711, "state": "active", **owner}, age)
 
 
-def lease(party, holder, *, seconds=1.0, **owner):
-    return holds(party, "order:1", owner={"holder": holder, **owner}, described=f"GET / ({party})", seconds=seconds)
+def lease(actor, holder, *, seconds=1.0, **owner):
+    return holds(actor, "order:1", owner={"holder": holder, **owner}, described=f"GET / ({actor})", seconds=seconds)
 
 
-def row(party=SESSION):
-    return waits(party, "shop_order 7", 1, kind="row", described="psql pid 4711, active")
+def row(actor=SESSION):
+    return waits(actor, "shop_order 7", 1, kind="row", described="psql pid 4711, active")
 
 
-def parties(leases, sessions, rows=None):
-    found = linked(leases, [row()] if rows is None else rows, {one.party: one for one in sessions})
-    return [entry.party for entry in found]
+def actors(leases, sessions, rows=None):
+    found = correlate(leases, [row()] if rows is None else rows, {one.actor: one for one in sessions})
+    return [entry.actor for entry in found]
 
 
 def test_session_that_names_a_holder_belongs_to_its_lease():
     one = lease("web1/1/1", "1a2b3c4d")
-    (_, mine) = linked([one], [row()], {SESSION: session(application_name="shop dlock:1a2b3c4d")})
-    assert mine.party == "web1/1/1"
+    (_, mine) = correlate([one], [row()], {SESSION: session(application_name="shop dlock:1a2b3c4d")})
+    assert mine.actor == "web1/1/1"
     assert mine.described == "GET / (web1/1/1), session 4711 active"
 
 
 def test_statement_that_names_a_holder_belongs_to_its_lease():
     query = comment("1a2b3c4d" + "0" * 24) + "SELECT 1"
-    assert parties([lease("a", "1a2b3c4d")], [session(query=query)]) == ["a", "a"]
+    assert actors([lease("a", "1a2b3c4d")], [session(query=query)]) == ["a", "a"]
 
 
 def test_sessions_that_are_a_threads_own_belong_to_it():
-    assert parties([lease("a", "h", own=[SESSION])], [session(age=None)]) == ["a", "a"]
+    assert actors([lease("a", "h", own=[SESSION])], [session(age=None)]) == ["a", "a"]
 
 
 def test_session_of_a_pool_belongs_to_a_lease_while_that_transaction_is_open():
-    assert parties([lease("a", "h", **{"in": [SESSION]}, seconds=4.0)], [session(age=5.0)]) == ["a", "a"]
+    assert actors([lease("a", "h", **{"in": [SESSION]}, seconds=4.0)], [session(age=5.0)]) == ["a", "a"]
 
 
 def test_session_of_a_pool_that_began_another_transaction_belongs_to_nobody_we_know():
-    assert parties([lease("a", "h", **{"in": [SESSION]}, seconds=60.0)], [session(age=5.0)]) == ["a", SESSION]
-    assert parties([lease("a", "h", **{"in": [SESSION]})], [session(age=None)]) == ["a", SESSION]
+    assert actors([lease("a", "h", **{"in": [SESSION]}, seconds=60.0)], [session(age=5.0)]) == ["a", SESSION]
+    assert actors([lease("a", "h", **{"in": [SESSION]})], [session(age=None)]) == ["a", SESSION]
 
 
 def test_what_a_session_says_now_counts_more_than_what_a_lease_said_of_it():
     leases = [lease("a", "00000000", **{"in": [SESSION]}), lease("b", "1a2b3c4d")]
-    assert parties(leases, [session(application_name="dlock:1a2b3c4d")]) == ["a", "b", "b"]
+    assert actors(leases, [session(application_name="dlock:1a2b3c4d")]) == ["a", "b", "b"]
 
 
 def test_task_and_the_thread_that_works_for_it_are_one_party():
     leases = [lease("task", "1a2b3c4d"), lease("thread", "h", own=[SESSION])]
-    assert len(set(parties(leases, [session(application_name="dlock:1a2b3c4d")]))) == 1
+    assert len(set(actors(leases, [session(application_name="dlock:1a2b3c4d")]))) == 1
 
 
 def test_unknown_holders_and_sessions_change_nothing():
-    assert parties([lease("a", "h")], [session(application_name="x dlock:ffffffff")]) == ["a", SESSION]
-    assert parties([lease("a", "h", own=["my:1/other", 7, None], **{"in": 5})], [session()]) == ["a", SESSION]
+    assert actors([lease("a", "h")], [session(application_name="x dlock:ffffffff")]) == ["a", SESSION]
+    assert actors([lease("a", "h", own=["my:1/other", 7, None], **{"in": 5})], [session()]) == ["a", SESSION]
 
 
 def test_owner_text_tells_sessions_and_stays_short():
@@ -78,9 +78,9 @@ def test_owner_text_tells_sessions_and_stays_short():
 
 def test_session_that_names_a_token_belongs_to_its_lease():
     one = replace(lease("a", "h"), token=1795273023779603)
-    assert parties([one], [session(application_name="shop dlock:1795273023779603#order:1")]) == ["a", "a"]
+    assert actors([one], [session(application_name="shop dlock:1795273023779603#order:1")]) == ["a", "a"]
 
 
 def test_session_that_works_under_several_leases_belongs_to_all():
     leases = [lease("task", "1a2b3c4d"), lease("thread", "5e6f7a8b")]
-    assert len(set(parties(leases, [session(application_name="dlock:1a2b3c4d dlock:5e6f7a8b")]))) == 1
+    assert len(set(actors(leases, [session(application_name="dlock:1a2b3c4d dlock:5e6f7a8b")]))) == 1

@@ -72,7 +72,7 @@ def read(expected, least=0):
 
 
 def told(entries):
-    return [(entry.kind, entry.name, entry.role, entry.place, entry.owner["pid"]) for entry in entries]
+    return [(entry.kind, entry.name, entry.role, entry.position, entry.owner["pid"]) for entry in entries]
 
 
 def test_row_that_is_waited_for_is_told_by_its_key_with_its_queue_in_order(session):

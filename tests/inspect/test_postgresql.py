@@ -9,7 +9,7 @@ from django.conf import settings
 from django.db import connections
 
 from django_dlock.inspect import databases
-from dlock_core.inspect import picture, postgresql, waits
+from dlock_core.inspect import postgresql, take_snapshot, waits
 from sqla_dlock.inspect import database as sqla_database
 from tests.inspect.parties import URLS
 from tests.testapp.models import Counter, Stock
@@ -60,7 +60,7 @@ def read(expected, by=None):
 
 
 def told(entries):
-    return [(entry.kind, entry.name, entry.role, entry.place, entry.owner["application_name"]) for entry in entries]
+    return [(entry.kind, entry.name, entry.role, entry.position, entry.owner["application_name"]) for entry in entries]
 
 
 def test_row_that_is_waited_for_is_told_by_its_key_with_its_queue_in_order(begin):
@@ -78,7 +78,7 @@ def test_row_that_is_waited_for_is_told_by_its_key_with_its_queue_in_order(begin
     ]
     assert {entry.mode for entry in found[1:]} == {"FOR UPDATE"}
     assert all(entry.seconds >= 0 for entry in found)
-    assert len({entry.party for entry in found}) == 4
+    assert len({entry.actor for entry in found}) == 4
     assert found[0].described.startswith("first pid ")
     assert found[0].described.endswith("(postgres@127.0.0.1), idle in transaction")
 
@@ -159,7 +159,7 @@ def test_prepared_transaction_stands_in_the_way_without_a_session(begin):
     finally:
         with connections["postgresql"].cursor() as cursor:
             cursor.execute("ROLLBACK PREPARED 'left'")
-    assert (holder.party, holder.name) == ("pg:prepared left", "testapp_stock 7")
+    assert (holder.actor, holder.name) == ("pg:prepared left", "testapp_stock 7")
     assert holder.described == "prepared transaction left of postgres"
     assert holder.seconds >= 0
     assert waiter.owner["application_name"] == "waits"
@@ -200,7 +200,7 @@ def test_looking_takes_no_part_in_the_callers_transaction(begin):
 
     with transaction.atomic("postgresql"):
         Counter.objects.using("postgresql").create(name="mine")
-        found = picture([], databases(["postgresql"]))
+        found = take_snapshot([], databases(["postgresql"]))
         assert [(entry.name, entry.role) for entry in found.entries] == [("testapp_counter", "holder")]
         transaction.set_rollback(True, using="postgresql")
     assert not Counter.objects.using("postgresql").exists()
@@ -209,14 +209,14 @@ def test_looking_takes_no_part_in_the_callers_transaction(begin):
 def test_many_transactions_that_nobody_waits_for_are_counted_not_listed(begin, monkeypatch):
     from dlock_core.inspect import sessions
 
-    monkeypatch.setattr(sessions, "MOST", 1)
+    monkeypatch.setattr(sessions, "MAX_UNCONTENDED_LOCKS", 1)
     Stock.objects.using("postgresql").create(pk=7)
     for name in ("a", "b", "c"):
         begin(name, "BEGIN", f"INSERT INTO testapp_counter (name, value) VALUES ('{name}', 0)", "SELECT 1")
     begin("d", "BEGIN", "SELECT * FROM testapp_stock FOR UPDATE", "SELECT 1")
     begin("e", "UPDATE testapp_stock SET pieces = 1")
     read(1)
-    found = picture([], databases(["postgresql"]))
+    found = take_snapshot([], databases(["postgresql"]))
     assert [entry.name for entry in found.entries] == ["testapp_stock 7", "testapp_stock 7", "testapp_counter"]
     assert found.left_out == found.as_dict()["left_out"] == {"postgresql": 2}
 
@@ -264,4 +264,4 @@ def test_table_that_lets_nobody_read_is_asked_for_a_key_once_only(begin, monkeyp
 
 
 def edges(entries):
-    return sorted((wait.waiter.owner["pid"], wait.behind.owner["pid"]) for wait in waits(entries))
+    return sorted((wait.waiter.owner["pid"], wait.blocker.owner["pid"]) for wait in waits(entries))

@@ -19,7 +19,7 @@ from dlock_core import AsyncLock, Lock, connect
 from dlock_core.backend import Holder, LockState
 from dlock_core.backends.memory import MemoryBackend
 from dlock_core.errors import BackendUnavailable
-from dlock_core.inspect import picture, sessions
+from dlock_core.inspect import sessions, take_snapshot
 from sqla_dlock.inspect import database as sqla_database
 from tests import servers
 from tests.inspect.parties import URLS
@@ -34,7 +34,7 @@ def test_leases_are_told_with_their_queue_and_party(store_url):
     with Lock(backend, "order:1") as lease:
         thread = threading.Thread(target=lambda: lock.acquire().release(), name="second")
         thread.start()
-        while len((found := picture([("default", backend)])).entries) < 2:
+        while len((found := take_snapshot([("default", backend)])).entries) < 2:
             waiting.wait(0.01)
     thread.join()
     holder, waiter = found.entries
@@ -42,8 +42,8 @@ def test_leases_are_told_with_their_queue_and_party(store_url):
         "lease", "default", "order:1", "holder", lease.token,
     )  # fmt: skip
     assert holder.owner["holder"] == lease.holder[:8]
-    assert (waiter.place, waiter.owner["thread"], waiter.token) == (1, "second", None)
-    assert holder.party != waiter.party
+    assert (waiter.position, waiter.owner["thread"], waiter.token) == (1, "second", None)
+    assert holder.actor != waiter.actor
     assert json.loads(json.dumps(found.as_dict()))["schema"] == 1
     backend.close()
 
@@ -58,11 +58,11 @@ def test_tasks_of_one_thread_are_different_parties():
 
     async def hold(backend, name):
         async with AsyncLock(backend, name):
-            held.append(await asyncio.to_thread(picture, [("memory", backend)]))
+            held.append(await asyncio.to_thread(take_snapshot, [("memory", backend)]))
 
     held = []
     found = asyncio.run(main())
-    parties = {entry.name: entry.party for each in found for entry in each.entries}
+    parties = {entry.name: entry.actor for each in found for entry in each.entries}
     assert len(set(parties.values())) == 3
 
 
@@ -74,7 +74,7 @@ def test_owners_that_are_hostile_stay_data():
             owners = [json.dumps({"pid": words, "app": [words], "own": 5, "id": {}}), words, "[" * 100_000, "{}"]
             return [LockState(words, tuple(Holder(words, 1, False, owner, None) for owner in owners))]
 
-    found = picture([("odd", Store())])
+    found = take_snapshot([("odd", Store())])
     assert len(found.entries) == 4
     assert all(entry.described.isprintable() for entry in found.entries)
     assert all(entry.name == words for entry in found.entries)
@@ -88,7 +88,7 @@ def test_store_whose_answer_surprises_us_is_one_line_and_the_others_are_told():
 
     backend = MemoryBackend()
     with Lock(backend, "order:1"):
-        found = picture([("odd", Odd()), ("good", backend)])
+        found = take_snapshot([("odd", Odd()), ("good", backend)])
     assert [entry.source for entry in found.entries] == ["good"]
     assert [(each.source, each.reason) for each in found.unreadable] == [("odd", "reading it failed: KeyError")]
 
@@ -97,7 +97,7 @@ def test_store_that_is_down_is_one_line_and_the_others_are_told():
     memory = MemoryBackend()
     away = connect(f"redis://:{SECRET}@127.0.0.1:{servers.free_port()}/0")
     with Lock(memory, "order:1"):
-        found = picture([("away", away), ("memory", memory)])
+        found = take_snapshot([("away", away), ("memory", memory)])
     assert [entry.name for entry in found.entries] == ["order:1"]
     (gone,) = found.unreadable
     assert gone.source == "away"
@@ -116,7 +116,7 @@ DOWN = {
 @pytest.mark.parametrize("driver", DOWN)
 def test_database_that_is_down_is_one_line_without_its_password(driver):
     url = DOWN[driver].format(secret=SECRET, port=servers.free_port())
-    found = picture([], [sqla_database(url, alias="reports")])
+    found = take_snapshot([], [sqla_database(url, alias="reports")])
     assert [(gone.source, gone.reason.isprintable()) for gone in found.unreadable] == [("reports", True)]
     assert SECRET not in str(found.as_dict())
 
@@ -132,7 +132,7 @@ DRIVERS = pytest.mark.parametrize(
 @DRIVERS
 def test_wrong_password_is_never_shown(driver, database, stranger):
     url = URLS[driver].replace("postgres@", f"stranger:{SECRET}@").replace("root@", f"stranger:{SECRET}@")
-    (gone,) = picture([], [sqla_database(url.replace("/postgres", "/nowhere"))]).unreadable
+    (gone,) = take_snapshot([], [sqla_database(url.replace("/postgres", "/nowhere"))]).unreadable
     assert re.search("stranger|nowhere", gone.reason)
     assert SECRET not in gone.reason
 
@@ -176,20 +176,20 @@ def test_url_that_says_mysql_is_asked_what_it_is(use_database):
 def test_sqlite_has_nothing_to_show(use_database):
     use_database("default")
     with Lock(MemoryBackend(), "x"), closing(sqla_database("sqlite://")) as one:
-        found = picture([], [*databases(["default"]), one])
+        found = take_snapshot([], [*databases(["default"]), one])
     assert (found.entries, found.unreadable) == ([], [])
 
 
 def test_database_that_says_nothing_is_left_alone(monkeypatch):
-    monkeypatch.setattr(sessions, "LIMIT", 0.3)
+    monkeypatch.setattr(sessions, "QUERY_TIMEOUT_S", 0.3)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         url = f"postgresql+psycopg://u@127.0.0.1:{silent.getsockname()[1]}/shop"
-        (gone,) = picture([], [sqla_database(url)]).unreadable
+        (gone,) = take_snapshot([], [sqla_database(url)]).unreadable
     assert gone.reason == "no answer within 0.3 s"
 
 
 def test_connection_that_comes_too_late_is_closed(monkeypatch):
-    monkeypatch.setattr(sessions, "LIMIT", 0.1)
+    monkeypatch.setattr(sessions, "QUERY_TIMEOUT_S", 0.1)
     come, closed = threading.Event(), threading.Event()
 
     class Session:
@@ -203,7 +203,7 @@ def test_connection_that_comes_too_late_is_closed(monkeypatch):
             closed.set()
 
     with pytest.raises(BackendUnavailable):
-        sessions.Reader("x", "other", Session).query("SELECT 1")
+        sessions.DatabaseReader("x", "other", Session).query("SELECT 1")
     come.set()
     assert closed.wait(30)
 

@@ -6,7 +6,7 @@ import re
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
-from dlock_core.doctor.clocks import SAMPLES, round_trip, wall
+from dlock_core.doctor.clocks import SAMPLE_COUNT, round_trip, wall
 from dlock_core.doctor.finding import Finding, ok, unsafe, warning
 from dlock_core.errors import BackendUnavailable
 
@@ -56,11 +56,11 @@ async def _status(gateway: Gateway, runtime: Runtime) -> dict[str, Any] | Backen
 
 async def _near(gateway: Gateway, runtime: Runtime) -> Finding:
     seconds = []
-    for _ in range(SAMPLES):
+    for _ in range(SAMPLE_COUNT):
         sent = wall()
         await _ask(gateway, runtime, "maintenance/status")
         seconds.append(wall() - sent)
-    return round_trip(sorted(seconds)[SAMPLES // 2])
+    return round_trip(sorted(seconds)[SAMPLE_COUNT // 2])
 
 
 def _members(number: int) -> Finding:

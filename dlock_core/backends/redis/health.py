@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from dlock_core.backends.redis.transport import answered, converse, twice
-from dlock_core.doctor.clocks import SAMPLES, Sample, clock, round_trip, timing, wall
+from dlock_core.doctor.clocks import SAMPLE_COUNT, Sample, clock, round_trip, timing, wall
 from dlock_core.doctor.finding import Finding, ok, unsafe, warning
 from dlock_core.errors import BackendUnavailable
 
@@ -44,7 +44,7 @@ async def measure(backend: Asked, runtime: Runtime) -> tuple[Info | Exception, T
     """Ask what the server tells of itself, or why it does not, and how far away it is."""
     told = await twice(lambda: _ask(backend, runtime, "INFO"))
     info = told if isinstance(told, Exception) else _read(told)
-    return info, timing([await _sample(backend, runtime) for _ in range(SAMPLES)])
+    return info, timing([await _sample(backend, runtime) for _ in range(SAMPLE_COUNT)])
 
 
 def judged(info: Info | Exception, found: Timing) -> list[Finding]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from dlock_core.backends.redis import health
-from dlock_core.doctor.clocks import Timing, apart
+from dlock_core.doctor.clocks import Timing, clock_spread
 from dlock_core.doctor.finding import Finding, ok, unsafe, warning
 from dlock_core.errors import BackendUnavailable
 
@@ -23,7 +23,7 @@ async def diagnose(nodes: Nodes, runtime: Runtime) -> list[Finding]:
     reached = {title: each for title, each in measured.items() if not isinstance(each, BackendUnavailable)}
     found = [_majority(len(reached), len(nodes.all), nodes.needed)]
     if len(reached) > 1:
-        found.append(apart([timing for _, timing in reached.values()]))
+        found.append(clock_spread([timing for _, timing in reached.values()]))
     for title, each in measured.items():
         found += health.at(title, [_down(each)] if isinstance(each, BackendUnavailable) else _judged(*each))
     return found

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final
 
 from kazoo.protocol.serialization import Exists
 
-from dlock_core.doctor.clocks import SAMPLES, round_trip, wall
+from dlock_core.doctor.clocks import SAMPLE_COUNT, round_trip, wall
 from dlock_core.doctor.finding import Finding, ok, unsafe, warning
 
 if TYPE_CHECKING:
@@ -29,12 +29,12 @@ async def diagnose(session: Session, hosts: str, runtime: Runtime) -> list[Findi
     """Examine the session, and every server by the command `srvr`, which ZooKeeper allows unless told otherwise."""
     await session.ask(runtime, "", [Exists("/", None)])
     seconds = []
-    for _ in range(SAMPLES):
+    for _ in range(SAMPLE_COUNT):
         sent = wall()
         await session.ask(runtime, "", [Exists("/", None)])
         seconds.append(wall() - sent)
     told = {host: await runtime.call(_srvr, host) for host in hosts.split(",")}
-    found = [_servers(told), _session(session.valid_for * 1.5), round_trip(sorted(seconds)[SAMPLES // 2])]
+    found = [_servers(told), _session(session.valid_for * 1.5), round_trip(sorted(seconds)[SAMPLE_COUNT // 2])]
     found.append(ok("clock", "no lock depends on it", "sessions are counted in the servers' ticks"))
     return found + [replace(one, part=host) for host, text in told.items() for one in _server(text)]
 

@@ -5,31 +5,31 @@ from typing import Any
 
 from rich.console import Console, RenderableType
 
-from dlock_core.inspect import Entry, Picture, cycles
+from dlock_core.inspect import Entry, Snapshot, cycles
 
 
-def entry(name: str = "order:42", party: str = "web1/1/1", **given: Any) -> Entry:
+def entry(name: str = "order:42", actor: str = "web1/1/1", **given: Any) -> Entry:
     facts = {
         "kind": "lease",
         "source": "default",
         "role": "holder",
         "mode": "exclusive",
         "owner": {"app": "shop", "pid": 1},
-        "described": f"POST /orders/42/ship (shop@{party})",
+        "described": f"POST /orders/42/ship (shop@{actor})",
         "token": 1795249528080225,
         "seconds": 2.6,
         "expires_in": 17.8,
-        "place": None,
+        "position": None,
     }
-    return Entry(name=name, party=party, **{**facts, **given})
+    return Entry(name=name, actor=actor, **{**facts, **given})
 
 
-def waiter(name: str = "order:42", party: str = "web2/1/1", place: int = 1, **given: Any) -> Entry:
-    return entry(name, party, **{"role": "waiter", "token": None, "expires_in": None, "place": place, **given})
+def waiter(name: str = "order:42", actor: str = "web2/1/1", position: int = 1, **given: Any) -> Entry:
+    return entry(name, actor, **{"role": "waiter", "token": None, "expires_in": None, "position": position, **given})
 
 
-def picture(*entries: Entry, **given: Any) -> Picture:
-    return Picture(list(entries), cycles=cycles(entries), **given)
+def snapshot(*entries: Entry, **given: Any) -> Snapshot:
+    return Snapshot(list(entries), cycles=cycles(entries), **given)
 
 
 def drawn(what: RenderableType, width: int) -> list[str]:
