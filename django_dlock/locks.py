@@ -17,7 +17,6 @@ from django.db import DEFAULT_DB_ALIAS, connections
 from django.utils.asyncio import async_unsafe
 from django.utils.connection import ConnectionDoesNotExist
 
-from django_dlock.backends.advisory import home_of, transaction_of
 from django_dlock.conf import stores
 from django_dlock.errors import NotSupported, as_database_error
 from django_dlock.fencing import fence_for
@@ -46,7 +45,7 @@ if TYPE_CHECKING:
     from types import EllipsisType, TracebackType
     from typing import Unpack
 
-    from dlock_core.leases.lease import Released
+    from dlock_core.backend import Released
     from dlock_core.options import Seconds
     from dlock_core.stores import Store
 
@@ -248,7 +247,8 @@ class Lock(TiedLock):
     @property
     def _home(self) -> str | None:
         """The database in whose transaction the store locks, for a store that does."""
-        return home_of(self._place().backend)
+        database: str | None = self._place().backend.capabilities.transaction_database
+        return database
 
     async def _acquire(
         self, runtime: Runtime, database: Runtime, finish: Callable[[Lease], Lease], turn: Turn
@@ -263,7 +263,9 @@ class Lock(TiedLock):
             raise ConnectionDoesNotExist(f"there is no database {self.using!r}, only: {', '.join(connections)}")
         if (joined := self._found(store, runtime)) is not None:
             return joined
-        is_home = self.using == home_of(store.backend)  # what a store locks inside of is looked at in the same request
+        is_home = (
+            self.using == store.backend.capabilities.transaction_database
+        )  # what a store locks inside of is looked at in the same request
         if self.snapshot == "raise" and not is_home:
             if runtime is BLOCKING:
                 refuse_old_snapshot(self.name, self.using)
@@ -285,12 +287,16 @@ class Lock(TiedLock):
         return open_sessions()
 
     def _transaction(self, backend: Any) -> Any:
+        from django_dlock.backends.advisory import transaction_of  # loads what only such a store needs
+
         return transaction_of(backend, old_snapshot=self.snapshot == "ignore")
 
     def _found(self, store: Store, runtime: Runtime) -> DatabaseTie | None:
         if not (ties := current()):
             return None
-        inside = isinstance(runtime, Blocking) and in_transaction(home_of(store.backend) or self.using)
+        inside = isinstance(runtime, Blocking) and in_transaction(
+            store.backend.capabilities.transaction_database or self.using
+        )
         return self._joined(ties, store.backend, inside=inside)  # type: ignore[no-any-return]
 
 

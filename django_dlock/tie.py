@@ -19,7 +19,6 @@ from django.db.models.signals import pre_migrate
 from django.db.transaction import TransactionManagementError
 from django.dispatch import receiver
 
-from django_dlock.backends.advisory import home_of
 from django_dlock.connections import announcer, watch
 from django_dlock.errors import LeaseLost, NotSupported, SnapshotTooOld, as_database_error
 from django_dlock.transactions import has_spoken
@@ -65,7 +64,7 @@ class DatabaseTie(Tie):
         """Where it was acquired: what goes on there after its block was torn off is none of its work."""
         self._forms: dict[str, FenceForm] = {}
         """The databases it protects, and how."""
-        self.home = home_of(held.backend)
+        self.home: str | None = held.backend.capabilities.transaction_database
         """The database in whose transaction the lock is: no fence is needed there, one COMMIT ends both."""
         self._around: object = watch(connections[self.home]).transaction() if self.home else None
         """That transaction; another thread's, in the same database, is none of it."""

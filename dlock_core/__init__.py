@@ -1,5 +1,6 @@
 """Leases, fencing, versions and row locks: the part that knows no framework."""
 
+from dlock_core.backend import Released
 from dlock_core.errors import (
     AcquireTimeout,
     AlreadyHeld,
@@ -15,7 +16,6 @@ from dlock_core.errors import (
 )
 from dlock_core.extras import version
 from dlock_core.leases.handles import AsyncLease, Lease
-from dlock_core.leases.lease import Released
 from dlock_core.leases.lock import AsyncLock, Lock
 from dlock_core.leases.multilock import AsyncMultiLease, AsyncMultiLock, MultiLease, MultiLock
 from dlock_core.stores import connect

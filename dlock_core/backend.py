@@ -1,4 +1,4 @@
-"""The seam between the engine and the stores: what a store is asked, and what it may answer.
+"""The interface between the engine and the stores: what a store is asked, and what it may answer.
 
 No absolute time crosses this border, only durations; the engine alone decides what is still valid. Answers are
 yes, no, or BackendUnavailable, which means unknown. Every method may be called from any thread or task and waits
@@ -7,18 +7,48 @@ only through the runtime it is given.
 
 from __future__ import annotations
 
+import math
+import os
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Protocol
+from enum import Enum
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeGuard
+
+from dlock_core import owner
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from dlock_core.runtime import Runtime
 
-__all__ = ["Backend", "Busy", "Found", "Granted", "Holder", "LockState", "Renewal", "Request", "Waiter"]
+__all__ = [
+    "Backend",
+    "Busy",
+    "Capabilities",
+    "Granted",
+    "Holder",
+    "LockState",
+    "Released",
+    "Renewal",
+    "RenewalFailure",
+    "RenewalResult",
+    "Request",
+    "SupportsMany",
+    "Waiter",
+    "new_request",
+    "supported_ttl",
+    "supports_many",
+]
 
-Found = Literal["released", "absent", "other"]
-"""What a release found: our grant, nothing, or another's."""
+
+class Released(Enum):
+    """What a release found."""
+
+    RELEASED = "released"
+    """Our grant, which has ended now."""
+    EXPIRED = "expired"
+    """No grant: ours had run out."""
+    STOLEN = "stolen"
+    """Another holder's grant: ours had run out, and the lock was taken since."""
 
 
 class Request(NamedTuple):
@@ -38,6 +68,16 @@ class Request(NamedTuple):
     """The token must be greater than this; a grant that is already ours is given a greater token."""
     transaction: Any = None
     """The caller's open transaction, for a store that locks inside it (`expiry` is "transaction")."""
+
+
+def new_request(
+    name: str, ttl: float, wait: float | None, *, shared: bool, fair: bool, who: str | None = None
+) -> Request:
+    """Return the request of one acquire call: with a fresh holder, and a place in the queue unless `wait` is 0.
+
+    `who` is the owner's metadata, if that is not what `owner.text` returns for this thread or task.
+    """
+    return Request(name, os.urandom(16).hex(), ttl, shared, wait != 0.0, fair, owner.text() if who is None else who)
 
 
 class Granted(NamedTuple):
@@ -62,6 +102,19 @@ class Renewal(NamedTuple):
 
     request: Request
     granted: Granted
+
+
+class RenewalFailure(Enum):
+    """Why a lease was not renewed."""
+
+    LOST = "lost"
+    """The store gave the lock to another holder, or forgot the lease: that is final."""
+    UNKNOWN = "unknown"
+    """The store learned nothing about this lease, while it did about others: the lease may be renewed still."""
+
+
+RenewalResult = float | RenewalFailure
+"""The validity of a renewed lease, in seconds from when the store handled the request, or why it was not renewed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,31 +148,35 @@ class LockState:
     waiters: tuple[Waiter, ...] = field(default=())
 
 
-class Backend(Protocol):
-    """A store of leases."""
+@dataclass(frozen=True, slots=True)
+class Capabilities:
+    """What a store can do; read before any I/O, and the same for as long as the store lives."""
 
-    token_order: ClassVar[Literal["strict", "clock"]]
-    """strict: a later token is greater as long as the store keeps its data; clock: also after it lost them, if its
-    clock did not step back."""
+    expiry: Literal["lease", "session", "connection", "transaction"] = "lease"
+    """What ends a grant whose holder died: its own ttl, its session, its connection, or its transaction.
+
+    "transaction": the lock is taken inside the caller's transaction, whose end is the release; it has no ttl.
+    """
+    fair: bool = False
+    """Waiters are served first come, first served."""
+    shared: bool = False
+    """Several shared holders may hold a lock together."""
+    lists_waiters: bool = False
+    """`inspect` shows who waits."""
+    ttl_min: float = 0.01
+    """The shortest ttl, in seconds."""
+    ttl_step: float = 0.001
+    """The step that a ttl is rounded up to, in seconds."""
+    transaction_database: Any = None
+    """Where `expiry` is "transaction": the database whose transactions hold the locks, as its integration names it."""
+
+
+class Backend(Protocol):
+    """A store of leases: seven questions, and `close`."""
 
     @property
-    def expiry(self) -> Literal["lease", "session", "connection", "transaction"]:
-        """What ends a grant whose holder died: its own ttl, its session, its connection, or its transaction.
-
-        transaction: it is taken inside the caller's transaction, whose end is the release; it has no ttl.
-        """
-
-    supports_fair: ClassVar[bool]
-    """Waiters are served first come, first served."""
-    supports_shared: ClassVar[bool]
-    """Several shared holders may be in together."""
-    lists_waiters: ClassVar[bool]
-    """`inspect` tells who waits."""
-    supports_many: ClassVar[bool]
-    """Several locks are taken in one request, all or none, and released in one."""
-    ttl_min: ClassVar[float]
-    ttl_step: ClassVar[float]
-    """The shortest ttl and the step it is rounded up to, in seconds."""
+    def capabilities(self) -> Capabilities:
+        """Return what this store can do."""
 
     async def try_acquire(
         self, runtime: Runtime, request: Request, ticket: Any = None, *, unsure: bool = False
@@ -132,32 +189,51 @@ class Backend(Protocol):
     async def wait(self, runtime: Runtime, request: Request, busy: Busy, timeout: float) -> Granted | Busy | None:
         """Return when it makes sense to ask again, after `timeout` seconds at the latest; may return early.
 
-        A store that sends its answer along with the wake-up gives that answer: the next attempt is then made already.
+        A store that makes the next attempt along with the wake-up returns its answer; the others return None.
         """
 
     async def withdraw(self, runtime: Runtime, request: Request, ticket: Any = None) -> None:
         """Leave the queue and undo a grant that may have happened. Idempotent."""
 
-    async def renew_many(self, runtime: Runtime, renewals: Sequence[Renewal]) -> list[float | None]:
-        """Push the expiry of each; the validity in seconds, or None where the lease is gone. Never re-creates one.
+    async def renew_many(self, runtime: Runtime, renewals: Sequence[Renewal]) -> list[RenewalResult]:
+        """Push the expiry of each lease, and return one result for each, in order. Never re-creates a lease.
 
-        0.0 where nothing could be learned, while others were; BackendUnavailable when nothing was learned at all.
+        Raises BackendUnavailable when nothing was learned about any of them.
         """
 
-    async def release(self, runtime: Runtime, request: Request, granted: Granted) -> Found:
-        """End our grant, hand over to the first live waiter, and say what was found. Never touches another's."""
+    async def release(self, runtime: Runtime, request: Request, granted: Granted) -> Released:
+        """End our grant, hand the lock over to the first live waiter, and return what was found.
 
-    async def try_acquire_many(self, runtime: Runtime, requests: Sequence[Request]) -> list[Granted] | None:
-        """Take several free locks exclusively, or none (None); asked only where `supports_many`."""
-
-    async def release_many(self, runtime: Runtime, requests: Sequence[Request]) -> list[Found]:
-        """Release several grants at once; asked only where `supports_many`."""
+        Never ends another holder's grant.
+        """
 
     async def inspect(self, runtime: Runtime, name: str | None = None) -> list[LockState]:
-        """Show the state of one lock, or of every lock that is held or waited for."""
+        """Return the state of one lock, or of every lock that is held or waited for."""
 
     async def force_release(self, runtime: Runtime, name: str, token: int) -> bool:
         """End the grant with this token, and no newer one; False when it is not there."""
 
     def close(self) -> None:
         """Close idle connections; leases are not released."""
+
+
+class SupportsMany(Backend, Protocol):
+    """A store that takes several locks in one request, all or none, and releases them in one."""
+
+    async def try_acquire_many(self, runtime: Runtime, requests: Sequence[Request]) -> list[Granted] | None:
+        """Take several free locks exclusively, or none of them (None)."""
+
+    async def release_many(self, runtime: Runtime, requests: Sequence[Request]) -> list[Released]:
+        """Release several grants at once, and return what was found of each."""
+
+
+def supported_ttl(backend: Backend, ttl: float) -> float:
+    """Return a ttl rounded up to what the store can do; both in seconds."""
+    can = backend.capabilities
+    steps = math.ceil(ttl / can.ttl_step - 1e-9)
+    return max(can.ttl_min, steps * can.ttl_step)
+
+
+def supports_many(backend: object) -> TypeGuard[SupportsMany]:
+    """Return whether a store takes several locks in one request; a wrapper may pass the two methods on."""
+    return hasattr(backend, "try_acquire_many")

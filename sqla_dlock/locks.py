@@ -22,12 +22,11 @@ from dlock_core.transactions import transaction_lock
 from dlock_core.transactions.fence_sql import not_shared
 from dlock_core.transactions.tie import LETTING_RUN_OUT, release
 from dlock_core.transactions.transaction_lock import Options, TiedLease, TiedLock, TiedLocks, Turn, leaving
-from sqla_dlock.backends.advisory import home_of, transaction_of
 from sqla_dlock.fencing import fence_for
 from sqla_dlock.greenlets import SPAWNING, Awaiting, await_, in_greenlet
 from sqla_dlock.names import is_mapped, plain, with_class
 from sqla_dlock.stores import plain_session, refuse_closed, store_of
-from sqla_dlock.tie import SessionTie, current, refuse_old_snapshot
+from sqla_dlock.tie import SessionTie, current, home_of, refuse_old_snapshot
 from sqla_dlock.transactions import connections_of, in_transaction
 
 if TYPE_CHECKING:
@@ -38,8 +37,8 @@ if TYPE_CHECKING:
     from sqlalchemy import Dialect
     from sqlalchemy.orm import Session, scoped_session
 
-    from dlock_core.backend import Backend
-    from dlock_core.leases.lease import Held, Released
+    from dlock_core.backend import Backend, Released
+    from dlock_core.leases.lease import Held
     from dlock_core.options import Seconds
     from dlock_core.runtime import Runtime
     from dlock_core.stores import Store
@@ -203,6 +202,8 @@ class SessionLock(TiedLock):
         return await database.call(blocking, self._ask, store, turn)  # type: ignore[no-any-return]
 
     def _transaction(self, backend: Any) -> Any:
+        from sqla_dlock.backends.advisory import transaction_of  # loads what only such a store needs
+
         return transaction_of(self.session, backend, old_snapshot=self.snapshot == "ignore")
 
     async def _take_up(self, runtime: Runtime, database: Runtime, tie: SessionTie, turn: Turn) -> Any:

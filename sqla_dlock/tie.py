@@ -16,7 +16,6 @@ from dlock_core.errors import LeaseLost, NotHeld, SnapshotTooOld
 from dlock_core.sql.database import comment
 from dlock_core.transactions.fencing import Guard
 from dlock_core.transactions.tie import LETTING_RUN_OUT, Outcome, Tie, release
-from sqla_dlock.backends.advisory import home_of
 from sqla_dlock.connections import refuse_autocommit, refuse_unbegun
 from sqla_dlock.fencing import FRESH, keeps_snapshot
 from sqla_dlock.transactions import (
@@ -38,6 +37,7 @@ if TYPE_CHECKING:
     from sqlalchemy import Dialect, Engine
     from sqlalchemy.orm import Session
 
+    from dlock_core.backend import Backend
     from dlock_core.leases.lease import Held
     from dlock_core.transactions.transaction_lock import FenceForm, TiedLease
     from sqla_dlock.fencing import TableFence
@@ -46,6 +46,12 @@ __all__ = ["SessionTie", "current"]
 
 
 _KEY = "dlock_ties"
+
+
+def home_of(backend: Backend) -> Dialect | None:
+    """Return the dialect of the engine in whose transactions a store locks; None for every other store."""
+    engine = backend.capabilities.transaction_database
+    return None if engine is None else engine.dialect
 
 
 class SessionTie(Tie):

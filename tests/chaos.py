@@ -4,7 +4,7 @@ import os
 import secrets
 from collections.abc import Iterable
 
-from dlock_core.backend import Granted
+from dlock_core.backend import Granted, Released, RenewalFailure
 from dlock_core.backends.memory import MemoryBackend
 
 
@@ -24,10 +24,10 @@ class EverybodyIn(MemoryBackend):
         return max(next(self.tokens), floor + 1)
 
     async def renew_many(self, runtime, renewals):
-        return [None if self.forgetful else renewal.request.ttl for renewal in renewals]
+        return [RenewalFailure.LOST if self.forgetful else renewal.request.ttl for renewal in renewals]
 
     async def release(self, runtime, request, granted):
-        return "released"
+        return Released.RELEASED
 
     async def withdraw(self, runtime, request, ticket=None):
         pass

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from dlock_core.backend import Backend
 
-__all__ = ["from_url", "home_of", "transaction_of"]
+__all__ = ["from_url", "transaction_of"]
 
 
 def from_url(url: str, *, timeout: float = 5.0, **options: Any) -> Backend:
@@ -27,14 +27,9 @@ def from_url(url: str, *, timeout: float = 5.0, **options: Any) -> Backend:
     return advisory(pool_of(alias, timeout=timeout), alias, **options)
 
 
-def home_of(backend: Any) -> str | None:
-    """Give the database in whose transaction a store locks; None for a store that is somewhere else."""
-    return str(backend.database) if backend.expiry == "transaction" else None
-
-
-def transaction_of(backend: Any, *, old_snapshot: bool) -> Place | None:
+def transaction_of(backend: Backend, *, old_snapshot: bool) -> Place | None:
     """Give this thread's open transaction in the database of such a store."""
-    connection = connections[backend.database]
+    connection = connections[backend.capabilities.transaction_database]
     return Place(_Connection(connection), old_snapshot) if watch(connection).is_open() else None
 
 

@@ -8,16 +8,16 @@ from __future__ import annotations
 import itertools
 import threading
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any
 
-from dlock_core.backend import Busy, Granted, Holder, LockState, Waiter
+from dlock_core.backend import Busy, Capabilities, Granted, Holder, LockState, Released, RenewalFailure, Waiter
 from dlock_core.doctor.finding import unsafe
 from dlock_core.runtime import clock
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from dlock_core.backend import Found, Renewal, Request
+    from dlock_core.backend import Renewal, RenewalResult, Request
     from dlock_core.doctor.finding import Finding
     from dlock_core.runtime import Runtime, Signal
 
@@ -54,14 +54,7 @@ class _State:
 class MemoryBackend:
     """A store in memory; `now` is its clock, seconds that never step back."""
 
-    token_order: ClassVar[Literal["strict", "clock"]] = "strict"
-    expiry: ClassVar[Literal["lease", "session", "connection"]] = "lease"
-    supports_fair: ClassVar[bool] = True
-    supports_shared: ClassVar[bool] = True
-    lists_waiters: ClassVar[bool] = True
-    supports_many: ClassVar[bool] = False
-    ttl_min: ClassVar[float] = 0.001
-    ttl_step: ClassVar[float] = 0.001
+    capabilities = Capabilities(fair=True, shared=True, lists_waiters=True, ttl_min=0.001)
 
     def __init__(self, now: Callable[[], float] = clock) -> None:
         self._now, self._guard = now, threading.Lock()
@@ -105,21 +98,15 @@ class MemoryBackend:
         with self._guard:
             self._end(request)
 
-    async def release(self, runtime: Runtime, request: Request, granted: Granted) -> Found:
+    async def release(self, runtime: Runtime, request: Request, granted: Granted) -> Released:
         with self._guard:
             if self._end(request):
-                return "released"
-            return "other" if self._live(request.name).holders else "absent"
+                return Released.RELEASED
+            return Released.STOLEN if self._live(request.name).holders else Released.EXPIRED
 
-    async def renew_many(self, runtime: Runtime, renewals: Sequence[Renewal]) -> list[float | None]:
+    async def renew_many(self, runtime: Runtime, renewals: Sequence[Renewal]) -> list[RenewalResult]:
         with self._guard:
             return [self._renew(renewal.request) for renewal in renewals]
-
-    async def try_acquire_many(self, runtime: Runtime, requests: Sequence[Request]) -> list[Granted] | None:
-        raise NotImplementedError
-
-    async def release_many(self, runtime: Runtime, requests: Sequence[Request]) -> list[Found]:
-        raise NotImplementedError
 
     async def inspect(self, runtime: Runtime, name: str | None = None) -> list[LockState]:
         with self._guard:
@@ -187,10 +174,10 @@ class MemoryBackend:
             token = floor + 1
         return token
 
-    def _renew(self, request: Request) -> float | None:
+    def _renew(self, request: Request) -> RenewalResult:
         grant = self._live(request.name).holders.get(request.holder)
         if grant is None:
-            return None
+            return RenewalFailure.LOST
         grant.until = self._now() + request.ttl
         return request.ttl
 

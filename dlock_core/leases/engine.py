@@ -10,9 +10,9 @@ import logging
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final
 
-from dlock_core.backend import Busy, Granted, Renewal
+from dlock_core.backend import Busy, Granted, Released, Renewal, RenewalFailure
 from dlock_core.errors import AcquireTimeout, BackendUnavailable, LeaseLost
-from dlock_core.leases.lease import Held, Released, valid_until
+from dlock_core.leases.lease import Held, valid_until
 from dlock_core.observability import hooks
 from dlock_core.options import deadline
 from dlock_core.owner import describe
@@ -21,13 +21,10 @@ from dlock_core.runtime import CHANCE
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Coroutine
 
-    from dlock_core.backend import Backend, Found, Request
+    from dlock_core.backend import Backend, Request
     from dlock_core.runtime import Runtime
 
 __all__ = ["acquire", "end", "raise_token", "release", "released", "renew", "try_acquire"]
-
-
-FOUND: Final = {"released": Released.RELEASED, "absent": Released.EXPIRED, "other": Released.STOLEN}
 
 
 async def acquire(
@@ -60,11 +57,13 @@ async def renew(runtime: Runtime, held: Held, ttl: float | None = None) -> None:
     if ttl is not None:
         held.request = held.request._replace(ttl=ttl)
         held.until = min(held.until, valid_until(sent, ttl))  # it is shorter from now on, answered or not
-    (valid_for,) = await held.backend.renew_many(runtime, [Renewal(held.request, held.granted)])
-    if valid_for is None:
+    (result,) = await held.backend.renew_many(runtime, [Renewal(held.request, held.granted)])
+    if result is RenewalFailure.UNKNOWN:
+        raise BackendUnavailable(held.name, reason="the store learned nothing about this lease")
+    if result is RenewalFailure.LOST:
         held.lose("the store gave it to another, or forgot it")
         raise LeaseLost(held.name, token=held.token, reason=held.why())
-    held.extend(sent, valid_for)
+    held.extend(sent, result)
     held.ensure()
 
 
@@ -100,14 +99,16 @@ async def _release(runtime: Runtime, held: Held) -> None:
     end(held, found)
 
 
-def end(held: Held, found: Found) -> Released:
+def end(held: Held, found: Released) -> Released:
     """Note what the store found when it was asked to release the grant."""
     if held.in_time and held.release_requests > 1:
-        found = "released"  # Whoever holds it now was let in by an earlier request of ours, whose answer was lost.
-    return held.end(FOUND[found])
+        found = (
+            Released.RELEASED
+        )  # Whoever holds it now was let in by an earlier request of ours, whose answer was lost.
+    return held.end(found)
 
 
-def _ask_release(runtime: Runtime, held: Held) -> Awaitable[Found]:
+def _ask_release(runtime: Runtime, held: Held) -> Awaitable[Released]:
     held.prepare_release()
     return held.backend.release(runtime, held.request, held.granted)
 
@@ -120,8 +121,10 @@ async def raise_token(runtime: Runtime, held: Held, floor: int) -> bool:
     request = held.request._replace(floor=floor, queue=False)
     sent = runtime.now()
     try:
-        (valid_for,) = await held.backend.renew_many(runtime, [Renewal(held.request, held.granted)])
-        answer = await held.backend.try_acquire(runtime, request) if valid_for is not None else None
+        (result,) = await held.backend.renew_many(runtime, [Renewal(held.request, held.granted)])
+        if result is RenewalFailure.LOST:
+            return False
+        answer = await held.backend.try_acquire(runtime, request)
     except BackendUnavailable:
         return False
     if not isinstance(answer, Granted) or answer.token <= floor:

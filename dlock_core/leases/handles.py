@@ -11,9 +11,9 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 from weakref import WeakValueDictionary, ref
 
+from dlock_core.backend import Released
 from dlock_core.errors import BackendUnavailable, DLockError, LeaseLost, NotHeld
 from dlock_core.leases import engine, watchdog
-from dlock_core.leases.lease import Released
 from dlock_core.options import Seconds, ttl_seconds
 from dlock_core.runtime import ASYNCIO, BLOCKING, run
 

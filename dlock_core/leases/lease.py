@@ -6,7 +6,6 @@ process which was stopped sees at once that it lost the lease. (Idea: the Redloc
 
 from __future__ import annotations
 
-import enum
 import logging
 import os
 from contextlib import suppress
@@ -20,22 +19,14 @@ from dlock_core.scheduler import CallbackThread, callback_thread
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from dlock_core.backend import Backend, Granted, Request
+    from dlock_core.backend import Backend, Granted, Released, Request
 
-__all__ = ["Released", "valid_until"]
+__all__ = ["valid_until"]
 
 DRIFT: Final = 0.01
 """How much faster our clock may run than the store's: one percent, far more than quartz does."""
 GUARD: Final = 0.002
 """Seconds for the coarseness of expiry in the store."""
-
-
-class Released(enum.Enum):
-    """What a release found."""
-
-    RELEASED = "released"
-    EXPIRED = "expired"
-    STOLEN = "stolen"
 
 
 def valid_until(sent: float, valid_for: float) -> float:

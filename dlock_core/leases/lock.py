@@ -6,13 +6,10 @@ A lock is a name and options, without state; a lease exists only while somebody 
 from __future__ import annotations
 
 import asyncio
-import math
-import os
 import threading
 from typing import TYPE_CHECKING, Final, Never, TypeVar
 
-from dlock_core import owner
-from dlock_core.backend import Request
+from dlock_core.backend import new_request, supported_ttl
 from dlock_core.errors import AlreadyHeld, DLockError, NotSupported
 from dlock_core.leases import engine, watchdog
 from dlock_core.leases.handles import AsyncLease, Blocks, Lease, abandon, end_block, held_by, key_of, mine
@@ -25,11 +22,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from types import TracebackType
 
-    from dlock_core.backend import Backend
+    from dlock_core.backend import Backend, Request
     from dlock_core.leases.handles import Key
     from dlock_core.runtime import Runtime
 
-__all__ = ["AsyncLock", "Lock", "new_request", "supported_ttl"]
+__all__ = ["AsyncLock", "Lock"]
 
 L = TypeVar("L", Lease, AsyncLease)
 
@@ -69,7 +66,7 @@ class _Lock:
         self.name, self.backend = canonical(name), backend
         self.ttl, self.wait = supported_ttl(backend, ttl_seconds(ttl)), wait_seconds(wait)
         self.shared, self.renew, self.reentrant, self.fair, self.on_lost = shared, renew, reentrant, fair, on_lost
-        if shared and not backend.supports_shared:
+        if shared and not backend.capabilities.shared:
             raise NotSupported(f"{type(backend).__name__} has no shared locks", name=self.name)
         self._blocks = Blocks()
 
@@ -122,28 +119,6 @@ class _Lock:
             held.on_lost = (self.on_lost,)
         if self.renew:
             watchdog.watch(held)
-
-
-def new_request(
-    name: str,
-    ttl: float,
-    wait: float | None,
-    *,
-    shared: bool,
-    fair: bool,
-    who: str | None = None,
-) -> Request:
-    """Make the request of one acquire call: a fresh holder, and a place in the queue unless there is only one try.
-
-    `who` asks, if that is not what `owner.text` tells of this thread or task.
-    """
-    return Request(name, os.urandom(16).hex(), ttl, shared, wait != 0.0, fair, owner.text() if who is None else who)
-
-
-def supported_ttl(backend: Backend, ttl: float) -> float:
-    """Round a ttl up to what the store can do."""
-    steps = math.ceil(ttl / backend.ttl_step - 1e-9)
-    return max(backend.ttl_min, steps * backend.ttl_step)
 
 
 class Lock(_Lock):

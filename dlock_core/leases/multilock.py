@@ -11,12 +11,12 @@ import threading
 from contextlib import suppress
 from typing import TYPE_CHECKING, Never, TypeVar
 
+from dlock_core.backend import new_request, supported_ttl, supports_many
 from dlock_core.errors import AlreadyHeld, BackendUnavailable, DLockError
 from dlock_core.leases import engine, watchdog
 from dlock_core.leases import engine as attempt
 from dlock_core.leases.handles import Blocks, LeaseView, abandon, end_block, held_by, key_of, mine
 from dlock_core.leases.lease import Held
-from dlock_core.leases.lock import new_request, supported_ttl
 from dlock_core.names import canonical
 from dlock_core.observability import hooks
 from dlock_core.options import Seconds, check_switches, deadline, ttl_seconds, unknown_option, wait_seconds
@@ -26,8 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Hashable, Iterable, Sequence
     from types import TracebackType
 
-    from dlock_core.backend import Backend, Request
-    from dlock_core.leases.lease import Released
+    from dlock_core.backend import Backend, Released, Request, SupportsMany
     from dlock_core.runtime import Runtime
 
 __all__ = ["AsyncMultiLease", "AsyncMultiLock", "MultiLease", "MultiLock"]
@@ -72,7 +71,7 @@ async def at_once(runtime: Runtime, backend: Backend, requests: Sequence[Request
     A request without an answer may have worked: ask for each with the same request, or withdraw it. Raises
     BackendUnavailable when there is no time left for that, because the wait is over at `until`.
     """
-    if not backend.supports_many or any(request.shared for request in requests):
+    if not supports_many(backend) or any(request.shared for request in requests):
         return []
     sent = runtime.now()
     try:
@@ -91,8 +90,8 @@ async def _release(runtime: Runtime, held: Sequence[Held]) -> list[Released]:
     for one in held:
         one.ensure_own_process()
     mine = [one for one in held if one.ended is None]
-    if mine and mine[0].backend.supports_many:
-        await _release_at_once(runtime, mine)
+    if mine and supports_many(backend := mine[0].backend):
+        await _release_at_once(runtime, backend, mine)
     failure: BackendUnavailable | None = None
     for one in held:
         try:
@@ -104,11 +103,11 @@ async def _release(runtime: Runtime, held: Sequence[Held]) -> list[Released]:
     return [one.ended for one in held if one.ended is not None]
 
 
-async def _release_at_once(runtime: Runtime, held: Sequence[Held]) -> None:
+async def _release_at_once(runtime: Runtime, backend: SupportsMany, held: Sequence[Held]) -> None:
     for one in held:
         one.prepare_release()
     with suppress(BackendUnavailable):
-        found = await held[0].backend.release_many(runtime, [one.request for one in held])
+        found = await backend.release_many(runtime, [one.request for one in held])
         for one, what in zip(held, found, strict=True):
             one.emit("released", engine.end(one, what).value)
 

@@ -12,15 +12,15 @@ from __future__ import annotations
 
 import logging
 import weakref
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Literal
 
-from dlock_core.backend import Renewal
+from dlock_core.backend import Renewal, RenewalFailure
 from dlock_core.errors import BackendUnavailable
 from dlock_core.runtime import BLOCKING, clock, run
 from dlock_core.scheduler import Scheduler, after_fork_in_child, call_in_background
 
 if TYPE_CHECKING:
-    from dlock_core.backend import Backend
+    from dlock_core.backend import Backend, RenewalResult
     from dlock_core.leases.lease import Held
 
 __all__ = ["unwatch", "watch"]
@@ -105,7 +105,7 @@ class Watchdog:
     def _ask(self, leases: list[Held]) -> None:
         sent, reason = clock(), "it could not be renewed in time"
         renewals = [Renewal(held.request, held.granted) for held in leases]
-        answers: list[float | None] = []
+        answers: list[RenewalResult] = []
         try:
             answers = run(leases[0].backend.renew_many(BLOCKING, renewals))
         except BackendUnavailable as error:
@@ -113,24 +113,24 @@ class Watchdog:
         except BaseException as error:  # noqa: BLE001 - every other lease depends on this thread
             call_in_background(logger.error, "dlock: a renewal failed", exc_info=error)
         if answers:
-            for held, renewal, valid_for in zip(leases, renewals, answers, strict=True):
-                if valid_for == 0.0:
+            for held, renewal, result in zip(leases, renewals, answers, strict=True):
+                if result is RenewalFailure.UNKNOWN:
                     self._unknown(held, reason)
                 else:
-                    self._renewed(held, renewal, sent, valid_for)
+                    self._renewed(held, renewal, sent, result)
         else:
             for held in leases:
                 self._unknown(held, reason)
 
-    def _renewed(self, held: Held, renewal: Renewal, sent: float, valid_for: float | None) -> None:
+    def _renewed(self, held: Held, renewal: Renewal, sent: float, result: float | Literal[RenewalFailure.LOST]) -> None:
         if not held.renewing:
             return
-        if valid_for is None:
+        if result is RenewalFailure.LOST:
             held.lose("the store gave it to another, or forgot it")
             return
         if held.request is renewal.request:  # else the caller has renewed meanwhile, for another ttl
-            held.extend(sent, valid_for)
-        self.watch(held, valid_for / 3)
+            held.extend(sent, result)
+        self.watch(held, result / 3)
 
     def _unknown(self, held: Held, reason: str) -> None:
         held.trouble = reason

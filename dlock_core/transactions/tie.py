@@ -11,9 +11,9 @@ from collections import deque
 from typing import TYPE_CHECKING, Any, Final
 from weakref import WeakSet
 
+from dlock_core.backend import Released
 from dlock_core.errors import BackendUnavailable, LeaseLost, NotHeld
 from dlock_core.leases import engine, watchdog
-from dlock_core.leases.lease import Released
 from dlock_core.runtime import blocking
 
 if TYPE_CHECKING:
@@ -108,7 +108,7 @@ class Tie:
     @property
     def is_inside(self) -> bool:
         """The lock was taken inside a transaction, and lasts exactly as long."""
-        return self.held.backend.expiry == "transaction"
+        return self.held.backend.capabilities.expiry == "transaction"
 
     def undone(self) -> None:
         """Hear that a lock inside a transaction is gone, with the savepoint in which it was taken.

@@ -9,10 +9,10 @@ from types import EllipsisType
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Never, TypedDict, TypeVar
 
 from dlock_core import owner
+from dlock_core.backend import new_request, supported_ttl
 from dlock_core.errors import AlreadyHeld, DLockError, NotSupported
 from dlock_core.leases import engine, multilock, watchdog
 from dlock_core.leases.handles import Blocks, LeaseView
-from dlock_core.leases.lock import new_request, supported_ttl
 from dlock_core.options import (
     Seconds,
     check_callback,
@@ -138,10 +138,10 @@ class TiedLock:
 
     def _request(self, store: Store, turn: Turn) -> Request:
         """Make the request of one acquire; raises NotSupported for what the store cannot do."""
-        if self.shared and not store.backend.supports_shared:
+        if self.shared and not store.backend.capabilities.shared:
             raise NotSupported(f"the store {store.alias!r} has no shared locks", name=self.name)
         ttl = supported_ttl(store.backend, self.ttl or store.ttl)
-        is_inside = store.backend.expiry == "transaction"  # whose it is the database knows
+        is_inside = store.backend.capabilities.expiry == "transaction"  # whose it is the database knows
         who = "" if is_inside else owner.text(*self._sessions())
         request = new_request(self.name, ttl, self._seconds(store, turn), shared=self.shared, fair=self.fair, who=who)
         return request._replace(transaction=self._transaction(store.backend)) if is_inside else request

@@ -14,13 +14,13 @@ from sqla_dlock.transactions import connections_of
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from sqlalchemy import Connection, Dialect, Engine
+    from sqlalchemy import Connection, Engine
     from sqlalchemy.ext.asyncio import AsyncEngine
     from sqlalchemy.orm import Session
 
     from dlock_core.backend import Backend
 
-__all__ = ["from_engine", "from_url", "home_of", "transaction_of"]
+__all__ = ["from_engine", "from_url", "transaction_of"]
 
 
 def from_engine(
@@ -43,14 +43,9 @@ def from_url(url: str, *, prefix: str = PREFIX, timeout: float = 5.0) -> Backend
     return from_engine(engine_of(url), session=True, prefix=prefix, timeout=timeout)
 
 
-def home_of(backend: Any) -> Dialect | None:
-    """Give the database in whose transaction a store locks; None for a store that is somewhere else."""
-    return backend.database.dialect if backend.expiry == "transaction" else None
-
-
-def transaction_of(session: Session, backend: Any, *, old_snapshot: bool) -> Place | None:
+def transaction_of(session: Session, backend: Backend, *, old_snapshot: bool) -> Place | None:
     """Give the session's transaction in the database of such a store; begins one, as any statement does."""
-    engine: Engine = backend.database
+    engine: Engine = backend.capabilities.transaction_database
     near = (*connections_of(session), session.bind)
     bind = next((each for each in near if each is not None and each.dialect is engine.dialect), engine)
     connection: Connection = session.connection(bind_arguments={"bind": bind})

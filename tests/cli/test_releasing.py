@@ -5,7 +5,7 @@ import json
 import pytest
 
 from dlock_core import Lock
-from dlock_core.leases.lease import Released
+from dlock_core.backend import Released
 from dlock_core.observability import hooks
 from tests.cli.running import dlock
 

@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from dlock_core.backend import Granted
+from dlock_core.backend import Granted, Released, new_request
 from dlock_core.backends.etcd.backend import EtcdBackend
-from dlock_core.leases.lock import new_request
 from dlock_core.runtime import BLOCKING, run
 from dlock_core.testing.contract import *  # noqa: F403
 from dlock_core.testing.contract.parties import Locks
@@ -44,7 +43,7 @@ def test_raised_token_raises_the_next(backend: EtcdBackend, locks: Locks, name: 
     granted = run(backend.try_acquire(BLOCKING, raised))
     assert isinstance(granted, Granted)
     assert granted.token > floor
-    assert run(backend.release(BLOCKING, raised, granted)) == "released"
+    assert run(backend.release(BLOCKING, raised, granted)) is Released.RELEASED
     later = locks.acquire(name)
     assert later.token > granted.token
     locks.do(later.release)
@@ -61,7 +60,7 @@ def test_number_on_top_of_revisions_that_was_spoiled_heals(
     assert isinstance(granted, Granted)
     assert granted.token > 10**15
     assert [state.name for state in run(backend.inspect(BLOCKING, name))] == [name]
-    assert run(backend.release(BLOCKING, with_floor, granted)) == "released"
+    assert run(backend.release(BLOCKING, with_floor, granted)) is Released.RELEASED
     later = locks.acquire(name)
     assert granted.token < later.token < 2 * 10**15
     locks.do(later.release)

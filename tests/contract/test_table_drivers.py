@@ -5,11 +5,10 @@ from typing import Any
 
 import pytest
 
-from dlock_core.backend import Renewal
+from dlock_core.backend import Released, Renewal, RenewalFailure
 from dlock_core.backends.table import backend as module
 from dlock_core.backends.table.backend import TableBackend
 from dlock_core.backends.table.statements import MYSQL
-from dlock_core.leases.lease import Released
 from dlock_core.testing.contract import locks, name  # noqa: F401 - fixtures
 from dlock_core.testing.contract.observed import WITHIN
 from dlock_core.testing.contract.parties import Locks
@@ -65,7 +64,7 @@ def test_renewals_are_answered_one_by_one_and_the_token_can_be_raised(locks: Loc
     renewals = [renewal(lease) for lease in leases]
     answers = locks.ask("renew_many", renewals)
     assert [answer is not None for answer in answers] == [True, False, True]
-    assert locks.ask("renew_many", [renewals[1]]) == [None]
+    assert locks.ask("renew_many", [renewals[1]]) == [RenewalFailure.LOST]
     floor = leases[0].token + 1_000_000_000
     request = renewals[0].request._replace(floor=floor)
     granted = locks.ask("try_acquire", request)

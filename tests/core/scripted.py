@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from dlock_core.backend import Busy, Granted, Renewal, Request
+from dlock_core.backend import Busy, Capabilities, Granted, Released, Renewal, Request
 from dlock_core.errors import BackendUnavailable
 from dlock_core.testing import ManualRuntime
 
@@ -11,7 +11,7 @@ BROKEN = BackendUnavailable("a", reason="the idle connection was dead", broken=T
 DOWN = BackendUnavailable("a", reason="no answer")
 REFUSED = BackendUnavailable("a", reason="wrong password", refused=True)
 
-Answer = Granted | Busy | BackendUnavailable | BaseException | float | str | list[Any] | None
+Answer = Granted | Busy | BackendUnavailable | BaseException | float | Released | list[Any] | None
 
 
 class Ahead(ManualRuntime):
@@ -28,8 +28,7 @@ class Ahead(ManualRuntime):
 class Scripted:
     """Gives the answers of `script` in turn, the last one for ever; `takes` is how long each answer takes."""
 
-    supports_shared, supports_fair, supports_many, lists_waiters = True, True, False, True
-    ttl_min = ttl_step = 0.001
+    capabilities = Capabilities(fair=True, shared=True, lists_waiters=True, ttl_min=0.001)
 
     def __init__(self, runtime: ManualRuntime, *script: Answer, takes: float = 0.0) -> None:
         self.runtime, self.script, self.takes = runtime, list(script), takes

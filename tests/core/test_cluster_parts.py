@@ -19,12 +19,11 @@ from redis.exceptions import (
 )
 
 from dlock_core import connect
-from dlock_core.backend import Busy, Granted
+from dlock_core.backend import Busy, Granted, new_request
 from dlock_core.backends.redis import addresses
 from dlock_core.backends.redis.cluster.backend import TAGS, ClusterBackend
 from dlock_core.backends.redis.cluster.routing import SLOTS, Node, Question, Routes, Slot, put, slot_of
 from dlock_core.errors import BackendUnavailable
-from dlock_core.leases.lock import new_request
 from dlock_core.runtime import BLOCKING, run
 from tests import servers
 

@@ -5,12 +5,11 @@ from typing import Any
 
 import pytest
 
-from dlock_core.backend import Busy, Granted, Request
+from dlock_core.backend import Busy, Granted, Released, RenewalFailure, Request, new_request
 from dlock_core.backends.memory import MemoryBackend
 from dlock_core.errors import AcquireTimeout, BackendUnavailable, LeaseLost, spoken
 from dlock_core.leases import engine
-from dlock_core.leases.lease import Held, Released
-from dlock_core.leases.lock import new_request
+from dlock_core.leases.lease import Held
 from dlock_core.observability import hooks
 from dlock_core.testing import ManualRuntime
 from tests.core.scripted import BROKEN, DOWN, REFUSED, Ahead, Answer, Scripted
@@ -253,33 +252,33 @@ def test_withdrawal_over_a_dead_connection_is_tried_once_more(runtime: ManualRun
 
 
 def test_first_answer_of_a_release_stands(runtime: ManualRuntime) -> None:
-    store = Scripted(runtime, "released", "other")
+    store = Scripted(runtime, Released.RELEASED, Released.STOLEN)
     lease = held(runtime, store)
     answers = [runtime.run(engine.release(runtime, lease)) for _ in range(3)]
     assert answers == [Released.RELEASED] * 3
     assert len(store.asked("release")) == 1
 
 
-@pytest.mark.parametrize(("said", "told"), [("absent", Released.EXPIRED), ("other", Released.STOLEN)])
-def test_release_tells_what_it_found(runtime: ManualRuntime, said: str, told: Released) -> None:
-    assert runtime.run(engine.release(runtime, held(runtime, Scripted(runtime, said)))) is told
+@pytest.mark.parametrize("found", [Released.EXPIRED, Released.STOLEN])
+def test_release_tells_what_it_found(runtime: ManualRuntime, found: Released) -> None:
+    assert runtime.run(engine.release(runtime, held(runtime, Scripted(runtime, found)))) is found
 
 
-@pytest.mark.parametrize("second", ["absent", "other"])
-def test_release_whose_first_answer_was_lost_is_a_release(runtime: ManualRuntime, second: str) -> None:
+@pytest.mark.parametrize("second", [Released.EXPIRED, Released.STOLEN])
+def test_release_whose_first_answer_was_lost_is_a_release(runtime: ManualRuntime, second: Released) -> None:
     lease = held(runtime, Scripted(runtime, DOWN, second))
     assert runtime.run(engine.release(runtime, lease)) is Released.RELEASED
 
 
 def test_release_that_failed_may_be_repeated_and_is_a_release(runtime: ManualRuntime) -> None:
-    lease = held(runtime, Scripted(runtime, DOWN, DOWN, "absent"))
+    lease = held(runtime, Scripted(runtime, DOWN, DOWN, Released.EXPIRED))
     with pytest.raises(BackendUnavailable):
         runtime.run(engine.release(runtime, lease))
     assert runtime.run(engine.release(runtime, lease)) is Released.RELEASED
 
 
 def test_release_after_the_lease_ran_out_is_never_called_a_release_of_ours(runtime: ManualRuntime) -> None:
-    lease = held(runtime, Scripted(runtime, DOWN, "other"))
+    lease = held(runtime, Scripted(runtime, DOWN, Released.STOLEN))
     runtime.advance(31.0)
     assert runtime.run(engine.release(runtime, lease)) is Released.STOLEN
 
@@ -308,7 +307,7 @@ def test_renewal_answered_after_the_lease_ran_out_does_not_heal_it(runtime: Manu
 
 
 def test_renewal_that_finds_it_gone_is_a_loss(runtime: ManualRuntime) -> None:
-    lease = held(runtime, Scripted(runtime, [None]))
+    lease = held(runtime, Scripted(runtime, [RenewalFailure.LOST]))
     with pytest.raises(LeaseLost, match="forgot it"):
         runtime.run(engine.renew(runtime, lease))
     assert lease.is_lost()

@@ -7,10 +7,9 @@ from typing import Any
 
 import pytest
 
-from dlock_core.backend import Granted
+from dlock_core.backend import Granted, Released, new_request
 from dlock_core.errors import LeaseLost, NotHeld
-from dlock_core.leases.lease import Held, Released, valid_until
-from dlock_core.leases.lock import new_request
+from dlock_core.leases.lease import Held, valid_until
 from dlock_core.observability import hooks
 from dlock_core.testing import ManualRuntime, MemoryBackend
 

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from dlock_core import AlreadyHeld, AsyncLock, BackendUnavailable, LeaseLost, Lock, MultiLock, Released
+from dlock_core.backend import Capabilities
 from dlock_core.testing import MemoryBackend
 
 
@@ -120,7 +121,7 @@ def test_clean_block_whose_lease_was_taken_away_is_an_error(store: MemoryBackend
 
 def test_ttl_is_rounded_up_to_what_the_store_can_do(store: MemoryBackend) -> None:
     class Coarse(MemoryBackend):
-        ttl_min, ttl_step = 2.0, 1.0
+        capabilities = Capabilities(ttl_min=2.0, ttl_step=1.0)
 
     assert [Lock(Coarse(), "a", ttl=ttl).ttl for ttl in (0.1, 2.0, 2.1, 30)] == [2.0, 2.0, 3.0, 30.0]
     assert Lock(store, "a", ttl=0.0001).ttl == 0.001

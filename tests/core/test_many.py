@@ -19,9 +19,9 @@ from dlock_core import (
     Released,
     connect,
 )
+from dlock_core.backend import new_request
 from dlock_core.backends.memory import MemoryBackend
 from dlock_core.leases import multilock
-from dlock_core.leases.lock import new_request
 from dlock_core.observability import hooks
 from dlock_core.runtime import BLOCKING, run
 from dlock_core.stores import force_release
@@ -156,15 +156,13 @@ def test_free_names_take_one_request_each_way(redis_server, monkeypatch):
 
 @pytest.mark.parametrize("at_once", [True, False])
 def test_silent_store_is_rid_of_the_traces_of_all_names_behind_the_caller(at_once):
-    class Silent(Scripted):
-        supports_many = at_once
-
+    class SilentAtOnce(Scripted):
         async def try_acquire_many(self, runtime, requests):
             return self.answer("try_acquire_many")
 
     runtime = Ahead()
     began = runtime.now()
-    store = Silent(runtime, DOWN, takes=2.0)
+    store = (SilentAtOnce if at_once else Scripted)(runtime, DOWN, takes=2.0)
     requests = [new_request(name, 30.0, 0.0, shared=False, fair=True) for name in "abc"]
     with pytest.raises(BackendUnavailable):
         runtime.run(multilock.acquire(runtime, store, requests, 1.0))

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dlock_core.backend import Found, Holder, LockState, Waiter
+from dlock_core.backend import Holder, LockState, Released, RenewalFailure, Waiter
 from dlock_core.backends.redlock.nodes import merged
-from dlock_core.backends.redlock.quorum import AHEAD, Forecast, agreed, free_in, is_renewed, majority, released
+from dlock_core.backends.redlock.quorum import AHEAD, Forecast, agreed, free_in, majority, released, renewal_result
 
 FIVE = 5
 NEEDED = majority(FIVE)
@@ -47,28 +47,32 @@ def test_nobody_to_wait_for_is_no_wait() -> None:
 @given(st.integers(0, FIVE), st.integers(0, FIVE))
 def test_renewal_is_known_when_the_silent_nodes_change_nothing(yes: int, silent: int) -> None:
     silent = min(silent, FIVE - yes)
+    results = {True: 30.0, False: RenewalFailure.LOST, None: RenewalFailure.UNKNOWN}
     possible = {yes + more >= NEEDED for more in range(silent + 1)}
-    assert is_renewed(yes, silent, NEEDED) is (possible.pop() if len(possible) == 1 else None)
+    assert renewal_result(yes, silent, NEEDED, 30.0) == results[possible.pop() if len(possible) == 1 else None]
 
 
-@given(st.lists(st.sampled_from(["released", "absent", "other"]), max_size=FIVE))
-def test_release_is_told_by_a_majority_and_in_doubt_for_us(found: list[Found]) -> None:
+@given(st.lists(st.sampled_from(Released), max_size=FIVE))
+def test_release_is_told_by_a_majority_and_in_doubt_for_us(found: list[Released]) -> None:
     silent = FIVE - len(found)
     told = released(found, silent, NEEDED)
     assert (told is None) == (len(found) < NEEDED)
-    if found.count("released") >= NEEDED:
-        assert told == "released"
-    if told == "released":
-        assert found.count("released") + silent >= NEEDED
-    if told == "other":
-        assert found.count("other") + silent >= NEEDED
+    if found.count(Released.RELEASED) >= NEEDED:
+        assert told is Released.RELEASED
+    if told is Released.RELEASED:
+        assert found.count(Released.RELEASED) + silent >= NEEDED
+    if told is Released.STOLEN:
+        assert found.count(Released.STOLEN) + silent >= NEEDED
 
 
 def test_release_told_by_three_of_five() -> None:
-    assert released(["released", "released", "absent"], 2, 3) == "released"
-    assert released(["absent", "absent", "absent"], 2, 3) == "absent"
-    assert released(["other", "other", "absent"], 2, 3) == "other"
-    assert released(["released", "absent", "absent", "absent", "absent"], 0, 3) == "absent"
+    assert released([Released.RELEASED, Released.RELEASED, Released.EXPIRED], 2, 3) is Released.RELEASED
+    assert released([Released.EXPIRED, Released.EXPIRED, Released.EXPIRED], 2, 3) is Released.EXPIRED
+    assert released([Released.STOLEN, Released.STOLEN, Released.EXPIRED], 2, 3) is Released.STOLEN
+    assert (
+        released([Released.RELEASED, Released.EXPIRED, Released.EXPIRED, Released.EXPIRED, Released.EXPIRED], 0, 3)
+        is Released.EXPIRED
+    )
 
 
 def test_forecast_is_ahead_of_the_clocks_it_knows() -> None:

@@ -9,12 +9,11 @@ import hypothesis.strategies as st
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
 
-from dlock_core.backend import Busy, Granted, Request
+from dlock_core.backend import Busy, Granted, Released, Request, new_request
 from dlock_core.backends.memory import ALIVE, CLAIM
 from dlock_core.errors import LeaseLost
 from dlock_core.leases import engine
-from dlock_core.leases.lease import Held, Released
-from dlock_core.leases.lock import new_request
+from dlock_core.leases.lease import Held
 from dlock_core.testing import ManualRuntime, MemoryBackend
 
 TTL = 10.0

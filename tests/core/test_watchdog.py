@@ -12,11 +12,10 @@ from typing import Any
 import pytest
 
 from dlock_core import Lock, scheduler
-from dlock_core.backend import Granted
+from dlock_core.backend import Granted, RenewalFailure, RenewalResult, new_request
 from dlock_core.errors import BackendUnavailable
 from dlock_core.leases import watchdog
 from dlock_core.leases.lease import Held
-from dlock_core.leases.lock import new_request
 from dlock_core.observability import hooks
 from dlock_core.runtime import BLOCKING, clock, run
 from dlock_core.testing import ManualRuntime, MemoryBackend
@@ -39,7 +38,7 @@ class Flaky(Observed):
 
     failure: BaseException | None = None
 
-    async def renew_many(self, runtime: Any, renewals: Any) -> list[float | None]:
+    async def renew_many(self, runtime: Any, renewals: Any) -> list[RenewalResult]:
         answers = await super().renew_many(runtime, renewals)
         if self.failure is not None:
             raise self.failure
@@ -181,7 +180,7 @@ def test_release_during_a_renewal_is_not_a_loss(held: Held, runtime: ManualRunti
     def release() -> None:
         held.renewing = False
 
-    held.backend.script = [[None]]  # type: ignore[attr-defined]
+    held.backend.script = [[RenewalFailure.LOST]]  # type: ignore[attr-defined]
     held.backend.takes = 1.0  # type: ignore[attr-defined]
     runtime.at(runtime.now() + 0.5, release)
     watchdog.Watchdog()._renew([held])

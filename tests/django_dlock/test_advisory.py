@@ -18,9 +18,9 @@ from django_dlock import lock, locked
 from django_dlock.conf import stores
 from django_dlock.errors import AcquireTimeout, LeaseLost, NotSupported, SnapshotTooOld
 from django_dlock.transactions import in_transaction
+from dlock_core.backend import Released
 from dlock_core.backends.advisory import TransactionBackend
 from dlock_core.backends.memory import MemoryBackend
-from dlock_core.leases.lease import Released
 from dlock_core.runtime import BLOCKING, run
 from dlock_core.transactions.retry import Trouble, classify
 from tests.django_dlock.parties import wait_until_blocked

@@ -21,7 +21,7 @@ from django_dlock.errors import StaleToken
 from django_dlock.fencing import TableFence
 from django_dlock.models import Fence
 from django_dlock.operations import purge
-from dlock_core.leases.lease import Released
+from dlock_core.backend import Released
 from dlock_core.transactions.fencing import Claim
 
 DAY = 86_400_000_000

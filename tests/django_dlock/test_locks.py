@@ -27,8 +27,8 @@ from django_dlock.errors import (
 from django_dlock.locks import release_forgotten
 from django_dlock.models import Fence
 from django_dlock.tie import current
+from dlock_core.backend import Capabilities, Released, RenewalFailure
 from dlock_core.backends.memory import MemoryBackend
-from dlock_core.leases.lease import Released
 from dlock_core.runtime import BLOCKING, run
 from tests.django_dlock import sessions
 from tests.django_dlock.parties import is_held
@@ -894,7 +894,7 @@ def test_missing_store_is_named(database, store):
 
 def test_shared_lock_in_a_store_without_them_is_refused_before_it_is_asked(database):
     class Exclusive(Untouchable):
-        supports_shared = False
+        capabilities = Capabilities()
 
     with override_settings(DLOCK={"default": {"BACKEND": Exclusive()}}), pytest.raises(NotSupported, match="shared"):
         order(database, shared=True).acquire()
@@ -986,7 +986,7 @@ def refuse_greater_tokens(store, acquire):
     renew_many = store.renew_many
 
     async def forgotten(runtime, renewals):
-        return [None for _ in renewals]
+        return [RenewalFailure.LOST for _ in renewals]
 
     store.renew_many = forgotten
     try:

@@ -12,6 +12,7 @@ from django.test import override_settings
 from django_dlock import lock
 from django_dlock.errors import AcquireTimeout, AlreadyHeld, LeaseLost, NotSupported, SnapshotTooOld
 from django_dlock.tie import current
+from dlock_core.backend import Capabilities
 from dlock_core.backends.memory import MemoryBackend
 from dlock_core.errors import BackendUnavailable
 from dlock_core.runtime import BLOCKING, run
@@ -299,7 +300,7 @@ def test_options_belong_to_each_lock(stores):
 
 
 def test_what_one_store_cannot_do_is_refused_and_nothing_is_held(stores, monkeypatch):
-    monkeypatch.setattr(stores.ledger.backend, "supports_shared", False, raising=False)
+    monkeypatch.setattr(stores.ledger.backend, "capabilities", Capabilities(), raising=False)
     with pytest.raises(NotSupported):
         lock(account(1), in_ledger(1, shared=True)).acquire()
 

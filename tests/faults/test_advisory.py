@@ -10,10 +10,9 @@ from typing import Any
 import pytest
 from sqlalchemy import create_engine
 
-from dlock_core.backend import Renewal
+from dlock_core.backend import Released, Renewal, RenewalFailure
 from dlock_core.backends.advisory import session
 from dlock_core.errors import BackendUnavailable, LeaseLost
-from dlock_core.leases.lease import Released
 from dlock_core.leases.lock import AsyncLock, Lock
 from dlock_core.runtime import BLOCKING, Blocking, run
 from dlock_core.testing.contract.observed import WITHIN
@@ -215,7 +214,7 @@ def test_renewal_that_comes_after_the_release_does_not_touch_who_has_the_connect
 
     after: list[Any] = []
     seat.line._in_use["by"] = "another"
-    assert run(store.renew_many(Late(), [renewal])) == [None]
+    assert run(store.renew_many(Late(), [renewal])) == [RenewalFailure.LOST]
     assert store._seats[after[0]._held.request.holder].line is seat.line
     assert "1h" in run(seat.line.step(BLOCKING, "", lambda session: session.execute("SHOW idle_session_timeout")))[0][0]
     assert after[0].release() is Released.RELEASED

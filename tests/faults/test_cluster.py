@@ -14,11 +14,10 @@ from redis.asyncio.cluster import ClusterNode as AsyncioNode
 from redis.cluster import ClusterNode
 
 from dlock_core import Lock, connect
-from dlock_core.backend import Backend, Renewal
+from dlock_core.backend import Backend, Released, Renewal, RenewalFailure
 from dlock_core.backends.redis.cluster.backend import ClusterBackend
 from dlock_core.backends.redis.scripts import script
 from dlock_core.errors import AcquireTimeout, BackendUnavailable, LeaseLost
-from dlock_core.leases.lease import Released
 from dlock_core.runtime import BLOCKING, clock, run
 from dlock_core.testing.contract.parties import Locks, Threads
 from dlock_core.testing.contract.tasks import Tasks
@@ -372,7 +371,9 @@ def test_holders_and_waiters_elsewhere_do_not_mind_a_master_that_is_gone(
     pending = locks.queue_up(name, wait=None)
     master.kill()
     both = [Renewal(lease._held.request, lease._held.granted) for lease in (lost, kept)]
-    assert locks.ask("renew_many", both) == [0.0, 3.0], "of the one nothing is known, which is no loss"
+    assert locks.ask("renew_many", both) == [RenewalFailure.UNKNOWN, 3.0], (
+        "of the one nothing is known, which is no loss"
+    )
     assert told.wait(WAIT)
     assert lost.lost
     assert not kept.lost

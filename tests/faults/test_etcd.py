@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from dlock_core import Lock
+from dlock_core.backend import Released
 from dlock_core.backends.etcd.backend import EtcdBackend
 from dlock_core.errors import AcquireTimeout, BackendUnavailable, LeaseLost
-from dlock_core.leases.lease import Released
 from dlock_core.runtime import clock
 from dlock_core.testing.contract.parties import Locks
 from tests import processes

@@ -12,8 +12,8 @@ import pytest
 import trustme
 
 from dlock_core import AsyncLock, Lock, connect
+from dlock_core.backend import Released
 from dlock_core.errors import BackendUnavailable
-from dlock_core.leases.lease import Released
 from tests.etcd_servers import Cluster, ask, cluster, make
 from tests.faults.looking import is_untouched, until, waiters
 from tests.servers import Server, free_port

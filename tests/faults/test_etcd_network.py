@@ -9,12 +9,11 @@ from pathlib import Path
 import pytest
 
 from dlock_core import AsyncLock, Lock
-from dlock_core.backend import Renewal
+from dlock_core.backend import Released, Renewal
 from dlock_core.backends.etcd import backend as etcd
 from dlock_core.backends.etcd import steps
 from dlock_core.backends.etcd.backend import EtcdBackend
 from dlock_core.errors import AcquireTimeout, BackendUnavailable, LeaseLost
-from dlock_core.leases.lease import Released
 from dlock_core.runtime import clock
 from dlock_core.testing.contract.parties import Locks
 from dlock_core.testing.contract.tasks import Tasks

@@ -5,10 +5,10 @@ import logging
 import pytest
 import redis
 
+from dlock_core.backend import Released
 from dlock_core.backends.redis.backend import RedisBackend
 from dlock_core.backends.redis.scripts import script
 from dlock_core.errors import AcquireTimeout, BackendUnavailable
-from dlock_core.leases.lease import Released
 from dlock_core.runtime import clock
 from dlock_core.testing.contract.parties import Locks
 from tests.faults.conftest import LIMIT

@@ -13,13 +13,13 @@ import redis
 import trustme
 
 from dlock_core import AsyncLock, Lock, connect
+from dlock_core.backend import Released
 from dlock_core.backends.redis.backend import RedisBackend
 from dlock_core.backends.redis.scripts import script
 from dlock_core.backends.redis.transport import converse
 from dlock_core.backends.redlock import broadcast
 from dlock_core.backends.redlock.backend import RedlockBackend
 from dlock_core.errors import AcquireTimeout, BackendUnavailable, LeaseLost
-from dlock_core.leases.lease import Released
 from dlock_core.runtime import ASYNCIO, clock
 from dlock_core.testing.contract.parties import Locks
 from dlock_core.testing.contract.tasks import Tasks

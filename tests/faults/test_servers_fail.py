@@ -11,9 +11,8 @@ import pytest
 import redis
 
 from dlock_core import AcquireTimeout, BackendUnavailable, LeaseLost, Lock, MultiLock, Released
-from dlock_core.backend import Renewal
+from dlock_core.backend import Renewal, new_request
 from dlock_core.backends.redis.backend import RedisBackend
-from dlock_core.leases.lock import new_request
 from dlock_core.runtime import BLOCKING, run
 from dlock_core.testing.contract.parties import Locks
 from tests import servers

@@ -13,8 +13,8 @@ from sqlalchemy import create_engine, event
 from sqlalchemy.ext.asyncio import create_async_engine
 
 from dlock_core import Lock
+from dlock_core.backend import Released
 from dlock_core.backends.table.backend import TableBackend
-from dlock_core.leases.lease import Released
 from dlock_core.runtime import BLOCKING, run
 from sqla_dlock.backends.table import from_engine, from_url
 from tests.faults.looking import until

@@ -14,13 +14,13 @@ from django.test import override_settings
 from sqlalchemy import Engine, create_engine, text
 
 from dlock_core import AsyncLock, Lock
+from dlock_core.backend import Released
 from dlock_core.backends.sql.port import Session
 from dlock_core.backends.sql.sqlite import SQLiteSession
 from dlock_core.backends.table import backend as module
 from dlock_core.backends.table import waiting as ears
 from dlock_core.backends.table.backend import TableBackend
 from dlock_core.errors import BackendUnavailable
-from dlock_core.leases.lease import Released
 from dlock_core.runtime import BLOCKING, clock, run
 from dlock_core.testing.contract.parties import Locks
 from sqla_dlock.backends.table import from_engine, from_url

@@ -9,10 +9,10 @@ from sqlalchemy import Engine, create_engine, text
 from sqlalchemy.orm import Session
 
 from dlock_core import Lock
+from dlock_core.backend import Released
 from dlock_core.backends.redis.backend import RedisBackend
 from dlock_core.backends.redlock.backend import RedlockBackend
 from dlock_core.errors import LeaseLost, StaleToken
-from dlock_core.leases.lease import Released
 from sqla_dlock import fencing, lock
 from tests.faults.holders import hold
 from tests.faults.looking import holders

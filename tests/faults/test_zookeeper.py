@@ -14,8 +14,8 @@ import pytest
 from kazoo.client import KazooClient
 
 from dlock_core import AcquireTimeout, BackendUnavailable, LeaseLost, Lock, Released, connect
+from dlock_core.backend import new_request
 from dlock_core.backends.zookeeper.backend import ZooKeeperBackend
-from dlock_core.leases.lock import new_request
 from dlock_core.runtime import BLOCKING, clock, run
 from dlock_core.testing.contract.parties import Locks
 from dlock_core.testing.contract.tasks import Tasks
@@ -633,6 +633,6 @@ def test_mark_of_a_raised_token_outlives_the_lock_and_raises_the_next(
     again: Any = run(direct.try_acquire(BLOCKING, raised))
     assert granted.token < 1 << 62
     assert again.token == (1 << 62) + 1
-    assert run(direct.release(BLOCKING, request, again)) == "released"
+    assert run(direct.release(BLOCKING, request, again)) is Released.RELEASED
     with Lock(direct, "a") as lease:
         assert lease.token > again.token

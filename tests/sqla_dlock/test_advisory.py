@@ -11,8 +11,8 @@ from sqlalchemy.exc import DBAPIError, IntegrityError, PendingRollbackError
 from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession
 from sqlalchemy.orm import Session
 
+from dlock_core.backend import Released
 from dlock_core.errors import AcquireTimeout, LeaseLost, NotSupported, SnapshotTooOld
-from dlock_core.leases.lease import Released
 from dlock_core.runtime import BLOCKING, run
 from dlock_core.stores import Store
 from sqla_dlock import alock, lock, locked

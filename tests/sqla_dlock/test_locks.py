@@ -15,9 +15,9 @@ from sqlalchemy.exc import DBAPIError, IntegrityError, InvalidRequestError, Pend
 from sqlalchemy.ext.asyncio import AsyncSession, create_async_engine
 from sqlalchemy.orm import Session, scoped_session, sessionmaker
 
+from dlock_core.backend import Capabilities, Released
 from dlock_core.backends.memory import MemoryBackend
 from dlock_core.errors import AlreadyHeld, BackendUnavailable, LeaseLost, NotSupported, StaleToken
-from dlock_core.leases.lease import Released
 from dlock_core.runtime import BLOCKING, run
 from dlock_core.stores import Store, connect
 from sqla_dlock import configure, lock, stores
@@ -831,7 +831,7 @@ def test_missing_store_is_named(session):
 @sqlite_only
 def test_shared_lock_in_a_store_without_them_is_refused_before_it_is_asked(session, monkeypatch):
     class Exclusive(MemoryBackend):
-        supports_shared = False
+        capabilities = Capabilities()
 
     with pytest.raises(NotSupported, match="shared"):
         order(session, store=Exclusive(), shared=True).acquire()

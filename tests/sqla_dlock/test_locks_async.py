@@ -9,8 +9,8 @@ from sqlalchemy.exc import DBAPIError
 from sqlalchemy.ext.asyncio import AsyncSession, async_scoped_session, async_sessionmaker
 from sqlalchemy.orm import Session
 
+from dlock_core.backend import Released
 from dlock_core.errors import AlreadyHeld, BackendUnavailable, LeaseLost
-from dlock_core.leases.lease import Released
 from dlock_core.runtime import BLOCKING, run
 from dlock_core.stores import connect
 from sqla_dlock import alock, lock

@@ -7,9 +7,9 @@ the lock of a process that stands still, or was cut off, ends as well.
 from __future__ import annotations
 
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Final
 
-from dlock_core.backend import Busy, Granted
+from dlock_core.backend import Busy, Capabilities, Granted, Released, RenewalFailure
 from dlock_core.backends.advisory.connections import Lines, Seat
 from dlock_core.backends.advisory.labels import PREFIX, checked_prefix
 from dlock_core.backends.advisory.mysql import MySQL
@@ -20,7 +20,7 @@ from dlock_core.runtime import clock
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from dlock_core.backend import Found, LockState, Renewal, Request
+    from dlock_core.backend import LockState, Renewal, RenewalResult, Request
     from dlock_core.backends.sql import Pool, Session
     from dlock_core.runtime import Runtime
 
@@ -37,14 +37,7 @@ class SessionBackend:
     sessions around (PgBouncer's transaction mode): refused as soon as it shows.
     """
 
-    token_order: ClassVar[Literal["strict", "clock"]] = "clock"
-    expiry: ClassVar[Literal["lease", "session", "connection", "transaction"]] = "connection"
-    supports_fair: ClassVar[bool] = True
-    supports_shared: ClassVar[bool] = True
-    lists_waiters: ClassVar[bool] = True
-    supports_many: ClassVar[bool] = False
-    ttl_min: ClassVar[float] = 0.1
-    ttl_step: ClassVar[float] = 0.001
+    capabilities = Capabilities(expiry="connection", fair=True, shared=True, lists_waiters=True, ttl_min=0.1)
     speaks: ClassVar[type[PostgreSQL | MySQL]] = PostgreSQL
 
     def __init__(self, pool: Pool, *, prefix: str = PREFIX) -> None:
@@ -82,7 +75,7 @@ class SessionBackend:
         elif not seat.token or await self._unlock(runtime, seat):
             self._lines.keep(seat.line)
 
-    async def renew_many(self, runtime: Runtime, renewals: Sequence[Renewal]) -> list[float | None]:
+    async def renew_many(self, runtime: Runtime, renewals: Sequence[Renewal]) -> list[RenewalResult]:
         """Prove each connection; once the server has let us wait for long, the others get what is left to them."""
         limit = min(self._pool.timeout, max(1.0, min(request.ttl for request, _ in renewals) / 3))
         until = runtime.now() + limit
@@ -91,28 +84,24 @@ class SessionBackend:
             for request, _ in renewals
         ]
 
-    async def release(self, runtime: Runtime, request: Request, granted: Granted) -> Found:
+    async def release(self, runtime: Runtime, request: Request, granted: Granted) -> Released:
         seat = self._seats.pop(request.holder, None)
         if seat is not None and seat.line.is_open:
             try:
                 if await self._unlock(runtime, seat):
                     self._lines.keep(seat.line)
-                    return "released"
+                    return Released.RELEASED
             except BackendUnavailable:
                 if not seat.line.had_ended:
                     raise
         try:
-            return "other" if await self._server.is_held(runtime, request.name) else "absent"
+            return Released.STOLEN if await self._server.is_held(runtime, request.name) else Released.EXPIRED
         except BackendUnavailable:
             if seat is None:
                 raise
-            return "absent"  # The lock ended with its connection, before this release; only the next holder is unknown.
-
-    async def try_acquire_many(self, runtime: Runtime, requests: Sequence[Request]) -> list[Granted] | None:
-        return None
-
-    async def release_many(self, runtime: Runtime, requests: Sequence[Request]) -> list[Found]:
-        return [await self.release(runtime, request, Granted(0, 0.0)) for request in requests]
+            return (
+                Released.EXPIRED
+            )  # The lock ended with its connection, before this release; only the next holder is unknown.
 
     async def inspect(self, runtime: Runtime, name: str | None = None) -> list[LockState]:
         """Show who holds and who waits; on MySQL and MariaDB only holders of this process say who they are."""
@@ -153,19 +142,19 @@ class SessionBackend:
     async def _again(self, runtime: Runtime, request: Request, seat: Seat) -> Granted | Busy:
         if request.floor >= seat.token:
             seat.token = self._floors[request.name] = request.floor + 1
-        if await self._renew(runtime, request, self._pool.timeout) is None:
+        if await self._renew(runtime, request, self._pool.timeout) is RenewalFailure.LOST:
             raise BackendUnavailable(request.name, reason="its connection was lost", broken=True)
         return Granted(seat.token, request.ttl)
 
-    def _left(self, request: Request) -> float | None:
+    def _left(self, request: Request) -> RenewalResult:
         seat = self._seats.get(request.holder)
-        return None if seat is None else max(0.0, seat.until - clock())
+        return RenewalFailure.LOST if seat is None else max(0.0, seat.until - clock()) or RenewalFailure.UNKNOWN
 
-    async def _renew(self, runtime: Runtime, request: Request, limit: float) -> float | None:
+    async def _renew(self, runtime: Runtime, request: Request, limit: float) -> RenewalResult:
         """Prove the connection; one that fails is closed, and the server ends its session after a ttl at the latest."""
         seat, sent = self._seats.get(request.holder), clock()
         if seat is None or not seat.token:
-            return None
+            return RenewalFailure.LOST
 
         def prove(_: Session) -> bool:
             is_ours = self._seats.get(request.holder) is seat  # else it was released, and the line may be another's
@@ -177,7 +166,7 @@ class SessionBackend:
                 return request.ttl
         if self._seats.pop(request.holder, None) is not None:
             seat.line.close()
-        return None
+        return RenewalFailure.LOST
 
     async def _unlock(self, runtime: Runtime, seat: Seat) -> bool:
         def unlock(_: Session) -> bool:
@@ -200,7 +189,5 @@ class SessionBackend:
 class MySQLSessionBackend(SessionBackend):
     """MySQL's and MariaDB's `GET_LOCK`: exclusive, on the whole server; a ttl has whole seconds."""
 
-    supports_shared: ClassVar[bool] = False
-    ttl_min: ClassVar[float] = 1.0
-    ttl_step: ClassVar[float] = 1.0
+    capabilities = Capabilities(expiry="connection", fair=True, lists_waiters=True, ttl_min=1.0, ttl_step=1.0)
     speaks: ClassVar[type[PostgreSQL | MySQL]] = MySQL

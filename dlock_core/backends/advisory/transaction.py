@@ -9,9 +9,9 @@ from __future__ import annotations
 import math
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
-from dlock_core.backend import Busy, Granted
+from dlock_core.backend import Busy, Capabilities, Granted, Released, RenewalFailure
 from dlock_core.backends.advisory import postgresql
 from dlock_core.backends.advisory.labels import PREFIX, checked_prefix, label_of
 from dlock_core.backends.advisory.postgresql import Row, Sessions, owner_of
@@ -21,7 +21,7 @@ from dlock_core.sql.driver_errors import Trouble, classify
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from dlock_core.backend import Found, LockState, Renewal, Request
+    from dlock_core.backend import LockState, Renewal, RenewalResult, Request
     from dlock_core.backends.advisory.labels import Label
     from dlock_core.backends.sql import Pool
     from dlock_core.runtime import Runtime
@@ -59,19 +59,11 @@ class TransactionBackend:
     on other databases.
     """
 
-    token_order: ClassVar[Literal["strict", "clock"]] = "clock"
-    expiry: ClassVar[Literal["lease", "session", "connection", "transaction"]] = "transaction"
-    supports_fair: ClassVar[bool] = True
-    supports_shared: ClassVar[bool] = True
-    lists_waiters: ClassVar[bool] = True
-    supports_many: ClassVar[bool] = False
-    ttl_min: ClassVar[float] = 0.001
-    ttl_step: ClassVar[float] = 0.001
-
     def __init__(self, pool: Pool, database: Any, *, prefix: str = PREFIX) -> None:
         self.prefix = checked_prefix(prefix)
-        self.database = database
-        """What the integration finds the caller's transaction by."""
+        self.capabilities = Capabilities(
+            "transaction", fair=True, shared=True, lists_waiters=True, ttl_min=0.001, transaction_database=database
+        )
         self._connector, self._sessions = pool.connector, Sessions(pool, prefix)
 
     async def try_acquire(
@@ -106,19 +98,13 @@ class TransactionBackend:
     async def withdraw(self, runtime: Runtime, request: Request, ticket: Any = None) -> None:
         """Nothing is to be done: the transaction's end takes along what was granted."""
 
-    async def renew_many(self, runtime: Runtime, renewals: Sequence[Renewal]) -> list[float | None]:
+    async def renew_many(self, runtime: Runtime, renewals: Sequence[Renewal]) -> list[RenewalResult]:
         """Ask each transaction whether it still holds its lock."""
         return [await self._left(request) for request, _ in renewals]
 
-    async def release(self, runtime: Runtime, request: Request, granted: Granted) -> Found:
+    async def release(self, runtime: Runtime, request: Request, granted: Granted) -> Released:
         """Answer for the transaction, which has ended, and has released it."""
-        return "released"
-
-    async def try_acquire_many(self, runtime: Runtime, requests: Sequence[Request]) -> list[Granted] | None:
-        return None
-
-    async def release_many(self, runtime: Runtime, requests: Sequence[Request]) -> list[Found]:
-        return ["released" for _ in requests]
+        return Released.RELEASED
 
     async def inspect(self, runtime: Runtime, name: str | None = None) -> list[LockState]:
         """Show who holds and who waits in the database, transactions and sessions."""
@@ -152,10 +138,10 @@ class TransactionBackend:
         row = await place.connection.row(postgresql.LISTED_KEY, {"key": label_of(request.name, self.prefix).key})
         return Busy(LONGEST, owner_of(Row(*row), self.prefix) if row is not None else "")
 
-    async def _left(self, request: Request) -> float | None:
+    async def _left(self, request: Request) -> RenewalResult:
         params = {"key": label_of(request.name, self.prefix).key}
         row = await self._place(request).connection.row(postgresql.OURS, params)
-        return None if row is None else math.inf
+        return RenewalFailure.LOST if row is None else math.inf
 
 
 def _params(request: Request, label: Label) -> dict[str, Any]:

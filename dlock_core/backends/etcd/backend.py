@@ -9,9 +9,9 @@ from __future__ import annotations
 import ssl
 from collections import defaultdict
 from itertools import takewhile
-from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
-from dlock_core.backend import Holder, LockState, Waiter
+from dlock_core.backend import Capabilities, Holder, LockState, Released, Waiter
 from dlock_core.backends.etcd import connections, keys
 from dlock_core.backends.etcd.gateway import Gateway
 from dlock_core.backends.etcd.keys import Entry, Keys
@@ -22,7 +22,7 @@ from dlock_core.errors import BackendUnavailable
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 
-    from dlock_core.backend import Busy, Found, Granted, Renewal, Request
+    from dlock_core.backend import Busy, Granted, Renewal, RenewalResult, Request
     from dlock_core.backends.etcd.gateway import Question
     from dlock_core.backends.etcd.steps import Grip
     from dlock_core.doctor.finding import Finding
@@ -47,15 +47,8 @@ class EtcdBackend:
     `tls` is how to check an etcds:// server. A lease renewed for a shorter ttl keeps its longer one on the server.
     """
 
-    token_order: ClassVar[Literal["strict", "clock"]] = "strict"
-    expiry: ClassVar[Literal["lease", "session", "connection"]] = "lease"
-    supports_fair: ClassVar[bool] = True
-    supports_shared: ClassVar[bool] = True
-    lists_waiters: ClassVar[bool] = True
-    supports_many: ClassVar[bool] = False
-    ttl_min: ClassVar[float] = 2.0
-    """With etcd's election timeout of 1 s; a longer one raises what the server grants, and we are told."""
-    ttl_step: ClassVar[float] = 1.0
+    capabilities = Capabilities(fair=True, shared=True, lists_waiters=True, ttl_min=2.0, ttl_step=1.0)
+    """The shortest ttl fits etcd's default election timeout of 1 s; with a longer one the server grants more."""
 
     def __init__(
         self, url: str, *, prefix: str = "dlock/", timeout: float = 3.0, tls: ssl.SSLContext | None = None
@@ -102,7 +95,7 @@ class EtcdBackend:
 
         await _again(leave)
 
-    async def release(self, runtime: Runtime, request: Request, granted: Granted) -> Found:
+    async def release(self, runtime: Runtime, request: Request, granted: Granted) -> Released:
         grip: Grip = granted.handle
         questions = [self._keys.leave(request), *self._revocations(request)]
         if not self._steps.spares.keeps(grip.lease):
@@ -110,21 +103,19 @@ class EtcdBackend:
         answer, *_ = await self._steps.ask(runtime, request.name, *questions)
         if "deleted" in self._steps.proper(request.name, answer):
             self._steps.spares.give(grip.lease)
-            return "released"
-        return "other" if await self._entries(runtime, request.name, self._keys.lock(request.name)) else "absent"
+            return Released.RELEASED
+        return (
+            Released.STOLEN
+            if await self._entries(runtime, request.name, self._keys.lock(request.name))
+            else Released.EXPIRED
+        )
 
-    async def renew_many(self, runtime: Runtime, renewals: Sequence[Renewal]) -> list[float | None]:
+    async def renew_many(self, runtime: Runtime, renewals: Sequence[Renewal]) -> list[RenewalResult]:
         limit = min(renewal.request.ttl / 3 for renewal in renewals)  # a late answer would be of no use
-        answers: list[float | None] = []
+        answers: list[RenewalResult] = []
         for start in range(0, len(renewals), BATCH):
             answers += await self._steps.renew(runtime, renewals[start : start + BATCH], limit)
         return answers
-
-    async def try_acquire_many(self, runtime: Runtime, requests: Sequence[Request]) -> list[Granted] | None:
-        raise NotImplementedError
-
-    async def release_many(self, runtime: Runtime, requests: Sequence[Request]) -> list[Found]:
-        raise NotImplementedError
 
     async def inspect(self, runtime: Runtime, name: str | None = None) -> list[LockState]:
         return await _again(lambda: self._inspect(runtime, name))

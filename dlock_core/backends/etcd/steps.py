@@ -10,13 +10,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from dlock_core.backend import Busy, Granted
+from dlock_core.backend import Busy, Granted, RenewalFailure
 from dlock_core.backends.etcd import keys
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from dlock_core.backend import Renewal, Request
+    from dlock_core.backend import Renewal, RenewalResult, Request
     from dlock_core.backends.etcd.gateway import Answer, Gateway, Question
     from dlock_core.backends.etcd.keys import Keys, Look
     from dlock_core.runtime import Runtime
@@ -108,7 +108,7 @@ class Steps:
         place.lease.until = sent + left
         return left > 0 and bool(keys.entries(self.proper(request.name, found)))
 
-    async def renew(self, runtime: Runtime, renewals: Sequence[Renewal], limit: float) -> list[float | None]:
+    async def renew(self, runtime: Runtime, renewals: Sequence[Renewal], limit: float) -> list[RenewalResult]:
         """Renew some leases in one write; those of whom a longer ttl is asked than their lease has cost one more."""
         name, sent = renewals[0].request.name, runtime.now()
         leases = [renewal.granted.handle.lease.id for renewal in renewals]
@@ -120,12 +120,12 @@ class Steps:
             again = await self.gateway.ask(runtime, name, [keys.keep_alive([lease]) for lease in forgotten], limit)
             left |= {lease: answer for lease, (answer,) in zip(forgotten, again, strict=True)}
         held = [keys.entries(one["response_range"]) for one in self.proper(name, found)["responses"]]
-        answers: list[float | None] = []
+        answers: list[RenewalResult] = []
         for renewal, lease, entry in zip(renewals, leases, held, strict=True):
             ttl, grip = self._ttl(name, left[lease]), renewal.granted.handle
             is_ours = ttl > 0 and entry and entry[0].created == grip.created
             grip.lease.until = sent + ttl
-            answers.append(await self._renewed(runtime, renewal, ttl, limit) if is_ours else None)
+            answers.append(await self._renewed(runtime, renewal, ttl, limit) if is_ours else RenewalFailure.LOST)
         return answers
 
     async def ask(self, runtime: Runtime, name: str, *questions: Question) -> list[Answer]:
@@ -183,7 +183,7 @@ class Steps:
                 return Place(look)
         return Granted(token, max(0.0, lease.until - runtime.now()), Grip(created, lease))
 
-    async def _renewed(self, runtime: Runtime, renewal: Renewal, ttl: float, limit: float) -> float | None:
+    async def _renewed(self, runtime: Runtime, renewal: Renewal, ttl: float, limit: float) -> RenewalResult:
         request, grip = renewal.request, renewal.granted.handle
         if ttl >= request.ttl:
             return min(ttl, request.ttl)
@@ -192,7 +192,7 @@ class Steps:
         (granted,), (moved,) = await self.gateway.ask(runtime, request.name, questions, limit)
         lease.until, lease.is_known = sent + self._ttl(request.name, granted), True
         if not self.proper(request.name, moved).get("succeeded"):
-            return None
+            return RenewalFailure.LOST
         grip.lease.id, grip.lease.ttl, grip.lease.until = lease.id, lease.ttl, lease.until
         return lease.until - sent
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import math
 import re
-from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal
+from typing import TYPE_CHECKING, Any, Final
 
-from dlock_core.backend import Busy, Granted, Holder, LockState, Waiter
+from dlock_core.backend import Busy, Capabilities, Granted, Holder, LockState, Released, RenewalFailure, Waiter
 from dlock_core.backends.options import check_prefix, check_seconds
 from dlock_core.backends.redis import sentinel
 from dlock_core.backends.redis.addresses import of_url, wires
@@ -22,7 +22,7 @@ from dlock_core.runtime import CHANCE, Asyncio
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from dlock_core.backend import Found, Renewal, Request
+    from dlock_core.backend import Renewal, RenewalResult, Request
     from dlock_core.backends.redis.transport import Command, Wire
     from dlock_core.doctor.finding import Finding
     from dlock_core.runtime import Runtime
@@ -39,7 +39,7 @@ LISTED: Final = 500
 """Locks read by one inspection request, so that a large listing never holds up the server."""
 COPIED: Final = 0.25
 """Of the time limit of a request, the part that replicas get to have a grant."""
-FOUND: Final[dict[int, Found]] = {1: "released", 0: "absent", 2: "other"}
+FOUND: Final = {1: Released.RELEASED, 0: Released.EXPIRED, 2: Released.STOLEN}
 
 
 class RedisBackend:
@@ -50,14 +50,7 @@ class RedisBackend:
     many `replicas` have it, so that a failover to one of them does not forget it.
     """
 
-    token_order: ClassVar[Literal["strict", "clock"]] = "clock"
-    expiry: ClassVar[Literal["lease", "session", "connection"]] = "lease"
-    supports_fair: ClassVar[bool] = True
-    supports_shared: ClassVar[bool] = True
-    lists_waiters: ClassVar[bool] = True
-    supports_many: ClassVar[bool] = True
-    ttl_min: ClassVar[float] = 0.01
-    ttl_step: ClassVar[float] = 0.001
+    capabilities = Capabilities(fair=True, shared=True, lists_waiters=True)
 
     def __init__(self, client: Any, *, prefix: str = "dlock:", timeout: float = 2.0, replicas: int = 0) -> None:
         checked(prefix, timeout, replicas)
@@ -111,7 +104,7 @@ class RedisBackend:
     async def withdraw(self, runtime: Runtime, request: Request, ticket: Any = None) -> None:
         await self._ask(runtime, request.name, "withdraw", self.keys(request.name), (request.holder,))
 
-    async def release(self, runtime: Runtime, request: Request, granted: Granted) -> Found:
+    async def release(self, runtime: Runtime, request: Request, granted: Granted) -> Released:
         keys, args = self.keys(request.name), (request.holder,)
         return FOUND[await ask(self.wire(runtime), runtime, request.name, self._release, keys, args, self._timeout)]
 
@@ -126,7 +119,7 @@ class RedisBackend:
             [Granted(token, request.ttl) for token, request in zip(tokens, requests, strict=True)] if tokens else None
         )
 
-    async def release_many(self, runtime: Runtime, requests: Sequence[Request]) -> list[Found]:
+    async def release_many(self, runtime: Runtime, requests: Sequence[Request]) -> list[Released]:
         commands: list[Command] = []
         for request in requests:
             keys = self.keys(request.name)
@@ -134,7 +127,7 @@ class RedisBackend:
         replies = await converse(self.wire(runtime), runtime, requests[0].name, commands, self._timeout)
         return [FOUND[answered(request.name, reply)] for request, reply in zip(requests, replies, strict=True)]
 
-    async def renew_many(self, runtime: Runtime, renewals: Sequence[Renewal]) -> list[float | None]:
+    async def renew_many(self, runtime: Runtime, renewals: Sequence[Renewal]) -> list[RenewalResult]:
         requests = [renewal.request for renewal in renewals]
         keys = (self._globals[1], *[self.lock_key(request.name) for request in requests])
         limit = min(self._timeout, *[request.ttl / 3 for request in requests])  # a late answer would be of no use
@@ -142,7 +135,7 @@ class RedisBackend:
         renewed = await twice(
             lambda: ask(wire, runtime, name, script("renew"), keys, holders_and_ttls(requests), limit)
         )
-        return [request.ttl if ours else None for request, ours in zip(requests, renewed, strict=True)]
+        return [request.ttl if ours else RenewalFailure.LOST for request, ours in zip(requests, renewed, strict=True)]
 
     async def inspect(self, runtime: Runtime, name: str | None = None) -> list[LockState]:
         return await twice(lambda: self._inspect(runtime, name))

@@ -9,9 +9,9 @@ from __future__ import annotations
 import math
 from collections import Counter
 from itertools import chain
-from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal
+from typing import TYPE_CHECKING, Any, Final
 
-from dlock_core.backend import Busy, Granted
+from dlock_core.backend import Busy, Capabilities, Granted, RenewalFailure
 from dlock_core.backends.redis import backend
 from dlock_core.backends.redis.backend import FOUND, LISTED, holders_and_ttls
 from dlock_core.backends.redis.scripts import script
@@ -24,7 +24,7 @@ from dlock_core.runtime import CHANCE
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from dlock_core.backend import Found, LockState, Renewal, Request
+    from dlock_core.backend import LockState, Released, Renewal, RenewalResult, Request
     from dlock_core.backends.redis.transport import Command
     from dlock_core.backends.redlock.node import Question
     from dlock_core.doctor.finding import Finding
@@ -46,15 +46,8 @@ class RedlockBackend:
     reaches the nodes of a URL as rediss:// does, whose options may follow after a "?".
     """
 
-    token_order: ClassVar[Literal["strict", "clock"]] = "clock"
-    expiry: ClassVar[Literal["lease", "session", "connection"]] = "lease"
-    supports_fair: ClassVar[bool] = False
-    """Waiters queue at one node, mostly first come, first served; whoever comes meanwhile may take the others first."""
-    supports_shared: ClassVar[bool] = False
-    lists_waiters: ClassVar[bool] = True
-    supports_many: ClassVar[bool] = False
-    ttl_min: ClassVar[float] = 0.05
-    ttl_step: ClassVar[float] = 0.001
+    capabilities = Capabilities(lists_waiters=True, ttl_min=0.05)
+    """Not fair: waiters queue at one node, mostly first come, first served, and a newcomer may take the other nodes."""
 
     def __init__(self, clients: Iterable[Any], *, prefix: str = "dlock:", timeout: float = 0.5) -> None:
         self._nodes = Nodes(list(clients), prefix, timeout)
@@ -104,7 +97,7 @@ class RedlockBackend:
         question = self._nodes.question(request.name, "withdraw", keys, (request.holder,), insists=True)
         self._nodes.majority(request.name, await self._nodes.ask(runtime, question))
 
-    async def release(self, runtime: Runtime, request: Request, granted: Granted) -> Found:
+    async def release(self, runtime: Runtime, request: Request, granted: Granted) -> Released:
         keys, args = self._any.keys(request.name), (request.holder, "1")
         question = self._nodes.question(request.name, "release", keys, args, insists=True)
         answers = await self._nodes.ask(runtime, question)
@@ -114,19 +107,8 @@ class RedlockBackend:
             raise self._nodes.unavailable(request.name, answers)
         return verdict
 
-    async def renew_many(self, runtime: Runtime, renewals: Sequence[Renewal]) -> list[float | None]:
-        """A lease of which too few nodes told anything, among others that are known, is answered with 0.0."""
-        verdicts = await twice(lambda: renew(self._nodes, runtime, renewals))
-        return [
-            None if verdict is False else renewal.request.ttl if verdict else 0.0
-            for verdict, renewal in zip(verdicts, renewals, strict=True)
-        ]
-
-    async def try_acquire_many(self, runtime: Runtime, requests: Sequence[Request]) -> list[Granted] | None:
-        raise NotImplementedError
-
-    async def release_many(self, runtime: Runtime, requests: Sequence[Request]) -> list[Found]:
-        raise NotImplementedError
+    async def renew_many(self, runtime: Runtime, renewals: Sequence[Renewal]) -> list[RenewalResult]:
+        return await twice(lambda: renew(self._nodes, runtime, renewals))
 
     async def inspect(self, runtime: Runtime, name: str | None = None) -> list[LockState]:
         return await twice(lambda: self._inspect(runtime, name))
@@ -214,8 +196,8 @@ class RedlockBackend:
         return sorted({self._any.name_of(key) for keys in listed for key in keys})
 
 
-async def renew(nodes: Nodes, runtime: Runtime, renewals: Sequence[Renewal]) -> list[bool | None]:
-    """Tell of each lease whether a majority still holds it, None when too few nodes answered for that."""
+async def renew(nodes: Nodes, runtime: Runtime, renewals: Sequence[Renewal]) -> list[RenewalResult]:
+    """Renew the leases at every node; raises BackendUnavailable when too few nodes answered for any verdict."""
     requests = [renewal.request for renewal in renewals]
     keys = (nodes.any.keys("")[2], *[nodes.any.lock_key(request.name) for request in requests])
     limit = min(nodes.timeout, *[request.ttl / 3 for request in requests])  # a late answer would be of no use
@@ -223,15 +205,20 @@ async def renew(nodes: Nodes, runtime: Runtime, renewals: Sequence[Renewal]) -> 
     answers = await nodes.ask(runtime, question._replace(limit=limit))
     told = {place: answer for place, answer in enumerate(answers) if isinstance(answer, list)}
     votes, silent = list(zip(*told.values(), strict=True)), len(answers) - len(told)
-    verdicts = [quorum.is_renewed(sum(each), silent, nodes.needed) for each in votes]
-    if all(verdict is None for verdict in verdicts):
+    results = [
+        quorum.renewal_result(sum(each), silent, nodes.needed, request.ttl)
+        for each, request in zip(votes, requests, strict=False)
+    ]
+    if all(result is RenewalFailure.UNKNOWN for result in results):
         raise nodes.unavailable(requests[0].name, answers)
     gaps = [
-        renewal for renewal, verdict, each in zip(renewals, verdicts, votes, strict=True) if verdict and not all(each)
+        renewal
+        for renewal, result, each in zip(renewals, results, votes, strict=True)
+        if not isinstance(result, RenewalFailure) and not all(each)
     ]
     if gaps:
         await _restore(nodes, runtime, gaps, frozenset(place for place, each in told.items() if not all(each)), limit)
-    return verdicts
+    return results
 
 
 async def _restore(

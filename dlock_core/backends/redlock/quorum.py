@@ -10,12 +10,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
+from dlock_core.backend import Released, RenewalFailure
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from dlock_core.backend import Found
+    from dlock_core.backend import RenewalResult
 
-__all__ = ["AHEAD", "Forecast", "agreed", "free_in", "is_renewed", "majority", "released"]
+__all__ = ["AHEAD", "Forecast", "agreed", "free_in", "majority", "released", "renewal_result"]
 
 AHEAD: Final = 50_000
 """Microseconds by which a forecast is ahead of the nodes' clocks: more than a request is on its way."""
@@ -37,20 +39,20 @@ def free_in(waits: Sequence[float], free: int, needed: int) -> float:
     return sorted(waits)[min(missing, len(waits)) - 1] if waits else 0.0
 
 
-def is_renewed(yes: int, silent: int, needed: int) -> bool | None:
-    """Tell whether a lease is still held by a majority; None when that depends on nodes which did not answer."""
+def renewal_result(yes: int, silent: int, needed: int, ttl: float) -> RenewalResult:
+    """Return `ttl` for a lease that a majority still holds; UNKNOWN when that depends on nodes which did not answer."""
     if yes >= needed:
-        return True
-    return None if yes + silent >= needed else False
+        return ttl
+    return RenewalFailure.UNKNOWN if yes + silent >= needed else RenewalFailure.LOST
 
 
-def released(found: Sequence[Found], silent: int, needed: int) -> Found | None:
+def released(found: Sequence[Released], silent: int, needed: int) -> Released | None:
     """Tell what a release found; None when too few nodes answered, so that the grant may be there still."""
     if len(found) < needed:
         return None
-    if found.count("released") + silent >= needed:
-        return "released"
-    return "other" if found.count("other") + silent >= needed else "absent"
+    if found.count(Released.RELEASED) + silent >= needed:
+        return Released.RELEASED
+    return Released.STOLEN if found.count(Released.STOLEN) + silent >= needed else Released.EXPIRED
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,9 +11,9 @@ import json
 import os
 import weakref
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal
+from typing import TYPE_CHECKING, Any, Final
 
-from dlock_core.backend import Busy, Granted, Holder, LockState
+from dlock_core.backend import Busy, Capabilities, Granted, Holder, LockState, Released, RenewalFailure
 from dlock_core.backends.table.statements import MARIADB, MYSQL, POSTGRESQL, SQLITE
 from dlock_core.backends.table.waiting import Bells, Ears
 from dlock_core.runtime import CHANCE
@@ -21,7 +21,7 @@ from dlock_core.runtime import CHANCE
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from dlock_core.backend import Found, Renewal, Request
+    from dlock_core.backend import Renewal, RenewalResult, Request
     from dlock_core.backends.sql import Pool, Session
     from dlock_core.backends.table.statements import Dialect
     from dlock_core.runtime import Runtime
@@ -46,14 +46,7 @@ class TableBackend:
     takes the lock without having waited for one look, too. Those who wait are served in any order.
     """
 
-    token_order: ClassVar[Literal["strict", "clock"]] = "clock"
-    expiry: ClassVar[Literal["lease", "session", "connection"]] = "lease"
-    supports_fair: ClassVar[bool] = False
-    supports_shared: ClassVar[bool] = False
-    lists_waiters: ClassVar[bool] = False
-    supports_many: ClassVar[bool] = False
-    ttl_min: ClassVar[float] = 0.1
-    ttl_step: ClassVar[float] = 0.001
+    capabilities = Capabilities(ttl_min=0.1)
 
     def __init__(self, pool: Pool) -> None:
         self.pool = pool
@@ -112,28 +105,22 @@ class TableBackend:
     async def withdraw(self, runtime: Runtime, request: Request, ticket: Any = None) -> None:
         await self._end(runtime, request)
 
-    async def release(self, runtime: Runtime, request: Request, granted: Granted) -> Found:
+    async def release(self, runtime: Runtime, request: Request, granted: Granted) -> Released:
         """Go by the holder alone: a token that was raised may have been raised again, and its answer lost."""
         if await self._end(runtime, request):
-            return "released"
+            return Released.RELEASED
 
         def is_held(session: Session) -> bool:
             return bool(session.execute(_dialect(session).other, {"name": request.name}))
 
-        return "other" if await self.pool.step(runtime, request.name, is_held) else "absent"
+        return Released.STOLEN if await self.pool.step(runtime, request.name, is_held) else Released.EXPIRED
 
-    async def renew_many(self, runtime: Runtime, renewals: Sequence[Renewal]) -> list[float | None]:
+    async def renew_many(self, runtime: Runtime, renewals: Sequence[Renewal]) -> list[RenewalResult]:
         requests = [renewal.request for renewal in renewals]
         leases = [{"name": one.name, "holder": one.holder, "ttl": _microseconds(one.ttl)} for one in requests]
         limit = min(self.pool.timeout, max(1.0, min(one.ttl for one in requests) / 3))
         renewed = await self.pool.step(runtime, requests[0].name, lambda session: _renew(session, leases), limit)
-        return [one.ttl if one.holder in renewed else None for one in requests]
-
-    async def try_acquire_many(self, runtime: Runtime, requests: Sequence[Request]) -> list[Granted] | None:
-        raise NotImplementedError
-
-    async def release_many(self, runtime: Runtime, requests: Sequence[Request]) -> list[Found]:
-        raise NotImplementedError
+        return [one.ttl if one.holder in renewed else RenewalFailure.LOST for one in requests]
 
     async def inspect(self, runtime: Runtime, name: str | None = None) -> list[LockState]:
         def read(session: Session) -> list[tuple[Any, ...]]:

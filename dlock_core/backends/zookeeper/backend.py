@@ -11,9 +11,9 @@ from __future__ import annotations
 import os
 import select
 import weakref
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any
 
-from dlock_core.backend import Busy, Granted
+from dlock_core.backend import Busy, Capabilities, Granted, Released, RenewalFailure
 from dlock_core.backends.options import check_prefix, check_seconds
 from dlock_core.backends.zookeeper.nodes import EACH, Nodes
 from dlock_core.backends.zookeeper.own_nodes import ALIVE, SLICE, Turns
@@ -25,7 +25,7 @@ from dlock_core.extras import needed_by
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from dlock_core.backend import Found, LockState, Renewal, Request
+    from dlock_core.backend import LockState, Renewal, RenewalResult, Request
     from dlock_core.backends.zookeeper.own_nodes import Place
     from dlock_core.backends.zookeeper.queue import Line
     from dlock_core.doctor.finding import Finding
@@ -46,14 +46,7 @@ class ZooKeeperBackend:
     the URL's chroot under which the locks are. `fair=False` makes no difference: here everybody queues.
     """
 
-    token_order: ClassVar[Literal["strict", "clock"]] = "strict"
-    expiry: ClassVar[Literal["lease", "session", "connection"]] = "session"
-    supports_fair: ClassVar[bool] = True
-    supports_shared: ClassVar[bool] = True
-    lists_waiters: ClassVar[bool] = True
-    supports_many: ClassVar[bool] = False
-    ttl_min: ClassVar[float] = 0.1
-    ttl_step: ClassVar[float] = 0.001
+    capabilities = Capabilities(expiry="session", fair=True, shared=True, lists_waiters=True, ttl_min=0.1)
 
     def __init__(self, address: Address, *, prefix: str = "dlock", timeout: float = 2.0, session: float = 15.0) -> None:
         if not hasattr(select, "poll"):
@@ -128,7 +121,7 @@ class ZooKeeperBackend:
             if self._session.is_connected:
                 await self._turns.remove(runtime, place)
 
-    async def release(self, runtime: Runtime, request: Request, granted: Granted) -> Found:
+    async def release(self, runtime: Runtime, request: Request, granted: Granted) -> Released:
         place = self._places.get(request.holder)
         if place is not None:
             self._places.end(place, self._timeout)  # it will be removed, whatever becomes of us
@@ -136,10 +129,10 @@ class ZooKeeperBackend:
         if place is not None:
             self._places.forget(place)
         if found:
-            return "released"
-        return "other" if (await self._nodes.look(runtime, request.name)).nodes else "absent"
+            return Released.RELEASED
+        return Released.STOLEN if (await self._nodes.look(runtime, request.name)).nodes else Released.EXPIRED
 
-    async def renew_many(self, runtime: Runtime, renewals: Sequence[Renewal]) -> list[float | None]:
+    async def renew_many(self, runtime: Runtime, renewals: Sequence[Renewal]) -> list[RenewalResult]:
         """Write to one node, which a quorum must see, and read the others after it: it is one session."""
         sent = runtime.now()
         first, *others = [renewal.granted.handle for renewal in renewals]
@@ -148,12 +141,6 @@ class ZooKeeperBackend:
         within, more = min(renewal.request.ttl / 3 for renewal in renewals), EACH * len(renewals)
         answers = await self._session.ask(runtime, request.name, questions, within=within, more=more)
         return [self._renewed(one.request, answer, sent) for one, answer in zip(renewals, answers, strict=True)]
-
-    async def try_acquire_many(self, runtime: Runtime, requests: Sequence[Request]) -> list[Granted] | None:
-        raise NotImplementedError
-
-    async def release_many(self, runtime: Runtime, requests: Sequence[Request]) -> list[Found]:
-        raise NotImplementedError
 
     async def inspect(self, runtime: Runtime, name: str | None = None) -> list[LockState]:
         if name is not None:
@@ -201,15 +188,15 @@ class ZooKeeperBackend:
             return Busy(0.0)
         return Granted(place.zxid + offset, valid_for, place.path)
 
-    def _renewed(self, request: Request, answer: Any, sent: float) -> float | None:
+    def _renewed(self, request: Request, answer: Any, sent: float) -> RenewalResult:
         """Judge one renewal by what the server says of its node, which must be this session's."""
         place = self._places.get(request.holder)
         if answer is None or isinstance(answer, NoNodeError) or place is None:
-            return None
+            return RenewalFailure.LOST
         if good(request.name, answer).ephemeralOwner != self._session.id:
-            return None
+            return RenewalFailure.LOST
         valid_for = self._session.surely(request.ttl, sent)
-        return valid_for if valid_for > 0 and self._places.keep(place, valid_for) else None
+        return valid_for if valid_for > 0 and self._places.keep(place, valid_for) else RenewalFailure.LOST
 
 
 _backends: weakref.WeakSet[ZooKeeperBackend] = weakref.WeakSet()

@@ -48,7 +48,7 @@ def locks(request: pytest.FixtureRequest, backend: Backend) -> Iterator[Locks]:
 @pytest.fixture
 def sharing(locks: Locks) -> Locks:
     """The same, when the store has shared locks."""
-    if not locks.store.supports_shared:
+    if not locks.store.capabilities.shared:
         pytest.skip("this store has no shared locks")
     return locks
 

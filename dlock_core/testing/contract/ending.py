@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from dlock_core.backend import Released
 from dlock_core.errors import LeaseLost
-from dlock_core.leases.lease import Released
 from dlock_core.observability import hooks
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import pytest
 
-from dlock_core.leases.lock import new_request
+from dlock_core.backend import Released, new_request
 from dlock_core.names import canonical, join
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ def test_token_above_the_floor_that_was_asked_for(locks: Locks, name: str) -> No
     raised = type(request)(name, request.holder, 30.0, queue=False, floor=floor)
     second = locks.ask("try_acquire", raised)
     assert second.token > floor
-    assert locks.ask("release", raised, second) == "released"
+    assert locks.ask("release", raised, second) is Released.RELEASED
     assert locks.acquire(name).token > second.token
 
 
@@ -83,8 +83,8 @@ def test_a_holder_that_asks_twice_has_one_grant(locks: Locks, name: str) -> None
     first = locks.ask("try_acquire", request)
     again = locks.ask("try_acquire", request, unsure=True)
     assert again.token == first.token
-    assert locks.ask("release", request, first) == "released"
-    assert locks.ask("release", request, first) == "absent"
+    assert locks.ask("release", request, first) is Released.RELEASED
+    assert locks.ask("release", request, first) is Released.EXPIRED
     assert locks.holders(name) == []
 
 
@@ -95,7 +95,7 @@ def test_each_name_is_a_lock_of_its_own(locks: Locks, name: str) -> None:
     for each, lease in zip(names, leases, strict=True):
         assert locks.try_acquire(each) is None
         assert locks.holders(each) == [lease.holder]
-        assert locks.do(lease.release).value == "released"
+        assert locks.do(lease.release) is Released.RELEASED
         assert locks.holders(each) == []
 
 
@@ -106,4 +106,4 @@ def test_longest_name_is_a_lock_as_any_other(locks: Locks, name: str, char: str)
     lease = locks.acquire(long)
     assert locks.try_acquire(long) is None
     assert locks.state(long).name == long
-    assert locks.do(lease.release).value == "released"
+    assert locks.do(lease.release) is Released.RELEASED

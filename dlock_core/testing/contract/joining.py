@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from dlock_core.backend import Released
 from dlock_core.errors import AlreadyHeld
-from dlock_core.leases.lease import Released
 
 if TYPE_CHECKING:
     from dlock_core.testing.contract.parties import Locks
@@ -65,7 +65,7 @@ def test_try_acquire_joins_as_well(locks: Locks, name: str) -> None:
 
 
 def test_shared_holder_cannot_join_as_exclusive(locks: Locks, name: str) -> None:
-    if not locks.store.supports_shared:
+    if not locks.store.capabilities.shared:
         pytest.skip("this store has no shared locks")
     alice = locks.party()
     locks.keep(alice.do(locks.lock(name, shared=True).acquire))

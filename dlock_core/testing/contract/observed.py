@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from dlock_core.backend import Backend, Busy, Granted, LockState, Renewal, Request
+    from dlock_core.backend import Backend, Busy, Granted, LockState, Renewal, RenewalResult, Request
     from dlock_core.runtime import Runtime
 
 __all__ = ["WITHIN", "Call", "Observed"]
@@ -64,7 +64,7 @@ class Observed:
         self.note("withdraw", request.name, request.holder)
         await self.backend.withdraw(runtime, request, ticket)
 
-    async def renew_many(self, runtime: Runtime, renewals: Sequence[Renewal]) -> list[float | None]:
+    async def renew_many(self, runtime: Runtime, renewals: Sequence[Renewal]) -> list[RenewalResult]:
         self.note("renew_many", renewals[0].request.name, *[renewal.request.holder for renewal in renewals])
         return await self.backend.renew_many(runtime, renewals)
 

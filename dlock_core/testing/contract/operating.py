@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from dlock_core.leases.lease import Released
+from dlock_core.backend import Released
 from dlock_core.testing.contract.observed import WITHIN
 
 if TYPE_CHECKING:
@@ -38,13 +38,13 @@ def test_holder_is_shown_with_its_owner_and_times(locks: Locks, name: str) -> No
 
 
 def test_waiters_are_shown_in_order(locks: Locks, name: str) -> None:
-    if not locks.store.lists_waiters:
+    if not locks.store.capabilities.lists_waiters:
         pytest.skip("this store does not tell who waits")
     lease = locks.acquire(name)
-    line = [locks.queue_up(name), locks.queue_up(name, shared=locks.store.supports_shared), locks.queue_up(name)]
+    line = [locks.queue_up(name), locks.queue_up(name, shared=locks.store.capabilities.shared), locks.queue_up(name)]
     waiters = locks.state(name).waiters
     assert [waiter.holder for waiter in waiters] == locks.waiting(name)
-    assert [waiter.shared for waiter in waiters] == [False, locks.store.supports_shared, False]
+    assert [waiter.shared for waiter in waiters] == [False, locks.store.capabilities.shared, False]
     assert all(f'"pid":{os.getpid()}' in waiter.owner for waiter in waiters)
     assert all(waiter.waited_for is None or waiter.waited_for >= 0 for waiter in waiters)
     locks.do(lease.release)

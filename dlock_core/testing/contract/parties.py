@@ -45,9 +45,9 @@ class Locks:
     def __init__(self, backend: Backend) -> None:
         self.observed = Observed(backend)
         self.store = cast("Backend", self.observed)
-        self.short = max(0.2, backend.ttl_min)
+        self.short = max(0.2, backend.capabilities.ttl_min)
         """A ttl that a test can wait out."""
-        self.kept = max(0.8, backend.ttl_min)
+        self.kept = max(0.8, backend.capabilities.ttl_min)
         """A ttl that outlives a slow machine's pauses while it is renewed."""
         self._leases: list[Any] = []
         self._pending: list[Future[Any]] = []
@@ -120,7 +120,7 @@ class Locks:
     def queue_up(self, name: str, **options: Any) -> Future[Any]:
         """Begin to wait for a lock as a new party; returns when it has its place, where the store lists those."""
         pending = self.begin_to_wait(name, **options)
-        if self.store.lists_waiters and not pending.done():
+        if self.store.capabilities.lists_waiters and not pending.done():
             holder = self.waiting(name)[-1]
             self.until(lambda: holder in [waiter.holder for waiter in self.state(name).waiters] or pending.done())
         return pending

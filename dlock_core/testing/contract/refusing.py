@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import pytest
 
+from dlock_core.backend import Capabilities
 from dlock_core.errors import NotSupported
 from dlock_core.testing.contract.observed import Observed
 
@@ -60,10 +61,10 @@ def test_bad_ttl_of_a_renewal_is_refused_before_any_question(locks: Locks, name:
 
 def test_what_the_store_cannot_do_is_refused_before_any_question(locks: Locks, name: str) -> None:
     class WithoutShared(Observed):
-        supports_shared = False
+        capabilities = Capabilities()
 
     plain = WithoutShared(locks.observed.backend)
-    locks.store = plain  # type: ignore[assignment]
+    locks.store = plain
     with pytest.raises(NotSupported, match="shared"):
         locks.acquire(name, shared=True)
     assert plain.calls == []

@@ -6,9 +6,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from dlock_core.backend import Renewal
+from dlock_core.backend import Renewal, RenewalFailure, new_request
 from dlock_core.errors import LeaseLost
-from dlock_core.leases.lock import new_request
 
 if TYPE_CHECKING:
     from dlock_core.testing.contract.parties import Locks
@@ -40,7 +39,7 @@ def test_renewal_after_the_end_never_takes_the_lock_again(locks: Locks, name: st
     request = new_request(name, 30.0, 0.0, shared=False, fair=True)
     granted = locks.ask("try_acquire", request)
     locks.ask("release", request, granted)
-    assert locks.ask("renew_many", [Renewal(request, granted)]) == [None]
+    assert locks.ask("renew_many", [Renewal(request, granted)]) == [RenewalFailure.LOST]
     assert locks.holders(name) == []
 
 
@@ -52,8 +51,8 @@ def test_renewals_are_answered_one_by_one(locks: Locks, name: str) -> None:
     other = locks.acquire(names[1])
     locks.ask("release", requests[2], renewals[2].granted)
     answers = locks.ask("renew_many", renewals)
-    assert [answer is not None for answer in answers] == [True, False, False, True]
-    assert all(answer is None or answer > 0 for answer in answers)
+    assert [answer is RenewalFailure.LOST for answer in answers] == [False, True, True, False]
+    assert all(isinstance(answer, RenewalFailure) or answer > 0 for answer in answers)
     assert locks.holders(names[1]) == [other.holder]
     for request in requests:
         locks.ask("withdraw", request)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from dlock_core.leases.lease import Released
+from dlock_core.backend import Released
 from dlock_core.testing.contract.observed import WITHIN
 
 if TYPE_CHECKING:

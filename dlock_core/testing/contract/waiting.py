@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from dlock_core.backend import new_request
 from dlock_core.errors import AcquireTimeout
-from dlock_core.leases.lock import new_request
 from dlock_core.testing.contract.observed import WITHIN
 from dlock_core.testing.contract.tasks import Tasks
 
@@ -59,7 +59,7 @@ def test_timeout_tells_who_holds_and_what_to_do(locks: Locks, name: str) -> None
 
 
 def test_released_lock_belongs_to_the_waiter_at_once(locks: Locks, name: str) -> None:
-    if not locks.store.supports_fair:
+    if not locks.store.capabilities.fair:
         pytest.skip("this store does not hand over")
     first = locks.acquire(name)
     pending = locks.queue_up(name)
@@ -80,11 +80,11 @@ def test_waiter_needs_one_question_after_the_release(locks: Locks, name: str) ->
 
 
 def test_waiters_are_served_first_come_first_served(locks: Locks, name: str) -> None:
-    if not locks.store.supports_fair:
+    if not locks.store.capabilities.fair:
         pytest.skip("this store serves in any order")
     current = locks.acquire(name)
     line = [locks.queue_up(name) for _ in range(5)]
-    if locks.store.lists_waiters:
+    if locks.store.capabilities.lists_waiters:
         assert [waiter.holder for waiter in locks.state(name).waiters] == locks.waiting(name)
     while line:
         locks.do(current.release)
@@ -143,7 +143,7 @@ def test_dead_holder_is_followed_by_the_waiter(locks: Locks, name: str) -> None:
 
 
 def test_hand_over_that_nobody_takes_up_passes_on(locks: Locks, name: str) -> None:
-    if not locks.store.supports_fair:
+    if not locks.store.capabilities.fair:
         pytest.skip("this store does not hand over")
     first = locks.acquire(name)
     ghost = new_request(name, 30.0, None, shared=False, fair=True)

@@ -8,10 +8,11 @@ there. (Source: the Redis Cluster specification.)
 from __future__ import annotations
 
 from binascii import crc_hqx
-from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, cast
+from typing import TYPE_CHECKING, Any, Final, cast
 
 from redis.exceptions import AskError, ClusterDownError, ResponseError, TryAgainError
 
+from dlock_core.backend import RenewalFailure
 from dlock_core.backends.redis import addresses, backend, health
 from dlock_core.backends.redis.backend import FOUND, LISTED, RedisBackend, checked, holders_and_ttls
 from dlock_core.backends.redis.cluster.routing import Question, Routes, Slot, put, slot_of
@@ -22,7 +23,7 @@ from dlock_core.errors import BackendUnavailable
 if TYPE_CHECKING:
     from collections.abc import Coroutine, Sequence
 
-    from dlock_core.backend import Busy, Found, Granted, LockState, Renewal, Request
+    from dlock_core.backend import Busy, Granted, LockState, Released, Renewal, RenewalResult, Request
     from dlock_core.backends.redis.transport import Command
     from dlock_core.doctor.finding import Finding
     from dlock_core.runtime import Runtime
@@ -41,15 +42,7 @@ class ClusterBackend:
     only when so many `replicas` of its master have it, so that a failover does not forget it.
     """
 
-    token_order: ClassVar[Literal["strict", "clock"]] = "clock"
-    expiry: ClassVar[Literal["lease", "session", "connection"]] = "lease"
-    supports_fair: ClassVar[bool] = True
-    supports_shared: ClassVar[bool] = True
-    lists_waiters: ClassVar[bool] = True
-    supports_many: ClassVar[bool] = False
-    """Names that are taken together are hardly ever in one slot."""
-    ttl_min: ClassVar[float] = 0.01
-    ttl_step: ClassVar[float] = 0.001
+    capabilities = RedisBackend.capabilities
 
     def __init__(self, client: Any, *, prefix: str = "dlock:", timeout: float = 2.0, replicas: int = 0) -> None:
         checked(prefix, timeout, replicas)
@@ -84,17 +77,10 @@ class ClusterBackend:
     def withdraw(self, runtime: Runtime, request: Request, ticket: Any = None) -> Coroutine[Any, Any, None]:
         return self.part(request.name).withdraw(runtime, request, ticket)
 
-    def release(self, runtime: Runtime, request: Request, granted: Granted) -> Coroutine[Any, Any, Found]:
+    def release(self, runtime: Runtime, request: Request, granted: Granted) -> Coroutine[Any, Any, Released]:
         return self.part(request.name).release(runtime, request, granted)
 
-    async def try_acquire_many(self, runtime: Runtime, requests: Sequence[Request]) -> list[Granted] | None:
-        raise NotImplementedError
-
-    async def release_many(self, runtime: Runtime, requests: Sequence[Request]) -> list[Found]:
-        raise NotImplementedError
-
-    async def renew_many(self, runtime: Runtime, renewals: Sequence[Renewal]) -> list[float | None]:
-        """A lease whose node told nothing, among others that are known, is answered with 0.0."""
+    async def renew_many(self, runtime: Runtime, renewals: Sequence[Renewal]) -> list[RenewalResult]:
         requests = [renewal.request for renewal in renewals]
         limit = min(self._timeout, *[request.ttl / 3 for request in requests])  # a late answer would be of no use
         return await renew(self._routes, runtime, [(self.part(one.name), one) for one in requests], limit)
@@ -182,7 +168,7 @@ class Part(RedisBackend):
                 raise
             await self._drop(runtime, request)
 
-    async def release(self, runtime: Runtime, request: Request, granted: Granted) -> Found:
+    async def release(self, runtime: Runtime, request: Request, granted: Granted) -> Released:
         try:
             return await super().release(runtime, request, granted)
         except BackendUnavailable as error:
@@ -221,8 +207,8 @@ def _has_moved(error: BaseException | None) -> bool:
 
 async def renew(
     routes: Routes, runtime: Runtime, leases: Sequence[tuple[Part, Request]], limit: float
-) -> list[float | None]:
-    """Give the validity of each, None where it is gone, 0.0 where nothing is known; raises when of none anything is."""
+) -> list[RenewalResult]:
+    """Renew each lease at the node of its slot; raises BackendUnavailable when nothing was learned about any."""
     groups: dict[tuple[Part, bool], list[int]] = {}
     for place, (part, request) in enumerate(leases):
         groups.setdefault((part, request.shared), []).append(place)
@@ -238,7 +224,7 @@ async def renew(
             answers[place] = ours[number] if known else await _alone(runtime, *leases[place], ours, limit)
     if all(isinstance(answer, BackendUnavailable) for answer in answers):
         raise answers[0]
-    return [_validity(request, answer) for (_, request), answer in zip(leases, answers, strict=True)]
+    return [_result(request, answer) for (_, request), answer in zip(leases, answers, strict=True)]
 
 
 async def _alone(
@@ -253,7 +239,7 @@ async def _alone(
         return error
 
 
-def _validity(request: Request, answer: int | BackendUnavailable) -> float | None:
+def _result(request: Request, answer: int | BackendUnavailable) -> RenewalResult:
     if isinstance(answer, BackendUnavailable):
-        return 0.0
-    return request.ttl if answer else None
+        return RenewalFailure.UNKNOWN
+    return request.ttl if answer else RenewalFailure.LOST
