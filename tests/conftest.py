@@ -9,19 +9,16 @@ import os
 import random
 import signal
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from django.apps import apps
 from django.conf import settings
-from django.core.management import call_command
-from django.db import connections, transaction
+from django.db import connections
 
 from dlock_core.backends.redis import transport
 from dlock_core.sql import versions
-from tests import servers
+from tests import servers, tables
 from tests.mysql_server import MYSQLD, mysql
 from tests.servers import Server, ServerMissing
 
@@ -30,6 +27,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Refuse names with an address in them: the processes in which tests run side by side would know different tests."""
     if unstable := [item.nodeid for item in items if " at 0x" in item.nodeid]:
         raise pytest.UsageError(f"a test's name differs in every process, give it `ids`: {unstable[0]}")
+
+
+FAILED = os.environ.pop("DLOCK_TEST_FAILED", "")
+"""The file for the names of the tests that failed; the processes that tests start shall not write to it."""
+
+
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    """Name the tests that failed, for `.ci/again`; none when the run broke off, because then more than tests may be wrong."""
+    if FAILED and exitstatus == pytest.ExitCode.TESTS_FAILED:
+        stats = session.config.pluginmanager.get_plugin("terminalreporter").stats
+        reports = [*stats.get("failed", []), *stats.get("error", [])]
+        if all(isinstance(report, pytest.TestReport) for report in reports):
+            Path(FAILED).write_text("".join(f"{nodeid}\n" for nodeid in sorted({report.nodeid for report in reports})))
 
 
 def start(make: Callable[[], Server]) -> Iterator[Server]:
@@ -137,17 +147,11 @@ def django_db_setup(default: None) -> None:
 
 
 @pytest.fixture(scope="session")
-def create_tables(django_test_environment: None, django_db_blocker) -> Callable[[str], None]:
+def create_tables(django_test_environment: None) -> Callable[[str], None]:
     def create(alias: str) -> None:
         if alias not in settings.DATABASES:
             give_up(f"the driver for {alias} is missing: pip install --group test --group mariadb")
-        with django_db_blocker.unblock(), ThreadPoolExecutor(1) as thread:
-            thread.submit(create_in_thread, alias).result()
-
-    def create_in_thread(alias: str) -> None:
-        # Django refuses to do it where an event loop runs, as in an async test that asks for a database itself.
-        call_command("migrate", database=alias, run_syncdb=True, interactive=False, verbosity=0)
-        empty_tables(alias)
+        tables.create(alias)
 
     return create
 
@@ -172,7 +176,7 @@ def use_database(request: pytest.FixtureRequest, django_db_blocker) -> Iterator[
         yield use
         for alias in sorted(used):
             connections[alias].close()
-            empty_tables(alias)
+            tables.empty(alias)
             del connections[alias]
 
 
@@ -183,13 +187,3 @@ def database(request: pytest.FixtureRequest, use_database: Callable[[str], str])
     Use it instead of the mark `django_db`, not together with it. Transactions are real, rows are deleted after the test.
     """
     return use_database(request.param)
-
-
-def empty_tables(alias: str) -> None:
-    """Delete every row; far faster than `flush`, which truncates every table even when it is empty."""
-    connection = connections[alias]
-    with connection.constraint_checks_disabled(), transaction.atomic(using=alias):
-        for model in apps.get_models(include_auto_created=True):
-            if model._meta.can_migrate(connection):
-                model._base_manager.using(alias).all()._raw_delete(alias)
-    connection.close()
