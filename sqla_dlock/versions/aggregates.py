@@ -65,13 +65,14 @@ def _ways_from(cls: type) -> Iterator[tuple[str, ...]]:
 def roots_of_changes(session: Session) -> list[Any]:
     """Return, once each, the roots of everything that the session is about to write, or writes in this flush."""
     _learn_ways()
+    if not _ways:
+        return []
     found: dict[int, Any] = {}
-    if _ways:
-        changed = [each for each in session.dirty if session.is_modified(each, include_collections=False)]
-        new = {inspect(each).mapper.identity_key_from_instance(each) for each in session.new}
-        for child in [*session.new, *changed, *session.deleted]:
-            for way in _ways_from(type(child)):
-                found |= {id(root): root for root in _follow(session, [child], way, new)}
+    changed = [each for each in session.dirty if session.is_modified(each, include_collections=False)]
+    new = {inspect(each).mapper.identity_key_from_instance(each) for each in session.new}
+    for child in [*session.new, *changed, *session.deleted]:
+        for way in _ways_from(type(child)):
+            found |= {id(root): root for root in _follow(session, [child], way, new)}
     return [root for root in found.values() if inspect(root).persistent and root not in session.deleted]
 
 

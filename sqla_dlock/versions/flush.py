@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
-from weakref import WeakKeyDictionary, ref
+from weakref import WeakKeyDictionary
 
 from sqlalchemy import BindParameter, Delete, Engine, Update, event
 from sqlalchemy.orm import InstanceState, Mapper, Session
@@ -33,7 +33,7 @@ from sqla_dlock.versions.writes import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from sqlalchemy import Connection
 
@@ -42,23 +42,28 @@ if TYPE_CHECKING:
 __all__ = ["is_unwatched"]
 
 
-@dataclass
-class _Flush:
-    """A flush under way, of no session when it is over."""
+_FLUSH: Final = "dlock_flush"
+"""Where a session (in `info`) and the context of its flush (in `attributes`) keep the `_Flush` that is under way."""
 
-    session: Callable[[], Session | None]  # weak: a listener that raises before the flush leaves it without an end
+
+@dataclass(slots=True)
+class _Flush:
+    """A flush under way."""
+
+    session: Session | None
+    """None when the flush is over: a connection remembers its last flush, which must not keep the session alive."""
+    context: Any
     roots: list[Any]
-    """Those that were counted up before it began to write."""
+    """The roots that were counted up before the flush began to write."""
     may_batch: bool
     batches: dict[Mapper[Any], list[Any]] | None = None
-    """What it may write together, by the root of the classes; None before the first write."""
-    late: list[Any] = field(default_factory=list)
-    """Roots of what other listeners changed after ours: counted up by the next flush."""
+    """The instances that may be written together, by the base mapper of their class; None before the first write."""
+    late_roots: list[Any] = field(default_factory=list)
+    """The roots of what other listeners have changed after ours: the next flush counts them up."""
 
 
-_flushes: Final[WeakKeyDictionary[Session, _Flush]] = WeakKeyDictionary()
-_late: Final[WeakKeyDictionary[Session, list[Any]]] = WeakKeyDictionary()
-_writers: Final[WeakKeyDictionary[Connection, _Flush]] = WeakKeyDictionary()
+_last_flushes: Final[WeakKeyDictionary[Connection, _Flush]] = WeakKeyDictionary()
+"""The flush that wrote last on a connection, by which its statements are told from those of the application."""
 _mappers: Final[WeakKeyDictionary[Any, Mapper[Any]]] = WeakKeyDictionary()
 
 
@@ -72,34 +77,35 @@ def _begin(session: Session, context: Any, instances: Any) -> None:
     roots = roots_of_changes(session)
     for root in roots:
         touch(root)
-    _flushes[session] = _Flush(ref(session), roots, may_batch=instances is None)
+    flush = _Flush(session, context, roots, may_batch=instances is None)
+    session.info[_FLUSH] = context.attributes[_FLUSH] = flush
 
 
 @event.listens_for(Session, "after_flush")
-def _end(session: Session, _: Any) -> None:
-    if flush := _flushes.get(session):
+def _end(session: Session, context: Any) -> None:
+    if flush := context.attributes.get(_FLUSH):
         _find_late_roots(session, flush)
-        if flush.late:
-            _late[session] = flush.late
-    _forget(session)
+        _forget(session)
 
 
 @event.listens_for(Session, "after_flush_postexec")
-def _count_late_roots(session: Session, _: Any) -> None:
-    for root in _late.pop(session, ()):
-        if root in session:
-            touch(root)
+def _touch_late_roots(session: Session, context: Any) -> None:
+    if flush := context.attributes.pop(_FLUSH, None):
+        for root in flush.late_roots:
+            if root in session:
+                touch(root)
 
 
 @event.listens_for(Session, "after_soft_rollback")
 def _forget(session: Session, _: Any = None) -> None:
-    if flush := _flushes.pop(session, None):
-        flush.session = lambda: None
+    if flush := session.info.pop(_FLUSH, None):
+        flush.session = None
 
 
 def _find_late_roots(session: Session, flush: _Flush) -> None:
-    known = {id(root) for root in (*flush.roots, *flush.late)}
-    flush.late += [root for root in roots_of_changes(session) if id(root) not in known]
+    if roots := roots_of_changes(session):
+        known = {id(root) for root in (*flush.roots, *flush.late_roots)}
+        flush.late_roots += [root for root in roots if id(root) not in known]
 
 
 def is_unwatched(session: Session, *events: str) -> bool:
@@ -109,9 +115,10 @@ def is_unwatched(session: Session, *events: str) -> bool:
     )
 
 
-def _batches(session: Session) -> dict[Mapper[Any], list[Any]]:
+def _batches(session: Session, flush: _Flush) -> dict[Mapper[Any], list[Any]]:
     found: dict[Mapper[Any], list[Any]] = defaultdict(list)
-    if is_unwatched(session, "after_flush"):
+    # Most flushes write one row, and `session.dirty` is costly: the flush's own states are counted first.
+    if flush.may_batch and len(flush.context.states) > 1 and is_unwatched(session, "after_flush"):
         for instance in session.dirty:
             if isinstance(instance, VersionedMixin):
                 found[instance_state(instance).mapper.base_mapper].append(instance)
@@ -143,12 +150,12 @@ def _before_insert(mapper: Mapper[Any], connection: Connection, state: InstanceS
 
 def _before_write(mapper: Mapper[Any], connection: Connection, state: InstanceState[Any]) -> None:
     session: Any = state.session
-    if flush := _flushes.get(session):
-        if _writers.get(connection) is not flush:
-            _writers[connection] = flush
+    if flush := session.info.get(_FLUSH):
+        if _last_flushes.get(connection) is not flush:
+            _last_flushes[connection] = flush
         if flush.batches is None:  # not before: other listeners may have changed, added or expunged instances
             _find_late_roots(session, flush)
-            flush.batches = _batches(session) if flush.may_batch else {}
+            flush.batches = _batches(session, flush)
         if batch := flush.batches.pop(mapper.base_mapper, None):
             _write_together(session, connection, batch)
 
@@ -211,8 +218,8 @@ def _flushed(connection: Connection, statement: Any) -> tuple[Session, Mapper[An
     """Whose flush sends a statement that has to hit versioned rows, and where those stand; None if it is none."""
     if not isinstance(statement, Update | Delete):
         return None
-    flush, mapper = _writers.get(connection), _mappers.get(statement.table)
-    session = flush.session() if flush is not None else None
+    flush, mapper = _last_flushes.get(connection), _mappers.get(statement.table)
+    session = flush.session if flush is not None else None
     if session is None or mapper is None:
         return None
     is_optional = isinstance(statement, Delete) and not mapper.base_mapper.confirm_deleted_rows

@@ -152,6 +152,10 @@ def _refuse_unguarded(mapper: Mapper[Any], cls: type) -> None:
         )
     if mapper.version_id_generator.__module__ == Mapper.__module__:  # SQLAlchemy's own begins at 1
         mapper.version_id_generator = _counter(version.type)
+    if version.server_onupdate is None:
+        # The server default is for rows that other software inserts. SQLAlchemy takes it as a sign that the server
+        # counts the version, and would build every UPDATE anew, to ask for the value: a fifth of the flush's time.
+        mapper._version_id_has_server_side_value = False  # noqa: SLF001
 
 
 def _counter(kind: Any) -> Callable[[Any], Any]:

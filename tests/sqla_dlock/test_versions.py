@@ -114,6 +114,21 @@ def test_each_flush_counts_one_up(session, order):
         assert order.version == row(session)[1] == number
 
 
+def test_flushes_of_one_row_share_a_statement_that_is_built_once(session, engine, order):
+    sent: list[Any] = []
+
+    @event.listens_for(engine, "before_execute")
+    def note(connection: Any, statement: Any, *_: object) -> None:
+        sent.append(statement)
+
+    for _ in range(2):
+        order.reads += 1
+        session.flush()
+    event.remove(engine, "before_execute", note)
+    first, second = (statement for statement in sent if statement.is_dml)
+    assert first is second
+
+
 def test_success_is_one_statement(session, order, statements):
     order.title = "new"
     save_with_version(session, order)
