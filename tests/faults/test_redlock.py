@@ -254,7 +254,7 @@ def test_majority_that_is_gone_is_unavailable_in_time(locks: Locks, nodes: list[
     began = clock()
     with pytest.raises(BackendUnavailable, match="no majority of 5 nodes") as caught:
         locks.acquire("a", wait=wait)
-    assert clock() - began < wait + 3 * LIMIT + 5, "a request and a withdrawal are all that may come on top of the wait"
+    assert clock() - began < wait + 3 * LIMIT + 5, "a request and a clean-up are all that may come on top of the wait"
     assert caught.value.name == "a"
     assert f"127.0.0.1:{nodes[0].port}: " in str(caught.value)
 

@@ -224,7 +224,7 @@ def test_task_that_is_cancelled_at_any_await_leaves_no_grant_of_an_asyncio_drive
 async def test_cancelled_task_waits_for_what_it_has_sent(
     proxy: Proxy, backend: TableBackend, direct: TableBackend, name: str
 ) -> None:
-    """A withdrawal that overtakes the attempt would leave its grant behind."""
+    """A clean-up that overtakes the attempt would leave its grant behind."""
     await (await AsyncLock(backend, f"{name}:warm-up").acquire()).release()
     attempt = proxy.hold_request(matching=MAKE)
     task = asyncio.ensure_future(AsyncLock(backend, name).acquire())

@@ -269,7 +269,7 @@ def test_store_that_does_not_answer_is_given_up_in_time(locks: Locks, proxy: Pro
     began = clock()
     with pytest.raises(BackendUnavailable):
         locks.acquire("a", wait=wait)
-    assert clock() - began < wait + 3 * LIMIT + 5, "a last request, one more for a broken one, and a withdrawal"
+    assert clock() - began < wait + 3 * LIMIT + 5, "a last request, one more for a broken one, and a clean-up"
     proxy.forward()
 
 

@@ -84,7 +84,7 @@ class Connection:
         return False
 
     def close(self) -> None:
-        """Close it at once: what it carries must not be carried out after our withdrawal."""
+        """Close it at once: what it carries must not be carried out after our clean-up."""
         if self._socket is not None:
             self._socket.close()
 

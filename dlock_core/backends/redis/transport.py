@@ -145,7 +145,7 @@ async def exchange(  # noqa: PLR0917 - the hot path: keywords cost
     try:
         answers = await wire.exchange(runtime, connection, data, replies, limit, nudge_after)
     except BaseException as error:
-        wire.discard(connection)  # closed at once: what it carries must not be carried out after our withdrawal
+        wire.discard(connection)  # closed at once: what it carries must not be carried out after our clean-up
         if not isinstance(error, RedisError | OSError):
             raise
         failure = unavailable(name, error, reused=connection.dlock_used > 0)
@@ -372,7 +372,7 @@ async def _raise_what_closed(reader: asyncio.StreamReader) -> NoReturn:
     """Raise what came out of `write`, such as a signal handler's exception; asyncio's transport catches and keeps it.
 
     A read would learn of it through a future. A GeneratorExit that comes that way closes our coroutines, in which
-    nothing can be awaited any more, not even the withdrawal of what may have been sent.
+    nothing can be awaited any more, not even the clean-up of what may have been sent.
     """
     for _ in range(TOLD_WITHIN):
         if (error := reader.exception()) is not None:
