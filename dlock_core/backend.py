@@ -192,10 +192,10 @@ class Backend(Protocol):
         A store that makes the next attempt along with the wake-up returns its answer; the others return None.
         """
 
-    async def withdraw(self, runtime: Runtime, request: Request, ticket: Any = None) -> None:
+    async def abandon(self, runtime: Runtime, request: Request, ticket: Any = None) -> None:
         """Leave the queue and undo a grant that may have happened. Idempotent."""
 
-    async def renew_many(self, runtime: Runtime, renewals: Sequence[Renewal]) -> list[RenewalResult]:
+    async def renew(self, runtime: Runtime, renewals: Sequence[Renewal]) -> list[RenewalResult]:
         """Push the expiry of each lease, and return one result for each, in order. Never re-creates a lease.
 
         Raises BackendUnavailable when nothing was learned about any of them.

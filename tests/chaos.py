@@ -23,13 +23,13 @@ class EverybodyIn(MemoryBackend):
     def token(self, floor):
         return max(next(self.tokens), floor + 1)
 
-    async def renew_many(self, runtime, renewals):
+    async def renew(self, runtime, renewals):
         return [RenewalFailure.LOST if self.forgetful else renewal.request.ttl for renewal in renewals]
 
     async def release(self, runtime, request, granted):
         return Released.RELEASED
 
-    async def withdraw(self, runtime, request, ticket=None):
+    async def abandon(self, runtime, request, ticket=None):
         pass
 
 

@@ -94,7 +94,7 @@ class MemoryBackend:
             place.signal, place.alive_until = signal, self._now() + timeout + ALIVE
         await runtime.wait(signal, min(timeout, CLAIM))  # whom the lock is handed to may be dead, and tell nobody
 
-    async def withdraw(self, runtime: Runtime, request: Request, ticket: Any = None) -> None:
+    async def abandon(self, runtime: Runtime, request: Request, ticket: Any = None) -> None:
         with self._guard:
             self._end(request)
 
@@ -104,7 +104,7 @@ class MemoryBackend:
                 return Released.RELEASED
             return Released.STOLEN if self._live(request.name).holders else Released.EXPIRED
 
-    async def renew_many(self, runtime: Runtime, renewals: Sequence[Renewal]) -> list[RenewalResult]:
+    async def renew(self, runtime: Runtime, renewals: Sequence[Renewal]) -> list[RenewalResult]:
         with self._guard:
             return [self._renew(renewal.request) for renewal in renewals]
 

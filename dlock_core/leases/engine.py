@@ -57,7 +57,7 @@ async def renew(runtime: Runtime, held: Held, ttl: float | None = None) -> None:
     if ttl is not None:
         held.request = held.request._replace(ttl=ttl)
         held.until = min(held.until, valid_until(sent, ttl))  # it is shorter from now on, answered or not
-    (result,) = await held.backend.renew_many(runtime, [Renewal(held.request, held.granted)])
+    (result,) = await held.backend.renew(runtime, [Renewal(held.request, held.granted)])
     if result is RenewalFailure.UNKNOWN:
         raise BackendUnavailable(held.name, reason="the store learned nothing about this lease")
     if result is RenewalFailure.LOST:
@@ -121,7 +121,7 @@ async def raise_token(runtime: Runtime, held: Held, floor: int) -> bool:
     request = held.request._replace(floor=floor, queue=False)
     sent = runtime.now()
     try:
-        (result,) = await held.backend.renew_many(runtime, [Renewal(held.request, held.granted)])
+        (result,) = await held.backend.renew(runtime, [Renewal(held.request, held.granted)])
         if result is RenewalFailure.LOST:
             return False
         answer = await held.backend.try_acquire(runtime, request)
@@ -197,9 +197,9 @@ class Attempt:
                 if into is not None:
                     into.append(held)
                 return held
-            await self.withdraw()
+            await self.abandon()
         except BaseException as error:
-            await self.withdraw(error)
+            await self.abandon(error)
             if isinstance(error, BackendUnavailable):
                 hooks.emit("unavailable", self.request.name, 0, self.seconds(), error.reason)
             raise
@@ -266,23 +266,23 @@ class Attempt:
             logger.warning("dlock: %s; it is asked again until the lock's wait is over", error)
         await self.runtime.sleep(min(CHANCE.uniform(0.01, PAUSE), self.deadline - now))
 
-    async def withdraw(self, error: BaseException | None = None) -> None:
+    async def abandon(self, error: BaseException | None = None) -> None:
         if self.touched:
             try:
-                await undo(self.runtime, self._withdraw(), error, self.deadline)
+                await undo(self.runtime, self._abandon(), error, self.deadline)
             except BaseException:  # The clean-up itself was interrupted: it may be repeated, and must be.
-                await undo(self.runtime, self._withdraw(), error, self.deadline)
+                await undo(self.runtime, self._abandon(), error, self.deadline)
                 raise
             self.touched = False
 
-    async def _withdraw(self) -> None:
+    async def _abandon(self) -> None:
         ticket = self.answer.ticket if isinstance(self.answer, Busy) else self.ticket
         try:
-            await self.backend.withdraw(self.runtime, self.request, ticket)
+            await self.backend.abandon(self.runtime, self.request, ticket)
         except BackendUnavailable as error:
             if error.broken:
                 with suppress(BackendUnavailable):  # the lease is finite: an orphan that we cannot reach ends by itself
-                    await self.backend.withdraw(self.runtime, self.request, ticket)
+                    await self.backend.abandon(self.runtime, self.request, ticket)
 
     def timeout(self) -> AcquireTimeout:
         waited = self.seconds()

@@ -68,7 +68,7 @@ async def release(runtime: Runtime, held: Sequence[Held]) -> list[Released]:
 async def at_once(runtime: Runtime, backend: Backend, requests: Sequence[Request], until: float) -> list[Held]:
     """Take all of the locks in one request; none where the store cannot, or where one of them is taken.
 
-    A request without an answer may have worked: ask for each with the same request, or withdraw it. Raises
+    A request without an answer may have worked: ask for each with the same request, or abandon it. Raises
     BackendUnavailable when there is no time left for that, because the wait is over at `until`.
     """
     if not supports_many(backend) or any(request.shared for request in requests):
@@ -113,12 +113,12 @@ async def _release_at_once(runtime: Runtime, backend: SupportsMany, held: Sequen
 
 
 async def _give_back(runtime: Runtime, backend: Backend, held: Sequence[Held], requests: Sequence[Request]) -> None:
-    """End what was granted, and withdraw what may have been."""
+    """End what was granted, and abandon what may have been."""
     with suppress(BackendUnavailable):
         await _release(runtime, held)
     for request in requests:
         with suppress(BackendUnavailable):
-            await backend.withdraw(runtime, request)
+            await backend.abandon(runtime, request)
 
 
 class _MultiLease:

@@ -107,7 +107,7 @@ class Watchdog:
         renewals = [Renewal(held.request, held.granted) for held in leases]
         answers: list[RenewalResult] = []
         try:
-            answers = run(leases[0].backend.renew_many(BLOCKING, renewals))
+            answers = run(leases[0].backend.renew(BLOCKING, renewals))
         except BackendUnavailable as error:
             reason = f"{reason}: {error.reason}"
         except BaseException as error:  # noqa: BLE001 - every other lease depends on this thread

@@ -94,7 +94,7 @@ class Turn:
             await give_back(runtime, Tie(self.held))
         elif self.request is not None and self.backend is not None:
             with LETTING_RUN_OUT:
-                await self.backend.withdraw(runtime, self.request)
+                await self.backend.abandon(runtime, self.request)
 
     async def undo(self, runtime: Runtime) -> None:
         """Undo what an acquire has done that goes no further, whatever stopped it and wherever."""
@@ -170,7 +170,7 @@ class TiedLock:
             try:
                 turn.held = await engine.acquire(runtime, store.backend, turn.request, left)
             except DLockError:
-                turn.request = None  # the engine has withdrawn it
+                turn.request = None  # the engine has abandoned it
                 raise
         held = turn.held
         self._watch(held)

@@ -292,43 +292,43 @@ def test_renew_tidies_the_list_of_locks_that_ended_long_ago(server: redis.Redis)
     assert server.zrange(INDEX, 0, -1) == [LOCK]
 
 
-def test_withdraw_leaves_the_queue_and_nothing_else(server: redis.Redis) -> None:
+def test_abandon_leaves_the_queue_and_nothing_else(server: redis.Redis) -> None:
     acquire(server, ANN)
     acquire(server, BOB)
     acquire(server, EVE)
-    assert call(server, "withdraw", BOB) == 1
-    assert call(server, "withdraw", BOB) == 0
+    assert call(server, "abandon", BOB) == 1
+    assert call(server, "abandon", BOB) == 0
     assert waiting(server) == [EVE]
     assert list(server.hgetall(f"{LOCK}:w")) == [EVE]
     assert server.get(LOCK).startswith(ANN)
 
 
 @pytest.mark.parametrize("mode", ["x", "s"])
-def test_withdraw_undoes_a_grant_and_hands_over(server: redis.Redis, mode: str) -> None:
+def test_abandon_undoes_a_grant_and_hands_over(server: redis.Redis, mode: str) -> None:
     acquire(server, ANN, mode=mode)
     acquire(server, BOB)
-    assert call(server, "withdraw", ANN) == 1
+    assert call(server, "abandon", ANN) == 1
     assert server.get(LOCK).startswith(BOB)
-    call(server, "withdraw", BOB)
+    call(server, "abandon", BOB)
     assert set(server.keys()) == {TOKENS}
 
 
-def test_withdraw_of_a_waiting_exclusive_lets_the_shared_behind_it_in(server: redis.Redis) -> None:
+def test_abandon_of_a_waiting_exclusive_lets_the_shared_behind_it_in(server: redis.Redis) -> None:
     acquire(server, ANN, mode="s")
     acquire(server, BOB)
     acquire(server, EVE, mode="s")
-    call(server, "withdraw", BOB)
+    call(server, "abandon", BOB)
     assert sorted(server.zrange(f"{LOCK}:s", 0, -1)) == [ANN, EVE]
 
 
-def test_withdraw_leaves_strangers_alone(server: redis.Redis) -> None:
+def test_abandon_leaves_strangers_alone(server: redis.Redis) -> None:
     server.set(LOCK, "somebody else")
     acquire(server, ANN)
-    assert call(server, "withdraw", ANN) == 1
+    assert call(server, "abandon", ANN) == 1
     assert server.get(LOCK) == "somebody else"
     server.delete(LOCK)
     server.rpush(LOCK, "a list")
-    assert call(server, "withdraw", ANN) == 0
+    assert call(server, "abandon", ANN) == 0
     assert server.lrange(LOCK, 0, -1) == ["a list"]
 
 

@@ -62,9 +62,9 @@ def test_renewals_are_answered_one_by_one_and_the_token_can_be_raised(locks: Loc
     leases: list[Any] = [locks.acquire(f"{name}:{number}", ttl=60, renew=False) for number in range(3)]
     assert locks.ask("force_release", leases[1].name, leases[1].token)
     renewals = [renewal(lease) for lease in leases]
-    answers = locks.ask("renew_many", renewals)
+    answers = locks.ask("renew", renewals)
     assert [answer is not None for answer in answers] == [True, False, True]
-    assert locks.ask("renew_many", [renewals[1]]) == [RenewalFailure.LOST]
+    assert locks.ask("renew", [renewals[1]]) == [RenewalFailure.LOST]
     floor = leases[0].token + 1_000_000_000
     request = renewals[0].request._replace(floor=floor)
     granted = locks.ask("try_acquire", request)

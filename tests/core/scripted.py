@@ -35,8 +35,8 @@ class Scripted:
         self.calls: list[tuple[str, float]] = []
         self.unsure: list[bool] = []
         self.tickets: list[Any] = []
-        self.withdrawn: list[str] = []
-        self.on_withdraw: Callable[[], None] = lambda: None
+        self.abandoned: list[str] = []
+        self.on_abandon: Callable[[], None] = lambda: None
 
     def answer(self, what: str) -> Any:
         self.calls.append((what, self.runtime.now()))
@@ -58,16 +58,16 @@ class Scripted:
         self.calls.append(("wait", runtime.now()))
         await runtime.sleep(timeout)
 
-    async def withdraw(self, runtime: Any, request: Request, ticket: Any = None) -> None:
-        self.withdrawn.append(request.holder)
+    async def abandon(self, runtime: Any, request: Request, ticket: Any = None) -> None:
+        self.abandoned.append(request.holder)
         self.tickets.append(ticket)
-        self.on_withdraw()
+        self.on_abandon()
 
     async def release(self, runtime: Any, request: Request, granted: Granted) -> Any:
         return self.answer("release")
 
-    async def renew_many(self, runtime: Any, renewals: Sequence[Renewal]) -> Any:
-        return self.answer("renew_many")
+    async def renew(self, runtime: Any, renewals: Sequence[Renewal]) -> Any:
+        return self.answer("renew")
 
 
 def driver_error(module: str, name: str, *args: object, **attributes: object) -> Exception:

@@ -35,7 +35,7 @@ def held(runtime: ManualRuntime, store: Any, ttl: float = 30.0) -> Held:
 def test_free_lock_costs_one_question(runtime: ManualRuntime) -> None:
     store = Scripted(runtime, GRANTED)
     lease = ask(runtime, store)
-    assert (lease.token, [what for what, _ in store.calls], store.withdrawn) == (7, ["try_acquire"], [])
+    assert (lease.token, [what for what, _ in store.calls], store.abandoned) == (7, ["try_acquire"], [])
 
 
 def test_validity_counts_from_before_the_question_was_sent(runtime: ManualRuntime) -> None:
@@ -58,7 +58,7 @@ def test_store_slower_than_the_ttl_is_unavailable_and_never_a_lease(runtime: Man
     store = Scripted(runtime, GRANTED, takes=40.0)
     with pytest.raises(BackendUnavailable, match="slower than the ttl"):
         ask(runtime, store, wait=100.0)
-    assert len(store.withdrawn) == 1
+    assert len(store.abandoned) == 1
 
 
 def test_last_question_is_asked_at_the_deadline(runtime: ManualRuntime) -> None:
@@ -139,7 +139,7 @@ def test_try_acquire_takes_no_place_in_the_queue(runtime: ManualRuntime) -> None
     request = new_request("a", 30.0, None, shared=False, fair=True)
     assert runtime.run(engine.try_acquire(runtime, store, request)) is None  # type: ignore[arg-type]
     assert [one.queue for one in seen] == [False]
-    assert store.withdrawn == []
+    assert store.abandoned == []
 
 
 def test_unreachable_store_is_asked_again_as_the_same_holder_until_the_deadline(
@@ -150,7 +150,7 @@ def test_unreachable_store_is_asked_again_as_the_same_holder_until_the_deadline(
         ask(runtime, store, wait=3.0)
     assert start + 2.7 < store.asked("try_acquire")[-1] <= start + 3.0
     assert store.unsure == [False] + [True] * (len(store.unsure) - 1)
-    assert len(store.withdrawn) == 1
+    assert len(store.abandoned) == 1
     assert len(caplog.records) == 1
 
 
@@ -158,7 +158,7 @@ def test_lost_reply_is_asked_for_again_and_granted(runtime: ManualRuntime) -> No
     store = Scripted(runtime, DOWN, GRANTED)
     assert ask(runtime, store).token == 7
     assert store.unsure == [False, True]
-    assert store.withdrawn == []
+    assert store.abandoned == []
 
 
 def test_idle_connection_that_was_dead_costs_one_more_question_even_with_no_wait(runtime: ManualRuntime) -> None:
@@ -185,11 +185,11 @@ def test_unreachable_store_with_no_wait_is_an_error_and_not_a_taken_lock(runtime
 
 
 @pytest.mark.parametrize("last", [BUSY, DOWN, KeyboardInterrupt(), RuntimeError("a bug in the backend")], ids=repr)
-def test_every_end_without_the_lock_withdraws_once(runtime: ManualRuntime, last: Answer) -> None:
+def test_every_end_without_the_lock_abandons_once(runtime: ManualRuntime, last: Answer) -> None:
     store = Scripted(runtime, BUSY, last)
     with pytest.raises((AcquireTimeout, BackendUnavailable, KeyboardInterrupt, RuntimeError)):
         ask(runtime, store, wait=1.0)
-    assert len(store.withdrawn) == 1
+    assert len(store.abandoned) == 1
     assert store.tickets[-1] == "place 3"
 
 
@@ -200,22 +200,22 @@ def test_silent_store_is_rid_of_our_traces_behind_the_caller(wait: float) -> Non
     store = Scripted(runtime, DOWN, takes=2.0)
     with pytest.raises(BackendUnavailable):
         ask(runtime, store, wait=wait)
-    assert (runtime.now() - began, store.withdrawn) == (pytest.approx(2.0), [])
+    assert (runtime.now() - began, store.abandoned) == (pytest.approx(2.0), [])
     (clean_up,) = runtime.left
     runtime.run(clean_up)
-    assert len(store.withdrawn) == 1
+    assert len(store.abandoned) == 1
 
 
 @pytest.mark.parametrize("last", [DOWN, KeyboardInterrupt()], ids=repr)
-def test_caller_who_has_time_or_was_interrupted_waits_for_the_withdrawal(last: Answer) -> None:
+def test_caller_who_has_time_or_was_interrupted_waits_for_the_abandon(last: Answer) -> None:
     runtime = Ahead()
     store = Scripted(runtime, last, takes=0.0 if last is DOWN else 2.0)
     with pytest.raises((BackendUnavailable, KeyboardInterrupt)):
         ask(runtime, store, wait=0.0)
-    assert (runtime.left, len(store.withdrawn)) == ([], 1)
+    assert (runtime.left, len(store.abandoned)) == ([], 1)
 
 
-def test_interrupt_while_waiting_withdraws_with_the_ticket(runtime: ManualRuntime) -> None:
+def test_interrupt_while_waiting_abandons_with_the_ticket(runtime: ManualRuntime) -> None:
     store = Scripted(runtime, BUSY)
 
     def interrupt() -> None:
@@ -224,31 +224,31 @@ def test_interrupt_while_waiting_withdraws_with_the_ticket(runtime: ManualRuntim
     runtime.at(runtime.now() + 1.0, interrupt)
     with pytest.raises(KeyboardInterrupt):
         ask(runtime, store)
-    assert (len(store.withdrawn), store.tickets[-1]) == (1, "place 3")
+    assert (len(store.abandoned), store.tickets[-1]) == (1, "place 3")
 
 
-def test_withdrawal_that_fails_does_not_hide_why_we_gave_up(runtime: ManualRuntime) -> None:
+def test_abandon_that_fails_does_not_hide_why_we_gave_up(runtime: ManualRuntime) -> None:
     store = Scripted(runtime, KeyboardInterrupt())
 
     def fail() -> None:
         raise DOWN
 
-    store.on_withdraw = fail
+    store.on_abandon = fail
     with pytest.raises(KeyboardInterrupt):
         ask(runtime, store)
-    assert len(store.withdrawn) == 1
+    assert len(store.abandoned) == 1
 
 
-def test_withdrawal_over_a_dead_connection_is_tried_once_more(runtime: ManualRuntime) -> None:
+def test_abandon_over_a_dead_connection_is_tried_once_more(runtime: ManualRuntime) -> None:
     store = Scripted(runtime, BUSY)
 
     def fail() -> None:
         raise BROKEN
 
-    store.on_withdraw = fail
+    store.on_abandon = fail
     with pytest.raises(AcquireTimeout):
         ask(runtime, store, wait=1.0)
-    assert len(store.withdrawn) == 2
+    assert len(store.abandoned) == 2
 
 
 def test_first_answer_of_a_release_stands(runtime: ManualRuntime) -> None:
@@ -330,7 +330,7 @@ def test_unanswered_renewal_for_a_shorter_time_counts_as_done(runtime: ManualRun
 
 def test_store_that_lost_its_time_is_asked_for_a_greater_token(runtime: ManualRuntime) -> None:
     class Both(Scripted):
-        async def renew_many(self, runtime: Any, renewals: Any) -> Any:
+        async def renew(self, runtime: Any, renewals: Any) -> Any:
             return [30.0]
 
     lease = held(runtime, Both(runtime, Granted(100, 30.0)))

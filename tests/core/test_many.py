@@ -166,10 +166,10 @@ def test_silent_store_is_rid_of_the_traces_of_all_names_behind_the_caller(at_onc
     requests = [new_request(name, 30.0, 0.0, shared=False, fair=True) for name in "abc"]
     with pytest.raises(BackendUnavailable):
         runtime.run(multilock.acquire(runtime, store, requests, 1.0))
-    assert (runtime.now() - began, store.withdrawn) == (pytest.approx(2.0), [])
+    assert (runtime.now() - began, store.abandoned) == (pytest.approx(2.0), [])
     for clean_up in runtime.left:
         runtime.run(clean_up)
-    assert set(store.withdrawn) == {request.holder for request in requests}
+    assert set(store.abandoned) == {request.holder for request in requests}
 
 
 def test_store_that_is_down_at_the_end_does_not_hide_the_error_of_the_body():

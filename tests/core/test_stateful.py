@@ -68,16 +68,16 @@ class OneLock(RuleBasedStateMachine):
     def ask_for_the_last_time(self, request: Request) -> Any:
         held = self.ask(request)
         if held is None:
-            self.runtime.run(self.store.withdraw(self.runtime, request))
+            self.runtime.run(self.store.abandon(self.runtime, request))
         return multiple() if held is None else held
 
     @rule(request=consumes(waiters))
     def give_up(self, request: Request) -> None:
-        self.runtime.run(self.store.withdraw(self.runtime, request))
+        self.runtime.run(self.store.abandon(self.runtime, request))
 
     @rule(request=consumes(waiters))
     def die_while_waiting(self, request: Request) -> None:
-        """Nobody withdraws."""
+        """Nobody abandons."""
 
     @rule(held=holders)
     def release(self, held: Held) -> None:
@@ -104,7 +104,7 @@ class OneLock(RuleBasedStateMachine):
     @rule(held=holders)
     def stranger_cannot_end_it(self, held: Held) -> None:
         stranger = new_request("a", TTL, 0.0, shared=False, fair=True)
-        self.runtime.run(self.store.withdraw(self.runtime, stranger))
+        self.runtime.run(self.store.abandon(self.runtime, stranger))
         assert not self.runtime.run(self.store.force_release(self.runtime, "a", held.token + 1_000_000))
 
     @invariant()

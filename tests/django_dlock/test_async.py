@@ -217,10 +217,10 @@ async def test_store_that_is_down_is_said_so(database):
 
 async def test_fence_that_refuses_leaves_no_lease(database, store):
     await in_database(lambda: Fence.objects.using(database).create(name="order:42", token=10**17, holder="x"))
-    renew_many, store.renew_many = store.renew_many, forgotten
+    renew, store.renew = store.renew, forgotten
     with pytest.raises(StaleToken):
         await order(database, fence="lease").aacquire()
-    store.renew_many = renew_many
+    store.renew = renew
     assert not is_held(store)
     assert current() == []
 

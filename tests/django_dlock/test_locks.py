@@ -983,16 +983,16 @@ def test_acquire_that_failed_at_the_fence_does_not_hinder_the_commit(database, s
 
 def refuse_greater_tokens(store, acquire):
     """A store that has forgotten the holder when it is asked for a greater token."""
-    renew_many = store.renew_many
+    renew = store.renew
 
     async def forgotten(runtime, renewals):
         return [RenewalFailure.LOST for _ in renewals]
 
-    store.renew_many = forgotten
+    store.renew = forgotten
     try:
         return acquire()
     finally:
-        store.renew_many = renew_many
+        store.renew = renew
 
 
 # The snapshot trap

@@ -171,7 +171,7 @@ def test_session_that_does_not_answer_costs_no_other_its_lease(store):
     session = store._seats[leases[0].request.holder].line.number
     os.kill(session, signal.SIGSTOP)
     try:
-        answers = run(store.renew_many(BLOCKING, [Renewal(held.request, held.granted) for held in leases]))
+        answers = run(store.renew(BLOCKING, [Renewal(held.request, held.granted) for held in leases]))
         assert answers[0] is None
         assert answers[1] > 0
         well.renew()
@@ -214,7 +214,7 @@ def test_renewal_that_comes_after_the_release_does_not_touch_who_has_the_connect
 
     after: list[Any] = []
     seat.line._in_use["by"] = "another"
-    assert run(store.renew_many(Late(), [renewal])) == [RenewalFailure.LOST]
+    assert run(store.renew(Late(), [renewal])) == [RenewalFailure.LOST]
     assert store._seats[after[0]._held.request.holder].line is seat.line
     assert "1h" in run(seat.line.step(BLOCKING, "", lambda session: session.execute("SHOW idle_session_timeout")))[0][0]
     assert after[0].release() is Released.RELEASED

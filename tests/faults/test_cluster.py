@@ -189,7 +189,7 @@ def test_grant_is_undone_while_its_slot_moves(
     lease = Lock(direct, "a", ttl=WAIT, renew=False).acquire()
     on_the_way = move()
     STAGES[stage](on_the_way, key)
-    run(direct.withdraw(BLOCKING, lease._held.request))
+    run(direct.abandon(BLOCKING, lease._held.request))
     on_the_way.finish()
     assert lease.release() is Released.EXPIRED
     assert holders(direct, "a") == []  # type: ignore[arg-type]
@@ -371,9 +371,7 @@ def test_holders_and_waiters_elsewhere_do_not_mind_a_master_that_is_gone(
     pending = locks.queue_up(name, wait=None)
     master.kill()
     both = [Renewal(lease._held.request, lease._held.granted) for lease in (lost, kept)]
-    assert locks.ask("renew_many", both) == [RenewalFailure.UNKNOWN, 3.0], (
-        "of the one nothing is known, which is no loss"
-    )
+    assert locks.ask("renew", both) == [RenewalFailure.UNKNOWN, 3.0], "of the one nothing is known, which is no loss"
     assert told.wait(WAIT)
     assert lost.lost
     assert not kept.lost
@@ -527,9 +525,9 @@ def test_leases_of_a_node_are_renewed_in_one_request(through: Locks, proxies: di
     for number in range(100):
         through.acquire(f"a:{number}", ttl=WAIT, renew=False)
     asked = [Renewal(lease._held.request, lease._held.granted) for lease in through._leases]
-    through.ask("renew_many", asked)  # the nodes learn the script
+    through.ask("renew", asked)  # the nodes learn the script
     before = sum(proxy.requests for proxy in proxies.values())
-    assert through.ask("renew_many", asked) == [WAIT] * 100
+    assert through.ask("renew", asked) == [WAIT] * 100
     assert sum(proxy.requests for proxy in proxies.values()) <= before + 3
 
 

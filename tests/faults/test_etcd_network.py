@@ -231,7 +231,7 @@ def test_task_that_is_cancelled_inside_a_request_leaves_nothing(
     pending = locks.start(locks.lock("a").acquire)
     held_up.wait()
     pending.cancel()
-    locks.observed.until(lambda _: bool(locks.asked("withdraw", "a")))
+    locks.observed.until(lambda _: bool(locks.asked("abandon", "a")))
     held_up.release()
     until(lambda: is_untouched(direct, "a"))  # type: ignore[arg-type]
 
@@ -280,7 +280,7 @@ def test_many_leases_are_renewed_in_few_requests(locks: Locks, proxy: Proxy) -> 
     leases = [locks.acquire(f"a:{number}", ttl=60, renew=False) for number in range(130)]
     renewals = [Renewal(lease._held.request, lease._held.granted) for lease in leases]
     before = proxy.requests
-    assert locks.ask("renew_many", renewals) == [60.0] * 130
+    assert locks.ask("renew", renewals) == [60.0] * 130
     assert proxy.requests - before <= 4
 
 
@@ -291,7 +291,7 @@ def test_leases_that_the_gateway_forgot_in_a_long_stream_are_asked_for_again(
     leases = [locks.acquire(f"a:{number}", ttl=60, renew=False) for number in range(100)]
     renewals = [Renewal(lease._held.request, lease._held.granted) for lease in leases]
     for _ in range(10):
-        assert locks.ask("renew_many", renewals) == [60.0] * 100
+        assert locks.ask("renew", renewals) == [60.0] * 100
 
 
 @pytest.mark.parametrize("warm", [False, True], ids=["new lease", "used lease"])

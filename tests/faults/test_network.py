@@ -16,7 +16,7 @@ from tests.faults.looking import holders, is_untouched, keys, until, waiters
 from tests.proxy import Proxy
 from tests.servers import Server
 
-ACQUIRE, RELEASE, RENEW, WITHDRAW = (script(name).sha.encode() for name in ("acquire", "release", "renew", "withdraw"))
+ACQUIRE, RELEASE, RENEW, WITHDRAW = (script(name).sha.encode() for name in ("acquire", "release", "renew", "abandon"))
 WITHIN = 30.0
 
 
@@ -24,7 +24,7 @@ WITHIN = 30.0
 def _known_scripts(redis_server: Server) -> None:
     """Servers know the scripts, so that a question is one request."""
     with redis.Redis.from_url(redis_server.url) as client:
-        for name in ("acquire", "release", "renew", "withdraw"):
+        for name in ("acquire", "release", "renew", "abandon"):
             client.script_load(script(name).text)
 
 
@@ -157,7 +157,7 @@ def test_shorter_renewal_whose_reply_was_lost_is_believed(locks: Locks, proxy: P
     assert lease.remaining() <= 1
 
 
-def test_withdrawal_whose_reply_was_lost_has_still_withdrawn(locks: Locks, proxy: Proxy, direct: RedisBackend) -> None:
+def test_abandon_whose_reply_was_lost_has_still_abandoned(locks: Locks, proxy: Proxy, direct: RedisBackend) -> None:
     locks.acquire("a")
     lost = proxy.drop_reply(matching=WITHDRAW)
     with pytest.raises(AcquireTimeout):
@@ -174,7 +174,7 @@ def test_deaf_store_is_given_up_in_time(locks: Locks, proxy: Proxy, wait: float)
     with pytest.raises(BackendUnavailable):
         locks.acquire("a", wait=wait)
     assert clock() - began < wait + LIMIT + 5, "one request is all that may come on top of the wait"
-    until(lambda: len(locks.asked("withdraw", "a")) == 1)
+    until(lambda: len(locks.asked("abandon", "a")) == 1)
 
 
 def test_store_that_goes_deaf_under_a_waiter_is_given_up_in_time(locks: Locks, proxy: Proxy) -> None:

@@ -39,7 +39,7 @@ LIMIT = 0.25
 SECRET = "s3cr3t/p:ss@w"
 QUOTED = "s3cr3t%2Fp%3Ass%40w"
 ACQUIRE, RELEASE, RENEW, WITHDRAW, ADOPT = (
-    script(name).sha.encode() for name in ("acquire", "release", "renew", "withdraw", "adopt")
+    script(name).sha.encode() for name in ("acquire", "release", "renew", "abandon", "adopt")
 )
 
 
@@ -441,7 +441,7 @@ def test_cancelled_acquire_leaves_no_grant(locks: Locks, nodes: list[Server], di
     pending = locks.start(locks.lock("a", wait=None).acquire)
     locks.observed.until(lambda _: len(locks.asked("try_acquire", "a")) >= 1)
     pending.cancel()
-    locks.observed.until(lambda _: bool(locks.asked("withdraw", "a")))
+    locks.observed.until(lambda _: bool(locks.asked("abandon", "a")))
     for node in nodes:
         node.resume()
     until(lambda: insist(lambda: is_untouched(direct, "a")))  # type: ignore[arg-type]

@@ -207,7 +207,7 @@ def test_batch_of_renewals_survives_a_full_server(admin: redis.Redis, backend: R
     renewals = [Renewal(request, run(backend.try_acquire(BLOCKING, request))) for request in requests]  # type: ignore[arg-type]
     admin.config_set("maxmemory", 1)
     try:
-        assert run(backend.renew_many(BLOCKING, renewals)) == [30.0] * 4
+        assert run(backend.renew(BLOCKING, renewals)) == [30.0] * 4
     finally:
         admin.config_set("maxmemory", 0)
 

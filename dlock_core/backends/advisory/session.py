@@ -66,7 +66,7 @@ class SessionBackend:
             return None
         return await self._ask(runtime, request, seat, timeout)
 
-    async def withdraw(self, runtime: Runtime, request: Request, ticket: Any = None) -> None:
+    async def abandon(self, runtime: Runtime, request: Request, ticket: Any = None) -> None:
         seat = self._seats.pop(request.holder, None)
         if seat is None:
             return
@@ -75,7 +75,7 @@ class SessionBackend:
         elif not seat.token or await self._unlock(runtime, seat):
             self._lines.keep(seat.line)
 
-    async def renew_many(self, runtime: Runtime, renewals: Sequence[Renewal]) -> list[RenewalResult]:
+    async def renew(self, runtime: Runtime, renewals: Sequence[Renewal]) -> list[RenewalResult]:
         """Prove each connection; once the server has let us wait for long, the others get what is left to them."""
         limit = min(self._pool.timeout, max(1.0, min(request.ttl for request, _ in renewals) / 3))
         until = runtime.now() + limit

@@ -95,10 +95,10 @@ class TransactionBackend:
         await connection.tell("RELEASE SAVEPOINT dlock_wait")
         return Granted(label.token_in(row[0] if row else ""), math.inf)
 
-    async def withdraw(self, runtime: Runtime, request: Request, ticket: Any = None) -> None:
+    async def abandon(self, runtime: Runtime, request: Request, ticket: Any = None) -> None:
         """Nothing is to be done: the transaction's end takes along what was granted."""
 
-    async def renew_many(self, runtime: Runtime, renewals: Sequence[Renewal]) -> list[RenewalResult]:
+    async def renew(self, runtime: Runtime, renewals: Sequence[Renewal]) -> list[RenewalResult]:
         """Ask each transaction whether it still holds its lock."""
         return [await self._left(request) for request, _ in renewals]
 

@@ -86,7 +86,7 @@ class EtcdBackend:
         finally:
             watch.close()
 
-    async def withdraw(self, runtime: Runtime, request: Request, ticket: Any = None) -> None:
+    async def abandon(self, runtime: Runtime, request: Request, ticket: Any = None) -> None:
         questions = [self._keys.leave(request), *self._revocations(request)]
 
         async def leave() -> None:
@@ -110,7 +110,7 @@ class EtcdBackend:
             else Released.EXPIRED
         )
 
-    async def renew_many(self, runtime: Runtime, renewals: Sequence[Renewal]) -> list[RenewalResult]:
+    async def renew(self, runtime: Runtime, renewals: Sequence[Renewal]) -> list[RenewalResult]:
         limit = min(renewal.request.ttl / 3 for renewal in renewals)  # a late answer would be of no use
         answers: list[RenewalResult] = []
         for start in range(0, len(renewals), BATCH):

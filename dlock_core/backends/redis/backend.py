@@ -101,8 +101,8 @@ class RedisBackend:
             await self._copied(runtime, [request])
         return None if isinstance(reply, Exception) else self.answer(request, reply)
 
-    async def withdraw(self, runtime: Runtime, request: Request, ticket: Any = None) -> None:
-        await self._ask(runtime, request.name, "withdraw", self.keys(request.name), (request.holder,))
+    async def abandon(self, runtime: Runtime, request: Request, ticket: Any = None) -> None:
+        await self._ask(runtime, request.name, "abandon", self.keys(request.name), (request.holder,))
 
     async def release(self, runtime: Runtime, request: Request, granted: Granted) -> Released:
         keys, args = self.keys(request.name), (request.holder,)
@@ -127,7 +127,7 @@ class RedisBackend:
         replies = await converse(self.wire(runtime), runtime, requests[0].name, commands, self._timeout)
         return [FOUND[answered(request.name, reply)] for request, reply in zip(requests, replies, strict=True)]
 
-    async def renew_many(self, runtime: Runtime, renewals: Sequence[Renewal]) -> list[RenewalResult]:
+    async def renew(self, runtime: Runtime, renewals: Sequence[Renewal]) -> list[RenewalResult]:
         requests = [renewal.request for renewal in renewals]
         keys = (self._globals[1], *[self.lock_key(request.name) for request in requests])
         limit = min(self._timeout, *[request.ttl / 3 for request in requests])  # a late answer would be of no use

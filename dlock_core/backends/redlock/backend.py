@@ -92,9 +92,9 @@ class RedlockBackend:
                 node.fail()
             await runtime.sleep(min(timeout, CHANCE.uniform(*JITTER)))
 
-    async def withdraw(self, runtime: Runtime, request: Request, ticket: Any = None) -> None:
+    async def abandon(self, runtime: Runtime, request: Request, ticket: Any = None) -> None:
         keys = self._any.keys(request.name)
-        question = self._nodes.question(request.name, "withdraw", keys, (request.holder,), insists=True)
+        question = self._nodes.question(request.name, "abandon", keys, (request.holder,), insists=True)
         self._nodes.majority(request.name, await self._nodes.ask(runtime, question))
 
     async def release(self, runtime: Runtime, request: Request, granted: Granted) -> Released:
@@ -107,7 +107,7 @@ class RedlockBackend:
             raise self._nodes.unavailable(request.name, answers)
         return verdict
 
-    async def renew_many(self, runtime: Runtime, renewals: Sequence[Renewal]) -> list[RenewalResult]:
+    async def renew(self, runtime: Runtime, renewals: Sequence[Renewal]) -> list[RenewalResult]:
         return await twice(lambda: renew(self._nodes, runtime, renewals))
 
     async def inspect(self, runtime: Runtime, name: str | None = None) -> list[LockState]:
@@ -132,7 +132,7 @@ class RedlockBackend:
 
     def _acquire(self, request: Request, now: float) -> Question:
         keys, args = self._any.question(request._replace(queue=False))  # the place is taken in `wait`, at one node
-        undo: Command | None = ("EVAL", script("withdraw").text, str(len(keys)), *keys, request.holder)
+        undo: Command | None = ("EVAL", script("abandon").text, str(len(keys)), *keys, request.holder)
         if request.floor:  # it is held, and wants a greater token: whatever comes of that, nothing of it may end
             undo = None
         args = (*args, str(self._forecast.token(now)))

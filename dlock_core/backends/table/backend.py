@@ -102,7 +102,7 @@ class TableBackend:
                     return
             pause = min(pause * 1.5, POLL[1])
 
-    async def withdraw(self, runtime: Runtime, request: Request, ticket: Any = None) -> None:
+    async def abandon(self, runtime: Runtime, request: Request, ticket: Any = None) -> None:
         await self._end(runtime, request)
 
     async def release(self, runtime: Runtime, request: Request, granted: Granted) -> Released:
@@ -115,7 +115,7 @@ class TableBackend:
 
         return Released.STOLEN if await self.pool.step(runtime, request.name, is_held) else Released.EXPIRED
 
-    async def renew_many(self, runtime: Runtime, renewals: Sequence[Renewal]) -> list[RenewalResult]:
+    async def renew(self, runtime: Runtime, renewals: Sequence[Renewal]) -> list[RenewalResult]:
         requests = [renewal.request for renewal in renewals]
         leases = [{"name": one.name, "holder": one.holder, "ttl": _microseconds(one.ttl)} for one in requests]
         limit = min(self.pool.timeout, max(1.0, min(one.ttl for one in requests) / 3))

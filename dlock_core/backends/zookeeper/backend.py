@@ -92,7 +92,7 @@ class ZooKeeperBackend:
         if ahead is None:
             return await self._granted(runtime, place, queue, request, sent)
         if not request.queue:
-            await self.withdraw(runtime, request)
+            await self.abandon(runtime, request)
             return Busy(SLICE, await self._nodes.owner(runtime, request.name, queue.nodes[0]))
         return await self._turns.watch(runtime, place, queue, ahead)
 
@@ -113,7 +113,7 @@ class ZooKeeperBackend:
             return None
         return await self._granted(runtime, place, queue, request, sent)
 
-    async def withdraw(self, runtime: Runtime, request: Request, ticket: Any = None) -> None:
+    async def abandon(self, runtime: Runtime, request: Request, ticket: Any = None) -> None:
         """Leave the queue; without a connection this is left to a thread, which goes on until it is done."""
         place = self._places.get(request.holder)
         if place is not None:
@@ -132,7 +132,7 @@ class ZooKeeperBackend:
             return Released.RELEASED
         return Released.STOLEN if (await self._nodes.look(runtime, request.name)).nodes else Released.EXPIRED
 
-    async def renew_many(self, runtime: Runtime, renewals: Sequence[Renewal]) -> list[RenewalResult]:
+    async def renew(self, runtime: Runtime, renewals: Sequence[Renewal]) -> list[RenewalResult]:
         """Write to one node, which a quorum must see, and read the others after it: it is one session."""
         sent = runtime.now()
         first, *others = [renewal.granted.handle for renewal in renewals]

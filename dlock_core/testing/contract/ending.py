@@ -118,7 +118,7 @@ def test_lost_lease_is_told_once(locks: Locks, name: str) -> None:
 def test_lease_thrown_away_warns_and_runs_out(locks: Locks, name: str) -> None:
     lease = locks.do(locks.lock(name, ttl=locks.kept).acquire)
     token, holder = lease.token, lease.holder
-    locks.observed.until(lambda calls: sum(call.what == "renew_many" and holder in call.holders for call in calls) > 1)
+    locks.observed.until(lambda calls: sum(call.what == "renew" and holder in call.holders for call in calls) > 1)
     with pytest.warns(ResourceWarning, match="never released"):
         del lease
         gc.collect()

@@ -60,13 +60,13 @@ class Observed:
         self.note("wait", request.name, request.holder)
         return await self.backend.wait(runtime, request, busy, timeout)
 
-    async def withdraw(self, runtime: Runtime, request: Request, ticket: Any = None) -> None:
-        self.note("withdraw", request.name, request.holder)
-        await self.backend.withdraw(runtime, request, ticket)
+    async def abandon(self, runtime: Runtime, request: Request, ticket: Any = None) -> None:
+        self.note("abandon", request.name, request.holder)
+        await self.backend.abandon(runtime, request, ticket)
 
-    async def renew_many(self, runtime: Runtime, renewals: Sequence[Renewal]) -> list[RenewalResult]:
-        self.note("renew_many", renewals[0].request.name, *[renewal.request.holder for renewal in renewals])
-        return await self.backend.renew_many(runtime, renewals)
+    async def renew(self, runtime: Runtime, renewals: Sequence[Renewal]) -> list[RenewalResult]:
+        self.note("renew", renewals[0].request.name, *[renewal.request.holder for renewal in renewals])
+        return await self.backend.renew(runtime, renewals)
 
     async def release(self, runtime: Runtime, request: Request, granted: Granted) -> Any:
         self.note("release", request.name, request.holder)

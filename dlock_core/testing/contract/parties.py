@@ -141,7 +141,7 @@ class Locks:
 
     def renewals(self, lease: Any) -> int:
         """Tell how many times the store was asked to renew a lease."""
-        return sum(call.what == "renew_many" and lease.holder in call.holders for call in list(self.observed.calls))
+        return sum(call.what == "renew" and lease.holder in call.holders for call in list(self.observed.calls))
 
     def state(self, name: str) -> LockState:
         """Inspect one lock, without any party."""

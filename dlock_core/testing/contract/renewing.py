@@ -39,7 +39,7 @@ def test_renewal_after_the_end_never_takes_the_lock_again(locks: Locks, name: st
     request = new_request(name, 30.0, 0.0, shared=False, fair=True)
     granted = locks.ask("try_acquire", request)
     locks.ask("release", request, granted)
-    assert locks.ask("renew_many", [Renewal(request, granted)]) == [RenewalFailure.LOST]
+    assert locks.ask("renew", [Renewal(request, granted)]) == [RenewalFailure.LOST]
     assert locks.holders(name) == []
 
 
@@ -50,12 +50,12 @@ def test_renewals_are_answered_one_by_one(locks: Locks, name: str) -> None:
     locks.ask("release", requests[1], renewals[1].granted)
     other = locks.acquire(names[1])
     locks.ask("release", requests[2], renewals[2].granted)
-    answers = locks.ask("renew_many", renewals)
+    answers = locks.ask("renew", renewals)
     assert [answer is RenewalFailure.LOST for answer in answers] == [False, True, True, False]
     assert all(isinstance(answer, RenewalFailure) or answer > 0 for answer in answers)
     assert locks.holders(names[1]) == [other.holder]
     for request in requests:
-        locks.ask("withdraw", request)
+        locks.ask("abandon", request)
 
 
 def test_watchdog_keeps_a_lease_for_many_times_its_ttl(locks: Locks, name: str) -> None:
@@ -69,7 +69,7 @@ def test_watchdog_keeps_a_lease_for_many_times_its_ttl(locks: Locks, name: str) 
 def test_many_leases_are_renewed_by_one_question(locks: Locks, name: str) -> None:
     for number in range(20):
         locks.acquire(f"{name}:{number}", ttl=locks.kept)
-    locks.observed.until(lambda calls: any(len(call.holders) > 1 for call in calls if call.what == "renew_many"))
+    locks.observed.until(lambda calls: any(len(call.holders) > 1 for call in calls if call.what == "renew"))
 
 
 def test_released_lease_is_not_renewed_any_more(locks: Locks, name: str) -> None:

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from dlock_core.testing.contract.parties import Locks
 
 __all__ = [
+    "test_abandon_of_a_stranger_harms_nobody",
+    "test_abandon_undoes_a_grant_and_hands_over",
     "test_cancelled_waiter_leaves_its_place",
     "test_dead_holder_is_followed_by_the_waiter",
     "test_hand_over_that_nobody_takes_up_passes_on",
@@ -26,8 +28,6 @@ __all__ = [
     "test_waiter_needs_one_question_after_the_release",
     "test_waiter_that_gives_up_leaves_its_place",
     "test_waiters_are_served_first_come_first_served",
-    "test_withdrawal_of_a_stranger_harms_nobody",
-    "test_withdrawal_undoes_a_grant_and_hands_over",
 ]
 
 
@@ -110,26 +110,26 @@ def test_cancelled_waiter_leaves_its_place(locks: Locks, name: str) -> None:
     pending.cancel()
     with pytest.raises(concurrent.futures.CancelledError):
         pending.result(WITHIN)
-    locks.observed.until(lambda _: bool(locks.asked("withdraw", name)))
+    locks.observed.until(lambda _: bool(locks.asked("abandon", name)))
     locks.until(lambda: locks.state(name).waiters == ())
     locks.do(first.release)
     assert locks.holders(name) == []
 
 
-def test_withdrawal_undoes_a_grant_and_hands_over(locks: Locks, name: str) -> None:
+def test_abandon_undoes_a_grant_and_hands_over(locks: Locks, name: str) -> None:
     request = new_request(name, 30.0, 10.0, shared=False, fair=True)
     locks.ask("try_acquire", request)
     pending = locks.queue_up(name)
-    locks.ask("withdraw", request)
+    locks.ask("abandon", request)
     lease = pending.result(WITHIN)
-    locks.ask("withdraw", request)
+    locks.ask("abandon", request)
     assert locks.holders(name) == [lease.holder]
 
 
-def test_withdrawal_of_a_stranger_harms_nobody(locks: Locks, name: str) -> None:
+def test_abandon_of_a_stranger_harms_nobody(locks: Locks, name: str) -> None:
     lease = locks.acquire(name)
     pending = locks.queue_up(name)
-    locks.ask("withdraw", new_request(name, 30.0, 10.0, shared=False, fair=True))
+    locks.ask("abandon", new_request(name, 30.0, 10.0, shared=False, fair=True))
     assert locks.holders(name) == [lease.holder]
     locks.do(lease.release)
     assert pending.result(WITHIN).token > lease.token
@@ -154,5 +154,5 @@ def test_hand_over_that_nobody_takes_up_passes_on(locks: Locks, name: str) -> No
     assert ghost.holder not in [waiter.holder for waiter in locks.state(name).waiters]
     second = pending.result(WITHIN)
     assert locks.holders(name) == [second.holder]
-    locks.ask("withdraw", ghost)
+    locks.ask("abandon", ghost)
     assert locks.holders(name) == [second.holder]

@@ -74,13 +74,13 @@ class ClusterBackend:
     ) -> Coroutine[Any, Any, Granted | Busy | None]:
         return self.part(request.name).wait(runtime, request, busy, timeout)
 
-    def withdraw(self, runtime: Runtime, request: Request, ticket: Any = None) -> Coroutine[Any, Any, None]:
-        return self.part(request.name).withdraw(runtime, request, ticket)
+    def abandon(self, runtime: Runtime, request: Request, ticket: Any = None) -> Coroutine[Any, Any, None]:
+        return self.part(request.name).abandon(runtime, request, ticket)
 
     def release(self, runtime: Runtime, request: Request, granted: Granted) -> Coroutine[Any, Any, Released]:
         return self.part(request.name).release(runtime, request, granted)
 
-    async def renew_many(self, runtime: Runtime, renewals: Sequence[Renewal]) -> list[RenewalResult]:
+    async def renew(self, runtime: Runtime, renewals: Sequence[Renewal]) -> list[RenewalResult]:
         requests = [renewal.request for renewal in renewals]
         limit = min(self._timeout, *[request.ttl / 3 for request in requests])  # a late answer would be of no use
         return await renew(self._routes, runtime, [(self.part(one.name), one) for one in requests], limit)
@@ -160,9 +160,9 @@ class Part(RedisBackend):
                 return None  # woken by the move itself: ask again, wherever the lock is now
             raise
 
-    async def withdraw(self, runtime: Runtime, request: Request, ticket: Any = None) -> None:
+    async def abandon(self, runtime: Runtime, request: Request, ticket: Any = None) -> None:
         try:
-            await super().withdraw(runtime, request, ticket)
+            await super().abandon(runtime, request, ticket)
         except BackendUnavailable as error:
             if request.shared or not isinstance(error.__cause__, TryAgainError):
                 raise

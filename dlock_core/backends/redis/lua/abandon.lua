@@ -1,4 +1,4 @@
--- withdraw.lua: leave the queue and undo a grant that may have happened; idempotent by holder.
+-- abandon.lua: leave the queue and undo a grant that may have happened; idempotent by holder.
 -- KEYS  lock, token counter[, list of held locks]
 -- ARGV  holder
 -- reply 1 there was something to undo | 0 nothing
