@@ -16,7 +16,7 @@ from benchmarks import measure
 from benchmarks.floors import Names
 from dlock_core import Lock, connect
 from sqla_dlock.backends import advisory, table
-from sqla_dlock.lease_table import metadata
+from sqla_dlock.tables import lease_metadata as metadata
 from tests import etcd_servers, redis_cluster, redis_sentinel, redlock_nodes, servers, zookeeper_servers
 
 if TYPE_CHECKING:

@@ -29,8 +29,9 @@ from dlock_core.sql.driver_errors import Trouble, classify
 from dlock_core.transactions import fence_sql, fencing
 from dlock_core.transactions.fence_sql import DIALECTS
 from dlock_core.transactions.fencing import refusal
-from sqla_dlock.fence_table import metadata, table
 from sqla_dlock.row_sql import waiting_on_mysql
+from sqla_dlock.tables import fence_metadata as metadata
+from sqla_dlock.tables import fence_table as table
 from sqla_dlock.transactions import note_xid
 
 if TYPE_CHECKING:

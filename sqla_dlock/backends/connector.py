@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 __all__ = ["as_driver_takes", "pool_of"]
 
 VENDORS: Final = {"postgresql": "postgresql", "mysql": "mysql", "mariadb": "mysql", "sqlite": "sqlite"}
-REMEDY: Final = "sqla_dlock.lease_table.metadata.create_all(engine), or your own migration"
+REMEDY: Final = "sqla_dlock.tables.lease_metadata.create_all(engine), or your own migration"
 
 
 def pool_of(engine: Engine | AsyncEngine, *, timeout: float = 5.0) -> Pool:

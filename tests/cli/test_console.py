@@ -16,7 +16,7 @@ from sqlalchemy import create_engine
 
 import dlock_core
 from dlock_core import Lock
-from sqla_dlock.fence_table import metadata, table
+from sqla_dlock.fencing import metadata, table
 from tests.cli.running import clean, dlock, script
 
 DAY = 86_400_000_000

@@ -74,7 +74,7 @@ def test_release_is_as_documented(backend, redis_server):
 def test_purge_is_as_documented(tmp_path):
     from sqlalchemy import create_engine
 
-    from sqla_dlock.fence_table import metadata
+    from sqla_dlock.fencing import metadata
 
     url = f"sqlite:///{tmp_path}/shop.db"
     engine = create_engine(url)

@@ -24,7 +24,7 @@ from dlock_core.errors import BackendUnavailable
 from dlock_core.runtime import BLOCKING, clock, run
 from dlock_core.testing.contract.parties import Locks
 from sqla_dlock.backends.table import from_engine, from_url
-from sqla_dlock.lease_table import metadata
+from sqla_dlock.tables import lease_metadata as metadata
 from tests import processes, servers, settings
 from tests.faults import table_workers
 from tests.faults.history import overlaps, read, repeated_tokens

@@ -12,7 +12,7 @@ from sqlalchemy.orm import Session
 from dlock_core.backends.table.backend import TableBackend
 from dlock_core.errors import AcquireTimeout
 from dlock_core.runtime import BLOCKING, run
-from sqla_dlock import alock, configure, lease_table, lock, stores
+from sqla_dlock import alock, configure, lock, stores, tables
 from sqla_dlock.backends import advisory, table
 from sqla_dlock.backends.connector import pool_of
 from sqla_dlock.backends.table import from_url
@@ -27,7 +27,7 @@ def configured(monkeypatch: pytest.MonkeyPatch) -> Any:
     made: list[TableBackend] = []
 
     def configure_(engine: Any, sync_engine: Any) -> TableBackend:
-        lease_table.metadata.create_all(sync_engine)
+        tables.lease_metadata.create_all(sync_engine)
         configure(default=engine)
         made.append(stores.store_of("default").backend)  # type: ignore[arg-type]
         return made[-1]
@@ -90,7 +90,7 @@ def test_table_of_a_django_migration_is_the_same(engine: Any) -> None:
                 "include_name": lambda name, kind, _: kind != "table" or name == "dlock_lease",
             }
             context = MigrationContext.configure(connection, opts=options)
-            differences = compare_metadata(context, lease_table.metadata)
+            differences = compare_metadata(context, tables.lease_metadata)
     finally:
         django.dispose()
     of_index = [one for one in differences if one[0] in {"add_index", "remove_index"}]  # Django names it otherwise
