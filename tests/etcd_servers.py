@@ -6,14 +6,14 @@ with cluster(directory, 3) as etcd: connect(etcd.url); etcd.leader().kill()
 import contextlib
 import http.client
 import json
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from tests.conftest import give_up
-from tests.servers import START_WITHIN, Server, ServerMissing, find, free_port
+from tests.servers import Server, ServerMissing, find, free_port
+from tests.waiting import until
 
 HOST = "127.0.0.1"
 
@@ -45,12 +45,8 @@ class Cluster:
 
     def settle(self, without: Server | None = None) -> None:
         """Until every member (but one) knows the same leader, who is one of them."""
-        give_up_at = time.monotonic() + START_WITHIN
         awake = [member for member in self.members if member is not without]
-        while not self._agree(awake):
-            if time.monotonic() > give_up_at:
-                raise TimeoutError("etcd has no leader")
-            time.sleep(0.02)
+        until(lambda: self._agree(awake))
 
     def leader(self) -> Server:
         """The member that leads now."""

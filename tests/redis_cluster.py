@@ -12,6 +12,7 @@ from redis.exceptions import RedisError
 
 from tests import servers
 from tests.servers import Server
+from tests.waiting import WITHIN, until
 
 HOST: Final = "127.0.0.1"
 SLOTS: Final = 16384
@@ -21,7 +22,6 @@ PATIENT, CALM, HASTY = 60_000, 1000, 500
 
 Within twice that time they do not vote again for a replica of the same master.
 """
-WITHIN: Final = 60.0
 
 
 class Cluster:
@@ -206,12 +206,6 @@ def _started(directory: Path, options: tuple[str, ...], attempt: int = 1) -> Clu
             raise
         return _started(directory, options, attempt + 1)
     return cluster
-
-
-def until(condition: Callable[[], object]) -> None:
-    """Wait for what no event announces."""
-    if not comes(condition, WITHIN):
-        raise TimeoutError(f"did not happen within {WITHIN} s")
 
 
 def comes(condition: Callable[[], object], within: float) -> bool:

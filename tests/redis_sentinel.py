@@ -8,17 +8,16 @@ Sentinels fail over only when they are told to: a slow machine is not taken for 
 import contextlib
 import secrets
 import shutil
-import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
 import redis
 
-from tests import servers
+from tests import servers, waiting
 from tests.conftest import give_up
-from tests.servers import START_WITHIN, Server, ServerMissing, free_port
+from tests.servers import Server, ServerMissing, free_port
 
 HOST: Final = "127.0.0.1"
 SERVICE: Final = "shop"
@@ -125,16 +124,15 @@ def is_linked(instance: Any) -> bool:
     return not any(bad in str(flags) for bad in ("disconnected", "s_down")) and str(status) in {"ok", "b'ok'"}
 
 
-def until(condition: Any) -> None:
+def until(condition: Callable[[], object]) -> None:
     """Wait for what no event announces; a server that cannot be asked has not done it yet."""
-    give_up_at = time.monotonic() + START_WITHIN
-    while True:
+
+    def is_so() -> object:
         with contextlib.suppress(redis.RedisError):
-            if condition():
-                return
-        if time.monotonic() > give_up_at:
-            raise TimeoutError(f"did not happen within {START_WITHIN} s")
-        time.sleep(0.02)
+            return condition()
+        return False
+
+    waiting.until(is_so)
 
 
 def make(

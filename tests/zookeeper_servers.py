@@ -4,14 +4,14 @@ Ticks are short, so that sessions may be; the heap is small and nothing is force
 """
 
 import socket
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from tests.servers import START_WITHIN, Server, ServerMissing, find, free_port
+from tests.servers import Server, ServerMissing, find, free_port
+from tests.waiting import until
 
 JARS: Final = (Path("/usr/share/java/zookeeper.jar"), Path("/usr/share/java/slf4j-simple.jar"))
 MISSING: Final = "ZooKeeper is missing: apt-get install zookeeper default-jre-headless"
@@ -55,11 +55,7 @@ class Ensemble:
 
     def wait(self) -> None:
         """Until all have agreed on a leader."""
-        give_up = time.monotonic() + START_WITHIN
-        while sorted(mode(member) for member in self.members) != ["follower", "follower", "leader"]:
-            if time.monotonic() > give_up:
-                raise TimeoutError("the ensemble has no leader")
-            time.sleep(0.02)
+        until(lambda: sorted(mode(member) for member in self.members) == ["follower", "follower", "leader"])
 
 
 def ensemble(directory: Path) -> Ensemble:

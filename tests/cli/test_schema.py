@@ -10,6 +10,7 @@ import pytest
 
 from dlock_core import Lock
 from tests.cli.running import dlock
+from tests.waiting import until
 
 DOCS = Path(__file__).parents[2] / "docs/reference"
 EXAMPLE = re.compile(r"^```json\n(.*?)^```", re.M | re.S)
@@ -36,8 +37,7 @@ def contended(backend, redis_server):
     with Lock(backend, "order:1") as lease:
         thread = threading.Thread(target=lambda: Lock(backend, "order:1", wait=60).acquire().release())
         thread.start()
-        while len(told(redis_server, "list")["entries"]) < 2:
-            pass
+        until(lambda: len(told(redis_server, "list")["entries"]) >= 2)
         yield redis_server
     thread.join()
     del lease

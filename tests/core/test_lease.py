@@ -2,7 +2,6 @@
 
 import logging
 import os
-import threading
 from typing import Any
 
 import pytest
@@ -12,6 +11,7 @@ from dlock_core.errors import LeaseLost, NotHeld
 from dlock_core.leases.lease import Held, valid_until
 from dlock_core.observability import hooks
 from dlock_core.testing import ManualRuntime, MemoryBackend
+from tests.waiting import until
 
 
 @pytest.fixture
@@ -65,10 +65,7 @@ def test_loss_is_told_once_and_a_failing_callback_stops_nobody(held: Held, caplo
         with caplog.at_level(logging.WARNING, logger="dlock"):
             held.lose("the first reason")
             held.lose("the second reason")
-            for _ in range(10_000):
-                if told:  # In another thread.
-                    break
-                threading.Event().wait(0.002)
+            until(lambda: told)  # In another thread.
     finally:
         hooks.unsubscribe(events.append)
     assert told == ["second"]

@@ -14,6 +14,7 @@ import pytest
 from dlock_core import AlreadyHeld, AsyncLock, BackendUnavailable, LeaseLost, Lock, MultiLock, Released
 from dlock_core.backend import Capabilities
 from dlock_core.testing import MemoryBackend
+from tests.waiting import auntil
 
 
 @pytest.fixture
@@ -245,8 +246,7 @@ def test_block_that_ends_in_another_task_never_takes_the_lease_of_a_live_task(st
                 lease.ensure_held()
 
         task = asyncio.ensure_future(second())
-        while not told:
-            await asyncio.sleep(0)
+        await auntil(lambda: told)
         await asyncio.create_task(_end(first))  # In a third one, as a server ends a response that nobody reads.
         ended.set()
         await task

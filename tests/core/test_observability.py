@@ -32,6 +32,7 @@ from dlock_core.runtime import BLOCKING, run
 from dlock_core.stores import force_release
 from dlock_core.testing import MemoryBackend
 from dlock_core.transactions.retry import Policy, retry
+from tests.waiting import until
 
 
 @pytest.fixture
@@ -82,8 +83,7 @@ def everything_happens():
 
 def everything_is_told():
     """Wait for the thread that tells of the loss of a lease."""
-    while any(thread.pending() for thread in scheduler._callback_threads):
-        threading.Event().wait(0.002)
+    until(lambda: not any(thread.pending() for thread in scheduler._callback_threads))
 
 
 def ask_elsewhere(backend, name="order:42", wait=0):

@@ -9,6 +9,7 @@ import pytest
 from dlock_core import scheduler
 from dlock_core.runtime import clock
 from dlock_core.scheduler import Scheduler, after_fork_in_child
+from tests.waiting import until
 
 WITHIN = 30.0
 
@@ -48,10 +49,7 @@ def test_thread_ends_when_nothing_was_planned_for_a_while_and_comes_back(monkeyp
     alarms = Alarms()
     for _ in range(3):
         assert alarms.plan(0.0).wait(WITHIN)
-        deadline = clock() + WITHIN
-        while alarms.scheduler.thread.is_running and clock() < deadline:
-            threading.Event().wait(0.005)
-        assert not alarms.scheduler.thread.is_running
+        until(lambda: not alarms.scheduler.thread.is_running)
 
 
 class Inherited:

@@ -21,16 +21,7 @@ from dlock_core.runtime import BLOCKING, clock, run
 from dlock_core.testing import ManualRuntime, MemoryBackend
 from dlock_core.testing.contract.observed import Observed
 from tests.core.scripted import DOWN, Scripted
-
-WITHIN = 30.0
-
-
-def until(condition: Callable[[], object]) -> None:
-    for _ in range(int(WITHIN * 200)):
-        if condition():
-            return
-        threading.Event().wait(0.005)
-    raise TimeoutError
+from tests.waiting import WITHIN, until
 
 
 class Flaky(Observed):

@@ -1,7 +1,6 @@
 """Other threads for tests: what they do is told step by step, so that every interleaving is written down, not hoped for."""
 
 import concurrent.futures
-import time
 from collections.abc import Callable
 from typing import Any, Self
 
@@ -9,6 +8,7 @@ from django.db import connections, transaction
 
 from dlock_core.runtime import BLOCKING, run
 from tests.django_dlock.sessions import rows, second_session
+from tests.waiting import INNODB_REFRESH_S, until
 
 WITHIN = 60.0
 
@@ -55,5 +55,4 @@ def wait_until_blocked(alias: str) -> None:
             question = "SELECT 1 FROM pg_locks WHERE NOT granted"
         else:
             question = "SELECT 1 FROM information_schema.innodb_trx WHERE trx_state = 'LOCK WAIT'"
-        while not rows(watcher, question):
-            time.sleep(0.15)  # MariaDB shows an old answer to whoever asks again within a tenth of a second
+        until(lambda: rows(watcher, question), every=INNODB_REFRESH_S)

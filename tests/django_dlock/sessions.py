@@ -11,6 +11,7 @@ from django.db import connections
 from django.db.backends.base.base import BaseDatabaseWrapper
 
 from tests.testapp.models import Counter
+from tests.waiting import until
 
 WITHIN = 30.0
 
@@ -55,8 +56,7 @@ def kill_session(alias: str) -> None:
             rows(second, "SELECT pg_terminate_backend(%s, 10000)", number)
             return
         rows(second, f"KILL {number}")
-        while rows(second, "SELECT 1 FROM information_schema.processlist WHERE id = %s", number):
-            pass
+        until(lambda: not rows(second, "SELECT 1 FROM information_schema.processlist WHERE id = %s", number))
 
 
 @contextlib.contextmanager
@@ -98,8 +98,7 @@ FOR EACH ROW EXECUTE FUNCTION hold_commit();
 
 
 def _wait_until_held(watcher: BaseDatabaseWrapper) -> None:
-    while not rows(watcher, "SELECT 1 FROM pg_locks WHERE locktype = 'advisory' AND objid = 4711 AND NOT granted"):
-        pass
+    until(lambda: rows(watcher, "SELECT 1 FROM pg_locks WHERE locktype = 'advisory' AND objid = 4711 AND NOT granted"))
 
 
 def interrupt(_: BaseDatabaseWrapper) -> None:

@@ -19,6 +19,9 @@ from dlock_core import Lock
 from dlock_core.errors import LeaseLost
 from dlock_core.inspect import Entry, Snapshot, cycles
 from tests.django_dlock.pages import form
+from tests.waiting import until
+
+pytestmark = pytest.mark.usefixtures("postgresql", "mariadb")  # the page asks every database of the settings
 
 LOCKS = "/admin/django_dlock/lock/"
 NASTY = [
@@ -86,7 +89,7 @@ def test_page_shows_holder_and_waiters_in_order(both, party, held, store):
     first, second = party(), party()
     with held() as lease:
         asked = [each.do(hold_and_let_go, store) for each in (first, second)]
-        wait_for(lambda: text(both.get(LOCKS)).count("waits,") == 2)
+        until(lambda: text(both.get(LOCKS)).count("waits,") == 2)
         shown = text(both.get(LOCKS))
         assert "order:42 lease · default" in shown
         assert f"token {lease.token}" in shown
@@ -97,15 +100,6 @@ def test_page_shows_holder_and_waiters_in_order(both, party, held, store):
 def hold_and_let_go(store):
     with Lock(store, "order:42", ttl=600, wait=60, renew=False):
         return True
-
-
-def wait_for(condition):
-    import time
-
-    end = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.02)
 
 
 def test_page_without_locks_says_so(both):

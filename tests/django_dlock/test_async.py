@@ -22,6 +22,7 @@ from tests.chaos import EverybodyIn
 from tests.django_dlock.parties import is_held
 from tests.django_dlock.sessions import committed
 from tests.testapp.models import Counter
+from tests.waiting import auntil, until
 
 WITHIN = 60.0
 
@@ -163,8 +164,7 @@ async def test_lost_lease_rolls_back_in_the_thread(database, store):
     def work(lease):
         with atomic(database):
             Counter.objects.using(database).create(name="a")
-            while lease.remaining():
-                pass
+            until(lambda: not lease.remaining())
 
     with pytest.raises(LeaseLost):
         async with order(database, ttl=0.05, renew=False) as lease:
@@ -175,8 +175,7 @@ async def test_lost_lease_rolls_back_in_the_thread(database, store):
 async def test_lost_lease_without_a_transaction_is_not_called_a_success(database, store):
     with pytest.raises(LeaseLost):
         async with order(database, ttl=0.05, renew=False) as lease:
-            while lease.remaining() or is_held(store):
-                await asyncio.sleep(0)
+            await auntil(lambda: not (lease.remaining() or is_held(store)))
 
 
 async def test_write_without_a_transaction_is_refused(database, store):
@@ -307,8 +306,7 @@ async def test_waiting_task_that_is_cancelled_leaves_no_trace(database, store, p
     other = party()
     lease = other.now(order(database).acquire)
     task = asyncio.create_task(order(database).aacquire())
-    while not waiters(store):
-        await asyncio.sleep(0)
+    await auntil(lambda: waiters(store))
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
@@ -468,8 +466,7 @@ async def test_cancelled_request_keeps_the_next_one_waiting_until_its_commit(dat
     with pytest.raises(asyncio.CancelledError):
         await request
     next_one = asyncio.create_task(order(database).aacquire())
-    while not waiters(store):
-        await asyncio.sleep(0)
+    await auntil(lambda: waiters(store))
     assert not next_one.done()
     await slow.finish()
     await (await next_one).arelease()
@@ -502,8 +499,7 @@ async def test_client_that_goes_away_does_not_end_the_lease_before_the_commit(da
         await client.send_input({"type": "http.disconnect"})
         await asyncio.wait_for(cancelled.wait(), WITHIN)
         next_one = asyncio.create_task(order(database).aacquire())
-        while not waiters(store):
-            await asyncio.sleep(0)
+        await auntil(lambda: waiters(store))
         assert not next_one.done()
         await slow.finish()
         await (await next_one).arelease()

@@ -23,6 +23,7 @@ from django_dlock.models import Fence
 from django_dlock.operations import purge
 from dlock_core.backend import Released
 from dlock_core.transactions.fencing import Claim
+from tests.waiting import until
 
 DAY = 86_400_000_000
 ONLY_STORES = ("--database", "default")
@@ -62,8 +63,7 @@ def test_list_shows_holders_and_waiters_of_every_store_in_order(stores):
         threads = [threading.Thread(target=wait, name=f"waiter-{n}") for n in range(2)]
         for place, thread in enumerate(threads, 1):
             thread.start()
-            while len(entries()) < 2 + place:
-                time.sleep(0.01)
+            until(lambda place=place: len(entries()) >= 2 + place)
         holder, first, second, note = entries()
         table = listed()
     for thread in threads:

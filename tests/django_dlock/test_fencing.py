@@ -24,6 +24,7 @@ from tests.django_dlock.parties import Party, wait_until_blocked
 from tests.django_dlock.sessions import rows
 from tests.outcomes import give_up_waiting, outcome
 from tests.testapp.models import Counter, Crate, HeavyParcel, Parcel
+from tests.waiting import until
 
 SERVERS = [
     ("postgresql", "read committed"),
@@ -1137,6 +1138,5 @@ def test_holder_whose_time_is_over_cannot_commit(alias, store, form):
     short = lock("order", 42, using=alias, fence=form, ttl=0.05, renew=False)
     with pytest.raises(LeaseLost), short as lease, atomic(alias):
         Counter.objects.using(alias).update(value=1)
-        while lease.remaining():
-            pass
+        until(lambda: not lease.remaining())
     assert value(alias) == 0

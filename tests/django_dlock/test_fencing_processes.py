@@ -17,6 +17,7 @@ from tests.chaos import Dice
 from tests.django_dlock.parties import is_held
 from tests.processes import Worker, worker
 from tests.testapp.models import Counter
+from tests.waiting import until
 
 WORKERS = 4
 SECONDS = 1.5
@@ -114,8 +115,7 @@ def counter(database):
 
 
 def gone_from(store):
-    while is_held(store):
-        pass
+    until(lambda: not is_held(store))
 
 
 def add_now(database, form):

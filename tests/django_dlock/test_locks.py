@@ -35,6 +35,7 @@ from tests.django_dlock.parties import is_held
 from tests.django_dlock.sessions import add, committed, held_in_commit, kill_session, rows
 from tests.proxy import Proxy
 from tests.testapp.models import Counter
+from tests.waiting import until
 
 servers_only = pytest.mark.parametrize("database", ["postgresql", "mariadb"], indirect=True)
 postgresql_only = pytest.mark.parametrize("database", ["postgresql"], indirect=True)
@@ -63,8 +64,7 @@ def order(database, **options):
 
 def expire(lease, store):
     """Wait until a lease with a short ttl, that nobody renews, has run out for its holder and in its store."""
-    while lease.remaining() or is_held(store):
-        pass
+    until(lambda: not (lease.remaining() or is_held(store)))
 
 
 # The block, without a transaction
@@ -113,8 +113,7 @@ def test_second_holder_waits_until_the_first_has_left(database, store, party):
     other = party()
     with order(database):
         waiting = other.do(lambda: order(database).acquire())
-        while not run(store.inspect(BLOCKING, "order:42"))[0].waiters:
-            pass
+        until(lambda: run(store.inspect(BLOCKING, "order:42"))[0].waiters)
         assert not waiting.done()
     other.now(waiting.result().release)
 

@@ -22,6 +22,7 @@ from dlock_core.transactions.retry import Trouble, classify
 from tests.django_dlock.sessions import rows, second_session
 from tests.mysql_server import MYSQLD, mariadb_only
 from tests.testapp.models import Account, ColdStock, Counter, Delivery, Job, Stock, Team
+from tests.waiting import INNODB_REFRESH_S, until
 
 with_row_locks = pytest.mark.parametrize("database", ["postgresql", "mariadb"], indirect=True)
 on_postgresql = pytest.mark.parametrize("database", ["postgresql"], indirect=True)
@@ -136,8 +137,7 @@ def wait_until_somebody_waits(alias: str) -> None:
         "mysql": "SELECT count(*) FROM information_schema.innodb_trx WHERE trx_state = 'LOCK WAIT'",
     }
     with second_session(alias) as watcher:
-        while rows(watcher, waiters[watcher.vendor]) == [(0,)]:
-            pass
+        until(lambda: rows(watcher, waiters[watcher.vendor]) != [(0,)], every=INNODB_REFRESH_S)
 
 
 @with_row_locks

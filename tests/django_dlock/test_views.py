@@ -28,6 +28,7 @@ from dlock_core.leases.lock import Lock as CoreLock
 from dlock_core.runtime import BLOCKING, run
 from tests.django_dlock.parties import is_held
 from tests.testapp.models import Counter
+from tests.waiting import until
 
 LEASE_FIRST = ["acquired order:7", "BEGIN", "work", "COMMIT", "released order:7"]
 BEGIN_FIRST = ["BEGIN", "acquired order:7", "work", "COMMIT", "released order:7"]
@@ -354,8 +355,7 @@ def hold(request, pk):
 def too_slow(request, pk):
     work(request)
     (tie,) = current()
-    while tie.held.remaining():
-        pass
+    until(lambda: not tie.held.remaining())
     return HttpResponse("shipped")
 
 
@@ -1075,8 +1075,7 @@ def test_lease_lost_in_the_middle_of_a_function_is_an_error_of_the_database(make
     @locked("order", 7, ttl=0.05, renew=False)
     def slow():
         work()
-        while current()[0].held.remaining():
-            pass
+        until(lambda: not current()[0].held.remaining())
 
     with pytest.raises(LeaseLost):
         slow()

@@ -29,6 +29,7 @@ from dlock_core import AsyncLock, AsyncMultiLock, Lock, MultiLock
 from dlock_core.backends.redis.backend import RedisBackend
 from dlock_core.backends.redis.transport import Packer
 from dlock_core.leases import watchdog
+from tests.waiting import until
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -277,8 +278,7 @@ def main() -> int:
     with Lock(interrupted.store, "afterwards", wait=5):
         pass
     done.set()
-    while "lost" not in seen:
-        time.sleep(0.01)
+    until(lambda: "lost" in seen)
     faulthandler.cancel_dump_traceback_later()
     found = {
         "interrupts": interrupted.interrupts.count, "rounds": interrupted.rounds,

@@ -11,8 +11,7 @@ import redis
 
 from dlock_core.backends.redis.backend import RedisBackend
 from dlock_core.runtime import BLOCKING, run
-
-WITHIN = 30.0
+from tests.waiting import until
 
 
 def holders(store: RedisBackend, name: str) -> list[str]:
@@ -35,15 +34,6 @@ def keys(url: str, prefix: str) -> set[str]:
     with redis.Redis.from_url(url, decode_responses=True) as client:
         found = {key.removeprefix(prefix) for key in client.scan_iter(f"{prefix}*")}
         return {key for key in found if ":wake:" not in key} - {"token"}
-
-
-def until(condition: Callable[[], object]) -> None:
-    """Wait for what no event announces."""
-    for _ in range(int(WITHIN * 100)):
-        if condition():
-            return
-        threading.Event().wait(0.01)
-    raise TimeoutError(f"did not happen within {WITHIN} s")
 
 
 @contextmanager

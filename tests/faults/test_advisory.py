@@ -19,9 +19,10 @@ from dlock_core.testing.contract.observed import WITHIN
 from sqla_dlock.backends.advisory import from_engine
 from tests import servers, settings
 from tests.advisory_stores import made, sessions
-from tests.faults.looking import interrupted, until
+from tests.faults.looking import interrupted
 from tests.processes import Link, worker
 from tests.proxy import Proxy
+from tests.waiting import auntil, until
 
 NAME = "order:42"
 both = pytest.mark.parametrize("store", ["postgresql", "mariadb"], indirect=True)
@@ -115,8 +116,7 @@ async def test_waiter_that_is_cancelled_leaves_the_holder_alone(store, alias):
     name = "order:0a-4f"
     holder, other = await asyncio.to_thread(Lock(store, name).acquire), made(alias, session=True)
     waiting = asyncio.create_task(AsyncLock(other, name, wait=None).acquire())
-    while not run(store.inspect(BLOCKING, name))[0].waiters:
-        await asyncio.sleep(0.01)
+    await auntil(lambda: run(store.inspect(BLOCKING, name))[0].waiters)
     waiting.cancel()
     with pytest.raises(asyncio.CancelledError):
         await waiting
@@ -240,8 +240,7 @@ async def test_tasks_that_wait_leave_room_for_the_release(store):
 
     holder = await AsyncLock(store, NAME).acquire()
     waiting = [asyncio.create_task(pass_on()) for _ in range(40)]
-    while len(run(store.inspect(BLOCKING, NAME))[0].waiters) < len(waiting):
-        await asyncio.sleep(0.01)
+    await auntil(lambda: len(run(store.inspect(BLOCKING, NAME))[0].waiters) >= len(waiting))
     await holder.release()
     assert set(await asyncio.gather(*waiting)) == {Released.RELEASED}
 

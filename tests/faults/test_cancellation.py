@@ -12,8 +12,9 @@ import redis
 from dlock_core import AsyncLock, Lock
 from dlock_core.backends.redis import transport
 from dlock_core.backends.redis.backend import RedisBackend
-from tests.faults.looking import holders, interrupted, is_untouched, until, waiters
+from tests.faults.looking import holders, interrupted, is_untouched, waiters
 from tests.servers import Server
+from tests.waiting import auntil, until
 
 FOR_EVER = 200
 """No call has so many awaits."""
@@ -101,8 +102,7 @@ def test_waiting_acquire_cancelled_at_any_await_leaves_nothing(
         holder = await AsyncLock(store, "a").acquire()
         cancelled = Cancelled(k)
         pending = asyncio.ensure_future(attempt(cancelled, AsyncLock(store, "a", wait=None, shared=shared).acquire()))
-        while not pending.done() and not waiters(direct, "a"):
-            await asyncio.sleep(0)
+        await auntil(lambda: pending.done() or waiters(direct, "a"))
         await holder.release()
         lease = await pending
         if lease is not None:
@@ -120,11 +120,9 @@ def test_cancelled_waiter_passes_on_what_was_just_handed_to_it(store: RedisBacke
     async def main() -> None:
         holder = await AsyncLock(store, "a").acquire()
         first = asyncio.ensure_future(AsyncLock(store, "a", wait=None).acquire())
-        while len(waiters(direct, "a")) < 1:
-            await asyncio.sleep(0)
+        await auntil(lambda: len(waiters(direct, "a")) >= 1)
         second = asyncio.ensure_future(AsyncLock(store, "a", wait=None).acquire())
-        while len(waiters(direct, "a")) < 2:
-            await asyncio.sleep(0)
+        await auntil(lambda: len(waiters(direct, "a")) >= 2)
         release = asyncio.ensure_future(holder.release())
         await asyncio.sleep(0)
         first.cancel()
@@ -158,8 +156,7 @@ def test_block_cancelled_in_its_body_releases(store: RedisBackend, direct: Redis
                 await asyncio.Event().wait()
 
         task = asyncio.ensure_future(body())
-        while not holders(direct, "a"):
-            await asyncio.sleep(0)
+        await auntil(lambda: holders(direct, "a"))
         task.cancel()
         await asyncio.wait([task])
 

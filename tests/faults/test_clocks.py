@@ -20,9 +20,10 @@ from dlock_core.errors import LeaseLost, StaleToken
 from sqla_dlock import fencing, lock
 from tests import servers
 from tests.conftest import give_up
-from tests.faults.looking import holders, until, waiters
+from tests.faults.looking import holders, waiters
 from tests.redlock_nodes import url_of
 from tests.servers import Server
+from tests.waiting import until
 
 STEPS = [60, -60, -3600]
 

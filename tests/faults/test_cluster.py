@@ -24,11 +24,12 @@ from dlock_core.testing.contract.tasks import Tasks
 from tests import processes, servers
 from tests.conftest import give_up
 from tests.faults.history import overlaps, read, repeated_tokens, work
-from tests.faults.looking import holders, until
+from tests.faults.looking import holders
 from tests.faults.test_redlock import insist
 from tests.proxy import Proxy
 from tests.redis_cluster import HASTY, HOST, Cluster, Move, cluster
 from tests.servers import Server, ServerMissing
+from tests.waiting import until
 
 WAIT = 60.0
 LIMIT = 0.5

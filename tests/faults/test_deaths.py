@@ -7,9 +7,10 @@ import pytest
 from dlock_core import Lock
 from dlock_core.backends.redis.backend import RedisBackend
 from tests.faults.holders import fork, fork_out_of_block, hold, wait
-from tests.faults.looking import holders, is_untouched, keys, until, waiters
+from tests.faults.looking import holders, is_untouched, keys, waiters
 from tests.processes import worker
 from tests.servers import Server
+from tests.waiting import until
 
 
 def test_killed_holder_is_followed_when_its_ttl_is_over_and_leaves_nothing(

@@ -19,10 +19,11 @@ from tests import processes
 from tests.etcd_servers import Cluster, cluster
 from tests.faults.history import overlaps, overtaken, read, repeated_tokens, work
 from tests.faults.holders import fork, hold, wait
-from tests.faults.looking import holders, is_untouched, until, waiters
+from tests.faults.looking import holders, is_untouched, waiters
 from tests.faults.test_history import inside
 from tests.processes import worker
 from tests.servers import Server
+from tests.waiting import until
 
 WITHIN = 30.0
 LIMIT = 0.5

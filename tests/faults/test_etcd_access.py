@@ -15,8 +15,9 @@ from dlock_core import AsyncLock, Lock, connect
 from dlock_core.backend import Released
 from dlock_core.errors import BackendUnavailable
 from tests.etcd_servers import Cluster, ask, cluster, make
-from tests.faults.looking import is_untouched, until, waiters
+from tests.faults.looking import is_untouched, waiters
 from tests.servers import Server, free_port
+from tests.waiting import until
 
 WITHIN = 30.0
 SECRET = "s3cr3t/p:ss@w"

@@ -18,9 +18,10 @@ from dlock_core.runtime import clock
 from dlock_core.testing.contract.parties import Locks
 from dlock_core.testing.contract.tasks import Tasks
 from tests.etcd_servers import Cluster, ask, cluster
-from tests.faults.looking import holders, is_untouched, until, waiters
+from tests.faults.looking import holders, is_untouched, waiters
 from tests.faults.test_cancellation import Cancelled, attempt, sweep
 from tests.proxy import Proxy
+from tests.waiting import auntil, until
 
 WITHIN = 30.0
 LIMIT = 0.5
@@ -318,8 +319,7 @@ def test_waiting_acquire_cancelled_at_any_await_leaves_nothing(
         cancelled = Cancelled(k)
         wish = AsyncLock(backend, "a", wait=None, shared=shared)
         pending = asyncio.ensure_future(attempt(cancelled, wish.acquire()))
-        while not pending.done() and not waiters(direct, "a"):  # type: ignore[arg-type]
-            await asyncio.sleep(0)
+        await auntil(lambda: pending.done() or waiters(direct, "a"))  # type: ignore[arg-type]
         await holder.release()
         lease = await pending
         if lease is not None:

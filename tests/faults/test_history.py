@@ -13,6 +13,7 @@ from dlock_core.runtime import BLOCKING, run
 from tests import processes
 from tests.faults.history import Section, overlaps, overtaken, read, repeated_tokens, work
 from tests.servers import Server
+from tests.waiting import until
 
 
 def play(
@@ -58,8 +59,7 @@ def test_processes_that_are_stopped_and_killed_never_overlap_with_those_that_fol
             one.kill()
             workers.remove(one)
         before = len(read(path))
-        while len(read(path)) < before + 30:
-            threading.Event().wait(0.01)
+        until(lambda: len(read(path)) >= before + 30)
         for one in workers:
             one.kill()
     history = read(path)

@@ -12,9 +12,10 @@ from dlock_core.errors import AcquireTimeout, BackendUnavailable
 from dlock_core.runtime import clock
 from dlock_core.testing.contract.parties import Locks
 from tests.faults.conftest import LIMIT
-from tests.faults.looking import holders, is_untouched, keys, until, waiters
+from tests.faults.looking import holders, is_untouched, keys, waiters
 from tests.proxy import Proxy
 from tests.servers import Server
+from tests.waiting import until
 
 ACQUIRE, RELEASE, RENEW, WITHDRAW = (script(name).sha.encode() for name in ("acquire", "release", "renew", "abandon"))
 WITHIN = 30.0

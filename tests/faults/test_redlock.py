@@ -27,12 +27,13 @@ from tests import processes, redlock_nodes, servers
 from tests.conftest import give_up
 from tests.faults.history import overlaps, read, repeated_tokens, work
 from tests.faults.holders import fork, hold, wait
-from tests.faults.looking import holders, is_untouched, until, waiters
+from tests.faults.looking import holders, is_untouched, waiters
 from tests.faults.test_history import inside
 from tests.processes import worker
 from tests.proxy import Proxy
 from tests.redlock_nodes import keys, masters, url_of
 from tests.servers import Server, ServerMissing
+from tests.waiting import until
 
 WITHIN = 30.0
 LIMIT = 0.25

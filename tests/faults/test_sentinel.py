@@ -21,13 +21,14 @@ from dlock_core.testing.contract.tasks import Tasks
 from tests import processes, servers
 from tests.django_dlock.test_fencing import Adder, value
 from tests.faults.history import WithClock, _section, overlaps, read, repeated_tokens
-from tests.faults.looking import holders, is_untouched, until
+from tests.faults.looking import holders, is_untouched
 from tests.faults.test_redlock import insist
 from tests.outcomes import outcome
 from tests.processes import Link
 from tests.redis_sentinel import HOST, SERVICE, Group, group
 from tests.servers import Server
 from tests.testapp.models import Counter
+from tests.waiting import until
 
 SECRET, OTHER = "s3cr3t/p:ss@w", "hunter2"
 QUOTED = "s3cr3t%2Fp%3Ass%40w"

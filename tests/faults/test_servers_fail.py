@@ -17,8 +17,9 @@ from dlock_core.runtime import BLOCKING, run
 from dlock_core.testing.contract.parties import Locks
 from tests import servers
 from tests.conftest import start
-from tests.faults.looking import holders, is_untouched, until, waiters
+from tests.faults.looking import holders, is_untouched, waiters
 from tests.servers import Server
+from tests.waiting import until
 
 SECRET = "hunter2"
 StartServer = Callable[..., Server]

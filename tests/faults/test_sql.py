@@ -17,8 +17,8 @@ from dlock_core.backend import Released
 from dlock_core.backends.table.backend import TableBackend
 from dlock_core.runtime import BLOCKING, run
 from sqla_dlock.backends.table import from_engine, from_url
-from tests.faults.looking import until
 from tests.table_stores import ASYNC, URLS, server_of, table
+from tests.waiting import until
 
 END_LISTENERS = "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE query LIKE 'LISTEN%'"
 

@@ -28,11 +28,12 @@ from sqla_dlock.tables import lease_metadata as metadata
 from tests import processes, servers, settings
 from tests.faults import table_workers
 from tests.faults.history import overlaps, read, repeated_tokens
-from tests.faults.looking import holders, until
+from tests.faults.looking import holders
 from tests.faults.test_cancellation import Cancelled, attempt, sweep
 from tests.processes import worker
 from tests.proxy import Proxy
 from tests.table_stores import URLS, server_of, table
+from tests.waiting import until
 
 LIMIT = 1.0
 """Seconds that one step may take in these tests."""

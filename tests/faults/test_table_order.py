@@ -11,6 +11,7 @@ from dlock_core.backends.table import backend as module
 from dlock_core.backends.table.backend import TableBackend
 from dlock_core.runtime import BLOCKING, run
 from tests.table_stores import server_of, table
+from tests.waiting import until
 
 FOR_EVER = 600.0
 
@@ -75,5 +76,4 @@ def test_waiter_is_forgotten_when_he_did_not_look_for_long(
     with Lock(backend, other.name, ttl=60):
         run(backend.wait(BLOCKING, other, Busy(60), 0.05))
     newcomer = somebody(other.name)
-    while isinstance(ask(backend, newcomer), Busy):  # or the test never ends
-        pass
+    until(lambda: not isinstance(ask(backend, newcomer), Busy))  # or the test never ends

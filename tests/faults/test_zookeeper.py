@@ -23,10 +23,11 @@ from tests import processes, servers
 from tests.conftest import start
 from tests.faults.history import overlaps, overtaken, read, repeated_tokens, work
 from tests.faults.holders import fork, fork_out_of_block, hold, wait
-from tests.faults.looking import holders, is_untouched, until, waiters
+from tests.faults.looking import holders, is_untouched, waiters
 from tests.processes import worker
 from tests.proxy import Proxy
 from tests.servers import Server
+from tests.waiting import until
 from tests.zookeeper_servers import Ensemble, ensemble, zookeeper
 
 LIMIT = 0.5
@@ -472,8 +473,7 @@ def fork_and_let_run_out(link: processes.Link, url: str, prefix: str) -> bytes:
         ours, theirs = os.pipe()
         if os.fork() == 0:
             lease = Lock(store, "a", ttl=0.2, renew=False).acquire()
-            while not lease.lost:
-                pass
+            until(lambda: lease.lost)
             Lock(store, "a", wait=5.0).acquire()
             os.write(theirs, b"got it again")
             os._exit(0)

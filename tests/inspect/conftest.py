@@ -1,6 +1,6 @@
 """Fixtures for the inspector: what it finds in a store and a database, asked again until it is there."""
 
-import time
+import contextlib
 from collections.abc import Callable
 
 import pytest
@@ -10,6 +10,7 @@ from django_dlock.inspect import databases
 from dlock_core import connect
 from dlock_core.inspect import Snapshot, take_snapshot
 from tests.servers import Server
+from tests.waiting import INNODB_REFRESH_S, until
 
 WITHIN = 60.0
 
@@ -27,14 +28,13 @@ def look(store_url: str, database: str) -> Callable[..., Snapshot]:
     """Look until the snapshot is as expected: `look(lambda snapshot: snapshot.cycles)`."""
 
     def look(is_expected: Callable[[Snapshot], object], name: str | None = None) -> Snapshot:
-        backend = connect(store_url)
-        give_up = time.monotonic() + WITHIN
-        try:
-            while not is_expected(found := take_snapshot([("default", backend)], databases([database]), name)):
-                assert time.monotonic() < give_up, "\n".join(map(str, found.entries))
-                time.sleep(0.2)  # asked every 0.1 s or more often, MariaDB goes on showing what it showed
-        finally:
-            backend.close()
+        def expected() -> Snapshot | None:
+            found = take_snapshot([("default", backend)], databases([database]), name)
+            return found if is_expected(found) else None
+
+        with contextlib.closing(connect(store_url)) as backend:
+            found = until(expected, every=INNODB_REFRESH_S)
+        assert found is not None
         return found
 
     return look

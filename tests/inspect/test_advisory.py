@@ -1,7 +1,6 @@
 """Advisory locks of our own stores: told by name, once, and as the locks of those who asked for them."""
 
 import threading
-import time
 from contextlib import closing
 
 import pytest
@@ -15,6 +14,7 @@ from sqla_dlock.backends.advisory import from_engine
 from sqla_dlock.inspect import database as sqla_database
 from tests.inspect.parties import URLS
 from tests.mysql_server import DIALECT
+from tests.waiting import INNODB_REFRESH_S, until
 
 WITHIN = 60.0
 
@@ -28,15 +28,16 @@ def engine(database):
 
 def look(stores, engine, kind):
     """The entries, as soon as somebody waits for a lock of this kind."""
-    give_up = time.monotonic() + WITHIN
+
+    def waited_for():
+        found = take_snapshot(stores, [one])
+        if any((entry.role, entry.kind) == ("waiter", kind) for entry in found.entries):
+            assert not found.unreadable
+            return found.entries
+        return None
+
     with closing(sqla_database(engine, alias="db")) as one:
-        while True:
-            found = take_snapshot(stores, [one])
-            if any((entry.role, entry.kind) == ("waiter", kind) for entry in found.entries):
-                assert not found.unreadable
-                return found.entries
-            assert time.monotonic() < give_up, found.as_dict()
-            time.sleep(0.2)  # see conftest
+        return until(waited_for, every=INNODB_REFRESH_S)
 
 
 @pytest.mark.parametrize("database", ["postgresql", "mariadb"], indirect=True)

@@ -2,7 +2,6 @@
 
 import contextlib
 import threading
-import time
 
 import MySQLdb
 import pytest
@@ -15,6 +14,7 @@ from sqla_dlock.inspect import database as sqla_database
 from tests.inspect.parties import URLS
 from tests.mysql_server import MYSQLD
 from tests.testapp.models import Counter, Stock
+from tests.waiting import INNODB_REFRESH_S, until
 
 pytestmark = pytest.mark.parametrize("database", ["mariadb"], indirect=True)
 WITHIN = 60.0
@@ -61,14 +61,15 @@ def kill(number):
 def read(expected, least=0):
     """The reading in which as many wait as are expected."""
     (database,) = databases(["mariadb"])
-    give_up = time.monotonic() + WITHIN
+
+    def complete():
+        entries = mysql.locks(database).entries
+        return (
+            entries if sum(entry.role == "waiter" for entry in entries) == expected and len(entries) >= least else None
+        )
+
     with contextlib.closing(database):
-        while True:
-            entries = mysql.locks(database).entries
-            if sum(entry.role == "waiter" for entry in entries) == expected and len(entries) >= least:
-                return entries
-            assert time.monotonic() < give_up, entries
-            time.sleep(0.2)  # InnoDB tells the same again to who asks again within 0.1 s
+        return until(complete, every=INNODB_REFRESH_S)
 
 
 def told(entries):

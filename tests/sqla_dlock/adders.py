@@ -2,7 +2,6 @@
 
 import concurrent.futures
 import contextlib
-import time
 from collections.abc import Callable
 from typing import Any, Self
 
@@ -13,6 +12,7 @@ from dlock_core.errors import LeaseLost
 from sqla_dlock import fencing, lock
 from tests.sqla_dlock.engines import URLS, begin_immediate
 from tests.sqla_dlock.models import Counter
+from tests.waiting import INNODB_REFRESH_S, until
 
 WITHIN = 60.0
 
@@ -123,8 +123,7 @@ def wait_until_blocked(engine: Engine) -> None:
             question = "SELECT 1 FROM pg_locks WHERE NOT granted"
         else:
             question = "SELECT 1 FROM information_schema.innodb_trx WHERE trx_state = 'LOCK WAIT'"
-        while not watcher.exec_driver_sql(question).first():
-            time.sleep(0.15)  # MariaDB shows an old answer to whoever asks again within a tenth of a second
+        until(lambda: watcher.exec_driver_sql(question).first(), every=INNODB_REFRESH_S)
 
 
 def set_timeout(engine: Engine) -> None:

@@ -8,6 +8,7 @@ from sqlalchemy import Engine
 
 from dlock_core.observability import hooks
 from dlock_core.runtime import BLOCKING, run
+from tests.waiting import until
 
 
 def is_held(store: Any, name: str = "order:42") -> bool:
@@ -16,8 +17,7 @@ def is_held(store: Any, name: str = "order:42") -> bool:
 
 def expire(lease: Any, store: Any) -> None:
     """Wait until a lease with a short ttl, that nobody renews, has run out for its holder and in its store."""
-    while lease.remaining() or is_held(store):
-        pass
+    until(lambda: not (lease.remaining() or is_held(store)))
 
 
 @contextmanager

@@ -8,6 +8,7 @@ from sqlalchemy import URL, Connection, Engine, make_url, text
 
 from tests import settings
 from tests.sqla_dlock.engines import URLS, server_of
+from tests.waiting import until
 
 WITHIN = 30.0
 PORTS = {"postgresql": settings.POSTGRESQL_PORT, "mariadb": settings.MARIADB_PORT}
@@ -37,8 +38,7 @@ def held_in_commit(engine: Engine, then: Callable[[Connection], object]) -> Iter
 
         def interfere() -> None:
             try:
-                while not watcher.exec_driver_sql(f"SELECT 1 {HELD}").first():
-                    pass
+                until(lambda: watcher.exec_driver_sql(f"SELECT 1 {HELD}").first())
                 then(watcher)
             except BaseException as error:
                 failures.append(error)

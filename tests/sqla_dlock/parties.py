@@ -13,6 +13,7 @@ from sqlalchemy.orm import Session
 from dlock_core.transactions.retry import Trouble, classify
 from tests.mysql_server import MYSQLD
 from tests.sqla_dlock.engines import server_of
+from tests.waiting import INNODB_REFRESH_S, until
 
 T = TypeVar("T")
 
@@ -78,8 +79,7 @@ class Party:
 
     def _until_somebody_waits(self) -> None:
         with self.others.connect().execution_options(isolation_level="AUTOCOMMIT") as watcher:
-            while int(watcher.exec_driver_sql(WAITERS[self.server]).scalar_one()) == 0:
-                pass
+            until(lambda: watcher.exec_driver_sql(WAITERS[self.server]).scalar_one(), every=INNODB_REFRESH_S)
 
 
 def lock_there(other: Connection, row: Any, clause: str = "FOR UPDATE", table: str | None = None) -> None:

@@ -6,6 +6,7 @@ from sqlalchemy import Connection, Engine, NullPool, create_engine, text
 
 from tests import settings
 from tests.mysql_server import DIALECT
+from tests.waiting import until
 
 _ADMIN = {
     "postgresql": f"postgresql+psycopg://postgres@127.0.0.1:{settings.POSTGRESQL_PORT}/postgres",
@@ -41,5 +42,8 @@ def kill_session(engine: Engine, number: int) -> None:
             second.execute(text("SELECT pg_terminate_backend(:number, 10000)"), {"number": number})
             return
         second.exec_driver_sql(f"KILL {number}")
-        while second.exec_driver_sql(f"SELECT 1 FROM information_schema.processlist WHERE id = {number}").first():
-            pass
+        until(
+            lambda: (
+                not second.exec_driver_sql(f"SELECT 1 FROM information_schema.processlist WHERE id = {number}").first()
+            )
+        )

@@ -23,6 +23,7 @@ from tests.sqla_dlock.engines import new_engine
 from tests.sqla_dlock.leases import in_order, note_ends
 from tests.sqla_dlock.models import Counter
 from tests.sqla_dlock.sessions import committed, kill_session, session_id
+from tests.waiting import auntil, until
 
 WAITING = "SELECT 1 FROM pg_locks WHERE locktype = 'advisory' AND NOT granted"
 COUNTERS = "SELECT name FROM counter ORDER BY name"
@@ -73,8 +74,7 @@ def is_free(engine: Engine, order: Callable[..., Any]) -> Callable[..., bool]:
 
 
 def wait_until_blocked(engine: Engine) -> None:
-    while not committed(engine, WAITING):
-        pass
+    until(lambda: committed(engine, WAITING))
 
 
 # How it ends
@@ -396,8 +396,7 @@ async def test_cancelled_waiter_leaves_its_place(engine, async_engine, async_sto
         waiter.cancel()
         with pytest.raises(asyncio.CancelledError):
             await waiter
-        while committed(engine, WAITING):
-            await asyncio.sleep(0.01)
+        await auntil(lambda: not committed(engine, WAITING))
         await first.commit()
     async with AsyncSession(async_engine) as third:
         assert (await aorder(third, async_store, wait=0).acquire()).token

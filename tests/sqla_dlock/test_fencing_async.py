@@ -6,7 +6,7 @@ import itertools
 import uuid
 
 import pytest
-from sqlalchemy import select, text, update
+from sqlalchemy import select, update
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.ext.asyncio import AsyncSession
 
@@ -16,6 +16,7 @@ from tests.chaos import EverybodyIn
 from tests.sqla_dlock.adders import add_counter, add_fence, fences, value, wait_until_blocked
 from tests.sqla_dlock.leases import is_held
 from tests.sqla_dlock.models import Counter, Delivery, Letter, Parcel, Ticket
+from tests.waiting import INNODB_REFRESH_S, auntil, until
 
 FORMS = ["transaction", "lease"]
 servers = pytest.mark.parametrize("async_engine", ["asyncpg", "psycopg_async", "aiomysql", "asyncmy"], indirect=True)
@@ -275,8 +276,7 @@ OPEN = {
 
 def until_no_transaction(others):
     with others.connect().execution_options(isolation_level="AUTOCOMMIT") as watcher:
-        while watcher.exec_driver_sql(OPEN[others.dialect.name]).scalar_one():
-            watcher.execute(text("SELECT pg_sleep(0.1)" if others.dialect.name == "postgresql" else "DO SLEEP(0.1)"))
+        until(lambda: not watcher.exec_driver_sql(OPEN[others.dialect.name]).scalar_one(), every=INNODB_REFRESH_S)
 
 
 @contextlib.contextmanager
@@ -312,8 +312,7 @@ async def test_task_cancelled_while_its_admit_waits_leaves_no_lease_and_no_trans
 
     with blocked_fence(others):
         task = asyncio.create_task(work())
-        while not is_held(store):  # MariaDB may still show a waiter of the test before
-            await asyncio.sleep(0)
+        await auntil(lambda: is_held(store))  # MariaDB may still show a waiter of the test before
         await until_blocked(others)
         await cancelled(task)
         assert not is_held(store)

@@ -22,6 +22,7 @@ from tests.sqla_dlock.adders import add_counter, value
 from tests.sqla_dlock.engines import ASYNC, new_async_engine, new_engine
 from tests.sqla_dlock.leases import is_held
 from tests.sqla_dlock.models import Counter
+from tests.waiting import until
 
 WORKERS = 4
 SECONDS = 1.5
@@ -175,8 +176,7 @@ def only(*drivers):
 
 
 def gone_from(store):
-    while is_held(store):
-        pass
+    until(lambda: not is_held(store))
 
 
 def add_now(engine, form):

@@ -37,6 +37,7 @@ from tests.processes import worker
 from tests.sqla_dlock import leases
 from tests.sqla_dlock.engines import new_async_engine, new_engine
 from tests.sqla_dlock.models import Counter
+from tests.waiting import until
 
 WORK = ["acquired order:42", "BEGIN", "work"]
 COMMIT_FIRST = [*WORK, "COMMIT", "released order:42", "response 200"]
@@ -380,8 +381,7 @@ async def test_lost_lease_is_answered_409_and_nothing_is_written(make_engine, jo
         def ship(order_id: int, db: Annotated[Session, session]):
             db.add(Counter(name="late"))
             db.flush()
-            while db.info["dlock_ties"][0].held.remaining():
-                pass
+            until(lambda: not db.info["dlock_ties"][0].held.remaining())
 
     response = await post(site(maker, wire, "function", None, journal))
     assert response.status_code == 409

@@ -30,6 +30,7 @@ from tests.sqla_dlock.engines import begin_immediate
 from tests.sqla_dlock.leases import expire, in_order, is_held, note_ends
 from tests.sqla_dlock.models import Base, Counter
 from tests.sqla_dlock.sessions import committed, kill_session, session_id
+from tests.waiting import until
 
 servers_only = pytest.mark.parametrize("engine", ["postgresql", "mariadb", "pymysql"], indirect=True)
 postgresql_only = pytest.mark.parametrize("engine", ["postgresql"], indirect=True)
@@ -114,8 +115,7 @@ def test_second_holder_waits_until_the_first_has_committed(engine, session, stor
         with order(session) as lease:
             add(session, "a")
             waiting = pool.submit(other)
-            while not run(store.inspect(BLOCKING, "order:42"))[0].waiters:
-                pass
+            until(lambda: run(store.inspect(BLOCKING, "order:42"))[0].waiters)
         assert not waiting.done()
         session.commit()
         held, token = waiting.result(30)

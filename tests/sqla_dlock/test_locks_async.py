@@ -20,6 +20,7 @@ from tests.proxy import Proxy
 from tests.servers import free_port
 from tests.sqla_dlock.leases import events, is_held
 from tests.sqla_dlock.models import Counter
+from tests.waiting import auntil
 
 asyncpg_only = pytest.mark.parametrize("async_engine", ["asyncpg"], indirect=True)
 postgresql_only = pytest.mark.parametrize("async_engine", ["asyncpg", "psycopg_async"], indirect=True)
@@ -60,8 +61,7 @@ async def fence_token(session):
 
 
 async def expire(lease, store):
-    while lease.remaining() or is_held(store):
-        await asyncio.sleep(0)
+    await auntil(lambda: not (lease.remaining() or is_held(store)))
 
 
 async def test_block_outside_a_transaction_holds_the_lease_to_its_end(session, store):
@@ -213,8 +213,7 @@ async def test_second_task_waits_until_the_first_has_committed(async_engine, ses
     async with order(session) as lease:
         await add(session, "a")
         waiting = asyncio.create_task(other())
-        while not run(store.inspect(BLOCKING, "order:42"))[0].waiters:
-            await asyncio.sleep(0)
+        await auntil(lambda: run(store.inspect(BLOCKING, "order:42"))[0].waiters)
     assert not waiting.done()
     await session.commit()
     assert await waiting > lease.token
@@ -240,8 +239,7 @@ async def test_no_increment_of_many_tasks_is_lost(async_engine, redis_store):
 async def test_waiting_task_that_is_cancelled_leaves_no_trace(async_engine, session, store):
     async with order(session), AsyncSession(async_engine) as second:
         waiting = asyncio.create_task(order(second).acquire())
-        while not run(store.inspect(BLOCKING, "order:42"))[0].waiters:
-            await asyncio.sleep(0)
+        await auntil(lambda: run(store.inspect(BLOCKING, "order:42"))[0].waiters)
         waiting.cancel()
         with pytest.raises(asyncio.CancelledError):
             await waiting
@@ -282,8 +280,7 @@ async def test_release_is_finished_however_often_the_task_is_cancelled(async_eng
                 await session.commit()
 
         task = asyncio.create_task(work())
-        while not held:
-            await asyncio.sleep(0)
+        await auntil(lambda: held)
         await asyncio.to_thread(held[0].wait)
         for _ in range(again):
             task.cancel()
@@ -310,8 +307,7 @@ async def test_sync_session_that_is_closed_under_the_async_one_releases_all_the_
     session.sync_session.begin()
     session.sync_session.close()
     with events() as journal:
-        while not journal:
-            await asyncio.sleep(0)
+        await auntil(lambda: journal)
     assert not is_held(store)
     await session.close()
 

@@ -22,6 +22,7 @@ from tests.mysql_server import mariadb_only
 from tests.sqla_dlock.engines import ASYNC, SYNC, server_of
 from tests.sqla_dlock.models import Article, ColdStock, Counter, Delivery, Shelf, Stock
 from tests.sqla_dlock.parties import Party, lock_there
+from tests.waiting import until
 
 POSTGRESQL = ["postgresql", "psycopg2", "asyncpg", "psycopg_async"]
 MARIADB = ["mariadb", "pymysql", "aiomysql", "asyncmy"]
@@ -929,8 +930,7 @@ async def test_cancelled_waiter_leaves_nothing_locked(stock, party):
         waiter.cancel()
         with pytest.raises(asyncio.CancelledError):
             await waiter
-    while not party.is_free(stock):  # MariaDB's server sees a moment later that the client has gone
-        pass
+    until(lambda: party.is_free(stock))  # MariaDB's server sees a moment later that the client has gone
 
 
 # deadlocks

@@ -13,6 +13,7 @@ from sqla_dlock import alock, lock, stores
 from sqla_dlock.tie import current
 from tests.sqla_dlock.leases import is_held
 from tests.sqla_dlock.models import Counter
+from tests.waiting import auntil
 
 one_of_each = pytest.mark.parametrize("engine", ["sqlite", "postgresql", "mariadb"], indirect=True)
 one_async = pytest.mark.parametrize("async_engine", ["asyncpg", "aiosqlite"], indirect=True)
@@ -155,8 +156,7 @@ async def test_sync_locks_inside_run_sync_hold_all(held, async_session):
 async def test_cancelled_while_it_waits_leaves_none_held(held, async_engine, async_session):
     async with AsyncSession(async_engine) as other, aaccount(other, 2):
         task = asyncio.create_task(alock(aaccount(async_session, 1), aaccount(async_session, 2), wait=None).acquire())
-        while held() != ["default 1", "default 2"]:
-            await asyncio.sleep(0)
+        await auntil(lambda: held() == ["default 1", "default 2"])
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
