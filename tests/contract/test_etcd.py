@@ -11,7 +11,7 @@ from dlock_core.backend import Granted, Released, new_request
 from dlock_core.backends.etcd.backend import EtcdBackend
 from dlock_core.runtime import BLOCKING, run
 from dlock_core.testing.contract import *  # noqa: F403
-from dlock_core.testing.contract.parties import Locks
+from dlock_core.testing.contract.harness import Harness
 from tests.etcd_servers import Cluster, ask, cluster
 
 
@@ -38,20 +38,20 @@ def left_over(etcd: Cluster, prefix: str) -> int:
 
 
 @pytest.mark.parametrize("floor", [10**15, 10**18, 1 << 61])
-def test_raised_token_raises_the_next(backend: EtcdBackend, locks: Locks, name: str, floor: int) -> None:
+def test_raised_token_raises_the_next(backend: EtcdBackend, harness: Harness, name: str, floor: int) -> None:
     raised = new_request(name, 10.0, 0.0, shared=False, fair=True)._replace(floor=floor)
     granted = run(backend.try_acquire(BLOCKING, raised))
     assert isinstance(granted, Granted)
     assert granted.token > floor
     assert run(backend.release(BLOCKING, raised, granted)) is Released.RELEASED
-    later = locks.acquire(name)
+    later = harness.acquire(name)
     assert later.token > granted.token
-    locks.do(later.release)
+    harness.do(later.release)
 
 
 @pytest.mark.parametrize("spoiled", [b"", b"text", b"-5", b"1e300", b"nan", b"9" * 30, b"\xff\xfe"])
 def test_number_on_top_of_revisions_that_was_spoiled_heals(
-    etcd: Cluster, backend: EtcdBackend, locks: Locks, name: str, spoiled: bytes
+    etcd: Cluster, backend: EtcdBackend, harness: Harness, name: str, spoiled: bytes
 ) -> None:
     key = backend._keys.base(name).encode()
     ask(etcd.members[0], "kv/put", {"key": b64encode(key).decode(), "value": b64encode(spoiled).decode()})
@@ -61,6 +61,6 @@ def test_number_on_top_of_revisions_that_was_spoiled_heals(
     assert granted.token > 10**15
     assert [state.name for state in run(backend.inspect(BLOCKING, name))] == [name]
     assert run(backend.release(BLOCKING, with_floor, granted)) is Released.RELEASED
-    later = locks.acquire(name)
+    later = harness.acquire(name)
     assert granted.token < later.token < 2 * 10**15
-    locks.do(later.release)
+    harness.do(later.release)

@@ -10,7 +10,7 @@ import redis.asyncio
 
 from dlock_core import connect
 from dlock_core.backend import Backend
-from dlock_core.testing.contract import locks, name, sharing  # noqa: F401
+from dlock_core.testing.contract import harness, name, shared_harness  # noqa: F401
 from dlock_core.testing.contract.exclusion import *  # noqa: F403
 from dlock_core.testing.contract.operating import *  # noqa: F403
 from dlock_core.testing.contract.sharing import *  # noqa: F403

@@ -12,7 +12,7 @@ from dlock_core import connect
 from dlock_core.backend import Backend
 from dlock_core.runtime import BLOCKING, run
 from dlock_core.testing.contract import *  # noqa: F403
-from dlock_core.testing.contract.parties import Locks
+from dlock_core.testing.contract.harness import Harness
 from tests.contract.test_redis import left_over
 from tests.redis_sentinel import HOST, SERVICE, Group, group
 
@@ -33,14 +33,14 @@ def backend(shop: Group) -> Iterator[Backend]:
 
 
 @pytest.mark.parametrize("kind", [redis.sentinel.Sentinel, redis.asyncio.sentinel.Sentinel], ids=["threads", "asyncio"])
-def test_client_of_redis_py_that_follows_sentinels_is_a_store(shop: Group, locks: Locks, kind: type) -> None:
+def test_client_of_redis_py_that_follows_sentinels_is_a_store(shop: Group, harness: Harness, kind: type) -> None:
     sentinels = kind([(HOST, sentinel.port) for sentinel in shop.sentinels])
-    backend = connect(sentinels.master_for(SERVICE, decode_responses=True), prefix=locks.store._prefix)
+    backend = connect(sentinels.master_for(SERVICE, decode_responses=True), prefix=harness.store._prefix)
     try:
-        lease = locks.acquire("a")
-        assert type(locks)(backend).try_acquire("a") is None
-        locks.do(lease.release)
-        with_client = type(locks)(backend)
+        lease = harness.acquire("a")
+        assert type(harness)(backend).try_acquire("a") is None
+        harness.do(lease.release)
+        with_client = type(harness)(backend)
         token = with_client.acquire("a").token
         assert token > lease.token
         assert [holder.token for holder in run(backend.inspect(BLOCKING, "a"))[0].holders] == [token]

@@ -55,7 +55,7 @@ def held(runtime: ManualRuntime) -> Held:
 
 
 def renewals(store: Observed) -> int:
-    return sum(call.what == "renew" for call in list(store.calls))
+    return sum(call.method == "renew" for call in list(store.calls))
 
 
 def test_lease_that_comes_while_the_watchdog_is_idle_is_renewed(store: Flaky) -> None:
@@ -127,7 +127,7 @@ def test_any_surprise_in_a_renewal_is_logged_and_the_watchdog_lives_on(
 def test_lease_without_renewal_is_left_alone(store: Flaky) -> None:
     with Lock(store, "a", ttl=1.0, renew=False) as lease, Lock(store, "b", ttl=0.6):
         store.until(lambda _: renewals(store) >= 2)
-        assert all(lease.holder not in call.holders for call in store.calls if call.what == "renew")
+        assert all(lease.holder not in call.holders for call in store.calls if call.method == "renew")
 
 
 def test_thread_ends_when_there_was_nothing_to_do_for_long_and_comes_back(
@@ -209,7 +209,7 @@ def test_leases_of_a_process_that_had_no_thread_to_spare_are_renewed_as_soon_as_
     for lease in (first, second):
         store.until(
             lambda calls, lease=lease: any(  # type: ignore[misc]
-                call.what == "renew" and lease.holder in call.holders for call in calls
+                call.method == "renew" and lease.holder in call.holders for call in calls
             )
         )
         lease.release()
@@ -234,7 +234,9 @@ def test_callback_that_raises_anything_ends_neither_the_thread_nor_the_renewal_o
         assert run(store.force_release(BLOCKING, "a", lost.token))
         until(lambda: lost.lost)
         asked = len(store.calls)
-        store.until(lambda calls: any(call.what == "renew" and other.holder in call.holders for call in calls[asked:]))
+        store.until(
+            lambda calls: any(call.method == "renew" and other.holder in call.holders for call in calls[asked:])
+        )
         until(lambda: type(error).__name__ in caplog.text)
         other.release()
     finally:
@@ -305,7 +307,7 @@ def test_thread_that_has_died_is_replaced_at_the_next_lease(store: Flaky, monkey
     for lease in (first, second):
         store.until(
             lambda calls, lease=lease: any(  # type: ignore[misc]
-                call.what == "renew" and lease.holder in call.holders for call in calls
+                call.method == "renew" and lease.holder in call.holders for call in calls
             )
         )
         lease.release()

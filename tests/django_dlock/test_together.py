@@ -74,7 +74,10 @@ def test_they_are_taken_in_one_order_in_whatever_order_they_are_named(stores, da
     for order in ([in_ledger(1), account(2), account(1)], [account(1), account(2), in_ledger(1)]):
         with lock(*order) as leases:
             assert [lease.name for lease in leases] == [each.name for each in order]
-        assert [call.name for call in stores.default.calls if call.what == "try_acquire"] == ["account:1", "account:2"]
+        assert [call.name for call in stores.default.calls if call.method == "try_acquire"] == [
+            "account:1",
+            "account:2",
+        ]
         asked = acquired(journal)
         assert asked == ["acquired account:1", "acquired account:2", "acquired account:1"]
         stores.default.calls.clear()
@@ -121,7 +124,7 @@ def test_the_wait_is_one_for_all(stores, database, party):
     first, second = other.now(account(1).acquire), other.now(account(2).acquire)
     ours = party()
     waiting = ours.do(lock(account(1), account(2), wait=0.3).acquire)
-    stores.default.until(lambda calls: any(call.what == "wait" for call in calls))
+    stores.default.until(lambda calls: any(call.method == "wait" for call in calls))
     other.now(first.release)
     with pytest.raises(AcquireTimeout):
         waiting.result(30)
@@ -215,7 +218,7 @@ async def test_cancelled_while_it_waits_leaves_none_held(stores, party, taken):
     other = party()
     theirs = other.now(account(taken, fence=False).acquire)
     task = asyncio.create_task(holding())
-    await asyncio.to_thread(stores.default.until, lambda calls: any(call.what == "wait" for call in calls))
+    await asyncio.to_thread(stores.default.until, lambda calls: any(call.method == "wait" for call in calls))
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
@@ -309,7 +312,7 @@ def test_the_wait_of_all_gives_a_place_in_the_queue_to_one_that_would_not_wait_a
     other, ours = party(), party()
     theirs = other.now(account(1).acquire)
     waiting = ours.do(lock(account(1, wait=0), wait=WITHIN).acquire)
-    stores.default.until(lambda calls: any(call.what == "wait" for call in calls))
+    stores.default.until(lambda calls: any(call.method == "wait" for call in calls))
     assert len(run(stores.default.inspect(BLOCKING, "account:1"))[0].waiters) == 1
     other.now(theirs.release)
     ours.now(waiting.result(WITHIN).release)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import pytest
 
 from dlock_core.backends.redis.backend import RedisBackend
-from dlock_core.testing.contract import locks  # noqa: F401 - a fixture
+from dlock_core.testing.contract import harness  # noqa: F401 - a fixture
 from tests.proxy import Proxy
 from tests.servers import Server
 

@@ -19,7 +19,7 @@ from dlock_core.backends.redis.cluster.backend import ClusterBackend
 from dlock_core.backends.redis.scripts import script
 from dlock_core.errors import AcquireTimeout, BackendUnavailable, LeaseLost
 from dlock_core.runtime import BLOCKING, clock, run
-from dlock_core.testing.contract.parties import Locks, Threads
+from dlock_core.testing.contract.harness import Harness, Threads
 from dlock_core.testing.contract.tasks import Tasks
 from tests import processes, servers
 from tests.conftest import give_up
@@ -75,10 +75,10 @@ def store(url: Any, prefix: str, **options: Any) -> Iterator[Any]:
 
 
 @pytest.fixture
-def copied(locks: Locks, nodes: Cluster, prefix: str) -> Iterator[Locks]:
+def copied(harness: Harness, nodes: Cluster, prefix: str) -> Iterator[Harness]:
     """Locks of the same store that are told when a replica has them: so that a failover cannot forget them."""
     for backend in store(nodes.url, prefix, replicas=1):
-        copied = type(locks)(backend)
+        copied = type(harness)(backend)
         yield copied
         copied.close()
 
@@ -103,8 +103,8 @@ def move(nodes: Cluster, key: str) -> Iterator[Callable[[], Move]]:
         one.finish()
 
 
-threads = pytest.mark.parametrize("locks", [Threads], indirect=True)
-tasks = pytest.mark.parametrize("locks", [Tasks], indirect=True)
+threads = pytest.mark.parametrize("harness", [Threads], indirect=True)
+tasks = pytest.mark.parametrize("harness", [Tasks], indirect=True)
 
 
 def refusals(nodes: Cluster, kind: str) -> int:
@@ -125,24 +125,24 @@ def elsewhere(nodes: Cluster, direct: ClusterBackend, master: Server) -> str:
     return next(name for name in names if nodes.master_of(direct.lock_key(name)) is not master)
 
 
-def test_all_keys_of_a_name_are_in_one_slot(locks: Locks, nodes: Cluster, prefix: str) -> None:
-    lease = locks.acquire("a", shared=True)
-    pending = locks.queue_up("a")
-    locks.acquire("a:b", ttl=60, shared=True)
+def test_all_keys_of_a_name_are_in_one_slot(harness: Harness, nodes: Cluster, prefix: str) -> None:
+    lease = harness.acquire("a", shared=True)
+    pending = harness.queue_up("a")
+    harness.acquire("a:b", ttl=60, shared=True)
     found = nodes.keys(prefix)
     assert len({nodes.slot(key) for key in found if "{a}" in key}) == 1
     slots = {nodes.slot(key) for key in found if key.endswith(("}token", "}held"))}
     assert {nodes.slot(key) for key in found} == slots
-    locks.do(lease.release)
-    locks.do(pending.result(WAIT).release)
+    harness.do(lease.release)
+    harness.do(pending.result(WAIT).release)
 
 
 @threads
-def test_names_that_differ_by_a_companions_ending_are_apart(locks: Locks) -> None:
+def test_names_that_differ_by_a_companions_ending_are_apart(harness: Harness) -> None:
     """The queue of "a" is no lock of anybody."""
-    leases = [locks.acquire(name) for name in ("a", "a:q", "a:wake", "token", "held", "never")]
+    leases = [harness.acquire(name) for name in ("a", "a:q", "a:wake", "token", "held", "never")]
     assert len({lease.token for lease in leases}) == 6
-    assert all(locks.try_acquire(lease.name) is None for lease in leases)
+    assert all(harness.try_acquire(lease.name) is None for lease in leases)
 
 
 STAGES: dict[str, Callable[[Move, str], None]] = {
@@ -161,24 +161,24 @@ def _others(move: Move, key: str) -> list[str]:
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_lease_is_held_renewed_and_released_while_its_slot_moves(
-    locks: Locks, key: str, move: Callable[[], Move], stage: str
+    harness: Harness, key: str, move: Callable[[], Move], stage: str
 ) -> None:
-    lease = locks.acquire("a", ttl=WAIT, renew=False)
+    lease = harness.acquire("a", ttl=WAIT, renew=False)
     on_the_way = move()
     STAGES[stage](on_the_way, key)
     until_ = lease._held.until
-    locks.do(lease.renew)
+    harness.do(lease.renew)
     assert lease._held.until > until_
-    assert stands_in_the_way(locks)
-    assert locks.do(lease.release) is Released.RELEASED
+    assert stands_in_the_way(harness)
+    assert harness.do(lease.release) is Released.RELEASED
     on_the_way.finish()
-    assert locks.acquire("a").token > lease.token
+    assert harness.acquire("a").token > lease.token
 
 
-def stands_in_the_way(locks: Locks) -> bool:
+def stands_in_the_way(harness: Harness) -> bool:
     """Whoever asks now is not let in: the lock is held, or nobody can tell while its slot moves."""
     try:
-        return locks.try_acquire("a") is None
+        return harness.try_acquire("a") is None
     except BackendUnavailable as error:
         return "TryAgain" in error.reason
 
@@ -199,157 +199,161 @@ def test_grant_is_undone_while_its_slot_moves(
 @tasks
 @pytest.mark.parametrize("stage", STAGES)
 def test_shared_lease_outlives_the_move_of_its_slot(
-    locks: Locks, key: str, move: Callable[[], Move], stage: str
+    harness: Harness, key: str, move: Callable[[], Move], stage: str
 ) -> None:
     """It is kept in several keys, of which some are here and some are there: nobody may take that for its loss."""
-    lease = locks.acquire("a", ttl=WAIT, renew=False, shared=True)
+    lease = harness.acquire("a", ttl=WAIT, renew=False, shared=True)
     on_the_way = move()
     STAGES[stage](on_the_way, key)
     if stage != "arrived":
         with pytest.raises(BackendUnavailable, match="TryAgain"):
-            locks.do(lease.renew)
+            harness.do(lease.renew)
     assert not lease.lost
-    assert stands_in_the_way(locks)
+    assert stands_in_the_way(harness)
     on_the_way.finish()
-    locks.do(lease.renew)
-    assert locks.do(lease.release) is Released.RELEASED
+    harness.do(lease.renew)
+    assert harness.do(lease.release) is Released.RELEASED
 
 
 @pytest.mark.parametrize("released", ["before the move", "while keys move", "after the move"])
 def test_waiters_get_the_lock_whose_slot_moves_while_they_wait(
-    locks: Locks, move: Callable[[], Move], key: str, released: str
+    harness: Harness, move: Callable[[], Move], key: str, released: str
 ) -> None:
-    lease = locks.acquire("a", ttl=WAIT)
-    line = [locks.queue_up("a", wait=WAIT) for _ in range(3)]
+    lease = harness.acquire("a", ttl=WAIT)
+    line = [harness.queue_up("a", wait=WAIT) for _ in range(3)]
     on_the_way = move()
     if released == "before the move":
-        assert locks.do(lease.release) is Released.RELEASED
+        assert harness.do(lease.release) is Released.RELEASED
     on_the_way.carry(key)
     if released == "while keys move":
-        assert locks.do(lease.release) is Released.RELEASED
+        assert harness.do(lease.release) is Released.RELEASED
     on_the_way.finish()
     if released == "after the move":
-        assert locks.do(lease.release) is Released.RELEASED
+        assert harness.do(lease.release) is Released.RELEASED
     tokens = [lease.token]
     for pending in line:
         tokens.append(pending.result(WAIT).token)
-        locks.do(pending.result().release)
+        harness.do(pending.result().release)
     assert tokens == sorted(set(tokens))
 
 
-def test_free_lock_is_had_when_its_slot_has_arrived(locks: Locks, move: Callable[[], Move]) -> None:
-    locks.do(locks.acquire("a").release)
+def test_free_lock_is_had_when_its_slot_has_arrived(harness: Harness, move: Callable[[], Move]) -> None:
+    harness.do(harness.acquire("a").release)
     on_the_way = move()
     on_the_way.carry()
     with pytest.raises(BackendUnavailable, match="TryAgain"):
-        locks.acquire("a", wait=0)
-    pending = locks.start(locks.lock("a", wait=WAIT).acquire)
-    locks.observed.until(lambda _: len(locks.asked("try_acquire", "a")) >= 4)
+        harness.acquire("a", wait=0)
+    pending = harness.start(harness.lock("a", wait=WAIT).acquire)
+    harness.observed.until(lambda _: len(harness.calls_of("try_acquire", "a")) >= 4)
     assert not pending.done()
     on_the_way.finish()
-    assert locks.keep(pending.result(WAIT)).token > 0
+    assert harness.keep(pending.result(WAIT)).token > 0
 
 
 def test_slot_that_has_moved_is_found_by_one_redirection(
-    locks: Locks, nodes: Cluster, move: Callable[[], Move]
+    harness: Harness, nodes: Cluster, move: Callable[[], Move]
 ) -> None:
-    locks.do(locks.acquire("a").release)
+    harness.do(harness.acquire("a").release)
     move().finish()
     before = refusals(nodes, "MOVED")
     for _ in range(5):
-        locks.do(locks.acquire("a", wait=0).release)
+        harness.do(harness.acquire("a", wait=0).release)
     assert refusals(nodes, "MOVED") == before + 1
 
 
-def test_lease_on_its_way_is_asked_for_where_it_goes(locks: Locks, nodes: Cluster, move: Callable[[], Move]) -> None:
-    lease = locks.acquire("a", ttl=WAIT, renew=False)
+def test_lease_on_its_way_is_asked_for_where_it_goes(
+    harness: Harness, nodes: Cluster, move: Callable[[], Move]
+) -> None:
+    lease = harness.acquire("a", ttl=WAIT, renew=False)
     move().carry()
     before = refusals(nodes, "ASK")
-    locks.do(lease.renew)
+    harness.do(lease.renew)
     assert refusals(nodes, "ASK") > before
-    assert locks.do(lease.release) is Released.RELEASED
+    assert harness.do(lease.release) is Released.RELEASED
 
 
 def test_lease_and_waiter_survive_the_death_of_the_master(
-    locks: Locks, copied: Locks, nodes: Cluster, key: str
+    harness: Harness, copied: Harness, nodes: Cluster, key: str
 ) -> None:
     lease = copied.acquire("a", ttl=WAIT, renew=False)
-    pending = locks.queue_up("a", wait=None)
+    pending = harness.queue_up("a", wait=None)
     nodes.fail_over(nodes.master_of(key))
     insist(lambda: copied.do(lease.renew))
-    assert insist(lambda: locks.try_acquire("a")) is None
+    assert insist(lambda: harness.try_acquire("a")) is None
     assert copied.holders("a") == [lease.holder]
     assert insist(lambda: copied.do(lease.release)) is Released.RELEASED
-    assert locks.keep(pending.result(WAIT)).token > lease.token
+    assert harness.keep(pending.result(WAIT)).token > lease.token
 
 
 @threads
 def test_lock_that_is_asked_for_while_there_is_no_master_is_had_from_the_next_one(
-    locks: Locks, nodes: Cluster, key: str
+    harness: Harness, nodes: Cluster, key: str
 ) -> None:
-    first = locks.acquire("a")
-    locks.do(first.release)
+    first = harness.acquire("a")
+    harness.do(first.release)
     master = nodes.master_of(key)
     master.kill()
     with pytest.raises(BackendUnavailable, match=f"{HOST}:{master.port}"):
-        locks.acquire("a", wait=0)
-    pending = locks.start(locks.lock("a", wait=WAIT).acquire)
+        harness.acquire("a", wait=0)
+    pending = harness.start(harness.lock("a", wait=WAIT).acquire)
     nodes.be(HASTY)
-    assert locks.keep(pending.result(WAIT)).token > first.token
+    assert harness.keep(pending.result(WAIT)).token > first.token
 
 
 @threads
-def test_replicas_are_never_asked(locks: Locks, nodes: Cluster) -> None:
+def test_replicas_are_never_asked(harness: Harness, nodes: Cluster) -> None:
     masters = nodes.masters()
     replicas = [node for node in nodes.nodes if node not in masters]
     before = [scripts(nodes, node) for node in replicas]
     for number in range(50):
-        locks.do(locks.acquire(f"a:{number}").release)
+        harness.do(harness.acquire(f"a:{number}").release)
     assert [scripts(nodes, node) for node in replicas] == before
     assert all(scripts(nodes, node) > 0 for node in masters)
 
 
-def test_master_that_steps_down_wakes_its_waiters_and_is_left(locks: Locks, nodes: Cluster, key: str) -> None:
-    lease = locks.acquire("a", ttl=WAIT, renew=False)
-    line = [locks.queue_up("a", wait=None) for _ in range(2)]
+def test_master_that_steps_down_wakes_its_waiters_and_is_left(harness: Harness, nodes: Cluster, key: str) -> None:
+    lease = harness.acquire("a", ttl=WAIT, renew=False)
+    line = [harness.queue_up("a", wait=None) for _ in range(2)]
     old = nodes.master_of(key)
     nodes.switch(old)
-    locks.do(lease.renew)
-    assert locks.try_acquire("a") is None
-    assert locks.do(lease.release) is Released.RELEASED
+    harness.do(lease.renew)
+    assert harness.try_acquire("a") is None
+    assert harness.do(lease.release) is Released.RELEASED
     tokens = [lease.token]
     for pending in line:
         tokens.append(pending.result(WAIT).token)
-        locks.do(pending.result().release)
+        harness.do(pending.result().release)
     assert tokens == sorted(set(tokens))
 
 
 @tasks
-def test_lease_that_a_failover_forgot_is_told_as_lost(locks: Locks, nodes: Cluster, key: str) -> None:
+def test_lease_that_a_failover_forgot_is_told_as_lost(harness: Harness, nodes: Cluster, key: str) -> None:
     """The replica had not heard of it; tokens grow nevertheless."""
     told: list[bool] = []
     master = nodes.master_of(key)
     nodes.replica_of(master).pause()
     nodes.ask(master, "CLIENT", "KILL", "TYPE", "replica")
-    lease = locks.acquire("a", ttl=WAIT, renew=False, on_lost=lambda: told.append(True))
+    lease = harness.acquire("a", ttl=WAIT, renew=False, on_lost=lambda: told.append(True))
     master.kill()
     for node in nodes.running:
         node.resume()
     nodes.be(HASTY)
-    other = locks.acquire("a", wait=WAIT)
+    other = harness.acquire("a", wait=WAIT)
     assert other.token > lease.token
     with pytest.raises(LeaseLost, match="forgot"):
-        locks.do(lease.renew)
+        harness.do(lease.renew)
     until(lambda: told)
     assert told == [True]
-    assert locks.do(lease.release) is not Released.RELEASED
-    assert locks.holders("a") == [other.holder]
+    assert harness.do(lease.release) is not Released.RELEASED
+    assert harness.holders("a") == [other.holder]
 
 
 @threads
-def test_master_that_stands_still_is_unavailable_in_time(locks: Locks, nodes: Cluster, key: str, prefix: str) -> None:
+def test_master_that_stands_still_is_unavailable_in_time(
+    harness: Harness, nodes: Cluster, key: str, prefix: str
+) -> None:
     for backend in store(nodes.url, prefix, timeout=LIMIT):
-        hasty = type(locks)(backend)
+        hasty = type(harness)(backend)
         hasty.do(hasty.acquire("a").release)
         nodes.master_of(key).pause()
         began = clock()
@@ -362,32 +366,34 @@ def test_master_that_stands_still_is_unavailable_in_time(locks: Locks, nodes: Cl
 
 @threads
 def test_holders_and_waiters_elsewhere_do_not_mind_a_master_that_is_gone(
-    locks: Locks, nodes: Cluster, direct: ClusterBackend, key: str
+    harness: Harness, nodes: Cluster, direct: ClusterBackend, key: str
 ) -> None:
     """Leases of all masters are renewed together; those of the dead one alone are lost."""
     told = threading.Event()
     master = nodes.master_of(key)
     name = elsewhere(nodes, direct, master)
-    lost, kept = locks.acquire("a", ttl=3, on_lost=told.set), locks.acquire(name, ttl=3)
-    pending = locks.queue_up(name, wait=None)
+    lost, kept = harness.acquire("a", ttl=3, on_lost=told.set), harness.acquire(name, ttl=3)
+    pending = harness.queue_up(name, wait=None)
     master.kill()
     both = [Renewal(lease._held.request, lease._held.granted) for lease in (lost, kept)]
-    assert locks.ask("renew", both) == [RenewalFailure.UNKNOWN, 3.0], "of the one nothing is known, which is no loss"
+    assert harness.call_store("renew", both) == [RenewalFailure.UNKNOWN, 3.0], (
+        "of the one nothing is known, which is no loss"
+    )
     assert told.wait(WAIT)
     assert lost.lost
     assert not kept.lost
-    locks.do(kept.renew)
-    assert locks.do(kept.release) is Released.RELEASED
-    locks.do(pending.result(WAIT).release)
+    harness.do(kept.renew)
+    assert harness.do(kept.release) is Released.RELEASED
+    harness.do(pending.result(WAIT).release)
     with pytest.raises(BackendUnavailable, match=f"{HOST}:{master.port}"):
-        locks.ask("inspect")
+        harness.call_store("inspect")
     with pytest.raises(BackendUnavailable):
-        locks.do(lost.release)
+        harness.do(lost.release)
 
 
 @tasks
-def test_cluster_that_is_down_is_unavailable_and_had_again(locks: Locks, nodes: Cluster, key: str) -> None:
-    locks.do(locks.acquire("a").release)
+def test_cluster_that_is_down_is_unavailable_and_had_again(harness: Harness, nodes: Cluster, key: str) -> None:
+    harness.do(harness.acquire("a").release)
     master = nodes.master_of(key)
     replica = nodes.replica_of(master)
     for node in (master, replica):
@@ -395,23 +401,23 @@ def test_cluster_that_is_down_is_unavailable_and_had_again(locks: Locks, nodes: 
     nodes.be(HASTY)
     until(lambda: "cluster_state:fail" in nodes.ask(nodes.running[0], "CLUSTER", "INFO"))
     with pytest.raises(BackendUnavailable):
-        locks.acquire("a", wait=0.3)
+        harness.acquire("a", wait=0.3)
     with pytest.raises(BackendUnavailable, match=r"ClusterDown|Connection"):
-        locks.acquire("b", wait=0)
-    pending = locks.start(locks.lock("a", wait=WAIT).acquire)
+        harness.acquire("b", wait=0)
+    pending = harness.start(harness.lock("a", wait=WAIT).acquire)
     master.start()
     replica.start()
-    assert locks.keep(pending.result(WAIT)).token > 0
+    assert harness.keep(pending.result(WAIT)).token > 0
 
 
-def test_cluster_of_which_no_node_answers_is_named_without_the_password(locks: Locks, prefix: str) -> None:
+def test_cluster_of_which_no_node_answers_is_named_without_the_password(harness: Harness, prefix: str) -> None:
     ports = [servers.free_port() for _ in range(3)]
     hosts = ",".join(f"{HOST}:{port}" for port in ports)
     for backend in store(f"redis+cluster://shop:hunter2@{hosts}", prefix, timeout=LIMIT):
         began = clock()
         for wait in (0, 0.3):
             with pytest.raises(BackendUnavailable, match="no node of the cluster") as caught:
-                locks.do(type(locks)(backend).lock("a", wait=wait).acquire)
+                harness.do(type(harness)(backend).lock("a", wait=wait).acquire)
             assert all(f"{HOST}:{port}: " in str(caught.value) for port in ports)
             assert "hunter2" not in f"{caught.value}{caught.value.__cause__!r}"
             assert not caught.value.refused
@@ -419,20 +425,20 @@ def test_cluster_of_which_no_node_answers_is_named_without_the_password(locks: L
 
 
 @tasks
-def test_nodes_that_are_all_silent_hold_up_nobody_for_long(locks: Locks, nodes: Cluster, prefix: str) -> None:
+def test_nodes_that_are_all_silent_hold_up_nobody_for_long(harness: Harness, nodes: Cluster, prefix: str) -> None:
     for node in nodes.nodes:
         node.pause()
     for backend in store(nodes.url, prefix, timeout=LIMIT):
         began = clock()
         with pytest.raises(BackendUnavailable, match="no node of the cluster"):
-            locks.do(type(locks)(backend).lock("a", wait=0.3).acquire)
+            harness.do(type(harness)(backend).lock("a", wait=0.3).acquire)
         assert clock() - began < 0.3 + 4 * LIMIT + 10
 
 
-def test_server_that_is_no_cluster_is_told_at_once(locks: Locks, redis_server: Server) -> None:
+def test_server_that_is_no_cluster_is_told_at_once(harness: Harness, redis_server: Server) -> None:
     for backend in store(f"redis+cluster://{HOST}:{redis_server.port}", "p:"):
         with pytest.raises(BackendUnavailable, match="cluster support disabled") as caught:
-            locks.do(type(locks)(backend).lock("a", wait=None).acquire)
+            harness.do(type(harness)(backend).lock("a", wait=None).acquire)
         assert caught.value.refused
 
 
@@ -476,13 +482,13 @@ def proxies(nodes: Cluster) -> Iterator[dict[int, Proxy]]:
 
 @pytest.fixture(params=["threads"])
 def through(
-    request: pytest.FixtureRequest, locks: Locks, nodes: Cluster, proxies: dict[int, Proxy], prefix: str
-) -> Iterator[Locks]:
+    request: pytest.FixtureRequest, harness: Harness, nodes: Cluster, proxies: dict[int, Proxy], prefix: str
+) -> Iterator[Harness]:
     """Locks of the same store by a client of redis-py that reaches the nodes at other addresses than they know."""
     remap = {(HOST, port): (HOST, proxy.port) for port, proxy in proxies.items()}
     client = CLIENTS[request.param](nodes.nodes[0].port, lambda address: remap.get(address, address))
     for behind in store(client, prefix, timeout=LIMIT):
-        through = type(locks)(behind)
+        through = type(harness)(behind)
         yield through
         through.close()
     if request.param != "asyncio":
@@ -490,7 +496,7 @@ def through(
 
 
 @pytest.mark.parametrize("through", CLIENTS, indirect=True)
-def test_client_of_redis_py_is_a_store(through: Locks, proxies: dict[int, Proxy]) -> None:
+def test_client_of_redis_py_is_a_store(through: Harness, proxies: dict[int, Proxy]) -> None:
     before = sum(proxy.requests for proxy in proxies.values())
     for number in range(10):
         lease = through.acquire(f"a:{number}")
@@ -501,7 +507,7 @@ def test_client_of_redis_py_is_a_store(through: Locks, proxies: dict[int, Proxy]
 
 @pytest.mark.parametrize("fault", ["drop_reply", "cut_reply", "cut_request"])
 def test_acquire_whose_reply_was_lost_is_one_grant(
-    through: Locks, nodes: Cluster, proxies: dict[int, Proxy], direct: ClusterBackend, key: str, fault: str
+    through: Harness, nodes: Cluster, proxies: dict[int, Proxy], direct: ClusterBackend, key: str, fault: str
 ) -> None:
     through.do(through.acquire("warm-up").release)
     broken = getattr(proxies[nodes.master_of(key).port], fault)(matching=ACQUIRE)
@@ -513,7 +519,7 @@ def test_acquire_whose_reply_was_lost_is_one_grant(
 
 @pytest.mark.parametrize("fault", ["cut_reply", "cut_request"])
 def test_release_whose_reply_was_lost_has_released(
-    through: Locks, nodes: Cluster, proxies: dict[int, Proxy], direct: ClusterBackend, key: str, fault: str
+    through: Harness, nodes: Cluster, proxies: dict[int, Proxy], direct: ClusterBackend, key: str, fault: str
 ) -> None:
     lease = through.acquire("a", ttl=WAIT)
     broken = getattr(proxies[nodes.master_of(key).port], fault)(matching=RELEASE)
@@ -522,13 +528,13 @@ def test_release_whose_reply_was_lost_has_released(
     assert holders(direct, "a") == []  # type: ignore[arg-type]
 
 
-def test_leases_of_a_node_are_renewed_in_one_request(through: Locks, proxies: dict[int, Proxy]) -> None:
+def test_leases_of_a_node_are_renewed_in_one_request(through: Harness, proxies: dict[int, Proxy]) -> None:
     for number in range(100):
         through.acquire(f"a:{number}", ttl=WAIT, renew=False)
     asked = [Renewal(lease._held.request, lease._held.granted) for lease in through._leases]
-    through.ask("renew", asked)  # the nodes learn the script
+    through.call_store("renew", asked)  # the nodes learn the script
     before = sum(proxy.requests for proxy in proxies.values())
-    assert through.ask("renew", asked) == [WAIT] * 100
+    assert through.call_store("renew", asked) == [WAIT] * 100
     assert sum(proxy.requests for proxy in proxies.values()) <= before + 3
 
 
@@ -596,8 +602,8 @@ def test_node_that_is_taken_for_a_server_alone_says_what_to_use(nodes: Cluster) 
 
 
 @tasks
-def test_waiting_is_no_storm_of_questions(locks: Locks) -> None:
-    locks.acquire("a", ttl=WAIT)
+def test_waiting_is_no_storm_of_questions(harness: Harness) -> None:
+    harness.acquire("a", ttl=WAIT)
     with pytest.raises(AcquireTimeout):
-        locks.acquire("a", wait=0.5)
-    assert len(locks.asked("try_acquire", "a")) <= 4
+        harness.acquire("a", wait=0.5)
+    assert len(harness.calls_of("try_acquire", "a")) <= 4

@@ -14,7 +14,7 @@ from dlock_core.backend import Released
 from dlock_core.backends.etcd.backend import EtcdBackend
 from dlock_core.errors import AcquireTimeout, BackendUnavailable, LeaseLost
 from dlock_core.runtime import clock
-from dlock_core.testing.contract.parties import Locks
+from dlock_core.testing.contract.harness import Harness
 from tests import processes
 from tests.etcd_servers import Cluster, cluster
 from tests.faults.history import overlaps, overtaken, read, repeated_tokens, work
@@ -76,133 +76,135 @@ def insist(step: Callable[[], Any]) -> Any:
     return found[0]
 
 
-def current(locks: Locks, etcd: Cluster) -> Server:
+def current(harness: Harness, etcd: Cluster) -> Server:
     """The member that the store under test asks now."""
-    port = locks.observed.backend._gateway._connections.member.port  # type: ignore[attr-defined]
+    port = harness.observed.backend._gateway._connections.member.port  # type: ignore[attr-defined]
     return next(member for member in etcd.members if member.port == port)
 
 
 @pytest.mark.parametrize("how", ["kill", "pause"])
-def test_leader_that_goes_away_while_we_hold_costs_no_lease(locks: Locks, etcd: Cluster, how: str) -> None:
-    lease = locks.acquire("a", ttl=8)
+def test_leader_that_goes_away_while_we_hold_costs_no_lease(harness: Harness, etcd: Cluster, how: str) -> None:
+    lease = harness.acquire("a", ttl=8)
     getattr(etcd.leader(), how)()
-    insist(lambda: locks.do(lease.renew))
-    before = locks.renewals(lease)
-    locks.observed.until(lambda _: locks.renewals(lease) >= before + 2)
+    insist(lambda: harness.do(lease.renew))
+    before = harness.renewals(lease)
+    harness.observed.until(lambda _: harness.renewals(lease) >= before + 2)
     assert not lease.lost
-    assert insist(lambda: locks.holders("a")) == [lease.holder]
-    assert insist(lambda: locks.do(lease.release)) is Released.RELEASED
+    assert insist(lambda: harness.holders("a")) == [lease.holder]
+    assert insist(lambda: harness.do(lease.release)) is Released.RELEASED
 
 
 @pytest.mark.parametrize("how", ["kill", "pause"])
-def test_leader_that_goes_away_while_we_wait_keeps_the_queue(locks: Locks, etcd: Cluster, how: str) -> None:
-    first = locks.acquire("a", ttl=60)
-    line = [locks.queue_up("a", wait=60) for _ in range(3)]
-    order = locks.waiting("a")
+def test_leader_that_goes_away_while_we_wait_keeps_the_queue(harness: Harness, etcd: Cluster, how: str) -> None:
+    first = harness.acquire("a", ttl=60)
+    line = [harness.queue_up("a", wait=60) for _ in range(3)]
+    order = harness.waiting("a")
     getattr(etcd.leader(), how)()
-    assert insist(lambda: locks.do(first.release)) is Released.RELEASED
+    assert insist(lambda: harness.do(first.release)) is Released.RELEASED
     got = []
     for pending in line:
         got.append(pending.result(WITHIN))
-        insist(lambda: locks.do(got[-1].release))
+        insist(lambda: harness.do(got[-1].release))
     assert [lease.holder for lease in got] == order
 
 
 @pytest.mark.parametrize("shared", [False, True], ids=["exclusive", "shared"])
-def test_waiter_whose_neighbour_gives_up_stays_behind_the_holder(locks: Locks, shared: bool) -> None:
-    first = locks.acquire("a", ttl=60)
-    neighbour = locks.queue_up("a", wait=1)
-    pending = locks.queue_up("a", wait=60, shared=shared)
+def test_waiter_whose_neighbour_gives_up_stays_behind_the_holder(harness: Harness, shared: bool) -> None:
+    first = harness.acquire("a", ttl=60)
+    neighbour = harness.queue_up("a", wait=1)
+    pending = harness.queue_up("a", wait=60, shared=shared)
     with pytest.raises(AcquireTimeout):
         neighbour.result(WITHIN)
-    locks.observed.until(lambda _: len(locks.asked("wait", "a")) >= 3 or pending.done())
-    assert locks.holders("a") == [first.holder]
-    locks.do(first.release)
+    harness.observed.until(lambda _: len(harness.calls_of("wait", "a")) >= 3 or pending.done())
+    assert harness.holders("a") == [first.holder]
+    harness.do(first.release)
     assert pending.result(WITHIN).token > first.token
 
 
 @pytest.mark.parametrize("how", ["kill", "pause"])
-def test_lock_is_acquired_within_its_wait_while_a_new_leader_is_elected(locks: Locks, etcd: Cluster, how: str) -> None:
+def test_lock_is_acquired_within_its_wait_while_a_new_leader_is_elected(
+    harness: Harness, etcd: Cluster, how: str
+) -> None:
     getattr(etcd.leader(), how)()
-    assert locks.acquire("a", wait=20).token > 0
+    assert harness.acquire("a", wait=20).token > 0
 
 
-def test_member_that_died_is_passed_over_even_by_a_single_try(locks: Locks, etcd: Cluster) -> None:
-    lease = locks.acquire("a", ttl=8)
+def test_member_that_died_is_passed_over_even_by_a_single_try(harness: Harness, etcd: Cluster) -> None:
+    lease = harness.acquire("a", ttl=8)
     for dead in etcd.followers()[:1]:
         dead.kill()
-        while current(locks, etcd) is not dead:
-            locks.observed.backend._gateway._connections.skip(current_member(locks))  # type: ignore[attr-defined]
-        assert locks.try_acquire("a") is None
-        assert locks.try_acquire("b") is not None
-        assert current(locks, etcd) is not dead
-    locks.do(lease.renew)
-    assert locks.do(lease.release) is Released.RELEASED
+        while current(harness, etcd) is not dead:
+            harness.observed.backend._gateway._connections.skip(current_member(harness))  # type: ignore[attr-defined]
+        assert harness.try_acquire("a") is None
+        assert harness.try_acquire("b") is not None
+        assert current(harness, etcd) is not dead
+    harness.do(lease.renew)
+    assert harness.do(lease.release) is Released.RELEASED
 
 
-def current_member(locks: Locks) -> Any:
-    return locks.observed.backend._gateway._connections.member  # type: ignore[attr-defined]
+def current_member(harness: Harness) -> Any:
+    return harness.observed.backend._gateway._connections.member  # type: ignore[attr-defined]
 
 
-def test_member_that_stands_still_is_passed_over_even_by_a_single_try(locks: Locks, etcd: Cluster) -> None:
-    lease = locks.acquire("a", ttl=30)
+def test_member_that_stands_still_is_passed_over_even_by_a_single_try(harness: Harness, etcd: Cluster) -> None:
+    lease = harness.acquire("a", ttl=30)
     etcd.settle()
     stuck = next(member for member in etcd.followers())
-    while current(locks, etcd) is not stuck:
-        locks.observed.backend._gateway._connections.skip(current_member(locks))  # type: ignore[attr-defined]
+    while current(harness, etcd) is not stuck:
+        harness.observed.backend._gateway._connections.skip(current_member(harness))  # type: ignore[attr-defined]
     stuck.pause()
-    assert locks.try_acquire("b") is not None
-    assert current(locks, etcd) is not stuck
-    locks.do(lease.renew)
+    assert harness.try_acquire("b") is not None
+    assert current(harness, etcd) is not stuck
+    harness.do(lease.renew)
 
 
-def test_waiter_whose_member_stands_still_is_woken_all_the_same(locks: Locks, etcd: Cluster) -> None:
-    first = locks.acquire("a", ttl=60)
-    pending = locks.queue_up("a", wait=None)
-    current(locks, etcd).pause()
-    assert insist(lambda: locks.do(first.release)) is Released.RELEASED
+def test_waiter_whose_member_stands_still_is_woken_all_the_same(harness: Harness, etcd: Cluster) -> None:
+    first = harness.acquire("a", ttl=60)
+    pending = harness.queue_up("a", wait=None)
+    current(harness, etcd).pause()
+    assert insist(lambda: harness.do(first.release)) is Released.RELEASED
     assert pending.result(WITHIN).token > first.token
 
 
-def test_cluster_without_a_majority_is_unavailable_and_not_taken(locks: Locks, etcd: Cluster) -> None:
+def test_cluster_without_a_majority_is_unavailable_and_not_taken(harness: Harness, etcd: Cluster) -> None:
     for member in etcd.members[:2]:
         member.kill()
     began = clock()
     with pytest.raises(BackendUnavailable) as caught:
-        locks.acquire("a", wait=0.5)
+        harness.acquire("a", wait=0.5)
     assert clock() - began < 0.5 + 3 + 5, "one request is all that may come on top of the wait"
     assert caught.value.name == "a"
 
 
-def test_cluster_that_is_gone_is_unavailable_and_the_lease_is_lost_in_time(locks: Locks, etcd: Cluster) -> None:
+def test_cluster_that_is_gone_is_unavailable_and_the_lease_is_lost_in_time(harness: Harness, etcd: Cluster) -> None:
     told: list[bool] = []
-    lease = locks.acquire("a", ttl=2, on_lost=lambda: told.append(True))
+    lease = harness.acquire("a", ttl=2, on_lost=lambda: told.append(True))
     for member in etcd.members:
         member.kill()
-    locks.until(lambda: told)
+    harness.until(lambda: told)
     with pytest.raises(LeaseLost, match="could not be renewed in time"):
         lease.ensure_held()
     with pytest.raises(BackendUnavailable):
-        locks.do(lease.release)
+        harness.do(lease.release)
 
 
-def test_cluster_that_was_restarted_has_kept_leases_and_places(locks: Locks, etcd: Cluster) -> None:
-    lease = locks.acquire("a", ttl=60)
-    pending = locks.queue_up("a", wait=60)
+def test_cluster_that_was_restarted_has_kept_leases_and_places(harness: Harness, etcd: Cluster) -> None:
+    lease = harness.acquire("a", ttl=60)
+    pending = harness.queue_up("a", wait=60)
     etcd.restart()
-    insist(lambda: locks.do(lease.renew))
+    insist(lambda: harness.do(lease.renew))
     assert not lease.lost
-    assert locks.try_acquire("a") is None
-    assert insist(lambda: locks.do(lease.release)) is Released.RELEASED
+    assert harness.try_acquire("a") is None
+    assert insist(lambda: harness.do(lease.release)) is Released.RELEASED
     assert pending.result(WITHIN).token > lease.token
 
 
-def test_tokens_grow_over_restarts_and_elections(locks: Locks, etcd: Cluster) -> None:
+def test_tokens_grow_over_restarts_and_elections(harness: Harness, etcd: Cluster) -> None:
     tokens = []
     for step in (etcd.restart, etcd.leader().kill, lambda: None):
-        lease = insist(lambda: locks.acquire("a", wait=20))
+        lease = insist(lambda: harness.acquire("a", wait=20))
         tokens.append(lease.token)
-        insist(lambda lease=lease: locks.do(lease.release))
+        insist(lambda lease=lease: harness.do(lease.release))
         step()
     assert tokens == sorted(set(tokens))
 

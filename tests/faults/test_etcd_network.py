@@ -15,7 +15,7 @@ from dlock_core.backends.etcd import steps
 from dlock_core.backends.etcd.backend import EtcdBackend
 from dlock_core.errors import AcquireTimeout, BackendUnavailable, LeaseLost
 from dlock_core.runtime import clock
-from dlock_core.testing.contract.parties import Locks
+from dlock_core.testing.contract.harness import Harness
 from dlock_core.testing.contract.tasks import Tasks
 from tests.etcd_servers import Cluster, ask, cluster
 from tests.faults.looking import holders, is_untouched, waiters
@@ -63,160 +63,164 @@ def backend(proxy: Proxy, prefix: str) -> Iterator[EtcdBackend]:
 @pytest.mark.parametrize("is_first", [True, False], ids=["new lease", "used lease"])
 @pytest.mark.parametrize("fault", ["drop_reply", "cut_reply", "cut_request"])
 def test_acquire_whose_reply_was_lost_is_one_grant(
-    locks: Locks, proxy: Proxy, direct: EtcdBackend, fault: str, is_first: bool
+    harness: Harness, proxy: Proxy, direct: EtcdBackend, fault: str, is_first: bool
 ) -> None:
-    locks.do(locks.acquire("warm-up", ttl=20 if is_first else 30).release)
+    harness.do(harness.acquire("warm-up", ttl=20 if is_first else 30).release)
     broken = getattr(proxy, fault)(matching=LEASE if is_first else ENTER)
-    lease = locks.acquire("a")
+    lease = harness.acquire("a")
     assert broken.happened
     assert holders(direct, "a") == [lease.holder]  # type: ignore[arg-type]
-    assert locks.do(lease.release) is Released.RELEASED
+    assert harness.do(lease.release) is Released.RELEASED
     assert is_untouched(direct, "a")  # type: ignore[arg-type]
 
 
-def test_shared_acquire_whose_reply_was_lost_is_one_grant(locks: Locks, proxy: Proxy, direct: EtcdBackend) -> None:
-    other = locks.acquire("a", shared=True)
+def test_shared_acquire_whose_reply_was_lost_is_one_grant(harness: Harness, proxy: Proxy, direct: EtcdBackend) -> None:
+    other = harness.acquire("a", shared=True)
     broken = proxy.drop_reply(matching=ENTER)
-    lease = locks.acquire("a", shared=True)
+    lease = harness.acquire("a", shared=True)
     assert broken.happened
     assert sorted(holders(direct, "a")) == sorted([lease.holder, other.holder])  # type: ignore[arg-type]
 
 
 def test_try_whose_reply_was_lost_is_an_error_and_leaves_no_grant(
-    locks: Locks, proxy: Proxy, direct: EtcdBackend
+    harness: Harness, proxy: Proxy, direct: EtcdBackend
 ) -> None:
     lost = proxy.drop_reply(matching=LEASE)
     with pytest.raises(BackendUnavailable):
-        locks.try_acquire("a")
+        harness.try_acquire("a")
     assert lost.happened
     until(lambda: is_untouched(direct, "a"))  # type: ignore[arg-type]
 
 
 def test_single_try_on_a_connection_that_died_after_the_request_finds_its_grant(
-    locks: Locks, proxy: Proxy, direct: EtcdBackend
+    harness: Harness, proxy: Proxy, direct: EtcdBackend
 ) -> None:
-    locks.do(locks.acquire("warm-up").release)
+    harness.do(harness.acquire("warm-up").release)
     broken = proxy.cut_reply(matching=ENTER)
-    lease = locks.try_acquire("a")
+    lease = harness.try_acquire("a")
     assert broken.happened
     assert holders(direct, "a") == [lease.holder]  # type: ignore[arg-type]
 
 
 def test_request_that_arrives_after_we_gave_up_can_put_nothing_on_its_revoked_lease(
-    locks: Locks, proxy: Proxy, direct: EtcdBackend
+    harness: Harness, proxy: Proxy, direct: EtcdBackend
 ) -> None:
-    locks.do(locks.acquire("warm-up").release)
+    harness.do(harness.acquire("warm-up").release)
     late = proxy.hold_request(matching=ENTER)
     with pytest.raises(BackendUnavailable):
-        locks.try_acquire("a")
+        harness.try_acquire("a")
     late.release()
     for _ in range(50):
         until(lambda: is_untouched(direct, "a"))  # type: ignore[arg-type]
 
 
 def test_request_that_arrives_after_we_gave_up_blocks_nobody_for_longer_than_its_ttl(
-    locks: Locks, proxy: Proxy, direct: EtcdBackend
+    harness: Harness, proxy: Proxy, direct: EtcdBackend
 ) -> None:
     late = proxy.hold_request(matching=LEASE)
     with pytest.raises(BackendUnavailable):
-        locks.try_acquire("a", ttl=2)
+        harness.try_acquire("a", ttl=2)
     late.release()
     until(lambda: is_untouched(direct, "a"))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("shared", [False, True], ids=["exclusive", "shared"])
 def test_waiter_is_woken_by_the_release_and_not_only_by_its_own_looks(
-    locks: Locks, monkeypatch: pytest.MonkeyPatch, shared: bool
+    harness: Harness, monkeypatch: pytest.MonkeyPatch, shared: bool
 ) -> None:
     monkeypatch.setattr(etcd, "LOOK", 1000.0)
-    first = locks.acquire("a")
-    line = [locks.queue_up("a", shared=shared) for _ in range(3)]
+    first = harness.acquire("a")
+    line = [harness.queue_up("a", shared=shared) for _ in range(3)]
     for pending in line:
-        locks.do(first.release)
+        harness.do(first.release)
         first = pending.result(WITHIN)
 
 
-def test_reset_of_an_idle_connection_is_no_reason_to_fail_a_single_try(locks: Locks, proxy: Proxy) -> None:
-    locks.do(locks.acquire("warm-up").release)
+def test_reset_of_an_idle_connection_is_no_reason_to_fail_a_single_try(harness: Harness, proxy: Proxy) -> None:
+    harness.do(harness.acquire("warm-up").release)
     proxy.cut()
-    assert locks.try_acquire("a") is not None
+    assert harness.try_acquire("a") is not None
 
 
 @pytest.mark.parametrize("fault", ["drop_reply", "cut_reply", "cut_request"])
-def test_place_whose_reply_was_lost_is_one_place(locks: Locks, proxy: Proxy, direct: EtcdBackend, fault: str) -> None:
-    first = locks.acquire("a")
+def test_place_whose_reply_was_lost_is_one_place(
+    harness: Harness, proxy: Proxy, direct: EtcdBackend, fault: str
+) -> None:
+    first = harness.acquire("a")
     broken = getattr(proxy, fault)(2, matching=ENTER)  # the first finds it taken, the second queues
-    pending = locks.queue_up("a")
+    pending = harness.queue_up("a")
     broken.wait()
     assert len(waiters(direct, "a")) == 1  # type: ignore[arg-type]
-    locks.do(first.release)
+    harness.do(first.release)
     assert holders(direct, "a") == [pending.result(WITHIN).holder]  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("fault", ["drop_reply", "cut_reply", "cut_request"])
-def test_waiter_whose_watch_was_lost_is_served(locks: Locks, proxy: Proxy, fault: str) -> None:
-    first = locks.acquire("a")
+def test_waiter_whose_watch_was_lost_is_served(harness: Harness, proxy: Proxy, fault: str) -> None:
+    first = harness.acquire("a")
     lost = getattr(proxy, fault)(matching=WATCH)
-    pending = locks.queue_up("a")
+    pending = harness.queue_up("a")
     lost.wait()
-    locks.do(first.release)
+    harness.do(first.release)
     assert pending.result(WITHIN).token > first.token
 
 
-def test_waiter_survives_a_reset_of_every_connection(locks: Locks, proxy: Proxy, direct: EtcdBackend) -> None:
-    first = locks.acquire("a")
-    line = [locks.queue_up("a") for _ in range(3)]
+def test_waiter_survives_a_reset_of_every_connection(harness: Harness, proxy: Proxy, direct: EtcdBackend) -> None:
+    first = harness.acquire("a")
+    line = [harness.queue_up("a") for _ in range(3)]
     order = waiters(direct, "a")  # type: ignore[arg-type]
     proxy.cut()
     got = [first]
     for pending in line:
-        locks.do(got[-1].release)
+        harness.do(got[-1].release)
         got.append(pending.result(WITHIN))
     assert [lease.holder for lease in got[1:]] == order
 
 
 @pytest.mark.parametrize("fault", ["drop_reply", "cut_reply", "cut_request"])
-def test_release_whose_reply_was_lost_is_a_release(locks: Locks, proxy: Proxy, direct: EtcdBackend, fault: str) -> None:
-    lease = locks.acquire("a")
+def test_release_whose_reply_was_lost_is_a_release(
+    harness: Harness, proxy: Proxy, direct: EtcdBackend, fault: str
+) -> None:
+    lease = harness.acquire("a")
     broken = getattr(proxy, fault)(matching=LEAVE)
-    assert locks.do(lease.release) is Released.RELEASED
+    assert harness.do(lease.release) is Released.RELEASED
     assert broken.happened
     assert is_untouched(direct, "a")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("fault", ["drop_reply", "cut_reply", "cut_request"])
-def test_renewal_whose_reply_was_lost_is_no_loss(locks: Locks, proxy: Proxy, fault: str) -> None:
-    lease = locks.acquire("a", ttl=3)
+def test_renewal_whose_reply_was_lost_is_no_loss(harness: Harness, proxy: Proxy, fault: str) -> None:
+    lease = harness.acquire("a", ttl=3)
     getattr(proxy, fault)(matching=RENEW).wait()
-    before = locks.renewals(lease)
-    locks.observed.until(lambda _: locks.renewals(lease) >= before + 3)
+    before = harness.renewals(lease)
+    harness.observed.until(lambda _: harness.renewals(lease) >= before + 3)
     assert not lease.lost
 
 
-def test_longer_ttl_whose_reply_was_lost_says_nothing_about_the_lease(locks: Locks, proxy: Proxy) -> None:
-    lease = locks.acquire("a", ttl=10, renew=False)
+def test_longer_ttl_whose_reply_was_lost_says_nothing_about_the_lease(harness: Harness, proxy: Proxy) -> None:
+    lease = harness.acquire("a", ttl=10, renew=False)
     proxy.drop_reply(matching=LEASE)
     with pytest.raises(BackendUnavailable):
-        locks.do(lambda: lease.renew(60))
+        harness.do(lambda: lease.renew(60))
     assert not lease.lost
-    locks.do(lambda: lease.renew(60))
+    harness.do(lambda: lease.renew(60))
     assert lease.remaining() > 30
 
 
 @pytest.mark.parametrize("wait", [0, 0.3])
-def test_deaf_store_is_given_up_in_time(locks: Locks, proxy: Proxy, wait: float) -> None:
-    locks.do(locks.acquire("warm-up").release)
+def test_deaf_store_is_given_up_in_time(harness: Harness, proxy: Proxy, wait: float) -> None:
+    harness.do(harness.acquire("warm-up").release)
     proxy.deaf()
     began = clock()
     with pytest.raises(BackendUnavailable):
-        locks.acquire("a", wait=wait)
+        harness.acquire("a", wait=wait)
     assert clock() - began < wait + LIMIT + 5
     proxy.forward()
 
 
-def test_store_that_goes_deaf_under_a_waiter_is_given_up_in_time(locks: Locks, proxy: Proxy) -> None:
-    locks.acquire("a")
-    pending = locks.queue_up("a", wait=0.5)
+def test_store_that_goes_deaf_under_a_waiter_is_given_up_in_time(harness: Harness, proxy: Proxy) -> None:
+    harness.acquire("a")
+    pending = harness.queue_up("a", wait=0.5)
     proxy.deaf()
     with pytest.raises((BackendUnavailable, AcquireTimeout)):
         pending.result(WITHIN)
@@ -224,15 +228,15 @@ def test_store_that_goes_deaf_under_a_waiter_is_given_up_in_time(locks: Locks, p
 
 
 def test_task_that_is_cancelled_inside_a_request_leaves_nothing(
-    locks: Locks, proxy: Proxy, direct: EtcdBackend
+    harness: Harness, proxy: Proxy, direct: EtcdBackend
 ) -> None:
-    if not isinstance(locks, Tasks):
+    if not isinstance(harness, Tasks):
         pytest.skip("threads cannot be cancelled")
     held_up = proxy.hold_reply(matching=LEASE)
-    pending = locks.start(locks.lock("a").acquire)
+    pending = harness.start(harness.lock("a").acquire)
     held_up.wait()
     pending.cancel()
-    locks.observed.until(lambda _: bool(locks.asked("abandon", "a")))
+    harness.observed.until(lambda _: bool(harness.calls_of("abandon", "a")))
     held_up.release()
     until(lambda: is_untouched(direct, "a"))  # type: ignore[arg-type]
 
@@ -242,57 +246,57 @@ def coded(text: str) -> str:
 
 
 def test_key_that_an_operator_deleted_is_a_loss_and_is_not_made_again(
-    locks: Locks, one: Cluster, direct: EtcdBackend, prefix: str
+    harness: Harness, one: Cluster, direct: EtcdBackend, prefix: str
 ) -> None:
     told: list[bool] = []
-    lease = locks.acquire("a", ttl=2, on_lost=lambda: told.append(True))
+    lease = harness.acquire("a", ttl=2, on_lost=lambda: told.append(True))
     start, end = f"{prefix}lock/a/", f"{prefix}lock/a0"
     ask(one.members[0], "kv/deleterange", {"key": coded(start), "range_end": coded(end)})
-    locks.until(lambda: told)
+    harness.until(lambda: told)
     with pytest.raises(LeaseLost):
-        locks.do(lease.renew)
+        harness.do(lease.renew)
     assert is_untouched(direct, "a")  # type: ignore[arg-type]
 
 
 def test_waiter_whose_place_was_deleted_queues_anew(
-    locks: Locks, one: Cluster, direct: EtcdBackend, prefix: str
+    harness: Harness, one: Cluster, direct: EtcdBackend, prefix: str
 ) -> None:
-    first = locks.acquire("a")
-    deleted, behind = locks.queue_up("a"), locks.queue_up("a")
+    first = harness.acquire("a")
+    deleted, behind = harness.queue_up("a"), harness.queue_up("a")
     key = f"{prefix}lock/a/x/{waiters(direct, 'a')[0]}"  # type: ignore[arg-type]
     ask(one.members[0], "kv/deleterange", {"key": coded(key)})
-    locks.do(first.release)
+    harness.do(first.release)
     second = behind.result(WITHIN)
-    locks.until(lambda: waiters(direct, "a"))  # type: ignore[arg-type]
+    harness.until(lambda: waiters(direct, "a"))  # type: ignore[arg-type]
     assert not deleted.done()
     assert holders(direct, "a") == [second.holder]  # type: ignore[arg-type]
-    locks.do(second.release)
+    harness.do(second.release)
     assert deleted.result(WITHIN).token > second.token
 
 
-def test_unused_lease_that_the_server_forgot_costs_no_grant(locks: Locks, one: Cluster) -> None:
-    locks.do(locks.acquire("a").release)
+def test_unused_lease_that_the_server_forgot_costs_no_grant(harness: Harness, one: Cluster) -> None:
+    harness.do(harness.acquire("a").release)
     for lease in ask(one.members[0], "lease/leases")["leases"]:
         ask(one.members[0], "lease/revoke", lease)
-    assert locks.try_acquire("a") is not None
+    assert harness.try_acquire("a") is not None
 
 
-def test_many_leases_are_renewed_in_few_requests(locks: Locks, proxy: Proxy) -> None:
-    leases = [locks.acquire(f"a:{number}", ttl=60, renew=False) for number in range(130)]
+def test_many_leases_are_renewed_in_few_requests(harness: Harness, proxy: Proxy) -> None:
+    leases = [harness.acquire(f"a:{number}", ttl=60, renew=False) for number in range(130)]
     renewals = [Renewal(lease._held.request, lease._held.granted) for lease in leases]
     before = proxy.requests
-    assert locks.ask("renew", renewals) == [60.0] * 130
+    assert harness.call_store("renew", renewals) == [60.0] * 130
     assert proxy.requests - before <= 4
 
 
 def test_leases_that_the_gateway_forgot_in_a_long_stream_are_asked_for_again(
-    locks: Locks, monkeypatch: pytest.MonkeyPatch
+    harness: Harness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(steps, "STREAM", 100)
-    leases = [locks.acquire(f"a:{number}", ttl=60, renew=False) for number in range(100)]
+    leases = [harness.acquire(f"a:{number}", ttl=60, renew=False) for number in range(100)]
     renewals = [Renewal(lease._held.request, lease._held.granted) for lease in leases]
     for _ in range(10):
-        assert locks.ask("renew", renewals) == [60.0] * 100
+        assert harness.call_store("renew", renewals) == [60.0] * 100
 
 
 @pytest.mark.parametrize("warm", [False, True], ids=["new lease", "used lease"])

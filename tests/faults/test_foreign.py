@@ -10,7 +10,7 @@ from redis.exceptions import LockNotOwnedError
 from dlock_core import AcquireTimeout, Lock, Released
 from dlock_core.backends.redis.backend import RedisBackend
 from dlock_core.runtime import BLOCKING, run
-from dlock_core.testing.contract.parties import Locks
+from dlock_core.testing.contract.harness import Harness
 from tests.faults.looking import holders, waiters
 from tests.servers import Server
 
@@ -33,67 +33,69 @@ def foreign(client: redis.Redis, backend: RedisBackend, ttl: float | None = 30.0
 
 
 def test_foreign_holder_keeps_us_out_exclusive_or_shared(
-    locks: Locks, client: redis.Redis, backend: RedisBackend
+    harness: Harness, client: redis.Redis, backend: RedisBackend
 ) -> None:
     theirs = foreign(client, backend)
     assert theirs.acquire()
-    assert locks.try_acquire("a") is None
-    assert locks.try_acquire("a", shared=True) is None
+    assert harness.try_acquire("a") is None
+    assert harness.try_acquire("a", shared=True) is None
     with pytest.raises(AcquireTimeout, match="held by a client that is not dlock"):
-        locks.acquire("a", wait=0.05)
+        harness.acquire("a", wait=0.05)
     theirs.release()
-    assert locks.try_acquire("a") is not None
+    assert harness.try_acquire("a") is not None
 
 
 @pytest.mark.parametrize("shared", [False, True])
-def test_our_holder_keeps_others_out(locks: Locks, client: redis.Redis, backend: RedisBackend, shared: bool) -> None:
-    ours = locks.acquire("a", shared=shared)
+def test_our_holder_keeps_others_out(
+    harness: Harness, client: redis.Redis, backend: RedisBackend, shared: bool
+) -> None:
+    ours = harness.acquire("a", shared=shared)
     assert not foreign(client, backend).acquire()
-    assert locks.do(ours.release) is Released.RELEASED
+    assert harness.do(ours.release) is Released.RELEASED
     theirs = foreign(client, backend)
     assert theirs.acquire()
     theirs.release()
 
 
 def test_waiter_of_ours_notices_a_foreign_release_in_order(
-    locks: Locks, client: redis.Redis, backend: RedisBackend
+    harness: Harness, client: redis.Redis, backend: RedisBackend
 ) -> None:
     theirs = foreign(client, backend)
     assert theirs.acquire()
-    first, second = locks.queue_up("a"), locks.queue_up("a")
+    first, second = harness.queue_up("a"), harness.queue_up("a")
     theirs.release()
     lease = first.result(WITHIN)
     assert not second.done()
-    locks.do(lease.release)
+    harness.do(lease.release)
     assert second.result(WITHIN).token > lease.token
 
 
-def test_foreign_waiter_gets_in_after_our_release(locks: Locks, client: redis.Redis, backend: RedisBackend) -> None:
-    ours = locks.acquire("a")
+def test_foreign_waiter_gets_in_after_our_release(harness: Harness, client: redis.Redis, backend: RedisBackend) -> None:
+    ours = harness.acquire("a")
     got: list[bool] = []
     theirs = client.lock(backend.lock_key("a"), timeout=30, sleep=0.01, thread_local=False)
     thread = threading.Thread(target=lambda: got.append(theirs.acquire(blocking_timeout=WITHIN)))
     thread.start()
-    locks.do(ours.release)
+    harness.do(ours.release)
     thread.join()
     assert got == [True]
-    assert locks.try_acquire("a") is None
+    assert harness.try_acquire("a") is None
     theirs.release()
 
 
 def test_waiter_of_ours_follows_a_foreign_holder_that_died(
-    locks: Locks, client: redis.Redis, backend: RedisBackend
+    harness: Harness, client: redis.Redis, backend: RedisBackend
 ) -> None:
     assert foreign(client, backend, ttl=0.3).acquire()
-    assert locks.acquire("a", wait=None).token > 0
+    assert harness.acquire("a", wait=None).token > 0
 
 
 def test_foreign_lock_without_a_ttl_is_waited_for_and_shown_without_expiry(
-    locks: Locks, client: redis.Redis, backend: RedisBackend
+    harness: Harness, client: redis.Redis, backend: RedisBackend
 ) -> None:
     theirs = foreign(client, backend, ttl=None)
     assert theirs.acquire()
-    pending = locks.queue_up("a")
+    pending = harness.queue_up("a")
     (state,) = run(backend.inspect(BLOCKING, "a"))
     assert [(holder.expires_in, holder.token) for holder in state.holders] == [(None, 0)]
     assert len(state.waiters) == 1
@@ -102,28 +104,28 @@ def test_foreign_lock_without_a_ttl_is_waited_for_and_shown_without_expiry(
 
 
 def test_other_library_cannot_release_ours_and_we_not_theirs(
-    locks: Locks, client: redis.Redis, backend: RedisBackend
+    harness: Harness, client: redis.Redis, backend: RedisBackend
 ) -> None:
     theirs = foreign(client, backend, ttl=0.2)
     assert theirs.acquire()
-    ours = locks.acquire("a", wait=None)
+    ours = harness.acquire("a", wait=None)
     with pytest.raises(LockNotOwnedError):
         theirs.release()
     assert holders(backend, "a") == [ours.holder]
     client.set(backend.lock_key("a"), "somebody else")
-    assert locks.do(ours.release) is Released.STOLEN
+    assert harness.do(ours.release) is Released.STOLEN
     assert client.get(backend.lock_key("a")) == b"somebody else"
-    assert not locks.ask("force_release", "a", 0)
+    assert not harness.call_store("force_release", "a", 0)
     client.delete(backend.lock_key("a"))
 
 
 def test_waiting_behind_a_foreign_holder_leaves_no_place(
-    locks: Locks, client: redis.Redis, backend: RedisBackend
+    harness: Harness, client: redis.Redis, backend: RedisBackend
 ) -> None:
     theirs = foreign(client, backend)
     assert theirs.acquire()
     with pytest.raises(AcquireTimeout):
-        locks.acquire("a", wait=0.2)
+        harness.acquire("a", wait=0.2)
     assert waiters(backend, "a") == []
     theirs.release()
 
@@ -159,12 +161,12 @@ def test_foreign_and_our_sections_never_overlap(client: redis.Redis, backend: Re
 
 @pytest.mark.parametrize("value", [b"a|b|c|d", b"aa|12|yesterday|me", b"\xff\xfe", b"\x1b[31m|1|2|"])
 def test_value_of_another_program_is_shown_and_hides_no_other_lock(
-    locks: Locks, client: redis.Redis, backend: RedisBackend, prefix: str, value: bytes
+    harness: Harness, client: redis.Redis, backend: RedisBackend, prefix: str, value: bytes
 ) -> None:
     client.set(backend.lock_key("a"), value)
     held = f"{prefix}held"
     client.zadd(held, {backend.lock_key("a"): 1e14, b"\xff\xfe": 1e14})
-    lease = locks.acquire("b")
+    lease = harness.acquire("b")
     try:
         found = {state.name: state.holders for state in run(backend.inspect(BLOCKING))}
         assert [holder.owner for holder in found["a"]] == ["a client that is not dlock"]

@@ -10,7 +10,7 @@ from dlock_core.backends.redis.backend import RedisBackend
 from dlock_core.backends.redis.scripts import script
 from dlock_core.errors import AcquireTimeout, BackendUnavailable
 from dlock_core.runtime import clock
-from dlock_core.testing.contract.parties import Locks
+from dlock_core.testing.contract.harness import Harness
 from tests.faults.conftest import LIMIT
 from tests.faults.looking import holders, is_untouched, keys, waiters
 from tests.proxy import Proxy
@@ -29,158 +29,160 @@ def _known_scripts(redis_server: Server) -> None:
             client.script_load(script(name).text)
 
 
-def connect(locks: Locks) -> None:
+def connect(harness: Harness) -> None:
     """Have an idle connection, so that the next request is the question itself."""
-    locks.do(locks.acquire("warm-up").release)
+    harness.do(harness.acquire("warm-up").release)
 
 
 @pytest.mark.parametrize("fault", ["drop_reply", "cut_reply", "cut_request"])
 def test_acquire_whose_reply_was_lost_is_one_grant(
-    locks: Locks, proxy: Proxy, direct: RedisBackend, fault: str
+    harness: Harness, proxy: Proxy, direct: RedisBackend, fault: str
 ) -> None:
-    connect(locks)
+    connect(harness)
     broken = getattr(proxy, fault)(matching=ACQUIRE)
-    lease = locks.acquire("a")
+    lease = harness.acquire("a")
     assert broken.happened
     assert holders(direct, "a") == [lease.holder]
-    assert locks.do(lease.release) is Released.RELEASED
+    assert harness.do(lease.release) is Released.RELEASED
     assert is_untouched(direct, "a")
 
 
 def test_try_whose_reply_was_lost_is_an_error_and_leaves_no_grant(
-    locks: Locks, proxy: Proxy, direct: RedisBackend
+    harness: Harness, proxy: Proxy, direct: RedisBackend
 ) -> None:
-    connect(locks)
+    connect(harness)
     lost = proxy.drop_reply(matching=ACQUIRE)
     with pytest.raises(BackendUnavailable):
-        locks.try_acquire("a")
+        harness.try_acquire("a")
     assert lost.happened
     until(lambda: is_untouched(direct, "a"))
 
 
-def test_reset_of_an_idle_connection_is_no_reason_to_fail_a_single_try(locks: Locks, proxy: Proxy) -> None:
-    connect(locks)
+def test_reset_of_an_idle_connection_is_no_reason_to_fail_a_single_try(harness: Harness, proxy: Proxy) -> None:
+    connect(harness)
     proxy.cut()
-    assert locks.try_acquire("a") is not None
+    assert harness.try_acquire("a") is not None
 
 
-def test_several_idle_connections_that_died_cost_one_more_question(locks: Locks, proxy: Proxy) -> None:
-    leases = [locks.start(locks.lock(f"a:{number}").acquire) for number in range(8)]
+def test_several_idle_connections_that_died_cost_one_more_question(harness: Harness, proxy: Proxy) -> None:
+    leases = [harness.start(harness.lock(f"a:{number}").acquire) for number in range(8)]
     for lease in leases:
-        locks.do(locks.keep(lease.result(WITHIN)).release)
+        harness.do(harness.keep(lease.result(WITHIN)).release)
     proxy.cut()
-    assert locks.try_acquire("b") is not None
+    assert harness.try_acquire("b") is not None
 
 
 @pytest.mark.parametrize("fault", ["drop_reply", "cut_reply"])
 def test_waiter_whose_wake_up_was_lost_is_one_grant(
-    locks: Locks, proxy: Proxy, direct: RedisBackend, fault: str
+    harness: Harness, proxy: Proxy, direct: RedisBackend, fault: str
 ) -> None:
-    first = locks.acquire("a", ttl=30)
+    first = harness.acquire("a", ttl=30)
     lost = getattr(proxy, fault)(matching=b"BLPOP")
-    pending = locks.queue_up("a", ttl=1.0)
-    locks.do(first.release)
+    pending = harness.queue_up("a", ttl=1.0)
+    harness.do(first.release)
     lost.wait()
     second = pending.result(WITHIN)
     assert second.token > first.token
     assert holders(direct, "a") == [second.holder]
 
 
-def test_waiter_survives_a_reset_of_every_connection(locks: Locks, proxy: Proxy, direct: RedisBackend) -> None:
-    first = locks.acquire("a")
-    line = [locks.queue_up("a") for _ in range(3)]
+def test_waiter_survives_a_reset_of_every_connection(harness: Harness, proxy: Proxy, direct: RedisBackend) -> None:
+    first = harness.acquire("a")
+    line = [harness.queue_up("a") for _ in range(3)]
     order = waiters(direct, "a")
     proxy.cut()
     got = [first]
     for pending in line:
-        locks.do(got[-1].release)
+        harness.do(got[-1].release)
         got.append(pending.result(WITHIN))
     assert [lease.holder for lease in got[1:]] == order
 
 
-def test_waiter_begins_while_the_store_is_away_and_gets_the_lock_when_it_is_back(locks: Locks, proxy: Proxy) -> None:
+def test_waiter_begins_while_the_store_is_away_and_gets_the_lock_when_it_is_back(
+    harness: Harness, proxy: Proxy
+) -> None:
     proxy.refuse()
-    pending = locks.start(locks.lock("a", wait=None).acquire)
-    locks.until(lambda: len(locks.asked("try_acquire", "a")) >= 3)
+    pending = harness.start(harness.lock("a", wait=None).acquire)
+    harness.until(lambda: len(harness.calls_of("try_acquire", "a")) >= 3)
     assert not pending.done()
     proxy.forward()
-    assert locks.keep(pending.result(WITHIN)).remaining() > 0
+    assert harness.keep(pending.result(WITHIN)).remaining() > 0
 
 
 @pytest.mark.parametrize("fault", ["drop_reply", "cut_reply", "cut_request"])
 def test_release_whose_reply_was_lost_is_a_release(
-    locks: Locks, proxy: Proxy, direct: RedisBackend, fault: str
+    harness: Harness, proxy: Proxy, direct: RedisBackend, fault: str
 ) -> None:
-    lease = locks.acquire("a")
+    lease = harness.acquire("a")
     broken = getattr(proxy, fault)(matching=RELEASE)
-    assert locks.do(lease.release) is Released.RELEASED
+    assert harness.do(lease.release) is Released.RELEASED
     assert broken.happened
     assert is_untouched(direct, "a")
 
 
 def test_release_whose_reply_was_lost_serves_the_waiter_and_not_twice(
-    locks: Locks, proxy: Proxy, direct: RedisBackend
+    harness: Harness, proxy: Proxy, direct: RedisBackend
 ) -> None:
-    lease = locks.acquire("a")
-    pending, last = locks.queue_up("a"), locks.queue_up("a")
+    lease = harness.acquire("a")
+    pending, last = harness.queue_up("a"), harness.queue_up("a")
     proxy.drop_reply(matching=RELEASE)
-    assert locks.do(lease.release) is Released.RELEASED
+    assert harness.do(lease.release) is Released.RELEASED
     assert holders(direct, "a") == [pending.result(WITHIN).holder]
     assert not last.done()
 
 
 @pytest.mark.parametrize("fault", ["drop_reply", "cut_reply", "cut_request"])
-def test_renewal_whose_reply_was_lost_is_no_loss(locks: Locks, proxy: Proxy, fault: str) -> None:
+def test_renewal_whose_reply_was_lost_is_no_loss(harness: Harness, proxy: Proxy, fault: str) -> None:
     told: list[bool] = []
-    lease = locks.acquire("a", ttl=1.5, on_lost=lambda: told.append(True))
+    lease = harness.acquire("a", ttl=1.5, on_lost=lambda: told.append(True))
     broken = getattr(proxy, fault)(matching=RENEW)
     broken.wait()
-    before = locks.renewals(lease)
-    locks.observed.until(lambda _: locks.renewals(lease) >= before + 3)
+    before = harness.renewals(lease)
+    harness.observed.until(lambda _: harness.renewals(lease) >= before + 3)
     assert not lease.lost
     assert told == []
 
 
-def test_renewal_by_hand_whose_reply_was_lost_says_nothing_about_the_lease(locks: Locks, proxy: Proxy) -> None:
-    lease = locks.acquire("a", ttl=30, renew=False)
+def test_renewal_by_hand_whose_reply_was_lost_says_nothing_about_the_lease(harness: Harness, proxy: Proxy) -> None:
+    lease = harness.acquire("a", ttl=30, renew=False)
     proxy.drop_reply(matching=RENEW)
     with pytest.raises(BackendUnavailable):
-        locks.do(lease.renew)
+        harness.do(lease.renew)
     assert not lease.lost
-    locks.do(lease.renew)
+    harness.do(lease.renew)
 
 
-def test_shorter_renewal_whose_reply_was_lost_is_believed(locks: Locks, proxy: Proxy) -> None:
-    lease = locks.acquire("a", ttl=30, renew=False)
+def test_shorter_renewal_whose_reply_was_lost_is_believed(harness: Harness, proxy: Proxy) -> None:
+    lease = harness.acquire("a", ttl=30, renew=False)
     proxy.drop_reply(matching=RENEW)
     with pytest.raises(BackendUnavailable):
-        locks.do(lambda: lease.renew(1))
+        harness.do(lambda: lease.renew(1))
     assert lease.remaining() <= 1
 
 
-def test_abandon_whose_reply_was_lost_has_still_abandoned(locks: Locks, proxy: Proxy, direct: RedisBackend) -> None:
-    locks.acquire("a")
+def test_abandon_whose_reply_was_lost_has_still_abandoned(harness: Harness, proxy: Proxy, direct: RedisBackend) -> None:
+    harness.acquire("a")
     lost = proxy.drop_reply(matching=WITHDRAW)
     with pytest.raises(AcquireTimeout):
-        locks.acquire("a", wait=0.05)
+        harness.acquire("a", wait=0.05)
     lost.wait()
     assert waiters(direct, "a") == []
 
 
 @pytest.mark.parametrize("wait", [0, 0.3])
-def test_deaf_store_is_given_up_in_time(locks: Locks, proxy: Proxy, wait: float) -> None:
-    connect(locks)
+def test_deaf_store_is_given_up_in_time(harness: Harness, proxy: Proxy, wait: float) -> None:
+    connect(harness)
     proxy.deaf()
     began = clock()
     with pytest.raises(BackendUnavailable):
-        locks.acquire("a", wait=wait)
+        harness.acquire("a", wait=wait)
     assert clock() - began < wait + LIMIT + 5, "one request is all that may come on top of the wait"
-    until(lambda: len(locks.asked("abandon", "a")) == 1)
+    until(lambda: len(harness.calls_of("abandon", "a")) == 1)
 
 
-def test_store_that_goes_deaf_under_a_waiter_is_given_up_in_time(locks: Locks, proxy: Proxy) -> None:
-    locks.acquire("a")
-    pending = locks.queue_up("a", wait=0.5, ttl=1.0)
+def test_store_that_goes_deaf_under_a_waiter_is_given_up_in_time(harness: Harness, proxy: Proxy) -> None:
+    harness.acquire("a")
+    pending = harness.queue_up("a", wait=0.5, ttl=1.0)
     proxy.deaf()
     with pytest.raises((BackendUnavailable, AcquireTimeout)):
         pending.result(WITHIN)
@@ -188,60 +190,60 @@ def test_store_that_goes_deaf_under_a_waiter_is_given_up_in_time(locks: Locks, p
 
 
 def test_release_to_a_deaf_store_is_an_error_and_may_be_repeated(
-    locks: Locks, proxy: Proxy, direct: RedisBackend
+    harness: Harness, proxy: Proxy, direct: RedisBackend
 ) -> None:
-    lease = locks.acquire("a")
+    lease = harness.acquire("a")
     proxy.deaf()
     with pytest.raises(BackendUnavailable):
-        locks.do(lease.release)
+        harness.do(lease.release)
     proxy.forward()
-    assert locks.do(lease.release) is Released.RELEASED
+    assert harness.do(lease.release) is Released.RELEASED
     assert is_untouched(direct, "a")
 
 
 def test_block_ends_in_peace_when_the_store_is_deaf_and_the_lease_runs_out(
-    locks: Locks, proxy: Proxy, direct: RedisBackend, caplog: pytest.LogCaptureFixture
+    harness: Harness, proxy: Proxy, direct: RedisBackend, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING, logger="dlock"):
-        locks.do(lambda: locks.block(locks.lock("a", ttl=1.0), lambda _: proxy.deaf()))
+        harness.do(lambda: harness.block(harness.lock("a", ttl=1.0), lambda _: proxy.deaf()))
     assert "runs out by itself" in caplog.text
     proxy.forward()
     until(lambda: is_untouched(direct, "a"))
 
 
-def test_lease_is_lost_in_time_when_the_store_is_deaf(locks: Locks, proxy: Proxy) -> None:
+def test_lease_is_lost_in_time_when_the_store_is_deaf(harness: Harness, proxy: Proxy) -> None:
     told: list[float] = []
-    lease = locks.acquire("a", ttl=0.9, on_lost=lambda: told.append(clock()))
+    lease = harness.acquire("a", ttl=0.9, on_lost=lambda: told.append(clock()))
     until_then = clock() + lease.remaining()
     proxy.deaf()
-    locks.until(lambda: told)
+    harness.until(lambda: told)
     assert lease.lost
     assert told[0] >= until_then - 0.01
     proxy.forward()
 
 
 def test_request_that_arrives_after_we_gave_up_blocks_nobody_for_longer_than_its_ttl(
-    locks: Locks, proxy: Proxy, direct: RedisBackend
+    harness: Harness, proxy: Proxy, direct: RedisBackend
 ) -> None:
-    connect(locks)
+    connect(harness)
     late = proxy.hold_request(matching=ACQUIRE)
     with pytest.raises(BackendUnavailable):
-        locks.acquire("a", wait=0, ttl=0.5)
+        harness.acquire("a", wait=0, ttl=0.5)
     late.release()
     until(lambda: is_untouched(direct, "a"))
 
 
 def test_nothing_is_left_over_after_all_of_it(
-    locks: Locks, proxy: Proxy, direct: RedisBackend, prefix: str, redis_server: Server
+    harness: Harness, proxy: Proxy, direct: RedisBackend, prefix: str, redis_server: Server
 ) -> None:
     for fault in (proxy.drop_reply, proxy.cut_reply, proxy.cut_request):
         for matching in (ACQUIRE, RELEASE, WITHDRAW, b"BLPOP"):
             fault(matching=matching)
-            first = locks.acquire("a", ttl=2.0)
-            pending = locks.queue_up("a", ttl=2.0)
+            first = harness.acquire("a", ttl=2.0)
+            pending = harness.queue_up("a", ttl=2.0)
             with pytest.raises(AcquireTimeout):
-                locks.acquire("a", wait=0.02)
-            locks.do(first.release)
-            locks.do(pending.result(WITHIN).release)
+                harness.acquire("a", wait=0.02)
+            harness.do(first.release)
+            harness.do(pending.result(WITHIN).release)
     assert keys(redis_server.url, prefix) <= {"held"}
     assert is_untouched(direct, "a")

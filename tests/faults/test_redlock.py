@@ -21,7 +21,7 @@ from dlock_core.backends.redlock import broadcast
 from dlock_core.backends.redlock.backend import RedlockBackend
 from dlock_core.errors import AcquireTimeout, BackendUnavailable, LeaseLost
 from dlock_core.runtime import ASYNCIO, clock
-from dlock_core.testing.contract.parties import Locks
+from dlock_core.testing.contract.harness import Harness
 from dlock_core.testing.contract.tasks import Tasks
 from tests import processes, redlock_nodes, servers
 from tests.conftest import give_up
@@ -88,10 +88,10 @@ def proxies(nodes: list[Server]) -> Iterator[list[Proxy]]:
 
 
 @pytest.fixture
-def through(locks: Locks, proxies: list[Proxy], prefix: str) -> Iterator[Locks]:
+def through(harness: Harness, proxies: list[Proxy], prefix: str) -> Iterator[Harness]:
     """Locks of the same nodes, each behind a network that can be broken; all are known and connected to."""
     for behind in store(redlock_nodes.url([proxy.port for proxy in proxies]), prefix):
-        through = type(locks)(behind)
+        through = type(harness)(behind)
         for _ in range(2):
             through.do(through.acquire("warm-up").release)
         yield through
@@ -123,124 +123,124 @@ def insist(step: Callable[[], Any]) -> Any:
 
 
 @pytest.mark.parametrize("how", ["kill", "pause"])
-def test_minority_that_goes_away_while_we_hold_changes_nothing(locks: Locks, nodes: list[Server], how: str) -> None:
-    lease = locks.acquire("a", ttl=1.5)
+def test_minority_that_goes_away_while_we_hold_changes_nothing(harness: Harness, nodes: list[Server], how: str) -> None:
+    lease = harness.acquire("a", ttl=1.5)
     for node in nodes[:2]:
         getattr(node, how)()
-    before = locks.renewals(lease)
-    locks.observed.until(lambda _: locks.renewals(lease) >= before + 4)
+    before = harness.renewals(lease)
+    harness.observed.until(lambda _: harness.renewals(lease) >= before + 4)
     assert not lease.lost
-    locks.do(lease.renew)
-    assert locks.try_acquire("a") is None
-    assert locks.holders("a") == [lease.holder]
-    assert locks.do(lease.release) is Released.RELEASED
-    assert locks.acquire("a").token > lease.token
+    harness.do(lease.renew)
+    assert harness.try_acquire("a") is None
+    assert harness.holders("a") == [lease.holder]
+    assert harness.do(lease.release) is Released.RELEASED
+    assert harness.acquire("a").token > lease.token
 
 
 @pytest.mark.parametrize("how", ["kill", "pause"])
-def test_minority_that_went_away_before_changes_nothing(locks: Locks, nodes: list[Server], how: str) -> None:
+def test_minority_that_went_away_before_changes_nothing(harness: Harness, nodes: list[Server], how: str) -> None:
     for node in nodes[3:]:
         getattr(node, how)()
     tokens = []
     for _ in range(5):
-        lease = locks.acquire("a")
-        assert locks.try_acquire("a") is None
+        lease = harness.acquire("a")
+        assert harness.try_acquire("a") is None
         tokens.append(lease.token)
-        assert locks.do(lease.release) is Released.RELEASED
+        assert harness.do(lease.release) is Released.RELEASED
     assert tokens == sorted(set(tokens))
 
 
 @pytest.mark.parametrize("how", ["kill", "pause"])
-def test_minority_that_goes_away_while_we_wait_stalls_nobody(locks: Locks, nodes: list[Server], how: str) -> None:
-    first = locks.acquire("a", ttl=60)
-    line = [locks.queue_up("a", wait=60) for _ in range(3)]
+def test_minority_that_goes_away_while_we_wait_stalls_nobody(harness: Harness, nodes: list[Server], how: str) -> None:
+    first = harness.acquire("a", ttl=60)
+    line = [harness.queue_up("a", wait=60) for _ in range(3)]
     for node in nodes[3:]:  # the last is where they wait
         getattr(node, how)()
-    assert locks.do(first.release) is Released.RELEASED
+    assert harness.do(first.release) is Released.RELEASED
     tokens = [first.token]
     while line:
         until(lambda: any(pending.done() for pending in line))
         pending = next(pending for pending in line if pending.done())
         line.remove(pending)
         tokens.append(pending.result().token)
-        locks.do(pending.result().release)
+        harness.do(pending.result().release)
     assert tokens == sorted(set(tokens))
 
 
-def test_minority_that_forgets_changes_nothing(locks: Locks, nodes: list[Server]) -> None:
-    lease = locks.acquire("a", ttl=1.5)
+def test_minority_that_forgets_changes_nothing(harness: Harness, nodes: list[Server]) -> None:
+    lease = harness.acquire("a", ttl=1.5)
     for node in nodes[:2]:
         node.restart(keep_data=False)
-    assert locks.try_acquire("a") is None
-    before = locks.renewals(lease)
-    locks.observed.until(lambda _: locks.renewals(lease) >= before + 3)
-    assert locks.try_acquire("a") is None
+    assert harness.try_acquire("a") is None
+    before = harness.renewals(lease)
+    harness.observed.until(lambda _: harness.renewals(lease) >= before + 3)
+    assert harness.try_acquire("a") is None
     assert not lease.lost
-    assert locks.holders("a") == [lease.holder]
-    assert locks.do(lease.release) is Released.RELEASED
+    assert harness.holders("a") == [lease.holder]
+    assert harness.do(lease.release) is Released.RELEASED
 
 
 def test_lease_outlives_all_nodes_forgetting_one_after_the_other(
-    locks: Locks, nodes: list[Server], prefix: str
+    harness: Harness, nodes: list[Server], prefix: str
 ) -> None:
     """A node that is back knows the lease again after the next renewal."""
-    lease = locks.acquire("a", ttl=1.5)
+    lease = harness.acquire("a", ttl=1.5)
     for node in nodes:
         node.restart(keep_data=False)
         until(lambda node=node: here(node, prefix) == [lease.holder])
     assert not lease.lost
-    assert locks.try_acquire("a") is None
-    assert locks.state("a").holders[0].token == lease.token
-    assert locks.do(lease.release) is Released.RELEASED
-    assert locks.acquire("a").token > lease.token
+    assert harness.try_acquire("a") is None
+    assert harness.state("a").holders[0].token == lease.token
+    assert harness.do(lease.release) is Released.RELEASED
+    assert harness.acquire("a").token > lease.token
 
 
 def test_node_that_has_given_the_lock_to_another_keeps_it_when_we_renew(
-    locks: Locks, nodes: list[Server], prefix: str
+    harness: Harness, nodes: list[Server], prefix: str
 ) -> None:
     """A minority that forgot and was asked by somebody else."""
-    lease = locks.acquire("a", ttl=60, renew=False)
+    lease = harness.acquire("a", ttl=60, renew=False)
     nodes[0].restart(keep_data=False)
     alone = RedisBackend.from_url(nodes[0].url, prefix=prefix)
     other = Lock(alone, "a", ttl=60).acquire()
     for _ in range(3):  # an idle connection to it was dead
-        locks.do(lease.renew)
+        harness.do(lease.renew)
     assert here(nodes[0], prefix) == [other.holder]
-    assert locks.holders("a") == [lease.holder]
+    assert harness.holders("a") == [lease.holder]
     other.release()
     alone.close()
 
 
-def test_majority_that_forgets_is_a_loss_that_is_told(locks: Locks, nodes: list[Server]) -> None:
+def test_majority_that_forgets_is_a_loss_that_is_told(harness: Harness, nodes: list[Server]) -> None:
     told: list[bool] = []
-    lease = locks.acquire("a", ttl=6, on_lost=lambda: told.append(True))
+    lease = harness.acquire("a", ttl=6, on_lost=lambda: told.append(True))
     for node in nodes[:3]:
         node.restart(keep_data=False)
-    locks.until(lambda: told)
+    harness.until(lambda: told)
     with pytest.raises(LeaseLost, match="forgot"):
         lease.ensure_held()
 
 
-def test_tokens_grow_while_one_node_after_the_other_forgets(locks: Locks, nodes: list[Server], prefix: str) -> None:
+def test_tokens_grow_while_one_node_after_the_other_forgets(harness: Harness, nodes: list[Server], prefix: str) -> None:
     tokens = []
     for node in (*nodes, *nodes[:2]):
-        lease = locks.acquire("a", wait=10)
+        lease = harness.acquire("a", wait=10)
         tokens.append(lease.token)
-        locks.do(lease.release)
+        harness.do(lease.release)
         node.restart(keep_data=False)
     assert tokens == sorted(set(tokens))
     assert [keys(node, prefix) for node in nodes] == [[]] * 5
 
 
-def test_node_that_comes_back_is_asked_again(locks: Locks, nodes: list[Server], prefix: str) -> None:
+def test_node_that_comes_back_is_asked_again(harness: Harness, nodes: list[Server], prefix: str) -> None:
     nodes[0].kill()
-    locks.do(locks.acquire("a").release)
+    harness.do(harness.acquire("a").release)
     nodes[0].start()
 
     def is_held_there() -> bool:
-        lease = locks.acquire("a")
+        lease = harness.acquire("a")
         found = here(nodes[0], prefix) == [lease.holder]
-        locks.do(lease.release)
+        harness.do(lease.release)
         return found
 
     until(is_held_there)
@@ -248,67 +248,69 @@ def test_node_that_comes_back_is_asked_again(locks: Locks, nodes: list[Server], 
 
 @pytest.mark.parametrize("wait", [0, 0.3])
 @pytest.mark.parametrize("how", ["kill", "pause"])
-def test_majority_that_is_gone_is_unavailable_in_time(locks: Locks, nodes: list[Server], how: str, wait: float) -> None:
-    locks.do(locks.acquire("a").release)
+def test_majority_that_is_gone_is_unavailable_in_time(
+    harness: Harness, nodes: list[Server], how: str, wait: float
+) -> None:
+    harness.do(harness.acquire("a").release)
     for node in nodes[:3]:
         getattr(node, how)()
     began = clock()
     with pytest.raises(BackendUnavailable, match="no majority of 5 nodes") as caught:
-        locks.acquire("a", wait=wait)
+        harness.acquire("a", wait=wait)
     assert clock() - began < wait + 3 * LIMIT + 5, "a request and a clean-up are all that may come on top of the wait"
     assert caught.value.name == "a"
     assert f"127.0.0.1:{nodes[0].port}: " in str(caught.value)
 
 
 def test_attempt_without_a_majority_leaves_nothing_on_the_others(
-    locks: Locks, nodes: list[Server], prefix: str
+    harness: Harness, nodes: list[Server], prefix: str
 ) -> None:
     for node in nodes[:3]:
         node.kill()
     with pytest.raises(BackendUnavailable):
-        locks.try_acquire("a")
+        harness.try_acquire("a")
     assert [here(node, prefix) for node in nodes[3:]] == [[], []]
 
 
-def test_lease_is_lost_in_time_when_the_majority_stands_still(locks: Locks, nodes: list[Server]) -> None:
+def test_lease_is_lost_in_time_when_the_majority_stands_still(harness: Harness, nodes: list[Server]) -> None:
     told: list[float] = []
-    lease = locks.acquire("a", ttl=0.9, on_lost=lambda: told.append(clock()))
+    lease = harness.acquire("a", ttl=0.9, on_lost=lambda: told.append(clock()))
     until_then = clock() + lease.remaining()
     for node in nodes[:3]:
         node.pause()
-    locks.until(lambda: told)
+    harness.until(lambda: told)
     assert told[0] >= until_then - 0.01
     with pytest.raises(LeaseLost, match="could not be renewed in time"):
         lease.ensure_held()
     with pytest.raises(BackendUnavailable):
-        locks.do(lease.release)
+        harness.do(lease.release)
 
 
-def test_all_nodes_restarted_with_their_data_have_kept_the_lease(locks: Locks, nodes: list[Server]) -> None:
-    lease = locks.acquire("a", ttl=60)
+def test_all_nodes_restarted_with_their_data_have_kept_the_lease(harness: Harness, nodes: list[Server]) -> None:
+    lease = harness.acquire("a", ttl=60)
     for node in nodes:
         node.restart()
-    locks.do(lease.renew)
-    assert locks.try_acquire("a") is None
-    assert locks.do(lease.release) is Released.RELEASED
+    harness.do(lease.renew)
+    assert harness.try_acquire("a") is None
+    assert harness.do(lease.release) is Released.RELEASED
 
 
-def test_operator_ends_a_grant_and_looks_without_a_minority(locks: Locks, nodes: list[Server]) -> None:
-    lease = locks.acquire("a", ttl=60, renew=False)
+def test_operator_ends_a_grant_and_looks_without_a_minority(harness: Harness, nodes: list[Server]) -> None:
+    lease = harness.acquire("a", ttl=60, renew=False)
     for node in nodes[:2]:
         node.kill()
-    assert [state.name for state in locks.ask("inspect")] == ["a"]
-    assert not locks.ask("force_release", "a", lease.token + 1)
-    assert locks.ask("force_release", "a", lease.token)
-    assert locks.holders("a") == []
+    assert [state.name for state in harness.call_store("inspect")] == ["a"]
+    assert not harness.call_store("force_release", "a", lease.token + 1)
+    assert harness.call_store("force_release", "a", lease.token)
+    assert harness.holders("a") == []
     nodes[2].kill()
     with pytest.raises(BackendUnavailable):
-        locks.ask("force_release", "a", lease.token)
+        harness.call_store("force_release", "a", lease.token)
 
 
 @pytest.mark.parametrize("fault", ["drop_reply", "cut_reply", "cut_request"])
 def test_acquire_whose_reply_one_node_lost_is_one_grant(
-    through: Locks, proxies: list[Proxy], nodes: list[Server], prefix: str, fault: str
+    through: Harness, proxies: list[Proxy], nodes: list[Server], prefix: str, fault: str
 ) -> None:
     broken = getattr(proxies[0], fault)(matching=ACQUIRE)
     lease = through.acquire("a", wait=0)
@@ -319,7 +321,7 @@ def test_acquire_whose_reply_one_node_lost_is_one_grant(
 
 @pytest.mark.parametrize("fault", ["drop_reply", "cut_reply"])
 def test_acquire_whose_replies_a_majority_lost_is_one_grant(
-    through: Locks, proxies: list[Proxy], direct: RedlockBackend, fault: str
+    through: Harness, proxies: list[Proxy], direct: RedlockBackend, fault: str
 ) -> None:
     for proxy in proxies[:3]:
         getattr(proxy, fault)(matching=ACQUIRE)
@@ -331,7 +333,7 @@ def test_acquire_whose_replies_a_majority_lost_is_one_grant(
 
 @pytest.mark.parametrize("fault", ["drop_reply", "cut_reply"])
 def test_failed_attempt_is_undone_at_a_node_that_did_not_answer(
-    through: Locks, proxies: list[Proxy], nodes: list[Server], prefix: str, fault: str
+    through: Harness, proxies: list[Proxy], nodes: list[Server], prefix: str, fault: str
 ) -> None:
     """It had granted, and nobody heard it."""
     others = [Lock(RedisBackend.from_url(node.url, prefix=prefix), "a", ttl=60).acquire() for node in nodes[:3]]
@@ -351,7 +353,7 @@ def disagree(nodes: list[Server], prefix: str) -> None:
 
 
 def test_second_round_whose_replies_a_minority_lost_is_a_grant(
-    through: Locks, proxies: list[Proxy], nodes: list[Server], prefix: str
+    through: Harness, proxies: list[Proxy], nodes: list[Server], prefix: str
 ) -> None:
     disagree(nodes, prefix)
     lost = [proxy.drop_reply(matching=ADOPT) for proxy in proxies[:2]]
@@ -360,7 +362,7 @@ def test_second_round_whose_replies_a_minority_lost_is_a_grant(
 
 
 def test_second_round_whose_replies_a_majority_lost_is_none(
-    through: Locks, proxies: list[Proxy], nodes: list[Server], direct: RedlockBackend, prefix: str
+    through: Harness, proxies: list[Proxy], nodes: list[Server], direct: RedlockBackend, prefix: str
 ) -> None:
     disagree(nodes, prefix)
     for proxy in proxies[:3]:
@@ -372,19 +374,19 @@ def test_second_round_whose_replies_a_majority_lost_is_none(
 
 @pytest.mark.parametrize("fault", ["drop_reply", "cut_reply"])
 def test_greater_token_that_could_not_be_had_costs_no_lease(
-    through: Locks, proxies: list[Proxy], direct: RedlockBackend, fault: str
+    through: Harness, proxies: list[Proxy], direct: RedlockBackend, fault: str
 ) -> None:
     lease = through.acquire("a", ttl=60, renew=False)
     for proxy in proxies[:3]:
         getattr(proxy, fault)(matching=ACQUIRE)
     request = lease._held.request._replace(floor=lease.token, queue=False)
     with pytest.raises(BackendUnavailable):
-        through.ask("try_acquire", request)
+        through.call_store("try_acquire", request)
     assert holders(direct, "a") == [lease.holder]
-    assert through.ask("try_acquire", request).token > lease.token
+    assert through.call_store("try_acquire", request).token > lease.token
 
 
-def test_one_round_is_enough_when_the_clocks_are_known(through: Locks, proxies: list[Proxy]) -> None:
+def test_one_round_is_enough_when_the_clocks_are_known(through: Harness, proxies: list[Proxy]) -> None:
     through.do(through.acquire("a").release)
     before = [proxy.requests for proxy in proxies]
     for _ in range(10):
@@ -394,7 +396,7 @@ def test_one_round_is_enough_when_the_clocks_are_known(through: Locks, proxies: 
 
 
 def test_renewal_and_release_whose_replies_a_minority_lost_are_what_the_majority_says(
-    through: Locks, proxies: list[Proxy]
+    through: Harness, proxies: list[Proxy]
 ) -> None:
     lease = through.acquire("a", ttl=60, renew=False)
     for proxy in proxies[:2]:
@@ -404,7 +406,7 @@ def test_renewal_and_release_whose_replies_a_minority_lost_are_what_the_majority
     assert through.do(lease.release) is Released.RELEASED
 
 
-def test_deaf_majority_is_given_up_in_time(through: Locks, proxies: list[Proxy], direct: RedlockBackend) -> None:
+def test_deaf_majority_is_given_up_in_time(through: Harness, proxies: list[Proxy], direct: RedlockBackend) -> None:
     for proxy in proxies[:3]:
         proxy.deaf()
     began = clock()
@@ -416,33 +418,33 @@ def test_deaf_majority_is_given_up_in_time(through: Locks, proxies: list[Proxy],
     until(lambda: holders(direct, "a") == [])
 
 
-def test_waiting_is_no_storm_of_questions(locks: Locks) -> None:
-    locks.acquire("a", ttl=60)
+def test_waiting_is_no_storm_of_questions(harness: Harness) -> None:
+    harness.acquire("a", ttl=60)
     with pytest.raises(AcquireTimeout):
-        locks.acquire("a", wait=2.5)
-    assert len(locks.asked("try_acquire", "a")) <= 1 + 1 + 4
+        harness.acquire("a", wait=2.5)
+    assert len(harness.calls_of("try_acquire", "a")) <= 1 + 1 + 4
 
 
 def test_waiters_without_a_majority_to_wait_at_pause_between_questions(
-    locks: Locks, nodes: list[Server], prefix: str
+    harness: Harness, nodes: list[Server], prefix: str
 ) -> None:
     """Another library's locks wake nobody."""
     for node in nodes:
         with redis.Redis.from_url(node.url) as client:
             client.set(f"{prefix}{{a}}", "somebody", px=1000)
-    assert locks.acquire("a", wait=20).token > 0
-    assert len(locks.asked("try_acquire", "a")) <= 60
+    assert harness.acquire("a", wait=20).token > 0
+    assert len(harness.calls_of("try_acquire", "a")) <= 60
 
 
-def test_cancelled_acquire_leaves_no_grant(locks: Locks, nodes: list[Server], direct: RedlockBackend) -> None:
-    if not isinstance(locks, Tasks):
+def test_cancelled_acquire_leaves_no_grant(harness: Harness, nodes: list[Server], direct: RedlockBackend) -> None:
+    if not isinstance(harness, Tasks):
         pytest.skip("threads cannot be cancelled")
     for node in nodes[:3]:
         node.pause()
-    pending = locks.start(locks.lock("a", wait=None).acquire)
-    locks.observed.until(lambda _: len(locks.asked("try_acquire", "a")) >= 1)
+    pending = harness.start(harness.lock("a", wait=None).acquire)
+    harness.observed.until(lambda _: len(harness.calls_of("try_acquire", "a")) >= 1)
     pending.cancel()
-    locks.observed.until(lambda _: bool(locks.asked("abandon", "a")))
+    harness.observed.until(lambda _: bool(harness.calls_of("abandon", "a")))
     for node in nodes:
         node.resume()
     until(lambda: insist(lambda: is_untouched(direct, "a")))  # type: ignore[arg-type]

@@ -16,7 +16,7 @@ from django.test import override_settings
 from dlock_core import BackendUnavailable, DLockError, LeaseLost, Lock, MultiLock, Released, connect
 from dlock_core.backend import Backend
 from dlock_core.runtime import clock
-from dlock_core.testing.contract.parties import Locks, Threads
+from dlock_core.testing.contract.harness import Harness, Threads
 from dlock_core.testing.contract.tasks import Tasks
 from tests import processes, servers
 from tests.django_dlock.test_fencing import Adder, value
@@ -68,16 +68,16 @@ def store(url: str, prefix: str, **options: Any) -> Iterator[Backend]:
 
 
 @pytest.fixture
-def copied(locks: Locks, shop: Group, prefix: str) -> Iterator[Locks]:
+def copied(harness: Harness, shop: Group, prefix: str) -> Iterator[Harness]:
     """Locks of the same store that are told when a replica has them."""
     for backend in store(shop.url, prefix, replicas=1):
-        copied = type(locks)(backend)
+        copied = type(harness)(backend)
         yield copied
         copied.close()
 
 
-threads = pytest.mark.parametrize("locks", [Threads], indirect=True)
-tasks = pytest.mark.parametrize("locks", [Tasks], indirect=True)
+threads = pytest.mark.parametrize("harness", [Threads], indirect=True)
+tasks = pytest.mark.parametrize("harness", [Tasks], indirect=True)
 moving = pytest.mark.parametrize("shop", ["fresh"], indirect=True)
 
 
@@ -97,14 +97,14 @@ def stubborn(shop: Group) -> Server:
 
 @moving
 def test_lease_and_waiter_survive_the_death_of_the_master_which_is_not_asked_when_it_is_back(
-    locks: Locks, copied: Locks, shop: Group
+    harness: Harness, copied: Harness, shop: Group
 ) -> None:
     lease = copied.acquire("a", ttl=WAIT)
-    pending = locks.queue_up("a", wait=WAIT)
+    pending = harness.queue_up("a", wait=WAIT)
     old = shop.master()
     new = shop.fail_over()
     assert copied.holders("a") == [lease.holder]
-    assert locks.try_acquire("a") is None
+    assert harness.try_acquire("a") is None
     insist(lambda: copied.do(lease.renew))
     assert not lease.lost
     old.start()
@@ -113,91 +113,93 @@ def test_lease_and_waiter_survive_the_death_of_the_master_which_is_not_asked_whe
     assert insist(lambda: copied.do(lease.release)) is Released.RELEASED
     later = pending.result(WAIT)
     assert later.token > lease.token
-    assert locks.do(later.release) is Released.RELEASED
+    assert harness.do(later.release) is Released.RELEASED
     assert questions(shop, old) == 0
 
 
 @moving
 @tasks
-def test_lock_that_is_asked_for_while_there_is_no_master_is_had_from_the_next_one(locks: Locks, shop: Group) -> None:
-    token = locks.acquire("a").token
+def test_lock_that_is_asked_for_while_there_is_no_master_is_had_from_the_next_one(
+    harness: Harness, shop: Group
+) -> None:
+    token = harness.acquire("a").token
     shop.master().kill()
-    pending = locks.start(locks.lock("b", wait=WAIT).acquire)
-    locks.observed.until(lambda calls: any(call.name == "b" for call in calls))
+    pending = harness.start(harness.lock("b", wait=WAIT).acquire)
+    harness.observed.until(lambda calls: any(call.name == "b" for call in calls))
     shop.fail_over()
-    assert locks.keep(pending.result(WAIT)).token > token
+    assert harness.keep(pending.result(WAIT)).token > token
 
 
 @moving
 @threads
 def test_master_that_stands_still_is_left_for_the_next_one_and_not_asked_when_it_goes_on(
-    locks: Locks, copied: Locks, shop: Group
+    harness: Harness, copied: Harness, shop: Group
 ) -> None:
     """It takes itself for the master, and the connections to it are open."""
     lease = copied.acquire("a", ttl=WAIT)
-    pending = locks.queue_up("a", wait=WAIT)
+    pending = harness.queue_up("a", wait=WAIT)
     old = stubborn(shop)
     shop.fail_over(pause=True)
     insist(lambda: copied.do(lease.renew))
     old.resume()
     before = questions(shop, old)
-    assert locks.try_acquire("a") is None
+    assert harness.try_acquire("a") is None
     assert insist(lambda: copied.do(lease.release)) is Released.RELEASED
-    assert locks.do(pending.result(WAIT).release) is Released.RELEASED
-    assert locks.acquire("a").token > lease.token
+    assert harness.do(pending.result(WAIT).release) is Released.RELEASED
+    assert harness.acquire("a").token > lease.token
     assert questions(shop, old) - before <= 1, "a question of before may have been under way to it"
 
 
 @moving
 @threads
 def test_master_that_was_replaced_in_good_order_is_left_while_it_still_takes_itself_for_one(
-    locks: Locks, shop: Group
+    harness: Harness, shop: Group
 ) -> None:
-    locks.do(locks.acquire("a").release)
+    harness.do(harness.acquire("a").release)
     old = stubborn(shop)
     shop.ask(shop.sentinels[0], "SENTINEL", "FAILOVER", SERVICE)
     new = shop.moved(old)
     before = questions(shop, new)
 
     def is_held_there() -> bool:
-        locks.do(locks.acquire("a", wait=0).release)
+        harness.do(harness.acquire("a", wait=0).release)
         return questions(shop, new) > before
 
     until(is_held_there)
     last = questions(shop, old)
     for _ in range(5):
-        locks.do(locks.acquire("a", wait=0).release)
+        harness.do(harness.acquire("a", wait=0).release)
     assert questions(shop, old) == last
     assert shop.role(old) == b"master"
 
 
 @pytest.mark.parametrize("read_only", ["yes", "no"])
 def test_replica_answers_nothing_over_the_connections_of_a_master_that_it_was(
-    locks: Locks, shop: Group, read_only: str
+    harness: Harness, shop: Group, read_only: str
 ) -> None:
     """It knows who held and who waited, could tell without writing anything, and may even be one that lets us write."""
-    lease = locks.acquire("a", ttl=WAIT, renew=False)
-    pending, master = locks.queue_up("a"), shop.master()
+    lease = harness.acquire("a", ttl=WAIT, renew=False)
+    pending, master = harness.queue_up("a"), shop.master()
     shop.ask(master, "CONFIG", "SET", "replica-read-only", read_only)
     shop.ask(master, "REPLICAOF", HOST, servers.free_port())
     try:
         for step in (
-            *(locks.lock("a", wait=wait).acquire for wait in (0, 0.3)),
-            locks.lock("a").try_acquire,
+            *(harness.lock("a", wait=wait).acquire for wait in (0, 0.3)),
+            harness.lock("a").try_acquire,
             lease.renew,
             lease.release,
         ):
             with pytest.raises(BackendUnavailable, match="not a master, but a replica"):
-                locks.do(step)
+                harness.do(step)
         with pytest.raises(BackendUnavailable, match="not a master, but a replica"):
-            locks.ask("inspect", "a")
+            harness.call_store("inspect", "a")
         assert not lease.lost
         assert not pending.done()
     finally:
         shop.ask(master, "REPLICAOF", "NO", "ONE")
         shop.ask(master, "CONFIG", "SET", "replica-read-only", "yes")
         shop.settle()
-    assert insist(lambda: locks.do(lease.release)) is Released.RELEASED
+    assert insist(lambda: harness.do(lease.release)) is Released.RELEASED
     assert pending.result(WAIT).token > lease.token
 
 
@@ -208,20 +210,20 @@ def forget(shop: Group) -> None:
 
 @moving
 @tasks
-def test_lease_that_the_replica_had_not_heard_of_is_lost_and_told(locks: Locks, shop: Group) -> None:
+def test_lease_that_the_replica_had_not_heard_of_is_lost_and_told(harness: Harness, shop: Group) -> None:
     told: list[bool] = []
     forget(shop)
-    lease = locks.acquire("a", ttl=WAIT, on_lost=lambda: told.append(True), renew=False)
+    lease = harness.acquire("a", ttl=WAIT, on_lost=lambda: told.append(True), renew=False)
     shop.fail_over(patience=2000)
-    other = locks.acquire("a", wait=WAIT)
+    other = harness.acquire("a", wait=WAIT)
     assert other.token > lease.token
     with pytest.raises(LeaseLost, match="another, or forgot it"):
-        insist(lambda: locks.do(lease.renew))
+        insist(lambda: harness.do(lease.renew))
     until(lambda: told)
     assert told == [True]
     assert lease.lost
-    assert locks.do(lease.release) is not Released.RELEASED
-    assert locks.holders("a") == [other.holder]
+    assert harness.do(lease.release) is not Released.RELEASED
+    assert harness.holders("a") == [other.holder]
 
 
 def test_transaction_under_a_lease_that_a_failover_forgot_is_refused(fresh: Group, use_database: Any) -> None:
@@ -246,7 +248,7 @@ def test_transaction_under_a_lease_that_a_failover_forgot_is_refused(fresh: Grou
 
 
 @threads
-def test_grant_that_no_replica_has_is_not_told_and_given_back(locks: Locks, copied: Locks, shop: Group) -> None:
+def test_grant_that_no_replica_has_is_not_told_and_given_back(harness: Harness, copied: Harness, shop: Group) -> None:
     (replica,) = shop.replicas()
     replica.kill()
     try:
@@ -255,13 +257,13 @@ def test_grant_that_no_replica_has_is_not_told_and_given_back(locks: Locks, copi
                 copied.do(step)
         with pytest.raises(BackendUnavailable, match="0 of at least 1 replicas"):
             MultiLock(copied.store, ["a", "b"], wait=0).acquire()
-        until(lambda: is_untouched(locks.store, "a"))  # type: ignore[arg-type]
-        until(lambda: is_untouched(locks.store, "b"))  # type: ignore[arg-type]
-        first = locks.acquire("a")
+        until(lambda: is_untouched(harness.store, "a"))  # type: ignore[arg-type]
+        until(lambda: is_untouched(harness.store, "b"))  # type: ignore[arg-type]
+        first = harness.acquire("a")
         pending = copied.queue_up("a", wait=WAIT)
-        before = len(copied.asked("try_acquire", "a"))
-        locks.do(first.release)
-        copied.observed.until(lambda _: pending.done() or len(copied.asked("try_acquire", "a")) > before)
+        before = len(copied.calls_of("try_acquire", "a"))
+        harness.do(first.release)
+        copied.observed.until(lambda _: pending.done() or len(copied.calls_of("try_acquire", "a")) > before)
         assert not pending.done()
     finally:
         replica.start()
@@ -281,17 +283,17 @@ def test_sentinels_that_do_not_answer_are_passed_over(shop: Group, prefix: str, 
         revive(shop)
 
 
-@pytest.mark.parametrize(("locks", "how"), [(Threads, "pause"), (Tasks, "kill")], indirect=["locks"])
+@pytest.mark.parametrize(("harness", "how"), [(Threads, "pause"), (Tasks, "kill")], indirect=["harness"])
 def test_sentinels_that_are_all_down_are_named_in_time_and_no_holder_minds(
-    locks: Locks, shop: Group, prefix: str, how: str
+    harness: Harness, shop: Group, prefix: str, how: str
 ) -> None:
-    lease = locks.acquire("a")
+    lease = harness.acquire("a")
     for sentinel in shop.sentinels:
         getattr(sentinel, how)()
     began = clock()
     try:
         for backend in store(shop.url, prefix, timeout=1.0):
-            later = type(locks)(backend)
+            later = type(harness)(backend)
             for acquire in (later.acquire, later.try_acquire):
                 with pytest.raises(BackendUnavailable, match=f"master of '{SERVICE}'") as caught:
                     acquire("b", wait=0.2)
@@ -299,8 +301,8 @@ def test_sentinels_that_are_all_down_are_named_in_time_and_no_holder_minds(
                 assert not caught.value.refused
             later.close()
         assert clock() - began < 30
-        locks.do(lease.renew)
-        assert locks.do(lease.release) is Released.RELEASED
+        harness.do(lease.renew)
+        assert harness.do(lease.release) is Released.RELEASED
     finally:
         revive(shop)
 
@@ -314,10 +316,10 @@ def revive(shop: Group) -> None:
 
 
 @threads
-def test_unknown_service_is_told_at_once(locks: Locks, shop: Group, prefix: str) -> None:
+def test_unknown_service_is_told_at_once(harness: Harness, shop: Group, prefix: str) -> None:
     for backend in store(shop.url.replace(f"/{SERVICE}", "/stop"), prefix):
         with pytest.raises(BackendUnavailable, match=r"master of 'stop' is: .*knows no such service") as caught:
-            locks.do(type(locks)(backend).lock("a", wait=None).acquire)
+            harness.do(type(harness)(backend).lock("a", wait=None).acquire)
         assert caught.value.refused
 
 
@@ -366,12 +368,12 @@ def encrypted(servers_directory: Path, tmp_path_factory: pytest.TempPathFactory)
 
 
 @pytest.mark.parametrize("shop", ["encrypted"], indirect=True)
-def test_lock_is_held_over_tls(locks: Locks, shop: Group, prefix: str) -> None:
+def test_lock_is_held_over_tls(harness: Harness, shop: Group, prefix: str) -> None:
     for backend in store(f"{shop.url}?ssl_ca_certs={shop.authority}", prefix):
-        encrypted = type(locks)(backend)
+        encrypted = type(harness)(backend)
         assert encrypted.do(encrypted.acquire("a", wait=WAIT).release) is Released.RELEASED
     with pytest.raises(BackendUnavailable, match="certificate verify failed"):
-        locks.acquire("a", wait=0)
+        harness.acquire("a", wait=0)
 
 
 def work(link: Link, url: str, prefix: str, path: str) -> None:

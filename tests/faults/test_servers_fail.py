@@ -14,7 +14,7 @@ from dlock_core import AcquireTimeout, BackendUnavailable, LeaseLost, Lock, Mult
 from dlock_core.backend import Renewal, new_request
 from dlock_core.backends.redis.backend import RedisBackend
 from dlock_core.runtime import BLOCKING, run
-from dlock_core.testing.contract.parties import Locks
+from dlock_core.testing.contract.harness import Harness
 from tests import servers
 from tests.conftest import start
 from tests.faults.looking import holders, is_untouched, waiters
@@ -58,102 +58,104 @@ def admin(own_redis: Server) -> Iterator[redis.Redis]:
 
 
 def test_holder_is_told_of_its_loss_after_flushall_and_the_next_token_is_greater(
-    locks: Locks, admin: redis.Redis
+    harness: Harness, admin: redis.Redis
 ) -> None:
     told: list[bool] = []
-    lease = locks.acquire("a", ttl=1.0, on_lost=lambda: told.append(True))
+    lease = harness.acquire("a", ttl=1.0, on_lost=lambda: told.append(True))
     admin.flushall()
-    locks.until(lambda: told)
+    harness.until(lambda: told)
     assert lease.lost
-    assert locks.do(lease.release) is Released.EXPIRED
-    assert locks.acquire("a").token > lease.token
+    assert harness.do(lease.release) is Released.EXPIRED
+    assert harness.acquire("a").token > lease.token
 
 
-def test_release_after_flushall_says_that_the_lease_was_gone(locks: Locks, admin: redis.Redis) -> None:
-    lease = locks.acquire("a")
+def test_release_after_flushall_says_that_the_lease_was_gone(harness: Harness, admin: redis.Redis) -> None:
+    lease = harness.acquire("a")
     admin.flushall()
-    assert locks.do(lease.release) is Released.EXPIRED
+    assert harness.do(lease.release) is Released.EXPIRED
 
 
-def test_waiter_gets_the_lock_after_flushall(locks: Locks, admin: redis.Redis) -> None:
-    first = locks.acquire("a")
-    pending = locks.queue_up("a")
+def test_waiter_gets_the_lock_after_flushall(harness: Harness, admin: redis.Redis) -> None:
+    first = harness.acquire("a")
+    pending = harness.queue_up("a")
     admin.flushall()
     assert pending.result(30).token > first.token
 
 
-def test_forgotten_scripts_are_loaded_again_without_notice(locks: Locks, admin: redis.Redis) -> None:
-    first = locks.acquire("a", ttl=1.0)
-    pending = locks.queue_up("a")
+def test_forgotten_scripts_are_loaded_again_without_notice(harness: Harness, admin: redis.Redis) -> None:
+    first = harness.acquire("a", ttl=1.0)
+    pending = harness.queue_up("a")
     for _ in range(3):
         admin.script_flush()
-        before = locks.renewals(first)
-        locks.observed.until(lambda _, before=before: locks.renewals(first) > before)  # type: ignore[misc]
+        before = harness.renewals(first)
+        harness.observed.until(lambda _, before=before: harness.renewals(first) > before)  # type: ignore[misc]
     admin.script_flush()
-    assert locks.do(first.release) is Released.RELEASED
+    assert harness.do(first.release) is Released.RELEASED
     admin.script_flush()
-    assert locks.do(pending.result(30).release) is Released.RELEASED
-    assert locks.holders("a") == []
+    assert harness.do(pending.result(30).release) is Released.RELEASED
+    assert harness.holders("a") == []
 
 
-def test_restart_that_kept_its_data_ends_no_lease(locks: Locks, own_redis: Server) -> None:
-    lease = locks.acquire("a", ttl=60)
-    pending = locks.queue_up("a")
+def test_restart_that_kept_its_data_ends_no_lease(harness: Harness, own_redis: Server) -> None:
+    lease = harness.acquire("a", ttl=60)
+    pending = harness.queue_up("a")
     own_redis.restart(keep_data=True)
-    locks.do(lease.renew)
+    harness.do(lease.renew)
     assert not lease.lost
-    assert locks.try_acquire("a") is None
-    assert locks.do(lease.release) is Released.RELEASED
+    assert harness.try_acquire("a") is None
+    assert harness.do(lease.release) is Released.RELEASED
     assert pending.result(30).token > lease.token
 
 
-def test_restart_that_lost_its_data_ends_the_lease_and_tokens_still_grow(locks: Locks, own_redis: Server) -> None:
-    lease = locks.acquire("a", ttl=60)
+def test_restart_that_lost_its_data_ends_the_lease_and_tokens_still_grow(harness: Harness, own_redis: Server) -> None:
+    lease = harness.acquire("a", ttl=60)
     own_redis.restart(keep_data=False)
     with pytest.raises(LeaseLost):
-        locks.do(lease.renew)
+        harness.do(lease.renew)
     assert lease.lost
-    assert locks.acquire("a").token > lease.token
+    assert harness.acquire("a").token > lease.token
 
 
-def test_waiter_survives_a_restart_that_lost_its_data(locks: Locks, own_redis: Server) -> None:
-    first = locks.acquire("a")
-    pending = locks.queue_up("a")
+def test_waiter_survives_a_restart_that_lost_its_data(harness: Harness, own_redis: Server) -> None:
+    first = harness.acquire("a")
+    pending = harness.queue_up("a")
     own_redis.restart(keep_data=False)
     assert pending.result(30).token > first.token
 
 
-def test_server_that_stands_still_for_a_moment_costs_no_lease(locks: Locks, own_redis: Server) -> None:
-    lease = locks.acquire("a", ttl=5.0)
-    pending = locks.queue_up("a")
+def test_server_that_stands_still_for_a_moment_costs_no_lease(harness: Harness, own_redis: Server) -> None:
+    lease = harness.acquire("a", ttl=5.0)
+    pending = harness.queue_up("a")
     own_redis.pause()
-    before = locks.renewals(lease)
-    locks.observed.until(lambda _: locks.renewals(lease) > before)
+    before = harness.renewals(lease)
+    harness.observed.until(lambda _: harness.renewals(lease) > before)
     own_redis.resume()
-    locks.do(lease.renew)
-    assert locks.do(lease.release) is Released.RELEASED
+    harness.do(lease.renew)
+    assert harness.do(lease.release) is Released.RELEASED
     assert pending.result(30).token > lease.token
 
 
 def test_server_that_went_away_while_we_held_is_unavailable_and_the_lease_is_lost_in_time(
-    locks: Locks, own_redis: Server
+    harness: Harness, own_redis: Server
 ) -> None:
     told: list[bool] = []
-    lease = locks.acquire("a", ttl=1.0, on_lost=lambda: told.append(True))
+    lease = harness.acquire("a", ttl=1.0, on_lost=lambda: told.append(True))
     own_redis.kill()
     assert not lease.lost
-    locks.until(lambda: told)
+    harness.until(lambda: told)
     with pytest.raises(LeaseLost, match=r"could not be renewed in time: ConnectionError"):
         lease.ensure_held()
     with pytest.raises(BackendUnavailable):
-        locks.do(lease.release)
+        harness.do(lease.release)
     assert told == [True]
 
 
 @pytest.mark.parametrize("wait", [0, 0.2])
-def test_server_that_is_not_there_is_unavailable_and_not_taken(locks: Locks, own_redis: Server, wait: float) -> None:
+def test_server_that_is_not_there_is_unavailable_and_not_taken(
+    harness: Harness, own_redis: Server, wait: float
+) -> None:
     own_redis.kill()
-    for acquire in (locks.acquire, locks.try_acquire):
+    for acquire in (harness.acquire, harness.try_acquire):
         with pytest.raises(BackendUnavailable, match="lock 'a': ConnectionError") as caught:
             acquire("a", wait=wait)
         assert isinstance(caught.value.__cause__, redis.ConnectionError | OSError)
@@ -170,33 +172,33 @@ def test_read_only_replica_is_unavailable_and_not_taken(start_redis: StartServer
 
 
 def test_holder_on_a_server_that_became_read_only_keeps_its_lease_until_its_own_time(
-    locks: Locks, admin: redis.Redis
+    harness: Harness, admin: redis.Redis
 ) -> None:
-    lease = locks.acquire("a", ttl=60, renew=False)
+    lease = harness.acquire("a", ttl=60, renew=False)
     admin.replicaof("127.0.0.1", servers.free_port())  # type: ignore[no-untyped-call]
     for step in (lease.renew, lease.release):
         with pytest.raises(BackendUnavailable, match=r"(?i)read.?only"):
-            locks.do(step)
+            harness.do(step)
     assert not lease.lost
     admin.replicaof("no", "one")  # type: ignore[no-untyped-call]
-    assert locks.do(lease.release) is Released.RELEASED
+    assert harness.do(lease.release) is Released.RELEASED
 
 
 def test_full_server_grants_nothing_but_lets_holders_renew_release_and_hand_over(
-    locks: Locks, admin: redis.Redis, backend: RedisBackend
+    harness: Harness, admin: redis.Redis, backend: RedisBackend
 ) -> None:
-    shared, lease = locks.acquire("s", shared=True, renew=False), locks.acquire("a", renew=False)
-    pending = locks.queue_up("a")
+    shared, lease = harness.acquire("s", shared=True, renew=False), harness.acquire("a", renew=False)
+    pending = harness.queue_up("a")
     admin.config_set("maxmemory-policy", "noeviction")
     admin.config_set("maxmemory", 1)
     try:
         with pytest.raises(BackendUnavailable, match=r"OOM|used memory"):
-            locks.acquire("b", wait=0.1)
+            harness.acquire("b", wait=0.1)
         assert is_untouched(backend, "b")
-        locks.do(lease.renew)
-        locks.do(shared.renew)
-        assert locks.do(shared.release) is Released.RELEASED
-        assert locks.do(lease.release) is Released.RELEASED
+        harness.do(lease.renew)
+        harness.do(shared.renew)
+        assert harness.do(shared.release) is Released.RELEASED
+        assert harness.do(lease.release) is Released.RELEASED
         assert holders(backend, "a")
     finally:
         admin.config_set("maxmemory", 0)
@@ -299,39 +301,39 @@ def test_right_password_is_a_store_like_any_other(start_redis: StartServer, pref
         assert Lock(store, "b").try_acquire().release() is Released.RELEASED  # type: ignore[union-attr]
 
 
-def test_password_that_changed_ends_no_lease_by_itself(locks: Locks, admin: redis.Redis) -> None:
-    lease = locks.acquire("a")
+def test_password_that_changed_ends_no_lease_by_itself(harness: Harness, admin: redis.Redis) -> None:
+    lease = harness.acquire("a")
     admin.config_set("requirepass", "new")
-    assert locks.do(lease.release) is Released.RELEASED
-    locks.observed.backend.close()
-    locks.until(lambda: is_refused(locks))
+    assert harness.do(lease.release) is Released.RELEASED
+    harness.observed.backend.close()
+    harness.until(lambda: is_refused(harness))
 
 
-def is_refused(locks: Locks) -> bool:
+def is_refused(harness: Harness) -> bool:
     try:
-        lease = locks.acquire("b", wait=0)
+        lease = harness.acquire("b", wait=0)
     except BackendUnavailable as error:
         return "credentials" in str(error)
-    locks.do(lease.release)
+    harness.do(lease.release)
     return False
 
 
 @pytest.mark.parametrize("kind", ["list", "hash", "set", "zset", "stream"])
 def test_key_of_another_type_is_taken_and_never_overwritten(
-    locks: Locks, admin: redis.Redis, backend: RedisBackend, kind: str
+    harness: Harness, admin: redis.Redis, backend: RedisBackend, kind: str
 ) -> None:
     key = backend.lock_key("a")
     make = {"list": admin.rpush, "hash": lambda k, v: admin.hset(k, v, v), "set": admin.sadd}
     make |= {"zset": lambda k, v: admin.zadd(k, {v: 1}), "stream": lambda k, v: admin.xadd(k, {v: v})}
     make[kind](key, "precious")
     before = admin.dump(key)
-    assert locks.try_acquire("a") is None
+    assert harness.try_acquire("a") is None
     if kind != "list":
-        assert locks.try_acquire("a", shared=True) is None
-    pending = locks.begin_to_wait("a")
+        assert harness.try_acquire("a", shared=True) is None
+    pending = harness.begin_to_wait("a")
     (state,) = run(backend.inspect(BLOCKING, "a"))
     assert "not dlock" in state.holders[0].owner
-    assert not locks.ask("force_release", "a", 1)
+    assert not harness.call_store("force_release", "a", 1)
     assert admin.dump(key) == before
     admin.delete(key)
     assert pending.result(30).token > 0

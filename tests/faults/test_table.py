@@ -22,7 +22,7 @@ from dlock_core.backends.table import waiting as ears
 from dlock_core.backends.table.backend import TableBackend
 from dlock_core.errors import BackendUnavailable
 from dlock_core.runtime import BLOCKING, clock, run
-from dlock_core.testing.contract.parties import Locks
+from dlock_core.testing.contract.harness import Harness
 from sqla_dlock.backends.table import from_engine, from_url
 from sqla_dlock.tables import lease_metadata as metadata
 from tests import processes, servers, settings
@@ -102,64 +102,66 @@ def opened(request: pytest.FixtureRequest, store: str, django_db_blocker: Any) -
 
 @pytest.mark.parametrize("fault", ["cut_request", "cut_reply"])
 def test_acquire_whose_connection_is_cut_is_one_grant(
-    locks: Locks, direct: TableBackend, proxy: Proxy, name: str, fault: str
+    harness: Harness, direct: TableBackend, proxy: Proxy, name: str, fault: str
 ) -> None:
     happened = getattr(proxy, fault)(matching=MAKE)
-    lease = locks.acquire(name)
+    lease = harness.acquire(name)
     assert happened.happened
     assert holders(direct, name) == [lease.holder]
-    assert locks.state(name).holders[0].token == lease.token
-    assert locks.do(lease.release) is Released.RELEASED
+    assert harness.state(name).holders[0].token == lease.token
+    assert harness.do(lease.release) is Released.RELEASED
     assert holders(direct, name) == []
 
 
 def test_acquire_whose_reply_never_comes_is_one_grant_after_the_time_limit(
-    locks: Locks, direct: TableBackend, proxy: Proxy, name: str
+    harness: Harness, direct: TableBackend, proxy: Proxy, name: str
 ) -> None:
     happened = proxy.drop_reply(matching=MAKE)
-    lease = locks.acquire(name)
+    lease = harness.acquire(name)
     assert happened.happened
     assert holders(direct, name) == [lease.holder]
 
 
-def test_release_whose_reply_is_lost_is_a_release(locks: Locks, direct: TableBackend, proxy: Proxy, name: str) -> None:
-    lease = locks.acquire(name)
+def test_release_whose_reply_is_lost_is_a_release(
+    harness: Harness, direct: TableBackend, proxy: Proxy, name: str
+) -> None:
+    lease = harness.acquire(name)
     happened = proxy.cut_reply(matching=END)
-    assert locks.do(lease.release) is Released.RELEASED
+    assert harness.do(lease.release) is Released.RELEASED
     assert happened.happened
     assert holders(direct, name) == []
 
 
-def test_renewal_whose_reply_is_lost_is_made_again(locks: Locks, proxy: Proxy, name: str) -> None:
-    lease = locks.acquire(name, ttl=3)
+def test_renewal_whose_reply_is_lost_is_made_again(harness: Harness, proxy: Proxy, name: str) -> None:
+    lease = harness.acquire(name, ttl=3)
     happened = proxy.cut_reply(matching=RENEW)
     happened.wait()
-    before = locks.renewals(lease)
-    locks.observed.until(lambda _: locks.renewals(lease) >= before + 1)
+    before = harness.renewals(lease)
+    harness.observed.until(lambda _: harness.renewals(lease) >= before + 1)
     assert not lease.lost
-    assert locks.do(lease.release) is Released.RELEASED
+    assert harness.do(lease.release) is Released.RELEASED
 
 
 def test_connections_that_are_killed_while_idle_cost_nobody_anything(
-    locks: Locks, direct: TableBackend, proxy: Proxy, name: str
+    harness: Harness, direct: TableBackend, proxy: Proxy, name: str
 ) -> None:
-    first = locks.acquire(f"{name}:1")
+    first = harness.acquire(f"{name}:1")
     proxy.cut()
-    assert locks.try_acquire(f"{name}:1") is None
+    assert harness.try_acquire(f"{name}:1") is None
     proxy.cut()
-    second = locks.acquire(f"{name}:2", wait=0)
+    second = harness.acquire(f"{name}:2", wait=0)
     proxy.cut()
-    assert locks.do(first.release) is Released.RELEASED
+    assert harness.do(first.release) is Released.RELEASED
     proxy.cut()
-    assert locks.do(second.release) is Released.RELEASED
+    assert harness.do(second.release) is Released.RELEASED
     assert holders(direct, f"{name}:1") == holders(direct, f"{name}:2") == []
 
 
 def test_waiter_whose_connections_are_killed_goes_on_waiting(
-    locks: Locks, direct: TableBackend, proxy: Proxy, name: str
+    harness: Harness, direct: TableBackend, proxy: Proxy, name: str
 ) -> None:
     first = Lock(direct, name).acquire()
-    pending = locks.queue_up(name)
+    pending = harness.queue_up(name)
     for _ in range(3):
         proxy.cut()
         threading.Event().wait(0.05)
@@ -168,16 +170,16 @@ def test_waiter_whose_connections_are_killed_goes_on_waiting(
 
 
 @pytest.mark.parametrize("how", ["deaf", "refuse"])
-def test_database_that_is_not_there_is_unavailable_in_time(locks: Locks, proxy: Proxy, name: str, how: str) -> None:
-    locks.do(locks.acquire(name).release)
+def test_database_that_is_not_there_is_unavailable_in_time(harness: Harness, proxy: Proxy, name: str, how: str) -> None:
+    harness.do(harness.acquire(name).release)
     getattr(proxy, how)()
     began = clock()
     with pytest.raises(BackendUnavailable) as caught:
-        locks.acquire(name, ttl=2, wait=0.2)
+        harness.acquire(name, ttl=2, wait=0.2)
     assert clock() - began < 30, "nothing waits for ever"
     assert caught.value.name == name
     proxy.forward()  # what the network had kept back may still be done, and lasts for one ttl then
-    locks.do(locks.acquire(name, wait=None).release)
+    harness.do(harness.acquire(name, wait=None).release)
 
 
 def test_lease_and_waiter_outlive_a_restart_of_the_database(servers_directory: Path, name: str) -> None:

@@ -17,7 +17,7 @@ from dlock_core import AcquireTimeout, BackendUnavailable, LeaseLost, Lock, Rele
 from dlock_core.backend import new_request
 from dlock_core.backends.zookeeper.backend import ZooKeeperBackend
 from dlock_core.runtime import BLOCKING, clock, run
-from dlock_core.testing.contract.parties import Locks
+from dlock_core.testing.contract.harness import Harness
 from dlock_core.testing.contract.tasks import Tasks
 from tests import processes, servers
 from tests.conftest import start
@@ -94,9 +94,9 @@ def replicated(three: Ensemble, prefix: str) -> Iterator[ZooKeeperBackend]:
     three.wait()
 
 
-def warm_up(locks: Locks) -> None:
+def warm_up(harness: Harness) -> None:
     """Have a session, so that the next request is the question itself."""
-    locks.do(locks.acquire("warm-up").release)
+    harness.do(harness.acquire("warm-up").release)
 
 
 def expire(backend: ZooKeeperBackend) -> None:
@@ -109,26 +109,26 @@ def expire(backend: ZooKeeperBackend) -> None:
 
 
 def test_holder_whose_session_expired_has_lost_its_lease_and_is_told_once(
-    locks: Locks, backend: ZooKeeperBackend
+    harness: Harness, backend: ZooKeeperBackend
 ) -> None:
     told: list[bool] = []
-    lease = locks.acquire("a", on_lost=lambda: told.append(True))
-    pending = locks.queue_up("a", ttl=60)
+    lease = harness.acquire("a", on_lost=lambda: told.append(True))
+    pending = harness.queue_up("a", ttl=60)
     expire(backend)
-    locks.until(lambda: told)
+    harness.until(lambda: told)
     assert lease.lost
     with pytest.raises(LeaseLost):
-        locks.do(lease.renew)
-    assert locks.keep(pending.result(WITHIN)).token > lease.token
-    assert locks.do(lease.release) is Released.STOLEN
+        harness.do(lease.renew)
+    assert harness.keep(pending.result(WITHIN)).token > lease.token
+    assert harness.do(lease.release) is Released.STOLEN
     assert told == [True]
 
 
 def test_waiter_whose_session_expired_queues_again(
-    locks: Locks, backend: ZooKeeperBackend, direct: ZooKeeperBackend
+    harness: Harness, backend: ZooKeeperBackend, direct: ZooKeeperBackend
 ) -> None:
     first = Lock(direct, "a").acquire()
-    pending = locks.queue_up("a")
+    pending = harness.queue_up("a")
     before = waiters(direct, "a")
     expire(backend)
     until(lambda: waiters(direct, "a") == before)
@@ -136,31 +136,31 @@ def test_waiter_whose_session_expired_queues_again(
     assert pending.result(WITHIN).token > first.token
 
 
-def test_connection_that_is_suspended_is_unknown_and_not_lost(locks: Locks, proxy: Proxy) -> None:
+def test_connection_that_is_suspended_is_unknown_and_not_lost(harness: Harness, proxy: Proxy) -> None:
     told: list[bool] = []
-    lease = locks.acquire("a", renew=False, on_lost=lambda: told.append(True))
+    lease = harness.acquire("a", renew=False, on_lost=lambda: told.append(True))
     before = runs_out(lease)
     proxy.refuse()
     with pytest.raises(BackendUnavailable):
-        locks.do(lease.renew)
+        harness.do(lease.renew)
     assert not lease.lost
     proxy.forward()
-    locks.until(lambda: is_done(locks, lease.renew))
+    harness.until(lambda: is_done(harness, lease.renew))
     assert runs_out(lease) > before + 0.01
     assert told == []
 
 
 @wait_for_its_end
-def test_lease_is_lost_in_time_when_the_store_is_deaf(locks: Locks, proxy: Proxy, direct: ZooKeeperBackend) -> None:
+def test_lease_is_lost_in_time_when_the_store_is_deaf(harness: Harness, proxy: Proxy, direct: ZooKeeperBackend) -> None:
     """Before ZooKeeper may give the lock to another."""
     told: list[float] = []
-    lease = locks.acquire("a", on_lost=lambda: told.append(clock()))
+    lease = harness.acquire("a", on_lost=lambda: told.append(clock()))
     proxy.deaf()
     with Lock(direct, "a", wait=WITHIN) as next_lease:
         assert next_lease.token > lease.token
         assert lease.lost
         got = clock()
-    locks.until(lambda: told)
+    harness.until(lambda: told)
     assert told[0] < got
     proxy.forward()
 
@@ -175,59 +175,59 @@ def test_lease_is_sure_for_no_longer_than_the_session_that_the_servers_grant(ser
 
 @pytest.mark.parametrize("fault", ["drop_reply", "cut_reply", "cut_request"])
 def test_creation_whose_reply_was_lost_is_one_grant(
-    locks: Locks, proxy: Proxy, direct: ZooKeeperBackend, fault: str
+    harness: Harness, proxy: Proxy, direct: ZooKeeperBackend, fault: str
 ) -> None:
-    warm_up(locks)
+    warm_up(harness)
     broken = getattr(proxy, fault)(matching=CREATE)
-    lease = locks.acquire("a")
+    lease = harness.acquire("a")
     assert broken.happened
     assert holders(direct, "a") == [lease.holder]
     assert waiters(direct, "a") == []
-    assert locks.do(lease.release) is Released.RELEASED
+    assert harness.do(lease.release) is Released.RELEASED
     assert is_untouched(direct, "a")
 
 
 @pytest.mark.parametrize("fault", ["drop_reply", "cut_reply"])
 def test_release_whose_reply_was_lost_is_a_release(
-    locks: Locks, proxy: Proxy, direct: ZooKeeperBackend, fault: str
+    harness: Harness, proxy: Proxy, direct: ZooKeeperBackend, fault: str
 ) -> None:
-    lease = locks.acquire("a", renew=False)
+    lease = harness.acquire("a", renew=False)
     broken = getattr(proxy, fault)(matching=CREATE)
-    assert locks.do(lease.release) is Released.RELEASED
+    assert harness.do(lease.release) is Released.RELEASED
     assert broken.happened
     assert is_untouched(direct, "a")
 
 
-def test_renewal_whose_reply_was_lost_is_no_loss(locks: Locks, proxy: Proxy) -> None:
-    lease = locks.acquire("a", renew=False)
+def test_renewal_whose_reply_was_lost_is_no_loss(harness: Harness, proxy: Proxy) -> None:
+    lease = harness.acquire("a", renew=False)
     lost = proxy.drop_reply(matching=CREATE)
     with pytest.raises(BackendUnavailable):
-        locks.do(lease.renew)
+        harness.do(lease.renew)
     assert lost.happened
-    locks.until(lambda: is_done(locks, lease.renew))
+    harness.until(lambda: is_done(harness, lease.renew))
     assert not lease.lost
 
 
 def test_attempt_that_failed_leaves_no_node_once_the_network_is_back(
-    locks: Locks, proxy: Proxy, direct: ZooKeeperBackend
+    harness: Harness, proxy: Proxy, direct: ZooKeeperBackend
 ) -> None:
     """Its request was sent, perhaps, and its session lives on: only we can remove what it made."""
-    warm_up(locks)
+    warm_up(harness)
     held = proxy.hold_request(matching=CREATE)
     with pytest.raises(BackendUnavailable):
-        locks.acquire("a", wait=0)
+        harness.acquire("a", wait=0)
     assert held.happened
     held.release()
     assert Lock(direct, "a", wait=WITHIN).acquire().release() is Released.RELEASED
     until(lambda: is_untouched(direct, "a"))
 
 
-def test_cancelled_attempt_leaves_no_node(locks: Locks, proxy: Proxy, direct: ZooKeeperBackend) -> None:
-    if not isinstance(locks, Tasks):
+def test_cancelled_attempt_leaves_no_node(harness: Harness, proxy: Proxy, direct: ZooKeeperBackend) -> None:
+    if not isinstance(harness, Tasks):
         pytest.skip("threads cannot be cancelled")
-    warm_up(locks)
+    warm_up(harness)
     held = proxy.hold_reply(matching=CREATE)
-    pending = locks.start(locks.lock("a").acquire)
+    pending = harness.start(harness.lock("a").acquire)
     held.wait()
     pending.cancel()
     held.release()
@@ -237,47 +237,47 @@ def test_cancelled_attempt_leaves_no_node(locks: Locks, proxy: Proxy, direct: Zo
 
 
 def test_waiter_survives_a_reset_of_the_connection_and_keeps_its_place(
-    locks: Locks, proxy: Proxy, direct: ZooKeeperBackend
+    harness: Harness, proxy: Proxy, direct: ZooKeeperBackend
 ) -> None:
-    first = locks.acquire("a")
-    line = [locks.queue_up("a") for _ in range(3)]
+    first = harness.acquire("a")
+    line = [harness.queue_up("a") for _ in range(3)]
     order = waiters(direct, "a")
     proxy.cut()
     got = [first]
     for pending in line:
-        locks.do(got[-1].release)
+        harness.do(got[-1].release)
         got.append(pending.result(WITHIN))
     assert [lease.holder for lease in got[1:]] == order
 
 
 def test_release_is_repeated_for_a_holder_who_could_not_reach_the_store(
-    locks: Locks, proxy: Proxy, direct: ZooKeeperBackend
+    harness: Harness, proxy: Proxy, direct: ZooKeeperBackend
 ) -> None:
-    lease = locks.acquire("a", renew=False)
+    lease = harness.acquire("a", renew=False)
     proxy.refuse()
     with pytest.raises(BackendUnavailable):
-        locks.do(lease.release)
+        harness.do(lease.release)
     proxy.forward()
     until(lambda: is_untouched(direct, "a"))
-    assert locks.do(lease.release) is Released.RELEASED
+    assert harness.do(lease.release) is Released.RELEASED
 
 
 @pytest.mark.parametrize("how", ["deaf", "refuse"])
 @pytest.mark.parametrize("wait", [0, 1.0])
-def test_store_that_does_not_answer_is_given_up_in_time(locks: Locks, proxy: Proxy, how: str, wait: float) -> None:
-    warm_up(locks)
+def test_store_that_does_not_answer_is_given_up_in_time(harness: Harness, proxy: Proxy, how: str, wait: float) -> None:
+    warm_up(harness)
     getattr(proxy, how)()
     began = clock()
     with pytest.raises(BackendUnavailable):
-        locks.acquire("a", wait=wait)
+        harness.acquire("a", wait=wait)
     assert clock() - began < wait + 3 * LIMIT + 5, "a last request, one more for a broken one, and a clean-up"
     proxy.forward()
 
 
 @pytest.mark.parametrize("how", ["deaf", "refuse"])
-def test_waiter_whose_store_goes_away_gives_up_in_time(locks: Locks, proxy: Proxy, how: str) -> None:
-    locks.acquire("a")
-    pending = locks.queue_up("a", wait=1.0)
+def test_waiter_whose_store_goes_away_gives_up_in_time(harness: Harness, proxy: Proxy, how: str) -> None:
+    harness.acquire("a")
+    pending = harness.queue_up("a", wait=1.0)
     getattr(proxy, how)()
     began = clock()
     with pytest.raises((BackendUnavailable, AcquireTimeout)):
@@ -585,17 +585,17 @@ def test_store_with_a_password_is_closed_to_others_and_shows_no_secret(
 
 
 def test_nothing_is_left_over_after_all_of_it(
-    locks: Locks, proxy: Proxy, backend: ZooKeeperBackend, direct: ZooKeeperBackend, server: Server, prefix: str
+    harness: Harness, proxy: Proxy, backend: ZooKeeperBackend, direct: ZooKeeperBackend, server: Server, prefix: str
 ) -> None:
     for fault in (proxy.drop_reply, proxy.cut_reply, proxy.cut_request):
         for place in (1, 2, 3):
             fault(place, matching=CREATE)
-            first = locks.acquire("a")
-            pending = locks.queue_up("a")
+            first = harness.acquire("a")
+            pending = harness.queue_up("a")
             with pytest.raises((AcquireTimeout, BackendUnavailable)):
-                locks.acquire("a", wait=0.02)
-            until(lambda first=first: is_done(locks, first.release))
-            until(lambda pending=pending: is_done(locks, pending.result(WITHIN).release))
+                harness.acquire("a", wait=0.02)
+            until(lambda first=first: is_done(harness, first.release))
+            until(lambda pending=pending: is_done(harness, pending.result(WITHIN).release))
     until(lambda: is_untouched(direct, "a"))
 
 
@@ -604,9 +604,9 @@ def runs_out(lease: Any) -> float:
     return clock() + float(lease.remaining())
 
 
-def is_done(locks: Locks, step: Any) -> bool:
+def is_done(harness: Harness, step: Any) -> bool:
     try:
-        locks.do(step)
+        harness.do(step)
     except BackendUnavailable:
         return False
     return True

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 import pytest
 
 from dlock_core.backend import Backend
-from dlock_core.testing.contract.parties import Locks, Threads
+from dlock_core.testing.contract.harness import Harness, Threads
 from dlock_core.testing.contract.tasks import Tasks
 
 _PARTS = ("exclusion", "waiting", "ending", "renewing", "sharing", "joining", "many", "operating", "refusing")
@@ -34,26 +34,26 @@ from dlock_core.testing.contract.renewing import *
 from dlock_core.testing.contract.sharing import *
 from dlock_core.testing.contract.waiting import *
 
-__all__ = ["locks", "name", "sharing", *(key for key in globals() if key.startswith("test_"))]  # noqa: PLE0604
+__all__ = ["harness", "name", "shared_harness", *(key for key in globals() if key.startswith("test_"))]  # noqa: PLE0604
 
 
 @pytest.fixture(params=[Threads, Tasks], ids=["threads", "tasks"])
-def locks(request: pytest.FixtureRequest, backend: Backend) -> Iterator[Locks]:
-    """Locks of the store under test, for threads and for tasks."""
-    locks: Locks = request.param(backend)
-    yield locks
-    locks.close()
+def harness(request: pytest.FixtureRequest, backend: Backend) -> Iterator[Harness]:
+    """Yield a harness for the store under test: one with threads, then one with tasks."""
+    harness: Harness = request.param(backend)
+    yield harness
+    harness.close()
 
 
 @pytest.fixture
-def sharing(locks: Locks) -> Locks:
-    """The same, when the store has shared locks."""
-    if not locks.store.capabilities.shared:
+def shared_harness(harness: Harness) -> Harness:
+    """Return the harness, or skip the test where the store has no shared locks."""
+    if not harness.store.capabilities.shared:
         pytest.skip("this store has no shared locks")
-    return locks
+    return harness
 
 
 @pytest.fixture
 def name() -> str:
-    """A lock's name that no other test uses."""
+    """Return a lock name that no other test uses."""
     return f"contract:{secrets.token_hex(4)}"

@@ -12,7 +12,7 @@ from dlock_core.errors import LeaseLost
 from dlock_core.observability import hooks
 
 if TYPE_CHECKING:
-    from dlock_core.testing.contract.parties import Locks
+    from dlock_core.testing.contract.harness import Harness
 
 __all__ = [
     "test_a_block_releases_its_lock",
@@ -22,104 +22,104 @@ __all__ = [
     "test_lost_lease_is_told_once",
     "test_release_answers_expired_when_the_time_was_over",
     "test_release_answers_stolen_when_another_holds",
-    "test_release_from_another_party_is_a_release",
+    "test_release_by_another_actor_is_a_release",
     "test_second_release_gives_the_first_answer",
 ]
 
 
-def test_second_release_gives_the_first_answer(locks: Locks, name: str) -> None:
-    first = locks.acquire(name)
-    assert locks.do(first.release) is Released.RELEASED
-    second = locks.acquire(name)
-    assert locks.do(first.release) is Released.RELEASED
-    assert locks.holders(name) == [second.holder]
+def test_second_release_gives_the_first_answer(harness: Harness, name: str) -> None:
+    first = harness.acquire(name)
+    assert harness.do(first.release) is Released.RELEASED
+    second = harness.acquire(name)
+    assert harness.do(first.release) is Released.RELEASED
+    assert harness.holders(name) == [second.holder]
 
 
-def test_release_from_another_party_is_a_release(locks: Locks, name: str) -> None:
-    alice, bob = locks.party(), locks.party()
-    lease = alice.do(locks.lock(name).acquire)
+def test_release_by_another_actor_is_a_release(harness: Harness, name: str) -> None:
+    alice, bob = harness.actor(), harness.actor()
+    lease = alice.do(harness.lock(name).acquire)
     assert bob.do(lease.release) is Released.RELEASED
-    assert locks.keep(alice.do(locks.lock(name).acquire)).token > lease.token
+    assert harness.keep(alice.do(harness.lock(name).acquire)).token > lease.token
 
 
-def test_release_answers_expired_when_the_time_was_over(locks: Locks, name: str) -> None:
-    lease = locks.acquire(name, ttl=locks.short, renew=False)
-    locks.until(lambda: locks.holders(name) == [])
+def test_release_answers_expired_when_the_time_was_over(harness: Harness, name: str) -> None:
+    lease = harness.acquire(name, ttl=harness.short_ttl, renew=False)
+    harness.until(lambda: harness.holders(name) == [])
     assert lease.lost
-    assert locks.do(lease.release) is Released.EXPIRED
-    assert locks.do(lease.release) is Released.EXPIRED
+    assert harness.do(lease.release) is Released.EXPIRED
+    assert harness.do(lease.release) is Released.EXPIRED
 
 
-def test_release_answers_stolen_when_another_holds(locks: Locks, name: str) -> None:
-    first = locks.acquire(name, ttl=locks.short, renew=False)
-    second = locks.acquire(name, wait=None)
-    assert locks.do(first.release) is Released.STOLEN
-    assert locks.holders(name) == [second.holder]
+def test_release_answers_stolen_when_another_holds(harness: Harness, name: str) -> None:
+    first = harness.acquire(name, ttl=harness.short_ttl, renew=False)
+    second = harness.acquire(name, wait=None)
+    assert harness.do(first.release) is Released.STOLEN
+    assert harness.holders(name) == [second.holder]
 
 
-def test_a_block_releases_its_lock(locks: Locks, name: str) -> None:
-    lease = locks.do(lambda: locks.block(locks.lock(name), lambda lease: lease))
+def test_a_block_releases_its_lock(harness: Harness, name: str) -> None:
+    lease = harness.do(lambda: harness.block(harness.lock(name), lambda lease: lease))
     assert lease.remaining() == 0.0
     assert not lease.lost
-    assert locks.holders(name) == []
+    assert harness.holders(name) == []
     with pytest.raises(ZeroDivisionError):
-        locks.do(lambda: locks.block(locks.lock(name), lambda _: 1 // 0))
-    assert locks.holders(name) == []
+        harness.do(lambda: harness.block(harness.lock(name), lambda _: 1 // 0))
+    assert harness.holders(name) == []
 
 
-def test_clean_body_whose_lease_was_lost_ends_in_an_error(locks: Locks, name: str) -> None:
+def test_clean_body_whose_lease_was_lost_ends_in_an_error(harness: Harness, name: str) -> None:
     def body(lease: Any) -> None:
-        _let_run_out(locks, lease)
+        _let_run_out(harness, lease)
 
     with pytest.raises(LeaseLost) as caught:
-        locks.do(lambda: locks.block(locks.lock(name, ttl=locks.short, renew=False), body))
+        harness.do(lambda: harness.block(harness.lock(name, ttl=harness.short_ttl, renew=False), body))
     assert caught.value.name == name
     assert caught.value.token > 0
 
 
-def test_body_that_failed_keeps_its_own_error_when_the_lease_was_lost(locks: Locks, name: str) -> None:
+def test_body_that_failed_keeps_its_own_error_when_the_lease_was_lost(harness: Harness, name: str) -> None:
     def body(lease: Any) -> None:
-        _let_run_out(locks, lease)
+        _let_run_out(harness, lease)
         raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
-        locks.do(lambda: locks.block(locks.lock(name, ttl=locks.short, renew=False), body))
+        harness.do(lambda: harness.block(harness.lock(name, ttl=harness.short_ttl, renew=False), body))
 
 
-def _let_run_out(locks: Locks, lease: Any) -> None:
-    locks.until(lambda: locks.holders(lease.name) == [])
+def _let_run_out(harness: Harness, lease: Any) -> None:
+    harness.until(lambda: harness.holders(lease.name) == [])
     assert lease.lost
     with pytest.raises(LeaseLost):
         lease.ensure_held()
 
 
-def test_lost_lease_is_told_once(locks: Locks, name: str) -> None:
+def test_lost_lease_is_told_once(harness: Harness, name: str) -> None:
     told: list[str] = []
     events: list[hooks.Event] = []
     hooks.subscribe(events.append)
     try:
-        lease = locks.acquire(name, ttl=locks.kept, on_lost=lambda: told.append(name))
-        assert locks.ask("force_release", name, lease.token)
-        locks.until(lambda: told)
+        lease = harness.acquire(name, ttl=harness.renewed_ttl, on_lost=lambda: told.append(name))
+        assert harness.call_store("force_release", name, lease.token)
+        harness.until(lambda: told)
         assert lease.lost
         assert lease.remaining() == 0.0
         with pytest.raises(LeaseLost, match="start over"):
             lease.ensure_held()
         with pytest.raises(LeaseLost):
-            locks.do(lease.renew)
-        assert locks.do(lease.release) is Released.EXPIRED
-        locks.until(lambda: len([event for event in events if event.name == name]) == 3)
+            harness.do(lease.renew)
+        assert harness.do(lease.release) is Released.EXPIRED
+        harness.until(lambda: len([event for event in events if event.name == name]) == 3)
     finally:
         hooks.unsubscribe(events.append)
     assert told == [name]
     assert [event.kind for event in events if event.name == name] == ["acquired", "lost", "released"]
 
 
-def test_lease_thrown_away_warns_and_runs_out(locks: Locks, name: str) -> None:
-    lease = locks.do(locks.lock(name, ttl=locks.kept).acquire)
+def test_lease_thrown_away_warns_and_runs_out(harness: Harness, name: str) -> None:
+    lease = harness.do(harness.lock(name, ttl=harness.renewed_ttl).acquire)
     token, holder = lease.token, lease.holder
-    locks.observed.until(lambda calls: sum(call.what == "renew" and holder in call.holders for call in calls) > 1)
+    harness.observed.until(lambda calls: sum(call.method == "renew" and holder in call.holders for call in calls) > 1)
     with pytest.warns(ResourceWarning, match="never released"):
         del lease
         gc.collect()
-    assert locks.acquire(name, wait=None).token > token
+    assert harness.acquire(name, wait=None).token > token

@@ -10,7 +10,7 @@ from dlock_core.backend import Released, new_request
 from dlock_core.names import canonical, join
 
 if TYPE_CHECKING:
-    from dlock_core.testing.contract.parties import Locks
+    from dlock_core.testing.contract.harness import Harness
 
 __all__ = [
     "test_a_holder_that_asks_twice_has_one_grant",
@@ -31,79 +31,79 @@ NAMES: Final = (
 """What a URL or a careless caller may make of a name; no two are the same lock."""
 
 
-def test_second_asker_gets_nothing_until_first_releases(locks: Locks, name: str) -> None:
-    first = locks.acquire(name)
-    assert locks.try_acquire(name) is None
-    locks.do(first.release)
-    assert locks.try_acquire(name) is not None
+def test_second_asker_gets_nothing_until_first_releases(harness: Harness, name: str) -> None:
+    first = harness.acquire(name)
+    assert harness.try_acquire(name) is None
+    harness.do(first.release)
+    assert harness.try_acquire(name) is not None
 
 
-def test_sections_never_overlap(locks: Locks, name: str) -> None:
+def test_sections_never_overlap(harness: Harness, name: str) -> None:
     seen: list[Any] = []
 
     def section(lease: Any) -> Any:
         seen.append(lease.token)
-        return locks.nap()
+        return harness.pause()
 
     def work() -> Any:
-        return locks.block(locks.lock(name, wait=None), section)
+        return harness.block(harness.lock(name, wait=None), section)
 
-    for done in [locks.start(work) for _ in range(12)]:
+    for done in [harness.start(work) for _ in range(12)]:
         done.result()
     assert len(seen) == 12
     assert seen == sorted(set(seen))
 
 
-def test_tokens_grow(locks: Locks, name: str) -> None:
+def test_tokens_grow(harness: Harness, name: str) -> None:
     tokens = []
     for _ in range(5):
-        lease = locks.acquire(name)
+        lease = harness.acquire(name)
         tokens.append(lease.token)
-        locks.do(lease.release)
+        harness.do(lease.release)
     assert tokens == sorted(set(tokens))
     assert tokens[0] > 0
 
 
-def test_token_above_the_floor_that_was_asked_for(locks: Locks, name: str) -> None:
-    lease = locks.acquire(name)
-    locks.do(lease.release)
+def test_token_above_the_floor_that_was_asked_for(harness: Harness, name: str) -> None:
+    lease = harness.acquire(name)
+    harness.do(lease.release)
     floor = lease.token + 1_000_000_000
     request = new_request(name, 30.0, 0.0, shared=False, fair=True)
-    first = locks.ask("try_acquire", request)
+    first = harness.call_store("try_acquire", request)
     assert first.token > lease.token
     raised = type(request)(name, request.holder, 30.0, queue=False, floor=floor)
-    second = locks.ask("try_acquire", raised)
+    second = harness.call_store("try_acquire", raised)
     assert second.token > floor
-    assert locks.ask("release", raised, second) is Released.RELEASED
-    assert locks.acquire(name).token > second.token
+    assert harness.call_store("release", raised, second) is Released.RELEASED
+    assert harness.acquire(name).token > second.token
 
 
-def test_a_holder_that_asks_twice_has_one_grant(locks: Locks, name: str) -> None:
+def test_a_holder_that_asks_twice_has_one_grant(harness: Harness, name: str) -> None:
     request = new_request(name, 30.0, 10.0, shared=False, fair=True)
-    first = locks.ask("try_acquire", request)
-    again = locks.ask("try_acquire", request, unsure=True)
+    first = harness.call_store("try_acquire", request)
+    again = harness.call_store("try_acquire", request, unsure=True)
     assert again.token == first.token
-    assert locks.ask("release", request, first) is Released.RELEASED
-    assert locks.ask("release", request, first) is Released.EXPIRED
-    assert locks.holders(name) == []
+    assert harness.call_store("release", request, first) is Released.RELEASED
+    assert harness.call_store("release", request, first) is Released.EXPIRED
+    assert harness.holders(name) == []
 
 
-def test_each_name_is_a_lock_of_its_own(locks: Locks, name: str) -> None:
+def test_each_name_is_a_lock_of_its_own(harness: Harness, name: str) -> None:
     names = [canonical(f"{name}:{each}") for each in NAMES]
-    leases = [locks.acquire(each) for each in names]
+    leases = [harness.acquire(each) for each in names]
     assert [lease.name for lease in leases] == names
     for each, lease in zip(names, leases, strict=True):
-        assert locks.try_acquire(each) is None
-        assert locks.holders(each) == [lease.holder]
-        assert locks.do(lease.release) is Released.RELEASED
-        assert locks.holders(each) == []
+        assert harness.try_acquire(each) is None
+        assert harness.holders(each) == [lease.holder]
+        assert harness.do(lease.release) is Released.RELEASED
+        assert harness.holders(each) == []
 
 
 @pytest.mark.parametrize("char", ["x", "é"])
-def test_longest_name_is_a_lock_as_any_other(locks: Locks, name: str, char: str) -> None:
+def test_longest_name_is_a_lock_as_any_other(harness: Harness, name: str, char: str) -> None:
     room = 512 - len(name) - 1
     long = canonical(f"{name}:{char * (room // len(join(char)))}")
-    lease = locks.acquire(long)
-    assert locks.try_acquire(long) is None
-    assert locks.state(long).name == long
-    assert locks.do(lease.release) is Released.RELEASED
+    lease = harness.acquire(long)
+    assert harness.try_acquire(long) is None
+    assert harness.state(long).name == long
+    assert harness.do(lease.release) is Released.RELEASED

@@ -1,4 +1,4 @@
-"""A backend that remembers what it was asked, so that tests wait for events and never for time."""
+"""A store that records its calls, so that tests wait for an event instead of a time."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ if TYPE_CHECKING:
 __all__ = ["WITHIN", "Call", "Observed"]
 
 WITHIN: Final = 30.0
-"""Seconds after which a test gives up: far more than anything here takes."""
+"""Seconds after which a test fails instead of hanging: far more than any step takes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One question that a store was asked, by these holders."""
+    """One call of a method of the store, for these holders."""
 
-    what: str
+    method: str
     name: str
     holders: tuple[str, ...] = ()
 
 
 class Observed:
-    """Passes every question on to a backend, and remembers it."""
+    """Passes each call on to a store, and records it."""
 
     def __init__(self, backend: Backend) -> None:
         self.backend = backend
@@ -38,44 +38,44 @@ class Observed:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.backend, name)
 
-    def note(self, what: str, name: str, *holders: str) -> None:
-        """Remember a question."""
+    def record(self, method: str, name: str, *holders: str) -> None:
+        """Record a call."""
         with self._changed:
-            self.calls.append(Call(what, name, holders))
+            self.calls.append(Call(method, name, holders))
             self._changed.notify_all()
 
     def until(self, condition: Callable[[list[Call]], bool]) -> None:
-        """Wait until what was asked so far meets a condition."""
+        """Wait until a condition of the calls so far holds; raises TimeoutError after WITHIN seconds."""
         with self._changed:
             if not self._changed.wait_for(lambda: condition(self.calls), WITHIN):
-                raise TimeoutError(f"did not happen within {WITHIN} s; asked so far: {self.calls}")
+                raise TimeoutError(f"did not happen within {WITHIN} s; calls so far: {self.calls}")
 
     async def try_acquire(
         self, runtime: Runtime, request: Request, ticket: Any = None, *, unsure: bool = False
     ) -> Granted | Busy:
-        self.note("try_acquire", request.name, request.holder)
+        self.record("try_acquire", request.name, request.holder)
         return await self.backend.try_acquire(runtime, request, ticket, unsure=unsure)
 
     async def wait(self, runtime: Runtime, request: Request, busy: Busy, timeout: float) -> Granted | Busy | None:
-        self.note("wait", request.name, request.holder)
+        self.record("wait", request.name, request.holder)
         return await self.backend.wait(runtime, request, busy, timeout)
 
     async def abandon(self, runtime: Runtime, request: Request, ticket: Any = None) -> None:
-        self.note("abandon", request.name, request.holder)
+        self.record("abandon", request.name, request.holder)
         await self.backend.abandon(runtime, request, ticket)
 
     async def renew(self, runtime: Runtime, renewals: Sequence[Renewal]) -> list[RenewalResult]:
-        self.note("renew", renewals[0].request.name, *[renewal.request.holder for renewal in renewals])
+        self.record("renew", renewals[0].request.name, *[renewal.request.holder for renewal in renewals])
         return await self.backend.renew(runtime, renewals)
 
     async def release(self, runtime: Runtime, request: Request, granted: Granted) -> Any:
-        self.note("release", request.name, request.holder)
+        self.record("release", request.name, request.holder)
         return await self.backend.release(runtime, request, granted)
 
     async def inspect(self, runtime: Runtime, name: str | None = None) -> list[LockState]:
-        self.note("inspect", name or "")
+        self.record("inspect", name or "")
         return await self.backend.inspect(runtime, name)
 
     async def force_release(self, runtime: Runtime, name: str, token: int) -> bool:
-        self.note("force_release", name)
+        self.record("force_release", name)
         return await self.backend.force_release(runtime, name, token)

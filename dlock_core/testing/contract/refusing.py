@@ -14,7 +14,7 @@ from dlock_core.errors import NotSupported
 from dlock_core.testing.contract.observed import Observed
 
 if TYPE_CHECKING:
-    from dlock_core.testing.contract.parties import Locks
+    from dlock_core.testing.contract.harness import Harness
 
 __all__ = [
     "test_bad_name_is_refused_before_any_question",
@@ -30,41 +30,41 @@ BAD_NAMES: Final = ("", ":", "a:", ":a", "a::b", "x" * 513, "ä" * 86, None, 42,
 
 
 @pytest.mark.parametrize("ttl", BAD_TTLS, ids=repr)
-def test_bad_ttl_is_refused_before_any_question(locks: Locks, name: str, ttl: Any) -> None:
+def test_bad_ttl_is_refused_before_any_question(harness: Harness, name: str, ttl: Any) -> None:
     with pytest.raises((ValueError, TypeError), match="ttl"):
-        locks.acquire(name, ttl=ttl)
-    assert locks.observed.calls == []
+        harness.acquire(name, ttl=ttl)
+    assert harness.observed.calls == []
 
 
 @pytest.mark.parametrize("wait", BAD_WAITS, ids=repr)
-def test_bad_wait_is_refused_before_any_question(locks: Locks, name: str, wait: Any) -> None:
+def test_bad_wait_is_refused_before_any_question(harness: Harness, name: str, wait: Any) -> None:
     with pytest.raises((ValueError, TypeError), match="wait"):
-        locks.acquire(name, wait=wait)
-    assert locks.observed.calls == []
+        harness.acquire(name, wait=wait)
+    assert harness.observed.calls == []
 
 
 @pytest.mark.parametrize("bad", BAD_NAMES, ids=lambda bad: repr(bad)[:20])
-def test_bad_name_is_refused_before_any_question(locks: Locks, bad: Any) -> None:
+def test_bad_name_is_refused_before_any_question(harness: Harness, bad: Any) -> None:
     with pytest.raises((ValueError, TypeError), match="name"):
-        locks.acquire(bad)
-    assert locks.observed.calls == []
+        harness.acquire(bad)
+    assert harness.observed.calls == []
 
 
-def test_bad_ttl_of_a_renewal_is_refused_before_any_question(locks: Locks, name: str) -> None:
-    lease = locks.acquire(name)
-    before = len(locks.observed.calls)
+def test_bad_ttl_of_a_renewal_is_refused_before_any_question(harness: Harness, name: str) -> None:
+    lease = harness.acquire(name)
+    before = len(harness.observed.calls)
     for ttl in (0, math.nan, "30"):
         with pytest.raises((ValueError, TypeError), match="ttl"):
-            locks.do(partial(lease.renew, ttl))
-    assert len(locks.observed.calls) == before
+            harness.do(partial(lease.renew, ttl))
+    assert len(harness.observed.calls) == before
 
 
-def test_what_the_store_cannot_do_is_refused_before_any_question(locks: Locks, name: str) -> None:
+def test_what_the_store_cannot_do_is_refused_before_any_question(harness: Harness, name: str) -> None:
     class WithoutShared(Observed):
         capabilities = Capabilities()
 
-    plain = WithoutShared(locks.observed.backend)
-    locks.store = plain
+    plain = WithoutShared(harness.observed.backend)
+    harness.store = plain
     with pytest.raises(NotSupported, match="shared"):
-        locks.acquire(name, shared=True)
+        harness.acquire(name, shared=True)
     assert plain.calls == []

@@ -1,4 +1,4 @@
-"""The competitors as tasks of one event loop."""
+"""The harness whose actors are tasks of one event loop."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 from dlock_core.leases.lock import AsyncLock
 from dlock_core.leases.multilock import AsyncMultiLock
 from dlock_core.runtime import ASYNCIO
+from dlock_core.testing.contract.harness import Actor, Harness
 from dlock_core.testing.contract.observed import WITHIN
-from dlock_core.testing.contract.parties import Locks, Party
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 __all__ = ["Tasks"]
 
 
-class Tasks(Locks):
-    """Competitors are tasks of one event loop, which runs in a thread of its own."""
+class Tasks(Harness):
+    """The harness whose actors are tasks; their event loop runs in a dedicated thread."""
 
     def __init__(self, backend: Backend) -> None:
         super().__init__(backend)
@@ -47,7 +47,7 @@ class Tasks(Locks):
     def do(self, step: Step) -> Any:
         return self.start(step).result(WITHIN)
 
-    def party(self) -> Party:
+    def actor(self) -> Actor:
         steps: asyncio.Queue[tuple[Step, Future[Any]]] = asyncio.Queue()
         asyncio.run_coroutine_threadsafe(_awork(steps), self._loop)
 
@@ -56,28 +56,28 @@ class Tasks(Locks):
             self._loop.call_soon_threadsafe(steps.put_nowait, (step, done))
             return done
 
-        return Party(begin)
+        return Actor(begin)
 
     def lock(self, name: str, **options: Any) -> AsyncLock:
         return AsyncLock(self.store, name, **options)
 
-    def ask(self, what: str, *args: Any, **options: Any) -> Any:
-        return self.do(lambda: getattr(self.store, what)(ASYNCIO, *args, **options))
+    def call_store(self, method: str, *args: Any, **options: Any) -> Any:
+        return self.do(lambda: getattr(self.store, method)(ASYNCIO, *args, **options))
 
     async def block(self, lock: Any, body: Callable[[Any], Any]) -> Any:
         async with lock as lease:
             return await _take(lambda: body(lease))
 
-    def many(self, names: Iterable[str], **options: Any) -> AsyncMultiLock:
+    def multilock(self, names: Iterable[str], **options: Any) -> AsyncMultiLock:
         return AsyncMultiLock(self.store, names, **options)
 
-    async def nap(self) -> None:
+    async def pause(self) -> None:
         await asyncio.sleep(0.001)
 
-    async def after(self, first: Any, then: Callable[[Any], Any]) -> Any:
+    async def then(self, first: Any, then: Callable[[Any], Any]) -> Any:
         return then(await first)
 
-    async def each(self, step: Callable[[Any], Any], items: Iterable[Any]) -> None:
+    async def for_each(self, step: Callable[[Any], Any], items: Iterable[Any]) -> None:
         for item in items:
             await step(item)
 

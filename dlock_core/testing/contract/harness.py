@@ -1,0 +1,240 @@
+"""The harness of the contract suite: it runs one copy of each test with threads and with tasks.
+
+A test reads like a story about actors who compete for one store:
+
+    def test_released_lock_is_free(harness, name):
+        lease = harness.acquire(name)                 # a new actor holds the lock
+        assert harness.try_acquire(name) is None      # another actor does not get it
+        harness.do(lease.release)                     # an actor takes a step to its end
+        pending = harness.queue_up(name)              # an actor waits in the queue: a Future of its lease
+        assert harness.holders(name) == [...]         # what the store itself says
+
+The words:
+
+- A *step* is a function without arguments. The harness awaits what it returns if that is awaitable, so that
+  `lease.release` is a step of a `Lease` and of an `AsyncLease` alike.
+- An *actor* is one thread or one task, which takes its steps one after the other. `harness.actor()` makes one, for
+  tests about what one context holds; `harness.do(step)` and all the verbs below use a new actor each time.
+- `do(step)` waits for the result of a step, `start(step)` returns its Future. No step lasts longer than `WITHIN`.
+- `acquire`, `try_acquire`, `begin_to_wait` and `queue_up` take a lock; `lock`, `multilock` and `block` make a Lock, a
+  MultiLock and a `with` block of the right kind. What a test leaves held is released at its end (`keep`).
+- `call_store(method, …)` calls a method of the store itself, past the engine. `state` and `holders` inspect it.
+- `observed` records what the store was asked: `calls_of(method, name)`, `renewals(lease)` and `waiting(name)` count it,
+  and `observed.until(condition)` waits for it. So no test sleeps.
+- `short_ttl` is a ttl that a test can wait out; `renewed_ttl` one that survives a slow machine while it is renewed.
+- `pause`, `then` and `for_each` write a step of several calls once for both worlds.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from concurrent.futures import CancelledError, Future
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, cast
+
+from dlock_core.errors import DLockError
+from dlock_core.leases.lock import Lock
+from dlock_core.leases.multilock import MultiLock
+from dlock_core.runtime import BLOCKING, run
+from dlock_core.testing.contract.observed import WITHIN, Observed
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from dlock_core.backend import Backend, LockState
+
+    Step = Callable[[], Any]
+
+__all__ = ["Actor", "Harness", "Threads"]
+
+
+class Actor:
+    """One thread or task, which takes its steps one after the other."""
+
+    def __init__(self, begin: Callable[[Step], Future[Any]]) -> None:
+        self.start = begin
+
+    def do(self, step: Step) -> Any:
+        """Take a step and return its result; raises what the step raised."""
+        return self.start(step).result(WITHIN)
+
+
+class Harness:
+    """What a test of the contract works with, for one store; `Threads` and `Tasks` are its two kinds."""
+
+    def __init__(self, backend: Backend) -> None:
+        self.observed = Observed(backend)
+        self.store = cast("Backend", self.observed)
+        self.short_ttl = max(0.2, backend.capabilities.ttl_min)
+        """A ttl that a test can wait out."""
+        self.renewed_ttl = max(0.8, backend.capabilities.ttl_min)
+        """A ttl that survives the pauses of a slow machine while it is renewed."""
+        self._leases: list[Any] = []
+        self._pending: list[Future[Any]] = []
+
+    def actor(self) -> Actor:
+        """Start a thread or task that waits for its steps."""
+        raise NotImplementedError
+
+    def lock(self, name: str, **options: Any) -> Any:
+        """Return a Lock or AsyncLock of the store."""
+        raise NotImplementedError
+
+    def call_store(self, method: str, *args: Any, **options: Any) -> Any:
+        """Call a method of the store itself; the harness adds the runtime."""
+        raise NotImplementedError
+
+    def block(self, lock: Any, body: Callable[[Any], Any]) -> Any:
+        """Run a body in a `with` or `async with` block."""
+        raise NotImplementedError
+
+    def multilock(self, names: Iterable[str], **options: Any) -> Any:
+        """Return a MultiLock or AsyncMultiLock of the store."""
+        raise NotImplementedError
+
+    def pause(self) -> Any:
+        """Let other actors run."""
+        raise NotImplementedError
+
+    def then(self, first: Any, then: Callable[[Any], Any]) -> Any:
+        """Call a function with the result of a call, after awaiting it if need be."""
+        raise NotImplementedError
+
+    def for_each(self, step: Callable[[Any], Any], items: Iterable[Any]) -> Any:
+        """Call a function with each item, one after the other, awaiting each call if need be."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Release what the test left held, and end the actors."""
+        for lease in self._leases:
+            with suppress(DLockError):
+                self.do(lease.release)
+        for pending in self._pending:  # each gets it now from the one before
+            with suppress(DLockError, CancelledError):
+                self.do(pending.result(WITHIN).release)
+
+    def start(self, step: Step) -> Future[Any]:
+        """Start a step with a new actor, and return its Future."""
+        return self.actor().start(step)
+
+    def do(self, step: Step) -> Any:
+        """Take a step with a new actor, and return its result."""
+        return self.actor().do(step)
+
+    def acquire(self, name: str, **options: Any) -> Any:
+        """Acquire a lock with a new actor, and return the lease."""
+        return self.keep(self.do(self.lock(name, **options).acquire))
+
+    def try_acquire(self, name: str, **options: Any) -> Any:
+        """Try a lock with a new actor: a lease, or None."""
+        return self.keep(self.do(self.lock(name, **options).try_acquire))
+
+    def begin_to_wait(self, name: str, **options: Any) -> Future[Any]:
+        """Start to acquire a lock with a new actor, and return the Future once the engine waits at the store."""
+        before = len(self.waiting(name))
+        pending = self.start(self.lock(name, wait=options.pop("wait", None), **options).acquire)
+        self._pending.append(pending)
+        self.observed.until(lambda _: len(self.waiting(name)) > before or pending.done())
+        return pending
+
+    def queue_up(self, name: str, **options: Any) -> Future[Any]:
+        """Start to acquire a lock, and return the Future once the store lists the waiter, if it lists waiters at all."""
+        pending = self.begin_to_wait(name, **options)
+        if self.store.capabilities.lists_waiters and not pending.done():
+            holder = self.waiting(name)[-1]
+            self.until(lambda: holder in [waiter.holder for waiter in self.state(name).waiters] or pending.done())
+        return pending
+
+    def keep(self, lease: Any) -> Any:
+        """Release a lease at the end of the test; returns the lease."""
+        if lease is not None:
+            self._leases.append(lease)
+        return lease
+
+    def waiting(self, name: str) -> list[str]:
+        """Return the holder ids that have begun to wait for a lock, in order."""
+        return list(dict.fromkeys(call.holders[0] for call in self.calls_of("wait", name)))
+
+    def calls_of(self, method: str, name: str) -> list[Any]:
+        """Return the calls of one method about one lock, so far."""
+        return [call for call in list(self.observed.calls) if call.method == method and call.name == name]
+
+    def renewals(self, lease: Any) -> int:
+        """Count how often the store was asked to renew a lease."""
+        return sum(call.method == "renew" and lease.holder in call.holders for call in list(self.observed.calls))
+
+    def state(self, name: str) -> LockState:
+        """Inspect one lock, without any actor."""
+        (state,) = run(self.store.inspect(BLOCKING, name))
+        return state
+
+    def holders(self, name: str) -> list[str]:
+        """Return the ids of those that hold a lock."""
+        return [holder.holder for holder in self.state(name).holders]
+
+    def until(self, condition: Step) -> None:
+        """Poll until a condition holds; only for what no event announces."""
+        for _ in range(int(WITHIN * 100)):
+            if condition():
+                return
+            threading.Event().wait(0.01)
+        raise TimeoutError(f"did not happen within {WITHIN} s")
+
+
+class Threads(Harness):
+    """The harness whose actors are threads."""
+
+    def __init__(self, backend: Backend) -> None:
+        super().__init__(backend)
+        self._actors: list[queue.SimpleQueue[Any]] = []
+
+    def actor(self) -> Actor:
+        steps: queue.SimpleQueue[tuple[Step, Future[Any]] | None] = queue.SimpleQueue()
+        threading.Thread(target=_work, args=(steps,), daemon=True).start()
+        self._actors.append(steps)
+
+        def begin(step: Step) -> Future[Any]:
+            done: Future[Any] = Future()
+            steps.put((step, done))
+            return done
+
+        return Actor(begin)
+
+    def lock(self, name: str, **options: Any) -> Lock:
+        return Lock(self.store, name, **options)
+
+    def call_store(self, method: str, *args: Any, **options: Any) -> Any:
+        return run(getattr(self.store, method)(BLOCKING, *args, **options))
+
+    def block(self, lock: Any, body: Callable[[Any], Any]) -> Any:
+        with lock as lease:
+            return body(lease)
+
+    def multilock(self, names: Iterable[str], **options: Any) -> MultiLock:
+        return MultiLock(self.store, names, **options)
+
+    def pause(self) -> None:
+        threading.Event().wait(0.001)
+
+    def then(self, first: Any, then: Callable[[Any], Any]) -> Any:
+        return then(first)
+
+    def for_each(self, step: Callable[[Any], Any], items: Iterable[Any]) -> None:
+        for item in items:
+            step(item)
+
+    def close(self) -> None:
+        super().close()
+        for steps in self._actors:
+            steps.put(None)
+
+
+def _work(steps: queue.SimpleQueue[tuple[Step, Future[Any]] | None]) -> None:
+    while (work := steps.get()) is not None:
+        step, done = work
+        try:
+            done.set_result(step())
+        except BaseException as error:  # noqa: BLE001 - it is the step's outcome
+            done.set_exception(error)
+        del work, step, done  # a lease that the test throws away must not live on here
