@@ -7,19 +7,37 @@ from typing import TYPE_CHECKING, Any, Final
 from django.db import models
 from django.utils.translation import gettext_lazy as _
 
-from django_dlock.fencing import FencedMixin
-from django_dlock.rows import RowLockMixin
-from django_dlock.versions import VersionedMixin, VersionField
 from dlock_core.owner import printable
 
 if TYPE_CHECKING:
     from django.db.backends.base.base import BaseDatabaseWrapper
+
+    from django_dlock.fencing import FencedMixin
+    from django_dlock.rows import RowLockMixin
+    from django_dlock.versions import VersionedMixin, VersionField
 
     _CharField = models.CharField[str, str]
 else:
     _CharField = models.CharField
 
 __all__ = ["Fence", "FencedMixin", "Lease", "RowLockMixin", "VersionField", "VersionedMixin"]
+
+_HOMES: Final = {
+    "FencedMixin": "fencing",
+    "RowLockMixin": "rows",
+    "VersionField": "versions",
+    "VersionedMixin": "versions",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import a mixin when a model first uses it: Django imports this module in every process."""
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(f"django_dlock.{_HOMES[name]}"), name)
+
 
 _COLUMN: Final = {
     "postgresql": 'character varying(512) COLLATE "C"',

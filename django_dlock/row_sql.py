@@ -16,8 +16,8 @@ from django.db.models.sql.where import AND, ExtraWhere
 from django.db.transaction import TransactionManagementError
 
 from django_dlock.errors import NotSupported
-from dlock_core.backends.sql import cursor_of
 from dlock_core.sql import row_locks
+from dlock_core.sql.database import cursor_of
 from dlock_core.sql.row_locks import milliseconds, whole_seconds
 
 if TYPE_CHECKING:

@@ -1,24 +1,30 @@
 """Leases, fencing, versions and row locks: the part that knows no framework."""
 
-from dlock_core.backend import Released
-from dlock_core.errors import (
-    AcquireTimeout,
-    AlreadyHeld,
-    BackendUnavailable,
-    DLockError,
-    LeaseLost,
-    NotHeld,
-    NotSupported,
-    RowLocked,
-    SnapshotTooOld,
-    StaleObject,
-    StaleToken,
-)
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
 from dlock_core.extras import version
-from dlock_core.leases.handles import AsyncLease, Lease
-from dlock_core.leases.lock import AsyncLock, Lock
-from dlock_core.leases.multilock import AsyncMultiLease, AsyncMultiLock, MultiLease, MultiLock
-from dlock_core.stores import connect
+
+if TYPE_CHECKING:
+    from dlock_core.backend import Released
+    from dlock_core.errors import (
+        AcquireTimeout,
+        AlreadyHeld,
+        BackendUnavailable,
+        DLockError,
+        LeaseLost,
+        NotHeld,
+        NotSupported,
+        RowLocked,
+        SnapshotTooOld,
+        StaleObject,
+        StaleToken,
+    )
+    from dlock_core.leases.handles import AsyncLease, Lease
+    from dlock_core.leases.lock import AsyncLock, Lock
+    from dlock_core.leases.multilock import AsyncMultiLease, AsyncMultiLock, MultiLease, MultiLock
+    from dlock_core.stores import connect
 
 __all__ = [
     "AcquireTimeout",
@@ -44,9 +50,26 @@ __all__ = [
     "connect",
 ]
 
+_HOMES: Final = {
+    "AsyncLease": "leases.handles",
+    "AsyncLock": "leases.lock",
+    "AsyncMultiLease": "leases.multilock",
+    "AsyncMultiLock": "leases.multilock",
+    "Lease": "leases.handles",
+    "Lock": "leases.lock",
+    "MultiLease": "leases.multilock",
+    "MultiLock": "leases.multilock",
+    "Released": "backend",
+    "connect": "stores",
+}
 
-def __getattr__(name: str) -> str:
-    """Look the version up when it is asked for: that reads files."""
+
+def __getattr__(name: str) -> Any:
+    """Import a public name when it is first used: a process that only saves versions needs no lock code."""
     if name == "__version__":
         return version()
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(f"{__name__}.{_HOMES.get(name, 'errors')}"), name)

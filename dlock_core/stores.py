@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import getpass
 import logging
 import os
 import re
-import socket
 from dataclasses import dataclass
 from importlib import import_module
-from importlib.metadata import entry_points
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Final, cast
 
@@ -72,8 +69,7 @@ def connect(store: Any, **options: Any) -> Backend:
     family, _, engine = scheme.partition("+")
     if family in _IN_DATABASES and not engine:
         raise ValueError(f"{family}:// {_IN_DATABASES_INSTEAD}: {family}+postgresql+psycopg://user@host/database")
-    known_elsewhere = _entry_points()
-    factory = _OWN.get(scheme) or known_elsewhere.get(scheme) or known_elsewhere.get(family)
+    factory = _OWN.get(scheme) or _factory_elsewhere(scheme, family)
     if factory is None:
         known = ", ".join(f"{name}://" for name in schemes())
         raise ValueError(f"no lock store for the URL scheme {scheme!r}: use one of {known}")
@@ -99,8 +95,15 @@ def _of_client(client: Any, options: dict[str, Any]) -> Backend:
     return cast("Backend", _load(f"dlock_core.backends.{kind}")(client, **options))
 
 
+def _factory_elsewhere(scheme: str, family: str) -> str | None:
+    known = _entry_points()
+    return known.get(scheme) or known.get(family)
+
+
 def _entry_points() -> dict[str, str]:
-    return {point.name: point.value for point in entry_points(group="dlock.backends")}
+    from importlib import metadata  # loads a dozen modules that most programs do not need
+
+    return {point.name: point.value for point in metadata.entry_points(group="dlock.backends")}
 
 
 def _load(path: str) -> Any:
@@ -131,7 +134,10 @@ def force_release(backend: Backend, name: str, token: int, *, by: str, seconds: 
 
 
 def operator() -> str:
-    """Name whoever runs this process: the user and the host."""
+    """Return the user and the host of this process."""
+    import getpass
+    import socket
+
     try:
         user = getpass.getuser()
     except (KeyError, OSError):  # no name in a container: the number will do

@@ -7,18 +7,18 @@ leases have their own file next to the database.
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from sqlalchemy import BigInteger, Column, Connection, MetaData, String, Table, Text, event
-from sqlalchemy.dialects import mysql
 
 __all__ = ["fence_metadata", "fence_table", "lease_metadata", "lease_table"]
 
-# ASCII, compared byte by byte, so that "order:A" and "order:a" are two locks on every database.
+# ASCII, compared byte by byte, so that "order:A" and "order:a" are two locks on every database. The collation
+# implies MySQL's character set. (Its own VARCHAR would import that dialect, which takes longer than all of dlock.)
 _LOCK_NAME: Final = (
     String(512)
     .with_variant(String(512, collation="C"), "postgresql")
-    .with_variant(mysql.VARCHAR(512, charset="ascii", collation="ascii_bin"), "mysql", "mariadb")
+    .with_variant(String(512, collation="ascii_bin"), "mysql", "mariadb")
 )
 
 fence_metadata: Final = MetaData()
@@ -31,18 +31,34 @@ fence_table: Final = Table(
     Column("s_token", BigInteger, nullable=False, server_default="0"),
 )
 
-lease_metadata: Final = MetaData()
-lease_table: Final = Table(
-    "dlock_lease",
-    lease_metadata,
-    Column("name", _LOCK_NAME, primary_key=True),
-    Column("token", BigInteger, nullable=False, autoincrement=False),
-    Column("holder", String(32), nullable=False),
-    Column("owner", Text().with_variant(mysql.LONGTEXT, "mysql", "mariadb"), nullable=False),
-    Column("since", BigInteger, nullable=False),
-    Column("expires_at", BigInteger, nullable=False, index=True),
-    Column("wanted_until", BigInteger, nullable=False, server_default="0"),
-)
+if TYPE_CHECKING:
+    lease_metadata: MetaData
+    lease_table: Table
+
+
+def __getattr__(name: str) -> Any:
+    """Make the lease table when it is first used: few applications need it, and its MySQL type needs that dialect."""
+    if name not in {"lease_metadata", "lease_table"}:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    table = _lease_table()
+    globals().update(lease_metadata=table.metadata, lease_table=table)
+    return globals()[name]
+
+
+def _lease_table() -> Table:
+    from sqlalchemy.dialects.mysql import LONGTEXT
+
+    return Table(
+        "dlock_lease",
+        MetaData(),
+        Column("name", _LOCK_NAME, primary_key=True),
+        Column("token", BigInteger, nullable=False, autoincrement=False),
+        Column("holder", String(32), nullable=False),
+        Column("owner", Text().with_variant(LONGTEXT, "mysql", "mariadb"), nullable=False),
+        Column("since", BigInteger, nullable=False),
+        Column("expires_at", BigInteger, nullable=False, index=True),
+        Column("wanted_until", BigInteger, nullable=False, server_default="0"),
+    )
 
 
 @event.listens_for(fence_table, "after_create")

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 from django.db import Error, connections
 
-from dlock_core.backends.sql import Pool, cursor_of, in_threads, read_in_thread, shut, socket_of, within
+from dlock_core.backends.sql import Pool, in_threads, read_in_thread, shut, socket_of, within
 from dlock_core.backends.sql.sqlite import SQLiteConnector
-from dlock_core.sql.database import pyformat
+from dlock_core.sql.database import cursor_of, pyformat
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

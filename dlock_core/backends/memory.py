@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from dlock_core.backend import Busy, Capabilities, Granted, Holder, LockState, Released, RenewalFailure, Waiter
-from dlock_core.doctor.finding import unsafe
 from dlock_core.runtime import clock
 
 if TYPE_CHECKING:
@@ -120,7 +119,9 @@ class MemoryBackend:
             return any(self._end(grant.request) for grant in found)
 
     async def diagnose(self, runtime: Runtime) -> list[Finding]:
-        """Say what this store is not for."""
+        """Warn that no other process sees these leases."""
+        from dlock_core.doctor.finding import unsafe
+
         reason = "other processes are not excluded, and a restart forgets every lease"
         return [unsafe("scope", "the memory of one process", reason, "use a store that all processes share: redis://")]
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
+from contextlib import contextmanager, suppress
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
-__all__ = ["Database"]
+__all__ = ["Database", "cursor_of"]
 
 
 class Database(Protocol):
@@ -76,3 +77,16 @@ def numbered(sql: str) -> tuple[str, tuple[str, ...]]:
     """Write them as $1, $2, and tell whose value each is."""
     names = tuple(dict.fromkeys(_PARAMETER.findall(sql)))
     return _PARAMETER.sub(lambda found: f"${names.index(found[1]) + 1}", sql), names
+
+
+@contextmanager
+def cursor_of(connection: Any) -> Iterator[Any]:
+    """Yield a cursor for a block; mysqlclient's `close()` fails after a Ctrl-C, which would hide the Ctrl-C."""
+    cursor = connection.cursor()
+    try:
+        yield cursor
+    except BaseException:
+        with suppress(Exception):
+            cursor.close()
+        raise
+    cursor.close()

@@ -10,7 +10,7 @@ import pytest
 import redis
 import redis.asyncio
 
-from dlock_core import connect, stores
+from dlock_core import connect
 from dlock_core.backends.redis.backend import RedisBackend
 from dlock_core.stores import schemes
 from dlock_core.testing import MemoryBackend
@@ -142,7 +142,7 @@ def test_missing_client_library_says_which_extra_to_install() -> None:
 
 @pytest.mark.parametrize("target", ["no_such_package.store:Store", "json:no_such_store"])
 def test_store_of_another_package_that_is_not_there_is_named(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stores, "entry_points", lambda group: [EntryPoint("file", target, group)])
+    monkeypatch.setattr("importlib.metadata.entry_points", lambda group: [EntryPoint("file", target, group)])
     with pytest.raises(ImportError, match=target) as caught:
         connect(f"file://u:{SECRET}@h")
     assert "dlock-orm[" not in str(caught.value)
@@ -152,7 +152,9 @@ def test_store_of_another_package_that_is_not_there_is_named(target: str, monkey
 def test_error_inside_the_package_of_a_store_stays_as_it_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "brokenstore.py").write_text("import json; json.no_such_name")
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(stores, "entry_points", lambda group: [EntryPoint("file", "brokenstore:Store", group)])
+    monkeypatch.setattr(
+        "importlib.metadata.entry_points", lambda group: [EntryPoint("file", "brokenstore:Store", group)]
+    )
     with pytest.raises(AttributeError, match="no_such_name"):
         connect("file://h")
 

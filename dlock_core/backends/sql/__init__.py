@@ -10,7 +10,7 @@ whoever waits for it: it runs in the caller's thread, in a thread for a task, or
 """
 
 from dlock_core.backends.sql.limits import shut, socket_of
-from dlock_core.backends.sql.pool import Kept, Pool, cursor_of
+from dlock_core.backends.sql.pool import Kept, Pool
 from dlock_core.backends.sql.port import Connector, Session
 from dlock_core.backends.sql.threads import finished, in_threads, notifications, read_in_thread, within
 
@@ -19,7 +19,6 @@ __all__ = [
     "Kept",
     "Pool",
     "Session",
-    "cursor_of",
     "finished",
     "in_threads",
     "notifications",

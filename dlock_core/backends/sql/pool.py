@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import weakref
 from collections import deque
-from contextlib import contextmanager, suppress
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeVar
 
@@ -18,7 +17,7 @@ from dlock_core.runtime import clock
 from dlock_core.sql.driver_errors import Trouble, classify
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine, Iterator
+    from collections.abc import Callable, Coroutine
 
     from dlock_core.backends.sql.port import Connector, Session
     from dlock_core.runtime import Runtime
@@ -228,16 +227,3 @@ def _after_fork_in_child() -> None:
 
 
 os.register_at_fork(after_in_child=_after_fork_in_child)
-
-
-@contextmanager
-def cursor_of(connection: Any) -> Iterator[Any]:
-    """Give a cursor for a block; mysqlclient's `close()` fails after a Ctrl-C, and would turn it into another error."""
-    cursor = connection.cursor()
-    try:
-        yield cursor
-    except BaseException:
-        with suppress(Exception):
-            cursor.close()
-        raise
-    cursor.close()
