@@ -1,158 +1,69 @@
-"""Follows the transactions of one database connection, from the calls that Django makes to end them.
+"""Follows the statements and transactions of one database connection, from the calls that Django makes.
 
-The calls are intercepted on the one connection object of this thread, never on Django's classes.
+The calls are intercepted on the one connection object of this thread, never on Django's classes: Django has no hook for
+the end of a transaction that also runs when it is rolled back, or when the connection is lost.
+
+A transaction here is the outermost one of the program's on this thread's connection: a test case's own does not count.
 """
 
 from __future__ import annotations
 
 import logging
-import re
-from collections import deque
 from contextlib import suppress
-from dataclasses import dataclass, field
+from contextvars import ContextVar
 from functools import partial
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, Final, TypeAlias
-from weakref import ref
+from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias
+from weakref import WeakSet
 
-from django.db import DatabaseError, Error, ProgrammingError
+from django.db import DatabaseError, Error, ProgrammingError, connections
+from django.db.backends.signals import connection_created
 from django.db.transaction import TransactionManagementError
+from django.dispatch import receiver
 
-from dlock_core.sql.driver_errors import MAY_ROLL_BACK, Trouble, classify, is_refusal, warn_unless_known
+from django_dlock.transactions import ABSENT, Transaction, text_of
+from dlock_core.sql.driver_errors import is_refusal, warn_unless_known
 from dlock_core.transactions.tie import Outcome, call_all
 
 if TYPE_CHECKING:
+    from collections import deque
     from collections.abc import Callable
 
     from django.db.backends.base.base import BaseDatabaseWrapper
 
-__all__ = ["ABSENT", "Memory", "Transaction", "Watch", "watch"]
-
-if TYPE_CHECKING:
     Step: TypeAlias = Callable[[], object]
+    StatementHook: TypeAlias = Callable[[BaseDatabaseWrapper, str, bool], None]
 
-
-_SAVEPOINT: Final = re.compile(
-    r"\b(?:(ROLLBACK)(?:\s+(?:WORK|TRANSACTION))?\s+TO(?:\s+SAVEPOINT)?|(RELEASE)(?:\s+SAVEPOINT)?|SAVEPOINT)\s+[\"`]?(\w+)",
-    re.IGNORECASE,
-)
-
-ABSENT: Final = object()
-"""Stands for the value of an attribute that was not there."""
-
-
-class Memory:
-    """What attributes of instances were before they were written; it forgets instances that nobody has any more."""
-
-    def __init__(self) -> None:
-        self._before: dict[int, tuple[ref[Any], dict[str, object]]] = {}
-
-    def note(self, instance: object, values: dict[str, object]) -> None:
-        """Remember values, unless older ones of the same attributes are remembered."""
-        key, before = id(instance), self._before
-        if key not in before:
-            before[key] = ref(instance, lambda _: before.pop(key, None)), {}
-        before[key][1].update({name: value for name, value in values.items() if name not in before[key][1]})
-
-    def take_over(self, newer: Memory) -> None:
-        """Remember what another one does, which came after this one."""
-        for known, values in list(newer._before.values()):
-            if (instance := known()) is not None:
-                self.note(instance, values)
-
-    def __call__(self) -> None:
-        for known, values in list(self._before.values()):
-            if (instance := known()) is not None:
-                vars(instance).update(values)
-                for name in [name for name, value in values.items() if value is ABSENT]:
-                    del vars(instance)[name]
-
+__all__ = [
+    "ABSENT",
+    "ConnectionTracker",
+    "before_statements",
+    "in_transaction",
+    "listen_to_all",
+    "on_end",
+    "on_rollback",
+    "open_transaction",
+    "restore_on_rollback",
+    "tracker_for",
+    "transaction_key",
+]
 
 logger = logging.getLogger("dlock")
 
 
-@dataclass(eq=False, slots=True)
-class Transaction:
-    """One outermost transaction of the user's and who wants to hear of its end."""
+class StatementListener(Protocol):
+    """A lease that its context holds."""
 
-    anchor: str | None
-    """The savepoint that stands for it inside a test case's own transaction."""
-    is_manual: bool
-    outcome: Outcome = Outcome.ROLLED_BACK
-    """What has happened if it ends by anything but a successful COMMIT."""
-    has_spoken: bool = False
-    """A statement was sent in it, which may have taken its snapshot."""
-    comment: str = ""
-    """Stands before each of its statements."""
-    settlers: list[Callable[[Outcome], None]] = field(default_factory=list)
-    checks: list[Callable[[], None]] = field(default_factory=list)
-    undo: list[Callable[[], None] | str] = field(default_factory=list)
-    """What to restore, and in between the savepoints, in the order they came."""
-    driver: object = None
-    """The driver's connection that it is on, if that was open when it began."""
-    pending: deque[Step] | None = None
-    """What is to be called still, now that it has ended."""
-
-    def on_end(self, settle: Callable[[Outcome], None], before_commit: Callable[[], None] | None = None) -> None:
-        """See `transactions.on_end`."""
-        self.settlers.append(settle)
-        if before_commit is not None:
-            self.checks.append(before_commit)
-
-    def undo_to(self, savepoint: str | None) -> list[Step]:
-        """Take back what came after a savepoint, last first; one that is not in the list is older than all of it."""
-        steps: list[Step] = []
-        while self.undo and self.undo[-1] != savepoint:
-            step = self.undo.pop()
-            if not isinstance(step, str):
-                steps.append(step)
-        return steps
-
-    def forget(self, savepoint: str) -> None:
-        """Forget a savepoint that was released; what came after it is the outer block's now."""
-        place = next((n for n in range(len(self.undo) - 1, -1, -1) if self.undo[n] == savepoint), None)
-        if place is None:
-            return
-        del self.undo[place]
-        older, newer = self.undo[place - 1 : place], self.undo[place : place + 1]
-        if older and newer and isinstance(older[0], Memory) and isinstance(newer[0], Memory):
-            older[0].take_over(newer[0])
-            del self.undo[place]
-
-    def heard(self, sql: str) -> None:
-        """Hear of a statement that was carried out: savepoints may be made and ended by hand.
-
-        A name that is not known is older than all there is to undo; words in a literal do no harm, either.
-        """
-        for rollback, release, written in _SAVEPOINT.findall(sql) if self.undo else ():
-            name = written.lower()
-            if rollback:
-                call_all(self.undo_to(name))
-            elif release:
-                self.forget(name)
-            else:
-                self.undo.append(name)
-
-    def failed(self, connection: BaseDatabaseWrapper, error: Exception) -> None:
-        """Hear of a statement that has failed: the database may have rolled back everything, and goes on."""
-        if (self.undo or self.settlers) and _has_rolled_back(connection, error):
-            if connection.vendor == "sqlite" and connection.in_atomic_block:
-                connection.needs_rollback = True  # otherwise each statement would now commit on its own
-            call_all(self.undo_to(None))
-
-    def steps(self) -> deque[Step]:
-        """What is to be called still, now that it has ended; a step that was called is taken out."""
-        if self.pending is None:
-            undone = self.undo_to(None) if self.outcome is Outcome.ROLLED_BACK else []
-            self.pending = deque(undone + [partial(settle, self.outcome) for settle in reversed(self.settlers)])
-        return self.pending
+    def before_statement(self, tracker: ConnectionTracker, transaction: Transaction | None, sql: str) -> None:
+        """Admit the lease into the transaction in which a statement is about to be sent, or refuse the statement."""
 
 
-class _NoSavepoint(str):
-    """Put where Django has None, for a block with savepoint=False: we hear of its end, the database does not."""
+leases_of_context: Final[ContextVar[tuple[StatementListener, ...]]] = ContextVar("dlock_leases", default=())
+"""The leases that this context holds; it follows work into a thread that has a connection of its own."""
 
-    __slots__ = ()
-
+# After an error PostgreSQL accepts nothing before the rollback to a savepoint.
+_DJANGOS_OWN: Final = ("BEGIN", "RELEASE SAVEPOINT", "ROLLBACK TO SAVEPOINT")
+_WITHOUT_SNAPSHOT: Final = (*_DJANGOS_OWN, "SAVEPOINT", "SHOW ", "SET ")
 
 _INTERCEPTED: Final = (
     "_commit",
@@ -165,28 +76,99 @@ _INTERCEPTED: Final = (
 )
 
 
-class Watch:
-    """What we know of one connection, and its methods that we have put ours before."""
+class _NoSavepoint(str):
+    """Put where Django has None, for a block with savepoint=False: we hear of its end, the database does not."""
+
+    __slots__ = ()
+
+
+class _Suspension:
+    """Blocks inside each other, all of one thread: the connection's. A `with` is what an interrupt cannot unbalance."""
+
+    depth = 0
+
+    def __enter__(self) -> None:
+        self.depth += 1
+
+    def __exit__(self, *_: object) -> None:
+        self.depth -= 1
+
+
+class ConnectionTracker:
+    """What we know of one connection, and its methods that ours stand in front of."""
 
     def __init__(self, connection: BaseDatabaseWrapper) -> None:
         self.connection: Any = connection
         database: Any = connection
         warn_unless_known(database.Database.__name__)
         self.current: Transaction | None = None
+        self.hooks: list[StatementHook] = []
+        self.suspended = _Suspension()
+        """A block in which no hook is called, and no lease hears of statements."""
         self.django = SimpleNamespace(**{name: getattr(connection, name) for name in _INTERCEPTED})
-        vars(connection).update({name: getattr(self, name) for name in _INTERCEPTED}, _dlock_watch=self)
+        vars(connection).update({name: getattr(self, name) for name in _INTERCEPTED}, _dlock_tracker=self)
+
+    def listen(self) -> None:
+        """Hear of every statement from now on; asking again changes nothing."""
+        wrappers = self.connection.execute_wrappers
+        if self._statement not in wrappers:
+            if (transaction := self.transaction()) is not None:
+                transaction.has_spoken = True  # as far as we know: statements were sent before we listened
+            # Not at the end: execute_wrapper() takes away whatever is last when its block is left.
+            wrappers.insert(0, self._statement)
+
+    def _statement(self, execute: Callable[..., Any], sql: Any, params: Any, many: Any, context: Any) -> Any:
+        """Stand in for Django's execute(sql, params, many, context)."""
+        text, transaction = sql if type(sql) is str else text_of(sql), self.transaction()
+        if not self.suspended.depth and (self.hooks or leases_of_context.get()):
+            self._before_statement(text, transaction)
+        if transaction is None:
+            return execute(sql, params, many, context)
+        if not transaction.has_spoken:
+            transaction.has_spoken = self._may_take_snapshot(text)
+        if transaction.comment and isinstance(sql, str) and not many:  # drivers read how those of many begin
+            sql = transaction.comment + sql
+        try:
+            answer = execute(sql, params, many, context)
+        except Exception as error:
+            transaction.note_failure(self.connection, error)
+            raise
+        if transaction.undo:
+            transaction.note_statement(text)
+        return answer
+
+    def _before_statement(self, sql: str, transaction: Transaction | None) -> None:
+        """Call the hooks and the leases; none of them hears of its own statements, nor of another's."""
+        is_inside = transaction is not None
+        if sql.startswith("SAVEPOINT") and not is_inside:  # of a test case
+            return
+        if sql.startswith(_DJANGOS_OWN) and ";" not in sql and not (is_inside and sql.startswith("BEGIN")):
+            return
+        with self.suspended:
+            for hook in self.hooks:
+                hook(self.connection, sql, is_inside)
+            for lease in leases_of_context.get():
+                lease.before_statement(self, transaction, sql)
+
+    def _may_take_snapshot(self, sql: str) -> bool:
+        if sql.startswith("SET STATEMENT"):  # MariaDB: a statement of any kind
+            return not self.suspended.depth  # ours locks a row, which takes no snapshot there
+        return not sql.startswith(_WITHOUT_SNAPSHOT)
 
     def is_open(self) -> bool:
-        """A transaction of the user's is open, from its first statement until its COMMIT or ROLLBACK is done."""
+        """Return whether a transaction is open, from its first statement until its COMMIT or ROLLBACK is done."""
         return self.current is not None or _is_open(self.connection)
 
     def transaction(self) -> Transaction | None:
-        """The user's open transaction; it has an identity from the first time it is asked for."""
-        if self.current is not None and self.current.driver not in (None, self.connection.connection):
-            self._settle(self.current)  # its connection has gone past us
-        if self.current is None and _is_open(self.connection):
-            is_manual = not (self.connection.in_atomic_block and self.connection.commit_on_exit)
-            self.current = Transaction(_anchor(self.connection), is_manual, driver=self.connection.connection)
+        """Return the open transaction; it has an identity from the first time it is asked for."""
+        connection, current = self.connection, self.current
+        if current is not None:
+            if current.driver is None or current.driver is connection.connection:
+                return current
+            self._settle(current)  # the driver's connection was replaced behind our back, and the transaction with it
+        if self.current is None and _is_open(connection):
+            is_manual = not (connection.in_atomic_block and connection.commit_on_exit)
+            self.current = Transaction(_anchor(connection), is_manual, driver=connection.connection)
         return self.current
 
     def _commit(self) -> None:
@@ -292,7 +274,7 @@ class Watch:
         if not isinstance(sid, _NoSavepoint):
             self.django.savepoint_commit(sid)
         if self.current is not None:
-            self.current.forget(sid)
+            self.current.note_release(sid)
 
     def savepoint_rollback(self, sid: str) -> None:
         ending = self.current if self.current is not None and sid == self.current.anchor else None
@@ -325,9 +307,38 @@ class Watch:
             logger.exception("dlock: a callback at the end of a transaction failed")
 
 
-def watch(connection: BaseDatabaseWrapper) -> Watch:
-    """The watch over a connection, set up when first asked for."""
-    return vars(connection).get("_dlock_watch") or Watch(connection)
+def tracker_for(connection: BaseDatabaseWrapper) -> ConnectionTracker:
+    """Return the tracker of a connection, set up when it is first asked for."""
+    return vars(connection).get("_dlock_tracker") or ConnectionTracker(connection)
+
+
+def open_transaction(connection: BaseDatabaseWrapper) -> Transaction | None:
+    """Return the transaction that is open on a connection."""
+    return tracker_for(connection).transaction()
+
+
+_not_listening: WeakSet[BaseDatabaseWrapper] | None = WeakSet()
+"""The connections of all threads, until locks are used in this process; then None."""
+
+
+@receiver(connection_created)
+def _note_connection(connection: BaseDatabaseWrapper, **_: object) -> None:
+    if any(connection is known for known in connections.all(initialized_only=True)):
+        if _not_listening is None:
+            tracker_for(connection).listen()
+        else:
+            _not_listening.add(connection)
+
+
+def listen_to_all() -> None:
+    """Hear of the statements of every connection: work under a lease may move to a thread that has its own.
+
+    Called when the code of locks is loaded, so that a process without locks sends its statements past us.
+    """
+    global _not_listening
+    known, _not_listening = _not_listening, None
+    for connection in known or ():
+        tracker_for(connection).listen()
 
 
 def _is_open(connection: BaseDatabaseWrapper) -> bool:
@@ -346,25 +357,9 @@ def _anchor(connection: BaseDatabaseWrapper) -> str | None:
     first = next((n for n, block in enumerate(blocks) if not block._from_testcase), 0)
     if first == 0:
         return None
-    place = first - (len(blocks) - len(savepoints))
-    savepoints[place] = savepoints[place] or _NoSavepoint("none")
-    return savepoints[place]
-
-
-def _has_rolled_back(connection: Any, error: Exception) -> bool:
-    """Return whether a failed statement has taken the whole transaction along; asks MariaDB or MySQL where it must."""
-    if connection.vendor == "sqlite":
-        return not connection.connection.in_transaction
-    trouble = classify(error) if connection.vendor == "mysql" else None
-    if trouble not in MAY_ROLL_BACK or trouble is Trouble.DEADLOCK:
-        return trouble is Trouble.DEADLOCK
-    question = "NOT @@in_transaction" if connection.mysql_is_mariadb else "@@innodb_rollback_on_timeout"
-    try:
-        with connection.connection.cursor() as cursor:  # the driver's: nobody else is to hear of it
-            cursor.execute(f"SELECT {question}")
-            return bool(cursor.fetchone()[0])
-    except connection.Database.Error:
-        return True  # it is safe to admit a token twice
+    index = first - (len(blocks) - len(savepoints))
+    savepoints[index] = savepoints[index] or _NoSavepoint("none")
+    return savepoints[index]
 
 
 def _call_between_transactions(connection: BaseDatabaseWrapper, steps: deque[Step], *, is_manual: bool) -> None:
@@ -388,89 +383,64 @@ def _turn_autocommit(connection: BaseDatabaseWrapper, *, on: bool) -> None:
         connection.set_autocommit(on)
 
 
-if TYPE_CHECKING:
-    Hook: TypeAlias = Callable[[BaseDatabaseWrapper, str, bool], None]
+def in_transaction(using: str = "default") -> bool:
+    """Say whether a transaction is open on this thread's connection: an atomic block, or autocommit turned off by hand.
+
+    Atomic blocks of a test case do not count, nor does a block whose connection has been closed inside it.
+    """
+    return tracker_for(connections[using]).is_open()
 
 
-# After an error PostgreSQL accepts nothing before the rollback to a savepoint.
-_DJANGOS_OWN: Final = ("BEGIN", "RELEASE SAVEPOINT", "ROLLBACK TO SAVEPOINT")
-_WITHOUT_SNAPSHOT: Final = (*_DJANGOS_OWN, "SAVEPOINT", "SHOW ", "SET ")
+def transaction_key(using: str = "default") -> object | None:
+    """Return an object that stands for the open transaction, None without one; compare by identity.
+
+    Every transaction has its own, also each one between two commits with autocommit off.
+    """
+    return open_transaction(connections[using])
 
 
-class Announcer:
-    """The execute wrapper of one connection; hooks never hear of each other's statements or their own."""
+def on_end(
+    settle: Callable[[Outcome], None], *, using: str = "default", before_commit: Callable[[], None] | None = None
+) -> None:
+    """Call `settle(outcome)` once the end of the open transaction is known; see `Transaction.on_end`.
 
-    def __init__(self) -> None:
-        self.hooks: list[Hook] = []
-        self.quietly = _Quietly()
-        """A block in which no hook is called."""
-
-    def __call__(self, execute: Callable[..., Any], sql: Any, params: Any, *rest: Any) -> Any:
-        """Stand in for Django's execute(sql, params, many, context)."""
-        connection, text = rest[1]["connection"], text_of(sql)
-        transaction = watch(connection).transaction()
-        if not self.quietly.depth:
-            self.announce(connection, text, inside=transaction is not None)
-        if transaction is not None and self._may_take_snapshot(text):
-            transaction.has_spoken = True
-        if transaction is not None and transaction.comment and isinstance(sql, str) and not rest[0]:
-            sql = transaction.comment + sql  # not of many: drivers read how those begin
-        try:
-            answer = execute(sql, params, *rest)
-        except Exception as error:
-            if transaction is not None:
-                transaction.failed(connection, error)
-            raise
-        if transaction is not None:
-            transaction.heard(text)
-        return answer
-
-    def announce(self, connection: BaseDatabaseWrapper, sql: str, *, inside: bool) -> None:
-        is_djangos = sql.startswith(_DJANGOS_OWN) and ";" not in sql and not (inside and sql.startswith("BEGIN"))
-        if is_djangos or (sql.startswith("SAVEPOINT") and not inside):
-            return
-        with self.quietly:
-            for hook in self.hooks:
-                hook(connection, sql, inside)
-
-    def _may_take_snapshot(self, sql: str) -> bool:
-        if sql.startswith("SET STATEMENT"):  # MariaDB: a statement of any kind
-            return not self.quietly.depth  # ours locks a row, which takes no snapshot there
-        return not sql.startswith(_WITHOUT_SNAPSHOT)
-
-    def tell(self, hook: Hook) -> None:
-        """Have a hook called before every statement from now on; asking again changes nothing."""
-        if hook not in self.hooks:
-            self.hooks.append(hook)
+    Raises RuntimeError outside a transaction.
+    """
+    transaction = open_transaction(connections[using])
+    if transaction is None:
+        raise RuntimeError(f"on_end() needs an open transaction on database {using!r}: use transaction.atomic()")
+    transaction.on_end(settle, before_commit)
 
 
-class _Quietly:
-    """Blocks inside of each other, all of one thread: the connection's."""
+def on_rollback(restore: Callable[[], None], *, using: str = "default") -> None:
+    """Call `restore` once if the work done so far is undone: by rollback of the transaction or to an earlier savepoint.
 
-    depth = 0
-
-    def __enter__(self) -> None:
-        self.depth += 1
-
-    def __exit__(self, *_: object) -> None:
-        self.depth -= 1
-
-
-def announcer(connection: BaseDatabaseWrapper) -> Announcer:
-    """The announcer of a connection, set up when first asked for."""
-    for wrapper in connection.execute_wrappers:
-        if isinstance(wrapper, Announcer):
-            return wrapper
-    new = Announcer()
-    if (transaction := watch(connection).transaction()) is not None:
-        transaction.has_spoken = True  # before we listened
-    # Not at the end: execute_wrapper() takes away whatever is last when its block is left.
-    connection.execute_wrappers.insert(0, new)
-    return new
+    The last registered is called first; what it raises is logged. Not called when the outcome of COMMIT is unknown.
+    Does nothing outside a transaction.
+    """
+    transaction = open_transaction(connections[using])
+    if transaction is not None:
+        transaction.undo.append(restore)
 
 
-def text_of(sql: Any) -> str:
-    """The statement as text: psycopg also takes bytes and its own composed objects."""
-    if isinstance(sql, bytes):
-        return sql.decode(errors="replace")
-    return str(sql.as_string(None) if hasattr(sql, "as_string") else sql)
+def restore_on_rollback(instance: object, values: dict[str, object], *, using: str = "default") -> None:
+    """Give attributes of an instance these values again if the work done so far is undone, as `on_rollback` says.
+
+    The instance is not kept alive, and one that is written many times is remembered once. ABSENT removes an attribute.
+    """
+    transaction = open_transaction(connections[using])
+    if transaction is not None:
+        transaction.restore_on_rollback(instance, values)
+
+
+def before_statements(hook: Callable[[BaseDatabaseWrapper, str, bool], None], using: str = "default") -> None:
+    """Call `hook(connection, sql, in_transaction)` before every statement on this thread's connection from now on.
+
+    What it raises reaches the caller, and the statement is not sent. Asking again with the same hook changes nothing,
+    nor does closing the connection. Not called for statements that hooks send, for BEGIN, COMMIT and ROLLBACK, the end
+    of a savepoint, and for what goes past Django's `cursor.execute()` and `executemany()`: `callproc()`, `copy()`.
+    """
+    tracker = tracker_for(connections[using])
+    tracker.listen()
+    if hook not in tracker.hooks:
+        tracker.hooks.append(hook)

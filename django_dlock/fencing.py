@@ -2,29 +2,39 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final, TypeVar
+from weakref import WeakKeyDictionary
 
 from django.db import DatabaseError, models, transaction
 from django.db.models import F
 
+from django_dlock.connections import tracker_for
 from django_dlock.errors import NotSupported, as_database_error
 from django_dlock.row_sql import waiting
 from dlock_core.errors import StaleToken as CoreStaleToken
-from dlock_core.runtime import run
 from dlock_core.sql.database import pyformat
 from dlock_core.transactions import fence_sql, fencing
 from dlock_core.transactions.fence_sql import DIALECTS
 from dlock_core.transactions.fencing import refusal
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine, Iterator, Mapping
+    from collections.abc import Callable, Mapping
 
     from django.db.backends.base.base import BaseDatabaseWrapper
 
-    from dlock_core.transactions.fencing import Claim
+    from dlock_core.transactions.fencing import FenceEntry
 
-__all__ = ["Cursor", "FencedMixin", "RowFence", "TableFence", "dialect", "fence_for"]
+__all__ = [
+    "READ_COMMITTED",
+    "Cursor",
+    "FencedMixin",
+    "RowFence",
+    "TableFence",
+    "dialect",
+    "fence_for",
+    "isolation_of",
+    "keeps_snapshot",
+]
 
 T = TypeVar("T")
 
@@ -69,21 +79,25 @@ class TableFence:
 
     supports_shared = True
 
-    def admit(self, connection: BaseDatabaseWrapper, claim: Claim) -> int | None:
+    def keeps_snapshot(self, connection: BaseDatabaseWrapper) -> bool:
+        """Return whether its transactions read from a snapshot that is older than the row locks they wait for."""
+        return keeps_snapshot(connection)
+
+    def admit(self, connection: BaseDatabaseWrapper, entry: FenceEntry) -> int | None:
         """Admit the lease into the open transaction; raises StaleToken, RowLocked, SnapshotTooOld."""
-        return _run(fencing.admit, connection, claim)
+        return _run(fencing.admit, connection, entry)
 
-    def prepare(self, connection: BaseDatabaseWrapper, claim: Claim) -> None:
+    def prepare(self, connection: BaseDatabaseWrapper, entry: FenceEntry) -> None:
         """Leave the mark of shared holders, committed on its own, so that they do not wait for each other."""
-        _run(fencing.prepare, connection, claim)
+        _run(fencing.prepare, connection, entry)
 
-    def announce(self, connection: BaseDatabaseWrapper, claim: Claim) -> None:
+    def announce(self, connection: BaseDatabaseWrapper, entry: FenceEntry) -> None:
         """Raise the row, committed on its own, for a lease of several transactions; raises StaleToken, RowLocked."""
-        _run(fencing.announce, connection, claim)
+        _run(fencing.announce, connection, entry)
 
-    def confirm(self, connection: BaseDatabaseWrapper, claim: Claim) -> None:
-        """Prove just before COMMIT that nobody newer was announced; raises StaleToken, RowLocked."""
-        _run(fencing.confirm, connection, claim)
+    def confirm(self, connection: BaseDatabaseWrapper, entry: FenceEntry) -> None:
+        """Prove just before COMMIT that no newer holder was announced; raises StaleToken, RowLocked."""
+        _run(fencing.confirm, connection, entry)
 
 
 _TABLE: Final = TableFence()
@@ -98,26 +112,26 @@ class RowFence(TableFence):
         self.key = model._meta.pk.get_prep_value(key)
         self.model = model._meta.get_field("dlock_token").model  # a child's UPDATE would first SELECT, and then be late
 
-    def admit(self, connection: BaseDatabaseWrapper, claim: Claim) -> None:
-        self._run(fence_sql.admit, connection, claim)
+    def admit(self, connection: BaseDatabaseWrapper, entry: FenceEntry) -> None:
+        self._run_on_row(fence_sql.admit, connection, entry)
 
-    def announce(self, connection: BaseDatabaseWrapper, claim: Claim) -> None:
+    def announce(self, connection: BaseDatabaseWrapper, entry: FenceEntry) -> None:
         with transaction.atomic(using=connection.alias):  # the row, and the table in its place, are raised together
-            self._run(fence_sql.admit, connection, claim)
+            self._run_on_row(fence_sql.admit, connection, entry)
 
-    def confirm(self, connection: BaseDatabaseWrapper, claim: Claim) -> None:
-        self._run(fence_sql.confirm, connection, claim)
+    def confirm(self, connection: BaseDatabaseWrapper, entry: FenceEntry) -> None:
+        self._run_on_row(fence_sql.confirm, connection, entry)
 
-    def _run(
-        self, step: Callable[..., Coroutine[Any, Any, None]], connection: BaseDatabaseWrapper, claim: Claim
+    def _run_on_row(
+        self, ask: Callable[[fence_sql.FencedRow, FenceEntry], None], connection: BaseDatabaseWrapper, entry: FenceEntry
     ) -> None:
         key: Any = self.model._meta.pk
         port = Cursor(connection, key=key.get_db_prep_value(self.key, connection))
         quoted = connection.ops.quote_name
         condition = f"{quoted(key.column)} = :key"
-        words = fence_sql.statements(_database(connection), quoted(self.model._meta.db_table), condition)
-        with _limited(connection, claim):
-            run(step(fence_sql.Row(port, words, dialect(connection)), claim))
+        statements = fence_sql.statements(_vendor(connection), quoted(self.model._meta.db_table), condition)
+        row = fence_sql.FencedRow(port, statements, dialect(connection))
+        _run(lambda _port, _dialect, entry: ask(row, entry), connection, entry)
 
 
 def fence_for(parts: tuple[Any, ...]) -> TableFence:
@@ -128,52 +142,89 @@ def fence_for(parts: tuple[Any, ...]) -> TableFence:
 
 
 class Cursor:
-    """The port that `dlock_core.transactions.fencing` speaks to: one statement in the connection's transaction."""
+    """Sends the fence's statements in the connection's transaction."""
 
     def __init__(self, connection: BaseDatabaseWrapper, **more: Any) -> None:
         self._connection, self._more = connection, more
 
-    async def execute(self, sql: str, params: Mapping[str, Any]) -> tuple[int, tuple[Any, ...] | None]:
+    def execute(self, sql: str, params: Mapping[str, Any]) -> tuple[int, tuple[Any, ...] | None]:
         with self._connection.cursor() as cursor:
             cursor.execute(pyformat(sql), {**params, **self._more})
             return cursor.rowcount, cursor.fetchone() if cursor.description else None
 
 
-def dialect(connection: BaseDatabaseWrapper) -> fencing.Dialect:
-    """Give the statements for a database; raises NotSupported where there is no fence (Oracle)."""
+def dialect(connection: BaseDatabaseWrapper) -> fencing.FenceDialect:
+    """Return the statements for a database; raises NotSupported where there is no fence (Oracle)."""
     try:
-        return DIALECTS[_database(connection)]
+        return DIALECTS[_vendor(connection)]
     except KeyError:
         known = ", ".join(DIALECTS)
         raise NotSupported(f"no fence on {connection.vendor}: use one of {known}, or pass fence=False") from None
 
 
-def _database(connection: BaseDatabaseWrapper) -> str:
+def _vendor(connection: BaseDatabaseWrapper) -> str:
     return "mariadb" if getattr(connection, "mysql_is_mariadb", False) else connection.vendor
 
 
-def _run(step: Callable[..., Coroutine[Any, Any, T]], connection: BaseDatabaseWrapper, claim: Claim) -> T:
-    with _limited(connection, claim):
-        return run(step(Cursor(connection), dialect(connection), claim))
-
-
-@contextmanager
-def _limited(connection: BaseDatabaseWrapper, claim: Claim) -> Iterator[None]:
-    """Have the block wait no longer than the claim allows where its statements cannot say it themselves."""
-    limit = claim.limit if _database(connection) == "mysql" else None
-    with _explained(connection, claim), waiting(connection, None if limit is None else max(0.001, limit)):
-        yield  # 0 would be no limit
-
-
-@contextmanager
-def _explained(connection: BaseDatabaseWrapper, claim: Claim) -> Iterator[None]:
-    """Say what an error of the database means here; any other stays as it is, to be told by its driver's code."""
+def _run(step: Callable[[Cursor, fencing.FenceDialect, FenceEntry], T], connection: Any, entry: FenceEntry) -> T:
+    """Carry out a step of the fence; an error of the database that has a meaning here is raised as what it means."""
     try:
-        yield
+        if entry.limit is not None and _vendor(connection) == "mysql":  # the other statements say it themselves
+            with waiting(connection, max(0.001, entry.limit)):  # 0 would be no limit
+                return step(Cursor(connection), dialect(connection), entry)
+        return step(Cursor(connection), dialect(connection), entry)
     except CoreStaleToken as error:
         raise as_database_error(error) from None
     except DatabaseError as error:
-        meant = refusal(error, claim, connection.vendor)
-        if meant is None:
+        meant = refusal(error, entry, connection.vendor)
+        if meant is None:  # its driver's code says it best
             raise
         raise as_database_error(meant) from error
+
+
+READ_COMMITTED: Final = ("read committed", "read uncommitted")
+"""Isolation levels in which each statement sees what was committed before it."""
+
+_default_isolation: Final[WeakKeyDictionary[BaseDatabaseWrapper, tuple[Any, str]]] = WeakKeyDictionary()
+"""What each connection's server begins transactions with, and the driver's connection that was asked."""
+
+
+def keeps_snapshot(connection: BaseDatabaseWrapper) -> bool:
+    """Return whether its transactions read from a snapshot that is older than the row locks they wait for.
+
+    On MySQL and MariaDB the snapshot comes later, and on SQLite there is one writer. Asks the server, once for each
+    connection to it, unless OPTIONS say; not inside a transaction.
+    """
+    if connection.vendor != "postgresql":
+        return False
+    given = connection.settings_dict["OPTIONS"].get("isolation_level")
+    if given is not None:
+        from django.db.backends.postgresql.psycopg_any import IsolationLevel  # type: ignore[import-untyped]
+
+        return str(IsolationLevel(given).name).replace("_", " ").lower() not in READ_COMMITTED
+    driver, level = _default_isolation.get(connection, (None, ""))
+    if driver is None or driver is not connection.connection:
+        level = str(first_value(connection, "SHOW default_transaction_isolation"))
+        _default_isolation[connection] = connection.connection, level
+    return level not in READ_COMMITTED
+
+
+def isolation_of(connection: BaseDatabaseWrapper) -> str | None:
+    """Return the isolation level of the open transaction in lower case; None where it does not matter (SQLite)."""
+    if connection.vendor == "postgresql":
+        return str(first_value(connection, "SHOW transaction_isolation"))
+    if connection.vendor != "mysql":
+        return None
+    level = str(getattr(connection, "isolation_level", None) or "")
+    if level in READ_COMMITTED:
+        return level
+    variable = "tx_isolation" if connection.mysql_is_mariadb else "transaction_isolation"  # type: ignore[attr-defined]
+    return str(first_value(connection, f"SELECT @@{variable}")).replace("-", " ").lower()
+
+
+def first_value(connection: BaseDatabaseWrapper, sql: str) -> Any:
+    """Return the first value of the answer to a question of ours, of which no lease hears."""
+    with tracker_for(connection).suspended, connection.cursor() as cursor:
+        cursor.execute(sql)
+        row = cursor.fetchone()
+        return row[0] if row else None

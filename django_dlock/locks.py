@@ -10,7 +10,7 @@ import asyncio
 import threading
 from contextlib import AsyncExitStack, ExitStack
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, overload
+from typing import TYPE_CHECKING, Any, Final, TypeVar, overload
 
 from asgiref.sync import AsyncToSync, sync_to_async
 from django.db import DEFAULT_DB_ALIAS, connections
@@ -18,18 +18,19 @@ from django.utils.asyncio import async_unsafe
 from django.utils.connection import ConnectionDoesNotExist
 
 from django_dlock.conf import stores
+from django_dlock.connections import in_transaction, listen_to_all
 from django_dlock.errors import NotSupported, as_database_error
 from django_dlock.fencing import fence_for
 from django_dlock.names import plain, with_model
-from django_dlock.tie import DatabaseTie, current, forget, keep, open_sessions, refuse_old_snapshot, remember
-from django_dlock.transactions import in_transaction
+from django_dlock.tie import TiedDatabases, current, forget, keep, open_sessions, refuse_old_snapshot, remember
 from dlock_core import names
 from dlock_core.errors import DLockError
 from dlock_core.leases.handles import renew
-from dlock_core.runtime import ASYNCIO, BLOCKING, Blocking, Runtime, run
+from dlock_core.runtime import ASYNCIO, BLOCKING, Asyncio, DatabaseRuntime, Runtime, run
 from dlock_core.transactions import transaction_lock
 from dlock_core.transactions.fence_sql import not_shared
-from dlock_core.transactions.tie import LETTING_RUN_OUT, release
+from dlock_core.transactions.fencing import FenceGate
+from dlock_core.transactions.tie import LETTING_RUN_OUT, Tie, release
 from dlock_core.transactions.transaction_lock import (
     Options,
     TiedLease,
@@ -41,7 +42,7 @@ from dlock_core.transactions.transaction_lock import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Iterable
+    from collections.abc import Awaitable, Callable, Coroutine, Iterable
     from types import EllipsisType, TracebackType
     from typing import Unpack
 
@@ -50,6 +51,10 @@ if TYPE_CHECKING:
     from dlock_core.stores import Store
 
 __all__ = ["Leases", "Lock", "LockOptions", "Locks", "lock"]
+
+T = TypeVar("T")
+
+listen_to_all()
 
 
 class _AsDjango:
@@ -79,8 +84,8 @@ class Lease(TiedLease):
             super().ensure_held()
 
     def _kept(self) -> Lease:
-        """Have it last without a block: until its transaction has ended, or as long as its context."""
-        if not self._tie.is_bound:
+        """Let it last without a block: until its transaction has ended, or as long as its context."""
+        if not self._tied.tie.is_bound:
             keep(self)
         return self
 
@@ -90,59 +95,37 @@ class Lease(TiedLease):
         Raises NotHeld in a forked child, BackendUnavailable when the store cannot be asked: the lease then runs out.
         """
         with AS_DJANGO:
-            try:
-                return self._release()
-            except DLockError:
-                raise
-            except BaseException:  # what an interrupt has cut short, nobody would come back to do
-                self._release()
-                raise
-
-    def _release(self) -> Released | None:
-        try:
-            if self._leave():
-                run(release(BLOCKING, self._held))
-        finally:
-            if self._tie.is_over:
-                forget(self._tie)
-        return self._held.ended
+            return self._end()
 
     async def arelease(self) -> Released | None:
         """See `release`."""
         with AS_DJANGO:
-            try:
-                return await self._arelease()
-            except DLockError:
-                raise
-            except BaseException:
-                await self._arelease()
-                raise
+            return await self._aend()
 
-    async def _arelease(self) -> Released | None:
+    async def _aend(self) -> Released | None:
         try:
-            if self._leave():
-                await release(ASYNCIO, self._held)
+            return await super()._aend()
         finally:
-            if not self._tie.handles:  # transactions that are still open belong to threads, which have contexts
-                forget(self._tie)
-        return self._held.ended
+            if not self._tied.tie.handles:  # transactions that are still open belong to threads, which have contexts
+                forget(self._tied)
 
     def _exit(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         with LETTING_RUN_OUT:
-            self.release()
-        if error is not None:
-            self._tie.let_go_of_torn()
-        with AS_DJANGO:
-            self._tie.ensure_was_held(error)
+            self._end()
+        if error is None:
+            with AS_DJANGO:
+                self._tied.tie.ensure_was_held(error)
+        else:
+            self._tied.expire_if_torn()
 
     async def _aexit(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._tie.is_aborted = error is not None and len(self._tie.handles) == 1
+        self._tied.is_aborted = error is not None and len(self._tied.tie.handles) == 1
         with LETTING_RUN_OUT:
-            await self.arelease()
+            await self._aend()
         with AS_DJANGO:
-            self._tie.ensure_was_held(error)
+            self._tied.tie.ensure_was_held(error)
 
     def renew(self, ttl: Seconds | None = None) -> None:
         """Push the expiry to `ttl` seconds from now (None: its ttl); raises LeaseLost, BackendUnavailable."""
@@ -156,10 +139,10 @@ class Lease(TiedLease):
 
 
 def release_forgotten() -> list[str]:
-    """Release what this context still holds outside any transaction, and tell its names; for the end of a request."""
+    """Release what this context still holds outside any transaction, and return its names; for the end of a request."""
     forgotten = _forgotten()
     for tie in forgotten:
-        if tie.leave_all():
+        if tie.detach_all():
             with LETTING_RUN_OUT:
                 run(release(BLOCKING, tie.held))
     return [tie.held.name for tie in forgotten]
@@ -169,17 +152,17 @@ async def release_forgotten_async() -> list[str]:
     """See `release_forgotten`."""
     forgotten = _forgotten()
     for tie in forgotten:
-        if tie.leave_all():
+        if tie.detach_all():
             with LETTING_RUN_OUT:
                 await release(ASYNCIO, tie.held)
     return [tie.held.name for tie in forgotten]
 
 
-def _forgotten() -> list[DatabaseTie]:
-    forgotten = [tie for tie in current() if not tie.is_bound]
-    for tie in forgotten:
-        forget(tie)
-    return forgotten
+def _forgotten() -> list[Tie]:
+    forgotten = [tied for tied in current() if not tied.tie.is_bound]
+    for tied in forgotten:
+        forget(tied)
+    return [tied.tie for tied in forgotten]
 
 
 class LockOptions(Options, total=False):
@@ -214,16 +197,16 @@ class Lock(TiedLock):
         RowLocked, when a newer or a paused older holder stands in the way at the fence.
         """
         _refuse_in_loop()
-        return self._hold(partial(self._acquire, BLOCKING, BLOCKING, Lease._kept))
+        return self._hold(partial(self._acquire, BLOCKING, Lease._kept))
 
     async def aacquire(self) -> Lease:
         """See `acquire`. The transaction itself runs in one function called through `sync_to_async`."""
-        return await self._ahold(partial(self._acquire, ASYNCIO, SENSITIVE, Lease._kept))
+        return await self._ahold(partial(self._acquire, DJANGO_ASYNCIO, Lease._kept))
 
     def __enter__(self) -> Lease:
         _refuse_in_loop()
         begin = partial(self._blocks.enter, threading.current_thread())
-        return self._hold(partial(self._acquire, BLOCKING, BLOCKING, begin))
+        return self._hold(partial(self._acquire, BLOCKING, begin))
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -233,7 +216,7 @@ class Lock(TiedLock):
 
     async def __aenter__(self) -> Lease:
         begin = partial(self._blocks.enter, asyncio.current_task())
-        return await self._ahold(partial(self._acquire, ASYNCIO, SENSITIVE, begin))
+        return await self._ahold(partial(self._acquire, DJANGO_ASYNCIO, begin))
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -250,14 +233,12 @@ class Lock(TiedLock):
         database: str | None = self._place().backend.capabilities.transaction_database
         return database
 
-    async def _acquire(
-        self, runtime: Runtime, database: Runtime, finish: Callable[[Lease], Lease], turn: Turn
-    ) -> Lease:
+    async def _acquire(self, runtime: DatabaseRuntime, finish: Callable[[Lease], Lease], turn: Turn) -> Lease:
         """Acquire it; `finish` is what is done last, where nothing can go wrong any more."""
         with AS_DJANGO:
-            return finish(await self._take_up(runtime, database, await self._grant(runtime, turn), turn))
+            return finish(await self._take_up(runtime, await self._grant(runtime, turn), turn))
 
-    async def _grant(self, runtime: Runtime, turn: Turn) -> DatabaseTie:
+    async def _grant(self, runtime: DatabaseRuntime, turn: Turn) -> TiedDatabases:
         store = self._place()
         if self.using not in connections.settings:
             raise ConnectionDoesNotExist(f"there is no database {self.using!r}, only: {', '.join(connections)}")
@@ -270,17 +251,18 @@ class Lock(TiedLock):
             if runtime is BLOCKING:
                 refuse_old_snapshot(self.name, self.using)
             elif _may_be_inside():
-                await SENSITIVE.call(refuse_old_snapshot, self.name, self.using)
+                await runtime.call_database(refuse_old_snapshot, self.name, self.using)
         held, wait, until = await self._ask(runtime, store, turn)
-        return DatabaseTie(held, fence=self.fence, wait=wait, deadline=until)
+        gate = FenceGate(held, self.fence, wait=wait, deadline=until, runtime=runtime)
+        return TiedDatabases(Tie(held, runtime), gate)
 
-    async def _take_up(self, runtime: Runtime, database: Runtime, tie: DatabaseTie, turn: Turn) -> Lease:
-        turn.tie, turn.lease = tie, (lease := Lease(tie))
-        tie.join(lease)
-        step = tie.bind if turn.is_new else tie.take_in
-        await database.call(step, self.using, self._form, lease)
+    async def _take_up(self, runtime: DatabaseRuntime, tied: TiedDatabases, turn: Turn) -> Lease:
+        turn.tied, turn.lease = tied, (lease := Lease(tied))
+        tied.tie.attach(lease)
+        step = tied.bind if turn.is_new else tied.take_in
+        await runtime.call_database(step, self.using, self._form, lease)
         if turn.is_new:
-            remember(tie)
+            remember(tied)
         return lease
 
     def _sessions(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -291,12 +273,10 @@ class Lock(TiedLock):
 
         return transaction_of(backend, old_snapshot=self.snapshot == "ignore")
 
-    def _found(self, store: Store, runtime: Runtime) -> DatabaseTie | None:
+    def _found(self, store: Store, runtime: Runtime) -> TiedDatabases | None:
         if not (ties := current()):
             return None
-        inside = isinstance(runtime, Blocking) and in_transaction(
-            store.backend.capabilities.transaction_database or self.using
-        )
+        inside = runtime is BLOCKING and in_transaction(store.backend.capabilities.transaction_database or self.using)
         return self._joined(ties, store.backend, inside=inside)  # type: ignore[no-any-return]
 
 
@@ -334,18 +314,18 @@ class Locks(TiedLocks):
         """
         _refuse_in_loop()
         with AS_DJANGO:
-            return run(self._acquire(BLOCKING, BLOCKING, Leases._kept))
+            return run(self._acquire(BLOCKING, Leases._kept))
 
     async def aacquire(self) -> Leases:
         """See `acquire`."""
         with AS_DJANGO:
-            return await self._acquire(ASYNCIO, SENSITIVE, Leases._kept)
+            return await self._acquire(DJANGO_ASYNCIO, Leases._kept)
 
     def __enter__(self) -> Leases:
         _refuse_in_loop()
         begin = partial(self._blocks.enter, threading.current_thread())
         with AS_DJANGO:
-            return run(self._acquire(BLOCKING, BLOCKING, lambda leases: begin(Leases(leases))))
+            return run(self._acquire(BLOCKING, lambda leases: begin(Leases(leases))))
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -355,21 +335,19 @@ class Locks(TiedLocks):
     async def __aenter__(self) -> Leases:
         begin = partial(self._blocks.enter, asyncio.current_task())
         with AS_DJANGO:
-            return await self._acquire(ASYNCIO, SENSITIVE, lambda leases: begin(Leases(leases)))
+            return await self._acquire(DJANGO_ASYNCIO, lambda leases: begin(Leases(leases)))
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         await leaving_async(self._blocks.leave(asyncio.current_task())).__aexit__(kind, error, trace)
 
-    async def _acquire(
-        self, runtime: Runtime, database: Runtime, finish: Callable[[Iterable[Lease]], Leases]
-    ) -> Leases:
-        def grant(each: Lock, turn: Turn) -> Awaitable[DatabaseTie]:
+    async def _acquire(self, runtime: DatabaseRuntime, finish: Callable[[Iterable[Lease]], Leases]) -> Leases:
+        def grant(each: Lock, turn: Turn) -> Awaitable[TiedDatabases]:
             return each._grant(runtime, turn)
 
-        def take_up(each: Lock, tie: DatabaseTie, turn: Turn) -> Awaitable[Lease]:
-            return each._take_up(runtime, database, tie, turn)
+        def take_up(each: Lock, tied: TiedDatabases, turn: Turn) -> Awaitable[Lease]:
+            return each._take_up(runtime, tied, turn)
 
         return await self._take(runtime, grant, take_up, finish)
 
@@ -410,14 +388,17 @@ def _refuse_in_loop() -> None:
     """Raise SynchronousOnlyOperation where Django's own database calls do."""
 
 
-class _Sensitive(Blocking):
-    """Calls database code in the thread that owns this context's connections."""
+class _DjangoAsyncio(Asyncio):
+    """Waits in the event loop, and calls database code in the thread that owns this context's connections."""
 
-    async def call(self, function: Callable[..., Any], *args: Any) -> Any:
+    async def call_database(self, function: Callable[..., Any], *args: Any) -> Any:
         return await sync_to_async(function, thread_sensitive=True)(*args)
 
+    def finish(self, step: Callable[..., Coroutine[Any, Any, T]], *args: Any) -> T:
+        return run(step(BLOCKING, *args))  # transactions end in that thread, which may block
 
-SENSITIVE = _Sensitive()
+
+DJANGO_ASYNCIO: Final = _DjangoAsyncio()
 
 
 def _may_be_inside() -> bool:

@@ -15,10 +15,9 @@ from django.db import DatabaseError, connections, models, transaction
 from django.db.models import F, Model, Q, QuerySet
 from django.db.models.sql import Query
 
-from django_dlock.connections import ABSENT
+from django_dlock.connections import ABSENT, restore_on_rollback
 from django_dlock.errors import NotSupported, RowLocked, StaleObject
 from django_dlock.row_sql import RowLockQuery, own_tables, require_row_locks, reword, waiting_in
-from django_dlock.transactions import restore_on_rollback
 from dlock_core.observability.hooks import refused
 from dlock_core.sql import row_locks
 from dlock_core.sql.driver_errors import Trouble, classify

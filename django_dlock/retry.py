@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import re
 from contextlib import ExitStack
 from functools import partial, wraps
-from typing import TYPE_CHECKING, Any, Final, ParamSpec, TypeVar, overload
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, overload
 
 from asgiref.sync import iscoroutinefunction
 from django.db import connections, transaction
@@ -13,18 +12,19 @@ from django.db.backends.signals import connection_created
 from django.db.transaction import TransactionManagementError
 from django.dispatch import receiver
 
-from django_dlock.connections import announcer, text_of, watch
-from django_dlock.transactions import in_transaction
+from django_dlock.connections import in_transaction, open_transaction, tracker_for
+from django_dlock.transactions import text_of
 from dlock_core.runtime import ASYNCIO, BLOCKING, run
+from dlock_core.sql.statement_kinds import surely_reads
 from dlock_core.transactions.retry import (
     ATTEMPTS,
     WITHIN_S,
-    Part,
+    AttemptedWork,
     Policy,
     attempts,
     check_answer,
     check_function,
-    claim,
+    claim_databases,
     report,
 )
 from dlock_core.transactions.retry import retry as run_again
@@ -41,12 +41,6 @@ __all__ = ["retry_on_conflict"]
 
 P = ParamSpec("P")
 T = TypeVar("T")
-
-_COMMENTS: Final = r"(?:\s|--[^\n]*\n|/\*.*?\*/)*"
-_READS: Final = re.compile(
-    rf"{_COMMENTS}(?:SELECT|SHOW|SET|EXPLAIN|DESCRIBE|PRAGMA|VALUES|LISTEN|SAVEPOINT|RELEASE|ROLLBACK|BEGIN)\b",
-    re.IGNORECASE | re.DOTALL,
-)
 
 
 @overload
@@ -141,7 +135,7 @@ def _refuse_inside(aliases: tuple[str, ...]) -> None:
 
 
 def _refuse_nested(aliases: tuple[str, ...]) -> None:
-    if not claim(frozenset(aliases)):
+    if not claim_databases(frozenset(aliases)):
         raise TransactionManagementError(
             f"retry_on_conflict on {', '.join(map(repr, aliases))} inside another one on the same database, which "
             "would repeat what this one commits: decorate only the outer function"
@@ -150,11 +144,11 @@ def _refuse_nested(aliases: tuple[str, ...]) -> None:
 
 def _follow(connection: BaseDatabaseWrapper) -> None:
     """Tell the attempts how the open transaction ends."""
-    if (open_one := watch(connection).transaction()) is None:
+    if (open_one := open_transaction(connection)) is None:
         return
 
-    def followed() -> Part:
-        part = Part(f"work on {connection.alias!r}")
+    def followed() -> AttemptedWork:
+        part = AttemptedWork(f"work on {connection.alias!r}")
         open_one.on_end(part.settle)
         return part
 
@@ -177,22 +171,22 @@ def _listen(connection: BaseDatabaseWrapper, **_: object) -> None:
 def _statement(execute: Callable[..., Any], sql: Any, params: Any, *rest: Any) -> Any:
     """Stand in for Django's execute(sql, params, many, context)."""
     connection = rest[1]["connection"]
-    if not attempts() or announcer(connection).quietly.depth:  # or a statement of ours, such as the fence's
+    if not attempts() or tracker_for(connection).suspended.depth:  # or a statement of ours, such as the fence's
         return execute(sql, params, *rest)
     _follow(connection)
     answer = execute(sql, params, *rest)
     cursor = rest[1]["cursor"]
     has_changed = cursor.rowcount != 0 or cursor.description  # SQLite counts what it returns only when it is fetched
-    if has_changed and not _READS.match(text_of(sql)):
-        report((watch(connection).current or object(), "writes"), partial(_write, connection))
+    if has_changed and not surely_reads(text_of(sql)):
+        report((tracker_for(connection).current or object(), "writes"), partial(_write, connection))
     return answer
 
 
-def _write(connection: BaseDatabaseWrapper) -> Part:
+def _write(connection: BaseDatabaseWrapper) -> AttemptedWork:
     """In a transaction that goes on after the attempt it stands until that ends; outside of any it is committed."""
-    watched, part = watch(connection), Part(f"work on {connection.alias!r}")
-    if (begun := watched.current) is None:
+    tracker, part = tracker_for(connection), AttemptedWork(f"work on {connection.alias!r}")
+    if (begun := tracker.current) is None:
         part.settle(Outcome.COMMITTED)
     else:
-        part.is_pending = lambda: watched.current is begun
+        part.is_pending = lambda: tracker.current is begun
     return part

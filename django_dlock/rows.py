@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, Final, Self, TypeVar
 from asgiref.sync import sync_to_async
 from django.db import models, router, transaction
 
+from django_dlock.connections import restore_on_rollback
 from django_dlock.querysets import HowToLock, LockManager, RowLock, RowLockQuerySet, row_name
-from django_dlock.transactions import restore_on_rollback
 from django_dlock.versions import VersionField
 
 if TYPE_CHECKING:

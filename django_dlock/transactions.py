@@ -1,111 +1,183 @@
-"""Callbacks in the life of a transaction: before its statements and its COMMIT, after its end, and when work is undone.
+"""One outermost transaction of the program: what happens at its end, and what is restored when work is undone.
 
-A transaction here is the outermost one of the user's on this thread's connection: a test case's own does not count.
+`connections` finds out when it begins and how it ends; nothing here touches Django's connection, except to ask the
+database whether an error has rolled everything back.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import re
+from collections import deque
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
+from weakref import ref
 
-from django.db import connections
-
-from django_dlock.connections import Memory, announcer, watch
+from dlock_core.sql.driver_errors import MAY_ROLL_BACK, Trouble, classify
+from dlock_core.transactions.tie import Outcome, call_all
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from django.db.backends.base.base import BaseDatabaseWrapper
 
-    from dlock_core.transactions.tie import Outcome
+    Step: TypeAlias = Callable[[], object]
 
-__all__ = [
-    "before_statements",
-    "has_spoken",
-    "in_transaction",
-    "on_end",
-    "on_rollback",
-    "restore_on_rollback",
-    "transaction_key",
-]
+__all__ = ["ABSENT", "AttributeValues", "Transaction", "text_of"]
 
+_SAVEPOINT: Final = re.compile(
+    r"\b(?:(ROLLBACK)(?:\s+(?:WORK|TRANSACTION))?\s+TO(?:\s+SAVEPOINT)?|(RELEASE)(?:\s+SAVEPOINT)?|SAVEPOINT)\s+[\"`]?(\w+)",
+    re.IGNORECASE,
+)
 
-def in_transaction(using: str = "default") -> bool:
-    """Say whether a transaction is open on this thread's connection: an atomic block, or autocommit turned off by hand.
-
-    Atomic blocks of a test case do not count, nor does a block whose connection has been closed inside it.
-    """
-    return watch(connections[using]).is_open()
+ABSENT: Final = object()
+"""Stands for the value of an attribute that was not there."""
 
 
-def transaction_key(using: str = "default") -> object | None:
-    """Return an object that stands for the open transaction, None without one; compare by identity.
+class AttributeValues:
+    """The values of attributes before they were written, by instance; instances are known by weak reference."""
 
-    Every transaction has its own, also each one between two commits with autocommit off.
-    """
-    return watch(connections[using]).transaction()
+    def __init__(self) -> None:
+        self._before: dict[int, tuple[ref[Any], dict[str, object]]] = {}
 
+    def note(self, instance: object, values: dict[str, object]) -> None:
+        """Remember values, unless older values of the same attributes are remembered."""
+        key, before = id(instance), self._before
+        if key not in before:
+            before[key] = ref(instance, lambda _: before.pop(key, None)), {}
+        before[key][1].update({name: value for name, value in values.items() if name not in before[key][1]})
 
-def has_spoken(using: str = "default") -> bool:
-    """Say whether a statement was sent in the open transaction, that may have taken its snapshot."""
-    connection = connections[using]
-    announcer(connection)
-    transaction = watch(connection).transaction()
-    return transaction is not None and transaction.has_spoken
+    def take_over(self, newer: AttributeValues) -> None:
+        """Remember what `newer` remembers, which was written after this."""
+        for known, values in list(newer._before.values()):
+            if (instance := known()) is not None:
+                self.note(instance, values)
 
-
-def on_end(
-    settle: Callable[[Outcome], None],
-    *,
-    using: str = "default",
-    before_commit: Callable[[], None] | None = None,
-) -> None:
-    """Call `settle` exactly once, as soon as it is known how the open transaction has ended.
-
-    After COMMIT it comes before Django's on_commit functions. The last registered is called first. The connection is
-    free for new transactions. What it raises is logged and not passed on, but KeyboardInterrupt is, at the end.
-    UNKNOWN: the connection was lost, or an interrupt came, while COMMIT was under way.
-
-    `before_commit` is called inside the transaction just before COMMIT, the first registered first. What it raises is
-    passed on, and the transaction is rolled back.
-
-    Raises RuntimeError outside a transaction.
-    """
-    transaction = watch(connections[using]).transaction()
-    if transaction is None:
-        raise RuntimeError(f"on_end() needs an open transaction on database {using!r}: use transaction.atomic()")
-    transaction.on_end(settle, before_commit)
+    def restore(self) -> None:
+        """Give the attributes their former values again."""
+        for known, values in list(self._before.values()):
+            if (instance := known()) is not None:
+                vars(instance).update(values)
+                for name in [name for name, value in values.items() if value is ABSENT]:
+                    del vars(instance)[name]
 
 
-def on_rollback(restore: Callable[[], None], *, using: str = "default") -> None:
-    """Call `restore` once if the work done so far is undone: by rollback of the transaction or to an earlier savepoint.
+@dataclass(eq=False, slots=True)
+class Transaction:
+    """One outermost transaction of the program's, and who is told of its end."""
 
-    The last registered is called first; what it raises is logged. Not called when the outcome of COMMIT is unknown.
-    Does nothing outside a transaction.
-    """
-    transaction = watch(connections[using]).transaction()
-    if transaction is not None:
-        transaction.undo.append(restore)
+    anchor: str | None
+    """The savepoint that stands for it inside a test case's own transaction."""
+    is_manual: bool
+    """It was begun by turning autocommit off."""
+    outcome: Outcome = Outcome.ROLLED_BACK
+    """What has happened if it ends by anything but a successful COMMIT."""
+    has_spoken: bool = False
+    """A statement was sent in it, which may have taken its snapshot."""
+    comment: str = ""
+    """Stands before each of its statements."""
+    settlers: list[Callable[[Outcome], object]] = field(default_factory=list)
+    checks: list[Step] = field(default_factory=list)
+    undo: list[Step | AttributeValues | str] = field(default_factory=list)
+    """What to restore, and between that the names of the savepoints, in the order in which they came."""
+    driver: object = None
+    """The driver's connection that it is on, if that was open when it began."""
+    pending: deque[Step] | None = None
+    """What is still to be called, now that it has ended."""
+
+    def on_end(self, settle: Callable[[Outcome], object], before_commit: Step | None = None) -> None:
+        """Call `settle(outcome)` exactly once, as soon as it is known how the transaction has ended.
+
+        After COMMIT it comes before Django's on_commit functions. The last registered is called first. The connection
+        is free for new transactions. What it raises is logged and not passed on, but KeyboardInterrupt is, at the end.
+        UNKNOWN: the connection was lost, or an interrupt came, while COMMIT was under way.
+
+        `before_commit` is called inside the transaction just before COMMIT, the first registered first. What it raises
+        is passed on, and the transaction is rolled back.
+        """
+        self.settlers.append(settle)
+        if before_commit is not None:
+            self.checks.append(before_commit)
+
+    def restore_on_rollback(self, instance: object, values: dict[str, object]) -> None:
+        """See `connections.restore_on_rollback`."""
+        newest = self.undo[-1] if self.undo else None
+        if not isinstance(newest, AttributeValues):
+            self.undo.append(newest := AttributeValues())
+        newest.note(instance, values)
+
+    def undo_to(self, savepoint: str | None) -> list[Step]:
+        """Remove and return the steps that came after a savepoint, last first.
+
+        A savepoint that is not in the list is older than all of it.
+        """
+        steps: list[Step] = []
+        while self.undo and self.undo[-1] != savepoint:
+            step = self.undo.pop()
+            if isinstance(step, AttributeValues):
+                steps.append(step.restore)
+            elif not isinstance(step, str):
+                steps.append(step)
+        return steps
+
+    def note_release(self, savepoint: str) -> None:
+        """Remove a savepoint that was released; what came after it belongs to the outer block now."""
+        index = next((n for n in range(len(self.undo) - 1, -1, -1) if self.undo[n] == savepoint), None)
+        if index is None:
+            return
+        del self.undo[index]
+        older, newer = self.undo[index - 1 : index], self.undo[index : index + 1]
+        if older and newer and isinstance(older[0], AttributeValues) and isinstance(newer[0], AttributeValues):
+            older[0].take_over(newer[0])
+            del self.undo[index]
+
+    def note_statement(self, sql: str) -> None:
+        """Note a statement that was carried out: savepoints may be made and ended by hand.
+
+        A name that is not known is older than all there is to undo; words in a literal do no harm, either.
+        """
+        for rollback, release, written in _SAVEPOINT.findall(sql) if self.undo else ():
+            name = written.lower()
+            if rollback:
+                call_all(self.undo_to(name))
+            elif release:
+                self.note_release(name)
+            else:
+                self.undo.append(name)
+
+    def note_failure(self, connection: BaseDatabaseWrapper, error: Exception) -> None:
+        """Note a statement that has failed: the database may have rolled back everything, and begun anew."""
+        if (self.undo or self.settlers) and _has_rolled_back(connection, error):
+            if connection.vendor == "sqlite" and connection.in_atomic_block:
+                connection.needs_rollback = True  # otherwise each statement would now commit on its own
+            call_all(self.undo_to(None))
+
+    def steps(self) -> deque[Step]:
+        """Return what is still to be called, now that the transaction has ended; a called step is taken out."""
+        if self.pending is None:
+            undone = self.undo_to(None) if self.outcome is Outcome.ROLLED_BACK else []
+            self.pending = deque(undone + [partial(settle, self.outcome) for settle in reversed(self.settlers)])
+        return self.pending
 
 
-def restore_on_rollback(instance: object, values: dict[str, object], *, using: str = "default") -> None:
-    """Give attributes of an instance these values again if the work done so far is undone, as `on_rollback` says.
+def _has_rolled_back(connection: Any, error: Exception) -> bool:
+    """Return whether a failed statement has taken the whole transaction along; asks MariaDB or MySQL where it must."""
+    if connection.vendor == "sqlite":
+        return not connection.connection.in_transaction
+    trouble = classify(error) if connection.vendor == "mysql" else None
+    if trouble not in MAY_ROLL_BACK or trouble is Trouble.DEADLOCK:
+        return trouble is Trouble.DEADLOCK
+    question = "NOT @@in_transaction" if connection.mysql_is_mariadb else "@@innodb_rollback_on_timeout"
+    try:
+        with connection.connection.cursor() as cursor:  # the driver's: nobody else is to hear of it
+            cursor.execute(f"SELECT {question}")
+            return bool(cursor.fetchone()[0])
+    except connection.Database.Error:
+        return True  # it is safe to admit a token twice
 
-    The instance is not kept alive, and one that is written many times is remembered once. ABSENT removes an attribute.
-    """
-    transaction = watch(connections[using]).transaction()
-    if transaction is None:
-        return
-    if not transaction.undo or not isinstance(transaction.undo[-1], Memory):
-        transaction.undo.append(Memory())
-    memory: Any = transaction.undo[-1]
-    memory.note(instance, values)
 
-
-def before_statements(hook: Callable[[BaseDatabaseWrapper, str, bool], None], using: str = "default") -> None:
-    """Call `hook(connection, sql, in_transaction)` before every statement on this thread's connection from now on.
-
-    What it raises reaches the caller, and the statement is not sent. Asking again with the same hook changes nothing,
-    nor does closing the connection. Not called for statements that hooks send, for BEGIN, COMMIT and ROLLBACK, the end
-    of a savepoint, and for what goes past Django's `cursor.execute()` and `executemany()`: `callproc()`, `copy()`.
-    """
-    announcer(connections[using]).tell(hook)
+def text_of(sql: Any) -> str:
+    """Return a statement as text: psycopg also takes bytes and its own composed objects."""
+    if isinstance(sql, bytes):
+        return sql.decode(errors="replace")
+    return str(sql.as_string(None) if hasattr(sql, "as_string") else sql)

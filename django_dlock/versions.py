@@ -13,6 +13,7 @@ from django.db.models import F, Func
 from django.db.models.query_utils import DeferredAttribute
 from django.db.models.sql.where import AND
 
+from django_dlock.connections import restore_on_rollback
 from django_dlock.errors import StaleObject
 from django_dlock.querysets import (
     READ,
@@ -25,7 +26,6 @@ from django_dlock.querysets import (
     mark_late,
     read_version,
 )
-from django_dlock.transactions import restore_on_rollback
 from dlock_core.observability.hooks import refused
 from dlock_core.sql.versions import FIRST_VERSION_SQL, first_version
 

@@ -17,9 +17,9 @@ from asgiref.sync import iscoroutinefunction
 from django.db import connections, transaction
 from django.http import HttpRequest
 
+from django_dlock.connections import in_transaction
 from django_dlock.locks import AS_DJANGO, Lock
 from django_dlock.names import kind_of
-from django_dlock.transactions import in_transaction
 from dlock_core.web.decorators import (
     Argument,
     NameTemplate,

@@ -7,10 +7,9 @@ from contextlib import AsyncExitStack
 from functools import partial
 from typing import TYPE_CHECKING, Any, overload
 
-from dlock_core.runtime import ASYNCIO
 from dlock_core.transactions import transaction_lock
 from dlock_core.transactions.transaction_lock import TiedLocks, leaving_async
-from sqla_dlock.greenlets import SPAWNING, Awaiting
+from sqla_dlock.greenlets import GreenletAsyncio
 from sqla_dlock.locks import AsyncLease, SessionLock, take_all
 from sqla_dlock.stores import plain_async_session
 
@@ -46,7 +45,7 @@ class AsyncLock(SessionLock):
         await lease._aexit(kind, error, trace)
 
     async def _lease(self, begin: Callable[[AsyncLease], AsyncLease]) -> AsyncLease:
-        return await self._ahold(partial(self._take, ASYNCIO, SPAWNING, Awaiting(), begin))
+        return await self._ahold(partial(self._take, GreenletAsyncio(), begin))
 
 
 class AsyncLeases(transaction_lock.Leases[AsyncLease]):
@@ -71,14 +70,14 @@ class AsyncLocks(TiedLocks):
 
     async def acquire(self) -> AsyncLeases:
         """See `Locks.acquire`."""
-        return await take_all(self, ASYNCIO, SPAWNING, Awaiting(), AsyncLeases._for_transaction)
+        return await take_all(self, GreenletAsyncio(), AsyncLeases._for_transaction)
 
     async def __aenter__(self) -> AsyncLeases:
         def begin(leases: Iterable[AsyncLease]) -> AsyncLeases:
             return self._blocks.enter(caller, AsyncLeases(leases))
 
         caller = asyncio.current_task()
-        return await take_all(self, ASYNCIO, SPAWNING, Awaiting(), begin)
+        return await take_all(self, GreenletAsyncio(), begin)
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from sqlalchemy import Connection, Engine
 
-__all__ = ["Member", "Watch", "watch", "watch_of"]
+__all__ = ["Member", "Watch", "mark", "note_xid", "watch", "watch_of"]
 
 
 _INTERCEPTED: Final = (
@@ -164,6 +164,18 @@ def watch_of(connection: Connection) -> Watch | None:
     """The watch over a Connection's transaction, if there is one."""
     found: Watch | None = vars(connection).get("_dlock_watch")
     return found
+
+
+def note_xid(connection: Connection, xid: str) -> None:
+    """Note PostgreSQL's number of the connection's transaction (`pg_current_xact_id()`), to resolve a lost COMMIT."""
+    if (found := watch_of(connection)) is not None:
+        found.xid = xid
+
+
+def mark(connection: Connection, comment: str) -> None:
+    """Have a comment stand before each statement of the connection's transaction, for who looks at the database."""
+    if (found := watch_of(connection)) is not None:
+        found.gate.mark(comment)
 
 
 def _is_alive(connection: Connection) -> bool:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager, nullcontext
-from functools import lru_cache
+from contextlib import contextmanager
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 from weakref import WeakValueDictionary
 
@@ -24,26 +24,25 @@ from sqlalchemy.orm import mapped_column
 from sqlalchemy.orm.attributes import set_committed_value
 
 from dlock_core.errors import NotSupported
-from dlock_core.runtime import run
 from dlock_core.sql.driver_errors import Trouble, classify
 from dlock_core.transactions import fence_sql, fencing
 from dlock_core.transactions.fence_sql import DIALECTS
 from dlock_core.transactions.fencing import refusal
+from sqla_dlock.connections import note_xid
 from sqla_dlock.row_sql import waiting_on_mysql
 from sqla_dlock.tables import fence_metadata as metadata
 from sqla_dlock.tables import fence_table as table
-from sqla_dlock.transactions import note_xid
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine, Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
     from sqlalchemy import BindParameter, Connection, Engine
     from sqlalchemy.orm import Mapped, Mapper
 
-    from dlock_core.transactions.fencing import Claim
+    from dlock_core.transactions.fencing import FenceEntry
 
 __all__ = [
-    "FRESH",
+    "READ_COMMITTED",
     "FencedMixin",
     "RowFence",
     "TableFence",
@@ -56,7 +55,7 @@ __all__ = [
 
 T = TypeVar("T")
 
-FRESH: Final = ("READ COMMITTED", "READ UNCOMMITTED", "AUTOCOMMIT")
+READ_COMMITTED: Final = ("READ COMMITTED", "READ UNCOMMITTED", "AUTOCOMMIT")
 """Isolation levels in which each statement sees what was committed before it."""
 _WHAT_TO_DO: Final = (
     "dlock: this was the fence of a lock: create its table with sqla_dlock.fencing.metadata.create_all(), "
@@ -109,22 +108,26 @@ class TableFence:
 
     supports_shared = True
 
-    def admit(self, connection: Connection, claim: Claim) -> int | None:
+    def keeps_snapshot(self, bind: Engine | Connection) -> bool:
+        """Return whether its transactions read from a snapshot that is older than the row locks they wait for."""
+        return keeps_snapshot(bind)
+
+    def admit(self, connection: Connection, entry: FenceEntry) -> int | None:
         """Admit the lease into the open transaction; raises StaleToken, RowLocked, SnapshotTooOld."""
-        return _run(fencing.admit, connection, claim)
+        return _run(fencing.admit, connection, entry)
 
-    def prepare(self, bind: Engine | Connection, claim: Claim) -> None:
+    def prepare(self, bind: Engine | Connection, entry: FenceEntry) -> None:
         """Leave the mark of shared holders, committed on its own, so that they do not wait for each other."""
-        run(fencing.prepare(_Apart(bind, claim), _dialect(bind), claim))
+        fencing.prepare(_OwnTransactions(bind, entry), _dialect(bind), entry)
 
-    def announce(self, bind: Engine | Connection, claim: Claim) -> None:
+    def announce(self, bind: Engine | Connection, entry: FenceEntry) -> None:
         """Raise the row, committed on its own, for a lease of several transactions; raises StaleToken, RowLocked."""
         with _own_transaction(bind) as connection:
-            _run(fencing.announce, connection, claim)
+            _run(fencing.announce, connection, entry)
 
-    def confirm(self, connection: Connection, claim: Claim) -> None:
-        """Prove just before COMMIT that nobody newer was announced; raises StaleToken, RowLocked."""
-        _run(fencing.confirm, connection, claim)
+    def confirm(self, connection: Connection, entry: FenceEntry) -> None:
+        """Prove just before COMMIT that no newer holder was announced; raises StaleToken, RowLocked."""
+        _run(fencing.confirm, connection, entry)
 
 
 class RowFence(TableFence):
@@ -141,27 +144,29 @@ class RowFence(TableFence):
         (self.column,) = self.table.primary_key.columns
         self.key = _key_of(mapper, self.column, key)
 
-    def admit(self, connection: Connection, claim: Claim) -> None:
-        self._run(fence_sql.admit, connection, claim)
+    def admit(self, connection: Connection, entry: FenceEntry) -> None:
+        self._run_on_row(fence_sql.admit, connection, entry)
 
-    def announce(self, bind: Engine | Connection, claim: Claim) -> None:
+    def announce(self, bind: Engine | Connection, entry: FenceEntry) -> None:
         with _own_transaction(bind) as connection:
-            self._run(fence_sql.admit, connection, claim)
+            self._run_on_row(fence_sql.admit, connection, entry)
 
-    def confirm(self, connection: Connection, claim: Claim) -> None:
-        self._run(fence_sql.confirm, connection, claim)
+    def confirm(self, connection: Connection, entry: FenceEntry) -> None:
+        self._run_on_row(fence_sql.confirm, connection, entry)
 
-    def _run(self, step: Callable[..., Coroutine[Any, Any, None]], connection: Connection, claim: Claim) -> None:
+    def _run_on_row(
+        self, ask: Callable[[fence_sql.FencedRow, FenceEntry], None], connection: Connection, entry: FenceEntry
+    ) -> None:
         port = Port(connection, bindparam("key", self.key, type_=self.column.type))
-        with _limited(connection, claim):
-            run(step(fence_sql.Row(port, self._statements(connection), _dialect(connection)), claim))
+        row = fence_sql.FencedRow(port, self._statements(connection), _dialect(connection))
+        _run(lambda _port, _dialect, entry: ask(row, entry), connection, entry)
 
     def _statements(self, connection: Connection) -> fence_sql.RowStatements:
         quoted = connection.dialect.identifier_preparer
         table = quoted.format_table(self.table, use_schema=False)
         if schema := connection.schema_for_object(self.table):  # minds a schema_translate_map
             table = f"{quoted.quote_schema(schema)}.{table}"
-        return fence_sql.statements(_database(connection), table, f"{quoted.format_column(self.column)} = :key")
+        return fence_sql.statements(_vendor(connection), table, f"{quoted.format_column(self.column)} = :key")
 
 
 def _key_of(mapper: Mapper[Any], column: Column[Any], key: Any) -> Any:
@@ -183,27 +188,27 @@ def fence_for(parts: tuple[Any, ...]) -> TableFence:
 
 
 class Port:
-    """The port that `dlock_core.transactions.fencing` speaks to: one statement in the connection's transaction."""
+    """Sends the fence's statements in the connection's transaction."""
 
     def __init__(self, connection: Connection, key: BindParameter[Any] | None = None) -> None:
         self._connection, self._key = connection, key
 
-    async def execute(self, sql: str, params: Mapping[str, Any]) -> tuple[int, tuple[Any, ...] | None]:
+    def execute(self, sql: str, params: Mapping[str, Any]) -> tuple[int, tuple[Any, ...] | None]:
         statement = _text(sql)
         if self._key is not None and "key" in statement._bindparams:
             statement = statement.bindparams(self._key)
         return _answer(self._connection, statement, params)
 
 
-class _Apart:
-    """The same port, with a transaction of its own for each statement."""
+class _OwnTransactions:
+    """Sends each of the fence's statements in a transaction of its own."""
 
-    def __init__(self, bind: Engine | Connection, claim: Claim) -> None:
-        self._bind, self._claim = bind, claim
+    def __init__(self, bind: Engine | Connection, entry: FenceEntry) -> None:
+        self._bind, self._entry = bind, entry
 
-    async def execute(self, sql: str, params: Mapping[str, Any]) -> tuple[int, tuple[Any, ...] | None]:
-        with _own_transaction(self._bind) as connection, _limited(connection, self._claim):
-            return _answer(connection, _text(sql), params)
+    def execute(self, sql: str, params: Mapping[str, Any]) -> tuple[int, tuple[Any, ...] | None]:
+        with _own_transaction(self._bind) as connection:
+            return _explained(lambda: _answer(connection, _text(sql), params), connection, self._entry)
 
 
 def _answer(connection: Connection, sql: TextClause, params: Mapping[str, Any]) -> tuple[int, tuple[Any, ...] | None]:
@@ -219,21 +224,36 @@ def _text(sql: str) -> TextClause:
     return text(sql)
 
 
-def _database(connection: Engine | Connection) -> str:
+def _vendor(connection: Engine | Connection) -> str:
     return "mariadb" if getattr(connection.dialect, "is_mariadb", False) else connection.dialect.name
 
 
-def _run(step: Callable[..., Coroutine[Any, Any, T]], connection: Connection, claim: Claim) -> T:
-    with _limited(connection, claim):
-        return run(step(Port(connection), _dialect(connection), claim))
+def _run(step: Callable[[Port, fencing.FenceDialect, FenceEntry], T], connection: Connection, entry: FenceEntry) -> T:
+    return _explained(partial(step, Port(connection), _dialect(connection), entry), connection, entry)
 
 
-def _dialect(connection: Engine | Connection) -> fencing.Dialect:
-    database = _database(connection)
-    if database not in DIALECTS:
+def _explained(ask: Callable[[], T], connection: Connection, entry: FenceEntry) -> T:
+    """Ask the fence; an error of the database that has a meaning here is raised as what it means."""
+    try:
+        if entry.limit is not None and _vendor(connection) == "mysql":  # the other statements say it themselves
+            with waiting_on_mysql(connection, entry.limit):
+                return ask()
+        return ask()
+    except DBAPIError as error:
+        meant = refusal(error, entry, connection.dialect.name)
+        if meant is None:  # its driver's code says it best
+            if classify(error) in (None, Trouble.MISSING_TABLE, Trouble.NO_ACCESS):
+                error.add_note(_WHAT_TO_DO)
+            raise
+        raise meant from error
+
+
+def _dialect(connection: Engine | Connection) -> fencing.FenceDialect:
+    vendor = _vendor(connection)
+    if vendor not in DIALECTS:
         known = ", ".join(DIALECTS)
-        raise NotSupported(f"no fence on {database}: use one of {known}, or pass fence=False")
-    return DIALECTS[database]
+        raise NotSupported(f"no fence on {vendor}: use one of {known}, or pass fence=False")
+    return DIALECTS[vendor]
 
 
 @contextmanager
@@ -245,31 +265,8 @@ def _own_transaction(bind: Engine | Connection) -> Iterator[Connection]:
             yield connection
 
 
-@contextmanager
-def _limited(connection: Connection, claim: Claim) -> Iterator[None]:
-    """Have the block wait no longer than the claim allows where its statements cannot say it themselves."""
-    limit = claim.limit if _database(connection) == "mysql" else None
-    waiting = nullcontext() if limit is None else waiting_on_mysql(connection, limit)
-    with _explained(connection, claim), waiting:
-        yield
-
-
-@contextmanager
-def _explained(connection: Connection, claim: Claim) -> Iterator[None]:
-    """Say what an error of the database means here; any other stays as it is, to be told by its driver's code."""
-    try:
-        yield
-    except DBAPIError as error:
-        meant = refusal(error, claim, connection.dialect.name)
-        if meant is None:
-            if classify(error) in (None, Trouble.MISSING_TABLE, Trouble.NO_ACCESS):
-                error.add_note(_WHAT_TO_DO)
-            raise
-        raise meant from error
-
-
 def keeps_snapshot(bind: Engine | Connection) -> bool:
-    """Tell whether its transactions read from a snapshot that is older than the row locks they wait for.
+    """Return whether its transactions read from a snapshot that is older than the row locks they wait for.
 
     On MySQL and MariaDB the snapshot comes later, and on SQLite there is one writer. No I/O once the engine has
     connected.
@@ -277,7 +274,7 @@ def keeps_snapshot(bind: Engine | Connection) -> bool:
     if bind.dialect.name != "postgresql":
         return False
     level = bind.get_execution_options().get("isolation_level") or bind.dialect._on_connect_isolation_level
-    return str(level or _default_level(bind)).upper().replace("_", " ") not in FRESH
+    return str(level or _default_level(bind)).upper().replace("_", " ") not in READ_COMMITTED
 
 
 def _default_level(bind: Engine | Connection) -> Any:

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from sqlalchemy.util import concurrency, greenlet_spawn
 
-from dlock_core.runtime import ASYNCIO, Blocking
+from dlock_core.runtime import ASYNCIO, Asyncio
 from dlock_core.transactions.tie import LETTING_RUN_OUT
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
 
-__all__ = ["SPAWNING", "Awaiting", "await_", "in_greenlet"]
+__all__ = ["GreenletAsyncio", "await_", "in_greenlet"]
 
 T = TypeVar("T")
 
@@ -28,26 +28,20 @@ def in_greenlet() -> bool:
     return sys.modules.get("greenlet") is not None and concurrency.in_greenlet()
 
 
-class _Spawning(Blocking):
-    """Calls what uses a sync Session over an asyncio driver."""
-
-    async def call(self, function: Callable[..., Any], *args: Any) -> Any:
-        return await greenlet_spawn(function, *args)
-
-
-SPAWNING: Final = _Spawning()
-
-
-class Awaiting:
-    """Finishes steps of the engine in the loop of the task that made it, to their end even when that is cancelled."""
+class GreenletAsyncio(Asyncio):
+    """Waits in the event loop of the task that made it; SQLAlchemy's synchronous code runs in a greenlet."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._tasks: set[asyncio.Task[Any]] = set()
 
-    def __call__(self, step: Callable[..., Coroutine[Any, Any, T]], *args: Any) -> T | None:
+    async def call_database(self, function: Callable[..., Any], *args: Any) -> Any:
+        return await greenlet_spawn(function, *args)
+
+    def finish(self, step: Callable[..., Coroutine[Any, Any, T]], *args: Any) -> T | None:
+        """Carry out a step to its end, even while the task is being cancelled."""
         if in_greenlet():
-            return await_(ASYNCIO.shield(step(ASYNCIO, *args)))
+            return await_(self.shield(step(self, *args)))
         if not self._loop.is_closed():  # nobody can wait here: `sync_session.close()`, for one
             self._loop.call_soon_threadsafe(self._start, step, args)
         return None

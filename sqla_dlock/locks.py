@@ -14,19 +14,20 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar, overload
 from sqlalchemy import Connection, inspect
 
 from dlock_core import names
-from dlock_core.errors import DLockError, NotSupported
+from dlock_core.errors import NotSupported
 from dlock_core.leases.handles import renew
 from dlock_core.runtime import ASYNCIO, BLOCKING, blocking, refuse_in_loop, run
 from dlock_core.sql import database as database_session
 from dlock_core.transactions import transaction_lock
 from dlock_core.transactions.fence_sql import not_shared
-from dlock_core.transactions.tie import LETTING_RUN_OUT, release
+from dlock_core.transactions.fencing import FenceGate
+from dlock_core.transactions.tie import LETTING_RUN_OUT, Tie
 from dlock_core.transactions.transaction_lock import Options, TiedLease, TiedLock, TiedLocks, Turn, leaving
 from sqla_dlock.fencing import fence_for
-from sqla_dlock.greenlets import SPAWNING, Awaiting, await_, in_greenlet
+from sqla_dlock.greenlets import GreenletAsyncio, await_, in_greenlet
 from sqla_dlock.names import is_mapped, plain, with_class
 from sqla_dlock.stores import plain_session, refuse_closed, store_of
-from sqla_dlock.tie import SessionTie, current, home_of, refuse_old_snapshot
+from sqla_dlock.tie import TiedSession, current, home_of, refuse_old_snapshot
 from sqla_dlock.transactions import connections_of, in_transaction
 
 if TYPE_CHECKING:
@@ -38,9 +39,8 @@ if TYPE_CHECKING:
     from sqlalchemy.orm import Session, scoped_session
 
     from dlock_core.backend import Backend, Released
-    from dlock_core.leases.lease import Held
     from dlock_core.options import Seconds
-    from dlock_core.runtime import Runtime
+    from dlock_core.runtime import DatabaseRuntime, Runtime
     from dlock_core.stores import Store
 
 __all__ = ["Leases", "Lock", "LockOptions", "Locks", "SessionLock", "lock"]
@@ -49,17 +49,10 @@ __all__ = ["Leases", "Lock", "LockOptions", "Locks", "SessionLock", "lock"]
 class _Lease(TiedLease):
     __slots__ = ()
 
-    def _leave(self) -> bool:
-        self._tie.hear_of_ends()
-        try:
-            return super()._leave()
-        finally:
-            self._tie.forget_if_over()
-
     def _for_transaction(self) -> Self:
-        """Have it last without a block: until the end of the session's transaction, the open one or the next."""
-        self._tie.end_with_transaction(self)
-        self._tie.forget_if_over()
+        """Let it last without a block: until the end of the session's transaction, the open one or the next."""
+        self._tied.end_with_transaction(self)
+        self._tied.forget_if_over()
         return self
 
 
@@ -70,30 +63,19 @@ class Lease(_Lease):
 
     def renew(self, ttl: Seconds | None = None) -> None:
         """Push the expiry to `ttl` seconds from now (None: its ttl); raises LeaseLost, BackendUnavailable."""
-        self._tie.finish(renew, self._held, ttl)
+        self._tied.tie.runtime.finish(renew, self._held, ttl)
 
     def release(self) -> Released | None:
         """Release now; None when it is not the time: the end of the transaction releases, or the block that was joined.
 
         Raises NotHeld in a forked child, BackendUnavailable when the store cannot be asked: the lease then runs out.
         """
-        try:
-            return self._release()
-        except DLockError:
-            raise
-        except BaseException:  # what an interrupt has cut short, nobody would come back to do
-            self._release()
-            raise
-
-    def _release(self) -> Released | None:
-        if self._leave():
-            self._tie.finish(release, self._held)
-        return self._held.ended
+        return self._end()
 
     def _exit(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         with LETTING_RUN_OUT:
-            self.release()
-        self._tie.ensure_was_held(error)
+            self._end()
+        self._tied.tie.ensure_was_held(error)
 
 
 class AsyncLease(_Lease):
@@ -107,25 +89,14 @@ class AsyncLease(_Lease):
 
     async def release(self) -> Released | None:
         """See `Lease.release`; finished even while the task is being cancelled."""
-        try:
-            return await self._release()
-        except DLockError:
-            raise
-        except BaseException:
-            await self._release()
-            raise
-
-    async def _release(self) -> Released | None:
-        if self._leave():
-            await release(ASYNCIO, self._held)
-        return self._held.ended
+        return await self._aend()
 
     async def _aexit(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         with LETTING_RUN_OUT:
-            await self.release()
-        self._tie.ensure_was_held(error)
+            await self._aend()
+        self._tied.tie.ensure_was_held(error)
 
 
 class LockOptions(Options, total=False):
@@ -168,56 +139,43 @@ class SessionLock(TiedLock):
     def _whose(self) -> Session:
         return self.session
 
-    async def _take(
-        self,
-        runtime: Runtime,
-        database: Runtime,
-        finish: Callable[..., Any],
-        begin: Callable[[Any], Any],
-        turn: Turn,
-    ) -> Any:
-        """Acquire the lease and tie it to the session; `database` calls what may send statements.
+    async def _take(self, runtime: DatabaseRuntime, begin: Callable[[Any], Any], turn: Turn) -> Any:
+        """Acquire the lease and tie it to the session; `begin` is what is done with the handle last."""
+        return begin(await self._take_up(runtime, await self._grant(runtime, turn), turn))
 
-        `begin` is what is done with the handle last.
-        """
-        tie = await self._grant(runtime, database, finish, turn)
-        return begin(await self._take_up(runtime, database, tie, turn))
-
-    async def _grant(self, runtime: Runtime, database: Runtime, finish: Callable[..., Any], turn: Turn) -> SessionTie:
+    async def _grant(self, runtime: DatabaseRuntime, turn: Turn) -> TiedSession:
         """Acquire the lease, or find the one that the session holds already."""
         refuse_closed(self.session)
         store, bind = self._place(), self._database() if self._form else None
         if (joined := self._found(store, runtime)) is not None:
             return joined
+        home = home_of(store.backend)
         if self.snapshot == "raise":
-            await database.call(self._refuse_old_snapshot, bind, home_of(store.backend))
-        held, wait, deadline = await self._ask_in(runtime, database, store, turn)
-        return SessionTie(held, self.session, fence=self.fence, wait=wait, deadline=deadline, finish=finish)
-
-    async def _ask_in(
-        self, runtime: Runtime, database: Runtime, store: Store, turn: Turn
-    ) -> tuple[Held, float | None, float]:
-        if home_of(store.backend) is None:
-            return await self._ask(runtime, store, turn)
-        return await database.call(blocking, self._ask, store, turn)  # type: ignore[no-any-return]
+            await runtime.call_database(self._refuse_old_snapshot, bind, home)
+        if home is None:
+            held, wait, deadline = await self._ask(runtime, store, turn)
+        else:  # such a store asks on the session's connection
+            held, wait, deadline = await runtime.call_database(blocking, self._ask, store, turn)
+        gate = FenceGate(held, self.fence, wait=wait, deadline=deadline, runtime=runtime)
+        return TiedSession(Tie(held, runtime), gate, self.session)
 
     def _transaction(self, backend: Any) -> Any:
         from sqla_dlock.backends.advisory import transaction_of  # loads what only such a store needs
 
         return transaction_of(self.session, backend, old_snapshot=self.snapshot == "ignore")
 
-    async def _take_up(self, runtime: Runtime, database: Runtime, tie: SessionTie, turn: Turn) -> Any:
+    async def _take_up(self, runtime: DatabaseRuntime, tied: TiedSession, turn: Turn) -> Any:
         """Tie the lease to the session, or join it."""
         bind = self._database() if self._form else None
-        turn.tie, turn.lease = tie, (lease := self._handle(tie))
-        tie.join(lease)
-        await database.call(tie.bind if turn.is_new else tie.protect, bind, self._form)
+        turn.tied, turn.lease = tied, (lease := self._handle(tied))
+        tied.tie.attach(lease)
+        await runtime.call_database(tied.bind if turn.is_new else tied.protect, bind, self._form)
         return lease
 
     def _sessions(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
         return (), tuple(filter(None, map(_session, connections_of(self.session))))
 
-    def _found(self, store: Store, runtime: Runtime) -> SessionTie | None:
+    def _found(self, store: Store, runtime: Runtime) -> TiedSession | None:
         if not (ties := current(self.session)):
             return None
         return self._joined(ties, store.backend, inside=in_transaction(self.session))  # type: ignore[no-any-return]
@@ -260,9 +218,9 @@ class Lock(SessionLock):
 
     def _lease(self, begin: Callable[[Lease], Lease]) -> Lease:
         if in_greenlet():  # inside an AsyncSession's `run_sync`: the loop must not be blocked
-            return await_(self._ahold(partial(self._take, ASYNCIO, SPAWNING, Awaiting(), begin)))  # type: ignore[no-any-return]
+            return await_(self._ahold(partial(self._take, GreenletAsyncio(), begin)))  # type: ignore[no-any-return]
         refuse_in_loop("use alock() with an AsyncSession")
-        return self._hold(partial(self._take, BLOCKING, BLOCKING, blocking, begin))  # type: ignore[no-any-return]
+        return self._hold(partial(self._take, BLOCKING, begin))  # type: ignore[no-any-return]
 
 
 @overload
@@ -344,24 +302,18 @@ class Locks(TiedLocks):
 
     def _hold(self, begin: Callable[[Iterable[Lease]], Leases]) -> Leases:
         if in_greenlet():
-            return await_(take_all(self, ASYNCIO, SPAWNING, Awaiting(), begin))
+            return await_(take_all(self, GreenletAsyncio(), begin))
         refuse_in_loop("use alock() with an AsyncSession")
-        return run(take_all(self, BLOCKING, BLOCKING, blocking, begin))
+        return run(take_all(self, BLOCKING, begin))
 
 
-def take_all(
-    locks: TiedLocks,
-    runtime: Runtime,
-    database: Runtime,
-    finish: Callable[..., Any],
-    begin: Callable[[Iterable[Any]], T],
-) -> Coroutine[Any, Any, T]:
+def take_all(locks: TiedLocks, runtime: DatabaseRuntime, begin: Callable[[Iterable[Any]], T]) -> Coroutine[Any, Any, T]:
     """Acquire the locks of a group, each for its session; see `SessionLock._take`."""
 
     def grant(each: Any, turn: Turn) -> Any:
-        return each._grant(runtime, database, finish, turn)
+        return each._grant(runtime, turn)
 
-    def take_up(each: Any, tie: SessionTie, turn: Turn) -> Any:
-        return each._take_up(runtime, database, tie, turn)
+    def take_up(each: Any, tied: TiedSession, turn: Turn) -> Any:
+        return each._take_up(runtime, tied, turn)
 
     return locks._take(runtime, grant, take_up, begin)

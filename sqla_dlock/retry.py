@@ -12,7 +12,15 @@ from sqlalchemy.exc import InvalidRequestError
 from sqlalchemy.orm import Session
 
 from dlock_core.runtime import ASYNCIO, BLOCKING, run
-from dlock_core.transactions.retry import ATTEMPTS, WITHIN_S, Policy, check_answer, check_function, claim, retry
+from dlock_core.transactions.retry import (
+    ATTEMPTS,
+    WITHIN_S,
+    Policy,
+    check_answer,
+    check_function,
+    claim_databases,
+    retry,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterator
@@ -150,7 +158,7 @@ def _own(session: Any, kind: Any) -> Any:
     bind, joins = own.bind, own.join_transaction_mode != "create_savepoint"
     if isinstance(bind, Connection) and bind.in_transaction() and joins:
         raise InvalidRequestError(_FOREIGN.format("the connection that the session is bound to has one"))
-    if not claim(_pools(own)):
+    if not claim_databases(_pools(own)):
         raise InvalidRequestError(_NESTED)
     return session
 

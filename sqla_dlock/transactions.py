@@ -14,7 +14,7 @@ from weakref import ref
 from sqlalchemy import event
 from sqlalchemy.orm import Session
 
-from dlock_core.transactions.retry import Part, attempts, report
+from dlock_core.transactions.retry import AttemptedWork, attempts, report
 from dlock_core.transactions.tie import Outcome, call_all
 from sqla_dlock.connections import watch, watch_of
 
@@ -28,8 +28,6 @@ __all__ = [
     "before_work",
     "connections_of",
     "in_transaction",
-    "mark",
-    "note_xid",
     "on_end",
     "on_savepoint_rollback",
     "on_transaction",
@@ -175,18 +173,6 @@ def _forget(session: Session) -> None:
             vars(session).pop(name, None)
 
 
-def note_xid(connection: Connection, xid: str) -> None:
-    """Note PostgreSQL's number of the connection's transaction (`pg_current_xact_id()`), to resolve a lost COMMIT."""
-    if (found := watch_of(connection)) is not None:
-        found.xid = xid
-
-
-def mark(connection: Connection, comment: str) -> None:
-    """Have a comment stand before each statement of the connection's transaction, for who looks at the database."""
-    if (found := watch_of(connection)) is not None:
-        found.gate.mark(comment)
-
-
 class _Watched:
     """What somebody wants to hear of one session."""
 
@@ -252,10 +238,10 @@ def _discard(hooks: list[Callable[[], None]] | list[Callable[[Connection], None]
         hooks.remove(hook)  # type: ignore[arg-type]
 
 
-def _part(root: Root) -> Part:
+def _part(root: Root) -> AttemptedWork:
     """Have an attempt of `retry_on_conflict` hear of the end of a root transaction, without keeping it alive."""
     weak, connections = ref(root), root.connections
-    part = Part("work of a session", is_pending=lambda: (alive := weak()) is not None and alive.may_stand())
+    part = AttemptedWork("work of a session", is_pending=lambda: (alive := weak()) is not None and alive.may_stand())
     root.settlers.append(lambda outcome: part.settle(outcome if connections else Outcome.ROLLED_BACK))
     return part
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from django.db import connections
 
 from django_dlock.backends.connector import pool_of
-from django_dlock.connections import announcer, watch
+from django_dlock.connections import tracker_for
 from dlock_core.backends.advisory import Place, advisory
 from dlock_core.sql.database import pyformat
 
@@ -30,14 +30,14 @@ def from_url(url: str, *, timeout: float = 5.0, **options: Any) -> Backend:
 def transaction_of(backend: Backend, *, old_snapshot: bool) -> Place | None:
     """Give this thread's open transaction in the database of such a store."""
     connection = connections[backend.capabilities.transaction_database]
-    return Place(_Connection(connection), old_snapshot) if watch(connection).is_open() else None
+    return Place(_Connection(connection), old_snapshot) if tracker_for(connection).is_open() else None
 
 
 class _Connection:
     """Sends statements of ours, of which no lease has to hear."""
 
     def __init__(self, connection: BaseDatabaseWrapper) -> None:
-        self._connection, self._quietly = connection, announcer(connection).quietly
+        self._connection, self._quietly = connection, tracker_for(connection).suspended
 
     async def row(self, sql: str, params: Mapping[str, Any]) -> tuple[Any, ...] | None:
         with self._quietly, self._connection.cursor() as cursor:

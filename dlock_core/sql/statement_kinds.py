@@ -10,7 +10,7 @@ import re
 from itertools import takewhile
 from typing import Final
 
-__all__ = ["ends_transaction", "surely_reads"]
+__all__ = ["DATA_STATEMENTS", "ends_transaction", "surely_reads"]
 
 _COMMENT: Final = r"--[^\n]*|/\*.*?\*/"
 _DOLLARS: Final = r"(?<![\w$])(?P<quote>\$(?:[A-Za-z_]\w*)?\$).*?(?P=quote)"
@@ -20,7 +20,8 @@ _SKIPPED: Final = (
     re.compile(rf"""({_COMMENT})|'(?:[^'\\]|''|\\.)*'|"(?:[^"\\]|""|\\.)*"|`[^`]*`|{_DOLLARS}""", re.DOTALL),
 )
 """Comments, literals, quoted names; a backslash is a character like any other, or it is not: both must agree."""
-_COMMON: Final = ("SELECT", "INSERT", "UPDATE", "DELETE")
+DATA_STATEMENTS: Final = ("SELECT", "INSERT", "UPDATE", "DELETE")
+"""A text that begins with one of these, and has no semicolon, surely ends no transaction."""
 _READS: Final = re.compile(
     r"[\s(]*(?:(?:SELECT|WITH|VALUES|TABLE|SHOW|DESCRIBE|DESC|PRAGMA|FETCH|MOVE|DECLARE|CLOSE|LISTEN|UNLISTEN|USE|RESET|DISCARD"
     r"|BEGIN|START\s+TRANSACTION|COMMIT|END|ROLLBACK|ABORT|SAVEPOINT|RELEASE)\b"
@@ -47,7 +48,7 @@ def surely_reads(sql: str) -> bool:
 
 def ends_transaction(sql: str) -> bool:
     """Say whether a text has a statement that ends the open transaction, or begins one by hand."""
-    if ";" not in sql and sql.startswith(_COMMON):
+    if ";" not in sql and sql.startswith(DATA_STATEMENTS):
         return False
     return any(_ENDS.match(part) for skipped in _SKIPPED for part in takewhile(_is_no_routine, _parts(sql, skipped)))
 

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any, Final
 
 from dlock_core.errors import StaleToken
 from dlock_core.transactions import fencing
-from dlock_core.transactions.fencing import Dialect
+from dlock_core.transactions.fencing import FenceDialect
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from dlock_core.transactions.fencing import Claim, Database
+    from dlock_core.transactions.fencing import FenceEntry, StatementExecutor
 
 __all__ = ["BIGINT", "DIALECTS", "FOR", "limited"]
 
@@ -48,7 +48,7 @@ def _filled(template: str, token: str = ":token", source: str = "", name: str = 
 _OURS: Final = "name = :name AND token = :token AND holder = :holder AND s_token < :token"
 _NOT_NEWER: Final = "name = :name AND token < :token"
 
-SQLITE: Final = Dialect(
+SQLITE: Final = FenceDialect(
     admit=(_filled(_UPSERT),),
     share=_MARKED_TOKEN,  # one snapshot for the check and all later reads: nothing newer can slip in between
     is_marked=_IS_MARKED,
@@ -91,7 +91,7 @@ def _postgres_locked(column: str, condition: str, lock: str) -> str:
     return _LIMITED.format(mark=_MARK, more="", result=found)
 
 
-POSTGRESQL: Final = Dialect(
+POSTGRESQL: Final = FenceDialect(
     admit=(_postgres(_UPSERT),),
     share=_postgres_locked("f.token", "name = :name AND s_token > token", "SHARE"),
     is_marked=_IS_MARKED,
@@ -123,7 +123,7 @@ _ADMIT: Final = _insert(":token, :holder, 0") + _RAISE
 _ANNOUNCE: Final = _insert("0, '', :token") + _RAISE_SHARED
 _LEAVE_MARK: Final = _insert("0, '', :token") + " AND " + _UNMARKED.format(n=":name") + _RAISE_SHARED
 
-MYSQL: Final = Dialect(
+MYSQL: Final = FenceDialect(
     admit=(_ADMIT, f"SELECT 1 FROM dlock_fence WHERE {_OURS} FOR UPDATE"),  # noqa: S608
     share=f"{_MARKED_TOKEN} LOCK IN SHARE MODE",
     is_marked=_IS_MARKED,
@@ -134,7 +134,7 @@ MYSQL: Final = Dialect(
 )
 FOR: Final = "SET STATEMENT innodb_lock_wait_timeout = :seconds FOR "
 
-MARIADB: Final = Dialect(
+MARIADB: Final = FenceDialect(
     admit=(f"{FOR}{_ADMIT}\nRETURNING token = :token AND holder = :holder AND s_token < :token",),
     share=FOR + MYSQL.share,
     is_marked=FOR + MYSQL.is_marked,  # under SERIALIZABLE it locks the row
@@ -161,7 +161,7 @@ _LOCKING: Final = {"mysql": _SHARE, "mariadb": FOR + _SHARE}
 
 @dataclass(frozen=True, slots=True)
 class RowStatements:
-    """With the parameters of a claim, and those of the key; a changed row, or a first column above 0, is a yes."""
+    """With the parameters of a entry, and those of the key; a changed row, or a first column above 0, is a yes."""
 
     admit: str
     confirm: str
@@ -169,47 +169,47 @@ class RowStatements:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class FencedRow:
     """A protected row: where it is, how to ask for it, and how to ask the table in its place.
 
     `database` gives every statement the parameters of the key.
     """
 
-    database: Database
+    database: StatementExecutor
     statements: RowStatements
-    dialect: fencing.Dialect
+    dialect: FenceDialect
 
 
-async def admit(row: Row, claim: Claim) -> None:
+def admit(row: FencedRow, entry: FenceEntry) -> None:
     """Raise the row in the open transaction, before anything is read in it; raises StaleToken.
 
     For a lease of several transactions, in one of its own.
     """
-    if not await _raise(row, claim):
-        await fencing.admit(row.database, row.dialect, claim)
-        await _raise(row, claim)
+    if not _raise(row, entry):
+        fencing.admit(row.database, row.dialect, entry)
+        _raise(row, entry)
 
 
-async def confirm(row: Row, claim: Claim) -> None:
+def confirm(row: FencedRow, entry: FenceEntry) -> None:
     """Prove, as the last statement before COMMIT, that the row is still ours, and keep it so; raises StaleToken.
 
     A row that was made after the announce is raised now; the announce stands in the table.
     """
-    if fencing.is_yes(*await row.database.execute(row.statements.confirm, fencing.params(claim))):
+    if fencing.is_yes(*row.database.execute(row.statements.confirm, fencing.params(entry))):
         return
-    await _raise(row, claim)
-    await fencing.confirm(row.database, row.dialect, claim)
-    await _raise(row, claim)
+    _raise(row, entry)
+    fencing.confirm(row.database, row.dialect, entry)
+    _raise(row, entry)
 
 
-async def _raise(row: Row, claim: Claim) -> bool:
+def _raise(row: FencedRow, entry: FenceEntry) -> bool:
     """Raise the row; False if there is none. Raises StaleToken."""
-    if fencing.is_yes(*await row.database.execute(row.statements.admit, fencing.params(claim))):
+    if fencing.is_yes(*row.database.execute(row.statements.admit, fencing.params(entry))):
         return True
-    _, found = await row.database.execute(row.statements.highest, fencing.params(claim))
+    _, found = row.database.execute(row.statements.highest, fencing.params(entry))
     if found is None:
         return False
-    raise StaleToken(claim.name, token=claim.token, highest=found[0])
+    raise StaleToken(entry.name, token=entry.token, highest=found[0])
 
 
 @lru_cache(maxsize=256)

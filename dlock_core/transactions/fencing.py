@@ -22,20 +22,23 @@ from typing import TYPE_CHECKING, Any, Final, Literal, Protocol
 from dlock_core.errors import DLockError, RowLocked, SnapshotTooOld, StaleToken
 from dlock_core.leases import engine
 from dlock_core.observability import hooks
-from dlock_core.runtime import blocking, clock
+from dlock_core.runtime import clock
 from dlock_core.sql.driver_errors import Trouble, classify
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from dlock_core.leases.lease import Held
+    from dlock_core.runtime import DatabaseRuntime
 
 __all__ = [
     "HIGHEST",
-    "Claim",
-    "Database",
-    "Dialect",
     "Fence",
+    "FenceDialect",
+    "FenceEntry",
+    "FenceForm",
+    "FenceGate",
+    "StatementExecutor",
     "admit",
     "announce",
     "confirm",
@@ -44,14 +47,14 @@ __all__ = [
     "prepare",
 ]
 
-Fence = Literal["transaction", "lease"]
+FenceForm = Literal["transaction", "lease", False]
 
 MAX_TRIES_TO_MARK: Final = 3
 """How often a shared lease looks for the mark, and leaves it, before its transaction."""
 
 
 @dataclass(frozen=True, slots=True)
-class Claim:
+class FenceEntry:
     """What a lease shows to the fence; `limit` bounds the wait for another's row lock, in seconds (None: for ever).
 
     `found` is the exclusive token that the first admit of a shared lease has found in the row; None before.
@@ -65,15 +68,15 @@ class Claim:
     found: int | None = None
 
 
-class Database(Protocol):
-    """Runs one statement with `:name` parameters."""
+class StatementExecutor(Protocol):
+    """Sends one statement with `:name` parameters in the connection that the fence is on."""
 
-    async def execute(self, sql: str, params: Mapping[str, Any]) -> tuple[int, tuple[Any, ...] | None]:
-        """Give the number of rows changed, and the first row of the answer if it has rows."""
+    def execute(self, sql: str, params: Mapping[str, Any]) -> tuple[int, tuple[Any, ...] | None]:
+        """Return the number of rows changed, and the first row of the answer if it has rows."""
 
 
 @dataclass(frozen=True, slots=True)
-class Dialect:
+class FenceDialect:
     """The statements of one database; a changed row, or a first column above 0, tells that the lease was admitted.
 
     Where one statement cannot do it all there are several, of which the last tells.
@@ -91,32 +94,32 @@ class Dialect:
     confirm_shared: str
 
 
-async def admit(database: Database, dialect: Dialect, claim: Claim) -> int | None:
+def admit(database: StatementExecutor, dialect: FenceDialect, entry: FenceEntry) -> int | None:
     """Admit a lease into the open transaction, before anything is read in it.
 
-    Waits for an older holder's transaction at most `claim.limit` seconds; the database's lock timeout error passes
+    Waits for an older holder's transaction at most `entry.limit` seconds; the database's lock timeout error passes
     through. Return the exclusive token that a shared lease has found, for its later claims. Raises StaleToken when a
     newer holder was admitted before.
     """
-    if claim.shared:
-        return await _admit_shared(database, dialect, claim)
-    if not await _ask(database, dialect.admit, claim):
-        raise await _stale(database, claim)
+    if entry.shared:
+        return _admit_shared(database, dialect, entry)
+    if not _ask(database, dialect.admit, entry):
+        raise _stale(database, entry)
     return None
 
 
-async def prepare(database: Database, dialect: Dialect, claim: Claim) -> None:
+def prepare(database: StatementExecutor, dialect: FenceDialect, entry: FenceEntry) -> None:
     """Leave the mark of shared holders, if it is missing; each statement is a transaction of its own.
 
     What stands in its way is left for the admit to tell. When many come at once, one of two that leave the mark may be
     the victim of a deadlock: the other one has left it then.
     """
     for _ in range(MAX_TRIES_TO_MARK):
-        _, row = await database.execute(dialect.is_marked, params(claim))
+        _, row = database.execute(dialect.is_marked, params(entry))
         if row is not None and row[0]:
             return
         try:
-            await database.execute(dialect.mark, params(claim))
+            database.execute(dialect.mark, params(entry))
         except Exception as error:
             if classify(error) not in (Trouble.DEADLOCK, Trouble.SERIALIZATION):
                 raise
@@ -124,40 +127,40 @@ async def prepare(database: Database, dialect: Dialect, claim: Claim) -> None:
             return
 
 
-async def announce(database: Database, dialect: Dialect, claim: Claim) -> None:
+def announce(database: StatementExecutor, dialect: FenceDialect, entry: FenceEntry) -> None:
     """Raise the row for a lease of several transactions, in a transaction of its own; raises StaleToken."""
-    if not await _ask(database, dialect.announce if claim.shared else dialect.admit, claim):
-        raise await _stale(database, claim)
+    if not _ask(database, dialect.announce if entry.shared else dialect.admit, entry):
+        raise _stale(database, entry)
 
 
-async def confirm(database: Database, dialect: Dialect, claim: Claim) -> None:
+def confirm(database: StatementExecutor, dialect: FenceDialect, entry: FenceEntry) -> None:
     """Prove, as the last statement before COMMIT, that the row is still ours, and keep it so; raises StaleToken."""
-    if not await _ask(database, (dialect.confirm_shared if claim.shared else dialect.confirm,), claim):
-        raise await _stale(database, claim)
+    if not _ask(database, (dialect.confirm_shared if entry.shared else dialect.confirm,), entry):
+        raise _stale(database, entry)
 
 
-async def _admit_shared(database: Database, dialect: Dialect, claim: Claim) -> int:
-    newest = await _share(database, dialect, claim)
+def _admit_shared(database: StatementExecutor, dialect: FenceDialect, entry: FenceEntry) -> int:
+    newest = _share(database, dialect, entry)
     if newest is None:  # nothing was prepared, or an exclusive one came between: this transaction leaves the mark
-        await database.execute(dialect.mark, params(claim))
-        newest = await _share(database, dialect, claim)
-    if newest is None or newest >= claim.token:
-        raise await _stale(database, claim)
-    if claim.found is not None and newest != claim.found:  # it may have changed what this lease has read
-        raise StaleToken(claim.name, token=claim.token, highest=newest)
+        database.execute(dialect.mark, params(entry))
+        newest = _share(database, dialect, entry)
+    if newest is None or newest >= entry.token:
+        raise _stale(database, entry)
+    if entry.found is not None and newest != entry.found:  # it may have changed what this lease has read
+        raise StaleToken(entry.name, token=entry.token, highest=newest)
     return newest
 
 
-async def _share(database: Database, dialect: Dialect, claim: Claim) -> int | None:
-    _, row = await database.execute(dialect.share, params(claim))
+def _share(database: StatementExecutor, dialect: FenceDialect, entry: FenceEntry) -> int | None:
+    _, row = database.execute(dialect.share, params(entry))
     return None if row is None else row[0]
 
 
-async def _ask(database: Database, statements: tuple[str, ...], claim: Claim) -> bool:
+def _ask(database: StatementExecutor, statements: tuple[str, ...], entry: FenceEntry) -> bool:
     *before, last = statements
     for sql in before:
-        await database.execute(sql, params(claim))
-    return is_yes(*await database.execute(last, params(claim)))
+        database.execute(sql, params(entry))
+    return is_yes(*database.execute(last, params(entry)))
 
 
 def is_yes(changed: int, row: tuple[Any, ...] | None) -> bool:
@@ -165,20 +168,20 @@ def is_yes(changed: int, row: tuple[Any, ...] | None) -> bool:
     return (changed if row is None else row[0] or 0) > 0
 
 
-async def _stale(database: Database, claim: Claim) -> StaleToken:
-    _, row = await database.execute(HIGHEST, {"name": claim.name, "token": claim.token})
-    return StaleToken(claim.name, token=claim.token, highest=None if row is None else row[0])
+def _stale(database: StatementExecutor, entry: FenceEntry) -> StaleToken:
+    _, row = database.execute(HIGHEST, {"name": entry.name, "token": entry.token})
+    return StaleToken(entry.name, token=entry.token, highest=None if row is None else row[0])
 
 
-def params(claim: Claim) -> dict[str, Any]:
+def params(entry: FenceEntry) -> dict[str, Any]:
     """Give the parameters of every statement."""
-    milliseconds = 0 if claim.limit is None else max(1, round(claim.limit * 1000))
+    milliseconds = 0 if entry.limit is None else max(1, round(entry.limit * 1000))
     return {
-        "name": claim.name,
-        "token": claim.token,
-        "holder": claim.holder,
+        "name": entry.name,
+        "token": entry.token,
+        "holder": entry.holder,
         "milliseconds": str(milliseconds),
-        "seconds": 100_000_000 if claim.limit is None else max(0, round(claim.limit)),
+        "seconds": 100_000_000 if entry.limit is None else max(0, round(entry.limit)),
     }
 
 
@@ -188,25 +191,94 @@ WHERE name = :name OR (name = '' AND :token >= 1000000000000000)"""
 """What the token of a holder that was refused has to exceed."""
 
 
-class Guard:
-    """One lease at the fence; `deadline`, the end of its acquire, bounds the first wait for a row lock."""
+class Fence(Protocol):
+    """The fence of one lock as an integration asks it: how a step is sent on one of its connections.
+
+    Each step raises StaleToken, and RowLocked or SnapshotTooOld for what the database says.
+    """
+
+    supports_shared: bool
+
+    def keeps_snapshot(self, connection: Any) -> bool:
+        """Return whether its transactions read from a snapshot that is older than the row locks they wait for."""
+
+    def admit(self, connection: Any, entry: FenceEntry) -> int | None:
+        """See the function `admit`."""
+
+    def prepare(self, connection: Any, entry: FenceEntry) -> None:
+        """See the function `prepare`."""
+
+    def announce(self, connection: Any, entry: FenceEntry) -> None:
+        """See the function `announce`."""
+
+    def confirm(self, connection: Any, entry: FenceEntry) -> None:
+        """See the function `confirm`."""
+
+
+class FenceGate:
+    """One lease at the fence of its lock, in each database that it protects.
+
+    Args:
+        held: The lease.
+        fence: Its lock's fence.
+        wait: Seconds that the acquire was given, None for ever; it bounds each later wait for a row lock, too.
+        deadline: The end of that acquire on the clock of `runtime`, which bounds the first wait for a row lock.
+        runtime: Carries out the request for a greater token, in the middle of a statement.
+    """
+
+    __slots__ = ("_found", "_is_proven", "announced", "deadline", "fence", "forms", "held", "runtime", "wait")
 
     def __init__(
-        self, held: Held, *, wait: float | None, deadline: float, finish: Callable[..., Any] = blocking
+        self, held: Held, fence: Fence, *, wait: float | None, deadline: float, runtime: DatabaseRuntime
     ) -> None:
-        self.held, self.wait, self.deadline, self.finish = held, wait, deadline, finish
+        self.held, self.fence, self.wait, self.deadline, self.runtime = held, fence, wait, deadline, runtime
+        self.forms: dict[Any, FenceForm] = {}
+        """The databases that the lease protects, and how."""
+        self.announced: set[Any] = set()
+        """The databases in which the row was raised before the first transaction, or cannot be any more."""
         self._is_proven = False
-        self._found: dict[object, int] = {}
-        """What a shared lease has found at its first admit in each database."""
+        self._found: dict[Any, int] = {}
+        """The exclusive token that a shared lease has found at its first admit in each database."""
 
-    def __call__(self, step: Callable[[Claim], int | None], database: object = None) -> None:
-        """Carry out an admit, announce or confirm in a database; raises StaleToken.
+    def protect(self, database: Any, form: FenceForm, connection: Any, *, is_inside: bool) -> None:
+        """Protect a database from now on. `is_inside`: a transaction is open, which is the first to be protected."""
+        if form and is_inside:
+            form = "transaction"  # what is committed on its own would be no part of the open transaction,
+            self.announced.add(database)  # and its snapshot might not show that the row was raised
+        elif form == "lease":
+            self._pass(self.fence.announce, connection, database)
+        elif form and self.held.request.shared:
+            self.fence.prepare(connection, self.entry())
+        elif form and self.fence.supports_shared and self.fence.keeps_snapshot(connection):
+            self.announce(connection, database)
+        self.forms[database] = form
 
-        A store that lost its data and its time gave a current holder too small a token: it gets a greater one, but
-        never after the first admit, since what was read under the smaller one may be old by now.
+    def admit(self, connection: Any, database: Any) -> None:
+        """Admit the lease into the connection's open transaction, before anything is read in it."""
+        self._pass(self.fence.admit, connection, database)
+
+    def announce(self, connection: Any, database: Any) -> None:
+        """Raise the row before a transaction whose snapshot would miss what shared holders commit during its admit."""
+        self._pass(self.fence.announce, connection, database)
+        self.announced.add(database)
+
+    def confirm(self, connection: Any, database: Any) -> None:
+        """Prove just before COMMIT that no newer holder was announced."""
+        self._pass(self.fence.confirm, connection, database)
+
+    def _pass(self, step: Callable[[Any, FenceEntry], int | None], connection: Any, database: Any) -> None:
+        """Carry out a step; ask the store once for a greater token if the fence refuses the first one as too small.
+
+        A store that lost its data, and whose clock stepped back, has given a current holder too small a token. The
+        token is never replaced after the first admit, because what was read under it may be old by now.
         """
         try:
-            found = self._prove(step, database)
+            try:
+                found = step(connection, self.entry(database))
+            except StaleToken as error:
+                if self._is_proven or not self.runtime.finish(engine.raise_token, self.held, error.highest or 0):
+                    raise
+                found = step(connection, self.entry(database))
         except StaleToken as error:
             hooks.refused(error)
             raise
@@ -214,33 +286,20 @@ class Guard:
         if found is not None:
             self._found.setdefault(database, found)
 
-    def _prove(self, step: Callable[[Claim], int | None], database: object) -> int | None:
-        try:
-            return step(self.claim(database))
-        except StaleToken as error:
-            if self._is_proven or not self.finish(engine.raise_token, self.held, error.highest or 0):
-                raise
-            return step(self.claim(database))
-
-    def claim(self, database: object = None) -> Claim:
-        """Say what the lease shows to the fence of a database now."""
-        request = self.held.request
-        limit = self.wait if self._is_proven else max(0.0, self.deadline - clock())
-        return Claim(
-            request.name,
-            self.held.token,
-            request.holder,
-            request.shared,
-            None if self.wait is None else limit,
-            self._found.get(database),
-        )
+    def entry(self, database: Any = None) -> FenceEntry:
+        """Return what the lease shows to the fence of a database now."""
+        request, limit = self.held.request, self.wait
+        if limit is not None and not self._is_proven:
+            limit = max(0.0, self.deadline - clock())
+        token, found = self.held.granted.token, self._found.get(database)
+        return FenceEntry(request.name, token, request.holder, request.shared, limit, found)
 
 
-def refusal(error: BaseException, claim: Claim, database: str) -> DLockError | None:
+def refusal(error: BaseException, entry: FenceEntry, database: str) -> DLockError | None:
     """Say what an error of the database means at the fence: RowLocked, SnapshotTooOld; None: what its driver says."""
     trouble = classify(error)
     if trouble is Trouble.LOCK_TIMEOUT:
-        return RowLocked(claim.name, waited=claim.limit or 0.0, is_database=database == "sqlite")
+        return RowLocked(entry.name, waited=entry.limit or 0.0, is_database=database == "sqlite")
     if trouble is Trouble.SERIALIZATION and database == "sqlite":
-        return SnapshotTooOld(claim.name, isolation="deferred SQLite")
+        return SnapshotTooOld(entry.name, isolation="deferred SQLite")
     return None

@@ -28,13 +28,13 @@ if TYPE_CHECKING:
 __all__ = [
     "ATTEMPTS",
     "WITHIN_S",
-    "Attempt",
-    "Part",
+    "AttemptedWork",
     "Policy",
+    "RetryAttempt",
     "attempts",
     "check_answer",
     "check_function",
-    "claim",
+    "claim_databases",
     "is_conflict",
     "report",
     "retry",
@@ -74,7 +74,7 @@ class Policy:
 
 
 @dataclass(eq=False, slots=True)
-class Part:
+class AttemptedWork:
     """A transaction in an attempt; `work` says of what, in errors: "work on 'default'"."""
 
     work: str
@@ -98,12 +98,12 @@ class Part:
         return ""
 
 
-class Attempt:
+class RetryAttempt:
     """One run of the work, as a block: what began in it, in this context and in the threads that have copied it."""
 
     def __init__(self) -> None:
         self.binds: frozenset[Hashable] = frozenset()
-        self.parts: dict[object, Part] = {}
+        self.parts: dict[object, AttemptedWork] = {}
         self.is_over = False
 
     def __enter__(self) -> Self:
@@ -119,12 +119,12 @@ class Attempt:
         return next((reason for part in list(self.parts.values()) if (reason := part.obstacle())), "")
 
 
-def attempts() -> tuple[Attempt, ...]:
+def attempts() -> tuple[RetryAttempt, ...]:
     """Return the attempts that this context is in, the outermost first."""
     return _attempts.get()
 
 
-def report(key: object, make: Callable[[], Part]) -> None:
+def report(key: object, make: Callable[[], AttemptedWork]) -> None:
     """Count a transaction, known by its key, as a part of all the attempts that this context is in."""
     inside = [attempt for attempt in attempts() if not attempt.is_over and key not in attempt.parts]
     if inside:
@@ -133,7 +133,7 @@ def report(key: object, make: Callable[[], Part]) -> None:
             attempt.parts[key] = part
 
 
-def claim(binds: frozenset[Hashable]) -> bool:
+def claim_databases(binds: frozenset[Hashable]) -> bool:
     """Give databases to the innermost attempt; return False when an attempt around it has one of them already.
 
     No databases at all stand for those that are not known, which may be any.
@@ -143,7 +143,7 @@ def claim(binds: frozenset[Hashable]) -> bool:
     return all(outer.is_over or (binds and outer.binds and not binds & outer.binds) for outer in around)
 
 
-_attempts: ContextVar[tuple[Attempt, ...]] = ContextVar("dlock_attempts", default=())
+_attempts: ContextVar[tuple[RetryAttempt, ...]] = ContextVar("dlock_attempts", default=())
 
 
 async def retry(
@@ -161,7 +161,7 @@ async def retry(
     give_up = runtime.now() + _limit(policy.within)
     number = 1
     while True:
-        attempt = Attempt()
+        attempt = RetryAttempt()
         try:
             with attempt:
                 return await work()

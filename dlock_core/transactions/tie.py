@@ -1,6 +1,7 @@
-"""What a transaction's end means for the leases tied to it: check, release, or let run out.
+"""The state of a lease that is tied to transactions: what needs it, and whether its end is a release or an expiry.
 
-Both integrations report the same three outcomes; the answer is given here, once.
+Django and SQLAlchemy each *have* a `Tie`: they report their transactions to it, and it decides, so that the promise
+"released only after COMMIT or ROLLBACK is known" has one copy.
 """
 
 from __future__ import annotations
@@ -14,15 +15,14 @@ from weakref import WeakSet
 from dlock_core.backend import Released
 from dlock_core.errors import BackendUnavailable, LeaseLost, NotHeld
 from dlock_core.leases import engine, watchdog
-from dlock_core.runtime import blocking
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from dlock_core.leases.lease import Held
-    from dlock_core.runtime import Runtime
+    from dlock_core.runtime import DatabaseRuntime, Runtime
 
-__all__ = ["LETTING_RUN_OUT", "Outcome", "Tie", "release", "stop_renewing"]
+__all__ = ["LETTING_RUN_OUT", "Outcome", "Tie", "TieState", "call_all", "release", "stop_renewing"]
 
 logger = logging.getLogger("dlock")
 
@@ -35,8 +35,29 @@ class Outcome(enum.Enum):
     UNKNOWN = "unknown"  # the connection was lost inside COMMIT
 
 
+class TieState(enum.Enum):
+    """Where a tied lease is between its grant and its end. Only `Tie` writes it.
+
+    HELD is the only state in which new work may begin under the lease. UNCERTAIN differs from it only in how it ends:
+    in EXPIRING instead of RELEASING. From ABANDONED nothing leads back.
+    """
+
+    HELD = "held"
+    """Handles or transactions need the lease."""
+    UNCERTAIN = "uncertain"
+    """As HELD, but a COMMIT under the lease has an unknown outcome, and the database may still carry it out."""
+    RELEASING = "releasing"
+    """Nothing needs the lease: it is released now. A release that was interrupted is repeated in this state."""
+    EXPIRING = "expiring"
+    """Nothing needs the lease, but a COMMIT may still be carried out: it is not renewed, and not released."""
+    TORN = "torn"
+    """The last handle was garbage-collected before it was released, so that nothing can release it: it expires."""
+    ABANDONED = "abandoned"
+    """The acquire failed: no work was done under the lease, so the transactions that it met owe it nothing."""
+
+
 class _LettingRunOut:
-    """Lets a release fail: the work is done, and the lease runs out by itself."""
+    """Lets a release fail: the work is done, and the lease expires."""
 
     def __enter__(self) -> None:
         pass
@@ -52,7 +73,7 @@ LETTING_RUN_OUT: Final = _LettingRunOut()
 
 
 async def release(runtime: Runtime, held: Held) -> Released:
-    """Release a lease that nobody needs any more; whatever happens, it is renewed no more."""
+    """Release a lease that nothing needs any more; whatever happens, it is not renewed afterwards."""
     try:
         return await engine.release(runtime, held)
     finally:
@@ -60,146 +81,161 @@ async def release(runtime: Runtime, held: Held) -> Released:
 
 
 def stop_renewing(held: Held) -> None:
-    """Let a lease run out, unless it has ended."""
+    """Let a lease expire, unless it has ended."""
     held.renewing = False
     watchdog.unwatch(held)
 
 
 class Tie:
-    """A lease, the handles that need it and the transactions at work under it: it is released when none is left.
+    """One lease, the handles that need it and the transactions that work under it.
 
-    A handle is what a block or an `acquire()` gave to its caller. One that was taken inside a transaction may be bound
-    to it, and is left with it at the latest; one that nobody has any more counts as left. Handles and transactions are
-    members of sets, so that leaving or settling again changes nothing: what an interrupt has cut short is repeated.
+    The lease is over when no handle and no transaction is left: then it is released, or expires after an unknown
+    COMMIT. A handle is what a block or an `acquire()` gave to its caller. One that was taken inside a transaction may
+    be bound to it, and is detached with it at the latest; a handle that was garbage-collected counts as detached.
 
-    After an UNKNOWN outcome the lease is not released, because the database may still commit: it is renewed no more and
-    runs out. May be used from any thread; `finish` carries out a step of the engine wherever a transaction ends.
+    Handles and transactions are members of sets, and every step may be repeated: an exception may come between any two
+    lines, and what it has cut short is done again by the caller. May be used from any thread.
+
+    Args:
+        held: The lease.
+        runtime: Carries out a release where a transaction ends, which may be in code that cannot await.
     """
 
-    def __init__(self, held: Held, finish: Callable[..., Any] = blocking) -> None:
-        self.held, self.finish = held, finish
-        self.handles: WeakSet[Any] = WeakSet()
-        """The leases that callers have: of blocks, and of acquires without a block."""
-        self.open: set[object] = set()
-        """The transactions at work that have not ended."""
-        self.transactions = 0
-        """How many transactions were ever tied."""
-        self._bound: dict[object, set[Any]] = {}
-        """The handles that are left when a transaction ends, by that transaction."""
-        self._unknown = False
-        self.is_torn = False
-        """Nobody has left its last handle, and nobody can: it runs out."""
-        self.is_given_up = False
-        """Its acquire has failed: nothing was done under it, so the transactions that it met owe it nothing."""
+    __slots__ = ("__weakref__", "_bound", "handles", "held", "open", "runtime", "state", "transactions")
 
-    def give_up(self) -> None:
-        """Note that the acquire has failed."""
-        self.is_given_up = True
+    def __init__(self, held: Held, runtime: DatabaseRuntime) -> None:
+        self.held, self.runtime = held, runtime
+        self.state = TieState.HELD
+        self.handles: WeakSet[Any] = WeakSet()
+        self.open: set[object] = set()
+        """The transactions that work under the lease and have not ended."""
+        self.transactions = 0
+        """How many transactions have ever worked under the lease."""
+        self._bound: dict[object, set[Any]] = {}
+        """The handles that are detached when a transaction ends, by that transaction."""
+
+    def attach(self, handle: object) -> None:
+        """Note that one more handle needs the lease, also when the handles before it were left to a transaction."""
+        self.handles.add(handle)
+
+    def bind_to(self, transaction: object, handle: object) -> None:
+        """Detach a handle when a transaction ends, if it was not detached before."""
+        self._bound.setdefault(transaction, set()).add(handle)
 
     def begin(self, transaction: object) -> None:
         """Note that a transaction works under the lease."""
         self.open.add(transaction)
         self.transactions += 1
 
-    def check(self) -> None:
-        """Refuse COMMIT: raise LeaseLost unless the lease surely holds."""
-        self.held.ensure()
+    @property
+    def is_over(self) -> bool:
+        """Nothing needs the lease any more: its handles are detached and every transaction has ended."""
+        return not self.handles and not self.open
+
+    @property
+    def is_bound(self) -> bool:
+        """Only transactions that are still open need the lease: it ends with them."""
+        return set(self.handles) <= set().union(*list(self._bound.values()))
 
     @property
     def is_inside(self) -> bool:
-        """The lock was taken inside a transaction, and lasts exactly as long."""
-        return self.held.backend.capabilities.expiry == "transaction"
+        """The lock was taken inside a transaction of its store's database, and lasts exactly as long."""
+        return self.held.backend.capabilities.transaction_database is not None
 
-    def undone(self) -> None:
-        """Hear that a lock inside a transaction is gone, with the savepoint in which it was taken.
+    def settle(self, transaction: object, outcome: Outcome, *, ends_lock: bool = False) -> bool:
+        """Note how a transaction ended, and release the lease if that was the last thing that needed it.
 
-        What was done under it is undone, too. Whoever is still in its block might go on as if nothing had happened.
+        Returns True when nothing needs the lease any more. `ends_lock` means that this was the transaction in which the
+        lock was taken, so that the database has released it already.
+
+        Must be called only when the outcome is known, or is known to be unknowable: this is where the lock is handed to
+        the next holder, who may then read what this transaction has written, or has not.
+        """
+        held = self.held
+        if outcome is Outcome.UNKNOWN and not ends_lock and self.state is not TieState.ABANDONED:
+            self.state = TieState.UNCERTAIN
+        if transaction in self._bound:
+            self.handles -= self._bound[transaction]
+            self._bound.pop(transaction, None)
+        self.open.discard(transaction)
+        if held.lost_because and self.is_inside:
+            held.end(Released.EXPIRED)
+        is_over = not self.handles and not self.open
+        if (ends_lock or is_over) and self._is_to_be_released():
+            with LETTING_RUN_OUT:
+                if ends_lock:
+                    engine.released(held)
+                else:
+                    self.runtime.finish(release, held)
+        return is_over
+
+    def detach(self, handle: object) -> bool:
+        """Note that a handle needs the lease no more; True when the caller has to release the lease now."""
+        for bound in list(self._bound.values()):
+            bound.discard(handle)
+        self.handles.discard(handle)
+        return not self.handles and not self.open and self._is_to_be_released()
+
+    def detach_all(self) -> bool:
+        """Detach every handle; see `detach`."""
+        self._bound.clear()
+        self.handles.clear()
+        return not self.open and self._is_to_be_released()
+
+    def _is_to_be_released(self) -> bool:
+        """Decide how a lease ends that nothing needs any more."""
+        if self.state not in (TieState.UNCERTAIN, TieState.EXPIRING):
+            watchdog.unwatch(self.held)
+            if self.state is TieState.HELD:
+                self.state = TieState.RELEASING
+            return True
+        # The database may still carry out the COMMIT whose answer was lost, for as long as it keeps that connection. A
+        # release would let the next holder read before that. So the rest of the ttl is what the next holder waits.
+        stop_renewing(self.held)
+        if self.state is TieState.UNCERTAIN:
+            self.state = TieState.EXPIRING
+            logger.warning(
+                "dlock: the outcome of a COMMIT under lock %r is unknown: its lease is not released and runs out in "
+                "%.1f s",
+                self.held.request.name,
+                self.held.remaining(),
+            )
+        return False
+
+    def note_collected(self, handle: object) -> None:
+        """Note, perhaps in the garbage collector, that a handle was thrown away; an interrupt came in its way.
+
+        It does no I/O: a release inside the garbage collector could meet any lock that the interrupted code holds.
+        """
+        self.handles.discard(handle)
+        if not self.is_over or self.held.ended is not None or self.state is TieState.ABANDONED:
+            return
+        is_uncertain = self.state in (TieState.UNCERTAIN, TieState.EXPIRING)
+        self.state = TieState.EXPIRING if is_uncertain else TieState.TORN
+        self.held.renewing = False
+
+    def abandon(self) -> None:
+        """Note that the acquire has failed."""
+        self.state = TieState.ABANDONED
+
+    def end_with_savepoint(self) -> None:
+        """Note that a lock inside a transaction is gone, with the savepoint in which it was taken.
+
+        What was done under it is undone, too. Code that is still in the block might go on as if nothing had happened,
+        so that the lease counts as lost.
         """
         if self.handles:
             self.held.lose("the savepoint in which it was taken was rolled back")
         else:
             self.held.end(Released.RELEASED)
-            self.give_up()
+            self.abandon()
 
     def supersede(self, others: Iterable[Tie]) -> None:
-        """Let go of locks that were lost, or ended, and are now held again: nobody goes by those any more."""
-        for other in others if self.is_inside else ():
-            if (other.held.name, other.held.backend) == (self.held.name, self.held.backend) and not other.is_held:
-                other.give_up()
-
-    @property
-    def is_held(self) -> bool:
-        """The lease surely holds."""
-        return self.held.remaining() > 0.0
-
-    def settle(self, transaction: object, outcome: Outcome, *, ends_lock: bool = False) -> None:
-        """Note how a transaction ended, and release if it was the last thing that the lease was held for.
-
-        `ends_lock`: it was the transaction of a lock inside one, which the database has released with it.
-        """
-        self._unknown |= outcome is Outcome.UNKNOWN and not ends_lock
-        self.handles -= self._bound.get(transaction, set())
-        self._bound.pop(transaction, None)
-        self.open.discard(transaction)
-        if self.is_inside and self.held.lost_because:
-            self.held.end(Released.EXPIRED)
-        if (ends_lock or self.is_over) and self.is_due():
-            with LETTING_RUN_OUT:
-                if ends_lock:
-                    engine.released(self.held)
-                else:
-                    self.finish(release, self.held)
-
-    def join(self, handle: object) -> None:
-        """Note that one more handle needs the lease, also when those before it have left it to a transaction."""
-        self.handles.add(handle)
-
-    def bind_to(self, transaction: object, handle: object) -> None:
-        """Have a handle left when a transaction ends, if it was not left before."""
-        self._bound.setdefault(transaction, set()).add(handle)
-
-    def leave(self, handle: object) -> bool:
-        """Note that a handle needs the lease no more; True when the caller has to release now."""
-        for bound in list(self._bound.values()):
-            bound.discard(handle)
-        self.handles.discard(handle)
-        return self.is_over and self.is_due()
-
-    def torn(self, handle: object) -> None:
-        """Hear, perhaps from the garbage collector, that nobody has a handle any more: an interrupt came in its way."""
-        self.handles.discard(handle)
-        if self.is_over and self.held.ended is None:
-            self.is_torn = True
-            self.held.renewing = False
-
-    def leave_all(self) -> bool:
-        """Leave every handle; see `leave`."""
-        self._bound.clear()
-        self.handles.clear()
-        return self.is_over and self.is_due()
-
-    @property
-    def is_bound(self) -> bool:
-        """Only transactions that are still open keep the lease: it ends with them."""
-        return set(self.handles) <= set().union(*list(self._bound.values()))
-
-    @property
-    def is_over(self) -> bool:
-        """Nothing needs the lease any more: its handles were left and every transaction has ended."""
-        return not self.handles and not self.open
-
-    def is_due(self) -> bool:
-        """Say whether to release, now that nothing needs the lease; if not, let it run out."""
-        watchdog.unwatch(self.held)
-        if not self._unknown:
-            return True
-        stop_renewing(self.held)
-        logger.warning(
-            "dlock: the outcome of a COMMIT under lock %r is unknown: its lease is not released and runs out in %.1f s",
-            self.held.name,
-            self.held.remaining(),
-        )
-        return False
+        """Abandon locks of the same transaction that were lost, or ended, and are held again by this tie."""
+        held = self.held
+        for other in others:
+            if (other.held.name, other.held.backend) == (held.name, held.backend) and other.held.remaining() == 0.0:
+                other.abandon()
 
     def ensure_was_held(self, error: BaseException | None) -> None:
         """Judge how a block ended: raises LeaseLost when work without a transaction only looked protected."""

@@ -6,7 +6,7 @@ import math
 from contextlib import AsyncExitStack, ExitStack
 from itertools import groupby
 from types import EllipsisType
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Never, TypedDict, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Never, Protocol, TypedDict, TypeVar
 
 from dlock_core import owner
 from dlock_core.backend import new_request, supported_ttl
@@ -23,20 +23,20 @@ from dlock_core.options import (
     wait_seconds,
 )
 from dlock_core.runtime import ASYNCIO, BLOCKING, clock, run
-from dlock_core.transactions.tie import LETTING_RUN_OUT, Tie
+from dlock_core.transactions.tie import LETTING_RUN_OUT, release
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 
-    from dlock_core.backend import Backend, Request
+    from dlock_core.backend import Backend, Released, Request
     from dlock_core.leases.lease import Held
     from dlock_core.runtime import Runtime
     from dlock_core.stores import Store
-    from dlock_core.transactions.fencing import Fence
+    from dlock_core.transactions.fencing import FenceForm
+    from dlock_core.transactions.tie import Tie
 
-__all__ = ["FenceForm", "Options", "TiedLease", "TiedLock", "Turn", "give_back", "let_go"]
+__all__ = ["Options", "Tied", "TiedLease", "TiedLock", "TiedLocks", "Turn", "leaving", "leaving_async"]
 
-FenceForm = Literal["transaction", "lease", False]
 L = TypeVar("L")
 
 
@@ -46,7 +46,7 @@ class Options(TypedDict, total=False):
     ttl: Seconds | None
     wait: Seconds | EllipsisType | None
     shared: bool
-    fence: bool | Fence
+    fence: bool | Literal["transaction", "lease"]
     snapshot: Literal["raise", "ignore"]
     reentrant: bool
     renew: bool
@@ -60,7 +60,7 @@ class Turn:
     It knows at every moment what is to be undone if the acquire goes no further.
     """
 
-    __slots__ = ("backend", "held", "is_new", "lease", "request", "since", "tie", "wait")
+    __slots__ = ("backend", "held", "is_new", "lease", "request", "since", "tied", "wait")
 
     def __init__(self, *, wait: float | EllipsisType | None = ..., since: float | None = None) -> None:
         self.wait, self.since = wait, clock() if since is None else since
@@ -69,8 +69,8 @@ class Turn:
         """It was sent, perhaps together with others, and may have been granted."""
         self.held: Held | None = None
         """What came of it."""
-        self.tie: Tie | None = None
-        """What ties it, or another's lease that it has joined."""
+        self.tied: Tied | None = None
+        """What ties it to transactions, or what ties the lease that it has joined."""
         self.lease: TiedLease | None = None
         """The handle that the caller gets."""
         self.is_new = False
@@ -78,20 +78,21 @@ class Turn:
 
     def leave(self) -> None:
         """Need nothing of it any more; without I/O."""
-        if self.lease is not None and self.tie is not None:
-            self.tie.leave(self.lease)
-        if self.is_new and self.tie is not None:
-            let_go(self.tie)
+        if self.lease is not None and self.tied is not None:
+            self.tied.tie.detach(self.lease)
+        if self.is_new and self.tied is not None:
+            watchdog.unwatch(self.tied.tie.held)
+            self.tied.abandon()
         elif self.held is not None:
             watchdog.unwatch(self.held)
 
     async def give_back(self, runtime: Runtime) -> None:
         """Leave nothing in the store: neither a lease of this turn, nor what may have been granted."""
-        if self.tie is not None:
+        if self.tied is not None:
             if self.is_new:
-                await give_back(runtime, self.tie)
+                await _give_back(runtime, self.tied.tie.held)
         elif self.held is not None:
-            await give_back(runtime, Tie(self.held))
+            await _give_back(runtime, self.held)
         elif self.request is not None and self.backend is not None:
             with LETTING_RUN_OUT:
                 await self.backend.abandon(runtime, self.request)
@@ -115,7 +116,7 @@ class TiedLock:
         ttl: Seconds | None = None,
         wait: Seconds | EllipsisType | None = ...,
         shared: bool = False,
-        fence: bool | Fence = True,
+        fence: bool | Literal["transaction", "lease"] = True,
         snapshot: Literal["raise", "ignore"] = "raise",
         reentrant: bool = False,
         renew: bool = True,
@@ -209,48 +210,97 @@ class TiedLock:
 
         `inside` a transaction a lease is always joined: its end releases them together.
         """
-        for tie in ties:
-            if self._is(tie, backend) and not tie.is_over:
-                if not (inside or self.reentrant) or (tie.held.request.shared and not self.shared):
+        for tied in ties:
+            if self._is(tied.tie, backend) and not tied.tie.is_over:
+                if not (inside or self.reentrant) or (tied.tie.held.request.shared and not self.shared):
                     raise AlreadyHeld(self.name)
-                return tie
+                return tied
         return None
 
     def _is(self, tie: Tie, backend: Backend) -> bool:
         return tie.held.name == self.name and tie.held.backend is backend and tie.held.remaining() > 0.0
 
 
+class Tied(Protocol):
+    """What an integration keeps of one lease: its tie, and the connections or the session that it is tied to."""
+
+    tie: Tie
+
+    def abandon(self) -> None:
+        """Note that the acquire has failed: no transaction has to mind the lease any more."""
+
+    def settle_ended(self) -> None:
+        """Settle the transactions that have ended although an interrupt has kept the integration from noticing."""
+
+    def forget_if_over(self) -> None:
+        """Hold the lease no more where the integration looks for leases, if nothing needs it."""
+
+
 class TiedLease(LeaseView):
-    """A handle of a tie's lease; what it does to release is the integration's."""
+    """A handle of a tied lease: sync and async code, Django and SQLAlchemy, detach and release it here."""
 
-    __slots__ = ("__weakref__", "_tie")
+    __slots__ = ("__weakref__", "_tied")
 
-    def __init__(self, tie: Any) -> None:
-        super().__init__(tie.held)
-        self._tie = tie
+    def __init__(self, tied: Any) -> None:
+        self._held = tied.tie.held
+        self._tied = tied
 
     def __del__(self) -> None:
-        tie = getattr(self, "_tie", None)  # None: its making was interrupted
-        if tie is not None:
-            tie.torn(self)
+        tied = getattr(self, "_tied", None)  # None: its making was interrupted
+        if tied is not None:
+            tied.tie.note_collected(self)
 
-    def _leave(self) -> bool:
-        """Leave it; True when nothing needs the lease any more, and it has to be released now."""
-        self._held.ensure_own_process()
-        return self._tie.leave(self) and self._held.ended is None
+    def _end(self) -> Released | None:
+        """Detach the handle, and release the lease if nothing else needs it; None if something does.
+
+        An interrupt may cut this short at any line, and nothing would come back to finish it: it is repeated at once.
+        """
+        try:
+            return self._detach_and_release()
+        except DLockError:
+            raise
+        except BaseException:
+            self._detach_and_release()
+            raise
+
+    def _detach_and_release(self) -> Released | None:
+        tied, held = self._tied, self._held
+        held.ensure_own_process()
+        try:
+            tied.settle_ended()
+            if tied.tie.detach(self) and held.ended is None:
+                tied.tie.runtime.finish(release, held)
+        finally:
+            tied.forget_if_over()
+        return held.ended
+
+    async def _aend(self) -> Released | None:
+        """See `_end`; finished even while the task is being cancelled."""
+        try:
+            return await self._adetach_and_release()
+        except DLockError:
+            raise
+        except BaseException:
+            await self._adetach_and_release()
+            raise
+
+    async def _adetach_and_release(self) -> Released | None:
+        tied, held = self._tied, self._held
+        held.ensure_own_process()
+        try:
+            tied.settle_ended()
+            if tied.tie.detach(self) and held.ended is None:
+                await release(ASYNCIO, held)
+        finally:
+            tied.forget_if_over()
+        return held.ended
 
 
-def let_go(tie: Tie) -> None:
-    """Need a lease no more, under which nothing was done; without I/O."""
-    watchdog.unwatch(tie.held)
-    tie.give_up()
-
-
-async def give_back(runtime: Runtime, tie: Tie) -> None:
+async def _give_back(runtime: Runtime, held: Held) -> None:
     """Release a lease under which nothing was done, whatever transactions it met."""
-    let_go(tie)
+    watchdog.unwatch(held)
     with LETTING_RUN_OUT:
-        await engine.release(runtime, tie.held)
+        await engine.release(runtime, held)
 
 
 def _form(fence: Any) -> FenceForm:
@@ -324,10 +374,10 @@ class TiedLocks:
             for store, places in groupby(turns.order, key=turns.store_at):
                 await turns.grant(store, list(places), grant)
             leases = {
-                place: await take_up(self.locks[place], turns.ties[place], turns.turns[place]) for place in turns.order
+                place: await take_up(self.locks[place], turns.tied[place], turns.turns[place]) for place in turns.order
             }
-            for tie in turns.ties.values():
-                tie.check()
+            for tied in turns.tied.values():
+                tied.tie.held.ensure()
             return finish([leases[place] for place in range(len(self.locks))])
         except BaseException as error:
             for turn in turns.turns:
@@ -350,7 +400,7 @@ class _Turns:
         waits = map(TiedLock._seconds, self.locks, self.stores, self.turns)
         self.until = max(deadline(since, wait) for wait in waits)
         """When the longest of the waits is over."""
-        self.ties: dict[int, Any] = {}
+        self.tied: dict[int, Any] = {}
 
     def _rank(self, place: int) -> tuple[str, str, bool]:
         each = self.locks[place]
@@ -378,8 +428,8 @@ class _Turns:
         await self._ask_for_all(store, list(firsts.values())[::-1])
         for place in places:
             first = firsts[self._wish(place)]
-            again = self.ties.get(first)
-            self.ties[place] = await grant(self.locks[place], self.turns[place]) if again is None else again
+            again = self.tied.get(first)
+            self.tied[place] = await grant(self.locks[place], self.turns[place]) if again is None else again
 
     async def _ask_for_all(self, store: Store, places: list[int]) -> None:
         """Take what is free in one request, if nothing stands against it."""

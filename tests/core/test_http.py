@@ -13,7 +13,7 @@ import pytest
 
 from dlock_core import errors
 from dlock_core.owner import serving
-from dlock_core.transactions.fencing import Claim, refusal
+from dlock_core.transactions.fencing import FenceEntry, refusal
 from dlock_core.web import http
 
 FIREFOX = "text/html,application/xhtml+xml,application/xml;q=0.9,image/avif,*/*;q=0.8"
@@ -57,7 +57,7 @@ def test_busy_database_is_not_told_as_somebody_at_work_on_the_object(tmp_path):
         holder.execute("BEGIN IMMEDIATE")
         with closing(sqlite3.connect(tmp_path / "a", timeout=0)) as other, pytest.raises(sqlite3.Error) as caught:
             other.execute("BEGIN IMMEDIATE")
-    error = refusal(caught.value, Claim("order:10", 1, "a" * 32), "sqlite")
+    error = refusal(caught.value, FenceEntry("order:10", 1, "a" * 32), "sqlite")
 
     told = json.loads(http.answer(error).body)
     assert (told["status"], told["title"]) == (423, "Database is busy")

@@ -7,7 +7,7 @@ import pytest
 
 from dlock_core.errors import AcquireTimeout, DLockError, LeaseLost, RowLocked, StaleObject, StaleToken
 from dlock_core.runtime import ASYNCIO, BLOCKING, run
-from dlock_core.transactions.retry import Part, Policy, claim, is_conflict, report, retry
+from dlock_core.transactions.retry import AttemptedWork, Policy, claim_databases, is_conflict, report, retry
 from dlock_core.transactions.tie import Outcome
 from tests.core.scripted import driver_error
 
@@ -124,7 +124,7 @@ def test_it_starts_over_only_when_every_transaction_of_the_attempt_is_known_to_b
     async def work() -> None:
         made.append(1)
         for number, outcome in enumerate(outcomes):
-            report(number, lambda outcome=outcome: Part("work on 'a'", outcome))
+            report(number, lambda outcome=outcome: AttemptedWork("work on 'a'", outcome))
         raise stale()
 
     with pytest.raises(StaleObject) as caught:
@@ -138,7 +138,7 @@ def test_transaction_of_an_inner_loop_counts_for_the_outer_one() -> None:
     work = Work(stale())
 
     async def inner() -> int:
-        report("a", lambda: Part("work on 'a'", Outcome.COMMITTED))
+        report("a", lambda: AttemptedWork("work on 'a'", Outcome.COMMITTED))
         return 1
 
     async def outer() -> int:
@@ -155,10 +155,10 @@ def test_transaction_of_an_inner_loop_counts_for_the_outer_one() -> None:
 )
 def test_attempt_inside_another_of_the_same_database_is_told(outer: str, inner: str, allowed: bool) -> None:
     async def inside() -> bool:
-        return bool(claim(frozenset(inner)))
+        return bool(claim_databases(frozenset(inner)))
 
     async def around() -> bool:
-        assert claim(frozenset(outer))
+        assert claim_databases(frozenset(outer))
         return await retry(ByHand(), inside, Policy())
 
     assert run(retry(ByHand(), around, Policy())) is allowed

@@ -6,10 +6,10 @@ import sqlite3
 import pytest
 
 from dlock_core.transactions import fence_sql, fencing
-from dlock_core.transactions.fencing import Claim
+from dlock_core.transactions.fencing import FenceEntry
 
 DATABASES = ["sqlite", "postgresql", "mysql", "mariadb"]
-CLAIM = Claim("order:42", 10, "us", limit=1.5)
+CLAIM = FenceEntry("order:42", 10, "us", limit=1.5)
 
 
 def names(sql):
@@ -57,7 +57,7 @@ def row():
     statements = fence_sql.statements("sqlite", "parcel", "id = :key")
 
     def ask(step, token, holder, key=7):
-        params = {**fencing.params(Claim("order:42", token, holder)), "key": key}
+        params = {**fencing.params(FenceEntry("order:42", token, holder)), "key": key}
         cursor = connection.execute(getattr(statements, step), params)
         return fencing.is_yes(cursor.rowcount, cursor.fetchone())
 

@@ -18,8 +18,8 @@ TWICE_WITH_REASON: Final = {
     "django_dlock.Lock": "the model by which the admin site lists locks; the other is what lock() gives",
 }
 STILL_TWICE: Final = (
-    "Address", "Attempt", "Connection", "Database", "Dialect", "Entry", "Lease", "Line", "Node", "Nodes",
-    "Part", "Place", "Question", "Reply", "Row", "Session",
+    "Address", "Connection", "Entry", "Lease", "Line", "Node", "Nodes",
+    "Place", "Question", "Reply", "Session",
 )  # fmt: skip
 """Names of the core that are yet to be told apart."""
 

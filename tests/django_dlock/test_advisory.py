@@ -16,8 +16,8 @@ from django.urls import path
 
 from django_dlock import lock, locked
 from django_dlock.conf import stores
+from django_dlock.connections import in_transaction
 from django_dlock.errors import AcquireTimeout, LeaseLost, NotSupported, SnapshotTooOld
-from django_dlock.transactions import in_transaction
 from dlock_core.backend import Released
 from dlock_core.backends.advisory import TransactionBackend
 from dlock_core.backends.memory import MemoryBackend

@@ -17,7 +17,7 @@ from django_dlock.errors import AcquireTimeout, AlreadyHeld, BackendUnavailable,
 from django_dlock.middleware import LockMiddleware
 from django_dlock.models import Fence
 from django_dlock.tie import current
-from dlock_core.backend import Released
+from dlock_core.backend import Released, RenewalFailure
 from tests.chaos import EverybodyIn
 from tests.django_dlock.parties import is_held
 from tests.django_dlock.sessions import committed
@@ -225,7 +225,7 @@ async def test_fence_that_refuses_leaves_no_lease(database, store):
 
 
 async def forgotten(runtime, renewals):
-    return [None for _ in renewals]
+    return [RenewalFailure.LOST for _ in renewals]
 
 
 # Two tasks

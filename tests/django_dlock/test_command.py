@@ -22,7 +22,7 @@ from django_dlock.fencing import TableFence
 from django_dlock.models import Fence
 from django_dlock.operations import purge
 from dlock_core.backend import Released
-from dlock_core.transactions.fencing import Claim
+from dlock_core.transactions.fencing import FenceEntry
 from tests.waiting import until
 
 DAY = 86_400_000_000
@@ -226,10 +226,10 @@ def test_purge_replaces_old_rows_by_a_floor_that_refuses_their_tokens(database):
     assert left == {"": rows["old"], "young": rows["young"], "revision": 7}
     for token in (rows["older"], rows["old"]):
         with pytest.raises(StaleToken), transaction.atomic(using=database):
-            TableFence().admit(connections[database], Claim("old", token, "b" * 32))
+            TableFence().admit(connections[database], FenceEntry("old", token, "b" * 32))
     with transaction.atomic(using=database):
-        TableFence().admit(connections[database], Claim("old", rows["old"] + 1, "b" * 32))
-        TableFence().admit(connections[database], Claim("other revision", 3, "b" * 32))
+        TableFence().admit(connections[database], FenceEntry("old", rows["old"] + 1, "b" * 32))
+        TableFence().admit(connections[database], FenceEntry("other revision", 3, "b" * 32))
 
 
 def test_purge_keeps_what_is_raised_above_the_floor_meanwhile(database):

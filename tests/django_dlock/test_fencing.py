@@ -13,10 +13,10 @@ from django.test import override_settings
 from django.test.utils import CaptureQueriesContext
 
 from django_dlock import lock
+from django_dlock.connections import on_end
 from django_dlock.errors import LeaseLost, NotSupported, RowLocked, SnapshotTooOld, StaleObject, StaleToken
 from django_dlock.fencing import RowFence
 from django_dlock.models import Fence
-from django_dlock.transactions import on_end
 from dlock_core.transactions.retry import Trouble, classify, is_conflict
 from tests.chaos import EverybodyIn
 from tests.django_dlock.conftest import flush

@@ -362,7 +362,7 @@ def test_transaction_does_not_begin_under_a_lost_lease(database, store, fence):
             add(database, "a")
         with pytest.raises(LeaseLost):
             lease.ensure_held()
-        lease._tie.transactions = 1  # it has been told
+        lease._tied.tie.transactions = 1  # it has been told
     assert committed(database) == set()
 
 

@@ -15,9 +15,9 @@ from django.http import HttpRequest, HttpResponse
 from django.test import Client, TestCase, override_settings
 from django.urls import path
 
+from django_dlock.connections import in_transaction, on_end
 from django_dlock.errors import AcquireTimeout, RowLocked, StaleObject, StaleToken
 from django_dlock.retry import retry_on_conflict
-from django_dlock.transactions import in_transaction, on_end
 from dlock_core.sql.driver_errors import Trouble, classify
 from tests import processes
 from tests.django_dlock.sessions import add, committed, rows, second_session

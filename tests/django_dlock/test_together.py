@@ -191,15 +191,15 @@ def test_store_that_fails_leaves_none_held(stores, database, monkeypatch):
 
 
 def test_fence_that_refuses_leaves_none_held(stores, database, monkeypatch):
-    monkeypatch.setattr("django_dlock.tie.DatabaseTie.bind", _failing_for("account:2"))
+    monkeypatch.setattr("django_dlock.tie.TiedDatabases.bind", _failing_for("account:2"))
     with pytest.raises(RuntimeError, match="refused"):
         lock(account(1), account(2), account(3)).acquire()
 
 
 def _failing_for(name):
-    from django_dlock.tie import DatabaseTie
+    from django_dlock.tie import TiedDatabases
 
-    bind = DatabaseTie.bind
+    bind = TiedDatabases.bind
 
     def failing(self, *args):
         if self.held.name == name:
@@ -325,7 +325,7 @@ def test_acquire_that_fails_while_its_store_is_down_leaves_nothing_behind_in_its
         raise BackendUnavailable("account:1", reason="unplugged")
 
     with monkeypatch.context() as patch:
-        patch.setattr("django_dlock.tie.DatabaseTie.bind", _failing_for("account:2"))
+        patch.setattr("django_dlock.tie.TiedDatabases.bind", _failing_for("account:2"))
         patch.setattr(stores.default, "release", fail)
         with pytest.raises(RuntimeError, match="refused"):
             lock(account(1, using=database), account(2, using=database)).acquire()

@@ -14,7 +14,7 @@ from django.http import HttpRequest, HttpResponse
 from django.test import Client, override_settings
 from django.urls import path
 
-from django_dlock.transactions import in_transaction, on_end, on_rollback, transaction_key
+from django_dlock.connections import in_transaction, on_end, on_rollback, transaction_key
 from dlock_core.transactions.tie import Outcome
 from tests.django_dlock.sessions import add, committed, rows, second_session
 from tests.testapp.models import Note

@@ -8,7 +8,7 @@ from django.db import DatabaseError, connections, transaction
 from django.db.transaction import TransactionManagementError, atomic
 from django.test import TestCase, TransactionTestCase
 
-from django_dlock.transactions import before_statements, in_transaction, on_end, on_rollback, transaction_key
+from django_dlock.connections import before_statements, in_transaction, on_end, on_rollback, transaction_key
 from dlock_core.transactions.tie import Outcome
 from tests.django_dlock.sessions import add, rows
 from tests.testapp.models import Counter

@@ -6,7 +6,7 @@ import pytest
 from django.db import Error, InterfaceError, OperationalError, connections, transaction
 from django.db.transaction import atomic
 
-from django_dlock.transactions import in_transaction, on_end, on_rollback
+from django_dlock.connections import in_transaction, on_end, on_rollback
 from dlock_core.transactions.tie import Outcome
 from tests.django_dlock import sessions
 from tests.django_dlock.sessions import add, committed, held_in_commit, kill_session

@@ -6,7 +6,7 @@ import pytest
 from django.db import DatabaseError, connections, transaction
 from django.db.transaction import atomic
 
-from django_dlock.transactions import before_statements, transaction_key
+from django_dlock.connections import before_statements, transaction_key
 from tests.django_dlock.sessions import add, committed, rows
 from tests.testapp.models import Counter
 

@@ -258,7 +258,7 @@ async def test_dependency_gives_the_lease_and_is_held_before_the_next_one_reads(
 
     def get_order(lease: Annotated[Any, Depends(once)], db: Annotated[Session, Depends(get_session)]):
         assert is_held()
-        assert lease._tie._session() is db
+        assert lease._tied._session() is db
         return db.scalars(select(Counter)).all()
 
     app = FastAPI()

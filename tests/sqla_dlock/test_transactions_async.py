@@ -15,8 +15,9 @@ from sqlalchemy.pool import NullPool
 
 from dlock_core.transactions.tie import Outcome
 from sqla_dlock import connections
+from sqla_dlock.connections import note_xid
 from sqla_dlock.greenlets import await_
-from sqla_dlock.transactions import before_work, in_transaction, note_xid, on_end, on_transaction
+from sqla_dlock.transactions import before_work, in_transaction, on_end, on_transaction
 from tests.proxy import Proxy
 from tests.sqla_dlock.engines import ASYNC
 from tests.sqla_dlock.lost import held_in_commit, port_of, terminate_held, url_through

@@ -15,7 +15,8 @@ from sqlalchemy.pool import NullPool
 
 from dlock_core.transactions.tie import Outcome
 from sqla_dlock import connections
-from sqla_dlock.transactions import before_work, note_xid, on_end
+from sqla_dlock.connections import note_xid
+from sqla_dlock.transactions import before_work, on_end
 from tests.proxy import Proxy
 from tests.sqla_dlock.lost import held_in_commit, interrupt_once, port_of, terminate_held, url_through
 from tests.sqla_dlock.sessions import committed, kill_session, run_sql, session_id
