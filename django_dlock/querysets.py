@@ -18,17 +18,17 @@ from django.db.models.sql import Query
 from django_dlock.connections import ABSENT, restore_on_rollback
 from django_dlock.errors import NotSupported, RowLocked, StaleObject
 from django_dlock.row_sql import RowLockQuery, own_tables, require_row_locks, reword, waiting_in
-from dlock_core.observability.hooks import refused
+from dlock_core.observability.hooks import emit_conflict
 from dlock_core.sql import row_locks
-from dlock_core.sql.driver_errors import Trouble, classify
-from dlock_core.sql.row_locks import HowToLock
+from dlock_core.sql.driver_errors import DatabaseFailure, classify
+from dlock_core.sql.row_locks import RowLockOptions
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
     from dlock_core.options import Seconds
 
-__all__ = ["HowToLock", "RowLock", "RowLockQuerySet", "row_name"]
+__all__ = ["RowLock", "RowLockOptions", "RowLockQuerySet", "row_name"]
 
 M_co = TypeVar("M_co", bound=Model, covariant=True)
 T = TypeVar("T")
@@ -50,7 +50,7 @@ class RowLock(row_locks.RowLock):
             with waiting_in(locked, connection, self.limit):
                 return read(locked)
         except DatabaseError as error:
-            if classify(error) is Trouble.LOCK_TIMEOUT:
+            if classify(error) is DatabaseFailure.LOCK_TIMEOUT:
                 is_database = connection.vendor == "sqlite"
                 raise RowLocked(name, waited=time.monotonic() - started, is_database=is_database) from error
             raise
@@ -271,7 +271,9 @@ class VersionedQuerySet(RowLockQuerySet[M_co]):
     def _first_stale(self, objs: Sequence[Any]) -> StaleObject:
         found = found_versions(self.filter(pk__in=[obj.pk for obj in objs]), _version_of(self.model))
         stale = next((obj for obj in objs if found.get(obj.pk) != read_version(obj)), objs[0])
-        return refused(StaleObject(stale, expected=read_version(stale), found=found.get(stale.pk), action="update"))
+        return emit_conflict(
+            StaleObject(stale, expected=read_version(stale), found=found.get(stale.pk), action="update")
+        )
 
 
 _LockManager = models.Manager.from_queryset(VersionedQuerySet)
@@ -316,7 +318,7 @@ def expected_version(instance: Any, action: str) -> int:
     number = read_version(instance)
     read = vars(instance).get(READ, number)
     if read != number and not isinstance(read, LateVersion):
-        raise refused(StaleObject(instance, expected=number, found=read, action=action))
+        raise emit_conflict(StaleObject(instance, expected=number, found=read, action=action))
     return number
 
 

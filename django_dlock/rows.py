@@ -11,7 +11,7 @@ from asgiref.sync import sync_to_async
 from django.db import models, router, transaction
 
 from django_dlock.connections import restore_on_rollback
-from django_dlock.querysets import HowToLock, LockManager, RowLock, RowLockQuerySet, row_name
+from django_dlock.querysets import LockManager, RowLock, RowLockOptions, RowLockQuerySet, row_name
 from django_dlock.versions import VersionField
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ class RowLockMixin(models.Model):
     class Meta:
         abstract = True
 
-    def lock_row(self, *, using: str | None = None, **how: Unpack[HowToLock]) -> None:
+    def lock_row(self, *, using: str | None = None, **how: Unpack[RowLockOptions]) -> None:
         """Lock this row until the end of the transaction, and refresh the instance under the lock.
 
         Options and errors as of the manager's `lock_row`. Raises ValueError on an instance with changes that are not
@@ -48,7 +48,7 @@ class RowLockMixin(models.Model):
 
     @classmethod
     @contextmanager
-    def locked_row(cls, pk: Any, *, using: str | None = None, **how: Unpack[HowToLock]) -> Iterator[Self]:
+    def locked_row(cls, pk: Any, *, using: str | None = None, **how: Unpack[RowLockOptions]) -> Iterator[Self]:
         """Open a transaction, lock a row, and give it as it is then.
 
         Inside another transaction it opens a savepoint, and the lock lasts until the outer end. Options and errors as
@@ -62,7 +62,7 @@ class RowLockMixin(models.Model):
 
     @classmethod
     async def alocked_row(
-        cls, pk: Any, work: Callable[[Self], T], *, using: str | None = None, **how: Unpack[HowToLock]
+        cls, pk: Any, work: Callable[[Self], T], *, using: str | None = None, **how: Unpack[RowLockOptions]
     ) -> T:
         """Call `work(row)` in a thread, with the row locked, and return its result.
 

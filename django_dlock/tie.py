@@ -310,7 +310,7 @@ def open_sessions() -> tuple[tuple[str, ...], tuple[str, ...]]:
         if connection.connection is None or connection.vendor not in ("postgresql", "mysql"):
             continue
         settings = connection.settings_dict
-        session = database.party(connection.vendor, connection.connection, settings["NAME"])
+        session = database.session_id(connection.vendor, connection.connection, settings["NAME"])
         if session is not None:
             is_pooled = bool(settings["OPTIONS"].get("pool"))
             found[is_pooled].append(session)

@@ -13,7 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 from weakref import ref
 
-from dlock_core.sql.driver_errors import MAY_ROLL_BACK, Trouble, classify
+from dlock_core.sql.driver_errors import MAY_ROLL_BACK, DatabaseFailure, classify
 from dlock_core.transactions.tie import Outcome, call_all
 
 if TYPE_CHECKING:
@@ -165,8 +165,8 @@ def _has_rolled_back(connection: Any, error: Exception) -> bool:
     if connection.vendor == "sqlite":
         return not connection.connection.in_transaction
     trouble = classify(error) if connection.vendor == "mysql" else None
-    if trouble not in MAY_ROLL_BACK or trouble is Trouble.DEADLOCK:
-        return trouble is Trouble.DEADLOCK
+    if trouble not in MAY_ROLL_BACK or trouble is DatabaseFailure.DEADLOCK:
+        return trouble is DatabaseFailure.DEADLOCK
     question = "NOT @@in_transaction" if connection.mysql_is_mariadb else "@@innodb_rollback_on_timeout"
     try:
         with connection.connection.cursor() as cursor:  # the driver's: nobody else is to hear of it

@@ -26,7 +26,7 @@ from django_dlock.querysets import (
     mark_late,
     read_version,
 )
-from dlock_core.observability.hooks import refused
+from dlock_core.observability.hooks import emit_conflict
 from dlock_core.sql.versions import FIRST_VERSION_SQL, first_version
 
 if TYPE_CHECKING:
@@ -194,7 +194,7 @@ class VersionedMixin(models.Model):
             raise TypeError(f"expected is a number, as versions of {type(self).__name__} are, not {expected!r:.80}")
         found = None if self._state.adding else expected_version(self, action)
         if expected not in (None, found):
-            raise refused(StaleObject(self, expected=expected, found=found, action=action))
+            raise emit_conflict(StaleObject(self, expected=expected, found=found, action=action))
 
     def _do_update(self, base_qs: Any, using: str, pk_val: Any, values: Any, *how: Any) -> Any:  # type: ignore[override]
         version, table = self._dlock_version, base_qs.model._meta.concrete_model
@@ -249,7 +249,7 @@ class VersionedMixin(models.Model):
     def _stale(self, using: str, action: str) -> StaleObject:
         found = found_versions(self._version_rows(using), self._dlock_version)
         version = next(iter(found.values()), None)
-        return refused(StaleObject(self, expected=read_version(self), found=version, action=action))
+        return emit_conflict(StaleObject(self, expected=read_version(self), found=version, action=action))
 
 
 def _only(rows: Any, values: dict[Any, Any]) -> Any:

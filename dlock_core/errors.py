@@ -28,7 +28,7 @@ __all__ = [
 E = TypeVar("E", bound="DLockError")
 
 
-def spoken(seconds: float) -> str:
+def format_seconds(seconds: float) -> str:
     """Say a time as people do: "10 s", "2.5 s", "303 ms", "less than 1 ms"."""
     if seconds >= 1:
         return f"{seconds:.1f}".removesuffix(".0") + " s"
@@ -70,7 +70,7 @@ class AcquireTimeout(DLockError, TimeoutError):
             text = f"lock {name!r} is held by {held_by or 'somebody else'}; it was tried once: try again later"
         else:
             holder = f", held by {held_by}" if held_by else ""
-            text = f"lock {name!r} not acquired within {spoken(waited)}{holder}: try again later"
+            text = f"lock {name!r} not acquired within {format_seconds(waited)}{holder}: try again later"
         super().__init__(text, name=name)
         self.waited, self.held_by, self.retry_after = waited, held_by, retry_after
 
@@ -147,7 +147,7 @@ class RowLocked(DLockError):
         what = f"the database is busy with another transaction, so that row {name!r} cannot be locked"
         if not is_database:
             what = f"row {name!r} is locked by another transaction"
-        super().__init__(f"{what} (waited {spoken(waited)}): try again", name=name)
+        super().__init__(f"{what} (waited {format_seconds(waited)}): try again", name=name)
         self.waited, self.retry_after, self.is_database = waited, 1.0, is_database
 
 

@@ -21,9 +21,9 @@ from uuid import UUID
 
 from dlock_core.errors import NoSuchKey
 
-__all__ = ["LONGEST", "Kind", "canonical", "join", "with_keys"]
+__all__ = ["MAX_NAME_BYTES", "Kind", "canonical", "join", "with_keys"]
 
-LONGEST: Final = 512
+MAX_NAME_BYTES: Final = 512
 _PLAIN: Final = re.compile(r"[A-Za-z0-9_.~:-]+")
 _UNRESERVED: Final = re.compile(r"[A-Za-z0-9_.~-]+")
 """What percent-encoding leaves as it is."""
@@ -162,8 +162,8 @@ def _decimal(number: Decimal) -> str:
         raise ValueError(f"a part of a lock's name is no number: {number}")
     if number == 0:
         return "0"
-    if not -LONGEST < number.adjusted() < LONGEST:
-        raise ValueError(f"a lock's name has at most {LONGEST} bytes, {number} has more digits")
+    if not -MAX_NAME_BYTES < number.adjusted() < MAX_NAME_BYTES:
+        raise ValueError(f"a lock's name has at most {MAX_NAME_BYTES} bytes, {number} has more digits")
     text = f"{number:f}"
     return text.rstrip("0").rstrip(".") if "." in text else text
 
@@ -204,9 +204,9 @@ def _no_text(part: object) -> TypeError:
 
 
 def _checked(name: str) -> str:
-    if len(name) > LONGEST:
+    if len(name) > MAX_NAME_BYTES:
         raise ValueError(
-            f"a lock's name has at most {LONGEST} bytes when encoded, this one {len(name)}: {name[:60]!r}…; "
+            f"a lock's name has at most {MAX_NAME_BYTES} bytes when encoded, this one {len(name)}: {name[:60]!r}…; "
             "hash what is long"
         )
     return name

@@ -24,7 +24,7 @@ from sqlalchemy.orm import mapped_column
 from sqlalchemy.orm.attributes import set_committed_value
 
 from dlock_core.errors import NotSupported
-from dlock_core.sql.driver_errors import Trouble, classify
+from dlock_core.sql.driver_errors import DatabaseFailure, classify
 from dlock_core.transactions import fence_sql, fencing
 from dlock_core.transactions.fence_sql import DIALECTS
 from dlock_core.transactions.fencing import refusal
@@ -242,7 +242,7 @@ def _explained(ask: Callable[[], T], connection: Connection, entry: FenceEntry) 
     except DBAPIError as error:
         meant = refusal(error, entry, connection.dialect.name)
         if meant is None:  # its driver's code says it best
-            if classify(error) in (None, Trouble.MISSING_TABLE, Trouble.NO_ACCESS):
+            if classify(error) in (None, DatabaseFailure.MISSING_TABLE, DatabaseFailure.NO_ACCESS):
                 error.add_note(_WHAT_TO_DO)
             raise
         raise meant from error

@@ -258,7 +258,7 @@ def _session(connection: Connection) -> str | None:
     if connection.closed or connection.invalidated:
         return None
     driver = connection.connection.driver_connection
-    return database_session.party(connection.dialect.name, driver, connection.engine.url.database)
+    return database_session.session_id(connection.dialect.name, driver, connection.engine.url.database)
 
 
 T = TypeVar("T")

@@ -18,7 +18,7 @@ from sqlalchemy.exc import DBAPIError, NoResultFound
 from sqlalchemy.orm import Mapper
 
 from dlock_core.errors import RowLocked
-from dlock_core.sql.driver_errors import Trouble, classify
+from dlock_core.sql.driver_errors import DatabaseFailure, classify
 from dlock_core.sql.row_locks import RowLock
 from sqla_dlock.row_sql import locking, require_row_locks, require_transaction, waiting
 from sqla_dlock.stores import bound_for_writing, connection_for_writing, plain_async_session, plain_session
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from sqlalchemy.ext.asyncio import AsyncSession, async_scoped_session
     from sqlalchemy.orm import InstanceState, InstrumentedAttribute, Session, scoped_session
 
-    from dlock_core.sql.row_locks import HowToLock
+    from dlock_core.sql.row_locks import RowLockOptions
 
 __all__ = ["alock_row", "alock_rows", "lock_row", "lock_rows"]
 
@@ -155,19 +155,24 @@ O = TypeVar("O")  # noqa: E741 - an entity, as in SQLAlchemy's own annotations
 
 @overload
 def lock_row(
-    session: AnySession, entity: type[O], ident: Any, *, skip_locked: Literal[True], **how: Unpack[HowToLock]
+    session: AnySession, entity: type[O], ident: Any, *, skip_locked: Literal[True], **how: Unpack[RowLockOptions]
 ) -> O | None: ...
 @overload
 def lock_row(
-    session: AnySession, entity: type[O], ident: Any, *, skip_locked: Literal[False] = ..., **how: Unpack[HowToLock]
+    session: AnySession,
+    entity: type[O],
+    ident: Any,
+    *,
+    skip_locked: Literal[False] = ...,
+    **how: Unpack[RowLockOptions],
 ) -> O: ...
 @overload
 def lock_row(
-    session: AnySession, instance: O, /, *, skip_locked: Literal[True], **how: Unpack[HowToLock]
+    session: AnySession, instance: O, /, *, skip_locked: Literal[True], **how: Unpack[RowLockOptions]
 ) -> O | None: ...
 @overload
 def lock_row(
-    session: AnySession, instance: O, /, *, skip_locked: Literal[False] = ..., **how: Unpack[HowToLock]
+    session: AnySession, instance: O, /, *, skip_locked: Literal[False] = ..., **how: Unpack[RowLockOptions]
 ) -> O: ...
 def lock_row(session: AnySession, entity: Any, ident: Any = NOT_GIVEN, *, skip_locked: bool = False, **how: Any) -> Any:
     """Lock one row until the end of the transaction, and give it as it is then.
@@ -200,11 +205,16 @@ def lock_row(session: AnySession, entity: Any, ident: Any = NOT_GIVEN, *, skip_l
 
 @overload
 def lock_rows(
-    session: AnySession, entity: type[O], idents: Iterable[Any], *, skip_locked: bool = ..., **how: Unpack[HowToLock]
+    session: AnySession,
+    entity: type[O],
+    idents: Iterable[Any],
+    *,
+    skip_locked: bool = ...,
+    **how: Unpack[RowLockOptions],
 ) -> list[O]: ...
 @overload
 def lock_rows(
-    session: AnySession, statement: Select[Any], /, *, skip_locked: bool = ..., **how: Unpack[HowToLock]
+    session: AnySession, statement: Select[Any], /, *, skip_locked: bool = ..., **how: Unpack[RowLockOptions]
 ) -> list[Any]: ...
 def lock_rows(
     session: AnySession, entity: Any, idents: Any = NOT_GIVEN, *, skip_locked: bool = False, **how: Any
@@ -224,7 +234,7 @@ def lock_rows(
 
 @overload
 async def alock_row(
-    session: AnyAsyncSession, entity: type[O], ident: Any, *, skip_locked: Literal[True], **how: Unpack[HowToLock]
+    session: AnyAsyncSession, entity: type[O], ident: Any, *, skip_locked: Literal[True], **how: Unpack[RowLockOptions]
 ) -> O | None: ...
 @overload
 async def alock_row(
@@ -233,15 +243,15 @@ async def alock_row(
     ident: Any,
     *,
     skip_locked: Literal[False] = ...,
-    **how: Unpack[HowToLock],
+    **how: Unpack[RowLockOptions],
 ) -> O: ...
 @overload
 async def alock_row(
-    session: AnyAsyncSession, instance: O, /, *, skip_locked: Literal[True], **how: Unpack[HowToLock]
+    session: AnyAsyncSession, instance: O, /, *, skip_locked: Literal[True], **how: Unpack[RowLockOptions]
 ) -> O | None: ...
 @overload
 async def alock_row(
-    session: AnyAsyncSession, instance: O, /, *, skip_locked: Literal[False] = ..., **how: Unpack[HowToLock]
+    session: AnyAsyncSession, instance: O, /, *, skip_locked: Literal[False] = ..., **how: Unpack[RowLockOptions]
 ) -> O: ...
 async def alock_row(session: AnyAsyncSession, *what: Any, **how: Any) -> Any:
     """Lock one row as `lock_row` does, for an AsyncSession."""
@@ -255,11 +265,11 @@ async def alock_rows(
     idents: Iterable[Any],
     *,
     skip_locked: bool = ...,
-    **how: Unpack[HowToLock],
+    **how: Unpack[RowLockOptions],
 ) -> list[O]: ...
 @overload
 async def alock_rows(
-    session: AnyAsyncSession, statement: Select[Any], /, *, skip_locked: bool = ..., **how: Unpack[HowToLock]
+    session: AnyAsyncSession, statement: Select[Any], /, *, skip_locked: bool = ..., **how: Unpack[RowLockOptions]
 ) -> list[Any]: ...
 async def alock_rows(session: AnyAsyncSession, *what: Any, **how: Any) -> Any:
     """Lock many rows as `lock_rows` does, for an AsyncSession."""
@@ -275,7 +285,7 @@ def _fetch(session: Session, mapper: Mapper[Any], statement: Select[Any], lock: 
     try:
         return _read(session, mapper, statement, lock)
     except DBAPIError as error:
-        if classify(error) is Trouble.LOCK_TIMEOUT:
+        if classify(error) is DatabaseFailure.LOCK_TIMEOUT:
             is_database = session.get_bind(mapper).dialect.name == "sqlite"
             raise RowLocked(name, waited=time.monotonic() - started, is_database=is_database) from error
         raise

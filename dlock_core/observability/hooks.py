@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from dlock_core.errors import DLockError
 
-__all__ = ["KINDS", "Event", "Kind", "emit", "refused", "subscribe", "unsubscribe"]
+__all__ = ["KINDS", "Event", "Kind", "emit", "emit_conflict", "subscribe", "unsubscribe"]
 
 E = TypeVar("E", bound="DLockError")
 
@@ -87,7 +87,7 @@ def emit(  # noqa: PLR0917 - by position where it costs
             logger.exception("dlock: a hook failed on %s of lock %r", kind, name)
 
 
-def refused(error: E) -> E:
+def emit_conflict(error: E) -> E:
     """Tell every hook of a write, or COMMIT, that is refused; gives the error back, to be raised."""
     emit("conflict", error.name, getattr(error, "token", 0), reason=type(error).__name__)
     return error

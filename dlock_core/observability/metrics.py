@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from dlock_core.extras import needed_by
 from dlock_core.observability import hooks
-from dlock_core.observability.patterns import BUCKETS, MEASURES, MOST, Measure, Patterns, measure, pattern
+from dlock_core.observability.patterns import BUCKETS, MAX_PATTERNS, MEASURES, Measure, Patterns, measure, pattern
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -24,20 +24,20 @@ def install(
     registry: CollectorRegistry | None = None,
     *,
     naming: Callable[[str], str] = pattern,
-    most: int = MOST,
+    max_patterns: int = MAX_PATTERNS,
     buckets: Iterable[float] = BUCKETS,
 ) -> Callable[[], None]:
     """Measure every lock of this process from now on; gives the function that ends that.
 
-    `naming` makes the label `lock` out of a lock's name; beyond `most` different ones it is "other". `buckets` are
-    seconds. Raises ValueError when the registry (None: the client's own) measures locks already.
+    `naming` makes the label `lock` out of a lock's name; beyond `max_patterns` different ones it is "other". `buckets`
+    are seconds. Raises ValueError when the registry (None: the client's own) measures locks already.
     """
     with needed_by("metrics.install()"):
         import prometheus_client
 
     where = prometheus_client.REGISTRY if registry is None else registry
     made: dict[Measure, Any] = {each: _made(prometheus_client, each, where, buckets) for each in MEASURES}
-    patterns = Patterns(naming, most)
+    patterns = Patterns(naming, max_patterns)
 
     def hook(event: hooks.Event) -> None:
         for each, amount, labels in measure(event, patterns):

@@ -1,7 +1,7 @@
 """What metrics show: the measured events, and a lock's pattern ("order:*" for "order:42"), so that labels stay few.
 
 The first part of a name says what is locked, the others which one. That is a habit, not a rule: a first part that looks
-like a key or an address is starred as well, and after `most` different patterns every new one is "other".
+like a key or an address is starred as well, and after `max_patterns` different patterns every new one is "other".
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 
     from dlock_core.observability.hooks import Event
 
-__all__ = ["MOST", "OTHER", "Patterns", "pattern"]
+__all__ = ["MAX_PATTERNS", "OTHER", "Patterns", "pattern"]
 
-MOST: Final = 100
+MAX_PATTERNS: Final = 100
 OTHER: Final = "other"
 _WORD: Final = re.compile(r"[A-Za-z_](?!(?:[^0-9]*[0-9]){4})[\w.~-]{0,47}", re.ASCII)
 """A word has no more than three digits: "s3-report" is one; a UUID, a number and what is percent-encoded are not."""
@@ -38,12 +38,12 @@ def _starred(part: str) -> str:
 
 
 class Patterns:
-    """Names patterns by `naming`, and allows `most` different ones; for any number of threads."""
+    """Names patterns by `naming`, and allows `max_patterns` different ones; for any number of threads."""
 
-    def __init__(self, naming: Callable[[str], str] = pattern, most: int = MOST) -> None:
-        if most < 1:
-            raise ValueError(f"most must be at least 1 pattern, not {most}")
-        self._naming, self._most = naming, most
+    def __init__(self, naming: Callable[[str], str] = pattern, max_patterns: int = MAX_PATTERNS) -> None:
+        if max_patterns < 1:
+            raise ValueError(f"max_patterns must be at least 1, not {max_patterns}")
+        self._naming, self._max_patterns = naming, max_patterns
         self._known: set[str] = set()
         self._guard = threading.RLock()  # the garbage collector may end a lease, of which we hear in the middle
 
@@ -53,7 +53,7 @@ class Patterns:
         if found in self._known:
             return found
         with self._guard:
-            if len(self._known) >= self._most:
+            if len(self._known) >= self._max_patterns:
                 return OTHER
             self._known.add(found)
         return found

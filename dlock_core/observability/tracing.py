@@ -15,7 +15,7 @@ from typing import Any, Final
 
 from dlock_core.extras import needed_by
 from dlock_core.observability import hooks
-from dlock_core.observability.patterns import BUCKETS, MEASURES, MOST, Measure, Patterns, measure, pattern
+from dlock_core.observability.patterns import BUCKETS, MAX_PATTERNS, MEASURES, Measure, Patterns, measure, pattern
 
 __all__ = ["install"]
 
@@ -25,17 +25,17 @@ _ERRORS: Final = {"timeout": "AcquireTimeout", "unavailable": "BackendUnavailabl
 
 
 def install(
-    tracer: Any = None, meter: Any = None, *, naming: Callable[[str], str] = pattern, most: int = MOST
+    tracer: Any = None, meter: Any = None, *, naming: Callable[[str], str] = pattern, max_patterns: int = MAX_PATTERNS
 ) -> Callable[[], None]:
     """Trace and measure every lock of this process from now on; gives the function that ends that.
 
     `tracer` and `meter` (None: the global providers') or False for none. `naming` makes the label `lock` of metrics,
-    and the names of spans, out of a lock's name; beyond `most` different ones it is "other".
+    and the names of spans, out of a lock's name; beyond `max_patterns` different ones it is "other".
     """
     with needed_by("tracing.install()"):
         from opentelemetry import metrics, trace
 
-    patterns, installed = Patterns(naming, most), list[Callable[[hooks.Event], None]]()
+    patterns, installed = Patterns(naming, max_patterns), list[Callable[[hooks.Event], None]]()
     if tracer is not False:
         installed.append(_Spans(trace, tracer or trace.get_tracer("dlock"), patterns))
     if meter is not False:

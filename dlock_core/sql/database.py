@@ -38,7 +38,7 @@ class Database(Protocol):
 _PREFIX: Final = {"postgresql": "pg", "mysql": "my", "mariadb": "my"}
 
 
-def party(vendor: str, connection: Any, database: str | None) -> str | None:
+def session_id(vendor: str, connection: Any, database: str | None) -> str | None:
     """Name the session of a driver's connection, such as "pg:4711/shop", without asking it; None if it cannot be told.
 
     Behind a proxy that shares sessions the number is the proxy's own, and means nothing to the database.

@@ -13,70 +13,76 @@ from typing import TYPE_CHECKING, Any, Final
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-__all__ = ["MAY_ROLL_BACK", "Trouble", "classify", "is_refusal", "warn_unless_known"]
+__all__ = ["MAY_ROLL_BACK", "DatabaseFailure", "classify", "is_refusal", "warn_unless_known"]
 
 logger = logging.getLogger("dlock")
 
 
-class Trouble(enum.Enum):
-    """What a database error reports."""
+class DatabaseFailure(enum.Enum):
+    """What a database error reports. The value of the first three is also the `reason` of a retry in the logs."""
 
     DEADLOCK = "deadlock"
     SERIALIZATION = "serialization failure"
-    LOCK_TIMEOUT = "lock timeout"  # or NOWAIT: PostgreSQL and MariaDB give both the same code
-    DISCONNECT = "disconnect"  # a COMMIT that was under way may have been carried out
-    TIMED_OUT = "session timed out"  # the server ended an idle session or an overlong transaction: no COMMIT was sent
-    DOUBT = "doubt"  # the server, or its client, does not know whether the statement was carried out
+    LOCK_TIMEOUT = "lock timeout"
+    """Or NOWAIT: PostgreSQL and MariaDB give both the same code."""
+    DISCONNECT = "disconnect"
+    """A COMMIT that was under way may have been carried out."""
+    SESSION_TIMEOUT = "session timeout"
+    """The server ended an idle session or an overlong transaction, so that no COMMIT was sent."""
+    UNKNOWN_OUTCOME = "unknown outcome"
+    """The server, or its client, does not know whether the statement was carried out."""
     MISSING_TABLE = "missing table"
-    NO_ACCESS = "no access"  # a wrong user, password, database or permission
-    REFUSED = "refused"  # any other answer of the server; `classify` gives None for it
+    NO_ACCESS = "no access"
+    """A wrong user, password or database, or a missing permission."""
+    REFUSED = "refused"
+    """Any other answer of the server; `classify` returns None for it."""
 
 
-MAY_ROLL_BACK: Final = (Trouble.DEADLOCK, Trouble.SERIALIZATION, Trouble.LOCK_TIMEOUT)
+MAY_ROLL_BACK: Final = (DatabaseFailure.DEADLOCK, DatabaseFailure.SERIALIZATION, DatabaseFailure.LOCK_TIMEOUT)
 """Errors of a statement with which MySQL and MariaDB roll back the whole transaction, and go on in a new one."""
 
 # https://www.postgresql.org/docs/current/errcodes-appendix.html; two characters stand for a class.
 _SQLSTATES: Final = {
-    "40P01": Trouble.DEADLOCK,
-    "40001": Trouble.SERIALIZATION,
-    "55P03": Trouble.LOCK_TIMEOUT,
-    "08": Trouble.DISCONNECT,
-    "57P01": Trouble.DISCONNECT,  # the administrator ended the session, or stopped the server
-    "57P02": Trouble.DISCONNECT,  # another session crashed
-    "57P03": Trouble.DISCONNECT,  # the server is starting or stopping
-    "25P03": Trouble.TIMED_OUT,  # idle_in_transaction_session_timeout
-    "25P04": Trouble.TIMED_OUT,  # transaction_timeout, which the server turns off before it commits
-    "57P05": Trouble.TIMED_OUT,  # idle_session_timeout
-    "40003": Trouble.DOUBT,
-    "42P01": Trouble.MISSING_TABLE,
-    "28": Trouble.NO_ACCESS,
-    "3D000": Trouble.NO_ACCESS,
-    "42501": Trouble.NO_ACCESS,
+    "40P01": DatabaseFailure.DEADLOCK,
+    "40001": DatabaseFailure.SERIALIZATION,
+    "55P03": DatabaseFailure.LOCK_TIMEOUT,
+    "08": DatabaseFailure.DISCONNECT,
+    "57P01": DatabaseFailure.DISCONNECT,  # the administrator ended the session, or stopped the server
+    "57P02": DatabaseFailure.DISCONNECT,  # another session crashed
+    "57P03": DatabaseFailure.DISCONNECT,  # the server is starting or stopping
+    "25P03": DatabaseFailure.SESSION_TIMEOUT,  # idle_in_transaction_session_timeout
+    "25P04": DatabaseFailure.SESSION_TIMEOUT,  # transaction_timeout, which the server turns off before it commits
+    "57P05": DatabaseFailure.SESSION_TIMEOUT,  # idle_session_timeout
+    "40003": DatabaseFailure.UNKNOWN_OUTCOME,
+    "42P01": DatabaseFailure.MISSING_TABLE,
+    "28": DatabaseFailure.NO_ACCESS,
+    "3D000": DatabaseFailure.NO_ACCESS,
+    "42501": DatabaseFailure.NO_ACCESS,
 }
 # https://mariadb.com/kb/en/mariadb-error-code-reference/
 _MYSQL_NUMBERS: Final = {
-    1213: Trouble.DEADLOCK,
-    3058: Trouble.DEADLOCK,  # among GET_LOCKs, MySQL 8
-    1020: Trouble.SERIALIZATION,  # innodb_snapshot_isolation
-    1205: Trouble.LOCK_TIMEOUT,
-    3572: Trouble.LOCK_TIMEOUT,  # NOWAIT, MySQL 8
+    1213: DatabaseFailure.DEADLOCK,
+    3058: DatabaseFailure.DEADLOCK,  # among GET_LOCKs, MySQL 8
+    1020: DatabaseFailure.SERIALIZATION,  # innodb_snapshot_isolation
+    1205: DatabaseFailure.LOCK_TIMEOUT,
+    3572: DatabaseFailure.LOCK_TIMEOUT,  # NOWAIT, MySQL 8
     # Not connected, shutdown, killed; by the client: no connection, gone, lost, lost with errno; idle for too long.
-    **dict.fromkeys((0, 1053, 1927, 2002, 2003, 2006, 2013, 2055, 4031), Trouble.DISCONNECT),
-    1180: Trouble.DOUBT,  # an error during COMMIT
-    1317: Trouble.DOUBT,  # the statement was interrupted
-    1146: Trouble.MISSING_TABLE,
-    **dict.fromkeys((1044, 1045, 1049, 1142, 1698), Trouble.NO_ACCESS),
+    **dict.fromkeys((0, 1053, 1927, 2002, 2003, 2006, 2013, 2055, 4031), DatabaseFailure.DISCONNECT),
+    1180: DatabaseFailure.UNKNOWN_OUTCOME,  # an error during COMMIT
+    1317: DatabaseFailure.UNKNOWN_OUTCOME,  # the statement was interrupted
+    1146: DatabaseFailure.MISSING_TABLE,
+    **dict.fromkeys((1044, 1045, 1049, 1142, 1698), DatabaseFailure.NO_ACCESS),
 }
 _MYSQL_CLIENT_NUMBERS: Final = range(2000, 3000)
 _SQLITE_CODES: Final = {
-    5: Trouble.LOCK_TIMEOUT,  # SQLITE_BUSY
-    6: Trouble.LOCK_TIMEOUT,  # SQLITE_LOCKED
-    517: Trouble.SERIALIZATION,  # SQLITE_BUSY_SNAPSHOT: it read before another connection wrote
+    5: DatabaseFailure.LOCK_TIMEOUT,  # SQLITE_BUSY
+    6: DatabaseFailure.LOCK_TIMEOUT,  # SQLITE_LOCKED
+    517: DatabaseFailure.SERIALIZATION,  # SQLITE_BUSY_SNAPSHOT: it read before another connection wrote
 }
 _SQLITE_MISSING: Final = "no such table: "
 
 
-def classify(error: BaseException) -> Trouble | None:
+def classify(error: BaseException) -> DatabaseFailure | None:
     """Return what a database error reports; None for an error that is no trouble of those, or no database's.
 
     The layers that wrap or hide a driver's error (Django, SQLAlchemy, dlock, "transaction is aborted") are looked
@@ -84,7 +90,7 @@ def classify(error: BaseException) -> Trouble | None:
     """
     for layer in _layers(error):
         trouble = _by_driver(layer) or _by_invalidation(layer)
-        if trouble not in (None, Trouble.REFUSED):
+        if trouble not in (None, DatabaseFailure.REFUSED):
             return trouble
     return None
 
@@ -97,7 +103,7 @@ def is_refusal(error: BaseException | None) -> bool:
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         if _driver_of(error) is not None:
-            return _by_driver(error) not in (None, Trouble.DISCONNECT, Trouble.DOUBT)
+            return _by_driver(error) not in (None, DatabaseFailure.DISCONNECT, DatabaseFailure.UNKNOWN_OUTCOME)
         _warn_of_unknown_driver(error)
         seen.add(id(error))
         error = _cause(error)
@@ -128,49 +134,49 @@ def _driver_of(error: BaseException) -> str | None:
     return next((driver for driver in _DRIVERS if _comes_from(error, driver)), None)
 
 
-def _by_driver(error: BaseException) -> Trouble | None:
+def _by_driver(error: BaseException) -> DatabaseFailure | None:
     driver = _driver_of(error)
     return None if driver is None else _DRIVERS[driver](error)
 
 
-def _by_sqlstate(error: Any) -> Trouble | None:
+def _by_sqlstate(error: Any) -> DatabaseFailure | None:
     state = getattr(error, "sqlstate", None) or getattr(error, "pgcode", None)  # psycopg 3 and asyncpg, psycopg2
     if state is None:  # the server sends one with every error: this one the client found out by itself
-        return Trouble.DISCONNECT if type(error).__name__ == "OperationalError" else None
+        return DatabaseFailure.DISCONNECT if type(error).__name__ == "OperationalError" else None
     return _by_state(state)
 
 
-def _by_psycopg2(error: Any) -> Trouble | None:
+def _by_psycopg2(error: Any) -> DatabaseFailure | None:
     """Read its `pgcode`; of a connection that breaks in a statement it knows no more than that there was an error."""
     if (state := getattr(error, "pgcode", None)) is None:
-        return Trouble.DISCONNECT if type(error).__name__ in {"DatabaseError", "OperationalError"} else None
+        return DatabaseFailure.DISCONNECT if type(error).__name__ in {"DatabaseError", "OperationalError"} else None
     return _by_state(state)
 
 
-def _by_state(state: str) -> Trouble:
-    return _SQLSTATES.get(state) or _SQLSTATES.get(state[:2]) or Trouble.REFUSED
+def _by_state(state: str) -> DatabaseFailure:
+    return _SQLSTATES.get(state) or _SQLSTATES.get(state[:2]) or DatabaseFailure.REFUSED
 
 
-def _by_number(error: Any) -> Trouble | None:
+def _by_number(error: Any) -> DatabaseFailure | None:
     number = error.args[0] if error.args else None
     if not isinstance(number, int):
         return None
-    other = Trouble.DOUBT if number in _MYSQL_CLIENT_NUMBERS else Trouble.REFUSED
+    other = DatabaseFailure.UNKNOWN_OUTCOME if number in _MYSQL_CLIENT_NUMBERS else DatabaseFailure.REFUSED
     return _MYSQL_NUMBERS.get(number, other)
 
 
-def _by_sqlite_code(error: Any) -> Trouble:
+def _by_sqlite_code(error: Any) -> DatabaseFailure:
     """Read SQLite's code; it is the database itself, in this process, so that every error is its answer."""
     code = getattr(error, "sqlite_errorcode", None) or 0
     if str(error).startswith(_SQLITE_MISSING):
-        return Trouble.MISSING_TABLE
-    return _SQLITE_CODES.get(code) or _SQLITE_CODES.get(code & 0xFF) or Trouble.REFUSED
+        return DatabaseFailure.MISSING_TABLE
+    return _SQLITE_CODES.get(code) or _SQLITE_CODES.get(code & 0xFF) or DatabaseFailure.REFUSED
 
 
-def _by_invalidation(error: Any) -> Trouble | None:
+def _by_invalidation(error: Any) -> DatabaseFailure | None:
     """SQLAlchemy knows more signs of a lost connection than a driver's code."""
     is_lost = _comes_from(error, "sqlalchemy") and getattr(error, "connection_invalidated", False)
-    return Trouble.DISCONNECT if is_lost else None
+    return DatabaseFailure.DISCONNECT if is_lost else None
 
 
 def _warn_of_unknown_driver(error: BaseException) -> None:
@@ -193,7 +199,7 @@ def warn_unless_known(driver: str) -> None:
     )
 
 
-_DRIVERS: Final[dict[str, Callable[[Any], Trouble | None]]] = {
+_DRIVERS: Final[dict[str, Callable[[Any], DatabaseFailure | None]]] = {
     "psycopg": _by_sqlstate,
     "psycopg2": _by_psycopg2,
     "asyncpg": _by_sqlstate,

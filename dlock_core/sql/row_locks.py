@@ -16,8 +16,8 @@ __all__ = [
     "MYSQL_RESTORE",
     "POSTGRESQL_LIMIT",
     "POSTGRESQL_RESTORE",
-    "HowToLock",
     "RowLock",
+    "RowLockOptions",
     "milliseconds",
     "whole_seconds",
 ]
@@ -39,7 +39,7 @@ _LONGEST_MILLISECONDS: Final = 2**31 - 1
 _LONGEST_SECONDS: Final = 100_000_000  # what innodb_lock_wait_timeout can be
 
 
-class HowToLock(TypedDict, total=False):
+class RowLockOptions(TypedDict, total=False):
     """The options of a row lock, but for `skip_locked`, which changes what is returned; `lock_row` explains them."""
 
     shared: bool

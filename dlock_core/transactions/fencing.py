@@ -23,7 +23,7 @@ from dlock_core.errors import DLockError, RowLocked, SnapshotTooOld, StaleToken
 from dlock_core.leases import engine
 from dlock_core.observability import hooks
 from dlock_core.runtime import clock
-from dlock_core.sql.driver_errors import Trouble, classify
+from dlock_core.sql.driver_errors import DatabaseFailure, classify
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -121,7 +121,7 @@ def prepare(database: StatementExecutor, dialect: FenceDialect, entry: FenceEntr
         try:
             database.execute(dialect.mark, params(entry))
         except Exception as error:
-            if classify(error) not in (Trouble.DEADLOCK, Trouble.SERIALIZATION):
+            if classify(error) not in (DatabaseFailure.DEADLOCK, DatabaseFailure.SERIALIZATION):
                 raise
         else:
             return
@@ -280,7 +280,7 @@ class FenceGate:
                     raise
                 found = step(connection, self.entry(database))
         except StaleToken as error:
-            hooks.refused(error)
+            hooks.emit_conflict(error)
             raise
         self._is_proven = True
         if found is not None:
@@ -298,8 +298,8 @@ class FenceGate:
 def refusal(error: BaseException, entry: FenceEntry, database: str) -> DLockError | None:
     """Say what an error of the database means at the fence: RowLocked, SnapshotTooOld; None: what its driver says."""
     trouble = classify(error)
-    if trouble is Trouble.LOCK_TIMEOUT:
+    if trouble is DatabaseFailure.LOCK_TIMEOUT:
         return RowLocked(entry.name, waited=entry.limit or 0.0, is_database=database == "sqlite")
-    if trouble is Trouble.SERIALIZATION and database == "sqlite":
+    if trouble is DatabaseFailure.SERIALIZATION and database == "sqlite":
         return SnapshotTooOld(entry.name, isolation="deferred SQLite")
     return None

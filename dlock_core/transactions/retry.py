@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final, Self, TypeVar
 from dlock_core.errors import DLockError, RowLocked, StaleObject, StaleToken
 from dlock_core.observability import hooks
 from dlock_core.runtime import CHANCE, full_jitter
-from dlock_core.sql.driver_errors import Trouble, classify
+from dlock_core.sql.driver_errors import DatabaseFailure, classify
 from dlock_core.transactions.tie import Outcome
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ def is_conflict(error: BaseException) -> bool:
     """Say whether doing all of the work again, in a new transaction, may well succeed."""
     if isinstance(error, StaleObject | StaleToken | RowLocked) or _is_stale_data(error):
         return True
-    return classify(error) in (Trouble.DEADLOCK, Trouble.SERIALIZATION, Trouble.LOCK_TIMEOUT)
+    return classify(error) in (DatabaseFailure.DEADLOCK, DatabaseFailure.SERIALIZATION, DatabaseFailure.LOCK_TIMEOUT)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -110,7 +110,7 @@ def _require_match(given: str, own: Tag, *, name: str, accept_weak: bool) -> Non
     if tags is None:
         return
     if not any(_version(tag) == _version(own) and (accept_weak or not tag.is_weak) for tag in tags):
-        raise hooks.refused(PreconditionFailed(name, header="If-Match", given=given))
+        raise hooks.emit_conflict(PreconditionFailed(name, header="If-Match", given=given))
 
 
 def _is_known(request: HttpRequest, own: Tag, *, name: str) -> bool:

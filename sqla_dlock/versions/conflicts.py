@@ -11,7 +11,7 @@ from sqlalchemy.orm.attributes import instance_state
 from sqlalchemy.orm.exc import StaleDataError
 
 from dlock_core import errors
-from dlock_core.observability.hooks import refused
+from dlock_core.observability.hooks import emit_conflict
 from sqla_dlock.versions.mapping import key_columns, version_column
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     Key = tuple[Any, ...]
 
 
-AT_ONCE: Final = 500
+MAX_ROWS_PER_QUERY: Final = 500
 """Rows whose keys go into one query."""
 
 
@@ -43,14 +43,14 @@ def stale_row(
     """Make the error for a row of which only the key is known."""
     instance = session.identity_map.get(mapper.identity_key_from_primary_key(key))
     name = key[0] if len(key) == 1 else key
-    return refused(StaleObject(instance, expected=expected, found=found, action=action, key=name))
+    return emit_conflict(StaleObject(instance, expected=expected, found=found, action=action, key=name))
 
 
 def stale_instance(instance: Any, *, expected: Any, found: Any, action: str) -> StaleObject:
     """Make the error for an instance."""
     key = instance_state(instance).identity
     name = key[0] if key is not None and len(key) == 1 else key
-    return refused(StaleObject(instance, expected=expected, found=found, action=action, key=name))
+    return emit_conflict(StaleObject(instance, expected=expected, found=found, action=action, key=name))
 
 
 def find_version(connection: Connection, mapper: Mapper[Any], key: Key) -> Any:
@@ -75,11 +75,11 @@ def require_versions(
     writes has the database for itself.
     """
     query = _locking(mapper, action)
-    if len(expected) > AT_ONCE:
+    if len(expected) > MAX_ROWS_PER_QUERY:
         with suppress(TypeError):  # keys without an order: then it is that of the database in each part only
             expected = sorted(expected)
-    for start in range(0, len(expected), AT_ONCE):
-        some = expected[start : start + AT_ONCE]
+    for start in range(0, len(expected), MAX_ROWS_PER_QUERY):
+        some = expected[start : start + MAX_ROWS_PER_QUERY]
         keys = [row[0] if len(row) == 2 else row[:-1] for row in some]
         now = {tuple(row) for row in connection.execute(query, {"dlock_keys": keys})}
         for *parts, version in (row for row in some if row not in now):

@@ -19,7 +19,7 @@ from sqlalchemy.sql import visitors
 from sqlalchemy.sql.elements import BinaryExpression
 
 from sqla_dlock.versions.aggregates import roots_of_changes
-from sqla_dlock.versions.conflicts import AT_ONCE, find_version, require_versions, stale_row
+from sqla_dlock.versions.conflicts import MAX_ROWS_PER_QUERY, find_version, require_versions, stale_row
 from sqla_dlock.versions.mapping import VersionedMixin, key_columns, version_column, version_key
 from sqla_dlock.versions.writes import (
     expected_version,
@@ -179,8 +179,8 @@ def _write_together(session: Session, connection: Connection, instances: Sequenc
         if len(rows) > 1:
             require_versions(session, connection, mapper, rows, "save")
     for (mapper, _), writes in alike.items():
-        for start in range(0, len(writes) if len(writes) > 1 else 0, AT_ONCE):
-            _write_alike(session, connection, mapper, writes[start : start + AT_ONCE])
+        for start in range(0, len(writes) if len(writes) > 1 else 0, MAX_ROWS_PER_QUERY):
+            _write_alike(session, connection, mapper, writes[start : start + MAX_ROWS_PER_QUERY])
 
 
 def _write_alike(session: Session, connection: Connection, mapper: Mapper[Any], writes: Sequence[Write]) -> None:

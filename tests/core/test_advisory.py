@@ -7,13 +7,13 @@ import pytest
 from dlock_core.backend import Request
 from dlock_core.backends.advisory.labels import Told, checked_prefix, comment, in_comment, in_label, key_of, word_of
 from dlock_core.backends.advisory.postgresql import Row, states_of
-from dlock_core.names import LONGEST, join
+from dlock_core.names import MAX_NAME_BYTES, join
 
 KEYS = {
     "order:42": -1484960212693564947,
     "a": 8408475929734341367,
     "order:%C3%B6": -7395242706208081747,
-    "x" * LONGEST: 5480685138369967440,
+    "x" * MAX_NAME_BYTES: 5480685138369967440,
 }
 """Computed by PostgreSQL: ('x' || left(encode(sha256('dlock:a'), 'hex'), 16))::bit(64)::bigint."""
 HALF_THE_SAME = ("order:40808", "order:121100")
@@ -40,7 +40,7 @@ def test_plain_name_stays_readable_for_get_lock(name):
     assert word_of(name) == f"dlock:{name}"
 
 
-@pytest.mark.parametrize("name", ["x" * 59, "x" * LONGEST, "Order:42", join("ö"), join("a b"), join("%")])
+@pytest.mark.parametrize("name", ["x" * 59, "x" * MAX_NAME_BYTES, "Order:42", join("ö"), join("a b"), join("%")])
 def test_name_that_is_long_or_not_plain_is_hashed(name):
     assert re.fullmatch(r"dlock:#[0-9a-f]{32}", word_of(name))
 
@@ -75,10 +75,10 @@ def test_comment_says_who_asks_for_what_and_holds_nothing_that_is_sql(name, owne
 
 
 def test_comment_that_was_cut_off_still_tells_the_name():
-    written = comment(Request("x" * LONGEST, "ab" * 16, 30.0, owner="y" * 1000))
+    written = comment(Request("x" * MAX_NAME_BYTES, "ab" * 16, 30.0, owner="y" * 1000))
     told = in_comment(written[:1023])
     assert told is not None
-    assert (told.name, told.holder) == ("x" * LONGEST, "ab" * 16)
+    assert (told.name, told.holder) == ("x" * MAX_NAME_BYTES, "ab" * 16)
 
 
 def test_label_is_found_by_its_key_among_others():

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from dlock_core.sql.driver_errors import Trouble, classify, is_refusal, warn_unless_known
+from dlock_core.sql.driver_errors import DatabaseFailure, classify, is_refusal, warn_unless_known
 from tests.core.scripted import driver_error
 
 psycopg = pytest.importorskip("psycopg")
@@ -18,20 +18,20 @@ psycopg = pytest.importorskip("psycopg")
 @pytest.mark.parametrize(
     ("state", "trouble"),
     [
-        ("40P01", Trouble.DEADLOCK),
-        ("40001", Trouble.SERIALIZATION),
-        ("55P03", Trouble.LOCK_TIMEOUT),
-        ("57P01", Trouble.DISCONNECT),
-        ("25P03", Trouble.TIMED_OUT),
-        ("42P01", Trouble.MISSING_TABLE),
-        ("28P01", Trouble.NO_ACCESS),
-        ("08006", Trouble.DISCONNECT),
+        ("40P01", DatabaseFailure.DEADLOCK),
+        ("40001", DatabaseFailure.SERIALIZATION),
+        ("55P03", DatabaseFailure.LOCK_TIMEOUT),
+        ("57P01", DatabaseFailure.DISCONNECT),
+        ("25P03", DatabaseFailure.SESSION_TIMEOUT),
+        ("42P01", DatabaseFailure.MISSING_TABLE),
+        ("28P01", DatabaseFailure.NO_ACCESS),
+        ("08006", DatabaseFailure.DISCONNECT),
         ("57014", None),
         ("23505", None),
         ("25P02", None),
     ],
 )
-def test_postgresql_errors_are_told_by_sqlstate(state: str, trouble: Trouble | None) -> None:
+def test_postgresql_errors_are_told_by_sqlstate(state: str, trouble: DatabaseFailure | None) -> None:
     assert classify(psycopg.errors.lookup(state)() if state[:2] != "08" else sqlstate_error(state)) is trouble
     assert classify(driver_error("asyncpg.exceptions", "PostgresError", sqlstate=state)) is trouble
     assert classify(driver_error("psycopg2.errors", "OperationalError", pgcode=state)) is trouble
@@ -42,27 +42,27 @@ def sqlstate_error(state: str) -> psycopg.Error:
 
 
 def test_postgresql_error_that_the_server_did_not_send_is_a_disconnect() -> None:
-    assert classify(psycopg.OperationalError("the connection is closed")) is Trouble.DISCONNECT
+    assert classify(psycopg.OperationalError("the connection is closed")) is DatabaseFailure.DISCONNECT
     assert classify(psycopg.ProgrammingError("bad placeholder")) is None
 
 
 @pytest.mark.parametrize(
     ("number", "trouble"),
     [
-        (1213, Trouble.DEADLOCK),
-        (1205, Trouble.LOCK_TIMEOUT),
-        (3572, Trouble.LOCK_TIMEOUT),
-        (1020, Trouble.SERIALIZATION),
-        (2006, Trouble.DISCONNECT),
-        (2013, Trouble.DISCONNECT),
-        (1146, Trouble.MISSING_TABLE),
-        (1045, Trouble.NO_ACCESS),
-        (1317, Trouble.DOUBT),
+        (1213, DatabaseFailure.DEADLOCK),
+        (1205, DatabaseFailure.LOCK_TIMEOUT),
+        (3572, DatabaseFailure.LOCK_TIMEOUT),
+        (1020, DatabaseFailure.SERIALIZATION),
+        (2006, DatabaseFailure.DISCONNECT),
+        (2013, DatabaseFailure.DISCONNECT),
+        (1146, DatabaseFailure.MISSING_TABLE),
+        (1045, DatabaseFailure.NO_ACCESS),
+        (1317, DatabaseFailure.UNKNOWN_OUTCOME),
         (1969, None),
         (1062, None),
     ],
 )
-def test_mysql_errors_are_told_by_number(number: int, trouble: Trouble | None) -> None:
+def test_mysql_errors_are_told_by_number(number: int, trouble: DatabaseFailure | None) -> None:
     for module in ("MySQLdb", "pymysql.err", "aiomysql", "asyncmy.errors"):
         assert classify(driver_error(module, "OperationalError", number, "text")) is trouble
     for module in ("MySQLdb", "pymysql.err", "asyncmy.errors"):
@@ -72,7 +72,7 @@ def test_mysql_errors_are_told_by_number(number: int, trouble: Trouble | None) -
 
 def test_number_goes_before_sqlstate_because_pymysql_calls_a_deadlock_40001() -> None:
     error = driver_error("pymysql.err", "OperationalError", 1213, "Deadlock found", sqlstate="40001")
-    assert classify(error) is Trouble.DEADLOCK
+    assert classify(error) is DatabaseFailure.DEADLOCK
 
 
 def test_number_of_another_library_s_error_means_nothing() -> None:
@@ -86,7 +86,7 @@ def test_sqlite_busy_is_a_lock_timeout(tmp_path: Path) -> None:
         holder.execute("BEGIN IMMEDIATE")
         with closing(sqlite3.connect(tmp_path / "a", timeout=0)) as other, pytest.raises(sqlite3.Error) as caught:
             other.execute("BEGIN IMMEDIATE")
-    assert classify(caught.value) is Trouble.LOCK_TIMEOUT
+    assert classify(caught.value) is DatabaseFailure.LOCK_TIMEOUT
 
 
 def test_sqlite_write_after_an_overtaken_read_is_a_serialization_failure(tmp_path: Path) -> None:
@@ -101,7 +101,7 @@ def test_sqlite_write_after_an_overtaken_read_is_a_serialization_failure(tmp_pat
         other.execute("INSERT INTO t VALUES (1)")
         with pytest.raises(sqlite3.Error) as caught:
             one.execute("INSERT INTO t VALUES (2)")
-    assert classify(caught.value) is Trouble.SERIALIZATION
+    assert classify(caught.value) is DatabaseFailure.SERIALIZATION
 
 
 def test_sqlite_error_of_another_kind_is_none() -> None:
@@ -113,7 +113,7 @@ def test_sqlite_error_of_another_kind_is_none() -> None:
 def test_layers_of_frameworks_are_looked_through() -> None:
     wrapper = driver_error("sqlalchemy.exc", "DBAPIError", "wrapped")
     wrapper.__cause__ = psycopg.errors.DeadlockDetected()
-    assert classify(wrapper) is Trouble.DEADLOCK
+    assert classify(wrapper) is DatabaseFailure.DEADLOCK
 
 
 @pytest.mark.parametrize(
@@ -122,15 +122,19 @@ def test_layers_of_frameworks_are_looked_through() -> None:
         (
             driver_error("asyncmy.errors", "OperationalError", 1213, "Deadlock found"),
             "OperationalError",
-            Trouble.DEADLOCK,
+            DatabaseFailure.DEADLOCK,
         ),
-        (driver_error("pymysql.err", "OperationalError", 1205, "Timeout"), "OperationalError", Trouble.LOCK_TIMEOUT),
-        (driver_error("asyncpg.exceptions", "X", sqlstate="40001"), "DBAPIError", Trouble.SERIALIZATION),
-        (driver_error("psycopg2.errors", "X", pgcode="55P03"), "OperationalError", Trouble.LOCK_TIMEOUT),
+        (
+            driver_error("pymysql.err", "OperationalError", 1205, "Timeout"),
+            "OperationalError",
+            DatabaseFailure.LOCK_TIMEOUT,
+        ),
+        (driver_error("asyncpg.exceptions", "X", sqlstate="40001"), "DBAPIError", DatabaseFailure.SERIALIZATION),
+        (driver_error("psycopg2.errors", "X", pgcode="55P03"), "OperationalError", DatabaseFailure.LOCK_TIMEOUT),
     ],
 )
 def test_sqlalchemy_s_layers_are_looked_through_for_every_driver(
-    driver: Exception, name: str, trouble: Trouble
+    driver: Exception, name: str, trouble: DatabaseFailure
 ) -> None:
     adapted = driver_error("sqlalchemy.dialects.postgresql.asyncpg", "AsyncAdapt_asyncpg_dbapi.Error")
     wrapper = driver_error("sqlalchemy.exc", name, connection_invalidated=False)
@@ -141,13 +145,13 @@ def test_sqlalchemy_s_layers_are_looked_through_for_every_driver(
 def test_connection_that_sqlalchemy_has_given_up_is_a_disconnect() -> None:
     wrapper = driver_error("sqlalchemy.exc", "DBAPIError", "wrapped", connection_invalidated=True)
     wrapper.__cause__ = driver_error("asyncpg.exceptions._base", "InterfaceError", "connection is closed")
-    assert classify(wrapper) is Trouble.DISCONNECT
+    assert classify(wrapper) is DatabaseFailure.DISCONNECT
 
 
 def test_aborted_transaction_does_not_hide_the_first_error() -> None:
     aborted = psycopg.errors.InFailedSqlTransaction()
     aborted.__context__ = psycopg.errors.SerializationFailure()
-    assert classify(aborted) is Trouble.SERIALIZATION
+    assert classify(aborted) is DatabaseFailure.SERIALIZATION
 
 
 def test_error_of_the_application_is_not_looked_through() -> None:
@@ -160,12 +164,12 @@ def test_error_of_the_application_is_not_looked_through() -> None:
 def test_missing_table_of_sqlite_is_told_though_it_has_no_code_of_its_own() -> None:
     with closing(sqlite3.connect(":memory:")) as connection, pytest.raises(sqlite3.Error) as caught:
         connection.execute("SELECT * FROM nowhere")
-    assert classify(caught.value) is Trouble.MISSING_TABLE
+    assert classify(caught.value) is DatabaseFailure.MISSING_TABLE
 
 
 def test_original_of_sqlalchemy_is_found_where_the_cause_was_lost() -> None:
     wrapper = driver_error("sqlalchemy.exc", "DBAPIError", orig=psycopg.errors.DeadlockDetected())
-    assert classify(wrapper) is Trouble.DEADLOCK
+    assert classify(wrapper) is DatabaseFailure.DEADLOCK
     assert is_refusal(wrapper)
 
 

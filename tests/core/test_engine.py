@@ -7,7 +7,7 @@ import pytest
 
 from dlock_core.backend import Busy, Granted, Released, RenewalFailure, Request, new_request
 from dlock_core.backends.memory import MemoryBackend
-from dlock_core.errors import AcquireTimeout, BackendUnavailable, LeaseLost, spoken
+from dlock_core.errors import AcquireTimeout, BackendUnavailable, LeaseLost, format_seconds
 from dlock_core.leases import engine
 from dlock_core.leases.lease import Held
 from dlock_core.observability import hooks
@@ -123,7 +123,7 @@ def test_timeout_of_a_single_try_says_so_and_no_time_that_nobody_waited(runtime:
     ],
 )
 def test_seconds_are_said_as_people_say_them(seconds: float, text: str) -> None:
-    assert spoken(seconds) == text
+    assert format_seconds(seconds) == text
     assert f"within {text}" in str(AcquireTimeout("a", waited=seconds))
 
 

@@ -60,7 +60,7 @@ def conflict_once():
 
     async def work():
         if error := outcomes.pop(0):
-            raise hooks.refused(error)
+            raise hooks.emit_conflict(error)
 
     run(retry(BLOCKING, work, Policy(), lambda: 0.0))
 
@@ -188,14 +188,14 @@ def test_pattern_of_any_name_shows_no_more_than_its_first_part(parts):
 
 
 def test_patterns_are_never_more_than_allowed_whatever_names_come():
-    patterns = Patterns(most=3)
+    patterns = Patterns(max_patterns=3)
     assert [patterns(f"{letter}:1") for letter in "abcda"] == ["a:*", "b:*", "c:*", OTHER, "a:*"]
     with ThreadPoolExecutor(4) as threads:
-        crowd = Patterns(naming=str, most=50)
+        crowd = Patterns(naming=str, max_patterns=50)
         found = set(threads.map(crowd, [f"name-{number % 500}" for number in range(4000)]))
     assert len(found) == 51
     with pytest.raises(ValueError, match="at least 1"):
-        Patterns(most=0)
+        Patterns(max_patterns=0)
 
 
 def test_log_has_one_record_with_fields_for_each_event(caplog):
@@ -256,7 +256,7 @@ def test_prometheus_counts_and_measures(registry):
 
 def test_prometheus_labels_stay_within_the_cap_and_follow_your_naming():
     registry = prometheus_client.CollectorRegistry()
-    uninstall = metrics.install(registry, naming=lambda name: name.partition("-")[0], most=2)
+    uninstall = metrics.install(registry, naming=lambda name: name.partition("-")[0], max_patterns=2)
     try:
         for name in ("user-ann", "user-bob", "order-1", "stock-1", "shelf-1"):
             with Lock(MemoryBackend(), name):

@@ -22,7 +22,7 @@ from dlock_core.backend import Released
 from dlock_core.backends.advisory import TransactionBackend
 from dlock_core.backends.memory import MemoryBackend
 from dlock_core.runtime import BLOCKING, run
-from dlock_core.transactions.retry import Trouble, classify
+from dlock_core.transactions.retry import DatabaseFailure, classify
 from tests.django_dlock.parties import wait_until_blocked
 from tests.django_dlock.sessions import add, committed, kill_session, rows, second_session, session_id
 from tests.processes import Link, worker
@@ -272,7 +272,7 @@ def test_deadlock_of_two_locks_is_found_by_the_database(store, party):
     pending = {first.do(order(2, wait=None).acquire): first, second.do(order(1, wait=None).acquire): second}
     (victim,), (other,) = concurrent.futures.wait(pending, 60, concurrent.futures.FIRST_COMPLETED)
     assert isinstance(victim.exception(), OperationalError)
-    assert classify(victim.exception()) is Trouble.DEADLOCK
+    assert classify(victim.exception()) is DatabaseFailure.DEADLOCK
     pending[victim].rollback()
     assert other.result(60).token
     pending[other].rollback()

@@ -17,7 +17,7 @@ from django_dlock.connections import on_end
 from django_dlock.errors import LeaseLost, NotSupported, RowLocked, SnapshotTooOld, StaleObject, StaleToken
 from django_dlock.fencing import RowFence
 from django_dlock.models import Fence
-from dlock_core.transactions.retry import Trouble, classify, is_conflict
+from dlock_core.transactions.retry import DatabaseFailure, classify, is_conflict
 from tests.chaos import EverybodyIn
 from tests.django_dlock.conftest import flush
 from tests.django_dlock.parties import Party, wait_until_blocked
@@ -70,7 +70,9 @@ def is_postgresql_snapshot(alias):
 
 def is_refusal(error, alias):
     """Under snapshots PostgreSQL answers for the fence, before the fence can."""
-    return isinstance(error, StaleToken) or (is_postgresql_snapshot(alias) and classify(error) is Trouble.SERIALIZATION)
+    return isinstance(error, StaleToken) or (
+        is_postgresql_snapshot(alias) and classify(error) is DatabaseFailure.SERIALIZATION
+    )
 
 
 def value(alias):
@@ -147,7 +149,7 @@ def test_newer_holder_waits_at_its_admit_and_reads_what_the_older_one_wrote(alia
     a.finish()
     seen = outcome(reading)
     if is_postgresql_snapshot(alias):
-        assert classify(seen) is Trouble.SERIALIZATION
+        assert classify(seen) is DatabaseFailure.SERIALIZATION
         b.rollback()
         assert b.start().result() == 1
     else:
@@ -273,7 +275,7 @@ def be_the_victim(alias, a, other):
     other.now(change, alias, "b")
     blocked = other.do(change, alias, "a")
     wait_until_blocked(alias)
-    assert classify(outcome(a.do(change, alias, "b"))) is Trouble.DEADLOCK
+    assert classify(outcome(a.do(change, alias, "b"))) is DatabaseFailure.DEADLOCK
     blocked.result(30)
     other.rollback()
 
@@ -332,7 +334,7 @@ def test_admit_stays_after_an_error_that_has_rolled_back_only_its_statement(alia
         rows(connections[alias], "SET SESSION innodb_lock_wait_timeout = 0")
         with pytest.raises(DatabaseError) as caught:
             change(alias, "a")
-        assert classify(caught.value) is Trouble.LOCK_TIMEOUT
+        assert classify(caught.value) is DatabaseFailure.LOCK_TIMEOUT
         other.rollback()
         with CaptureQueriesContext(connections[alias]) as sent:
             change(alias, "a")
@@ -436,7 +438,7 @@ def test_lock_taken_after_the_snapshot_protects_nothing_and_is_refused(alias, br
     else:
         with pytest.raises(DatabaseError) as caught:
             careless.take()
-        assert classify(caught.value) is Trouble.SERIALIZATION
+        assert classify(caught.value) is DatabaseFailure.SERIALIZATION
         careless.rollback()
 
 
@@ -589,7 +591,7 @@ def test_shared_holders_read_at_the_same_time(alias, broken, adder, form, inside
     if form == "lease" and not inside and is_postgresql_snapshot(alias):  # b's announce came after a's snapshot
         with pytest.raises(DatabaseError) as caught:
             a.commit()
-        assert classify(caught.value) is Trouble.SERIALIZATION
+        assert classify(caught.value) is DatabaseFailure.SERIALIZATION
     else:
         a.commit()
 
@@ -955,7 +957,7 @@ def test_newer_holder_of_a_row_that_does_not_exist_yet_reads_what_the_older_one_
     wait_until_blocked(alias)
     a.finish()
     seen = outcome(reading)
-    assert seen == 1 or classify(seen) is Trouble.SERIALIZATION
+    assert seen == 1 or classify(seen) is DatabaseFailure.SERIALIZATION
     b.rollback()
 
 
@@ -971,7 +973,7 @@ def test_row_that_appears_while_a_holder_waits_in_the_table_guards_that_holder_t
     a.now(lambda: Parcel.objects.using(alias).create(pk=4711))
     a.finish()
     if is_postgresql_snapshot(alias):
-        assert classify(outcome(reading)) is Trouble.SERIALIZATION
+        assert classify(outcome(reading)) is DatabaseFailure.SERIALIZATION
         b.rollback()
         reading = b.start()
     assert reading.result() == 1

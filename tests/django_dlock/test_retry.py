@@ -18,7 +18,7 @@ from django.urls import path
 from django_dlock.connections import in_transaction, on_end
 from django_dlock.errors import AcquireTimeout, RowLocked, StaleObject, StaleToken
 from django_dlock.retry import retry_on_conflict
-from dlock_core.sql.driver_errors import Trouble, classify
+from dlock_core.sql.driver_errors import DatabaseFailure, classify
 from tests import processes
 from tests.django_dlock.sessions import add, committed, rows, second_session
 from tests.testapp.models import Article, Counter, Stock
@@ -587,7 +587,7 @@ def test_dead_connection_is_not_tried_again(database):
 
     with pytest.raises(OperationalError) as caught:
         work()
-    assert classify(caught.value) is Trouble.DISCONNECT
+    assert classify(caught.value) is DatabaseFailure.DISCONNECT
     assert attempts.made == 1
 
 

@@ -18,7 +18,7 @@ from django.test.utils import CaptureQueriesContext
 from django_dlock.errors import NotSupported, RowLocked
 from django_dlock.row_sql import _waiting_on_mysql, waiting
 from dlock_core import errors as core
-from dlock_core.transactions.retry import Trouble, classify
+from dlock_core.transactions.retry import DatabaseFailure, classify
 from tests.django_dlock.sessions import rows, second_session
 from tests.mysql_server import MYSQLD, mariadb_only
 from tests.testapp.models import Account, ColdStock, Counter, Delivery, Job, Stock, Team
@@ -83,7 +83,7 @@ def is_free(alias: str, pk: int, clause: str = UPDATE, **where: str) -> bool:
         try:
             lock_there(other, pk, f"{clause} NOWAIT", **where)
         except DatabaseError as error:
-            if classify(error) is Trouble.LOCK_TIMEOUT:
+            if classify(error) is DatabaseFailure.LOCK_TIMEOUT:
                 return False
             raise
         return True
@@ -287,7 +287,7 @@ def test_wait_limits_each_statement_of_a_block(stock, database):
         lock_there(other, stock.pk)
         with pytest.raises(OperationalError) as caught, atomic(database), waiting(connections[database], 0.1):
             stocks(database).update(pieces=1)
-    assert classify(caught.value) is Trouble.LOCK_TIMEOUT
+    assert classify(caught.value) is DatabaseFailure.LOCK_TIMEOUT
 
 
 @on_postgresql
@@ -491,7 +491,7 @@ def test_immediate_transaction_of_sqlite_has_locked_the_database(stock, database
             assert stocks(database).lock_row(stock.pk, **how) == stock
             with pytest.raises(OperationalError) as caught:
                 rows(other, "UPDATE testapp_stock SET pieces = 1")
-    assert classify(caught.value) is Trouble.LOCK_TIMEOUT
+    assert classify(caught.value) is DatabaseFailure.LOCK_TIMEOUT
 
 
 # joins, inheritance, other ways to read
@@ -827,4 +827,4 @@ def test_deadlock_is_left_to_retry_and_not_called_a_locked_row(database):
         thread.join(60)
     (victim,) = errors
     assert not isinstance(victim, RowLocked)
-    assert classify(victim) is Trouble.DEADLOCK
+    assert classify(victim) is DatabaseFailure.DEADLOCK

@@ -10,7 +10,7 @@ from sqlalchemy.exc import DBAPIError
 from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession
 from sqlalchemy.orm import Session
 
-from dlock_core.transactions.retry import Trouble, classify
+from dlock_core.transactions.retry import DatabaseFailure, classify
 from tests.mysql_server import MYSQLD
 from tests.sqla_dlock.engines import server_of
 from tests.waiting import INNODB_REFRESH_S, until
@@ -65,7 +65,7 @@ class Party:
             try:
                 lock_there(other, row, f"{clause} NOWAIT", table)
             except DBAPIError as error:
-                if classify(error) is Trouble.LOCK_TIMEOUT:
+                if classify(error) is DatabaseFailure.LOCK_TIMEOUT:
                     return False
                 raise
             return True

@@ -12,7 +12,7 @@ from sqlalchemy.exc import DBAPIError
 from sqlalchemy.orm import Session
 
 from dlock_core.errors import DLockError, LeaseLost, NotSupported, RowLocked, SnapshotTooOld, StaleToken
-from dlock_core.transactions.retry import Trouble, classify, is_conflict
+from dlock_core.transactions.retry import DatabaseFailure, classify, is_conflict
 from sqla_dlock import fencing, lock
 from sqla_dlock.transactions import on_end
 from tests.chaos import EverybodyIn
@@ -92,7 +92,7 @@ def is_snapshot(engine):
 
 def is_refusal(error, engine):
     """Under snapshots PostgreSQL answers for the fence, before the fence can."""
-    return isinstance(error, StaleToken) or (is_snapshot(engine) and classify(error) is Trouble.SERIALIZATION)
+    return isinstance(error, StaleToken) or (is_snapshot(engine) and classify(error) is DatabaseFailure.SERIALIZATION)
 
 
 def set_to(session, number):
@@ -131,7 +131,7 @@ def test_newer_holder_waits_at_its_admit_and_reads_what_the_older_one_wrote(engi
     a.finish()
     seen = outcome(reading)
     if is_snapshot(engine):
-        assert classify(seen) is Trouble.SERIALIZATION
+        assert classify(seen) is DatabaseFailure.SERIALIZATION
         b.rollback()
         assert b.start().result() == 1
     else:
@@ -342,7 +342,7 @@ def test_lock_taken_after_the_snapshot_protects_nothing_and_is_refused(engine, b
     else:
         with pytest.raises(DBAPIError) as caught:
             careless.take()
-        assert classify(caught.value) is Trouble.SERIALIZATION
+        assert classify(caught.value) is DatabaseFailure.SERIALIZATION
         careless.rollback()
 
 
@@ -533,7 +533,7 @@ def test_shared_holders_read_at_the_same_time(engine, broken, adder, form, insid
     if form == "lease" and is_snapshot(engine):  # b's announce came after a's snapshot
         with pytest.raises(DBAPIError) as caught:
             a.commit()
-        assert classify(caught.value) is Trouble.SERIALIZATION
+        assert classify(caught.value) is DatabaseFailure.SERIALIZATION
     else:
         a.commit()
 

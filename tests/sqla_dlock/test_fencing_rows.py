@@ -7,7 +7,7 @@ from sqlalchemy import Engine, Integer, MetaData, String, event, insert, select,
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, make_transient_to_detached, mapped_column
 
 from dlock_core.errors import NotSupported, RowLocked, StaleToken
-from dlock_core.transactions.retry import Trouble, classify
+from dlock_core.transactions.retry import DatabaseFailure, classify
 from sqla_dlock import FencedMixin, fencing, lock
 from sqla_dlock.fencing import TableFence
 from tests.chaos import EverybodyIn
@@ -215,7 +215,7 @@ def test_newer_holder_of_a_row_that_does_not_exist_yet_reads_what_the_older_one_
         wait_until_blocked(engine)
         a.finish()
         seen = outcome(reading)
-        assert seen == 1 or classify(seen) is Trouble.SERIALIZATION
+        assert seen == 1 or classify(seen) is DatabaseFailure.SERIALIZATION
 
 
 @levels([pair for pair in SERVERS if pair[0] == "postgresql" or pair[1] == "read committed"])
@@ -232,7 +232,7 @@ def test_row_that_appears_while_a_holder_waits_in_the_table_guards_that_holder_t
         a.now(a.session.add, Parcel(id=4711))
         a.finish()
         if isinstance(seen := outcome(reading), Exception):
-            assert classify(seen) is Trouble.SERIALIZATION
+            assert classify(seen) is DatabaseFailure.SERIALIZATION
             b.rollback()
             seen = b.start().result()
         assert seen == 1

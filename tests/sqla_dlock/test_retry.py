@@ -14,7 +14,7 @@ from sqlalchemy.orm import Session, scoped_session, sessionmaker
 from sqlalchemy.orm.exc import DetachedInstanceError, StaleDataError
 
 from dlock_core.errors import AcquireTimeout, RowLocked, StaleObject, StaleToken
-from dlock_core.sql.driver_errors import Trouble, classify
+from dlock_core.sql.driver_errors import DatabaseFailure, classify
 from dlock_core.transactions.retry import is_conflict
 from sqla_dlock.retry import retry_on_conflict
 from sqla_dlock.rows import alock_row, lock_row
@@ -784,7 +784,7 @@ def test_dead_connection_is_not_tried_again(engine):
 
     with pytest.raises(DBAPIError) as caught:
         work()
-    assert classify(caught.value) is Trouble.DISCONNECT
+    assert classify(caught.value) is DatabaseFailure.DISCONNECT
     assert attempts.made == 1
 
 
@@ -802,7 +802,7 @@ async def test_dead_connection_is_not_tried_again_async(async_engine, make_engin
 
     with pytest.raises(DBAPIError) as caught:
         await work()
-    assert classify(caught.value) is Trouble.DISCONNECT
+    assert classify(caught.value) is DatabaseFailure.DISCONNECT
     assert attempts.made == 1
 
 

@@ -15,7 +15,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, async_scoped_sessi
 from sqlalchemy.orm import Session, aliased, scoped_session, sessionmaker
 
 from dlock_core.errors import NotSupported, RowLocked
-from dlock_core.transactions.retry import Trouble, classify
+from dlock_core.transactions.retry import DatabaseFailure, classify
 from sqla_dlock.row_sql import waiting_on_mysql
 from sqla_dlock.rows import alock_row, alock_rows, lock_row, lock_rows
 from tests.mysql_server import mariadb_only
@@ -364,7 +364,7 @@ async def test_limit_of_a_mysql_without_wait_clause_is_the_session_s_and_is_give
         assert limit() == former
         with pytest.raises(DBAPIError) as caught, waiting_on_mysql(connection, 1):
             lock_there(connection, stock)
-        assert classify(caught.value) is Trouble.LOCK_TIMEOUT
+        assert classify(caught.value) is DatabaseFailure.LOCK_TIMEOUT
         assert limit() == former
 
     with party.other_transaction() as other:
@@ -635,7 +635,7 @@ def test_sqlite_transaction_that_has_read_what_is_no_longer_so_must_start_over(m
             other.execute(text("UPDATE stock SET pieces = 6"))
         with pytest.raises(DBAPIError) as caught:
             lock_row(session, Stock, 1)
-    assert classify(caught.value) is Trouble.SERIALIZATION
+    assert classify(caught.value) is DatabaseFailure.SERIALIZATION
     deferred.dispose()
 
 
@@ -654,7 +654,7 @@ async def test_immediate_transaction_of_sqlite_has_locked_the_database(stock, pa
         other = sqlite3.connect(str(party.others.url.database), timeout=0)
         with closing(other), pytest.raises(sqlite3.OperationalError) as caught:
             other.execute("BEGIN IMMEDIATE")
-        assert classify(caught.value) is Trouble.LOCK_TIMEOUT
+        assert classify(caught.value) is DatabaseFailure.LOCK_TIMEOUT
 
     await party.transact(work)
 
@@ -958,7 +958,7 @@ def test_deadlock_is_left_to_retry_and_not_called_a_locked_row(engine):
     for thread in threads:
         thread.join(60)
     (victim,) = errors
-    assert classify(victim) is Trouble.DEADLOCK
+    assert classify(victim) is DatabaseFailure.DEADLOCK
 
 
 @pytest.mark.parametrize("async_engine", ["asyncpg", "psycopg_async", "aiomysql", "asyncmy"], indirect=True)
@@ -975,7 +975,7 @@ async def test_deadlock_of_tasks_is_left_to_retry_and_not_called_a_locked_row(as
 
     done = await asyncio.gather(cross(1, 2), cross(2, 1), return_exceptions=True)
     (victim,) = [error for error in done if error is not None]
-    assert classify(victim) is Trouble.DEADLOCK
+    assert classify(victim) is DatabaseFailure.DEADLOCK
 
 
 @pytest.mark.parametrize("engine", ["postgresql"], indirect=True)
@@ -988,4 +988,4 @@ def test_serialization_failure_is_left_to_retry(engine):
             other.execute(text("UPDATE stock SET pieces = 1"))
         with pytest.raises(DBAPIError) as caught:
             lock_row(session, Stock, 1)
-    assert classify(caught.value) is Trouble.SERIALIZATION
+    assert classify(caught.value) is DatabaseFailure.SERIALIZATION

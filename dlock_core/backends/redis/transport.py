@@ -26,7 +26,7 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from dlock_core.backends.idle import close_excess, drain, drain_when_forgotten
-from dlock_core.errors import BackendUnavailable, spoken
+from dlock_core.errors import BackendUnavailable, format_seconds
 from dlock_core.runtime import Asyncio, Runtime, clock
 
 if TYPE_CHECKING:
@@ -346,7 +346,7 @@ class AsyncioWire:
                     return [await read() for _ in range(replies + 1)][:-1]
                 return [first, *[await read() for _ in range(replies - 1)]]
         except TimeoutError as error:
-            raise RedisTimeoutError(f"no answer within {spoken(limit)}") from error
+            raise RedisTimeoutError(f"no answer within {format_seconds(limit)}") from error
 
     def close(self) -> None:
         _clear(self._loops)

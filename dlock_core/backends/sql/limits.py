@@ -9,7 +9,7 @@ from contextlib import suppress
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
-from dlock_core.errors import spoken
+from dlock_core.errors import format_seconds
 from dlock_core.runtime import clock
 from dlock_core.scheduler import Background
 
@@ -47,9 +47,9 @@ class Limits:
         except BaseException as error:
             if self._end(session) or clock() < until or not isinstance(error, Exception):
                 raise
-            raise TimeoutError(f"no answer within {spoken(seconds)}") from error
+            raise TimeoutError(f"no answer within {format_seconds(seconds)}") from error
         if not self._end(session):
-            raise TimeoutError(f"no answer within {spoken(seconds)}")
+            raise TimeoutError(f"no answer within {format_seconds(seconds)}")
         return answer
 
     def _begin(self, session: Session, until: float) -> None:

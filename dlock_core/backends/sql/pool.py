@@ -14,7 +14,7 @@ from dlock_core.backends.sql.limits import of_process
 from dlock_core.errors import BackendUnavailable
 from dlock_core.owner import printable
 from dlock_core.runtime import clock
-from dlock_core.sql.driver_errors import Trouble, classify
+from dlock_core.sql.driver_errors import DatabaseFailure, classify
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
@@ -83,7 +83,7 @@ class Pool:
             try:
                 return of_process().call(session, until - clock(), function)
             except self.connector.errors as error:
-                if not left or classify(error) not in (Trouble.DEADLOCK, Trouble.SERIALIZATION):
+                if not left or classify(error) not in (DatabaseFailure.DEADLOCK, DatabaseFailure.SERIALIZATION):
                     raise
         raise AssertionError("the last attempt returns or raises")
 
@@ -98,9 +98,9 @@ class Pool:
         trouble, connector = classify(error), self.connector
         words = str(error).strip() or type(error).__name__
         reason = f"{connector.title}: {printable(words.splitlines()[0])}"
-        if trouble is Trouble.MISSING_TABLE:
+        if trouble is DatabaseFailure.MISSING_TABLE:
             reason = f"{connector.title} has no table for it: run {connector.remedy}"
-        refused = trouble in (Trouble.MISSING_TABLE, Trouble.NO_ACCESS)
+        refused = trouble in (DatabaseFailure.MISSING_TABLE, DatabaseFailure.NO_ACCESS)
         return BackendUnavailable(name, reason=reason, broken=idle, refused=refused)
 
     def open(self, name: str) -> Session:

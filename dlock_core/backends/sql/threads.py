@@ -10,7 +10,7 @@ from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
-from dlock_core.errors import spoken
+from dlock_core.errors import format_seconds
 from dlock_core.runtime import Asyncio
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ def within(limit: float, connect: Callable[[], Session]) -> Session:
         return opened.result(limit)
     except TimeoutError:
         if opened.cancel():
-            raise TimeoutError(f"no connection within {spoken(limit)}") from None
+            raise TimeoutError(f"no connection within {format_seconds(limit)}") from None
         return opened.result()  # it came this very moment
 
 

@@ -32,7 +32,7 @@ from kazoo.protocol.serialization import Create2, Delete, SetData
 from kazoo.protocol.states import KazooState
 
 from dlock_core.backends.options import has_swallowed_options
-from dlock_core.errors import BackendUnavailable, spoken
+from dlock_core.errors import BackendUnavailable, format_seconds
 from dlock_core.runtime import clock
 
 if TYPE_CHECKING:
@@ -111,7 +111,7 @@ class Session:
             client._call(request, reply)
         if not await runtime.wait(done, max(0.0, sent + limit - runtime.now())):
             self._drop(client, connection)
-            raise BackendUnavailable(name, reason=f"no answer within {spoken(limit)}")
+            raise BackendUnavailable(name, reason=f"no answer within {format_seconds(limit)}")
         answers = [reply.answer for reply in replies]
         for request, answer in zip(requests, answers, strict=True):
             if isinstance(answer, _LOST):
@@ -155,7 +155,7 @@ class Session:
             finally:
                 self._waiting.discard(signal)
         if not self._is_usable(client):
-            raise NotSent(name, reason=f"no connection to {self._address.hosts} within {spoken(limit)}")
+            raise NotSent(name, reason=f"no connection to {self._address.hosts} within {format_seconds(limit)}")
         return client
 
     def _is_usable(self, client: Any) -> bool:
