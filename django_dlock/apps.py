@@ -8,6 +8,8 @@ __all__ = ["DlockConfig"]
 
 
 class DlockConfig(AppConfig):
+    """The configuration of the app."""
+
     name = "django_dlock"
     verbose_name = "Locks"
     default_auto_field = "django.db.models.BigAutoField"

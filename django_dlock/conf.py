@@ -1,6 +1,6 @@
-"""The `DLOCK` setting: named stores of leases, made once per process and shared by all its threads.
+"""The `DLOCK` setting: named stores of leases, created once per process and shared by all its threads.
 
-Read when a store is first asked for, and again after `override_settings`; nothing is written back.
+The setting is read when a store is first used, and again after `override_settings`; nothing is written back to it.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ else:
 
 __all__ = ["InvalidStore", "Store", "UnknownStore", "stores"]
 
-KEYS: Final = ("BACKEND", "TTL", "WAIT", "OPTIONS")
-IN_DATABASE: Final = {
+ENTRY_KEYS: Final = ("BACKEND", "TTL", "WAIT", "OPTIONS")
+DATABASE_FACTORIES: Final = {
     "advisory": "django_dlock.backends.advisory.from_url",
     "database": "django_dlock.backends.table.from_url",
 }
-"""What makes the stores that are in a database of DATABASES, by their URL schemes."""
+"""The functions that create the stores in a database of DATABASES, by URL scheme."""
 EXAMPLE: Final = 'DLOCK = {"default": {"BACKEND": "redis://localhost:6379/0"}}'
 
 
 class InvalidStore(ImproperlyConfigured):
-    """An entry of DLOCK cannot be used; `key` is the wrong part of it, empty when it is the entry itself."""
+    """An entry of DLOCK cannot be used; `key` is the wrong part of it, or empty if it is the entry itself."""
 
     def __init__(self, problem: str, alias: str = "", key: str = "") -> None:
         path = "DLOCK" + "".join(f"[{part!r}]" for part in (alias, key) if part)
@@ -61,7 +61,7 @@ class UnknownStore(InvalidStore):
 class Stores(Handler):
     """The stores of DLOCK by alias: `stores["default"]`.
 
-    Unlike CACHES, every thread is given the same one. Raises InvalidStore, or UnknownStore, before any I/O.
+    Unlike with CACHES, all threads share the same store. Raises InvalidStore or UnknownStore, before any I/O.
     """
 
     settings_name = "DLOCK"
@@ -70,8 +70,8 @@ class Stores(Handler):
     def __init__(self, settings: dict[str, Any] | None = None) -> None:
         super().__init__(settings)
         self._connections = SimpleNamespace()
-        self._making = threading.Lock()
-        self._ours: list[Backend] = []
+        self._create_lock = threading.Lock()
+        self._created: list[Backend] = []
 
     def configure_settings(self, settings: dict[str, Any] | None) -> dict[str, Any]:
         declared = settings if settings is not None else _declared()
@@ -83,7 +83,7 @@ class Stores(Handler):
         found: Store | None = vars(self._connections).get(alias)
         if found is not None:
             return found
-        with self._making:
+        with self._create_lock:
             if alias not in self.settings:
                 known = ", ".join(map(repr, self.settings)) or "none"
                 raise UnknownStore(f"there is no store {alias!r}, only: {known}")
@@ -94,13 +94,14 @@ class Stores(Handler):
         ttl, wait = _ttl(alias, entry), _wait(alias, entry)
         backend = _backend(alias, entry["BACKEND"], dict(entry.get("OPTIONS", {})))
         if isinstance(entry["BACKEND"], str):
-            self._ours.append(backend)
+            self._created.append(backend)
         return Store(alias, backend, ttl, wait)
 
     def prepare(self) -> None:
-        """Make every store now: the import of a client takes a while, and need not keep the first request waiting.
+        """Create every store now, so that the first request does not wait for the import of a client library.
 
-        Nothing is sent. A store that cannot be made tells whoever asks for it, and the system checks.
+        Nothing is sent. Errors are ignored here: each use of a wrong store raises them, and the system checks report
+        them.
         """
         with suppress(ImproperlyConfigured):
             for alias in self:
@@ -108,22 +109,22 @@ class Stores(Handler):
                     self[alias]
 
     def close_all(self) -> None:
-        """Close the connections of the backends made here, not of those that the setting brought along."""
-        for backend in self._ours:
+        """Close the connections of the backends that were created here, not of backends given in the setting."""
+        for backend in self._created:
             backend.close()
 
     def reset(self) -> None:
-        """Close all and read the setting again at the next use; leases are not released."""
-        with self._making:
+        """Close all stores, and read the setting again at the next use; leases are not released."""
+        with self._create_lock:
             self.close_all()
-            self._ours.clear()
+            self._created.clear()
             self._connections = SimpleNamespace()
             self._settings = None
             self.__dict__.pop("settings", None)
 
 
 def is_declared() -> bool:
-    """Say whether the project has named its stores, in DLOCK or by DLOCK_URL in the environment."""
+    """Return whether the project has named its stores, in DLOCK or by DLOCK_URL in the environment."""
     return getattr(django_settings, "DLOCK", None) is not None or bool(os.environ.get("DLOCK_URL"))
 
 
@@ -136,9 +137,9 @@ def _declared() -> object:
 
 def _entry(alias: str, entry: object) -> Mapping[str, Any]:
     if not isinstance(entry, Mapping):
-        raise InvalidStore(f"must be a dict with {', '.join(KEYS)}, not {type(entry).__name__}", alias)
-    if unknown := [key for key in entry if key not in KEYS]:
-        raise InvalidStore(f"does not know {unknown[0]!r}, only {', '.join(KEYS)}", alias)
+        raise InvalidStore(f"must be a dict with {', '.join(ENTRY_KEYS)}, not {type(entry).__name__}", alias)
+    if unknown := [key for key in entry if key not in ENTRY_KEYS]:
+        raise InvalidStore(f"has the unknown key {unknown[0]!r}; known are {', '.join(ENTRY_KEYS)}", alias)
     if "BACKEND" not in entry:
         raise InvalidStore("is missing: give a URL, such as 'redis://localhost:6379/0'", alias, "BACKEND")
     if not isinstance(entry.get("OPTIONS", {}), Mapping):
@@ -163,19 +164,19 @@ def _wait(alias: str, entry: Mapping[str, Any]) -> float | None:
 def _backend(alias: str, given: Any, options: dict[str, Any]) -> Backend:
     if hasattr(given, "try_acquire") and not isinstance(given, type):
         if options:
-            raise InvalidStore("has no effect on a backend that is made already", alias, "OPTIONS")
+            raise InvalidStore("has no effect on a backend that exists already: remove it", alias, "OPTIONS")
         return cast("Backend", given)
     try:
-        return _made(given, options)
-    except Exception as error:  # whatever it is, the reader has to know which entry
+        return _create_backend(given, options)
+    except Exception as error:  # Whatever it is, the message must name the entry.
         reason = f"{type(error).__name__}: {error}"
         if tells_secret(reason, str(given)):
             raise InvalidStore(f"cannot be used ({type(error).__name__})", alias, "BACKEND") from None
         raise InvalidStore(f"cannot be used: {reason}", alias, "BACKEND") from error
 
 
-def _made(given: Any, options: dict[str, Any]) -> Backend:
-    if isinstance(given, str) and (factory := IN_DATABASE.get(given.partition("://")[0])):
+def _create_backend(given: Any, options: dict[str, Any]) -> Backend:
+    if isinstance(given, str) and (factory := DATABASE_FACTORIES.get(given.partition("://")[0])):
         return cast("Backend", import_string(factory)(given, **options))
     if not isinstance(given, str) or ":" in given:
         return connect(given, **options)
@@ -189,13 +190,13 @@ stores: Final = Stores()
 
 
 @receiver(connection_created)
-def _let_go(*, connection: BaseDatabaseWrapper, **_: object) -> None:
-    """Close what is idle before a database is made or dropped, as for tests: PostgreSQL drops none that is in use."""
+def _close_idle(*, connection: BaseDatabaseWrapper, **_: object) -> None:
+    """Close idle connections before a database is created or dropped, because PostgreSQL drops none that is in use."""
     if connection.alias == NO_DB_ALIAS:
         stores.close_all()
 
 
 @receiver(setting_changed)
-def _read_again(*, setting: str, **_: object) -> None:
+def _reset_after_override(*, setting: str, **_: object) -> None:
     if setting == "DLOCK":
         stores.reset()

@@ -1,7 +1,7 @@
-"""The core's errors as Django has to see them.
+"""The core's errors for Django: each is also a `django.db.DatabaseError`.
 
-Each is also a `django.db.DatabaseError`: anything else, raised inside COMMIT, makes Django commit on MySQL and SQLite.
-But for NoSuchKey, which is raised before any I/O, and which views answer like a row that does not exist.
+On MySQL and SQLite, Django would commit after any other exception that is raised inside COMMIT. NoSuchKey is an Http404
+instead: it is raised before any I/O, and a view answers it as it does a row that does not exist.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ _TWINS: dict[type[core.DLockError], type[core.DLockError]] = {
 
 
 def as_database_error(error: core.DLockError) -> core.DLockError:
-    """Give the Django twin of a core error, with the same text, data, cause and traceback; any other error as it is."""
+    """Return the Django twin of a core error, with the same text, data, cause and traceback; other errors unchanged."""
     kind = _TWINS.get(type(error))
     if kind is None:
         return error

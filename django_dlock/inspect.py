@@ -17,35 +17,36 @@ if TYPE_CHECKING:
 
 __all__ = ["databases"]
 
-_TIMEOUT: Final = {"postgresql": "connect_timeout", "mysql": "connect_timeout"}
+_TIMEOUT_OPTIONS: Final = {"postgresql": "connect_timeout", "mysql": "connect_timeout"}
 
 
 def databases(aliases: Iterable[str] | None = None) -> list[DatabaseReader]:
-    """Give the databases with these aliases, or all of DATABASES; each has a connection of its own, opened when asked.
+    """Return the databases with these aliases, or all of DATABASES, for `take_snapshot`.
 
-    Raises ConnectionDoesNotExist for an unknown alias, before any I/O.
+    Each opens a dedicated connection at its first query. Raises ConnectionDoesNotExist for an unknown alias, before any
+    I/O.
     """
     return [_database(alias) for alias in (connections if aliases is None else aliases)]
 
 
 def _database(alias: str) -> DatabaseReader:
     remedy = f"manage.py migrate django_dlock --database {alias}"
-    return DatabaseReader(alias, connections[alias].vendor, partial(_Session, alias), fence_remedy=remedy)
+    return DatabaseReader(alias, connections[alias].vendor, partial(_InspectorConnection, alias), fence_remedy=remedy)
 
 
-class _Session:
-    """A connection beside those that Django keeps: no transaction, pool or test case of this thread knows of it."""
+class _InspectorConnection:
+    """A connection next to those that Django manages: no transaction, pool or test case of this thread uses it."""
 
     def __init__(self, alias: str) -> None:
-        ours = connections[alias]
-        settings: dict[str, Any] = deepcopy(ours.settings_dict)
+        original = connections[alias]
+        settings: dict[str, Any] = deepcopy(original.settings_dict)
         settings |= {"AUTOCOMMIT": True, "ATOMIC_REQUESTS": False}
         options = settings.setdefault("OPTIONS", {})
         options.pop("pool", None)
-        if timeout := _TIMEOUT.get(ours.vendor):
+        if timeout := _TIMEOUT_OPTIONS.get(original.vendor):
             options.setdefault(timeout, CONNECT_TIMEOUT_S)
-        self._connection: BaseDatabaseWrapper = type(ours)(settings, alias)
-        self._connection.inc_thread_sharing()
+        self._connection: BaseDatabaseWrapper = type(original)(settings, alias)
+        self._connection.inc_thread_sharing()  # The reader calls it from several threads, one at a time.
 
     def execute(self, sql: str, params: tuple[Any, ...]) -> list[tuple[Any, ...]]:
         with self._connection.cursor() as cursor:

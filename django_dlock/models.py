@@ -46,7 +46,7 @@ _COLUMN: Final = {
 
 
 class LockNameField(_CharField):
-    """A lock's name: ASCII, compared byte by byte, so that "order:A" and "order:a" are two locks on every database."""
+    """A lock's name: ASCII, compared byte by byte, so that "order:A" and "order:a" are two locks in every database."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**{**options, "max_length": 512})
@@ -56,7 +56,7 @@ class LockNameField(_CharField):
 
 
 class Fence(models.Model):
-    """The newest holder that was admitted to each lock; the row named '' is the floor that `dlock purge` left."""
+    """The newest holder admitted to each lock; the row named '' is the floor that `dlock purge` leaves."""
 
     name = LockNameField(primary_key=True)
     token = models.BigIntegerField()
@@ -72,10 +72,10 @@ class Fence(models.Model):
 
 
 class Lease(models.Model):
-    """A lock's newest lease, for `database://alias`; written by connections of its own, never in your transactions.
+    """The newest lease of a lock, for `database://alias`; written on dedicated connections, never in your transactions.
 
-    Times are microseconds since 1970; `expires_at` is past, or below zero, when nobody holds it. A row that nobody has
-    used for an hour is deleted by later acquires. SQLite has its leases in a file of their own beside the database.
+    Times are microseconds since 1970; `expires_at` is in the past, or below zero, if the lock is free. Later acquires
+    delete a row that has not been used for an hour. On SQLite the leases are in a separate file next to the database.
     """
 
     name = LockNameField(primary_key=True)
@@ -96,7 +96,7 @@ class Lease(models.Model):
 
 
 class Lock(Fence):
-    """The admin's page "Locks" and its permissions: to view, and to release. It has no rows of its own."""
+    """The admin's page "Locks", with the permissions to view and to release; it has no rows."""
 
     class Meta:
         proxy = True

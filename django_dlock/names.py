@@ -23,12 +23,12 @@ if TYPE_CHECKING:
 
 __all__ = ["kind_of", "plain", "with_model"]
 
-_PLAIN: Final = frozenset({str, int, UUID})
-"""Types of parts that need no look."""
+_PLAIN_TYPES: Final = frozenset({str, int, UUID})
+"""Types of parts that are used unchanged; the common case, which must stay fast."""
 
 
 def with_model(parts: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Put a model in the place of its label, "shop.Order" or "shop.order": both are the same locks, with one fence."""
+    """Replace a model's label, "shop.Order" or "shop.order", by the model: both name the same locks, with one fence."""
     if not parts or type(parts[0]) is not str or "." not in parts[0]:
         return parts
     app, _, name = parts[0].partition(".")
@@ -38,35 +38,35 @@ def with_model(parts: tuple[Any, ...]) -> tuple[Any, ...]:
     with suppress(NoSuchKey, NotSupported, TypeError):
         plain((model, *parts[1:]))
         return model, *parts[1:]
-    return model._meta.label_lower, *parts[1:]  # A text that is no key of the model names a lock all the same.
+    return model._meta.label_lower, *parts[1:]  # A text that cannot be a key of the model is still a valid name.
 
 
 def plain(parts: Sequence[Any]) -> Sequence[Any]:
-    """Turn models, and the keys that follow them, into values for `dlock_core.names.join`.
+    """Return the parts with models, and the keys that follow them, as values for `dlock_core.names.join`.
 
-    Raises NoSuchKey for what cannot be a key of the model, TypeError for an instance where no key is expected, for
-    managers, lazy texts and SQL expressions.
+    Raises NoSuchKey for a value that cannot be a key of the model, and TypeError for managers, lazy texts, SQL
+    expressions, and an instance where no key is expected.
     """
-    if all(type(part) in _PLAIN for part in parts):
+    if all(type(part) in _PLAIN_TYPES for part in parts):
         return parts
     found = names.with_keys(parts, kind_of)
     for part in found:
-        if isinstance(part, models.Model):  # its text may change while the row stays the same
+        if isinstance(part, models.Model):  # Its text may change while the row stays the same.
             kind = type(part).__name__
-            raise TypeError(f"an instance is no name: lock its class and primary key, lock({kind}, key)")
+            raise TypeError(f"an instance cannot be part of a name: use its class and primary key, lock({kind}, key)")
     return found
 
 
 def kind_of(part: Any) -> names.Kind | None:
-    """Tell what a model is in a name; None for any other part; raises TypeError for what can be none."""
+    """Return how a model appears in a name, or None for any other part; raises TypeError for an invalid part."""
     if isinstance(part, type) and issubclass(part, models.Model):
         return _kind(part)
     if isinstance(part, BaseManager):
-        raise TypeError(f"a manager is no name: lock its model, lock({part.model.__name__}, key)")
+        raise TypeError(f"a manager cannot be part of a name: use its model, lock({part.model.__name__}, key)")
     if isinstance(part, Promise):
-        raise TypeError("a lazy text is no part of a lock's name: it may be another one in another language")
+        raise TypeError("a lazy text cannot be part of a name, because it changes with the language: use a fixed text")
     if hasattr(part, "resolve_expression"):
-        raise TypeError(f"{type(part).__name__} is a question to the database: give the value, such as a primary key")
+        raise TypeError(f"{type(part).__name__} is a database expression: use a value, such as a primary key")
     return None
 
 
@@ -74,7 +74,7 @@ def kind_of(part: Any) -> names.Kind | None:
 def _kind(model: type[models.Model]) -> names.Kind:
     if model._meta.abstract:
         raise TypeError(f"{model.__name__} is abstract and has no rows: lock a model that inherits from it")
-    model = _with_the_row(model)
+    model = _row_model(model)
     fields: Any = model._meta.pk_fields
     return names.Kind(
         label=model._meta.label_lower,
@@ -83,23 +83,25 @@ def _kind(model: type[models.Model]) -> names.Kind:
     )
 
 
-def _with_the_row(model: type[models.Model]) -> type[models.Model]:
-    """Find the model of the table in which a proxy, or a child with its parent's key, has its row.
+def _row_model(model: type[models.Model]) -> type[models.Model]:
+    """Return the model whose table has the row of a proxy, or of a child with its parent's key.
 
-    A row that is its own fence is that of the model with the fence's columns, and so is the name.
+    With FencedMixin it is the model that has the columns of the fence, and the lock is named after that model.
     """
     model = model._meta.concrete_model or model
     fenced = model._meta.get_field("dlock_token").model if issubclass(model, FencedMixin) else None
     link: Any = model._meta.pk
     if model is not fenced and link.remote_field and link.remote_field.parent_link:
-        return _with_the_row(link.remote_field.model)
+        return _row_model(link.remote_field.model)
     if fenced not in (None, model):
-        raise NotSupported(f"{model.__name__} has a key of its own, and its fence in the rows of {fenced.__name__}")
+        raise NotSupported(
+            f"{model.__name__} has its own key, but its fence is in {fenced.__name__}: lock {fenced.__name__}"
+        )
     return model
 
 
 def _target(field: Any) -> Any:
-    """Follow a key that is another model's key."""
+    """Return the field that a foreign key refers to in the end, or the field itself."""
     return _target(field.target_field) if field.remote_field else field
 
 
@@ -107,12 +109,12 @@ def _key_of(model: type[models.Model], fields: Sequence[Any], value: Any) -> lis
     if not isinstance(value, models.Model):
         return None
     if isinstance(value, model):
-        if len(fields) == 1 and _with_the_row(value.__class__) is model:
-            return [value.pk]  # a child that is not saved has not set its parent's
+        if len(fields) == 1 and _row_model(value.__class__) is model:
+            return [value.pk]  # A child that is not saved has not set its parent's key.
         return [getattr(value, field.attname) for field in fields]
     if len(fields) == 1 and fields[0].remote_field and isinstance(value, fields[0].remote_field.model):
         return [getattr(value, fields[0].target_field.attname)]
-    raise TypeError(f"an instance of {type(value).__name__} is no key of {model.__name__}")
+    raise TypeError(f"an instance of {type(value).__name__} cannot be a key of {model.__name__}")
 
 
 def _converted(field: Any, value: Any) -> Any:
@@ -120,4 +122,5 @@ def _converted(field: Any, value: Any) -> Any:
         value = field.to_python(value)
     except ValidationError as error:
         raise ValueError from error
-    return field.get_prep_value(value) if isinstance(field, models.DateTimeField) else value  # a naive one is aware now
+    # A naive datetime becomes aware, so that both name the same lock.
+    return field.get_prep_value(value) if isinstance(field, models.DateTimeField) else value

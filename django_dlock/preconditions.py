@@ -1,7 +1,8 @@
 """HTTP preconditions for views: ETag from the version, If-Match before a change, without a race.
 
 `check_preconditions` compares in memory, and the UPDATE of the same instance checks the version again; `@conditional`
-compares under the row's lock, which the view's transaction keeps. `LockMiddleware` makes 412, 428, 400 of the errors.
+compares under the row's lock, which the view's transaction keeps. `LockMiddleware` answers the errors with 412, 428 and
+400.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from django.db import connections, models, router, transaction
 from django.http import Http404, HttpResponseNotModified
 
 from django_dlock.errors import as_database_error
-from django_dlock.querysets import read_version, row_name
+from django_dlock.querysets import row_name
+from django_dlock.versions import read_version
 from django_dlock.views import pk
 from dlock_core.errors import DLockError
 from dlock_core.web.decorators import Argument, finder
@@ -31,10 +33,10 @@ F = TypeVar("F", bound="Callable[..., Any]")
 
 
 def etag_of(instance: models.Model, *, variant: str = "") -> str:
-    """Give the ETag of a versioned instance as it was read or written, for `response["ETag"]`.
+    """Return the ETag of a versioned instance as it was read or written, for `response["ETag"]`.
 
-    `variant` tells apart representations that one URL gives by Accept or to different people. Raises TypeError for a
-    model without a version, ValueError if the version was deferred.
+    `variant` distinguishes representations that one URL returns by Accept or by user. Raises TypeError for a model
+    without a version, ValueError if the version was deferred.
     """
     _require_version(type(instance))
     return _tag(type(instance), instance.pk, read_version(instance), variant)
@@ -43,15 +45,23 @@ def etag_of(instance: models.Model, *, variant: str = "") -> str:
 def check_preconditions(
     request: Any, instance: models.Model, *, required: bool = True, accept_weak: bool = False, variant: str = ""
 ) -> bool:
-    """Check If-Match and If-None-Match against an instance that was just read; True: answer 304 to this GET.
+    """Check If-Match and If-None-Match against an instance that was just read; return True to answer 304 to a GET.
 
-    Race-free together with what writes *this* instance afterwards, since that checks the version again:
-    `save_with_version()`, `save()`, `delete()`; a StaleObject from there is answered 412, too. Do not read the
-    instance again in between. Before anything else that writes, read it with `lock_row()`.
+    There is no race if *this* instance is written afterwards, by `save_with_version()`, `save()` or `delete()`: they
+    check the version again, and their StaleObject is answered with 412 as well. Do not read the instance again in
+    between. Before any other kind of write, read it with `lock_row()`.
 
-    Raises PreconditionFailed; PreconditionRequired for a method that changes without If-Match, unless
-    `required=False`; PreconditionMalformed. `accept_weak` also takes W/ tags, which is what GZipMiddleware and nginx
-    make of ours.
+    Args:
+        request: the request.
+        instance: the object that the request reads or changes.
+        required: whether a method that changes the object needs If-Match.
+        accept_weak: accept W/ tags as well; GZipMiddleware and nginx turn our tags into weak ones.
+        variant: as for `etag_of`.
+
+    Raises:
+        PreconditionFailed: the condition does not hold (412).
+        PreconditionRequired: If-Match is missing (428).
+        PreconditionMalformed: a condition cannot be read (400).
     """
     tag, name = etag_of(instance, variant=variant), row_name(type(instance), instance.pk)
     return _evaluate(request, instance, tag, name=name, required=required, accept_weak=accept_weak)
@@ -66,22 +76,33 @@ def conditional(
     variant: str = "",
     using: str | None = None,
 ) -> Callable[[F], F]:
-    """Decorate the view of one object: ETag and 304 for who reads it, If-Match for who changes it.
+    """Decorate the view of one object: reads get an ETag and 304, changes need If-Match.
 
-    `key` names the view's argument that is the primary key. A view that changes runs in a transaction in which the row
-    is locked (on SQLite the transaction itself is the lock): whatever it writes is written over the version that was
-    in If-Match. A view that reads gets the ETag from before it ran. Http404 if there is no such row; other errors as
-    of `check_preconditions`. For function views, class-based views and their methods; an async view, whose transactions
-    are functions elsewhere, is a TypeError: use `check_preconditions`.
+    A request that changes the object runs in a transaction in which the row is locked (on SQLite the transaction itself
+    is the lock), so everything that the view writes is based on the version in If-Match. A request that reads gets the
+    ETag from before the view ran. Works on function views, class-based views and their methods.
+
+    Args:
+        model: the model of the object.
+        key: the view's argument that is the primary key.
+        required: whether a method that changes the object needs If-Match.
+        accept_weak: accept W/ tags as well.
+        variant: as for `etag_of`.
+        using: the database; by default the one that the routers choose.
+
+    Raises:
+        TypeError: when decorating an async view, which cannot hold a transaction: use `check_preconditions` in it.
+        Http404: there is no such row.
+        DLockError: as `check_preconditions` does.
     """
     _require_version(model)
-    place = Argument(key) if isinstance(key, str) else key
-    return _Rule(model, place.name, required, accept_weak, variant, using).dress
+    argument = Argument(key) if isinstance(key, str) else key
+    return _ConditionalView(model, argument.name, required, accept_weak, variant, using).decorate
 
 
 @dataclass(frozen=True)
-class _Rule:
-    """What `conditional` was told."""
+class _ConditionalView:
+    """The options of `conditional`, and the wrapper of the view."""
 
     model: type[models.Model]
     key: str
@@ -90,7 +111,7 @@ class _Rule:
     variant: str
     using: str | None
 
-    def dress(self, view: F) -> F:
+    def decorate(self, view: F) -> F:
         if iscoroutinefunction(view) or getattr(view, "view_is_async", False):
             raise TypeError(f"@conditional: {view.__name__} is async: use check_preconditions() in it")
         if not isinstance(view, type):
@@ -129,9 +150,9 @@ class _Rule:
         return _evaluate(request, None, tag, name=name, required=self.required, accept_weak=self.accept_weak)
 
 
-def _evaluate(*of: Any, **how: Any) -> bool:
+def _evaluate(*args: Any, **options: Any) -> bool:
     try:
-        return evaluate(*of, **how)
+        return evaluate(*args, **options)
     except DLockError as error:
         raise as_database_error(error) from None
 
@@ -139,7 +160,7 @@ def _evaluate(*of: Any, **how: Any) -> bool:
 def _current_tag(model: type[models.Model], key: Any, variant: str, *, alias: str, lock: bool) -> str:
     try:
         rows = model._base_manager.using(alias).filter(pk=key)
-    except (TypeError, ValueError, ValidationError):  # "abc" for a number: whoever writes URLs may write that
+    except (TypeError, ValueError, ValidationError):  # A URL may contain anything, such as "abc" for a number.
         raise _not_found(model, key) from None
     if lock:
         rows = rows.select_for_update(no_key=connections[alias].features.has_select_for_no_key_update)

@@ -25,14 +25,14 @@ else:
 
 __all__ = ["PreconditionMixin", "VersionedSerializerMixin"]
 
-_OF_THE_OBJECT = (None, "retrieve", "create", "update", "partial_update")
-"""Actions that answer with the object itself; None in generic views, which have no actions."""
-_CHANGING = (None, "update", "partial_update", "destroy")
+_OBJECT_ACTIONS = (None, "retrieve", "create", "update", "partial_update")
+"""Actions that return the object itself; None stands for generic views, which have no actions."""
+_CHANGING_ACTIONS = (None, "update", "partial_update", "destroy")
 """Actions that change the object itself."""
 
 
 def _checking(get_object: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Have what a view finds checked, once however many classes take part in finding it."""
+    """Wrap a `get_object` so that its object is checked, once even if several classes override the method."""
 
     @wraps(get_object)
     def checking(self: PreconditionMixin) -> Any:
@@ -46,20 +46,21 @@ def _checking(get_object: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 
 class PreconditionMixin(_View):
-    """Goes before the viewset or view: one object gives its ETag, and is changed only by who has seen its version.
+    """A mixin to the left of a viewset or view: answers carry an ETag, and a change needs the version that was seen.
 
-    428 without If-Match, 412 when it does not hold, also for who loses a race: `perform_update` and `perform_destroy`
-    write the instance that was checked. 304 to a GET with If-None-Match. Lists are as before. In actions of your own
-    that change, `get_object()` checks If-Match where it is sent. JSON and the browsable API have tags of their own.
+    A change without If-Match is answered with 428, and with 412 if If-Match does not hold. That includes a client that
+    loses a race, because `perform_update` and `perform_destroy` write the instance that was checked. A GET with
+    If-None-Match is answered with 304. Lists are unchanged. In your own actions, `get_object()` checks If-Match if the
+    client sends it. JSON and the browsable API have different tags.
 
-    What `get_object()` returns is checked, whichever class defines it. A view that has changed an object without
-    asking `get_object()` for one raises TypeError when it answers.
+    The object that `get_object()` returns is checked, whichever class defines that method. A view that changes an
+    object without calling `get_object()` raises TypeError when it answers.
     """
 
     if_match_required: ClassVar[Collection[str]] = ("PUT", "PATCH", "DELETE")
-    """The methods that need If-Match."""
+    """The HTTP methods that need If-Match."""
     accept_weak: ClassVar[bool] = False
-    """Take W/ tags, too, which is what GZipMiddleware and nginx make of ours."""
+    """Accept W/ tags as well; GZipMiddleware and nginx turn our tags into weak ones."""
 
     _dlock_object: Model | None = None
     _dlock_is_known = False
@@ -71,12 +72,13 @@ class PreconditionMixin(_View):
 
     @_checking
     def get_object(self) -> Any:
-        """Find the object, check permissions, then preconditions."""
+        """Return the object after checking permissions, and then preconditions."""
         return super().get_object()
 
     def _dlock_check(self, instance: Any) -> None:
         self._dlock_object = instance
-        method = self.request._request.method  # the browsable API and OPTIONS ask as if it were another
+        # The browsable API and OPTIONS replace the method to find out what would be allowed: those check nothing.
+        method = self.request._request.method  # noqa: SLF001 - the framework has no public name for it
         if method == self.request.method:
             self._dlock_is_known = check_preconditions(
                 self.request,
@@ -87,23 +89,25 @@ class PreconditionMixin(_View):
             )
 
     def perform_update(self, serializer: Any) -> None:
-        """Save what was checked; TypeError for anything else."""
+        """Save the object that was checked; raises TypeError for another object."""
         self._require_checked(serializer.instance)
         super().perform_update(serializer)  # type: ignore[misc]
 
     def perform_destroy(self, instance: Any) -> None:
-        """Delete what was checked; TypeError for anything else."""
+        """Delete the object that was checked; raises TypeError for another object."""
         self._require_checked(instance)
         super().perform_destroy(instance)  # type: ignore[misc]
 
     def finalize_response(self, request: Any, response: Any, *args: Any, **kwargs: Any) -> Any:
-        """Send the ETag along."""
+        """Return the response with the ETag, or as a 304."""
         response = super().finalize_response(request, response, *args, **kwargs)
         self._require_any_check(request, response)
         if response.status_code == 201 and self._dlock_object is None:
-            instance = getattr(getattr(response.data, "serializer", None), "instance", None)  # many have a list
+            instance = getattr(
+                getattr(response.data, "serializer", None), "instance", None
+            )  # With many=True it is a list.
             self._dlock_object = instance if isinstance(instance, Model) else None
-        shows_it = getattr(self, "action", None) in _OF_THE_OBJECT and response.status_code in {200, 201}
+        shows_it = getattr(self, "action", None) in _OBJECT_ACTIONS and response.status_code in {200, 201}
         if self._dlock_object is not None and shows_it:
             response.headers.setdefault("ETag", etag_of(self._dlock_object, variant=self._dlock_variant()))
             if self._dlock_is_known:
@@ -114,16 +118,16 @@ class PreconditionMixin(_View):
         if instance is not self._dlock_object:
             raise TypeError(
                 f"{type(self).__name__} writes an object whose preconditions were not checked: "
-                "it has to write the one that self.get_object() gives"
+                "write the object that self.get_object() returns"
             )
 
     def _require_any_check(self, request: Any, response: Any) -> None:
         is_of_one = (self.lookup_url_kwarg or self.lookup_field) in self.kwargs
-        needs_it = request.method in self.if_match_required and getattr(self, "action", None) in _CHANGING
+        needs_it = request.method in self.if_match_required and getattr(self, "action", None) in _CHANGING_ACTIONS
         if is_of_one and needs_it and response.status_code < 300 and self._dlock_object is None:
             raise TypeError(
-                f"{type(self).__name__} has answered {request.method} without a look at If-Match: "
-                "it has to write the object that self.get_object() gives"
+                f"{type(self).__name__} has answered {request.method} without checking If-Match: "
+                "write the object that self.get_object() returns"
             )
 
     def _dlock_variant(self) -> str:
@@ -131,10 +135,10 @@ class PreconditionMixin(_View):
 
 
 class VersionedSerializerMixin(_Serializer):
-    """Shows the version as a field that is only read, whatever the model calls it: a client cannot set it."""
+    """A serializer mixin that shows the version, under the model's name for it, as a read-only field."""
 
     def get_fields(self) -> dict[str, Any]:
-        """Add the version."""
+        """Return the fields, including the version."""
         model: Any = self.Meta.model
         name = model._dlock_version.name
         return {**super().get_fields(), name: serializers.IntegerField(read_only=True)}

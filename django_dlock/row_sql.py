@@ -1,6 +1,6 @@
-"""Row locks in SQL that Django has no words for: shared ones, and how long to wait.
+"""Row locks in SQL that Django cannot express: shared ones, and limits to the wait.
 
-Django writes FOR UPDATE at the end of a query; a `RowLockQuery` has another clause written in its place.
+Django writes FOR UPDATE at the end of a query; a `RowLockQuery` replaces that clause by another one.
 """
 
 from __future__ import annotations
@@ -23,27 +23,27 @@ from dlock_core.sql.row_locks import milliseconds, whole_seconds
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["RowLockQuery", "own_tables", "require_row_locks", "reword", "waiting", "waiting_in"]
+__all__ = ["RowLockQuery", "own_tables", "require_row_locks", "set_lock_clause", "waiting", "waiting_in"]
 
 _POSTGRESQL_LIMIT: Final = row_locks.POSTGRESQL_LIMIT.format(wait="%s")
 _MYSQL_LIMIT: Final = row_locks.MYSQL_LIMIT.format(wait="%s")
 
 
 class RowLockQuery(Query):
-    """A query whose FOR UPDATE becomes FOR SHARE, or gets a limit to its wait."""
+    """A query whose FOR UPDATE becomes FOR SHARE, or has a limit to its wait."""
 
     dlock_strength = "UPDATE"
     dlock_wait: int | None = None
 
     def get_compiler(self, using: Any = None, connection: Any = None, elide_empty: bool = True) -> Any:  # noqa: FBT001, FBT002
-        """Give the database's own compiler, taught our clauses."""
+        """Return the database's own compiler, extended by our clauses."""
         compiler: Any = super().get_compiler(using, connection, elide_empty)
         compiler.__class__ = _with_row_locks(compiler.__class__)
         return compiler
 
 
-def reword(locked: Any, **words: Any) -> None:
-    """Have the lock of a queryset written with other words: `strength`, `wait`."""
+def set_lock_clause(locked: Any, **words: Any) -> None:
+    """Set the words of a queryset's lock clause: `strength` ("SHARE", "KEY SHARE") or `wait` (seconds)."""
     if type(locked.query) not in (Query, RowLockQuery):
         raise NotSupported(f"dlock cannot lock the rows of a {type(locked.query).__name__}")
     locked.query = locked.query.chain(RowLockQuery)
@@ -64,12 +64,12 @@ class _RowLockCompiler(SQLCompiler):
         of = self.get_select_for_update_of_arguments()
         nowait, skip_locked = query.select_for_update_nowait, query.select_for_update_skip_locked
         written = self.connection.ops.for_update_sql(nowait, skip_locked, of, query.select_for_no_key_update)
-        head, _, tail = sql.rpartition(written)  # a subquery may have one of its own; ours is the last
+        head, _, tail = sql.rpartition(written)  # A subquery may have a lock clause as well; ours is the last.
         return head + _clause(self.connection, query, of) + tail, params
 
 
 def own_tables(model: Any) -> tuple[str, ...]:
-    """Give the words of `of` for a model's own table and those it inherits from; not what only its order joins."""
+    """Return the values of `of` for a model's table and its parents' tables, so that joined tables stay unlocked."""
     return ("self", *(link.name for link in model._meta.concrete_model._meta.parents.values() if link))
 
 
@@ -102,14 +102,14 @@ def _strength(connection: Any, query: Any) -> str:
 
 
 def require_row_locks(connection: Any) -> None:
-    """Raise TransactionManagementError outside a transaction, and NotSupported where it would not protect a row.
+    """Raise TransactionManagementError outside a transaction, and NotSupported where a row lock would protect nothing.
 
-    SQLite has no row locks; a transaction that began IMMEDIATE or EXCLUSIVE has the lock of the whole database instead.
+    SQLite has no row locks, but a transaction that began IMMEDIATE or EXCLUSIVE has locked the whole database.
     """
     if connection.get_autocommit():
         raise TransactionManagementError(
-            "a row lock lasts until the end of its transaction, and none is open: "
-            "lock inside transaction.atomic(), or with locked_row()"
+            "a row lock lasts until the end of its transaction, and no transaction is open: "
+            "lock inside transaction.atomic(), or use locked_row()"
         )
     if connection.features.has_select_for_update:
         return
@@ -123,9 +123,10 @@ def require_row_locks(connection: Any) -> None:
 
 
 def waiting(connection: Any, wait: float | None) -> AbstractContextManager[None]:
-    """Limit how long each statement inside the block waits for each lock; the former limit is back after it.
+    """Limit how long each statement inside the block waits for each lock (seconds), and restore the limit after it.
 
-    None and 0 limit nothing. Not on SQLite, where a transaction that may lock a row has locked the database already.
+    None and 0 limit nothing. Nothing is done on SQLite, where a transaction that may lock a row has already locked the
+    database. Raises NotSupported on other databases than PostgreSQL, MariaDB, MySQL and SQLite.
     """
     if not wait or not connection.features.has_select_for_update:
         return nullcontext()
@@ -137,12 +138,12 @@ def waiting(connection: Any, wait: float | None) -> AbstractContextManager[None]
 
 
 def waiting_in(locked: Any, connection: Any, wait: float | None) -> AbstractContextManager[None]:
-    """As `waiting`, for one queryset: what its query can say itself needs no statement of its own."""
+    """Limit the wait as `waiting` does, for one queryset: where its query can say so, no further statement is sent."""
     if wait and connection.vendor == "postgresql":
         locked.query.where.add(ExtraWhere([f"{_POSTGRESQL_LIMIT} IS NOT NULL"], [str(milliseconds(wait))]), AND)
         return _restoring_on_postgresql(connection)
     if wait and connection.vendor == "mysql" and connection.mysql_is_mariadb:
-        reword(locked, wait=whole_seconds(wait))
+        set_lock_clause(locked, wait=whole_seconds(wait))
         return nullcontext()
     return waiting(connection, wait)
 
@@ -161,7 +162,7 @@ def _restoring_on_postgresql(connection: Any) -> Iterator[None]:
     except ObjectDoesNotExist:
         _execute(connection, row_locks.POSTGRESQL_RESTORE)
         raise
-    # After an error of the database nothing is accepted before a rollback, and that restores the setting.
+    # Not after a database error: PostgreSQL then accepts nothing before a rollback, and that restores the setting.
     _execute(connection, row_locks.POSTGRESQL_RESTORE)
 
 
@@ -170,7 +171,9 @@ def _waiting_on_mysql(connection: Any, wait: float) -> Iterator[None]:
     _execute(connection, _MYSQL_LIMIT, whole_seconds(wait))
     try:
         yield
-    finally:  # the setting belongs to the session: no rollback restores it; Django refuses statements after an error
+    finally:
+        # The setting belongs to the session, so no rollback restores it. Django's cursor would refuse the statement
+        # after an error in the block, so it goes through the driver's.
         if connection.connection is not None:
             with suppress(connection.Database.Error), cursor_of(connection.connection) as cursor:
                 cursor.execute(row_locks.MYSQL_RESTORE)

@@ -23,11 +23,15 @@ __all__ = ["RowLockMixin"]
 T = TypeVar("T")
 
 SAVED: Final = "_dlock_saved"
-"""Stands on an instance with the values of its fields that were last read or written."""
+"""Attribute of an instance that keeps the values of its fields that were last read or written."""
 
 
 class RowLockMixin(models.Model):
-    """A model whose rows can be locked; it remembers what was last read or written, to refuse to overwrite a change."""
+    """A model whose rows can be locked.
+
+    An instance remembers the values last read or written, so that `lock_row()`, which refreshes it, can refuse to
+    discard a change that was not saved.
+    """
 
     objects = LockManager()
 
@@ -37,8 +41,8 @@ class RowLockMixin(models.Model):
     def lock_row(self, *, using: str | None = None, **how: Unpack[RowLockOptions]) -> None:
         """Lock this row until the end of the transaction, and refresh the instance under the lock.
 
-        Options and errors as of the manager's `lock_row`. Raises ValueError on an instance with changes that are not
-        saved: they would be lost.
+        Options and errors are those of the manager's `lock_row`. Raises ValueError if the instance has unsaved changes,
+        which would be lost.
         """
         lock = RowLock(**how)
         self._refuse_unsaved()
@@ -49,10 +53,10 @@ class RowLockMixin(models.Model):
     @classmethod
     @contextmanager
     def locked_row(cls, pk: Any, *, using: str | None = None, **how: Unpack[RowLockOptions]) -> Iterator[Self]:
-        """Open a transaction, lock a row, and give it as it is then.
+        """Open a transaction, lock a row, and yield its current state.
 
-        Inside another transaction it opens a savepoint, and the lock lasts until the outer end. Options and errors as
-        of the manager's `lock_row`.
+        Inside another transaction it opens a savepoint, and the lock lasts until the outer transaction ends. Options
+        and errors are those of the manager's `lock_row`.
         """
         lock = RowLock(**how)
         using = using or router.db_for_write(cls)
@@ -66,8 +70,8 @@ class RowLockMixin(models.Model):
     ) -> T:
         """Call `work(row)` in a thread, with the row locked, and return its result.
 
-        A transaction belongs to a thread and cannot live in a coroutine; so the work is a plain function. When the
-        caller is cancelled, it still runs to its end, under its lock.
+        A transaction belongs to a thread and cannot live in a coroutine, so the work is a plain function. If the caller
+        is cancelled, the work still runs to its end under the lock.
         """
 
         def locked_work() -> T:
@@ -78,22 +82,22 @@ class RowLockMixin(models.Model):
 
     @classmethod
     def from_db(cls, *args: Any, **kwargs: Any) -> Self:
-        """Remember what was read."""
+        """Make an instance as Django does, and remember what was read."""
         instance = super().from_db(*args, **kwargs)
         saved = vars(instance).copy()
-        for name in _changing_in_place(cls):
+        for name in _mutable_fields(cls):
             if name in saved:
                 saved[name] = _copied(saved[name])
         vars(instance)[SAVED] = saved
         return instance
 
     def refresh_from_db(self, using: str | None = None, fields: Any = None, *args: Any, **kwargs: Any) -> None:
-        """Remember what was read."""
+        """Refresh as Django does, and remember what was read."""
         super().refresh_from_db(using, fields, *args, **kwargs)
         self._remember(fields)
 
     def save_base(self, *args: Any, **kwargs: Any) -> None:
-        """Remember what was written, until it is rolled back."""
+        """Save as Django does, and remember what was written unless it is rolled back."""
         before = vars(self).get(SAVED)
         super().save_base(*args, **kwargs)
         self._remember(kwargs.get("update_fields"))
@@ -102,18 +106,19 @@ class RowLockMixin(models.Model):
     def _remember(self, fields: Collection[str] | None) -> None:
         values = vars(self)
         saved = {} if fields is None else dict(values.get(SAVED) or {})
-        changing = _changing_in_place(type(self))
+        mutable = _mutable_fields(type(self))
         for field in self._meta.concrete_fields:
             name = field.attname
             if name in values and (fields is None or field.name in fields or name in fields):
-                saved[name] = _copied(values[name]) if name in changing else values[name]
+                saved[name] = _copied(values[name]) if name in mutable else values[name]
         values[SAVED] = saved
 
     def _refuse_unsaved(self) -> None:
         values, saved = vars(self), vars(self).get(SAVED)
         if saved is None:
             raise ValueError(
-                f"{row_name(type(self), self.pk)} was not read or saved one by one: read it before lock_row()"
+                f"{row_name(type(self), self.pk)} was neither read nor saved as an instance, so unsaved changes cannot "
+                "be told: read it before lock_row()"
             )
         changed = [
             field.name
@@ -122,18 +127,18 @@ class RowLockMixin(models.Model):
         ]
         if changed:
             raise ValueError(
-                f"{row_name(type(self), self.pk)} has changes that are not saved, in {', '.join(changed)}: "
-                "save() or refresh_from_db() before lock_row(), which would overwrite them"
+                f"{row_name(type(self), self.pk)} has unsaved changes in {', '.join(changed)}: "
+                "call save() or refresh_from_db() before lock_row(), which would overwrite them"
             )
 
 
 @lru_cache(maxsize=1024)
-def _changing_in_place(model: type[models.Model]) -> frozenset[str]:
-    """Give the fields whose values a program can change without assigning them: JSON, arrays, and those of your own."""
-    return frozenset(field.attname for field in model._meta.concrete_fields if not _is_unchanging(field))
+def _mutable_fields(model: type[models.Model]) -> frozenset[str]:
+    """Return the fields whose values can change without an assignment: JSON, arrays, and fields of other packages."""
+    return frozenset(field.attname for field in model._meta.concrete_fields if not _is_immutable(field))
 
 
-def _is_unchanging(field: Any) -> bool:
+def _is_immutable(field: Any) -> bool:
     is_plain = type(field).__module__.startswith("django.db.models.fields") and not isinstance(field, models.JSONField)
     return is_plain or isinstance(field, VersionField | models.FileField)
 
@@ -141,5 +146,5 @@ def _is_unchanging(field: Any) -> bool:
 def _copied(value: Any) -> Any:
     try:
         return deepcopy(value)
-    except Exception:  # noqa: BLE001 - whatever a value of the user's makes of it; compared with itself it is unchanged
+    except Exception:  # noqa: BLE001 - a value may refuse in any way; then it is compared with itself, and is unchanged
         return value

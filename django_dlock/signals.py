@@ -1,9 +1,8 @@
-"""Django signals for what happens to locks and versions; they cost nothing while nobody is connected.
+"""Django signals for the events of locks and versions; they cost nothing while no receiver is connected.
 
-A receiver is called in the thread, and in the middle, of what it hears of: it must be quick and must not take locks or
-query the database. What it raises is logged. Its named arguments are
-those of `dlock_core.observability.hooks.Event`: name, token,
-seconds, reason, contended. The sender is `Event`.
+A receiver is called synchronously, in the thread of the event: it must be fast, and must not acquire locks or query the
+database. What it raises is logged. The sender is `dlock_core.observability.hooks.Event`, and the named arguments are
+those of an event: name, token, seconds, reason, contended.
 """
 
 from __future__ import annotations
@@ -30,42 +29,44 @@ __all__ = [
     "write_refused",
 ]
 
-_guard = threading.Lock()
+_subscription_lock = threading.Lock()
 
 
 class EventSignal(Signal):
-    """A signal that listens to the hooks as long as it has receivers."""
+    """A signal that is subscribed to the hooks as long as it has receivers."""
 
     def connect(self, receiver: Callable[..., Any], *args: Any, **options: Any) -> None:
-        """As Django's; a coroutine function is a TypeError: nobody could await it in the middle of an acquire."""
+        """Connect as Django does; raises TypeError for a coroutine function, which blocking code could not await."""
         if iscoroutinefunction(receiver):
-            raise TypeError(f"{receiver!r} is async: receivers of lock signals are called in blocking code, too")
+            raise TypeError(
+                f"{receiver!r} is async, but lock signals are also sent from blocking code: connect a plain function"
+            )
         super().connect(receiver, *args, **options)
-        _follow()
+        _update_subscription()
 
     def disconnect(self, *args: Any, **options: Any) -> bool:
-        """As Django's."""
+        """Disconnect as Django does."""
         found: bool = super().disconnect(*args, **options)
-        _follow()
+        _update_subscription()
         return found
 
 
 lock_acquired: Final = EventSignal()
 """A lease was granted; `seconds` is how long that took."""
 lock_timed_out: Final = EventSignal()
-"""Others held the lock for all of the wait."""
+"""An acquire failed because others held the lock for the whole wait."""
 store_unavailable: Final = EventSignal()
 """An acquire failed because its store did not answer."""
 lock_released: Final = EventSignal()
-"""A lease ended by its release; `reason`: released, expired, stolen."""
+"""A lease was released; `reason` is "released", or "expired" or "stolen" if it had ended before."""
 lock_lost: Final = EventSignal()
-"""A lease ended otherwise."""
+"""A lease ended before it was released."""
 lock_forced: Final = EventSignal()
-"""An operator has ended a lease from this process."""
+"""An operator has released a lease from this process."""
 write_refused: Final = EventSignal()
-"""A version or the fence refused a write or COMMIT; `reason` is the class of the error."""
+"""A version or the fence has refused a write or COMMIT; `reason` is the class of the error."""
 work_retried: Final = EventSignal()
-"""`retry_on_conflict` begins again."""
+"""`retry_on_conflict` starts another attempt."""
 
 _SIGNALS: Final[dict[hooks.Kind, EventSignal]] = {
     "acquired": lock_acquired,
@@ -79,8 +80,8 @@ _SIGNALS: Final[dict[hooks.Kind, EventSignal]] = {
 }
 
 
-def _follow() -> None:
-    with _guard:
+def _update_subscription() -> None:
+    with _subscription_lock:
         hooks.unsubscribe(_send)
         if any(signal.has_listeners() for signal in _SIGNALS.values()):
             hooks.subscribe(_send)

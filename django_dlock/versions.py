@@ -1,4 +1,4 @@
-"""Optimistic locking: a version column that every UPDATE checks and counts up.
+"""Optimistic locking: a version column that every UPDATE checks and increments.
 
 The check is part of the UPDATE itself, `… SET version = 4 WHERE id = 42 AND version = 3`: one statement, no window.
 """
@@ -13,46 +13,45 @@ from django.db.models import F, Func
 from django.db.models.query_utils import DeferredAttribute
 from django.db.models.sql.where import AND
 
-from django_dlock.connections import restore_on_rollback
+from django_dlock.connections import ABSENT, restore_on_rollback
 from django_dlock.errors import StaleObject
-from django_dlock.querysets import (
-    READ,
-    LockManager,
-    VersionedQuerySet,
-    assign,
-    count_up,
-    expected_version,
-    found_versions,
-    mark_late,
-    read_version,
-)
+from django_dlock.querysets import LockManager, VersionedQuerySet, found_versions, row_name
 from dlock_core.observability.hooks import emit_conflict
 from dlock_core.sql.versions import FIRST_VERSION_SQL, first_version
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
+
     _BigIntegerField = models.BigIntegerField[int, int]
 else:
     _BigIntegerField = models.BigIntegerField
 
-__all__ = ["LockManager", "VersionField", "VersionedMixin", "VersionedQuerySet"]
+__all__ = ["LockManager", "VersionField", "VersionedMixin", "VersionedQuerySet", "read_version"]
+
+READ_VERSION: Final = "_dlock_read"
+"""Attribute of an instance that keeps the version it was read with after another version was assigned."""
 
 
 class _NextVersion:
-    """Stands in an UPDATE for the version that its guard allows."""
+    """Placeholder in an UPDATE for the version that its guard allows."""
 
 
 NEXT: Final = _NextVersion()
 
 
+class LateVersion(int):
+    """A version that was read later than other fields of its row, so it says nothing about them."""
+
+
 class _FirstVersion(Func):
-    """The first version of a row that other software inserts."""
+    """Database default: the first version of a row that other software inserts."""
 
     def as_sql(self, compiler: Any, connection: Any, **_: Any) -> tuple[str, list[Any]]:  # type: ignore[override]
         return FIRST_VERSION_SQL.get(connection.vendor, "1"), []
 
 
 class _VersionAttribute(DeferredAttribute):
-    """The version on an instance: what is assigned is what the caller expects; what was read is kept beside it."""
+    """The version on an instance: an assigned value is what the caller expects; the value read is kept next to it."""
 
     def __get__(self, instance: Any, cls: Any = None) -> Any:
         if instance is None:
@@ -60,24 +59,27 @@ class _VersionAttribute(DeferredAttribute):
         name, values = self.field.attname, vars(instance)
         if name not in values:
             super().__get__(instance, cls)
-            mark_late(instance, self.field, [name])
+            instance._dlock_version.mark_late(instance, [name])
         return values[name]
 
     def __set__(self, instance: Any, number: Any) -> None:
-        assign(instance, self.field.attname, number)
+        name, values = self.field.attname, vars(instance)
+        if name in values:
+            values.setdefault(READ_VERSION, values[name])
+        values[name] = number
 
 
 class VersionField(_BigIntegerField):
-    """Counts the writes of a row: one more after every UPDATE. Each row begins at the time of its INSERT.
+    """A counter of the writes of a row: every UPDATE increments it. A row starts at the time of its INSERT.
 
-    It is the time in microseconds, so that a row made anew under an old key never has a version that the old one had.
-    `VersionedMixin` checks it; raw SQL and `bulk_create(update_conflicts=True)` write past it.
+    The time is in microseconds, so that a row created again under an old key never gets a version that the old row had.
+    `VersionedMixin` checks the version; raw SQL and `bulk_create(update_conflicts=True)` bypass it.
     """
 
     descriptor_class = _VersionAttribute
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        # Both defaults: without db_default other software cannot insert, without default a new instance has no number.
+        # Both defaults are needed: other software inserts by db_default, and a new instance gets its number by default.
         kwargs.update(default=first_version, db_default=_FirstVersion(), editable=False)
         super().__init__(*args, **kwargs)
 
@@ -94,50 +96,114 @@ class VersionField(_BigIntegerField):
             cls._meta.base_manager_name = "_dlock_rows"
 
     def pre_save(self, model_instance: models.Model, add: bool) -> Any:  # noqa: FBT001
-        if add:  # whatever the instance has: it may be a clone
+        if add:  # The instance may be a clone: whatever version it carries belongs to the original.
             number = vars(model_instance)[self.attname] = first_version()
             return number
-        # Models of migrations are without the mixin; their saves count, too.
+        # The models inside migrations do not have the mixin, but their saves must increment the version as well.
         return NEXT if isinstance(model_instance, VersionedMixin) else F(self.attname) + 1
+
+    def read_version(self, instance: Any) -> int:
+        """Return the version that was read with the instance, or assigned to it.
+
+        Never queries: a version that is read now would make the check void. Raises ValueError if the version was
+        deferred, or read later than other fields.
+        """
+        number = vars(instance).get(self.attname)
+        if isinstance(number, LateVersion):
+            raise ValueError(  # noqa: TRY004 - as below
+                f"{row_name(type(instance), instance.pk)}: {self.name!r} was read later than other fields, so nothing "
+                f"can be checked: read it together with them, only(…, {self.name!r}), or call refresh_from_db()"
+            )
+        if not isinstance(number, int):
+            state = f"is {number!r}" if self.attname in vars(instance) else "was deferred"
+            raise ValueError(  # noqa: TRY004 - the type is right, the value is missing
+                f"{row_name(type(instance), instance.pk)}: {self.name!r} {state}, so nothing can be checked: "
+                "read the instance with its version, or call refresh_from_db()"
+            )
+        return number
+
+    def expected_version(self, instance: Any, action: str) -> int:
+        """Return the version that the row must have; raise StaleObject if the caller assigned another than was read.
+
+        A greater one as well: the instance, which may come from a lagging replica, is older than what the caller saw.
+        """
+        number = self.read_version(instance)
+        read = vars(instance).get(READ_VERSION, number)
+        if read != number and not isinstance(read, LateVersion):
+            raise emit_conflict(StaleObject(instance, expected=number, found=read, action=action))
+        return number
+
+    def mark_late(self, instance: Any, fields: Collection[str]) -> None:
+        """Mark the version as late if `fields`, which include it, were read after other fields of the instance."""
+        values = vars(instance)
+        values.pop(READ_VERSION, None)
+        others = (each for each in instance._meta.concrete_fields if each is not self and not each.primary_key)
+        if any(each.attname in values and not {each.name, each.attname} & set(fields) for each in others):
+            values[self.attname] = LateVersion(values[self.attname])
+
+    def count_up(self, instance: Any, using: str) -> None:
+        """Increment the version in memory as the UPDATE did, and restore it if the UPDATE is rolled back."""
+        values, name = vars(instance), self.attname
+        before = values[name]
+        values[name] = before + 1
+        values.pop(READ_VERSION, None)
+        restore_on_rollback(instance, {name: before, READ_VERSION: ABSENT}, using=using)
+
+
+def read_version(instance: Any) -> int:
+    """Return the version that was read with an instance; raises ValueError as `VersionField.read_version` does."""
+    number: int = instance._dlock_version.read_version(instance)
+    return number
 
 
 class VersionedMixin(models.Model):
     """A model whose rows are never saved over a change that the instance has not seen.
 
-    To call the version something else, set `version = None` and add a `VersionField` of your own.
-    Not covered: raw SQL, and what is written through a manager of yours that is not a `LockManager`.
+    To use another column name, set `version = None` and declare your own `VersionField`.
+    Not covered: raw SQL, and writes through a manager of yours that is not a `LockManager`.
     """
 
-    _dlock_version: ClassVar[Any]  # the VersionField; Any, as a descriptor's type is what it gives
+    _dlock_version: ClassVar[Any]  # The VersionField; Any, because the type of a descriptor is the type of its value.
 
     version = VersionField()
     objects = LockManager()
-    _dlock_rows = LockManager()  # the base manager: what SET_NULL and related managers write with counts, too
+    _dlock_rows = LockManager()  # The base manager, so that SET_NULL and related managers increment versions too.
 
     class Meta:
         abstract = True
 
     def save(self, *args: Any, **options: Any) -> None:
-        """As Django's, or raise StaleObject when the row changed or went away since this instance was read."""
+        """Save as Django does, or raise StaleObject if the row was changed or deleted since this instance was read."""
         state = self._state
         if not state.adding:
             given = options.get("using") or (args[2] if len(args) > 2 else None)
             using = given or router.db_for_write(type(self), instance=self)
             if state.db != using and self._has_its_row_in(using):
-                state.db = using  # a replica gave it: else Django would read deferred fields from there, and write them
+                # The instance comes from a replica. Django would read deferred fields from there, and write what it
+                # found, which may be older than the row.
+                state.db = using
         super().save(*args, **options)
 
     def save_with_version(self, *, expected: int | None = None, **options: Any) -> None:
-        """Save, or raise StaleObject when the row changed or went away since this instance was read.
+        """Save, or raise StaleObject if the row was changed or deleted since this instance was read.
 
-        `save()` does that, too; this also leaves a transaction around it usable. After StaleObject the instance is as
-        it was: saving it again conflicts again, so read it anew. What signal handlers wrote before the conflict stays.
-        `expected` is a version that the caller knows, from a form or an ETag for one; StaleObject if it is another one
-        than was read. To assign it to `version` means the same.
+        `save()` does the same; this method also leaves a surrounding transaction usable. After StaleObject the instance
+        is unchanged: saving it again conflicts again, so read it again first. Anything that signal handlers wrote
+        before the conflict stays written.
+
+        Args:
+            expected: the version that the caller knows, from a form or an ETag; StaleObject if the instance was read
+                with another one. Assigning it to `version` means the same.
+            **options: those of `save()`.
+
+        Raises:
+            StaleObject: the row has another version, or is gone.
+            ValueError: the version was deferred, so nothing can be checked.
         """
-        self._compare(expected, "save")
+        self._check_expected(expected, "save")
         using = options.get("using") or router.db_for_write(type(self), instance=self)
-        if self._meta.concrete_model._meta.parents:  # type: ignore[union-attr]  # the table of a parent may be written before the conflict shows
+        if self._meta.concrete_model._meta.parents:  # type: ignore[union-attr]
+            # A row in several tables takes several UPDATEs, and those before the conflict must be undone.
             with transaction.atomic(using=using):
                 self.save(**options)
             return
@@ -146,84 +212,97 @@ class VersionedMixin(models.Model):
         try:
             self.save(**options)
         except StaleObject as error:
-            if error.instance is self:  # an UPDATE of no row: nothing to roll back
+            # Django dooms the surrounding block after any DatabaseError inside save(). Our own conflict was an UPDATE
+            # that matched no row, so there is nothing to roll back. Another instance's conflict, raised by a signal
+            # handler, may have left work behind: then the block stays doomed.
+            if error.instance is self:
                 connection.needs_rollback = was_doomed
             raise
 
     async def asave_with_version(self, *, expected: int | None = None, **options: Any) -> None:
-        """As `save_with_version`, in a thread."""
+        """Await `save_with_version`, which runs in a thread."""
         await sync_to_async(self.save_with_version)(expected=expected, **options)
 
     def delete(self, using: str | None = None, keep_parents: bool = False) -> tuple[int, dict[str, int]]:  # noqa: FBT001, FBT002
-        """As Django's, or raise StaleObject when the row changed or went away since this instance was read."""
+        """Delete as Django does; raise StaleObject if the row was changed or deleted since this instance was read."""
         if self.pk is None:
-            return super().delete(using, keep_parents)  # which says why not
+            return super().delete(using, keep_parents)  # Django explains why an unsaved instance cannot be deleted.
         using = using or router.db_for_write(type(self), instance=self)
-        name, expected = self._dlock_version.name, expected_version(self, "delete")
+        version = self._dlock_version
+        expected = version.expected_version(self, "delete")
         with transaction.atomic(using=using):
-            rows = self._version_rows(using).filter(**{name: expected})
-            if not models.QuerySet.update(rows, **{name: expected + 1}):
+            # Django's DELETE has no place for a guard. This UPDATE checks the version and locks the row until COMMIT,
+            # so that nothing can change between it and the DELETE.
+            rows = self._version_rows(using).filter(**{version.name: expected})
+            if not models.QuerySet.update(rows, **{version.name: expected + 1}):
                 raise self._stale(using, "delete")
-            count_up(self, using)  # a handler of pre_delete may save it
+            version.count_up(self, using)  # A handler of pre_delete may save this instance.
             return super().delete(using, keep_parents)
 
     def delete_with_version(self, *, expected: int | None = None, **options: Any) -> tuple[int, dict[str, int]]:
-        """Delete as `delete()` does; a transaction around it stays usable after StaleObject.
+        """Delete as `delete()` does; a surrounding transaction stays usable after StaleObject.
 
-        `expected` as of `save_with_version`.
+        `expected` and the errors are those of `save_with_version`.
         """
-        self._compare(expected, "delete")
+        self._check_expected(expected, "delete")
         return self.delete(**options)
 
     async def adelete_with_version(self, *, expected: int | None = None, **options: Any) -> tuple[int, dict[str, int]]:
-        """As `delete_with_version`, in a thread."""
+        """Await `delete_with_version`, which runs in a thread."""
         return await sync_to_async(self.delete_with_version)(expected=expected, **options)
 
     def refresh_from_db(self, using: str | None = None, fields: Any = None, *args: Any, **kwargs: Any) -> None:
-        """As Django's; a version read again without the other fields says nothing about them, and is refused then."""
+        """Refresh as Django does; a version that is read again without the other fields is refused when saving."""
         super().refresh_from_db(using, fields, *args, **kwargs)
         version = self._dlock_version
         if fields is None:
-            vars(self).pop(READ, None)
+            vars(self).pop(READ_VERSION, None)
         elif version.name in fields or version.attname in fields:
-            mark_late(self, version, fields)
+            version.mark_late(self, fields)
 
-    def _compare(self, expected: int | None, action: str) -> None:
-        """Find out what needs no statement, before Django would take it for a failure of the transaction."""
+    def _check_expected(self, expected: int | None, action: str) -> None:
+        """Raise StaleObject for a conflict that needs no statement.
+
+        Inside `save()` Django would take the same error for a failed statement, and doom the transaction.
+        """
         if expected is not None and (not isinstance(expected, int) or isinstance(expected, bool)):
             raise TypeError(f"expected is a number, as versions of {type(self).__name__} are, not {expected!r:.80}")
-        found = None if self._state.adding else expected_version(self, action)
+        found = None if self._state.adding else self._dlock_version.expected_version(self, action)
         if expected not in (None, found):
             raise emit_conflict(StaleObject(self, expected=expected, found=found, action=action))
 
     def _do_update(self, base_qs: Any, using: str, pk_val: Any, values: Any, *how: Any) -> Any:  # type: ignore[override]
+        """Send Django's UPDATE of one table, guarded by the version where this table has the version column."""
         version, table = self._dlock_version, base_qs.model._meta.concrete_model
         others = [value for value in values if value[0] is not version]
         is_raw = len(others) < len(values) and not any(value[2] is NEXT for value in values)
-        if is_raw or table is not version.model:  # a fixture, another table
+        if is_raw or table is not version.model:
+            # A fixture brings its own version, and the table of a parent or child has none: neither is guarded.
             updated = super()._do_update(base_qs, using, pk_val, values, *how)
             if not updated and issubclass(version.model, table) and self._has_its_row_in(using):
-                raise self._stale(using, "save")  # Django would insert the row of a parent, and then ours
+                raise self._stale(using, "save")  # Otherwise Django would insert the parent's row, and then ours.
             return updated
-        _, forced_update, *returning_fields = how  # the last since Django 6.0
+        _, forced_update, *returning_fields = how  # Django 6.0 added the last of these.
         if self._state.adding and not forced_update:
-            return []  # Django inserts next; an UPDATE could hit somebody else's row
-        expected = expected_version(self, "save")
-        rows = _only(base_qs, {version.model._meta.pk: pk_val, version: expected})
+            return []  # Django inserts next. An UPDATE could hit an existing row with the same key.
+        expected = version.expected_version(self, "save")
+        rows = _filtered(base_qs, {version.model._meta.pk: pk_val, version: expected})
         values = [*others, (version, None, expected + 1)]
-        updated = rows._update(values, *returning_fields)  # says how many, so that select_on_save has nothing to ask
+        # _update() returns the number of rows, which also answers what select_on_save would ask with another query.
+        updated = rows._update(values, *returning_fields)  # noqa: SLF001 - what Django itself calls here
         if updated:
-            count_up(self, using)
+            version.count_up(self, using)
         elif forced_update or self._has_its_row_in(using):
             raise self._stale(using, "save")
-        return updated  # nothing in another database than the one it was read from: Django inserts it there
+        return updated  # Without a row in a database other than the one it was read from, Django inserts it there.
 
     def _has_its_row_in(self, using: str) -> bool:
-        """Say whether this instance's row has to be in a database: it was read there, or from a replica of it."""
+        """Return whether the row must exist in a database: the instance was read there, or from a replica of it."""
         state = self._state
         return not state.adding and (state.db == using or router.db_for_write(type(self), instance=self) == using)
 
     def _do_insert(self, manager: Any, using: str, *args: Any, **named: Any) -> Any:
+        """Insert as Django does; a rollback restores the version and `_state`, so that saving again works."""
         name, state = self._dlock_version.attname, self._state
         before = vars(self).get(name)
         is_copy = not state.adding and state.db != using
@@ -239,7 +318,7 @@ class VersionedMixin(models.Model):
             restore_on_rollback(self, {name: before}, using=using)
         else:
             restore_on_rollback(state, {"adding": True}, using=using)
-        vars(self).pop(READ, None)
+        vars(self).pop(READ_VERSION, None)
         return inserted
 
     def _version_rows(self, using: str) -> Any:
@@ -252,8 +331,8 @@ class VersionedMixin(models.Model):
         return emit_conflict(StaleObject(self, expected=read_version(self), found=version, action=action))
 
 
-def _only(rows: Any, values: dict[Any, Any]) -> Any:
-    """Filter a queryset that is ours alone; `filter()` would cost a third of the whole save."""
+def _filtered(rows: Any, values: dict[Any, Any]) -> Any:
+    """Add conditions to a queryset that nothing else uses; `filter()` would cost a third of the whole save."""
     table = rows.query.get_initial_alias()
     for field, value in values.items():
         rows.query.where.add(field.get_lookup("exact")(field.get_col(table), value), AND)

@@ -1,4 +1,4 @@
-"""For the Django admin: pages that never overwrite a change which their user has not seen, and the page of locks."""
+"""The Django admin: pages that never overwrite a change which their user has not seen, and the page of locks."""
 
 from __future__ import annotations
 

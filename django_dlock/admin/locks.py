@@ -1,6 +1,6 @@
-"""The admin's page "Locks": who holds and who waits, live; and an operator's way to end a lease.
+"""The admin's page "Locks": all holders and waiters, live, and the release of a lease by an operator.
 
-To look needs the permission `view_lock`, to end a lease `release_lock` as well.
+Viewing requires the permission `view_lock`, and releasing `release_lock` as well.
 """
 
 from __future__ import annotations
@@ -28,14 +28,6 @@ from dlock_core.stores import force_release
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from dlock_core.inspect import Entry
-
-__all__ = ["LockAdmin"]
-
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
     from django.http import HttpRequest, HttpResponse
 
     from dlock_core.backend import Backend
@@ -46,14 +38,17 @@ else:
     _ModelAdmin = admin.ModelAdmin
 
 
-MOST: Final = 300  # cards on a page; the rest is for the command line
+__all__ = ["LockAdmin"]
+
+MAX_CARDS: Final = 300
+"""Locks on one page; the command line lists all of them."""
 
 
 class LockAdmin(_ModelAdmin):
-    """The page of locks; nothing is added, changed or deleted there.
+    """The page of locks, on which nothing is added, changed or deleted.
 
-    A lease that an operator ends is logged, in the admin's history and by the logger "dlock". Its holder learns of it
-    at its next renewal, and cannot commit any more.
+    A release is logged in the admin's history and by the logger "dlock". The holder learns of it at its next renewal,
+    and can no longer commit.
     """
 
     def has_add_permission(self, request: HttpRequest) -> bool:
@@ -76,7 +71,7 @@ class LockAdmin(_ModelAdmin):
         ]
 
     def changelist_view(self, request: HttpRequest, extra_context: Any = None) -> Any:
-        """Show all locks; `?name=` one of them, and `?part` only what the page's script puts in place."""
+        """Show all locks, or with `?name=` one of them; `?part` returns only what the page's script replaces."""
         if not self.has_view_permission(request):
             raise PermissionDenied
         if request.method not in {"GET", "HEAD"}:
@@ -86,21 +81,22 @@ class LockAdmin(_ModelAdmin):
         return self._page(request, "locks_part" if "part" in request.GET else "locks", _("Locks"), context)
 
     def release_view(self, request: HttpRequest) -> HttpResponse:
-        """Ask, by GET, or end, by POST, the lease that `lease` refers to, and never a newer one."""
+        """Ask for confirmation (GET), or release (POST) the lease that `lease` refers to, and never a newer one."""
         if not (self.has_view_permission(request) and self.has_release_permission(request)):
             raise PermissionDenied
         lease = (request.POST if request.method == "POST" else request.GET).get("lease")
-        if (found := _held(referred(lease))) is None:
+        if (found := _find_grant(parse_reference(lease))) is None:
             self.message_user(request, _("Nothing was released: this lease has ended by itself."), messages.WARNING)
             return self._back()
         if isinstance(found, Unreadable):
-            self.message_user(request, f"{found.source}: {found.reason}", messages.ERROR)
+            facts = {"source": found.source, "reason": found.reason}
+            self.message_user(request, _("%(source)s could not be read: %(reason)s") % facts, messages.ERROR)
             return self._back()
         if request.method == "POST":
             self._release(request, found)
             return self._back()
         card = next(card for card in cards(Snapshot([found])))
-        context = {"card": card, "line": card.holders[0], "lease": lease, "back": self._address()}
+        context = {"card": card, "row": card.holders[0], "lease": lease, "back": self._address()}
         return self._page(request, "release", _("Release this lease?"), context)
 
     def _release(self, request: HttpRequest, entry: Entry) -> None:
@@ -109,22 +105,26 @@ class LockAdmin(_ModelAdmin):
         try:
             ended = force_release(backend, entry.name, token, by=plain(by), seconds=entry.seconds or 0.0)
         except DLockError as error:
-            self.message_user(request, _("Nobody knows whether it was released: %s") % error, messages.ERROR)
+            self.message_user(
+                request,
+                _("It is not known whether the lease was released, so look at the list: %s") % error,
+                messages.ERROR,
+            )
             return
         if not ended:
             self.message_user(request, _("Nothing was released: this lease has ended by itself."), messages.WARNING)
             return
-        said = {"token": token, "who": entry.described, "store": entry.source}
-        self.log_change(request, Lock(name=entry.name), _("Released token %(token)d of %(who)s in %(store)s.") % said)
+        facts = {"token": token, "who": entry.described, "store": entry.source}
+        self.log_change(request, Lock(name=entry.name), _("Released token %(token)d of %(who)s in %(store)s.") % facts)
         self.message_user(request, _("Released: %s") % plain(entry.name), messages.SUCCESS)
 
     def _found(self, request: HttpRequest, name: str) -> dict[str, Any]:
-        found = _picture(_aliases(), databases(), name or None)
+        found = _snapshot(_aliases(), databases(), name or None)
         all_cards = cards(found)
         return {
-            "cards": all_cards[:MOST],
-            "more": len(all_cards) - MOST,
-            "picture": found,
+            "cards": all_cards[:MAX_CARDS],
+            "more": len(all_cards) - MAX_CARDS,
+            "snapshot": found,
             "now": timezone.localtime() if timezone.is_aware(timezone.now()) else timezone.now(),
             "can_release": self.has_release_permission(request),
         }
@@ -144,34 +144,34 @@ class LockAdmin(_ModelAdmin):
 def _aliases() -> list[str]:
     try:
         return list(stores) if is_declared() else []
-    except InvalidStore:  # no dict at all: the system checks say what is wrong with it
+    except InvalidStore:  # DLOCK is not a dict; the system checks report it.
         return []
 
 
-def _picture(aliases: Iterable[str], others: Iterable[Any], name: str | None) -> Snapshot:
-    """Ask stores and databases; a store that is not even set up right is one that cannot be read."""
+def _snapshot(aliases: Iterable[str], others: Iterable[Any], name: str | None) -> Snapshot:
+    """Take a snapshot of stores and databases; a store with wrong settings is listed as unreadable."""
     backends: list[tuple[str, Backend]] = []
-    wrong: list[Unreadable] = []
+    misconfigured: list[Unreadable] = []
     for alias in aliases:
         try:
             backends.append((alias, stores[alias].backend))
         except InvalidStore as error:
-            wrong.append(Unreadable(alias, plain(str(error))))
+            misconfigured.append(Unreadable(alias, plain(str(error))))
     found = take_snapshot(backends, others, name)
-    found.unreadable[:0] = wrong
+    found.unreadable[:0] = misconfigured
     return found
 
 
-def _held(grant: tuple[str, str, int] | None) -> Entry | Unreadable | None:
-    """Find a grant that is held now; None when it is not."""
+def _find_grant(grant: tuple[str, str, int] | None) -> Entry | Unreadable | None:
+    """Return the entry of a grant that is held now, or None; Unreadable if its store cannot be read."""
     if grant is None or grant[0] not in _aliases():
         return None
     store, name, token = grant
-    found = _picture([store], [], name)
+    found = _snapshot([store], [], name)
     if found.unreadable:
         return found.unreadable[0]
-    mine = (each for each in found.entries if (each.role, each.name, each.token) == ("holder", name, token))
-    return next(mine, None)
+    held = (each for each in found.entries if (each.role, each.name, each.token) == ("holder", name, token))
+    return next(held, None)
 
 
 KINDS: Final = ("lease", "advisory", "row")
@@ -179,10 +179,10 @@ _signer: Final = Signer(salt="django_dlock.locks")
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
-    """One who holds or waits, in words for people."""
+class CardRow:
+    """A holder or a waiter, in words for people."""
 
-    place: int | None
+    position: int | None
     who: str
     mode: str
     seconds: str
@@ -190,49 +190,52 @@ class Line:
     token: int | None
     is_stuck: bool
     reference: str
-    """What names this grant to the page that releases it; empty for what cannot be released."""
+    """The signed name of the grant for the page that releases it; empty if it cannot be released."""
 
 
 @dataclass(frozen=True, slots=True)
 class Card:
+    """One lock on the page, with its holders and waiters."""
+
     kind: str
     source: str
     name: str
-    holders: list[Line]
-    waiters: list[Line]
+    holders: list[CardRow]
+    waiters: list[CardRow]
 
     @property
     def is_stuck(self) -> bool:
-        return any(line.is_stuck for line in (*self.holders, *self.waiters))
+        return any(row.is_stuck for row in (*self.holders, *self.waiters))
 
     def rank(self) -> tuple[Any, ...]:
-        """Sort what needs somebody's eye to the top, and the rest so that it stays where it was."""
+        """Return the sort key: deadlocks first, then locks with waiters, and each where it was before the refresh."""
         return not self.is_stuck, not self.waiters, KINDS.index(self.kind), self.name, self.source
 
 
-def cards(picture: Snapshot) -> list[Card]:
-    stuck = {wait.waiter.actor for cycle in picture.cycles for wait in cycle.waits}
+def cards(snapshot: Snapshot) -> list[Card]:
+    """Return the locks of a snapshot, those that need attention first."""
+    stuck = {wait.waiter.actor for cycle in snapshot.cycles for wait in cycle.waits}
     locks: dict[tuple[str, str, str], list[Entry]] = defaultdict(list)
-    for entry in picture.entries:
+    for entry in snapshot.entries:
         locks[entry.kind, entry.source, entry.name].append(entry)
     return sorted((_card(*key, entries, stuck) for key, entries in locks.items()), key=Card.rank)
 
 
 def _card(kind: str, source: str, name: str, entries: Iterable[Entry], stuck: set[str]) -> Card:
     in_order = sorted(entries, key=lambda entry: entry.position or 0)
-    holders = [_line(entry, stuck) for entry in in_order if entry.role == "holder"]
-    waiters = [_line(entry, stuck) for entry in in_order if entry.role == "waiter"]
+    holders = [_card_row(entry, stuck) for entry in in_order if entry.role == "holder"]
+    waiters = [_card_row(entry, stuck) for entry in in_order if entry.role == "waiter"]
     return Card(kind, source, plain(name), holders, waiters)
 
 
-def _line(entry: Entry, stuck: set[str]) -> Line:
+def _card_row(entry: Entry, stuck: set[str]) -> CardRow:
     can_be_released = entry.kind == "lease" and entry.role == "holder" and entry.token is not None
-    return Line(
+    return CardRow(
         entry.position,
         entry.described or _("unknown"),
         entry.mode,
-        for_people(entry.seconds),
-        for_people(entry.expires_in),
+        format_seconds(entry.seconds),
+        format_seconds(entry.expires_in),
         entry.token,
         entry.actor in stuck,
         reference(entry) if can_be_released else "",
@@ -240,12 +243,12 @@ def _line(entry: Entry, stuck: set[str]) -> Line:
 
 
 def reference(entry: Entry) -> str:
-    """Name a grant, so that any name survives an HTML form, and none can be made up."""
+    """Return the signed name of a grant: any name survives an HTML form, and none can be forged."""
     return _signer.sign_object([entry.source, entry.name, entry.token])
 
 
-def referred(text: str | None) -> tuple[str, str, int] | None:
-    """Read what `reference` has written: store, name, token; None for anything else."""
+def parse_reference(text: str | None) -> tuple[str, str, int] | None:
+    """Return the store, name and token that `reference` has signed; None for any other text."""
     try:
         store, name, token = _signer.unsign_object(text or "")
     except (BadSignature, ValueError, TypeError):
@@ -254,17 +257,17 @@ def referred(text: str | None) -> tuple[str, str, int] | None:
 
 
 def plain(text: str) -> str:
-    """Replace what is not printable in words of others: it could turn the direction of a line, or hide."""
+    """Replace unprintable characters by "?": they could hide text, or reverse its direction."""
     return "".join(char if char.isprintable() else "?" for char in text)
 
 
-def for_people(seconds: float | None) -> str:
-    """Write a time for people: 2.6 s, 4 min 10 s, 3 h 5 min; nothing where it is not known."""
+def format_seconds(seconds: float | None) -> str:
+    """Format a time for people: 2.6 s, 4 min 10 s, 3 h 5 min; empty if it is unknown."""
     if seconds is None:
         return ""
     if seconds < 120:
         return _("%.1f s") % seconds
-    minutes, rest = divmod(int(seconds), 60)
+    minutes, remainder = divmod(int(seconds), 60)
     if minutes < 120:
-        return _("%(minutes)d min %(seconds)d s") % {"minutes": minutes, "seconds": rest}
+        return _("%(minutes)d min %(seconds)d s") % {"minutes": minutes, "seconds": remainder}
     return _("%(hours)d h %(minutes)d min") % {"hours": minutes // 60, "minutes": minutes % 60}

@@ -1,4 +1,4 @@
-"""`VersionedModelAdmin`: whoever saves, deletes or runs an action does it to what was on the page."""
+"""`VersionedModelAdmin`: saving, deleting and actions apply only to the version that the page has shown."""
 
 from __future__ import annotations
 
@@ -20,23 +20,16 @@ from django.utils.translation import gettext as _
 
 from django_dlock.errors import StaleObject
 from django_dlock.forms import VERSION, VersionedForms, versioned
-from django_dlock.forms.differences import sent_again
-from django_dlock.forms.snapshot import Seen, Unseen
-from django_dlock.forms.views import where_written
-from django_dlock.querysets import found_versions, read_version
+from django_dlock.forms.differences import resubmitted
+from django_dlock.forms.snapshot import FormSnapshot, SnapshotMissing
+from django_dlock.forms.views import read_from_write_database
+from django_dlock.querysets import found_versions
+from django_dlock.versions import read_version
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from django.contrib.admin import ModelAdmin
-    from django.http import HttpRequest
-
-__all__ = ["VersionedModelAdmin"]
-
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
-
     from django.db.models import Model, QuerySet
     from django.http import HttpRequest, HttpResponse
     from django.utils.safestring import SafeString
@@ -45,14 +38,16 @@ if TYPE_CHECKING:
 else:
     _ModelAdmin = admin.ModelAdmin
 
+__all__ = ["VersionedInlineMixin", "VersionedModelAdmin", "VersionedStackedInline", "VersionedTabularInline"]
+
 
 class VersionedModelAdmin(_ModelAdmin):
     """A ModelAdmin of a VersionedMixin model that never overwrites, or deletes, a change which the user has not seen.
 
-    Saving an object, or a row of the list, that was changed meanwhile shows the differences and asks. Deleting it, or
-    running an action on it, is refused, and the page shown again. An action is checked when it begins: what it then
-    changes by `save()` is checked once more, what by `queryset.update()` is not. Of "select all across pages", the rows
-    that were on the page are checked.
+    Saving an object, or a row of the list, that has changed since the page was shown displays the differences and asks.
+    Deleting it, or running an action on it, is refused, and the page is shown again. An action is checked when it
+    begins: what it then changes by `save()` is checked again, but not what it changes by `queryset.update()`. With
+    "select all across pages", only the rows that were on the page are checked.
     """
 
     unguarded_actions: ClassVar[tuple[str, ...]] = ()
@@ -67,7 +62,7 @@ class VersionedModelAdmin(_ModelAdmin):
             raise ImproperlyConfigured(f"{type(self).__name__} needs a model with VersionedMixin")
 
     def get_queryset(self, request: HttpRequest) -> QuerySet[Any]:
-        return where_written(super().get_queryset(request), request)
+        return read_from_write_database(super().get_queryset(request), request)
 
     # One object
 
@@ -88,7 +83,7 @@ class VersionedModelAdmin(_ModelAdmin):
         if page := conflict_page(self, request, form, formsets):
             return page
         for row in (row for formset in formsets if formset.is_bound for row in formset.forms):
-            if getattr(row, "is_gone", False):  # which Django does not show: it is not there
+            if getattr(row, "is_gone", False):  # Django does not render the form of a deleted row, nor its errors.
                 self.message_user(request, row.non_field_errors()[0], messages.ERROR)
         response = super().render_change_form(request, context, *args, **kwargs)
         if VERSION in form.fields and context["has_change_permission"]:
@@ -120,20 +115,23 @@ class VersionedModelAdmin(_ModelAdmin):
         return super().action_checkbox(obj) + self.version_inputs([obj])
 
     def version_inputs(self, rows: Iterable[Model]) -> SafeString:
-        """Give the hidden inputs that tell which versions a page shows, for the pages of your own actions.
+        """Return the hidden inputs with the versions that a page shows, for the pages of your own actions.
 
         A page that an action renders with "queryset" in its context has them as `{{ dlock_versions }}`.
         """
-        inputs = ((_input_name(row), Seen(read_version(row)).sign(row)) for row in rows)
+        inputs = ((_input_name(row), FormSnapshot(read_version(row)).sign(row)) for row in rows)
         return format_html_join("\n", '<input type="hidden" name="{}" value="{}">', inputs)
 
     def response_action(self, request: HttpRequest, queryset: QuerySet[Any], **where: Any) -> Any:
-        """Run an action on rows as they were shown; `where`, since Django 6.1: in the list, or on an object's form."""
+        """Run an action if its rows are unchanged since the page was shown.
+
+        `where` is passed since Django 6.1: the action's location, in the list or on an object's form.
+        """
         action = _action(request, **where)
         if action in self.unguarded_actions:
             return super().response_action(request, queryset, **where)
         with _transaction_for(action, queryset.db):
-            if not self._is_fresh(request, queryset):
+            if not self._is_unchanged(request, queryset):
                 return None
             response = super().response_action(request, queryset, **where)
         context = getattr(response, "context_data", None) or {}
@@ -141,9 +139,12 @@ class VersionedModelAdmin(_ModelAdmin):
             context["dlock_versions"] = self.version_inputs(context["queryset"])
         return response
 
-    def _is_fresh(self, request: HttpRequest, queryset: QuerySet[Any]) -> bool:
-        """Say whether the rows of an action are as they were shown, and tell which are not; locks them, if it can."""
-        rows = list(_addressed(request, queryset))
+    def _is_unchanged(self, request: HttpRequest, queryset: QuerySet[Any]) -> bool:
+        """Return whether the rows of an action are as the page has shown them, and report to the user which are not.
+
+        Inside a transaction the rows are locked, so that they stay unchanged until the action has written them.
+        """
+        rows = list(_rows_of_action(request, queryset))
         table = self.model._dlock_version.model._base_manager.using(queryset.db)
         locked = table.filter(pk__in=[row.pk for row in rows]).order_by("pk")
         if transaction.get_connection(queryset.db).in_atomic_block:
@@ -151,7 +152,9 @@ class VersionedModelAdmin(_ModelAdmin):
         found = found_versions(locked, self.model._dlock_version)
         stale = [str(row) for row in rows if found.get(row.pk) != _shown_version(request, row)]
         if stale:
-            text = _("Nothing was done, because these have changed since the page was shown: %s. Look at them again.")
+            text = _(
+                "Nothing was done, because these have changed since the page was shown: %s. Check them and try again."
+            )
             self.message_user(request, text % ", ".join(stale), messages.ERROR)
         return not stale
 
@@ -159,26 +162,28 @@ class VersionedModelAdmin(_ModelAdmin):
 
     def render_delete_form(self, request: HttpRequest, context: Any) -> Any:
         row = context["object"]
-        context["dlock_version"] = HiddenInput().render(VERSION, Seen(read_version(row)).sign(row))
+        context["dlock_version"] = HiddenInput().render(VERSION, FormSnapshot(read_version(row)).sign(row))
         return super().render_delete_form(request, context)
 
     def delete_view(self, request: HttpRequest, *args: Any, **kwargs: Any) -> Any:
         try:
             return super().delete_view(request, *args, **kwargs)
-        except (StaleObject, Unseen):
-            text = _("Not deleted: it has changed since the page was shown. This is what it is now.")
+        except (StaleObject, SnapshotMissing):
+            text = _(
+                "Nothing was deleted, because the object has changed since the page was shown. This is its state now."
+            )
             self.message_user(request, text, messages.ERROR)
             return HttpResponseRedirect(request.get_full_path())
 
     def delete_model(self, request: HttpRequest, obj: Any) -> None:
-        """Delete what the confirmation page has shown; raises StaleObject, Unseen."""
-        seen = Seen.read(request.POST.get(VERSION), obj)
-        setattr(obj, obj._dlock_version.attname, seen.version)
+        """Delete the version that the confirmation page has shown; raises StaleObject or SnapshotMissing."""
+        snapshot = FormSnapshot.read(request.POST.get(VERSION), obj)
+        setattr(obj, obj._dlock_version.attname, snapshot.version)
         super().delete_model(request, obj)
 
 
 def _again_when_stale(view: Callable[[], HttpResponse]) -> HttpResponse:
-    """Call a view once more when the object changed after the view had read it: now it will find the difference."""
+    """Call a view, and once more if the object changed after the view had read it: then it finds the difference."""
     try:
         return view()
     except StaleObject:
@@ -197,7 +202,7 @@ def _bound_formset(response: Any) -> Any:
 
 
 def _action(request: HttpRequest, action_location: Any = None) -> str:
-    """Give the name of the action whose button was pushed; there may be one above and one below the list."""
+    """Return the name of the action whose button was pressed; there may be one above and one below the list."""
     prefix = getattr(action_location, "value", "CHANGE_LIST")
     names = request.POST.getlist("action" if prefix == "CHANGE_LIST" else f"{prefix}-action")
     index = request.POST.get("index", "0")
@@ -205,11 +210,11 @@ def _action(request: HttpRequest, action_location: Any = None) -> str:
 
 
 def _transaction_for(action: str, using: str) -> AbstractContextManager[Any]:
-    # Other actions are left to open their own: one inside of ours could not take a lease before it.
+    # Other actions open their own transactions: inside ours they could not acquire a lease before BEGIN.
     return transaction.atomic(using=using) if action == "delete_selected" else nullcontext()
 
 
-def _addressed(request: HttpRequest, queryset: QuerySet[Any]) -> QuerySet[Any]:
+def _rows_of_action(request: HttpRequest, queryset: QuerySet[Any]) -> QuerySet[Any]:
     if request.POST.get("select_across") != "1":
         return queryset.filter(pk__in=request.POST.getlist(ACTION_CHECKBOX_NAME))
     shown = [name.removeprefix(_input_name()) for name in request.POST if name.startswith(_input_name())]
@@ -222,13 +227,13 @@ def _input_name(row: Model | None = None) -> str:
 
 def _shown_version(request: HttpRequest, row: Model) -> int | None:
     try:
-        return Seen.read(request.POST.get(_input_name(row)) or request.POST.get(VERSION), row).version
-    except Unseen:
+        return FormSnapshot.read(request.POST.get(_input_name(row)) or request.POST.get(VERSION), row).version
+    except SnapshotMissing:
         return None
 
 
 def conflict_page(admin: ModelAdmin[Any], request: HttpRequest, form: Any, formsets: Sequence[Any]) -> Any:
-    """Give the page, or None where nothing is to be decided, or other errors have to be corrected first."""
+    """Return the page of conflicts; None if there are none, or if other errors must be corrected first."""
     errors = [form.errors] if form else []
     errors += [each for formset in formsets for each in [*formset.errors, formset.non_form_errors()]]
     forms = [*([form] if form else []), *(row for formset in formsets for row in formset.forms)]
@@ -237,11 +242,11 @@ def conflict_page(admin: ModelAdmin[Any], request: HttpRequest, form: Any, forms
         return None
     context = {
         **admin.admin_site.each_context(request),
-        "title": _("Changed meanwhile"),
+        "title": _("Changed by someone else"),
         "opts": admin.opts,
         "conflicts": conflicts,
         "is_unanswered": any(each.is_unanswered for each in conflicts),
-        "hidden": list(sent_again(request.POST, conflicts)),
+        "hidden": list(resubmitted(request.POST, conflicts)),
         "uploads": [(name, file.name) for name, files in request.FILES.lists() for file in files],
         "here": request.get_full_path(),
         "last": _last_entry(form.instance) if form else None,
@@ -251,12 +256,14 @@ def conflict_page(admin: ModelAdmin[Any], request: HttpRequest, form: Any, forms
 
 
 def _last_entry(instance: Any) -> LogEntry | None:
-    kind = ContentType.objects.get_for_model(instance, for_concrete_model=False)  # as the admin writes them
+    kind = ContentType.objects.get_for_model(
+        instance, for_concrete_model=False
+    )  # The admin logs proxies under their own types.
     return LogEntry.objects.filter(content_type=kind, object_id=instance.pk).select_related("user").first()
 
 
-class _Key(forms.BoundField):
-    """The input of a row's key, and beside it its version: the admin's templates render no other hidden input."""
+class _KeyWithVersion(forms.BoundField):
+    """The input of a row's key, followed by that of its version: the admin's templates render no other hidden input."""
 
     def as_widget(self, *args: Any, **kwargs: Any) -> Any:
         return super().as_widget(*args, **kwargs) + self.form[VERSION].as_widget()
@@ -267,17 +274,17 @@ class _Rows(VersionedForms):
         super().add_fields(form, index)
         if VERSION in form.fields:
             name = self._pk_field.name  # type: ignore[attr-defined]
-            form._bound_fields_cache[name] = _Key(form, form.fields[name], name)
+            form._bound_fields_cache[name] = _KeyWithVersion(form, form.fields[name], name)  # noqa: SLF001 - Django renders what is in it
 
 
 def versioned_rows(formset: Any, also_shown: Sequence[Any]) -> Any:
-    """Make a formset class guard each row; a refused row refuses them all."""
+    """Return a formset class whose rows are checked; one refused row refuses all of them."""
     form = versioned(formset.form, also_shown=tuple(also_shown))
     return type(formset.__name__, (_Rows, formset), {"form": form})
 
 
 class VersionedInlineMixin:
-    """For an inline of a VersionedMixin model: a row that was changed meanwhile is neither overwritten nor deleted."""
+    """A mixin for inlines of a VersionedMixin model: a row that has changed is neither overwritten nor deleted."""
 
     def get_formset(self, request: HttpRequest, obj: Any = None, **kwargs: Any) -> Any:
         formset = super().get_formset(request, obj, **kwargs)  # type: ignore[misc]

@@ -1,11 +1,11 @@
 """System checks: mistakes in settings and models that would otherwise show only under load.
 
-`manage.py check --tag dlock` runs them alone and `--deploy` adds those for production.
-`manage.py check --database default` also looks for the fence table there.
+`manage.py check --tag dlock` runs only these checks; `--deploy` adds those for production.
+`manage.py check --database default` also checks that the fence table exists there.
 """
 
 from __future__ import annotations
 
-from django_dlock.checks import admin, databases, models, settings
+from django_dlock.checks import databases, models, settings
 
-__all__ = ["admin", "databases", "models", "settings"]
+__all__ = ["databases", "models", "settings"]

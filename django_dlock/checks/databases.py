@@ -8,6 +8,7 @@ from django.core.checks import CheckMessage, Info, Tags, Warning, register  # no
 from django.db import connections, router
 
 from django_dlock.checks.models import models_of
+from django_dlock.checks.settings import TAG
 from django_dlock.conf import is_declared
 
 if TYPE_CHECKING:
@@ -15,19 +16,19 @@ if TYPE_CHECKING:
 
     from django.db.backends.base.base import BaseDatabaseWrapper
 
-TAG: Final = "dlock"
 FENCE_TABLE: Final = "dlock_fence"
-RAISED: Final = ("REPEATABLE READ", "SERIALIZABLE")
+SNAPSHOT_LEVELS: Final = ("REPEATABLE READ", "SERIALIZABLE")
+"""Isolation levels at which a transaction reads from a snapshot that may be older than its lock."""
 
 
 @register(TAG)
 def check_transactions(**_: Any) -> list[CheckMessage]:
-    """W005-W007: the databases start transactions in a way that a lock can protect; settings are read, nothing more."""
+    """Check DATABASES (W005-W007): transactions begin in a way that a lock can protect. Only settings are read."""
     checks = {"sqlite": _sqlite, "mysql": _mysql, "postgresql": _postgresql}
     return [
         message
         for alias in connections
-        for message in checks.get(connections[alias].vendor, _nothing)(alias, connections[alias])
+        for message in checks.get(connections[alias].vendor, _no_messages)(alias, connections[alias])
     ]
 
 
@@ -37,7 +38,7 @@ def _uses_rows() -> bool:
     return bool(models_of(VersionedMixin, RowLockMixin, FencedMixin))
 
 
-def _nothing(alias: str, connection: BaseDatabaseWrapper) -> Iterator[CheckMessage]:
+def _no_messages(alias: str, connection: BaseDatabaseWrapper) -> Iterator[CheckMessage]:
     yield from ()
 
 
@@ -49,14 +50,16 @@ def _sqlite(alias: str, connection: BaseDatabaseWrapper) -> Iterator[CheckMessag
     mode = str(_options(connection).get("transaction_mode") or "DEFERRED").upper()
     if mode == "DEFERRED" and _uses_rows():
         yield Warning(
-            f"Database {alias!r}: a SQLite transaction that reads before it writes fails when another one writes.",
+            f"Database {alias!r}: a SQLite transaction that reads and then writes fails if another wrote in between.",
             hint=f"Set DATABASES[{alias!r}]['OPTIONS']['transaction_mode'] to 'IMMEDIATE'.",
             id="dlock.W005",
         )
 
 
 def _mysql(alias: str, connection: BaseDatabaseWrapper) -> Iterator[CheckMessage]:
-    level = _options(connection).get("isolation_level", "read committed") or "repeatable read"  # the server's default
+    level = (
+        _options(connection).get("isolation_level", "read committed") or "repeatable read"
+    )  # None leaves it to the server.
     yield from _isolation(alias, str(level).upper(), "'read committed'", "dlock.W006")
 
 
@@ -69,21 +72,21 @@ def _postgresql(alias: str, connection: BaseDatabaseWrapper) -> Iterator[CheckMe
 
 
 def _isolation(alias: str, level: str, wanted: str, check_id: str) -> Iterator[CheckMessage]:
-    if level in RAISED and (is_declared() or _uses_rows()):
+    if level in SNAPSHOT_LEVELS and (is_declared() or _uses_rows()):
         yield Warning(
-            f"Database {alias!r} runs at {level}: a lock taken after the first read of a transaction protects nothing.",
-            hint=f"Set its OPTIONS['isolation_level'] to {wanted}, or take every lock before BEGIN.",
+            f"Database {alias!r} runs at {level}, so a lock acquired after the first read protects nothing.",
+            hint=f"Set its OPTIONS['isolation_level'] to {wanted}, or acquire every lock before BEGIN.",
             id=check_id,
         )
 
 
 @register(TAG, deploy=True)
 def check_atomic_requests(**_: Any) -> list[CheckMessage]:
-    """I001: what ATOMIC_REQUESTS means for a lease taken in the body of a view."""
+    """Check for deployment (I001): ATOMIC_REQUESTS opens the transaction before a lock in the body of a view."""
     return [
         Info(
-            f"Database {alias!r} has ATOMIC_REQUESTS: lock() in a view's body is asked for inside the transaction.",
-            hint="Put @locked on the view: it takes the lease before BEGIN and gives it back after COMMIT.",
+            f"Database {alias!r} has ATOMIC_REQUESTS, so lock() in the body of a view runs inside the transaction.",
+            hint="Decorate the view with @locked: it acquires the lease before BEGIN and releases it after COMMIT.",
             id="dlock.I001",
         )
         for alias in connections
@@ -91,13 +94,13 @@ def check_atomic_requests(**_: Any) -> list[CheckMessage]:
     ]
 
 
-@register(Tags.database)  # alone: since Django 6.1 a tag of our own would connect without being asked
+@register(Tags.database)  # Only this tag: since Django 6.1, ours would connect even without --database.
 def check_fence_table(databases: Sequence[str] | None = None, **_: Any) -> list[CheckMessage]:
-    """W010: the fence table is where leases will look for it; an empty database is not a mistake."""
+    """Check the fence table (W010): it exists in each database; one without any tables is not a mistake."""
     return [
         Warning(
-            f"Database {alias!r} has no table {FENCE_TABLE}: a fenced lock fails there.",
-            hint=f"Run manage.py migrate django_dlock --database {alias}.",
+            f"Database {alias!r} has no table {FENCE_TABLE}, so fenced locks fail there.",
+            hint=f"Run `manage.py migrate django_dlock --database {alias}`.",
             id="dlock.W010",
         )
         for alias in databases or ()

@@ -1,12 +1,14 @@
-"""Checks of models with VersionedMixin: nothing writes a row past its version."""
+"""Checks of models with VersionedMixin, and of their admin classes: no write bypasses the version of a row."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 from django.apps import apps
 from django.core.checks import CheckMessage, Error, Tags, Warning, register  # noqa: A004 - Django's own name
 from django.db.models import SET_DEFAULT, SET_NULL
+
+from django_dlock.checks.settings import TAG
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -14,12 +16,10 @@ if TYPE_CHECKING:
     from django.apps import AppConfig
     from django.db.models import Model
 
-TAG: Final = "dlock"
-
 
 @register(TAG, Tags.models)
 def check_models(app_configs: Sequence[AppConfig] | None = None, **_: Any) -> list[CheckMessage]:
-    """E006, E007, W008, W009, W012, W014: nothing writes a versioned row past its version."""
+    """Check models (E006, E007, W008, W009, W012, W014): no write bypasses the version of a row."""
     from django_dlock.models import VersionedMixin
 
     checks: tuple[Callable[[type[Model]], Iterable[CheckMessage]], ...] = (
@@ -38,7 +38,7 @@ def check_models(app_configs: Sequence[AppConfig] | None = None, **_: Any) -> li
 
 
 def models_of(*mixins: type, app_configs: Sequence[AppConfig] | None = None) -> list[type[Model]]:
-    """List the installed models with any of these mixins, of these apps (None: of all)."""
+    """Return the installed models with any of these mixins, in these apps (None: in all)."""
     found = [model for model in apps.get_models() if issubclass(model, mixins)]
     return [model for model in found if app_configs is None or model._meta.app_config in app_configs]
 
@@ -48,18 +48,18 @@ def _version_field(model: type[Model]) -> Iterator[CheckMessage]:
 
     names = [field.name for field in model._meta.fields if isinstance(field, VersionField)]
     if not names:
-        hint = "Add version = VersionField()."
+        hint = "Add `version = VersionField()` to the model."
         yield Error("VersionedMixin is used without a VersionField.", hint=hint, obj=model, id="dlock.E006")
     if len(names) > 1:
-        text = f"There are {len(names)} version fields ({', '.join(names)}); only one can count."
-        yield Error(text, hint="Keep one, in the topmost model that has any.", obj=model, id="dlock.E007")
+        text = f"There are {len(names)} version fields ({', '.join(names)}), but only one of them can be checked."
+        yield Error(text, hint="Keep the one in the topmost model that has any.", obj=model, id="dlock.E007")
 
 
 def _base_manager(model: type[Model]) -> Iterator[CheckMessage]:
     if model._base_manager.get_queryset().query.where:
         yield Warning(
-            "The base manager filters rows: saving a row that it hides looks like a conflict.",
-            hint="Name a manager in Meta.base_manager_name that shows every row, and filter in another one.",
+            "The base manager filters rows, so saving a row that it hides is reported as a conflict.",
+            hint="Set Meta.base_manager_name to a manager that returns every row, and filter in another manager.",
             obj=model,
             id="dlock.W008",
         )
@@ -71,7 +71,7 @@ def _managers(model: type[Model]) -> Iterator[CheckMessage]:
     for manager in model._meta.managers:
         if not isinstance(manager.get_queryset(), VersionedQuerySet):
             yield Warning(
-                f"update() and bulk_update() of the manager {manager.name!r} do not count the version up.",
+                f"update() and bulk_update() of the manager {manager.name!r} do not increment the version.",
                 hint="Derive its queryset from django_dlock.versions.VersionedQuerySet.",
                 obj=model,
                 id="dlock.W009",
@@ -79,7 +79,7 @@ def _managers(model: type[Model]) -> Iterator[CheckMessage]:
 
 
 def _on_delete(model: type[Model]) -> Iterator[CheckMessage]:
-    """Django clears a foreign key through the base manager when its target is deleted."""
+    """Check foreign keys: Django clears them through the base manager when their target is deleted."""
     from django_dlock.versions import VersionedQuerySet
 
     if isinstance(model._base_manager.get_queryset(), VersionedQuerySet):
@@ -87,23 +87,46 @@ def _on_delete(model: type[Model]) -> Iterator[CheckMessage]:
     for field in model._meta.local_fields:
         if getattr(field.remote_field, "on_delete", None) in (SET_NULL, SET_DEFAULT):
             yield Warning(
-                f"When its target is deleted, {field.name!r} changes without a count of the version.",
-                hint='Set Meta.base_manager_name = "objects", a manager that counts versions.',
+                f"When its target is deleted, {field.name!r} changes without incrementing the version.",
+                hint='Set Meta.base_manager_name = "objects", if that is a manager that increments versions.',
                 obj=model,
                 id="dlock.W012",
             )
 
 
 def _parents(model: type[Model]) -> Iterator[CheckMessage]:
-    """A row that is saved as its parent passes the child's version by."""
+    """Check multi-table inheritance: a row saved as its parent bypasses the child's version."""
     version = getattr(model, "_dlock_version", None)
     if version is None or version.model is not model:
         return
     for parent in model._meta.get_parent_list():
         yield Warning(
-            f"{parent.__name__}, which it inherits a table from, has no version: what is saved as a {parent.__name__} "
-            "is neither checked nor counted.",
-            hint=f"Move VersionedMixin to {parent.__name__}, or write its rows as {model.__name__} only.",
+            f"Its parent {parent.__name__} has no version: a row saved as a {parent.__name__} is neither checked nor "
+            "incremented.",
+            hint=f"Move VersionedMixin to {parent.__name__}, or save these rows only as {model.__name__}.",
             obj=model,
             id="dlock.W014",
         )
+
+
+@register(TAG)
+def check_admin(**_: Any) -> list[CheckMessage]:
+    """Check the admin (W013): a plain ModelAdmin reads a row anew when it saves, and so overwrites changes."""
+    return list(_unguarded_admins()) if apps.is_installed("django.contrib.admin") else []
+
+
+def _unguarded_admins() -> Iterator[CheckMessage]:
+    from django.contrib.admin.sites import all_sites
+
+    from django_dlock.admin import VersionedModelAdmin
+    from django_dlock.models import VersionedMixin
+
+    for site in all_sites:
+        for model, admin in site._registry.items():  # noqa: SLF001 - Django has no public list
+            if issubclass(model, VersionedMixin) and not isinstance(admin, VersionedModelAdmin):
+                yield Warning(
+                    f"{type(admin).__name__} saves {model.__name__} over changes that its user has not seen.",
+                    hint="Derive it from django_dlock.admin.VersionedModelAdmin.",
+                    obj=model,
+                    id="dlock.W013",
+                )

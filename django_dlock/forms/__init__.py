@@ -1,7 +1,7 @@
 """Forms that never overwrite a change which their user has not seen.
 
-The form carries the signed version of the object it shows. When the object has changed by the time the form comes back,
-nothing is saved: the form is invalid, and renders as a page of differences that lets the user choose.
+The form carries a signed snapshot of the object that it shows. If the object has changed by the time the form is
+submitted, nothing is saved: the form is invalid, and renders as a table of differences that lets the user choose.
 """
 
 from __future__ import annotations
@@ -16,10 +16,18 @@ from django.utils.safestring import SafeString, mark_safe
 from django.utils.text import capfirst
 from django.utils.translation import gettext_lazy as _
 
-from django_dlock.forms.differences import DELETE, MINE, THEIRS, Conflict, compare, is_editable, sent_again, watched
-from django_dlock.forms.fields import Theirs, VersionInput
-from django_dlock.forms.snapshot import Seen, Unseen, canonical, kept, stored
-from django_dlock.querysets import read_version
+from django_dlock.forms.differences import (
+    DELETE,
+    MINE,
+    THEIRS,
+    Conflict,
+    compare,
+    compared_fields,
+    is_editable,
+    resubmitted,
+)
+from django_dlock.forms.snapshot import FormSnapshot, SnapshotMissing, canonical_text, canonical_value, for_page
+from django_dlock.versions import read_version
 
 __all__ = ["VERSION", "BaseVersionedInlineFormSet", "BaseVersionedModelFormSet", "VersionedModelForm", "versioned"]
 
@@ -31,34 +39,67 @@ else:
 
 
 VERSION: Final = "dlock_version"
+"""The name of the hidden input with the snapshot."""
 
-CHANGED: Final = _("This object was changed by somebody else after you had opened it. Nothing has been saved.")
-GONE: Final = _("This object was deleted by somebody else after you had opened it: load the page again.")
-UNANSWERED: Final = _("Choose for each field, whose value it shall have.")
-UNSEEN: Final = _("The form does not say which version of the object it has shown. Load the page again.")
+CHANGED: Final = _("This object was changed by someone else after you opened it. Nothing has been saved.")
+GONE: Final = _("This object was deleted by someone else after you opened it. Load the page again.")
+UNANSWERED: Final = _("Choose a value for each field.")
+VERSION_MISSING: Final = _("The form does not say which version of the object it has shown. Load the page again.")
+
+
+class VersionInput(forms.CharField):
+    """The hidden input with the snapshot, which the form reads itself."""
+
+    widget = forms.HiddenInput
+
+    def get_bound_field(self, form: Any, field_name: str) -> forms.BoundField:
+        return _BoundVersion(form, self, field_name)
+
+    def has_changed(self, initial: Any, data: Any) -> bool:
+        return False
+
+
+class _BoundVersion(forms.BoundField):
+    form: VersionedModelForm
+
+    def value(self) -> Any:
+        return self.form.signed_version()
+
+
+class _DatabaseValue(forms.BoundField):
+    """A field for which the user has chosen the value in the database over their own."""
+
+    data = None
+
+    def value(self) -> Any:
+        return self.field.prepare_value(self.initial)
 
 
 class VersionedModelForm(_ModelForm):
-    """A ModelForm of a VersionedMixin model; errors have the codes "stale", "unanswered", "unseen", "gone".
+    """A ModelForm of a VersionedMixin model that asks its user about changes made since the page was rendered.
 
-    It guards what was read when the form was bound; `save()` then raises StaleObject for a change that came in between.
-    `also_shown` names model fields that the page shows beside the form, `secret_fields` those whose values may not be
-    sent along, as those of password inputs never are. Inputs that are no fields of the model are not compared.
+    The form compares the snapshot on the page with the object that was read for this request. A change between that
+    and `save()` raises StaleObject from `save()`. Inputs that are not fields of the model are not compared.
+
+    Its errors have the codes "stale" (the object has changed), "unanswered" (a choice is open), "gone" (the object was
+    deleted) and "version_missing" (no snapshot, or a forged one).
     """
 
     dlock_version = VersionInput(required=False)
 
     also_shown: ClassVar[tuple[str, ...]] = ()
+    """Model fields that the page shows next to the form."""
     secret_fields: ClassVar[tuple[str, ...]] = ()
+    """Fields whose values are neither sent along nor shown; those of password inputs never are."""
 
     conflict: Conflict | None = None
-    """What the user has to decide, after `is_valid()`."""
+    """What the user has to decide, after `is_valid()`; None if there is nothing to decide."""
     is_row = False
-    """One of many on a page: what its user has not touched is left alone."""
+    """The form is one of several rows on a page: it is ignored if its user has not changed it."""
     is_gone = False
-    """A row that the page has shown, and that is no more."""
+    """The page has shown a row that has been deleted since."""
     is_refused = False
-    """Not to be saved or deleted, whatever else is right with it."""
+    """The form must be neither saved nor deleted, even if it has no other errors."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -73,7 +114,7 @@ class VersionedModelForm(_ModelForm):
     # The version
 
     def signed_version(self) -> str:
-        """Give the signed text for the hidden input: as it came, until everything it asked about is answered."""
+        """Return the text for the hidden input: the submitted one until everything that it asked about is answered."""
         if self.is_bound:
             return self._next_version or self._posted(VERSION)
         return self._sign()
@@ -82,12 +123,12 @@ class VersionedModelForm(_ModelForm):
         return self.data.get(self.add_prefix(name), "")
 
     def _sign(self) -> str:
-        texts = {each.name: stored(each, self.instance) for each in watched(self)}
-        keep = {name: kept(name, text, secret=self.is_secret(name)) for name, text in texts.items()}
-        return Seen(self._read, keep).sign(self.instance)
+        texts = {each.name: canonical_value(each, self.instance) for each in compared_fields(self)}
+        values = {name: for_page(name, text, secret=self.is_secret(name)) for name, text in texts.items()}
+        return FormSnapshot(self._read, values).sign(self.instance)
 
     def is_secret(self, name: str) -> bool:
-        """Say whether a field's value must not be sent along or shown."""
+        """Return whether a field's value must not be sent along or shown."""
         widget = self.fields[name].widget if name in self.fields else None
         hides = getattr(widget, "input_type", "") == "password" or getattr(widget, "read_only", False)
         return hides or name in self.secret_fields
@@ -95,31 +136,34 @@ class VersionedModelForm(_ModelForm):
     # Answers
 
     def radio(self, name: str) -> str:
-        """Give the name of the inputs that ask about a field."""
+        """Return the name of the inputs that ask about a field."""
         return self.add_prefix(f"{VERSION}_{name}")
 
     def answer(self, name: str) -> Any:
-        """Give "mine" or "theirs", or None where the user has not chosen."""
+        """Return "mine" or "theirs", or None if the user has not chosen."""
         answer = self.data.get(self.radio(name))
         return answer if answer in {MINE, THEIRS} else None
 
-    def _taken(self) -> list[str]:
-        seen = self._seen
-        if seen is None or seen.version != self._read or not all(map(self.answer, seen.asked)):
-            return []
-        if seen.asked:
+    def _declined_fields(self) -> list[str]:
+        """Return the fields for which the user has chosen the value in the database."""
+        snapshot = self._snapshot
+        if snapshot is None or snapshot.version != self._read or not all(map(self.answer, snapshot.asked)):
+            return []  # The answers, if any, were given about another version: everything is asked again.
+        if snapshot.asked:
             self._next_version = self._sign()
-        if DELETE in seen.asked and self.answer(DELETE) == THEIRS:  # keep it, as it is now
-            return [DELETE, *(field.name for field in watched(self) if is_editable(self, field.name))]
-        return [name for name in seen.asked if self.answer(name) == THEIRS and name in self.fields]
+        if DELETE in snapshot.asked and self.answer(DELETE) == THEIRS:  # Keep the object as it is now.
+            return [DELETE, *(field.name for field in compared_fields(self) if is_editable(self, field.name))]
+        return [name for name in snapshot.asked if self.answer(name) == THEIRS and name in self.fields]
 
-    def _take(self, names: list[str]) -> None:
-        """Let fields keep what the database has."""
+    def _keep_database_values(self, names: list[str]) -> None:
+        """Let cleaning take the values of these fields from the database instead of from the submitted data."""
         self.initial.update(forms.model_to_dict(self.instance, fields=names))
         for name in names:
             field = self.fields[name]
-            self._bound_fields_cache[name] = Theirs(self, field, name)  # type: ignore[attr-defined]
-            field.disabled = not isinstance(field, forms.FileField)  # which without data keeps what it has
+            self._bound_fields_cache[name] = _DatabaseValue(self, field, name)  # type: ignore[attr-defined]
+            # Django cleans a disabled field from its initial value. A FileField has no value to clean, and without
+            # an upload keeps its file.
+            field.disabled = not isinstance(field, forms.FileField)
 
     # Cleaning
 
@@ -127,21 +171,21 @@ class VersionedModelForm(_ModelForm):
         if not self.is_bound or VERSION not in self.fields:
             super().full_clean()
             return
-        self._seen = self._seen_by_user()
-        taken = self._taken()
-        self._take(taken)
+        self._snapshot = self._submitted_snapshot()
+        declined = self._declined_fields()
+        self._keep_database_values(declined)
         super().full_clean()
-        self._set_changed([name for name in self.changed_data if name not in taken])
-        for name in taken:
+        self._set_changed([name for name in self.changed_data if name not in declined])
+        for name in declined:
             self.fields[name].disabled = False
 
     def _set_changed(self, names: list[str]) -> None:
-        self.__dict__["changed_data"] = names  # where Django caches it
+        self.__dict__["changed_data"] = names  # Django caches the property there.
 
-    def _seen_by_user(self) -> Seen | None:
+    def _submitted_snapshot(self) -> FormSnapshot | None:
         try:
-            return Seen.read(self._posted(VERSION), self.instance)
-        except Unseen:
+            return FormSnapshot.read(self._posted(VERSION), self.instance)
+        except SnapshotMissing:
             return None
 
     def _post_clean(self) -> None:
@@ -153,25 +197,25 @@ class VersionedModelForm(_ModelForm):
             self._check()
 
     def _check(self) -> None:
-        seen = self._seen
-        if seen is None:
-            self._refuse(UNSEEN, "unseen")
-        elif seen.version != self._read:
-            self._ask(seen, CHANGED, "stale")
-        elif not all(map(self.answer, seen.asked)):
-            self._ask(seen, UNANSWERED, "unanswered")
+        snapshot = self._snapshot
+        if snapshot is None:
+            self._refuse(VERSION_MISSING, "version_missing")
+        elif snapshot.version != self._read:
+            self._ask(snapshot, CHANGED, "stale")
+        elif not all(map(self.answer, snapshot.asked)):
+            self._ask(snapshot, UNANSWERED, "unanswered")
 
-    def _ask(self, seen: Seen, message: Any, code: str) -> None:
+    def _ask(self, snapshot: FormSnapshot, message: Any, code: str) -> None:
         can_compare = not self.errors or self.is_to_be_deleted()
-        if can_compare and self.is_row and not self._is_touched(seen):
-            self._set_changed([])  # nothing to save, so nothing to overwrite
+        if can_compare and self.is_row and not self._is_touched(snapshot):
+            self._set_changed([])  # There is nothing to save in this row, so nothing can be overwritten.
             return
         row = self._row()
         if row is None:
             self._refuse(GONE, "gone")
             return
         if can_compare:
-            self.conflict = self._conflict(seen, row, is_unanswered=code == "unanswered")
+            self.conflict = self._conflict(snapshot, row, is_unanswered=code == "unanswered")
         self._refuse(message, code)
 
     def _refuse(self, message: Any, code: str) -> None:
@@ -179,15 +223,16 @@ class VersionedModelForm(_ModelForm):
         self.add_error(None, ValidationError(message, code=code))
 
     def _row(self) -> Any:
-        """Read the row again, where it will be written: cleaning a form has changed its instance."""
+        """Read the row again from the database where it will be written, because cleaning has changed the instance."""
         model = type(self.instance)
         using = router.db_for_write(model, instance=self.instance)
         return model._base_manager.using(using).filter(pk=self.instance.pk).first()
 
-    def _conflict(self, seen: Seen, row: Any, *, is_unanswered: bool) -> Conflict:
-        differences = compare(self, seen, row)
+    def _conflict(self, snapshot: FormSnapshot, row: Any, *, is_unanswered: bool) -> Conflict:
+        differences = compare(self, snapshot, row)
         asked = [each.name for each in differences if each.is_asked]
-        version = Seen(read_version(row), seen.kept, asked).sign(self.instance)
+        # The next answer is about the version of this row, but still about what the user had on the page at first.
+        version = FormSnapshot(read_version(row), snapshot.values, asked).sign(self.instance)
         files: Any = self.files
         uploads = [(name, files[name].name) for name in map(self.add_prefix, self.fields) if name in files]
         title = f"{capfirst(row._meta.verbose_name)}: {row}"
@@ -196,25 +241,26 @@ class VersionedModelForm(_ModelForm):
     # What the user wants
 
     def wanted(self, field: Any) -> str | None:
-        """Give the canonical text of what the user wants in a field."""
+        """Return the canonical text of the value that the user wants a field to have."""
         if field.many_to_many:
-            return canonical(field, self.cleaned_data[field.name])
-        return stored(field, self.instance)
+            return canonical_text(field, self.cleaned_data[field.name])
+        return canonical_value(field, self.instance)
 
     def is_to_be_deleted(self) -> bool:
         return bool(self.cleaned_data.get(DELETE))
 
-    def _is_touched(self, seen: Seen) -> bool:
-        ours = (field for field in watched(self) if is_editable(self, field.name))
-        return self.is_to_be_deleted() or any(not seen.shows(field.name, self.wanted(field)) for field in ours)
+    def _is_touched(self, snapshot: FormSnapshot) -> bool:
+        """Return whether the user has changed anything since the page was rendered."""
+        editable = (field for field in compared_fields(self) if is_editable(self, field.name))
+        return self.is_to_be_deleted() or any(not snapshot.had(field.name, self.wanted(field)) for field in editable)
 
     # Rendering
 
     def render(self, template_name: Any = None, context: Any = None, renderer: Any = None) -> SafeString:
-        """Render the form, or after a conflict the differences instead; `as_p()` and the like do so, too."""
+        """Render the form, or after a conflict the differences instead; `as_p()` and the like do the same."""
         if self.conflict is None or context is not None:
             return super().render(template_name, context, renderer)
-        hidden = list(sent_again(self.data, [self.conflict], self.add_prefix("")))
+        hidden = list(resubmitted(self.data, [self.conflict], self.add_prefix("")))
         context = {"form": self, "conflict": self.conflict, "hidden": hidden}
         return mark_safe(DjangoTemplates().render("django_dlock/conflict_form.html", context))  # noqa: S308 - a template's
 
@@ -222,7 +268,10 @@ class VersionedModelForm(_ModelForm):
 
 
 def versioned(form: Any, model: Any = None, **attributes: Any) -> Any:
-    """Make a form class a VersionedModelForm, unless it is one; a form of no model becomes one of `model`."""
+    """Return a VersionedModelForm class made of a form class, with these attributes.
+
+    A form without a model becomes one of `model`.
+    """
     if issubclass(form, forms.BaseModelForm):
         bases: tuple[type, ...] = (form,) if issubclass(form, VersionedModelForm) else (VersionedModelForm, form)
         return type(form)(form.__name__, bases, attributes)
@@ -231,7 +280,7 @@ def versioned(form: Any, model: Any = None, **attributes: Any) -> Any:
 
 
 class VersionedForms:
-    """What formsets of VersionedModelForm have in common."""
+    """The common base of formsets of VersionedModelForm."""
 
     def add_fields(self, form: Any, index: int | None) -> None:
         super().add_fields(form, index)  # type: ignore[misc]
@@ -244,8 +293,8 @@ class VersionedForms:
 
 
 class BaseVersionedModelFormSet(VersionedForms, forms.BaseModelFormSet):  # type: ignore[type-arg]
-    """For `modelformset_factory(…, form=VersionedModelForm, formset=BaseVersionedModelFormSet)`: all rows or none."""
+    """The formset for `modelformset_factory(…, form=VersionedModelForm, formset=…)`: it saves all rows or none."""
 
 
 class BaseVersionedInlineFormSet(VersionedForms, forms.BaseInlineFormSet):  # type: ignore[type-arg]
-    """For `inlineformset_factory(…, form=VersionedModelForm, formset=BaseVersionedInlineFormSet)`: all rows or none."""
+    """The formset for `inlineformset_factory(…, form=VersionedModelForm, formset=…)`: it saves all rows or none."""

@@ -1,7 +1,7 @@
-"""What a page showed of an object: its version, and what stood in its fields, signed, as a text for a hidden input.
+"""What a page has shown of an object, its version and the values of its fields, as a signed text for a hidden input.
 
-The text is bound to the object: one of another object, or a forged one, is refused. It is signed, not encrypted: of
-long and of secret values it has only a digest, which can be compared and not read.
+The text is bound to the object: a text of another object, or a forged one, is refused. It is signed, not encrypted. Of
+long and of secret values it contains only a digest, which can be compared but not read.
 """
 
 from __future__ import annotations
@@ -24,96 +24,102 @@ from dlock_core.errors import DLockError
 if TYPE_CHECKING:
     from django.db.models import Model
 
-__all__ = ["Seen", "Unseen", "canonical", "kept", "stored"]
+__all__ = ["FormSnapshot", "SnapshotMissing", "canonical_text", "canonical_value", "for_page"]
 
-LONGEST: Final = 1000  # characters of a value that travel with the page
-Kept: TypeAlias = "str | list[str] | None"  # a text, the digest of one in a list, or NULL
+MAX_VALUE_LENGTH: Final = 1000
+"""Characters of a value that is sent along with the page; of a longer one only the digest is."""
+PageValue: TypeAlias = "str | list[str] | None"
+"""The canonical text of a value, or its digest in a list, or None for NULL."""
 
 
-class Unseen(DLockError):
-    """The request does not say, or not believably, which version of the object was on the page."""
+class SnapshotMissing(DLockError):
+    """The request does not say, or says with a wrong signature, which version of the object the page has shown."""
 
     def __init__(self, instance: Model) -> None:
         name = f"{type(instance).__name__}({instance.pk})"
-        super().__init__(f"which version of {name} was shown is missing or forged: load the page again", name=name)
+        super().__init__(
+            f"the version of {name} that the page has shown is missing or forged: load the page again", name=name
+        )
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
-    """The version that a page showed; what the fields had then (`kept`); and which of them it asks about (`asked`)."""
+class FormSnapshot:
+    """The version that a page has shown, with the values of its fields and the names of those that it asks about.
+
+    It travels with the page instead of staying on the server: a form may be open for days, in several tabs, and be sent
+    to any process. So the server needs no state to know which fields the user has changed and which have changed since.
+    """
 
     version: int
-    kept: dict[str, Kept] = field(default_factory=dict)
+    values: dict[str, PageValue] = field(default_factory=dict)
     asked: list[str] = field(default_factory=list)
 
     def sign(self, instance: Model) -> str:
-        return signing.dumps([self.version, self.kept, self.asked], salt=_salt(instance), compress=True)
+        """Return the text for the hidden input, which `read` accepts for the same object only."""
+        return signing.dumps([self.version, self.values, self.asked], salt=_salt(instance), compress=True)
 
     @classmethod
-    def read(cls, text: Any, instance: Model) -> Seen:
-        """Read what `sign` has written for the same object; raises Unseen for anything else."""
+    def read(cls, text: Any, instance: Model) -> FormSnapshot:
+        """Return what `sign` has written for the same object; raises SnapshotMissing for any other text."""
         try:
             return cls(*signing.loads(str(text or ""), salt=_salt(instance)))
         except (signing.BadSignature, ValueError, TypeError):
-            raise Unseen(instance) from None
+            raise SnapshotMissing(instance) from None
 
-    def shows(self, name: str, text: str | None) -> bool:
-        """Say whether the field had this text when the page was made."""
-        before = self.kept.get(name)
+    def had(self, name: str, text: str | None) -> bool:
+        """Return whether the field had this canonical text when the page was rendered."""
+        before = self.values.get(name)
         return before == _digest(name, text) if isinstance(before, list) else before == text
 
     def text(self, name: str) -> str | None:
-        """Give what the field had, or None where that is not known."""
-        before = self.kept.get(name)
+        """Return the canonical text that the field had, or None if it was NULL or is not known."""
+        before = self.values.get(name)
         return before if isinstance(before, str) else None
 
     def knows(self, name: str) -> bool:
-        """Say whether `text` is what the field had, and not merely missing."""
-        return name in self.kept and not isinstance(self.kept[name], list)
+        """Return whether `text` is the field's value, rather than None because only a digest was sent."""
+        return name in self.values and not isinstance(self.values[name], list)
 
 
 def _salt(instance: Model) -> str:
     return f"django_dlock.forms.snapshot:{type(instance)._meta.concrete_model._meta.label_lower}:{instance.pk}"  # type: ignore[union-attr]
 
 
-def kept(name: str, text: str | None, *, secret: bool = False) -> Kept:
-    """Give what may travel with the page: the text itself, or its digest."""
-    return _digest(name, text) if secret or (text and len(text) > LONGEST) else text
+def for_page(name: str, text: str | None, *, secret: bool = False) -> PageValue:
+    """Return the form in which a value is sent along with the page: its text, or the digest of a long or secret one."""
+    return _digest(name, text) if secret or (text and len(text) > MAX_VALUE_LENGTH) else text
 
 
 def _digest(name: str, text: str | None) -> list[str]:
     return [salted_hmac(f"django_dlock.forms.snapshot:{name}", json.dumps(text), algorithm="sha256").hexdigest()]
 
 
-def stored(field: Field[Any, Any] | ManyToManyField[Any, Any], instance: Model) -> str | None:
-    """Give the canonical text of a field of an instance."""
-    return canonical(field, field.value_from_object(instance))
+def canonical_value(field: Field[Any, Any] | ManyToManyField[Any, Any], instance: Model) -> str | None:
+    """Return the canonical text of a field of an instance."""
+    return canonical_text(field, field.value_from_object(instance))
 
 
-def canonical(field: Field[Any, Any] | ManyToManyField[Any, Any], value: Any) -> str | None:
-    """Write a value so that equal ones have equal texts, whether they come from the database or from a form.
+def canonical_text(field: Field[Any, Any] | ManyToManyField[Any, Any], value: Any) -> str | None:
+    """Return a text that is the same for equal values, whether they come from the database or from a form.
 
-    Microseconds, which no form shows, are left out.
+    Microseconds are left out, because no form shows them.
     """
     if value is None:
         return None
     if isinstance(field, ManyToManyField):
         return json.dumps(sorted(str(one.pk) for one in value))
-    if getattr(value, "_committed", True) is False:  # an upload, perhaps by the name of the file that is there
+    if getattr(value, "_committed", True) is False:
+        # An upload. It may have the name of the stored file, and must not look equal to it.
         return str(_("%s (new)") % value.name)
     if isinstance(value, Decimal):
         return f"{value.normalize():f}"
     if isinstance(value, datetime | time):
         return _in_utc(value).replace(microsecond=0).isoformat()
-    text: Any = field.value_to_string(_holder(field.attname, value))
+    # value_to_string() reads the value from an instance, so it is given one that has nothing else.
+    text: Any = field.value_to_string(SimpleNamespace(**{field.attname: value}))  # type: ignore[arg-type]
     plain = text if isinstance(text, str) else json.dumps(text, sort_keys=True, default=str)
     return plain.replace("\r\n", "\n")
 
 
 def _in_utc(value: datetime | time) -> datetime | time:
     return value.astimezone(UTC) if isinstance(value, datetime) and is_aware(value) else value
-
-
-def _holder(name: str, value: Any) -> Any:
-    """Make what stands for an instance with one value."""
-    return SimpleNamespace(**{name: value})

@@ -1,4 +1,4 @@
-"""Class-based views that change or delete what their user has seen, and nothing newer."""
+"""Class-based views that change or delete only the version that their user has seen."""
 
 from __future__ import annotations
 
@@ -17,24 +17,28 @@ if TYPE_CHECKING:
 __all__ = ["VersionedEditMixin"]
 
 
-def where_written(rows: QuerySet[Any], request: HttpRequest) -> QuerySet[Any]:
-    """Read what is going to be written from where it is written: a replica may not know the newest version."""
-    if request.method == "POST" and rows._db is None:  # type: ignore[attr-defined]
+def read_from_write_database(rows: QuerySet[Any], request: HttpRequest) -> QuerySet[Any]:
+    """Return the queryset of a POST on the database that will be written.
+
+    A replica may not have the newest version yet.
+    """
+    if request.method == "POST" and rows._db is None:  # type: ignore[attr-defined]  # noqa: SLF001 - no public name
         return rows.using(router.db_for_write(rows.model))
     return rows
 
 
 class VersionedEditMixin:
-    """For UpdateView and DeleteView, to the left of them; their template renders `{{ form }}` and a submit button.
+    """A mixin for UpdateView and DeleteView, to the left of them; the template renders `{{ form }}` and a button.
 
-    An object that was changed since the page was shown is neither saved nor deleted: the page comes again, with what
-    differs. A change in the moment of saving is found, too. The HTTP method DELETE, which has no form, is refused.
+    An object that has changed since the page was shown is neither saved nor deleted: the page is shown again, with the
+    differences. A change during the request itself is found as well. The HTTP method DELETE, which has no form, is
+    refused.
     """
 
     http_method_names = [method for method in View.http_method_names if method != "delete"]  # noqa: RUF012 - Django's
 
     def get_queryset(self) -> Any:
-        return where_written(super().get_queryset(), self.request)  # type: ignore[attr-defined, misc]
+        return read_from_write_database(super().get_queryset(), self.request)  # type: ignore[attr-defined, misc]
 
     def get_form_class(self) -> Any:
         model = self.get_queryset().model
@@ -47,5 +51,7 @@ class VersionedEditMixin:
         try:
             with transaction.atomic(using=router.db_for_write(self.get_queryset().model)):
                 return super().post(*args, **kwargs)  # type: ignore[misc]
-        except StaleObject:  # changed after it was read for this request: read it again, and ask
+        except StaleObject:
+            # The object changed after it was read for this request. The second run reads it again, finds the
+            # difference, and asks.
             return super().post(*args, **kwargs)  # type: ignore[misc]

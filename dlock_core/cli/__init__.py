@@ -11,7 +11,7 @@ MISSING: Final = "the command needs click and rich: pip install 'dlock-orm[cli]'
 
 
 def main() -> None:
-    """Run `dlock`; without click or rich say what to install, and end with 1."""
+    """Run `dlock` and exit; without click or rich, exit with 1 and say what to install."""
     try:
         from dlock_core.cli.console import main as run
     except ModuleNotFoundError as error:

@@ -1,4 +1,4 @@
-"""`dlock` without Django: stores and databases are given by URL."""
+"""`dlock` without Django: its stores and databases are named by URLs."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ __all__ = ["main"]
 
 
 def main() -> None:
-    """Run it with the arguments of this process; ends the process."""
+    """Run `dlock` with the arguments of this process, and exit."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")  # a terminal that lacks a character shows another
+            stream.reconfigure(errors="replace")  # A character that the terminal lacks must not raise.
     app.main(prog_name="dlock", obj=CliContext(UrlSources(), console_for(sys.stdout)))
 
 
@@ -44,14 +44,14 @@ DATABASE: Final = "--database"
 
 
 class UrlSources:
-    """`--store` and `--database` as URL or alias=URL; without them the environment's DLOCK_URL, DLOCK_DATABASE_URL.
+    """`--store` and `--database` as URL or alias=URL; without them DLOCK_URL and DLOCK_DATABASE_URL of the environment.
 
-    On the command line a password can be seen by other users of the machine, in the environment it cannot.
+    Other users of the machine can see a password on the command line, but not in the environment.
     """
 
     @contextmanager
     def opened(self, stores: Sequence[str]) -> Iterator[list[tuple[str, Backend]]]:
-        """Open the stores; raises click.UsageError for a URL that is wrong."""
+        """Open the stores for the block; raises click.UsageError for a wrong URL."""
         found = [(alias, _made(registry.connect, url, STORE)) for alias, url in _named(stores, STORE, "DLOCK_URL")]
         try:
             yield found
@@ -59,20 +59,20 @@ class UrlSources:
             for _, backend in found:
                 backend.close()
 
-    def databases(self, given: Sequence[str]) -> list[Database]:
-        """Open the databases, by what the entry points `dlock.databases` name for their scheme."""
-        named = _named(given, DATABASE, "DLOCK_DATABASE_URL")
+    def databases(self, databases: Sequence[str]) -> list[Database]:
+        """Open the databases with the functions that the entry points `dlock.databases` name for their schemes."""
+        named = _named(databases, DATABASE, "DLOCK_DATABASE_URL")
         return [_made(_database, url, DATABASE, alias=alias) for alias, url in named]
 
     def findings(self, databases: Sequence[str]) -> list[Finding]:
-        """There is no framework to ask."""
+        """Return no findings: there is no framework to examine."""
         return []
 
     def purge(self, database: str | None, days: int) -> tuple[str, int]:
-        """Tidy the fence table of one database."""
+        """Purge the fence table of one database; return its alias and the number of removed rows."""
         named = self.databases([database] if database else [])
         if not named:
-            raise click.UsageError("nothing to purge: name a --database")
+            raise click.UsageError("no database to purge: pass --database, or set DLOCK_DATABASE_URL")
         with closing(named[0]) as found:
             return found.alias, _purged(found, days)
 
@@ -88,7 +88,7 @@ def _purged(database: Any, days: int) -> int:
 
 
 def _named(given: Sequence[str], option: str, variable: str) -> list[tuple[str, str]]:
-    """Give an alias to each URL: its own, or its scheme, with a number where that is taken."""
+    """Return each URL with its alias: the given one, or its scheme, with a number if that is taken."""
     found: dict[str, str] = {}
     for text in given or filter(None, [os.environ.get(variable)]):
         match = _NAMED.fullmatch(text)
@@ -96,7 +96,7 @@ def _named(given: Sequence[str], option: str, variable: str) -> list[tuple[str, 
             raise click.UsageError(f"{option}: expected a URL such as redis://localhost:6379/0, or alias=URL")
         alias = match[1] or _free(match[2].partition("+")[0], found)
         if alias in found:
-            raise click.UsageError(f"{option}: the alias {alias!r} is given twice")
+            raise click.UsageError(f"{option}: the alias {alias!r} is given twice; aliases must differ")
         found[alias] = text[len(match[1]) + 1 :] if match[1] else text
     return list(found.items())
 
@@ -116,7 +116,7 @@ def _made(factory: Callable[..., Any], url: str, option: str, **options: Any) ->
     except Exception as error:  # noqa: BLE001 - drivers and third-party stores raise what they like
         reason = str(error)
         if tells_secret(reason, url):
-            reason = f"it cannot be used ({type(error).__name__})"
+            reason = f"the URL cannot be used ({type(error).__name__})"
     raise WrongUrl(f"{option}: {reason}")
 
 
@@ -124,8 +124,9 @@ def _database(url: str, alias: str) -> Database:
     scheme = url.partition(":")[0].partition("+")[0]
     factories = {point.name: point for point in entry_points(group="dlock.databases")}
     if scheme not in factories:
-        known = ", ".join(f"{name}://" for name in sorted(factories)) or "none, install dlock-orm[sqlalchemy]"
-        raise WrongUrl(f"{DATABASE}: no database for the URL scheme {scheme!r}: {known}")
+        known = ", ".join(f"{name}://" for name in sorted(factories))
+        hint = known or "none, install dlock-orm[sqlalchemy]"
+        raise WrongUrl(f"{DATABASE}: no database for the URL scheme {scheme!r}: {hint}")
     with needed_by("this database"):
         found: Database = factories[scheme].load()(url, alias)
     return found

@@ -1,4 +1,4 @@
-"""Tables and trees that fit the terminal: the least important columns go first, and long cells are shortened."""
+"""Tables and trees that fit the terminal: the least important columns are dropped first, and long cells shortened."""
 
 from __future__ import annotations
 
@@ -20,99 +20,109 @@ if TYPE_CHECKING:
 
     from dlock_core.inspect import Entry, Wait
 
-__all__ = ["Column", "TableRow", "fitted", "printed"]
+__all__ = ["Column", "TableRow", "as_segments", "fit_table"]
 
 
-GAP = 2
+COLUMN_GAP = 2
+"""Cells between two columns."""
 
 
 class Column(NamedTuple):
-    """A column; `least` is the width to which it may shrink (None: not at all), `spare` the order in which columns go.
-
-    Columns without `spare` stay.
-    """
+    """A column of a table."""
 
     head: str
-    least: int | None = None
-    spare: int = 0
+    min_width: int | None = None
+    """Cells to which it may shrink; None: not at all."""
+    drop_order: int = 0
+    """The column with the greatest number is dropped first; 0: it always stays."""
     right: bool = False
+    """Align it to the right."""
 
 
 class TableRow(NamedTuple):
-    """A line of printable cells."""
+    """A row of a table; its cells are printable texts."""
 
     cells: tuple[str, ...]
     style: str = ""
 
 
-def printed(lines: Iterable[tuple[str, str]]) -> Iterator[Segment]:
-    """Print lines that fit already, each in its style; rich's own tables cost 0.3 ms a row."""
+def as_segments(lines: Iterable[tuple[str, str]]) -> Iterator[Segment]:
+    """Yield lines that already fit, each in its style; rich's own tables cost 0.3 ms a row."""
     for text, style in lines:
         yield Segment(text, Style.parse(style))
         yield Segment.line()
 
 
-def fitted(columns: Sequence[Column], rows: Sequence[TableRow], width: int) -> list[tuple[str, str]] | None:
-    """Lay out a table, as lines and their styles; None when even what must stay does not fit."""
+def fit_table(columns: Sequence[Column], rows: Sequence[TableRow], width: int) -> list[tuple[str, str]] | None:
+    """Return a table as lines with their styles; None if even the columns that must stay do not fit."""
     natural = [max(cells(each.head), *[cells(row.cells[n]) for row in rows]) for n, each in enumerate(columns)]
-    least = [size if each.least is None else min(size, each.least) for each, size in zip(columns, natural, strict=True)]
-    kept = [n for n in range(len(columns)) if any(row.cells[n] for row in rows)]
-    while _needed(least, kept) > width:
-        going = [n for n in kept if columns[n].spare]
-        if not going:
+    smallest = [
+        size if each.min_width is None else min(size, each.min_width)
+        for each, size in zip(columns, natural, strict=True)
+    ]
+    shown = [n for n in range(len(columns)) if any(row.cells[n] for row in rows)]
+    while _needed_width(smallest, shown) > width:
+        droppable = [n for n in shown if columns[n].drop_order]
+        if not droppable:
             return None
-        kept.remove(max(going, key=lambda n: columns[n].spare))
-    sizes = _shared_out(least, natural, kept, width - _needed(least, kept))
+        shown.remove(max(droppable, key=lambda n: columns[n].drop_order))
+    sizes = _distribute(smallest, natural, shown, width - _needed_width(smallest, shown))
     head = TableRow(tuple(column.head for column in columns), "bold")
-    return [(_line(row, columns, sizes), row.style) for row in (head, *rows)]
+    return [(_row_text(row, columns, sizes), row.style) for row in (head, *rows)]
 
 
-def _line(row: TableRow, columns: Sequence[Column], sizes: dict[int, int]) -> str:
-    return (" " * GAP).join([_cell(row.cells[n], size, columns[n]) for n, size in sizes.items()]).rstrip()
+def _row_text(row: TableRow, columns: Sequence[Column], sizes: dict[int, int]) -> str:
+    return (" " * COLUMN_GAP).join([_cell(row.cells[n], size, columns[n]) for n, size in sizes.items()]).rstrip()
 
 
 def _cell(text: str, size: int, column: Column) -> str:
-    short = middle(text, size)
-    room = " " * (size - cells(short))
-    return room + short if column.right else short + room
+    short = shorten(text, size)
+    padding = " " * (size - cells(short))
+    return padding + short if column.right else short + padding
 
 
-def _needed(sizes: Sequence[int], kept: Sequence[int]) -> int:
-    return sum(sizes[n] for n in kept) + GAP * (len(kept) - 1)
+def _needed_width(sizes: Sequence[int], shown: Sequence[int]) -> int:
+    return sum(sizes[n] for n in shown) + COLUMN_GAP * (len(shown) - 1)
 
 
-def _shared_out(least: Sequence[int], natural: Sequence[int], kept: Sequence[int], spare: int) -> dict[int, int]:
-    """Give what is to spare to the columns that want more, in equal parts, the modest first."""
-    sizes = {n: least[n] for n in kept}
-    wanting = sorted((n for n in kept if natural[n] > least[n]), key=lambda n: natural[n] - least[n])
-    for place, n in enumerate(wanting):
-        more = min(natural[n] - least[n], spare // (len(wanting) - place))
+def _distribute(smallest: Sequence[int], natural: Sequence[int], shown: Sequence[int], free: int) -> dict[int, int]:
+    """Return the widths of the shown columns, after sharing free cells equally among those that want more.
+
+    The column that wants least comes first, so that what it does not need goes to the others.
+    """
+    sizes = {n: smallest[n] for n in shown}
+    wanting = sorted((n for n in shown if natural[n] > smallest[n]), key=lambda n: natural[n] - smallest[n])
+    for index, n in enumerate(wanting):
+        more = min(natural[n] - smallest[n], free // (len(wanting) - index))
         sizes[n] += more
-        spare -= more
+        free -= more
     return sizes
 
 
-GUIDE: Final = 4
-"""Cells by which a level is indented."""
-NARROW: Final = 66
-"""Cells below which a node takes two lines."""
-LEAST: Final = 24
-"""Cells that a node needs."""
+INDENT: Final = 4
+"""Cells by which a level of the tree is indented."""
+NARROW_WIDTH: Final = 66
+"""Cells below which a node of the tree takes two lines."""
+MIN_NODE_WIDTH: Final = 24
+"""Cells that a node of the tree needs."""
 
 
 def has_chains(entries: Sequence[Entry]) -> bool:
-    """Tell whether somebody who waits is waited for: then a list does not say who is to blame."""
-    found = [wait for each in _behind(entries).values() for wait in each]
+    """Return whether a waiter blocks another waiter: then a list does not show what blocks everything."""
+    found = [wait for each in _waits_by_blocker(entries).values() for wait in each]
     return not {wait.waiter.actor for wait in found}.isdisjoint(wait.blocker.actor for wait in found)
 
 
 def tree(entries: Sequence[Entry], width: int) -> RenderableType:
-    """Draw it; an actor is drawn once, with all who wait for it. What would have no room to its right begins anew."""
-    return _Drawing(_behind(entries), width).tree()
+    """Return a tree of the waits; each actor is a node once, with its waiters below it.
+
+    A node that would have no room to its right becomes a root further down.
+    """
+    return _TreeDrawing(_waits_by_blocker(entries), width).tree()
 
 
-def _behind(entries: Iterable[Entry]) -> dict[str, list[Wait]]:
-    """Give the waits by whom they are for: the holders, or who is next in the queue where no holder is in the way."""
+def _waits_by_blocker(entries: Iterable[Entry]) -> dict[str, list[Wait]]:
+    """Return the waits by the actors they are for: the holders, or the next in the queue where no holder blocks."""
     by_waiter: dict[tuple[str, ...], list[Wait]] = defaultdict(list)
     for wait in waits(entries):
         waiter = wait.waiter
@@ -124,71 +134,72 @@ def _behind(entries: Iterable[Entry]) -> dict[str, list[Wait]]:
     return found
 
 
-class _Drawing:
-    """The actors that were drawn, and those that are to come."""
+class _TreeDrawing:
+    """A tree in the making: the actors that were drawn, and those still to be drawn."""
 
-    def __init__(self, behind: dict[str, list[Wait]], width: int) -> None:
-        self._behind, self._width = behind, width
-        waiting = {wait.waiter.actor for each in behind.values() for wait in each}
-        roots = [actor for actor in behind if actor not in waiting]
-        self._todo = deque([*roots, *sorted(waiting & behind.keys())])  # those who are left then wait for each other
+    def __init__(self, waits_by_blocker: dict[str, list[Wait]], width: int) -> None:
+        self._waits, self._width = waits_by_blocker, width
+        waiting = {wait.waiter.actor for each in waits_by_blocker.values() for wait in each}
+        roots = [actor for actor in waits_by_blocker if actor not in waiting]
+        # Whatever the roots do not reach is a deadlock, which has no root: any of its actors may begin.
+        self._todo = deque([*roots, *sorted(waiting & waits_by_blocker.keys())])
         self._drawn: set[str] = set()
 
     def tree(self) -> Tree:
-        top = Tree(Text("who waits for whom"), hide_root=True)
+        top = Tree(Text("waits"), hide_root=True)
         while self._todo:
             if (actor := self._todo.popleft()) not in self._drawn:
-                first = self._behind[actor][0].blocker
-                root = top.add(Text(middle(plain(first.described), self._width), "bold"))
-                self._grow(root, actor, self._width - GUIDE)
+                first = self._waits[actor][0].blocker
+                root = top.add(Text(shorten(plain(first.described), self._width), "bold"))
+                self._grow(root, actor, self._width - INDENT)
         return top
 
     def _grow(self, node: Tree, actor: str, width: int) -> None:
         self._drawn.add(actor)
-        for wait in self._behind[actor]:
+        for wait in self._waits[actor]:
             other = wait.waiter.actor
-            mark = self._mark(other, width)
-            branch = node.add(_label(wait.waiter, width, mark))
-            if other in self._behind and not mark:
-                self._grow(branch, other, width - GUIDE)
+            reference = self._reference(other, width)
+            branch = node.add(_label(wait.waiter, width, reference))
+            if other in self._waits and not reference:
+                self._grow(branch, other, width - INDENT)
 
-    def _mark(self, actor: str, width: int) -> str:
-        """Say where those are drawn who wait for an actor, when it is not here."""
-        if actor not in self._behind:
+    def _reference(self, actor: str, width: int) -> str:
+        """Return the text that refers to the waiters of an actor, if they are not drawn below this node."""
+        if actor not in self._waits:
             return ""
         if actor in self._drawn:
             return " (see above)"
-        if width - GUIDE >= LEAST:
+        if width - INDENT >= MIN_NODE_WIDTH:
             return ""
         self._todo.appendleft(actor)
         return " (see below)"
 
 
-def _label(waiter: Entry, width: int, mark: str) -> Text:
+def _label(waiter: Entry, width: int, reference: str) -> Text:
     what = f"waits for {waiter.kind} "
-    if width < NARROW:
-        who = middle(plain(waiter.described), width - len(mark)) + mark
-        return Text(f"{who}\n{middle(what + plain(waiter.name), width)}")
-    name, time = middle(plain(waiter.name), width // 3), f", {seconds(waiter.seconds)}"
-    room = width - cell_len(f" {what}{name}{time}{mark}")
-    return Text(f"{middle(plain(waiter.described), room)} {what}{name}{time}{mark}")
+    if width < NARROW_WIDTH:
+        who = shorten(plain(waiter.described), width - len(reference)) + reference
+        return Text(f"{who}\n{shorten(what + plain(waiter.name), width)}")
+    name, time = shorten(plain(waiter.name), width // 3), f", {seconds(waiter.seconds)}"
+    room = width - cell_len(f" {what}{name}{time}{reference}")
+    return Text(f"{shorten(plain(waiter.described), room)} {what}{name}{time}{reference}")
 
 
 ELLIPSIS: Final = "…"
 
 
 def plain(text: str) -> str:
-    """Replace what is not printable: escapes, line ends, marks that turn the direction of writing."""
+    """Replace unprintable characters by "?": escapes, line ends, marks that reverse the direction of writing."""
     return text if text.isprintable() else "".join(char if char.isprintable() else "?" for char in text)
 
 
 def cells(text: str) -> int:
-    """Count the cells that a printable text takes."""
+    """Return the number of terminal cells that a printable text takes."""
     return len(text) if text.isascii() else cell_len(text)
 
 
-def middle(text: str, width: int) -> str:
-    """Shorten a printable text to so many cells by leaving out its middle: both ends tell names apart."""
+def shorten(text: str, width: int) -> str:
+    """Shorten a printable text to a number of cells by leaving out its middle, since both ends distinguish names."""
     if cells(text) <= width:
         return text
     if width < 1:
@@ -201,20 +212,20 @@ def _head(text: str, width: int) -> str:
     if text.isascii():
         return text[:width]
     used = 0
-    for place, char in enumerate(text):
+    for index, char in enumerate(text):
         used += cell_len(char)
         if used > width:
-            return text[:place]
+            return text[:index]
     return text
 
 
 def seconds(time: float | None) -> str:
-    """Write a time for people: 2.6 s, 4 min 10 s, 3 h 5 min."""
+    """Format a time for people: 2.6 s, 4 min 10 s, 3 h 5 min; "?" if it is unknown."""
     if time is None:
         return "?"
     if time < 120:
         return f"{time:.1f} s"
-    minutes, rest = divmod(int(time), 60)
+    minutes, remainder = divmod(int(time), 60)
     if minutes < 120:
-        return f"{minutes} min {rest} s"
+        return f"{minutes} min {remainder} s"
     return f"{minutes // 60} h {minutes % 60} min"

@@ -1,7 +1,7 @@
-"""Measures the stores and databases that locks depend on, and explains what it finds; changes nothing.
+"""Measures the stores and databases that locks depend on, and explains what it finds; it changes nothing.
 
-What there is to know about a kind of store stands beside it: a backend may have `async diagnose(runtime)`, which gives
-findings and may raise BackendUnavailable.
+Each kind of store examines itself: a backend may have `async diagnose(runtime)`, which returns a list of findings and
+may raise BackendUnavailable.
 """
 
 from __future__ import annotations
@@ -9,10 +9,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
-from dlock_core.doctor import databases as mysql
-from dlock_core.doctor import databases as postgresql
-from dlock_core.doctor import databases as sqlite
 from dlock_core.doctor.clocks import round_trip, wall
+from dlock_core.doctor.databases import mysql_findings, postgresql_findings, sqlite_findings
 from dlock_core.doctor.finding import Finding, Level, ok, unsafe, warning
 from dlock_core.errors import BackendUnavailable, DLockError
 from dlock_core.runtime import BLOCKING, run
@@ -26,15 +24,22 @@ if TYPE_CHECKING:
 __all__ = ["Finding", "Level", "examine"]
 
 _DATABASES: Final[dict[str, Callable[[Any], list[Finding]]]] = {
-    "postgresql": postgresql.postgresql_findings,
-    "mysql": mysql.mysql_findings,
-    "mariadb": mysql.mysql_findings,
-    "sqlite": sqlite.sqlite_findings,
+    "postgresql": postgresql_findings,
+    "mysql": mysql_findings,
+    "mariadb": mysql_findings,
+    "sqlite": sqlite_findings,
 }
 
 
 def examine(stores: Iterable[tuple[str, Backend]], databases: Iterable[Database] = ()) -> list[Finding]:
-    """Examine stores (alias, backend) and databases, one after the other; what cannot be reached is a finding."""
+    """Examine stores and databases, one after the other, and return the findings.
+
+    Raises nothing for a store or database that cannot be reached: that is a finding, too.
+
+    Args:
+        stores: pairs of an alias and a backend.
+        databases: what `databases()` of `django_dlock.inspect`, or `database()` of `sqla_dlock.inspect`, returns.
+    """
     found = [replace(one, source=alias) for alias, backend in stores for one in _safely(_store, backend)]
     return found + [
         replace(one, subject="database", source=each.alias) for each in databases for one in _safely(_database, each)
@@ -46,11 +51,15 @@ def _safely(look: Callable[[Any], list[Finding]], at: Any) -> list[Finding]:
         return look(at)
     except DLockError as error:
         reason = error.reason if isinstance(error, BackendUnavailable) else str(error)
-        remedy = "start it, or correct its address and the password"
-        return [unsafe("reach", reason, "nobody can take a lock there", remedy)]
-    except Exception as error:  # noqa: BLE001 - one patient's surprise is no reason to leave the others alone
-        remedy = "report it to whoever wrote this store"
-        return [warning("reach", f"the examination failed: {type(error).__name__}", "nothing is known of it", remedy)]
+        remedy = "start it, or correct its address and password"
+        return [unsafe("reach", reason, "no process can acquire a lock there", remedy)]
+    except Exception as error:  # noqa: BLE001 - a defect in one store must not hide the others
+        remedy = "report it to the author of this store"
+        return [
+            warning(
+                "reach", f"the examination failed: {type(error).__name__}", "it was not examined to the end", remedy
+            )
+        ]
 
 
 def _store(backend: Any) -> list[Finding]:

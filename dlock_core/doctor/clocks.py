@@ -1,7 +1,7 @@
-"""Round trips and clocks: how far a server is away, in both senses.
+"""Round trips and clocks: how long a server takes to answer, and how far its clock is from ours.
 
-A server's clock is compared with ours in the middle of the shortest round trip, so half of that is the error (Cristian,
-1989).
+A server's clock is compared with ours in the middle of the shortest round trip, so half of that trip bounds the error
+(Cristian, "Probabilistic clock synchronization", 1989).
 """
 
 from __future__ import annotations
@@ -18,16 +18,17 @@ if TYPE_CHECKING:
 __all__ = ["SAMPLE_COUNT", "Sample", "Timing", "clock", "clock_spread", "round_trip", "timing", "wall"]
 
 SAMPLE_COUNT: Final = 5
+"""Round trips that are measured for each server."""
 MAX_CLOCK_OFFSET_S: Final = 1.0
-"""Seconds that clocks may differ; every protocol here counts durations, so less than this changes nothing."""
+"""Accepted difference of clocks; the protocols here count durations, so a smaller one changes nothing."""
 SLOW_ROUND_TRIP_S: Final = 0.05
-"""Seconds of a round trip that a lock pays twice, in the same data centre a hundred times more than usual."""
+"""A round trip that deserves a warning: a hundred times what is usual inside a data centre."""
 
 wall = time.time
 
 
 class Sample(NamedTuple):
-    """One question for the time: our clock before and after, and theirs; seconds since 1970."""
+    """One query for the time: our clock before and after it, and the server's; seconds since 1970."""
 
     sent: float
     received: float
@@ -35,7 +36,7 @@ class Sample(NamedTuple):
 
 
 class Timing(NamedTuple):
-    """The usual round trip, and how far their clock is ahead of ours, give or take `precision` (seconds)."""
+    """The usual round trip, and how far the server's clock is ahead of ours, plus or minus `precision`; seconds."""
 
     round_trip: float
     offset: float
@@ -43,7 +44,7 @@ class Timing(NamedTuple):
 
 
 def timing(samples: Sequence[Sample]) -> Timing:
-    """Make the best of some samples."""
+    """Combine samples: the median round trip, and the offset in the shortest one."""
     best = min(samples, key=lambda sample: sample.received - sample.sent)
     usual = median(sample.received - sample.sent for sample in samples)
     middle = (best.sent + best.received) / 2
@@ -51,7 +52,7 @@ def timing(samples: Sequence[Sample]) -> Timing:
 
 
 def round_trip(seconds: float) -> Finding:
-    """Judge a round trip."""
+    """Judge a round trip (seconds)."""
     measured = f"{seconds * 1000:.2f} ms"
     if seconds < SLOW_ROUND_TRIP_S:
         return ok("round trip", measured)
@@ -60,8 +61,8 @@ def round_trip(seconds: float) -> Finding:
 
 
 def clock(found: Timing, reason: str) -> Finding:
-    """Judge their clock beside ours; `reason` says what depends on it."""
-    measured = f"{_amount(abs(found.offset))} {'ahead of' if found.offset >= 0 else 'behind'} us"
+    """Judge the difference between a server's clock and ours; `reason` says what depends on it."""
+    measured = f"{_amount(abs(found.offset))} {'ahead of' if found.offset >= 0 else 'behind'} this machine"
     measured += f" (± {_amount(found.precision)})"
     if abs(found.offset) - found.precision < MAX_CLOCK_OFFSET_S:
         return ok("clock", measured)
@@ -69,13 +70,13 @@ def clock(found: Timing, reason: str) -> Finding:
 
 
 def clock_spread(timings: Sequence[Timing]) -> Finding:
-    """Judge the clocks of several nodes beside each other."""
+    """Judge the differences between the clocks of several nodes."""
     offsets = [each.offset for each in timings]
     spread, precision = max(offsets) - min(offsets), 2 * max(each.precision for each in timings)
     measured = f"{_amount(spread)} between the nodes (± {_amount(precision)})"
     if spread - precision < MAX_CLOCK_OFFSET_S:
         return ok("clocks", measured)
-    reason = "tokens are drawn from the nodes' clocks: many locks then cost a second round to agree on one"
+    reason = "tokens come from the nodes' clocks, so many locks then need a second round to agree on one"
     return warning("clocks", measured, reason, "let chrony or ntpd slew the clocks of all nodes")
 
 

@@ -1,4 +1,7 @@
-"""What a doctor finds: one thing that was measured, what it means, and what to do about it."""
+"""A finding of the doctor: what was measured, what it means, and what to do about it.
+
+This module imports nothing else, so that the stores, which examine themselves, can depend on it.
+"""
 
 from __future__ import annotations
 
@@ -8,15 +11,18 @@ from typing import Literal
 __all__ = ["Finding", "Level", "ok", "unsafe", "warning"]
 
 Level = Literal["ok", "warning", "unsafe"]
-"""unsafe: locks may fail to exclude, or not work at all; warning: they will in a case that may come, or cost much."""
+"""How serious a finding is.
+
+"unsafe": locks may fail to exclude, or not work at all. "warning": the same in a case that may yet come, or locks are
+slow. "ok": nothing to do.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One finding; `check` is a stable word for programs, everything else is for people.
+    """One thing that was measured, and what it means.
 
-    `subject` and `source` say of what, and are set by the doctor: a store or database and its alias, or the settings of
-    a framework; `part` names the node or member, where there are several.
+    `check` and `level` are stable words for programs; `measured`, `reason` and `remedy` are sentences for people.
     """
 
     check: str
@@ -25,20 +31,23 @@ class Finding:
     reason: str = ""
     remedy: str = ""
     part: str = ""
+    """The node or member that was examined, where there are several."""
     subject: Literal["store", "database", "settings"] = "store"
+    """What was examined; set by the doctor, like `source`."""
     source: str = ""
+    """The alias of the store or database, or the name of the framework."""
 
 
 def ok(check: str, measured: str, reason: str = "") -> Finding:
-    """Say that a thing is as it should be."""
+    """Return a finding that needs no action."""
     return Finding(check, "ok", measured, reason)
 
 
 def warning(check: str, measured: str, reason: str, remedy: str) -> Finding:
-    """Say what will go wrong one day."""
+    """Return a finding about something that may go wrong, with the reason and the remedy."""
     return Finding(check, "warning", measured, reason, remedy)
 
 
 def unsafe(check: str, measured: str, reason: str, remedy: str) -> Finding:
-    """Say why a lock cannot be trusted here."""
+    """Return a finding because of which locks cannot be trusted, with the reason and the remedy."""
     return Finding(check, "unsafe", measured, reason, remedy)

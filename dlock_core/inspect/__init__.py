@@ -1,4 +1,4 @@
-"""Who holds and who waits, in all stores and databases, as plain rows for people and programs."""
+"""The holders and waiters of all stores and databases, as plain entries for people and programs."""
 
 from dlock_core.inspect.entries import Entry, Unreadable
 from dlock_core.inspect.graph import Cycle, Wait, cycles, waits

@@ -1,4 +1,4 @@
-"""What the inspector finds: who holds, who waits, and whom it could not ask."""
+"""What the inspector finds: holders and waiters, and the sources that it could not read."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ __all__ = ["Entry", "Unreadable"]
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One who holds a lease, a row lock or an advisory lock, or who waits for it; times in seconds, None if unknown.
+    """A holder or a waiter of one lease, row lock or advisory lock; times in seconds, None if unknown.
 
-    Names and owners are data of others: only `described` is sure to be one printable line.
+    Names and owners are texts that other programs wrote: only `described` is certain to be one printable line.
     """
 
     kind: Literal["lease", "row", "advisory"]
@@ -22,30 +22,34 @@ class Entry:
     """The lock, the table and key of a row, or the key of an advisory lock."""
     role: Literal["holder", "waiter"]
     mode: str
-    """exclusive or shared; of a row lock in the database's words, where it says more."""
+    """"exclusive" or "shared"; for a row lock the database's own words where they say more."""
     owner: dict[str, Any]
-    """What it said of itself: app, host, pid, thread or task, request; of a database session pid, state, query."""
+    """What the actor says about itself.
+
+    Of a lease: app, host, pid, thread or task, request. Of a database session: pid, state, query.
+    """
     described: str
+    """The owner in words, as one printable line."""
     token: int | None
     seconds: float | None
-    """How long it has held the lock, or waited for it."""
+    """How long the lock has been held, or waited for."""
     expires_in: float | None
     position: int | None
-    """1 for the first in the queue; None for a holder."""
+    """Position in the queue, 1 for the first waiter; None for a holder."""
     actor: str
-    """The same text on every entry of one thread, task or database session: who has to end before others go on."""
+    """The thread, task or database session behind this entry; all its entries have the same text."""
     blocked_by: tuple[str, ...] | None = None
-    """The actors in a waiter's way, where a database tells them; None where `mode` and `position` say it."""
+    """The actors that block a waiter, where a database reports them; None where `mode` and `position` show it."""
 
     def as_dict(self) -> dict[str, Any]:
-        """Give the entry as JSON takes it; times to the millisecond."""
+        """Return the entry as JSON data, with times rounded to milliseconds."""
         values = ((name, getattr(self, name)) for name in self.__slots__)
         return {name: round(value, 3) if isinstance(value, float) else value for name, value in values}
 
 
 @dataclass(frozen=True, slots=True)
 class Unreadable:
-    """A store or a database that could not be asked; the reason is one line without a password."""
+    """A store or database that could not be read; the reason is one line without a password."""
 
     source: str
     reason: str

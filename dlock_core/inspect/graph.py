@@ -1,6 +1,6 @@
-"""Who waits for whom, over leases, row locks and advisory locks together; pure.
+"""The graph of waits over leases, row locks and advisory locks together, and its cycles; pure, no I/O.
 
-No store or database sees a deadlock that goes through two of them: each knows its own waits only.
+No store or database sees a deadlock that spans two of them, because each knows only its own waits.
 """
 
 from __future__ import annotations
@@ -17,13 +17,14 @@ if TYPE_CHECKING:
     from dlock_core.inspect.entries import Entry
 
     Graph: TypeAlias = "dict[str, dict[str, Wait]]"
+    """For each actor the actors that it waits for, with one wait for each."""
 
 __all__ = ["Cycle", "Wait", "cycles", "related_to_leases", "waits"]
 
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """One who waits, and what stands in its way: a holder, or a waiter before it in the queue."""
+    """A waiter, and the entry that blocks it: a holder, or an earlier waiter in the same queue."""
 
     waiter: Entry
     blocker: Entry
@@ -31,72 +32,73 @@ class Wait:
 
 @dataclass(frozen=True, slots=True)
 class Cycle:
-    """Parties of whom each waits for the next, and the last for the first: none goes on before one of them ends."""
+    """A deadlock: each actor waits for the next and the last for the first, so none proceeds until one of them ends."""
 
     waits: tuple[Wait, ...]
 
     def steps(self) -> list[str]:
-        """Tell the cycle in printable lines, one for each actor."""
+        """Return the deadlock in printable lines, one for each actor."""
         return [
-            f"{_who(before.blocker, wait.waiter)} {_has(before.blocker)} and waits for {_label(wait.waiter)}"
-            for before, wait in self._turns()
+            f"{_description(before.blocker, wait.waiter)} {_possession(before.blocker)} "
+            f"and waits for {_label(wait.waiter)}"
+            for before, wait in self._links()
         ]
 
     def as_dict(self) -> dict[str, Any]:
-        """Give the cycle as JSON takes it."""
+        """Return the deadlock as JSON data."""
         steps = [
             {
                 "actor": wait.waiter.actor,
-                "described": _who(before.blocker, wait.waiter),
+                "described": _description(before.blocker, wait.waiter),
                 "has": _resource(before.blocker),
                 "waits_for": _resource(wait.waiter),
             }
-            for before, wait in self._turns()
+            for before, wait in self._links()
         ]
         return {"steps": steps, "text": self.steps()}
 
-    def _turns(self) -> Iterator[tuple[Wait, Wait]]:
-        """The wait that each actor stands in the way of, and its own."""
+    def _links(self) -> Iterator[tuple[Wait, Wait]]:
+        """Return for each actor the wait that it blocks, and the wait in which it is blocked."""
         return zip((self.waits[-1], *self.waits[:-1]), self.waits, strict=True)
 
 
 def waits(entries: Iterable[Entry]) -> list[Wait]:
-    """Find what stands in the way of each waiter: the holders that exclude it, and the last before it in its queue.
+    """Return what blocks each waiter: the holders that exclude it, and the last waiters before it in its queue.
 
-    Who is further ahead stands in the way of those, and so in its way, too.
+    Waiters further ahead are left out: they block those last waiters, and so they block this one indirectly.
     """
-    return [wait for queue in _queues(entries) for wait in _waits(*queue)]
+    return [wait for queue in _queues(entries) for wait in _waits_in_queue(*queue)]
 
 
 def cycles(entries: Iterable[Entry]) -> list[Cycle]:
-    """Find deadlocks: every actor that is in one is named in at least one, by a shortest way round."""
+    """Return the deadlocks; every actor in one is part of at least one of the cycles, each of them a shortest one."""
     graph: Graph = defaultdict(dict)
     for wait in waits(entries):
         graph[wait.waiter.actor].setdefault(wait.blocker.actor, wait)
     found: list[Cycle] = []
-    named: set[str] = set()
-    for actor in sorted(_knotted(graph)):
-        if actor not in named and (cycle := _shortest(graph, actor)):
+    covered: set[str] = set()
+    for actor in sorted(_candidates(graph)):
+        if actor not in covered and (cycle := _shortest_cycle(graph, actor)):
             found.append(cycle)
-            named.update(wait.waiter.actor for wait in cycle.waits)
+            covered.update(wait.waiter.actor for wait in cycle.waits)
     return found
 
 
 def related_to_leases(entries: list[Entry]) -> list[Entry]:
-    """Keep the leases, and of the other entries those of their actors and of all for whom these wait."""
+    """Return the leases, and the other entries of their actors and of all actors for which these wait."""
     actors = {entry.actor for entry in entries if entry.kind == "lease"}
-    behind: dict[str, set[str]] = defaultdict(set)
+    blockers: dict[str, set[str]] = defaultdict(set)
     for wait in waits(entries):
-        behind[wait.waiter.actor].add(wait.blocker.actor)
+        blockers[wait.waiter.actor].add(wait.blocker.actor)
     todo = list(actors)
     while todo:
-        todo += (new := behind[todo.pop()] - actors)
+        todo += (new := blockers[todo.pop()] - actors)
         actors |= new
     return [entry for entry in entries if entry.kind == "lease" or entry.actor in actors]
 
 
 def _queues(entries: Iterable[Entry]) -> Iterator[tuple[list[Entry], list[Entry]]]:
-    """Give the holders of each lock that is waited for, and its waiters in order."""
+    """Yield the holders and the waiters, in order, of each lock that has waiters."""
     locks: dict[tuple[str, ...], tuple[list[Entry], list[Entry]]] = defaultdict(lambda: ([], []))
     for entry in entries:
         locks[entry.source, entry.kind, entry.name][entry.role == "waiter"].append(entry)
@@ -105,41 +107,45 @@ def _queues(entries: Iterable[Entry]) -> Iterator[tuple[list[Entry], list[Entry]
             yield holders, sorted(waiters, key=lambda waiter: waiter.position or 0)
 
 
-def _waits(holders: list[Entry], waiters: list[Entry]) -> Iterator[Wait]:
+def _waits_in_queue(holders: list[Entry], waiters: list[Entry]) -> Iterator[Wait]:
     if any(waiter.blocked_by is not None for waiter in waiters):
-        yield from _told(holders, waiters)
+        yield from _reported_waits(holders, waiters)
         return
-    for position, waiter in enumerate(waiters):
-        for other in (*holders, *_last_before(waiters[:position])):
+    for index, waiter in enumerate(waiters):
+        for other in (*holders, *_last_before(waiters[:index])):
             if _excludes(other, waiter):
                 yield Wait(waiter, other)
 
 
-def _told(holders: list[Entry], waiters: list[Entry]) -> Iterator[Wait]:
-    """As a database tells it, whose locks have more modes than two; also the holders behind whom one is indirectly."""
-    ways = _ways(waiters)
+def _reported_waits(holders: list[Entry], waiters: list[Entry]) -> Iterator[Wait]:
+    """Yield the waits that a database reports, whose locks have more than two modes.
+
+    A waiter gets every holder that blocks it, even indirectly, because the database may name only the waiter ahead. Of
+    the waiters ahead it gets only those that no other of them already stands for, so that a long queue yields a chain.
+    """
+    blockers = _all_blockers(waiters)
     for waiter in waiters:
-        way, covered = ways[waiter.actor], set[str]()
-        yield from (Wait(waiter, holder) for holder in holders if holder.actor in way)
+        mine, covered = blockers[waiter.actor], set[str]()
+        yield from (Wait(waiter, holder) for holder in holders if holder.actor in mine)
         for other in reversed(waiters):
-            if other is not waiter and other.actor in way and other.actor not in covered:
+            if other is not waiter and other.actor in mine and other.actor not in covered:
                 yield Wait(waiter, other)
-                covered |= ways[other.actor]
+                covered |= blockers[other.actor]
 
 
-def _ways(waiters: Iterable[Entry]) -> dict[str, set[str]]:
-    """Give everybody who has to go on before each waiter can, as far as the queue tells it."""
-    ways: dict[str, set[str]] = {}
+def _all_blockers(waiters: Iterable[Entry]) -> dict[str, set[str]]:
+    """Return for each waiter all actors that block it, directly or through an earlier waiter of the queue."""
+    found: dict[str, set[str]] = {}
     for waiter in waiters:
-        way = ways[waiter.actor] = set()
+        mine = found[waiter.actor] = set()
         for actor in reversed(waiter.blocked_by or ()):
-            if actor not in way:
-                way |= {actor} | ways.get(actor, set())
-    return ways
+            if actor not in mine:
+                mine |= {actor} | found.get(actor, set())
+    return found
 
 
 def _last_before(ahead: list[Entry]) -> Iterator[Entry]:
-    """Give the nearest exclusive waiter ahead, and the shared ones after it, who do not wait for each other."""
+    """Yield the nearest exclusive waiter ahead, and the shared ones after it, which do not wait for each other."""
     for other in reversed(ahead):
         yield other
         if not _is_shared(other):
@@ -154,17 +160,22 @@ def _is_shared(entry: Entry) -> bool:
     return entry.mode == "shared"
 
 
-def _knotted(graph: Graph) -> set[str]:
-    """Give the actors that may be on a cycle: who waits for nobody is on none, nor is who waits only for such."""
+def _candidates(graph: Graph) -> set[str]:
+    """Return the actors that may be on a cycle.
+
+    An actor that waits for nothing is on none, and neither is an actor that waits only for such actors: these are
+    removed until none is left (Kahn's topological sort). So the search for cycles touches only what is deadlocked, or
+    waits for a deadlock, and a listing without one stays linear.
+    """
     waiting_for = {actor: set(others) for actor, others in graph.items()}
-    behind: dict[str, list[str]] = defaultdict(list)
+    waiters_of: dict[str, list[str]] = defaultdict(list)
     for actor, others in graph.items():
         for other in others:
-            behind[other].append(actor)
-    free = [actor for actor in behind if actor not in waiting_for]
+            waiters_of[other].append(actor)
+    free = [actor for actor in waiters_of if actor not in waiting_for]
     while free:
         done = free.pop()
-        for actor in behind[done]:
+        for actor in waiters_of[done]:
             waiting_for[actor].discard(done)
             if not waiting_for[actor]:
                 del waiting_for[actor]
@@ -172,34 +183,34 @@ def _knotted(graph: Graph) -> set[str]:
     return set(waiting_for)
 
 
-def _shortest(graph: Graph, actor: str) -> Cycle | None:
-    """Find a shortest way from an actor back to itself."""
+def _shortest_cycle(graph: Graph, actor: str) -> Cycle | None:
+    """Return a shortest cycle through an actor, by breadth-first search, or None."""
     reached: dict[str, Wait] = {}
     todo = deque([actor])
     while todo:
-        here = todo.popleft()
-        for other, wait in graph.get(here, {}).items():
+        current = todo.popleft()
+        for other, wait in graph.get(current, {}).items():
             if other not in reached:
                 reached[other] = wait
                 todo.append(other)
         if actor in reached:
-            return _way_back(reached, actor)
+            return _path_back(reached, actor)
     return None
 
 
-def _way_back(reached: dict[str, Wait], actor: str) -> Cycle:
-    way = [reached[actor]]
-    while way[-1].waiter.actor != actor:
-        way.append(reached[way[-1].waiter.actor])
-    return Cycle(tuple(reversed(way)))
+def _path_back(reached: dict[str, Wait], actor: str) -> Cycle:
+    path = [reached[actor]]
+    while path[-1].waiter.actor != actor:
+        path.append(reached[path[-1].waiter.actor])
+    return Cycle(tuple(reversed(path)))
 
 
-def _who(*entries: Entry) -> str:
-    """Describe an actor; a lease says it without the database session."""
+def _description(*entries: Entry) -> str:
+    """Return the shortest description of an actor: a lease's, which does not repeat the database session."""
     return min((entry.described for entry in entries), key=len)
 
 
-def _has(entry: Entry) -> str:
+def _possession(entry: Entry) -> str:
     return f"{'holds' if entry.role == 'holder' else 'is queued before it for'} {_label(entry)}"
 
 

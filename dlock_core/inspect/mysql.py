@@ -1,6 +1,6 @@
-"""Row locks and user locks of MariaDB and MySQL, which need the PROCESS privilege to be told.
+"""Row locks and user locks of MariaDB and MySQL, which show them to users with the PROCESS privilege only.
 
-Both know the key of a row that is waited for. Of the other row locks only their number is read: MySQL would have to
+Both report the key of a row with a waiter. Of the other row locks only the number is read, because MySQL would have to
 list every one.
 """
 
@@ -11,7 +11,7 @@ from collections import defaultdict
 from typing import TYPE_CHECKING, Any, Final
 
 from dlock_core.backends.advisory.labels import PREFIX, in_comment
-from dlock_core.inspect.sessions import AwaitedLock, DatabaseLocks, DatabaseSession, HeldLock, read
+from dlock_core.inspect.sessions import AwaitedLock, DatabaseLocks, DatabaseSession, HeldLock, make_entries
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -59,19 +59,19 @@ SELECT 1 FROM information_schema.plugins WHERE plugin_name = 'METADATA_LOCK_INFO
 }
 
 _GET_LOCK: Final = re.compile(r"\bGET_LOCK\s*\(\s*(?:_\w+\s*)?'((?:[^'\\]|\\.|'')*)'", re.IGNORECASE)
-"""MariaDB tells the name of a user lock that is waited for in the statement only."""
+"""MariaDB shows the name of a user lock with a waiter only in the statement that waits."""
 
 _ESCAPED: Final = re.compile(r"\\(.)|'(?=')")
 
 
 def locks(database: Database) -> DatabaseLocks:
-    """Read who holds and who waits; raises BackendUnavailable, also without the privilege."""
+    """Read the locks and their waiters; raises BackendUnavailable, also without the privilege."""
     rows = database.query(_SESSIONS)
     sessions = {f"my:{row[0]}/{row[3]}": _session(row) for row in rows}
     actors = {row[0]: f"my:{row[0]}/{row[3]}" for row in rows}
     waits = [*_row_waits(database, actors), *_user_waits(database, rows, actors)]
     held = [*_user_locks(database, actors), *_row_locks(rows, actors, waits)]
-    return read(database.alias, sessions, waits, held)
+    return make_entries(database.alias, sessions, waits, held)
 
 
 def _session(row: tuple[Any, ...]) -> DatabaseSession:
@@ -87,19 +87,19 @@ def _seconds(value: Any) -> float | None:
 
 
 def _row_waits(database: Database, actors: dict[int, str]) -> Iterator[AwaitedLock]:
-    behind: dict[tuple[Any, ...], list[str]] = defaultdict(list)
+    blockers: dict[tuple[Any, ...], list[str]] = defaultdict(list)
     here = str(database.query("SELECT DATABASE()")[0][0])
     for waiter, blocker, table, index, mode, data, address, waited in database.query(_WAITS[database.vendor]):
         if waiter in actors:
             name = _name(str(table).replace("`", "").removeprefix(f"{here}."), index, data, address)
-            behind[actors[waiter], name, mode, _seconds(waited)].append(actors.get(blocker, f"my:{blocker}"))
-    for (actor, name, mode, waited), blockers in behind.items():
+            blockers[actors[waiter], name, mode, _seconds(waited)].append(actors.get(blocker, f"my:{blocker}"))
+    for (actor, name, mode, waited), blocked_by in blockers.items():
         words = "shared" if str(mode).startswith("S") else "exclusive"
-        yield AwaitedLock(actor, "row", name, words, waited, tuple(blockers))
+        yield AwaitedLock(actor, "row", name, words, waited, tuple(blocked_by))
 
 
 def _name(table: str, index: str | None, data: str | None, address: str) -> str:
-    """Name a row by its primary key; by an entry of an index, where that is what is locked; or by its address."""
+    """Return the name of a row: its primary key, else the locked entry of an index, else its physical address."""
     if index is None:
         return f"table {table}"
     if data is None:
@@ -113,14 +113,14 @@ def _user_waits(database: Database, rows: Iterable[tuple[Any, ...]], actors: dic
         if found is not None:
             word = _ESCAPED.sub(r"\1", found[1])
             ((holder,),) = database.query("SELECT IS_USED_LOCK(%s)", (word,))
-            behind = () if holder is None else (actors.get(holder, f"my:{holder}"),)
-            told = in_comment(str(row[5]))
-            name = told.name if told is not None else _as_told(database, word).removeprefix(PREFIX)
-            yield AwaitedLock(actors[row[0]], "advisory", name, "exclusive", _seconds(row[7]), behind)
+            blocked_by = () if holder is None else (actors.get(holder, f"my:{holder}"),)
+            label = in_comment(str(row[5]))
+            name = label.name if label is not None else _as_reported(database, word).removeprefix(PREFIX)
+            yield AwaitedLock(actors[row[0]], "advisory", name, "exclusive", _seconds(row[7]), blocked_by)
 
 
-def _as_told(database: Database, word: str) -> str:
-    """Write a user lock's name as the server does; to MySQL case is nothing."""
+def _as_reported(database: Database, word: str) -> str:
+    """Return a user lock's name as the server reports it; MySQL ignores case, and reports lower case."""
     return word.lower() if database.vendor == "mysql" else word
 
 
@@ -134,10 +134,10 @@ def _user_locks(database: Database, actors: dict[int, str]) -> Iterator[HeldLock
 def _row_locks(
     rows: Iterable[tuple[Any, ...]], actors: dict[int, str], waits: Iterable[AwaitedLock]
 ) -> Iterator[HeldLock]:
-    """Give the transactions that have locked rows for which nobody waits."""
-    told = {actor for one in waits for actor in (one.actor, *one.blocked_by)}
+    """Yield the transactions that have locked rows without waiters."""
+    listed = {actor for one in waits for actor in (one.actor, *one.blocked_by)}
     for row in rows:
         actor, number = actors[row[0]], row[9]
-        if number and actor not in told:
+        if number and actor not in listed:
             name = f"{number} row{'s' if number > 1 else ''} of session {row[0]}"
             yield HeldLock(actor, "row", name, "exclusive", _seconds(row[10]))

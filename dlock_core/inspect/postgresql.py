@@ -1,7 +1,8 @@
-"""Row locks and advisory locks of PostgreSQL, as far as it knows them.
+"""Row locks and advisory locks of PostgreSQL, as far as it reports them.
 
-A row lock stands in the row itself, not in pg_locks: who holds one is known when somebody waits for it; of the others
-only the table is. (Mechanisms: the manual on explicit locking and on pg_locks; README.tuplock in its source.)
+PostgreSQL stores a row lock in the row itself, not in pg_locks. Its holder is reported only while another session waits
+for it; of the other row locks only the table is known. (Mechanisms: the manual on explicit locking and on pg_locks;
+README.tuplock in its source.)
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from dlock_core.backends.advisory.labels import PREFIX, in_comment, in_label, key_of
 from dlock_core.errors import BackendUnavailable
-from dlock_core.inspect.sessions import AwaitedLock, DatabaseLocks, DatabaseSession, HeldLock, read
+from dlock_core.inspect.sessions import AwaitedLock, DatabaseLocks, DatabaseSession, HeldLock, make_entries
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 __all__ = ["locks"]
 
 MAX_RESOLVED_ROWS: Final = 50
-"""So many rows that are waited for are looked up by their place, to tell their keys."""
+"""Rows with waiters whose keys are looked up by their ctids; the others are listed by ctid."""
 
 _LOCKS: Final = """\
 WITH l AS MATERIALIZED (
@@ -36,7 +37,7 @@ FROM l LEFT JOIN pg_class c ON c.oid = l.relation
 WHERE NOT l.granted OR l.locktype IN ('tuple', 'advisory') OR (l.locktype = 'relation' AND (
 (l.mode IN ('RowShareLock', 'RowExclusiveLock') AND c.relkind IN ('r', 'p') AND l.relation >= 16384)
 OR l.relation IN (SELECT relation FROM l WHERE locktype = 'relation' AND NOT granted)))"""
-# The oids below 16384 are the system's own tables. waitstart is new in PostgreSQL 14: to_jsonb asks for it politely.
+# The oids below 16384 are the system's own tables. PostgreSQL 13 has no waitstart: through to_jsonb it is NULL there.
 
 _SESSIONS: Final = """\
 SELECT pid, datname, usename, host(client_addr), application_name, state, left(query, 500),
@@ -59,7 +60,7 @@ _WORDS: Final = {
     "ExclusiveLock": "FOR NO KEY UPDATE",
     "AccessExclusiveLock": "FOR UPDATE",
 }
-"""What a lock on a tuple is for."""
+"""The row lock that each mode of a tuple lock stands for."""
 
 _STRENGTHS: Final = (
     "", "AccessShareLock", "RowShareLock", "RowExclusiveLock", "ShareUpdateExclusiveLock", "ShareLock",
@@ -85,7 +86,7 @@ class _Lock(NamedTuple):
 
 
 class _Names(NamedTuple):
-    """What rows are called, by their places, and advisory locks, by their keys."""
+    """The names of rows, by table and ctid, and of advisory locks, by their keys."""
 
     rows: Mapping[tuple[Any, ...], str]
     advisory: Mapping[str, str]
@@ -97,16 +98,16 @@ class _Names(NamedTuple):
 
 
 def locks(database: Database) -> DatabaseLocks:
-    """Read who holds and who waits; raises BackendUnavailable. What it may not see is left out."""
+    """Read the locks and their waiters; raises BackendUnavailable. What the user may not see is left out."""
     found = [_Lock(*row) for row in database.query(_LOCKS)]
     sessions, actors = _sessions(database, found)
     names = _Names(_rows(database, found), _advisory_names(found, actors, sessions))
     wanted = list(_wanted(found, actors, names))
-    return read(database.alias, sessions, wanted, _held(found, actors, sessions, wanted, names))
+    return make_entries(database.alias, sessions, wanted, _held(found, actors, sessions, wanted, names))
 
 
 def _sessions(database: Database, found: list[_Lock]) -> tuple[dict[str, DatabaseSession], dict[object, str]]:
-    """Give the sessions, and the actor of each pid and, of prepared transactions, of each number."""
+    """Return the sessions, and the actors by pid, or by transaction number for prepared transactions."""
     sessions, actors = {}, {}
     for pid, name, user, client, app, state, query, age, idle, here in database.query(_SESSIONS):
         actor = f"pg:{pid}/{name or here}"
@@ -130,27 +131,28 @@ def _wanted(found: list[_Lock], actors: Mapping[object, str], names: _Names) -> 
         if lock.granted or lock.pid not in actors:
             continue
         row = tuples.get(lock.pid)
-        behind = tuple(_party(pid, lock, actors) for pid in lock.blockers or ())
+        blocked_by = tuple(_actor(pid, lock, actors) for pid in lock.blockers or ())
         actor = actors[lock.pid]
         if lock.type == "advisory":
-            yield AwaitedLock(actor, "advisory", names.of(lock), _advisory(lock), lock.waited, behind)
+            yield AwaitedLock(actor, "advisory", names.of(lock), _advisory(lock), lock.waited, blocked_by)
         elif row is not None:
-            yield AwaitedLock(actor, "row", names.of(row), _WORDS.get(row.mode, row.mode), lock.waited, behind)
+            yield AwaitedLock(actor, "row", names.of(row), _WORDS.get(row.mode, row.mode), lock.waited, blocked_by)
         else:
-            yield AwaitedLock(actor, "row", _other(lock, behind), lock.mode, lock.waited, behind)
+            yield AwaitedLock(actor, "row", _other(lock, blocked_by), lock.mode, lock.waited, blocked_by)
 
 
-def _party(pid: int, lock: _Lock, actors: Mapping[object, str]) -> str:
+def _actor(pid: int, lock: _Lock, actors: Mapping[object, str]) -> str:
+    """Return the actor that blocks a lock; pg_blocking_pids() reports a prepared transaction as pid 0."""
     if pid:
         return actors.get(pid, f"pg:{pid}")
     return actors.get(lock.transaction, "pg:a prepared transaction")
 
 
-def _other(lock: _Lock, behind: tuple[str, ...]) -> str:
-    """Name a wait for what is no row: a whole table, or the end of a transaction."""
+def _other(lock: _Lock, blocked_by: tuple[str, ...]) -> str:
+    """Return the name of a lock that is not on a row: on a whole table, or on the end of a transaction."""
     if lock.type == "relation":
         return f"table {lock.table}"
-    return f"transaction {lock.transaction}" if lock.transaction else f"{lock.type} of {', '.join(behind)}"
+    return f"transaction {lock.transaction}" if lock.transaction else f"{lock.type} of {', '.join(blocked_by)}"
 
 
 def _held(
@@ -160,9 +162,9 @@ def _held(
     wanted: Iterable[AwaitedLock],
     names: _Names,
 ) -> Iterator[HeldLock]:
-    """Give advisory locks, locks of whole tables that are waited for, and the tables in which rows are locked."""
+    """Yield advisory locks, locks of whole tables that have waiters, and the tables in which rows are locked."""
     contended = {one.name for one in wanted}
-    told = {(actor, one.name.partition(" ")[0]) for one in wanted for actor in (one.actor, *one.blocked_by)}
+    listed = {(actor, one.name.partition(" ")[0]) for one in wanted for actor in (one.actor, *one.blocked_by)}
     modes: dict[tuple[str, str], str] = defaultdict(str)
     for lock in found:
         actor = actors.get(lock.pid or lock.virtual.partition("/")[2])
@@ -176,7 +178,7 @@ def _held(
         age = sessions[actor].transaction_age
         if f"table {table}" in contended:
             yield HeldLock(actor, "row", f"table {table}", mode, age)
-        elif (actor, table) not in told and table != "dlock_fence" and mode in ("RowShareLock", "RowExclusiveLock"):
+        elif (actor, table) not in listed and table != "dlock_fence" and mode in ("RowShareLock", "RowExclusiveLock"):
             yield HeldLock(actor, "row", table, mode, age)
 
 
@@ -185,7 +187,7 @@ def _strength(mode: str) -> int:
 
 
 def _key(lock: _Lock) -> str:
-    """Write the key of an advisory lock as the function that took it was given it: a number, or two."""
+    """Return the key of an advisory lock in the form of the call that took it: one number, or two."""
     high, low = lock.classid or 0, lock.objid or 0
     if lock.objsubid == 2:
         return f"{_signed(high, 32)},{_signed(low, 32)}"
@@ -199,14 +201,14 @@ def _signed(number: int, bits: int) -> int:
 def _advisory_names(
     found: list[_Lock], actors: Mapping[object, str], sessions: Mapping[str, DatabaseSession]
 ) -> dict[str, str]:
-    """Give the names of advisory locks that a session tells, and whose key proves them."""
+    """Return the names of advisory locks that a session's label or query states, where the lock's key proves them."""
     names = {}
     for lock in found:
         if lock.type == "advisory" and lock.objsubid == 1 and lock.pid in actors:
             owner, key = sessions[actors[lock.pid]].owner, int(_key(lock))
-            for told in (in_label(owner["application_name"] or "", PREFIX, key), in_comment(owner["query"] or "")):
-                if told is not None and key_of(told.name) == key:
-                    names[str(key)] = told.name
+            for label in (in_label(owner["application_name"] or "", PREFIX, key), in_comment(owner["query"] or "")):
+                if label is not None and key_of(label.name) == key:
+                    names[str(key)] = label.name
     return names
 
 
@@ -215,16 +217,16 @@ def _advisory(lock: _Lock) -> str:
 
 
 def _rows(database: Database, found: list[_Lock]) -> dict[tuple[Any, ...], str]:
-    """Tell the primary keys of the rows that are waited for, by their places in their tables."""
-    places = {(lock.table, lock.ctid): None for lock in found if lock.type == "tuple" and lock.table}
+    """Return the names of the rows with waiters, by table and ctid."""
+    rows = {(lock.table, lock.ctid): None for lock in found if lock.type == "tuple" and lock.table}
     names, closed = {}, set()
-    for table, ctid in list(places)[:MAX_RESOLVED_ROWS]:
+    for table, ctid in list(rows)[:MAX_RESOLVED_ROWS]:
         try:
             if table not in closed:
                 names[table, ctid] = f"{table} {_primary_key(database, str(table), ctid)}"
-        except BackendUnavailable:  # we may not read it, or it is locked as a whole
+        except BackendUnavailable:  # The user may not read the table, or it is locked as a whole.
             closed.add(table)
-        except LookupError:  # it has no key, or the row is gone
+        except LookupError:  # The table has no primary key, or the row is gone.
             continue
     return names
 
@@ -233,6 +235,6 @@ def _primary_key(database: Database, table: str, ctid: str | None) -> str:
     ((columns,),) = database.query(_KEY, (table,))
     if not columns:
         raise LookupError(table)
-    # The names come quoted from the catalogue.
+    # Concatenating is safe: the catalogue returns the names quoted.
     rows = database.query(f"SELECT CAST({columns} AS text) FROM {table} WHERE ctid = CAST(%s AS tid)", (ctid,))  # noqa: S608
     return str(rows[0][0])

@@ -1,4 +1,4 @@
-"""One snapshot of all stores and databases: the holders, the waiters, and cycles of waiting."""
+"""A snapshot of all stores and databases: the holders, the waiters, and the deadlocks among them."""
 
 from __future__ import annotations
 
@@ -37,23 +37,26 @@ _LOCKS: Final[dict[str, Callable[[Database], DatabaseLocks]]] = {
 }
 
 
-def _nothing(_database: Database) -> DatabaseLocks:
-    """SQLite, for one: its locks are those of the file system, and tell no owner."""
+def _no_locks(_database: Database) -> DatabaseLocks:
+    """Return no locks, for databases that report none: SQLite's are file locks, which have no known owner."""
     return DatabaseLocks()
 
 
 @dataclass(slots=True)
 class Snapshot:
-    """What was found, source by source at nearly the same moment: for people, never a basis for decisions."""
+    """The holders and waiters at nearly the same moment: information for people, never a basis for decisions.
+
+    The sources are read one after the other, so an entry may be outdated by the time the next source is read.
+    """
 
     entries: list[Entry] = field(default_factory=list)
     unreadable: list[Unreadable] = field(default_factory=list)
     cycles: list[Cycle] = field(default_factory=list)
     left_out: dict[str, int] = field(default_factory=dict)
-    """How many locks of a database, all of them such as nobody waits for, were too many to be told."""
+    """By database, the number of locks without waiters that are not in `entries`, because there were too many."""
 
     def as_dict(self) -> dict[str, Any]:
-        """Give the snapshot as JSON takes it, in schema 1: docs/reference/snapshot.md."""
+        """Return the snapshot as JSON data, in schema 1: see docs/reference/snapshot.md."""
         return {
             "schema": 1,
             "entries": [entry.as_dict() for entry in self.entries],
@@ -64,13 +67,13 @@ class Snapshot:
 
     @contextmanager
     def reading(self, source: str) -> Iterator[None]:
-        """Note a store or database that cannot be asked, or whose answer cannot be read."""
+        """Record a source in `unreadable` if the block, which reads it, raises."""
         try:
             yield
         except DLockError as error:
             reason = error.reason if isinstance(error, BackendUnavailable) else str(error)
             self.unreadable.append(Unreadable(source, printable(reason)))
-        except Exception as error:  # one surprise is no reason to hide the others
+        except Exception as error:  # A defect in one source must not hide the others.
             logger.debug("dlock: reading %s failed", source, exc_info=True)
             self.unreadable.append(Unreadable(source, f"reading it failed: {type(error).__name__}"))
 
@@ -78,9 +81,15 @@ class Snapshot:
 def take_snapshot(
     stores: Iterable[tuple[str, Backend]], databases: Iterable[Database] = (), name: str | None = None
 ) -> Snapshot:
-    """Ask the stores (alias, backend) and the databases; `name` keeps to one lock and to those whom it concerns.
+    """Return the holders and waiters in stores and databases, and the deadlocks among them.
 
-    Raises nothing for a store or database that cannot be asked: it is told in `unreadable`.
+    A store or database that cannot be read raises nothing: it is listed in `unreadable`.
+
+    Args:
+        stores: pairs of an alias and a backend.
+        databases: what `databases()` of `django_dlock.inspect`, or `database()` of `sqla_dlock.inspect`, returns.
+        name: limits the snapshot to one lock, and to the row and advisory locks that its holders and waiters hold or
+            wait for.
     """
     found = Snapshot()
     for alias, backend in stores:
@@ -90,7 +99,7 @@ def take_snapshot(
     sessions: dict[str, DatabaseSession] = {}
     for database in databases:
         with found.reading(database.alias), closing(database):
-            reading = _LOCKS.get(database.vendor, _nothing)(database)
+            reading = _LOCKS.get(database.vendor, _no_locks)(database)
             locks += reading.entries
             sessions |= reading.sessions
             if reading.left_out:
@@ -103,34 +112,36 @@ def take_snapshot(
 
 
 if TYPE_CHECKING:
-    Facts: TypeAlias = tuple[int | None, float | None, float | None, int | None]
+    LeaseFacts: TypeAlias = tuple[int | None, float | None, float | None, int | None]
     """token, seconds, expires_in, position"""
 
 
 def leases(source: str, backend: Backend, name: str | None = None) -> list[Entry]:
-    """List the holders of each lock, then its waiters in order; raises DLockError when the store cannot be asked."""
+    """Return the holders of each lock, then its waiters in order; raises DLockError if the store cannot be read."""
     states = run(backend.inspect(BLOCKING, name))
     return [entry for state in states for entry in _entries(source, state)]
 
 
 def _entries(source: str, state: LockState) -> Iterator[Entry]:
     for holder in state.holders:
-        token = holder.token or None  # another library's lock has none
+        token = holder.token or None  # The lock of another library has none.
         yield _entry(source, state.name, holder, "holder", (token, holder.held_for, holder.expires_in, None))
     for position, waiter in enumerate(state.waiters, 1):
         yield _entry(source, state.name, waiter, "waiter", (None, waiter.waited_for, None, position))
 
 
-def _entry(source: str, name: str, who: Holder | Waiter, role: Literal["holder", "waiter"], rest: Facts) -> Entry:
-    data, described, actor = _owner(who.owner)
-    owner, mode = {**data, "holder": who.holder[:8]}, "shared" if who.shared else "exclusive"
-    actor = actor or f"{source}/{name}/{who.holder[:8]}"  # another program's: known from nowhere else
-    return Entry("lease", source, name, role, mode, owner, described, *rest, actor)
+def _entry(
+    source: str, name: str, found: Holder | Waiter, role: Literal["holder", "waiter"], facts: LeaseFacts
+) -> Entry:
+    data, described, actor = _owner(found.owner)
+    owner, mode = {**data, "holder": found.holder[:8]}, "shared" if found.shared else "exclusive"
+    actor = actor or f"{source}/{name}/{found.holder[:8]}"  # Another program's lease belongs to no actor that we know.
+    return Entry("lease", source, name, role, mode, owner, described, *facts, actor)
 
 
 @lru_cache(maxsize=1024)
 def _owner(text: str) -> tuple[dict[str, Any], str, str | None]:
-    """Read an owner's text, which many leases of a thread share: data, words, actor."""
+    """Return an owner's data, description and actor; cached, because a thread's leases share the same text."""
     data = parsed(text)
     if data is None:
         return {"text": describe(text)}, describe(text), None

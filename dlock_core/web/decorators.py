@@ -1,4 +1,4 @@
-"""Arguments of a decorated function that name its lock; what can be known to be wrong shows when it is decorated."""
+"""Names of locks from the arguments of a decorated function; mistakes show as early as possible, when decorating."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ __all__ = [
 ]
 
 Find = Callable[[str, tuple[Any, ...], dict[str, Any]], Any]
-"""Find an argument by name in a call."""
+"""A function that finds an argument by its name in a call."""
 
 
 class Argument:
-    """Stands for the argument of that name of the decorated function; see `arg`."""
+    """A placeholder for an argument of the decorated function; see `arg`."""
 
     def __init__(self, name: str, kind: Callable[[Any], Any] | None = None) -> None:
         if not isinstance(name, str):
@@ -45,9 +45,9 @@ class Argument:
         return self.name
 
     def as_(self, kind: Callable[[Any], Any]) -> Argument:
-        """Convert what a call gives: `pk.as_(int)`, so that "42", "042" and "+42" of a URL are one lock.
+        """Return a placeholder with a type: with `pk.as_(int)`, "42", "042" and "+42" in a URL are one lock.
 
-        `kind` is a type or a function; what it refuses with a ValueError raises NoSuchKey, which is a 404.
+        `kind` is a type or a function. A value that it refuses with ValueError raises NoSuchKey, which is a 404.
         """
         return Argument(self.name, kind)
 
@@ -57,7 +57,7 @@ class Argument:
         return self.name.partition(".")[0]
 
     def converted(self, value: Any, label: str) -> Any:
-        """Give the value as what it is to be; None as it is."""
+        """Return the value converted to `kind`; None stays None. Raises NoSuchKey for a value that `kind` refuses."""
         if value is None or self.kind is None or (isinstance(self.kind, type) and isinstance(value, self.kind)):
             return value
         try:
@@ -67,16 +67,18 @@ class Argument:
 
 
 def arg(name: str, kind: Callable[[Any], Any] | None = None) -> Argument:
-    """Stand for an argument of the decorated function, and tell its type.
+    """Return a placeholder for an argument of the function that is decorated.
 
-    Use it as `@locked("order", arg("order_id", int))`. "order.pk" stands for an attribute or item of the argument.
-    `kind` is a type, or a function that converts; see `Argument.as_`.
+    Use it as `@locked("order", arg("order_id", int))`.
+
+    "order.pk" refers to an attribute or item of the argument. `kind` is a type, or a function that converts; see
+    `Argument.as_`.
     """
     return Argument(name, kind)
 
 
 def placeholders(parts: Iterable[Any]) -> tuple[Any, ...]:
-    """Take every text for the name of an argument, and everything else as it is; raises TypeError for a coroutine."""
+    """Return the parts with a placeholder for every text; raises TypeError for a part that is a coroutine function."""
     for part in parts:
         if inspect.iscoroutinefunction(part) or inspect.isgeneratorfunction(part) or inspect.isasyncgenfunction(part):
             raise TypeError(f"@locked: {part!r} cannot name a lock: it has to be a plain function that returns a key")
@@ -84,17 +86,17 @@ def placeholders(parts: Iterable[Any]) -> tuple[Any, ...]:
 
 
 def refuse_bare(kind: Any, *, is_model: bool) -> None:
-    """Raise TypeError for a decorator without parentheses, which takes the function for what is locked."""
+    """Raise TypeError for a decorator without parentheses, which would take the function for the thing to be locked."""
     if callable(kind) and not is_model:
         name = getattr(kind, "__name__", type(kind).__name__)
-        raise TypeError(f'@locked has to be told first what is locked: @locked("order", "order_id") above {name}')
+        raise TypeError(f'@locked needs to be told what to lock: write @locked("order", "order_id") above {name}')
 
 
 class NameTemplate:
-    """The parts of a lock's name, some of which each call of a function gives.
+    """The parts of a lock's name, some of which come from each call of a function.
 
-    An `Argument` is looked up in the call, a function is called with the arguments of the call, and anything else is
-    what it is. `kind_of` tells which parts are models; `from_url` gives the texts that a router took out of the URL.
+    An `Argument` is looked up in the call, a function is called with the arguments of the call, and any other part is
+    used unchanged. `kind_of` identifies models; `from_url` returns the texts that a router took from the URL.
     """
 
     def __init__(
@@ -112,8 +114,8 @@ class NameTemplate:
         self._label = str(parts[0]) if kind is None else kind.label
 
     def __call__(self, make: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Make the lock of a call; a TypeError or ValueError names the function and the argument at fault."""
-        values = [self._value(place, part, args, kwargs) for place, part in enumerate(self._parts)]
+        """Return `make(*parts)` for a call; a TypeError or ValueError names the function and the argument at fault."""
+        values = [self._value(position, part, args, kwargs) for position, part in enumerate(self._parts)]
         try:
             return make(*values)
         except (TypeError, ValueError) as error:
@@ -122,31 +124,31 @@ class NameTemplate:
             kind = TypeError if isinstance(error, TypeError) else ValueError
             raise kind(f"@locked on {self._title}: {self._at_fault(values)}{error}") from error
 
-    def _value(self, place: int, part: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _value(self, position: int, part: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if isinstance(part, Argument):
             value = self._find(part.name, args, kwargs)
-            if place in self._untyped and isinstance(value, str):
+            if position in self._untyped and isinstance(value, str):
                 self._warn_of_text(part, value, args, kwargs)
             return part.converted(value, self._label)
         if is_function(part):
-            return refuse_coroutine(part, part(*args, **kwargs), "let it be a plain function that returns a key")
+            return refuse_coroutine(part, part(*args, **kwargs), "use a plain function that returns a key")
         return part
 
     def _warn_of_text(self, part: Argument, value: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not any(value is each for each in self._from_url(args, kwargs)):
             return
-        self._untyped.clear()  # once for each function is enough
+        self._untyped.clear()  # One warning for each function is enough.
         example = "pk.as_(int)" if part.name == "pk" else f"arg({part.name!r}, int)"
         warnings.warn(
-            f"@locked on {self._title}: {part.name!r} came as a text out of the URL, where 42, 042 and +42 may be one "
-            f"row but are three locks: say its type, {example} (str, if the text itself is the key), put the model "
-            "before it, or let the route convert it",
+            f"@locked on {self._title}: {part.name!r} is a text from the URL, where 42, 042 and +42 may be one row but "
+            f"are three locks. Declare its type, {example} (str, if the text itself is the key), put the model before "
+            "it, or let the route convert it",
             RuntimeWarning,
             stacklevel=2,
         )
 
     def _at_fault(self, values: list[Any]) -> str:
-        """Name the first part that no lock could have."""
+        """Return a text that names the first part which cannot be part of a lock's name."""
         for part, value in zip(self._parts, values, strict=True):
             if isinstance(part, Argument) or is_function(part):
                 try:
@@ -159,44 +161,44 @@ class NameTemplate:
 
 
 def is_function(part: Any) -> bool:
-    """Tell whether a part is called to name a lock."""
+    """Return whether a part is a function that returns a key."""
     return callable(part) and not isinstance(part, type)
 
 
 def _untyped(parts: Sequence[Any], kind_of: Callable[[Any], Kind | None]) -> Iterator[int]:
-    """Give the places of arguments that neither a type nor a model before them converts."""
+    """Yield the positions of arguments that neither a type nor a model before them converts."""
     converted = 0
-    for place, part in enumerate(parts):
+    for position, part in enumerate(parts):
         kind = kind_of(part)
         converted = len(kind.converters) + 1 if kind is not None else converted
         if isinstance(part, Argument) and part.kind is None and converted <= 0:
-            yield place
+            yield position
         converted -= 1
 
 
 def refuse_late(function: Callable[..., Any]) -> None:
-    """Raise TypeError for what would run after the lease that is held around its call."""
+    """Raise TypeError for a function whose body would run after its call, when the lease is released already."""
     if hasattr(function, "apply_async"):
-        raise TypeError("@locked goes below the decorator that makes a function a task, on the function itself")
+        raise TypeError("@locked must stand below the decorator that makes a function a task, on the function itself")
     if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
-        raise TypeError(f"@locked cannot hold a lock for the generator {function!r}: it runs after it was called")
+        raise TypeError(
+            f"@locked cannot hold a lock for the generator {function!r}: its body runs after the call has returned"
+        )
 
 
 def refuse_coroutine(function: Callable[..., Any], answer: Any, instead: str) -> Any:
-    """Pass on what a blocking function answered; raises TypeError, and tells what to do instead, if it was none."""
+    """Return the answer of a blocking function; raises TypeError, with advice, if it is a coroutine."""
     if inspect.iscoroutine(answer):
         answer.close()
-        raise TypeError(
-            f"@locked took {function!r} for a blocking function, but it answered with a coroutine: {instead}"
-        )
+        raise TypeError(f"@locked took {function!r} for a blocking function, but it returned a coroutine: {instead}")
     return answer
 
 
 def finder(function: Callable[..., Any], wanted: Iterable[str]) -> Find:
-    """Make the function that finds arguments in calls; raises TypeError if one that is wanted cannot be there."""
+    """Return a function that finds arguments in calls; raises TypeError if a wanted argument cannot exist."""
     parameters = list(inspect.signature(_without_partial(function)).parameters.values())
     positional = [each for each in parameters if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
-    places = {each.name: place for place, each in enumerate(positional)}
+    positions = {each.name: position for position, each in enumerate(positional)}
     defaults = {each.name: each.default for each in parameters if each.default is not each.empty}
     names = [each.name for each in parameters if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)]
     title = getattr(function, "__qualname__", repr(function))
@@ -208,8 +210,8 @@ def finder(function: Callable[..., Any], wanted: Iterable[str]) -> Find:
         root, *path = name.split(".")
         if root in kwargs:
             return _follow(kwargs[root], path)
-        if root in places and places[root] < len(args):
-            return _follow(args[places[root]], path)
+        if root in positions and positions[root] < len(args):
+            return _follow(args[positions[root]], path)
         if root in defaults:
             return _follow(defaults[root], path)
         known = ", ".join(kwargs) or "none"
@@ -223,6 +225,6 @@ def _follow(value: Any, path: list[str]) -> Any:
 
 
 def _without_partial(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Look into a partial of a bound method: dressed by functools.wraps it has the signature of the unbound one."""
+    """Return the bound method in a partial: with functools.wraps, the partial has the signature of the unbound one."""
     is_bound = isinstance(function, functools.partial) and inspect.ismethod(function.func) and not function.args
     return function.func if is_bound else function  # type: ignore[attr-defined]

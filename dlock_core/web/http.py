@@ -1,6 +1,6 @@
-"""What an HTTP client is told about an error: problem+json (RFC 9457), or a small page for a person.
+"""The HTTP answer to an error: problem+json (RFC 9457), or a small page for a person.
 
-Only the name of the lock or object leaves the server: never a token, nor what the holder or the store said.
+Only the name of the lock or object leaves the server: never a token, and nothing that a holder or the store said.
 """
 
 from __future__ import annotations
@@ -35,13 +35,14 @@ if TYPE_CHECKING:
 __all__ = ["Answer", "answer", "prefers_html", "respond"]
 
 MAX_RETRY_AFTER_S: Final = 86400.0
+"""Upper bound of the Retry-After header: one day."""
 
 logger = logging.getLogger("dlock")
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A whole HTTP answer; the framework only has to send it."""
+    """A complete HTTP answer, ready for the framework to send."""
 
     status: HTTPStatus
     headers: dict[str, str]
@@ -57,24 +58,26 @@ class _Problem:
     subject: str = "lock"
 
 
-_TAKEN: Final = "Somebody else is working on {name}. Try again in a moment."
-_BUSY: Final = "The database is busy with other work, so that {name} cannot be changed now. Try again in a moment."
-_CHANGED: Final = "{name} was changed by somebody else in the meantime. Look at it again before you repeat your change."
-_OVERTAKEN: Final = "The work on {name} took too long and somebody else began. Look at it again before you repeat it."
+_TAKEN: Final = "Someone else is working on {name}. Try again in a moment."
+_BUSY: Final = "The database is busy with other work, so {name} cannot be changed now. Try again in a moment."
+_CHANGED: Final = "Someone else has changed {name} in the meantime. Look at it again before you repeat your change."
+_OVERTAKEN: Final = (
+    "The work on {name} took too long, and someone else has begun. Look at it again before you repeat your change."
+)
 _DOWN: Final = "The lock service cannot be reached. Try again in a moment."
-_DIFFERS: Final = "{name} is not as this request expects it: somebody else was faster. Look at it again."
-_NEEDED: Final = "Say which version of {name} you have seen: GET it, and send its ETag back in an If-Match header."
+_DIFFERS: Final = "{name} is not the version that this request expects: it was changed first. Look at it again."
+_NEEDED: Final = "This request must say which version of {name} it changes: GET it, and send its ETag as If-Match."
 _MISSING: Final = "There is no {name} with this key."
-_UNREADABLE: Final = 'The precondition for {name} cannot be read. If-Match is * or a list of quoted tags: "abc", "def".'
+_UNREADABLE: Final = 'The precondition for {name} cannot be read. It must be * or a list of quoted tags: "abc", "def".'
 
 _PROBLEMS: Final[dict[type[DLockError], _Problem]] = {
-    AcquireTimeout: _Problem("acquire-timeout", HTTPStatus.LOCKED, "In use by somebody else", _TAKEN),
-    RowLocked: _Problem("row-locked", HTTPStatus.LOCKED, "In use by somebody else", _TAKEN, "object"),
-    StaleObject: _Problem("stale-object", HTTPStatus.CONFLICT, "Changed by somebody else", _CHANGED, "object"),
-    StaleToken: _Problem("stale-token", HTTPStatus.CONFLICT, "Overtaken by somebody else", _OVERTAKEN),
-    LeaseLost: _Problem("lease-lost", HTTPStatus.CONFLICT, "Overtaken by somebody else", _OVERTAKEN),
+    AcquireTimeout: _Problem("acquire-timeout", HTTPStatus.LOCKED, "In use by someone else", _TAKEN),
+    RowLocked: _Problem("row-locked", HTTPStatus.LOCKED, "In use by someone else", _TAKEN, "object"),
+    StaleObject: _Problem("stale-object", HTTPStatus.CONFLICT, "Changed by someone else", _CHANGED, "object"),
+    StaleToken: _Problem("stale-token", HTTPStatus.CONFLICT, "Overtaken by someone else", _OVERTAKEN),
+    LeaseLost: _Problem("lease-lost", HTTPStatus.CONFLICT, "Overtaken by someone else", _OVERTAKEN),
     PreconditionFailed: _Problem(
-        "precondition-failed", HTTPStatus.PRECONDITION_FAILED, "Changed by somebody else", _DIFFERS, "object"
+        "precondition-failed", HTTPStatus.PRECONDITION_FAILED, "Changed by someone else", _DIFFERS, "object"
     ),
     PreconditionRequired: _Problem(
         "precondition-required", HTTPStatus.PRECONDITION_REQUIRED, "If-Match is missing", _NEEDED, "object"
@@ -107,7 +110,7 @@ _PAGE: Final = """\
 
 
 def respond(error: DLockError, accept: str = "") -> Answer | None:
-    """See `answer`; what is answered is logged with the name of the request: a conflict is everyday, a 503 an error."""
+    """Return what `answer` does, and log it with the name of the request: a 503 as an error, a conflict as info."""
     found = answer(error, accept)
     if found is not None:
         logger.log(logging.ERROR if found.status >= 500 else logging.INFO, "%s: %s", request_line.get(), error)
@@ -115,9 +118,9 @@ def respond(error: DLockError, accept: str = "") -> Answer | None:
 
 
 def answer(error: DLockError, accept: str = "") -> Answer | None:
-    """Turn an error into an HTTP answer in the form that `accept`, an Accept header, prefers.
+    """Return the HTTP answer to an error, in the form that `accept`, an Accept header, prefers.
 
-    None for the errors that are mistakes of the program, such as NotSupported: let them propagate.
+    Returns None for errors that are mistakes of the program, such as NotSupported: let them propagate.
     """
     error = as_precondition(error)
     problem = next((_PROBLEMS[kind] for kind in type(error).__mro__ if kind in _PROBLEMS), None)
@@ -137,10 +140,10 @@ def answer(error: DLockError, accept: str = "") -> Answer | None:
 
 
 def prefers_html(accept: str) -> bool:
-    """Say whether an Accept header asks for HTML rather than JSON (RFC 9110, 12.5.1).
+    """Return whether an Accept header prefers HTML to JSON (RFC 9110, 12.5.1).
 
-    HTML needs the higher q-value; at equal values, to be named more precisely (`text/html, */*`). Whoever accepts both
-    equally, either, neither, or says nothing gets JSON.
+    HTML needs the higher q-value or, at equal values, to be named more precisely (`text/html, */*`). A client that
+    accepts both equally, neither, or sends no header gets JSON.
     """
     ranges = list(_ranges(accept))
     return _quality(ranges, "text/html") > max(_quality(ranges, f"application/{kind}json") for kind in ("problem+", ""))
@@ -161,7 +164,7 @@ def _q(text: str) -> float:
 
 
 def _quality(ranges: Iterable[tuple[str, float]], media: str) -> tuple[float, int]:
-    """Give q-value and precision of the most precise range that covers a media type."""
+    """Return the q-value and precision of the most precise range that covers a media type."""
     covering = ("*/*", media.split("/", maxsplit=1)[0] + "/*", media)
     precision, q = max(((covering.index(given), q) for given, q in ranges if given in covering), default=(-1, 0.0))
     return q, precision if q else -1

@@ -1,7 +1,7 @@
-"""HTTP preconditions: entity-tags made of versions, and what If-Match and If-None-Match say of them. Pure: no I/O.
+"""HTTP preconditions: entity-tags made of versions, and the check of If-Match and If-None-Match. Pure: no I/O.
 
-A tag is opaque, the same in every process, and no other object's. What stands in it after a dot tells representations
-apart (JSON, HTML): a cache must not take one for another, but whoever has seen any of them has seen the version.
+A tag is opaque, equal in every process, and unique to one object. The part after a dot distinguishes representations
+(JSON, HTML): a cache must not confuse them, but a client that has seen any of them has seen the version.
 """
 
 from __future__ import annotations
@@ -22,11 +22,12 @@ if TYPE_CHECKING:
 __all__ = ["READ_METHODS", "UNCONDITIONAL_METHODS", "Tag", "as_precondition", "entity_tag", "evaluate", "parse"]
 
 READ_METHODS: Final = ("GET", "HEAD")
+"""Methods that read the object: If-None-Match is answered with 304."""
 UNCONDITIONAL_METHODS: Final = ("CONNECT", "OPTIONS", "TRACE")
-"""Methods that neither read nor change the object: their preconditions are to be ignored (RFC 9110, 13.2.1)."""
+"""Methods that neither read nor change the object: their preconditions must be ignored (RFC 9110, 13.2.1)."""
 _ELEMENT: Final = re.compile(r'[ \t]*(?:(W/)?"([\x21\x23-\x7e\x80-\xff]*)"[ \t]*)?(?:,|\Z)')
-_SEEN: Final = "_dlock_if_match"
-"""Stands on an instance whose version is the one in If-Match."""
+_IF_MATCH_ATTRIBUTE: Final = "_dlock_if_match"
+"""Attribute of an instance whose version matched If-Match; it holds the header."""
 
 
 class HttpRequest(Protocol):
@@ -49,10 +50,11 @@ class Tag(NamedTuple):
 
 
 def entity_tag(kind: str, key: object, version: object, variant: str = "") -> str:
-    """Make the strong tag, in its quotes, of a row: its table, its key (a tuple if composite), its version.
+    """Return the strong tag, in its quotes, of a row with its table, its key (a tuple if composite) and its version.
 
-    `variant` tells apart what one URL answers with by Accept, or by who asks. 128 bits of a hash, so that two objects
-    never share a tag; it keeps no secret. A row that is deleted and made again with its key has another version.
+    `variant` distinguishes the representations of one URL, by Accept or by user. The tag is 128 bits of a hash, so that
+    two objects never share one; it hides nothing. A row that is deleted and created again with the same key has
+    another version, and so another tag.
     """
     parts = [str(part) for part in (key if isinstance(key, tuple) else (key,))]
     digest = sha256(dumps([kind, parts, str(version)]).encode()).digest()[:16]
@@ -61,12 +63,22 @@ def entity_tag(kind: str, key: object, version: object, variant: str = "") -> st
 
 
 def evaluate(request: HttpRequest, instance: Any, tag: str, *, name: str, required: bool, accept_weak: bool) -> bool:
-    """Judge a request for an object that exists and has this tag: True to answer 304, False to go on.
+    """Check a request for an object that exists and has this tag; return True to answer 304, False to proceed.
 
-    In the order of RFC 9110, 13.2.2. Raises PreconditionFailed (412), PreconditionRequired (428: no If-Match where
-    `required`, for methods that change; RFC 6585, 3), PreconditionMalformed (400: to overlook a condition that cannot
-    be read would be to overwrite). `accept_weak` lets If-Match be met by a weak tag, which is all that is left of ours
-    behind what compresses. A later StaleObject of `instance` says 412, too.
+    The checks follow the order of RFC 9110, 13.2.2. A later StaleObject of `instance` is answered with 412 as well.
+
+    Args:
+        request: the request; only its method and headers are read.
+        instance: the object, if it is the one that will be written; else None.
+        tag: the object's entity-tag.
+        name: the object's name for error messages.
+        required: whether methods that change the object need If-Match (RFC 6585, 3).
+        accept_weak: whether a weak tag satisfies If-Match. Proxies that compress turn our strong tags into weak ones.
+
+    Raises:
+        PreconditionFailed: the condition does not hold (412).
+        PreconditionRequired: If-Match is missing (428).
+        PreconditionMalformed: a condition cannot be read (400). Ignoring it could overwrite a change.
     """
     if request.method in UNCONDITIONAL_METHODS:
         return False
@@ -75,23 +87,27 @@ def evaluate(request: HttpRequest, instance: Any, tag: str, *, name: str, requir
     if given is not None:
         _require_match(given, own, name=name, accept_weak=accept_weak)
         if given.strip() != "*" and instance is not None:
-            setattr(instance, _SEEN, given)
+            setattr(instance, _IF_MATCH_ATTRIBUTE, given)
     elif required and request.method not in READ_METHODS:
         raise PreconditionRequired(name)
     return _is_known(request, own, name=name)
 
 
 def as_precondition(error: DLockError) -> DLockError:
-    """Turn the StaleObject of an instance whose version came from If-Match into the PreconditionFailed that it is.
+    """Return a PreconditionFailed for the StaleObject of an instance that met If-Match, and any other error unchanged.
 
-    Somebody was faster between the check and the UPDATE, which checks again: the same answer as a moment later.
+    The row was changed between the check and the UPDATE, which checks again. The client gets the answer that it would
+    have got a moment later.
     """
-    given = getattr(error.instance, _SEEN, None) if isinstance(error, StaleObject) else None
+    given = getattr(error.instance, _IF_MATCH_ATTRIBUTE, None) if isinstance(error, StaleObject) else None
     return error if given is None else PreconditionFailed(error.name, header="If-Match", given=given)
 
 
 def parse(given: str, *, header: str, name: str) -> Sequence[Tag] | None:
-    """Read a list of tags, empty elements allowed (RFC 9110, 5.6.1.2); None for "*"; raises PreconditionMalformed."""
+    """Return the tags of a header, or None for "*"; raises PreconditionMalformed.
+
+    Empty list elements are allowed (RFC 9110, 5.6.1.2).
+    """
     if given.strip() == "*":
         return None
     tags, at = [], 0
@@ -120,7 +136,7 @@ def _is_known(request: HttpRequest, own: Tag, *, name: str) -> bool:
     try:
         tags = parse(given, header="If-None-Match", name=name)
     except PreconditionMalformed:
-        if reads:  # no harm: it gets the whole object
+        if reads:  # This does no harm: the client gets the whole object.
             return False
         raise
     if tags is not None and not any(tag.opaque == own.opaque for tag in tags):
@@ -135,7 +151,7 @@ def _version(tag: Tag) -> str:
 
 
 def _header(request: HttpRequest, name: str) -> str | None:
-    """Join the lines of a header; Django and WSGI servers have done so, Starlette gives the first one only."""
+    """Return a header with its lines joined, as Django and WSGI servers do; Starlette returns only the first line."""
     headers = request.headers
     if not hasattr(headers, "getlist"):
         return headers.get(name)  # type: ignore[no-any-return]

@@ -57,7 +57,7 @@ def test_show_tells_all_of_one_lock_or_ends_with_1(backend, store):
     assert f"token: {lease.token}" in ran.out
     missing = dlock("show", "order:43", "--store", store)
     assert (missing.code, missing.out) == (1, "")
-    assert "nobody holds 'order:43', and nobody waits for it" in missing.err
+    assert "'order:43' has no holder and no waiters" in missing.err
 
 
 def test_store_that_is_down_is_a_line_of_the_listing_and_the_others_are_shown(backend, store):
@@ -118,7 +118,7 @@ def test_snapshots_of_tables_have_the_time_above_them(monkeypatch):
         if (what := next(sleeps)) is not None:
             raise what
 
-    monkeypatch.setattr("dlock_core.cli.watch.time.sleep", sleep)
+    monkeypatch.setattr("dlock_core.cli.listing.time.sleep", sleep)
     ran = dlock("watch", "--interval", "0.5", "--store", "memory://")
     assert ran.code == 0
     assert len(re.findall(r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d$", ran.out, re.M)) == 2

@@ -133,7 +133,11 @@ def test_clock_is_compared_in_the_middle_of_the_shortest_round_trip():
 
 @pytest.mark.parametrize(
     ("offset", "precision", "level", "words"),
-    [(0.2, 0.1, "ok", "200.0 ms ahead of us"), (-30, 0.1, "warning", "30.0 s behind us"), (1.5, 2.0, "ok", "ahead")],
+    [
+        (0.2, 0.1, "ok", "200.0 ms ahead of this machine"),
+        (-30, 0.1, "warning", "30.0 s behind this machine"),
+        (1.5, 2.0, "ok", "ahead"),
+    ],
 )
 def test_clock_counts_only_as_far_as_it_was_measured(offset, precision, level, words):
     one = clock(Timing(0.001, offset, precision), "why")
@@ -146,7 +150,7 @@ def test_clock_of_the_server_is_measured(redis_server, monkeypatch):
     monkeypatch.setattr(health, "wall", lambda: 60.0 + __import__("time").time())
     one = of(examined(redis_server.url), "clock")
     assert one.level == "warning"
-    assert one.measured.startswith("60.0 s behind us")
+    assert one.measured.startswith("60.0 s behind this machine")
 
 
 def test_clocks_of_nodes_are_compared_with_each_other():

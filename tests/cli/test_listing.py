@@ -136,5 +136,5 @@ def test_list_without_a_chain_needs_no_tree():
 def test_what_was_left_out_or_not_read_is_said():
     lines = drawn(Listing(snapshot(left_out={"shop": 900}, unreadable=[Unreadable("reports", "refused")])), 80)
     assert [line.rstrip() for line in lines] == [
-        "holders and waiters: unknown", "shop: 900 more locks, for which nobody waits", "reports: refused",
+        "holders and waiters: unknown", "shop: 900 more locks without waiters", "reports: refused",
     ]  # fmt: skip

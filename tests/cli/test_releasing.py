@@ -64,7 +64,7 @@ def test_newer_grant_than_the_one_that_was_shown_is_left_alone(backend, release,
     monkeypatch.setattr("dlock_core.cli.release.is_interactive", lambda: True)
     monkeypatch.setattr("click.confirm", answer)
     ran = release("order:42")
-    assert (ran.code, ran.err) == (1, f"token {first.token} does not hold it any more: nothing was done")
+    assert (ran.code, ran.err) == (1, f"token {first.token} no longer holds the lock: nothing was released")
     second[0].renew()
     second[0].release()
 
@@ -81,7 +81,7 @@ def test_no_is_an_answer(backend, release, monkeypatch):
     monkeypatch.setattr("dlock_core.cli.release.is_interactive", lambda: True)
     monkeypatch.setattr("click.confirm", lambda *_, **__: False)
     with Lock(backend, "order:42") as lease:
-        assert (release("order:42").code, release("order:42").err) == (1, "nothing was done")
+        assert (release("order:42").code, release("order:42").err) == (1, "nothing was released")
         lease.renew()
 
 
@@ -96,7 +96,7 @@ def test_of_several_shared_holders_one_is_named_by_its_token(backend, release):
     thread.join()
     ran = release("report", "--no-input")
     assert ran.code == 1
-    assert "2 hold it, so say which one: --token" in ran.err
+    assert "2 holders share this lock: pass --token" in ran.err
     assert release("report", "--no-input", "--token", str(found[0].token)).code == 0
     first.renew()
     assert first.release() is Released.RELEASED

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.cells import cell_len
 
-from dlock_core.cli.layout import middle, plain, seconds
+from dlock_core.cli.layout import plain, seconds, shorten
 
 NASTY = "\x1b[2J\x07\r\n\t\u202e\u2066\u200b\x9b\ud800\u2028"
 
@@ -15,12 +15,12 @@ def test_nothing_of_a_name_reaches_the_terminal_but_what_is_printed():
 
 
 def test_long_name_keeps_both_ends():
-    assert middle("order:2026-11-21:customer:4711:line:3", 15) == "order:2…:line:3"
+    assert shorten("order:2026-11-21:customer:4711:line:3", 15) == "order:2…:line:3"
 
 
 @given(st.text(), st.integers(0, 60))
 def test_shortened_text_never_takes_more_cells_than_it_may(text, width):
-    short = middle(plain(text), width)
+    short = shorten(plain(text), width)
     assert cell_len(short) <= width
     assert short == plain(text) or cell_len(plain(text)) > width
 

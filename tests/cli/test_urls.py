@@ -117,7 +117,7 @@ def test_third_party_store_that_tells_its_password_is_not_quoted(monkeypatch):
 
     monkeypatch.setattr("dlock_core.stores.connect", careless)
     ran = dlock("list", "--store", f"redis://:{SECRET}@localhost")
-    assert (ran.code, ran.err) == (2, "--store: it cannot be used (OSError)")
+    assert (ran.code, ran.err) == (2, "--store: the URL cannot be used (OSError)")
 
 
 def test_wrong_password_is_one_line(redis_server, monkeypatch):

@@ -110,9 +110,7 @@ def test_text_out_of_a_url_is_warned_of_once_for_each_function():
     text = "".join(["4", "2"])
     names = [name_of(ship, "order", "order_id", from_url=[text]) for _ in range(2)]
     for name in names:
-        with pytest.warns(
-            RuntimeWarning, match=r"ship: 'order_id' came as a text out of the URL.*arg\('order_id', int\)"
-        ):
+        with pytest.warns(RuntimeWarning, match=r"ship: 'order_id' is a text from the URL.*arg\('order_id', int\)"):
             assert name("c", text) == "order:42"
         assert name("c", text) == "order:42"
 
@@ -128,7 +126,7 @@ def test_text_that_is_converted_or_from_elsewhere_is_not_warned_of():
 
 def test_decorator_without_parentheses_is_refused():
     for bare in (ship, lambda: None, SimpleNamespace, functools.partial(ship)):
-        with pytest.raises(TypeError, match=r"has to be told first what is locked: @locked\("):
+        with pytest.raises(TypeError, match=r"needs to be told what to lock: write @locked\("):
             refuse_bare(bare, is_model=False)
     refuse_bare("order", is_model=False)
     refuse_bare(SimpleNamespace, is_model=True)

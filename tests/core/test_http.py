@@ -112,9 +112,9 @@ def test_json_is_a_problem_document_that_names_the_lock():
     assert answer.headers["Content-Type"] == "application/problem+json"
     assert json.loads(answer.body) == {
         "type": "urn:dlock:acquire-timeout",
-        "title": "In use by somebody else",
+        "title": "In use by someone else",
         "status": 423,
-        "detail": "Somebody else is working on order:42. Try again in a moment.",
+        "detail": "Someone else is working on order:42. Try again in a moment.",
         "lock": "order:42",
     }
 
@@ -140,7 +140,7 @@ def test_html_has_a_language_a_title_and_one_heading_with_the_same_words():
 
     assert answer.headers["Content-Type"] == "text/html; charset=utf-8"
     assert ("html", {"lang": "en"}) in seen
-    assert seen[seen.index(("title", {})) + 1] == seen[seen.index(("h1", {})) + 1] == "In use by somebody else"
+    assert seen[seen.index(("title", {})) + 1] == seen[seen.index(("h1", {})) + 1] == "In use by someone else"
 
 
 def test_a_hostile_name_stays_text_in_html():

@@ -93,7 +93,7 @@ def test_mistake_in_another_row_comes_first_and_names_the_stale_one(browser, dra
     change(drafts[2], title="theirs")
     response = browser.post(DRAFTS, sent)
     assert response.status_code == 200
-    assert f"Draft object ({drafts[2].pk}): This object was changed by somebody else" in text(response)
+    assert f"Draft object ({drafts[2].pk}): This object was changed by someone else" in text(response)
     assert titles(Draft) == ["c", "b", "theirs"]
 
 
@@ -103,7 +103,7 @@ def test_row_that_is_gone_is_not_made_anew(browser, admin_pages):
     sent = listed(browser, CODES, **{"form-0-title": "new", "form-1-title": "new", "_save": "1"})
     Code.objects.filter(code="A").delete()
     response = browser.post(CODES, sent)
-    assert "was deleted by somebody else" in text(response)
+    assert "was deleted by someone else" in text(response)
     assert titles(Code) == ["b"]
 
 
@@ -225,7 +225,7 @@ def test_object_that_was_changed_after_the_confirmation_page_is_not_deleted(brow
     sent = form(browser.get(page))
     change(ticket, title="theirs")
     response = browser.post(page, sent, follow=True)
-    assert "Not deleted: it has changed since the page was shown" in text(response)
+    assert "Nothing was deleted, because the object has changed" in text(response)
     assert "theirs" in text(response)
     assert not LogEntry.objects.exists()
     browser.post(page, form(response))
@@ -235,5 +235,5 @@ def test_object_that_was_changed_after_the_confirmation_page_is_not_deleted(brow
 def test_object_is_not_deleted_without_its_version(browser, ticket):
     page = f"{TICKETS}{ticket.pk}/delete/"
     for version in ({}, {"dlock_version": "1:x"}):
-        assert "Not deleted" in text(browser.post(page, {"post": "yes", **version}, follow=True))
+        assert "Nothing was deleted" in text(browser.post(page, {"post": "yes", **version}, follow=True))
     assert Ticket.objects.exists()

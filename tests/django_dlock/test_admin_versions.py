@@ -113,7 +113,7 @@ def test_nothing_is_saved_before_every_question_is_answered(browser, ticket, pag
     change(ticket, title="theirs", notes="theirs")
     response = browser.post(page, form(browser.post(page, sent), dlock_version_title="theirs"))
     assert response.status_code == 409
-    assert "Choose for each field" in text(response)
+    assert "Choose a value for each field" in text(response)
     assert now(ticket).version == 2
     response = browser.post(page, form(response, dlock_version_notes="mine"))
     assert response.status_code == 302
@@ -150,7 +150,7 @@ def test_mistake_is_to_be_corrected_before_the_decision(browser, ticket, page):
     change(ticket, title="theirs")
     response = browser.post(page, sent)
     assert response.status_code == 200
-    assert "was changed by somebody else" in text(response)
+    assert "was changed by someone else" in text(response)
     response = browser.post(page, form(response, title="mine"))
     assert response.status_code == 409
     assert "Title old mine theirs" in text(response)
@@ -455,7 +455,7 @@ def test_row_below_that_is_gone_is_told(browser, step, page):
     sent = form(browser.get(page), **{"step_set-0-text": "mine"})
     Step.objects.all().delete()
     response = browser.post(page, sent)
-    assert "was deleted by somebody else" in text(response)
+    assert "was deleted by someone else" in text(response)
     assert not Step.objects.exists()
 
 

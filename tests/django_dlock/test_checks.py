@@ -14,7 +14,6 @@ from django.test import override_settings
 from django.test.utils import isolate_apps
 
 from django_dlock.admin import VersionedModelAdmin
-from django_dlock.checks import admin as admin_checks
 from django_dlock.checks import databases
 from django_dlock.checks import models as model_checks
 from django_dlock.checks import settings as setting_checks
@@ -158,7 +157,7 @@ def test_w013_a_versioned_model_is_in_the_admin_with_its_guard():
     site.register(Counter)
     site.register(Draft, VersionedModelAdmin)
     try:
-        assert [(message.id, message.obj) for message in admin_checks.check_admin()] == [("dlock.W013", Article)]
+        assert [(message.id, message.obj) for message in model_checks.check_admin()] == [("dlock.W013", Article)]
     finally:
         site.unregister([Article, Counter, Draft])
 

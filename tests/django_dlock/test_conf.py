@@ -203,7 +203,7 @@ def test_a_wrong_wait_is_refused_by_its_path(wait):
 
 def test_a_misspelt_key_is_refused_with_those_there_are():
     assert message_of(BACKEND=FAKE, TIMEOUT=3) == (
-        "DLOCK['default']: does not know 'TIMEOUT', only BACKEND, TTL, WAIT, OPTIONS"
+        "DLOCK['default']: has the unknown key 'TIMEOUT'; known are BACKEND, TTL, WAIT, OPTIONS"
     )
 
 

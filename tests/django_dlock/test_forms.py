@@ -163,7 +163,7 @@ def test_delete_view_asks_again_after_a_change(browser, ticket):
     sent = form(browser.get(page))
     change(ticket, title="theirs")
     response = browser.post(page, sent)
-    assert "was changed by somebody else" in text(response)
+    assert "was changed by someone else" in text(response)
     assert Ticket.objects.exists()
     assert browser.post(page, form(response)).status_code == 302
     assert not Ticket.objects.exists()

@@ -197,7 +197,7 @@ def test_a_browser_gets_a_page(client):
     response = client.get("/fail/timeout", headers={"Accept": "text/html,*/*;q=0.8"})
 
     assert response["Content-Type"] == "text/html; charset=utf-8"
-    assert b"<h1>In use by somebody else</h1>" in response.content
+    assert b"<h1>In use by someone else</h1>" in response.content
 
 
 @pytest.mark.parametrize(("kind", "error"), [("mistake", errors.NotSupported), ("value", ValueError)])

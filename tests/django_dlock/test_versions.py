@@ -492,7 +492,7 @@ def test_bulk_update_of_nothing_or_of_what_is_not_saved_is_django_s_answer(datab
 
 
 def test_insert_that_turns_into_an_update_is_refused(database):
-    with pytest.raises(NotSupported, match="cannot count versions"):
+    with pytest.raises(NotSupported, match="cannot increment versions"):
         Code.objects.using(database).bulk_create(
             [Code(code="a")], update_conflicts=True, update_fields=["title"], unique_fields=["code"]
         )

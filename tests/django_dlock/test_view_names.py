@@ -272,7 +272,7 @@ def test_text_from_the_url_is_warned_of_once(db):
     view = locked("counter", pk)(lambda request, pk: names())
     request = RequestFactory().get("/careless/42")
     request.resolver_match = match = resolve("/careless/42")
-    with pytest.warns(RuntimeWarning, match=r"'pk' came as a text out of the URL.*pk\.as_\(int\)"):
+    with pytest.warns(RuntimeWarning, match=r"'pk' is a text from the URL.*pk\.as_\(int\)"):
         view(request, **match.kwargs)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -284,7 +284,7 @@ def test_key_that_the_route_converts_is_not_warned_of(db):
 
 
 def test_decorator_without_parentheses_is_refused_where_it_stands():
-    with pytest.raises(TypeError, match=r"@locked has to be told first what is locked.*above ship"):
+    with pytest.raises(TypeError, match=r"@locked needs to be told what to lock.*above ship"):
 
         @locked
         def ship(request, pk):

@@ -137,7 +137,7 @@ def test_function_names_the_lock_in_flask(flask):
 
 
 def test_text_from_the_url_is_warned_of_once_in_flask(flask):
-    with pytest.warns(RuntimeWarning, match=r"'order_id' came as a text out of the URL.*arg\('order_id', int\)"):
+    with pytest.warns(RuntimeWarning, match=r"'order_id' is a text from the URL.*arg\('order_id', int\)"):
         assert flask.get("/text/42").text == "counter:42"
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -153,7 +153,7 @@ async def test_text_from_the_url_is_warned_of_in_starlette(maker):
         look.__wrapped__
     )
     app = Starlette(routes=[Route("/text/{order_id}", look), Route("/type/{order_id}", typed)])
-    with pytest.warns(RuntimeWarning, match=r"'request\.path_params\.order_id' came as a text out of the URL"):
+    with pytest.warns(RuntimeWarning, match=r"'request\.path_params\.order_id' is a text from the URL"):
         await get(app, "/text/42")
     assert (await get(app, "/type/042")).status_code == 200
 
@@ -186,7 +186,7 @@ def test_no_client_gets_past_a_lock_by_another_spelling(make_engine, cls):
 
 
 def test_decorator_without_parentheses_is_refused_where_it_stands():
-    with pytest.raises(TypeError, match=r"@locked has to be told first what is locked.*above ship"):
+    with pytest.raises(TypeError, match=r"@locked needs to be told what to lock.*above ship"):
 
         @locked
         def ship(order_id, session):

@@ -179,7 +179,7 @@ async def test_a_browser_gets_a_page(answering):
     response = await request(answering, "GET", "/fail/timeout", headers={"Accept": "text/html,*/*;q=0.8"})
 
     assert response.headers["Content-Type"] == "text/html; charset=utf-8"
-    assert "<h1>In use by somebody else</h1>" in response.text
+    assert "<h1>In use by someone else</h1>" in response.text
 
 
 @pytest.mark.parametrize(("kind", "error"), MISTAKES)
