@@ -117,7 +117,7 @@ class RowLockMixin(models.Model):
         values, saved = vars(self), vars(self).get(SAVED)
         if saved is None:
             raise ValueError(
-                f"{row_name(type(self), self.pk)} was neither read nor saved as an instance, so unsaved changes cannot "
+                f"{row_name(type(self), self.pk)} was not read or saved as an instance, so unsaved changes cannot "
                 "be told: read it before lock_row()"
             )
         changed = [
@@ -127,7 +127,7 @@ class RowLockMixin(models.Model):
         ]
         if changed:
             raise ValueError(
-                f"{row_name(type(self), self.pk)} has unsaved changes in {', '.join(changed)}: "
+                f"{row_name(type(self), self.pk)} has changes that are not saved, in {', '.join(changed)}: "
                 "call save() or refresh_from_db() before lock_row(), which would overwrite them"
             )
 
