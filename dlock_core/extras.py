@@ -15,6 +15,7 @@ _EXTRAS: Final = {
     "click": "cli",
     "django": "django",
     "greenlet": "sqlalchemy",
+    "h11": "etcd",
     "kazoo": "zookeeper",
     "opentelemetry": "opentelemetry",
     "prometheus_client": "prometheus",

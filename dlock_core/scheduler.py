@@ -13,6 +13,7 @@ import threading
 import time
 import weakref
 from contextlib import suppress
+from functools import partial
 from inspect import ismethod
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, Final, TypeVar
@@ -36,21 +37,28 @@ RESTART_DELAY_S: Final = 0.1
 """Pause before a thread that has failed goes on, so that a lasting fault does not keep a processor busy."""
 
 
-_in_child: Final[list[Callable[[], object] | weakref.WeakMethod[Callable[[], object]]]] = []
+_in_child: Final[list[Callable[[], object]]] = []
+_in_child_of: Final[weakref.WeakKeyDictionary[Any, Callable[[Any], object]]] = weakref.WeakKeyDictionary()
+"""For each object that has something to do in a forked child, its class's function."""
 
 
 def after_fork_in_child(function: F) -> F:
-    """Call a function in every child that this process forks; a bound method is kept only as long as its object."""
-    _in_child.append(weakref.WeakMethod(function, _in_child.remove) if ismethod(function) else function)
+    """Call a function in every child that this process forks.
+
+    A bound method, of which an object may register one, is forgotten along with its object.
+    """
+    if ismethod(function):
+        _in_child_of[function.__self__] = function.__func__
+    else:
+        _in_child.append(function)
     return function
 
 
 def _run_in_child() -> None:
-    for known in [*_in_child]:
-        function = known() if isinstance(known, weakref.WeakMethod) else known
+    methods: list[Callable[[], object]] = [partial(function, owner) for owner, function in list(_in_child_of.items())]
+    for function in [*_in_child, *methods]:
         try:
-            if function is not None:
-                function()
+            function()
         except Exception:  # The others must be called all the same: each protects what belongs to the parent.
             logger.exception("dlock: a forked child could not forget what belongs to its parent: %r", function)
 

@@ -25,6 +25,7 @@ WITHIN: Final = 30.0
 class What(enum.Enum):
     CUT_REQUEST = "the request never arrives, the connection is reset"
     CUT_REPLY = "the request is executed, the connection is reset instead of the reply"
+    HALVE_REPLY = "the request is executed, half of the reply arrives, and then the end of the connection"
     DROP_REPLY = "the request is executed, the reply never arrives and the connection stays silent"
     HOLD_REQUEST = "the request waits in the network until it is let go"
     HOLD_REPLY = "the request is executed, the reply waits in the network until it is let go"
@@ -118,6 +119,9 @@ class Proxy:
 
     def cut_reply(self, k: int = 1, *, matching: bytes = b"") -> Fault:
         return self._plan(What.CUT_REPLY, k, matching)
+
+    def halve_reply(self, k: int = 1, *, matching: bytes = b"") -> Fault:
+        return self._plan(What.HALVE_REPLY, k, matching)
 
     def drop_reply(self, k: int = 1, *, matching: bytes = b"") -> Fault:
         return self._plan(What.DROP_REPLY, k, matching)
@@ -236,6 +240,9 @@ class _Link:
             fault = self.pending.popleft() if self.pending else None
             if fault and fault.what is What.CUT_REPLY:
                 return self._end(fault)
+            if fault and fault.what is What.HALVE_REPLY:
+                self.client[1].write(reply[: len(reply) // 2])
+                return fault.happen()
             if fault and fault.what is What.DROP_REPLY:
                 return await self._silence(fault, server)
             if fault:

@@ -162,4 +162,6 @@ def unwatch(held: Held) -> None:
         dog.unwatch(held)
 
 
-after_fork_in_child(_dogs.clear)  # The threads did not come along: the child makes its own.
+@after_fork_in_child
+def _forget_dogs() -> None:
+    _dogs.clear()  # The threads did not come along: the child makes its own.

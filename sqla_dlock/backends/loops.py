@@ -7,9 +7,7 @@ and a program may have several loops, one after the other or at once.
 from __future__ import annotations
 
 import asyncio
-import os
 import threading
-import weakref
 from concurrent.futures import wait
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -17,6 +15,7 @@ from sqlalchemy.util import greenlet_spawn
 
 from dlock_core.backends.sql import finished
 from dlock_core.runtime import Asyncio
+from dlock_core.scheduler import after_fork_in_child
 from sqla_dlock.greenlets import await_, in_greenlet
 
 if TYPE_CHECKING:
@@ -35,7 +34,7 @@ class Loop:
 
     def __init__(self) -> None:
         self.begin()
-        _loops.add(self)
+        after_fork_in_child(self.begin)
 
     def begin(self) -> None:
         """Have nobody in it, as at first, and as in a forked child, which has none of its parent's threads."""
@@ -111,17 +110,6 @@ class Loop:
         except BaseException:
             wait([future])  # interrupted: what was begun is finished before anybody undoes it
             raise
-
-
-_loops: weakref.WeakSet[Loop] = weakref.WeakSet()
-
-
-def _after_fork_in_child() -> None:
-    for loop in list(_loops):
-        loop.begin()
-
-
-os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
 def _started() -> asyncio.AbstractEventLoop:

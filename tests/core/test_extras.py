@@ -44,6 +44,7 @@ def without(libraries: str, code: str) -> subprocess.CompletedProcess[str]:
         ("sqlalchemy", "from sqla_dlock import VersionedMixin", "sqlalchemy"),
         ("redis", "import dlock_core; dlock_core.connect('redis://localhost')", "redis"),
         ("redis", "import dlock_core; dlock_core.connect('redlock://a,b,c')", "redis"),
+        ("h11", "import dlock_core; dlock_core.connect('etcd://localhost')", "etcd"),
         ("kazoo", "import dlock_core; dlock_core.connect('zookeeper://localhost')", "zookeeper"),
         ("kazoo", "import dlock_core.backends.zookeeper", "zookeeper"),
         ("sqlalchemy", "import dlock_core; dlock_core.connect('database+sqlite:///a')", "sqlalchemy"),

@@ -52,7 +52,8 @@ def fork_and_forget(_: Link, url: str, name: str) -> list[Any]:
     """Have a forked child forget the store; give what the parent's connection says afterwards."""
     backend = from_url(url)
     Lock(backend, name).acquire().release()
-    ((session, _since),) = backend.pool._idle
+    session = backend.pool.idle.take()
+    backend.pool.idle.put(session)
     if (child := os.fork()) == 0:
         del backend, session
         gc.collect()

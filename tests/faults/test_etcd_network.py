@@ -25,6 +25,7 @@ from tests.waiting import auntil, until
 
 WITHIN = 30.0
 LIMIT = 0.5
+FAULTS = ["drop_reply", "cut_reply", "halve_reply", "cut_request"]
 LEASE, ENTER, LEAVE, RENEW, WATCH = b"/lease/grant", b"/kv/txn", b"/kv/deleterange", b"/lease/keepalive", b"/v3/watch"
 
 
@@ -61,7 +62,7 @@ def backend(proxy: Proxy, prefix: str) -> Iterator[EtcdBackend]:
 
 
 @pytest.mark.parametrize("is_first", [True, False], ids=["new lease", "used lease"])
-@pytest.mark.parametrize("fault", ["drop_reply", "cut_reply", "cut_request"])
+@pytest.mark.parametrize("fault", FAULTS)
 def test_acquire_whose_reply_was_lost_is_one_grant(
     harness: Harness, proxy: Proxy, direct: EtcdBackend, fault: str, is_first: bool
 ) -> None:
@@ -142,7 +143,7 @@ def test_reset_of_an_idle_connection_is_no_reason_to_fail_a_single_try(harness: 
     assert harness.try_acquire("a") is not None
 
 
-@pytest.mark.parametrize("fault", ["drop_reply", "cut_reply", "cut_request"])
+@pytest.mark.parametrize("fault", FAULTS)
 def test_place_whose_reply_was_lost_is_one_place(
     harness: Harness, proxy: Proxy, direct: EtcdBackend, fault: str
 ) -> None:
@@ -155,7 +156,7 @@ def test_place_whose_reply_was_lost_is_one_place(
     assert holders(direct, "a") == [pending.result(WITHIN).holder]  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("fault", ["drop_reply", "cut_reply", "cut_request"])
+@pytest.mark.parametrize("fault", FAULTS)
 def test_waiter_whose_watch_was_lost_is_served(harness: Harness, proxy: Proxy, fault: str) -> None:
     first = harness.acquire("a")
     lost = getattr(proxy, fault)(matching=WATCH)
@@ -177,7 +178,7 @@ def test_waiter_survives_a_reset_of_every_connection(harness: Harness, proxy: Pr
     assert [lease.holder for lease in got[1:]] == order
 
 
-@pytest.mark.parametrize("fault", ["drop_reply", "cut_reply", "cut_request"])
+@pytest.mark.parametrize("fault", FAULTS)
 def test_release_whose_reply_was_lost_is_a_release(
     harness: Harness, proxy: Proxy, direct: EtcdBackend, fault: str
 ) -> None:
@@ -188,7 +189,7 @@ def test_release_whose_reply_was_lost_is_a_release(
     assert is_untouched(direct, "a")  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("fault", ["drop_reply", "cut_reply", "cut_request"])
+@pytest.mark.parametrize("fault", FAULTS)
 def test_renewal_whose_reply_was_lost_is_no_loss(harness: Harness, proxy: Proxy, fault: str) -> None:
     lease = harness.acquire("a", ttl=3)
     getattr(proxy, fault)(matching=RENEW).wait()

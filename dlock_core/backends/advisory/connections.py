@@ -5,15 +5,13 @@ from __future__ import annotations
 import asyncio
 import math
 import select
-from collections import deque
 from functools import partial
-from operator import itemgetter
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
-from dlock_core.backends.idle import LONGEST_IDLE_S, close_excess
+from dlock_core.backends.idle import IdlePool
 from dlock_core.backends.sql import socket_of
 from dlock_core.errors import BackendUnavailable
-from dlock_core.runtime import BLOCKING, Asyncio, clock, run
+from dlock_core.runtime import BLOCKING, Asyncio, run
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -28,8 +26,8 @@ __all__ = ["Line", "Lines", "Seat"]
 
 T = TypeVar("T")
 
-SPARE: Final = 8
-"""So many idle connections are kept, at most."""
+MAX_IDLE_CONNECTIONS: Final = 8
+"""Idle connections kept open, at most."""
 
 
 class Line:
@@ -56,6 +54,10 @@ class Line:
     def is_open(self) -> bool:
         """It has not failed so far, and is no parent's."""
         return self.kept.is_open
+
+    def is_usable(self) -> bool:
+        """Tell whether an idle connection is ours and open; the server may have ended its session."""
+        return self.is_open and not self.has_ended()
 
     def close(self) -> bool:
         """Close the connection, unless somebody is using it; in a forked child it stays, being the parent's."""
@@ -122,23 +124,21 @@ class Lines:
 
     def __init__(self, pool: Pool, introduce: Callable[[Session, str], int]) -> None:
         self.pool, self._introduce = pool, introduce
-        self._spare: deque[tuple[Line, float]] = deque()
+        self._idle: IdlePool[Line] = IdlePool(Line.close, MAX_IDLE_CONNECTIONS, is_usable=Line.is_usable)
 
     async def take(self, runtime: Runtime, name: str) -> Line:
         """Give a line that nobody else has; raises BackendUnavailable."""
-        return self._last() or await self._new(runtime, name)
+        return self._idle.take() or await self._new(runtime, name)
 
     def keep(self, line: Line) -> None:
         """Take back a line that holds nothing."""
         if line.is_open:
             line.is_fresh = False
-            self._spare.append((line, clock()))
-        close_excess(self._spare, itemgetter(1), _close, SPARE)
+            self._idle.put(line)
 
     def close(self) -> None:
         """Close those that are kept."""
-        while (line := self._last()) is not None:
-            line.close()
+        self._idle.clear()
 
     async def _new(self, runtime: Runtime, name: str) -> Line:
         kept = await self.pool.dedicated(runtime, name)
@@ -147,18 +147,6 @@ class Lines:
         except BaseException:
             await runtime.shield(kept.close(runtime))
             raise
-
-    def _last(self) -> Line | None:
-        while self._spare:
-            line, since = self._spare.pop()
-            if clock() - since < LONGEST_IDLE_S and line.is_open and not line.has_ended():
-                return line
-            line.close()
-        return None
-
-
-def _close(idle: tuple[Line, float]) -> None:
-    idle[0].close()
 
 
 def _ways(session: Session) -> tuple[Execute, Execute]:

@@ -12,7 +12,8 @@ from itertools import takewhile
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from dlock_core.backend import Capabilities, Holder, LockState, Released, Waiter
-from dlock_core.backends.etcd import connections, keys
+from dlock_core.backends.etcd import keys
+from dlock_core.backends.etcd.connections import read_url
 from dlock_core.backends.etcd.gateway import Gateway
 from dlock_core.backends.etcd.keys import Entry, Keys
 from dlock_core.backends.etcd.steps import PLACE, Place, Steps
@@ -55,7 +56,7 @@ class EtcdBackend:
     ) -> None:
         check_seconds("timeout", timeout)
         check_prefix(prefix)
-        where = connections.read(url)
+        where = read_url(url)
         secure = (tls or ssl.create_default_context()) if where.is_encrypted else None
         self._gateway = Gateway(where.members, where.user, where.password, secure, timeout)
         self._keys = Keys(prefix)

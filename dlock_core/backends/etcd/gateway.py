@@ -7,16 +7,18 @@ to ask again is the engine's business; the next question goes to the next member
 from __future__ import annotations
 
 import json
+from ssl import SSLEOFError
 from typing import TYPE_CHECKING, Any, Final
 
-from dlock_core.backends.etcd.connections import Connections, HTTPError, post
+from dlock_core.backends.etcd.connections import ClusterConnections
+from dlock_core.backends.etcd.transport import HTTPError
 from dlock_core.errors import BackendUnavailable
 
 if TYPE_CHECKING:
     import ssl
     from collections.abc import Sequence
 
-    from dlock_core.backends.etcd.connections import Connection, Member, Reply
+    from dlock_core.backends.etcd.transport import HTTPConnection, HTTPReply, HTTPStream, Member
     from dlock_core.runtime import Runtime
 
 __all__ = ["Answer", "Gateway", "Question", "Watch"]
@@ -39,7 +41,7 @@ class Gateway:
     def __init__(
         self, members: Sequence[Member], user: str, password: str, tls: ssl.SSLContext | None, timeout: float
     ) -> None:
-        self._connections, self._tls, self._timeout = Connections(members, tls), tls, timeout
+        self._connections, self._tls, self._timeout = ClusterConnections(members, tls), tls, timeout
         self._credentials = {"name": user, "password": password} if user else None
         self._permit = ""
         self.limit = timeout / min(2, len(members))  # one member may be stuck, and the next be asked in time
@@ -51,7 +53,7 @@ class Gateway:
         until = runtime.now() + min(limit or self.limit, self.limit)
         connection = None
         try:
-            connection = await self._connections.checkout(runtime, self._left(runtime, until))
+            connection = await self._connections.checkout(runtime, until)
             await self._permitted(runtime, name, connection, until)
             answers = await self._exchange(runtime, connection, questions, until)
         except BaseException as error:
@@ -59,7 +61,7 @@ class Gateway:
             if isinstance(error, OSError):
                 raise self._failed(name, connection, error) from error
             raise
-        self._connections.checkin(connection)
+        self._connections.checkin(runtime, connection)
         return answers
 
     async def watch(self, runtime: Runtime, name: str, key: str) -> Watch:
@@ -67,12 +69,11 @@ class Gateway:
         until = runtime.now() + self.limit
         connection = None
         try:
-            connection = await self._connections.open(runtime, self.limit)
+            connection = await self._connections.open(runtime, until)
             await self._permitted(runtime, name, connection, until)
-            question: Question = ("watch", {"create_request": {"key": key, "filters": ["NOPUT"]}})
-            await connection.send(runtime, self._written(connection, question), self._left(runtime, until))
-            while (told := connection.reader.line()) is None:
-                await connection.receive(runtime, self._left(runtime, until))
+            path, body = _written(("watch", {"create_request": {"key": key, "filters": ["NOPUT"]}}))
+            stream = await connection.stream(runtime, path, body, self._permit, until)
+            told = await stream.document(runtime, until)
             begun = told.get("result", {})
             if begun.get("canceled") or not begun.get("created"):
                 raise self.failure(name, {"message": str(begun.get("cancel_reason") or told)})
@@ -81,7 +82,7 @@ class Gateway:
             if isinstance(error, OSError):
                 raise self._failed(name, connection, error) from error
             raise
-        return Watch(connection, int(begun["header"]["revision"]))
+        return Watch(stream, int(begun["header"]["revision"]))
 
     def each(self) -> list[tuple[str, Gateway]]:
         """Give a gateway to each member alone, by its address."""
@@ -107,7 +108,7 @@ class Gateway:
         self._connections.skip(self._connections.member)
         return BackendUnavailable(name, reason=f"etcd: {text}", broken=len(self._connections.members) > 1)
 
-    async def _permitted(self, runtime: Runtime, name: str, connection: Connection, until: float) -> None:
+    async def _permitted(self, runtime: Runtime, name: str, connection: HTTPConnection, until: float) -> None:
         """Log in where we must: the permit is good for all members, until it was not used for some minutes."""
         if self._credentials is None or self._permit:
             return
@@ -119,39 +120,23 @@ class Gateway:
             raise self.failure(name, answer)
 
     async def _exchange(
-        self, runtime: Runtime, connection: Connection, questions: Sequence[Question], until: float
+        self, runtime: Runtime, connection: HTTPConnection, questions: Sequence[Question], until: float
     ) -> list[list[Answer]]:
-        data = b"".join([self._written(connection, question) for question in questions])
-        await connection.send(runtime, data, self._left(runtime, until))
-        answers: list[list[Answer]] = []
-        while len(answers) < len(questions):
-            reply = connection.reader.reply()
-            if reply is None:
-                await connection.receive(runtime, self._left(runtime, until))
-            else:
-                answers.append(_read(reply))
-        return answers
+        requests = [_written(question) for question in questions]
+        return [_read(reply) for reply in await connection.exchange(runtime, requests, self._permit, until)]
 
-    def _written(self, connection: Connection, question: Question) -> bytes:
-        path, body = question
-        data = body if isinstance(body, bytes) else _encode(body).encode()
-        return post(str(connection.member), f"/v3/{path}", data, self._permit)
-
-    def _left(self, runtime: Runtime, until: float) -> float:
-        return max(0.001, until - runtime.now())
-
-    def _abandon(self, connection: Connection | None) -> None:
+    def _abandon(self, connection: HTTPConnection | None) -> None:
         if connection is not None:
             connection.close()
 
-    def _failed(self, name: str, connection: Connection | None, error: OSError) -> BackendUnavailable:
+    def _failed(self, name: str, connection: HTTPConnection | None, error: OSError) -> BackendUnavailable:
         several = len(self._connections.members) > 1
         if connection is None:  # no member could be reached: there is none left to ask
             return BackendUnavailable(name, reason=_told(error))
         self._connections.skip(connection.member)
-        if connection.used:
+        if connection.was_used:
             self._connections.close()  # the others may be dead, too
-        died = connection.used and isinstance(error, ConnectionError)
+        died = connection.was_used and isinstance(error, ConnectionError | SSLEOFError)
         return BackendUnavailable(name, reason=f"{connection.member}: {_told(error)}", broken=died or several)
 
 
@@ -161,15 +146,13 @@ class Watch:
     It looks from now on: a watch that begins in the past is served by etcd ten times a second only.
     """
 
-    def __init__(self, connection: Connection, revision: int) -> None:
-        self._connection, self.revision = connection, revision
+    def __init__(self, stream: HTTPStream, revision: int) -> None:
+        self._stream, self.revision = stream, revision
 
     async def woken(self, runtime: Runtime, seconds: float) -> bool:
         """Wait for the deletion, or for anything else that makes it worth to look (True), or for a time (False)."""
-        until = runtime.now() + seconds
         try:
-            while self._connection.reader.line() is None:
-                await self._connection.receive(runtime, max(0.001, until - runtime.now()))
+            await self._stream.document(runtime, runtime.now() + seconds)
         except TimeoutError:
             return False
         except OSError:  # the member went away
@@ -178,10 +161,15 @@ class Watch:
 
     def close(self) -> None:
         """Stop watching."""
-        self._connection.close()
+        self._stream.close()
 
 
-def _read(reply: Reply) -> list[Answer]:
+def _written(question: Question) -> tuple[str, bytes]:
+    path, body = question
+    return f"/v3/{path}", body if isinstance(body, bytes) else _encode(body).encode()
+
+
+def _read(reply: HTTPReply) -> list[Answer]:
     try:
         documents = [json.loads(line) for line in reply.body.splitlines() if line]
     except ValueError:

@@ -6,43 +6,42 @@ import os
 import socket
 import threading
 from contextlib import suppress
-from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from dlock_core.errors import format_seconds
 from dlock_core.runtime import clock
-from dlock_core.scheduler import Background
+from dlock_core.scheduler import Scheduler, after_fork_in_child
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from dlock_core.backends.sql.port import Session
 
-__all__ = ["Limits", "of_process", "shut", "socket_of"]
+__all__ = ["LIMITS", "Limits", "shut", "socket_of"]
 
 T = TypeVar("T")
-
-IDLE: Final = 10.0
-"""Seconds without a question after which the thread ends; also its longest sleep."""
 
 
 class Limits:
     """The time limits of the questions that are being asked now."""
 
     def __init__(self) -> None:
+        self._begin()
+        after_fork_in_child(self._begin)
+
+    def _begin(self) -> None:
+        """Have no question, as at first and in a forked child: what its parent had asked is the parent's business."""
         self._guard = threading.RLock()  # A signal handler may ask a question, too, in the middle of a method of ours.
-        self._wake: SimpleQueue[None] = SimpleQueue()
         self._due: dict[Session, float] = {}
-        self._next = 0.0  # until when the thread sleeps
-        self._thread = Background(
-            "dlock-database-limits", "to cut off databases that do not answer", self._serve, lambda: self._due
+        self._scheduler = Scheduler(
+            "dlock-database-limits", "to cut off databases that do not answer", self._next_due, self._cut_late
         )
 
     def call(self, session: Session, seconds: float, function: Callable[[Session], T]) -> T:
         """Call a function of the session, which is cut if that takes longer: TimeoutError, and it is of no more use."""
         until = clock() + seconds
         try:
-            self._begin(session, until)
+            self._enter(session, until)
             answer = function(session)
         except BaseException as error:
             if self._end(session) or clock() < until or not isinstance(error, Exception):
@@ -52,35 +51,30 @@ class Limits:
             raise TimeoutError(f"no answer within {format_seconds(seconds)}")
         return answer
 
-    def _begin(self, session: Session, until: float) -> None:
+    def _enter(self, session: Session, until: float) -> None:
         with self._guard:
             self._due[session] = until
-        if until < self._next:
-            self._wake.put(None)
-        self._thread.ensure()
+        self._scheduler.plan(until)
 
     def _end(self, session: Session) -> bool:
         """Tell whether it was in time."""
         with self._guard:
             return self._due.pop(session, None) is not None
 
-    def _serve(self) -> None:
-        """Cut what is late, until nothing was asked for long."""
-        was_idle = False
-        while self._due or not was_idle:
-            was_idle = not self._due
-            with suppress(Empty):
-                self._wake.get(timeout=self._cut())
+    def _next_due(self) -> float | None:
+        with self._guard:
+            return min(self._due.values(), default=None)
 
-    def _cut(self) -> float:
-        """Cut what is late, and return for how many seconds nothing else can be."""
+    def _cut_late(self) -> None:
         with self._guard:
             now = clock()
             for session in [late for late, until in self._due.items() if until <= now]:
                 del self._due[session]
-                session.cut()  # under the guard: once it has ended, its connection is somebody else's
-            self._next = min([*self._due.values(), now + IDLE])
-            return max(0.0, self._next - now)
+                session.cut()  # Under the guard: once the call has ended, its connection is somebody else's.
+
+
+LIMITS: Final = Limits()
+"""Those of this process."""
 
 
 def socket_of(driver: Any) -> int:
@@ -96,12 +90,3 @@ def shut(number: int) -> None:
     """Shut a socket down, from any thread; never raises."""
     with suppress(OSError), socket.socket(fileno=os.dup(number)) as connected:
         connected.shutdown(socket.SHUT_RDWR)
-
-
-_of_processes: dict[int, Limits] = {}
-
-
-def of_process() -> Limits:
-    """Give the limits of this process; a forked child has none of its parent's threads."""
-    pid = os.getpid()
-    return _of_processes.get(pid) or _of_processes.setdefault(pid, Limits())

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import os
-import weakref
-from collections import deque
-from operator import itemgetter
+from operator import methodcaller
 from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeVar
 
-from dlock_core.backends.idle import LONGEST_IDLE_S, close_excess, drain, drain_when_forgotten
+from dlock_core.backends.idle import IdlePool, inherited
 from dlock_core.backends.options import check_seconds
-from dlock_core.backends.sql.limits import of_process
+from dlock_core.backends.sql.limits import LIMITS
 from dlock_core.errors import BackendUnavailable
 from dlock_core.owner import printable
 from dlock_core.runtime import clock
@@ -26,7 +24,7 @@ __all__ = ["Kept", "Pool"]
 
 T = TypeVar("T")
 
-IDLE_KEPT: Final = 4
+MAX_IDLE_CONNECTIONS: Final = 4
 """Idle connections kept open, at most: steps are short, and a database has few connections to give."""
 CONFLICTS: Final = 10
 """How often a step is made again that was the victim of a deadlock; each time somebody else got on."""
@@ -43,9 +41,7 @@ class Pool:
     def __init__(self, connector: Connector, *, timeout: float = 5.0) -> None:
         check_seconds("timeout", timeout)
         self.connector, self.timeout = connector, timeout
-        self._idle: deque[tuple[Session, float]] = deque()
-        drain_when_forgotten(self, self._idle, _close)
-        _pools.add(self)
+        self.idle: IdlePool[Session] = IdlePool(methodcaller("close"), MAX_IDLE_CONNECTIONS, is_inherited=True)
 
     def step(
         self, runtime: Runtime, name: str, function: Callable[[Session], T], limit: float | None = None
@@ -69,19 +65,14 @@ class Pool:
 
     def close(self) -> None:
         """Close the idle connections; more are opened when they are needed."""
-        drain(self._idle, _close)
-
-    def after_fork(self) -> None:
-        """Begin anew in a forked child: the connections are its parent's, which closing them here would end."""
-        _inherited.extend(self._idle)
-        self._idle.clear()
+        self.idle.clear()
 
     def run(self, session: Session, function: Callable[[Session], T], limit: float | None) -> T:
         """Make a step on a session, again while it is the victim of others."""
         until = clock() + (self.timeout if limit is None else limit)
         for left in range(CONFLICTS, -1, -1):
             try:
-                return of_process().call(session, until - clock(), function)
+                return LIMITS.call(session, until - clock(), function)
             except self.connector.errors as error:
                 if not left or classify(error) not in (DatabaseFailure.DEADLOCK, DatabaseFailure.SERIALIZATION):
                     raise
@@ -130,7 +121,7 @@ class Pool:
             self.fail(name, error)
 
     def _step(self, name: str, function: Callable[[Session], T], limit: float | None) -> T:
-        session = self._last()
+        session = self.idle.take()
         idle = session is not None
         session = session or self._open_for_steps(name)
         try:
@@ -139,23 +130,8 @@ class Pool:
             session.close()
             self.close()  # what ended this connection may have ended the others
             self.fail(name, error, idle=idle and not isinstance(error, TimeoutError))
-        self._keep(session)
+        self.idle.put(session)
         return answer
-
-    def _keep(self, session: Session) -> None:
-        self._idle.append((session, clock()))
-        close_excess(self._idle, itemgetter(1), _close, IDLE_KEPT)
-
-    def _last(self) -> Session | None:
-        now = clock()
-        while True:
-            try:
-                session, since = self._idle.pop()
-            except IndexError:
-                return None
-            if now - since < LONGEST_IDLE_S:
-                return session
-            session.close()
 
 
 class Kept:
@@ -197,7 +173,7 @@ class Kept:
 
     def forget(self) -> None:
         """In a forked child: leave the connection to the parent."""
-        _inherited.append(self.session)
+        inherited.append(self.session)
         self.session = None
 
     def _step(self, name: str, function: Callable[[Session], T], limit: float | None) -> T:
@@ -210,20 +186,3 @@ class Kept:
             self.session = None
             session.close()
             self._pool.fail(name, error)
-
-
-def _close(idle: tuple[Session, float]) -> None:
-    idle[0].close()
-
-
-_pools: weakref.WeakSet[Pool] = weakref.WeakSet()
-_inherited: list[object] = []
-"""Kept for ever by a forked child: a driver would end its parent's sessions when it forgets them."""
-
-
-def _after_fork_in_child() -> None:
-    for pool in list(_pools):
-        pool.after_fork()
-
-
-os.register_at_fork(after_in_child=_after_fork_in_child)

@@ -8,8 +8,6 @@ expiry: ShedLock; of a token that grows in it: Kleppmann 2016.)
 from __future__ import annotations
 
 import json
-import os
-import weakref
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final
 
@@ -17,6 +15,7 @@ from dlock_core.backend import Busy, Capabilities, Granted, Holder, LockState, R
 from dlock_core.backends.table.statements import MARIADB, MYSQL, POSTGRESQL, SQLITE
 from dlock_core.backends.table.waiting import Bells, Ears
 from dlock_core.runtime import CHANCE
+from dlock_core.scheduler import after_fork_in_child
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -51,13 +50,13 @@ class TableBackend:
     def __init__(self, pool: Pool) -> None:
         self.pool = pool
         self._begin()
-        _backends.add(self)
+        after_fork_in_child(self._after_fork)
 
     def _begin(self) -> None:
         self._bells = Bells()
         self._ears = Ears(self.pool, self._bells)
 
-    def after_fork(self) -> None:
+    def _after_fork(self) -> None:
         """Begin anew in a forked child: who waits, and the thread that listens, are its parent's."""
         self._ears.forget()
         self._begin()
@@ -199,14 +198,3 @@ def _state(row: tuple[Any, ...]) -> LockState:
     held_for = max(0.0, since / SECOND)
     held = Holder(holder, token, shared=False, owner=owner, expires_in=left / SECOND, held_for=held_for)
     return LockState(name, (held,))
-
-
-_backends: weakref.WeakSet[TableBackend] = weakref.WeakSet()
-
-
-def _after_fork_in_child() -> None:
-    for backend in list(_backends):
-        backend.after_fork()
-
-
-os.register_at_fork(after_in_child=_after_fork_in_child)

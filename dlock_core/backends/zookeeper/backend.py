@@ -8,9 +8,7 @@ leaders and restarts. (Idea of the queue: the recipes page of the ZooKeeper docu
 
 from __future__ import annotations
 
-import os
 import select
-import weakref
 from typing import TYPE_CHECKING, Any
 
 from dlock_core.backend import Busy, Capabilities, Granted, Released, RenewalFailure
@@ -21,6 +19,7 @@ from dlock_core.backends.zookeeper.queue import line
 from dlock_core.backends.zookeeper.session import Address, Session, good, of_url
 from dlock_core.errors import NotSupported
 from dlock_core.extras import needed_by
+from dlock_core.scheduler import after_fork_in_child
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -58,7 +57,7 @@ class ZooKeeperBackend:
             raise ValueError(f"prefix is the name of one node, not {prefix!r}")
         self._address, self._prefix, self._timeout, self._length = address, prefix, timeout, session
         self._begin()
-        _backends.add(self)
+        after_fork_in_child(self._after_fork)
 
     @classmethod
     def from_url(cls, url: str, **options: Any) -> ZooKeeperBackend:
@@ -71,7 +70,7 @@ class ZooKeeperBackend:
         self._turns = Turns(self._session, self._nodes, self._timeout)
         self._places = self._turns.places
 
-    def after_fork(self) -> None:
+    def _after_fork(self) -> None:
         """Begin anew in a forked child: session and leases are its parent's."""
         self._session.abandon()
         self._begin()
@@ -197,14 +196,3 @@ class ZooKeeperBackend:
             return RenewalFailure.LOST
         valid_for = self._session.surely(request.ttl, sent)
         return valid_for if valid_for > 0 and self._places.keep(place, valid_for) else RenewalFailure.LOST
-
-
-_backends: weakref.WeakSet[ZooKeeperBackend] = weakref.WeakSet()
-
-
-def _after_fork_in_child() -> None:
-    for backend in list(_backends):
-        backend.after_fork()
-
-
-os.register_at_fork(after_in_child=_after_fork_in_child)

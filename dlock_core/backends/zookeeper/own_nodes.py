@@ -10,9 +10,7 @@ from __future__ import annotations
 import logging
 import math
 import threading
-from contextlib import suppress
 from dataclasses import dataclass
-from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, Final
 
 from kazoo.exceptions import NoNodeError
@@ -24,7 +22,7 @@ from dlock_core.backends.zookeeper.nodes import text
 from dlock_core.backends.zookeeper.session import NotSent, good
 from dlock_core.errors import BackendUnavailable
 from dlock_core.runtime import BLOCKING, clock, run
-from dlock_core.scheduler import Background, call_in_background
+from dlock_core.scheduler import Scheduler, call_in_background
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
@@ -45,8 +43,6 @@ logger = logging.getLogger("dlock")
 
 AGAIN: Final = 0.5
 """Seconds after which a removal that failed is tried again."""
-IDLE: Final = 10.0
-"""Seconds without a place after which the thread ends."""
 
 
 @dataclass(slots=True, eq=False)
@@ -111,11 +107,11 @@ class Places:
     def __init__(self, remove: Remove) -> None:
         self._remove = remove
         self._guard = threading.RLock()  # A signal handler may ask for a lock, too, in the middle of a method of ours.
-        self._wake: SimpleQueue[None] = SimpleQueue()
         self._of: dict[str, Place] = {}
         self._ending: set[Place] = set()
-        self._next = self._ends = 0.0
-        self._thread = Background("dlock-zookeeper", "to remove what nobody renews", self._serve, self._has_places)
+        self._scheduler = Scheduler(
+            "dlock-zookeeper", "to remove what nobody renews", self._next_due, self._remove_overdue
+        )
 
     def __len__(self) -> int:
         return len(self._of)
@@ -158,30 +154,16 @@ class Places:
         self._ending.add(place)
 
     def _plan(self, place: Place, seconds: float) -> None:
-        now = clock()
-        place.due, self._ends = now + seconds, max(self._ends, now + IDLE)
-        if place.due < self._next:
-            self._wake.put(None)
-        self._thread.ensure()
+        place.due = clock() + seconds
+        self._scheduler.plan(place.due)
 
-    def _has_places(self) -> bool:
-        return bool(self._of or self._ending)
-
-    def _serve(self) -> None:
-        while (pause := self._pause()) is not None:
-            with suppress(Empty):
-                self._wake.get(timeout=pause)
-            for place in self._overdue():
-                self._take_out(place)
-
-    def _pause(self) -> float | None:
+    def _next_due(self) -> float | None:
         with self._guard:
-            now = clock()
-            every = [*self._of.values(), *self._ending]
-            if not every and now >= self._ends:
-                return None
-            self._next = min([place.due for place in every] or [self._ends])
-            return max(0.0, min(self._next - now, threading.TIMEOUT_MAX))
+            return min([place.due for place in (*self._of.values(), *self._ending)], default=None)
+
+    def _remove_overdue(self) -> None:
+        for place in self._overdue():
+            self._take_out(place)
 
     def _overdue(self) -> list[Place]:
         with self._guard:

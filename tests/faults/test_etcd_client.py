@@ -1,0 +1,264 @@
+"""etcd's HTTP under faults that a client library might answer wrongly: silence, drips, storms, loops that end."""
+
+import asyncio
+import contextlib
+import gc
+import random
+import secrets
+import socket
+import ssl
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from dlock_core import AsyncLock, Lock
+from dlock_core.backends.etcd.backend import EtcdBackend
+from dlock_core.backends.etcd.connections import MAX_IDLE_CONNECTIONS
+from dlock_core.errors import AcquireTimeout, BackendUnavailable
+from dlock_core.runtime import clock
+from tests.etcd_servers import Cluster, cluster
+from tests.faults.looking import is_untouched, until
+from tests.proxy import Proxy
+from tests.servers import free_port
+
+TIMEOUT_S = 0.5
+SLACK_S = 4.0
+"""Seconds that a busy machine may need on top of what is promised."""
+ANSWER = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: 2\r\n\r\n{}"
+
+
+@pytest.fixture(scope="module")
+def one(servers_directory: Path) -> Iterator[Cluster]:
+    with cluster(servers_directory / "etcd1") as one:
+        yield one
+
+
+@pytest.fixture
+def prefix() -> str:
+    return f"{secrets.token_hex(4)}/"
+
+
+@pytest.fixture
+def proxy(one: Cluster) -> Iterator[Proxy]:
+    with Proxy(one.members[0].port) as proxy:
+        yield proxy
+
+
+@pytest.fixture
+def direct(one: Cluster, prefix: str) -> Iterator[EtcdBackend]:
+    backend = EtcdBackend(one.url, prefix=prefix)
+    yield backend
+    backend.close()
+
+
+@pytest.fixture
+def backend(proxy: Proxy, prefix: str) -> Iterator[EtcdBackend]:
+    backend = EtcdBackend(f"etcd://127.0.0.1:{proxy.port}", prefix=prefix, timeout=TIMEOUT_S)
+    yield backend
+    backend.close()
+
+
+@contextlib.contextmanager
+def server(serve: Callable[[socket.socket], None]) -> Iterator[int]:
+    """A server that treats every connection as it is told, in a thread each; gives its port."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def accept() -> None:
+            with contextlib.suppress(OSError):
+                while True:
+                    threading.Thread(target=talk, args=(listener.accept()[0],), daemon=True).start()
+
+        def talk(connected: socket.socket) -> None:
+            with connected, contextlib.suppress(OSError):
+                serve(connected)
+
+        threading.Thread(target=accept, daemon=True).start()
+        yield listener.getsockname()[1]
+        listener.shutdown(socket.SHUT_RDWR)
+
+
+def stay_silent(connected: socket.socket) -> None:
+    while connected.recv(65536):
+        pass
+
+
+def drip(connected: socket.socket) -> None:
+    """A byte of the reply now and then: no single read is ever late."""
+    connected.recv(65536)
+    for byte in ANSWER * 100:
+        connected.sendall(bytes([byte]))
+        threading.Event().wait(TIMEOUT_S / 10)
+
+
+def babble(connected: socket.socket) -> None:
+    connected.recv(65536)
+    connected.sendall(b"-ERR unknown command\r\n" * 10)
+    stay_silent(connected)
+
+
+def endless_head(connected: socket.socket) -> None:
+    connected.recv(65536)
+    while True:
+        connected.sendall(b"HTTP/1.1 200 OK\r\n" + b"X-Filler: " + b"x" * 60000)
+
+
+def seconds_until_unavailable(url: str, **options: ssl.SSLContext) -> float:
+    store = EtcdBackend(url, timeout=TIMEOUT_S, **options)
+    began = clock()
+    with pytest.raises(BackendUnavailable):
+        Lock(store, "a", wait=0).acquire()
+    threads = clock() - began
+
+    async def main() -> float:
+        began = clock()
+        with pytest.raises(BackendUnavailable):
+            await AsyncLock(store, "a", wait=0).acquire()
+        return clock() - began
+
+    return max(threads, asyncio.run(main()))
+
+
+@pytest.mark.parametrize("serve", [stay_silent, drip, babble, endless_head])
+def test_server_that_answers_late_or_nonsense_is_given_up_in_time(serve: Callable[[socket.socket], None]) -> None:
+    with server(serve) as port:
+        assert seconds_until_unavailable(f"etcd://127.0.0.1:{port}") < 2 * TIMEOUT_S + SLACK_S
+
+
+def test_server_that_is_silent_in_the_tls_handshake_is_given_up_in_time() -> None:
+    with server(stay_silent) as port:
+        url = f"etcds://localhost:{port}"
+        assert seconds_until_unavailable(url, tls=ssl.create_default_context()) < 2 * TIMEOUT_S + SLACK_S
+
+
+def test_server_that_takes_no_connection_is_given_up_in_time() -> None:
+    """Its queue of connections is full: what we send to open one more is dropped."""
+    with socket.create_server(("127.0.0.1", 0), backlog=0) as listener:
+        waiting = [socket.socket() for _ in range(4)]
+        for one in waiting:
+            one.setblocking(False)
+            with contextlib.suppress(BlockingIOError):
+                one.connect(listener.getsockname())
+        url = f"etcd://127.0.0.1:{listener.getsockname()[1]}"
+        assert seconds_until_unavailable(url) < 2 * TIMEOUT_S + SLACK_S
+        for one in waiting:
+            one.close()
+
+
+@pytest.mark.parametrize("serve", [stay_silent, None], ids=["silent", "refusing"])
+def test_next_member_is_asked_when_the_first_is_silent_or_gone(
+    one: Cluster, prefix: str, serve: Callable[[socket.socket], None] | None
+) -> None:
+    with contextlib.ExitStack() as stack:
+        first = stack.enter_context(server(serve)) if serve else free_port()
+        store = EtcdBackend(f"etcd://127.0.0.1:{first},127.0.0.1:{one.members[0].port}", prefix=prefix, timeout=1.0)
+        stack.callback(store.close)
+        with Lock(store, "a", wait=5):
+            pass
+
+        async def main() -> None:
+            async with AsyncLock(store, "a", wait=5):
+                pass
+
+        asyncio.run(main())
+
+
+def test_many_threads_share_few_connections_and_never_a_reply(backend: EtcdBackend, one: Cluster) -> None:
+    """Were two replies ever mixed up, a token would come twice, or a release would find another's lease."""
+    tokens: list[int] = []
+
+    def work(number: int) -> None:
+        for turn in range(5):
+            with Lock(backend, f"a:{number % 4}", wait=None) as lease:
+                tokens.append(lease.token)
+            with Lock(backend, f"own:{number}:{turn}") as lease:
+                tokens.append(lease.token)
+
+    with ThreadPoolExecutor(24) as threads:
+        list(threads.map(work, range(24)))
+    assert len(set(tokens)) == len(tokens) == 240
+    assert len(backend._gateway._connections._of_threads._idle) <= MAX_IDLE_CONNECTIONS
+
+
+def test_threads_go_on_while_connections_are_cut_again_and_again(
+    backend: EtcdBackend, proxy: Proxy, direct: EtcdBackend
+) -> None:
+    stop, inside, most = threading.Event(), 0, 0
+    guard = threading.Lock()
+
+    def work(_: int) -> int:
+        nonlocal inside, most
+        done = 0
+        while not stop.is_set():
+            with contextlib.suppress(BackendUnavailable, AcquireTimeout), Lock(backend, "a", wait=2):
+                with guard:
+                    inside += 1
+                    most = max(most, inside)
+                done += 1
+                with guard:
+                    inside -= 1
+        return done
+
+    with ThreadPoolExecutor(6) as threads:
+        working = [threads.submit(work, number) for number in range(6)]
+        for _ in range(15):
+            threading.Event().wait(0.1)
+            proxy.cut()
+        stop.set()
+        assert sum(one.result() for one in working) > 0
+    assert most == 1
+    until(lambda: is_untouched(direct, "a"))  # type: ignore[arg-type]
+
+
+def test_storm_of_cancelled_tasks_leaves_no_grant_no_place_and_no_connection(
+    backend: EtcdBackend, direct: EtcdBackend
+) -> None:
+    chance = random.Random(7)
+
+    async def work(number: int) -> None:
+        while True:
+            async with AsyncLock(backend, f"a:{number % 3}", wait=None):
+                await asyncio.sleep(0)
+
+    async def main() -> None:
+        for _ in range(4):
+            tasks = [asyncio.ensure_future(work(number)) for number in range(20)]
+            for task in chance.sample(tasks, len(tasks)):
+                await asyncio.sleep(chance.random() / 50)
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            assert all(task.cancelled() for task in tasks)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        asyncio.run(main())
+        gc.collect()
+    for number in range(3):
+        until(lambda name=f"a:{number}": is_untouched(direct, name))  # type: ignore[misc]
+
+
+def test_one_store_serves_loop_after_loop_and_keeps_no_connection_of_an_ended_one(backend: EtcdBackend) -> None:
+    async def main() -> None:
+        async with AsyncLock(backend, "a"):
+            pass
+        async with AsyncLock(backend, "b"):
+            pass
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(5):
+            asyncio.run(main())
+            gc.collect()
+    Lock(backend, "a").acquire().release()
+
+
+def test_reply_in_the_body_of_which_the_server_goes_is_an_error_and_not_half_an_answer() -> None:
+    def serve(connected: socket.socket) -> None:
+        connected.recv(65536)
+        connected.sendall(ANSWER.replace(b"Length: 2", b"Length: 20"))
+
+    with server(serve) as port, pytest.raises(BackendUnavailable, match="closed the connection"):
+        Lock(EtcdBackend(f"etcd://127.0.0.1:{port}", timeout=TIMEOUT_S), "a", wait=0).acquire()
