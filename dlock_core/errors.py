@@ -1,6 +1,6 @@
-"""Everything dlock can raise.
+"""Every error that dlock raises.
 
-Each error carries its data as attributes, survives pickling, names the lock and says what to do next.
+Each error carries its data as attributes, survives pickling, names the lock or the object, and says what to do next.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ E = TypeVar("E", bound="DLockError")
 
 
 def format_seconds(seconds: float) -> str:
-    """Say a time as people do: "10 s", "2.5 s", "303 ms", "less than 1 ms"."""
+    """Format a time for a message: "10 s", "2.5 s", "303 ms", "less than 1 ms"."""
     if seconds >= 1:
         return f"{seconds:.1f}".removesuffix(".0") + " s"
     return f"{seconds * 1000:.0f} ms" if seconds >= 0.001 else "less than 1 ms"
 
 
 class DLockError(Exception):
-    """The base of every error of dlock; `name` is the lock or object it speaks of."""
+    """The base of every error of dlock; `name` is the lock or object that it is about."""
 
     name: str = ""
 
@@ -49,7 +49,7 @@ class DLockError(Exception):
 
 
 def rebuild(kind: type[E], args: tuple[Any, ...], data: dict[str, Any]) -> E:
-    """Make an error of another class (or process) out of the text and the data of one."""
+    """Build an error of a class from the text and the data of another, or of one that was pickled."""
     error = kind.__new__(kind)
     error.args = args
     error.__dict__.update(data)
@@ -59,111 +59,138 @@ def rebuild(kind: type[E], args: tuple[Any, ...], data: dict[str, Any]) -> E:
 class AcquireTimeout(DLockError, TimeoutError):
     """The lock stayed taken for all of `wait`.
 
-    `waited` and `retry_after` are seconds; `held_by` is what the holder said of itself, or an empty text. `once`: it
-    was not waited for at all (`wait=0`), which the message then says.
+    Attributes:
+        waited: The seconds that the caller waited.
+        held_by: What the holder tells of itself, such as "shop@web1 pid 4711"; an empty string if the store cannot say.
+        retry_after: The seconds after which another try is sensible, for the Retry-After header.
     """
 
     def __init__(
         self, name: str, *, waited: float, held_by: str = "", retry_after: float = 1.0, once: bool = False
     ) -> None:
         if once:
-            text = f"lock {name!r} is held by {held_by or 'somebody else'}; it was tried once: try again later"
+            text = f"lock {name!r} is held by {held_by or 'another holder'}, and wait=0 tries only once"
         else:
-            holder = f", held by {held_by}" if held_by else ""
-            text = f"lock {name!r} not acquired within {format_seconds(waited)}{holder}: try again later"
-        super().__init__(text, name=name)
+            holder = f" because it is held by {held_by}" if held_by else ""
+            text = f"lock {name!r} was not acquired within {format_seconds(waited)}{holder}"
+        super().__init__(f"{text}: try again later", name=name)
         self.waited, self.held_by, self.retry_after = waited, held_by, retry_after
 
 
 class AlreadyHeld(DLockError):
-    """The same thread, task or transaction asked again for a lock that it holds: waiting would never end."""
+    """The caller already holds the lock in this thread, task or transaction: its wait would never end."""
 
     def __init__(self, name: str) -> None:
         super().__init__(
             f"lock {name!r} is already held by this thread, task or transaction: "
-            "release it first, or ask with reentrant=True",
+            "release it first, or join its lease with reentrant=True",
             name=name,
         )
 
 
 class LeaseLost(DLockError):
-    """The lease was held before and is not provably held now: another holder may be at work, so stop."""
+    """The lease was held and is not provably held now: another holder may be at work, so the caller must stop."""
 
     def __init__(self, name: str, *, token: int = 0, reason: str = "it ran out") -> None:
-        super().__init__(f"lease of lock {name!r} (token {token}) is lost: {reason}; stop and start over", name=name)
+        super().__init__(
+            f"the lease of lock {name!r} (token {token}) is lost: {reason}; stop this work and start over", name=name
+        )
         self.token, self.reason = token, reason
 
 
 class NotHeld(DLockError):
-    """This process never had, or no longer has, the lease that it wants to renew or release."""
+    """This process never held, or no longer holds, the lease that it renews or releases."""
 
     def __init__(self, name: str, *, reason: str = "it was never acquired here") -> None:
-        super().__init__(f"lease of lock {name!r} is not held: {reason}", name=name)
+        super().__init__(f"the lease of lock {name!r} is not held: {reason}; acquire the lock first", name=name)
         self.reason = reason
 
 
 class StaleToken(DLockError):
-    """The database has seen a newer holder (`highest`, None when unknown) and refused `token`; roll back."""
+    """The database has admitted a newer holder (`highest`, None if unknown) and refuses `token`: roll back."""
 
     def __init__(self, name: str, *, token: int, highest: int | None = None) -> None:
         newer = f" (it has admitted {highest})" if highest is not None else ""
         super().__init__(
-            f"token {token} of lock {name!r} is stale{newer}: a newer holder is at work, roll back", name=name
+            f"token {token} of lock {name!r} is stale{newer}: a newer holder is at work, so roll back and start over",
+            name=name,
         )
         self.token, self.highest = token, highest
 
 
 class StaleObject(DLockError):
-    """The row changed, or went away (`found` is None), since `instance` was read with version `expected`."""
+    """The row was changed or deleted since it was read.
+
+    Attributes:
+        instance: The object that was to be written; None for a row of which no instance is loaded.
+        expected: The version with which the row was read.
+        found: The version that the row has now; None if it was deleted.
+        action: "save", "update" or "delete".
+    """
 
     def __init__(
-        self, instance: Any, *, expected: Any, found: Any = None, action: str = "save", key: Any = None
+        self,
+        instance: Any,
+        *,
+        expected: Any,
+        found: Any = None,
+        action: str = "save",
+        key: Any = None,
+        model: type | None = None,
     ) -> None:
-        name = f"{type(instance).__name__}({getattr(instance, 'pk', None) if key is None else key!r})"
+        kind = type(instance) if model is None else model
+        name = f"{kind.__name__}({getattr(instance, 'pk', None) if key is None else key!r})"
         what = "the row is gone" if found is None else f"the row has version {found!r}"
         super().__init__(f"cannot {action} {name} at version {expected!r}: {what}; read it again and retry", name=name)
         self.instance, self.expected, self.found, self.action = instance, expected, found, action
 
 
 class SnapshotTooOld(DLockError):
-    """The lock was asked for after the transaction had taken its snapshot: reads would be older than the lock."""
+    """The transaction had read before it asked for the lock, so that its snapshot is older than the lock.
+
+    What it reads under the lock would be what was true before the lock was granted.
+    """
 
     def __init__(self, name: str, *, isolation: str) -> None:
         super().__init__(
-            f"lock {name!r} was asked for inside a {isolation} transaction that has already read: "
-            "take the lock first, use READ COMMITTED, or pass snapshot='ignore'",
+            f"lock {name!r} was requested inside a {isolation} transaction that has already read: "
+            "acquire the lock first, use READ COMMITTED, or pass snapshot='ignore'",
             name=name,
         )
         self.isolation = isolation
 
 
 class RowLocked(DLockError):
-    """Another transaction holds the row: NOWAIT, or the time to wait for it (`waited` seconds) ran out.
+    """Another transaction holds the row, and `nowait` or the end of the wait (`waited` seconds) gave up on it.
 
-    `is_database`: it holds all of the database, which has one writer at a time (SQLite), and may work on other rows.
+    With `is_database` it holds the whole database, which allows one writer at a time (SQLite): it may be writing other
+    rows. `retry_after` is in seconds.
     """
 
     def __init__(self, name: str, *, waited: float = 0.0, is_database: bool = False) -> None:
-        what = f"the database is busy with another transaction, so that row {name!r} cannot be locked"
+        what = f"the database is busy with another transaction, so that the row {name!r} cannot be locked"
         if not is_database:
-            what = f"row {name!r} is locked by another transaction"
-        super().__init__(f"{what} (waited {format_seconds(waited)}): try again", name=name)
+            what = f"the row {name!r} is locked by another transaction"
+        super().__init__(f"{what} (waited {format_seconds(waited)}): try again later", name=name)
         self.waited, self.retry_after, self.is_database = waited, 1.0, is_database
 
 
 class BackendUnavailable(DLockError):
-    """The store cannot be asked, or did not answer: the effect is unknown; `__cause__` is the client's error."""
+    """The store cannot be reached, or did not answer, so that the effect is unknown.
+
+    `__cause__` is the error of the client library; `retry_after` is in seconds.
+    """
 
     retry_after = 1.0
 
     def __init__(self, name: str, *, reason: str, broken: bool = False, refused: bool = False) -> None:
         of = f" for lock {name!r}" if name else ""
-        super().__init__(f"store unavailable{of}: {reason}", name=name)
+        super().__init__(f"the store is unavailable{of}: {reason}", name=name)
         self.reason = reason
         self.broken = broken
-        """A connection that had been idle turned out to be dead: a new one may work at once."""
+        """An idle connection turned out to be dead: a new one may work at once."""
         self.refused = refused
-        """The store does not let us in (wrong password, no permission): asking again will not help."""
+        """The store does not let us in (wrong password, no permission): another try will not help."""
 
 
 class NotSupported(DLockError, NotImplementedError):
@@ -171,7 +198,7 @@ class NotSupported(DLockError, NotImplementedError):
 
 
 class NoSuchKey(DLockError, ValueError):
-    """The `key` cannot be one of what is locked (`name`), so that no row has it; raised before any I/O."""
+    """The `key` cannot be a key of `name`, the class that is locked, so that no row has it; raised before any I/O."""
 
     def __init__(self, name: str, *, key: object) -> None:
         super().__init__(f"{key!r:.80} cannot be a key of {name}: there is nothing to lock", name=name)
@@ -179,7 +206,7 @@ class NoSuchKey(DLockError, ValueError):
 
 
 class PreconditionFailed(DLockError):
-    """The object is not what `header` (If-Match or If-None-Match), as it was `given`, asks it to be."""
+    """The object does not meet `header` (If-Match or If-None-Match) with the value `given`."""
 
     def __init__(self, name: str, *, header: str, given: str) -> None:
         weak = " (a weak tag, W/, never matches here)" if header == "If-Match" and "W/" in given else ""
@@ -188,7 +215,7 @@ class PreconditionFailed(DLockError):
 
 
 class PreconditionMalformed(DLockError):
-    """The `header`, as it was `given`, is no list of entity-tags: nothing can be checked, so nothing is done."""
+    """The value `given` of `header` is no list of entity-tags, so that nothing can be checked and nothing is done."""
 
     def __init__(self, name: str, *, header: str, given: str) -> None:
         super().__init__(
@@ -199,7 +226,7 @@ class PreconditionMalformed(DLockError):
 
 
 class PreconditionRequired(DLockError):
-    """The object is only changed by who says in If-Match which version was seen."""
+    """The request must tell in If-Match which version of the object its client has seen."""
 
     def __init__(self, name: str) -> None:
-        super().__init__(f"{name} is not changed without If-Match: read it, and send its ETag back", name=name)
+        super().__init__(f"{name} is not changed without If-Match: read it and send its ETag back", name=name)

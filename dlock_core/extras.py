@@ -1,4 +1,4 @@
-"""Names the extra of ours, or the package, that brings a library which is missing."""
+"""Optional libraries: an import that fails says which extra, or which package, to install."""
 
 from __future__ import annotations
 
@@ -25,22 +25,22 @@ _EXTRAS: Final = {
     "sqlalchemy": "sqlalchemy",
 }
 _PACKAGES: Final = {"MySQLdb": "mysqlclient", "psycopg": "psycopg[binary]", "psycopg2": "psycopg2-binary"}
-"""What brings a module that is called otherwise."""
-_OURS: Final = ("dlock_core", "django_dlock", "sqla_dlock")
+"""The packages that bring a module of another name."""
+_OWN_PACKAGES: Final = ("dlock_core", "django_dlock", "sqla_dlock")
 
 
 def _remedy(library: str) -> str:
-    """Return the command that installs what brings a library, by the name that Python imports it by."""
+    """Return the command that installs a library, given the name by which Python imports it."""
     extra = _EXTRAS.get(library)
     return f"pip install '{f'dlock-orm[{extra}]' if extra else _PACKAGES.get(library, library)}'"
 
 
 class MissingLibrary(ModuleNotFoundError):
-    """A library that is optional is not installed; the message says how to install it."""
+    """An optional library is not installed; the message says how to install it."""
 
 
 def version() -> str:
-    """Return the installed version of the distribution that all of our packages come in."""
+    """Return the installed version of `dlock-orm`, the distribution of all three packages."""
     from importlib.metadata import version as installed
 
     return installed("dlock-orm")
@@ -48,9 +48,10 @@ def version() -> str:
 
 @contextmanager
 def needed_by(what: str) -> Iterator[None]:
-    """Have a library that is missing inside the block be an error that says how to install it; `what` needs it.
+    """Raise MissingLibrary where the block imports a library that is not installed.
 
-    Raises MissingLibrary.
+    Args:
+        what: The feature that needs the library, for the message, such as "metrics.install()".
     """
     try:
         yield
@@ -58,7 +59,7 @@ def needed_by(what: str) -> Iterator[None]:
         raise
     except ModuleNotFoundError as error:
         library = str(error.name).partition(".")[0]
-        if error.name is None or library in _OURS:
+        if error.name is None or library in _OWN_PACKAGES:
             raise
         reason = f"{what} needs the package {library!r}: {_remedy(library)}"
         raise MissingLibrary(reason, name=error.name) from error

@@ -1,7 +1,8 @@
 """Lock names: parts joined with ":", each percent-encoded (RFC 3986), so that ("a:b",) is not ("a", "b").
 
-A name is plain ASCII text of 1 to 512 bytes, whatever it was made of, and safe in keys, paths and logs. This is the one
-place that turns values into text: it takes the types whose text is the same in every process, and refuses the others.
+A name is ASCII text of 1 to 512 bytes, whatever its parts were, and is safe in keys, paths and logs. This module alone
+turns values into text. It accepts only types whose text is the same in every process and refuses all others: a text
+that differs between two processes would make two locks of one name, and nothing would ever tell.
 """
 
 from __future__ import annotations
@@ -28,23 +29,23 @@ _PLAIN: Final = re.compile(r"[A-Za-z0-9_.~:-]+")
 _UNRESERVED: Final = re.compile(r"[A-Za-z0-9_.~-]+")
 """What percent-encoding leaves as it is."""
 _ADDRESS: Final = re.compile(r"\bat 0x[0-9A-Fa-f]+")
-_AT_ONCE: Final = frozenset({str, int, UUID})
-"""Types whose `str` is their text; subclasses may have changed it."""
+_EXACT_TYPES: Final = frozenset({str, int, UUID})
+"""Types whose `str` is their text. Subclasses are not among them, because they may define another `__str__`."""
 
 
 def join(*parts: object) -> str:
-    """Make the name of a lock out of its parts; all but the first may come from anywhere: a URL, a form, a key.
+    """Join parts to the name of a lock; all but the first may come from anywhere: a URL, a form, a key.
 
     A part is text, bytes, an integer, UUID, Decimal, date, time or Enum, or has a type that defines `__str__`. Equal
-    things have equal texts: 42 and "42", Decimal("1.0") and Decimal("1.00"), one moment in two time zones, an Enum of
+    values have equal texts: 42 and "42", Decimal("1.0") and Decimal("1.00"), one moment in two time zones, an Enum of
     texts or numbers and its value. Texts are compared exactly, as most databases compare keys.
 
     Raises TypeError for a value without such a text (None, bool, float, containers, functions, iterators, classes,
-    objects that only have a `__repr__`) and ValueError when a part is empty, the first contains ":", or the name is
-    too long.
+    objects that only have a `__repr__`). Raises ValueError if a part is empty, the first part contains ":", or the name
+    is longer than 512 bytes.
     """
     if not parts:
-        raise ValueError("a lock needs a name: give at least one part, such as 'order', 42")
+        raise ValueError("a lock needs a name: pass at least one part, such as lock('order', 42)")
     encoded = [_encoded(part) for part in parts]
     if "%3A" in encoded[0]:
         _refuse_joined(unquote(encoded[0]))
@@ -53,20 +54,23 @@ def join(*parts: object) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """A model in a lock's name: every spelling of a key of it becomes the form that its database gives back.
+    """A model in a lock's name: each spelling of one of its keys becomes the form that the database returns.
 
-    `converters` has one for each column of the key; what they refuse with a ValueError is no key. `key_of` gives the
-    key of an instance, None for what is none.
+    Attributes:
+        label: The text that stands for the model in names.
+        converters: One function for each column of the key. A value that it refuses with a ValueError is no key.
+        key_of: Returns the key of an instance of the model, and None for any other value.
     """
 
     label: str
     converters: tuple[Callable[[Any], Any], ...]
     key_of: Callable[[Any], Sequence[Any] | None]
 
-    def take(self, values: Sequence[Any]) -> tuple[list[Any], int]:
-        """Give the key with which these parts begin, and of how many of them it was made.
+    def read_key(self, values: Sequence[Any]) -> tuple[list[Any], int]:
+        """Return the key with which these parts begin, and how many of the parts it took.
 
-        A composite key is a tuple, or as many parts. Raises NoSuchKey, TypeError.
+        A composite key is one tuple or list, or as many parts as it has columns. Raises NoSuchKey for a value that
+        cannot be such a key, and TypeError for a value that has no text at all.
         """
         first, width = values[0], len(self.converters)
         key, used = self.key_of(first), 1
@@ -78,7 +82,7 @@ class Kind:
         return [self._converted(*each) for each in zip(self.converters, key, strict=True)], used
 
     def _converted(self, convert: Callable[[Any], Any], value: Any) -> Any:
-        _text(value)  # before a converter makes a text of anything at all
+        _text(value)  # A converter such as str() would accept any value, also one whose text is an address.
         try:
             return convert(value)
         except (ValueError, TypeError, ArithmeticError):
@@ -86,24 +90,25 @@ class Kind:
 
 
 def with_keys(parts: Sequence[Any], kind_of: Callable[[Any], Kind | None]) -> list[Any]:
-    """Replace every model among the parts by its label, and what follows it by the form of its key."""
+    """Replace each model among the parts by its label, and the key that follows it by its one form."""
     found: list[Any] = []
-    place = 0
-    while place < len(parts):
-        kind = kind_of(parts[place])
-        found.append(parts[place] if kind is None else kind.label)
-        place += 1
-        if kind is not None and place < len(parts) and kind_of(parts[place]) is None:
-            key, used = kind.take(parts[place:])
+    index = 0
+    while index < len(parts):
+        kind = kind_of(parts[index])
+        found.append(parts[index] if kind is None else kind.label)
+        index += 1
+        if kind is not None and index < len(parts) and kind_of(parts[index]) is None:
+            key, used = kind.read_key(parts[index:])
             found += key
-            place += used
+            index += used
     return found
 
 
 def canonical(name: str) -> str:
-    """Make a name out of text whose parts are already joined with ":"; escapes it has are kept, as in a URL.
+    """Return the name that a text spells whose parts are already joined with ":"; escapes are kept, as in a URL.
 
-    Use `join` for parts that somebody else chose: in this text a ":" separates and "%41" is "A".
+    Use `join` for parts that come from outside: in this text a ":" separates parts, and "%41" is "A". Raises TypeError
+    for a value that is no text, and ValueError for an empty part or a name that is too long.
     """
     if not isinstance(name, str):
         raise TypeError(f"a lock's name is text, not {type(name).__name__}: {name!r:.80}")
@@ -121,16 +126,16 @@ def _canonical(name: str) -> str:
 
 
 def _refuse_joined(text: str) -> None:
-    """Raise ValueError for a first part that reads like a finished name: it would be another lock."""
+    """Raise ValueError for a first part that looks like a joined name, because its ":" would be escaped."""
     apart = ", ".join(repr(int(each) if each.isdecimal() and each.isascii() else each) for each in text.split(":"))
     raise ValueError(
-        f"the first part of a lock's name has no ':': for the lock that logs show as {text[:80]!r} give its parts one "
-        f"by one, {apart[:80]}; for a text that is data put a word before it that says what it is"
+        f"the first part of a lock's name must not contain ':'. For the lock that logs show as {text[:80]!r}, "
+        f"give its parts one by one, {apart[:80]}; for a text that is data, put a word before it that says what it is"
     )
 
 
 def _encoded(part: object) -> str:
-    text = str(part) if type(part) in _AT_ONCE else _text(part)
+    text = str(part) if type(part) in _EXACT_TYPES else _text(part)
     if not text:
         raise ValueError("a part of a lock's name is empty: 'order:' would lock all orders without a key")
     if isinstance(text, bytes):
@@ -139,12 +144,17 @@ def _encoded(part: object) -> str:
 
 
 def _text(part: object) -> str | bytes:
-    """Give the text of a value, by its type; raises TypeError for one that has none which is always the same."""
+    """Return the text of a value by its type; raises TypeError for a value whose text could differ between processes.
+
+    The order of the checks matters. A bool is an int, and its text would be that of 0 or 1. An Enum member that equals
+    its value must have the name of the value. A subclass of str, int or bytes may define any `__str__`, so its text is
+    taken by the method of its base.
+    """
     kind = type(part)
     if isinstance(part, bool) or (isinstance(part, Number) and not isinstance(part, Rational | Decimal)):
         raise _no_text(part)
     if isinstance(part, Enum) and type(part.value) is not object and issubclass(kind, type(part.value)):
-        return _text(part.value)  # a member that equals its value has the same name
+        return _text(part.value)
     if issubclass(kind, str):
         return str.__str__(part)
     if issubclass(kind, bytes | bytearray | memoryview):
@@ -157,13 +167,13 @@ def _text(part: object) -> str | bytes:
 
 
 def _decimal(number: Decimal) -> str:
-    """Write a number in one way: 1.0, 1.00 and 1 are equal, and so are 1E+3 and 1000."""
+    """Return the one text of all equal numbers: 1.0, 1.00 and 1 are equal, and so are 1E+3 and 1000."""
     if not number.is_finite():
-        raise ValueError(f"a part of a lock's name is no number: {number}")
+        raise ValueError(f"a part of a lock's name must be a finite number, not {number}")
     if number == 0:
         return "0"
     if not -MAX_NAME_BYTES < number.adjusted() < MAX_NAME_BYTES:
-        raise ValueError(f"a lock's name has at most {MAX_NAME_BYTES} bytes, {number} has more digits")
+        raise ValueError(f"a lock's name has at most {MAX_NAME_BYTES} bytes, and {number} has more digits")
     text = f"{number:f}"
     return text.rstrip("0").rstrip(".") if "." in text else text
 
@@ -173,12 +183,15 @@ def _moment(moment: date | time) -> str:
         is_aware = moment.utcoffset() is not None
         return (moment.astimezone(UTC) if is_aware else moment).isoformat(" ")
     if isinstance(moment, time) and moment.utcoffset() is not None:
-        raise TypeError(f"a time of day with a zone has no one text, give the whole datetime: {moment}")
+        raise TypeError(f"a time of day with a zone has no one text: give the whole datetime instead of {moment}")
     return moment.isoformat()
 
 
 def _own_text(part: object) -> str:
-    """Give the text that a type defines; raises TypeError where it shows an address, as Python's own texts do."""
+    """Return the text that a type defines; raises TypeError where it shows an address, as Python's own texts do.
+
+    Such a text looks fine in one process: "<Order object at 0x7f…>" would lock nothing in common with any other.
+    """
     if isinstance(part, type | Iterator | NoneType) or type(part).__str__ is object.__str__:
         raise _no_text(part)
     text = str(part)
@@ -188,25 +201,25 @@ def _own_text(part: object) -> str:
 
 
 def _no_text(part: object) -> TypeError:
-    """Say what is wrong with a value without asking it: its `repr` may be long, secret, or a query."""
+    """Return the error for a value; it does not show the value, whose `repr` may be long, secret, or a query."""
     what = f"not {type(part).__name__}"
     if isinstance(part, bool | Number | NoneType):
         what += f": {part!r:.80}"
     if isinstance(part, float):
-        what += "; 0.1 + 0.2 and 0.3 would be two locks, give a Decimal or an int"
+        what += "; 0.1 + 0.2 and 0.3 would be two locks, so give a Decimal or an int"
     elif isinstance(part, type):
         what = f"not the class {part.__name__}"
     elif callable(part) and (name := getattr(part, "__name__", "")):
         what += f" {name!r}: call it, {name}()"
     elif not isinstance(part, bool | Number | NoneType):
-        what += ", which has no text of its own (__str__) that is the same in every process: give its key"
+        what += ", whose type defines no text (__str__) that is the same in every process: give its key"
     return TypeError(f"a part of a lock's name is text, a number or a key, {what}")
 
 
 def _checked(name: str) -> str:
     if len(name) > MAX_NAME_BYTES:
         raise ValueError(
-            f"a lock's name has at most {MAX_NAME_BYTES} bytes when encoded, this one {len(name)}: {name[:60]!r}…; "
-            "hash what is long"
+            f"a lock's name has at most {MAX_NAME_BYTES} bytes when encoded, and {name[:60]!r}… has {len(name)}: "
+            "put a hash in the place of a long part"
         )
     return name

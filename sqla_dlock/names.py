@@ -1,4 +1,8 @@
-"""Mapped classes and their instances in a lock's name: every spelling of a key is one lock."""
+"""Mapped classes and their instances in a lock's name: each spelling of a key is one lock.
+
+A key from a URL is text, a key from the session is what the column's type returns. Both must make one name, so each
+column of a primary key has a converter (`_converter`) from whatever spells the key to the one form.
+"""
 
 from __future__ import annotations
 
@@ -24,63 +28,74 @@ if TYPE_CHECKING:
 
 __all__ = ["is_mapped", "kind_of", "plain", "with_class"]
 
-_PLAIN: Final = frozenset({str, int, UUID})
-"""Types of parts that SQLAlchemy need not be asked about."""
+_PLAIN_TYPES: Final = frozenset({str, int, UUID})
+"""Types of parts that are surely no class, instance or expression: a name of only these needs no conversion."""
 _DIALECT: Final = DefaultDialect()
 
 
 def with_class(parts: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Put a `FencedMixin` class in the place of a text that names the same locks: one lock has one fence."""
+    """Return the parts with a `FencedMixin` class in the place of a text that names the same locks.
+
+    One lock must have one fence, whether it is named by the class or by the name of its table.
+    """
     mapped = class_of(parts[0]) if len(parts) == 2 else None
     if mapped is not None:
         with suppress(NoSuchKey, TypeError):
-            _kind(mapped).take(parts[1:])
+            _kind(mapped).read_key(parts[1:])
             return mapped, parts[1]
     return parts
 
 
 def plain(parts: Sequence[Any]) -> Sequence[Any]:
-    """Turn mapped classes, and the keys that follow them, into values for `dlock_core.names.join`.
+    """Convert mapped classes, and the keys that follow them, to values for `dlock_core.names.join`.
 
-    Raises NoSuchKey for what cannot be a key of the class, TypeError for an instance where no key is expected and for
-    SQL expressions.
+    Raises NoSuchKey for a value that cannot be a key of its class. Raises TypeError for an instance where no key is
+    expected, and for SQL expressions.
     """
-    if all(type(part) in _PLAIN for part in parts):
+    if all(type(part) in _PLAIN_TYPES for part in parts):
         return parts
     found = names.with_keys(parts, kind_of)
     for part in found:
-        if _state(part) is not None:  # its text may differ in every process
+        if _state(part) is not None:
             kind = type(part).__name__
-            raise TypeError(f"an instance is no name: lock its class and primary key, lock(session, {kind}, key)")
+            raise TypeError(
+                f"an instance cannot be part of a name: use its class and primary key, lock(session, {kind}, key)"
+            )
     return found
 
 
 def is_mapped(part: Any) -> bool:
-    """Tell whether it is a mapped class."""
+    """Return whether a part is a mapped class."""
     return isinstance(part, type) and isinstance(inspect(part, raiseerr=False), Mapper)
 
 
 def kind_of(part: Any) -> names.Kind | None:
-    """Tell what a mapped class is in a name; None for any other part; raises TypeError for what can be none."""
+    """Return what a mapped class is in a name, and None for any other part; raises TypeError for an SQL expression."""
     if is_mapped(part):
         return _kind(part)
     if hasattr(part, "__clause_element__") or hasattr(part, "_compiler_dispatch"):
-        raise TypeError(f"{type(part).__name__} is a question to the database: give a mapped class, or the value")
+        raise TypeError(
+            f"{type(part).__name__} is a database expression: use a mapped class, or a value such as a primary key"
+        )
     return None
 
 
 @lru_cache(maxsize=1024)
 def _kind(mapped: type) -> names.Kind:
-    mapper = _with_the_row(inspect(mapped))
+    mapper = _row_mapper(inspect(mapped))
     label = getattr(mapper.local_table, "fullname", None)
     if label is None:
-        raise TypeError(f"{mapped.__name__} is mapped to no table of its own: name its lock by a text")
+        raise TypeError(f"{mapped.__name__} is not mapped to a table: name its locks by a text instead")
     converters = tuple(map(_converter, mapper.primary_key))
     return names.Kind(label=label, converters=converters, key_of=partial(_key_of, mapper))
 
 
-def _with_the_row(mapper: Mapper[Any]) -> Mapper[Any]:
-    """Find the mapper of the table that all classes of this row share; of the fence's, for a row that is its own."""
+def _row_mapper(mapper: Mapper[Any]) -> Mapper[Any]:
+    """Return the mapper whose table names the row of a class.
+
+    In a hierarchy that is the base class: Shop(1) and Place(1) are one row, so they are one lock. But it is the class
+    that brings `FencedMixin`, if a subclass does, since the fence stands in the row of that table.
+    """
     above = mapper.inherits
     if (
         above is None
@@ -88,7 +103,7 @@ def _with_the_row(mapper: Mapper[Any]) -> Mapper[Any]:
         or issubclass(mapper.class_, FencedMixin) > issubclass(above.class_, FencedMixin)
     ):
         return mapper
-    return _with_the_row(above)
+    return _row_mapper(above)
 
 
 def _key_of(mapper: Mapper[Any], value: Any) -> Sequence[Any] | None:
@@ -96,9 +111,9 @@ def _key_of(mapper: Mapper[Any], value: Any) -> Sequence[Any] | None:
     if state is None:
         return None
     if not isinstance(value, mapper.class_):
-        raise TypeError(f"an instance of {type(value).__name__} is no key of {mapper.class_.__name__}")
+        raise TypeError(f"an instance of {type(value).__name__} cannot be a key of {mapper.class_.__name__}")
     known = [state.dict.get(mapper.get_property_by_column(column).key) for column in mapper.primary_key]
-    return state.identity or known  # without asking the database for what has expired
+    return state.identity or known  # The state knows the key of an expired instance too; an attribute would query it.
 
 
 def _state(value: Any) -> InstanceState[Any] | None:
@@ -107,6 +122,11 @@ def _state(value: Any) -> InstanceState[Any] | None:
 
 
 def _converter(column: ColumnElement[Any]) -> Callable[[Any], Any]:
+    """Return the function that converts each spelling of a value of a key column to one form.
+
+    Only types whose texts are known are converted, and each converter refuses what it cannot read. All others pass
+    values on as they are, and `dlock_core.names` then decides whether they have a stable text.
+    """
     kind = column.type
     if isinstance(kind, TypeDecorator):
         return partial(_there_and_back, kind)
@@ -114,7 +134,7 @@ def _converter(column: ColumnElement[Any]) -> Callable[[Any], Any]:
         return _uuid
     try:
         python = kind.python_type
-    except NotImplementedError:  # a type of a database, or of nobody
+    except NotImplementedError:  # A type of one database, such as INET, need not have a Python type.
         return _as_given
     if python is int:
         return _integer
@@ -129,7 +149,7 @@ def _as_given(value: Any) -> Any:
 
 def _integer(value: Any) -> int:
     found = int(value)
-    if not isinstance(value, str) and found != value:
+    if not isinstance(value, str) and found != value:  # int() would turn 1.5 into the key of another row
         raise ValueError(value)
     return found
 
@@ -147,7 +167,7 @@ def _moment(kind: Any, value: Any) -> Any:
 
 
 def _there_and_back(kind: TypeDecorator[Any], value: Any) -> Any:
-    """Do what a type of the application's own does on the way to the database, and on the way back."""
+    """Return what the application's own type would read back after writing the value."""
     write, read = kind.bind_processor(_DIALECT), kind.result_processor(_DIALECT, None)
     value = value if write is None else write(value)
     return value if read is None else read(value)

@@ -1,8 +1,9 @@
-"""Tell whoever wants to know what happens to locks: logging, metrics, traces, tests.
+"""Events of locks, for logging, metrics, traces and tests: subscribe a hook, and it is called with each event.
 
-A hook is called in the thread, and the task, where the event happens, must be quick, and cannot change the outcome:
-what it raises is logged. Only the loss of a lease, and what happens to that lease afterwards, is told in a thread of
-its own, where a hook delays no renewal. Events that nobody has subscribed to cost nothing that could be measured.
+A hook runs in the thread and the task in which the event happens. It must be quick and cannot change the outcome: an
+exception that it raises is logged. Only the loss of a lease, and later events of that lease, are reported in a
+dedicated thread, so that a slow hook delays no renewal. Without a subscriber, events cost nothing that could be
+measured.
 """
 
 from __future__ import annotations
@@ -32,10 +33,15 @@ KINDS: Final[tuple[Kind, ...]] = get_args(Kind)
 class Event:
     """Something that happened to a lock, or to a row with a version.
 
-    `name` is the lock's; of a conflict the object's, such as "Order(42)"; of a retry that of its conflict, or empty.
-    `seconds`: how long the acquire took (acquired, timeout, unavailable), how long the lease was held (released, lost,
-    forced), the pause to come (retry). `reason`: how a release went (released, expired, stolen), why a lease was lost,
-    what the store said; of a conflict or retry a class of errors or a trouble of the database, such as "deadlock".
+    Attributes:
+        kind: One of `KINDS`.
+        name: The lock's name. For a conflict, the object's, such as "Order(42)"; for a retry, that of its conflict, or
+            an empty string.
+        token: The fencing token of the lease; 0 where there is none.
+        seconds: How long the acquire took (acquired, timeout, unavailable), how long the lease was held (released,
+            lost, forced), or the pause before the next attempt (retry).
+        reason: How a release went (released, expired, stolen), why a lease was lost, or what the store answered. For a
+            conflict or a retry, the class of the error, or a failure of the database such as "deadlock".
     """
 
     kind: Kind
@@ -44,19 +50,19 @@ class Event:
     seconds: float = 0.0
     reason: str = ""
     contended: bool = False
-    """Others held the lock: the acquire had to wait, or waited in vain."""
+    """Others held the lock, so that the acquire had to wait, or waited in vain."""
     lease: object | None = None
-    """The same object for all events of one grant, to be compared or to be a weak key, and not to be used."""
+    """An object that all events of one grant share: compare it, or use it as a weak key, and for nothing else."""
 
 
 _hooks: tuple[Callable[[Event], None], ...] = ()
 
 
 def subscribe(hook: Callable[[Event], None]) -> None:
-    """Call `hook` with every event from now on.
+    """Call `hook` with each event from now on.
 
-    What it raises is logged and goes no further, also an exception of a signal handler that comes while it runs; what
-    is no Exception, such as KeyboardInterrupt, reaches the caller.
+    An Exception that it raises is logged and goes no further, even if a signal handler raised it while the hook ran.
+    Other exceptions, such as KeyboardInterrupt, reach the caller.
     """
     global _hooks  # noqa: PLW0603 - replaced as a whole, so that emit needs no lock
     _hooks = (*_hooks, hook)
@@ -77,7 +83,7 @@ def emit(  # noqa: PLR0917 - by position where it costs
     contended: bool = False,  # noqa: FBT001, FBT002
     lease: object | None = None,
 ) -> None:
-    """Tell every hook; costs next to nothing when there is none."""
+    """Call all hooks with an event; costs next to nothing if there are none."""
     for hook in _hooks:
         try:
             hook(Event(kind, name, token, seconds, reason, contended, lease))
@@ -88,6 +94,6 @@ def emit(  # noqa: PLR0917 - by position where it costs
 
 
 def emit_conflict(error: E) -> E:
-    """Tell every hook of a write, or COMMIT, that is refused; gives the error back, to be raised."""
+    """Emit the event of a write or COMMIT that is refused, and return its error for the caller to raise."""
     emit("conflict", error.name, getattr(error, "token", 0), reason=type(error).__name__)
     return error

@@ -1,4 +1,4 @@
-"""Logging: `logs.install()` writes one record per event, with its data as fields for whoever writes JSON."""
+"""Logging: `logs.install()` writes one record per event, with its data as fields for structured logs."""
 
 from __future__ import annotations
 
@@ -28,11 +28,16 @@ LEVELS: Final[Mapping[str, int]] = {
 
 
 def install(logger: str = "dlock.events", levels: Mapping[str, int] = LEVELS) -> Callable[[], None]:
-    """Log every event of this process from now on; gives the function that ends that.
+    """Log each event of this process from now on, and return the function that ends that.
 
-    `levels` by kind of event; kinds that it leaves out are not logged. The fields of a record: dlock_event, dlock_lock,
-    dlock_pattern, dlock_token, dlock_seconds, dlock_reason, dlock_contended, dlock_request. Raises ValueError for an
-    unknown kind.
+    The fields of a record are dlock_event, dlock_lock, dlock_pattern, dlock_token, dlock_seconds, dlock_reason,
+    dlock_contended and dlock_request.
+
+    Args:
+        logger: The name of the logger.
+        levels: The level of each kind of event; a kind that is left out is not logged.
+
+    Raises ValueError for a kind of event that does not exist.
     """
     if unknown := levels.keys() - set(hooks.KINDS):
         raise ValueError(f"there is no event {min(unknown)!r}, only: {', '.join(hooks.KINDS)}")

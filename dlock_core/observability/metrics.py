@@ -27,16 +27,21 @@ def install(
     max_patterns: int = MAX_PATTERNS,
     buckets: Iterable[float] = BUCKETS,
 ) -> Callable[[], None]:
-    """Measure every lock of this process from now on; gives the function that ends that.
+    """Measure all locks of this process from now on, and return the function that ends that.
 
-    `naming` makes the label `lock` out of a lock's name; beyond `max_patterns` different ones it is "other". `buckets`
-    are seconds. Raises ValueError when the registry (None: the client's own) measures locks already.
+    Args:
+        registry: The registry of the metrics; None for the client library's own.
+        naming: Returns the value of the label `lock` for the name of a lock.
+        max_patterns: How many different values that label may have; further ones become "other".
+        buckets: The upper ends of the histograms' buckets, in seconds.
+
+    Raises ValueError if the registry measures locks already, and MissingLibrary without prometheus-client.
     """
     with needed_by("metrics.install()"):
         import prometheus_client
 
     where = prometheus_client.REGISTRY if registry is None else registry
-    made: dict[Measure, Any] = {each: _made(prometheus_client, each, where, buckets) for each in MEASURES}
+    made: dict[Measure, Any] = {each: _instrument(prometheus_client, each, where, buckets) for each in MEASURES}
     patterns = Patterns(naming, max_patterns)
 
     def hook(event: hooks.Event) -> None:
@@ -48,7 +53,7 @@ def install(
     return partial(_uninstall, hook, where, made.values())
 
 
-def _made(client: Any, each: Measure, registry: Any, buckets: Iterable[float]) -> Any:
+def _instrument(client: Any, each: Measure, registry: Any, buckets: Iterable[float]) -> Any:
     labels = ["lock", *([each.label] if each.label else [])]
     if each.is_seconds:
         return client.Histogram(f"dlock_{each.name}_seconds", each.help, labels, registry=registry, buckets=buckets)

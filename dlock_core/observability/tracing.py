@@ -1,8 +1,9 @@
 """OpenTelemetry: `tracing.install()` once per process; needs opentelemetry-api (extra "opentelemetry").
 
-Waiting is a span, holding is a span; both are children of what the caller was doing when it asked for the lock,
-whichever thread or task the lease ends in. A hold is never the current span: leases need not end in the order in which
-they began. Conflicts, retries and forced releases are events of the current span.
+The wait for a lock is a span, and so is the time for which it is held. Both are children of the span that was current
+when the lock was requested, whichever thread or task the lease ends in. A hold is never the current span itself,
+because leases need not end in the order in which they began. Conflicts, retries and forced releases are events of the
+current span.
 """
 
 from __future__ import annotations
@@ -27,10 +28,15 @@ _ERRORS: Final = {"timeout": "AcquireTimeout", "unavailable": "BackendUnavailabl
 def install(
     tracer: Any = None, meter: Any = None, *, naming: Callable[[str], str] = pattern, max_patterns: int = MAX_PATTERNS
 ) -> Callable[[], None]:
-    """Trace and measure every lock of this process from now on; gives the function that ends that.
+    """Trace and measure all locks of this process from now on, and return the function that ends that.
 
-    `tracer` and `meter` (None: the global providers') or False for none. `naming` makes the label `lock` of metrics,
-    and the names of spans, out of a lock's name; beyond `max_patterns` different ones it is "other".
+    Args:
+        tracer: The tracer of the spans; None for that of the global provider, False for no spans.
+        meter: The meter of the metrics; None for that of the global provider, False for no metrics.
+        naming: Returns the name of the spans, and the label `lock` of the metrics, for the name of a lock.
+        max_patterns: How many different values that label may have; further ones become "other".
+
+    Raises MissingLibrary without opentelemetry-api.
     """
     with needed_by("tracing.install()"):
         from opentelemetry import metrics, trace
@@ -51,7 +57,7 @@ def _uninstall(installed: list[Callable[[hooks.Event], None]]) -> None:
 
 
 class _Spans:
-    """Makes spans: an acquire's when it is over, a hold's when it begins, in the context of who asked."""
+    """A hook that makes spans: that of an acquire when it is over, that of a hold when it begins."""
 
     def __init__(self, trace: Any, tracer: Any, patterns: Patterns) -> None:
         self._trace, self._tracer, self._patterns = trace, tracer, patterns

@@ -1,4 +1,4 @@
-"""A database as the inspector, the doctor and the fence see it: statements with `:name` parameters, and session ids."""
+"""What the core knows of a database: a port to read from it, ids of its sessions, and `:name` parameters."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ __all__ = ["Database", "cursor_of"]
 
 
 class Database(Protocol):
-    """A database that is asked for its locks, on a connection of its own and never in the caller's transaction."""
+    """A database whose locks the inspector reads, on a dedicated connection and never in the caller's transaction."""
 
     @property
     def alias(self) -> str:
-        """What it is called in listings."""
+        """The name of the database in listings."""
 
     @property
     def vendor(self) -> str:
-        """The database: postgresql, mysql, mariadb or sqlite; may have to ask it, see `query`."""
+        """The kind of database: postgresql, mysql, mariadb or sqlite. It may take a query to know; see `query`."""
 
     @property
     def fence_remedy(self) -> str:
-        """What makes the fence table where it is missing: a command or a call."""
+        """The command or call that creates a missing fence table, for messages."""
 
     def query(self, sql: str, params: Sequence[Any] = ()) -> list[tuple[Any, ...]]:
-        """Read rows, `%s` standing for each parameter; raises BackendUnavailable, within a few seconds."""
+        """Return the rows of a query with `%s` parameters; raises BackendUnavailable within a few seconds."""
 
     def close(self) -> None:
         """Close the connection that `query` has opened."""
@@ -39,17 +39,17 @@ _PREFIX: Final = {"postgresql": "pg", "mysql": "my", "mariadb": "my"}
 
 
 def session_id(vendor: str, connection: Any, database: str | None) -> str | None:
-    """Name the session of a driver's connection, such as "pg:4711/shop", without asking it; None if it cannot be told.
+    """Return the id of a connection's session, such as "pg:4711/shop", without a query; None if the driver has none.
 
-    Behind a proxy that shares sessions the number is the proxy's own, and means nothing to the database.
+    Behind a proxy that shares sessions, the number is the proxy's and means nothing to the database.
     """
     prefix, number = _PREFIX.get(vendor), _number(connection)
     return f"{prefix}:{number}/{database}" if prefix and number and database else None
 
 
 def _number(connection: Any) -> int | None:
-    """Ask a connection of psycopg, psycopg2, asyncpg, mysqlclient, PyMySQL or aiomysql for its session's number."""
-    info = getattr(connection, "info", None)  # of mysqlclient it is a method
+    """Return the session's number from a connection of psycopg, psycopg2, asyncpg, mysqlclient, PyMySQL or aiomysql."""
+    info = getattr(connection, "info", None)  # a method in mysqlclient, which has no backend_pid
     if (number := getattr(info, "backend_pid", None)) is not None:
         return int(number)
     for method in ("get_server_pid", "thread_id"):
@@ -59,7 +59,7 @@ def _number(connection: Any) -> int | None:
 
 
 def comment(holder: str) -> str:
-    """Write the mark of a holder, for statements under its lease where the session has no better place for it."""
+    """Return an SQL comment that marks statements under a lease, where the session has no better place for the mark."""
     return f"/* dlock:{holder[:8]} */ "
 
 
@@ -68,13 +68,13 @@ _PARAMETER: Final = re.compile(r"(?<!:):(\w+)")
 
 @lru_cache(maxsize=256)
 def pyformat(sql: str) -> str:
-    """Write them as %(name)s."""
+    """Return the SQL with `%(name)s` in the place of each `:name`."""
     return _PARAMETER.sub(r"%(\1)s", sql.replace("%", "%%"))
 
 
 @lru_cache(maxsize=64)
 def numbered(sql: str) -> tuple[str, tuple[str, ...]]:
-    """Write them as $1, $2, and tell whose value each is."""
+    """Return the SQL with `$1`, `$2` in the place of each `:name`, and the names in the order of their numbers."""
     names = tuple(dict.fromkeys(_PARAMETER.findall(sql)))
     return _PARAMETER.sub(lambda found: f"${names.index(found[1]) + 1}", sql), names
 

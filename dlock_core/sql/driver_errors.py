@@ -1,7 +1,7 @@
-"""What an error of a database driver means: one table for every question that dlock asks about one.
+"""What an error of a database driver means: one table for every question that dlock has about such an error.
 
-An error is told by the code that the server sent, never by its text; SQLite alone has no code for a missing table.
-No driver is imported: an error's class knows its module. A new driver is one line in `_DRIVERS`.
+The code that the server sent decides, never the text; SQLite alone has no code for a missing table. No driver is
+imported, because the class of an error knows its module. A new driver is one line in `_DRIVERS`.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class DatabaseFailure(enum.Enum):
 
 
 MAY_ROLL_BACK: Final = (DatabaseFailure.DEADLOCK, DatabaseFailure.SERIALIZATION, DatabaseFailure.LOCK_TIMEOUT)
-"""Errors of a statement with which MySQL and MariaDB roll back the whole transaction, and go on in a new one."""
+"""Failures of a statement with which MySQL and MariaDB may roll back the whole transaction, and begin a new one."""
 
 # https://www.postgresql.org/docs/current/errcodes-appendix.html; two characters stand for a class.
 _SQLSTATES: Final = {
@@ -83,10 +83,10 @@ _SQLITE_MISSING: Final = "no such table: "
 
 
 def classify(error: BaseException) -> DatabaseFailure | None:
-    """Return what a database error reports; None for an error that is no trouble of those, or no database's.
+    """Return what a database error reports, or None for any other answer of the server and any other error.
 
-    The layers that wrap or hide a driver's error (Django, SQLAlchemy, dlock, "transaction is aborted") are looked
-    through, but not an error of the application: raising that was a decision.
+    The errors that wrap or follow a driver's error (Django's, SQLAlchemy's, dlock's, "transaction is aborted") are
+    looked through. An error of the application is not: the application decided to raise it.
     """
     for layer in _layers(error):
         trouble = _by_driver(layer) or _by_invalidation(layer)
@@ -96,9 +96,9 @@ def classify(error: BaseException) -> DatabaseFailure | None:
 
 
 def is_refusal(error: BaseException | None) -> bool:
-    """Return whether an error of COMMIT is the server's own answer, so that nothing was committed; False: unknown.
+    """Return whether the server itself refused a COMMIT, so that surely nothing was committed; False means unknown.
 
-    The first error in the chain of causes that a known driver has raised decides.
+    In the chain of causes, the first error of a known driver decides.
     """
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
@@ -141,13 +141,13 @@ def _by_driver(error: BaseException) -> DatabaseFailure | None:
 
 def _by_sqlstate(error: Any) -> DatabaseFailure | None:
     state = getattr(error, "sqlstate", None) or getattr(error, "pgcode", None)  # psycopg 3 and asyncpg, psycopg2
-    if state is None:  # the server sends one with every error: this one the client found out by itself
+    if state is None:  # The server sends a code with each error, so the client found this one out by itself.
         return DatabaseFailure.DISCONNECT if type(error).__name__ == "OperationalError" else None
     return _by_state(state)
 
 
 def _by_psycopg2(error: Any) -> DatabaseFailure | None:
-    """Read its `pgcode`; of a connection that breaks in a statement it knows no more than that there was an error."""
+    """Read the `pgcode`; when a connection breaks in a statement, psycopg2 raises its general error without one."""
     if (state := getattr(error, "pgcode", None)) is None:
         return DatabaseFailure.DISCONNECT if type(error).__name__ in {"DatabaseError", "OperationalError"} else None
     return _by_state(state)
@@ -166,7 +166,7 @@ def _by_number(error: Any) -> DatabaseFailure | None:
 
 
 def _by_sqlite_code(error: Any) -> DatabaseFailure:
-    """Read SQLite's code; it is the database itself, in this process, so that every error is its answer."""
+    """Read SQLite's code. The database is in this process, so that each error is its own answer."""
     code = getattr(error, "sqlite_errorcode", None) or 0
     if str(error).startswith(_SQLITE_MISSING):
         return DatabaseFailure.MISSING_TABLE
@@ -174,7 +174,7 @@ def _by_sqlite_code(error: Any) -> DatabaseFailure:
 
 
 def _by_invalidation(error: Any) -> DatabaseFailure | None:
-    """SQLAlchemy knows more signs of a lost connection than a driver's code."""
+    """Report a lost connection that SQLAlchemy has recognised, by more signs than the driver's code."""
     is_lost = _comes_from(error, "sqlalchemy") and getattr(error, "connection_invalidated", False)
     return DatabaseFailure.DISCONNECT if is_lost else None
 
@@ -187,13 +187,13 @@ def _warn_of_unknown_driver(error: BaseException) -> None:
 
 
 def warn_unless_known(driver: str) -> None:
-    """Warn, once, of a driver by the name of its package or of its dialect: how its transactions end is not known."""
+    """Log one warning for an unknown driver, named by its package or dialect: how its COMMITs end is not known."""
     if driver in _KNOWN or driver in _warned:
         return
     _warned.add(driver)
     logger.warning(
-        "dlock: the errors of the database driver %r are not known: whether a COMMIT that failed was carried out "
-        "counts as unknown, its leases run out instead of being released, and no conflict is tried again; known are %s",
+        "dlock: the errors of the database driver %r are not known: the outcome of a failed COMMIT counts as unknown, "
+        "its leases expire instead of being released, and no conflict is retried. Known drivers are %s",
         driver,
         ", ".join(_DRIVERS),
     )
@@ -211,7 +211,7 @@ _DRIVERS: Final[dict[str, Callable[[Any], DatabaseFailure | None]]] = {
     "aiosqlite": _by_sqlite_code,
 }
 _DIALECTS: Final = ("mysqldb", "psycopg_async", "pysqlite", "pysqlite_numeric", "pysqlcipher", "sqlite3.dbapi2")
-"""What SQLAlchemy or Django call drivers of the table, where it is another name."""
+"""The names that SQLAlchemy or Django have for drivers of the table, where they differ."""
 _KNOWN: Final = {*_DRIVERS, *_DIALECTS}
 _WRAPPERS: Final = ("django.db", "sqlalchemy", "django_dlock", "sqla_dlock", "dlock_core")
 _warned: Final[set[str]] = set()

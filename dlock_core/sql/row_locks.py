@@ -1,4 +1,4 @@
-"""How to lock a row: the options of `lock_row`, checked before any I/O, and what a wait is to each database."""
+"""How to lock a row: the options of `lock_row`, checked before any I/O, and the time limit of each database."""
 
 from __future__ import annotations
 
@@ -22,12 +22,13 @@ __all__ = [
     "whole_seconds",
 ]
 
-# A scalar subquery: in a WHERE it is evaluated once, before the first row is found and locked.
+# PostgreSQL evaluates a scalar subquery in a WHERE once, before it finds and locks the first row. So the locking
+# statement itself sets the limit, without another round trip; `dlock.lock_timeout` keeps the former limit.
 POSTGRESQL_LIMIT: Final = (
     "(SELECT set_config('dlock.lock_timeout', current_setting('lock_timeout'), true) "
     "|| set_config('lock_timeout', {wait}, true))"
 )
-# Nothing to restore when the limit was never sent: a query that cannot find anything need not evaluate it.
+# A query that cannot find a row may never evaluate the subquery: then there is nothing to restore.
 POSTGRESQL_RESTORE: Final = (
     "SELECT set_config('lock_timeout', former, true), set_config('dlock.lock_timeout', '', true) "
     "FROM current_setting('dlock.lock_timeout', true) AS former WHERE former <> ''"
@@ -35,12 +36,12 @@ POSTGRESQL_RESTORE: Final = (
 MYSQL_LIMIT: Final = "SET @dlock_wait = @@SESSION.innodb_lock_wait_timeout, @@SESSION.innodb_lock_wait_timeout = {wait}"
 MYSQL_RESTORE: Final = "SET @@SESSION.innodb_lock_wait_timeout = @dlock_wait"
 
-_LONGEST_MILLISECONDS: Final = 2**31 - 1
-_LONGEST_SECONDS: Final = 100_000_000  # what innodb_lock_wait_timeout can be
+_MAX_TIMEOUT_MS: Final = 2**31 - 1
+_MAX_TIMEOUT_S: Final = 100_000_000  # the largest innodb_lock_wait_timeout
 
 
 class RowLockOptions(TypedDict, total=False):
-    """The options of a row lock, but for `skip_locked`, which changes what is returned; `lock_row` explains them."""
+    """The options of a row lock, which `lock_row` explains; `skip_locked`, which changes the result, is not one."""
 
     shared: bool
     nowait: bool
@@ -51,7 +52,7 @@ class RowLockOptions(TypedDict, total=False):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RowLock:
-    """How to lock rows; options that contradict each other raise ValueError."""
+    """How to lock rows; raises ValueError for options that contradict each other."""
 
     shared: bool = False
     nowait: bool = False
@@ -71,27 +72,27 @@ class RowLock:
         )
         if self.nowait + self.skip_locked + (self.wait is not None) > 1:
             raise ValueError(
-                "nowait, skip_locked and wait say different things about a locked row: give only one of them"
+                "nowait, skip_locked and wait each say what to do about a locked row: give only one of them"
             )
         if self.key and not self.shared:
-            raise ValueError("key=True is the weaker of two shared locks: give shared=True, too")
+            raise ValueError("key=True selects the weaker of two shared locks: give shared=True as well")
 
     @property
     def at_once(self) -> bool:
-        """A row that is locked is refused without waiting."""
+        """Whether a locked row is refused without a wait."""
         return self.nowait or wait_seconds(self.wait) == 0
 
     @property
     def limit(self) -> float | None:
-        """How many seconds to wait for each row; None for as long as the database does."""
+        """The seconds to wait for each row; None for as long as the database waits."""
         return wait_seconds(self.wait) or None
 
 
 def milliseconds(wait: float) -> int:
-    """Give the `lock_timeout` of PostgreSQL, `busy_timeout` of SQLite: at least 1, as 0 means something else there."""
-    return max(1, min(math.ceil(min(wait, _LONGEST_SECONDS) * 1000), _LONGEST_MILLISECONDS))
+    """Return a wait as `lock_timeout` of PostgreSQL or `busy_timeout` of SQLite: at least 1, as 0 differs."""
+    return max(1, min(math.ceil(min(wait, _MAX_TIMEOUT_S) * 1000), _MAX_TIMEOUT_MS))
 
 
 def whole_seconds(wait: float) -> int:
-    """Give the WAIT of MariaDB, `innodb_lock_wait_timeout` of MySQL: rounded up, at least 1."""
-    return max(1, math.ceil(min(wait, _LONGEST_SECONDS)))
+    """Return a wait as WAIT of MariaDB or `innodb_lock_wait_timeout` of MySQL: whole seconds, rounded up."""
+    return max(1, math.ceil(min(wait, _MAX_TIMEOUT_S)))

@@ -1,7 +1,7 @@
 """What a statement does, from its text: whether it surely only reads, and whether it ends a transaction.
 
-It lets through what it knows, so that a comment, a second statement or a new kind of statement hides no write. What a
-function does that a SELECT calls cannot be seen, nor what comes after the body of a routine in the same text.
+Only known kinds count as reads, so that a comment, a second statement or a new kind of statement cannot hide a write.
+What a function does that a SELECT calls cannot be seen, nor what follows the body of a routine in the same text.
 """
 
 from __future__ import annotations
@@ -19,7 +19,10 @@ _SKIPPED: Final = (
     re.compile(rf"""({_COMMENT})|'(?:[^']|'')*'|"(?:[^"]|"")*"|`[^`]*`|{_DOLLARS}""", re.DOTALL),
     re.compile(rf"""({_COMMENT})|'(?:[^'\\]|''|\\.)*'|"(?:[^"\\]|""|\\.)*"|`[^`]*`|{_DOLLARS}""", re.DOTALL),
 )
-"""Comments, literals, quoted names; a backslash is a character like any other, or it is not: both must agree."""
+"""Comments, literals and quoted names, once with a backslash as a plain character and once as an escape.
+
+Which of the two a server takes depends on its settings, so both readings must agree.
+"""
 DATA_STATEMENTS: Final = ("SELECT", "INSERT", "UPDATE", "DELETE")
 """A text that begins with one of these, and has no semicolon, surely ends no transaction."""
 _READS: Final = re.compile(
@@ -36,18 +39,18 @@ _ENDS: Final = re.compile(
     re.IGNORECASE,
 )
 _ROUTINE: Final = re.compile(r"CREATE\b.*\b(?:TRIGGER|FUNCTION|PROCEDURE|EVENT)\b.*\bBEGIN\b", re.IGNORECASE)
-"""What follows is its body, in which BEGIN and END are the braces of a block."""
+"""The head of a routine; in the body that follows, BEGIN and END enclose a block and end no transaction."""
 
 
 def surely_reads(sql: str) -> bool:
-    """Say whether each statement in a text is of a kind that reads, or only begins or ends a transaction."""
-    if "/*!" in sql or "/*M!" in sql:  # MySQL and MariaDB execute these
+    """Return whether each statement in a text is of a kind that reads, or only begins or ends a transaction."""
+    if "/*!" in sql or "/*M!" in sql:  # comments whose content MySQL and MariaDB execute
         return False
     return all(_reads(part) for skipped in _SKIPPED for part in _parts(sql, skipped))
 
 
 def ends_transaction(sql: str) -> bool:
-    """Say whether a text has a statement that ends the open transaction, or begins one by hand."""
+    """Return whether a text has a statement that ends the open transaction, or begins another one."""
     if ";" not in sql and sql.startswith(DATA_STATEMENTS):
         return False
     return any(_ENDS.match(part) for skipped in _SKIPPED for part in takewhile(_is_no_routine, _parts(sql, skipped)))

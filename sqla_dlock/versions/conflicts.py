@@ -40,10 +40,11 @@ class StaleObject(errors.StaleObject, StaleDataError):
 def stale_row(
     session: Session, mapper: Mapper[Any], key: Key, *, expected: Any, found: Any, action: str
 ) -> StaleObject:
-    """Make the error for a row of which only the key is known."""
+    """Return the error for a row of which only the key is known; `instance` is None where the session has none."""
     instance = session.identity_map.get(mapper.identity_key_from_primary_key(key))
+    model = mapper.class_ if instance is None else None
     name = key[0] if len(key) == 1 else key
-    return emit_conflict(StaleObject(instance, expected=expected, found=found, action=action, key=name))
+    return emit_conflict(StaleObject(instance, expected=expected, found=found, action=action, key=name, model=model))
 
 
 def stale_instance(instance: Any, *, expected: Any, found: Any, action: str) -> StaleObject:

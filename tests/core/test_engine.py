@@ -96,7 +96,7 @@ def test_timeout_carries_name_owner_and_advice(runtime: ManualRuntime) -> None:
     hooks.subscribe(events.append)
     try:
         with pytest.raises(
-            AcquireTimeout, match=r"lock 'a' not acquired within 1 s, held by shop@h pid 1 t: try"
+            AcquireTimeout, match=r"lock 'a' was not acquired within 1 s because it is held by shop@h pid 1 t: try"
         ) as caught:
             ask(runtime, Scripted(runtime, BUSY), wait=1.0)
     finally:
@@ -107,7 +107,9 @@ def test_timeout_carries_name_owner_and_advice(runtime: ManualRuntime) -> None:
 
 
 def test_timeout_of_a_single_try_says_so_and_no_time_that_nobody_waited(runtime: ManualRuntime) -> None:
-    with pytest.raises(AcquireTimeout, match=r"lock 'a' is held by shop@h pid 1 t; it was tried once: try again later"):
+    with pytest.raises(
+        AcquireTimeout, match=r"lock 'a' is held by shop@h pid 1 t, and wait=0 tries only once: try again later"
+    ):
         ask(runtime, Scripted(runtime, BUSY), wait=0.0)
 
 

@@ -135,11 +135,11 @@ def test_instance_as_key_is_its_primary_key_and_is_not_read_for_it():
 
 
 def test_instance_that_is_no_key_is_refused():
-    with pytest.raises(TypeError, match="an instance of Counter is no key of Ticket"):
+    with pytest.raises(TypeError, match="an instance of Counter cannot be a key of Ticket"):
         name(Ticket, Counter(id=7))
     with pytest.raises(TypeError, match="not NoneType"):
         name(Counter, Counter())
-    with pytest.raises(TypeError, match="an instance is no name: lock its class"):
+    with pytest.raises(TypeError, match="an instance cannot be part of a name: use its class"):
         name("counter", Counter(id=7))
 
 
@@ -186,5 +186,5 @@ def test_value_that_is_no_key_of_any_class_is_a_mistake_of_the_program(key):
 )
 def test_question_to_the_database_is_no_name(part):
     for kind in ("counter", Code):
-        with pytest.raises(TypeError, match="is a question to the database"):
+        with pytest.raises(TypeError, match="is a database expression"):
             name(kind, part)

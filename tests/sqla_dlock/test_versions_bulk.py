@@ -277,6 +277,14 @@ def test_update_by_primary_key_checks_and_counts(session, orders):
         session.execute(update(Order), [{"id": each.id, "reads": 6, "version": 1} for each in orders])
 
 
+def test_conflict_of_a_row_that_is_not_loaded_names_its_class(session, orders):
+    key = orders[0].id
+    session.expunge_all()
+    with pytest.raises(StaleObject, match=rf"cannot save Order\({key}\) at version 7: the row has version 1") as caught:
+        session.execute(update(Order), [{"id": key, "reads": 6, "version": 7}])
+    assert caught.value.instance is None
+
+
 def test_update_by_primary_key_without_versions_is_refused(session, orders):
     with pytest.raises(ValueError, match="give 'version' as it was read in every row"):
         session.execute(update(Order), [{"id": each.id, "reads": 5} for each in orders])
