@@ -8,7 +8,7 @@ PIP := $(BIN)/python -m pip install --quiet --quiet
 SERVERS := redis-server postgresql mariadb-server etcd-server zookeeper default-jre-headless chromium spin
 HEADERS := gcc pkg-config libmariadb-dev python3-dev
 
-.PHONY: help demo test check lint types layers model format bench servers clean interrupts
+.PHONY: help demo test check lint types layers model format bench servers clean interrupts faults
 
 help: ## This list
 	@sed -n 's/^\([a-z]*\):.*## /make \1	/p' Makefile
@@ -22,7 +22,14 @@ test: $(VENV)/test.stamp servers $(VENV)/mariadb.stamp ## All tests; as root on 
 interrupts: $(VENV)/test.stamp servers ## 50,000 signal handlers that raise, at random moments; twenty minutes
 	DLOCK_TEST_INTERRUPTS=25000 $(BIN)/python -m pytest -s tests/faults/test_interrupts.py
 
-check: lint types layers test ## What the continuous integration runs
+MINUTES ?= 10
+SEED ?=
+faults: $(VENV)/test.stamp servers $(VENV)/mariadb.stamp ## Random faults under a checker, for ten minutes: make faults MINUTES=10 SEED=7
+	$(BIN)/python -m tests.random_faults --minutes $(MINUTES) $(if $(SEED),--seed $(SEED))
+
+check: MINUTES = 2
+check: SEED = 1
+check: lint types layers test faults ## What the continuous integration runs
 
 lint: $(VENV)/lint.stamp ## Style
 	$(BIN)/ruff check .

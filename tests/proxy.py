@@ -79,7 +79,8 @@ class Proxy:
         self._links: set[_Link] = set()
         self._writers: list[asyncio.StreamWriter] = []
         self._loop = asyncio.new_event_loop()
-        self._flow = asyncio.Event()
+        self._flow, self._flow_back = asyncio.Event(), asyncio.Event()
+        self._delay = 0.0
         self._listener: asyncio.Server | None = None
         self._thread = threading.Thread(target=self._loop.run_forever, name="proxy", daemon=True)
 
@@ -105,6 +106,18 @@ class Proxy:
     def deaf(self) -> None:
         """Accept connections and requests, and forward nothing in either direction until `forward()`."""
         self._run(self._deaf())
+
+    def mute(self) -> None:
+        """Deliver every request and no reply until `forward()`."""
+        self._run(self._mute())
+
+    def slow_down(self, seconds: float) -> None:
+        """Deliver everything this much later, until `forward()`."""
+        self._run(self._slow_down(seconds))
+
+    def strand(self) -> None:
+        """Leave the connections that exist half open: both ends see them, and nothing arrives any more until `cut()`."""
+        self._run(self._strand())
 
     def refuse(self) -> None:
         """Refuse new connections and cut those there are, until `forward()`."""
@@ -145,12 +158,26 @@ class Proxy:
 
     async def _forward(self) -> None:
         self._flow.set()
+        self._flow_back.set()
+        self._delay = 0.0
         if self._listener is None:
             self._listener = await asyncio.start_server(self._serve, HOST, self.port)
 
     async def _deaf(self) -> None:
         await self._forward()
         self._flow.clear()
+
+    async def _mute(self) -> None:
+        await self._forward()
+        self._flow_back.clear()
+
+    async def _slow_down(self, seconds: float) -> None:
+        await self._forward()
+        self._delay = seconds
+
+    async def _strand(self) -> None:
+        for link in list(self._links):
+            link.is_stranded = True
 
     async def _refuse(self) -> None:
         if self._listener is not None:
@@ -189,7 +216,15 @@ class Proxy:
         self._writers.append(writer)
 
     async def flow(self) -> None:
+        """Wait until the network delivers requests."""
+        if self._delay:
+            await asyncio.sleep(self._delay)
         await self._flow.wait()
+
+    async def flow_back(self) -> None:
+        """Wait until the network delivers replies."""
+        await self.flow()
+        await self._flow_back.wait()
 
     def next_fault(self, request: bytes) -> Fault | None:
         self.requests += 1
@@ -206,6 +241,7 @@ class _Link:
         self.client = reader, writer
         self.writers = [writer]
         self.pending: deque[Fault] = deque()
+        self.is_stranded = False
 
     async def serve(self) -> None:
         with contextlib.suppress(OSError, asyncio.CancelledError):
@@ -224,6 +260,8 @@ class _Link:
     async def _requests(self, _: asyncio.StreamReader, server: asyncio.StreamWriter) -> None:
         while request := await self.client[0].read(CHUNK):
             await self.proxy.flow()
+            if self.is_stranded:
+                continue
             fault = self.proxy.next_fault(request)
             if fault and fault.what is What.CUT_REQUEST:
                 return self._end(fault)
@@ -236,7 +274,9 @@ class _Link:
 
     async def _replies(self, server: asyncio.StreamReader, _: asyncio.StreamWriter) -> None:
         while reply := await server.read(CHUNK):
-            await self.proxy.flow()
+            await self.proxy.flow_back()
+            if self.is_stranded:
+                continue
             fault = self.pending.popleft() if self.pending else None
             if fault and fault.what is What.CUT_REPLY:
                 return self._end(fault)

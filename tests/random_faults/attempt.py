@@ -1,0 +1,172 @@
+"""One section as its worker sees it: what it wants, how far it came, and how it ended."""
+
+import os
+import random
+import signal
+import threading
+import time
+from asyncio import CancelledError
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Final, Literal
+
+from dlock_core import DLockError
+from tests.random_faults import sections
+from tests.random_faults.history import Recorder, now
+from tests.random_faults.items import STORES, Item, items_of
+from tests.random_faults.sections import Steps, Work
+
+Outcome = Literal["ok", "refused", "unknown"]
+FENCES: Final = (True, "lease")
+WAITS: Final = (0.0, 0.5, 3.0, 3.0, 3.0)
+SHARED_RATE, RETRY_RATE, SEVERAL_RATE = 0.3, 0.2, 0.2
+PAUSE_S: Final = 0.01
+"""How long a section thinks at each stage, at most."""
+
+
+class TimeLimit(Exception):
+    """What a signal handler raises, as Celery's soft time limit does."""
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What a section wants to lock, how, and what it does then."""
+
+    items: tuple[Item, ...]
+    act: Callable[[Work], list[Steps]]
+    options: dict[str, Any]
+    retries: bool
+    """Whether the work is repeated after a conflict, by `retry_on_conflict`."""
+
+    @property
+    def database(self) -> str:
+        return self.items[0].database
+
+    @property
+    def is_inside(self) -> bool:
+        return self.items[0].traits.is_inside
+
+    @property
+    def is_shared(self) -> bool:
+        return bool(self.options.get("shared"))
+
+
+class Chooser:
+    """Draws wishes; the same seed draws the same ones from the same stores."""
+
+    def __init__(self, seed: str, databases: tuple[str, ...]) -> None:
+        self.chance = random.Random(seed)
+        self.databases = databases
+
+    def wish(self, stores: list[str], *, only_one: bool = False) -> Wish | None:
+        store = self.chance.choice(stores)
+        items = [item for item in items_of(store) if item.database in self.databases]
+        if not items:
+            return None
+        chosen = [self.chance.choice(items)]
+        others = [item for item in items if item is not chosen[0] and item.database == chosen[0].database]
+        if others and not only_one and self.chance.random() < SEVERAL_RATE:
+            chosen.append(self.chance.choice(others))
+        return self._with_options(store, tuple(chosen))
+
+    def _with_options(self, store: str, items: tuple[Item, ...]) -> Wish:
+        traits, chance = STORES[store], self.chance
+        shared = traits.has_shared and chance.random() < SHARED_RATE
+        act = chance.choice(sections.SHARED if shared else sections.ALONE)
+        options: dict[str, Any] = {"wait": chance.choice(WAITS), "ttl": traits.ttl}
+        if shared:
+            options["shared"] = True
+        if chance.random() < 0.1 and len(items) == 1:
+            options["fair"] = False
+        if traits.is_inside:
+            del options["ttl"]
+            if act is sections.add_later:
+                act = sections.add
+            return Wish(items, act, options, retries=False)
+        options["fence"] = chance.choice(FENCES)
+        if chance.random() < 0.1:
+            options["renew"] = False
+        return Wish(items, act, options, retries=act is sections.add and chance.random() < RETRY_RATE)
+
+
+@dataclass
+class Attempt:
+    """A section that is carried out; its client tells it how far it has come."""
+
+    section: str
+    wish: Wish
+    recorder: Recorder
+    chance: random.Random
+    stop_rate: float
+    """How probable it is to be stopped at each stage."""
+    leases: dict[str, Any] = field(default_factory=dict)
+    parts_left: int = 1
+    is_granted: bool = False
+    is_committing: bool = False
+    is_committed: bool = False
+    sure: float = 0.0
+    """When its leases were surely valid for the last time."""
+    tries: int = 0
+    after_grant: "Callable[[Attempt], None] | None" = None
+    goes_on_when_cancelled: bool = False
+    """Whether its transaction is in a thread, which cannot be cancelled."""
+
+    def granted(self, lease: Any) -> None:
+        """Note the lease, or the leases in the order of the items."""
+        held = list(lease) if len(self.wish.items) > 1 else [lease]
+        # Several locks are taken in the order of their names, and given in it.
+        by_name = {each.name: each for each in held}
+        for item in self.wish.items:
+            self.leases[item.key] = next(each for name, each in by_name.items() if name.endswith(item.key))
+        self.is_granted = True
+        tokens = {key: each.token for key, each in self.leases.items()}
+        self.recorder.write("granted", self.section, tokens=tokens)
+        self.look()
+        self.stage("granted")
+        if self.after_grant is not None:
+            self.after_grant(self)
+
+    def look(self) -> None:
+        """Note that all leases are valid now, if they are."""
+        moment = now()
+        if self.leases and all(lease.remaining() > 0 and not lease.lost for lease in self.leases.values()):
+            self.sure = moment
+
+    def stage(self, name: str) -> None:
+        """Be at a stage, where the process may be stopped or take its time."""
+        self.look()
+        if self.chance.random() < self.stop_rate:
+            self.recorder.write("stopped", self.section, stage=name)
+            os.kill(os.getpid(), signal.SIGSTOP)
+        elif threading.current_thread() is threading.main_thread():
+            time.sleep(self.chance.random() * PAUSE_S)
+        self.look()
+
+    def work(self) -> list[Steps]:
+        """Begin, or begin again, what is to be done."""
+        self.tries += 1
+        self.is_committing = False
+        parts = self.wish.act(Work(self.section, list(self.wish.items), lambda item: self.leases[item.key].token))
+        self.parts_left = len(parts)
+        return parts
+
+    def commits(self) -> None:
+        self.stage("before COMMIT")
+        self.is_committing = True
+
+    def committed(self) -> None:
+        self.is_committing = False
+        self.parts_left -= 1
+        if self.parts_left == 0:
+            self.is_committed = True
+        self.stage("after COMMIT")
+
+    def outcome(self, error: BaseException | None) -> Outcome:
+        """Say how it ended: unknown only where COMMIT may have been sent and the error does not say what became of it."""
+        if self.is_committed or error is None:
+            return "ok"
+        if self.is_committing and self.parts_left == 1 and not isinstance(error, DLockError):
+            return "unknown"
+        if self.goes_on_when_cancelled and self.is_granted and isinstance(error, CancelledError):
+            return "unknown"
+        return "refused"

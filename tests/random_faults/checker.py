@@ -1,0 +1,223 @@
+"""Reads the histories and the databases, believes neither a lock nor a worker, and lists what must not have been.
+
+Each rule is a function from the facts to its violations. What is judged by the clock stands in `probes`, with its bounds.
+"""
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from tests.random_faults.history import Record
+from tests.random_faults.items import STORES, Item
+from tests.random_faults.store_faults import FORGETS
+
+MISTAKES: Final = ("AlreadyHeld", "NotHeld", "SnapshotTooOld", "NotSupported")
+"""Errors of dlock that no fault explains, only a mistake: of the worker, or of dlock."""
+
+
+@dataclass(frozen=True)
+class Violation:
+    """Something that dlock promises not to happen."""
+
+    rule: str
+    subject: str
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.rule}: {self.subject}: {self.text}"
+
+
+@dataclass(frozen=True)
+class Change:
+    """A row of the journal: one committed change of an item."""
+
+    item: str
+    value: int
+    seen: int
+    section: str
+    token: int
+    shared: bool
+
+
+@dataclass(frozen=True)
+class Event:
+    """An order that was shipped or cancelled, as committed."""
+
+    item: str
+    number: int
+    what: str
+    section: str
+
+
+@dataclass
+class Facts:
+    """Everything that a run has left: what workers wrote down, and what the databases have."""
+
+    records: list[Record]
+    items: dict[str, Item]
+    values: dict[str, int] = field(default_factory=dict)
+    """What the databases say that each item is at."""
+    changes: list[Change] = field(default_factory=list)
+    events: list[Event] = field(default_factory=list)
+
+    def of(self, *events: str) -> Iterator[Record]:
+        return (record for record in self.records if record.event in events)
+
+
+def no_update_is_lost(facts: Facts) -> Iterator[Violation]:
+    """The changes of an item are numbered without a gap, and no two of them began from the same value."""
+    by_item = _by_item(facts.changes)
+    for key, value in facts.values.items():
+        changes = by_item.get(key, [])
+        numbers = Counter(change.value for change in changes)
+        for number, times in numbers.items():
+            if times > 1:
+                both = ", ".join(change.section for change in changes if change.value == number)
+                yield Violation("lost update", key, f"{both} all wrote {number}")
+        if not any(times > 1 for times in numbers.values()) and len(changes) != value:
+            yield Violation("lost update", key, f"it is at {value} after {len(changes)} changes")
+        for change in changes:
+            if change.seen != change.value - 1:
+                yield Violation("lost update", key, f"{change.section} saw {change.seen} and wrote {change.value}")
+
+
+def outcomes_are_true(facts: Facts) -> Iterator[Violation]:
+    """What was reported as done is in the database, once for each item; what was reported as refused is not."""
+    written = Counter((change.section, change.item) for change in facts.changes)
+    for (section, key), times in written.items():
+        if times > 1:
+            yield Violation("done twice", section, f"it changed {key} {times} times")
+    begun = {record.section: record.values for record in facts.of("begin")}
+    for record in facts.of("end"):
+        values = begun[record.section]
+        if values["kind"].startswith("core"):
+            continue
+        there = [key for key in values["items"] if written[record.section, key]]
+        if record.values["outcome"] == "ok" and len(there) < len(values["items"]):
+            yield Violation("lost commit", record.section, f"it was told that {values['items']} are done: {there} are")
+        if record.values["outcome"] == "refused" and there:
+            error = f"{record.values['error']}: {record.values['detail']}"
+            yield Violation("committed though refused", record.section, f"{there}; it was told {error}")
+        if record.values["outcome"] == "unknown" and 0 < len(there) < len(values["items"]):
+            yield Violation("half a transaction", record.section, f"of {values['items']} only {there} are there")
+
+
+def no_order_has_two_ends(facts: Facts) -> Iterator[Violation]:
+    """An order is shipped or cancelled, once."""
+    ends = defaultdict(list)
+    for event in facts.events:
+        ends[event.item, event.number].append(event)
+    for (key, number), events in ends.items():
+        if len(events) > 1:
+            told = " and ".join(f"{event.what} by {event.section}" for event in events)
+            yield Violation("order with two ends", f"{key} order {number}", told)
+
+
+def commits_are_in_the_order_of_tokens(facts: Facts) -> Iterator[Violation]:
+    """No exclusive section commits after one with a greater token, and no shared one after a newer exclusive one."""
+    for key, changes in _by_item(facts.changes).items():
+        last: Change | None = None
+        for change in sorted(changes, key=lambda change: change.value):
+            if last is not None and change.token <= last.token and change.section != last.section:
+                text = f"{change.section} with token {change.token} committed after {last.section} with {last.token}"
+                yield Violation("committed out of token order", key, text)
+            if not change.shared:
+                last = change
+
+
+def tokens_grow(facts: Facts) -> Iterator[Violation]:
+    """A lease that was asked for after another was granted has a greater token."""
+    exempt = stores_without_order(facts)
+    granted: dict[str, int] = defaultdict(int)
+    asked: dict[str, dict[str, int]] = {}
+    for record in facts.of("begin", "granted"):
+        if record.event == "begin":
+            asked[record.section] = {key: granted[key] for key in record.values["items"]}
+            continue
+        for key, token in record.values["tokens"].items():
+            if facts.items[key].store not in exempt and token <= asked[record.section][key]:
+                text = f"{record.section} got token {token}, after {asked[record.section][key]} had been granted"
+                yield Violation("token does not grow", key, text)
+            granted[key] = max(granted[key], token)
+
+
+def stores_without_order(facts: Facts) -> set[str]:
+    """The stores that lost data and had a clock stepped: together these may turn tokens back, as the documentation says."""
+    return {store for store, kinds in _faults_of(facts).items() if "clock" in kinds and kinds & set(FORGETS)}
+
+
+def stores_that_may_forget(facts: Facts) -> set[str]:
+    """The stores in which a grant may be gone before its time: two may hold a lock then, and the fence decides."""
+    forgot = {store for store, kinds in _faults_of(facts).items() if kinds & {"clock", *FORGETS}}
+    return forgot | {store for store, traits in STORES.items() if traits.ends_with_connection}
+
+
+def _faults_of(facts: Facts) -> dict[str, set[str]]:
+    happened: dict[str, set[str]] = defaultdict(set)
+    for record in facts.of("fault"):
+        happened[record.values["target"].rstrip("012")].add(record.values["kind"])
+    return happened
+
+
+def leases_do_not_overlap(facts: Facts) -> Iterator[Violation]:
+    """Where a store forgets nothing, no lease is surely valid while another one is, unless both are shared."""
+    granted = {record.section: record for record in facts.of("granted")}
+    forgetful = stores_that_may_forget(facts)
+    held: dict[str, list[tuple[float, float, str, bool]]] = defaultdict(list)
+    for record in facts.of("end"):
+        if (grant := granted.get(record.section)) is None or not record.values["sure"]:
+            continue
+        for key in grant.values["tokens"]:
+            if facts.items[key].store not in forgetful and record.values["sure"] > grant.at:
+                held[key].append((grant.at, record.values["sure"], record.section, record.values["shared"]))
+    for key, spans in held.items():
+        for (_, end, one, one_shares), (begin, _, other, other_shares) in _overlaps(sorted(spans)):
+            if not (one_shares and other_shares):
+                text = f"{one} surely held it until {end:.3f}, {other} had been granted it at {begin:.3f}"
+                yield Violation("two holders", key, text)
+
+
+def _overlaps(spans: list[Any]) -> Iterator[tuple[Any, Any]]:
+    for place, one in enumerate(spans):
+        for other in spans[place + 1 :]:
+            if other[0] >= one[1]:
+                break
+            yield one, other
+
+
+def errors_are_explained(facts: Facts) -> Iterator[Violation]:
+    """Workers see no error but those of dlock, drivers and the network."""
+    disturbed = {record.pid for record in facts.of("interrupt", "cancel")}
+    for record in facts.of("end"):
+        error, detail = record.values["error"], record.values["detail"]
+        if record.values["strange"]:
+            yield Violation("unexpected error", record.section, f"{error}: {detail}\n{record.values['strange']}")
+        elif error in MISTAKES and not (error == "AlreadyHeld" and record.pid in disturbed):
+            yield Violation("unexpected error", record.section, f"{error}: {detail}")
+    for record in facts.of("died"):
+        yield Violation("worker died", record.values["worker"], f"with exit code {record.values['code']}")
+    for record in facts.of("fork"):
+        if record.values["status"]:
+            yield Violation(
+                "fork", record.section, f"a child that tried to release ended with {record.values['status']}"
+            )
+
+
+RULES: Final[tuple[Callable[[Facts], Iterator[Violation]], ...]] = (
+    no_update_is_lost, outcomes_are_true, no_order_has_two_ends, commits_are_in_the_order_of_tokens, tokens_grow,
+    leases_do_not_overlap, errors_are_explained,
+)  # fmt: skip
+
+
+def check(facts: Facts) -> list[Violation]:
+    """Return every violation of every rule."""
+    facts.records.sort(key=lambda record: record.at)
+    return [violation for rule in RULES for violation in rule(facts)]
+
+
+def _by_item(changes: list[Change]) -> dict[str, list[Change]]:
+    by_item: dict[str, list[Change]] = defaultdict(list)
+    for change in changes:
+        by_item[change.item].append(change)
+    return by_item

@@ -1,0 +1,147 @@
+"""The workers as the runner sees them: started, killed and started again; resumed when they stand still."""
+
+import json
+import os
+import random
+import signal
+import threading
+from contextlib import suppress
+from dataclasses import dataclass
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any, Final
+
+from tests.random_faults import nursery
+from tests.random_faults.history import Recorder, now
+
+CREW: Final = ("django", "django", "django-async", "sqla", "sqla", "sqla-asyncpg", "core", "core-async")
+LOOK_EVERY_S: Final = 0.05
+STOPS_S: Final = (0.3, 4.0)
+"""How long a worker stands still that has stopped itself: up to more than two ttl."""
+
+
+@dataclass(eq=False)
+class Member:
+    """One place in the crew, and the process that fills it now."""
+
+    kind: str
+    place: int
+    generation: int = 0
+    process: BaseProcess | None = None
+    resume_at: float | None = None
+
+    @property
+    def name(self) -> str:
+        return f"{self.kind}-{self.place}.{self.generation}"
+
+    @property
+    def pid(self) -> int:
+        assert self.process is not None
+        assert self.process.pid is not None
+        return self.process.pid
+
+    @property
+    def is_alive(self) -> bool:
+        return self.process is not None and self.process.is_alive()
+
+    @property
+    def stands_still(self) -> bool:
+        with suppress(OSError):
+            return Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+        return False
+
+
+class Crew:
+    """All workers of a run."""
+
+    def __init__(self, config: dict[str, Any], recorder: Recorder, kinds: tuple[str, ...] = CREW) -> None:
+        self._directory = Path(config["directory"])
+        self._config = self._directory / "config.json"
+        self._config.write_text(json.dumps(config))
+        self._chance = random.Random(f"{config['seed']} crew")
+        self._recorder = recorder
+        self._lock = threading.Lock()
+        self.members = [Member(kind, place) for place, kind in enumerate(kinds)]
+        self.is_storm = False
+
+    def start(self) -> None:
+        for member in self.members:
+            self._begin(member)
+
+    def say(self, cycle: int, name: str, stores: list[str]) -> None:
+        """Tell every worker what to do now."""
+        path = self._directory / "phase.json"
+        new = path.with_suffix(".new")
+        new.write_text(json.dumps({"cycle": cycle, "name": name, "stores": stores}))
+        new.replace(path)
+
+    def stop(self, place: int) -> None:
+        """SIGSTOP; the worker goes on after a while."""
+        member = self.members[place % len(self.members)]
+        with suppress(ProcessLookupError):
+            os.kill(member.pid, signal.SIGSTOP)
+
+    def kill(self, place: int) -> None:
+        """kill -9, and fill the place again."""
+        member = self.members[place % len(self.members)]
+        with self._lock:
+            assert member.process is not None
+            member.process.kill()
+            self._recorder.write("kill", worker=member.name, killed=member.pid)
+            self._replace(member)
+
+    def look_after(self) -> None:
+        """Resume those whose time is over, and replace those who died; to be called every LOOK_EVERY_S."""
+        for member in self.members:
+            with self._lock:
+                if not member.is_alive:
+                    code = member.process and member.process.exitcode
+                    self._recorder.write("died", worker=member.name, code=code)
+                    self._replace(member)
+                elif member.stands_still:
+                    self._resume(member)
+
+    def _resume(self, member: Member) -> None:
+        if member.resume_at is None:
+            member.resume_at = now() + (self._chance.uniform(*STOPS_S) if self.is_storm else 0)
+            self._recorder.write("stop", worker=member.name, stopped=member.pid)
+        if now() >= member.resume_at or not self.is_storm:
+            member.resume_at = None
+            self._recorder.write("resume", worker=member.name, resumed=member.pid)
+            with suppress(ProcessLookupError):
+                os.kill(member.pid, signal.SIGCONT)
+
+    def _replace(self, member: Member) -> None:
+        assert member.process is not None
+        member.process.join()
+        member.generation += 1
+        member.resume_at = None
+        self._begin(member)
+
+    def dump_stacks(self, member: Member) -> str:
+        """Return what each thread of a worker is doing."""
+        os.kill(member.pid, signal.SIGUSR1)
+        threading.Event().wait(1.0)
+        return (self._directory / f"{member.name}.stacks").read_text()
+
+    def end(self, within: float) -> list[str]:
+        """Wait until all have ended, and return the names of those who had not."""
+        late = []
+        for member in self.members:
+            assert member.process is not None
+            member.process.join(within)
+            if member.process.is_alive():
+                late.append(f"{member.name}\n{self.dump_stacks(member)}")
+                member.process.kill()
+                member.process.join()
+        return late
+
+    def kill_all(self) -> None:
+        for member in self.members:
+            if member.process is not None:
+                member.process.kill()
+                member.process.join()
+
+    def _begin(self, member: Member) -> None:
+        log = self._directory / f"{member.name}.log"
+        member.process = nursery.start("tests.random_faults.worker", log, str(self._config), member.kind, member.name)

@@ -1,0 +1,109 @@
+"""Faults of dlock, put in on purpose: the checker has to find each of them, or its silence would mean nothing.
+
+Each is a function that changes something in the worker that calls it; one of them needs a change in PostgreSQL as well.
+"""
+
+import time
+from collections.abc import Callable
+from typing import Any, Final
+
+from sqlalchemy import Connection, text
+
+
+def no_fence(config: dict[str, Any]) -> None:
+    """Take every lock with `fence=False`: a lease alone, which a pause outlives."""
+    from tests.random_faults import attempt
+
+    attempt.FENCES = (False,)  # type: ignore[misc]
+
+
+def early_release(config: dict[str, Any]) -> None:
+    """Release the lease before COMMIT, as code does that ends its `with` block inside the transaction."""
+    from dlock_core.stores import force_release
+    from tests.random_faults.attempt import Attempt
+    from tests.random_faults.core_clients import backends
+
+    no_fence(config)
+    made, commits = backends(config), Attempt.commits
+
+    def release_and_commit(attempt: Attempt) -> None:
+        for item in attempt.wish.items:
+            lease = attempt.leases[item.key]
+            force_release(made[item.store], lease.name, lease.token, by="sabotage")
+        time.sleep(0.05)
+        commits(attempt)
+
+    Attempt.commits = release_and_commit  # type: ignore[method-assign]
+
+
+def grants_twice(config: dict[str, Any]) -> None:
+    """Have the store grant every request, whoever holds the lock, and drop the fence."""
+    no_fence(config)
+    _replace_store(lambda floor: max(time.time_ns() // 1000, floor + 1))
+
+
+def dice_for_tokens(config: dict[str, Any]) -> None:
+    """Have the store grant every request with a random token, and keep the fence: the data bear it, the tokens show it."""
+    import random
+
+    _replace_store(lambda floor: max(floor, 10**15) + random.randrange(10**12))
+
+
+def retried_though_unknown(config: dict[str, Any]) -> None:
+    """Have `retry_on_conflict` take a connection that was lost at COMMIT for a conflict, and start over."""
+    from dlock_core.transactions import retry
+    from tests.random_faults import attempt
+
+    attempt.RETRY_RATE = 1.0
+    is_conflict = retry.is_conflict
+    retry.is_conflict = lambda error: is_conflict(error) or type(error).__name__ == "OperationalError"
+    retry.Part.obstacle = lambda part: ""  # type: ignore[method-assign]
+
+
+def only_leases(config: dict[str, Any]) -> None:
+    """Take locks in the form in which a missing mark lets a section commit, often shared, and take one's time."""
+    from tests.random_faults import attempt
+
+    attempt.FENCES, attempt.SHARED_RATE, attempt.PAUSE_S = ("lease",), 0.6, 0.3  # type: ignore[misc]
+
+
+def no_mark(connection: Connection) -> None:
+    """Forget the mark by which shared holders stop older exclusive ones, as before it was invented."""
+    connection.execute(
+        text(
+            "CREATE FUNCTION forget_mark() RETURNS trigger LANGUAGE plpgsql AS"
+            " $$ BEGIN NEW.s_token := 0; RETURN NEW; END $$"
+        )
+    )
+    trigger = "CREATE TRIGGER forget_mark BEFORE INSERT OR UPDATE ON dlock_fence FOR EACH ROW"
+    connection.execute(text(f"{trigger} EXECUTE FUNCTION forget_mark()"))
+
+
+def _replace_store(token: Callable[[int], int]) -> None:
+    """Make every Redis of this process a store that grants everything."""
+    from dlock_core.backends.redis import RedisBackend
+    from tests.chaos import EverybodyIn
+
+    for name, method in vars(EverybodyIn).items():
+        if callable(method) and not name.startswith("__"):
+            setattr(RedisBackend, name, method)
+    RedisBackend.token = lambda backend, floor: token(floor)  # type: ignore[attr-defined]
+    RedisBackend.forgetful = False  # type: ignore[attr-defined]
+
+
+IN_WORKERS: Final[dict[str, Callable[[dict[str, Any]], None]]] = {
+    "no-fence": no_fence,
+    "early-release": early_release,
+    "grants-twice": grants_twice,
+    "dice-for-tokens": dice_for_tokens,
+    "retried-though-unknown": retried_though_unknown,
+    "no-mark": only_leases,
+}
+IN_DATABASE: Final[dict[str, Callable[[Connection], None]]] = {"no-mark": no_mark}
+SABOTAGES: Final = tuple(IN_WORKERS)
+
+
+def commit(config: dict[str, Any]) -> None:
+    """Do what the run was told to, in this worker."""
+    if config["sabotage"] in IN_WORKERS:
+        IN_WORKERS[config["sabotage"]](config)

@@ -1,0 +1,146 @@
+"""Sections through SQLAlchemy, with sessions and with asyncpg, and engines that workers use."""
+
+import contextlib
+from typing import Any
+
+from sqlalchemy import Engine, create_engine, event, text
+from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, create_async_engine
+from sqlalchemy.orm import Session, sessionmaker
+
+from sqla_dlock import alock, configure, lock, retry_on_conflict
+from sqla_dlock.backends.advisory import from_engine
+from tests.random_faults.attempt import Attempt
+from tests.random_faults.sections import Steps
+
+POSTGRESQL = {"connect_timeout": 5, "options": "-c lock_timeout=8000"}
+MARIADB = {"connect_timeout": 5, "read_timeout": 12, "write_timeout": 12}
+
+
+def engine_of(database: str, config: dict[str, Any]) -> Engine:
+    where = config["databases"][database]
+    if database == "postgresql":
+        url = f"postgresql+psycopg://postgres@127.0.0.1:{where}/postgres"
+        return create_engine(url, connect_args=POSTGRESQL, pool_timeout=5)
+    if database == "mariadb":
+        url = f"mariadb+pymysql://root@127.0.0.1:{where}/dlock?charset=utf8mb4"
+        return create_engine(url, connect_args=MARIADB, pool_timeout=5)
+    engine = create_engine(f"sqlite:///{where}", connect_args={"timeout": 20})
+    _begin_immediate(engine)
+    return engine
+
+
+def _begin_immediate(engine: Engine) -> None:
+    @event.listens_for(engine, "connect")
+    def connected(connection: Any, _: object) -> None:
+        connection.isolation_level = None
+
+    @event.listens_for(engine, "begin")
+    def begun(connection: Any) -> None:
+        connection.exec_driver_sql("BEGIN IMMEDIATE")
+
+
+class SqlaClient:
+    """One thread with a session for each section."""
+
+    is_async = False
+    databases = ("postgresql", "mariadb", "sqlite")
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        self.engines = {database: engine_of(database, config) for database in config["databases"]}
+        postgresql = self.engines["postgresql"]
+        own = {
+            "table": postgresql,
+            "session": from_engine(postgresql, session=True),
+            "advisory": from_engine(postgresql),
+        }
+        configure(**stores(config), **own)
+
+    def play(self, attempt: Attempt) -> None:
+        engine = self.engines[attempt.wish.database]
+        if attempt.wish.retries:
+            retry_on_conflict(sessionmaker(engine))(self._once)(attempt)
+            attempt.committed()
+            return
+        with Session(engine) as session, _lock(session, attempt, lock) as lease:
+            attempt.granted(lease)
+            for part in attempt.work():
+                run(part, session, attempt)
+                attempt.commits()
+                session.commit()
+                attempt.committed()
+
+    def _once(self, session: Session, attempt: Attempt) -> None:
+        attempt.granted(_lock(session, attempt, lock).acquire())
+        [part] = attempt.work()
+        run(part, session, attempt)
+        attempt.commits()
+
+    def clean_up(self) -> None:
+        for engine in self.engines.values():
+            with contextlib.suppress(Exception):
+                engine.dispose()
+
+    def close(self) -> None:
+        self.clean_up()
+
+
+class AsyncpgClient:
+    """Tasks, each with an AsyncSession for each section."""
+
+    is_async = True
+    databases = ("postgresql",)
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        url = f"postgresql+asyncpg://postgres@127.0.0.1:{config['databases']['postgresql']}/postgres"
+        arguments = {"timeout": 5, "command_timeout": 12, "server_settings": {"application_name": config["name"]}}
+        self.engine: AsyncEngine = create_async_engine(url, connect_args=arguments)
+        own = {
+            "table": self.engine,
+            "session": from_engine(self.engine, session=True),
+            "advisory": from_engine(self.engine),
+        }
+        configure(**stores(config), **own)
+
+    async def aplay(self, attempt: Attempt) -> None:
+        async with AsyncSession(self.engine) as session, _lock(session, attempt, alock) as lease:
+            attempt.granted(lease)
+            for part in attempt.work():
+                await session.run_sync(lambda session, part=part: run(part, session, attempt))
+                attempt.commits()
+                await session.commit()
+                attempt.committed()
+
+    async def aclean_up(self) -> None:
+        """Do nothing: the pool throws broken connections away itself."""
+
+    async def aclose(self) -> None:
+        with contextlib.suppress(Exception):
+            await self.engine.dispose()
+
+
+def stores(config: dict[str, Any]) -> dict[str, Any]:
+    """The stores that have servers of their own, made from their URLs."""
+    from dlock_core import connect
+    from dlock_core.stores import Store
+
+    return {name: Store(name, connect(one["url"], **one["options"])) for name, one in config["stores"].items()}
+
+
+def run(steps: Steps, session: Session, attempt: Attempt) -> None:
+    """Carry out the steps of one transaction."""
+    rows = None
+    with contextlib.suppress(StopIteration):
+        while True:
+            step = steps.send(rows)
+            rows = None
+            if isinstance(step, str):
+                attempt.stage(step)
+            else:
+                result = session.execute(text(step[0]), step[1])
+                rows = [tuple(row) for row in result] if result.returns_rows else None
+
+
+def _lock(session: Any, attempt: Attempt, make: Any) -> Any:
+    wish = attempt.wish
+    locks = [make(session, "item", item.key, store=item.store, **wish.options) for item in wish.items]
+    return locks[0] if len(locks) == 1 else make(*locks)

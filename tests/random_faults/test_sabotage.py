@@ -1,0 +1,48 @@
+"""The checker finds what was broken on purpose in a run with real workers, servers and faults."""
+
+import subprocess
+import sys
+
+import pytest
+
+from tests.conftest import give_up
+from tests.random_faults.nursery import ROOT
+from tests.random_faults.sabotage import SABOTAGES
+
+FAULTS = {
+    "no-fence": ("flush", "late COMMIT", "stop worker"),
+    "early-release": ("stop worker",),
+    "grants-twice": ("stop worker",),
+    "dice-for-tokens": ("stop worker",),
+    "retried-though-unknown": ("lose COMMIT",),
+    "no-mark": ("flush",),
+}
+"""Faults under which each shows soon."""
+FOUND = {"dice-for-tokens": "token does not grow", "retried-though-unknown": "done twice"}
+WRONG_DATA = ("lost update", "order with two ends", "done twice", "committed though refused", "out of token order")
+
+pytestmark = pytest.mark.timeout(600)
+
+
+def run(sabotage: str) -> list[str]:
+    """The violations of the first storms of a run, until one is found."""
+    options = ["--minutes", "4", "--seed", "3", "--stores", "redis", "--until-found", "--stop-rate", "0.08"]
+    command = [sys.executable, "-m", "tests.random_faults", *options, "--sabotage", sabotage]
+    done = subprocess.run(
+        [*command, "--faults", *FAULTS[sabotage]], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    if done.returncode == 2:
+        give_up(done.stdout)
+    assert done.returncode in {0, 1}, done.stdout + done.stderr
+    return [line for line in done.stdout.splitlines() if line.startswith("VIOLATION")]
+
+
+@pytest.mark.parametrize("sabotage", SABOTAGES)
+def test_what_is_broken_on_purpose_is_found(sabotage: str) -> None:
+    violations = run(sabotage)
+    wanted = FOUND.get(sabotage, "lost update")
+    assert any(wanted in line for line in violations), violations
+    if sabotage == "dice-for-tokens":
+        assert not [line for line in violations if any(rule in line for rule in WRONG_DATA)], (
+            "the fence bears any store"
+        )

@@ -1,0 +1,248 @@
+"""A worker process: `main(CONFIG, KIND, NAME)`. It works until the phase file says that it is over.
+
+It fails by itself, too: it stops at a stage, is interrupted by a signal handler that raises, forks, or cancels its tasks.
+"""
+
+import asyncio
+import faulthandler
+import gc
+import json
+import logging
+import os
+import random
+import signal
+import threading
+import time
+import traceback
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any, Final
+
+from dlock_core import DLockError, NotHeld
+from tests.random_faults import sabotage
+from tests.random_faults.attempt import Attempt, Chooser, TimeLimit
+from tests.random_faults.history import Recorder
+
+KINDS: Final = ("django", "django-async", "sqla", "sqla-asyncpg", "core", "core-async")
+TASKS: Final = 2
+INTERRUPT_RATE, CANCEL_RATE, FORK_RATE = 0.06, 0.1, 0.01
+INTERRUPT_WITHIN_S, CANCEL_WITHIN_S = 0.04, 0.08
+FORK_WITHIN_S: Final = 20
+DRIVERS: Final = ("django.db", "sqlalchemy", "asyncpg", "psycopg", "pymysql", "MySQLdb", "sqlite3")
+
+
+class Phase:
+    """What the runner wants the workers to do: work on some stores, be quiet, or end."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self.cycle, self.name, self.stores = -1, "quiet", list[str]()
+
+    def look(self) -> str:
+        said = json.loads(self._path.read_text())
+        self.cycle, self.name, self.stores = said["cycle"], said["name"], said["stores"]
+        return self.name
+
+
+class Worker:
+    """What both kinds of worker have in common."""
+
+    def __init__(self, config: dict[str, Any], kind: str, name: str) -> None:
+        directory = Path(config["directory"])
+        self.kind, self.name, self.config = kind, name, config
+        self.recorder = Recorder(directory / f"{name}.history")
+        self.phase = Phase(directory / "phase.json")
+        self.client = client_of(kind, config)
+        self.chance = random.Random(f"{config['seed']} {name}")
+        self.chooser = Chooser(f"{config['seed']} {name} wishes", self.client.databases)
+        self.count, self.busy, self.is_armed = 0, 0, False
+        self.idle_in: int | None = None
+
+    def next_attempt(self) -> Attempt | None:
+        is_core = self.kind.startswith("core")
+        stores = [store for store in self.phase.stores if store != "advisory" or self.kind not in NO_ADVISORY]
+        wish = self.chooser.wish(stores, only_one=is_core) if stores else None
+        if wish is None:
+            time.sleep(0.01)
+            return None
+        self.count += 1
+        self.busy += 1
+        section = f"{self.name}-{self.count}"
+        attempt = Attempt(section, wish, self.recorder, self.chance, self.config["stop_rate"])
+        attempt.goes_on_when_cancelled = self.kind == "django-async"
+        items = [item.key for item in wish.items]
+        options = {key: value for key, value in wish.options.items() if key != "ttl"}
+        self.recorder.write("begin", section, kind=self.kind, items=items, act=wish.act.__name__, options=options)
+        return attempt
+
+    def ended(self, attempt: Attempt, error: BaseException | None) -> None:
+        outcome = attempt.outcome(error)
+        what = type(error).__name__ if error else ""
+        self.busy -= 1
+        strange = traceback.format_exception(error) if error and not is_expected(error) else []
+        detail = f"{error}"[:200] if error else ""
+        self.recorder.write(
+            "end", attempt.section, outcome=outcome, error=what, detail=detail, sure=attempt.sure, tries=attempt.tries,
+            is_granted=attempt.is_granted, shared=attempt.wish.is_shared, strange="".join(strange)[-4000:],
+        )  # fmt: skip
+
+    def is_over(self) -> bool:
+        """Look at the phase; when it is quiet and nothing is under way, say so once."""
+        name = self.phase.look()
+        if name == "quiet" and self.idle_in != self.phase.cycle and not self.busy:
+            self.idle_in = self.phase.cycle
+            gc.collect()  # what tracebacks of errors still refer to, such as sessions, is not left to chance
+            files = len(list(Path("/proc/self/fd").iterdir()))
+            self.recorder.write("idle", cycle=self.phase.cycle, threads=threading.active_count(), files=files)
+        return name == "end"
+
+
+class BlockingWorker(Worker):
+    """One section after the other."""
+
+    def work(self) -> None:
+        signal.signal(signal.SIGALRM, self._raise)
+        while not self.is_over():
+            if self.phase.name == "quiet":
+                time.sleep(0.02)
+            elif (attempt := self.next_attempt()) is not None:
+                self._try(attempt)
+        self.client.close()
+
+    def _try(self, attempt: Attempt) -> None:
+        error: BaseException | None = None
+        try:
+            with self._interrupted():
+                if self.chance.random() < FORK_RATE:
+                    attempt.after_grant = self._fork
+                self.client.play(attempt)
+        except BaseException as raised:
+            error = raised
+        self._disarm()
+        self.ended(attempt, error)
+        if error is not None and not isinstance(error, DLockError):
+            self.client.clean_up()
+
+    @contextmanager
+    def _interrupted(self) -> Iterator[None]:
+        if self.chance.random() < INTERRUPT_RATE:
+            self.is_armed = True
+            signal.setitimer(signal.ITIMER_REAL, self.chance.uniform(1e-4, INTERRUPT_WITHIN_S))
+        yield
+        self._disarm()
+
+    def _disarm(self) -> None:
+        self.is_armed = False
+        signal.setitimer(signal.ITIMER_REAL, 0)
+
+    def _raise(self, number: int, frame: FrameType | None) -> None:
+        if self.recorder.is_writing:
+            signal.setitimer(signal.ITIMER_REAL, 0.001)
+        elif self.is_armed:
+            self.is_armed = False
+            self.recorder.write("interrupt")
+            raise TimeLimit
+
+    def _fork(self, attempt: Attempt) -> None:
+        """Try to release in a forked child what is ours."""
+        self._disarm()
+        child = os.fork()
+        if child == 0:
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
+            signal.alarm(FORK_WITHIN_S)
+            os._exit(_release_in_child(attempt))
+        _, status = os.waitpid(child, 0)
+        self.recorder.write("fork", attempt.section, status=status)
+
+
+class TaskWorker(Worker):
+    """A few tasks side by side in one event loop."""
+
+    def work(self) -> None:
+        asyncio.run(self._work())
+
+    async def _work(self) -> None:
+        await asyncio.gather(*[self._one() for _ in range(TASKS)])
+        await self.client.aclose()
+
+    async def _one(self) -> None:
+        while not self.is_over():
+            if self.phase.name == "quiet":
+                await asyncio.sleep(0.02)
+            elif (attempt := self.next_attempt()) is not None:
+                await self._try(attempt)
+
+    async def _try(self, attempt: Attempt) -> None:
+        error: BaseException | None = None
+        task = asyncio.ensure_future(self.client.aplay(attempt))
+        if self.chance.random() < CANCEL_RATE:
+            asyncio.get_running_loop().call_later(self.chance.uniform(1e-4, CANCEL_WITHIN_S), self._cancel, task)
+        try:
+            await task
+        except BaseException as raised:
+            error = raised
+        self.ended(attempt, error)
+        if error is not None and not isinstance(error, DLockError):
+            await self.client.aclean_up()
+
+    def _cancel(self, task: asyncio.Future[Any]) -> None:
+        if task.cancel():
+            self.recorder.write("cancel")
+
+
+NO_ADVISORY: Final = ("core", "core-async", "django-async")
+
+
+def client_of(kind: str, config: dict[str, Any]) -> Any:
+    """The client of a kind, prepared."""
+    if kind.startswith("django"):
+        from tests.random_faults import django_clients
+
+        django_clients.prepare(config)
+        return django_clients.AsyncDjangoClient() if kind == "django-async" else django_clients.DjangoClient()
+    if kind.startswith("sqla"):
+        from tests.random_faults import sqla_clients
+
+        return (sqla_clients.AsyncpgClient if kind == "sqla-asyncpg" else sqla_clients.SqlaClient)(config)
+    from tests.random_faults import core_clients
+
+    return (core_clients.AsyncCoreClient if kind == "core-async" else core_clients.CoreClient)(config)
+
+
+def is_expected(error: BaseException) -> bool:
+    """Tell whether an error is one that the faults explain, or was caused by one; any other is worth a look."""
+    if error.__cause__ is not None and isinstance(error.__cause__, TimeLimit | asyncio.CancelledError):
+        return True
+    if isinstance(error, DLockError | TimeLimit | OSError | asyncio.CancelledError):
+        return True
+    return any(base.__module__.startswith(DRIVERS) for base in type(error).__mro__)
+
+
+def _release_in_child(attempt: Attempt) -> int:
+    try:
+        for lease in attempt.leases.values():
+            lease.release()
+    except NotHeld:
+        return 0
+    except BaseException:
+        return 2
+    return 1
+
+
+def main(path: str, kind: str, name: str) -> None:
+    config = json.loads(Path(path).read_text())
+    config["name"] = os.environ["PGAPPNAME"] = name
+    faulthandler.enable()
+    dump = Path(config["directory"], f"{name}.stacks").open("w")  # noqa: SIM115 - kept open for the signal
+    faulthandler.register(signal.SIGUSR1, dump)
+    logging.disable()
+    warnings.simplefilter("ignore")
+    make = TaskWorker if kind in {"django-async", "sqla-asyncpg", "core-async"} else BlockingWorker
+    worker = make(config, kind, name)
+    sabotage.commit(config)
+    worker.recorder.write("start", kind=kind)
+    worker.work()
+    worker.recorder.write("stop")
