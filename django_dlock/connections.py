@@ -40,6 +40,7 @@ __all__ = [
     "before_statements",
     "in_transaction",
     "listen_to_all",
+    "listening_tracker",
     "on_end",
     "on_rollback",
     "open_transaction",
@@ -296,13 +297,17 @@ class ConnectionTracker:
             self.current = None
 
     def _settle(self, ending: Transaction | None) -> None:
-        """Call whoever wants to hear that it has ended; again, for those whom an interrupt has kept from hearing."""
+        """Undo what was rolled back and tell the end to those that wait for it; once more for what was interrupted.
+
+        This is where leases are released. It must come after Django's call to the driver has returned, never before:
+        until then the COMMIT may fail, and a lease that was released would let the next holder read too early.
+        """
         if ending is None:
             return
         self._forget(ending)
         try:
-            if steps := ending.steps():
-                _call_between_transactions(self.connection, steps, is_manual=ending.is_manual)
+            if ending.undo or ending.settlers:
+                _call_between_transactions(self.connection, ending.steps(), is_manual=ending.is_manual)
         except Error:  # Django would roll back, and forget the on_commit functions of a COMMIT that was carried out
             logger.exception("dlock: a callback at the end of a transaction failed")
 
@@ -310,6 +315,13 @@ class ConnectionTracker:
 def tracker_for(connection: BaseDatabaseWrapper) -> ConnectionTracker:
     """Return the tracker of a connection, set up when it is first asked for."""
     return vars(connection).get("_dlock_tracker") or ConnectionTracker(connection)
+
+
+def listening_tracker(connection: BaseDatabaseWrapper) -> tuple[ConnectionTracker, Transaction | None]:
+    """Return the tracker of a connection, which hears of every statement from now on, and the open transaction."""
+    tracker = tracker_for(connection)
+    tracker.listen()
+    return tracker, tracker.transaction()
 
 
 def open_transaction(connection: BaseDatabaseWrapper) -> Transaction | None:

@@ -75,7 +75,10 @@ class FencedMixin(models.Model):
 
 
 class TableFence:
-    """The row of a lock in `dlock_fence`."""
+    """The row of a lock in `dlock_fence`. No lease hears of the fence's own statements.
+
+    An admit is sent where the tracker of the connection has suspended itself already.
+    """
 
     supports_shared = True
 
@@ -89,15 +92,18 @@ class TableFence:
 
     def prepare(self, connection: BaseDatabaseWrapper, entry: FenceEntry) -> None:
         """Leave the mark of shared holders, committed on its own, so that they do not wait for each other."""
-        _run(fencing.prepare, connection, entry)
+        with tracker_for(connection).suspended:
+            _run(fencing.prepare, connection, entry)
 
     def announce(self, connection: BaseDatabaseWrapper, entry: FenceEntry) -> None:
         """Raise the row, committed on its own, for a lease of several transactions; raises StaleToken, RowLocked."""
-        _run(fencing.announce, connection, entry)
+        with tracker_for(connection).suspended:
+            _run(fencing.announce, connection, entry)
 
     def confirm(self, connection: BaseDatabaseWrapper, entry: FenceEntry) -> None:
         """Prove just before COMMIT that no newer holder was announced; raises StaleToken, RowLocked."""
-        _run(fencing.confirm, connection, entry)
+        with tracker_for(connection).suspended:
+            _run(fencing.confirm, connection, entry)
 
 
 _TABLE: Final = TableFence()
@@ -116,11 +122,13 @@ class RowFence(TableFence):
         self._run_on_row(fence_sql.admit, connection, entry)
 
     def announce(self, connection: BaseDatabaseWrapper, entry: FenceEntry) -> None:
-        with transaction.atomic(using=connection.alias):  # the row, and the table in its place, are raised together
+        # The row, and the table in its place, are raised together.
+        with tracker_for(connection).suspended, transaction.atomic(using=connection.alias):
             self._run_on_row(fence_sql.admit, connection, entry)
 
     def confirm(self, connection: BaseDatabaseWrapper, entry: FenceEntry) -> None:
-        self._run_on_row(fence_sql.confirm, connection, entry)
+        with tracker_for(connection).suspended:
+            self._run_on_row(fence_sql.confirm, connection, entry)
 
     def _run_on_row(
         self, ask: Callable[[fence_sql.FencedRow, FenceEntry], None], connection: BaseDatabaseWrapper, entry: FenceEntry

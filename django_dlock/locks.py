@@ -110,22 +110,17 @@ class Lease(TiedLease):
                 forget(self._tied)
 
     def _exit(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        with LETTING_RUN_OUT:
-            self._end()
-        if error is None:
-            with AS_DJANGO:
-                self._tied.tie.ensure_was_held(error)
-        else:
+        with AS_DJANGO:
+            self._end_block(error)
+        if error is not None:
             self._tied.expire_if_torn()
 
     async def _aexit(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._tied.is_aborted = error is not None and len(self._tied.tie.handles) == 1
-        with LETTING_RUN_OUT:
-            await self._aend()
         with AS_DJANGO:
-            self._tied.tie.ensure_was_held(error)
+            await self._aend_block(error)
 
     def renew(self, ttl: Seconds | None = None) -> None:
         """Push the expiry to `ttl` seconds from now (None: its ttl); raises LeaseLost, BackendUnavailable."""
@@ -258,7 +253,7 @@ class Lock(TiedLock):
 
     async def _take_up(self, runtime: DatabaseRuntime, tied: TiedDatabases, turn: Turn) -> Lease:
         turn.tied, turn.lease = tied, (lease := Lease(tied))
-        tied.tie.attach(lease)
+        tied.tie.handles.add(lease)
         step = tied.bind if turn.is_new else tied.take_in
         await runtime.call_database(step, self.using, self._form, lease)
         if turn.is_new:

@@ -21,10 +21,10 @@ from dlock_core.transactions.retry import (
     WITHIN_S,
     AttemptedWork,
     Policy,
-    attempts,
     check_answer,
     check_function,
     claim_databases,
+    current_attempts,
     report,
 )
 from dlock_core.transactions.retry import retry as run_again
@@ -171,7 +171,9 @@ def _listen(connection: BaseDatabaseWrapper, **_: object) -> None:
 def _statement(execute: Callable[..., Any], sql: Any, params: Any, *rest: Any) -> Any:
     """Stand in for Django's execute(sql, params, many, context)."""
     connection = rest[1]["connection"]
-    if not attempts() or tracker_for(connection).suspended.depth:  # or a statement of ours, such as the fence's
+    if (
+        not current_attempts.get() or tracker_for(connection).suspended.depth
+    ):  # or a statement of ours, such as the fence's
         return execute(sql, params, *rest)
     _follow(connection)
     answer = execute(sql, params, *rest)

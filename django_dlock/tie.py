@@ -18,7 +18,7 @@ from django.db.models.signals import pre_migrate
 from django.db.transaction import TransactionManagementError
 from django.dispatch import receiver
 
-from django_dlock.connections import leases_of_context, open_transaction, tracker_for
+from django_dlock.connections import leases_of_context, listening_tracker, open_transaction, tracker_for
 from django_dlock.errors import LeaseLost, NotSupported, SnapshotTooOld, as_database_error
 from django_dlock.fencing import READ_COMMITTED, isolation_of
 from dlock_core.errors import DLockError
@@ -90,13 +90,10 @@ class TiedDatabases:
     def _protect(self, using: str, form: FenceForm) -> Transaction | None:
         """Protect a database from now on; returns its open transaction, which is tied to the lease."""
         connection, forms = connections[using], self.gate.forms
-        tracker = tracker_for(connection)
-        tracker.listen()
-        transaction = tracker.transaction()
+        _, transaction = listening_tracker(connection)
         form = False if using == self.home else form
         if using not in forms or (form and not forms[using]):
-            with tracker.suspended:
-                self.gate.protect(using, form, connection, is_inside=transaction is not None)
+            self.gate.protect(using, form, connection, is_inside=transaction is not None)
             if form and transaction is not None:
                 self._admit_again(transaction)
         if transaction is not None:
@@ -167,8 +164,7 @@ class TiedDatabases:
         self._refuse_lost()
         form = self.gate.forms.get(connection.alias)
         if form == "lease":
-            with tracker_for(connection).suspended:
-                self.gate.confirm(connection, connection.alias)
+            self.gate.confirm(connection, connection.alias)
         elif form and not self._admitted.get(transaction):
             self._enter_apart(connection, transaction)
 
@@ -187,7 +183,7 @@ class TiedDatabases:
 
     def forget_if_over(self) -> None:
         """Hold the lease no more in this context, if nothing needs it."""
-        if self.tie.is_over:
+        if not self.tie.handles and not self.tie.open:
             forget(self)
 
     def _savepoint_undone(self, connection: BaseDatabaseWrapper, transaction: Transaction) -> None:
@@ -295,9 +291,7 @@ def _before_migrations(using: str, **_: object) -> None:
 def refuse_old_snapshot(name: str, using: str) -> None:
     """Raise SnapshotTooOld when this thread's open transaction may read from before the lock; may ask the database."""
     connection = connections[using]
-    tracker = tracker_for(connection)
-    tracker.listen()
-    transaction = tracker.transaction()
+    _, transaction = listening_tracker(connection)
     isolation = isolation_of(connection) if transaction is not None and transaction.has_spoken else None
     if isolation is not None and isolation not in READ_COMMITTED:
         raise SnapshotTooOld(name, isolation=isolation.upper())

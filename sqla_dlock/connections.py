@@ -10,7 +10,7 @@ import asyncio
 import re
 import threading
 from contextlib import suppress
-from functools import partial
+from functools import cache, partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from sqlalchemy import Connection, Engine
 
-__all__ = ["Member", "Watch", "mark", "note_xid", "watch", "watch_of"]
+__all__ = ["ConnectionTracker", "Participant", "mark", "note_xid", "tracker_for", "tracker_of"]
 
 
 _INTERCEPTED: Final = (
@@ -42,35 +42,44 @@ _INTERCEPTED: Final = (
 )
 
 
-class Member(Protocol):
-    """A session's transaction that takes part in the database transaction."""
+class Participant(Protocol):
+    """A session's transaction that takes part in the connection's transaction."""
 
     def check(self) -> None:
-        """Hear that COMMIT is next; what it raises prevents it."""
+        """Refuse the COMMIT that is next by raising an error."""
 
     def ended(self, connection: Connection, outcome: Outcome, *, failed: bool, in_commit: bool) -> None:
-        """Hear how the connection's transaction has ended; `failed`: by an error of ROLLBACK."""
+        """Take in how the connection's transaction has ended; `failed` means by an error of ROLLBACK."""
 
 
-class Watch:
-    """What we know of one Connection's transaction."""
+_warn_once_unless_known: Final = cache(warn_unless_known)
+
+
+class ConnectionTracker:
+    """Follows one Connection's transaction to its end, by methods that stand in front of the Connection's own."""
 
     def __init__(self, connection: Connection) -> None:
         self.connection = connection
-        warn_unless_known(connection.dialect.driver)
-        self.gate = Gate(connection)
-        self.members: list[Member] = []
+        _warn_once_unless_known(connection.dialect.driver)
+        self.hooks = FirstStatementHooks(connection)
+        self.participants: list[Participant] = []
         self.xid: str | None = None
         self.undo: list[tuple[set[str], Callable[[], None]]] = []
-        """What to call when one of these savepoints is rolled back."""
+        """What to call when one of these savepoints is rolled back, and the names of those that were open."""
         self._is_in_doubt = False
         self.sqlalchemy = SimpleNamespace(**{name: getattr(connection, name) for name in _INTERCEPTED})
-        vars(connection).update({name: getattr(self, name) for name in _INTERCEPTED}, _dlock_watch=self)
+        vars(connection).update({name: getattr(self, name) for name in _INTERCEPTED}, _dlock_tracker=self)
 
     def _commit_impl(self) -> None:
         self._finish(self.sqlalchemy._commit_impl)
 
     def _finish(self, commit: Callable[[], None]) -> None:
+        """Check, commit, and tell the participants how that went, whatever comes in between.
+
+        From the moment at which COMMIT is sent until the driver has returned, the outcome is unknown: only the server
+        knows it, and `_outcome_after` finds out what can be found out. An error before that, of a check or of a hook,
+        prevents the COMMIT.
+        """
         outcome = Outcome.ROLLED_BACK
         try:
             self._check()
@@ -83,14 +92,14 @@ class Watch:
             if outcome is not Outcome.COMMITTED:
                 self._clean_up()
             if outcome is Outcome.UNKNOWN:
-                outcome = self._judge(error)
+                outcome = self._outcome_after(error)
             self._end(outcome, in_commit=True)
             raise
 
     def _check(self) -> None:
-        self.gate.open()
-        for member in self.members:
-            member.check()
+        self.hooks.run()
+        for participant in self.participants:
+            participant.check()
 
     def _clean_up(self) -> None:
         """Roll back what a failed COMMIT may leave open: SQLAlchemy does not, not even for its pool."""
@@ -98,7 +107,7 @@ class Watch:
             with suppress(Exception):
                 self.sqlalchemy._rollback_impl()
 
-    def _judge(self, error: BaseException) -> Outcome:
+    def _outcome_after(self, error: BaseException) -> Outcome:
         if self._is_in_doubt:
             return Outcome.UNKNOWN  # still prepared, or committed
         return Outcome.ROLLED_BACK if is_refusal(error) else outcome_of(self.connection.engine, self.xid)
@@ -110,7 +119,7 @@ class Watch:
         is_left = self._is_in_doubt and not _is_alive(self.connection)  # a prepared transaction outlives its connection
         is_done = False
         try:
-            self.gate.close()
+            self.hooks.clear()
             rollback()
             is_done = True
             self._end(Outcome.UNKNOWN if is_left else Outcome.ROLLED_BACK)
@@ -121,14 +130,14 @@ class Watch:
 
     def _rollback_to_savepoint_impl(self, name: str) -> None:
         self.sqlalchemy._rollback_to_savepoint_impl(name)
-        self.gate.undone()
+        self.hooks.note_savepoint_undone()
         undone = [each for each in self.undo if name in each[0]]
         self.undo = [each for each in self.undo if each not in undone]
         call_all([restore for _, restore in undone])
 
     def _handle_dbapi_exception(self, error: BaseException, *rest: Any, **more: Any) -> None:
         if self.connection.dialect.name in ("mysql", "mariadb") and classify(error) in MAY_ROLL_BACK:
-            self.gate.rolled_back()
+            self.hooks.note_rolled_back()
         self.sqlalchemy._handle_dbapi_exception(error, *rest, **more)
 
     def _prepare_twophase_impl(self, xid: Any) -> None:
@@ -147,39 +156,39 @@ class Watch:
         self._roll_back(partial(self.sqlalchemy._rollback_twophase_impl, xid, is_prepared))
 
     def _end(self, outcome: Outcome, *, failed: bool = False, in_commit: bool = False) -> None:
-        for name in (*_INTERCEPTED, "_dlock_watch"):
+        for name in (*_INTERCEPTED, "_dlock_tracker"):
             vars(self.connection).pop(name, None)
-        self.gate.end()
-        while self.members:  # each leaves when it has heard: an interrupt may bring us here again
-            self.members[0].ended(self.connection, outcome, failed=failed, in_commit=in_commit)
-            self.members.pop(0)
+        self.hooks.end()
+        while self.participants:  # each is removed only when it was told: an interrupt may bring us here again
+            self.participants[0].ended(self.connection, outcome, failed=failed, in_commit=in_commit)
+            self.participants.pop(0)
 
 
-def watch(connection: Connection) -> Watch:
-    """The watch over a Connection's transaction, set up when first asked for."""
-    return watch_of(connection) or Watch(connection)
+def tracker_for(connection: Connection) -> ConnectionTracker:
+    """Return the tracker of a Connection's transaction, set up when it is first asked for."""
+    return tracker_of(connection) or ConnectionTracker(connection)
 
 
-def watch_of(connection: Connection) -> Watch | None:
-    """The watch over a Connection's transaction, if there is one."""
-    found: Watch | None = vars(connection).get("_dlock_watch")
+def tracker_of(connection: Connection) -> ConnectionTracker | None:
+    """Return the tracker of a Connection's transaction, if there is one."""
+    found: ConnectionTracker | None = vars(connection).get("_dlock_tracker")
     return found
 
 
 def note_xid(connection: Connection, xid: str) -> None:
     """Note PostgreSQL's number of the connection's transaction (`pg_current_xact_id()`), to resolve a lost COMMIT."""
-    if (found := watch_of(connection)) is not None:
+    if (found := tracker_of(connection)) is not None:
         found.xid = xid
 
 
 def mark(connection: Connection, comment: str) -> None:
-    """Have a comment stand before each statement of the connection's transaction, for who looks at the database."""
-    if (found := watch_of(connection)) is not None:
-        found.gate.mark(comment)
+    """Put a comment before each statement of the connection's transaction, for operators who look at the database."""
+    if (found := tracker_of(connection)) is not None:
+        found.hooks.mark(comment)
 
 
 def _is_alive(connection: Connection) -> bool:
-    """As far as SQLAlchemy knows."""
+    """Return whether the connection is usable, as far as SQLAlchemy knows."""
     return not (connection.closed or connection.invalidated)
 
 
@@ -193,26 +202,30 @@ _ENDS_SAVEPOINT: Final = ("RELEASE SAVEPOINT", "ROLLBACK TO SAVEPOINT")
 _WITHOUT_SNAPSHOT: Final = re.compile(r"\s*(?:SET(?!\s+STATEMENT\b)|USE)\b", re.IGNORECASE)
 
 
-class Gate:
-    """What every statement of one connection's transaction has to pass; hooks never hear of their own statements."""
+class FirstStatementHooks:
+    """Hooks that are called once, before the first statement of one connection's transaction: the fence's admit.
+
+    A hook that has succeeded is called again when its work may have been undone: by a savepoint that was rolled back,
+    or by a database that has rolled back everything and goes on. Hooks are not called for statements that hooks send.
+    """
 
     def __init__(self, connection: Connection) -> None:
         self.connection = connection
         self._due: list[Hook] = []
         self._done: list[Hook] = []
         self._in_savepoint: list[Hook] = []
-        """Those called inside a savepoint: its rollback would undo their work."""
+        """The hooks that were called inside a savepoint, whose rollback would undo their work."""
         self._is_busy = self._listens = False
         self._is_held: Callable[[], bool] = _never
         self._comment = ""
 
     def add(self, hook: Hook) -> None:
-        """Have a hook called by the next `open()`, once."""
+        """Call a hook in the next `run()`, once."""
         self.discard(hook)
         self._due.append(hook)
 
-    def hold(self, hooks: list[Hook], is_held: Callable[[], bool]) -> None:
-        """Have hooks called by the first statement that is sent when `is_held()` no longer says so, or by COMMIT."""
+    def postpone(self, hooks: list[Hook], is_held: Callable[[], bool]) -> None:
+        """Call hooks before the first statement that is sent when `is_held()` is no longer true, or before COMMIT."""
         for hook in hooks:
             self.add(hook)
         self._is_held = is_held
@@ -220,13 +233,13 @@ class Gate:
             self._listen()
 
     def discard(self, hook: Hook) -> None:
-        """Call a hook no more."""
+        """Remove a hook."""
         for hooks in (self._due, self._done, self._in_savepoint):
             while hook in hooks:
                 hooks.remove(hook)
 
-    def open(self) -> None:
-        """Call the hooks that are due. One that raises stays due: no statement passes before it has succeeded."""
+    def run(self) -> None:
+        """Call the hooks that are due. A hook that raises stays due: no statement passes before it has succeeded."""
         if self._is_busy or not self._due:
             return
         self._is_busy = True
@@ -240,29 +253,29 @@ class Gate:
             self._is_busy = False
 
     def mark(self, comment: str) -> None:
-        """Have a comment stand before each statement, but not of many: drivers read how those begin."""
+        """Put a comment before each statement, except for executemany: drivers read how those statements begin."""
         self._comment = comment
         self._listen()
 
-    def close(self) -> None:
-        """Hear that everything is being rolled back: what that takes has to pass."""
+    def clear(self) -> None:
+        """Remove all hooks, because everything is being rolled back, and the statements for that must pass."""
         self._due, self._done, self._in_savepoint = [], [], []
 
-    def rolled_back(self) -> None:
-        """Hear that the database may have rolled everything back, and goes on: whoever swallows its error does, too."""
+    def note_rolled_back(self) -> None:
+        """Call all hooks again: the database may have rolled everything back, and a program may swallow its error."""
         self._due += self._done
         self._done = []
-        self.undone()
+        self.note_savepoint_undone()
 
-    def undone(self) -> None:
-        """Hear that a savepoint was rolled back."""
+    def note_savepoint_undone(self) -> None:
+        """Call again the hooks whose work a savepoint's rollback has undone."""
         self._due += self._in_savepoint
         self._in_savepoint = []
         if self._due:
             self._listen()
 
     def end(self) -> None:
-        """Hear that the transaction has ended; its connection may go on."""
+        """Listen no more: the transaction has ended, and its connection may be used on."""
         if self._listens:
             with suppress(InvalidRequestError):  # it was removed already, before an interrupt came
                 event.remove(self.connection, "before_cursor_execute", self._before_statement)
@@ -271,7 +284,7 @@ class Gate:
     def _call(self, hook: Hook) -> None:
         may_be_undone = self.connection.in_nested_transaction()
         hook(self.connection)
-        if hook in self._due:  # it may have been discarded meanwhile
+        if hook in self._due:  # it may have removed itself
             self._due.remove(hook)
             (self._in_savepoint if may_be_undone else self._done).append(hook)
 
@@ -283,12 +296,12 @@ class Gate:
     def _before_statement(
         self, _connection: Connection, _cursor: object, statement: str, parameters: Any, *rest: Any
     ) -> tuple[str, Any]:
-        if not statement.startswith(_ENDS_SAVEPOINT) and not self._lets_pass(statement):
-            self.open()
+        if not statement.startswith(_ENDS_SAVEPOINT) and not self._may_pass(statement):
+            self.run()
         _context, many = rest
         return statement if many else self._comment + statement, parameters
 
-    def _lets_pass(self, statement: str) -> bool:
+    def _may_pass(self, statement: str) -> bool:
         may_take_snapshot = self.connection.dialect.name in ("mysql", "mariadb")
         return self._is_held() and not (may_take_snapshot and not _WITHOUT_SNAPSHOT.match(statement))
 
@@ -297,57 +310,59 @@ def _never() -> bool:
     return False
 
 
-WITHIN: Final = 5.0
-"""Seconds that a failed COMMIT may last longer, because we ask."""
-_PAUSE: Final = 0.02
+MAX_STATUS_WAIT_S: Final = 5.0
+"""Seconds that a failed COMMIT may take longer, because the server is asked how it ended."""
+_STATUS_POLL_INTERVAL_S: Final = 0.02
 
 # pg_xact_status: https://www.postgresql.org/docs/current/functions-info.html#FUNCTIONS-PG-SNAPSHOT
-_ASK: Final = text("SELECT pg_xact_status(CAST(CAST(:xid AS text) AS xid8))")
+_STATUS_OF: Final = text("SELECT pg_xact_status(CAST(CAST(:xid AS text) AS xid8))")
 _SLEEP: Final = text("SELECT pg_sleep(:pause)")
 _OUTCOMES: Final = {"committed": Outcome.COMMITTED, "aborted": Outcome.ROLLED_BACK, None: Outcome.UNKNOWN}
 
 
 def outcome_of(engine: Engine, xid: str | None) -> Outcome:
-    """Say how a transaction has ended, on another connection; UNKNOWN without its number, or in time."""
+    """Ask on another connection how a transaction has ended; UNKNOWN without its number, or without a timely answer."""
     if xid is None or engine.dialect.name != "postgresql":
         return Outcome.UNKNOWN
     if engine.dialect.is_async:
-        return _await_answer(engine, xid)
-    return _answer_of_thread(engine, xid)
+        return _outcome_awaited(engine, xid)
+    return _outcome_from_thread(engine, xid)
 
 
-def _await_answer(engine: Engine, xid: str) -> Outcome:
+def _outcome_awaited(engine: Engine, xid: str) -> Outcome:
     try:
-        return await_(asyncio.wait_for(greenlet_spawn(_ask, engine, xid), WITHIN))
+        return await_(asyncio.wait_for(greenlet_spawn(_ask_status, engine, xid), MAX_STATUS_WAIT_S))
     except Exception:  # noqa: BLE001 - no answer is an answer: UNKNOWN
         return Outcome.UNKNOWN
 
 
-def _answer_of_thread(engine: Engine, xid: str) -> Outcome:
-    """Wait for it in a thread: a server that cannot be reached may keep `connect()` for minutes."""
+def _outcome_from_thread(engine: Engine, xid: str) -> Outcome:
+    """Ask in a thread: a server that cannot be reached may keep `connect()` for minutes."""
     answers: list[Outcome] = []
 
     def ask() -> None:
         try:
-            answers.append(_ask(engine, xid))
+            answers.append(_ask_status(engine, xid))
         except Exception:  # noqa: BLE001
             answers.append(Outcome.UNKNOWN)
 
     thread = threading.Thread(target=ask, name="dlock-commit-status", daemon=True)
     thread.start()
-    thread.join(WITHIN)
+    thread.join(MAX_STATUS_WAIT_S)
     return answers[0] if answers else Outcome.UNKNOWN
 
 
-def _ask(engine: Engine, xid: str) -> Outcome:
+def _ask_status(engine: Engine, xid: str) -> Outcome:
     with engine.connect() as connection:
-        while (status := connection.scalar(_ASK, {"xid": xid})) == "in progress":
-            connection.execute(_SLEEP, {"pause": _PAUSE})  # the server's: one way to wait, with asyncio or without
+        while (status := connection.scalar(_STATUS_OF, {"xid": xid})) == "in progress":
+            connection.execute(
+                _SLEEP, {"pause": _STATUS_POLL_INTERVAL_S}
+            )  # the server's: one way to wait, with asyncio or without
     return _OUTCOMES[status]
 
 
 def is_autocommit(connection: Connection) -> bool:
-    """Say whether it does, by its isolation level or by what its driver was told behind SQLAlchemy's back.
+    """Return whether each statement commits, by the isolation level or by what the driver was told past SQLAlchemy.
 
     No I/O. On SQLite, and before SQLAlchemy 2.0.43, the isolation level is all that can be known.
     """
@@ -365,7 +380,7 @@ def _is_told_by_driver(connection: Connection) -> bool:
 
 
 def has_begun(connection: Connection) -> bool:
-    """Say, after a write, whether it is part of a transaction: SQLite can be told to begin none. No I/O."""
+    """Return, after a write, whether it is part of a transaction: SQLite can be told to begin none. No I/O."""
     driver: Any = connection.connection.driver_connection
     return connection.dialect.name != "sqlite" or bool(driver.in_transaction)
 

@@ -21,7 +21,7 @@ from dlock_core.sql import database as database_session
 from dlock_core.transactions import transaction_lock
 from dlock_core.transactions.fence_sql import not_shared
 from dlock_core.transactions.fencing import FenceGate
-from dlock_core.transactions.tie import LETTING_RUN_OUT, Tie
+from dlock_core.transactions.tie import Tie
 from dlock_core.transactions.transaction_lock import Options, TiedLease, TiedLock, TiedLocks, Turn, leaving
 from sqla_dlock.fencing import fence_for
 from sqla_dlock.greenlets import GreenletAsyncio, await_, in_greenlet
@@ -73,9 +73,7 @@ class Lease(_Lease):
         return self._end()
 
     def _exit(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        with LETTING_RUN_OUT:
-            self._end()
-        self._tied.tie.ensure_was_held(error)
+        self._end_block(error)
 
 
 class AsyncLease(_Lease):
@@ -94,9 +92,7 @@ class AsyncLease(_Lease):
     async def _aexit(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        with LETTING_RUN_OUT:
-            await self._aend()
-        self._tied.tie.ensure_was_held(error)
+        await self._aend_block(error)
 
 
 class LockOptions(Options, total=False):
@@ -168,7 +164,7 @@ class SessionLock(TiedLock):
         """Tie the lease to the session, or join it."""
         bind = self._database() if self._form else None
         turn.tied, turn.lease = tied, (lease := self._handle(tied))
-        tied.tie.attach(lease)
+        tied.tie.handles.add(lease)
         await runtime.call_database(tied.bind if turn.is_new else tied.protect, bind, self._form)
         return lease
 

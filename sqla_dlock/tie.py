@@ -126,7 +126,7 @@ class TiedSession:
 
     def _began(self) -> None:
         """Tie the outermost transaction that has just begun."""
-        if self.tie.is_over:  # its block was torn off, and this is none of its work
+        if not self.tie.handles and not self.tie.open:  # its block was torn off, and this is none of its work
             self._forget()
             return
         self._refused.clear()
@@ -203,9 +203,12 @@ class TiedSession:
 
     def _settle(self, transaction: object, outcome: Outcome) -> None:
         try:
-            self.tie.settle(transaction, outcome, ends_lock=self.home is not None)
-        finally:
+            is_over = self.tie.settle(transaction, outcome, ends_lock=self.home is not None)
+        except BaseException:
             self.forget_if_over()
+            raise
+        if is_over:
+            self._forget()
 
     def _owner(self) -> Session:
         session = self._session()

@@ -1,7 +1,7 @@
 """Callbacks in the life of a Session's outermost transaction: its begin, before its work and its COMMIT, after its end.
 
 `session` is always the sync Session: of an AsyncSession its `sync_session`. The listeners are installed once, on the
-class, and end at once for a session that nobody has asked about.
+class, and return at once for a session without hooks. A process that uses no lock does not import this module.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from weakref import ref
 from sqlalchemy import event
 from sqlalchemy.orm import Session
 
-from dlock_core.transactions.retry import AttemptedWork, attempts, report
+from dlock_core.transactions.retry import AttemptedWork, current_attempts, report
 from dlock_core.transactions.tie import Outcome, call_all
-from sqla_dlock.connections import watch, watch_of
+from sqla_dlock.connections import tracker_for, tracker_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -44,12 +44,12 @@ _CLOSING: Final = ("close", "reset", "invalidate")
 
 
 def in_transaction(session: Session) -> bool:
-    """Say whether a transaction of the session is open, with or without a connection."""
+    """Return whether a transaction of the session is open, with or without a connection."""
     return session.in_transaction()
 
 
 def connections_of(session: Session) -> list[Connection]:
-    """Give the connections of the open root transaction in the order they joined; never acquires one."""
+    """Return the connections of the open root transaction in the order in which they joined; never acquires one."""
     transaction = session.get_transaction()
     return [] if transaction is None else connections_in(transaction)
 
@@ -59,10 +59,10 @@ def on_transaction(session: Session, hook: Callable[[], None]) -> Stop:
 
     What it raises reaches the caller, and the transaction has not begun. Returns the function that stops it.
     """
-    watched = _watched(session)
-    watched.beginnings.append(hook)
-    stop = partial(_discard, watched.beginnings, hook)
-    if watched.root is not None:
+    hooks = _hooks_of(session)
+    hooks.beginnings.append(hook)
+    stop = partial(_discard, hooks.beginnings, hook)
+    if hooks.root is not None:
         _try(hook, stop)
     return stop
 
@@ -77,17 +77,17 @@ def before_work(session: Session, hook: Callable[[Connection], None]) -> Stop:
     the connection.
     Returns the function that stops it.
     """
-    watched = _watched(session)
-    watched.work.append(hook)
+    hooks = _hooks_of(session)
+    hooks.work.append(hook)
 
     def stop() -> None:
-        _discard(watched.work, hook)
-        for connection in watched.root.connections if watched.root is not None else ():
-            if (found := watch_of(connection)) is not None:
-                found.gate.discard(hook)
+        _discard(hooks.work, hook)
+        for connection in hooks.root.connections if hooks.root is not None else ():
+            if (found := tracker_of(connection)) is not None:
+                found.hooks.discard(hook)
 
     for connection in connections_of(session):
-        _try(partial(_open_gate, connection, [hook]), stop)
+        _try(partial(_call_before_work, connection, [hook]), stop)
     return stop
 
 
@@ -110,7 +110,7 @@ def on_end(
 
     Raises RuntimeError without a root transaction.
     """
-    root = _watched(session).root
+    root = _hooks_of(session).root
     if root is None:
         raise RuntimeError("on_end() needs an open transaction of the session")
     root.settlers.append(settle)
@@ -125,7 +125,7 @@ def on_savepoint_rollback(connection: Connection, restore: Callable[[], None]) -
         open_now.add(nested._savepoint)
         nested = nested._previous_nested
     if open_now:
-        watch(connection).undo.append((open_now, restore))
+        tracker_for(connection).undo.append((open_now, restore))
 
 
 def on_unbegun_close(session: Session, hook: Callable[[], None]) -> None:
@@ -133,19 +133,19 @@ def on_unbegun_close(session: Session, hook: Callable[[], None]) -> None:
 
     It may be called although one has begun, if that was interrupted.
     """
-    _watched(session).closings.append(hook)
+    _hooks_of(session).closings.append(hook)
 
 
 def settle_ended(session: Session) -> None:
-    """Have everybody hear of an end of which an interrupt has kept SQLAlchemy from telling."""
-    watched: _Watched | None = vars(session).get("_dlock_watched")
-    if watched is not None and watched.root is not None and watched.root.transaction is not session.get_transaction():
-        watched.root.left()
-        watched.root = None
+    """Settle a transaction that has ended, although an interrupt has kept SQLAlchemy from telling so."""
+    hooks: _SessionHooks | None = vars(session).get("_dlock_hooks")
+    if hooks is not None and hooks.root is not None and hooks.root.transaction is not session.get_transaction():
+        hooks.root.leave()
+        hooks.root = None
 
 
 def _intercept_close(session: Session) -> None:
-    """Hear of the session's close, of which SQLAlchemy tells nothing where no transaction is open."""
+    """Put ourselves before the session's close: SQLAlchemy has no event for it where no transaction is open."""
     for name in _CLOSING:
         if hasattr(session, name):
             vars(session)[name] = partial(_close, ref(session), name)
@@ -155,43 +155,43 @@ def _close(found: ref[Session], name: str) -> None:
     session = found()
     if session is None:
         return
-    watched: _Watched | None = vars(session).get("_dlock_watched")
+    hooks: _SessionHooks | None = vars(session).get("_dlock_hooks")
     try:
         getattr(type(session), name)(session)
     finally:
-        closings = [] if watched is None else watched.closings
+        closings = [] if hooks is None else hooks.closings
         call_all([*closings, partial(settle_ended, session)])
         closings.clear()
         _forget(session)
 
 
 def _forget(session: Session) -> None:
-    """Listen no more to a session of which nobody wants to hear."""
-    watched: _Watched | None = vars(session).get("_dlock_watched")
-    if watched is None or not (watched.root or watched.beginnings or watched.work or watched.closings):
-        for name in ("_dlock_watched", *_CLOSING):
+    """Listen no more to a session that has no hooks left."""
+    hooks: _SessionHooks | None = vars(session).get("_dlock_hooks")
+    if hooks is None or not (hooks.root or hooks.beginnings or hooks.work or hooks.closings):
+        for name in ("_dlock_hooks", *_CLOSING):
             vars(session).pop(name, None)
 
 
-class _Watched:
-    """What somebody wants to hear of one session."""
+class _SessionHooks:
+    """The hooks on one session: at a begin, before work, at an unbegun close, and what its root transaction has."""
 
     def __init__(self) -> None:
         self.beginnings: list[Callable[[], None]] = []
         self.work: list[Callable[[Connection], None]] = []
         self.closings: list[Callable[[], None]] = []
-        self.root: Root | None = None
+        self.root: RootTransaction | None = None
 
     def begin(self, session: Session, transaction: SessionTransaction) -> None:
         if self.root is not None and not self.root.is_over:
-            self.root.left()  # an interrupt has kept SQLAlchemy from telling
-        self.root = Root(session, transaction)
+            self.root.leave()  # an interrupt has kept SQLAlchemy from telling
+        self.root = RootTransaction(session, transaction)
         vars(transaction)["close"] = partial(_close_transaction, self.root)
         for connection in connections_in(transaction):
             self.root.join(connection)
 
 
-def _close_transaction(root: Root, invalidate: bool = False) -> None:  # noqa: FBT001, FBT002 - SQLAlchemy's form
+def _close_transaction(root: RootTransaction, invalidate: bool = False) -> None:  # noqa: FBT001, FBT002 - SQLAlchemy's form
     """Close a root transaction, also when SQLAlchemy is kept from telling of its end.
 
     An interrupt, or a task's cancellation, may come while connections go back to their pool, and other listeners raise.
@@ -200,29 +200,31 @@ def _close_transaction(root: Root, invalidate: bool = False) -> None:  # noqa: F
     try:
         root.transaction.close(invalidate)
     except BaseException:
-        root.torn()
+        root.note_interrupted()
         raise
 
 
-def _watched(session: Session) -> _Watched:
+def _hooks_of(session: Session) -> _SessionHooks:
     """What is wanted of a session, with its open root transaction."""
-    watched: _Watched = vars(session).get("_dlock_watched") or vars(session).setdefault("_dlock_watched", _Watched())
+    hooks: _SessionHooks = vars(session).get("_dlock_hooks") or vars(session).setdefault(
+        "_dlock_hooks", _SessionHooks()
+    )
     if _CLOSING[-1] not in vars(session):
         _intercept_close(session)
     transaction = session.get_transaction()
-    root = watched.root
+    root = hooks.root
     if transaction is None:
         settle_ended(session)
     elif root is None or root.is_over or root.transaction is not transaction:
-        watched.begin(session, transaction)
-    return watched
+        hooks.begin(session, transaction)
+    return hooks
 
 
-def _open_gate(connection: Connection, hooks: list[Callable[[Connection], None]]) -> None:
-    gate = watch(connection).gate
+def _call_before_work(connection: Connection, hooks: list[Callable[[Connection], None]]) -> None:
+    first = tracker_for(connection).hooks
     for hook in hooks:
-        gate.add(hook)
-    gate.open()
+        first.add(hook)
+    first.run()
 
 
 def _try(step: Callable[[], None], stop: Stop) -> None:
@@ -238,86 +240,86 @@ def _discard(hooks: list[Callable[[], None]] | list[Callable[[Connection], None]
         hooks.remove(hook)  # type: ignore[arg-type]
 
 
-def _part(root: Root) -> AttemptedWork:
-    """Have an attempt of `retry_on_conflict` hear of the end of a root transaction, without keeping it alive."""
+def _attempted_work(root: RootTransaction) -> AttemptedWork:
+    """Return what an attempt of `retry_on_conflict` knows of a root transaction, without keeping that alive."""
     weak, connections = ref(root), root.connections
-    part = AttemptedWork("work of a session", is_pending=lambda: (alive := weak()) is not None and alive.may_stand())
-    root.settlers.append(lambda outcome: part.settle(outcome if connections else Outcome.ROLLED_BACK))
-    return part
+    work = AttemptedWork("work of a session", is_pending=lambda: (alive := weak()) is not None and alive.may_stand())
+    root.settlers.append(lambda outcome: work.settle(outcome if connections else Outcome.ROLLED_BACK))
+    return work
 
 
 # First among the listeners: what others do there may need it.
 @event.listens_for(Session, "after_transaction_create", insert=True)
 def _begun(session: Session, transaction: SessionTransaction) -> None:
-    watched: _Watched | None = vars(session).get("_dlock_watched")
+    hooks: _SessionHooks | None = vars(session).get("_dlock_hooks")
     if transaction.parent is not None:
         return
-    if watched is None and attempts():
-        watched = vars(session).setdefault("_dlock_watched", _Watched())
-    if watched is None:
+    if hooks is None and current_attempts.get():
+        hooks = vars(session).setdefault("_dlock_hooks", _SessionHooks())
+    if hooks is None:
         return
-    watched.begin(session, transaction)
-    if attempts() and watched.root is not None:
-        report(transaction, partial(_part, watched.root))
+    hooks.begin(session, transaction)
+    if current_attempts.get() and hooks.root is not None:
+        report(transaction, partial(_attempted_work, hooks.root))
     try:
-        for hook in list(watched.beginnings):
+        for hook in list(hooks.beginnings):
             hook()
     except BaseException:
         transaction.close()
         raise
-    watched.closings.clear()  # The transaction holds what they wanted to end.
+    hooks.closings.clear()  # The transaction holds what they wanted to end.
 
 
 @event.listens_for(Session, "after_begin", insert=True)
 def _joined(session: Session, transaction: SessionTransaction, connection: Connection) -> None:
-    watched: _Watched | None = vars(session).get("_dlock_watched")
-    if watched is None or transaction.parent is not None or watched.root is None:
+    hooks: _SessionHooks | None = vars(session).get("_dlock_hooks")
+    if hooks is None or transaction.parent is not None or hooks.root is None:
         return
-    watched.root.join(connection)
+    hooks.root.join(connection)
     if len(session.dispatch.after_begin) == 1:
-        _open_gate(connection, watched.work)
+        _call_before_work(connection, hooks.work)
     else:  # the program's own listeners come first: they choose the schema, or the tenant, whose row is fenced
-        watch(connection).gate.hold(watched.work, partial(_is_beginning, transaction))
+        tracker_for(connection).hooks.postpone(hooks.work, partial(_is_beginning, transaction))
 
 
 def _is_beginning(transaction: SessionTransaction) -> bool:
-    """Say whether a connection is joining: until every `after_begin` listener was called."""
+    """Return whether a connection is joining: until every `after_begin` listener was called."""
     return transaction._state.name == "PROVISIONING_CONNECTION"
 
 
 @event.listens_for(Session, "before_commit")
 def _before_commit(session: Session) -> None:
-    """Where there is no connection there will be no COMMIT, so that the checks come here."""
-    watched: _Watched | None = vars(session).get("_dlock_watched")
-    if watched is None or watched.root is None or watched.root.outcomes or session.in_nested_transaction():
+    """Check a transaction without a connection here, because no COMMIT will be sent for it."""
+    hooks: _SessionHooks | None = vars(session).get("_dlock_hooks")
+    if hooks is None or hooks.root is None or hooks.root.outcomes or session.in_nested_transaction():
         return
     session.flush()
-    if not watched.root.outcomes:
-        watched.root.check()
+    if not hooks.root.outcomes:
+        hooks.root.check()
 
 
 @event.listens_for(Session, "after_commit")
 def _committed(session: Session) -> None:
-    watched: _Watched | None = vars(session).get("_dlock_watched")
-    if watched is not None and watched.root is not None and not session.in_nested_transaction():
-        watched.root.was_committed = True
+    hooks: _SessionHooks | None = vars(session).get("_dlock_hooks")
+    if hooks is not None and hooks.root is not None and not session.in_nested_transaction():
+        hooks.root.was_committed = True
 
 
 @event.listens_for(Session, "after_transaction_end")
 def _ended(session: Session, transaction: SessionTransaction) -> None:
-    watched: _Watched | None = vars(session).get("_dlock_watched")
-    if watched is None or watched.root is None or watched.root.transaction is not transaction:
+    hooks: _SessionHooks | None = vars(session).get("_dlock_hooks")
+    if hooks is None or hooks.root is None or hooks.root.transaction is not transaction:
         return
     try:
-        watched.root.left()
+        hooks.root.leave()
     except BaseException:  # What an interrupt has cut short is repeated at once; else the session's close would do it.
-        watched.root.left()
+        hooks.root.leave()
         raise
-    watched.root = None
+    hooks.root = None
     _forget(session)
 
 
-class Root:
+class RootTransaction:
     """A root transaction, which has ended when the session has left it and every connection's part has ended.
 
     A Connection that the user has given to the session goes on without it: then the end is the Connection's.
@@ -328,14 +330,14 @@ class Root:
         self.checks: list[Callable[[], None]] = []
         self.connections: list[Connection] = []
         self.outcomes: dict[Connection, Outcome | None] = {}
-        """How each connection's part has ended, None while it has not."""
+        """How the transaction has ended on each connection, None while it has not."""
         self.is_over = False
         self.was_committed = False
-        """The session has said so; it knows nothing of lost connections, nor of who owns them."""
+        """The session says that it has committed; it knows nothing of lost connections, nor of who owns them."""
         self.settlers: list[Callable[[Outcome], None]] = []
         self._is_checked = self._owns_connection = False
         self._pending: deque[Callable[[], None]] | None = None
-        """Who is to hear of its end still."""
+        """What is still to be called, now that it has ended."""
 
     def join(self, connection: Connection) -> None:
         """Take a connection in; joining again changes nothing.
@@ -350,33 +352,34 @@ class Root:
         if not is_of_test(connection):
             self.outcomes[connection] = None
             self._owns_connection |= _is_owned(self.transaction, connection)
-            watch(connection).members.append(self)
+            tracker_for(connection).participants.append(self)
 
     def check(self) -> None:
-        """Hear that COMMIT is next on one of the connections: nothing was committed so far on any."""
+        """Refuse the COMMIT that is next on one of the connections: nothing has been committed on any so far."""
         if not self._is_checked:
             for check in self.checks:
                 check()
             self._is_checked = True
 
     def ended(self, connection: Connection, outcome: Outcome, *, failed: bool, in_commit: bool) -> None:
-        """Hear how a connection's part has ended; the session goes on to let go of its own connections.
+        """Note how the transaction has ended on a connection; the session goes on to let go of its own connections.
 
-        But not after a COMMIT that failed: it waits for a rollback() that may never come.
+        After a COMMIT that failed it does not: it waits for a rollback() that may never come. So the end is settled
+        here, as soon as no connection has an open transaction.
         """
         self.outcomes[connection] = outcome
         is_abandoned = failed and self.session.get_transaction() is not self.transaction  # close() will say no more
         if is_abandoned or not self._owns_connection or (in_commit and outcome is not Outcome.COMMITTED):
             self._settle_if_ended()
 
-    def left(self) -> None:
-        """Hear that the session has nothing more to do with it."""
+    def leave(self) -> None:
+        """Note that the session has left the transaction, and does nothing more with it."""
         self._owns_connection = False
         self._settle_if_ended()
 
-    def torn(self) -> None:
-        """Hear that the session was interrupted as it let go: nobody comes back to its connections that are open."""
-        self.left()
+    def note_interrupted(self) -> None:
+        """Note that the session was interrupted as it let go: nothing will end its connections that are still open."""
+        self.leave()
         is_open = any(
             outcome is None and _is_owned(self.transaction, connection) for connection, outcome in self.outcomes.items()
         )
@@ -384,11 +387,11 @@ class Root:
             self._settle(Outcome.UNKNOWN)
 
     def may_stand(self) -> bool:
-        """Say, of a transaction whose end was not heard of, whether its work is kept or may still be."""
+        """Return, of a transaction whose end was not reported, whether its work is kept or may still be."""
         return self.was_committed or self.session.get_transaction() is self.transaction
 
     def __del__(self) -> None:
-        """The session has forgotten it in the middle: nothing more will be heard of connections that have not ended."""
+        """Settle what the session has forgotten in the middle: nothing more will be reported of its connections."""
         if getattr(self, "settlers", None) and not self.is_over:  # its making may have been interrupted
             # Unknown, whatever it is: a release would be I/O in the garbage collector, perhaps inside itself.
             self._settle(Outcome.UNKNOWN)
@@ -398,7 +401,11 @@ class Root:
             self._settle()
 
     def _settle(self, known: Outcome | None = None) -> None:
-        """Call whoever wants to hear of the end; again, for those whom an interrupt has kept from hearing."""
+        """Call the settlers, once each; a repeated call goes on with those that an interrupt has kept from it.
+
+        This is where leases are released, so it must come only when every connection's transaction has ended. Two
+        engines that have ended differently make one unknown outcome: nothing may be released then.
+        """
         if self._pending is None:
             outcome = known or self._outcome()
             self._pending = deque(partial(settle, outcome) for settle in reversed(self.settlers))
@@ -413,12 +420,12 @@ class Root:
 
 
 def connections_in(transaction: SessionTransaction) -> list[Connection]:
-    """The connections of a root transaction, in the order they joined; SQLAlchemy 2.0 has nothing public for it."""
+    """Return the connections of a root transaction, in order; SQLAlchemy 2.0 has nothing public for it."""
     return list(dict.fromkeys([part[0] for part in _parts(transaction)]))
 
 
 def is_of_test(connection: Connection) -> bool:
-    """Say whether the connection's own transaction is a test's, inside of which sessions have theirs."""
+    """Return whether the connection's own transaction is a test's, inside which sessions have theirs."""
     return bool(connection.get_execution_options().get("dlock_test_transaction"))
 
 
@@ -427,5 +434,5 @@ def _is_owned(transaction: SessionTransaction, connection: Connection) -> bool:
 
 
 def _parts(transaction: SessionTransaction) -> list[tuple[Any, ...]]:
-    """The connection, its transaction, whether the session commits it, and whether it closes it."""
+    """Return for each connection: it, its transaction, whether the session commits it, and whether it closes it."""
     return list(transaction._connections.values())

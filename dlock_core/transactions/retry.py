@@ -31,10 +31,10 @@ __all__ = [
     "AttemptedWork",
     "Policy",
     "RetryAttempt",
-    "attempts",
     "check_answer",
     "check_function",
     "claim_databases",
+    "current_attempts",
     "is_conflict",
     "report",
     "retry",
@@ -107,26 +107,25 @@ class RetryAttempt:
         self.is_over = False
 
     def __enter__(self) -> Self:
-        self._token = _attempts.set((*attempts(), self))
+        self._token = current_attempts.set((*current_attempts.get(), self))
         return self
 
     def __exit__(self, *_: object) -> None:
         self.is_over = True
-        _attempts.reset(self._token)
+        current_attempts.reset(self._token)
 
     def obstacle(self) -> str:
         """Return why it must not be made again, as a part of a sentence; an empty text when nothing of it remains."""
         return next((reason for part in list(self.parts.values()) if (reason := part.obstacle())), "")
 
 
-def attempts() -> tuple[RetryAttempt, ...]:
-    """Return the attempts that this context is in, the outermost first."""
-    return _attempts.get()
+current_attempts: Final[ContextVar[tuple[RetryAttempt, ...]]] = ContextVar("dlock_attempts", default=())
+"""The attempts that this context is in, the outermost first."""
 
 
 def report(key: object, make: Callable[[], AttemptedWork]) -> None:
     """Count a transaction, known by its key, as a part of all the attempts that this context is in."""
-    inside = [attempt for attempt in attempts() if not attempt.is_over and key not in attempt.parts]
+    inside = [attempt for attempt in current_attempts.get() if not attempt.is_over and key not in attempt.parts]
     if inside:
         part = make()
         for attempt in inside:
@@ -138,12 +137,9 @@ def claim_databases(binds: frozenset[Hashable]) -> bool:
 
     No databases at all stand for those that are not known, which may be any.
     """
-    *around, own = attempts()
+    *around, own = current_attempts.get()
     own.binds = binds
     return all(outer.is_over or (binds and outer.binds and not binds & outer.binds) for outer in around)
-
-
-_attempts: ContextVar[tuple[RetryAttempt, ...]] = ContextVar("dlock_attempts", default=())
 
 
 async def retry(

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 from weakref import WeakSet
 
 from dlock_core.backend import Released
-from dlock_core.errors import BackendUnavailable, LeaseLost, NotHeld
+from dlock_core.errors import BackendUnavailable, DLockError, LeaseLost, NotHeld
 from dlock_core.leases import engine, watchdog
 
 if TYPE_CHECKING:
@@ -22,7 +22,16 @@ if TYPE_CHECKING:
     from dlock_core.leases.lease import Held
     from dlock_core.runtime import DatabaseRuntime, Runtime
 
-__all__ = ["LETTING_RUN_OUT", "Outcome", "Tie", "TieState", "call_all", "release", "stop_renewing"]
+__all__ = [
+    "LETTING_RUN_OUT",
+    "Outcome",
+    "Tie",
+    "TieState",
+    "call_all",
+    "note_failed_release",
+    "release",
+    "stop_renewing",
+]
 
 logger = logging.getLogger("dlock")
 
@@ -56,17 +65,26 @@ class TieState(enum.Enum):
     """The acquire failed: no work was done under the lease, so the transactions that it met owe it nothing."""
 
 
+def note_failed_release(error: DLockError) -> None:
+    """Let a lease expire whose release failed: the work has ended well, and this must not turn into its failure.
+
+    NotHeld is no failure: a forked child leaves its parent's block, or closes its parent's connection.
+    """
+    if isinstance(error, BackendUnavailable):
+        logger.warning("dlock: %s; the lease runs out by itself", error)
+
+
 class _LettingRunOut:
-    """Lets a release fail: the work is done, and the lease expires."""
+    """Lets a release fail; see `note_failed_release`."""
 
     def __enter__(self) -> None:
         pass
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> bool:
-        if isinstance(error, BackendUnavailable):  # the work has ended well: this must not turn into its failure
-            logger.warning("dlock: %s; the lease runs out by itself", error)
-            return True
-        return isinstance(error, NotHeld)  # a forked child walks out of its parent's block, or closes its connection
+        if not isinstance(error, BackendUnavailable | NotHeld):
+            return False
+        note_failed_release(error)
+        return True
 
 
 LETTING_RUN_OUT: Final = _LettingRunOut()
@@ -76,8 +94,9 @@ async def release(runtime: Runtime, held: Held) -> Released:
     """Release a lease that nothing needs any more; whatever happens, it is not renewed afterwards."""
     try:
         return await engine.release(runtime, held)
-    finally:
+    except BaseException:
         stop_renewing(held)
+        raise
 
 
 def stop_renewing(held: Held) -> None:
@@ -107,16 +126,13 @@ class Tie:
         self.held, self.runtime = held, runtime
         self.state = TieState.HELD
         self.handles: WeakSet[Any] = WeakSet()
+        """What callers have; a handle may join when those before it were left to a transaction."""
         self.open: set[object] = set()
         """The transactions that work under the lease and have not ended."""
         self.transactions = 0
         """How many transactions have ever worked under the lease."""
         self._bound: dict[object, set[Any]] = {}
         """The handles that are detached when a transaction ends, by that transaction."""
-
-    def attach(self, handle: object) -> None:
-        """Note that one more handle needs the lease, also when the handles before it were left to a transaction."""
-        self.handles.add(handle)
 
     def bind_to(self, transaction: object, handle: object) -> None:
         """Detach a handle when a transaction ends, if it was not detached before."""
@@ -237,10 +253,13 @@ class Tie:
             if (other.held.name, other.held.backend) == (held.name, held.backend) and other.held.remaining() == 0.0:
                 other.abandon()
 
-    def ensure_was_held(self, error: BaseException | None) -> None:
-        """Judge how a block ended: raises LeaseLost when work without a transaction only looked protected."""
+    def ensure_was_held(self) -> None:
+        """Judge a block that ended without an error: raises LeaseLost when its work only looked protected.
+
+        Work in transactions is judged at COMMIT; only a block without any is judged here.
+        """
         held = self.held
-        if error is None and self.transactions == 0 and held.ended in (Released.EXPIRED, Released.STOLEN):
+        if self.transactions == 0 and held.ended in (Released.EXPIRED, Released.STOLEN):
             raise LeaseLost(held.name, token=held.token, reason=held.lost_because or "it had ended before its release")
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Never, Protocol, Typed
 
 from dlock_core import owner
 from dlock_core.backend import new_request, supported_ttl
-from dlock_core.errors import AlreadyHeld, DLockError, NotSupported
+from dlock_core.errors import AlreadyHeld, BackendUnavailable, DLockError, NotHeld, NotSupported
 from dlock_core.leases import engine, multilock, watchdog
 from dlock_core.leases.handles import Blocks, LeaseView
 from dlock_core.options import (
@@ -23,7 +23,7 @@ from dlock_core.options import (
     wait_seconds,
 )
 from dlock_core.runtime import ASYNCIO, BLOCKING, clock, run
-from dlock_core.transactions.tie import LETTING_RUN_OUT, release
+from dlock_core.transactions.tie import LETTING_RUN_OUT, note_failed_release, release
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
@@ -267,12 +267,31 @@ class TiedLease(LeaseView):
         tied, held = self._tied, self._held
         held.ensure_own_process()
         try:
-            tied.settle_ended()
+            if tied.tie.open:
+                tied.settle_ended()
             if tied.tie.detach(self) and held.ended is None:
                 tied.tie.runtime.finish(release, held)
         finally:
             tied.forget_if_over()
         return held.ended
+
+    def _end_block(self, error: BaseException | None) -> None:
+        """End the block of this handle, which was left with an error or without."""
+        try:
+            self._end()
+        except (BackendUnavailable, NotHeld) as failure:
+            note_failed_release(failure)
+        if error is None:
+            self._tied.tie.ensure_was_held()
+
+    async def _aend_block(self, error: BaseException | None) -> None:
+        """See `_end_block`."""
+        try:
+            await self._aend()
+        except (BackendUnavailable, NotHeld) as failure:
+            note_failed_release(failure)
+        if error is None:
+            self._tied.tie.ensure_was_held()
 
     async def _aend(self) -> Released | None:
         """See `_end`; finished even while the task is being cancelled."""
@@ -288,7 +307,8 @@ class TiedLease(LeaseView):
         tied, held = self._tied, self._held
         held.ensure_own_process()
         try:
-            tied.settle_ended()
+            if tied.tie.open:
+                tied.settle_ended()
             if tied.tie.detach(self) and held.ended is None:
                 await release(ASYNCIO, held)
         finally:

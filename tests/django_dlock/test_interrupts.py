@@ -11,6 +11,7 @@ from django.db.transaction import atomic
 from django.test import override_settings
 
 from django_dlock import lock, locked, tie
+from django_dlock.connections import leases_of_context
 from dlock_core.backends.memory import MemoryBackend
 from tests.interrupts import OURS, TELLS_OTHERS, SoftLimit, each_line, renewed
 from tests.testapp.models import Counter
@@ -121,7 +122,7 @@ def test_interrupt_at_any_line_leaves_no_lease_that_is_renewed(memory, work, err
 def start_over(store: MemoryBackend) -> None:
     if hasattr(connections._connections, "default"):
         del connections["default"]
-    tie._current.set(())
+    leases_of_context.set(())
     tie._kept.set(())
     store._states.clear()
 

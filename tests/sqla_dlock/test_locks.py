@@ -819,7 +819,7 @@ def test_session_that_is_closed_before_any_statement_lets_go_at_once(engine, sto
         add(session, "of a later one")
         session.commit()
         assert not is_held(store)
-    assert not {"close", "reset", "invalidate", "_dlock_watched"} & vars(session).keys()
+    assert not {"close", "reset", "invalidate", "_dlock_hooks"} & vars(session).keys()
 
 
 @sqlite_only

@@ -859,8 +859,8 @@ def test_session_nobody_asked_about_keeps_sqlalchemys_methods(engine, session):
     with Session(engine) as other:
         add(session, "a") if engine.dialect.name != "sqlite" else session.begin()
         on_end(session, lambda _: None)
-        assert not {"_commit_impl", "_dlock_watch"} & vars(other.connection()).keys()
-        assert "_dlock_watched" not in vars(other)
+        assert not {"_commit_impl", "_dlock_tracker"} & vars(other.connection()).keys()
+        assert "_dlock_hooks" not in vars(other)
 
 
 def test_listeners_are_left_when_another_one_fails(engine, session, heard):

@@ -389,7 +389,7 @@ async def test_lost_commit_is_known_when_postgresql_can_be_asked(sound, network,
 
 @postgresql_only
 async def test_server_that_does_not_answer_in_time_leaves_it_unknown(sound, network, far, heard, monkeypatch):
-    monkeypatch.setattr(connections, "WITHIN", 0.2)
+    monkeypatch.setattr(connections, "MAX_STATUS_WAIT_S", 0.2)
     note(far)
     await add(far, "a")
     on_end(far.sync_session, heard.append)

@@ -347,7 +347,7 @@ def test_server_that_cannot_be_asked_leaves_it_unknown(sound, network, far, hear
 
 @postgresql_only
 def test_server_that_does_not_answer_in_time_leaves_it_unknown(sound, network, far, heard, monkeypatch):
-    monkeypatch.setattr(connections, "WITHIN", 0.2)
+    monkeypatch.setattr(connections, "MAX_STATUS_WAIT_S", 0.2)
     note(far)
     add(far, "a")
     on_end(far, heard.append)
