@@ -109,7 +109,7 @@ class VersionedModelForm(_ModelForm):
         if self.instance._state.adding:
             del self.fields[VERSION]
         else:
-            self._read = read_version(self.instance)
+            self._version_read = read_version(self.instance)
 
     # The version
 
@@ -125,7 +125,7 @@ class VersionedModelForm(_ModelForm):
     def _sign(self) -> str:
         texts = {each.name: canonical_value(each, self.instance) for each in compared_fields(self)}
         values = {name: for_page(name, text, secret=self.is_secret(name)) for name, text in texts.items()}
-        return FormSnapshot(self._read, values).sign(self.instance)
+        return FormSnapshot(self._version_read, values).sign(self.instance)
 
     def is_secret(self, name: str) -> bool:
         """Return whether a field's value must not be sent along or shown."""
@@ -147,7 +147,7 @@ class VersionedModelForm(_ModelForm):
     def _declined_fields(self) -> list[str]:
         """Return the fields for which the user has chosen the value in the database."""
         snapshot = self._snapshot
-        if snapshot is None or snapshot.version != self._read or not all(map(self.answer, snapshot.asked)):
+        if snapshot is None or snapshot.version != self._version_read or not all(map(self.answer, snapshot.asked)):
             return []  # The answers, if any, were given about another version: everything is asked again.
         if snapshot.asked:
             self._next_version = self._sign()
@@ -168,6 +168,7 @@ class VersionedModelForm(_ModelForm):
     # Cleaning
 
     def full_clean(self) -> None:
+        """Clean as Django does, with the values in the database where the user has chosen them."""
         if not self.is_bound or VERSION not in self.fields:
             super().full_clean()
             return
@@ -200,7 +201,7 @@ class VersionedModelForm(_ModelForm):
         snapshot = self._snapshot
         if snapshot is None:
             self._refuse(VERSION_MISSING, "version_missing")
-        elif snapshot.version != self._read:
+        elif snapshot.version != self._version_read:
             self._ask(snapshot, CHANGED, "stale")
         elif not all(map(self.answer, snapshot.asked)):
             self._ask(snapshot, UNANSWERED, "unanswered")
