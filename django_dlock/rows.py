@@ -22,7 +22,7 @@ __all__ = ["RowLockMixin"]
 
 T = TypeVar("T")
 
-SAVED: Final = "_dlock_saved"
+SAVED_VALUES: Final = "_dlock_saved"
 """Attribute of an instance that keeps the values of its fields that were last read or written."""
 
 
@@ -88,7 +88,7 @@ class RowLockMixin(models.Model):
         for name in _mutable_fields(cls):
             if name in saved:
                 saved[name] = _copied(saved[name])
-        vars(instance)[SAVED] = saved
+        vars(instance)[SAVED_VALUES] = saved
         return instance
 
     def refresh_from_db(self, using: str | None = None, fields: Any = None, *args: Any, **kwargs: Any) -> None:
@@ -98,23 +98,23 @@ class RowLockMixin(models.Model):
 
     def save_base(self, *args: Any, **kwargs: Any) -> None:
         """Save as Django does, and remember what was written unless it is rolled back."""
-        before = vars(self).get(SAVED)
+        before = vars(self).get(SAVED_VALUES)
         super().save_base(*args, **kwargs)
         self._remember(kwargs.get("update_fields"))
-        restore_on_rollback(self, {SAVED: before}, using=str(self._state.db))
+        restore_on_rollback(self, {SAVED_VALUES: before}, using=str(self._state.db))
 
     def _remember(self, fields: Collection[str] | None) -> None:
         values = vars(self)
-        saved = {} if fields is None else dict(values.get(SAVED) or {})
+        saved = {} if fields is None else dict(values.get(SAVED_VALUES) or {})
         mutable = _mutable_fields(type(self))
         for field in self._meta.concrete_fields:
             name = field.attname
             if name in values and (fields is None or field.name in fields or name in fields):
                 saved[name] = _copied(values[name]) if name in mutable else values[name]
-        values[SAVED] = saved
+        values[SAVED_VALUES] = saved
 
     def _refuse_unsaved(self) -> None:
-        values, saved = vars(self), vars(self).get(SAVED)
+        values, saved = vars(self), vars(self).get(SAVED_VALUES)
         if saved is None:
             raise ValueError(
                 f"{row_name(type(self), self.pk)} was not read or saved as an instance, so unsaved changes cannot "

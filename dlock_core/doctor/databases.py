@@ -151,16 +151,16 @@ def _journal(mode: str) -> Finding:
 
 MAX_FENCE_ROWS: Final = 1_000_000
 """Rows of the fence table from which purging is advised."""
-TABLE: Final = "dlock_fence"
+FENCE_TABLE: Final = "dlock_fence"
 
 
 def fence(database: Database, *, exists: bool) -> list[Finding]:
     """Judge the fence table."""
     if not exists:
         reason = "a fenced lock fails in this database"
-        return [warning("fence", f"no table {TABLE}", reason, database.fence_remedy)]
+        return [warning("fence", f"no table {FENCE_TABLE}", reason, database.fence_remedy)]
     try:
-        ((rows, floors),) = database.query(f"SELECT count(*), count(CASE WHEN name = '' THEN 1 END) FROM {TABLE}")  # noqa: S608
+        ((rows, floors),) = database.query(f"SELECT count(*), count(CASE WHEN name = '' THEN 1 END) FROM {FENCE_TABLE}")  # noqa: S608
     except BackendUnavailable as error:
         remedy = "GRANT SELECT, INSERT, UPDATE, DELETE on it to the program's user"
         return [warning("fence", error.reason, "a fenced lock needs this table, and dlock could not read it", remedy)]
@@ -168,7 +168,7 @@ def fence(database: Database, *, exists: bool) -> list[Finding]:
 
 
 def _size(rows: int) -> Finding:
-    measured = f"{rows} row{'s' * (rows != 1)} in {TABLE}"
+    measured = f"{rows} row{'s' * (rows != 1)} in {FENCE_TABLE}"
     if rows < MAX_FENCE_ROWS:
         return ok("fence", measured)
     reason = "every name that was ever locked leaves a row behind"
@@ -179,8 +179,8 @@ def _floor(database: Database, *, is_there: bool) -> list[Finding]:
     if is_there or database.vendor not in ("mysql", "mariadb"):
         return []
     reason = "every new name looks for this row; if it is missing, that locks a gap, and new names wait for each other"
-    remedy = f"INSERT INTO {TABLE} (name, token, holder, s_token) VALUES ('', 0, '', 0)"  # noqa: S608 - shown, not sent
-    return [warning("floor", f"{TABLE} has no row named ''", reason, remedy)]
+    remedy = f"INSERT INTO {FENCE_TABLE} (name, token, holder, s_token) VALUES ('', 0, '', 0)"  # noqa: S608 - shown, not sent
+    return [warning("floor", f"{FENCE_TABLE} has no row named ''", reason, remedy)]
 
 
 MAX_CONNECTION_SHARE: Final = 0.8

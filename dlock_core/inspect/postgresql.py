@@ -54,7 +54,7 @@ SELECT string_agg(quote_ident(a.attname), ' || '','' || ' ORDER BY array_positio
 FROM pg_index AS i JOIN pg_attribute AS a ON a.attrelid = i.indrelid AND a.attnum = ANY(i.indkey)
 WHERE i.indisprimary AND i.indrelid = CAST(CAST(%s AS text) AS regclass)"""
 
-_WORDS: Final = {
+_ROW_LOCKS_BY_MODE: Final = {
     "AccessShareLock": "FOR KEY SHARE",
     "RowShareLock": "FOR SHARE",
     "ExclusiveLock": "FOR NO KEY UPDATE",
@@ -62,7 +62,7 @@ _WORDS: Final = {
 }
 """The row lock that each mode of a tuple lock stands for."""
 
-_STRENGTHS: Final = (
+_MODES_BY_STRENGTH: Final = (
     "", "AccessShareLock", "RowShareLock", "RowExclusiveLock", "ShareUpdateExclusiveLock", "ShareLock",
     "ShareRowExclusiveLock", "ExclusiveLock", "AccessExclusiveLock",
 )  # fmt: skip
@@ -136,7 +136,9 @@ def _wanted(found: list[_Lock], actors: Mapping[object, str], names: _Names) -> 
         if lock.type == "advisory":
             yield AwaitedLock(actor, "advisory", names.of(lock), _advisory(lock), lock.waited, blocked_by)
         elif row is not None:
-            yield AwaitedLock(actor, "row", names.of(row), _WORDS.get(row.mode, row.mode), lock.waited, blocked_by)
+            yield AwaitedLock(
+                actor, "row", names.of(row), _ROW_LOCKS_BY_MODE.get(row.mode, row.mode), lock.waited, blocked_by
+            )
         else:
             yield AwaitedLock(actor, "row", _other(lock, blocked_by), lock.mode, lock.waited, blocked_by)
 
@@ -183,7 +185,7 @@ def _held(
 
 
 def _strength(mode: str) -> int:
-    return _STRENGTHS.index(mode) if mode in _STRENGTHS else 0
+    return _MODES_BY_STRENGTH.index(mode) if mode in _MODES_BY_STRENGTH else 0
 
 
 def _key(lock: _Lock) -> str:

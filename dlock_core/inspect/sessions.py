@@ -150,7 +150,7 @@ CONNECT_TIMEOUT_S: Final = 4
 QUERY_TIMEOUT_S: Final = 5.0
 """Seconds after which a read is given up, even if the driver never returns."""
 
-_BEGIN: Final = {
+_BEGIN_READING: Final = {
     "postgresql": (
         "BEGIN ISOLATION LEVEL READ COMMITTED READ ONLY",
         "SET LOCAL statement_timeout = 4000",
@@ -229,7 +229,7 @@ class DatabaseReader:
 
     def _opened(self) -> ReaderConnection:
         connection = self._connect()
-        for statement in _BEGIN.get(self._vendor, ()):
+        for statement in _BEGIN_READING.get(self._vendor, ()):
             connection.execute(statement, ())
         return connection
 
