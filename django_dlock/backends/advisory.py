@@ -8,7 +8,7 @@ from django.db import connections
 
 from django_dlock.backends.connector import pool_of
 from django_dlock.connections import tracker_for
-from dlock_core.backends.advisory import Place, advisory
+from dlock_core.backends.advisory import CallerTransaction, advisory
 from dlock_core.sql.database import pyformat
 
 if TYPE_CHECKING:
@@ -27,10 +27,10 @@ def from_url(url: str, *, timeout: float = 5.0, **options: Any) -> Backend:
     return advisory(pool_of(alias, timeout=timeout), alias, **options)
 
 
-def transaction_of(backend: Backend, *, old_snapshot: bool) -> Place | None:
+def transaction_of(backend: Backend, *, old_snapshot: bool) -> CallerTransaction | None:
     """Give this thread's open transaction in the database of such a store."""
     connection = connections[backend.capabilities.transaction_database]
-    return Place(_Connection(connection), old_snapshot) if tracker_for(connection).is_open() else None
+    return CallerTransaction(_Connection(connection), old_snapshot) if tracker_for(connection).is_open() else None
 
 
 class _Connection:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from django.db import Error, connections
 
-from dlock_core.backends.sql import Pool, in_threads, read_in_thread, shut, socket_of, within
+from dlock_core.backends.sql import Pool, in_threads, read_in_thread, shut_socket, socket_of, within
 from dlock_core.backends.sql.sqlite import SQLiteConnector
 from dlock_core.sql.database import cursor_of, pyformat
 
@@ -99,4 +99,4 @@ class DjangoSession:
             self.driver.close()
 
     def cut(self) -> None:
-        shut(self._socket)
+        shut_socket(self._socket)

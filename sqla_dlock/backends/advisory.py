@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from dlock_core.backends import advisory as core
-from dlock_core.backends.advisory import PREFIX, Place
+from dlock_core.backends.advisory import PREFIX, CallerTransaction
 from sqla_dlock.backends.connector import as_driver_takes, pool_of
 from sqla_dlock.backends.table import engine_of
 from sqla_dlock.connections import is_autocommit
@@ -43,13 +43,13 @@ def from_url(url: str, *, prefix: str = PREFIX, timeout: float = 5.0) -> Backend
     return from_engine(engine_of(url), session=True, prefix=prefix, timeout=timeout)
 
 
-def transaction_of(session: Session, backend: Backend, *, old_snapshot: bool) -> Place | None:
+def transaction_of(session: Session, backend: Backend, *, old_snapshot: bool) -> CallerTransaction | None:
     """Give the session's transaction in the database of such a store; begins one, as any statement does."""
     engine: Engine = backend.capabilities.transaction_database
     near = (*connections_of(session), session.bind)
     bind = next((each for each in near if each is not None and each.dialect is engine.dialect), engine)
     connection: Connection = session.connection(bind_arguments={"bind": bind})
-    return None if is_autocommit(connection) else Place(_Connection(connection), old_snapshot)
+    return None if is_autocommit(connection) else CallerTransaction(_Connection(connection), old_snapshot)
 
 
 class _Connection:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 from sqlalchemy import Engine, text
 from sqlalchemy.exc import SQLAlchemyError
 
-from dlock_core.backends.sql import Pool, in_threads, notifications, read_in_thread, shut, socket_of, within
+from dlock_core.backends.sql import Pool, in_threads, notifications, read_in_thread, shut_socket, socket_of, within
 from dlock_core.backends.sql.sqlite import SQLiteConnector, file_of
 from dlock_core.sql.database import cursor_of
 from sqla_dlock.backends.loops import Loop
@@ -127,7 +127,7 @@ class EngineSession:
             self._dialect.do_close(self._connection)
 
     def cut(self) -> None:
-        shut(self._socket)
+        shut_socket(self._socket)
 
 
 class AsyncEngineSession(EngineSession):
@@ -157,7 +157,7 @@ class AsyncEngineSession(EngineSession):
 
     def cut(self) -> None:
         """Only psycopg shows its socket, and only psycopg cannot be terminated."""
-        shut(self._socket)
+        shut_socket(self._socket)
         if hasattr(self._connection, "terminate"):
             self._loop.soon(self._connection.terminate)
 

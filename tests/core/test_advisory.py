@@ -6,7 +6,7 @@ import pytest
 
 from dlock_core.backend import Request
 from dlock_core.backends.advisory.labels import Told, checked_prefix, comment, in_comment, in_label, key_of, word_of
-from dlock_core.backends.advisory.postgresql import Row, states_of
+from dlock_core.backends.advisory.postgresql import LockRow, states_of
 from dlock_core.names import MAX_NAME_BYTES, join
 
 KEYS = {
@@ -103,8 +103,8 @@ def test_label_that_was_cut_off_says_so():
     assert re.fullmatch("x+…", told.name)
 
 
-def row(name: str, pid: int, *, granted: bool, application_name: str = "", query: str = "") -> Row:
-    return Row(key_of(name), granted, False, pid, application_name, query, "u@h", "db", 2.0, 1.0)
+def row(name: str, pid: int, *, granted: bool, application_name: str = "", query: str = "") -> LockRow:
+    return LockRow(key_of(name), granted, False, pid, application_name, query, "u@h", "db", 2.0, 1.0)
 
 
 def test_lock_that_one_session_names_is_listed_with_all_of_its_sessions():

@@ -11,8 +11,8 @@ import pytest
 
 from dlock_core import connect
 from dlock_core.backends.zookeeper.backend import ZooKeeperBackend
-from dlock_core.backends.zookeeper.queue import Line, component, line, name_of
-from dlock_core.backends.zookeeper.session import Handler, Stream, of_url
+from dlock_core.backends.zookeeper.queue import Queue, component, name_of, parse_queue
+from dlock_core.backends.zookeeper.session import Handler, Stream, read_url
 from dlock_core.errors import NotSupported
 from dlock_core.names import canonical, join
 
@@ -31,7 +31,7 @@ ALICE, BOB, CAROL = ("a" * 32, "b" * 32, "c" * 32)
     ],
 )
 def test_url_names_servers_chroot_and_credential(url: str, hosts: str, chroot: tuple[str, ...], credential: str):
-    assert of_url(url) == (hosts, chroot, credential)
+    assert read_url(url) == (hosts, chroot, credential)
 
 
 @pytest.mark.parametrize(
@@ -43,7 +43,7 @@ def test_bad_url_is_refused_and_no_part_of_the_password_is_told(rest: str):
         with pytest.raises(ValueError, match="bad ZooKeeper URL") as caught:
             connect(url)
         assert SECRET not in str(caught.value)
-    assert SECRET not in repr(of_url(f"zookeeper://u:{SECRET}@h"))
+    assert SECRET not in repr(read_url(f"zookeeper://u:{SECRET}@h"))
 
 
 @pytest.mark.parametrize(
@@ -82,13 +82,13 @@ def node(mode: str, holder: str, order: int) -> str:
     return f"{mode}-{holder}-{order:010d}"
 
 
-def names(queue: Line) -> list[str]:
+def names(queue: Queue) -> list[str]:
     return [one.name for one in queue.nodes]
 
 
 def test_queue_is_in_the_order_of_creation_and_ignores_what_is_not_ours():
     late, early = node("x", ALICE, 12), node("s", BOB, 9)
-    queue = line([late, "lock-0000000001", "f-7", early, f"x-{CAROL}-1"])
+    queue = parse_queue([late, "lock-0000000001", "f-7", early, f"x-{CAROL}-1"])
     assert names(queue) == [early, late]
     assert queue.offset == 7
 
@@ -96,9 +96,9 @@ def test_queue_is_in_the_order_of_creation_and_ignores_what_is_not_ours():
 def test_queue_stays_in_order_when_the_numbers_begin_again():
     """They are signed and have 32 bits."""
     turn = [node("x", ALICE, 2**31 - 2), node("x", BOB, 2**31 - 1), node("x", CAROL, -(2**31))]
-    assert names(line(turn[::-1])) == turn
+    assert names(parse_queue(turn[::-1])) == turn
     zero = [node("x", ALICE, -2), node("x", BOB, -1), node("x", CAROL, 0)]
-    assert names(line(zero[::-1])) == zero
+    assert names(parse_queue(zero[::-1])) == zero
 
 
 @pytest.mark.parametrize(
@@ -115,19 +115,19 @@ def test_queue_stays_in_order_when_the_numbers_begin_again():
     ],
 )
 def test_everybody_waits_for_the_nearest_one_that_keeps_it_out(modes: str, inside: int, watched: list[int | None]):
-    queue = line([node(mode, f"{place:032x}", place) for place, mode in enumerate(modes)])
+    queue = parse_queue([node(mode, f"{own_node:032x}", own_node) for own_node, mode in enumerate(modes)])
     assert len(queue.holders()) == inside
     assert queue.holders() + queue.waiters() == queue.nodes
     ahead = [queue.ahead(one, shared=one.shared) for one in queue.nodes]
-    assert ahead == [None if place is None else queue.nodes[place] for place in watched]
+    assert ahead == [None if own_node is None else queue.nodes[own_node] for own_node in watched]
 
 
 def test_newcomer_comes_in_only_where_nobody_keeps_it_out():
-    assert line([]).ahead(None, shared=False) is None
-    reading = line([node("s", ALICE, 1)])
+    assert parse_queue([]).ahead(None, shared=False) is None
+    reading = parse_queue([node("s", ALICE, 1)])
     assert reading.ahead(None, shared=True) is None
     assert reading.ahead(None, shared=False) is not None
-    waited_for = line([node("s", ALICE, 1), node("x", BOB, 2)])
+    waited_for = parse_queue([node("s", ALICE, 1), node("x", BOB, 2)])
     assert waited_for.ahead(None, shared=True) is not None
 
 
@@ -177,5 +177,5 @@ def test_silent_server_is_not_waited_for_longer_than_the_limit(ends: tuple[Strea
 
 @pytest.mark.parametrize("spoiled", ["f-", "f-text", "f--5", "f-1e300", "f-nan", "f-" + "9" * 19, "f-٤٢"])
 def test_mark_that_is_damaged_counts_for_nothing(spoiled: str) -> None:
-    assert line([spoiled, "f-7"]).offset == 7
-    assert line([spoiled]).offset == 0
+    assert parse_queue([spoiled, "f-7"]).offset == 7
+    assert parse_queue([spoiled]).offset == 0

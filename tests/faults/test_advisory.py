@@ -129,7 +129,7 @@ async def test_waiter_that_is_cancelled_leaves_the_holder_alone(store, alias):
 @pytest.mark.parametrize("store", ["postgresql", "psycopg", "pymysql", "mariadb"], indirect=True)
 def test_interrupted_waiter_leaves_its_place_and_the_holder_alone(store, alias, monkeypatch):
     """A real Ctrl-C, while the server makes it wait; mysqlclient hears of it when its statement has ended."""
-    monkeypatch.setattr(session, "LONGEST", 1.0)
+    monkeypatch.setattr(session, "MAX_WAIT_S", 1.0)
     holder, other = Lock(store, NAME).acquire(), made(alias, session=True)
     with interrupted(lambda: run(store.inspect(BLOCKING, NAME))[0].waiters):
         Lock(other, NAME, wait=None).acquire()
@@ -168,7 +168,7 @@ def test_session_that_does_not_answer_costs_no_other_its_lease(store):
         Lock(store, "well", ttl=9.0, renew=False).acquire(),
     )
     leases = [lease._held for lease in (stuck, well)]
-    session = store._seats[leases[0].request.holder].line.number
+    session = store._reservations[leases[0].request.holder].line.number
     os.kill(session, signal.SIGSTOP)
     try:
         answers = run(store.renew(BLOCKING, [Renewal(held.request, held.granted) for held in leases]))
@@ -189,7 +189,7 @@ def test_server_that_is_silent_costs_one_time_limit_and_not_two(store, fault, is
         url = f"postgresql+psycopg://postgres@127.0.0.1:{proxy.port}/postgres"
         behind = from_engine(create_engine(url), session=True, timeout=1.0)
         Lock(behind, NAME).acquire().release()
-        line = run(behind._lines.take(BLOCKING, NAME))
+        line = run(behind._connections.take(BLOCKING, NAME))
         getattr(proxy, fault)()
         with pytest.raises(BackendUnavailable) as caught:
             run(line.step(BLOCKING, NAME, lambda session: session.execute("SELECT 1")))
@@ -201,7 +201,7 @@ def test_server_that_is_silent_costs_one_time_limit_and_not_two(store, fault, is
 @pytest.mark.parametrize("store", ["postgresql"], indirect=True)
 def test_renewal_that_comes_after_the_release_does_not_touch_who_has_the_connection_now(store):
     first = Lock(store, NAME, ttl=1.0, renew=False).acquire()
-    seat = store._seats[first._held.request.holder]
+    seat = store._reservations[first._held.request.holder]
     renewal = Renewal(first._held.request, first._held.granted)
 
     class Late(Blocking):
@@ -215,7 +215,7 @@ def test_renewal_that_comes_after_the_release_does_not_touch_who_has_the_connect
     after: list[Any] = []
     seat.line._in_use["by"] = "another"
     assert run(store.renew(Late(), [renewal])) == [RenewalFailure.LOST]
-    assert store._seats[after[0]._held.request.holder].line is seat.line
+    assert store._reservations[after[0]._held.request.holder].line is seat.line
     assert "1h" in run(seat.line.step(BLOCKING, "", lambda session: session.execute("SHOW idle_session_timeout")))[0][0]
     assert after[0].release() is Released.RELEASED
 
@@ -261,7 +261,7 @@ class Pooled:
 def test_session_that_a_pooler_gives_to_two_is_refused_to_the_second(store, monkeypatch):
     """There each would be granted the other's lock, as one that it has already."""
     lease = Lock(store, NAME).acquire()
-    session = Pooled(store._seats[lease._held.request.holder].line.kept.session)
+    session = Pooled(store._reservations[lease._held.request.holder].line.kept.session)
     other = made("postgresql", session=True)
     monkeypatch.setattr(other._pool.connector, "connect", lambda limit: session)
     with pytest.raises(BackendUnavailable, match="connect directly") as caught:

@@ -129,7 +129,7 @@ def test_request_that_arrives_after_we_gave_up_blocks_nobody_for_longer_than_its
 def test_waiter_is_woken_by_the_release_and_not_only_by_its_own_looks(
     harness: Harness, monkeypatch: pytest.MonkeyPatch, shared: bool
 ) -> None:
-    monkeypatch.setattr(etcd, "LOOK", 1000.0)
+    monkeypatch.setattr(etcd, "WAITER_KEEP_ALIVE_S", 1000.0)
     first = harness.acquire("a")
     line = [harness.queue_up("a", shared=shared) for _ in range(3)]
     for pending in line:
@@ -293,7 +293,7 @@ def test_many_leases_are_renewed_in_few_requests(harness: Harness, proxy: Proxy)
 def test_leases_that_the_gateway_forgot_in_a_long_stream_are_asked_for_again(
     harness: Harness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(steps, "STREAM", 100)
+    monkeypatch.setattr(steps, "MAX_LEASES_PER_STREAM", 100)
     leases = [harness.acquire(f"a:{number}", ttl=60, renew=False) for number in range(100)]
     renewals = [Renewal(lease._held.request, lease._held.granted) for lease in leases]
     for _ in range(10):

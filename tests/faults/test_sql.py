@@ -88,18 +88,18 @@ def with_waiter(backend: TableBackend, name: str, look: Callable[[], Any]) -> No
 
 
 def test_closing_a_connection_that_has_ended_leaves_whoever_got_its_number(postgres: TableBackend, name: str) -> None:
-    with_waiter(postgres, name, lambda: until(lambda: postgres._ears.hears))
-    kept = postgres._ears._kept
+    with_waiter(postgres, name, lambda: until(lambda: postgres._listener.is_listening))
+    kept = postgres._listener._dedicated
     assert kept is not None
     assert kept.session is not None
     number = kept.session.driver.fileno()
     run(postgres.pool.step(BLOCKING, "", lambda session: session.execute(END_LISTENERS)))
-    until(lambda: not postgres._ears.hears)
+    until(lambda: not postgres._listener.is_listening)
     pairs = [socket.socketpair()]
     while pairs[-1][1].fileno() < number:
         pairs.append(socket.socketpair())
     assert number in {end.fileno() for pair in pairs for end in pair}
-    with_waiter(postgres, name, lambda: until(lambda: postgres._ears.hears))
+    with_waiter(postgres, name, lambda: until(lambda: postgres._listener.is_listening))
     for one, other in pairs:
         with one, other:
             one.sendall(b"hello")
@@ -108,7 +108,7 @@ def test_closing_a_connection_that_has_ended_leaves_whoever_got_its_number(postg
 
 @pytest.mark.usefixtures("many_files")
 def test_waiter_is_told_in_a_process_with_many_files(postgres: TableBackend, name: str) -> None:
-    with_waiter(postgres, name, lambda: until(lambda: postgres._ears.hears))
+    with_waiter(postgres, name, lambda: until(lambda: postgres._listener.is_listening))
 
 
 def test_threads_that_begin_at_once_have_one_memory() -> None:

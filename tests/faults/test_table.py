@@ -18,7 +18,7 @@ from dlock_core.backend import Released
 from dlock_core.backends.sql.port import Session
 from dlock_core.backends.sql.sqlite import SQLiteSession
 from dlock_core.backends.table import backend as module
-from dlock_core.backends.table import waiting as ears
+from dlock_core.backends.table import waiting
 from dlock_core.backends.table.backend import TableBackend
 from dlock_core.errors import BackendUnavailable
 from dlock_core.runtime import BLOCKING, clock, run
@@ -191,10 +191,10 @@ def test_lease_and_waiter_outlive_a_restart_of_the_database(servers_directory: P
     store, other = from_engine(engine), from_engine(engine)
     first = Lock(store, name, ttl=60).acquire()
     pending, gotten = waiting(other, name)
-    until(lambda: other._ears.hears)
+    until(lambda: other._listener.is_listening)
     server.restart()
     until(lambda: holders_if_there(store, name) == [first.holder])
-    until(lambda: other._ears.hears)
+    until(lambda: other._listener.is_listening)
     assert not first.lost
     assert first.release() is Released.RELEASED
     pending.join(60)
@@ -304,7 +304,7 @@ def test_waiter_is_told_of_a_release_and_asks_nothing_meanwhile(
     steps = counted(postgres, name, monkeypatch)
     first = Lock(other, name, ttl=600).acquire()
     pending, gotten = waiting(postgres, name)
-    until(lambda: postgres._ears.hears)
+    until(lambda: postgres._listener.is_listening)
     before = len(steps)
     threading.Event().wait(1.0)  # somebody who polls would look more than ten times
     assert len(steps) <= before + 1
@@ -329,13 +329,13 @@ def test_waiter_who_hears_nothing_looks_from_time_to_time(
     postgres: TableBackend, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A pooler of transactions accepts LISTEN, and nothing ever comes."""
-    monkeypatch.setattr(ears, "CHANNEL", "elsewhere")
+    monkeypatch.setattr(waiting, "CHANNEL", "elsewhere")
     other = table_of_alias("postgresql")
     steps = counted(postgres, name, monkeypatch)
     first = Lock(other, name, ttl=60).acquire()
     pending, gotten = waiting(postgres, name)
     until(lambda: len(steps) > 5)
-    assert not postgres._ears.hears
+    assert not postgres._listener.is_listening
     first.release()
     pending.join(60)
     assert gotten[0].token > first.token
@@ -349,11 +349,11 @@ def test_listening_connection_that_is_killed_is_made_anew_and_nobody_is_forgotte
     other = table_of_alias("postgresql")
     first = Lock(other, name, ttl=60).acquire()
     pending, gotten = waiting(postgres, name)
-    until(lambda: postgres._ears.hears)
-    killed = postgres._ears._kept
+    until(lambda: postgres._listener.is_listening)
+    killed = postgres._listener._dedicated
     kill = "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE query LIKE 'LISTEN%'"
     run(other.pool.step(BLOCKING, "", lambda session: session.execute(kill)))
-    until(lambda: postgres._ears.hears and postgres._ears._kept is not killed)
+    until(lambda: postgres._listener.is_listening and postgres._listener._dedicated is not killed)
     first.release()
     pending.join(60)
     assert gotten[0].token > first.token
@@ -473,7 +473,7 @@ def test_database_is_let_go_of_before_one_is_made_or_dropped(postgres: TableBack
         backend = stores["default"].backend
         first = Lock(backend, name).acquire()
         pending, gotten = waiting(backend, name)
-        until(lambda: backend._ears.hears)
+        until(lambda: backend._listener.is_listening)
         first.release()
         pending.join(60)
         gotten[0].release()

@@ -240,11 +240,11 @@ def test_waiter_survives_a_reset_of_the_connection_and_keeps_its_place(
     harness: Harness, proxy: Proxy, direct: ZooKeeperBackend
 ) -> None:
     first = harness.acquire("a")
-    line = [harness.queue_up("a") for _ in range(3)]
+    parse_queue = [harness.queue_up("a") for _ in range(3)]
     order = waiters(direct, "a")
     proxy.cut()
     got = [first]
-    for pending in line:
+    for pending in parse_queue:
         harness.do(got[-1].release)
         got.append(pending.result(WITHIN))
     assert [lease.holder for lease in got[1:]] == order
@@ -588,8 +588,8 @@ def test_nothing_is_left_over_after_all_of_it(
     harness: Harness, proxy: Proxy, backend: ZooKeeperBackend, direct: ZooKeeperBackend, server: Server, prefix: str
 ) -> None:
     for fault in (proxy.drop_reply, proxy.cut_reply, proxy.cut_request):
-        for place in (1, 2, 3):
-            fault(place, matching=CREATE)
+        for own_node in (1, 2, 3):
+            fault(own_node, matching=CREATE)
             first = harness.acquire("a")
             pending = harness.queue_up("a")
             with pytest.raises((AcquireTimeout, BackendUnavailable)):

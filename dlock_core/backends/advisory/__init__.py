@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 from dlock_core.backends.advisory.labels import PREFIX
 from dlock_core.backends.advisory.session import MySQLSessionBackend, SessionBackend
-from dlock_core.backends.advisory.transaction import Place, TransactionBackend
+from dlock_core.backends.advisory.transaction import CallerTransaction, TransactionBackend
 
 if TYPE_CHECKING:
     from dlock_core.backend import Backend
     from dlock_core.backends.sql import Pool
 
-__all__ = ["PREFIX", "MySQLSessionBackend", "Place", "SessionBackend", "TransactionBackend", "advisory"]
+__all__ = ["PREFIX", "CallerTransaction", "MySQLSessionBackend", "SessionBackend", "TransactionBackend", "advisory"]
 
 
 def advisory(pool: Pool, database: Any, *, session: bool = False, prefix: str = PREFIX) -> Backend:

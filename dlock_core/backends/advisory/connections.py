@@ -17,12 +17,12 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from dlock_core.backend import Request
-    from dlock_core.backends.sql import Kept, Pool, Session
+    from dlock_core.backends.sql import DedicatedConnection, Pool, Session
     from dlock_core.runtime import Runtime
 
     Execute = Callable[[str, Mapping[str, Any]], list[tuple[Any, ...]]]
 
-__all__ = ["Line", "Lines", "Seat"]
+__all__ = ["LockConnection", "LockConnections", "Reservation"]
 
 T = TypeVar("T")
 
@@ -30,11 +30,11 @@ MAX_IDLE_CONNECTIONS: Final = 8
 """Idle connections kept open, at most."""
 
 
-class Line:
+class LockConnection:
     """One connection, used by one step at a time: its holder's, or the watchdog's."""
 
-    def __init__(self, kept: Kept, session: Session, number: int) -> None:
-        self.kept, self.number = kept, number
+    def __init__(self, dedicated: DedicatedConnection, session: Session, number: int) -> None:
+        self.dedicated, self.number = dedicated, number
         """The number is the session's at the server."""
         self.vendor = session.vendor
         self.execute, self.prepared = _ways(session)
@@ -53,7 +53,7 @@ class Line:
     @property
     def is_open(self) -> bool:
         """It has not failed so far, and is no parent's."""
-        return self.kept.is_open
+        return self.dedicated.is_open
 
     def is_usable(self) -> bool:
         """Tell whether an idle connection is ours and open; the server may have ended its session."""
@@ -65,7 +65,7 @@ class Line:
         try:
             if self._in_use.setdefault("by", mine) is not mine:
                 return False
-            run(self.kept.close(BLOCKING))
+            run(self.dedicated.close(BLOCKING))
         finally:
             if "by" in self._in_use and self._in_use["by"] is mine:  # No call, and so no interrupt, comes in between.
                 del self._in_use["by"]
@@ -79,7 +79,7 @@ class Line:
         try:
             while self._in_use.setdefault("by", mine) is not mine:
                 await runtime.sleep(0.002)
-            return await self.kept.step(runtime, name, function, limit)
+            return await self.dedicated.step(runtime, name, function, limit)
         except BackendUnavailable as error:
             # It may have died while nobody used it; a server that is silent would only cost a second time limit.
             error.broken = not self.is_fresh and not isinstance(error.__cause__, TimeoutError)
@@ -88,12 +88,12 @@ class Line:
             if "by" in self._in_use and self._in_use["by"] is mine:
                 del self._in_use["by"]
 
-    async def patiently(self, runtime: Runtime, name: str, function: Callable[[Session], T], limit: float) -> T:
+    async def interruptibly(self, runtime: Runtime, name: str, function: Callable[[Session], T], limit: float) -> T:
         """Make a step that waits for others: a task that is cancelled cuts the connection."""
         step = self.step(runtime, name, function, limit)
         if not isinstance(runtime, Asyncio):
             return await step
-        session, task = self.kept.session, asyncio.ensure_future(step)
+        session, task = self.dedicated.session, asyncio.ensure_future(step)
         try:
             return await asyncio.shield(task)
         except asyncio.CancelledError:
@@ -105,11 +105,11 @@ class Line:
             raise
 
 
-class Seat:
+class Reservation:
     """One request and the connection on which it is made; the lock is held while there is a token."""
 
-    def __init__(self, line: Line, request: Request) -> None:
-        self.line, self.request = line, request
+    def __init__(self, connection: LockConnection, request: Request) -> None:
+        self.connection, self.request = connection, request
         self.token = 0
         self.until = math.inf
         """When the server will have ended the session, unless it hears of us."""
@@ -119,33 +119,37 @@ class Seat:
         self.until = sent + ttl
 
 
-class Lines:
+class LockConnections:
     """Opens lines, and keeps some that nobody needs any more."""
 
-    def __init__(self, pool: Pool, introduce: Callable[[Session, str], int]) -> None:
-        self.pool, self._introduce = pool, introduce
-        self._idle: IdlePool[Line] = IdlePool(Line.close, MAX_IDLE_CONNECTIONS, is_usable=Line.is_usable)
+    def __init__(self, pool: Pool, prepare_session: Callable[[Session, str], int]) -> None:
+        self.pool, self._prepare_session = pool, prepare_session
+        self._idle: IdlePool[LockConnection] = IdlePool(
+            LockConnection.close, MAX_IDLE_CONNECTIONS, is_usable=LockConnection.is_usable
+        )
 
-    async def take(self, runtime: Runtime, name: str) -> Line:
+    async def take(self, runtime: Runtime, name: str) -> LockConnection:
         """Give a line that nobody else has; raises BackendUnavailable."""
         return self._idle.take() or await self._new(runtime, name)
 
-    def keep(self, line: Line) -> None:
+    def keep(self, connection: LockConnection) -> None:
         """Take back a line that holds nothing."""
-        if line.is_open:
-            line.is_fresh = False
-            self._idle.put(line)
+        if connection.is_open:
+            connection.is_fresh = False
+            self._idle.put(connection)
 
     def close(self) -> None:
         """Close those that are kept."""
         self._idle.clear()
 
-    async def _new(self, runtime: Runtime, name: str) -> Line:
-        kept = await self.pool.dedicated(runtime, name)
+    async def _new(self, runtime: Runtime, name: str) -> LockConnection:
+        dedicated = await self.pool.dedicated(runtime, name)
         try:
-            return await kept.step(runtime, name, lambda session: Line(kept, session, self._introduce(session, name)))
+            return await dedicated.step(
+                runtime, name, lambda session: LockConnection(dedicated, session, self._prepare_session(session, name))
+            )
         except BaseException:
-            await runtime.shield(kept.close(runtime))
+            await runtime.shield(dedicated.close(runtime))
             raise
 
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 __all__ = ["Label", "Told", "comment", "in_comment", "in_label", "label_of"]
 
 
-_LONGEST: Final = 63
+_MAX_LABEL_LENGTH: Final = 63
 _DIGITS: Final = 16
 """Of a time in microseconds, until the year 2286."""
 _COMMENT: Final = re.compile(r"/\* dlock (\S+) ([0-9a-f]+) ([sx]) (\S*)")
@@ -58,8 +58,8 @@ class Label(NamedTuple):
 @lru_cache(maxsize=1024)
 def label_of(name: str, prefix: str) -> Label:
     """Make the label of a lock; the name is cut to what fits."""
-    tail = f"#{name}"[: _LONGEST - len(prefix) - _DIGITS]
-    return Label(key_of(name, prefix), prefix, tail, max(0, _LONGEST - len(prefix) - _DIGITS - len(tail) - 1))
+    tail = f"#{name}"[: _MAX_LABEL_LENGTH - len(prefix) - _DIGITS]
+    return Label(key_of(name, prefix), prefix, tail, max(0, _MAX_LABEL_LENGTH - len(prefix) - _DIGITS - len(tail) - 1))
 
 
 def in_comment(statement: str) -> Told | None:
@@ -78,23 +78,23 @@ def in_label(application_name: str, prefix: str, key: int) -> Told | None:
     for told in labels:
         if key_of(told.name, prefix) == key:
             return told
-    if len(labels) == 1 and len(application_name) >= _LONGEST:
+    if len(labels) == 1 and len(application_name) >= _MAX_LABEL_LENGTH:
         return labels[0]._replace(name=f"{labels[0].name}…")
     return None
 
 
 PREFIX: Final = "dlock:"
-LONGEST: Final = 64
+MAX_NAME_LENGTH: Final = 64
 """Characters of a lock's name in MySQL; MariaDB takes 192 bytes."""
 _PLAIN: Final = re.compile(r"[a-z0-9_.~:-]+")
-_HASH: Final = 32
+_HASH_LENGTH: Final = 32
 
 
 def checked_prefix(prefix: str) -> str:
     """Check what is put before every name; a hash has to find room after it."""
     if not isinstance(prefix, str):
         raise TypeError(f"prefix is text, not {type(prefix).__name__}")
-    if not _PLAIN.fullmatch(prefix) or len(prefix) >= LONGEST - _HASH:
+    if not _PLAIN.fullmatch(prefix) or len(prefix) >= MAX_NAME_LENGTH - _HASH_LENGTH:
         raise ValueError(f"prefix must be 1 to 31 of the characters a-z 0-9 _ . ~ : -, not {prefix!r:.80}")
     return prefix
 
@@ -110,6 +110,6 @@ def word_of(name: str, prefix: str = PREFIX) -> str:
     MySQL compares names without regard to case, so that capitals are not plain.
     """
     word = prefix + name
-    if len(word) <= LONGEST and _PLAIN.fullmatch(word):
+    if len(word) <= MAX_NAME_LENGTH and _PLAIN.fullmatch(word):
         return word
-    return f"{prefix}#{sha256(word.encode()).hexdigest()[:_HASH]}"
+    return f"{prefix}#{sha256(word.encode()).hexdigest()[:_HASH_LENGTH]}"

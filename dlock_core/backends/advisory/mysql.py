@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from dlock_core.backend import Request
-    from dlock_core.backends.advisory.connections import Line, Seat
+    from dlock_core.backends.advisory.connections import LockConnection, Reservation
     from dlock_core.backends.sql import Pool, Session
     from dlock_core.runtime import Runtime
 
@@ -45,32 +45,32 @@ class MySQL:
     def __init__(self, pool: Pool, prefix: str) -> None:
         self._pool, self._prefix = pool, prefix
 
-    def introduce(self, session: Session, name: str) -> int:
+    def prepare_session(self, session: Session, name: str) -> int:
         """Give the number of a new session."""
         ((number,),) = session.execute("SELECT CONNECTION_ID()")
         return int(number)
 
-    def lock(self, line: Line, request: Request, seconds: float | None) -> int:
+    def lock(self, connection: LockConnection, request: Request, seconds: float | None) -> int:
         """Try, or wait for so many seconds; give the token, 0 where others hold the lock."""
-        self._limit(line, request.ttl)
+        self._limit(connection, request.ttl)
         wait = seconds or 0.0
         params = {
             "word": word_of(request.name, self._prefix),
-            "seconds": wait if line.vendor == "mariadb" else math.ceil(wait),
+            "seconds": wait if connection.vendor == "mariadb" else math.ceil(wait),
             "floor": request.floor,
         }
-        ((token,),) = line.execute(f"{comment(request)}\n{_LOCK}", params)
+        ((token,),) = connection.execute(f"{comment(request)}\n{_LOCK}", params)
         return int(token or 0)
 
-    def prove(self, line: Line, request: Request, token: int) -> bool:
+    def prove(self, connection: LockConnection, request: Request, token: int) -> bool:
         """Have the server wait another ttl for us; False when this session does not hold the lock."""
-        self._limit(line, request.ttl)
-        ((is_ours,),) = line.execute(_PROVE, {"word": word_of(request.name, self._prefix)})
+        self._limit(connection, request.ttl)
+        ((is_ours,),) = connection.execute(_PROVE, {"word": word_of(request.name, self._prefix)})
         return bool(is_ours)
 
-    def unlock(self, line: Line, request: Request) -> bool:
+    def unlock(self, connection: LockConnection, request: Request) -> bool:
         """End the lock; False when this session did not hold it."""
-        ((was_ours,),) = line.execute(_UNLOCK, {"word": word_of(request.name, self._prefix)})
+        ((was_ours,),) = connection.execute(_UNLOCK, {"word": word_of(request.name, self._prefix)})
         return bool(was_ours)
 
     async def is_held(self, runtime: Runtime, name: str) -> bool:
@@ -84,17 +84,19 @@ class MySQL:
         ):
             await self._kill(runtime, name, number)
 
-    async def owner(self, runtime: Runtime, name: str, ours: Sequence[Seat]) -> str:
+    async def owner(self, runtime: Runtime, name: str, ours: Sequence[Reservation]) -> str:
         """Tell who holds a lock."""
         holder = await self._shown(runtime, name, ours)
         return holder.owner if holder is not None else ""
 
-    async def inspect(self, runtime: Runtime, name: str | None, ours: Sequence[Seat]) -> list[LockState]:
+    async def inspect(self, runtime: Runtime, name: str | None, ours: Sequence[Reservation]) -> list[LockState]:
         """Show one lock, or all of which we know."""
         waiting = await self._waiting(runtime, name or "")
         told = [(told, float(seconds)) for _, info, seconds in waiting if (told := in_comment(info or ""))]
         names = (
-            [name] if name else dict.fromkeys([seat.request.name for seat in ours] + [each.name for each, _ in told])
+            [name]
+            if name
+            else dict.fromkeys([reservation.request.name for reservation in ours] + [each.name for each, _ in told])
         )
         states = []
         for each in names:
@@ -104,34 +106,34 @@ class MySQL:
                 states.append(LockState(each, (holder,) if holder else (), waiters))
         return states
 
-    async def force_release(self, runtime: Runtime, name: str, token: int, ours: Sequence[Seat]) -> bool:
+    async def force_release(self, runtime: Runtime, name: str, token: int, ours: Sequence[Reservation]) -> bool:
         """End the session of this process that holds with this token; another's token cannot be known."""
         number = await self._holder(runtime, name)
-        seat = next((seat for seat in ours if seat.line.number == number), None)
-        if number is not None and seat is None:
+        reservation = next((reservation for reservation in ours if reservation.connection.number == number), None)
+        if number is not None and reservation is None:
             raise NotSupported(
                 f"the lock {name!r} is held by session {number} of another process, and this server does not tell "
                 f"its token: end that session with KILL {number}, if it is the right one",
                 name=name,
             )
-        if seat is None or number is None or seat.token != token:
+        if reservation is None or number is None or reservation.token != token:
             return False
         await self._kill(runtime, name, number)
         return True
 
-    def _limit(self, line: Line, ttl: float) -> None:
-        if line.idle_limit != ttl:
-            line.execute(_IDLE_LIMIT, {"seconds": math.ceil(ttl)})
-            line.idle_limit = ttl
+    def _limit(self, connection: LockConnection, ttl: float) -> None:
+        if connection.idle_limit != ttl:
+            connection.execute(_IDLE_LIMIT, {"seconds": math.ceil(ttl)})
+            connection.idle_limit = ttl
 
-    async def _shown(self, runtime: Runtime, name: str, ours: Sequence[Seat]) -> Holder | None:
+    async def _shown(self, runtime: Runtime, name: str, ours: Sequence[Reservation]) -> Holder | None:
         number = await self._holder(runtime, name)
         if number is None:
             return None
-        for seat in ours:
-            if seat.line.number == number:
-                request = seat.request
-                return Holder(request.holder, seat.token, request.shared, request.owner, None)
+        for reservation in ours:
+            if reservation.connection.number == number:
+                request = reservation.request
+                return Holder(request.holder, reservation.token, request.shared, request.owner, None)
         ((user, host),) = await self._ask(runtime, name, _WHO, number=number) or [("a session", "that has ended")]
         owner = {"app": "session", "host": f"{user}@{host}", "pid": number, "session": f"my:{number}"}
         return Holder(f"{number:08}", 0, False, json.dumps(owner), None)

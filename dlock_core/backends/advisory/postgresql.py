@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
     from dlock_core.backend import Request
-    from dlock_core.backends.advisory.connections import Line, Seat
+    from dlock_core.backends.advisory.connections import LockConnection, Reservation
     from dlock_core.backends.sql import Pool, Session
     from dlock_core.runtime import Runtime
 
@@ -31,16 +31,16 @@ class PostgreSQL:
         self._sessions = Sessions(pool, prefix)
         self.is_held = self._sessions.is_held
 
-    def introduce(self, session: Session, name: str) -> int:
+    def prepare_session(self, session: Session, name: str) -> int:
         """Make a new session fit for waiting; give its number. Raises BackendUnavailable for what is not ours alone."""
-        ((number, known, is_standby, *_),) = session.execute(INTRODUCE)
+        ((number, known, is_standby, *_),) = session.execute(PREPARE_SESSION)
         if is_standby:
             raise BackendUnavailable(name, reason="a standby's locks exclude nobody: use the primary", refused=True)
         if known:
             raise _behind_pooler(name)
         return int(number)
 
-    def lock(self, line: Line, request: Request, seconds: float | None) -> int:
+    def lock(self, connection: LockConnection, request: Request, seconds: float | None) -> int:
         """Try, or wait for so many seconds; give the token, 0 where others hold the lock."""
         label = label_of(request.name, self._prefix)
         statement = (TRY_SESSION if seconds is None else WAIT_SESSION)[request.shared]
@@ -51,10 +51,10 @@ class PostgreSQL:
             "least": request.floor + 1,
             "ttl": _milliseconds(request.ttl),
         }
-        run = line.prepared
+        run = connection.prepared
         if seconds is not None:
             params["milliseconds"] = _milliseconds(seconds)
-            run, statement = line.execute, f"{comment(request)}\n{statement}"
+            run, statement = connection.execute, f"{comment(request)}\n{statement}"
         try:
             rows = run(statement, params)
         except self._errors as error:
@@ -62,33 +62,33 @@ class PostgreSQL:
                 return 0
             raise
         ((text, number),) = rows
-        if number != line.number:
+        if number != connection.number:
             raise _behind_pooler(request.name)
         return 0 if text is None else label.token_in(text)
 
-    def prove(self, line: Line, request: Request, token: int) -> bool:
+    def prove(self, connection: LockConnection, request: Request, token: int) -> bool:
         """Have the server wait another ttl for us; False when the session is not the one that took the lock."""
         label = f"{self._prefix}{token}#{request.name}"
         params = {"label": label, "ttl": _milliseconds(request.ttl)}
-        ((number, *_),) = line.execute(f"{comment(request)}\n{PROVE}", params)
-        return bool(number == line.number)
+        ((number, *_),) = connection.execute(f"{comment(request)}\n{PROVE}", params)
+        return bool(number == connection.number)
 
-    def unlock(self, line: Line, request: Request) -> bool:
+    def unlock(self, connection: LockConnection, request: Request) -> bool:
         """End the lock; False when this session did not hold it."""
         params = {"key": label_of(request.name, self._prefix).key}
-        ((was_ours, *_),) = line.prepared(UNLOCK[request.shared], params)
+        ((was_ours, *_),) = connection.prepared(UNLOCK[request.shared], params)
         return bool(was_ours)
 
     async def end(self, runtime: Runtime, name: str, number: int) -> None:
         """End a session of ours that holds or awaits a lock."""
         await self._sessions.end(runtime, name, number)
 
-    async def owner(self, runtime: Runtime, name: str, ours: Sequence[Seat]) -> str:
+    async def owner(self, runtime: Runtime, name: str, ours: Sequence[Reservation]) -> str:
         """Tell who holds a lock."""
         (state,) = await self._sessions.inspect(runtime, name, ours)
         return next((holder.owner for holder in state.holders), "")
 
-    async def inspect(self, runtime: Runtime, name: str | None, ours: Sequence[Seat]) -> list[LockState]:
+    async def inspect(self, runtime: Runtime, name: str | None, ours: Sequence[Reservation]) -> list[LockState]:
         """Show one lock, or all; of holders in other processes who they are from their first renewal on."""
         return await self._sessions.inspect(runtime, name, ours)
 
@@ -162,7 +162,7 @@ TERMINATE: Final = f"{_TERMINATE} l.pid = CAST(:pid AS integer)"
 TERMINATE_LABELLED: Final = f"{_TERMINATE} l.granted AND position(:label IN ' ' || a.application_name) > 0"
 """End the session that holds a lock, found by the label of its grant."""
 
-INTRODUCE: Final = """\
+PREPARE_SESSION: Final = """\
 SELECT pg_backend_pid(), coalesce(current_setting('dlock.line', true), ''), pg_is_in_recovery(),
 set_config('dlock.line', 'taken', false), set_config('application_name', 'dlock', false),
 set_config('statement_timeout', '0', false), set_config('lock_timeout', '0', false)"""
@@ -176,7 +176,7 @@ UNLOCK: Final = {
 }
 
 
-class Row(NamedTuple):
+class LockRow(NamedTuple):
     """One session at one lock."""
 
     key: int
@@ -199,16 +199,16 @@ class Row(NamedTuple):
         return comment._replace(token=label.token)
 
 
-def state_of(name: str, rows: Iterable[Row], prefix: str) -> LockState:
+def state_of(name: str, rows: Iterable[LockRow], prefix: str) -> LockState:
     """Make the state of one lock, of its rows in their order."""
     rows = list(rows)
     holders = tuple(_holder(row, prefix) for row in rows if row.granted)
     return LockState(name, holders, tuple(_waiter(row, prefix) for row in rows if not row.granted))
 
 
-def states_of(rows: Iterable[Row], prefix: str) -> list[LockState]:
+def states_of(rows: Iterable[LockRow], prefix: str) -> list[LockState]:
     """Make the states of all locks whose names are told."""
-    by_key, names = defaultdict[int, list[Row]](list), dict[int, str]()
+    by_key, names = defaultdict[int, list[LockRow]](list), dict[int, str]()
     for row in rows:
         by_key[row.key].append(row)
         if name := row.told(prefix).name:
@@ -216,24 +216,24 @@ def states_of(rows: Iterable[Row], prefix: str) -> list[LockState]:
     return [state_of(name, by_key[key], prefix) for key, name in names.items()]
 
 
-def owner_of(row: Row, prefix: str) -> str:
+def owner_of(row: LockRow, prefix: str) -> str:
     """Tell who it is: what the holder said of itself, or else what the database knows of the session."""
     session = {"app": row.application_name.partition(prefix)[0].strip() or "session", "host": row.login, "pid": row.pid}
     return row.told(prefix).owner or json.dumps({**session, "session": f"pg:{row.pid}/{row.database}"})
 
 
-def _with(row: Row, ours: Mapping[int, Seat]) -> Row:
-    seat = ours.get(row.pid)
-    return row if seat is None else row._replace(query=comment(seat.request))
+def _with(row: LockRow, ours: Mapping[int, Reservation]) -> LockRow:
+    reservation = ours.get(row.pid)
+    return row if reservation is None else row._replace(query=comment(reservation.request))
 
 
-def _holder(row: Row, prefix: str) -> Holder:
+def _holder(row: LockRow, prefix: str) -> Holder:
     told = row.told(prefix)
     held = max(0.0, row.now - told.token / 1e6) if told.token else None
     return Holder(told.holder or f"{row.pid:08}", told.token, row.shared, owner_of(row, prefix), None, held)
 
 
-def _waiter(row: Row, prefix: str) -> Waiter:
+def _waiter(row: LockRow, prefix: str) -> Waiter:
     waited = None if row.since is None else max(0.0, row.now - row.since)
     return Waiter(row.told(prefix).holder or f"{row.pid:08}", row.shared, owner_of(row, prefix), waited)
 
@@ -244,11 +244,11 @@ class Sessions:
     def __init__(self, pool: Pool, prefix: str) -> None:
         self._pool, self._prefix = pool, prefix
 
-    async def inspect(self, runtime: Runtime, name: str | None, ours: Sequence[Seat] = ()) -> list[LockState]:
+    async def inspect(self, runtime: Runtime, name: str | None, ours: Sequence[Reservation] = ()) -> list[LockState]:
         """Show one lock, or all whose names are told; what our own sessions have not told yet is known here."""
-        by_number = {seat.line.number: seat for seat in ours}
+        by_number = {reservation.connection.number: reservation for reservation in ours}
         statement = LISTED if name is None else LISTED_KEY
-        rows = [_with(Row(*row), by_number) for row in await self._ask(runtime, name or "", statement)]
+        rows = [_with(LockRow(*row), by_number) for row in await self._ask(runtime, name or "", statement)]
         return states_of(rows, self._prefix) if name is None else [state_of(name, rows, self._prefix)]
 
     async def force_release(self, runtime: Runtime, name: str, token: int) -> bool:

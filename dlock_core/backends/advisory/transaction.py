@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 from dlock_core.backend import Busy, Capabilities, Granted, Released, RenewalFailure
 from dlock_core.backends.advisory import postgresql
 from dlock_core.backends.advisory.labels import PREFIX, checked_prefix, label_of
-from dlock_core.backends.advisory.postgresql import Row, Sessions, owner_of
+from dlock_core.backends.advisory.postgresql import LockRow, Sessions, owner_of
 from dlock_core.errors import NotSupported, SnapshotTooOld
 from dlock_core.sql.driver_errors import DatabaseFailure, classify
 
@@ -26,13 +26,13 @@ if TYPE_CHECKING:
     from dlock_core.backends.sql import Pool
     from dlock_core.runtime import Runtime
 
-__all__ = ["Connection", "Place", "TransactionBackend"]
+__all__ = ["CallerTransaction", "TransactionBackend", "TransactionConnection"]
 
-LONGEST: Final = 86400.0
+MAX_WAIT_S: Final = 86400.0
 """Seconds after which a place in the queue is given up and taken again."""
 
 
-class Connection(Protocol):
+class TransactionConnection(Protocol):
     """The connection of an open transaction; errors of the database pass through."""
 
     async def row(self, sql: str, params: Mapping[str, Any]) -> tuple[Any, ...] | None:
@@ -43,10 +43,10 @@ class Connection(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class CallerTransaction:
     """The caller's open transaction, in which a request is to lock."""
 
-    connection: Connection
+    connection: TransactionConnection
     old_snapshot: bool = False
     """Its snapshot may be older than the lock."""
 
@@ -69,19 +69,19 @@ class TransactionBackend:
     async def try_acquire(
         self, runtime: Runtime, request: Request, ticket: Any = None, *, unsure: bool = False
     ) -> Granted | Busy:
-        place, label = self._place(request), label_of(request.name, self.prefix)
-        row = await place.connection.row(postgresql.TRY[request.shared], _params(request, label))
+        transaction, label = self._transaction_of(request), label_of(request.name, self.prefix)
+        row = await transaction.connection.row(postgresql.TRY[request.shared], _params(request, label))
         text, isolation = row or ("", "")
-        _refuse_old_snapshot(request, place, isolation)
+        _refuse_old_snapshot(request, transaction, isolation)
         if text:
             return Granted(label.token_in(text), math.inf)
-        return Busy(LONGEST) if request.queue else await self._busy(request, place)
+        return Busy(MAX_WAIT_S) if request.queue else await self._busy(request, transaction)
 
     async def wait(self, runtime: Runtime, request: Request, busy: Busy, timeout: float) -> Granted | Busy:
         """Wait in the database's queue, in a savepoint: a time limit that runs out would end the transaction."""
-        place, label = self._place(request), label_of(request.name, self.prefix)
+        transaction, label = self._transaction_of(request), label_of(request.name, self.prefix)
         params = {**_params(request, label), "milliseconds": str(max(1, math.ceil(timeout * 1000)))}
-        connection = place.connection
+        connection = transaction.connection
         await connection.tell("SAVEPOINT dlock_wait")
         try:
             row = await connection.row(postgresql.WAIT[request.shared], params)
@@ -91,7 +91,7 @@ class TransactionBackend:
                 await connection.tell("RELEASE SAVEPOINT dlock_wait")
             if classify(error) is not DatabaseFailure.LOCK_TIMEOUT:
                 raise
-            return await self._busy(request, place)
+            return await self._busy(request, transaction)
         await connection.tell("RELEASE SAVEPOINT dlock_wait")
         return Granted(label.token_in(row[0] if row else ""), math.inf)
 
@@ -118,7 +118,7 @@ class TransactionBackend:
         """Close idle connections."""
         self._sessions.close()
 
-    def _place(self, request: Request) -> Place:
+    def _transaction_of(self, request: Request) -> CallerTransaction:
         if self._connector.vendor != "postgresql":
             raise NotSupported(
                 f"{self._connector.title} is no PostgreSQL and has no locks that end with a transaction: "
@@ -131,16 +131,16 @@ class TransactionBackend:
                 f"{self._connector.title}: open one around it (atomic()), or give the store the option session=True",
                 name=request.name,
             )
-        place: Place = request.transaction
-        return place
+        transaction: CallerTransaction = request.transaction
+        return transaction
 
-    async def _busy(self, request: Request, place: Place) -> Busy:
-        row = await place.connection.row(postgresql.LISTED_KEY, {"key": label_of(request.name, self.prefix).key})
-        return Busy(LONGEST, owner_of(Row(*row), self.prefix) if row is not None else "")
+    async def _busy(self, request: Request, transaction: CallerTransaction) -> Busy:
+        row = await transaction.connection.row(postgresql.LISTED_KEY, {"key": label_of(request.name, self.prefix).key})
+        return Busy(MAX_WAIT_S, owner_of(LockRow(*row), self.prefix) if row is not None else "")
 
     async def _left(self, request: Request) -> RenewalResult:
         params = {"key": label_of(request.name, self.prefix).key}
-        row = await self._place(request).connection.row(postgresql.OURS, params)
+        row = await self._transaction_of(request).connection.row(postgresql.OURS, params)
         return RenewalFailure.LOST if row is None else math.inf
 
 
@@ -149,7 +149,7 @@ def _params(request: Request, label: Label) -> dict[str, Any]:
     return {"key": key, "head": f" {head}", "tail": tail, "room": room, "least": request.floor + 1}
 
 
-def _refuse_old_snapshot(request: Request, place: Place, isolation: str) -> None:
+def _refuse_old_snapshot(request: Request, transaction: CallerTransaction, isolation: str) -> None:
     """Under REPEATABLE READ the snapshot is taken by the very statement that asks for the lock: it is always older."""
-    if isolation not in ("read committed", "read uncommitted") and not place.old_snapshot:
+    if isolation not in ("read committed", "read uncommitted") and not transaction.old_snapshot:
         raise SnapshotTooOld(request.name, isolation=isolation.upper())

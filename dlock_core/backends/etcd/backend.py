@@ -15,8 +15,8 @@ from dlock_core.backend import Capabilities, Holder, LockState, Released, Waiter
 from dlock_core.backends.etcd import keys
 from dlock_core.backends.etcd.connections import read_url
 from dlock_core.backends.etcd.gateway import Gateway
-from dlock_core.backends.etcd.keys import Entry, Keys
-from dlock_core.backends.etcd.steps import PLACE, Place, Steps
+from dlock_core.backends.etcd.keys import Keys, StoredKey
+from dlock_core.backends.etcd.steps import QUEUE_ENTRY_TTL_S, QueueEntry, Steps
 from dlock_core.backends.options import check_prefix, check_seconds
 from dlock_core.errors import BackendUnavailable
 
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 
     from dlock_core.backend import Busy, Granted, Renewal, RenewalResult, Request
-    from dlock_core.backends.etcd.gateway import Question
-    from dlock_core.backends.etcd.steps import Grip
+    from dlock_core.backends.etcd.gateway import GatewayCall
+    from dlock_core.backends.etcd.steps import HeldKey
     from dlock_core.doctor.finding import Finding
     from dlock_core.runtime import Runtime
 
@@ -33,11 +33,11 @@ __all__ = ["EtcdBackend"]
 
 T = TypeVar("T")
 
-LOOK: Final = 2.0
+WAITER_KEEP_ALIVE_S: Final = 2.0
 """Seconds after which a waiter shows that it lives, and looks whether it is still behind somebody."""
-BATCH: Final = 100
+MAX_LEASES_PER_REQUEST: Final = 100
 """Leases in one request; etcd takes 128 steps in a transaction."""
-LISTED: Final = 1000
+MAX_KEYS_PER_REQUEST: Final = 1000
 """Keys in one request."""
 
 
@@ -65,45 +65,45 @@ class EtcdBackend:
     async def try_acquire(
         self, runtime: Runtime, request: Request, ticket: Any = None, *, unsure: bool = False
     ) -> Granted | Busy:
-        answer: Granted | Place | Busy = ticket or await self._steps.enter(runtime, request)
-        while isinstance(answer, Place):
-            answer = await self._steps.claim(runtime, request, answer)
+        answer: Granted | QueueEntry | Busy = ticket or await self._steps.enter(runtime, request)
+        while isinstance(answer, QueueEntry):
+            answer = await self._steps.promote(runtime, request, answer)
         return answer
 
     async def wait(self, runtime: Runtime, request: Request, busy: Busy, timeout: float) -> None:
         """Watch the one before us, and show now and then that we live."""
-        place: Place = busy.ticket
+        queue_entry: QueueEntry = busy.ticket
         until = runtime.now() + timeout
-        watch = await self._gateway.watch(runtime, request.name, keys.text(place.before))
+        watch = await self._gateway.watch(runtime, request.name, keys.text(queue_entry.before))
         try:
-            if watch.revision > place.seen and not await self._steps.is_behind(runtime, request, place):
+            if watch.revision > queue_entry.seen and not await self._steps.is_behind(runtime, request, queue_entry):
                 return  # it went between our look and the watch
             while (left := until - runtime.now()) > 0:
-                calm = place.lease.until - runtime.now() - PLACE + LOOK
+                calm = queue_entry.lease.until - runtime.now() - QUEUE_ENTRY_TTL_S + WAITER_KEEP_ALIVE_S
                 if calm > 0 and await watch.woken(runtime, min(left, calm)):
                     return
-                if calm < left and not await self._steps.is_behind(runtime, request, place):
+                if calm < left and not await self._steps.is_behind(runtime, request, queue_entry):
                     return
         finally:
             watch.close()
 
     async def abandon(self, runtime: Runtime, request: Request, ticket: Any = None) -> None:
-        questions = [self._keys.leave(request), *self._revocations(request)]
+        calls = [self._keys.leave(request), *self._revocations(request)]
 
         async def leave() -> None:
-            answer, *_ = await self._steps.ask(runtime, request.name, *questions)
-            self._steps.proper(request.name, answer)
+            answer, *_ = await self._steps.ask(runtime, request.name, *calls)
+            self._steps.checked(request.name, answer)
 
-        await _again(leave)
+        await _retry_once(leave)
 
     async def release(self, runtime: Runtime, request: Request, granted: Granted) -> Released:
-        grip: Grip = granted.handle
-        questions = [self._keys.leave(request), *self._revocations(request)]
-        if not self._steps.spares.keeps(grip.lease):
-            questions.append(keys.revoke(grip.lease.id))
-        answer, *_ = await self._steps.ask(runtime, request.name, *questions)
-        if "deleted" in self._steps.proper(request.name, answer):
-            self._steps.spares.give(grip.lease)
+        held_key: HeldKey = granted.handle
+        calls = [self._keys.leave(request), *self._revocations(request)]
+        if not self._steps.spares.keeps(held_key.lease):
+            calls.append(keys.revoke(held_key.lease.id))
+        answer, *_ = await self._steps.ask(runtime, request.name, *calls)
+        if "deleted" in self._steps.checked(request.name, answer):
+            self._steps.spares.give(held_key.lease)
             return Released.RELEASED
         return (
             Released.STOLEN
@@ -114,15 +114,15 @@ class EtcdBackend:
     async def renew(self, runtime: Runtime, renewals: Sequence[Renewal]) -> list[RenewalResult]:
         limit = min(renewal.request.ttl / 3 for renewal in renewals)  # a late answer would be of no use
         answers: list[RenewalResult] = []
-        for start in range(0, len(renewals), BATCH):
-            answers += await self._steps.renew(runtime, renewals[start : start + BATCH], limit)
+        for start in range(0, len(renewals), MAX_LEASES_PER_REQUEST):
+            answers += await self._steps.renew(runtime, renewals[start : start + MAX_LEASES_PER_REQUEST], limit)
         return answers
 
     async def inspect(self, runtime: Runtime, name: str | None = None) -> list[LockState]:
-        return await _again(lambda: self._inspect(runtime, name))
+        return await _retry_once(lambda: self._inspect(runtime, name))
 
     async def force_release(self, runtime: Runtime, name: str, token: int) -> bool:
-        return await _again(lambda: self._force_release(runtime, name, token))
+        return await _retry_once(lambda: self._force_release(runtime, name, token))
 
     async def diagnose(self, runtime: Runtime) -> list[Finding]:
         """Examine every member, and all of them together; raises BackendUnavailable."""
@@ -139,29 +139,29 @@ class EtcdBackend:
         """Close the idle connections; leases stay as they are."""
         self._gateway.close()
 
-    def _revocations(self, request: Request) -> list[Question]:
+    def _revocations(self, request: Request) -> list[GatewayCall]:
         """End the leases that attempts of unknown outcome named, so that what is still on its way can put no key.
 
         They are forgotten now, whatever becomes of it: the server ends them by itself.
         """
-        return [keys.revoke(lease.id) for lease in self._steps.asked_with.pop(request.holder, [])]
+        return [keys.revoke(lease.id) for lease in self._steps.unsettled_leases.pop(request.holder, [])]
 
     async def _inspect(self, runtime: Runtime, name: str | None) -> list[LockState]:
-        lines = by_lock(self._keys, await self._entries(runtime, name, self._keys.lock(name or "")))
+        queues = by_lock(self._keys, await self._entries(runtime, name, self._keys.lock(name or "")))
         bases = await self._bases(runtime, name)
-        inside = [one.lease for line in lines.values() for one in holding(self._keys, line)]
+        inside = [one.lease for queue in queues.values() for one in holding(self._keys, queue)]
         left = await self._left(runtime, name or "", inside)
         return [
-            state(self._keys, each, lines.get(each, []), bases.get(self._keys.base(each), 0), left)
-            for each in ([name] if name is not None else sorted(lines))
+            state(self._keys, each, queues.get(each, []), bases.get(self._keys.base(each), 0), left)
+            for each in ([name] if name is not None else sorted(queues))
         ]
 
     async def _force_release(self, runtime: Runtime, name: str, token: int) -> bool:
-        line = sorted(await self._entries(runtime, name, self._keys.lock(name)), key=lambda entry: entry.created)
+        queue = sorted(await self._entries(runtime, name, self._keys.lock(name)), key=lambda entry: entry.created)
         base = (await self._bases(runtime, name)).get(self._keys.base(name), 0)
-        found = [one for one in holding(self._keys, line) if one.created + base == token]
+        found = [one for one in holding(self._keys, queue) if one.created + base == token]
         ended = [await self._steps.ask(runtime, name, self._keys.end(entry)) for entry in found]
-        return any(self._steps.proper(name, answer).get("succeeded") for (answer,) in ended)
+        return any(self._steps.checked(name, answer).get("succeeded") for (answer,) in ended)
 
     async def _bases(self, runtime: Runtime, name: str | None) -> dict[str, int]:
         return {
@@ -169,28 +169,28 @@ class EtcdBackend:
             for entry in await self._entries(runtime, name, self._keys.base(name or ""))
         }
 
-    async def _entries(self, runtime: Runtime, name: str | None, start: str) -> list[Entry]:
+    async def _entries(self, runtime: Runtime, name: str | None, start: str) -> list[StoredKey]:
         """Read all keys that begin so."""
-        found: list[Entry] = []
+        found: list[StoredKey] = []
         is_more = True
         while is_more:
-            question = self._keys.listed(start, found[-1].key if found else "", LISTED)
-            (answer,) = await self._steps.ask(runtime, name or "", question)
-            found += keys.entries(self._steps.proper(name or "", answer))
+            call = self._keys.listed(start, found[-1].key if found else "", MAX_KEYS_PER_REQUEST)
+            (answer,) = await self._steps.ask(runtime, name or "", call)
+            found += keys.entries(self._steps.checked(name or "", answer))
             is_more = bool(answer.get("more"))
         return found
 
     async def _left(self, runtime: Runtime, name: str, leases: Sequence[int]) -> dict[int, float]:
         """Ask what is left of each lease, in seconds."""
         left: dict[int, float] = {}
-        for start in range(0, len(leases), BATCH):
-            part = leases[start : start + BATCH]
+        for start in range(0, len(leases), MAX_LEASES_PER_REQUEST):
+            part = leases[start : start + MAX_LEASES_PER_REQUEST]
             answers = await self._steps.ask(runtime, name, *[keys.time_to_live(lease) for lease in part])
             left |= {lease: max(0.0, float(answer.get("TTL", 0))) for lease, answer in zip(part, answers, strict=True)}
         return left
 
 
-async def _again(step: Callable[[], Awaitable[T]]) -> T:
+async def _retry_once(step: Callable[[], Awaitable[T]]) -> T:
     """Ask, and ask once more where another connection or member may know; for questions that do no harm twice."""
     try:
         return await step()
@@ -200,26 +200,26 @@ async def _again(step: Callable[[], Awaitable[T]]) -> T:
     return await step()
 
 
-def by_lock(names: Keys, entries: Iterable[Entry]) -> dict[str, list[Entry]]:
+def by_lock(names: Keys, entries: Iterable[StoredKey]) -> dict[str, list[StoredKey]]:
     """Sort keys by lock, and those of a lock by age."""
-    found: dict[str, list[Entry]] = defaultdict(list)
+    found: dict[str, list[StoredKey]] = defaultdict(list)
     for entry in sorted(entries, key=lambda entry: entry.created):
         found[names.read(entry.key)[0]].append(entry)
     return found
 
 
-def holding(names: Keys, line: list[Entry]) -> list[Entry]:
+def holding(names: Keys, queue: list[StoredKey]) -> list[StoredKey]:
     """Give those of a lock who hold it: the oldest, and when it shares, all that share up to the first who does not."""
-    sharing = list(takewhile(lambda entry: names.read(entry.key)[1], line))
-    return sharing or line[:1]
+    sharing = list(takewhile(lambda entry: names.read(entry.key)[1], queue))
+    return sharing or queue[:1]
 
 
-def state(names: Keys, name: str, line: list[Entry], base: int, left: Mapping[int, float]) -> LockState:
+def state(names: Keys, name: str, queue: list[StoredKey], base: int, left: Mapping[int, float]) -> LockState:
     """Make the state of a lock; `base` is what its tokens have on top, `left` the seconds of each lease."""
-    inside = holding(names, line)
+    inside = holding(names, queue)
     holders = [
         Holder(names.read(one.key)[2], one.created + base, names.read(one.key)[1], one.value, left.get(one.lease))
         for one in inside
     ]
-    waiters = [Waiter(names.read(one.key)[2], names.read(one.key)[1], one.value) for one in line[len(inside) :]]
+    waiters = [Waiter(names.read(one.key)[2], names.read(one.key)[1], one.value) for one in queue[len(inside) :]]
     return LockState(name, tuple(holders), tuple(waiters))

@@ -21,18 +21,18 @@ if TYPE_CHECKING:
     from dlock_core.backends.etcd.transport import HTTPConnection, HTTPReply, HTTPStream, Member
     from dlock_core.runtime import Runtime
 
-__all__ = ["Answer", "Gateway", "Question", "Watch"]
+__all__ = ["Answer", "Gateway", "GatewayCall", "Watch"]
 
-Question = tuple[str, dict[str, Any] | bytes]
+GatewayCall = tuple[str, dict[str, Any] | bytes]
 """A path of the gateway and the body: one JSON document, or several as bytes."""
 Answer = dict[str, Any]
 
 INVALID_ARGUMENT: Final = 3
 PERMISSION_DENIED: Final = 7
 UNAUTHENTICATED: Final = 16
-OLD_PERMIT: Final = ("invalid auth token", "revision in header is old")
+EXPIRED_LOGIN_TEXTS: Final = ("invalid auth token", "revision in header is old")
 _encode: Final = json.JSONEncoder(separators=(",", ":")).encode
-REFUSALS: Final = ("authentication failed", "user name is empty", "permission denied")
+REFUSED_LOGIN_TEXTS: Final = ("authentication failed", "user name is empty", "permission denied")
 
 
 class Gateway:
@@ -43,19 +43,19 @@ class Gateway:
     ) -> None:
         self._connections, self._tls, self._timeout = ClusterConnections(members, tls), tls, timeout
         self._credentials = {"name": user, "password": password} if user else None
-        self._permit = ""
+        self._auth_token = ""
         self.limit = timeout / min(2, len(members))  # one member may be stuck, and the next be asked in time
 
     async def ask(
-        self, runtime: Runtime, name: str, questions: Sequence[Question], limit: float | None = None
+        self, runtime: Runtime, name: str, calls: Sequence[GatewayCall], limit: float | None = None
     ) -> list[list[Answer]]:
         """Ask all in one write; each is answered by one JSON document or by several, an error being one of them."""
         until = runtime.now() + min(limit or self.limit, self.limit)
         connection = None
         try:
             connection = await self._connections.checkout(runtime, until)
-            await self._permitted(runtime, name, connection, until)
-            answers = await self._exchange(runtime, connection, questions, until)
+            await self._log_in(runtime, name, connection, until)
+            answers = await self._exchange(runtime, connection, calls, until)
         except BaseException as error:
             self._abandon(connection)
             if isinstance(error, OSError):
@@ -70,9 +70,9 @@ class Gateway:
         connection = None
         try:
             connection = await self._connections.open(runtime, until)
-            await self._permitted(runtime, name, connection, until)
+            await self._log_in(runtime, name, connection, until)
             path, body = _written(("watch", {"create_request": {"key": key, "filters": ["NOPUT"]}}))
-            stream = await connection.stream(runtime, path, body, self._permit, until)
+            stream = await connection.stream(runtime, path, body, self._auth_token, until)
             told = await stream.document(runtime, until)
             begun = told.get("result", {})
             if begun.get("canceled") or not begun.get("created"):
@@ -100,30 +100,30 @@ class Gateway:
         """Make an error out of an answer that is none, and turn to the next member if this one may be the reason."""
         told = answer["error"] if isinstance(answer.get("error"), dict) else answer  # a stream wraps it
         code, text = int(told.get("code", told.get("grpc_code", 0))), str(told.get("message", told))
-        if code == UNAUTHENTICATED or any(part in text for part in OLD_PERMIT):
-            self._permit = ""
+        if code == UNAUTHENTICATED or any(part in text for part in EXPIRED_LOGIN_TEXTS):
+            self._auth_token = ""
             return BackendUnavailable(name, reason=f"etcd: {text}", broken=self._credentials is not None)
-        if code == PERMISSION_DENIED or any(part in text for part in REFUSALS):
+        if code == PERMISSION_DENIED or any(part in text for part in REFUSED_LOGIN_TEXTS):
             return BackendUnavailable(name, reason=f"etcd refused our credentials: {text}", refused=True)
         self._connections.skip(self._connections.member)
         return BackendUnavailable(name, reason=f"etcd: {text}", broken=len(self._connections.members) > 1)
 
-    async def _permitted(self, runtime: Runtime, name: str, connection: HTTPConnection, until: float) -> None:
+    async def _log_in(self, runtime: Runtime, name: str, connection: HTTPConnection, until: float) -> None:
         """Log in where we must: the permit is good for all members, until it was not used for some minutes."""
-        if self._credentials is None or self._permit:
+        if self._credentials is None or self._auth_token:
             return
-        question: Question = ("auth/authenticate", self._credentials)
-        ((answer,),) = await self._exchange(runtime, connection, [question], until)
+        call: GatewayCall = ("auth/authenticate", self._credentials)
+        ((answer,),) = await self._exchange(runtime, connection, [call], until)
         if "token" in answer:
-            self._permit = str(answer["token"])
+            self._auth_token = str(answer["token"])
         elif "not enabled" not in answer.get("message", ""):
             raise self.failure(name, answer)
 
     async def _exchange(
-        self, runtime: Runtime, connection: HTTPConnection, questions: Sequence[Question], until: float
+        self, runtime: Runtime, connection: HTTPConnection, calls: Sequence[GatewayCall], until: float
     ) -> list[list[Answer]]:
-        requests = [_written(question) for question in questions]
-        return [_read(reply) for reply in await connection.exchange(runtime, requests, self._permit, until)]
+        requests = [_written(call) for call in calls]
+        return [_read(reply) for reply in await connection.exchange(runtime, requests, self._auth_token, until)]
 
     def _abandon(self, connection: HTTPConnection | None) -> None:
         if connection is not None:
@@ -164,8 +164,8 @@ class Watch:
         self._stream.close()
 
 
-def _written(question: Question) -> tuple[str, bytes]:
-    path, body = question
+def _written(call: GatewayCall) -> tuple[str, bytes]:
+    path, body = call
     return f"/v3/{path}", body if isinstance(body, bytes) else _encode(body).encode()
 
 

@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 
 __all__ = ["diagnose"]
 
-LEAST: Final = (3, 4)
-QUOTA: Final = 2_147_483_648
+MIN_VERSION: Final = (3, 4)
+DEFAULT_QUOTA_BYTES: Final = 2_147_483_648
 """Bytes at which etcd takes no more writes, unless --quota-backend-bytes says otherwise."""
-FULL: Final = 0.8
+MAX_QUOTA_SHARE: Final = 0.8
 
 
 async def diagnose(gateways: Sequence[tuple[str, Gateway]], runtime: Runtime) -> list[Finding]:
@@ -85,7 +85,7 @@ def _member(status: dict[str, Any] | BackendUnavailable) -> list[Finding]:
 
 
 def _version(text: str) -> Finding:
-    if tuple(map(int, re.findall(r"\d+", text)[:2])) >= LEAST:
+    if tuple(map(int, re.findall(r"\d+", text)[:2])) >= MIN_VERSION:
         return ok("version", f"etcd {text}")
     return unsafe("version", f"etcd {text}", "its gateway lacks what dlock asks", "upgrade to 3.4 or newer")
 
@@ -99,7 +99,7 @@ def _leader(status: dict[str, Any]) -> Finding:
 
 def _size(size: int) -> Finding:
     measured = f"{size / 1e6:.1f} MB stored"
-    if size < FULL * QUOTA:
+    if size < MAX_QUOTA_SHARE * DEFAULT_QUOTA_BYTES:
         return ok("size", measured)
     reason = "at its quota (2.1 GB unless set otherwise) etcd refuses writes"
     return warning("size", measured, reason, "compact and defragment it")

@@ -16,27 +16,27 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from dlock_core.backend import Request
-    from dlock_core.backends.etcd.gateway import Answer, Question
+    from dlock_core.backends.etcd.gateway import Answer, GatewayCall
 
 __all__ = [
     "NOTHING",
-    "Entry",
     "Keys",
-    "Look",
+    "LockView",
+    "StoredKey",
     "counted",
     "entries",
     "grant",
     "keep_alive",
-    "look",
     "revoke",
     "text",
     "time_to_live",
+    "view",
 ]
 
 Json = dict[str, Any]
 
 
-class Entry(NamedTuple):
+class StoredKey(NamedTuple):
     """One key as it was found."""
 
     key: str
@@ -50,23 +50,23 @@ class Entry(NamedTuple):
 MAX_BASE: Final = 1 << 62
 """A number that, with a revision added, fits into 63 bits."""
 _BASE: Final = re.compile(r"[0-9]{1,19}")
-NOTHING: Final = Entry("", "", 0, 0)
+NOTHING: Final = StoredKey("", "", 0, 0)
 """A key that was not there."""
 
 
-class Look(NamedTuple):
+class LockView(NamedTuple):
     """What a transaction on one lock answered: whether we have what we asked for, and what it saw at that moment."""
 
     has_taken: bool
     has_put: bool
     """Our key is there since now, or on another lease."""
     revision: int
-    own: Entry
+    own: StoredKey
     base: int
     base_modified: int
-    first: Entry
+    first: StoredKey
     """Whoever holds the lock, or the first of them."""
-    before: Entry
+    before: StoredKey
     """The last of those who must go before we may come in."""
 
 
@@ -93,17 +93,17 @@ class Keys:
         name, mode, holder = key[len(self.locks) :].rsplit("/", 2)
         return name, mode == "s", holder
 
-    def enter(self, request: Request, lease: int, place: int = 0) -> Question:
-        """Take the lock if nobody is there who must go first; else a place in the queue, on the lease `place`."""
-        queue = self._queue(request, place) if place else self._see(request)
+    def enter(self, request: Request, lease: int, queue_lease: int = 0) -> GatewayCall:
+        """Take the lock if nobody is there who must go first; else a place in the queue, on the lease `queue_lease`."""
+        queue = self._queue(request, queue_lease) if queue_lease else self._see(request)
         return _txn([_none(self._rivals(request))], self._take(request, lease), queue)
 
-    def queue(self, request: Request, lease: int) -> Question:
+    def queue(self, request: Request, lease: int) -> GatewayCall:
         """Take a place in the queue, once."""
         put, *see = self._queue(request, lease)
         return _txn([_created(self.own(request), 0)], [put, *see], see)
 
-    def claim(self, request: Request, created: int, lease: int) -> Question:
+    def promote(self, request: Request, created: int, lease: int) -> GatewayCall:
         """Take the lock if our place, as old as this, is the first: the key moves to the lease of the full ttl."""
         own, rivals = _created(self.own(request), created), self._rivals(request)
         see = [*self._see(request), _youngest(rivals, max_create_revision=str(created - 1))]
@@ -113,34 +113,34 @@ class Keys:
             return path, none_older
         return _txn([own, _none(rivals)], take, [{"request_txn": none_older}])  # of none, nothing is true, not all
 
-    def move(self, request: Request, created: int, lease: int) -> Question:
+    def move(self, request: Request, created: int, lease: int) -> GatewayCall:
         """Put a grant that is still ours on another lease."""
         own = self.own(request)
         return _txn([_created(own, created)], [_put(own, request.owner, lease)], [])
 
-    def raise_base(self, request: Request, seen: Look, base: int) -> Question:
+    def raise_base(self, request: Request, seen: LockView, base: int) -> GatewayCall:
         """Add so much to the tokens of this lock, beginning with our own grant, unless another was faster."""
         key = self.base(request.name)
         same = {"key": text(key), "target": "MOD", "mod_revision": str(seen.base_modified)}
         return _txn([_created(seen.own.key, seen.own.created), same], [_put(key, str(base))], [])
 
-    def held(self, owns: Sequence[str]) -> Question:
+    def held(self, owns: Sequence[str]) -> GatewayCall:
         """See which of these keys are there."""
         return _txn([], [_range(own, keys_only=True) for own in owns], [])
 
-    def leave(self, request: Request) -> Question:
+    def leave(self, request: Request) -> GatewayCall:
         """Delete our key."""
         return "kv/deleterange", {"key": text(self.own(request))}
 
-    def end(self, entry: Entry) -> Question:
+    def end(self, entry: StoredKey) -> GatewayCall:
         """Delete a key, and no newer one of the same name."""
         return _txn([_created(entry.key, entry.created)], [{"request_delete_range": {"key": text(entry.key)}}], [])
 
-    def present(self, key: str) -> Question:
+    def present(self, key: str) -> GatewayCall:
         """See whether a key is there."""
         return "kv/range", {"key": text(key), "keys_only": True}
 
-    def listed(self, start: str, after: str, limit: int) -> Question:
+    def listed(self, start: str, after: str, limit: int) -> GatewayCall:
         """See the keys that begin so, in the order of the alphabet, but for those up to `after`."""
         key, end = f"{after}\0" if after else start, _end(start)
         return "kv/range", {"key": text(key), "range_end": text(end), "limit": str(limit)}
@@ -162,16 +162,16 @@ class Keys:
         return f"{self.lock(request.name)}x/" if request.shared else self.lock(request.name)
 
 
-def look(answer: Answer, own: str) -> Look:
-    """Read the answer to `enter`, `queue` or `claim`."""
+def view(answer: Answer, own: str) -> LockView:
+    """Read the answer to `enter`, `queue` or `promote`."""
     responses = answer["responses"]
     if "response_txn" in responses[0]:
-        return look(responses[0]["response_txn"], own)
+        return view(responses[0]["response_txn"], own)
     has_put = "response_put" in responses[0]
     found = [entries(response["response_range"]) for response in responses[has_put:]]
     (mine, base), others = found[:2], found[2:]
     first, before = [*others, [], []][:2]
-    return Look(
+    return LockView(
         bool(answer.get("succeeded")),
         has_put,
         int(responses[-1]["response_range"]["header"]["revision"]),
@@ -183,10 +183,10 @@ def look(answer: Answer, own: str) -> Look:
     )
 
 
-def entries(found: Answer) -> list[Entry]:
+def entries(found: Answer) -> list[StoredKey]:
     """Read the answer to a range."""
     return [
-        Entry(
+        StoredKey(
             _plain(kv["key"]),
             _plain(kv.get("value", "")),
             int(kv["create_revision"]),
@@ -202,22 +202,22 @@ def counted(value: str) -> int:
     return base if _BASE.fullmatch(value) and (base := int(value)) <= MAX_BASE else 0
 
 
-def grant(lease: int, ttl: int) -> Question:
+def grant(lease: int, ttl: int) -> GatewayCall:
     """Make a lease of so many whole seconds."""
     return "lease/grant", {"ID": str(lease), "TTL": str(ttl)}
 
 
-def keep_alive(leases: Sequence[int]) -> Question:
+def keep_alive(leases: Sequence[int]) -> GatewayCall:
     """Begin the time of all of these leases anew; answered one by one."""
     return "lease/keepalive", b"\n".join([b'{"ID":"%d"}' % lease for lease in leases])
 
 
-def revoke(lease: int) -> Question:
+def revoke(lease: int) -> GatewayCall:
     """End a lease, and its keys with it."""
     return "lease/revoke", {"ID": str(lease)}
 
 
-def time_to_live(lease: int) -> Question:
+def time_to_live(lease: int) -> GatewayCall:
     """Ask what is left of a lease."""
     return "lease/timetolive", {"ID": str(lease)}
 

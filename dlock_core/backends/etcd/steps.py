@@ -17,45 +17,45 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from dlock_core.backend import Renewal, RenewalResult, Request
-    from dlock_core.backends.etcd.gateway import Answer, Gateway, Question
-    from dlock_core.backends.etcd.keys import Keys, Look
+    from dlock_core.backends.etcd.gateway import Answer, Gateway, GatewayCall
+    from dlock_core.backends.etcd.keys import Keys, LockView
     from dlock_core.runtime import Runtime
 
-__all__ = ["PLACE", "Grip", "Place", "Steps"]
+__all__ = ["QUEUE_ENTRY_TTL_S", "HeldKey", "QueueEntry", "Steps"]
 
 
-Put = Callable[["Request", int, int], "Question"]
+Put = Callable[["Request", int, int], "GatewayCall"]
 """Makes a question that puts our key on a lease, or on the lease of a place."""
 
 
-PLACE: Final = 6.0
+QUEUE_ENTRY_TTL_S: Final = 6.0
 """Seconds after its last sign of life in which a waiter keeps its place."""
-ASK_AGAIN: Final = 60.0
+MAX_WAIT_S: Final = 60.0
 """Seconds after which a waiter asks again in any case."""
-STREAM: Final = 16
+MAX_LEASES_PER_STREAM: Final = 16
 """Leases in one stream: the gateway may forget all but the first 512 bytes of what it is asked once it answers."""
 NOT_FOUND: Final = 5
 
 
-class Place:
+class QueueEntry:
     """Our place in the queue: since which revision, on which lease, and behind whom when we looked at `seen`."""
 
     __slots__ = ("before", "created", "lease", "seen")
 
-    def __init__(self, look: Look, lease: Lease | None = None) -> None:
-        self.created, self.lease = look.own.created, lease or Lease(look.own.lease, 0)
-        self.look(look)
+    def __init__(self, view: LockView, lease: ServerLease | None = None) -> None:
+        self.created, self.lease = view.own.created, lease or ServerLease(view.own.lease, 0)
+        self.view(view)
 
-    def look(self, look: Look) -> None:
+    def view(self, view: LockView) -> None:
         """Note what we saw."""
-        self.before, self.seen = look.before.key, look.revision
+        self.before, self.seen = view.before.key, view.revision
 
 
-class Grip(NamedTuple):
+class HeldKey(NamedTuple):
     """How we hold a lock; its lease is another one after a longer ttl was asked for."""
 
     created: int
-    lease: Lease
+    lease: ServerLease
 
 
 class Steps:
@@ -63,163 +63,167 @@ class Steps:
 
     def __init__(self, gateway: Gateway, names: Keys) -> None:
         self.gateway, self.keys, self.spares = gateway, names, Spares()
-        self.asked_with: dict[str, list[Lease]] = {}
+        self.unsettled_leases: dict[str, list[ServerLease]] = {}
         """What an attempt of a holder whose outcome is not known, or not yet, may have put its key on."""
 
-    async def enter(self, runtime: Runtime, request: Request) -> Granted | Place | Busy:
+    async def enter(self, runtime: Runtime, request: Request) -> Granted | QueueEntry | Busy:
         """Take the lock, if it is free, or find the place that an earlier attempt has taken; else join the queue."""
-        place = self.spares.take(PLACE, runtime.now()) if request.queue else None
-        look, lease = await self._put(runtime, request, self.keys.enter, request.ttl, place)
-        if look.has_taken:
-            if place is not None:
-                self.spares.give(place)
-            return await self._granted(runtime, request, look, lease)
+        queue_entry = self.spares.take(QUEUE_ENTRY_TTL_S, runtime.now()) if request.queue else None
+        view, lease = await self._put(runtime, request, self.keys.enter, request.ttl, queue_entry)
+        if view.has_taken:
+            if queue_entry is not None:
+                self.spares.give(queue_entry)
+            return await self._granted(runtime, request, view, lease)
         self.spares.give(lease)
-        if look.has_put:
-            return _busy_or(look, Place(look, place))
-        if look.own.created:
-            return Place(look)
-        return await self._queue(runtime, request) if request.queue else busy(look)
+        if view.has_put:
+            return _busy_or(view, QueueEntry(view, queue_entry))
+        if view.own.created:
+            return QueueEntry(view)
+        return await self._queue(runtime, request) if request.queue else busy(view)
 
-    async def claim(self, runtime: Runtime, request: Request, place: Place) -> Granted | Place | Busy:
+    async def promote(self, runtime: Runtime, request: Request, queue_entry: QueueEntry) -> Granted | QueueEntry | Busy:
         """Take the lock, if our place is the first; else tell who is before us."""
 
-        def question(request: Request, lease: int, _: int) -> Question:
-            return self.keys.claim(request, place.created, lease)
+        def call(request: Request, lease: int, _: int) -> GatewayCall:
+            return self.keys.promote(request, queue_entry.created, lease)
 
-        look, lease = await self._put(runtime, request, question, request.ttl)
-        if look.has_taken:
-            self.spares.give(place.lease)
-            return await self._granted(runtime, request, look, lease)
+        view, lease = await self._put(runtime, request, call, request.ttl)
+        if view.has_taken:
+            self.spares.give(queue_entry.lease)
+            return await self._granted(runtime, request, view, lease)
         self.spares.give(lease)
-        if not look.own.created:  # our place ran out, for example because we were stopped
-            return await self._queue(runtime, request) if request.queue else busy(look)
-        if look.own.created != place.created:
-            return Place(look)
-        place.look(look)
-        return busy(look, place)
+        if not view.own.created:  # our place ran out, for example because we were stopped
+            return await self._queue(runtime, request) if request.queue else busy(view)
+        if view.own.created != queue_entry.created:
+            return QueueEntry(view)
+        queue_entry.view(view)
+        return busy(view, queue_entry)
 
-    async def is_behind(self, runtime: Runtime, request: Request, place: Place) -> bool:
+    async def is_behind(self, runtime: Runtime, request: Request, queue_entry: QueueEntry) -> bool:
         """Show that we live; tell whether we still have our place and whoever was before us is still there."""
         sent = runtime.now()
-        questions = [keys.keep_alive([place.lease.id]), self.keys.present(place.before)]
-        (alive,), (found,) = await self.gateway.ask(runtime, request.name, questions)
+        calls = [keys.keep_alive([queue_entry.lease.id]), self.keys.present(queue_entry.before)]
+        (alive,), (found,) = await self.gateway.ask(runtime, request.name, calls)
         left = self._ttl(request.name, alive)
-        place.lease.until = sent + left
-        return left > 0 and bool(keys.entries(self.proper(request.name, found)))
+        queue_entry.lease.until = sent + left
+        return left > 0 and bool(keys.entries(self.checked(request.name, found)))
 
     async def renew(self, runtime: Runtime, renewals: Sequence[Renewal], limit: float) -> list[RenewalResult]:
         """Renew some leases in one write; those of whom a longer ttl is asked than their lease has cost one more."""
         name, sent = renewals[0].request.name, runtime.now()
         leases = [renewal.granted.handle.lease.id for renewal in renewals]
-        streams = [leases[start : start + STREAM] for start in range(0, len(leases), STREAM)]
+        streams = [
+            leases[start : start + MAX_LEASES_PER_STREAM] for start in range(0, len(leases), MAX_LEASES_PER_STREAM)
+        ]
         there = self.keys.held([self.keys.own(renewal.request) for renewal in renewals])
         *alive, (found,) = await self.gateway.ask(runtime, name, [*map(keys.keep_alive, streams), there], limit)
         left = dict(pair for pairs in map(zip, streams, alive) for pair in pairs)
         if forgotten := [lease for lease in leases if lease not in left]:
             again = await self.gateway.ask(runtime, name, [keys.keep_alive([lease]) for lease in forgotten], limit)
             left |= {lease: answer for lease, (answer,) in zip(forgotten, again, strict=True)}
-        held = [keys.entries(one["response_range"]) for one in self.proper(name, found)["responses"]]
+        held = [keys.entries(one["response_range"]) for one in self.checked(name, found)["responses"]]
         answers: list[RenewalResult] = []
         for renewal, lease, entry in zip(renewals, leases, held, strict=True):
-            ttl, grip = self._ttl(name, left[lease]), renewal.granted.handle
-            is_ours = ttl > 0 and entry and entry[0].created == grip.created
-            grip.lease.until = sent + ttl
+            ttl, held_key = self._ttl(name, left[lease]), renewal.granted.handle
+            is_ours = ttl > 0 and entry and entry[0].created == held_key.created
+            held_key.lease.until = sent + ttl
             answers.append(await self._renewed(runtime, renewal, ttl, limit) if is_ours else RenewalFailure.LOST)
         return answers
 
-    async def ask(self, runtime: Runtime, name: str, *questions: Question) -> list[Answer]:
+    async def ask(self, runtime: Runtime, name: str, *calls: GatewayCall) -> list[Answer]:
         """Ask questions that have one answer each, which may be an error."""
-        return [answer for (answer,) in await self.gateway.ask(runtime, name, questions)]
+        return [answer for (answer,) in await self.gateway.ask(runtime, name, calls)]
 
-    def proper(self, name: str, answer: Answer) -> Answer:
+    def checked(self, name: str, answer: Answer) -> Answer:
         """Give a proper answer back, and raise BackendUnavailable for another."""
         if "code" in answer or "error" in answer:
             raise self.gateway.failure(name, answer)
         return answer
 
-    async def _queue(self, runtime: Runtime, request: Request) -> Place | Busy:
-        def question(request: Request, lease: int, _: int) -> Question:
+    async def _queue(self, runtime: Runtime, request: Request) -> QueueEntry | Busy:
+        def call(request: Request, lease: int, _: int) -> GatewayCall:
             return self.keys.queue(request, lease)
 
-        look, lease = await self._put(runtime, request, question, PLACE)
-        return _busy_or(look, Place(look, lease if look.has_put else None))
+        view, lease = await self._put(runtime, request, call, QUEUE_ENTRY_TTL_S)
+        return _busy_or(view, QueueEntry(view, lease if view.has_put else None))
 
     async def _put(
-        self, runtime: Runtime, request: Request, question: Put, ttl: float, place: Lease | None = None
-    ) -> tuple[Look, Lease]:
+        self, runtime: Runtime, request: Request, call: Put, ttl: float, queue_entry: ServerLease | None = None
+    ) -> tuple[LockView, ServerLease]:
         """Ask something that puts our key on a lease: one of ours that carries nothing, or a new one."""
         lease = self.spares.take(ttl, runtime.now()) or new_lease(ttl)
-        look = await self._put_on(runtime, request, question, lease, place)
-        if look is None:  # the server does not know a lease that should live
+        view = await self._put_on(runtime, request, call, lease, queue_entry)
+        if view is None:  # the server does not know a lease that should live
             self.spares.clear()
             lease = new_lease(ttl)
-            look = await self._put_on(runtime, request, question, lease, None)
-        if look is None:
+            view = await self._put_on(runtime, request, call, lease, None)
+        if view is None:
             raise self.gateway.failure(request.name, {"message": "it forgot a lease that it had just granted"})
-        del self.asked_with[request.holder]
-        return look, lease
+        del self.unsettled_leases[request.holder]
+        return view, lease
 
     async def _put_on(
-        self, runtime: Runtime, request: Request, question: Put, lease: Lease, place: Lease | None
-    ) -> Look | None:
-        leases = [one for one in (lease, place) if one is not None]
-        self.asked_with[request.holder], sent = leases, runtime.now()
+        self, runtime: Runtime, request: Request, call: Put, lease: ServerLease, queue_entry: ServerLease | None
+    ) -> LockView | None:
+        leases = [one for one in (lease, queue_entry) if one is not None]
+        self.unsettled_leases[request.holder], sent = leases, runtime.now()
         granting = [] if lease.is_known else [keys.grant(lease.id, lease.ttl)]
-        asked = question(request, lease.id, place.id if place else 0)
+        asked = call(request, lease.id, queue_entry.id if queue_entry else 0)
         *granted, answer = await self.ask(runtime, request.name, *granting, asked)
         for one in granted:
             lease.until, lease.is_known = sent + self._ttl(request.name, one), True
         if answer.get("code") == NOT_FOUND:
             return None
-        return keys.look(self.proper(request.name, answer), self.keys.own(request))
+        return keys.view(self.checked(request.name, answer), self.keys.own(request))
 
-    async def _granted(self, runtime: Runtime, request: Request, look: Look, lease: Lease) -> Granted | Place:
-        token, created = look.own.created + look.base, look.own.created
+    async def _granted(
+        self, runtime: Runtime, request: Request, view: LockView, lease: ServerLease
+    ) -> Granted | QueueEntry:
+        token, created = view.own.created + view.base, view.own.created
         if token <= request.floor:
             token = request.floor + 1
-            (answer,) = await self.ask(runtime, request.name, self.keys.raise_base(request, look, token - created))
-            if not self.proper(request.name, answer).get("succeeded"):  # another has raised it: look again
-                return Place(look)
-        return Granted(token, max(0.0, lease.until - runtime.now()), Grip(created, lease))
+            (answer,) = await self.ask(runtime, request.name, self.keys.raise_base(request, view, token - created))
+            if not self.checked(request.name, answer).get("succeeded"):  # another has raised it: look again
+                return QueueEntry(view)
+        return Granted(token, max(0.0, lease.until - runtime.now()), HeldKey(created, lease))
 
     async def _renewed(self, runtime: Runtime, renewal: Renewal, ttl: float, limit: float) -> RenewalResult:
-        request, grip = renewal.request, renewal.granted.handle
+        request, held_key = renewal.request, renewal.granted.handle
         if ttl >= request.ttl:
             return min(ttl, request.ttl)
         lease, sent = new_lease(request.ttl), runtime.now()
-        questions = [keys.grant(lease.id, lease.ttl), self.keys.move(request, grip.created, lease.id)]
-        (granted,), (moved,) = await self.gateway.ask(runtime, request.name, questions, limit)
+        calls = [keys.grant(lease.id, lease.ttl), self.keys.move(request, held_key.created, lease.id)]
+        (granted,), (moved,) = await self.gateway.ask(runtime, request.name, calls, limit)
         lease.until, lease.is_known = sent + self._ttl(request.name, granted), True
-        if not self.proper(request.name, moved).get("succeeded"):
+        if not self.checked(request.name, moved).get("succeeded"):
             return RenewalFailure.LOST
-        grip.lease.id, grip.lease.ttl, grip.lease.until = lease.id, lease.ttl, lease.until
+        held_key.lease.id, held_key.lease.ttl, held_key.lease.until = lease.id, lease.ttl, lease.until
         return lease.until - sent
 
     def _ttl(self, name: str, answer: Answer) -> float:
-        return float(self.proper(name, answer.get("result", answer)).get("TTL", 0))
+        return float(self.checked(name, answer.get("result", answer)).get("TTL", 0))
 
 
-def _busy_or(look: Look, place: Place) -> Place | Busy:
+def _busy_or(view: LockView, queue_entry: QueueEntry) -> QueueEntry | Busy:
     """Wait in this place if somebody is before us, else claim it."""
-    return busy(look, place) if place.before else place
+    return busy(view, queue_entry) if queue_entry.before else queue_entry
 
 
-def busy(look: Look, place: Any = None) -> Busy:
+def busy(view: LockView, queue_entry: Any = None) -> Busy:
     """Say that somebody else has the lock."""
-    return Busy(ASK_AGAIN, look.first.value, place)
+    return Busy(MAX_WAIT_S, view.first.value, queue_entry)
 
 
-NEW: Final = 7 / 8
+MIN_REMAINING_SHARE: Final = 7 / 8
 """A lease that has less than this share of its ttl left is not used again, but left to run out."""
-KEPT: Final = 64
+MAX_SPARES_PER_TTL: Final = 64
 """Unused leases kept of each ttl, at most."""
-LONGEST: Final = 60.0
+MAX_SPARE_TTL_S: Final = 60.0
 """Seconds of ttl above which a lease is not kept: nothing should be left on the server for long."""
 
 
 @dataclass(slots=True)
-class Lease:
+class ServerLease:
     """A lease, and until when it surely lives, by our clock; `is_known` once the server has granted it."""
 
     id: int
@@ -228,9 +232,9 @@ class Lease:
     is_known: bool = False
 
 
-def new_lease(seconds: float) -> Lease:
+def new_lease(seconds: float) -> ServerLease:
     """Think of a lease that nobody else has."""
-    return Lease(secrets.randbits(62) + 1, math.ceil(seconds))
+    return ServerLease(secrets.randbits(62) + 1, math.ceil(seconds))
 
 
 class Spares:
@@ -238,9 +242,9 @@ class Spares:
 
     def __init__(self) -> None:
         self._pid = os.getpid()
-        self._free: dict[int, deque[Lease]] = {}
+        self._free: dict[int, deque[ServerLease]] = {}
 
-    def take(self, seconds: float, now: float) -> Lease | None:
+    def take(self, seconds: float, now: float) -> ServerLease | None:
         """Give a lease that is nearly new, if there is one."""
         if self._pid != os.getpid():  # a forked child must not share leases with its parent
             self._pid, self._free = os.getpid(), {}
@@ -249,16 +253,16 @@ class Spares:
             spare = free.pop() if free else None
         except IndexError:
             spare = None
-        return spare if spare is not None and spare.until - now >= spare.ttl * NEW else None
+        return spare if spare is not None and spare.until - now >= spare.ttl * MIN_REMAINING_SHARE else None
 
-    def keeps(self, lease: Lease) -> bool:
+    def keeps(self, lease: ServerLease) -> bool:
         """Tell whether it is worth to keep."""
-        return lease.is_known and lease.ttl <= LONGEST
+        return lease.is_known and lease.ttl <= MAX_SPARE_TTL_S
 
-    def give(self, lease: Lease) -> None:
+    def give(self, lease: ServerLease) -> None:
         """Take back a lease that carries nothing any more, and which no request of unknown outcome has named."""
         if self.keeps(lease):
-            self._free.setdefault(lease.ttl, deque(maxlen=KEPT)).append(lease)
+            self._free.setdefault(lease.ttl, deque(maxlen=MAX_SPARES_PER_TTL)).append(lease)
 
     def clear(self) -> None:
         """Forget all of them: the server did not know one."""

@@ -68,15 +68,15 @@ class HTTPConnection:
         return cls(member, await runtime.call(kind.open, member, tls, _left(runtime, until)))
 
     async def exchange(
-        self, runtime: Runtime, requests: Sequence[tuple[str, bytes]], permit: str, until: float
+        self, runtime: Runtime, requests: Sequence[tuple[str, bytes]], auth_token: str, until: float
     ) -> list[HTTPReply]:
         """Send requests (a path and a body each) in one write, and return their replies, which come in their order."""
-        machines = await self._send(runtime, requests, permit, until)
+        machines = await self._send(runtime, requests, auth_token, until)
         return [await self._reply(runtime, machine, until) for machine in machines]
 
-    async def stream(self, runtime: Runtime, path: str, body: bytes, permit: str, until: float) -> HTTPStream:
+    async def stream(self, runtime: Runtime, path: str, body: bytes, auth_token: str, until: float) -> HTTPStream:
         """Send a request whose reply has no end; the connection is of no other use from now on."""
-        (machine,) = await self._send(runtime, [(path, body)], permit, until)
+        (machine,) = await self._send(runtime, [(path, body)], auth_token, until)
         return HTTPStream(self, machine)
 
     async def event(self, runtime: Runtime, machine: h11.Connection, until: float) -> Any:
@@ -92,14 +92,14 @@ class HTTPConnection:
         return event
 
     async def _send(
-        self, runtime: Runtime, requests: Sequence[tuple[str, bytes]], permit: str, until: float
+        self, runtime: Runtime, requests: Sequence[tuple[str, bytes]], auth_token: str, until: float
     ) -> list[h11.Connection]:
         """Write the requests, each by a machine of its own: h11 knows only one request at a time."""
         machines = [h11.Connection(h11.CLIENT) for _ in requests]
         host = str(self.member) if self.member.host.isascii() else self.member.host.encode("idna").decode()
         always = [("Host", host), ("Content-Type", "application/json")]
-        if permit:
-            always.append(("Authorization", permit))
+        if auth_token:
+            always.append(("Authorization", auth_token))
         data = b""
         for machine, (path, body) in zip(machines, requests, strict=True):
             head = h11.Request(method="POST", target=path, headers=[*always, ("Content-Length", str(len(body)))])

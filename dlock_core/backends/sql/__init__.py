@@ -9,21 +9,21 @@ whoever waits for it: it runs in the caller's thread, in a thread for a task, or
     await kept.step(runtime, name, step); await kept.close(runtime)
 """
 
-from dlock_core.backends.sql.limits import shut, socket_of
-from dlock_core.backends.sql.pool import Kept, Pool
+from dlock_core.backends.sql.deadlines import shut_socket, socket_of
+from dlock_core.backends.sql.pool import DedicatedConnection, Pool
 from dlock_core.backends.sql.port import Connector, Session
 from dlock_core.backends.sql.threads import finished, in_threads, notifications, read_in_thread, within
 
 __all__ = [
     "Connector",
-    "Kept",
+    "DedicatedConnection",
     "Pool",
     "Session",
     "finished",
     "in_threads",
     "notifications",
     "read_in_thread",
-    "shut",
+    "shut_socket",
     "socket_of",
     "within",
 ]

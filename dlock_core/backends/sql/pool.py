@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeVar
 
 from dlock_core.backends.idle import IdlePool, inherited
 from dlock_core.backends.options import check_seconds
-from dlock_core.backends.sql.limits import LIMITS
+from dlock_core.backends.sql.deadlines import DEADLINES
 from dlock_core.errors import BackendUnavailable
 from dlock_core.owner import printable
 from dlock_core.runtime import clock
@@ -20,13 +20,13 @@ if TYPE_CHECKING:
     from dlock_core.backends.sql.port import Connector, Session
     from dlock_core.runtime import Runtime
 
-__all__ = ["Kept", "Pool"]
+__all__ = ["DedicatedConnection", "Pool"]
 
 T = TypeVar("T")
 
 MAX_IDLE_CONNECTIONS: Final = 4
 """Idle connections kept open, at most: steps are short, and a database has few connections to give."""
-CONFLICTS: Final = 10
+MAX_CONFLICT_RETRIES: Final = 10
 """How often a step is made again that was the victim of a deadlock; each time somebody else got on."""
 _MYSQL: Final = "SET SESSION innodb_lock_wait_timeout = %d"
 _POSTGRESQL: Final = "SET lock_timeout = %d"
@@ -53,15 +53,15 @@ class Pool:
         """
         return self.connector.call(runtime, self._step, name, function, limit)
 
-    async def dedicated(self, runtime: Runtime, name: str) -> Kept:
+    async def dedicated(self, runtime: Runtime, name: str) -> DedicatedConnection:
         """Open a connection for one holder, who closes it; raises BackendUnavailable."""
-        kept = Kept(self)
+        dedicated = DedicatedConnection(self)
         try:
-            await self.connector.call(runtime, kept.open, name)
+            await self.connector.call(runtime, dedicated.open, name)
         except BaseException:  # cancelled: the connection may be there all the same
-            await kept.close(runtime)
+            await dedicated.close(runtime)
             raise
-        return kept
+        return dedicated
 
     def close(self) -> None:
         """Close the idle connections; more are opened when they are needed."""
@@ -70,9 +70,9 @@ class Pool:
     def run(self, session: Session, function: Callable[[Session], T], limit: float | None) -> T:
         """Make a step on a session, again while it is the victim of others."""
         until = clock() + (self.timeout if limit is None else limit)
-        for left in range(CONFLICTS, -1, -1):
+        for left in range(MAX_CONFLICT_RETRIES, -1, -1):
             try:
-                return LIMITS.call(session, until - clock(), function)
+                return DEADLINES.call(session, until - clock(), function)
             except self.connector.errors as error:
                 if not left or classify(error) not in (DatabaseFailure.DEADLOCK, DatabaseFailure.SERIALIZATION):
                     raise
@@ -134,7 +134,7 @@ class Pool:
         return answer
 
 
-class Kept:
+class DedicatedConnection:
     """A connection that one holder keeps, for what lasts as long as a database's session does."""
 
     def __init__(self, pool: Pool) -> None:

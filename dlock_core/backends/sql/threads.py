@@ -23,7 +23,7 @@ __all__ = ["finished", "in_threads", "within"]
 
 T = TypeVar("T")
 
-THREADS: Final = 1000
+MAX_THREADS: Final = 1000
 """For the tasks of a process, more than a database has connections: a task that waits for a session lock keeps one.
 
 Not those of the event loop, which may all be busy waiting for our locks."""
@@ -46,7 +46,7 @@ async def finished(runtime: Asyncio, future: Future[T]) -> T:
 def _executor() -> ThreadPoolExecutor:
     executor = _executors.get(os.getpid())  # a forked child has none of its parent's threads
     if executor is None:
-        executor = _executors.setdefault(os.getpid(), ThreadPoolExecutor(THREADS, "dlock-database"))
+        executor = _executors.setdefault(os.getpid(), ThreadPoolExecutor(MAX_THREADS, "dlock-database"))
     return executor
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from dlock_core.backend import Busy, Capabilities, Granted, Holder, LockState, Released, RenewalFailure
 from dlock_core.backends.table.statements import MARIADB, MYSQL, POSTGRESQL, SQLITE
-from dlock_core.backends.table.waiting import Bells, Ears
+from dlock_core.backends.table.waiting import LocalWaiters, NotifyListener
 from dlock_core.runtime import CHANCE
 from dlock_core.scheduler import after_fork_in_child
 
@@ -53,12 +53,12 @@ class TableBackend:
         after_fork_in_child(self._after_fork)
 
     def _begin(self) -> None:
-        self._bells = Bells()
-        self._ears = Ears(self.pool, self._bells)
+        self._waiters = LocalWaiters()
+        self._listener = NotifyListener(self.pool, self._waiters)
 
     def _after_fork(self) -> None:
         """Begin anew in a forked child: who waits, and the thread that listens, are its parent's."""
-        self._ears.forget()
+        self._listener.forget()
         self._begin()
 
     async def try_acquire(
@@ -87,17 +87,17 @@ class TableBackend:
         """Return when the lock is free, or may be."""
         until, pause = runtime.now() + timeout, POLL[0]
         if self.pool.connector.vendor == "postgresql":
-            await self._ears.open(runtime)
+            await self._listener.open(runtime)
         else:  # whoever waits already has as good a chance, and mostly a better one
             await runtime.sleep(min(timeout, pause * CHANCE.uniform(0.5, 1.0)))
         while True:
             signal = runtime.signal()
-            with self._bells.on(request.name, signal):  # before the look: a release after it is heard
+            with self._waiters.on(request.name, signal):  # before the look: a release after it is heard
                 left = min(await self._look(runtime, request.name), until - runtime.now())
                 if left <= 0:
                     return
-                hears = self._ears.hears
-                if await runtime.wait(signal, min(left, SLEEP if hears else pause * CHANCE.uniform(0.5, 1.0))):
+                is_listening = self._listener.is_listening
+                if await runtime.wait(signal, min(left, SLEEP if is_listening else pause * CHANCE.uniform(0.5, 1.0))):
                     return
             pause = min(pause * 1.5, POLL[1])
 
@@ -133,11 +133,11 @@ class TableBackend:
             return _ended(session, _dialect(session).force, {"name": name, "token": token})
 
         ended = await self.pool.step(runtime, name, end)
-        self._bells.ring(name)
+        self._waiters.notify(name)
         return ended > 0
 
     def close(self) -> None:
-        self._ears.close()
+        self._listener.close()
         self.pool.close()
 
     async def _look(self, runtime: Runtime, name: str) -> float:
@@ -165,7 +165,7 @@ class TableBackend:
             return _ended(session, _dialect(session).end, {"name": request.name, "holder": request.holder})
 
         ended = await self.pool.step(runtime, request.name, end)
-        self._bells.ring(request.name)
+        self._waiters.notify(request.name)
         return ended
 
 

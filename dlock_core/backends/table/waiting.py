@@ -16,13 +16,13 @@ from dlock_core.runtime import clock
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from dlock_core.backends.sql import Kept, Pool, Session
+    from dlock_core.backends.sql import DedicatedConnection, Pool, Session
     from dlock_core.runtime import Runtime, Signal
 
-__all__ = ["Bells"]
+__all__ = ["LocalWaiters"]
 
 
-class Bells:
+class LocalWaiters:
     """The signals of those who wait, by the lock's name."""
 
     def __init__(self) -> None:
@@ -43,14 +43,14 @@ class Bells:
                 if not waiting:
                     del self._waiting[name]
 
-    def ring(self, name: str) -> None:
+    def notify(self, name: str) -> None:
         """Wake all who wait for this lock."""
         if name in self._waiting:
             with self._guard:
                 signals = list(self._waiting.get(name, ()))
             _set(signals)
 
-    def ring_all(self) -> None:
+    def notify_all(self) -> None:
         """Wake everybody: what they were told of so far, they are not told any more."""
         with self._guard:
             signals = [signal for waiting in self._waiting.values() for signal in waiting]
@@ -63,49 +63,49 @@ def _set(signals: list[Signal]) -> None:
             signal.set()
 
 
-AGAIN: Final = 30.0
+RELISTEN_DELAY_S: Final = 30.0
 """Seconds after which ears that turned out to be deaf are tried again."""
-SOON: Final = 1.0
+RECONNECT_DELAY_S: Final = 1.0
 """Seconds after which a database that was not there is tried again."""
 
 
-class Ears:
+class NotifyListener:
     """The listening connection; `open` it when somebody waits."""
 
-    def __init__(self, pool: Pool, bells: Bells) -> None:
-        self._pool, self._bells, self._guard = pool, bells, threading.Lock()
-        self._kept: Kept | None = None
+    def __init__(self, pool: Pool, waiters: LocalWaiters) -> None:
+        self._pool, self._waiters, self._guard = pool, waiters, threading.Lock()
+        self._dedicated: DedicatedConnection | None = None
         self._proof, self._next = "", -math.inf
-        self.hears = False
+        self.is_listening = False
         """What is told is heard: it is no use to ask."""
 
     async def open(self, runtime: Runtime) -> None:
         """Begin to listen, unless it was done or tried a short time ago; never raises for the database."""
         with self._guard:
-            if self.hears or clock() < self._next:
+            if self.is_listening or clock() < self._next:
                 return
-            self._next = clock() + AGAIN
+            self._next = clock() + RELISTEN_DELAY_S
         self.close()
         try:
             await self._listen(runtime)
         except BackendUnavailable:
-            self.hears, self._next = False, clock() + SOON
+            self.is_listening, self._next = False, clock() + RECONNECT_DELAY_S
 
     def close(self) -> None:
         """Stop listening; the connection is closed by whoever reads from it."""
-        kept, self._kept, self.hears, self._proof = self._kept, None, False, ""
-        if kept is not None:
-            kept.cut()
+        dedicated, self._dedicated, self.is_listening, self._proof = self._dedicated, None, False, ""
+        if dedicated is not None:
+            dedicated.cut()
 
     def forget(self) -> None:
         """In a forked child: the connection is the parent's."""
-        if self._kept is not None:
-            self._kept.forget()
+        if self._dedicated is not None:
+            self._dedicated.forget()
 
     async def _listen(self, runtime: Runtime) -> None:
         self._proof = f"?{secrets.token_hex(8)}"  # no lock has such a name
-        self._kept = kept = await self._pool.dedicated(runtime, CHANNEL)
-        await kept.step(runtime, CHANNEL, self._begin)
+        self._dedicated = dedicated = await self._pool.dedicated(runtime, CHANNEL)
+        await dedicated.step(runtime, CHANNEL, self._begin)
         await self._pool.step(runtime, CHANNEL, self._tell)
 
     def _begin(self, session: Session) -> None:
@@ -116,10 +116,10 @@ class Ears:
 
     def _heard(self, payload: str) -> None:
         if payload == self._proof:
-            self.hears = True
-        self._bells.ring(payload)
+            self.is_listening = True
+        self._waiters.notify(payload)
 
     def _ended(self, proof: str) -> None:
         if proof == self._proof:  # not one that we have left already
-            self.hears, self._next = False, -math.inf
-            self._bells.ring_all()
+            self.is_listening, self._next = False, -math.inf
+            self._waiters.notify_all()

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 from dlock_core.backend import Busy, Capabilities, Granted, Released, RenewalFailure
 from dlock_core.backends.options import check_prefix, check_seconds
-from dlock_core.backends.zookeeper.nodes import EACH, Nodes
-from dlock_core.backends.zookeeper.own_nodes import ALIVE, SLICE, Turns
-from dlock_core.backends.zookeeper.queue import line
-from dlock_core.backends.zookeeper.session import Address, Session, good, of_url
+from dlock_core.backends.zookeeper.nodes import EXTRA_S_PER_REQUEST, LockNodes
+from dlock_core.backends.zookeeper.own_nodes import MAX_WAIT_S, WAITER_GRACE_S, QueueClient
+from dlock_core.backends.zookeeper.queue import parse_queue
+from dlock_core.backends.zookeeper.session import EnsembleAddress, ZooKeeperSession, checked, read_url
 from dlock_core.errors import NotSupported
 from dlock_core.extras import needed_by
 from dlock_core.scheduler import after_fork_in_child
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from dlock_core.backend import LockState, Renewal, RenewalResult, Request
-    from dlock_core.backends.zookeeper.own_nodes import Place
-    from dlock_core.backends.zookeeper.queue import Line
+    from dlock_core.backends.zookeeper.own_nodes import OwnNode
+    from dlock_core.backends.zookeeper.queue import Queue
     from dlock_core.doctor.finding import Finding
     from dlock_core.runtime import Runtime
 
@@ -47,7 +47,9 @@ class ZooKeeperBackend:
 
     capabilities = Capabilities(expiry="session", fair=True, shared=True, lists_waiters=True, ttl_min=0.1)
 
-    def __init__(self, address: Address, *, prefix: str = "dlock", timeout: float = 2.0, session: float = 15.0) -> None:
+    def __init__(
+        self, address: EnsembleAddress, *, prefix: str = "dlock", timeout: float = 2.0, session: float = 15.0
+    ) -> None:
         if not hasattr(select, "poll"):
             raise NotSupported("zookeeper:// needs select.poll, which Windows lacks and eventlet takes away")
         check_seconds("timeout", timeout)
@@ -62,13 +64,13 @@ class ZooKeeperBackend:
     @classmethod
     def from_url(cls, url: str, **options: Any) -> ZooKeeperBackend:
         """Reach the servers at zookeeper://[user:password@]host:port,host:port/chroot."""
-        return cls(of_url(url), **options)
+        return cls(read_url(url), **options)
 
     def _begin(self) -> None:
-        self._session = Session(self._address, self._timeout, self._length)
-        self._nodes = Nodes(self._session, self._address, self._prefix)
-        self._turns = Turns(self._session, self._nodes, self._timeout)
-        self._places = self._turns.places
+        self._session = ZooKeeperSession(self._address, self._timeout, self._length)
+        self._nodes = LockNodes(self._session, self._address, self._prefix)
+        self._queue_client = QueueClient(self._session, self._nodes, self._timeout)
+        self._own_nodes = self._queue_client.own_nodes
 
     def _after_fork(self) -> None:
         """Begin anew in a forked child: session and leases are its parent's."""
@@ -78,55 +80,55 @@ class ZooKeeperBackend:
     async def try_acquire(
         self, runtime: Runtime, request: Request, ticket: Any = None, *, unsure: bool = False
     ) -> Granted | Busy:
-        sent, place = runtime.now(), self._places.get(request.holder)
-        if place is None and not request.queue and (busy := await self._taken(runtime, request)):
+        sent, own_node = runtime.now(), self._own_nodes.get(request.holder)
+        if own_node is None and not request.queue and (busy := await self._taken(runtime, request)):
             return busy
-        queue = await self._turns.stay(runtime, place) if place is not None else None
-        if place is None or queue is None:
-            place, queue = await self._turns.enter(runtime, request, place)
-        node = queue.find(place.node)
+        queue = await self._queue_client.stay(runtime, own_node) if own_node is not None else None
+        if own_node is None or queue is None:
+            own_node, queue = await self._queue_client.enter(runtime, request, own_node)
+        node = queue.find(own_node.node)
         if node is None:  # removed the moment it was made, by somebody who is not us
             return Busy(0.0)
         ahead = queue.ahead(node, shared=request.shared)
         if ahead is None:
-            return await self._granted(runtime, place, queue, request, sent)
+            return await self._granted(runtime, own_node, queue, request, sent)
         if not request.queue:
             await self.abandon(runtime, request)
-            return Busy(SLICE, await self._nodes.owner(runtime, request.name, queue.nodes[0]))
-        return await self._turns.watch(runtime, place, queue, ahead)
+            return Busy(MAX_WAIT_S, await self._nodes.owner(runtime, request.name, queue.nodes[0]))
+        return await self._queue_client.watch(runtime, own_node, queue, ahead)
 
     async def wait(self, runtime: Runtime, request: Request, busy: Busy, timeout: float) -> Granted | Busy | None:
         """Sleep until the one before us has gone; the queue is looked at along with the wake-up."""
-        sent, place = runtime.now(), self._places.get(request.holder)
-        if place is None or not self._places.keep(place, timeout + ALIVE):
+        sent, own_node = runtime.now(), self._own_nodes.get(request.holder)
+        if own_node is None or not self._own_nodes.keep(own_node, timeout + WAITER_GRACE_S):
             return None
-        signal = place.listen(runtime.signal())
-        if place.wakes == place.seen:
-            await runtime.wait(signal, min(timeout, SLICE))
-        children = place.answer()
-        if not isinstance(children, list) or place.session != self._session.id or self._session.is_doubtful(sent):
+        signal = own_node.listen(runtime.signal())
+        if own_node.wakes == own_node.seen:
+            await runtime.wait(signal, min(timeout, MAX_WAIT_S))
+        children = own_node.answer()
+        if not isinstance(children, list) or own_node.session != self._session.id or self._session.is_doubtful(sent):
             return None
-        queue = line(children)
-        node = queue.find(place.node)
+        queue = parse_queue(children)
+        node = queue.find(own_node.node)
         if node is None or queue.ahead(node, shared=request.shared) is not None:
             return None
-        return await self._granted(runtime, place, queue, request, sent)
+        return await self._granted(runtime, own_node, queue, request, sent)
 
     async def abandon(self, runtime: Runtime, request: Request, ticket: Any = None) -> None:
         """Leave the queue; without a connection this is left to a thread, which goes on until it is done."""
-        place = self._places.get(request.holder)
-        if place is not None:
-            self._places.end(place, self._timeout if self._session.is_connected else 0.0)
+        own_node = self._own_nodes.get(request.holder)
+        if own_node is not None:
+            self._own_nodes.end(own_node, self._timeout if self._session.is_connected else 0.0)
             if self._session.is_connected:
-                await self._turns.remove(runtime, place)
+                await self._queue_client.remove(runtime, own_node)
 
     async def release(self, runtime: Runtime, request: Request, granted: Granted) -> Released:
-        place = self._places.get(request.holder)
-        if place is not None:
-            self._places.end(place, self._timeout)  # it will be removed, whatever becomes of us
+        own_node = self._own_nodes.get(request.holder)
+        if own_node is not None:
+            self._own_nodes.end(own_node, self._timeout)  # it will be removed, whatever becomes of us
         found = await self._nodes.delete(runtime, request.name, granted.handle)
-        if place is not None:
-            self._places.forget(place)
+        if own_node is not None:
+            self._own_nodes.forget(own_node)
         if found:
             return Released.RELEASED
         return Released.STOLEN if (await self._nodes.look(runtime, request.name)).nodes else Released.EXPIRED
@@ -137,7 +139,7 @@ class ZooKeeperBackend:
         first, *others = [renewal.granted.handle for renewal in renewals]
         request = renewals[0].request
         questions = [SetData(first, request.owner.encode(), -1), *[Exists(path, None) for path in others]]
-        within, more = min(renewal.request.ttl / 3 for renewal in renewals), EACH * len(renewals)
+        within, more = min(renewal.request.ttl / 3 for renewal in renewals), EXTRA_S_PER_REQUEST * len(renewals)
         answers = await self._session.ask(runtime, request.name, questions, within=within, more=more)
         return [self._renewed(one.request, answer, sent) for one, answer in zip(renewals, answers, strict=True)]
 
@@ -152,7 +154,7 @@ class ZooKeeperBackend:
         paths = [f"{self._nodes.directory(name)}/{node.name}" for node in queue.holders()]
         stats = await self._session.ask(runtime, name, [Exists(path, None) for path in paths]) if paths else []
         for path, stat in zip(paths, stats, strict=True):
-            if good(name, stat) is not None and token in {stat.czxid, stat.czxid + queue.offset}:
+            if checked(name, stat) is not None and token in {stat.czxid, stat.czxid + queue.offset}:
                 return await self._nodes.delete(runtime, name, path)
         return False
 
@@ -164,35 +166,35 @@ class ZooKeeperBackend:
 
     def close(self) -> None:
         """End the session, unless a lease still needs it: leases stay as they are."""
-        if not len(self._places):
+        if not len(self._own_nodes):
             self._session.close()
-            self._places.clear()
+            self._own_nodes.clear()
 
     async def _taken(self, runtime: Runtime, request: Request) -> Busy | None:
         """Look before a single try takes a place, which would cost two writes."""
         queue = await self._nodes.look(runtime, request.name)
         if queue.ahead(None, shared=request.shared) is None:
             return None
-        return Busy(SLICE, await self._nodes.owner(runtime, request.name, queue.nodes[0]))
+        return Busy(MAX_WAIT_S, await self._nodes.owner(runtime, request.name, queue.nodes[0]))
 
     async def _granted(
-        self, runtime: Runtime, place: Place, queue: Line, request: Request, sent: float
+        self, runtime: Runtime, own_node: OwnNode, queue: Queue, request: Request, sent: float
     ) -> Granted | Busy:
         offset = queue.offset
-        if place.zxid + offset <= request.floor:
-            offset = request.floor + 1 - place.zxid
+        if own_node.zxid + offset <= request.floor:
+            offset = request.floor + 1 - own_node.zxid
             await self._nodes.raise_tokens(runtime, request.name, queue, offset)
         valid_for = self._session.surely(request.ttl, sent)
-        if not self._places.keep(place, valid_for):  # we were silent for too long: it is being removed
+        if not self._own_nodes.keep(own_node, valid_for):  # we were silent for too long: it is being removed
             return Busy(0.0)
-        return Granted(place.zxid + offset, valid_for, place.path)
+        return Granted(own_node.zxid + offset, valid_for, own_node.path)
 
     def _renewed(self, request: Request, answer: Any, sent: float) -> RenewalResult:
         """Judge one renewal by what the server says of its node, which must be this session's."""
-        place = self._places.get(request.holder)
-        if answer is None or isinstance(answer, NoNodeError) or place is None:
+        own_node = self._own_nodes.get(request.holder)
+        if answer is None or isinstance(answer, NoNodeError) or own_node is None:
             return RenewalFailure.LOST
-        if good(request.name, answer).ephemeralOwner != self._session.id:
+        if checked(request.name, answer).ephemeralOwner != self._session.id:
             return RenewalFailure.LOST
         valid_for = self._session.surely(request.ttl, sent)
-        return valid_for if valid_for > 0 and self._places.keep(place, valid_for) else RenewalFailure.LOST
+        return valid_for if valid_for > 0 and self._own_nodes.keep(own_node, valid_for) else RenewalFailure.LOST

@@ -13,19 +13,19 @@ from dlock_core.doctor.clocks import SAMPLE_COUNT, round_trip, wall
 from dlock_core.doctor.finding import Finding, ok, unsafe, warning
 
 if TYPE_CHECKING:
-    from dlock_core.backends.zookeeper.session import Session
+    from dlock_core.backends.zookeeper.session import ZooKeeperSession
     from dlock_core.runtime import Runtime
 
 __all__ = ["diagnose"]
 
-LEAST: Final = (3, 5)
-LIMIT: Final = 2.0
+MIN_VERSION: Final = (3, 5)
+REPLY_TIMEOUT_S: Final = 2.0
 """Seconds that a server may take to tell of itself."""
-SHORT: Final = 4.0
+MIN_SESSION_S: Final = 4.0
 """Seconds of a session below which a pause of garbage collection ends it."""
 
 
-async def diagnose(session: Session, hosts: str, runtime: Runtime) -> list[Finding]:
+async def diagnose(session: ZooKeeperSession, hosts: str, runtime: Runtime) -> list[Finding]:
     """Examine the session, and every server by the command `srvr`, which ZooKeeper allows unless told otherwise."""
     await session.ask(runtime, "", [Exists("/", None)])
     seconds = []
@@ -43,7 +43,7 @@ def _srvr(host: str) -> str | OSError:
     """Ask one server; the text begins with its version."""
     name, _, port = host.rpartition(":")
     try:
-        with socket.create_connection((name.strip("[]"), int(port)), LIMIT) as connection:
+        with socket.create_connection((name.strip("[]"), int(port)), REPLY_TIMEOUT_S) as connection:
             connection.sendall(b"srvr")
             with connection.makefile("rb") as answer:
                 return answer.read(65536).decode(errors="replace")
@@ -63,7 +63,7 @@ def _servers(told: dict[str, str | OSError]) -> Finding:
 
 def _session(seconds: float) -> Finding:
     measured = f"{seconds:.1f} s: so long does a dead process keep its locks"
-    if seconds >= SHORT:
+    if seconds >= MIN_SESSION_S:
         return ok("session", measured)
     return warning("session", measured, "a short pause of a living process ends all its leases", "raise the session")
 
@@ -80,6 +80,6 @@ def _server(text: str | OSError) -> list[Finding]:
 
 def _version(found: re.Match[str]) -> Finding:
     text = f"ZooKeeper {found[0].removeprefix('version: ')}"
-    if (int(found[1]), int(found[2])) >= LEAST:
+    if (int(found[1]), int(found[2])) >= MIN_VERSION:
         return ok("version", text)
     return unsafe("version", text, "it lacks requests that dlock makes", "upgrade to 3.5 or newer")

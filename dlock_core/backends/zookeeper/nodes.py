@@ -14,24 +14,24 @@ from kazoo.protocol.serialization import Create, Create2, Delete, Exists, GetChi
 from kazoo.security import CREATOR_ALL_ACL, OPEN_ACL_UNSAFE
 
 from dlock_core.backend import Holder, LockState, Waiter
-from dlock_core.backends.zookeeper.queue import Line, Node, component, line, mark, name_of, prefix
-from dlock_core.backends.zookeeper.session import good
+from dlock_core.backends.zookeeper.queue import Queue, QueueNode, component, mark, name_of, parse_queue, prefix
+from dlock_core.backends.zookeeper.session import checked
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from dlock_core.backend import Request
-    from dlock_core.backends.zookeeper.session import Address, Session
+    from dlock_core.backends.zookeeper.session import EnsembleAddress, ZooKeeperSession
     from dlock_core.runtime import Runtime
 
-__all__ = ["EACH", "Nodes"]
+__all__ = ["EXTRA_S_PER_REQUEST", "LockNodes"]
 
 CONTAINER, QUEUED = 4, 3  # flags of ZooKeeper's create: removed when empty; ephemeral and sequential
-KNOWN: Final = 10_000
+MAX_KNOWN_LOCKS: Final = 10_000
 """Locks whose node is believed to exist; being wrong costs one more round trip."""
-LISTED: Final = 200
+MAX_LOCKS_PER_READ: Final = 200
 """Locks read by one inspection round trip."""
-EACH: Final = 0.002
+EXTRA_S_PER_REQUEST: Final = 0.002
 """Seconds that each request of a batch adds to its time limit."""
 
 
@@ -41,10 +41,10 @@ class CreateContainer(Create2):  # type: ignore[misc]  # kazoo has no types
     type = 19
 
 
-class Nodes:
+class LockNodes:
     """All locks below one path."""
 
-    def __init__(self, session: Session, address: Address, below: str) -> None:
+    def __init__(self, session: ZooKeeperSession, address: EnsembleAddress, below: str) -> None:
         self._session = session
         self._parents = tuple(accumulate(("", *address.chroot, below), lambda path, part: f"{path}/{part}"))[1:]
         self._acl = CREATOR_ALL_ACL if address.credential else OPEN_ACL_UNSAFE
@@ -54,7 +54,7 @@ class Nodes:
         """Give the path of a lock."""
         return f"{self._parents[-1]}/{component(name)}"
 
-    async def create(self, runtime: Runtime, request: Request) -> tuple[str, Any, Line]:
+    async def create(self, runtime: Runtime, request: Request) -> tuple[str, Any, Queue]:
         """Make a place in the queue: its path, its stat, and the queue with it; also where there is nothing yet."""
         directory, owner = self.directory(request.name), request.owner.encode()
         node = Create2(f"{directory}/{prefix(request.holder, shared=request.shared)}", owner, self._acl, QUEUED)
@@ -67,68 +67,70 @@ class Nodes:
             *_, created, children = await self._session.ask(runtime, request.name, questions)
             if not isinstance(created, NoNodeError):
                 break
-        path, stat = good(request.name, created)
+        path, stat = checked(request.name, created)
         self._remember(directory)
-        return path, stat, line(good(request.name, children))
+        return path, stat, parse_queue(checked(request.name, children))
 
-    async def look(self, runtime: Runtime, name: str) -> Line:
+    async def look(self, runtime: Runtime, name: str) -> Queue:
         """Read the queue as it is now, from whatever server."""
         path = self.directory(name)
         return (await self.read(runtime, name, Sync(path)))[1]
 
-    async def read(self, runtime: Runtime, name: str, *before: Any) -> tuple[list[Any], Line]:
+    async def read(self, runtime: Runtime, name: str, *before: Any) -> tuple[list[Any], Queue]:
         """Read the queue as the server knows it, after some other requests, whose answers come first."""
         questions = [*before, GetChildren(self.directory(name), None)]
         *answers, children = await self._session.ask(runtime, name, questions)
-        return answers, line([] if isinstance(children, NoNodeError) else good(name, children))
+        return answers, parse_queue([] if isinstance(children, NoNodeError) else checked(name, children))
 
     async def owned(self, runtime: Runtime, request: Request) -> list[tuple[str, Any]]:
         """Search the queue for the places of one holder: their paths and stats."""
         nodes = (await self.look(runtime, request.name)).of(request.holder)
         paths = [f"{self.directory(request.name)}/{node.name}" for node in nodes]
         stats = await self._ask(runtime, request.name, [Exists(path, None) for path in paths])
-        return [(path, stat) for path, stat in zip(paths, stats, strict=True) if good(request.name, stat) is not None]
+        return [
+            (path, stat) for path, stat in zip(paths, stats, strict=True) if checked(request.name, stat) is not None
+        ]
 
     async def delete(self, runtime: Runtime, name: str, *paths: str) -> bool:
         """Remove nodes; False when one of them was not there."""
         answers = await self._ask(runtime, name, [Delete(path, -1) for path in paths])
-        were_there = [good(name, gone) for gone in answers if not isinstance(gone, NoNodeError)]
+        were_there = [checked(name, gone) for gone in answers if not isinstance(gone, NoNodeError)]
         return len(were_there) == len(paths)
 
-    async def owner(self, runtime: Runtime, name: str, node: Node) -> str:
+    async def owner(self, runtime: Runtime, name: str, node: QueueNode) -> str:
         """Read what a holder says of itself."""
         (found,) = await self._session.ask(runtime, name, [GetData(f"{self.directory(name)}/{node.name}", None)])
-        return "" if isinstance(found, NoNodeError) else text(good(name, found)[0])
+        return "" if isinstance(found, NoNodeError) else text(checked(name, found)[0])
 
-    async def raise_tokens(self, runtime: Runtime, name: str, queue: Line, offset: int) -> None:
+    async def raise_tokens(self, runtime: Runtime, name: str, queue: Queue, offset: int) -> None:
         """Mark the lock, for good, so that all its tokens are greater from now on."""
         directory = self.directory(name)
         older = [Delete(f"{directory}/{mark(each)}", -1) for each in queue.marks]
         raised = Create(f"{directory}/{mark(offset)}", b"", self._acl, 0)
         made, *_ = await self._session.ask(runtime, name, [raised, *older])
         if not isinstance(made, NodeExistsError):
-            good(name, made)
+            checked(name, made)
 
     async def names(self, runtime: Runtime) -> list[str]:
         """List the locks that have a node."""
         root = self._parents[-1]
         _, parts = await self._session.ask(runtime, "", [Sync(root), GetChildren(root, None)])
-        return [] if isinstance(parts, NoNodeError) else sorted(map(name_of, good("", parts)))
+        return [] if isinstance(parts, NoNodeError) else sorted(map(name_of, checked("", parts)))
 
     async def states(self, runtime: Runtime, names: Sequence[str]) -> list[LockState]:
         """Read who holds and who waits, for any number of locks."""
         states: list[LockState] = []
-        for start in range(0, len(names), LISTED):
-            states += await self._states(runtime, names[start : start + LISTED])
+        for start in range(0, len(names), MAX_LOCKS_PER_READ):
+            states += await self._states(runtime, names[start : start + MAX_LOCKS_PER_READ])
         return states
 
     async def _states(self, runtime: Runtime, names: Sequence[str]) -> list[LockState]:
         directories = [self.directory(name) for name in names]
         looks = [GetChildren(path, None) for path in directories]
         _, *children = await self._ask(runtime, "", [Sync(self._parents[-1]), *looks])
-        queues = [line([] if isinstance(each, NoNodeError) else good("", each)) for each in children]
-        places = [(path, queue) for path, queue in zip(directories, queues, strict=True)]
-        reads = [GetData(f"{path}/{node.name}", None) for path, queue in places for node in queue.nodes]
+        queues = [parse_queue([] if isinstance(each, NoNodeError) else checked("", each)) for each in children]
+        pairs = [(path, queue) for path, queue in zip(directories, queues, strict=True)]
+        reads = [GetData(f"{path}/{node.name}", None) for path, queue in pairs for node in queue.nodes]
         found = iter(await self._ask(runtime, "", reads))
         return [
             _state(name, queue, [next(found) for _ in queue.nodes]) for name, queue in zip(names, queues, strict=True)
@@ -136,17 +138,23 @@ class Nodes:
 
     async def _ask(self, runtime: Runtime, name: str, questions: Sequence[Any]) -> list[Any]:
         """Ask any number of questions, also none."""
-        return await self._session.ask(runtime, name, questions, more=EACH * len(questions)) if questions else []
+        return (
+            await self._session.ask(runtime, name, questions, more=EXTRA_S_PER_REQUEST * len(questions))
+            if questions
+            else []
+        )
 
     def _remember(self, directory: str) -> None:
-        if len(self._known) >= KNOWN:
+        if len(self._known) >= MAX_KNOWN_LOCKS:
             self._known.pop(next(iter(self._known)), None)
         self._known[directory] = None
 
 
-def _state(name: str, queue: Line, found: Sequence[Any]) -> LockState:
+def _state(name: str, queue: Queue, found: Sequence[Any]) -> LockState:
     read = {
-        node: good(name, one) for node, one in zip(queue.nodes, found, strict=True) if not isinstance(one, NoNodeError)
+        node: checked(name, one)
+        for node, one in zip(queue.nodes, found, strict=True)
+        if not isinstance(one, NoNodeError)
     }
     holders = [
         Holder(node.holder, read[node][1].czxid + queue.offset, node.shared, text(read[node][0]), None)

@@ -19,7 +19,7 @@ from kazoo.protocol.states import EventType
 
 from dlock_core.backend import Busy
 from dlock_core.backends.zookeeper.nodes import text
-from dlock_core.backends.zookeeper.session import NotSent, good
+from dlock_core.backends.zookeeper.session import NotSent, checked
 from dlock_core.errors import BackendUnavailable
 from dlock_core.runtime import BLOCKING, clock, run
 from dlock_core.scheduler import Scheduler, call_in_background
@@ -28,25 +28,25 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
 
     from dlock_core.backend import Request
-    from dlock_core.backends.zookeeper.nodes import Nodes
-    from dlock_core.backends.zookeeper.queue import Line, Node
-    from dlock_core.backends.zookeeper.session import Reply, Session
+    from dlock_core.backends.zookeeper.nodes import LockNodes
+    from dlock_core.backends.zookeeper.queue import Queue, QueueNode
+    from dlock_core.backends.zookeeper.session import KazooReply, ZooKeeperSession
     from dlock_core.runtime import Runtime, Signal
 
-__all__ = ["Place", "Places"]
+__all__ = ["OwnNode", "OwnNodes"]
 
 if TYPE_CHECKING:
-    Remove = Callable[[Runtime, "Place"], Coroutine[Any, Any, None]]
+    Remove = Callable[[Runtime, "OwnNode"], Coroutine[Any, Any, None]]
 
 
 logger = logging.getLogger("dlock")
 
-AGAIN: Final = 0.5
+REMOVAL_RETRY_DELAY_S: Final = 0.5
 """Seconds after which a removal that failed is tried again."""
 
 
 @dataclass(slots=True, eq=False)
-class Place:
+class OwnNode:
     """Our node in a lock's queue, or what became of an attempt to make one."""
 
     request: Request
@@ -65,9 +65,9 @@ class Place:
     first: tuple[str, str] = ("", "")
     """The node that was first when we last looked, and its owner."""
     signal: Signal | None = None
-    look: Callable[[Signal], Reply] | None = None
+    look: Callable[[Signal], KazooReply] | None = None
     """Sends the next look at the queue, which will set the signal."""
-    reply: Reply | None = None
+    reply: KazooReply | None = None
 
     @property
     def node(self) -> str:
@@ -101,14 +101,14 @@ class Place:
             signal.set()
 
 
-class Places:
+class OwnNodes:
     """All places of one store; `remove` takes a node out of a queue."""
 
     def __init__(self, remove: Remove) -> None:
         self._remove = remove
         self._guard = threading.RLock()  # A signal handler may ask for a lock, too, in the middle of a method of ours.
-        self._of: dict[str, Place] = {}
-        self._ending: set[Place] = set()
+        self._of: dict[str, OwnNode] = {}
+        self._ending: set[OwnNode] = set()
         self._scheduler = Scheduler(
             "dlock-zookeeper", "to remove what nobody renews", self._next_due, self._remove_overdue
         )
@@ -116,30 +116,30 @@ class Places:
     def __len__(self) -> int:
         return len(self._of)
 
-    def get(self, holder: str) -> Place | None:
+    def get(self, holder: str) -> OwnNode | None:
         """Give the place of a holder."""
         return self._of.get(holder)
 
-    def keep(self, place: Place, seconds: float) -> bool:
+    def keep(self, own_node: OwnNode, seconds: float) -> bool:
         """Let it stay for so long from now; False when it has ended: it is never granted any more."""
         with self._guard:
-            if place.ended:
+            if own_node.ended:
                 return False
-            self._of[place.request.holder] = place
-            self._plan(place, seconds)
+            self._of[own_node.request.holder] = own_node
+            self._plan(own_node, seconds)
             return True
 
-    def end(self, place: Place, seconds: float) -> None:
+    def end(self, own_node: OwnNode, seconds: float) -> None:
         """Have it removed in so many seconds, unless `forget` comes first."""
         with self._guard:
-            self._end(place)
-            self._plan(place, seconds)
+            self._end(own_node)
+            self._plan(own_node, seconds)
 
-    def forget(self, place: Place) -> None:
+    def forget(self, own_node: OwnNode) -> None:
         """Note that nothing is left of it."""
         with self._guard:
-            self._end(place)
-            self._ending.discard(place)
+            self._end(own_node)
+            self._ending.discard(own_node)
 
     def clear(self) -> None:
         """Forget all: their session has ended."""
@@ -147,125 +147,125 @@ class Places:
             self._of.clear()
             self._ending.clear()
 
-    def _end(self, place: Place) -> None:
-        place.ended = True
-        if self._of.get(place.request.holder) is place:
-            del self._of[place.request.holder]
-        self._ending.add(place)
+    def _end(self, own_node: OwnNode) -> None:
+        own_node.ended = True
+        if self._of.get(own_node.request.holder) is own_node:
+            del self._of[own_node.request.holder]
+        self._ending.add(own_node)
 
-    def _plan(self, place: Place, seconds: float) -> None:
-        place.due = clock() + seconds
-        self._scheduler.plan(place.due)
+    def _plan(self, own_node: OwnNode, seconds: float) -> None:
+        own_node.due = clock() + seconds
+        self._scheduler.plan(own_node.due)
 
     def _next_due(self) -> float | None:
         with self._guard:
-            return min([place.due for place in (*self._of.values(), *self._ending)], default=None)
+            return min([own_node.due for own_node in (*self._of.values(), *self._ending)], default=None)
 
     def _remove_overdue(self) -> None:
-        for place in self._overdue():
-            self._take_out(place)
+        for own_node in self._overdue():
+            self._take_out(own_node)
 
-    def _overdue(self) -> list[Place]:
+    def _overdue(self) -> list[OwnNode]:
         with self._guard:
             now = clock()
-            for place in [place for place in self._of.values() if place.due <= now]:
-                self._end(place)
-            return [place for place in self._ending if place.due <= now]
+            for own_node in [own_node for own_node in self._of.values() if own_node.due <= now]:
+                self._end(own_node)
+            return [own_node for own_node in self._ending if own_node.due <= now]
 
-    def _take_out(self, place: Place) -> None:
-        self.end(place, AGAIN)
+    def _take_out(self, own_node: OwnNode) -> None:
+        self.end(own_node, REMOVAL_RETRY_DELAY_S)
         try:
-            run(self._remove(BLOCKING, place))
+            run(self._remove(BLOCKING, own_node))
         except BackendUnavailable:
             pass  # it is tried again, until it is done or the session is over
         except BaseException as error:  # noqa: BLE001 - every other place depends on this thread
             call_in_background(logger.error, "dlock: a node could not be removed", exc_info=error)
 
 
-SLICE: Final = 5.0
+MAX_WAIT_S: Final = 5.0
 """The longest wait in seconds before a waiter looks again: a server that fell silent is noticed by it."""
-ALIVE: Final = 3.0
+WAITER_GRACE_S: Final = 3.0
 """Seconds after its last question in which a waiter keeps its place."""
 
 
-class Turns:
+class QueueClient:
     """The places of this process, and what is done with each."""
 
-    def __init__(self, session: Session, nodes: Nodes, timeout: float) -> None:
+    def __init__(self, session: ZooKeeperSession, nodes: LockNodes, timeout: float) -> None:
         self._session, self._nodes, self._timeout = session, nodes, timeout
-        self.places = Places(self.remove)
+        self.own_nodes = OwnNodes(self.remove)
 
-    async def stay(self, runtime: Runtime, place: Place) -> Line | None:
+    async def stay(self, runtime: Runtime, own_node: OwnNode) -> Queue | None:
         """Read the queue again; None when our node is not in it, or may be another session's.
 
         What a server that is cut off tells is old, so a session that has not written for long proves that it lives.
         """
-        if not place.path or place.session != self._session.id or not self._keep(place):
+        if not own_node.path or own_node.session != self._session.id or not self._keep(own_node):
             return None
         doubtful = self._session.is_doubtful(runtime.now())
-        proof = [SetData(place.path, place.request.owner.encode(), -1)] if doubtful else []
-        _, queue = await self._nodes.read(runtime, place.request.name, *proof)
-        return queue if queue.find(place.node) else None
+        proof = [SetData(own_node.path, own_node.request.owner.encode(), -1)] if doubtful else []
+        _, queue = await self._nodes.read(runtime, own_node.request.name, *proof)
+        return queue if queue.find(own_node.node) else None
 
-    async def enter(self, runtime: Runtime, request: Request, old: Place | None) -> tuple[Place, Line]:
+    async def enter(self, runtime: Runtime, request: Request, old: OwnNode | None) -> tuple[OwnNode, Queue]:
         """Make our node, or find the one that an attempt of unknown outcome has made."""
-        place = old if old is not None and self._keep(old) else Place(request)
-        if place is old and (queue := await self._find(runtime, place)):
-            return place, queue
-        was_doubtful, place.path, place.doubtful = place.doubtful or bool(place.path), "", True
-        self._keep(place)
+        own_node = old if old is not None and self._keep(old) else OwnNode(request)
+        if own_node is old and (queue := await self._find(runtime, own_node)):
+            return own_node, queue
+        was_doubtful, own_node.path, own_node.doubtful = own_node.doubtful or bool(own_node.path), "", True
+        self._keep(own_node)
         try:
             path, stat, queue = await self._nodes.create(runtime, request)
         except NotSent:
             if not was_doubtful:
-                self.places.forget(place)  # nothing has to be removed once there is a connection
+                self.own_nodes.forget(own_node)  # nothing has to be removed once there is a connection
             raise
-        place.settle(path, stat)
-        return place, queue
+        own_node.settle(path, stat)
+        return own_node, queue
 
-    async def _find(self, runtime: Runtime, place: Place) -> Line | None:
+    async def _find(self, runtime: Runtime, own_node: OwnNode) -> Queue | None:
         """Search the queue for our own nodes: keep one that is this session's, remove the others.
 
         No request of ours can still be on its way: a session that connects again is closed to what it sent before.
         """
-        ours = await self._nodes.owned(runtime, place.request)
+        ours = await self._nodes.owned(runtime, own_node.request)
         kept = next((path for path, stat in ours if stat.ephemeralOwner == self._session.id), None)
-        await self._nodes.delete(runtime, place.request.name, *[path for path, _ in ours if path != kept])
+        await self._nodes.delete(runtime, own_node.request.name, *[path for path, _ in ours if path != kept])
         for path, stat in ours:
             if path == kept:
-                place.settle(path, stat)
-                return await self.stay(runtime, place)
+                own_node.settle(path, stat)
+                return await self.stay(runtime, own_node)
         return None
 
-    def _keep(self, place: Place) -> bool:
+    def _keep(self, own_node: OwnNode) -> bool:
         """Have it stay while a question about it is asked."""
-        return self.places.keep(place, self._timeout + ALIVE)
+        return self.own_nodes.keep(own_node, self._timeout + WAITER_GRACE_S)
 
-    async def watch(self, runtime: Runtime, place: Place, queue: Line, ahead: Node) -> Busy:
+    async def watch(self, runtime: Runtime, own_node: OwnNode, queue: Queue, ahead: QueueNode) -> Busy:
         """Have the end of the one before us wake us, and learn who holds the lock."""
         first = queue.nodes[0]
-        if (place.watched, place.seen) != (ahead.name, place.wakes):
-            await self._set_watch(runtime, place, ahead)
-        elif place.first[0] != first.name:
-            place.first = first.name, await self._nodes.owner(runtime, place.request.name, first)
-        self.places.keep(place, ALIVE)
-        return Busy(SLICE, place.first[1])
+        if (own_node.watched, own_node.seen) != (ahead.name, own_node.wakes):
+            await self._set_watch(runtime, own_node, ahead)
+        elif own_node.first[0] != first.name:
+            own_node.first = first.name, await self._nodes.owner(runtime, own_node.request.name, first)
+        self.own_nodes.keep(own_node, WAITER_GRACE_S)
+        return Busy(MAX_WAIT_S, own_node.first[1])
 
-    async def _set_watch(self, runtime: Runtime, place: Place, ahead: Node) -> None:
+    async def _set_watch(self, runtime: Runtime, own_node: OwnNode, ahead: QueueNode) -> None:
         """Who is before us may be the holder: a look at the end of the wait finds one who is not."""
-        name, directory = place.request.name, self._nodes.directory(place.request.name)
-        place.seen, place.watched = place.wakes, ""
-        place.look = lambda signal: self._session.post(GetChildren(directory, None), signal)
-        (found,) = await self._session.ask(runtime, name, [GetData(f"{directory}/{ahead.name}", place.wake)])
+        name, directory = own_node.request.name, self._nodes.directory(own_node.request.name)
+        own_node.seen, own_node.watched = own_node.wakes, ""
+        own_node.look = lambda signal: self._session.post(GetChildren(directory, None), signal)
+        (found,) = await self._session.ask(runtime, name, [GetData(f"{directory}/{ahead.name}", own_node.wake)])
         if isinstance(found, NoNodeError):
-            place.wake()
+            own_node.wake()
             found = (b"", None)
-        place.watched, place.first = ahead.name, (ahead.name, text(good(name, found)[0]))
+        own_node.watched, own_node.first = ahead.name, (ahead.name, text(checked(name, found)[0]))
 
-    async def remove(self, runtime: Runtime, place: Place) -> None:
+    async def remove(self, runtime: Runtime, own_node: OwnNode) -> None:
         """Take a place that is at its end out of the queue."""
-        paths = [place.path] if place.path else []
-        if place.doubtful:
-            paths = [path for path, _ in await self._nodes.owned(runtime, place.request)]
-        await self._nodes.delete(runtime, place.request.name, *paths)
-        self.places.forget(place)
+        paths = [own_node.path] if own_node.path else []
+        if own_node.doubtful:
+            paths = [path for path, _ in await self._nodes.owned(runtime, own_node.request)]
+        await self._nodes.delete(runtime, own_node.request.name, *paths)
+        self.own_nodes.forget(own_node)

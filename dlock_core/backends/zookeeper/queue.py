@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["Line", "Node", "component", "line", "mark", "name_of", "prefix"]
+__all__ = ["Queue", "QueueNode", "component", "mark", "name_of", "parse_queue", "prefix"]
 
 _NODE: Final = re.compile(r"([xs])-([0-9a-f]{32})-(-?\d{9,10})")
 _MARK: Final = "f-"
@@ -23,7 +23,7 @@ MAX_OFFSET: Final = 1 << 62
 _WRAP: Final = 1 << 32
 
 
-class Node(NamedTuple):
+class QueueNode(NamedTuple):
     """A place in the queue."""
 
     order: int
@@ -33,40 +33,40 @@ class Node(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class Queue:
     """All places in order, and what is added to a node's czxid to make its token."""
 
-    nodes: tuple[Node, ...]
+    nodes: tuple[QueueNode, ...]
     marks: tuple[int, ...]
 
     @property
     def offset(self) -> int:
         return self.marks[-1] if self.marks else 0
 
-    def holders(self) -> tuple[Node, ...]:
+    def holders(self) -> tuple[QueueNode, ...]:
         """Give those who are in: the first, and if it is shared, all shared ones up to the first exclusive one."""
-        stop = next((place for place, node in enumerate(self.nodes) if not node.shared), len(self.nodes))
+        stop = next((index for index, node in enumerate(self.nodes) if not node.shared), len(self.nodes))
         return self.nodes[: stop or 1]
 
-    def waiters(self) -> tuple[Node, ...]:
+    def waiters(self) -> tuple[QueueNode, ...]:
         """Give those who wait."""
         return self.nodes[len(self.holders()) :]
 
-    def ahead(self, node: Node | None, *, shared: bool) -> Node | None:
+    def ahead(self, node: QueueNode | None, *, shared: bool) -> QueueNode | None:
         """Give the nearest one whose end this one (None: a newcomer) must wait for; None when it is in."""
         before = self.nodes if node is None else self.nodes[: self.nodes.index(node)]
         return next((other for other in reversed(before) if not (shared and other.shared)), None)
 
-    def find(self, name: str) -> Node | None:
+    def find(self, name: str) -> QueueNode | None:
         """Give the place with this name."""
         return next((node for node in self.nodes if node.name == name), None)
 
-    def of(self, holder: str) -> list[Node]:
+    def of(self, holder: str) -> list[QueueNode]:
         """Give the places of a holder: one, or two when an attempt of unknown outcome was repeated."""
         return [node for node in self.nodes if node.holder == holder]
 
 
-def line(children: Sequence[str]) -> Line:
+def parse_queue(children: Sequence[str]) -> Queue:
     """Read the children of a lock's node; what is not ours is ignored."""
     nodes = [_node(found) for found in map(_NODE.fullmatch, children) if found]
     if len(nodes) > 1:
@@ -74,11 +74,11 @@ def line(children: Sequence[str]) -> Line:
         if nodes[-1].order - nodes[0].order > _WRAP // 2:  # the numbers have 32 bits, and begin again after the last
             nodes.sort(key=lambda node: node.order % _WRAP)
     marks = sorted(int(found[1]) for found in map(_MARKED.fullmatch, children) if found)
-    return Line(tuple(nodes), tuple(each for each in marks if each <= MAX_OFFSET))
+    return Queue(tuple(nodes), tuple(each for each in marks if each <= MAX_OFFSET))
 
 
-def _node(found: re.Match[str]) -> Node:
-    return Node(int(found[3]), found[1] == "s", found[2], found[0])
+def _node(found: re.Match[str]) -> QueueNode:
+    return QueueNode(int(found[3]), found[1] == "s", found[2], found[0])
 
 
 def prefix(holder: str, *, shared: bool) -> str:

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
     from dlock_core.runtime import Runtime, Signal
 
-__all__ = ["NotSent", "Session", "good"]
+__all__ = ["NotSent", "ZooKeeperSession", "checked"]
 
 
 _LOST: Final = (ConnectionLoss, ConnectionClosedError, SessionExpiredError, SessionMovedError)
@@ -53,10 +53,10 @@ class NotSent(BackendUnavailable):
     """There was no connection: the servers have not been asked, and nothing is left with them."""
 
 
-class Session:
+class ZooKeeperSession:
     """The session, made anew when it has ended; `timeout` bounds a request, `length` is asked for (seconds)."""
 
-    def __init__(self, address: Address, timeout: float, length: float) -> None:
+    def __init__(self, address: EnsembleAddress, timeout: float, length: float) -> None:
         self._address, self._timeout, self._length = address, timeout, length
         self._guard = threading.Lock()
         self._kazoo: Any = None
@@ -106,7 +106,7 @@ class Session:
         client = await self._connected(runtime, name, limit)
         session, connection = self.id, self._connections
         done = runtime.signal()
-        replies = [*[Reply() for _ in requests[1:]], Reply(done)]  # they are answered in order
+        replies = [*[KazooReply() for _ in requests[1:]], KazooReply(done)]  # they are answered in order
         for request, reply in zip(requests, replies, strict=True):
             client._call(request, reply)
         if not await runtime.wait(done, max(0.0, sent + limit - runtime.now())):
@@ -120,9 +120,9 @@ class Session:
                 self._prove(session, sent)
         return answers
 
-    def post(self, request: Any, done: Signal) -> Reply:
+    def post(self, request: Any, done: Signal) -> KazooReply:
         """Send one request from kazoo's own thread, which must not wait; the signal tells that it was answered."""
-        client, reply = self._kazoo, Reply(done)
+        client, reply = self._kazoo, KazooReply(done)
         if client is not None:
             client._call(request, reply)
         return reply
@@ -223,10 +223,10 @@ class Session:
         """Have kazoo go to another server, unless it has done so already."""
         if self._is_usable(client) and connection == self._connections:
             self._dropped = connection
-            client._call(_CONNECTION_DROP, Reply())
+            client._call(_CONNECTION_DROP, KazooReply())
 
 
-def good(name: str, answer: Any) -> Any:
+def checked(name: str, answer: Any) -> Any:
     """Turn an error of the server that nobody expected into BackendUnavailable: it has not said no."""
     if isinstance(answer, Exception):
         refused = isinstance(answer, _REFUSED)
@@ -242,7 +242,7 @@ def _end(client: Any) -> None:
         client.close()
 
 
-READ: Final = 1 << 16
+MAX_READ_BYTES: Final = 1 << 16
 """Bytes read at once."""
 
 quiet = logging.getLogger("dlock.kazoo")
@@ -256,7 +256,7 @@ def tell(signal: Signal) -> None:
         signal.set()
 
 
-class Reply:
+class KazooReply:
     """What kazoo's own result objects do, without their locks and their detour over another thread."""
 
     __slots__ = ("answer", "done")
@@ -310,7 +310,7 @@ class Stream(socket.socket):
 
     def fill(self) -> None:
         """Read what has come; to be called when there is something, or the end."""
-        self._ahead += super().recv(READ)
+        self._ahead += super().recv(MAX_READ_BYTES)
 
     def pending(self) -> int:
         """Tell how many bytes are here already."""
@@ -365,14 +365,14 @@ _URL: Final = re.compile(
     r"zookeeper://(?:(?P<user>[^:@/?#]+):(?P<password>[^:@/?#]+)@)?(?P<hosts>[^@/?#]+)(?P<chroot>(?:/[^/?#]+)*)/?"
 )
 _HOST: Final = re.compile(r"(?P<host>\[[0-9A-Fa-f:.]+\]|[^\s:\[\]]+)(?::(?P<port>\d{1,5}))?")
-_BAD: Final = (
+_BAD_URL: Final = (
     "bad ZooKeeper URL: expected zookeeper://[user:password@]host[:port],host[:port]/chroot, "
     "with every : / ? # @ of the password percent-encoded"
 )
-PORT: Final = 2181
+DEFAULT_PORT: Final = 2181
 
 
-class Address(NamedTuple):
+class EnsembleAddress(NamedTuple):
     """Where the servers are, the path under which everything is kept, and the digest credential, if any."""
 
     hosts: str
@@ -383,20 +383,20 @@ class Address(NamedTuple):
         return f"Address({self.hosts}/{'/'.join(self.chroot)})"
 
 
-def of_url(url: str) -> Address:
+def read_url(url: str) -> EnsembleAddress:
     """Parse a URL; raises ValueError, without the password."""
     found = _URL.fullmatch(url)
     if found is None or has_swallowed_options(found["hosts"] + found["chroot"]):
-        raise ValueError(_BAD)
+        raise ValueError(_BAD_URL)
     chroot = tuple(found["chroot"].split("/")[1:])
     if not {".", ".."}.isdisjoint(chroot):
-        raise ValueError(_BAD)
+        raise ValueError(_BAD_URL)
     credential = f"{unquote(found['user'])}:{unquote(found['password'])}" if found["user"] else ""
-    return Address(",".join(_host(text) for text in found["hosts"].split(",")), chroot, credential)
+    return EnsembleAddress(",".join(_host(text) for text in found["hosts"].split(",")), chroot, credential)
 
 
 def _host(text: str) -> str:
     found = _HOST.fullmatch(text)
-    if found is None or not 0 < int(found["port"] or PORT) < 1 << 16:
-        raise ValueError(_BAD)
-    return f"{found['host']}:{found['port'] or PORT}"
+    if found is None or not 0 < int(found["port"] or DEFAULT_PORT) < 1 << 16:
+        raise ValueError(_BAD_URL)
+    return f"{found['host']}:{found['port'] or DEFAULT_PORT}"

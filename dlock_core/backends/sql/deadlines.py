@@ -17,12 +17,12 @@ if TYPE_CHECKING:
 
     from dlock_core.backends.sql.port import Session
 
-__all__ = ["LIMITS", "Limits", "shut", "socket_of"]
+__all__ = ["DEADLINES", "Deadlines", "shut_socket", "socket_of"]
 
 T = TypeVar("T")
 
 
-class Limits:
+class Deadlines:
     """The time limits of the questions that are being asked now."""
 
     def __init__(self) -> None:
@@ -73,7 +73,7 @@ class Limits:
                 session.cut()  # Under the guard: once the call has ended, its connection is somebody else's.
 
 
-LIMITS: Final = Limits()
+DEADLINES: Final = Deadlines()
 """Those of this process."""
 
 
@@ -86,7 +86,7 @@ def socket_of(driver: Any) -> int:
         return -1
 
 
-def shut(number: int) -> None:
+def shut_socket(number: int) -> None:
     """Shut a socket down, from any thread; never raises."""
     with suppress(OSError), socket.socket(fileno=os.dup(number)) as connected:
         connected.shutdown(socket.SHUT_RDWR)
