@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from django.db.backends.base.base import BaseDatabaseWrapper
 
-    from dlock_core.backends.sql import Connector, Session
+    from dlock_core.backends.sql import Connection, Connector
 
 __all__ = ["pool_of"]
 
@@ -59,19 +59,19 @@ class DjangoConnector:
         self.vendor: str = wrapper.vendor
         self.errors: tuple[type[Exception], ...] = (Error, wrapper.Database.Error)
 
-    def connect(self, limit: float) -> Session:
+    def connect(self, limit: float) -> Connection:
         return within(limit, self._open)
 
-    def _open(self) -> Session:
+    def _open(self) -> Connection:
         settings = connections.settings[self.alias]  # now: tests give it the name of another database
         options = {key: value for key, value in settings["OPTIONS"].items() if key != "pool"}
         wrapper = self._kind({**settings, "OPTIONS": options, "AUTOCOMMIT": True}, f"{self.alias} (dlock)")
         wrapper.inc_thread_sharing()
         wrapper.connect()
-        return DjangoSession(wrapper)
+        return DjangoConnection(wrapper)
 
 
-class DjangoSession:
+class DjangoConnection:
     """One connection, used below Django's own cursors: no log of queries, no wrappers, no check of threads."""
 
     def __init__(self, wrapper: BaseDatabaseWrapper) -> None:
@@ -98,5 +98,5 @@ class DjangoSession:
         with suppress(Exception):
             self.driver.close()
 
-    def cut(self) -> None:
+    def abort(self) -> None:
         shut_socket(self._socket)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from sqlalchemy import Dialect
     from sqlalchemy.ext.asyncio import AsyncEngine
 
-    from dlock_core.backends.sql import Connector, Session
+    from dlock_core.backends.sql import Connection, Connector
 
 __all__ = ["as_driver_takes", "pool_of"]
 
@@ -66,8 +66,8 @@ class EngineConnector:
         self._dialect, self._source = engine.dialect, engine.pool.recreate()
         self.errors: tuple[type[Exception], ...] = (SQLAlchemyError, engine.dialect.loaded_dbapi.Error)
 
-    def connect(self, limit: float) -> Session:
-        return within(limit, lambda: EngineSession(self._dialect, self._connected()))
+    def connect(self, limit: float) -> Connection:
+        return within(limit, lambda: EngineConnection(self._dialect, self._connected()))
 
     def _connected(self) -> Any:
         """Take a new connection out of the pool for good, so that the pool's size is no limit."""
@@ -92,14 +92,14 @@ class AsyncEngineConnector(EngineConnector):
         self.errors = (*self.errors, *_own_errors(engine.dialect))
         self.call = self._loop.call
 
-    def connect(self, limit: float) -> Session:
+    def connect(self, limit: float) -> Connection:
         return self._loop.within(limit, self._open)
 
-    def _open(self) -> Session:
-        return AsyncEngineSession(self._dialect, self._connected(), self._loop)
+    def _open(self) -> Connection:
+        return AsyncEngineConnection(self._dialect, self._connected(), self._loop)
 
 
-class EngineSession:
+class EngineConnection:
     """One connection, used below SQLAlchemy's own: no log, no events, no transactions."""
 
     def __init__(self, dialect: Dialect, connection: Any) -> None:
@@ -126,11 +126,11 @@ class EngineSession:
         with suppress(Exception):
             self._dialect.do_close(self._connection)
 
-    def cut(self) -> None:
+    def abort(self) -> None:
         shut_socket(self._socket)
 
 
-class AsyncEngineSession(EngineSession):
+class AsyncEngineConnection(EngineConnection):
     """The same in the event loop of ours."""
 
     def __init__(self, dialect: Dialect, connection: Any, loop: Loop) -> None:
@@ -155,7 +155,7 @@ class AsyncEngineSession(EngineSession):
             self._loop.here(self._dialect.do_close, self._connection)
         self._loop.leave()
 
-    def cut(self) -> None:
+    def abort(self) -> None:
         """Only psycopg shows its socket, and only psycopg cannot be terminated."""
         shut_socket(self._socket)
         if hasattr(self._connection, "terminate"):

@@ -92,7 +92,7 @@ def test_block_whose_session_the_server_has_ended_is_told_although_nobody_can_be
     with pytest.raises(LeaseLost), Lock(store, NAME, renew=False) as lease:
         (seat,) = store._held()
         assert run(store.force_release(BLOCKING, NAME, lease.token))
-        until(seat.line.has_ended)
+        until(seat.connection.has_ended)
         monkeypatch.setattr(store._server, "is_held", is_held)
 
 
@@ -168,7 +168,7 @@ def test_session_that_does_not_answer_costs_no_other_its_lease(store):
         Lock(store, "well", ttl=9.0, renew=False).acquire(),
     )
     leases = [lease._held for lease in (stuck, well)]
-    session = store._reservations[leases[0].request.holder].line.number
+    session = store._reservations[leases[0].request.holder].connection.number
     os.kill(session, signal.SIGSTOP)
     try:
         answers = run(store.renew(BLOCKING, [Renewal(held.request, held.granted) for held in leases]))
@@ -208,15 +208,18 @@ def test_renewal_that_comes_after_the_release_does_not_touch_who_has_the_connect
         """Finds the connection in use, and asks again when another has got it."""
 
         async def sleep(self, seconds: float) -> None:
-            del seat.line._in_use["by"]
+            del seat.connection._in_use["by"]
             first.release()
             after.append(Lock(store, NAME, ttl=3600.0, renew=False).acquire())
 
     after: list[Any] = []
-    seat.line._in_use["by"] = "another"
+    seat.connection._in_use["by"] = "another"
     assert run(store.renew(Late(), [renewal])) == [RenewalFailure.LOST]
-    assert store._reservations[after[0]._held.request.holder].line is seat.line
-    assert "1h" in run(seat.line.step(BLOCKING, "", lambda session: session.execute("SHOW idle_session_timeout")))[0][0]
+    assert store._reservations[after[0]._held.request.holder].connection is seat.connection
+    assert (
+        "1h"
+        in run(seat.connection.step(BLOCKING, "", lambda session: session.execute("SHOW idle_session_timeout")))[0][0]
+    )
     assert after[0].release() is Released.RELEASED
 
 
@@ -261,7 +264,7 @@ class Pooled:
 def test_session_that_a_pooler_gives_to_two_is_refused_to_the_second(store, monkeypatch):
     """There each would be granted the other's lock, as one that it has already."""
     lease = Lock(store, NAME).acquire()
-    session = Pooled(store._reservations[lease._held.request.holder].line.kept.session)
+    session = Pooled(store._reservations[lease._held.request.holder].connection.dedicated.connection)
     other = made("postgresql", session=True)
     monkeypatch.setattr(other._pool.connector, "connect", lambda limit: session)
     with pytest.raises(BackendUnavailable, match="connect directly") as caught:

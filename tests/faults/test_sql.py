@@ -91,8 +91,8 @@ def test_closing_a_connection_that_has_ended_leaves_whoever_got_its_number(postg
     with_waiter(postgres, name, lambda: until(lambda: postgres._listener.is_listening))
     kept = postgres._listener._dedicated
     assert kept is not None
-    assert kept.session is not None
-    number = kept.session.driver.fileno()
+    assert kept.connection is not None
+    number = kept.connection.driver.fileno()
     run(postgres.pool.step(BLOCKING, "", lambda session: session.execute(END_LISTENERS)))
     until(lambda: not postgres._listener.is_listening)
     pairs = [socket.socketpair()]

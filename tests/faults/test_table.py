@@ -15,10 +15,10 @@ from sqlalchemy import Engine, create_engine, text
 
 from dlock_core import AsyncLock, Lock
 from dlock_core.backend import Released
-from dlock_core.backends.sql.port import Session
-from dlock_core.backends.sql.sqlite import SQLiteSession
+from dlock_core.backends.sql.port import Connection
+from dlock_core.backends.sql.sqlite import SQLiteConnection
 from dlock_core.backends.table import backend as module
-from dlock_core.backends.table import waiting
+from dlock_core.backends.table import waiting as waiting_module
 from dlock_core.backends.table.backend import TableBackend
 from dlock_core.errors import BackendUnavailable
 from dlock_core.runtime import BLOCKING, clock, run
@@ -329,7 +329,7 @@ def test_waiter_who_hears_nothing_looks_from_time_to_time(
     postgres: TableBackend, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A pooler of transactions accepts LISTEN, and nothing ever comes."""
-    monkeypatch.setattr(waiting, "CHANNEL", "elsewhere")
+    monkeypatch.setattr(waiting_module, "CHANNEL", "elsewhere")
     other = table_of_alias("postgresql")
     steps = counted(postgres, name, monkeypatch)
     first = Lock(other, name, ttl=60).acquire()
@@ -445,7 +445,7 @@ def test_missing_table_says_what_to_run(postgres: TableBackend, name: str) -> No
 
 
 def rename(store: TableBackend, old: str, new: str) -> None:
-    def step(session: Session) -> None:
+    def step(session: Connection) -> None:
         session.execute(f"ALTER TABLE {old} RENAME TO {new}")
 
     run(store.pool.step(BLOCKING, "", step))
@@ -503,7 +503,7 @@ def test_sqlite_in_memory_has_its_leases_in_memory(name: str) -> None:
     store = from_url("database+sqlite://")
     first = Lock(store, name).acquire()
     assert holders(store, name) == [first.holder]
-    assert isinstance(store.pool.connector.connect(1.0), SQLiteSession)
+    assert isinstance(store.pool.connector.connect(1.0), SQLiteConnection)
     store.close()
     assert first.release() is Released.RELEASED
 
@@ -520,7 +520,7 @@ def test_rows_of_names_that_nobody_uses_any_more_go(direct: TableBackend, name: 
         "VALUES (:name, :token, '', '', 0, :expires_at, 0)"
     )
 
-    def fill(session: Session) -> None:
+    def fill(session: Connection) -> None:
         for number in range(100):
             ended = [-LONG_AGO, 0, LONG_AGO][number % 3]
             session.execute(statement, {"name": f"{name}:{number}", "token": LONG_AGO, "expires_at": ended})

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from dlock_core.backend import Request
-    from dlock_core.backends.sql import DedicatedConnection, Pool, Session
+    from dlock_core.backends.sql import Connection, DedicatedConnection, Pool
     from dlock_core.runtime import Runtime
 
     Execute = Callable[[str, Mapping[str, Any]], list[tuple[Any, ...]]]
@@ -33,13 +33,13 @@ MAX_IDLE_CONNECTIONS: Final = 8
 class LockConnection:
     """One connection, used by one step at a time: its holder's, or the watchdog's."""
 
-    def __init__(self, dedicated: DedicatedConnection, session: Session, number: int) -> None:
+    def __init__(self, dedicated: DedicatedConnection, connection: Connection, number: int) -> None:
         self.dedicated, self.number = dedicated, number
         """The number is the session's at the server."""
-        self.vendor = session.vendor
-        self.execute, self.prepared = _ways(session)
-        """Run a statement as `Session.execute` does; `prepared` those that come again and again."""
-        self.has_ended = _ended(session)
+        self.vendor = connection.vendor
+        self.execute, self.prepared = _ways(connection)
+        """Run a statement as `Connection.execute` does; `prepared` those that come again and again."""
+        self.has_ended = _ended(connection)
         """Says whether the server has ended the session; to be asked while the line is open and nobody else uses it."""
         self.idle_limit = 0.0
         """Seconds of silence after which the server ends the session, as far as it was told."""
@@ -72,7 +72,7 @@ class LockConnection:
         return True
 
     async def step(
-        self, runtime: Runtime, name: str, function: Callable[[Session], T], limit: float | None = None
+        self, runtime: Runtime, name: str, function: Callable[[Connection], T], limit: float | None = None
     ) -> T:
         """Make a step, to its end even when the task is cancelled; after BackendUnavailable the line is closed."""
         mine = object()
@@ -88,17 +88,17 @@ class LockConnection:
             if "by" in self._in_use and self._in_use["by"] is mine:
                 del self._in_use["by"]
 
-    async def interruptibly(self, runtime: Runtime, name: str, function: Callable[[Session], T], limit: float) -> T:
+    async def interruptibly(self, runtime: Runtime, name: str, function: Callable[[Connection], T], limit: float) -> T:
         """Make a step that waits for others: a task that is cancelled cuts the connection."""
         step = self.step(runtime, name, function, limit)
         if not isinstance(runtime, Asyncio):
             return await step
-        session, task = self.dedicated.session, asyncio.ensure_future(step)
+        connection, task = self.dedicated.connection, asyncio.ensure_future(step)
         try:
             return await asyncio.shield(task)
         except asyncio.CancelledError:
-            if session is not None:
-                session.cut()
+            if connection is not None:
+                connection.abort()
             await asyncio.wait([task])
             if not task.cancelled():
                 task.exception()  # nobody else asks for it
@@ -122,7 +122,7 @@ class Reservation:
 class LockConnections:
     """Opens lines, and keeps some that nobody needs any more."""
 
-    def __init__(self, pool: Pool, prepare_session: Callable[[Session, str], int]) -> None:
+    def __init__(self, pool: Pool, prepare_session: Callable[[Connection, str], int]) -> None:
         self.pool, self._prepare_session = pool, prepare_session
         self._idle: IdlePool[LockConnection] = IdlePool(
             LockConnection.close, MAX_IDLE_CONNECTIONS, is_usable=LockConnection.is_usable
@@ -146,29 +146,31 @@ class LockConnections:
         dedicated = await self.pool.dedicated(runtime, name)
         try:
             return await dedicated.step(
-                runtime, name, lambda session: LockConnection(dedicated, session, self._prepare_session(session, name))
+                runtime,
+                name,
+                lambda connection: LockConnection(dedicated, connection, self._prepare_session(connection, name)),
             )
         except BaseException:
             await runtime.shield(dedicated.close(runtime))
             raise
 
 
-def _ways(session: Session) -> tuple[Execute, Execute]:
-    driver = session.driver
+def _ways(connection: Connection) -> tuple[Execute, Execute]:
+    driver = connection.driver
     if hasattr(driver, "pgconn") and not hasattr(driver, "__aenter__"):
         from dlock_core.backends.advisory.libpq import Libpq
 
         libpq = Libpq(driver)
         return libpq.execute, libpq.prepared
-    return session.execute, session.execute
+    return connection.execute, connection.execute
 
 
-def _ended(session: Session) -> Callable[[], object]:
+def _ended(connection: Connection) -> Callable[[], object]:
     """Give what says whether an idle session has ended: there is nothing else to read from it.
 
     Some drivers of asyncio cannot tell.
     """
-    driver = session.driver
+    driver = connection.driver
     number = socket_of(driver)
     if number < 0:
         return getattr(driver, "is_closed", bool)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from dlock_core.backend import Request
     from dlock_core.backends.advisory.connections import LockConnection, Reservation
-    from dlock_core.backends.sql import Pool, Session
+    from dlock_core.backends.sql import Connection, Pool
     from dlock_core.runtime import Runtime
 
 __all__ = ["MySQL"]
@@ -45,9 +45,9 @@ class MySQL:
     def __init__(self, pool: Pool, prefix: str) -> None:
         self._pool, self._prefix = pool, prefix
 
-    def prepare_session(self, session: Session, name: str) -> int:
+    def prepare_session(self, connection: Connection, name: str) -> int:
         """Give the number of a new session."""
-        ((number,),) = session.execute("SELECT CONNECTION_ID()")
+        ((number,),) = connection.execute("SELECT CONNECTION_ID()")
         return int(number)
 
     def lock(self, connection: LockConnection, request: Request, seconds: float | None) -> int:
@@ -143,8 +143,8 @@ class MySQL:
         return None if number is None else int(number)
 
     async def _waiting(self, runtime: Runtime, name: str) -> list[tuple[Any, ...]]:
-        def ask(session: Session) -> list[tuple[Any, ...]]:
-            return session.execute(_WAITERS_OF_MARIADB if session.vendor == "mariadb" else _WAITERS)
+        def ask(connection: Connection) -> list[tuple[Any, ...]]:
+            return connection.execute(_WAITERS_OF_MARIADB if connection.vendor == "mariadb" else _WAITERS)
 
         return await self._pool.step(runtime, name, ask)
 
@@ -158,4 +158,4 @@ class MySQL:
             await runtime.sleep(0.005)
 
     async def _ask(self, runtime: Runtime, name: str, sql: str, **params: Any) -> list[tuple[Any, ...]]:
-        return await self._pool.step(runtime, name, lambda session: session.execute(sql, params))
+        return await self._pool.step(runtime, name, lambda connection: connection.execute(sql, params))

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from dlock_core.backend import Request
     from dlock_core.backends.advisory.connections import LockConnection, Reservation
-    from dlock_core.backends.sql import Pool, Session
+    from dlock_core.backends.sql import Connection, Pool
     from dlock_core.runtime import Runtime
 
 __all__ = ["PostgreSQL"]
@@ -31,9 +31,9 @@ class PostgreSQL:
         self._sessions = Sessions(pool, prefix)
         self.is_held = self._sessions.is_held
 
-    def prepare_session(self, session: Session, name: str) -> int:
+    def prepare_session(self, connection: Connection, name: str) -> int:
         """Make a new session fit for waiting; give its number. Raises BackendUnavailable for what is not ours alone."""
-        ((number, known, is_standby, *_),) = session.execute(PREPARE_SESSION)
+        ((number, known, is_standby, *_),) = connection.execute(PREPARE_SESSION)
         if is_standby:
             raise BackendUnavailable(name, reason="a standby's locks exclude nobody: use the primary", refused=True)
         if known:
@@ -218,8 +218,12 @@ def states_of(rows: Iterable[LockRow], prefix: str) -> list[LockState]:
 
 def owner_of(row: LockRow, prefix: str) -> str:
     """Tell who it is: what the holder said of itself, or else what the database knows of the session."""
-    session = {"app": row.application_name.partition(prefix)[0].strip() or "session", "host": row.login, "pid": row.pid}
-    return row.told(prefix).owner or json.dumps({**session, "session": f"pg:{row.pid}/{row.database}"})
+    login = {
+        "app": row.application_name.partition(prefix)[0].strip() or "session",
+        "host": row.login,
+        "pid": row.pid,
+    }
+    return row.told(prefix).owner or json.dumps({**login, "session": f"pg:{row.pid}/{row.database}"})
 
 
 def _with(row: LockRow, ours: Mapping[int, Reservation]) -> LockRow:
@@ -278,4 +282,4 @@ class Sessions:
 
     async def _ask(self, runtime: Runtime, name: str, sql: str, **params: Any) -> list[tuple[Any, ...]]:
         params["key"] = key_of(name, self._prefix)
-        return await self._pool.step(runtime, name, lambda session: session.execute(sql, params))
+        return await self._pool.step(runtime, name, lambda connection: connection.execute(sql, params))

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from dlock_core.backend import LockState, Renewal, RenewalResult, Request
-    from dlock_core.backends.sql import Pool, Session
+    from dlock_core.backends.sql import Connection, Pool
     from dlock_core.runtime import Runtime
 
 __all__ = ["MySQLSessionBackend", "SessionBackend"]
@@ -125,7 +125,7 @@ class SessionBackend:
         floor = self._floors.get(request.name, 0)
         terms = request._replace(floor=floor) if floor > request.floor else request
 
-        def ask(_: Session) -> None:  # whoever is cancelled meanwhile finds the token there
+        def ask(_: Connection) -> None:  # whoever is cancelled meanwhile finds the token there
             reservation.token = self._server.lock(reservation.connection, terms, seconds)
 
         sent = clock()
@@ -164,7 +164,7 @@ class SessionBackend:
         if reservation is None or not reservation.token:
             return RenewalFailure.LOST
 
-        def prove(_: Session) -> bool:
+        def prove(_: Connection) -> bool:
             is_ours = (
                 self._reservations.get(request.holder) is reservation
             )  # else it was released, and the line may be another's
@@ -179,7 +179,7 @@ class SessionBackend:
         return RenewalFailure.LOST
 
     async def _unlock(self, runtime: Runtime, reservation: Reservation) -> bool:
-        def unlock(_: Session) -> bool:
+        def unlock(_: Connection) -> bool:
             reservation.connection.had_ended = bool(reservation.connection.has_ended())
             return self._server.unlock(reservation.connection, reservation.request)
 

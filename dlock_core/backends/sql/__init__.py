@@ -1,6 +1,6 @@
 """How a store in a database reaches it: by connections of its own in AUTOCOMMIT, never in the caller's transaction.
 
-An integration provides a `Connector`. A step is a plain blocking function of a `Session`; there is one copy of it,
+An integration provides a `Connector`. A step is a plain blocking function of a `Connection`; there is one copy of it,
 whoever waits for it: it runs in the caller's thread, in a thread for a task, or inside SQLAlchemy's greenlet.
 
     pool = Pool(connector)
@@ -11,14 +11,14 @@ whoever waits for it: it runs in the caller's thread, in a thread for a task, or
 
 from dlock_core.backends.sql.deadlines import shut_socket, socket_of
 from dlock_core.backends.sql.pool import DedicatedConnection, Pool
-from dlock_core.backends.sql.port import Connector, Session
+from dlock_core.backends.sql.port import Connection, Connector
 from dlock_core.backends.sql.threads import finished, in_threads, notifications, read_in_thread, within
 
 __all__ = [
+    "Connection",
     "Connector",
     "DedicatedConnection",
     "Pool",
-    "Session",
     "finished",
     "in_threads",
     "notifications",

@@ -15,7 +15,7 @@ from dlock_core.scheduler import Scheduler, after_fork_in_child
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from dlock_core.backends.sql.port import Session
+    from dlock_core.backends.sql.port import Connection
 
 __all__ = ["DEADLINES", "Deadlines", "shut_socket", "socket_of"]
 
@@ -32,45 +32,45 @@ class Deadlines:
     def _begin(self) -> None:
         """Have no question, as at first and in a forked child: what its parent had asked is the parent's business."""
         self._guard = threading.RLock()  # A signal handler may ask a question, too, in the middle of a method of ours.
-        self._due: dict[Session, float] = {}
+        self._due: dict[Connection, float] = {}
         self._scheduler = Scheduler(
-            "dlock-database-limits", "to cut off databases that do not answer", self._next_due, self._cut_late
+            "dlock-database-limits", "to cut off databases that do not answer", self._next_due, self._abort_late
         )
 
-    def call(self, session: Session, seconds: float, function: Callable[[Session], T]) -> T:
+    def call(self, connection: Connection, seconds: float, function: Callable[[Connection], T]) -> T:
         """Call a function of the session, which is cut if that takes longer: TimeoutError, and it is of no more use."""
         until = clock() + seconds
         try:
-            self._enter(session, until)
-            answer = function(session)
+            self._enter(connection, until)
+            answer = function(connection)
         except BaseException as error:
-            if self._end(session) or clock() < until or not isinstance(error, Exception):
+            if self._end(connection) or clock() < until or not isinstance(error, Exception):
                 raise
             raise TimeoutError(f"no answer within {format_seconds(seconds)}") from error
-        if not self._end(session):
+        if not self._end(connection):
             raise TimeoutError(f"no answer within {format_seconds(seconds)}")
         return answer
 
-    def _enter(self, session: Session, until: float) -> None:
+    def _enter(self, connection: Connection, until: float) -> None:
         with self._guard:
-            self._due[session] = until
+            self._due[connection] = until
         self._scheduler.plan(until)
 
-    def _end(self, session: Session) -> bool:
+    def _end(self, connection: Connection) -> bool:
         """Tell whether it was in time."""
         with self._guard:
-            return self._due.pop(session, None) is not None
+            return self._due.pop(connection, None) is not None
 
     def _next_due(self) -> float | None:
         with self._guard:
             return min(self._due.values(), default=None)
 
-    def _cut_late(self) -> None:
+    def _abort_late(self) -> None:
         with self._guard:
             now = clock()
-            for session in [late for late, until in self._due.items() if until <= now]:
-                del self._due[session]
-                session.cut()  # Under the guard: once the call has ended, its connection is somebody else's.
+            for connection in [late for late, until in self._due.items() if until <= now]:
+                del self._due[connection]
+                connection.abort()  # Under the guard: once the call has ended, its connection is somebody else's.
 
 
 DEADLINES: Final = Deadlines()

@@ -17,7 +17,7 @@ from dlock_core.sql.driver_errors import DatabaseFailure, classify
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
 
-    from dlock_core.backends.sql.port import Connector, Session
+    from dlock_core.backends.sql.port import Connection, Connector
     from dlock_core.runtime import Runtime
 
 __all__ = ["DedicatedConnection", "Pool"]
@@ -41,10 +41,10 @@ class Pool:
     def __init__(self, connector: Connector, *, timeout: float = 5.0) -> None:
         check_seconds("timeout", timeout)
         self.connector, self.timeout = connector, timeout
-        self.idle: IdlePool[Session] = IdlePool(methodcaller("close"), MAX_IDLE_CONNECTIONS, is_inherited=True)
+        self.idle: IdlePool[Connection] = IdlePool(methodcaller("close"), MAX_IDLE_CONNECTIONS, is_inherited=True)
 
     def step(
-        self, runtime: Runtime, name: str, function: Callable[[Session], T], limit: float | None = None
+        self, runtime: Runtime, name: str, function: Callable[[Connection], T], limit: float | None = None
     ) -> Coroutine[Any, Any, T]:
         """Give what a function of a session gives, on a connection that nobody else uses meanwhile.
 
@@ -67,12 +67,12 @@ class Pool:
         """Close the idle connections; more are opened when they are needed."""
         self.idle.clear()
 
-    def run(self, session: Session, function: Callable[[Session], T], limit: float | None) -> T:
+    def run(self, connection: Connection, function: Callable[[Connection], T], limit: float | None) -> T:
         """Make a step on a session, again while it is the victim of others."""
         until = clock() + (self.timeout if limit is None else limit)
         for left in range(MAX_CONFLICT_RETRIES, -1, -1):
             try:
-                return DEADLINES.call(session, until - clock(), function)
+                return DEADLINES.call(connection, until - clock(), function)
             except self.connector.errors as error:
                 if not left or classify(error) not in (DatabaseFailure.DEADLOCK, DatabaseFailure.SERIALIZATION):
                     raise
@@ -94,43 +94,43 @@ class Pool:
         refused = trouble in (DatabaseFailure.MISSING_TABLE, DatabaseFailure.NO_ACCESS)
         return BackendUnavailable(name, reason=reason, broken=idle, refused=refused)
 
-    def open(self, name: str) -> Session:
+    def open(self, name: str) -> Connection:
         """Connect; blocks."""
         try:
-            session = self.connector.connect(self.timeout)
+            connection = self.connector.connect(self.timeout)
         except Exception as error:  # noqa: BLE001 - it is raised again
             self.fail(name, error)
-        if session.vendor in {"mariadb", "mysql"}:
+        if connection.vendor in {"mariadb", "mysql"}:
             wait = _MYSQL % max(1, int(self.timeout * 0.8))
-            self._settle(name, session, wait, "SET SESSION TRANSACTION ISOLATION LEVEL READ COMMITTED")
-        return session
+            self._settle(name, connection, wait, "SET SESSION TRANSACTION ISOLATION LEVEL READ COMMITTED")
+        return connection
 
-    def _open_for_steps(self, name: str) -> Session:
-        session = self.open(name)
-        if session.vendor == "postgresql":  # not where one holder waits for its lock for as long as it likes
-            self._settle(name, session, _POSTGRESQL % max(1, int(self.timeout * 800)))
-        return session
+    def _open_for_steps(self, name: str) -> Connection:
+        connection = self.open(name)
+        if connection.vendor == "postgresql":  # not where one holder waits for its lock for as long as it likes
+            self._settle(name, connection, _POSTGRESQL % max(1, int(self.timeout * 800)))
+        return connection
 
-    def _settle(self, name: str, session: Session, *settings: str) -> None:
+    def _settle(self, name: str, connection: Connection, *settings: str) -> None:
         """Have the server give up before we do, or what it had begun would be done after we have said it was not."""
         try:
             for sql in settings:
-                self.run(session, lambda session, sql=sql: session.execute(sql), None)  # type: ignore[misc]
+                self.run(connection, lambda connection, sql=sql: connection.execute(sql), None)  # type: ignore[misc]
         except BaseException as error:  # noqa: BLE001 - it is raised again
-            session.close()
+            connection.close()
             self.fail(name, error)
 
-    def _step(self, name: str, function: Callable[[Session], T], limit: float | None) -> T:
-        session = self.idle.take()
-        idle = session is not None
-        session = session or self._open_for_steps(name)
+    def _step(self, name: str, function: Callable[[Connection], T], limit: float | None) -> T:
+        connection = self.idle.take()
+        idle = connection is not None
+        connection = connection or self._open_for_steps(name)
         try:
-            answer = self.run(session, function, limit)
+            answer = self.run(connection, function, limit)
         except BaseException as error:  # noqa: BLE001 - it is raised again
-            session.close()
+            connection.close()
             self.close()  # what ended this connection may have ended the others
             self.fail(name, error, idle=idle and not isinstance(error, TimeoutError))
-        self.idle.put(session)
+        self.idle.put(connection)
         return answer
 
 
@@ -139,20 +139,20 @@ class DedicatedConnection:
 
     def __init__(self, pool: Pool) -> None:
         self._pool, self._pid = pool, os.getpid()
-        self.session: Session | None = None
+        self.connection: Connection | None = None
         """None before it is opened, and after it was closed."""
 
     @property
     def is_open(self) -> bool:
         """It has not failed so far; False in a forked child, too, since it is the parent's."""
-        return self.session is not None and self._pid == os.getpid()
+        return self.connection is not None and self._pid == os.getpid()
 
     def open(self, name: str) -> None:
         """Connect; blocks."""
-        self.session = self._pool.open(name)
+        self.connection = self._pool.open(name)
 
     def step(
-        self, runtime: Runtime, name: str, function: Callable[[Session], T], limit: float | None = None
+        self, runtime: Runtime, name: str, function: Callable[[Connection], T], limit: float | None = None
     ) -> Coroutine[Any, Any, T]:
         """Make a step on this connection; after a BackendUnavailable it is closed, and all that hung on it is over."""
         return self._pool.connector.call(runtime, self._step, name, function, limit)
@@ -161,28 +161,28 @@ class DedicatedConnection:
         """Close the connection; in a forked child it stays, being the parent's."""
         if self._pid != os.getpid():
             self.forget()
-        session, self.session = self.session, None
-        if session is not None:
-            await self._pool.connector.call(runtime, session.close)
+        connection, self.connection = self.connection, None
+        if connection is not None:
+            await self._pool.connector.call(runtime, connection.close)
 
-    def cut(self) -> None:
+    def abort(self) -> None:
         """Break the connection off, from any thread; to be used where somebody else closes it."""
-        session, self.session = self.session, None
-        if session is not None and self._pid == os.getpid():
-            session.cut()
+        connection, self.connection = self.connection, None
+        if connection is not None and self._pid == os.getpid():
+            connection.abort()
 
     def forget(self) -> None:
         """In a forked child: leave the connection to the parent."""
-        inherited.append(self.session)
-        self.session = None
+        inherited.append(self.connection)
+        self.connection = None
 
-    def _step(self, name: str, function: Callable[[Session], T], limit: float | None) -> T:
-        session = self.session
-        if session is None or not self.is_open:
+    def _step(self, name: str, function: Callable[[Connection], T], limit: float | None) -> T:
+        connection = self.connection
+        if connection is None or not self.is_open:
             raise BackendUnavailable(name, reason="the connection that was kept for it is closed")
         try:
-            return self._pool.run(session, function, limit)
+            return self._pool.run(connection, function, limit)
         except BaseException as error:  # noqa: BLE001 - it is raised again
-            self.session = None
-            session.close()
+            self.connection = None
+            connection.close()
             self._pool.fail(name, error)

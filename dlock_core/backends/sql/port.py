@@ -9,12 +9,12 @@ if TYPE_CHECKING:
 
     from dlock_core.runtime import Runtime
 
-__all__ = ["Connector", "Session"]
+__all__ = ["Connection", "Connector"]
 
 T = TypeVar("T")
 
 
-class Session(Protocol):
+class Connection(Protocol):
     """One connection in AUTOCOMMIT, used by one step at a time; its methods block and raise the driver's errors."""
 
     vendor: str
@@ -40,7 +40,7 @@ class Session(Protocol):
     def close(self) -> None:
         """Close the connection; never raises."""
 
-    def cut(self) -> None:
+    def abort(self) -> None:
         """Break the connection off, from any thread: whoever waits for an answer gets an error. Never raises."""
 
 
@@ -56,7 +56,7 @@ class Connector(Protocol):
     errors: tuple[type[Exception], ...]
     """What the driver raises, while it connects, too."""
 
-    def connect(self, limit: float) -> Session:
+    def connect(self, limit: float) -> Connection:
         """Open a connection within `limit` seconds; raises one of `errors`, OSError or TimeoutError."""
 
     async def call(self, runtime: Runtime, function: Callable[..., T], *args: Any) -> T:

@@ -49,16 +49,16 @@ class SQLiteConnector:
         self.title, self._database = title, database
         self._memories: dict[int, _Memory] = {}
 
-    def connect(self, limit: float) -> SQLiteSession:
+    def connect(self, limit: float) -> SQLiteConnection:
         file = file_of(self._database())
         if file is not None:
-            return SQLiteSession(_opened(f"{file}{SUFFIX}", limit))
+            return SQLiteConnection(_opened(f"{file}{SUFFIX}", limit))
         pid = os.getpid()
         memory = self._memories.get(pid) or self._memories.setdefault(pid, _Memory(_opened(":memory:", limit)))
         return _Guest(memory)
 
 
-class SQLiteSession:
+class SQLiteConnection:
     """One connection to a sibling."""
 
     vendor = "sqlite"
@@ -81,7 +81,7 @@ class SQLiteSession:
     def close(self) -> None:
         self.driver.close()
 
-    def cut(self) -> None:
+    def abort(self) -> None:
         self.driver.interrupt()
 
 
@@ -95,7 +95,7 @@ class _Memory:
         self.driver.close()
 
 
-class _Guest(SQLiteSession):
+class _Guest(SQLiteConnection):
     """A session on that connection, one statement of which keeps nobody waiting for long."""
 
     def __init__(self, memory: _Memory) -> None:
@@ -109,7 +109,7 @@ class _Guest(SQLiteSession):
     def close(self) -> None:
         """Others go on."""
 
-    cut = close
+    abort = close
 
 
 def file_of(database: str) -> Path | None:

@@ -16,7 +16,7 @@ from dlock_core.runtime import Asyncio
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from dlock_core.backends.sql.port import Session
+    from dlock_core.backends.sql.port import Connection
     from dlock_core.runtime import Runtime
 
 __all__ = ["finished", "in_threads", "within"]
@@ -50,9 +50,9 @@ def _executor() -> ThreadPoolExecutor:
     return executor
 
 
-def within(limit: float, connect: Callable[[], Session]) -> Session:
+def within(limit: float, connect: Callable[[], Connection]) -> Connection:
     """Open a connection within `limit` seconds, whatever its driver knows of limits; one that comes late is closed."""
-    opened: Future[Session] = Future()
+    opened: Future[Connection] = Future()
     threading.Thread(target=_connect, args=(connect, opened), name="dlock-database-connect", daemon=True).start()
     try:
         return opened.result(limit)
@@ -62,14 +62,14 @@ def within(limit: float, connect: Callable[[], Session]) -> Session:
         return opened.result()  # it came this very moment
 
 
-def _connect(connect: Callable[[], Session], opened: Future[Session]) -> None:
+def _connect(connect: Callable[[], Connection], opened: Future[Connection]) -> None:
     try:
-        session = connect()
+        connection = connect()
     except BaseException as error:  # noqa: BLE001 - whoever waits for it hears of it
         _settle(opened.set_exception, error)
     else:
-        if not _settle(opened.set_result, session):
-            session.close()
+        if not _settle(opened.set_result, connection):
+            connection.close()
 
 
 def _settle(settle: Callable[[Any], None], outcome: Any) -> bool:
@@ -80,21 +80,21 @@ def _settle(settle: Callable[[Any], None], outcome: Any) -> bool:
     return True
 
 
-def read_in_thread(session: Session, heard: Callable[[str], None], ended: Callable[[], None]) -> None:
+def read_in_thread(connection: Connection, heard: Callable[[str], None], ended: Callable[[], None]) -> None:
     """Tell of each notification that comes on the session, which nobody else uses any more, until it is cut."""
-    args = (session, heard, ended)
+    args = (connection, heard, ended)
     threading.Thread(target=_read, args=args, name="dlock-database-listen", daemon=True).start()
 
 
-def _read(session: Session, heard: Callable[[str], None], ended: Callable[[], None]) -> None:
+def _read(connection: Connection, heard: Callable[[str], None], ended: Callable[[], None]) -> None:
     with suppress(Exception):  # whatever it is, it has ended
         coming = select.poll()  # select() knows no file above number 1023
-        coming.register(session.driver, select.POLLIN)
+        coming.register(connection.driver, select.POLLIN)
         while True:
             coming.poll()
-            for payload in notifications(session.driver):
+            for payload in notifications(connection.driver):
                 heard(payload)
-    session.close()
+    connection.close()
     ended()
 
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from dlock_core.backend import Renewal, RenewalResult, Request
-    from dlock_core.backends.sql import Pool, Session
+    from dlock_core.backends.sql import Connection, Pool
     from dlock_core.backends.table.statements import Dialect
     from dlock_core.runtime import Runtime
 
@@ -73,11 +73,11 @@ class TableBackend:
             "newcomer": request.queue and request.fair and ticket is None,
         }
 
-        def take(session: Session) -> tuple[Any, ...] | None:
-            answers = (session.execute(sql, params) for sql in _dialect(session).take)
+        def take(connection: Connection) -> tuple[Any, ...] | None:
+            answers = (connection.execute(sql, params) for sql in _dialect(connection).take)
             found = next((rows[0] for rows in answers if rows), None)
             if found is not None and found[0] and found[1] % TIDY == 0:
-                self._tidy(session)
+                self._tidy(connection)
             return found
 
         ours, token, left, owner = await self.pool.step(runtime, request.name, take) or (False, 0, 0, "")
@@ -109,8 +109,8 @@ class TableBackend:
         if await self._end(runtime, request):
             return Released.RELEASED
 
-        def is_held(session: Session) -> bool:
-            return bool(session.execute(_dialect(session).other, {"name": request.name}))
+        def is_held(connection: Connection) -> bool:
+            return bool(connection.execute(_dialect(connection).other, {"name": request.name}))
 
         return Released.STOLEN if await self.pool.step(runtime, request.name, is_held) else Released.EXPIRED
 
@@ -118,19 +118,19 @@ class TableBackend:
         requests = [renewal.request for renewal in renewals]
         leases = [{"name": one.name, "holder": one.holder, "ttl": _microseconds(one.ttl)} for one in requests]
         limit = min(self.pool.timeout, max(1.0, min(one.ttl for one in requests) / 3))
-        renewed = await self.pool.step(runtime, requests[0].name, lambda session: _renew(session, leases), limit)
+        renewed = await self.pool.step(runtime, requests[0].name, lambda connection: _renew(connection, leases), limit)
         return [one.ttl if one.holder in renewed else RenewalFailure.LOST for one in requests]
 
     async def inspect(self, runtime: Runtime, name: str | None = None) -> list[LockState]:
-        def read(session: Session) -> list[tuple[Any, ...]]:
-            return session.execute(_dialect(session).listing, {"name": name or ""})
+        def read(connection: Connection) -> list[tuple[Any, ...]]:
+            return connection.execute(_dialect(connection).listing, {"name": name or ""})
 
         states = [_state(row) for row in await self.pool.step(runtime, name or "", read)]
         return states if states or name is None else [LockState(name)]
 
     async def force_release(self, runtime: Runtime, name: str, token: int) -> bool:
-        def end(session: Session) -> int:
-            return _ended(session, _dialect(session).force, {"name": name, "token": token})
+        def end(connection: Connection) -> int:
+            return _ended(connection, _dialect(connection).force, {"name": name, "token": token})
 
         ended = await self.pool.step(runtime, name, end)
         self._waiters.notify(name)
@@ -143,53 +143,53 @@ class TableBackend:
     async def _look(self, runtime: Runtime, name: str) -> float:
         """Give the seconds for which the lock is held, if it is not released before; have its release told."""
 
-        def look(session: Session) -> list[tuple[Any, ...]]:
-            dialect = _dialect(session)
-            rows = session.execute(dialect.look, {"name": name, "sleep": _microseconds(SLEEP)})
+        def look(connection: Connection) -> list[tuple[Any, ...]]:
+            dialect = _dialect(connection)
+            rows = connection.execute(dialect.look, {"name": name, "sleep": _microseconds(SLEEP)})
             if dialect.note and rows and rows[0][0] > 0 and rows[0][1] < _microseconds(POLL[1]):  # or the next is late
-                session.execute(dialect.note, {"name": name, "sleep": _microseconds(POLL[1])})
+                connection.execute(dialect.note, {"name": name, "sleep": _microseconds(POLL[1])})
             return rows
 
         rows = await self.pool.step(runtime, name, look)
         return rows[0][0] / SECOND if rows else 0.0
 
-    def _tidy(self, session: Session) -> None:
+    def _tidy(self, connection: Connection) -> None:
         """Delete some rows that nobody has used for long; that it is not allowed to costs nobody the lock."""
-        dialect = _dialect(session)
+        dialect = _dialect(connection)
         with suppress(*self.pool.connector.errors):
-            for (name,) in session.execute(dialect.unused, {}):
-                session.execute(dialect.forget, {"name": name})
+            for (name,) in connection.execute(dialect.unused, {}):
+                connection.execute(dialect.forget, {"name": name})
 
     async def _end(self, runtime: Runtime, request: Request) -> int:
-        def end(session: Session) -> int:
-            return _ended(session, _dialect(session).end, {"name": request.name, "holder": request.holder})
+        def end(connection: Connection) -> int:
+            return _ended(connection, _dialect(connection).end, {"name": request.name, "holder": request.holder})
 
         ended = await self.pool.step(runtime, request.name, end)
         self._waiters.notify(request.name)
         return ended
 
 
-def _dialect(session: Session) -> Dialect:
-    return DIALECTS[session.vendor]
+def _dialect(connection: Connection) -> Dialect:
+    return DIALECTS[connection.vendor]
 
 
 def _microseconds(seconds: float) -> int:
     return round(seconds * SECOND)
 
 
-def _ended(session: Session, sql: str, params: dict[str, Any]) -> int:
-    rows = session.execute(sql, params)
-    return int(rows[0][0]) if rows else session.changed()
+def _ended(connection: Connection, sql: str, params: dict[str, Any]) -> int:
+    rows = connection.execute(sql, params)
+    return int(rows[0][0]) if rows else connection.changed()
 
 
-def _renew(session: Session, leases: list[dict[str, Any]]) -> set[str]:
+def _renew(connection: Connection, leases: list[dict[str, Any]]) -> set[str]:
     """Give the holders whose lease was renewed; an UPDATE of MySQL tells only how many."""
-    params, dialect = {"leases": json.dumps(leases)}, _dialect(session)
-    rows, changed = session.execute(dialect.renew, params), session.changed()
+    params, dialect = {"leases": json.dumps(leases)}, _dialect(connection)
+    rows, changed = connection.execute(dialect.renew, params), connection.changed()
     if changed == len(leases):
         return {lease["holder"] for lease in leases}
     if not rows and changed > 0:
-        rows = session.execute(dialect.ours, params)
+        rows = connection.execute(dialect.ours, params)
     return {holder for (holder,) in rows}
 
 

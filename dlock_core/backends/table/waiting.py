@@ -16,7 +16,7 @@ from dlock_core.runtime import clock
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from dlock_core.backends.sql import DedicatedConnection, Pool, Session
+    from dlock_core.backends.sql import Connection, DedicatedConnection, Pool
     from dlock_core.runtime import Runtime, Signal
 
 __all__ = ["LocalWaiters"]
@@ -95,7 +95,7 @@ class NotifyListener:
         """Stop listening; the connection is closed by whoever reads from it."""
         dedicated, self._dedicated, self.is_listening, self._proof = self._dedicated, None, False, ""
         if dedicated is not None:
-            dedicated.cut()
+            dedicated.abort()
 
     def forget(self) -> None:
         """In a forked child: the connection is the parent's."""
@@ -108,11 +108,11 @@ class NotifyListener:
         await dedicated.step(runtime, CHANNEL, self._begin)
         await self._pool.step(runtime, CHANNEL, self._tell)
 
-    def _begin(self, session: Session) -> None:
-        session.listen(CHANNEL, self._heard, partial(self._ended, self._proof))
+    def _begin(self, connection: Connection) -> None:
+        connection.listen(CHANNEL, self._heard, partial(self._ended, self._proof))
 
-    def _tell(self, session: Session) -> None:
-        session.execute(TELL, {"payload": self._proof})
+    def _tell(self, connection: Connection) -> None:
+        connection.execute(TELL, {"payload": self._proof})
 
     def _heard(self, payload: str) -> None:
         if payload == self._proof:
