@@ -20,6 +20,7 @@ from dlock_core.runtime import BLOCKING, run
 from dlock_core.testing import MemoryBackend
 
 pytestmark = [
+    pytest.mark.usefixtures("garbage_is_collected"),
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
     pytest.mark.filterwarnings("ignore:coroutine .* was never awaited"),
     pytest.mark.filterwarnings("ignore::ResourceWarning"),

@@ -18,6 +18,7 @@ from tests.testapp.models import Counter
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:coroutine:RuntimeWarning"),  # an interrupt may come before it is awaited
+    pytest.mark.usefixtures("garbage_is_collected"),
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
 ]
 DJANGOS = ("django/db/transaction.py", "django/db/backends/base/base.py")

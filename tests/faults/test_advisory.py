@@ -172,7 +172,7 @@ def test_session_that_does_not_answer_costs_no_other_its_lease(store):
     os.kill(session, signal.SIGSTOP)
     try:
         answers = run(store.renew(BLOCKING, [Renewal(held.request, held.granted) for held in leases]))
-        assert answers[0] is None
+        assert answers[0] is RenewalFailure.LOST
         assert answers[1] > 0
         well.renew()
     finally:

@@ -23,6 +23,7 @@ from tests.sqla_dlock.models import Base, Counter
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:coroutine:RuntimeWarning"),  # an interrupt may come before it is awaited
+    pytest.mark.usefixtures("garbage_is_collected"),
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
 ]
 

@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
 __all__ = ["FOUND", "LISTED", "RedisBackend", "checked", "holders_and_ttls"]
 
+MIN_SLEEP_S: Final = 0.002
+"""Redis 6.2 takes a BLPOP of 0.001 seconds for one without end: it calculates 0.9999 milliseconds and cuts them off."""
 LATE: Final = 0.002
 """Seconds after the end of a sleep at which the server is reminded of it: it counts in milliseconds."""
 SLICE: Final = 2.5
@@ -92,7 +94,7 @@ class RedisBackend:
             await runtime.sleep(min(seconds, CHANCE.uniform(0.05, 0.1)))
             return None
         keys, args = self.question(request)
-        sleep = ("BLPOP", f"{keys[0]}:wake:{request.holder}", f"{max(seconds, 0.001):.3f}")
+        sleep = ("BLPOP", f"{keys[0]}:wake:{request.holder}", f"{max(seconds, MIN_SLEEP_S):.3f}")
         again = ("EVALSHA", self._acquire.sha, str(len(keys)), *keys, *args)
         wire, limit = self.wire(runtime), seconds + self._timeout
         woken, reply = await converse(wire, runtime, request.name, [sleep, again], limit, seconds + LATE)
