@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 import trustme
 from django.test import override_settings
-from dlock_core.testing.contract.harness import Harness, Threads
 
 from dlock_core import BackendUnavailable, DLockError, LeaseLost, Lock, MultiLock, Released, connect
 from dlock_core.backend import Backend
 from dlock_core.runtime import clock
+from dlock_core.testing.contract.harness import Harness, Threads
 from dlock_core.testing.contract.tasks import Tasks
 from tests import processes, servers
 from tests.django_dlock.test_fencing import Adder, value
