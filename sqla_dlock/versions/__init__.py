@@ -1,7 +1,8 @@
-"""Optimistic locking for SQLAlchemy: a version column that every UPDATE and DELETE checks.
+"""Optimistic locking for SQLAlchemy: a version column that each UPDATE and DELETE checks.
 
-The check is part of the statement itself, `UPDATE … SET version = 4 WHERE id = 42 AND version = 3`: no window. Every
-flush makes it; `save_with_version` is a save of one instance that also leaves the transaction usable after a conflict.
+The check is part of the statement itself, `UPDATE … SET version = 4 WHERE id = 42 AND version = 3`, so that there is no
+window between check and write. Each flush makes it. `save_with_version` saves one instance, and leaves the transaction
+usable after a conflict, which a failed flush does not.
 """
 
 from __future__ import annotations
@@ -18,16 +19,16 @@ from sqla_dlock.stores import connection_for_writing, plain_async_session, plain
 from sqla_dlock.versions import bulk  # noqa: F401 - its listener
 from sqla_dlock.versions.aggregates import has_root, roots_of_changes
 from sqla_dlock.versions.conflicts import StaleObject, find_version, require_versions, stale_instance
-from sqla_dlock.versions.flush import is_unwatched
+from sqla_dlock.versions.flush import has_only_our_listeners
 from sqla_dlock.versions.mapping import VersionedMixin
 from sqla_dlock.versions.writes import (
     expected_version,
-    is_plain,
     is_touched,
-    plain_write,
-    remember,
+    mark_flushed,
+    needs_one_update,
     require_expected,
-    send,
+    row_update,
+    send_updates,
 )
 from sqla_dlock.versions.writes import touch as mark
 
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
     from sqlalchemy.ext.asyncio import AsyncSession, async_scoped_session
     from sqlalchemy.orm import InstanceState, Mapper, Session, scoped_session
 
-    from sqla_dlock.versions.writes import Write
+    from sqla_dlock.versions.writes import RowUpdate
 
 __all__ = [
     "StaleObject",
@@ -53,58 +54,62 @@ __all__ = [
 
 
 def save_with_version(session: Session | scoped_session[Any], instance: Any, *, expected: Any = None) -> None:
-    """Write what changed in one instance, or raise StaleObject when its row changed or went away since it was read.
+    """Write the changes of one instance; raise StaleObject if its row was changed or deleted since it was read.
 
-    After StaleObject the transaction is usable and the instance as it was, with its changes: saving it again conflicts
-    again, `session.refresh()` reads it anew. `expected` is a version that the caller knows, from an ETag for one.
-    A version that was assigned to the instance is one that the caller expects, too. Nothing is committed, and nothing
-    sent for an instance without changes (see `touch`). Other instances of the session stay unwritten, unless only a
-    flush can save this one (several tables, listeners, changed relationships, a new instance): then all are checked
-    first and flushed together.
+    After StaleObject the transaction is usable, and the instance keeps its changes: another save conflicts again, and
+    `session.refresh()` reads the row anew. Nothing is committed. Nothing is sent for an instance without changes (see
+    `touch`). Other instances of the session stay unwritten, unless only a flush can save this one (several tables,
+    listeners, changed relationships, a new instance): then all of them are checked first and flushed together.
 
-    Raises TypeError for a class without a version, a session of the other kind, or a version that is text; ValueError
-    for an instance that is not in this session, that is marked as deleted, or whose version was deferred, or read later
-    than other columns.
+    Args:
+        session: The session that the instance belongs to.
+        instance: An instance of a `VersionedMixin` class, or of a class with a `version_id_col`.
+        expected: A version that the caller knows, for example from an ETag. A version that was assigned to the
+            instance is expected as well.
+
+    Raises StaleObject. Raises TypeError for a class without a version, an AsyncSession, or a version that is text.
+    Raises ValueError for an instance that is not in this session, that is marked as deleted, or whose version was
+    deferred or read later than other columns.
     """
     session = plain_session(session, "asave_with_version")
-    state = _owned(session, instance)
+    state = _versioned_state(session, instance)
     if state.pending:
-        _require_dirty(session)
+        _lock_and_check_dirty(session)
         session.flush()
         return
-    _compare(instance, expected, "save")
+    _check_expected(instance, expected, "save")
     if not (session.is_modified(instance) or is_touched(instance)):
         return
-    if write := _plain(session, instance):
-        _send(session, state.mapper, write)
+    if write := _single_update(session, instance):
+        _send_single(session, state.mapper, write)
     else:
         mark(instance)  # a changed collection counts, too
-        _require_dirty(session)
+        _lock_and_check_dirty(session)
         session.flush()
 
 
 async def asave_with_version(
     session: AsyncSession | async_scoped_session[Any], instance: Any, *, expected: Any = None
 ) -> None:
-    """Save as `save_with_version` does, for an AsyncSession."""
+    """Save one instance of an AsyncSession; see `save_with_version`."""
     plain = plain_async_session(session, "save_with_version")
     await plain.run_sync(save_with_version, instance, expected=expected)
 
 
 def delete_with_version(session: Session | scoped_session[Any], instance: Any, *, expected: Any = None) -> None:
-    """Delete one instance, or raise StaleObject when its row changed or went away since it was read.
+    """Delete one instance; raise StaleObject if its row was changed or deleted since it was read.
 
-    After StaleObject the transaction is usable and nothing is marked as deleted. Other changes of the session are
-    checked and flushed with it. Errors as of `save_with_version`.
+    After StaleObject the transaction is usable, and nothing is marked as deleted. Other changes of the session are
+    checked and flushed along with it. The arguments and errors are those of `save_with_version`.
     """
     session = plain_session(session, "adelete_with_version")
-    state = _owned(session, instance)
+    state = _versioned_state(session, instance)
     if state.pending:
-        raise ValueError(f"{type(instance).__name__} is not in the database yet: session.expunge() forgets it")
-    _compare(instance, expected, "delete")
+        raise ValueError(f"this {type(instance).__name__} is not in the database yet: call session.expunge() instead")
+    _check_expected(instance, expected, "delete")
     with session.no_autoflush:
         along = [each for each, *_ in state.mapper.cascade_iterator("delete", state) if each not in session.new]
-        _require_dirty(session, [instance, *along])
+        _lock_and_check_dirty(session, [instance, *along])
         session.delete(instance)
     session.flush()
 
@@ -112,87 +117,104 @@ def delete_with_version(session: Session | scoped_session[Any], instance: Any, *
 async def adelete_with_version(
     session: AsyncSession | async_scoped_session[Any], instance: Any, *, expected: Any = None
 ) -> None:
-    """Delete as `delete_with_version` does, for an AsyncSession."""
+    """Delete one instance of an AsyncSession; see `delete_with_version`."""
     plain = plain_async_session(session, "delete_with_version")
     await plain.run_sync(delete_with_version, instance, expected=expected)
 
 
 def touch(session: Session | scoped_session[Any], instance: Any) -> None:
-    """Count an instance up with the next flush although nothing of it changes: what a decision was made upon, say.
+    """Count the version up with the next flush although nothing else changes, so that a save from older data conflicts.
 
-    Once per flush, together with other changes. Errors as of `save_with_version`.
+    Use it for what a decision was based on. It counts once per flush, together with other changes. The errors are those
+    of `save_with_version`.
     """
     session = plain_session(session, "atouch")
-    if not _owned(session, instance).pending:
+    if not _versioned_state(session, instance).pending:
         mark(instance)
 
 
 async def atouch(session: AsyncSession | async_scoped_session[Any], instance: Any) -> None:
-    """Count up as `touch` does, for an AsyncSession; awaits only when the instance has expired."""
+    """Count up an instance of an AsyncSession; see `touch`. It awaits only if the instance has expired."""
     await plain_async_session(session, "touch").run_sync(touch, instance)
 
 
-def _owned(session: Session, instance: Any) -> InstanceState[Any]:
+def _versioned_state(session: Session, instance: Any) -> InstanceState[Any]:
+    """Return the state of an instance; raises TypeError or ValueError if the session cannot save it."""
     try:
         state: Any = inspect(instance)
     except NoInspectionAvailable:
         state = None
     name = type(instance).__name__
     if getattr(state, "mapper", None) is None or state.mapper is state:
-        raise TypeError(f"an instance of a mapped class is needed, not {name}")
+        raise TypeError(f"an instance of a mapped class is needed, and {name} is none")
     if state.mapper.version_id_col is None:
         raise TypeError(f"{name} has no version: add VersionedMixin to its bases")
     if state.session is not session:
-        where = "belongs to another session" if state.session else "is in no session: add() it, or read it again"
+        where = "belongs to another session" if state.session else "is in no session: add() it or read it again"
         raise ValueError(f"this {name} {where}")
     if state.deleted or instance in session.deleted:
-        raise ValueError(f"this {name} is marked as deleted")
+        raise ValueError(f"this {name} is marked as deleted, so it cannot be saved")
     return state  # type: ignore[no-any-return]
 
 
-def _compare(instance: Any, expected: Any, action: str) -> None:
+def _check_expected(instance: Any, expected: Any, action: str) -> None:
     version = expected_version(instance, action)
     if expected is not None:
         require_expected(instance, expected, version, action)
 
 
-def _plain(session: Session, instance: Any) -> Write | None:
+def _single_update(session: Session, instance: Any) -> RowUpdate | None:
+    """Return the one UPDATE that saves an instance, or None if saving it takes a flush."""
     mapper = inspect(instance).mapper
     is_alone = (
-        is_unwatched(session, "before_flush", "after_flush") and not has_root(mapper) and is_plain(session, mapper)
+        has_only_our_listeners(session, "before_flush", "after_flush")
+        and not has_root(mapper)
+        and needs_one_update(session, mapper)
     )
-    write = plain_write(instance) if is_alone else None
-    return None if write is None or (session.new and _refers(mapper, write)) else write
+    write = row_update(instance) if is_alone else None
+    return None if write is None or (session.new and _may_refer_to_new_row(mapper, write)) else write
 
 
-def _refers(mapper: Mapper[Any], write: Write) -> bool:
-    """Say whether what is written may refer to a row that is yet to be inserted."""
+def _may_refer_to_new_row(mapper: Mapper[Any], write: RowUpdate) -> bool:
+    """Return whether an UPDATE sets a foreign key, which may be that of a row that the session has yet to insert."""
     return any(mapper.column_attrs[name].columns[0].foreign_keys for name in write.values)
 
 
-def _send(session: Session, mapper: Mapper[Any], write: Write) -> None:
+def _send_single(session: Session, mapper: Mapper[Any], write: RowUpdate) -> None:
     connection = connection_for_writing(session, mapper)
-    result = send(connection, mapper, [write])
+    result = send_updates(connection, mapper, [write])
     if result.rowcount == 0:
         found = find_version(connection, mapper, write.key)
         raise stale_instance(write.instance, expected=write.version, found=found, action="save")
-    remember(session, mapper, [write], result)
+    mark_flushed(session, mapper, [write], result)
 
 
-def _require_dirty(session: Session, deleted: Sequence[Any] = ()) -> None:
-    """Check and lock all that a flush is about to write, so that it cannot conflict; `deleted` will be deleted, too."""
+def _lock_and_check_dirty(session: Session, deleted: Sequence[Any] = ()) -> None:
+    """Lock and check all rows that the flush after this will write, so that the flush itself cannot conflict.
+
+    A flush that fails rolls the transaction back, or leaves it unusable. A conflict that is found before the flush
+    leaves everything as it was, and that is what `save_with_version` promises.
+
+    Args:
+        session: The session that is about to flush.
+        deleted: Instances that the caller will delete, next to those that the session knows.
+    """
     with session.no_autoflush:
         gone = {id(each): each for each in (*session.deleted, *deleted)}
         written = [each for each in session.dirty if is_touched(each) or session.is_modified(each)]
         rows = {id(each): each for each in (*written, *roots_of_changes(session)) if id(each) not in gone}
         for parent in (*rows.values(), *gone.values()):
-            rows |= {id(each): each for each in _moved(parent, is_gone=id(parent) in gone) if id(each) not in gone}
-    _require_all(session, rows.values(), "save")
-    _require_all(session, gone.values(), "delete")
+            rows |= {
+                id(each): each
+                for each in _children_that_move(parent, is_gone=id(parent) in gone)
+                if id(each) not in gone
+            }
+    _lock_and_check(session, rows.values(), "save")
+    _lock_and_check(session, gone.values(), "delete")
 
 
-def _moved(parent: Any, *, is_gone: bool) -> Iterator[Any]:
-    """Yield the children whose foreign key a flush changes because their collection has changed, or its owner goes."""
+def _children_that_move(parent: Any, *, is_gone: bool) -> Iterator[Any]:
+    """Yield the children whose foreign key a flush changes, because they moved or because their parent is deleted."""
     for relationship in inspect(parent).mapper.relationships:
         if relationship.direction is RelationshipDirection.ONETOMANY and not relationship.viewonly:
             passive = PassiveFlag.PASSIVE_OFF if is_gone else PassiveFlag.PASSIVE_NO_INITIALIZE
@@ -202,7 +224,7 @@ def _moved(parent: Any, *, is_gone: bool) -> Iterator[Any]:
                 yield from (each for each in moved if each is not None and inspect(each).persistent)
 
 
-def _require_all(session: Session, instances: Iterable[Any], action: str) -> None:
+def _lock_and_check(session: Session, instances: Iterable[Any], action: str) -> None:
     expected: dict[tuple[Connection, Mapper[Any]], list[tuple[Any, ...]]] = defaultdict(list)
     connections: dict[Mapper[Any], Connection] = {}
     for each in instances:

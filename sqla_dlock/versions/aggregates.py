@@ -1,4 +1,8 @@
-"""Aggregates: a root counts up when something that belongs to it is added, changed or deleted."""
+"""Aggregates: the version of a root counts up when something that belongs to it is added, changed or deleted.
+
+`__version_children__` names paths from the root down to its children. The flush needs them the other way round, from a
+changed child up to its roots: `_paths_to_roots`.
+"""
 
 from __future__ import annotations
 
@@ -17,61 +21,64 @@ if TYPE_CHECKING:
 
 __all__ = ["has_root", "roots_of_changes"]
 
-_ways: Final[WeakKeyDictionary[type, set[tuple[str, ...]]]] = WeakKeyDictionary()
-"""The attributes that lead from an instance of a class to its roots."""
+_paths_to_roots: Final[WeakKeyDictionary[type, set[tuple[str, ...]]]] = WeakKeyDictionary()
+"""The relationships that lead from an instance of a class up to its roots."""
 
 
-_roots: Final[list[Mapper[Any]]] = []
-"""Classes whose children are not known yet."""
+_unresolved_roots: Final[list[Mapper[Any]]] = []
+"""Root classes whose paths are not resolved yet, because the mappers of their children may not exist so far."""
 
 
 @event.listens_for(VersionedMixin, "after_mapper_constructed", propagate=True)
-def _note_root(mapper: Mapper[Any], cls: Any) -> None:
+def _register_root(mapper: Mapper[Any], cls: Any) -> None:
     if cls.__version_children__:
-        _roots.append(mapper)
+        _unresolved_roots.append(mapper)
 
 
 @event.listens_for(Mapper, "after_configured")
-def _learn_ways() -> None:
-    for root in list(_roots):
+def _resolve_paths() -> None:
+    for root in list(_unresolved_roots):
         for path in root.class_.__version_children__:
-            child, way = _walk(root, path)  # which may configure mappers, and so come back here
-            _ways.setdefault(child, set()).add(way)
-        if root in _roots:
-            _roots.remove(root)  # not before all went well: a mistake is told at every flush
+            child, way = _resolve_path(root, path)  # This may configure mappers, and so call us again.
+            _paths_to_roots.setdefault(child, set()).add(way)
+        if root in _unresolved_roots:
+            _unresolved_roots.remove(root)  # Only now: a path that leads nowhere must be an error at each flush.
 
 
-def _walk(mapper: Mapper[Any], path: str) -> tuple[type, tuple[str, ...]]:
+def _resolve_path(mapper: Mapper[Any], path: str) -> tuple[type, tuple[str, ...]]:
     way: tuple[str, ...] = ()
     for name in path.split("."):
         if name not in mapper.relationships:
             raise ArgumentError(f"__version_children__: {mapper.class_.__name__} has no relationship {name!r}")
         back = mapper.relationships[name].back_populates
         if back is None:
-            raise ArgumentError(f"{mapper.class_.__name__}.{name} needs back_populates: how else to find the root?")
+            raise ArgumentError(f"{mapper.class_.__name__}.{name} needs back_populates: a child finds its root by it")
         mapper, way = mapper.relationships[name].mapper, (back, *way)
     return mapper.class_, way
 
 
 def has_root(mapper: Mapper[Any]) -> bool:
-    """Say whether a change to an instance of this class counts up another row."""
-    return any(True for _ in _ways_from(mapper.class_))
+    """Return whether a change to an instance of this class counts up another row."""
+    return any(True for _ in _paths_from(mapper.class_))
 
 
-def _ways_from(cls: type) -> Iterator[tuple[str, ...]]:
-    return (way for base in cls.__mro__ if base in _ways for way in _ways[base])
+def _paths_from(cls: type) -> Iterator[tuple[str, ...]]:
+    return (way for base in cls.__mro__ if base in _paths_to_roots for way in _paths_to_roots[base])
 
 
 def roots_of_changes(session: Session) -> list[Any]:
-    """Return, once each, the roots of everything that the session is about to write, or writes in this flush."""
-    _learn_ways()
-    if not _ways:
+    """Return, once each, the roots of all that the session is about to write, or writes in the flush under way.
+
+    Only roots that are in the database and are not deleted count: a new one begins with its first version anyway.
+    """
+    _resolve_paths()
+    if not _paths_to_roots:
         return []
     found: dict[int, Any] = {}
     changed = [each for each in session.dirty if session.is_modified(each, include_collections=False)]
     new = {inspect(each).mapper.identity_key_from_instance(each) for each in session.new}
     for child in [*session.new, *changed, *session.deleted]:
-        for way in _ways_from(type(child)):
+        for way in _paths_from(type(child)):
             found |= {id(root): root for root in _follow(session, [child], way, new)}
     return [root for root in found.values() if inspect(root).persistent and root not in session.deleted]
 
@@ -83,9 +90,10 @@ def _follow(session: Session, instances: Iterable[Any], way: tuple[str, ...], ne
 
 
 def _parents(session: Session, child: Any, name: str, new: set[Any]) -> Iterator[Any]:
-    """Those it belonged to and those it belongs to, by the relationship and by its foreign key.
+    """Yield the parents of a child, former and present ones, by the relationship and by its foreign key.
 
-    `new` are the keys of instances that this flush inserts: the session does not find them yet, and must not read them.
+    The foreign key matters where only it was assigned: the relationship then still shows the former parent. Parents
+    whose key is among `new` are inserted by this flush. The session cannot find them yet, and would query for them.
     """
     yield from (parent for parent in get_history(child, name).sum() if parent is not None)
     relationship = inspect(child).mapper.relationships[name]
@@ -97,7 +105,7 @@ def _parents(session: Session, child: Any, name: str, new: set[Any]) -> Iterator
 
 
 def _foreign_keys(child: Any, relationship: Any) -> Iterator[tuple[Any, ...]]:
-    """The keys of its parents, old and new; none if the relationship goes by other columns than their primary key."""
+    """Yield the keys of the parents, present and former; none unless the relationship refers to their primary key."""
     mapper = inspect(child).mapper
     names = {remote: mapper.get_property_by_column(local).key for local, remote in relationship.local_remote_pairs}
     wanted = relationship.mapper.primary_key

@@ -1,4 +1,4 @@
-"""What a conflict is to SQLAlchemy: its error, and what versions rows have now."""
+"""Conflicts of versions: the error, and the queries that lock rows and find the versions that they have now."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ if TYPE_CHECKING:
 
 
 MAX_ROWS_PER_QUERY: Final = 500
-"""Rows whose keys go into one query."""
+"""More rows are checked and written in several statements: databases limit the parameters of one."""
 
 
 class StaleObject(errors.StaleObject, StaleDataError):
-    """The row changed, or went away (`found` is None), since `instance` was read with version `expected`.
+    """The row was changed or deleted (`found` is None) since `instance` was read with version `expected`.
 
-    Also SQLAlchemy's StaleDataError, so that what catches that goes on working.
+    It is also SQLAlchemy's StaleDataError, so that code which catches that goes on working.
     """
 
 
 def stale_row(
     session: Session, mapper: Mapper[Any], key: Key, *, expected: Any, found: Any, action: str
 ) -> StaleObject:
-    """Return the error for a row of which only the key is known; `instance` is None where the session has none."""
+    """Return the error for a row of which only the key is known, and emit its event."""
     instance = session.identity_map.get(mapper.identity_key_from_primary_key(key))
     model = mapper.class_ if instance is None else None
     name = key[0] if len(key) == 1 else key
@@ -48,16 +48,16 @@ def stale_row(
 
 
 def stale_instance(instance: Any, *, expected: Any, found: Any, action: str) -> StaleObject:
-    """Make the error for an instance."""
+    """Return the error for an instance, and emit its event."""
     key = instance_state(instance).identity
     name = key[0] if key is not None and len(key) == 1 else key
     return emit_conflict(StaleObject(instance, expected=expected, found=found, action=action, key=name))
 
 
 def find_version(connection: Connection, mapper: Mapper[Any], key: Key) -> Any:
-    """What version a row has now, None if it is gone.
+    """Return the version that a row has now, or None if it is gone.
 
-    On MySQL a plain SELECT may see an old one, a locking one does not.
+    On MySQL and MariaDB it takes a locking SELECT: under REPEATABLE READ a plain one may show an older version.
     """
     query = select(version_column(mapper)).where(
         *(column == part for column, part in zip(key_columns(mapper), key, strict=True))
@@ -70,28 +70,35 @@ def find_version(connection: Connection, mapper: Mapper[Any], key: Key) -> Any:
 def require_versions(
     session: Session, connection: Connection, mapper: Mapper[Any], expected: Sequence[Key], action: str
 ) -> None:
-    """Lock rows in the order of their keys, or raise StaleObject for the first that has another version.
+    """Lock rows in the order of their keys, and raise StaleObject for the first whose version is not the expected one.
 
-    `expected` are keys, each with the version as its last part. Nothing is locked on SQLite, where the transaction that
-    writes has the database for itself.
+    The order makes deadlocks between two such flushes impossible. On SQLite nothing is locked, because a transaction
+    that writes has the database for itself.
+
+    Args:
+        session: The session, which may have an instance for the error.
+        connection: Where the rows are written.
+        mapper: The class of the rows.
+        expected: The key of each row, followed by its expected version as the last element.
+        action: What the caller is about to do, "save" or "delete".
     """
-    query = _locking(mapper, action)
+    query = _locking_query(mapper, action)
     if len(expected) > MAX_ROWS_PER_QUERY:
-        with suppress(TypeError):  # keys without an order: then it is that of the database in each part only
+        with suppress(TypeError):  # Keys that Python cannot compare are in the database's order within each query only.
             expected = sorted(expected)
     for start in range(0, len(expected), MAX_ROWS_PER_QUERY):
         some = expected[start : start + MAX_ROWS_PER_QUERY]
         keys = [row[0] if len(row) == 2 else row[:-1] for row in some]
         now = {tuple(row) for row in connection.execute(query, {"dlock_keys": keys})}
         for *parts, version in (row for row in some if row not in now):
-            # Python may think two keys different that are one to the database, so that has the last word.
+            # Keys that differ in Python may be equal to the database ("a" and "A"), so the database has the last word.
             key = tuple(parts)
             if (found := find_version(connection, mapper, key)) != version:
                 raise stale_row(session, mapper, key, expected=version, found=found, action=action)
 
 
 @lru_cache(maxsize=256)
-def _locking(mapper: Mapper[Any], action: str) -> Select[Any]:
+def _locking_query(mapper: Mapper[Any], action: str) -> Select[Any]:
     columns = key_columns(mapper)
     wanted: Any = columns[0] if len(columns) == 1 else tuple_(*columns)
     query = select(*columns, version_column(mapper)).order_by(*columns)

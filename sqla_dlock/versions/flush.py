@@ -1,8 +1,16 @@
-"""What a flush does for versioned rows beyond SQLAlchemy: it says who was stale, and writes many rows at once.
+"""What a flush does for versioned rows beyond SQLAlchemy: it names the stale row, and writes many rows together.
 
-SQLAlchemy sends one UPDATE for each versioned row and tells a conflict by a count only. Here rows of the same kind are
-locked with their versions checked, and written together, inside the flush and just before it would write the first of
-them; it then finds nothing left to write. What cannot be written so is left to SQLAlchemy, row by row.
+SQLAlchemy sends one UPDATE for each versioned row, and notices a conflict by the count of rows only. Here the rows of
+one class are locked in one statement, in which their versions are read and compared, and are written in another
+(`_write_together`). That happens inside the flush, just before SQLAlchemy would write the first of them: it then finds
+nothing left to write. Rows that cannot be written so are left to SQLAlchemy, one by one.
+
+The course of a flush, by its listeners:
+
+1. `_on_flush_begins` touches the roots of all that will be written, and remembers the flush.
+2. `_before_update`, `_before_delete`, `_before_insert` come for each row. The first of them writes the batch.
+3. `_check_before_many` and `_raise_after_one` see the statements that SQLAlchemy sends itself, and name the stale row.
+4. `_on_flush_ends` and `_touch_late_roots` take care of what other listeners have changed since.
 """
 
 from __future__ import annotations
@@ -24,11 +32,11 @@ from sqla_dlock.versions.mapping import VersionedMixin, key_columns, version_col
 from sqla_dlock.versions.writes import (
     expected_version,
     forget_touch,
-    is_plain,
     is_touched,
-    plain_write,
-    remember,
-    send,
+    mark_flushed,
+    needs_one_update,
+    row_update,
+    send_updates,
     touch,
 )
 
@@ -37,9 +45,9 @@ if TYPE_CHECKING:
 
     from sqlalchemy import Connection
 
-    from sqla_dlock.versions.writes import Write
+    from sqla_dlock.versions.writes import RowUpdate
 
-__all__ = ["is_unwatched"]
+__all__ = ["has_only_our_listeners"]
 
 
 _FLUSH: Final = "dlock_flush"
@@ -68,12 +76,12 @@ _mappers: Final[WeakKeyDictionary[Any, Mapper[Any]]] = WeakKeyDictionary()
 
 
 @event.listens_for(VersionedMixin, "after_mapper_constructed", propagate=True)
-def _know_table(mapper: Mapper[Any], cls: type) -> None:
+def _register_table(mapper: Mapper[Any], cls: type) -> None:
     _mappers.setdefault(version_column(mapper).table, mapper)
 
 
 @event.listens_for(Session, "before_flush")
-def _begin(session: Session, context: Any, instances: Any) -> None:
+def _on_flush_begins(session: Session, context: Any, instances: Any) -> None:
     roots = roots_of_changes(session)
     for root in roots:
         touch(root)
@@ -82,10 +90,10 @@ def _begin(session: Session, context: Any, instances: Any) -> None:
 
 
 @event.listens_for(Session, "after_flush")
-def _end(session: Session, context: Any) -> None:
+def _on_flush_ends(session: Session, context: Any) -> None:
     if flush := context.attributes.get(_FLUSH):
         _find_late_roots(session, flush)
-        _forget(session)
+        _end_flush(session)
 
 
 @event.listens_for(Session, "after_flush_postexec")
@@ -97,7 +105,7 @@ def _touch_late_roots(session: Session, context: Any) -> None:
 
 
 @event.listens_for(Session, "after_soft_rollback")
-def _forget(session: Session, _: Any = None) -> None:
+def _end_flush(session: Session, _: Any = None) -> None:
     if flush := session.info.pop(_FLUSH, None):
         flush.session = None
 
@@ -108,17 +116,18 @@ def _find_late_roots(session: Session, flush: _Flush) -> None:
         flush.late_roots += [root for root in roots if id(root) not in known]
 
 
-def is_unwatched(session: Session, *events: str) -> bool:
-    """Is there no listener, but ours, that would miss what is written beside the unit of work?"""
+def has_only_our_listeners(session: Session, *events: str) -> bool:
+    """Return whether only dlock listens to these events: others would miss rows written outside the unit of work."""
     return all(
         known.__module__.startswith("sqla_dlock.") for name in events for known in getattr(session.dispatch, name)
     )
 
 
 def _batches(session: Session, flush: _Flush) -> dict[Mapper[Any], list[Any]]:
+    """Return the versioned instances of which a flush writes several, by the base mapper of their class."""
     found: dict[Mapper[Any], list[Any]] = defaultdict(list)
     # Most flushes write one row, and `session.dirty` is costly: the flush's own states are counted first.
-    if flush.may_batch and len(flush.context.states) > 1 and is_unwatched(session, "after_flush"):
+    if flush.may_batch and len(flush.context.states) > 1 and has_only_our_listeners(session, "after_flush"):
         for instance in session.dirty:
             if isinstance(instance, VersionedMixin):
                 found[instance_state(instance).mapper.base_mapper].append(instance)
@@ -142,7 +151,10 @@ def _before_delete(mapper: Mapper[Any], connection: Connection, state: InstanceS
 
 @event.listens_for(VersionedMixin, "before_insert", propagate=True, raw=True)
 def _before_insert(mapper: Mapper[Any], connection: Connection, state: InstanceState[Any]) -> None:
-    """A new row has no version to be expected; where it replaces one that is deleted in the same flush it counts on."""
+    """Drop a version that was assigned to a new instance: a new row has none to expect.
+
+    A row that replaces one which the same flush deletes becomes an UPDATE in SQLAlchemy, and counts on from there.
+    """
     _before_write(mapper, connection, state)
     state.dict.pop(version_key(mapper), None)
     state.committed_state.pop(version_key(mapper), None)
@@ -153,7 +165,8 @@ def _before_write(mapper: Mapper[Any], connection: Connection, state: InstanceSt
     if flush := session.info.get(_FLUSH):
         if _last_flushes.get(connection) is not flush:
             _last_flushes[connection] = flush
-        if flush.batches is None:  # not before: other listeners may have changed, added or expunged instances
+        # Not earlier than at the first write, since other listeners may have changed, added or expunged instances.
+        if flush.batches is None:
             _find_late_roots(session, flush)
             flush.batches = _batches(session, flush)
         if batch := flush.batches.pop(mapper.base_mapper, None):
@@ -161,13 +174,20 @@ def _before_write(mapper: Mapper[Any], connection: Connection, state: InstanceSt
 
 
 def _write_together(session: Session, connection: Connection, instances: Sequence[Any]) -> None:
-    """Lock and check all rows that are to be written, in the order of their keys; then write those that are alike."""
-    alike: dict[Any, list[Write]] = defaultdict(list)
+    """Lock and check all rows of a batch in the order of their keys, then write together those that are alike.
+
+    Rows are alike if the same attributes change, so that one UPDATE with many sets of parameters serves them. The
+    others are locked and checked here as well, before the first is written: so a conflict leaves no row half done, and
+    two flushes of the same rows cannot deadlock.
+    """
+    alike: dict[Any, list[RowUpdate]] = defaultdict(list)
     expected: dict[Mapper[Any], list[tuple[Any, ...]]] = defaultdict(list)
-    plain = {mapper for mapper in {instance_state(each).mapper for each in instances} if is_plain(session, mapper)}
+    single = {
+        mapper for mapper in {instance_state(each).mapper for each in instances} if needs_one_update(session, mapper)
+    }
     for each in instances:
         state: Any = instance_state(each)
-        if state.mapper in plain and (write := plain_write(each)):
+        if state.mapper in single and (write := row_update(each)):
             alike[state.mapper, tuple(write.values)].append(write)
             version = write.version
         elif is_touched(each) or session.is_modified(each, include_collections=False):
@@ -183,30 +203,32 @@ def _write_together(session: Session, connection: Connection, instances: Sequenc
             _write_alike(session, connection, mapper, writes[start : start + MAX_ROWS_PER_QUERY])
 
 
-def _write_alike(session: Session, connection: Connection, mapper: Mapper[Any], writes: Sequence[Write]) -> None:
-    result = send(connection, mapper, writes)
-    if connection.dialect.supports_sane_multi_rowcount and result.rowcount < len(writes):  # no row locks: SQLite
+def _write_alike(session: Session, connection: Connection, mapper: Mapper[Any], writes: Sequence[RowUpdate]) -> None:
+    result = send_updates(connection, mapper, writes)
+    # The rows are locked since they were checked, except on SQLite, which has no row locks: there the count decides.
+    if connection.dialect.supports_sane_multi_rowcount and result.rowcount < len(writes):
         found = [(write, find_version(connection, mapper, write.key)) for write in writes]
         next_version = version_key(mapper)
         write, version = next(((w, v) for w, v in found if v != w.values[next_version]), found[0])
         raise stale_row(session, mapper, write.key, expected=write.version, found=version, action="save")
-    remember(session, mapper, writes, result)
+    mark_flushed(session, mapper, writes, result)
 
 
 @event.listens_for(Engine, "before_execute")
-def _before_many(connection: Any, statement: Any, many: Any, params: Any, options: Any) -> None:
-    """Find out who is stale while it can still be told: many rows give one count, and a deleted row is gone."""
-    if many and (flushed := _flushed(connection, statement)):
+def _check_before_many(connection: Any, statement: Any, many: Any, params: Any, options: Any) -> None:
+    """Check the versions before an UPDATE or DELETE of many rows: afterwards one count cannot say which was stale."""
+    if many and (flushed := _find_flush(connection, statement)):
         session, mapper, binds = flushed
         expected = [tuple([row[bind] for bind in binds]) for row in many]
         require_versions(session, connection, mapper, expected, _action(statement))
 
 
 @event.listens_for(Engine, "after_execute")
-def _after_one(*execution: Any) -> None:
+def _raise_after_one(*execution: Any) -> None:
+    """Raise StaleObject, with the version found, after an UPDATE or DELETE of one row that has found no row."""
     connection, statement, many, params, _, result = execution
-    is_missed = not many and isinstance(statement, Update | Delete) and result.rowcount == 0  # asked first: it is quick
-    if is_missed and (flushed := _flushed(connection, statement)):
+    is_missed = not many and isinstance(statement, Update | Delete) and result.rowcount == 0
+    if is_missed and (flushed := _find_flush(connection, statement)):
         session, mapper, binds = flushed
         *parts, version = (params[bind] for bind in binds)
         key = tuple(parts)
@@ -214,8 +236,11 @@ def _after_one(*execution: Any) -> None:
         raise stale_row(session, mapper, key, expected=version, found=found, action=_action(statement))
 
 
-def _flushed(connection: Connection, statement: Any) -> tuple[Session, Mapper[Any], list[str]] | None:
-    """Whose flush sends a statement that has to hit versioned rows, and where those stand; None if it is none."""
+def _find_flush(connection: Connection, statement: Any) -> tuple[Session, Mapper[Any], list[str]] | None:
+    """Return the session, class and parameters of a statement by which a flush writes versioned rows; else None.
+
+    None also for a DELETE of a class with `confirm_deleted_rows=False`, which may find no row.
+    """
     if not isinstance(statement, Update | Delete):
         return None
     flush, mapper = _last_flushes.get(connection), _mappers.get(statement.table)
@@ -223,15 +248,15 @@ def _flushed(connection: Connection, statement: Any) -> tuple[Session, Mapper[An
     if session is None or mapper is None:
         return None
     is_optional = isinstance(statement, Delete) and not mapper.base_mapper.confirm_deleted_rows
-    binds = None if is_optional else _binds(statement, mapper)
+    binds = None if is_optional else _parameter_names(statement, mapper)
     return None if binds is None else (session, mapper, binds)
 
 
-def _binds(statement: Any, mapper: Mapper[Any]) -> list[str] | None:
-    """The names of the parameters that are compared with the key and, the last, with the version.
+def _parameter_names(statement: Any, mapper: Mapper[Any]) -> list[str] | None:
+    """Return the names of the parameters that are compared with the key and, as the last, with the version.
 
-    None for a statement that is not the flush's own: a listener may send others, which may find nothing. A flush names
-    its parameters after their columns.
+    None for a statement that is not the flush's own: a listener may send others on the same table, and those may find
+    no row. A statement of the flush compares exactly these columns, with parameters that are named after them.
     """
     if statement.whereclause is None:
         return None

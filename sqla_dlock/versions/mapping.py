@@ -1,4 +1,4 @@
-"""What makes a mapped class versioned: it gets a `version_id_col`, and what would silently not work is refused."""
+"""How a mapped class gets its version, a `version_id_col`; mappings that would silently check nothing are refused."""
 
 from __future__ import annotations
 
@@ -22,28 +22,31 @@ if TYPE_CHECKING:
 __all__ = ["VersionedMixin", "key_columns", "version_column", "version_key"]
 
 _BITS: Final = {BigInteger: 63, SmallInteger: 15}
-"""Bits of the largest number of a column; 31 of any other."""
+"""The bits of the largest number of a column type; other types have 31."""
 
 
 class VersionedMixin:
     """A mapped class whose rows are never written over a change that the instance has not seen.
 
-    `version` is one more after every UPDATE. It begins at the time in microseconds, so that a row that is deleted and
-    made anew under its old key is another one; in a column of fewer than 64 bits, at random. To assign it says which
-    version the caller expects: the next flush raises StaleObject if the instance was read with another. The value is
-    never written. The mixin stands before the declarative base. To call the column something else, name yours in
-    `__mapper_args__ = {"version_id_col": revision}`: `version` is then a synonym of it. Not covered: Core statements on
-    the table, and raw SQL.
+    Put the mixin before the declarative base. `version` is one more after each UPDATE. It begins at the time in
+    microseconds, so that a row that is deleted and created again under its old key does not pass for the old one; in a
+    column of fewer than 64 bits it begins at random.
+
+    A version that you assign is the one that you expect: the next flush raises StaleObject if the instance was read
+    with another, and the assigned value itself is never written. To use another column name, declare the column and
+    name it in `__mapper_args__ = {"version_id_col": revision}`; `version` is then a synonym of it.
+
+    Core statements on the table and raw SQL are not covered.
     """
 
     if TYPE_CHECKING:
         version: Mapped[int]
 
     __version_children__: ClassVar[tuple[str, ...]] = ()
-    """Relationships of an aggregate root, as "lines" or "lines.parts": a change at the end counts the root up."""
+    """The relationships of an aggregate root, such as "lines" or "lines.parts": a change at their end counts it up."""
 
     def __init_subclass__(cls, **options: Any) -> None:
-        if _begins_a_hierarchy(cls):
+        if _is_root_of_hierarchy(cls):
             _add_version(cls)
         super().__init_subclass__(**options)
 
@@ -55,43 +58,46 @@ def version_column(mapper: Mapper[Any]) -> Any:
 
 @lru_cache(maxsize=1024)
 def version_key(mapper: Mapper[Any]) -> str:
-    """The attribute that holds the version."""
+    """Return the name of the attribute that holds the version."""
     return mapper.get_property_by_column(version_column(mapper)).key
 
 
 @lru_cache(maxsize=1024)
 def key_columns(mapper: Mapper[Any]) -> tuple[Any, ...]:
-    """The primary key in the table of the version."""
+    """Return the primary key in the table of the version, which in joined inheritance may be a parent's table."""
     table = version_column(mapper).table
     return tuple(column for column in mapper.primary_key if column.table is table) or tuple(table.primary_key)
 
 
-def _begins_a_hierarchy(cls: type) -> bool:
-    """Is it to be mapped, and not below a class that has a version already?"""
-    if cls.__dict__.get("__abstract__") or not (hasattr(cls, "registry") or _static(cls, "__tablename__", "__table__")):
+def _is_root_of_hierarchy(cls: type) -> bool:
+    """Return whether a class will be mapped, and no class above it is: that one has the version of the hierarchy."""
+    if cls.__dict__.get("__abstract__") or not (
+        hasattr(cls, "registry") or _static_attribute(cls, "__tablename__", "__table__")
+    ):
         return False
     parents = (base for base in cls.__mro__[1:] if issubclass(base, VersionedMixin))
     return all(inspect(base, raiseerr=False) is None for base in parents)
 
 
-def _static(cls: type, *names: str) -> Any:
+def _static_attribute(cls: type, *names: str) -> Any:
+    """Return the first of these attributes as it stands in the class: only SQLAlchemy may call a declared_attr."""
     return next((found for name in names if (found := getattr_static(cls, name, None)) is not None), None)
 
 
 def _add_version(cls: Any) -> None:
-    own = _static(cls, "__mapper_args__") or {}
+    own = _static_attribute(cls, "__mapper_args__") or {}
     named = _arguments(cls, own).get("version_id_col")
     if named is not None and named is not vars(cls).get("version"):
         if (name := _name_of(cls, named)) not in (None, "version"):
             cls.version = synonym(name)
         return
     if vars(cls).get("version") is None:
-        # The server has a default, too: without it other software could not insert.
+        # The server has a default as well: without it, other software could not insert rows.
         cls.version = mapped_column(
             BigInteger, nullable=False, insert_default=_first_version, server_default=_FirstVersion()
         )
     version = vars(cls)["version"]
-    if isinstance(own, dict):  # which subclasses do not inherit, unlike a declared_attr
+    if isinstance(own, dict):  # Subclasses do not inherit the arguments from a dict, but they do from a declared_attr.
         cls.__mapper_args__ = {"version_id_col": version, **own}
     else:
         cls.__mapper_args__ = declared_attr.directive(lambda cls: {"version_id_col": version, **own.fget(cls)})
@@ -102,7 +108,7 @@ def _arguments(cls: Any, own: Any) -> Any:
 
 
 def _name_of(cls: type, column: Any) -> str | None:
-    """Find the attribute of the class, or of a mixin, that a column is assigned to."""
+    """Return the name of the attribute, of the class or of a mixin, that a column is assigned to."""
     return next((name for base in cls.__mro__ for name, value in vars(base).items() if value is column), None)
 
 
@@ -111,7 +117,7 @@ def _first_version() -> int:
 
 
 class _FirstVersion(FunctionElement[int]):
-    """The same as a default in the database, for rows that other software inserts."""
+    """The first version as a default of the database, for rows that other software inserts."""
 
     inherit_cache = True
     type = BigInteger()
@@ -124,12 +130,12 @@ def _in_sql(element: _FirstVersion, compiler: SQLCompiler, **_: Any) -> str:
 
 
 @event.listens_for(VersionedMixin, "after_mapper_constructed", propagate=True)
-def _refuse_unguarded(mapper: Mapper[Any], cls: type) -> None:
+def _check_mapping(mapper: Mapper[Any], cls: type) -> None:
     version = version_column(mapper)
     if version is None:
         raise ArgumentError(
-            f"{cls.__name__} has no version: VersionedMixin comes before the declarative base in its bases, and a "
-            'mapping of another kind names the column itself: version_id_col=table.c["version"]'
+            f"{cls.__name__} has no version: in its bases VersionedMixin comes before the declarative base; an "
+            'imperative mapping names the column itself, with version_id_col=table.c["version"]'
         )
     if version.table not in mapper.tables:
         raise ArgumentError(
@@ -144,20 +150,22 @@ def _refuse_unguarded(mapper: Mapper[Any], cls: type) -> None:
                 f"add VersionedMixin to the bases of {parent.class_.__name__} instead"
             )
     if mapper.get_property_by_column(version).deferred:
-        raise ArgumentError(f"the version of {cls.__name__} is deferred: read later than its row it checks nothing")
+        raise ArgumentError(
+            f"the version of {cls.__name__} is deferred: a version that is read after its row proves nothing"
+        )
     if not callable(mapper.version_id_generator):
         raise ArgumentError(
-            f"the version of {cls.__name__} is to be counted here: with version_id_generator=False the database, or "
-            "whoever forgets it, does; leave that out, or map the class without VersionedMixin"
+            f"VersionedMixin counts the version of {cls.__name__} itself, and version_id_generator=False would leave "
+            "that to the database: leave it out, or map the class without VersionedMixin"
         )
-    if mapper.version_id_generator.__module__ == Mapper.__module__:  # SQLAlchemy's own begins at 1
-        mapper.version_id_generator = _counter(version.type)
+    if mapper.version_id_generator.__module__ == Mapper.__module__:  # the default, which begins at 1
+        mapper.version_id_generator = _version_generator(version.type)
     if version.server_onupdate is None:
         # The server default is for rows that other software inserts. SQLAlchemy takes it as a sign that the server
         # counts the version, and would build every UPDATE anew, to ask for the value: a fifth of the flush's time.
         mapper._version_id_has_server_side_value = False  # noqa: SLF001
 
 
-def _counter(kind: Any) -> Callable[[Any], Any]:
+def _version_generator(kind: Any) -> Callable[[Any], Any]:
     bits = next((bits for known, bits in _BITS.items() if isinstance(kind, known)), 31)
     return lambda version: first_version(bits) if version is None else version + 1

@@ -1,4 +1,9 @@
-"""The version that an instance was read with, and UPDATEs that need no flush: of nothing but columns of one table."""
+"""The version that an instance was read with, and single UPDATEs of one table that need no flush.
+
+SQLAlchemy keeps a version next to the other columns of an instance, and may refresh it alone: after `expire(instance,
+["version"])`, or as a deferred column. Such a version is newer than the data, and a check of it would let a lost update
+pass. So the listeners here note for each instance when that happened (`_READ_LATE`), and such a version is refused.
+"""
 
 from __future__ import annotations
 
@@ -21,27 +26,27 @@ if TYPE_CHECKING:
     from sqlalchemy.orm import InstanceState, Mapper, Session
 
 __all__ = [
-    "Write",
+    "RowUpdate",
     "expected_version",
     "forget_touch",
-    "is_plain",
     "is_touched",
-    "plain_write",
+    "mark_flushed",
+    "needs_one_update",
     "read_version",
-    "remember",
     "require_expected",
-    "send",
+    "row_update",
+    "send_updates",
     "touch",
 ]
 
-_LATE: Final = "dlock_version_read_late"
+_READ_LATE: Final = "dlock_version_read_late"
 _WRITTEN: Final = "dlock_version_written"
 _TOUCHED: Final = "dlock_touched"
 
 
 @dataclass(frozen=True, slots=True)
-class Write:
-    """One row to be written: `values` by attribute, the next version among them."""
+class RowUpdate:
+    """One row to write: `values` by the names of the attributes, the next version among them."""
 
     instance: Any
     key: tuple[Any, ...]
@@ -50,23 +55,28 @@ class Write:
 
 
 @event.listens_for(VersionedMixin, "refresh", propagate=True, raw=True)
-def _note_late(state: InstanceState[Any], context: Any, names: Collection[str] | None) -> None:
-    """Note a version that is read later than other columns of its row: it says nothing of them."""
+def _on_refresh(state: InstanceState[Any], context: Any, names: Collection[str] | None) -> None:
+    """Note whether the version was read later than other columns of its row, about which it then says nothing."""
     name = version_key(state.mapper)
-    if context is None or (names is not None and name not in names):  # an UPDATE that counts in memory has no context
+    # Without a context nothing was read: a bulk UPDATE has counted the version of the instance in memory.
+    if context is None or (names is not None and name not in names):
         return
     if name not in state.dict or (names is None and state.dict[name] != state.info.get(_WRITTEN)):
-        state.info.pop(_WRITTEN, None)  # its columns are no longer those that were written
+        state.info.pop(_WRITTEN, None)  # The columns in memory are no longer those that we wrote with that version.
     is_late = names is not None and any(_was_read(state, each) for each in _changeable(state.mapper).difference(names))
     if is_late and state.dict[name] != state.info.get(_WRITTEN):
-        state.info[_LATE] = True
+        state.info[_READ_LATE] = True
     else:
-        state.info.pop(_LATE, None)
+        state.info.pop(_READ_LATE, None)
 
 
 @event.listens_for(VersionedMixin, "after_update", propagate=True, raw=True)
-def _note_written(mapper: Mapper[Any], connection: Connection, state: InstanceState[Any]) -> None:
-    """Note with which version all columns in memory are known: an autoflush may come between a query and its rows."""
+def _on_updated(mapper: Mapper[Any], connection: Connection, state: InstanceState[Any]) -> None:
+    """Note the version that a flush wrote, with which all columns in memory belong together.
+
+    An autoflush may come between a query and the loading of its rows. The rows then refresh the version of an instance
+    that has just been written, and it is not late, because it is the version of that very write.
+    """
     state.info[_WRITTEN] = state.dict.get(version_key(mapper))
 
 
@@ -81,32 +91,34 @@ def _was_read(state: InstanceState[Any], name: str) -> bool:
 
 
 def read_version(instance: Any) -> Any:
-    """Return the version that the row had when the instance was read; an expired one is read now, with all the rest.
+    """Return the version that the row had when the instance was read; an expired instance is read now as a whole.
 
-    Raises ValueError for a version that was not read together with the rest: it would make the check void.
+    Raises ValueError for a version that was not read together with the other columns, because a check of it would
+    prove nothing.
     """
     state: Any = instance_state(instance)
     name = version_key(state.mapper)
     if name not in state.dict and name in state.expired_attributes:
         getattr(instance, name)
-    if name not in state.dict or state.info.get(_LATE):
+    if name not in state.dict or state.info.get(_READ_LATE):
         raise ValueError(
-            f"{name!r} of {state.class_.__name__} was deferred, so nothing can be checked: "
-            "read it with the other columns"
+            f"{name!r} of {state.class_.__name__} was deferred, or read later than other columns, so nothing can be "
+            "checked: read it together with them"
         )
     return state.committed_state.get(name, state.dict[name])
 
 
 def expected_version(instance: Any, action: str) -> Any:
-    """Return the version that the row has to have now; raise StaleObject when the caller has assigned another.
+    """Return the version that the row must have now.
 
-    An assigned version is never written: it says which one the caller has seen.
+    Raises StaleObject if the caller has assigned another version: an assigned version is never written, it says which
+    one the caller has seen. Raises ValueError as `read_version`.
     """
     state: Any = instance_state(instance)
     name = version_key(state.mapper)
     try:
         version = read_version(instance)
-    except ObjectDeletedError as error:  # it had expired
+    except ObjectDeletedError as error:  # The instance had expired, and its row is gone.
         raise stale_instance(instance, expected=None, found=None, action=action) from error
     if name in state.committed_state:
         require_expected(instance, state.dict[name], version, action)
@@ -114,7 +126,7 @@ def expected_version(instance: Any, action: str) -> Any:
 
 
 def require_expected(instance: Any, expected: Any, version: Any, action: str) -> None:
-    """Raise StaleObject unless a version that the caller expects is that of the instance; TypeError if it is none."""
+    """Raise StaleObject unless the instance has the version that the caller expects; TypeError if that is no number."""
     if isinstance(version, int) and not isinstance(expected, int):
         raise TypeError(
             f"the expected version is a number, as versions of {type(instance).__name__} are, not {expected!r:.80}"
@@ -124,7 +136,7 @@ def require_expected(instance: Any, expected: Any, version: Any, action: str) ->
 
 
 def touch(instance: Any) -> None:
-    """Have the next flush count an instance up, once, although nothing of it changes."""
+    """Mark an instance to be counted up once by the next flush, although nothing of it changes."""
     state: Any = instance_state(instance)
     read_version(instance)
     state.info[_TOUCHED] = True
@@ -132,12 +144,12 @@ def touch(instance: Any) -> None:
 
 
 def is_touched(instance: Any) -> bool:
-    """Say whether the next flush is to count the instance up."""
+    """Return whether an instance is marked to be counted up by the next flush."""
     return _TOUCHED in instance_state(instance).info
 
 
 def forget_touch(state: InstanceState[Any]) -> bool:
-    """Take the wish to count up back, and say whether there was one."""
+    """Remove the mark of `touch`, and return whether there was one."""
     return bool(state.info.pop(_TOUCHED, False))
 
 
@@ -147,8 +159,12 @@ def _forget_touch(state: InstanceState[Any], names: Collection[str] | None) -> N
         forget_touch(state)
 
 
-def is_plain(session: Session, mapper: Mapper[Any]) -> bool:
-    """Would a flush do no more for a row of this class than one UPDATE of one table?"""
+def needs_one_update(session: Session, mapper: Mapper[Any]) -> bool:
+    """Return whether a flush of one row of this class would do no more than one UPDATE of one table.
+
+    Only then may `save_with_version` and the batches of a flush go past SQLAlchemy's unit of work: nothing that it
+    would do for the row is left out.
+    """
     events, columns = mapper.dispatch, [each.columns for each in mapper.column_attrs]
     return (
         len(mapper.tables) == 1
@@ -156,15 +172,15 @@ def is_plain(session: Session, mapper: Mapper[Any]) -> bool:
         and all(len(each) == 1 and each[0].table is mapper.local_table for each in columns)
         and mapper.batch
         and mapper.eager_defaults is not True
-        and len(list(events.before_update)) == 1  # ours
+        and len(list(events.before_update)) == 1  # only ours
         and len(list(events.after_update)) == 1
         and not list(mapper.class_manager.dispatch.refresh_flush)
         and session.connection_callable is None  # sharding
     )
 
 
-def plain_write(instance: Any) -> Write | None:
-    """Return what is to be written for an instance; None if nothing is, or if it takes a flush."""
+def row_update(instance: Any) -> RowUpdate | None:
+    """Return the UPDATE of an instance; None if nothing has changed, or if the change takes a flush."""
     state: Any = instance_state(instance)
     version_name = version_key(state.mapper)
     values: dict[str, Any] = {}
@@ -172,35 +188,35 @@ def plain_write(instance: Any) -> Write | None:
         history = state.get_history(name, PassiveFlag.PASSIVE_NO_INITIALIZE)
         if name == version_name or not history.has_changes():
             continue
-        if not _is_value(state.mapper, name, history.added):
+        if not _is_plain_value(state.mapper, name, history.added):
             return None
         values[name] = history.added[0]
     if not values and not is_touched(instance):
         return None
     version = expected_version(instance, "save")
     values[version_name] = state.mapper.version_id_generator(version)
-    return Write(instance, state.identity, version, values)
+    return RowUpdate(instance, state.identity, version, values)
 
 
-def _is_value(mapper: Mapper[Any], name: str, added: Sequence[Any]) -> bool:
+def _is_plain_value(mapper: Mapper[Any], name: str, added: Sequence[Any]) -> bool:
     if not added or isinstance(added[0], ClauseElement) or hasattr(added[0], "__clause_element__"):
         return False
     return name in mapper.column_attrs and not mapper.column_attrs[name].columns[0].primary_key
 
 
-def send(connection: Connection, mapper: Mapper[Any], writes: Sequence[Write]) -> CursorResult[Any]:
-    """Write rows of one class and the same attributes, each only if it still has its version."""
+def send_updates(connection: Connection, mapper: Mapper[Any], writes: Sequence[RowUpdate]) -> CursorResult[Any]:
+    """Update rows of one class with values for the same attributes, each only if it still has its version."""
     names = tuple(writes[0].values)
     binds = [f"dlock_{name}" for name in names] + [f"dlock_key{i}" for i in range(len(writes[0].key))]
     rows = [
         dict(zip(binds, (*write.values.values(), *write.key), strict=True)) | {"dlock_expected": write.version}
         for write in writes
     ]
-    return connection.execute(_update(mapper, names), rows if len(rows) > 1 else rows[0])
+    return connection.execute(_update_statement(mapper, names), rows if len(rows) > 1 else rows[0])
 
 
 @lru_cache(maxsize=256)
-def _update(mapper: Mapper[Any], names: tuple[str, ...]) -> Update:
+def _update_statement(mapper: Mapper[Any], names: tuple[str, ...]) -> Update:
     keys = [column == bindparam(f"dlock_key{i}", type_=column.type) for i, column in enumerate(key_columns(mapper))]
     version = version_column(mapper)
     guard = version == bindparam("dlock_expected", type_=version.type)
@@ -209,10 +225,10 @@ def _update(mapper: Mapper[Any], names: tuple[str, ...]) -> Update:
     return table.update().where(*keys, guard).values(values)  # type: ignore[no-any-return]
 
 
-def remember(session: Session, mapper: Mapper[Any], writes: Sequence[Write], result: CursorResult[Any]) -> None:
-    """Have instances show what was written, as after a flush.
+def mark_flushed(session: Session, mapper: Mapper[Any], writes: Sequence[RowUpdate], result: CursorResult[Any]) -> None:
+    """Set the attributes of instances to what was written, as a flush would.
 
-    They stay among the session's dirty ones: so a savepoint that is rolled back makes them read their rows again.
+    The instances stay in `session.dirty`, so that a rollback to a savepoint makes them read their rows again.
     """
     sent: Any = result.last_updated_params()
     by_database = [each for each in mapper.column_attrs if _is_set_by_update(each.columns[0])]
@@ -222,14 +238,14 @@ def remember(session: Session, mapper: Mapper[Any], writes: Sequence[Write], res
             set_committed_value(write.instance, name, value)
         for each in by_database:
             if each.key not in write.values:
-                _show(session, write.instance, each, row)
+                _show_database_value(session, write.instance, each, row)
 
 
 def _is_set_by_update(column: Any) -> bool:
     return column.onupdate is not None or column.server_onupdate is not None
 
 
-def _show(session: Session, instance: Any, attribute: Any, row: Mapping[str, Any]) -> None:
+def _show_database_value(session: Session, instance: Any, attribute: Any, row: Mapping[str, Any]) -> None:
     column = attribute.columns[0].key
     if column in row:
         set_committed_value(instance, attribute.key, row[column])

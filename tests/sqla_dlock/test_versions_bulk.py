@@ -264,7 +264,7 @@ def test_update_statement_counts_a_column_of_another_name(session):
 
 
 def test_update_statement_that_cannot_count_is_refused(session):
-    with pytest.raises(NotSupported, match="stands in place"):
+    with pytest.raises(NotSupported, match="which is in the table place"):
         session.execute(update(Shop).values(owner="b"))
     with pytest.raises(NotSupported, match="use values"):
         session.execute(update(Order).ordered_values((Order.reads, 5)))
@@ -450,4 +450,4 @@ def test_child_without_a_way_back_is_refused():
             session.add(Crate())
             session.flush()
     finally:
-        aggregates._roots.clear()
+        aggregates._unresolved_roots.clear()
