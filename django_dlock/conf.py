@@ -22,6 +22,7 @@ from django.utils.connection import BaseConnectionHandler
 from django.utils.module_loading import import_string
 
 from dlock_core.backends.options import tells_secret
+from dlock_core.errors import DLockError
 from dlock_core.options import ttl_seconds, wait_seconds
 from dlock_core.stores import TTL, WAIT, Store, connect
 
@@ -42,6 +43,21 @@ DATABASE_FACTORIES: Final = {
     "database": "django_dlock.backends.table.from_url",
 }
 """The functions that create the stores in a database of DATABASES, by URL scheme."""
+WRONG_SETTING: Final = (
+    ImportError,
+    ValueError,
+    TypeError,
+    LookupError,
+    AttributeError,
+    OSError,
+    ImproperlyConfigured,
+    DLockError,
+)
+"""What the creation of a backend raises for a wrong setting; OSError for a missing file, such as a certificate.
+
+Any other exception, and TimeoutError, may come from a signal handler that interrupts the creation, as Celery's soft
+time limit does: it must reach the caller unchanged.
+"""
 EXAMPLE: Final = 'DLOCK = {"default": {"BACKEND": "redis://localhost:6379/0"}}'
 
 
@@ -168,7 +184,9 @@ def _backend(alias: str, given: Any, options: dict[str, Any]) -> Backend:
         return cast("Backend", given)
     try:
         return _create_backend(given, options)
-    except Exception as error:  # Whatever it is, the message must name the entry.
+    except TimeoutError:
+        raise
+    except WRONG_SETTING as error:
         reason = f"{type(error).__name__}: {error}"
         if tells_secret(reason, str(given)):
             raise InvalidStore(f"cannot be used ({type(error).__name__})", alias, "BACKEND") from None

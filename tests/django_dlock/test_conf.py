@@ -274,5 +274,25 @@ def test_a_factory_that_quotes_its_url_does_not_spread_the_password(monkeypatch)
     assert everything_said(caught.value) == "DLOCK['default']['BACKEND']: cannot be used (ValueError)"
 
 
+@pytest.mark.parametrize("interrupt", [type("SoftTimeLimitExceeded", (Exception,), {}), TimeoutError])
+def test_exception_of_a_signal_handler_is_no_wrong_setting(monkeypatch, interrupt):
+    def interrupted(url):
+        raise interrupt  # what Celery's soft time limit, or a handler of SIGALRM, does at any line
+
+    monkeypatch.setattr("django_dlock.conf.connect", interrupted)
+    with only(BACKEND="x://host"), pytest.raises(interrupt):
+        stores["default"]
+
+
+@pytest.mark.parametrize("wrong", [ImportError, ValueError, TypeError, KeyError, AttributeError, FileNotFoundError])
+def test_error_of_a_wrong_setting_names_the_entry(monkeypatch, wrong):
+    def refuse(url):
+        raise wrong("no such certificate")
+
+    monkeypatch.setattr("django_dlock.conf.connect", refuse)
+    with only(BACKEND="x://host"), pytest.raises(InvalidStore, match=r"default.*no such certificate"):
+        stores["default"]
+
+
 def test_settings_may_be_given_in_code():
     assert Stores({"default": {"BACKEND": FAKE, "TTL": 7}})["default"].ttl == 7.0
