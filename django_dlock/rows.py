@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import contextmanager
+from copy import Error as CopyError
 from copy import deepcopy
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Final, Self, TypeVar
@@ -22,6 +23,8 @@ __all__ = ["RowLockMixin"]
 
 T = TypeVar("T")
 
+REFUSED_COPY: Final = (AttributeError, LookupError, RuntimeError, TypeError, ValueError, CopyError)
+"""What a value raises that cannot be copied; other exceptions may come from a signal handler, and must pass."""
 SAVED_VALUES: Final = "_dlock_saved"
 """Attribute of an instance that keeps the values of its fields that were last read or written."""
 
@@ -146,5 +149,5 @@ def _is_immutable(field: Any) -> bool:
 def _copied(value: Any) -> Any:
     try:
         return deepcopy(value)
-    except Exception:  # noqa: BLE001 - a value may refuse in any way; then it is compared with itself, and is unchanged
+    except REFUSED_COPY:
         return value

@@ -17,6 +17,7 @@ from django.test.utils import CaptureQueriesContext
 
 from django_dlock.errors import NotSupported, RowLocked
 from django_dlock.row_sql import _waiting_on_mysql, waiting
+from django_dlock.rows import _copied
 from dlock_core import errors as core
 from dlock_core.transactions.retry import DatabaseFailure, classify
 from tests.django_dlock.sessions import rows, second_session
@@ -828,3 +829,22 @@ def test_deadlock_is_left_to_retry_and_not_called_a_locked_row(database):
     (victim,) = errors
     assert not isinstance(victim, RowLocked)
     assert classify(victim) is DatabaseFailure.DEADLOCK
+
+
+class Uncopyable:
+    def __init__(self, error):
+        self.error = error
+
+    def __deepcopy__(self, memo):
+        raise self.error
+
+
+def test_value_that_cannot_be_copied_stays_itself_but_an_interrupt_passes():
+    value = Uncopyable(TypeError())
+    assert _copied(value) is value
+    with pytest.raises(Interrupted):
+        _copied(Uncopyable(Interrupted()))
+
+
+class Interrupted(Exception):
+    """What a signal handler raises, such as that of Celery's soft time limit."""
