@@ -34,8 +34,8 @@ class WithClock(Observed):
 
     queued: float | None = None
 
-    def note(self, what: str, name: str, *holders: str) -> None:
-        if what == "wait" and self.queued is None:
+    def record(self, method: str, name: str, *holders: str) -> None:
+        if method == "wait" and self.queued is None:
             self.queued = clock()
 
 
