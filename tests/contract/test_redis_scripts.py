@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import redis
 
-from dlock_core.backends.redis.scripts import script
+from dlock_core.backends.redis.protocol import load_script
 from tests.servers import Server
 
 LOCK, TOKENS, INDEX = "{a}", "token", "held"
@@ -23,7 +23,7 @@ def server(any_redis: Server) -> Iterator[redis.Redis]:
 
 
 def call(server: redis.Redis, name: str, *args: Any, keys: tuple[str, ...] = (LOCK, TOKENS, INDEX)) -> Any:
-    return server.eval(script(name).text, len(keys), *keys, *args)
+    return server.eval(load_script(name).text, len(keys), *keys, *args)
 
 
 def acquire(

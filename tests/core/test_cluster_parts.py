@@ -21,8 +21,16 @@ from redis.exceptions import (
 from dlock_core import connect
 from dlock_core.backend import Busy, Granted, new_request
 from dlock_core.backends.redis import addresses
-from dlock_core.backends.redis.cluster.backend import TAGS, ClusterBackend
-from dlock_core.backends.redis.cluster.routing import SLOTS, Node, Question, Routes, Slot, put, slot_of
+from dlock_core.backends.redis.cluster.backend import SHARD_COUNT, ClusterBackend
+from dlock_core.backends.redis.cluster.routing import (
+    SLOTS,
+    ClusterCommand,
+    ClusterNode,
+    SlotMap,
+    SlotTransport,
+    pipeline,
+    slot_of,
+)
 from dlock_core.errors import BackendUnavailable
 from dlock_core.runtime import BLOCKING, run
 from tests import servers
@@ -36,17 +44,17 @@ def backend() -> ClusterBackend:
 
 
 @pytest.fixture
-def routes() -> Routes:
-    return Routes(addresses.read("redis+cluster://first:1,second:2"), 0.1)
+def slots() -> SlotMap:
+    return SlotMap(addresses.seeds_from_url("redis+cluster://first:1,second:2"), 0.1)
 
 
-def learn(routes: Routes, *ranges: list[Any]) -> None:
-    routes._learn(ranges, routes._node(("first", 1)))
+def learn(slots: SlotMap, *ranges: list[Any]) -> None:
+    slots._update(ranges, slots._node(("first", 1)))
 
 
-def owner(routes: Routes, slot: int) -> str:
-    routes._is_doubtful = False
-    return run(routes.owner(BLOCKING, slot, 0)).title
+def owner(slots: SlotMap, slot: int) -> str:
+    slots._is_outdated = False
+    return run(slots.master_of(BLOCKING, slot, 0)).title
 
 
 def test_slot_of_a_tag_is_that_of_the_cluster() -> None:
@@ -56,23 +64,23 @@ def test_slot_of_a_tag_is_that_of_the_cluster() -> None:
 
 def test_every_key_of_a_name_has_the_slot_of_its_part(backend: ClusterBackend) -> None:
     for name in ("a", "order:42", "a%7Bb%7D", "x" * 512):
-        part = backend.part(name)
-        keys = (*part.keys(name), f"{part.lock_key(name)}:q", f"{part.lock_key(name)}:wake:{'f' * 32}")
-        assert {key_slot(key.encode()) for key in keys} == {part.slot.number}
+        shard = backend.shard(name)
+        keys = (*shard.keyspace.of(name), f"{shard.lock_key(name)}:q", f"{shard.lock_key(name)}:wake:{'f' * 32}")
+        assert {key_slot(key.encode()) for key in keys} == {shard.slot.number}
         assert backend.lock_key(name) == keys[0]
-        assert part.name_of(keys[0].encode()) == name
+        assert shard.keyspace.name_of(keys[0].encode()) == name
 
 
 def test_slots_of_the_parts_are_spread_evenly(backend: ClusterBackend) -> None:
-    slots = [part.slot.number for part in backend._parts]
-    assert len(set(slots)) == TAGS == 256
+    slots = [shard.slot.number for shard in backend._shards]
+    assert len(set(slots)) == SHARD_COUNT == 256
     for nodes in (2, 4, 8, 16, 32, 64):
-        assert set(Counter(slot * nodes // SLOTS for slot in slots).values()) == {TAGS // nodes}
+        assert set(Counter(slot * nodes // SLOTS for slot in slots).values()) == {SHARD_COUNT // nodes}
 
 
 def test_names_are_spread_evenly_over_the_parts(backend: ClusterBackend) -> None:
     found = Counter(backend.lock_key(f"order:{number}").partition("}")[0] for number in range(100_000))
-    assert len(found) == TAGS
+    assert len(found) == SHARD_COUNT
     assert max(found.values()) < 2 * min(found.values())
 
 
@@ -84,7 +92,7 @@ def test_url_gives_a_store(url: str) -> None:
 
 
 def test_url_is_read_with_all_that_it_says() -> None:
-    seeds = addresses.read("rediss+cluster://shop:s3c%2Fret@a,b:2,[::1]:3/?ssl_ca_certs=/ca.pem")
+    seeds = addresses.seeds_from_url("rediss+cluster://shop:s3c%2Fret@a,b:2,[::1]:3/?ssl_ca_certs=/ca.pem")
     assert seeds.addresses == [("a", 6379), ("b", 2), ("::1", 3)]
     given = seeds.pool(("c", 4)).connection_kwargs
     assert (given["host"], given["port"], given["username"], given["password"]) == ("c", 4, "shop", "s3c/ret")
@@ -110,52 +118,52 @@ def test_what_is_no_cluster_client_is_refused() -> None:
         ClusterBackend(redis.Redis())
 
 
-def test_map_says_who_has_a_slot(routes: Routes) -> None:
-    learn(routes, [0, 9, ["a", 1, b"id"], ["b", 2, b"id"]], [10, SLOTS - 1, [b"c", 3, b"id", []]])
-    assert [owner(routes, slot) for slot in (0, 9, 10, SLOTS - 1)] == ["a:1", "a:1", "c:3", "c:3"]
-    assert [node.title for node in routes.masters()] == ["a:1", "c:3"]
+def test_map_says_who_has_a_slot(slots: SlotMap) -> None:
+    learn(slots, [0, 9, ["a", 1, b"id"], ["b", 2, b"id"]], [10, SLOTS - 1, [b"c", 3, b"id", []]])
+    assert [owner(slots, slot) for slot in (0, 9, 10, SLOTS - 1)] == ["a:1", "a:1", "c:3", "c:3"]
+    assert [node.title for node in slots.masters()] == ["a:1", "c:3"]
 
 
 @pytest.mark.parametrize("host", [None, "", b""])
-def test_node_without_an_address_is_where_it_was_told_of(routes: Routes, host: Any) -> None:
-    learn(routes, [0, SLOTS - 1, [host, 7, b"id"]])
-    assert owner(routes, 5) == "first:7"
-    assert routes.moved(5, MovedError("5 :8"), routes._node(("a", 1))).title == "a:8"
+def test_node_without_an_address_is_where_it_was_told_of(slots: SlotMap, host: Any) -> None:
+    learn(slots, [0, SLOTS - 1, [host, 7, b"id"]])
+    assert owner(slots, 5) == "first:7"
+    assert slots.record_move(5, MovedError("5 :8"), slots._node(("a", 1))).title == "a:8"
 
 
-def test_correction_counts_at_once_and_for_its_slot_alone(routes: Routes) -> None:
-    learn(routes, [0, SLOTS - 1, ["a", 1, b"id"]])
-    told = routes._node(("a", 1))
-    assert routes.named(AskError("5 b:2"), told).title == "b:2"
-    assert owner(routes, 5) == "a:1"
-    routes.moved(5, MovedError("5 b:2"), told)
-    assert [owner(routes, slot) for slot in (4, 5, 6)] == ["a:1", "b:2", "a:1"]
+def test_correction_counts_at_once_and_for_its_slot_alone(slots: SlotMap) -> None:
+    learn(slots, [0, SLOTS - 1, ["a", 1, b"id"]])
+    told = slots._node(("a", 1))
+    assert slots.node_at(AskError("5 b:2"), told).title == "b:2"
+    assert owner(slots, 5) == "a:1"
+    slots.record_move(5, MovedError("5 b:2"), told)
+    assert [owner(slots, slot) for slot in (4, 5, 6)] == ["a:1", "b:2", "a:1"]
 
 
-def test_nodes_that_left_are_forgotten_and_the_first_ones_are_not(routes: Routes) -> None:
-    learn(routes, [0, SLOTS - 1, ["a", 1, b"id"], ["b", 2, b"id"]])
-    learn(routes, [0, SLOTS - 1, ["c", 3, b"id"]])
-    assert {node.title for node in routes._candidates()} == {"first:1", "second:2", "c:3"}
+def test_nodes_that_left_are_forgotten_and_the_first_ones_are_not(slots: SlotMap) -> None:
+    learn(slots, [0, SLOTS - 1, ["a", 1, b"id"], ["b", 2, b"id"]])
+    learn(slots, [0, SLOTS - 1, ["c", 3, b"id"]])
+    assert {node.title for node in slots._candidates()} == {"first:1", "second:2", "c:3"}
 
 
-def test_node_that_failed_is_asked_last(routes: Routes) -> None:
-    learn(routes, [0, SLOTS - 1, ["a", 1, b"id"], ["b", 2, b"id"]])
-    failed = routes._node(("a", 1))
+def test_node_that_failed_is_asked_last(slots: SlotMap) -> None:
+    learn(slots, [0, SLOTS - 1, ["a", 1, b"id"], ["b", 2, b"id"]])
+    failed = slots._node(("a", 1))
     failed.failed_at = 1.0
-    assert routes._candidates()[-1] is failed
+    assert slots._candidates()[-1] is failed
 
 
-def test_nodes_that_are_silent_share_the_time_of_one_request(routes: Routes, monkeypatch: pytest.MonkeyPatch) -> None:
-    learn(routes, [0, 8000, *[[f"a{number}", 1, b"id"] for number in range(6)]])
+def test_nodes_that_are_silent_share_the_time_of_one_request(slots: SlotMap, monkeypatch: pytest.MonkeyPatch) -> None:
+    learn(slots, [0, 8000, *[[f"a{number}", 1, b"id"] for number in range(6)]])
     runtime = Turned()
 
-    async def converse(node: Node, runtime: Turned, name: str, commands: Any, limit: float) -> list[Any]:
+    async def send_commands(node: ClusterNode, runtime: Turned, name: str, commands: Any, limit: float) -> list[Any]:
         runtime.time += limit
         raise BackendUnavailable("", reason=f"{node.title}: silent")
 
-    monkeypatch.setattr(Node, "converse", converse)
+    monkeypatch.setattr(ClusterNode, "send_commands", send_commands)
     with pytest.raises(RedisError, match="first:1: silent"):
-        run(routes.owner(runtime, 9000, runtime.time + 0.1))  # type: ignore[arg-type]
+        run(slots.master_of(runtime, 9000, runtime.time + 0.1))  # type: ignore[arg-type]
     assert runtime.time <= 1000.11
 
 
@@ -163,23 +171,23 @@ def test_node_that_failed_is_asked_after_the_others_and_holds_up_none_of_them(
     backend: ClusterBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What is asked of all parts at once is known of the others, and the map is read again."""
-    routes, asked = backend._routes, list[str]()
-    first = backend._parts[0].slot.number
-    learn(routes, [0, SLOTS - 1, ["well", 2, b"id"]], [first, first, ["ill", 1, b"id"]])
-    routes._is_doubtful, routes._node(("ill", 1)).failed_at = False, 1.0
+    slots, asked = backend._slots, list[str]()
+    first = backend._shards[0].slot.number
+    learn(slots, [0, SLOTS - 1, ["well", 2, b"id"]], [first, first, ["ill", 1, b"id"]])
+    slots._is_outdated, slots._node(("ill", 1)).failed_at = False, 1.0
 
-    async def converse(node: Node, runtime: Any, name: str, commands: Any, limit: float) -> list[Any]:
+    async def send_commands(node: ClusterNode, runtime: Any, name: str, commands: Any, limit: float) -> list[Any]:
         asked.append(node.title)
         if node.title == "ill:1":
             raise BackendUnavailable("", reason="ill")
         return [7] * len(commands)
 
-    monkeypatch.setattr(Node, "converse", converse)
-    questions = [Question(part.slot, ("ZCARD", part.held)) for part in backend._parts]
-    answers = run(put(routes, BLOCKING, "", questions, 1.0))
+    monkeypatch.setattr(ClusterNode, "send_commands", send_commands)
+    questions = [ClusterCommand(shard.slot, ("ZCARD", shard.keyspace.held_locks)) for shard in backend._shards]
+    answers = run(pipeline(slots, BLOCKING, "", questions, 1.0))
     assert asked == ["well:2", "ill:1"]
-    assert [answer == 7 for answer in answers] == [part.slot.number != first for part in backend._parts]
-    assert routes._is_doubtful
+    assert [answer == 7 for answer in answers] == [shard.slot.number != first for shard in backend._shards]
+    assert slots._is_outdated
 
 
 class Turned:
@@ -192,11 +200,11 @@ class Turned:
 
 
 def test_address_that_is_reached_elsewhere_is_replaced() -> None:
-    seeds = addresses.read("redis+cluster://first:1")._replace(remap=lambda where: ("near", where[1] + 1))
-    routes = Routes(seeds, 0.1)
-    learn(routes, [0, SLOTS - 1, ["a", 1, b"id"]])
-    assert owner(routes, 5) == "near:2"
-    assert [node.title for node in routes._candidates()][-1] in {"first:1", "near:2"}
+    seeds = addresses.seeds_from_url("redis+cluster://first:1")._replace(remap=lambda where: ("near", where[1] + 1))
+    slots = SlotMap(seeds, 0.1)
+    learn(slots, [0, SLOTS - 1, ["a", 1, b"id"]])
+    assert owner(slots, 5) == "near:2"
+    assert [node.title for node in slots._candidates()][-1] in {"first:1", "near:2"}
 
 
 def scripted(backend: ClusterBackend, *answers: Any) -> list[bool]:
@@ -204,15 +212,15 @@ def scripted(backend: ClusterBackend, *answers: Any) -> list[bool]:
     asked: list[bool] = []
     told = iter(answers)
 
-    async def put(
-        runtime: Any, node: Any, packed: Any, replies: int, until: float, nudge_after: float, *, asking: bool
+    async def send(
+        runtime: Any, node: Any, data: Any, replies: int, until: float, nudge_after: float, *, asking: bool
     ) -> list[Any]:
         asked.append(asking)
         return [answer] if not isinstance(answer := next(told), list) else answer
 
-    learn(backend._routes, [0, SLOTS - 1, ["a", 1, b"id"]])
-    backend._routes._is_doubtful = False
-    backend.part("a").slot._put = put  # type: ignore[method-assign]
+    learn(backend._slots, [0, SLOTS - 1, ["a", 1, b"id"]])
+    backend._slots._is_outdated = False
+    backend.shard("a").slot._send = send  # type: ignore[method-assign]
     return asked
 
 
@@ -225,7 +233,7 @@ def test_slot_that_moves_is_asked_for_until_it_has_arrived(backend: ClusterBacke
     )
     assert run(backend.try_acquire(BLOCKING, REQUEST)) == Granted(17, 30.0)
     assert asked == [False, True, False, False, False]
-    assert owner(backend._routes, backend.part("a").slot.number) == "b:2"
+    assert owner(backend._slots, backend.shard("a").slot.number) == "b:2"
 
 
 def test_slot_that_does_not_arrive_is_unavailable(backend: ClusterBackend) -> None:
@@ -239,18 +247,18 @@ def test_slot_that_does_not_arrive_is_unavailable(backend: ClusterBackend) -> No
 def test_nodes_that_point_at_each_other_are_given_up_in_time() -> None:
     backend = ClusterBackend.from_url("redis+cluster://localhost", timeout=0.1)
     scripted(backend, *[MovedError("5 b:2"), MovedError("5 a:1")] * 1000)
-    slot = backend.part("a").slot
-    put = slot._put
+    slot = backend.shard("a").slot
+    send = slot._send
 
     async def in_time(
-        runtime: Any, node: Any, packed: Any, replies: int, until: float, nudge_after: float, *, asking: bool
+        runtime: Any, node: Any, data: Any, replies: int, until: float, nudge_after: float, *, asking: bool
     ) -> list[Any]:
         if runtime.now() >= until:
-            return await Slot._put(slot, runtime, node, packed, replies, until, nudge_after, asking=asking)
-        return await put(runtime, node, packed, replies, until, nudge_after, asking=asking)
+            return await SlotTransport._send(slot, runtime, node, data, replies, until, nudge_after, asking=asking)
+        return await send(runtime, node, data, replies, until, nudge_after, asking=asking)
 
-    slot._put = in_time  # type: ignore[method-assign]
-    with pytest.raises(BackendUnavailable, match="moves: none of the nodes"):
+    slot._send = in_time  # type: ignore[method-assign]
+    with pytest.raises(BackendUnavailable, match="is moving, and no node"):
         run(backend.try_acquire(BLOCKING, REQUEST))
 
 
@@ -275,18 +283,18 @@ def test_waiter_who_cannot_sleep_at_all_is_told(backend: ClusterBackend, woken: 
 def test_node_that_is_gone_may_be_one_of_an_old_map(backend: ClusterBackend) -> None:
     """It is worth to ask again at once: the map is read first."""
     port = servers.free_port()
-    learn(backend._routes, [0, SLOTS - 1, ["127.0.0.1", port, b"id"]])
-    backend._routes._is_doubtful = False
+    learn(backend._slots, [0, SLOTS - 1, ["127.0.0.1", port, b"id"]])
+    backend._slots._is_outdated = False
     with pytest.raises(BackendUnavailable, match=f"127.0.0.1:{port}: ") as caught:
         run(backend.try_acquire(BLOCKING, REQUEST))
     assert caught.value.broken
-    assert backend._routes._is_doubtful
+    assert backend._slots._is_outdated
 
 
 def test_slot_that_nobody_serves_is_unavailable(backend: ClusterBackend) -> None:
     """A cluster may be set to go on with a part of its slots."""
-    learn(backend._routes, [0, 0, ["a", 1, b"id"]])
-    backend._routes._read = _nothing  # type: ignore[method-assign, assignment]
+    learn(backend._slots, [0, 0, ["a", 1, b"id"]])
+    backend._slots._read = _nothing  # type: ignore[method-assign, assignment]
     with pytest.raises(BackendUnavailable, match="no node of the cluster serves slot"):
         run(backend.inspect(BLOCKING, "a"))
 

@@ -9,8 +9,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dlock_core.backend import Holder, LockState, Released, RenewalFailure, Waiter
-from dlock_core.backends.redlock.nodes import merged
-from dlock_core.backends.redlock.quorum import AHEAD, Forecast, agreed, free_in, majority, released, renewal_result
+from dlock_core.backends.redlock.nodes import merge_states
+from dlock_core.backends.redlock.quorum import (
+    FORECAST_LEAD_US,
+    Forecast,
+    agreed,
+    free_in,
+    majority,
+    released,
+    renewal_result,
+)
 
 FIVE = 5
 NEEDED = majority(FIVE)
@@ -77,7 +85,7 @@ def test_release_told_by_three_of_five() -> None:
 
 def test_forecast_is_ahead_of_the_clocks_it_knows() -> None:
     assert Forecast().token(5.0) == 0
-    assert Forecast(shown=1_000_000, at=5.0).token(5.5) == 1_500_000 + AHEAD
+    assert Forecast(shown=1_000_000, at=5.0).token(5.5) == 1_500_000 + FORECAST_LEAD_US
 
 
 @dataclass
@@ -170,13 +178,13 @@ def waiter(name: str, waited_for: float) -> Waiter:
 
 def test_merged_state_shows_whom_a_majority_knows_and_until_when() -> None:
     states = [LockState("a", (holder("x", 7, left),)) for left in (9.0, 5.0, 7.0)] + [LockState("a", (holder("y", 8),))]
-    (one,) = merged("a", [*states, LockState("a")]).holders
+    (one,) = merge_states("a", [*states, LockState("a")]).holders
     assert (one.holder, one.token, one.expires_in) == ("x", 7, 5.0)
-    assert merged("a", [*states[:2], *states[3:], LockState("a"), LockState("a")]).holders == ()
+    assert merge_states("a", [*states[:2], *states[3:], LockState("a"), LockState("a")]).holders == ()
 
 
 def test_merged_state_shows_each_waiter_once_and_the_longest_first() -> None:
     one = LockState("a", (holder("x", 7),), (waiter("w", 1.0), waiter("v", 3.0)))
     other = LockState("a", (holder("x", 7),), (waiter("v", 3.1),))
     late = LockState("a", (), (waiter("x", 5.0),))
-    assert [each.holder for each in merged("a", [one, other, late]).waiters] == ["v", "w"]
+    assert [each.holder for each in merge_states("a", [one, other, late]).waiters] == ["v", "w"]

@@ -22,7 +22,7 @@ def given(pool: Any) -> dict[str, Any]:
 
 def test_url_names_sentinels_service_database_and_credentials_of_both() -> None:
     url = f"redis+sentinel://shop:{SECRET}@a,b:7000,[::1]:7001/my%20shop/3?sentinel_username=s&sentinel_password=t"
-    service = sentinel.of_url(url)
+    service = sentinel.service_from_url(url)
     assert service.name == "my shop"
     assert [(given(pool)["host"], given(pool)["port"]) for pool in service.sentinels] == [
         ("a", 26379),
@@ -36,12 +36,12 @@ def test_url_names_sentinels_service_database_and_credentials_of_both() -> None:
 
 
 def test_password_of_the_servers_is_not_told_to_the_sentinels() -> None:
-    service = sentinel.of_url(f"redis+sentinel://:{SECRET}@a/shop")
+    service = sentinel.service_from_url(f"redis+sentinel://:{SECRET}@a/shop")
     assert SECRET not in str([given(pool) for pool in service.sentinels])
 
 
 def test_tls_is_for_servers_and_sentinels_alike() -> None:
-    service = sentinel.of_url("rediss+sentinel://a,b/shop?ssl_ca_certs=/ca.pem")
+    service = sentinel.service_from_url("rediss+sentinel://a,b/shop?ssl_ca_certs=/ca.pem")
     for pool in (*service.sentinels, service.master):
         assert pool.connection_class is redis.SSLConnection
         assert given(pool)["ssl_ca_certs"] == "/ca.pem"
@@ -85,12 +85,12 @@ def test_client_without_sentinels_is_refused() -> None:
 
 def test_address_that_a_client_forces_on_its_master_is_ours_too() -> None:
     sentinels = redis.sentinel.Sentinel(SENTINELS, force_master_ip="10.1.2.3")
-    service = sentinel._of_client(sentinels.master_for("shop"))
+    service = sentinel._service_of_client(sentinels.master_for("shop"))
     assert service is not None
     assert service.address == "10.1.2.3"
 
 
 def test_redlock_refuses_masters_that_move() -> None:
     master = redis.sentinel.Sentinel(SENTINELS).master_for("shop")
-    with pytest.raises(TypeError, match="no address of its own"):
+    with pytest.raises(TypeError, match="no fixed address"):
         RedlockBackend([redis.Redis("a"), redis.Redis("b"), master])

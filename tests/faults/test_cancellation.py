@@ -183,7 +183,7 @@ def test_thread_interrupted_at_any_read_leaves_nothing(
     store: RedisBackend, direct: RedisBackend, monkeypatch: pytest.MonkeyPatch, k: int, taken: bool, answered: bool
 ) -> None:
     """The reads of an acquire: its first question; then, when it has to wait, the wake-up and the question behind it."""
-    real, me, reads = transport.read, threading.get_ident(), 0
+    real, me, reads = transport.read_reply, threading.get_ident(), 0
 
     def interrupted(connection: Any) -> Any:
         nonlocal reads
@@ -228,7 +228,7 @@ def test_connection_of_an_interrupted_waiter_is_closed_although_its_error_is_kep
     store: RedisBackend, direct: RedisBackend, monkeypatch: pytest.MonkeyPatch, redis_server: Server
 ) -> None:
     """Behind the wake-up that it waits for stands its next question: if that were carried out, it would be an orphan."""
-    real, me, reads = transport.read, threading.get_ident(), 0
+    real, me, reads = transport.read_reply, threading.get_ident(), 0
 
     def interrupted(connection: Any) -> Any:
         nonlocal reads

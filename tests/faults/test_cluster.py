@@ -16,7 +16,7 @@ from redis.cluster import ClusterNode
 from dlock_core import Lock, connect
 from dlock_core.backend import Backend, Released, Renewal, RenewalFailure
 from dlock_core.backends.redis.cluster.backend import ClusterBackend
-from dlock_core.backends.redis.scripts import script
+from dlock_core.backends.redis.protocol import load_script
 from dlock_core.errors import AcquireTimeout, BackendUnavailable, LeaseLost
 from dlock_core.runtime import BLOCKING, clock, run
 from dlock_core.testing.contract.harness import Harness, Threads
@@ -38,7 +38,7 @@ RIGHTS = (
     "+zrangebyscore +zscore +zremrangebyscore +cluster|slots +asking"
 )
 """What docs/howto/operations.md and docs/stores.md give to the user of dlock."""
-ACQUIRE, RELEASE = (script(name).sha.encode() for name in ("acquire", "release"))
+ACQUIRE, RELEASE = (load_script(name).sha.encode() for name in ("acquire", "release"))
 
 
 @pytest.fixture(scope="module")

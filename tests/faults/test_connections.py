@@ -91,7 +91,7 @@ def test_connection_that_was_idle_for_long_is_looked_at(
     backend: RedisBackend, proxy: Proxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """So that a server which closes idle connections costs no failed request at all."""
-    monkeypatch.setattr(transport, "TRUSTED", 0.0)
+    monkeypatch.setattr(transport, "TRUSTED_IDLE_S", 0.0)
     Lock(backend, "a").acquire().release()
     proxy.cut()
     threading.Event().wait(0.05)
@@ -120,7 +120,7 @@ def test_threads_share_a_store_and_no_connection(direct: RedisBackend) -> None:
 
 
 def test_idle_connections_are_kept_up_to_a_limit(direct: RedisBackend, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transport, "IDLE_KEPT", 3)
+    monkeypatch.setattr(transport, "MAX_IDLE_CONNECTIONS", 3)
     wire = direct._blocking
     for one in [wire.checkout() for _ in range(6)]:
         wire.checkin(one)

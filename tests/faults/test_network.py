@@ -7,7 +7,7 @@ import redis
 
 from dlock_core.backend import Released
 from dlock_core.backends.redis.backend import RedisBackend
-from dlock_core.backends.redis.scripts import script
+from dlock_core.backends.redis.protocol import load_script
 from dlock_core.errors import AcquireTimeout, BackendUnavailable
 from dlock_core.runtime import clock
 from dlock_core.testing.contract.harness import Harness
@@ -17,7 +17,9 @@ from tests.proxy import Proxy
 from tests.servers import Server
 from tests.waiting import until
 
-ACQUIRE, RELEASE, RENEW, WITHDRAW = (script(name).sha.encode() for name in ("acquire", "release", "renew", "abandon"))
+ACQUIRE, RELEASE, RENEW, WITHDRAW = (
+    load_script(name).sha.encode() for name in ("acquire", "release", "renew", "abandon")
+)
 WITHIN = 30.0
 
 
@@ -26,7 +28,7 @@ def _known_scripts(redis_server: Server) -> None:
     """Servers know the scripts, so that a question is one request."""
     with redis.Redis.from_url(redis_server.url) as client:
         for name in ("acquire", "release", "renew", "abandon"):
-            client.script_load(script(name).text)
+            client.script_load(load_script(name).text)
 
 
 def connect(harness: Harness) -> None:

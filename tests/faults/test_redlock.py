@@ -15,8 +15,8 @@ import trustme
 from dlock_core import AsyncLock, Lock, connect
 from dlock_core.backend import Released
 from dlock_core.backends.redis.backend import RedisBackend
-from dlock_core.backends.redis.scripts import script
-from dlock_core.backends.redis.transport import converse
+from dlock_core.backends.redis.protocol import load_script
+from dlock_core.backends.redis.transport import send_commands
 from dlock_core.backends.redlock import broadcast
 from dlock_core.backends.redlock.backend import RedlockBackend
 from dlock_core.errors import AcquireTimeout, BackendUnavailable, LeaseLost
@@ -40,7 +40,7 @@ LIMIT = 0.25
 SECRET = "s3cr3t/p:ss@w"
 QUOTED = "s3cr3t%2Fp%3Ass%40w"
 ACQUIRE, RELEASE, RENEW, WITHDRAW, ADOPT = (
-    script(name).sha.encode() for name in ("acquire", "release", "renew", "abandon", "adopt")
+    load_script(name).sha.encode() for name in ("acquire", "release", "renew", "abandon", "adopt")
 )
 
 
@@ -470,7 +470,7 @@ def test_cancelled_acquire_writes_nothing_on_a_connection_that_is_somebody_elses
         with pytest.raises(asyncio.CancelledError):
             await locking
         for node in direct._nodes.all:
-            assert await converse(node.tasks, ASYNCIO, "", [("ECHO", node.title)], WITHIN) == [node.title.encode()]
+            assert await send_commands(node.tasks, ASYNCIO, "", [("ECHO", node.title)], WITHIN) == [node.title.encode()]
 
     asyncio.run(cancelled_with_the_last_answer())
     assert is_untouched(direct, "a")

@@ -319,7 +319,7 @@ def revive(shop: Group) -> None:
 @threads
 def test_unknown_service_is_told_at_once(harness: Harness, shop: Group, prefix: str) -> None:
     for backend in store(shop.url.replace(f"/{SERVICE}", "/stop"), prefix):
-        with pytest.raises(BackendUnavailable, match=r"master of 'stop' is: .*knows no such service") as caught:
+        with pytest.raises(BackendUnavailable, match=r"master of 'stop' is: .*does not know this service") as caught:
             harness.do(type(harness)(backend).lock("a", wait=None).acquire)
         assert caught.value.refused
 

@@ -1,4 +1,4 @@
-"""How a URL, a client or a pool of redis-py leads to connections: one server, Sentinel, Cluster; both runtimes."""
+"""From a URL, a client or a pool of redis-py to connections of our own: one server, Sentinel, Cluster."""
 
 from __future__ import annotations
 
@@ -13,86 +13,97 @@ import redis
 import redis.asyncio
 
 from dlock_core.backends.options import has_swallowed_options, tells_secret
-from dlock_core.backends.redis.transport import AsyncioWire, BlockingWire, Packer
+from dlock_core.backends.redis.transport import AsyncioTransport, BlockingTransport, Packer
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from dlock_core.backends.redis.transport import Wire
+    from dlock_core.backends.redis.transport import Transport
 
-__all__ = ["connectors", "of_url", "title", "wires"]
+__all__ = [
+    "PORT",
+    "NodeAddress",
+    "Seeds",
+    "connectors",
+    "pool_from_url",
+    "seeds_from_client",
+    "seeds_from_url",
+    "split_hosts",
+    "title",
+    "transports",
+]
 
-_KEPT: Final = frozenset({
+_ADOPTED_OPTIONS: Final = frozenset({
     "host", "port", "path", "db", "username", "password", "credential_provider", "client_name", "protocol",
     "socket_connect_timeout", "socket_keepalive", "socket_keepalive_options", "socket_type",
 })  # fmt: skip
-"""What describes the server and how to reach it. Retries, time limits and decoding are ours."""
+"""The options of a client that describe the server and how to reach it. Retries, time limits and decoding are ours."""
 
 PORT: Final = 6379
-_DATABASE: Final = re.compile(r"(/\d*)?")
+_DATABASE_PATH: Final = re.compile(r"(/\d*)?")
 
 _BAD_URL: Final = (
     "bad Redis URL: expected redis://[user:password@]host:port/db or unix:///path, "
     "with every / ? # @ of the password percent-encoded"
 )
 
-_UNKNOWN: Final = (
-    "bad Redis URL: such connections of redis-py have no option {!r}; those of dlock, such as timeout and prefix, "
-    "are no part of the URL"
+_UNKNOWN_OPTION: Final = (
+    "bad Redis URL: redis-py has no option {!r} for such a connection; options of dlock, such as timeout and prefix, "
+    "do not belong in the URL"
 )
 
-_KINDS: Final = (
+_CONNECTION_CLASSES: Final = (
     (redis.UnixDomainSocketConnection, redis.asyncio.UnixDomainSocketConnection),
     (redis.SSLConnection, redis.asyncio.SSLConnection),
     (redis.Connection, redis.asyncio.Connection),
 )
 
 
-def of_url(url: str) -> Any:
+def pool_from_url(url: str) -> Any:
     """Parse redis://, rediss:// and unix:// as redis-py does; raises ValueError, without the password."""
     try:
         where = urlsplit(url)
-        if not (where.path if where.scheme == "unix" else _DATABASE.fullmatch(where.path)) or where.fragment:
+        if not (where.path if where.scheme == "unix" else _DATABASE_PATH.fullmatch(where.path)) or where.fragment:
             raise ValueError(where.path)
         if has_swallowed_options(f"{where.hostname}{where.path}"):
             raise ValueError(where.path)
         pool = redis.ConnectionPool.from_url(url)
     except (ValueError, TypeError):  # its text may quote a part of the password
         raise ValueError(_BAD_URL) from None
-    for option in parse_qs(where.query).keys() - _options(pool.connection_class):
-        raise ValueError(_BAD_URL if tells_secret(option, url) else _UNKNOWN.format(option))
+    for option in parse_qs(where.query).keys() - _url_options(pool.connection_class):
+        raise ValueError(_BAD_URL if tells_secret(option, url) else _UNKNOWN_OPTION.format(option))
     return pool
 
 
-def _options(kind: type) -> set[str]:
-    """Give the options that a URL may have for such connections."""
+def _url_options(kind: type) -> set[str]:
+    """Return the options that a URL may have for connections of this class."""
     return {"max_connections"}.union(*[inspect.signature(each.__init__).parameters for each in kind.__mro__])  # type: ignore[misc]
 
 
 def title(client: Any) -> str:
-    """Name a server for people: its host and port, or its socket."""
+    """Return a server's name for people: its host and port, or its socket."""
     pool = getattr(client, "connection_pool", client)
     if hasattr(pool, "sentinel_manager"):
-        raise TypeError("a master that Sentinels lead to has no address of its own: give a client of the server itself")
+        raise TypeError("a client that follows Sentinels has no fixed address: give a client of the server itself")
     given = getattr(pool, "connection_kwargs", {})
     return str(given["path"]) if "path" in given else f"{given.get('host', 'localhost')}:{given.get('port', PORT)}"
 
 
-def wires(client: Any, limit: float) -> tuple[Wire, Wire]:
-    """Give connections, for threads and for tasks, to the same server as a client or pool has."""
+def transports(client: Any, limit: float) -> tuple[Transport, Transport]:
+    """Return connections for threads and for tasks, to the server that a client or pool has."""
     blocking, awaiting = connectors(client, limit)
-    return BlockingWire(blocking), AsyncioWire(awaiting)
+    return BlockingTransport(blocking), AsyncioTransport(awaiting)
 
 
 def connectors(client: Any, limit: float) -> tuple[Callable[[], Any], Callable[[], Any]]:
-    """Give two makers of connections, blocking and asyncio, that reach the same server as a client or pool does."""
+    """Return two factories of connections, blocking and asyncio, to the server that a client or pool reaches."""
     pool = getattr(client, "connection_pool", client)
     kind, given = getattr(pool, "connection_class", None), dict(getattr(pool, "connection_kwargs", {}))
-    pair = next((pair for pair in _KINDS if kind is not None and issubclass(kind, pair)), None)
+    pair = next((pair for pair in _CONNECTION_CLASSES if kind is not None and issubclass(kind, pair)), None)
     if pair is None:
-        raise TypeError(f"not a redis-py client or pool that dlock can follow: {type(client).__name__}")
+        raise TypeError(f"dlock cannot use this as a redis-py client or pool: {type(client).__name__}")
     given["socket_connect_timeout"] = min(given.get("socket_connect_timeout") or limit, limit)
-    blocking, awaiting = (partial(one, **_kept(one, given)) for one in cast("tuple[Any, Any]", pair))
+    blocking, awaiting = (partial(one, **_adopted(one, given)) for one in cast("tuple[Any, Any]", pair))
     try:
         blocking(socket_timeout=limit)  # sends nothing
     except redis.RedisError as error:
@@ -101,9 +112,13 @@ def connectors(client: Any, limit: float) -> tuple[Callable[[], Any], Callable[[
     return blocking, partial(awaiting, socket_timeout=None)
 
 
-def _kept(kind: type, given: dict[str, Any]) -> dict[str, Any]:
+def _adopted(kind: type, given: dict[str, Any]) -> dict[str, Any]:
     known = inspect.signature(kind).parameters
-    return {key: value for key, value in given.items() if key in _KEPT or (key.startswith("ssl_") and key in known)}
+    return {
+        key: value
+        for key, value in given.items()
+        if key in _ADOPTED_OPTIONS or (key.startswith("ssl_") and key in known)
+    }
 
 
 _HOST: Final = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[^\[\]:\s]+)(?::(\d{1,5}))?")
@@ -121,8 +136,8 @@ class Hosts(NamedTuple):
     """With its question mark, or nothing."""
 
 
-def split(url: str, *, port: int, path: str, bad: str) -> Hosts:
-    """Take a URL apart whose path matches; hosts without a port get `port`. Raises ValueError(`bad`)."""
+def split_hosts(url: str, *, port: int, path: str, bad: str) -> Hosts:
+    """Return the parts of a URL whose path matches; hosts without a port get `port`. Raises ValueError(`bad`)."""
     found = re.fullmatch(rf"[a-z+]+://(?:([^/?#,]*)@)?([^/?#@]+)({path})(\?[^#]*)?", url)
     if found is None or has_swallowed_options(found[2] + found[3]):
         raise ValueError(bad)
@@ -138,40 +153,40 @@ def _host(text: str, port: int, bad: str) -> str:
     return f"{found[1]}:{found[2] or port}"
 
 
-Address = tuple[str, int]
-_BAD: Final = (
+NodeAddress = tuple[str, int]
+_BAD_CLUSTER_URL: Final = (
     "bad Redis Cluster URL: expected redis+cluster://[user:password@]host:port,host:port,host:port, one user and "
     "password for all nodes, with every : / ? # @ , of them percent-encoded, and no database, since a cluster has one"
 )
 
 
 class Seeds(NamedTuple):
-    """The nodes that are asked first, and what connections to any node are made of."""
+    """The nodes that are asked first, and how connections to any node are made."""
 
-    addresses: list[Address]
+    addresses: list[NodeAddress]
     kind: Any
     """A connection class of redis-py."""
     options: dict[str, Any]
-    remap: Callable[[Address], Address] | None = None
-    """Where we reach a node, when that is not where the cluster says it is."""
+    remap: Callable[[NodeAddress], NodeAddress] | None = None
+    """Returns the address at which a node is reached, where that is not the one that the cluster names."""
 
-    def pool(self, address: Address) -> Any:
-        """Give what `clients.wires` needs to know of the pool of one node."""
+    def pool(self, address: NodeAddress) -> Any:
+        """Return what `transports` needs to know of the pool of one node."""
         host, port = address
         return SimpleNamespace(
             connection_class=self.kind, connection_kwargs=self.options | {"host": host, "port": port}
         )
 
 
-def read(url: str) -> Seeds:
-    """Take redis+cluster:// or, for TLS, rediss+cluster:// apart; raises ValueError, without the password."""
-    user, nodes, _, options = split(url, port=PORT, path=r"/?", bad=_BAD)
-    pools = [of_url(f"{url.partition('+')[0]}://{user}{node}{options}") for node in nodes]
+def seeds_from_url(url: str) -> Seeds:
+    """Parse redis+cluster:// or, for TLS, rediss+cluster://; raises ValueError, without the password."""
+    user, nodes, _, options = split_hosts(url, port=PORT, path=r"/?", bad=_BAD_CLUSTER_URL)
+    pools = [pool_from_url(f"{url.partition('+')[0]}://{user}{node}{options}") for node in nodes]
     given = [pool.connection_kwargs for pool in pools]
     return Seeds([(one["host"], one["port"]) for one in given], pools[0].connection_class, given[0])
 
 
-def of_client(client: Any) -> Seeds:
+def seeds_from_client(client: Any) -> Seeds:
     """Read a RedisCluster client, for threads or asyncio; raises TypeError for any other."""
     manager = getattr(client, "nodes_manager", None)
     if manager is None:

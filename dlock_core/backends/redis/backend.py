@@ -7,152 +7,176 @@ key exclude us, and we them. (Idea of the value and of NX PX: the distributed lo
 from __future__ import annotations
 
 import math
-import re
 from typing import TYPE_CHECKING, Any, Final
 
-from dlock_core.backend import Busy, Capabilities, Granted, Holder, LockState, Released, RenewalFailure, Waiter
+from dlock_core.backend import Capabilities, Granted, RenewalFailure
 from dlock_core.backends.options import check_prefix, check_seconds
 from dlock_core.backends.redis import sentinel
-from dlock_core.backends.redis.addresses import of_url, wires
-from dlock_core.backends.redis.scripts import script
-from dlock_core.backends.redis.transport import answered, ask, converse, twice
+from dlock_core.backends.redis.addresses import pool_from_url, transports
+from dlock_core.backends.redis.protocol import (
+    INSPECT_BATCH,
+    RELEASE_REPLIES,
+    Keyspace,
+    acquire_args,
+    holders_and_ttls,
+    load_script,
+    parse_acquire,
+    parse_state,
+    renewal_limit,
+    shown,
+)
+from dlock_core.backends.redis.transport import raise_for_error, retry_once, run_script, send_commands
 from dlock_core.errors import BackendUnavailable
 from dlock_core.runtime import CHANCE, Asyncio
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from dlock_core.backend import Renewal, RenewalResult, Request
-    from dlock_core.backends.redis.transport import Command, Wire
+    from dlock_core.backend import Busy, LockState, Released, Renewal, RenewalResult, Request
+    from dlock_core.backends.redis.protocol import Command
+    from dlock_core.backends.redis.transport import Transport
     from dlock_core.doctor.finding import Finding
     from dlock_core.runtime import Runtime
 
-__all__ = ["FOUND", "LISTED", "RedisBackend", "checked", "holders_and_ttls"]
+__all__ = ["RedisBackend", "check_options"]
 
 MIN_SLEEP_S: Final = 0.002
 """Redis 6.2 takes a BLPOP of 0.001 seconds for one without end: it calculates 0.9999 milliseconds and cuts them off."""
-LATE: Final = 0.002
-"""Seconds after the end of a sleep at which the server is reminded of it: it counts in milliseconds."""
-SLICE: Final = 2.5
-"""The longest wait in seconds before a waiter shows that it lives; a wake-up that got lost costs no more than this."""
-ALIVE: Final = "5000"
-"""Milliseconds after its last sign of life in which a waiter keeps its place."""
-LISTED: Final = 500
-"""Locks read by one inspection request, so that a large listing never holds up the server."""
-COPIED: Final = 0.25
-"""Of the time limit of a request, the part that replicas get to have a grant."""
-FOUND: Final = {1: Released.RELEASED, 0: Released.EXPIRED, 2: Released.STOLEN}
+MAX_SLEEP_S: Final = 2.5
+"""A waiter's longest sleep before it shows that it lives; a wake-up that was lost costs no more than this."""
+NUDGE_DELAY_S: Final = 0.002
+"""How long after the end of a sleep the server is reminded of it: it counts in milliseconds."""
+FOREIGN_POLL_S: Final = (0.05, 0.1)
+"""Range of the pause before a lock is asked for again that another library holds, which will not wake us."""
+REPLICATION_SHARE: Final = 0.25
+"""The part of a request's time limit within which replicas have to confirm a grant."""
 
 
 class RedisBackend:
     """One Redis server, named by a URL or by an existing redis-py client or pool (blocking or asyncio).
 
-    Its own connections: they reach the same server with the same credentials, and neither wait for the client's pool
-    nor use it up. `timeout` bounds each request, in seconds. `prefix` starts every key. A grant is told only when so
-    many `replicas` have it, so that a failover to one of them does not forget it.
+    The store has connections of its own: they reach the same server with the same credentials, and neither wait for the
+    client's pool nor use it up.
+
+    Args:
+        client: what names the server.
+        prefix: what every key begins with.
+        timeout: the time limit of each request, in seconds.
+        replicas: how many replicas must have a grant before it counts, so that a failover to one does not forget it.
     """
 
     capabilities = Capabilities(fair=True, shared=True, lists_waiters=True)
 
     def __init__(self, client: Any, *, prefix: str = "dlock:", timeout: float = 2.0, replicas: int = 0) -> None:
-        checked(prefix, timeout, replicas)
-        self._reach(*(sentinel.following(client, timeout) or wires(client, timeout)), prefix, timeout, replicas)
+        check_options(prefix, timeout, replicas)
+        blocking, awaiting = sentinel.transports_to_master(client, timeout) or transports(client, timeout)
+        self._reach(blocking, awaiting, Keyspace(prefix), timeout, replicas)
 
-    def _reach(self, blocking: Wire, awaiting: Wire, prefix: str, timeout: float, replicas: int) -> None:
-        self._blocking, self._asyncio = blocking, awaiting
-        self._prefix, self._timeout, self._replicas = prefix, timeout, replicas
-        self._globals = (f"{prefix}token", f"{prefix}held")
-        self._acquire, self._release = script("acquire"), script("release")
+    def _reach(
+        self, blocking: Transport, awaiting: Transport, keyspace: Keyspace, timeout: float, replicas: int
+    ) -> None:
+        self._blocking, self._asyncio, self.keyspace = blocking, awaiting, keyspace
+        self._timeout, self._replicas = timeout, replicas
+        self._acquire, self._release = load_script("acquire"), load_script("release")
 
     @classmethod
     def from_url(cls, url: str, **options: Any) -> RedisBackend:
-        """Reach the server at redis://, rediss:// or unix://."""
-        return cls(of_url(url), **options)
+        """Return the store of the server at redis://, rediss:// or unix://."""
+        return cls(pool_from_url(url), **options)
 
     @classmethod
     def from_sentinel(cls, url: str, **options: Any) -> RedisBackend:
-        """Follow the master that Sentinels name at redis+sentinel:// or rediss+sentinel://."""
-        return cls(sentinel.of_url(url), **options)
+        """Return the store of the master that Sentinels name, at redis+sentinel:// or rediss+sentinel://."""
+        return cls(sentinel.service_from_url(url), **options)
 
     def lock_key(self, name: str) -> str:
-        """Give the key of a lock, for other libraries that shall exclude us."""
-        return f"{self._prefix}{{{name}}}"
+        """Return the key of a lock, for programs with another library that must exclude dlock."""
+        return self.keyspace.lock(name)
 
     async def try_acquire(
         self, runtime: Runtime, request: Request, ticket: Any = None, *, unsure: bool = False
     ) -> Granted | Busy:
-        keys, args = self.question(request)
-        reply = await ask(self.wire(runtime), runtime, request.name, self._acquire, keys, args, self._timeout)
+        keys, args = self.keyspace.of(request.name), acquire_args(request)
+        reply = await run_script(
+            self.transport(runtime), runtime, request.name, self._acquire, keys, args, self._timeout
+        )
         if self._replicas and isinstance(reply, int):
-            await self._copied(runtime, [request])
-        return self.answer(request, reply)
+            await self._replicate(runtime, [request])
+        return parse_acquire(request, reply)
 
     async def wait(self, runtime: Runtime, request: Request, busy: Busy, timeout: float) -> Granted | Busy | None:
-        """Sleep on our private wake-up list; the next attempt is sent along and made the moment the list wakes us."""
-        seconds = min(timeout, SLICE, request.ttl / 4)
-        if busy.ticket is None:  # another library's lock: it will not wake us
-            await runtime.sleep(min(seconds, CHANCE.uniform(0.05, 0.1)))
+        """Sleep on the waiter's own wake-up list; the next attempt is sent along, and made when the list wakes us.
+
+        So a hand-over takes one round trip: BLPOP returns, and the acquire behind it confirms the grant.
+        """
+        seconds = min(timeout, MAX_SLEEP_S, request.ttl / 4)
+        if busy.ticket is None:
+            await runtime.sleep(min(seconds, CHANCE.uniform(*FOREIGN_POLL_S)))
             return None
-        keys, args = self.question(request)
+        keys = self.keyspace.of(request.name)
         sleep = ("BLPOP", f"{keys[0]}:wake:{request.holder}", f"{max(seconds, MIN_SLEEP_S):.3f}")
-        again = ("EVALSHA", self._acquire.sha, str(len(keys)), *keys, *args)
-        wire, limit = self.wire(runtime), seconds + self._timeout
-        woken, reply = await converse(wire, runtime, request.name, [sleep, again], limit, seconds + LATE)
-        answered(request.name, woken)
+        attempt = self._acquire.by_digest(keys, acquire_args(request))
+        transport, limit = self.transport(runtime), seconds + self._timeout
+        woken, reply = await send_commands(
+            transport, runtime, request.name, [sleep, attempt], limit, seconds + NUDGE_DELAY_S
+        )
+        raise_for_error(request.name, woken)
         if self._replicas and isinstance(reply, int):
-            await self._copied(runtime, [request])
-        return None if isinstance(reply, Exception) else self.answer(request, reply)
+            await self._replicate(runtime, [request])
+        return None if isinstance(reply, Exception) else parse_acquire(request, reply)
 
     async def abandon(self, runtime: Runtime, request: Request, ticket: Any = None) -> None:
-        await self._ask(runtime, request.name, "abandon", self.keys(request.name), (request.holder,))
+        await self._run(runtime, request.name, "abandon", self.keyspace.of(request.name), (request.holder,))
 
     async def release(self, runtime: Runtime, request: Request, granted: Granted) -> Released:
-        keys, args = self.keys(request.name), (request.holder,)
-        return FOUND[await ask(self.wire(runtime), runtime, request.name, self._release, keys, args, self._timeout)]
+        keys, args = self.keyspace.of(request.name), (request.holder,)
+        transport = self.transport(runtime)
+        return RELEASE_REPLIES[
+            await run_script(transport, runtime, request.name, self._release, keys, args, self._timeout)
+        ]
 
     async def try_acquire_many(self, runtime: Runtime, requests: Sequence[Request]) -> list[Granted] | None:
-        keys = (*self._globals, *[self.lock_key(request.name) for request in requests])
-        tokens = await self._ask(
-            runtime, requests[0].name, "acquire_many", keys, (requests[0].owner, *holders_and_ttls(requests))
-        )
-        if self._replicas and tokens:
-            await self._copied(runtime, requests)
-        return (
-            [Granted(token, request.ttl) for token, request in zip(tokens, requests, strict=True)] if tokens else None
-        )
+        keys = (*self.keyspace.common, *[self.keyspace.lock(request.name) for request in requests])
+        args = (requests[0].owner, *holders_and_ttls(requests))
+        tokens = await self._run(runtime, requests[0].name, "acquire_many", keys, args)
+        if not tokens:
+            return None
+        if self._replicas:
+            await self._replicate(runtime, requests)
+        return [Granted(token, request.ttl) for token, request in zip(tokens, requests, strict=True)]
 
     async def release_many(self, runtime: Runtime, requests: Sequence[Request]) -> list[Released]:
-        commands: list[Command] = []
-        for request in requests:
-            keys = self.keys(request.name)
-            commands.append(("EVALSHA", self._release.sha, str(len(keys)), *keys, request.holder))
-        replies = await converse(self.wire(runtime), runtime, requests[0].name, commands, self._timeout)
-        return [FOUND[answered(request.name, reply)] for request, reply in zip(requests, replies, strict=True)]
+        commands = [self._release.by_digest(self.keyspace.of(request.name), (request.holder,)) for request in requests]
+        replies = await send_commands(self.transport(runtime), runtime, requests[0].name, commands, self._timeout)
+        return [
+            RELEASE_REPLIES[raise_for_error(request.name, reply)]
+            for request, reply in zip(requests, replies, strict=True)
+        ]
 
     async def renew(self, runtime: Runtime, renewals: Sequence[Renewal]) -> list[RenewalResult]:
         requests = [renewal.request for renewal in renewals]
-        keys = (self._globals[1], *[self.lock_key(request.name) for request in requests])
-        limit = min(self._timeout, *[request.ttl / 3 for request in requests])  # a late answer would be of no use
-        wire, name = self.wire(runtime), requests[0].name
-        renewed = await twice(
-            lambda: ask(wire, runtime, name, script("renew"), keys, holders_and_ttls(requests), limit)
-        )
+        keys = (self.keyspace.held_locks, *[self.keyspace.lock(request.name) for request in requests])
+        args, limit = holders_and_ttls(requests), renewal_limit(self._timeout, requests)
+        transport, name, script = self.transport(runtime), requests[0].name, load_script("renew")
+        renewed = await retry_once(lambda: run_script(transport, runtime, name, script, keys, args, limit))
         return [request.ttl if ours else RenewalFailure.LOST for request, ours in zip(requests, renewed, strict=True)]
 
     async def inspect(self, runtime: Runtime, name: str | None = None) -> list[LockState]:
-        return await twice(lambda: self._inspect(runtime, name))
+        return await retry_once(lambda: self._inspect(runtime, name))
 
     async def _inspect(self, runtime: Runtime, name: str | None) -> list[LockState]:
-        keys = [self.lock_key(name).encode()] if name is not None else await self._held(runtime)
+        keys = [self.keyspace.lock(name).encode()] if name is not None else await self._held_locks(runtime)
         states: list[LockState] = []
-        for start in range(0, len(keys), LISTED):
-            part = keys[start : start + LISTED]
-            replies = await self._ask(runtime, name or "", "inspect", tuple(part), ())
-            states += [state(self.name_of(key), reply) for key, reply in zip(part, replies, strict=True)]
-        return states if name is not None else [state for state in states if state.holders or state.waiters]
+        for start in range(0, len(keys), INSPECT_BATCH):
+            batch = keys[start : start + INSPECT_BATCH]
+            replies = await self._run(runtime, name or "", "inspect", tuple(batch), ())
+            states += [
+                parse_state(self.keyspace.name_of(key), reply) for key, reply in zip(batch, replies, strict=True)
+            ]
+        return states if name is not None else shown(states)
 
     async def force_release(self, runtime: Runtime, name: str, token: int) -> bool:
-        return bool(await self._ask(runtime, name, "force_release", self.keys(name), (str(token),)))
+        return bool(await self._run(runtime, name, "force_release", self.keyspace.of(name), (str(token),)))
 
     async def diagnose(self, runtime: Runtime) -> list[Finding]:
         """Examine the server; raises BackendUnavailable."""
@@ -165,100 +189,41 @@ class RedisBackend:
         self._blocking.close()
         self._asyncio.close()
 
-    def wire(self, runtime: Runtime) -> Wire:
+    def transport(self, runtime: Runtime) -> Transport:
+        """Return the connections for threads or for tasks."""
         return self._asyncio if isinstance(runtime, Asyncio) else self._blocking
 
-    def keys(self, name: str) -> tuple[str, ...]:
-        return (f"{self._prefix}{{{name}}}", *self._globals)
+    async def _run(self, runtime: Runtime, name: str, script: str, keys: Command, args: Command) -> Any:
+        transport = self.transport(runtime)
+        return await run_script(transport, runtime, name, load_script(script), keys, args, self._timeout)
 
-    def question(self, request: Request) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        mode, place, barge = (
-            "s" if request.shared else "x",
-            ALIVE if request.queue else "0",
-            "0" if request.fair else "1",
-        )
-        ttl, floor = str(math.ceil(request.ttl * 1000)), str(request.floor)
-        return self.keys(request.name), (request.holder, ttl, mode, request.owner, place, floor, barge)
+    async def _replicate(self, runtime: Runtime, requests: Sequence[Request]) -> None:
+        """Return when enough replicas have these grants; otherwise raise BackendUnavailable.
 
-    def answer(self, request: Request, reply: Any) -> Granted | Busy:
-        if isinstance(reply, int):
-            return Granted(reply, request.ttl)
-        retry_after, owner = reply[0] / 1000, reply[1].decode(errors="replace")
-        parts = owner.split("|", 3)
-        if len(parts) < 4 and owner:
-            return Busy(retry_after, "a client that is not dlock")
-        return Busy(retry_after, parts[-1], ticket=request.holder)
-
-    async def _ask(self, runtime: Runtime, name: str, which: str, keys: Command, args: Command) -> Any:
-        return await ask(self.wire(runtime), runtime, name, script(which), keys, args, self._timeout)
-
-    async def _copied(self, runtime: Runtime, requests: Sequence[Request]) -> None:
-        """Return when enough replicas have these grants; else BackendUnavailable, and the engine gives them back."""
-        keys, name = (self._globals[1], *[self.lock_key(request.name) for request in requests]), requests[0].name
-        touch = (
-            "EVAL",
-            script("renew").text,
-            str(len(keys)),
-            *keys,
-            *holders_and_ttls(requests),
-        )  # WAIT is for our writes
-        wait = ("WAIT", str(self._replicas), str(math.ceil(self._timeout * COPIED * 1000)))
-        ours, have = await converse(self.wire(runtime), runtime, name, [touch, wait], self._timeout)
-        if not all(answered(name, ours)):
+        The engine then abandons the request. WAIT answers for the writes of its own connection alone, and the grant may
+        have come over another one. So the leases are first written once more, by a renewal, over this connection.
+        """
+        name = requests[0].name
+        keys = (self.keyspace.held_locks, *[self.keyspace.lock(request.name) for request in requests])
+        rewrite = load_script("renew").by_text(keys, holders_and_ttls(requests))
+        wait = ("WAIT", str(self._replicas), str(math.ceil(self._timeout * REPLICATION_SHARE * 1000)))
+        ours, count = await send_commands(self.transport(runtime), runtime, name, [rewrite, wait], self._timeout)
+        if not all(raise_for_error(name, ours)):
             raise BackendUnavailable(name, reason="the grant was forgotten before enough replicas had it")
-        if answered(name, have) < self._replicas:
-            reason = f"{have} of at least {self._replicas} replicas have the grant, so a failover could forget it"
+        if raise_for_error(name, count) < self._replicas:
+            reason = f"{count} of at least {self._replicas} replicas have the grant, so a failover could forget it"
             raise BackendUnavailable(name, reason=reason)
 
-    async def _held(self, runtime: Runtime) -> list[bytes]:
-        keys: list[bytes] = await self._ask(runtime, "", "held", (self._globals[1],), ())
+    async def _held_locks(self, runtime: Runtime) -> list[bytes]:
+        keys: list[bytes] = await self._run(runtime, "", "held", (self.keyspace.held_locks,), ())
         return sorted(keys)
 
-    def name_of(self, key: bytes) -> str:
-        return key.decode(errors="replace")[len(self._prefix) + 1 : -1]
 
-
-def checked(prefix: str, timeout: float, replicas: int) -> None:
+def check_options(prefix: str, timeout: float, replicas: int) -> None:
     """Raise ValueError for options that make no sense."""
     check_seconds("timeout", timeout)
     check_prefix(prefix)
     if "{" in prefix or "}" in prefix:
-        raise ValueError(f"prefix must not have braces, which are the keys' hash tag: {prefix!r}")
+        raise ValueError(f"prefix must not contain braces, which mark the hash tag of a key: {prefix!r}")
     if isinstance(replicas, bool) or not isinstance(replicas, int) or replicas < 0:
-        raise ValueError(f"replicas is how many must have a grant, 0 or more, not {replicas!r}")
-
-
-def holders_and_ttls(requests: Sequence[Request]) -> tuple[str, ...]:
-    """Give the arguments of a script for many locks: holder and ttl in ms of each."""
-    return tuple(item for request in requests for item in (request.holder, str(math.ceil(request.ttl * 1000))))
-
-
-_OURS: Final = re.compile(r"([0-9a-f]+)\|([0-9]+)\|([0-9]+)\|(.*)", re.DOTALL)
-"""holder, token, since (ms), owner; anything else is another program's."""
-
-
-def state(name: str, reply: list[Any]) -> LockState:
-    """Make one lock's state out of the reply of `inspect.lua`."""
-    value, left, sharers, waiters, server_time = reply
-    now = int(server_time) / 1000
-    if value == b"shared":
-        holders = [_holder(text, int(expiry) / 1000 - now, now, shared=True) for _, expiry, text in sharers]
-    else:
-        holders = [_holder(value, left / 1000, now, shared=False)] if value and left != -2 else []
-    return LockState(name, tuple(holders), tuple(_waiter(*waiter, now=now) for waiter in waiters))
-
-
-def _holder(text: bytes, left: float, now: float, *, shared: bool) -> Holder:
-    expires_in = max(0.0, left) if left >= 0 else None
-    words = text.decode(errors="replace")
-    ours = _OURS.fullmatch(words)
-    if ours is None:
-        return Holder(words, 0, shared, "a client that is not dlock", expires_in)
-    holder, token, since, owner = ours.groups()
-    return Holder(holder, int(token), shared, owner, expires_in, max(0.0, now - int(since)))
-
-
-def _waiter(holder: bytes, arrival: bytes, place: bytes, *, now: float) -> Waiter:
-    parts = place.decode(errors="replace").split("|", 4)
-    shared, owner = (parts[1] == "s", parts[4]) if len(parts) == 5 else (False, "")
-    return Waiter(holder.decode(errors="replace"), shared, owner, max(0.0, now - float(arrival) / 1_000_000))
+        raise ValueError(f"replicas must be 0 or the number of replicas that must have a grant, not {replicas!r}")

@@ -6,66 +6,66 @@ import re
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
-from dlock_core.backends.redis.transport import answered, converse, twice
+from dlock_core.backends.redis.transport import raise_for_error, retry_once, send_commands
 from dlock_core.doctor.clocks import SAMPLE_COUNT, Sample, clock, round_trip, timing, wall
 from dlock_core.doctor.finding import Finding, ok, unsafe, warning
 from dlock_core.errors import BackendUnavailable
 
 if TYPE_CHECKING:
-    from dlock_core.backends.redis.transport import Wire
+    from dlock_core.backends.redis.transport import Transport
     from dlock_core.doctor.clocks import Timing
     from dlock_core.runtime import Runtime
 
-__all__ = ["at", "diagnose", "judged", "measure"]
+__all__ = ["diagnose", "judge", "measure", "of_node"]
 
-LEAST: Final = (6, 2)
-FULL: Final = 0.8
-LIMIT: Final = 2.0
-"""Seconds that a question of the doctor may take."""
+MIN_VERSION: Final = (6, 2)
+FULL_SHARE: Final = 0.8
+TIMEOUT_S: Final = 2.0
+"""The time limit of each of the doctor's requests."""
 
 Info = dict[str, str]
 
 
-class Asked(Protocol):
-    """A server that questions are put to: a store, or a node of one."""
+class Server(Protocol):
+    """A server that can be asked: a store, or one node of a store."""
 
-    def wire(self, runtime: Runtime) -> Wire:
-        """Give its connections."""
+    def transport(self, runtime: Runtime) -> Transport:
+        """Return its connections."""
 
 
-async def diagnose(backend: Asked, runtime: Runtime) -> list[Finding]:
+async def diagnose(backend: Server, runtime: Runtime) -> list[Finding]:
     """Examine one server, and the Sentinels that lead to it, if any; raises BackendUnavailable."""
-    found = judged(*await measure(backend, runtime))
-    sentinels = getattr(backend.wire(runtime), "sentinels", None)
-    return found if sentinels is None else [*_sentinels(await sentinels.told(runtime)), *found]
+    found = judge(*await measure(backend, runtime))
+    sentinels = getattr(backend.transport(runtime), "sentinels", None)
+    return found if sentinels is None else [*_sentinels(await sentinels.ask_all(runtime)), *found]
 
 
-async def measure(backend: Asked, runtime: Runtime) -> tuple[Info | Exception, Timing]:
-    """Ask what the server tells of itself, or why it does not, and how far away it is."""
-    told = await twice(lambda: _ask(backend, runtime, "INFO"))
-    info = told if isinstance(told, Exception) else _read(told)
+async def measure(backend: Server, runtime: Runtime) -> tuple[Info | Exception, Timing]:
+    """Return what the server says about itself, or why it does not, and how far away it is."""
+    answers = await retry_once(lambda: _ask(backend, runtime, "INFO"))
+    info = answers if isinstance(answers, Exception) else _read(answers)
     return info, timing([await _sample(backend, runtime) for _ in range(SAMPLE_COUNT)])
 
 
-def judged(info: Info | Exception, found: Timing) -> list[Finding]:
+def judge(info: Info | Exception, found: Timing) -> list[Finding]:
     """Judge what was measured at one server."""
     reason = "keys expire, and tokens are drawn, by its clock: after a step back the fence refuses new holders at first"
     near = [round_trip(found.round_trip), clock(found, reason)]
     if isinstance(info, Exception):
-        remedy = "ACL SETUSER … +info, for the user with whom the doctor comes"
+        remedy = "ACL SETUSER … +info, for the user that the doctor logs in with"
         return [warning("info", str(info), "eviction, persistence and replication are not known", remedy), *near]
     looks = (_version, _role, _eviction, _memory, _persistence, _clients)
     return [*[look(info) for look in looks], *near]
 
 
-async def _ask(backend: Asked, runtime: Runtime, command: str) -> Any:
-    (reply,) = await converse(backend.wire(runtime), runtime, "", [(command,)], LIMIT)
+async def _ask(backend: Server, runtime: Runtime, command: str) -> Any:
+    (reply,) = await send_commands(backend.transport(runtime), runtime, "", [(command,)], TIMEOUT_S)
     return reply
 
 
-async def _sample(backend: Asked, runtime: Runtime) -> Sample:
+async def _sample(backend: Server, runtime: Runtime) -> Sample:
     sent = wall()
-    seconds, micros = answered("", await _ask(backend, runtime, "TIME"))
+    seconds, micros = raise_for_error("", await _ask(backend, runtime, "TIME"))
     return Sample(sent, wall(), int(seconds) + int(micros) / 1_000_000)
 
 
@@ -76,7 +76,7 @@ def _read(text: bytes | str) -> Info:
 
 def _version(info: Info) -> Finding:
     name, number = ("Valkey", info["valkey_version"]) if "valkey_version" in info else ("Redis", info["redis_version"])
-    if tuple(map(int, re.findall(r"\d+", number)[:2])) >= LEAST:
+    if tuple(map(int, re.findall(r"\d+", number)[:2])) >= MIN_VERSION:
         return ok("version", f"{name} {number}")
     return unsafe(
         "version", f"{name} {number}", "its scripts lack commands that dlock needs", "upgrade to 6.2 or newer"
@@ -108,7 +108,7 @@ def _eviction(info: Info) -> Finding:
 def _memory(info: Info) -> Finding:
     used, limit = int(info.get("used_memory", 0)), int(info.get("maxmemory", 0))
     measured = f"{used / 1e6:.1f} MB of {f'{limit / 1e6:.1f} MB' if limit else 'unlimited memory'}"
-    if used < FULL * (limit or used + 1) or not limit:
+    if used < FULL_SHARE * (limit or used + 1) or not limit:
         return ok("memory", measured)
     return warning("memory", measured, "a full server grants no lease (OOM)", "raise maxmemory, or tidy up")
 
@@ -118,7 +118,7 @@ def _persistence(info: Info) -> Finding:
     writes = info.get("aof_last_write_status", "ok") if append else saved
     measured = f"append-only file {'on' if append else 'off'}, last write {writes}"
     if writes != "ok":
-        reason = "what it cannot save it may refuse to write, and it forgets every lease when it restarts"
+        reason = "it may refuse to write what it cannot save, and it forgets every lease when it restarts"
         return unsafe("persistence", measured, reason, "look at its log and its disk")
     if append:
         return ok("persistence", measured)
@@ -129,25 +129,25 @@ def _persistence(info: Info) -> Finding:
 def _clients(info: Info) -> Finding:
     used, most = int(info.get("connected_clients", 0)), int(info.get("maxclients", 0) or 10_000)
     measured = f"{used} of {most} connections in use"
-    if used < FULL * most:
+    if used < FULL_SHARE * most:
         return ok("connections", measured)
-    reason = "every waiter keeps a connection; who gets none can neither wait nor renew"
-    return warning("connections", measured, reason, "raise maxclients, or find who keeps so many")
+    reason = "every waiter keeps a connection; a process that gets none can neither wait nor renew"
+    return warning("connections", measured, reason, "raise maxclients, or find out which client keeps so many")
 
 
-def _sentinels(told: dict[str, tuple[str, int] | BackendUnavailable]) -> list[Finding]:
-    masters = {address for address in told.values() if isinstance(address, tuple)}
-    answering = sum(isinstance(address, tuple) for address in told.values())
-    measured = f"{answering} of {len(told)} Sentinels answer"
+def _sentinels(answers: dict[str, tuple[str, int] | BackendUnavailable]) -> list[Finding]:
+    masters = {address for address in answers.values() if isinstance(address, tuple)}
+    answering = sum(isinstance(address, tuple) for address in answers.values())
+    measured = f"{answering} of {len(answers)} Sentinels answer"
     if len(masters) > 1:
         remedy = "look again in a minute; if it stays, compare what they log"
-        one = unsafe("sentinels", measured, "they do not agree who the master is: two may take writes", remedy)
+        one = unsafe("sentinels", measured, "they do not agree on the master: two servers may take writes", remedy)
     elif answering < 3:
-        reason = "with fewer than three nobody replaces a master that fails while one of them is away"
+        reason = "with fewer than three, no failover happens while one of them is away"
         one = warning("sentinels", measured, reason, "run three, apart from each other, and name all of them")
     else:
         one = ok("sentinels", measured)
-    downs = {name: error for name, error in told.items() if isinstance(error, BackendUnavailable)}
+    downs = {name: error for name, error in answers.items() if isinstance(error, BackendUnavailable)}
     return [one, *[replace(_away(error), part=name) for name, error in downs.items()]]
 
 
@@ -155,6 +155,6 @@ def _away(error: BackendUnavailable) -> Finding:
     return warning("reach", error.reason, "it takes no part in failovers", "start it, or correct the address")
 
 
-def at(part: str, findings: list[Finding]) -> list[Finding]:
-    """Say of which of several nodes these findings are."""
+def of_node(part: str, findings: list[Finding]) -> list[Finding]:
+    """Return the findings with the name of the node that they are about."""
     return [replace(one, part=part) for one in findings]

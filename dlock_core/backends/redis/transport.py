@@ -32,26 +32,22 @@ from dlock_core.runtime import Asyncio, Runtime, clock
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterable
 
-    from dlock_core.backends.redis.scripts import Script
+    from dlock_core.backends.redis.protocol import Command, Script
 
 __all__ = [
-    "Command",
     "Packer",
     "Refused",
-    "Wire",
-    "answered",
-    "ask",
-    "converse",
+    "Transport",
     "exchange",
-    "packed",
-    "twice",
+    "pack_commands",
+    "raise_for_error",
+    "retry_once",
+    "run_script",
+    "send_commands",
     "unavailable",
 ]
 
 T = TypeVar("T")
-Command = tuple[str | bytes, ...]
-"""Only text and bytes. hiredis turns a number into text by a call that runs signal handlers, and does not look whether
-one of them raised: the process would end with a segmentation fault."""
 
 
 def _in_python(command: Command) -> bytes:
@@ -67,14 +63,14 @@ except ImportError:
 
 
 class Refused(RedisError):
-    """It answers, but not what we need, and asking again will not help."""
+    """The server answers, but not with what a store needs, and asking again will not help."""
 
 
-class Wire(Protocol):
-    """Sends commands and reads their replies, one copy of which serves both worlds."""
+class Transport(Protocol):
+    """Sends commands and reads their replies: one interface for threads and for tasks."""
 
     def checkout(self) -> Any:
-        """Give a connection that nobody else uses."""
+        """Return a connection that no other thread or task uses."""
 
     def checkin(self, connection: Any) -> None:
         """Take back a connection whose replies were all read."""
@@ -88,27 +84,30 @@ class Wire(Protocol):
     def exchange(  # noqa: PLR0917 - the hot path: keywords cost
         self, runtime: Runtime, connection: Any, data: bytes, replies: int, limit: float, nudge_after: float = 0.0
     ) -> Awaitable[list[Any]]:
-        """Send, and read so many replies, an error reply as an exception object, within `limit` seconds.
+        """Send `data`, and read so many replies within `limit` seconds; an error reply is an exception object.
 
-        `nudge_after`: seconds after which a server that was asked to sleep is reminded of the time; 0 where it was not.
+        `nudge_after`: seconds after which a server that sleeps in a BLPOP is reminded of the time; 0 if it does not.
         """
 
     def close(self) -> None:
         """Close the idle connections."""
 
 
-async def ask(  # noqa: PLR0917 - the hot path: keywords cost
-    wire: Wire, runtime: Runtime, name: str, script: Script, keys: Command, args: Command, limit: float
+async def run_script(  # noqa: PLR0917 - the hot path: keywords cost
+    transport: Transport, runtime: Runtime, name: str, script: Script, keys: Command, args: Command, limit: float
 ) -> Any:
-    """Run one script; raises BackendUnavailable, whose text names `name`, when there is no proper answer."""
-    (reply,) = await converse(wire, runtime, name, [("EVALSHA", script.sha, str(len(keys)), *keys, *args)], limit)
-    if isinstance(reply, NoScriptError):  # flushed, or another server: it learns the script along with the question
-        (reply,) = await converse(wire, runtime, name, [("EVAL", script.text, str(len(keys)), *keys, *args)], limit)
-    return answered(name, reply)
+    """Run one script; raises BackendUnavailable, whose text names `name`, when there is no proper answer.
+
+    A server that was flushed or replaced does not know the script's digest, and learns the script with the request.
+    """
+    (reply,) = await send_commands(transport, runtime, name, [script.by_digest(keys, args)], limit)
+    if isinstance(reply, NoScriptError):
+        (reply,) = await send_commands(transport, runtime, name, [script.by_text(keys, args)], limit)
+    return raise_for_error(name, reply)
 
 
-async def twice(step: Callable[[], Awaitable[T]]) -> T:
-    """Ask, and ask once more when an idle connection turned out to be dead; for questions that do no harm twice."""
+async def retry_once(step: Callable[[], Awaitable[T]]) -> T:
+    """Await `step()`, and once more if an idle connection turned out to be dead. Only for what may be done twice."""
     try:
         return await step()
     except BackendUnavailable as error:
@@ -117,22 +116,24 @@ async def twice(step: Callable[[], Awaitable[T]]) -> T:
     return await step()
 
 
-def answered(name: str, reply: Any) -> Any:
-    """Turn an error reply into BackendUnavailable: a server that cannot answer has not said no."""
+def raise_for_error(name: str, reply: Any) -> Any:
+    """Return a reply, or raise BackendUnavailable for an error reply: a server that cannot answer has not said no."""
     if isinstance(reply, RedisError):
         raise unavailable(name, reply, reused=False) from reply
     return reply
 
 
-def converse(  # noqa: PLR0917 - the hot path: keywords cost
-    wire: Wire, runtime: Runtime, name: str, commands: list[Command], limit: float, nudge_after: float = 0.0
+def send_commands(  # noqa: PLR0917 - the hot path: keywords cost
+    transport: Transport, runtime: Runtime, name: str, commands: list[Command], limit: float, nudge_after: float = 0.0
 ) -> Coroutine[Any, Any, list[Any]]:
-    """Send commands in one write and read their replies; see `Wire.exchange`."""
-    return exchange(wire, runtime, name, wire.checkout(), packed(commands), len(commands), limit, nudge_after)
+    """Send commands in one write and read their replies; see `Transport.exchange`."""
+    return exchange(
+        transport, runtime, name, transport.checkout(), pack_commands(commands), len(commands), limit, nudge_after
+    )
 
 
 async def exchange(  # noqa: PLR0917 - the hot path: keywords cost
-    wire: Wire,
+    transport: Transport,
     runtime: Runtime,
     name: str,
     connection: Any,
@@ -143,20 +144,20 @@ async def exchange(  # noqa: PLR0917 - the hot path: keywords cost
 ) -> list[Any]:
     """Send over a connection that was checked out, read the replies, and give the connection back."""
     try:
-        answers = await wire.exchange(runtime, connection, data, replies, limit, nudge_after)
+        answers = await transport.exchange(runtime, connection, data, replies, limit, nudge_after)
     except BaseException as error:
-        wire.discard(connection)  # closed at once: what it carries must not be carried out after our clean-up
+        transport.discard(connection)  # closed at once: the server must not run this request after the abandon
         if not isinstance(error, RedisError | OSError):
             raise
         failure = unavailable(name, error, reused=connection.dlock_used > 0)
         if failure.broken:
-            wire.forget()
+            transport.forget()
         raise failure from error
-    wire.checkin(connection)
+    transport.checkin(connection)
     return answers
 
 
-def packed(commands: Iterable[Command]) -> bytes:
+def pack_commands(commands: Iterable[Command]) -> bytes:
     """Return the bytes of commands."""
     return b"".join(map(_pack, commands))
 
@@ -167,13 +168,15 @@ class Packer:
     def pack(self, *parts: Any) -> list[bytes]:
         """Return the bytes of one command, whose first part may hold two words."""
         texts = [part if isinstance(part, bytes) else str(part) for part in parts[1:]]
-        return [packed([(*str(parts[0]).split(), *texts)])]
+        return [pack_commands([(*str(parts[0]).split(), *texts)])]
 
 
 def unavailable(name: str, error: RedisError | OSError, *, reused: bool) -> BackendUnavailable:
-    """Tell why there is no proper answer, without a secret."""
+    """Return the error for a request without a proper answer; its text says why, and contains no secret."""
     if isinstance(error, ClusterCrossSlotError):
-        return BackendUnavailable(name, reason="it is a node of a Redis Cluster: use redis+cluster://", refused=True)
+        return BackendUnavailable(
+            name, reason="the server is a node of a Redis Cluster: use redis+cluster://", refused=True
+        )
     broken = reused and isinstance(error, RedisConnectionError | OSError) and not isinstance(error, TimeoutError)
     refused = isinstance(error, AuthenticationError | AuthorizationError | NoPermissionError)
     reason = f"{type(error).__name__}: {error}"
@@ -184,17 +187,17 @@ def unavailable(name: str, error: RedisError | OSError, *, reused: bool) -> Back
     return BackendUnavailable(name, reason=reason, broken=broken, refused=refused or isinstance(error, Refused))
 
 
-IDLE_KEPT: Final = 64
-"""Idle connections kept open, at most; more are made when more are needed at once."""
-NUDGE: Final = packed([("PING",)])
+MAX_IDLE_CONNECTIONS: Final = 64
+"""Idle connections that are kept open; more are made when more are needed at once."""
+NUDGE: Final = pack_commands([("PING",)])
 """Sent to a server that sleeps in a BLPOP whose time is over.
 
-Redis looks at these times when something happens, or else ten times a second. What we send on the sleeping connection
-is read at once, and so is something that happens."""
-TOLD_WITHIN: Final = 5
-"""Turns of the event loop after which a transport that has closed has told its reader why; TLS takes three."""
-TRUSTED: Final = 1.0
-"""Seconds of idleness after which a connection is looked at before it is used again."""
+Redis checks these times when it handles an event, or else ten times a second. A command on the sleeping connection is
+such an event, so that the BLPOP ends at once instead of up to 0.1 s late."""
+MAX_CLOSING_TURNS: Final = 5
+"""Turns of the event loop after which a closed asyncio transport has told its reader why; TLS takes three."""
+TRUSTED_IDLE_S: Final = 1.0
+"""Idleness after which a connection is checked before it is used again."""
 
 
 class Idle:
@@ -205,11 +208,11 @@ class Idle:
         self._free: deque[Any] = deque()
 
     def pop(self) -> Any:
-        if self._pid != os.getpid():  # a forked child must not talk on its parent's sockets
+        if self._pid != os.getpid():  # a forked child must not use its parent's sockets
             self._pid = os.getpid()
             self._free.clear()
         while (connection := self._last()) is not None:
-            if clock() - connection.dlock_used < TRUSTED or self._is_alive(connection):
+            if clock() - connection.dlock_used < TRUSTED_IDLE_S or self._is_alive(connection):
                 return connection
             self.discard(connection)
         connection = self._connect()
@@ -219,7 +222,7 @@ class Idle:
     def push(self, connection: Any) -> None:
         connection.dlock_used = clock()
         self._free.append(connection)
-        close_excess(self._free, _since, self.discard, IDLE_KEPT)
+        close_excess(self._free, _since, self.discard, MAX_IDLE_CONNECTIONS)
 
     def clear(self) -> None:
         drain(self._free, self.discard)
@@ -242,7 +245,7 @@ def _since(connection: Any) -> float:
 
 
 class BlockingIdle(Idle):
-    """Those of threads; they are closed when it is forgotten."""
+    """Idle connections of threads; they are closed when their owner is garbage."""
 
     def __init__(self, connect: Callable[[], Any]) -> None:
         super().__init__(connect)
@@ -252,7 +255,7 @@ class BlockingIdle(Idle):
         connection.disconnect()
 
 
-class BlockingWire(BlockingIdle):
+class BlockingTransport(BlockingIdle):
     """Connections for threads."""
 
     checkout, checkin, close, forget = Idle.pop, Idle.push, Idle.clear, Idle.clear
@@ -260,7 +263,7 @@ class BlockingWire(BlockingIdle):
     def exchange(  # noqa: PLR0917 - the hot path: keywords cost
         self, runtime: Runtime, connection: Any, data: bytes, replies: int, limit: float, nudge_after: float = 0.0
     ) -> Awaitable[list[Any]]:
-        return runtime.call(talk, connection, data, replies, limit, nudge_after)
+        return runtime.call(exchange_blocking, connection, data, replies, limit, nudge_after)
 
     def _is_alive(self, connection: Any) -> bool:
         try:
@@ -269,10 +272,10 @@ class BlockingWire(BlockingIdle):
             return False
 
 
-def talk(connection: Any, data: bytes, replies: int, limit: float, nudge_after: float = 0.0) -> list[Any]:
+def exchange_blocking(connection: Any, data: bytes, replies: int, limit: float, nudge_after: float = 0.0) -> list[Any]:
     """Connect if need be, send, and read so many replies; `limit` bounds each step, in seconds.
 
-    `nudge_after`: seconds after which a server that sleeps for us is nudged (see NUDGE); 0 for no such thing.
+    `nudge_after`: seconds after which a server that sleeps in a BLPOP is sent NUDGE; 0 if it does not sleep.
     """
     if connection._sock is None:
         connection.socket_timeout = connection.socket_connect_timeout = min(limit, connection.socket_connect_timeout)
@@ -283,8 +286,8 @@ def talk(connection: Any, data: bytes, replies: int, limit: float, nudge_after: 
     connection._sock.sendall(data)
     if nudge_after and not _is_readable(connection, nudge_after):
         connection._sock.sendall(NUDGE)
-        return [read(connection) for _ in range(replies + 1)][:-1]
-    return [read(connection) for _ in range(replies)]
+        return [read_reply(connection) for _ in range(replies + 1)][:-1]
+    return [read_reply(connection) for _ in range(replies)]
 
 
 def _is_readable(connection: Any, seconds: float) -> bool:
@@ -294,12 +297,12 @@ def _is_readable(connection: Any, seconds: float) -> bool:
     return bool(poll.poll(seconds * 1000))
 
 
-def read(connection: Any) -> Any:
+def read_reply(connection: Any) -> Any:
     """Read one reply, an error reply as an exception object; past `Connection.read_response`, which costs more."""
     return connection._parser.read_response()
 
 
-class AsyncioWire:
+class AsyncioTransport:
     """Connections for tasks, those of each event loop apart; they are closed when the loop is shut down."""
 
     def __init__(self, connect: Callable[[], Any]) -> None:
@@ -330,7 +333,7 @@ class AsyncioWire:
                     await runtime.call(connection.connect)
                 connection._writer.write(
                     data
-                )  # There is nothing to drain: nobody writes more before the reply is here.
+                )  # There is nothing to drain: the next command is written after this reply.
                 if connection._writer.transport.is_closing():
                     await _raise_what_closed(connection._reader)
                 read = connection._parser.read_response
@@ -363,18 +366,18 @@ class AsyncioWire:
         idle.begin()
         return idle
 
-    def leave(self, task: asyncio.Task[Any]) -> None:
-        """Let a request go on that nobody listens to any more: to its time limit, or the end of the loop."""
-        self._idle().leave(task)
+    def let_finish(self, task: asyncio.Task[Any]) -> None:
+        """Let a request go on although its caller has gone: to its time limit, or the end of the loop."""
+        self._idle().let_finish(task)
 
 
 async def _raise_what_closed(reader: asyncio.StreamReader) -> NoReturn:
-    """Raise what came out of `write`, such as a signal handler's exception; asyncio's transport catches and keeps it.
+    """Raise what `write` raised, such as a signal handler's exception, which asyncio's transport catches and keeps.
 
-    A read would learn of it through a future. A GeneratorExit that comes that way closes our coroutines, in which
-    nothing can be awaited any more, not even the clean-up of what may have been sent.
+    A read would get it through a future. But a GeneratorExit that comes that way closes our coroutines, and then
+    nothing can be awaited any more, not even the request that abandons what may have been sent.
     """
-    for _ in range(TOLD_WITHIN):
+    for _ in range(MAX_CLOSING_TURNS):
         if (error := reader.exception()) is not None:
             raise error
         await asyncio.sleep(0)
@@ -390,24 +393,24 @@ def _clear(loops: dict[asyncio.AbstractEventLoop, _AsyncioIdle]) -> None:
 class _AsyncioIdle(Idle):
     def __init__(self, connect: Callable[[], Any]) -> None:
         super().__init__(connect)
-        self._left: set[asyncio.Task[Any]] = set()
+        self._unattended: set[asyncio.Task[Any]] = set()
         self._has_ended = False
         self._ending = self._until_shutdown()
 
     def begin(self) -> None:
-        """Have the loop close us when it is shut down, as it does with every generator that has begun."""
+        """Register with the loop, which closes every generator that has begun when it is shut down."""
         with suppress(StopIteration):
             self._ending.__anext__().send(None)
 
     def push(self, connection: Any) -> None:
-        if self._has_ended:  # nobody would close it later
+        if self._has_ended:  # it would stay open
             self.discard(connection)
         else:
             super().push(connection)
 
-    def leave(self, task: asyncio.Task[Any]) -> None:
-        self._left.add(task)
-        task.add_done_callback(self._left.discard)
+    def let_finish(self, task: asyncio.Task[Any]) -> None:
+        self._unattended.add(task)
+        task.add_done_callback(self._unattended.discard)
         if self._has_ended:
             task.cancel()
 
@@ -417,9 +420,9 @@ class _AsyncioIdle(Idle):
         finally:
             self._has_ended = True
             self.clear()
-            for task in self._left:  # those that began while the loop's other tasks were being cancelled
+            for task in self._unattended:  # those that began while the loop's other tasks were being cancelled
                 task.cancel()
-            await asyncio.gather(*self._left, return_exceptions=True)
+            await asyncio.gather(*self._unattended, return_exceptions=True)
 
     def _is_alive(self, connection: Any) -> bool:
         reader = connection._reader
@@ -429,4 +432,4 @@ class _AsyncioIdle(Idle):
         writer = connection._writer
         connection._close()
         if writer is not None:
-            writer.transport.abort()  # over TLS, a mere close waits for the other side's, and the loop may end before
+            writer.transport.abort()  # over TLS, a close waits for the other side, and the loop may end before

@@ -12,12 +12,20 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any, Final
 
 from dlock_core.backend import Busy, Capabilities, Granted, RenewalFailure
-from dlock_core.backends.redis import backend
-from dlock_core.backends.redis.backend import FOUND, LISTED, holders_and_ttls
-from dlock_core.backends.redis.scripts import script
-from dlock_core.backends.redis.transport import twice
-from dlock_core.backends.redlock import nodes, quorum
-from dlock_core.backends.redlock.nodes import Nodes, all_of
+from dlock_core.backends.redis.protocol import (
+    INSPECT_BATCH,
+    RELEASE_REPLIES,
+    acquire_args,
+    holders_and_ttls,
+    load_script,
+    parse_acquire,
+    parse_state,
+    renewal_limit,
+    shown,
+)
+from dlock_core.backends.redis.transport import retry_once
+from dlock_core.backends.redlock import quorum
+from dlock_core.backends.redlock.nodes import NodeSet, all_of, merge_states, pools_from_url
 from dlock_core.errors import BackendUnavailable
 from dlock_core.runtime import CHANCE
 
@@ -25,46 +33,48 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from dlock_core.backend import LockState, Released, Renewal, RenewalResult, Request
-    from dlock_core.backends.redis.transport import Command
-    from dlock_core.backends.redlock.node import Question
+    from dlock_core.backends.redlock.broadcast import Broadcast
     from dlock_core.doctor.finding import Finding
     from dlock_core.runtime import Runtime
 
 __all__ = ["RedlockBackend"]
 
 
-LOOK: Final = 1.0
-"""Seconds after which a waiter asks again, at the latest: the node at which it waits may be the one that is ill."""
-JITTER: Final = (0.02, 0.1)
-"""Seconds between two attempts when no node can wake us."""
+MAX_SLEEP_S: Final = 1.0
+"""A waiter's longest sleep before it asks again: the node at which it waits may be the one that fails."""
+POLL_S: Final = (0.02, 0.1)
+"""Range of the pause between two attempts when no node can wake the waiter."""
 
 
 class RedlockBackend:
     """Independent masters, redlock://[user:password@]host:port,host:port,host:port/db, or their redis-py clients.
 
-    `timeout` bounds each request, in seconds; it should be far shorter than the ttl. `prefix` starts every key. `tls`
-    reaches the nodes of a URL as rediss:// does, whose options may follow after a "?".
+    Args:
+        clients: what names the nodes; an odd number, at least 3.
+        prefix: what every key begins with.
+        timeout: the time limit of each request, in seconds; it should be far shorter than the ttl.
+        tls: of `from_url`: reach the nodes as rediss:// does, whose options may follow after a "?".
     """
 
     capabilities = Capabilities(lists_waiters=True, ttl_min=0.05)
     """Not fair: waiters queue at one node, mostly first come, first served, and a newcomer may take the other nodes."""
 
     def __init__(self, clients: Iterable[Any], *, prefix: str = "dlock:", timeout: float = 0.5) -> None:
-        self._nodes = Nodes(list(clients), prefix, timeout)
-        self._timeout = timeout
+        self._nodes = NodeSet(list(clients), prefix, timeout)
+        self._keyspace = self._nodes.keyspace
         self._forecast = quorum.Forecast()
-        self._any = self._nodes.any
 
     @classmethod
     def from_url(cls, url: str, *, tls: bool = False, **options: Any) -> RedlockBackend:
-        """Reach the nodes of a redlock:// URL; raises ValueError."""
-        return cls(nodes.read(url, tls=tls), **options)
+        """Return the store of the nodes of a redlock:// URL; raises ValueError."""
+        return cls(pools_from_url(url, tls=tls), **options)
 
     async def try_acquire(
         self, runtime: Runtime, request: Request, ticket: Any = None, *, unsure: bool = False
     ) -> Granted | Busy:
+        """Ask all nodes; if a majority grants different tokens, a second round makes the greatest of them common."""
         answers = await self._nodes.ask(runtime, self._acquire(request, runtime.now()))
-        drawn = {place: answer for place, answer in enumerate(answers) if isinstance(answer, int)}
+        drawn = {index: answer for index, answer in enumerate(answers) if isinstance(answer, int)}
         token = quorum.agreed(list(drawn.values()), self._nodes.needed)
         if token is None and len(drawn) >= self._nodes.needed:
             token = await self._adopt(runtime, request, drawn)
@@ -75,50 +85,50 @@ class RedlockBackend:
         return self._busy(request, answers)
 
     async def wait(self, runtime: Runtime, request: Request, busy: Busy, timeout: float) -> None:
-        """Wait in the queue of one node, the last of those where the holder is: whom it wakes may ask all others.
+        """Wait in the queue of one node, the last of those where the holder is; a woken waiter asks all nodes.
 
-        With a place at every node a release would hand over to several waiters, and none of them would get a majority.
+        If waiters queued at every node, a release would hand over to a different one at each, and none of them would
+        have a majority.
         """
         if busy.ticket is None:
-            await runtime.sleep(min(timeout, CHANCE.uniform(*JITTER)))
+            await runtime.sleep(min(timeout, CHANCE.uniform(*POLL_S)))
             return
         node = self._nodes.all[busy.ticket]
         try:
-            place = await node.backend.try_acquire(runtime, request)
-            if isinstance(place, Busy):
-                await node.backend.wait(runtime, request, place, min(timeout, LOOK))
+            queued = await node.backend.try_acquire(runtime, request)
+            if isinstance(queued, Busy):
+                await node.backend.wait(runtime, request, queued, min(timeout, MAX_SLEEP_S))
         except BackendUnavailable as error:
             if not error.broken:
                 node.fail()
-            await runtime.sleep(min(timeout, CHANCE.uniform(*JITTER)))
+            await runtime.sleep(min(timeout, CHANCE.uniform(*POLL_S)))
 
     async def abandon(self, runtime: Runtime, request: Request, ticket: Any = None) -> None:
-        keys = self._any.keys(request.name)
-        question = self._nodes.question(request.name, "abandon", keys, (request.holder,), insists=True)
-        self._nodes.majority(request.name, await self._nodes.ask(runtime, question))
+        keys, args = self._keyspace.of(request.name), (request.holder,)
+        to_all = self._nodes.request(request.name, "abandon", keys, args, must_arrive=True)
+        self._nodes.of_majority(request.name, await self._nodes.ask(runtime, to_all))
 
     async def release(self, runtime: Runtime, request: Request, granted: Granted) -> Released:
-        keys, args = self._any.keys(request.name), (request.holder, "1")
-        question = self._nodes.question(request.name, "release", keys, args, insists=True)
-        answers = await self._nodes.ask(runtime, question)
-        found = [FOUND[answer] for answer in answers if isinstance(answer, int)]
+        keys, args = self._keyspace.of(request.name), (request.holder, "1")
+        to_all = self._nodes.request(request.name, "release", keys, args, must_arrive=True)
+        answers = await self._nodes.ask(runtime, to_all)
+        found = [RELEASE_REPLIES[answer] for answer in answers if isinstance(answer, int)]
         verdict = quorum.released(found, len(answers) - len(found), self._nodes.needed)
         if verdict is None:
             raise self._nodes.unavailable(request.name, answers)
         return verdict
 
     async def renew(self, runtime: Runtime, renewals: Sequence[Renewal]) -> list[RenewalResult]:
-        return await twice(lambda: renew(self._nodes, runtime, renewals))
+        return await retry_once(lambda: renew(self._nodes, runtime, renewals))
 
     async def inspect(self, runtime: Runtime, name: str | None = None) -> list[LockState]:
-        return await twice(lambda: self._inspect(runtime, name))
+        return await retry_once(lambda: self._inspect(runtime, name))
 
     async def force_release(self, runtime: Runtime, name: str, token: int) -> bool:
-        keys = self._any.keys(name)
-        question = self._nodes.question(name, "force_release", keys, (str(token),), insists=True)
-        ended = self._nodes.majority(name, await self._nodes.ask(runtime, question))
-        silent = len(self._nodes.all) - len(ended)
-        return sum(ended) + silent >= self._nodes.needed and any(ended)
+        to_all = self._nodes.request(name, "force_release", self._keyspace.of(name), (str(token),), must_arrive=True)
+        ended = self._nodes.of_majority(name, await self._nodes.ask(runtime, to_all))
+        unanswered = len(self._nodes.all) - len(ended)
+        return sum(ended) + unanswered >= self._nodes.needed and any(ended)
 
     async def diagnose(self, runtime: Runtime) -> list[Finding]:
         """Examine every node, and all of them together."""
@@ -130,19 +140,23 @@ class RedlockBackend:
         """Close the idle connections; leases stay as they are."""
         self._nodes.close()
 
-    def _acquire(self, request: Request, now: float) -> Question:
-        keys, args = self._any.question(request._replace(queue=False))  # the place is taken in `wait`, at one node
-        undo: Command | None = ("EVAL", script("abandon").text, str(len(keys)), *keys, request.holder)
-        if request.floor:  # it is held, and wants a greater token: whatever comes of that, nothing of it may end
-            undo = None
+    def _acquire(self, request: Request, now: float) -> Broadcast:
+        """Return the request for a grant at all nodes.
+
+        It takes no position in any queue: `wait` does, at one node. A node that is too slow is sent the undo behind it.
+        But a request with a floor is made under a lease that is held, and whatever comes of it, nothing may end that
+        lease.
+        """
+        keys, args = self._keyspace.of(request.name), acquire_args(request._replace(queue=False))
+        undo = None if request.floor else load_script("abandon").by_text(keys, (request.holder,))
         args = (*args, str(self._forecast.token(now)))
-        return self._nodes.question(request.name, "acquire", keys, args, self._nodes.have_decided, undo=undo)
+        return self._nodes.request(request.name, "acquire", keys, args, self._nodes.have_decided, undo=undo)
 
     async def _adopt(self, runtime: Runtime, request: Request, drawn: dict[int, int]) -> int | None:
-        """Tell those who said yes the greatest token that they drew; it counts when a majority still says yes."""
-        token, keys = max(drawn.values()), self._any.keys(request.name)[:2]
-        question = self._nodes.question(request.name, "adopt", keys, (request.holder, str(token)))
-        answers = await self._nodes.ask(runtime, question._replace(among=frozenset(drawn)))
+        """Give the nodes that granted the greatest token that they drew; it counts when a majority has taken it."""
+        token, keys = max(drawn.values()), self._keyspace.of(request.name)[:2]
+        adoption = self._nodes.request(request.name, "adopt", keys, (request.holder, str(token)))
+        answers = await self._nodes.ask(runtime, adoption._replace(among=frozenset(drawn)))
         clocks = [answer for answer in answers if isinstance(answer, int) and answer > 0]
         if len(clocks) < self._nodes.needed:
             return None
@@ -150,63 +164,65 @@ class RedlockBackend:
         return token
 
     async def _give_back(self, runtime: Runtime, request: Request, answers: Sequence[Any]) -> None:
-        """End what some nodes granted, or may have granted; places in queues are kept."""
-        granted = frozenset(place for place, answer in enumerate(answers) if isinstance(answer, int))
-        places = granted | {place for place, answer in enumerate(answers) if not isinstance(answer, list)}
-        if places:
-            keys, args = self._any.keys(request.name), (request.holder,)
-            question = self._nodes.question(request.name, "release", keys, args, all_of(granted), insists=True)
-            await self._nodes.ask(runtime, question._replace(among=places))
+        """End what some nodes granted, or may have granted; positions in queues are kept."""
+        granted = frozenset(index for index, answer in enumerate(answers) if isinstance(answer, int))
+        indexes = granted | {index for index, answer in enumerate(answers) if not isinstance(answer, list)}
+        if indexes:
+            keys, args = self._keyspace.of(request.name), (request.holder,)
+            release = self._nodes.request(request.name, "release", keys, args, all_of(granted), must_arrive=True)
+            await self._nodes.ask(runtime, release._replace(among=indexes))
 
     def _busy(self, request: Request, answers: Sequence[Any]) -> Busy:
-        """Tell whom we wait for, and at which node; raises BackendUnavailable when no majority has answered."""
-        self._nodes.majority(request.name, answers, list)
-        said = {
-            place: answer
-            for place, each in enumerate(answers)
-            if isinstance(each, list) and isinstance(answer := self._any.answer(request, each), Busy)
+        """Return who holds the lock, and as the ticket the index of a node of that holder at which to wait.
+
+        Raises BackendUnavailable when no majority has answered.
+        """
+        self._nodes.of_majority(request.name, answers, list)
+        refusals = {
+            index: answer
+            for index, each in enumerate(answers)
+            if isinstance(each, list) and isinstance(answer := parse_acquire(request, each), Busy)
         }
-        if not said:  # all said yes, but not in the second round
+        if not refusals:  # All nodes granted, but too few of them answered in the second round.
             raise self._nodes.unavailable(request.name, answers)
-        owner = Counter(busy.owner for busy in said.values()).most_common(1)[0][0]
-        places = [place for place, busy in said.items() if busy.owner == owner and busy.ticket is not None]
-        waits, yes = [busy.retry_after for busy in said.values()], sum(isinstance(answer, int) for answer in answers)
-        return Busy(quorum.free_in(waits, yes, self._nodes.needed), owner, places[-1] if places else None)
+        owner = Counter(busy.owner for busy in refusals.values()).most_common(1)[0][0]
+        indexes = [index for index, busy in refusals.items() if busy.owner == owner and busy.ticket is not None]
+        waits = [busy.retry_after for busy in refusals.values()]
+        granted = sum(isinstance(answer, int) for answer in answers)
+        retry_after = quorum.free_in(waits, granted, self._nodes.needed)
+        return Busy(retry_after, owner, indexes[-1] if indexes else None)
 
     async def _inspect(self, runtime: Runtime, name: str | None) -> list[LockState]:
-        names = [name] if name is not None else await self._held(runtime)
+        names = [name] if name is not None else await self._held_locks(runtime)
         states: list[LockState] = []
-        for start in range(0, len(names), LISTED):
-            part = names[start : start + LISTED]
-            keys = tuple(self._any.lock_key(each) for each in part)
-            answers = self._nodes.majority(name or "", await self._nodes.ask(runtime, self._look(name, keys)), list)
-            shown = zip(*answers, strict=True)
+        for start in range(0, len(names), INSPECT_BATCH):
+            batch = names[start : start + INSPECT_BATCH]
+            keys = tuple(self._keyspace.lock(each) for each in batch)
+            inspection = self._nodes.request(name or "", "inspect", keys, ())
+            answers = self._nodes.of_majority(name or "", await self._nodes.ask(runtime, inspection), list)
             states += [
-                nodes.merged(each, [backend.state(each, reply) for reply in replies])
-                for each, replies in zip(part, shown, strict=True)
+                merge_states(each, [parse_state(each, reply) for reply in replies])
+                for each, replies in zip(batch, zip(*answers, strict=True), strict=True)
             ]
-        return states if name is not None else [state for state in states if state.holders or state.waiters]
+        return states if name is not None else shown(states)
 
-    def _look(self, name: str | None, keys: tuple[str, ...]) -> Question:
-        return self._nodes.question(name or "", "inspect", keys, ())
-
-    async def _held(self, runtime: Runtime) -> list[str]:
-        question = self._nodes.question("", "held", (self._any.keys("")[2],), ())
-        listed = self._nodes.majority("", await self._nodes.ask(runtime, question), list)
-        return sorted({self._any.name_of(key) for keys in listed for key in keys})
+    async def _held_locks(self, runtime: Runtime) -> list[str]:
+        listing = self._nodes.request("", "held", (self._keyspace.held_locks,), ())
+        lists = self._nodes.of_majority("", await self._nodes.ask(runtime, listing), list)
+        return sorted({self._keyspace.name_of(key) for keys in lists for key in keys})
 
 
-async def renew(nodes: Nodes, runtime: Runtime, renewals: Sequence[Renewal]) -> list[RenewalResult]:
+async def renew(nodes: NodeSet, runtime: Runtime, renewals: Sequence[Renewal]) -> list[RenewalResult]:
     """Renew the leases at every node; raises BackendUnavailable when too few nodes answered for any verdict."""
     requests = [renewal.request for renewal in renewals]
-    keys = (nodes.any.keys("")[2], *[nodes.any.lock_key(request.name) for request in requests])
-    limit = min(nodes.timeout, *[request.ttl / 3 for request in requests])  # a late answer would be of no use
-    question = nodes.question(requests[0].name, "renew", keys, holders_and_ttls(requests))
-    answers = await nodes.ask(runtime, question._replace(limit=limit))
-    told = {place: answer for place, answer in enumerate(answers) if isinstance(answer, list)}
-    votes, silent = list(zip(*told.values(), strict=True)), len(answers) - len(told)
+    keys = (nodes.keyspace.held_locks, *[nodes.keyspace.lock(request.name) for request in requests])
+    limit = renewal_limit(nodes.timeout, requests)
+    renewal_request = nodes.request(requests[0].name, "renew", keys, holders_and_ttls(requests))
+    answers = await nodes.ask(runtime, renewal_request._replace(limit=limit))
+    answered = {index: answer for index, answer in enumerate(answers) if isinstance(answer, list)}
+    votes, unanswered = list(zip(*answered.values(), strict=True)), len(answers) - len(answered)
     results = [
-        quorum.renewal_result(sum(each), silent, nodes.needed, request.ttl)
+        quorum.renewal_result(sum(each), unanswered, nodes.needed, request.ttl)
         for each, request in zip(votes, requests, strict=False)
     ]
     if all(result is RenewalFailure.UNKNOWN for result in results):
@@ -217,19 +233,20 @@ async def renew(nodes: Nodes, runtime: Runtime, renewals: Sequence[Renewal]) -> 
         if not isinstance(result, RenewalFailure) and not all(each)
     ]
     if gaps:
-        await _restore(nodes, runtime, gaps, frozenset(place for place, each in told.items() if not all(each)), limit)
+        forgetful = frozenset(index for index, each in answered.items() if not all(each))
+        await _restore(nodes, runtime, gaps, forgetful, limit)
     return results
 
 
 async def _restore(
-    nodes: Nodes, runtime: Runtime, renewals: Sequence[Renewal], places: frozenset[int], limit: float
+    nodes: NodeSet, runtime: Runtime, renewals: Sequence[Renewal], indexes: frozenset[int], limit: float
 ) -> None:
-    """Tell leases that a majority has just renewed to nodes that were away, or forgot, so that others may now."""
-    locks = [nodes.any.lock_key(renewal.request.name) for renewal in renewals]
+    """Write leases that a majority has just renewed to nodes that were away or forgot them, so that others may fail."""
+    locks = [nodes.keyspace.lock(renewal.request.name) for renewal in renewals]
     args = [
         (request.holder, str(math.ceil(request.ttl * 1000)), str(granted.token), request.owner)
         for request, granted in renewals
     ]
-    keys, name = (*nodes.any.keys("")[1:], *locks), renewals[0].request.name
-    question = nodes.question(name, "restore", keys, tuple(chain.from_iterable(args)), all_of(places))
-    await nodes.ask(runtime, question._replace(limit=limit, among=places))
+    keys, name = (*nodes.keyspace.common, *locks), renewals[0].request.name
+    restoration = nodes.request(name, "restore", keys, tuple(chain.from_iterable(args)), all_of(indexes))
+    await nodes.ask(runtime, restoration._replace(limit=limit, among=indexes))

@@ -1,6 +1,8 @@
 """One request to several nodes at once, from a thread or a task: send to all, then read the answers as they come.
 
-Only a node to which there is no open connection gets a thread for the time of connecting.
+The moment a majority has decided, the other nodes get only a short time more: a slow node must not slow down every
+lock. A thread polls the sockets of all nodes itself; only a node to which there is no open connection gets another
+thread, for the time of connecting. A task has one task for each node.
 """
 
 from __future__ import annotations
@@ -12,287 +14,357 @@ import socket
 import ssl
 import threading
 from collections import deque
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
 
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import RedisError
 
-from dlock_core.backends.redis.transport import BlockingIdle, exchange, packed, read, talk, unavailable
-from dlock_core.backends.redlock.node import GRACE
+from dlock_core.backends.redis.addresses import title
+from dlock_core.backends.redis.backend import RedisBackend
+from dlock_core.backends.redis.transport import (
+    BlockingIdle,
+    exchange,
+    exchange_blocking,
+    pack_commands,
+    read_reply,
+    unavailable,
+)
 from dlock_core.errors import BackendUnavailable
-from dlock_core.runtime import clock
+from dlock_core.runtime import ASYNCIO, BLOCKING, clock
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable
 
-    from dlock_core.backends.redlock.node import Node, Question
+    from dlock_core.backends.redis.protocol import Command, Script
+    from dlock_core.backends.redis.transport import AsyncioTransport
     from dlock_core.runtime import Runtime
 
-__all__ = ["put_from_threads"]
+__all__ = ["Broadcast", "Enough", "RedlockNode", "broadcast_async", "broadcast_blocking"]
+
+LATE_REPLY_GRACE_S: Final = 0.1
+"""How long slower nodes are waited for after a majority has decided."""
+FAILED_NODE_PAUSE_S: Final = 2.0
+"""How long a node that did not answer is left alone."""
 
 
-def put_from_threads(nodes: Sequence[Node], circles: Circles, asked: Iterable[int], question: Question) -> list[Any]:
-    """Give an answer for each node, None where none came."""
-    circle = circles.pop()
-    hearing = _Hearing(nodes, circle, question)
+class RedlockNode:
+    """One master: its connections, and whether it answers."""
+
+    def __init__(self, client: Any, prefix: str, timeout: float) -> None:
+        self.backend = RedisBackend(client, prefix=prefix, timeout=timeout)
+        self.threads = self.backend.transport(BLOCKING)
+        self.tasks = cast("AsyncioTransport", self.backend.transport(ASYNCIO))
+        self.title = title(client)
+        self.is_healthy = True
+        """Whether it answered its last request."""
+        self.suspended_until = 0.0
+        self.connecting_pid = 0
+        """The process in which a thread tries to connect to it; one is enough while the node is not healthy."""
+
+    def fail(self) -> None:
+        """Note that the node did not answer, and leave it alone for a while."""
+        self.is_healthy, self.suspended_until = False, clock() + FAILED_NODE_PAUSE_S
+
+
+Enough = Callable[[Sequence[Any]], bool]
+"""Whether the answers so far are enough; an answer that has not come yet is None."""
+
+
+class Broadcast(NamedTuple):
+    """One request to several nodes, and when their answers are enough."""
+
+    name: str
+    command: Command
+    limit: float
+    """Seconds for all nodes together."""
+    enough: Enough
+    must_arrive: bool = False
+    """Also sent to suspended nodes, and carried out by slow ones although their answers are no longer waited for.
+
+    For what ends a grant: a node that missed it would keep the lock for a ttl.
+    """
+    among: frozenset[int] | None = None
+    """The indexes of the nodes that are asked; None for all."""
+    script: Script | None = None
+    """The script that the command runs by digest."""
+    undo: Command | None = None
+    """Sent to slow nodes behind the command, over the same connection, when their answers are no longer waited for."""
+
+
+def broadcast_blocking(
+    nodes: Sequence[RedlockNode], pool: NodeConnectionsPool, asked: Iterable[int], request: Broadcast
+) -> list[Any]:
+    """Return an answer for each node, None where none came in time."""
+    connections = pool.pop()
+    running = _BlockingBroadcast(nodes, connections, request)
     try:
-        for place in asked:
-            hearing.begin(place)
-        hearing.listen()
+        for index in asked:
+            running.begin(index)
+        running.collect()
     finally:
-        hearing.end()
-        circles.push(circle)
-    return hearing.answers
+        running.end()
+        pool.push(connections)
+    return running.answers
 
 
-class _Hearing:
-    """One question from its first request to the last answer that is waited for."""
+class _BlockingBroadcast:
+    """A thread's broadcast, from its first request to the last answer that is waited for."""
 
-    def __init__(self, nodes: Sequence[Node], circle: Circle, question: Question) -> None:
-        self.nodes, self.circle, self.question = nodes, circle, question
+    def __init__(self, nodes: Sequence[RedlockNode], connections: NodeConnections, request: Broadcast) -> None:
+        self.nodes, self.connections, self.request = nodes, connections, request
         self.answers: list[Any] = [None] * len(nodes)
-        self.data = packed([question.command])
+        self.data = pack_commands([request.command])
         self.sent: set[int] = set()
-        """Whom we listen to."""
-        self.called: dict[int, bool] = {}
-        """Nodes that are being connected to, and whether we expect an answer although others have decided."""
-        self.bell: tuple[socket.socket, socket.socket] | None = None
-        self.rung: deque[tuple[int, Any]] = deque()
+        """Nodes whose answers are outstanding."""
+        self.connecting: dict[int, bool] = {}
+        """Nodes that are being connected to, and whether each was healthy: then it is worth the grace period."""
+        self.wakeup: tuple[socket.socket, socket.socket] | None = None
+        """Wakes the poll when a connecting thread has put an answer into `connected`."""
+        self.connected: deque[tuple[int, Any]] = deque()
         self.is_over = False
 
-    def begin(self, place: int) -> None:
-        if not self.circle.has(place) and not self._reach(place):
+    def begin(self, index: int) -> None:
+        """Send to a node, over an open connection or, from another thread, a new one."""
+        if not self.connections.has(index) and not self._open(index):
             return
-        self.sent.add(place)
+        self.sent.add(index)
         try:
-            self.circle.send(place, self.data)
+            self.connections.send(index, self.data)
         except OSError as error:
-            self._fail(place, error)
+            self._fail(index, error)
 
-    def listen(self) -> None:
-        until, decided = clock() + self.question.limit, False
-        while self.sent or self.called:
-            if not decided and self.question.enough(self.answers):
-                decided, until = True, min(until, clock() + GRACE)
+    def collect(self) -> None:
+        """Read answers until they are enough, and for a grace period more; in any case until the time limit."""
+        until, decided = clock() + self.request.limit, False
+        while self.sent or self.connecting:
+            if not decided and self.request.enough(self.answers):
+                decided, until = True, min(until, clock() + LATE_REPLY_GRACE_S)
             left = until - clock()
-            if left <= 0 or (decided and not self.sent and not any(self.called.values())):
+            if left <= 0 or (decided and not self.sent and not any(self.connecting.values())):
                 return
-            for number, _ in self.circle.poll.poll(left * 1000):
-                self._hear(number)
+            for number, _ in self.connections.poll.poll(left * 1000):
+                self._receive(number)
 
     def end(self) -> None:
+        """Give up the outstanding answers: their connections are closed, once the undo was sent."""
         self.is_over = True
-        for place in self.sent:
-            self.nodes[place].fail()
-            self._undo(place)
-            self.circle.drop(place)
-        if self.bell is not None:
-            self.circle.poll.unregister(self.bell[0])
-            for end in self.bell:
+        for index in self.sent:
+            self.nodes[index].fail()
+            self._undo(index)
+            self.connections.drop(index)
+        if self.wakeup is not None:
+            self.connections.poll.unregister(self.wakeup[0])
+            for end in self.wakeup:
                 end.close()
 
-    def _hear(self, number: int) -> None:
-        place = self.circle.places.get(number)
-        if place is None:
-            self._answer_bell()
-        elif place not in self.sent:  # it was not asked: it hung up
-            self.circle.drop(place)
+    def _receive(self, number: int) -> None:
+        index = self.connections.indexes.get(number)
+        if index is None:
+            self._take_connected()
+        elif index not in self.sent:  # The node was not asked, so it has hung up.
+            self.connections.drop(index)
         else:
-            self._read(place)
+            self._read(index)
 
-    def _read(self, place: int) -> None:
+    def _read(self, index: int) -> None:
         try:
-            answer = self.circle.read(place)
+            answer = self.connections.read(index)
         except (RedisError, OSError) as error:
-            self._fail(place, error)
+            self._fail(index, error)
         else:
-            if answer is not MORE:
-                self.answers[place], self.nodes[place].is_well = answer, True
-                self.sent.discard(place)
+            if answer is not INCOMPLETE:
+                self.answers[index], self.nodes[index].is_healthy = answer, True
+                self.sent.discard(index)
 
-    def _fail(self, place: int, error: RedisError | OSError) -> None:
-        self.sent.discard(place)
-        self.circle.drop(place)
-        self.answers[place] = failure = unavailable(self.question.name, error, reused=True)
+    def _fail(self, index: int, error: RedisError | OSError) -> None:
+        self.sent.discard(index)
+        self.connections.drop(index)
+        self.answers[index] = failure = unavailable(self.request.name, error, reused=True)
         if failure.broken:
-            self.nodes[place].threads.forget()  # one idle connection was dead, so the others may be
+            self.nodes[index].threads.forget()  # One idle connection was dead, so the others may be.
         else:
-            self.nodes[place].fail()
+            self.nodes[index].fail()
 
-    def _undo(self, place: int) -> None:
-        if self.question.undo is not None:
+    def _undo(self, index: int) -> None:
+        if self.request.undo is not None:
             with suppress(OSError):
-                self.circle.send(place, packed([self.question.undo]))
+                self.connections.send(index, pack_commands([self.request.undo]))
 
-    def _reach(self, place: int) -> bool:
-        """Tell whether there is an open connection after all; if not, have a thread ask over a new one."""
-        connection = self.nodes[place].threads.checkout()
+    def _open(self, index: int) -> bool:
+        """Take an open connection from the node's transport; without one, ask from a thread that connects first."""
+        connection = self.nodes[index].threads.checkout()
         if connection._sock is None:
-            self._call(place, connection)
+            self._connect_in_thread(index, connection)
             return False
-        self.circle.add(place, connection)
+        self.connections.add(index, connection)
         return True
 
-    def _call(self, place: int, connection: Any) -> None:
-        node = self.nodes[place]
-        if not node.is_well and node.caller == os.getpid():
+    def _connect_in_thread(self, index: int, connection: Any) -> None:
+        node = self.nodes[index]
+        if not node.is_healthy and node.connecting_pid == os.getpid():
             return
-        if self.bell is None:
-            self.bell = socket.socketpair()
-            self.circle.poll.register(self.bell[0], select.POLLIN)
-        self.called[place], node.caller = node.is_well, os.getpid()
-        threading.Thread(target=self._connect, args=(place, connection), daemon=True, name="dlock-redlock").start()
+        if self.wakeup is None:
+            self.wakeup = socket.socketpair()
+            self.connections.poll.register(self.wakeup[0], select.POLLIN)
+        self.connecting[index], node.connecting_pid = node.is_healthy, os.getpid()
+        threading.Thread(target=self._connect, args=(index, connection), daemon=True, name="dlock-redlock").start()
 
-    def _connect(self, place: int, connection: Any) -> None:
-        """Connect and ask, in a thread of its own, and tell the one who waits, if it still does."""
-        node, answer = self.nodes[place], None
+    def _connect(self, index: int, connection: Any) -> None:
+        """Connect and ask, in a thread for this node; then wake the caller's thread, if it still waits."""
+        node, answer = self.nodes[index], None
         try:
             connection.connect()
-            if self.question.insists or not self.is_over:
-                (answer,) = talk(connection, self.data, 1, self.question.limit)
-            if self.is_over and answer is not None and self.question.undo is not None:
-                talk(connection, packed([self.question.undo]), 1, self.question.limit)
+            if self.request.must_arrive or not self.is_over:
+                (answer,) = exchange_blocking(connection, self.data, 1, self.request.limit)
+            if self.is_over and answer is not None and self.request.undo is not None:
+                exchange_blocking(connection, pack_commands([self.request.undo]), 1, self.request.limit)
         except Exception as error:  # noqa: BLE001 - whatever it is, it is this node's answer
             node.threads.discard(connection)
             node.fail()
             failure = error if isinstance(error, RedisError | OSError) else OSError(type(error).__name__)
-            answer = unavailable(self.question.name, failure, reused=False)
+            answer = unavailable(self.request.name, failure, reused=False)
         else:
-            node.is_well = True
+            node.is_healthy = True
             node.threads.checkin(connection)
-        node.caller = 0
-        self.rung.append((place, answer))
-        if self.bell is not None:
+        node.connecting_pid = 0
+        self.connected.append((index, answer))
+        if self.wakeup is not None:
             with suppress(OSError):
-                self.bell[1].send(b".")
+                self.wakeup[1].send(b".")
 
-    def _answer_bell(self) -> None:
-        if self.bell is not None:
-            self.bell[0].recv(64)
-        while self.rung:
-            place, self.answers[place] = self.rung.popleft()
-            del self.called[place]
+    def _take_connected(self) -> None:
+        if self.wakeup is not None:
+            self.wakeup[0].recv(64)
+        while self.connected:
+            index, self.answers[index] = self.connected.popleft()
+            del self.connecting[index]
 
 
-async def put_from_tasks(
-    runtime: Runtime, nodes: Sequence[Node], asked: Iterable[int], question: Question
+async def broadcast_async(
+    runtime: Runtime, nodes: Sequence[RedlockNode], asked: Iterable[int], request: Broadcast
 ) -> list[Any]:
-    """Give an answer for each node, None where none came."""
+    """Return an answer for each node, None where none came in time."""
     answers: list[Any] = [None] * len(nodes)
-    carriers: list[Any] = [None] * len(nodes)
-    data = packed([question.command])
-    pending = {asyncio.ensure_future(_ask(runtime, nodes, place, carriers, question, data)): place for place in asked}
-    until, decided = runtime.now() + question.limit, False
+    connections: list[Any] = [None] * len(nodes)
+    data = pack_commands([request.command])
+    pending = {asyncio.ensure_future(_ask(runtime, nodes, index, connections, request, data)): index for index in asked}
+    until, decided = runtime.now() + request.limit, False
     try:
         while pending:
-            if not decided and question.enough(answers):
-                decided, until = True, min(until, runtime.now() + GRACE)
+            if not decided and request.enough(answers):
+                decided, until = True, min(until, runtime.now() + LATE_REPLY_GRACE_S)
             left = until - runtime.now()
-            if left <= 0 or (decided and not any(nodes[place].is_well for place in pending.values())):
+            if left <= 0 or (decided and not any(nodes[index].is_healthy for index in pending.values())):
                 break
             done, _ = await asyncio.wait(pending, timeout=left, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
                 answers[pending.pop(task)] = task.result()
     finally:
-        for task, place in pending.items():
-            if not task.done():  # else its connection is somebody else's by now
-                nodes[place].fail()
-                _leave(task, nodes[place], carriers[place], question)
+        for task, index in pending.items():
+            if not task.done():  # If it is done, another task may have its connection by now.
+                nodes[index].fail()
+                _stop_waiting(task, nodes[index], connections[index], request)
     return answers
 
 
-def _leave(task: asyncio.Task[Any], node: Node, carrier: Any, question: Question) -> None:
-    """Stop to listen to a node that is too slow."""
-    if question.insists:
-        node.tasks.leave(task)
+def _stop_waiting(task: asyncio.Task[Any], node: RedlockNode, connection: Any, request: Broadcast) -> None:
+    """Give up the answer of a node that is too slow."""
+    if request.must_arrive:
+        node.tasks.let_finish(task)
         return
-    if question.undo is not None and carrier is not None and carrier._writer is not None:
-        carrier._writer.write(packed([question.undo]))
-    task.cancel()  # its connection is closed: what it carries shall not linger
+    if request.undo is not None and connection is not None and connection._writer is not None:
+        connection._writer.write(pack_commands([request.undo]))
+    task.cancel()  # This closes the connection, so that its late reply is read by no later request.
 
 
 async def _ask(  # noqa: PLR0917 - a task's arguments
-    runtime: Runtime, nodes: Sequence[Node], place: int, carriers: list[Any], question: Question, data: bytes
+    runtime: Runtime,
+    nodes: Sequence[RedlockNode],
+    index: int,
+    connections: list[Any],
+    request: Broadcast,
+    data: bytes,
 ) -> Any:
-    """Ask one node, on a connection that is taken here: a task that is cancelled before it begins has none to lose."""
-    node = nodes[place]
-    carrier = carriers[place] = node.tasks.checkout()
+    """Ask one node. The connection is checked out here: a task that is cancelled before it begins has none to lose."""
+    node = nodes[index]
+    connection = connections[index] = node.tasks.checkout()
     try:
-        (answer,) = await exchange(node.tasks, runtime, question.name, carrier, data, 1, question.limit)
+        (answer,) = await exchange(node.tasks, runtime, request.name, connection, data, 1, request.limit)
     except BackendUnavailable as error:
         if not error.broken:
             node.fail()
         return error
-    node.is_well = True
+    node.is_healthy = True
     return answer
 
 
-MORE: Final = object()
-"""Not all of the reply is here yet."""
+INCOMPLETE: Final = object()
+"""Returned for a reply of which only a part has arrived."""
 
 
-class Circle:
-    """A connection to each node, or None where there is none; they never block."""
+class NodeConnections:
+    """One connection to each node, or None where there is none; one thread uses them at a time, and no read blocks."""
 
-    def __init__(self, nodes: Sequence[Node]) -> None:
+    def __init__(self, nodes: Sequence[RedlockNode]) -> None:
         self._nodes = nodes
         self._connections: list[Any] = [None] * len(nodes)
         self.poll = select.poll()
-        self.places: dict[int, int] = {}
-        """Whose socket has which number."""
+        self.indexes: dict[int, int] = {}
+        """The node's index for each socket's file number."""
 
-    def has(self, place: int) -> bool:
-        return self._connections[place] is not None
+    def has(self, index: int) -> bool:
+        return self._connections[index] is not None
 
-    def add(self, place: int, connection: Any) -> None:
-        """Take in an open connection."""
+    def add(self, index: int, connection: Any) -> None:
+        """Take an open connection."""
         connection._sock.settimeout(0)
         number = connection._sock.fileno()
-        self._connections[place], self.places[number] = connection, place
+        self._connections[index], self.indexes[number] = connection, index
         self.poll.register(number, select.POLLIN)
 
-    def drop(self, place: int) -> None:
-        """Close a connection: what it carries shall not linger."""
-        connection, self._connections[place] = self._connections[place], None
-        number = next((number for number, known in self.places.items() if known == place), None)
+    def drop(self, index: int) -> None:
+        """Close a connection, so that its late reply is read by no later request."""
+        connection, self._connections[index] = self._connections[index], None
+        number = next((number for number, known in self.indexes.items() if known == index), None)
         if number is not None:
-            del self.places[number]
+            del self.indexes[number]
             self.poll.unregister(number)
         if connection is not None:
-            self._nodes[place].threads.discard(connection)
+            self._nodes[index].threads.discard(connection)
 
-    def send(self, place: int, data: bytes) -> None:
+    def send(self, index: int, data: bytes) -> None:
         """Send to a node; raises OSError."""
-        self._connections[place]._sock.sendall(data)
+        self._connections[index]._sock.sendall(data)
 
-    def read(self, place: int) -> Any:
-        """Read a reply, an error reply as an exception object, or MORE; raises RedisError or OSError."""
+    def read(self, index: int) -> Any:
+        """Read a reply, an error reply as an exception object, or INCOMPLETE; raises RedisError or OSError."""
         try:
-            return read(self._connections[place])
+            return read_reply(self._connections[index])
         except RedisConnectionError as error:
             if isinstance(error.__context__, BlockingIOError | ssl.SSLWantReadError):
-                return MORE
+                return INCOMPLETE
             raise
 
-    def look(self) -> None:
-        """Drop what was closed, or said something that nobody asked for."""
+    def drop_dead(self) -> None:
+        """Drop the connections that were closed, or have data although nothing was asked."""
         for number, _ in self.poll.poll(0):
-            self.drop(self.places[number])
+            self.drop(self.indexes[number])
 
     def disconnect(self) -> None:
-        """Drop them all."""
-        for place in range(len(self._nodes)):
-            self.drop(place)
+        """Drop all connections."""
+        for index in range(len(self._nodes)):
+            self.drop(index)
 
 
-class Circles(BlockingIdle):
-    """Circles that nobody uses."""
+class NodeConnectionsPool(BlockingIdle):
+    """The NodeConnections that no thread uses."""
 
-    def __init__(self, nodes: Sequence[Node]) -> None:
-        super().__init__(partial(Circle, nodes))
+    def __init__(self, nodes: Sequence[RedlockNode]) -> None:
+        super().__init__(partial(NodeConnections, nodes))
 
-    def _is_alive(self, connection: Circle) -> bool:
-        connection.look()
+    def _is_alive(self, connection: NodeConnections) -> bool:
+        connection.drop_dead()
         return True

@@ -10,14 +10,14 @@ from dlock_core.doctor.finding import Finding, ok, unsafe, warning
 from dlock_core.errors import BackendUnavailable
 
 if TYPE_CHECKING:
-    from dlock_core.backends.redlock.node import Node
-    from dlock_core.backends.redlock.nodes import Nodes
+    from dlock_core.backends.redlock.broadcast import RedlockNode
+    from dlock_core.backends.redlock.nodes import NodeSet
     from dlock_core.runtime import Runtime
 
 __all__ = ["diagnose"]
 
 
-async def diagnose(nodes: Nodes, runtime: Runtime) -> list[Finding]:
+async def diagnose(nodes: NodeSet, runtime: Runtime) -> list[Finding]:
     """Examine every node, then all of them together; nodes that are down are findings."""
     measured = {node.title: await _measure(node, runtime) for node in nodes.all}
     reached = {title: each for title, each in measured.items() if not isinstance(each, BackendUnavailable)}
@@ -25,11 +25,11 @@ async def diagnose(nodes: Nodes, runtime: Runtime) -> list[Finding]:
     if len(reached) > 1:
         found.append(clock_spread([timing for _, timing in reached.values()]))
     for title, each in measured.items():
-        found += health.at(title, [_down(each)] if isinstance(each, BackendUnavailable) else _judged(*each))
+        found += health.of_node(title, [_down(each)] if isinstance(each, BackendUnavailable) else _judge(*each))
     return found
 
 
-async def _measure(node: Node, runtime: Runtime) -> tuple[Any, Timing] | BackendUnavailable:
+async def _measure(node: RedlockNode, runtime: Runtime) -> tuple[Any, Timing] | BackendUnavailable:
     try:
         return await health.measure(node.backend, runtime)
     except BackendUnavailable as error:
@@ -50,8 +50,8 @@ def _down(error: BackendUnavailable) -> Finding:
     return warning("reach", error.reason, "it takes no part in majorities", "start it, or correct the address")
 
 
-def _judged(info: Any, timing: Timing) -> list[Finding]:
-    found = health.judged(info, timing)
+def _judge(info: Any, timing: Timing) -> list[Finding]:
+    found = health.judge(info, timing)
     return [_failover(one) if one.check == "replication" and one.level == "warning" else one for one in found]
 
 

@@ -17,42 +17,42 @@ if TYPE_CHECKING:
 
     from dlock_core.backend import RenewalResult
 
-__all__ = ["AHEAD", "Forecast", "agreed", "free_in", "majority", "released", "renewal_result"]
+__all__ = ["FORECAST_LEAD_US", "Forecast", "agreed", "free_in", "majority", "released", "renewal_result"]
 
-AHEAD: Final = 50_000
-"""Microseconds by which a forecast is ahead of the nodes' clocks: more than a request is on its way."""
+FORECAST_LEAD_US: Final = 50_000
+"""Microseconds by which a forecast is ahead of the nodes' clocks: more than the time of a request's way."""
 
 
 def majority(nodes: int) -> int:
-    """Give the least number of nodes of which any two sets share one."""
+    """Return the smallest number of nodes such that any two sets of so many share one."""
     return nodes // 2 + 1
 
 
 def agreed(drawn: Sequence[int], needed: int) -> int | None:
-    """Give the token that so many nodes have drawn, if there is one: then no second round is needed."""
+    """Return the token that at least `needed` nodes have drawn, if there is one: then no second round is needed."""
     return next((token for token in set(drawn) if drawn.count(token) >= needed), None)
 
 
 def free_in(waits: Sequence[float], free: int, needed: int) -> float:
-    """Give the seconds after which enough nodes may be free, if `free` are now and the others after their `waits`."""
+    """Return the seconds until enough nodes may be free, if `free` are free now and the others after their `waits`."""
     missing = max(1, needed - free)
     return sorted(waits)[min(missing, len(waits)) - 1] if waits else 0.0
 
 
-def renewal_result(yes: int, silent: int, needed: int, ttl: float) -> RenewalResult:
+def renewal_result(yes: int, unanswered: int, needed: int, ttl: float) -> RenewalResult:
     """Return `ttl` for a lease that a majority still holds; UNKNOWN when that depends on nodes which did not answer."""
     if yes >= needed:
         return ttl
-    return RenewalFailure.UNKNOWN if yes + silent >= needed else RenewalFailure.LOST
+    return RenewalFailure.UNKNOWN if yes + unanswered >= needed else RenewalFailure.LOST
 
 
-def released(found: Sequence[Released], silent: int, needed: int) -> Released | None:
-    """Tell what a release found; None when too few nodes answered, so that the grant may be there still."""
+def released(found: Sequence[Released], unanswered: int, needed: int) -> Released | None:
+    """Return what a release found; None when too few nodes answered, so that the grant may still exist."""
     if len(found) < needed:
         return None
-    if found.count(Released.RELEASED) + silent >= needed:
+    if found.count(Released.RELEASED) + unanswered >= needed:
         return Released.RELEASED
-    return Released.STOLEN if found.count(Released.STOLEN) + silent >= needed else Released.EXPIRED
+    return Released.STOLEN if found.count(Released.STOLEN) + unanswered >= needed else Released.EXPIRED
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,5 +67,5 @@ class Forecast:
     at: float = 0.0
 
     def token(self, now: float) -> int:
-        """Give the proposal, 0 for none."""
-        return self.shown + int((now - self.at) * 1_000_000) + AHEAD if self.shown else 0
+        """Return the proposal, 0 for none."""
+        return self.shown + int((now - self.at) * 1_000_000) + FORECAST_LEAD_US if self.shown else 0

@@ -1,8 +1,8 @@
 """Leases in a Redis Cluster: the names are spread over 256 hash tags, each of which is like a server of its own.
 
 All keys of a name, the counter its tokens come from and the list it is found by when it is held have one hash tag, so
-that they are in one slot and move together. No more than 256 lists are read to show what is held, whatever else is
-there. (Source: the Redis Cluster specification.)
+that they are in one slot and move together. A listing reads 256 lists, however many other keys the cluster has.
+(Source: the Redis Cluster specification.)
 """
 
 from __future__ import annotations
@@ -13,151 +13,168 @@ from typing import TYPE_CHECKING, Any, Final, cast
 from redis.exceptions import AskError, ClusterDownError, ResponseError, TryAgainError
 
 from dlock_core.backend import RenewalFailure
-from dlock_core.backends.redis import addresses, backend, health
-from dlock_core.backends.redis.backend import FOUND, LISTED, RedisBackend, checked, holders_and_ttls
-from dlock_core.backends.redis.cluster.routing import Question, Routes, Slot, put, slot_of
-from dlock_core.backends.redis.scripts import script
-from dlock_core.backends.redis.transport import ask
+from dlock_core.backends.redis import addresses, health
+from dlock_core.backends.redis.backend import RedisBackend, check_options
+from dlock_core.backends.redis.cluster.routing import ClusterCommand, SlotMap, SlotTransport, pipeline, slot_of
+from dlock_core.backends.redis.protocol import (
+    INSPECT_BATCH,
+    RELEASE_REPLIES,
+    Keyspace,
+    holders_and_ttls,
+    load_script,
+    parse_state,
+    renewal_limit,
+    shown,
+)
+from dlock_core.backends.redis.transport import run_script
 from dlock_core.errors import BackendUnavailable
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine, Sequence
 
     from dlock_core.backend import Busy, Granted, LockState, Released, Renewal, RenewalResult, Request
-    from dlock_core.backends.redis.transport import Command
+    from dlock_core.backends.redis.protocol import Command
     from dlock_core.doctor.finding import Finding
     from dlock_core.runtime import Runtime
 
 __all__ = ["ClusterBackend"]
 
 
-TAGS: Final = 256
-"""More would make listing dearer, fewer would spread the locks unevenly over the nodes; never to be changed."""
+SHARD_COUNT: Final = 256
+"""More would make a listing dearer, fewer would spread the locks unevenly over the nodes. It must never change."""
 
 
 class ClusterBackend:
     """A Redis Cluster: redis+cluster://[user:password@]host:port,host:port, or a RedisCluster client of redis-py.
 
-    `timeout` bounds each request, in seconds, with all its redirections. `prefix` starts every key. A grant is told
-    only when so many `replicas` of its master have it, so that a failover does not forget it.
+    Args:
+        client: what names the cluster.
+        prefix: what every key begins with.
+        timeout: the time limit of each request with all its redirections, in seconds.
+        replicas: how many replicas of its master must have a grant before it counts, so that a failover to one does
+            not forget it.
     """
 
     capabilities = RedisBackend.capabilities
 
     def __init__(self, client: Any, *, prefix: str = "dlock:", timeout: float = 2.0, replicas: int = 0) -> None:
-        checked(prefix, timeout, replicas)
-        seeds = client if isinstance(client, addresses.Seeds) else addresses.of_client(client)
-        self._routes, self._timeout = Routes(seeds, timeout), timeout
-        tags = [f"{number:08b}" for number in range(TAGS)]  # in this form the slots spread them evenly
-        self._parts = [Part(Slot(slot_of(tag), self._routes), f"{prefix}{{{tag}}}", timeout, replicas) for tag in tags]
+        check_options(prefix, timeout, replicas)
+        seeds = client if isinstance(client, addresses.Seeds) else addresses.seeds_from_client(client)
+        self._slots, self._timeout = SlotMap(seeds, timeout), timeout
+        tags = [f"{number:08b}" for number in range(SHARD_COUNT)]  # in this form the slots spread them evenly
+        self._shards = [
+            Shard(SlotTransport(slot_of(tag), self._slots), f"{prefix}{{{tag}}}", timeout, replicas) for tag in tags
+        ]
 
     @classmethod
     def from_url(cls, url: str, **options: Any) -> ClusterBackend:
-        """Reach the nodes of a redis+cluster:// or rediss+cluster:// URL; raises ValueError."""
-        return cls(addresses.read(url), **options)
+        """Return the store of the nodes of a redis+cluster:// or rediss+cluster:// URL; raises ValueError."""
+        return cls(addresses.seeds_from_url(url), **options)
 
-    def part(self, name: str) -> Part:
-        """Give the part of the store to which a name belongs."""
-        return self._parts[crc_hqx(name.encode(), 0) % TAGS]
+    def shard(self, name: str) -> Shard:
+        """Return the part of the store to which a name belongs."""
+        return self._shards[crc_hqx(name.encode(), 0) % SHARD_COUNT]
 
     def lock_key(self, name: str) -> str:
-        """Give the key of a lock, for other libraries that shall exclude us."""
-        return self.part(name).lock_key(name)
+        """Return the key of a lock, for programs with another library that must exclude dlock."""
+        return self.shard(name).lock_key(name)
 
     def try_acquire(
         self, runtime: Runtime, request: Request, ticket: Any = None, *, unsure: bool = False
     ) -> Coroutine[Any, Any, Granted | Busy]:
-        return self.part(request.name).try_acquire(runtime, request, ticket, unsure=unsure)
+        return self.shard(request.name).try_acquire(runtime, request, ticket, unsure=unsure)
 
     def wait(
         self, runtime: Runtime, request: Request, busy: Busy, timeout: float
     ) -> Coroutine[Any, Any, Granted | Busy | None]:
-        return self.part(request.name).wait(runtime, request, busy, timeout)
+        return self.shard(request.name).wait(runtime, request, busy, timeout)
 
     def abandon(self, runtime: Runtime, request: Request, ticket: Any = None) -> Coroutine[Any, Any, None]:
-        return self.part(request.name).abandon(runtime, request, ticket)
+        return self.shard(request.name).abandon(runtime, request, ticket)
 
     def release(self, runtime: Runtime, request: Request, granted: Granted) -> Coroutine[Any, Any, Released]:
-        return self.part(request.name).release(runtime, request, granted)
+        return self.shard(request.name).release(runtime, request, granted)
 
     async def renew(self, runtime: Runtime, renewals: Sequence[Renewal]) -> list[RenewalResult]:
         requests = [renewal.request for renewal in renewals]
-        limit = min(self._timeout, *[request.ttl / 3 for request in requests])  # a late answer would be of no use
-        return await renew(self._routes, runtime, [(self.part(one.name), one) for one in requests], limit)
+        leases = [(self.shard(request.name), request) for request in requests]
+        return await renew(self._slots, runtime, leases, renewal_limit(self._timeout, requests))
 
     async def inspect(self, runtime: Runtime, name: str | None = None) -> list[LockState]:
         if name is not None:
-            return await self.part(name).inspect(runtime, name)
-        states = [backend.state(part.name_of(key), reply) for part, key, reply in await self._listing(runtime)]
-        return [state for state in states if state.holders or state.waiters]
+            return await self.shard(name).inspect(runtime, name)
+        found = [
+            parse_state(shard.keyspace.name_of(key), reply)
+            for shard, keys, replies in await self._held_locks(runtime)
+            for key, reply in zip(keys, replies, strict=True)
+        ]
+        return shown(sorted(found, key=lambda state: state.name))
 
     def force_release(self, runtime: Runtime, name: str, token: int) -> Coroutine[Any, Any, bool]:
-        return self.part(name).force_release(runtime, name, token)
+        return self.shard(name).force_release(runtime, name, token)
 
     async def diagnose(self, runtime: Runtime) -> list[Finding]:
         """Examine every master; raises BackendUnavailable."""
-        await self._put(runtime, [Question(part.slot, ("EXISTS", part.held)) for part in self._parts])
+        await self._pipeline(
+            runtime, [ClusterCommand(shard.slot, ("EXISTS", shard.keyspace.held_locks)) for shard in self._shards]
+        )
         found: list[Finding] = []
-        for node in self._routes.masters():
-            found += health.at(node.title, health.judged(*await health.measure(cast("Any", node), runtime)))
+        for node in self._slots.masters():
+            found += health.of_node(node.title, health.judge(*await health.measure(cast("Any", node), runtime)))
         return found
 
     def close(self) -> None:
         """Close the idle connections; leases stay as they are."""
-        self._routes.close()
+        self._slots.close()
 
-    async def _listing(self, runtime: Runtime) -> list[tuple[Part, bytes, Any]]:
-        """Read the list of every part, then the locks that stand there."""
-        listed, look = script("held"), script("inspect")
-        questions = [Question(part.slot, ("EVALSHA", listed.sha, "1", part.held), listed) for part in self._parts]
-        lists = await self._put(runtime, questions)
-        shares = [
-            (part, keys[start : start + LISTED])
-            for part, keys in zip(self._parts, lists, strict=True)
-            for start in range(0, len(keys), LISTED)
+    async def _held_locks(self, runtime: Runtime) -> list[tuple[Shard, list[bytes], list[Any]]]:
+        """Read the list of held locks of every shard, then the locks in batches: keys and replies of each batch."""
+        held, inspect = load_script("held"), load_script("inspect")
+        commands = [
+            ClusterCommand(shard.slot, held.by_digest((shard.keyspace.held_locks,), ()), held) for shard in self._shards
         ]
-        questions = [Question(part.slot, ("EVALSHA", look.sha, str(len(keys)), *keys), look) for part, keys in shares]
-        shown = await self._put(runtime, questions)
-        return sorted(
-            (
-                (part, key, reply)
-                for (part, keys), replies in zip(shares, shown, strict=True)
-                for key, reply in zip(keys, replies, strict=True)
-            ),
-            key=lambda item: item[0].name_of(item[1]),
-        )
+        lists = await self._pipeline(runtime, commands)
+        batches = [
+            (shard, keys[start : start + INSPECT_BATCH])
+            for shard, keys in zip(self._shards, lists, strict=True)
+            for start in range(0, len(keys), INSPECT_BATCH)
+        ]
+        commands = [ClusterCommand(shard.slot, inspect.by_digest(tuple(keys), ()), inspect) for shard, keys in batches]
+        replies = await self._pipeline(runtime, commands)
+        return [(shard, keys, reply) for (shard, keys), reply in zip(batches, replies, strict=True)]
 
-    async def _put(self, runtime: Runtime, questions: Sequence[Question]) -> list[Any]:
-        answers = await put(self._routes, runtime, "", questions, self._timeout)
+    async def _pipeline(self, runtime: Runtime, commands: Sequence[ClusterCommand]) -> list[Any]:
+        answers = await pipeline(self._slots, runtime, "", commands, self._timeout)
         for answer in answers:
             if isinstance(answer, BackendUnavailable):
                 raise answer
         return answers
 
 
-RENEW: Final = script("renew")
+RENEW: Final = load_script("renew")
 
 
-class Part(RedisBackend):
-    """A share of the names. While its slot moves from node to node, a script is refused as a whole (TRYAGAIN).
+class Shard(RedisBackend):
+    """The names of one hash tag.
 
-    That is what the key is for that never exists: without it a script would run where only some of its keys are. What
-    cannot wait for the end of a move are renewals and releases; of an exclusive lease one key is enough for them.
+    While a slot moves, its keys go to the other node one after the other, and a node answers TRYAGAIN to a command of
+    which it has some keys only. A script must never run on such a half: it would find a queue without its lock, say. So
+    each script of a lock also takes a key that never exists, and is refused as a whole for as long as the slot moves.
+    The move takes milliseconds, and most scripts can wait for its end. Renewals and releases cannot; of an exclusive
+    lease the lock's key is enough for them, and a command with one key always reaches the node that has it.
     """
 
-    def __init__(self, slot: Slot, prefix: str, timeout: float, replicas: int) -> None:
-        self._reach(slot, slot, prefix, timeout, replicas)
-        self.slot, self._never = slot, f"{prefix}never"
-
-    def keys(self, name: str) -> tuple[str, ...]:
-        return (*super().keys(name), self._never)
+    def __init__(self, slot: SlotTransport, prefix: str, timeout: float, replicas: int) -> None:
+        self._never = f"{prefix}never"
+        self._reach(slot, slot, Keyspace(prefix, self._never), timeout, replicas)
+        self.slot = slot
 
     async def wait(self, runtime: Runtime, request: Request, busy: Busy, timeout: float) -> Granted | Busy | None:
         try:
             return await super().wait(runtime, request, busy, timeout)
         except BackendUnavailable as error:
             if _has_moved(error.__cause__):
-                return None  # woken by the move itself: ask again, wherever the lock is now
+                return None  # The move itself has ended the BLPOP: ask again, at the node that has the lock now.
             raise
 
     async def abandon(self, runtime: Runtime, request: Request, ticket: Any = None) -> None:
@@ -174,28 +191,25 @@ class Part(RedisBackend):
         except BackendUnavailable as error:
             if request.shared or not isinstance(error.__cause__, TryAgainError):
                 raise
-            return FOUND[await self._drop(runtime, request)]
+            return RELEASE_REPLIES[await self._drop(runtime, request)]
 
     async def renew_alone(self, runtime: Runtime, request: Request, limit: float) -> int:
         """Renew one exclusive lease, wherever its key is; raises BackendUnavailable."""
         keys, args = (self.lock_key(request.name),), holders_and_ttls([request])
-        (ours,) = await ask(self.slot, runtime, request.name, RENEW, keys, args, limit)
+        (ours,) = await run_script(self.slot, runtime, request.name, RENEW, keys, args, limit)
         return int(ours)
 
     def renewal(self, requests: Sequence[Request], *, shared: bool) -> Command:
-        """Give the command that renews these leases; shared ones are kept in several keys."""
-        before = (self._never, self.held) if shared else (self.held,)
-        keys = (*before, *[self.lock_key(request.name) for request in requests])
-        return ("EVALSHA", RENEW.sha, str(len(keys)), *keys, *holders_and_ttls(requests))
-
-    @property
-    def held(self) -> str:
-        """The list of held locks."""
-        return self._globals[1]
+        """Return the command that renews these leases; shared leases are kept in several keys."""
+        held = self.keyspace.held_locks
+        before = (self._never, held) if shared else (held,)
+        return RENEW.by_digest(
+            (*before, *[self.lock_key(request.name) for request in requests]), holders_and_ttls(requests)
+        )
 
     async def _drop(self, runtime: Runtime, request: Request) -> int:
-        """End an exclusive lease; who waits for it asks again by himself, once the slot has arrived."""
-        found: int = await self._ask(runtime, request.name, "drop", (self.lock_key(request.name),), (request.holder,))
+        """End an exclusive lease by its key alone. Its waiters ask again by themselves, once the slot has arrived."""
+        found: int = await self._run(runtime, request.name, "drop", (self.lock_key(request.name),), (request.holder,))
         return found
 
 
@@ -206,35 +220,35 @@ def _has_moved(error: BaseException | None) -> bool:
 
 
 async def renew(
-    routes: Routes, runtime: Runtime, leases: Sequence[tuple[Part, Request]], limit: float
+    slots: SlotMap, runtime: Runtime, leases: Sequence[tuple[Shard, Request]], limit: float
 ) -> list[RenewalResult]:
     """Renew each lease at the node of its slot; raises BackendUnavailable when nothing was learned about any."""
-    groups: dict[tuple[Part, bool], list[int]] = {}
-    for place, (part, request) in enumerate(leases):
-        groups.setdefault((part, request.shared), []).append(place)
-    questions = [
-        Question(part.slot, part.renewal([leases[place][1] for place in places], shared=shared), RENEW)
-        for (part, shared), places in groups.items()
+    groups: dict[tuple[Shard, bool], list[int]] = {}
+    for index, (shard, request) in enumerate(leases):
+        groups.setdefault((shard, request.shared), []).append(index)
+    commands = [
+        ClusterCommand(shard.slot, shard.renewal([leases[index][1] for index in indexes], shared=shared), RENEW)
+        for (shard, shared), indexes in groups.items()
     ]
-    told = await put(routes, runtime, leases[0][1].name, questions, limit)
+    replies = await pipeline(slots, runtime, leases[0][1].name, commands, limit)
     answers: list[Any] = [None] * len(leases)
-    for places, ours in zip(groups.values(), told, strict=True):
-        for number, place in enumerate(places):
-            known = isinstance(ours, list)
-            answers[place] = ours[number] if known else await _alone(runtime, *leases[place], ours, limit)
+    for indexes, reply in zip(groups.values(), replies, strict=True):
+        for number, index in enumerate(indexes):
+            known = isinstance(reply, list)
+            answers[index] = reply[number] if known else await _alone(runtime, *leases[index], reply, limit)
     if all(isinstance(answer, BackendUnavailable) for answer in answers):
         raise answers[0]
     return [_result(request, answer) for (_, request), answer in zip(leases, answers, strict=True)]
 
 
 async def _alone(
-    runtime: Runtime, part: Part, request: Request, failure: BackendUnavailable, limit: float
+    runtime: Runtime, shard: Shard, request: Request, failure: BackendUnavailable, limit: float
 ) -> int | BackendUnavailable:
-    """Renew a lease whose slot is moving and whose key is all that it needs."""
+    """Renew by itself a lease whose slot is moving, if the lock's key is all that it needs."""
     if request.shared or not isinstance(failure.__cause__, TryAgainError):
         return failure
     try:
-        return await part.renew_alone(runtime, request, limit)
+        return await shard.renew_alone(runtime, request, limit)
     except BackendUnavailable as error:
         return error
 

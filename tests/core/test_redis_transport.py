@@ -8,33 +8,33 @@ from typing import Any
 import pytest
 
 from dlock_core.backends.redis import transport
-from dlock_core.backends.redis.transport import AsyncioWire
+from dlock_core.backends.redis.transport import AsyncioTransport
 
 
 @pytest.mark.parametrize("command", [("PING",), ("SET", "clé:1", "30000", b"\x00\r\n", "", "0.5")])
 def test_commands_are_packed_alike_with_and_without_hiredis(command: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("hiredis")
-    fast = transport.packed([command, command])
+    fast = transport.pack_commands([command, command])
     monkeypatch.setattr(transport, "_pack", transport._in_python)
-    assert transport.packed([command, command]) == fast
+    assert transport.pack_commands([command, command]) == fast
 
 
 def test_request_that_was_left_alone_while_its_loop_ended_is_ended_with_it() -> None:
-    tasks = AsyncioWire(object)
+    tasks = AsyncioTransport(object)
     left_alone: list[asyncio.Task[Any]] = []
     left: list[asyncio.Task[Any]] = []
 
-    async def leave_one_when_cancelled(begun: asyncio.Event) -> None:
+    async def start_one_when_cancelled(begun: asyncio.Event) -> None:
         try:
             begun.set()
             await asyncio.Event().wait()
         finally:
             left.append(asyncio.ensure_future(asyncio.Event().wait()))
-            tasks.leave(left[0])
+            tasks.let_finish(left[0])
 
     async def main() -> None:
         begun = asyncio.Event()
-        left_alone.append(asyncio.ensure_future(leave_one_when_cancelled(begun)))
+        left_alone.append(asyncio.ensure_future(start_one_when_cancelled(begun)))
         await begun.wait()
 
     asyncio.run(main())
@@ -43,7 +43,7 @@ def test_request_that_was_left_alone_while_its_loop_ended_is_ended_with_it() -> 
 
 def test_connection_that_comes_back_when_its_loop_is_shut_down_is_closed() -> None:
     closed: list[bool] = []
-    tasks = AsyncioWire(lambda: SimpleNamespace(_writer=None, _close=lambda: closed.append(True)))
+    tasks = AsyncioTransport(lambda: SimpleNamespace(_writer=None, _close=lambda: closed.append(True)))
 
     async def main() -> None:
         connection = tasks.checkout()
@@ -57,7 +57,7 @@ def test_connection_that_comes_back_when_its_loop_is_shut_down_is_closed() -> No
 def test_lock_that_is_held_by_a_generator_is_released_when_its_loop_is_shut_down() -> None:
     """All generators are told at once, so that ours may have closed the idle connections before."""
     closed: list[bool] = []
-    tasks = AsyncioWire(lambda: SimpleNamespace(_writer=None, _close=lambda: closed.append(True)))
+    tasks = AsyncioTransport(lambda: SimpleNamespace(_writer=None, _close=lambda: closed.append(True)))
     left: list[asyncio.Task[Any]] = []
 
     async def hold() -> AsyncGenerator[None, None]:
@@ -67,7 +67,7 @@ def test_lock_that_is_held_by_a_generator_is_released_when_its_loop_is_shut_down
             await asyncio.sleep(0)
             tasks.checkin(tasks.checkout())
             left.append(asyncio.ensure_future(asyncio.Event().wait()))
-            tasks.leave(left[0])
+            tasks.let_finish(left[0])
 
     async def main() -> None:
         tasks.checkin(tasks.checkout())

@@ -9,8 +9,8 @@ import pytest
 import redis
 
 from dlock_core.backends.redis import transport
-from dlock_core.backends.redis.transport import packed
-from dlock_core.backends.redlock.broadcast import MORE, Circle, Circles
+from dlock_core.backends.redis.transport import pack_commands
+from dlock_core.backends.redlock.broadcast import INCOMPLETE, NodeConnections, NodeConnectionsPool
 
 
 class Peer:
@@ -38,49 +38,51 @@ def peers() -> Iterator[list[Peer]]:
         peer.connection.disconnect()
 
 
-def joined(peers: list[Peer], circle: Circle) -> Circle:
-    for place, peer in enumerate(peers):
-        circle.add(place, peer.connection)
-    return circle
+def joined(peers: list[Peer], connections: NodeConnections) -> NodeConnections:
+    for index, peer in enumerate(peers):
+        connections.add(index, peer.connection)
+    return connections
 
 
 @pytest.fixture
-def circle(peers: list[Peer]) -> Circle:
-    return joined(peers, Circle(peers))  # type: ignore[arg-type]
+def connections(peers: list[Peer]) -> NodeConnections:
+    return joined(peers, NodeConnections(peers))  # type: ignore[arg-type]
 
 
-def test_reply_is_given_when_all_of_it_is_here_and_nobody_waits_for_the_rest(peers: list[Peer], circle: Circle) -> None:
-    circle.send(1, packed([("PING",)]))
-    assert peers[1].socket.recv(100) == packed([("PING",)])
-    assert circle.read(1) is MORE
+def test_reply_is_given_when_all_of_it_is_here_and_nobody_waits_for_the_rest(
+    peers: list[Peer], connections: NodeConnections
+) -> None:
+    connections.send(1, pack_commands([("PING",)]))
+    assert peers[1].socket.recv(100) == pack_commands([("PING",)])
+    assert connections.read(1) is INCOMPLETE
     peers[1].socket.sendall(b"$4\r\nPO")
-    assert circle.read(1) is MORE
+    assert connections.read(1) is INCOMPLETE
     peers[1].socket.sendall(b"NG\r\n")
-    assert circle.read(1) == b"PONG"
+    assert connections.read(1) == b"PONG"
 
 
-def test_node_that_hung_up_is_an_error_and_no_reply(peers: list[Peer], circle: Circle) -> None:
+def test_node_that_hung_up_is_an_error_and_no_reply(peers: list[Peer], connections: NodeConnections) -> None:
     peers[0].socket.close()
     with pytest.raises(redis.ConnectionError):
-        circle.read(0)
+        connections.read(0)
 
 
 def test_what_was_closed_or_spoke_unasked_while_idle_is_dropped_and_the_others_are_kept(
     peers: list[Peer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(transport, "TRUSTED", 0.0)
-    circles = Circles(peers)  # type: ignore[arg-type]
-    circle = joined(peers, circles.pop())
-    circles.push(circle)
+    monkeypatch.setattr(transport, "TRUSTED_IDLE_S", 0.0)
+    pool = NodeConnectionsPool(peers)  # type: ignore[arg-type]
+    connections = joined(peers, pool.pop())
+    pool.push(connections)
     peers[0].socket.close()
     peers[2].socket.sendall(b"+late\r\n")
-    assert circles.pop() is circle
-    assert [circle.has(place) for place in range(3)] == [False, True, False]
+    assert pool.pop() is connections
+    assert [connections.has(index) for index in range(3)] == [False, True, False]
     assert [len(peer.dropped) for peer in peers] == [1, 0, 1]
 
 
 def test_closing_drops_every_connection(peers: list[Peer]) -> None:
-    circles = Circles(peers)  # type: ignore[arg-type]
-    circles.push(joined(peers, circles.pop()))
-    circles.clear()
+    pool = NodeConnectionsPool(peers)  # type: ignore[arg-type]
+    pool.push(joined(peers, pool.pop()))
+    pool.clear()
     assert [peer.dropped for peer in peers] == [[peer.connection] for peer in peers]

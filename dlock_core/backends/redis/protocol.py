@@ -1,0 +1,174 @@
+"""What leases look like in Redis: keys, scripts with their arguments, and the meaning of the replies. No I/O.
+
+One server, a Cluster and a Redlock speak this protocol. Each Lua file's header says its keys, arguments and reply.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+from functools import cache
+from hashlib import sha1
+from importlib.resources import files
+from typing import TYPE_CHECKING, Any, Final
+
+from dlock_core.backend import Busy, Granted, Holder, LockState, Released, Waiter
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from dlock_core.backend import Request
+
+__all__ = [
+    "INSPECT_BATCH",
+    "RELEASE_REPLIES",
+    "Command",
+    "Keyspace",
+    "Script",
+    "acquire_args",
+    "holders_and_ttls",
+    "load_script",
+    "parse_acquire",
+    "parse_state",
+    "renewal_limit",
+    "shown",
+]
+
+Command = tuple[str | bytes, ...]
+"""Only text and bytes. hiredis turns a number into text by a call that runs signal handlers, and does not look whether
+one of them raised: the process would end with a segmentation fault."""
+
+WAITER_TTL_MS: Final = "5000"
+"""Milliseconds after its last request for which a waiter keeps its position in the queue."""
+INSPECT_BATCH: Final = 500
+"""Locks read by one inspection request, so that a large listing never holds up the server."""
+RELEASE_REPLIES: Final = {1: Released.RELEASED, 0: Released.EXPIRED, 2: Released.STOLEN}
+FOREIGN_OWNER: Final = "a client that is not dlock"
+
+_INCLUDE: Final = re.compile(r"^--#include (\S+)\n", re.MULTILINE)
+_EXCLUSIVE_VALUE: Final = re.compile(r"([0-9a-f]+)\|([0-9]+)\|([0-9]+)\|(.*)", re.DOTALL)
+"""holder, token, since (s), owner; any other value of a lock's key was written by another program."""
+
+
+@dataclass(frozen=True, slots=True)
+class Script:
+    """A script's text, and the digest by which the server knows it once it was loaded."""
+
+    text: str
+    sha: str
+
+    def by_digest(self, keys: Command, args: Command) -> Command:
+        """Return the command that runs the script on a server that knows it."""
+        return ("EVALSHA", self.sha, str(len(keys)), *keys, *args)
+
+    def by_text(self, keys: Command, args: Command) -> Command:
+        """Return the command that runs the script, and teaches it to the server."""
+        return ("EVAL", self.text, str(len(keys)), *keys, *args)
+
+
+@cache
+def load_script(name: str) -> Script:
+    """Read a script from its file; a line `--#include FILE` stands for that file's text, the first time it is met."""
+    text = _with_includes(f"{name}.lua", set())
+    return Script(text, sha1(text.encode(), usedforsecurity=False).hexdigest())
+
+
+def _with_includes(file: str, included: set[str]) -> str:
+    if file in included:
+        return ""
+    included.add(file)
+    text = files(__package__).joinpath("lua", file).read_text(encoding="ascii")
+    return _INCLUDE.sub(lambda found: _with_includes(found[1], included), text)
+
+
+class Keyspace:
+    """The keys with one prefix: each lock's, the counter that tokens are drawn from, and the list of held locks."""
+
+    __slots__ = ("_prefix", "common", "held_locks")
+
+    def __init__(self, prefix: str, *more: str) -> None:
+        self._prefix, self.held_locks = prefix, f"{prefix}held"
+        self.common = (f"{prefix}token", self.held_locks, *more)
+        """The keys that most scripts take after the lock's."""
+
+    def lock(self, name: str) -> str:
+        """Return a lock's key. Its companions begin with it, and so have the same hash tag."""
+        return f"{self._prefix}{{{name}}}"
+
+    def of(self, name: str) -> tuple[str, ...]:
+        """Return the keys of a script for one lock."""
+        return (f"{self._prefix}{{{name}}}", *self.common)
+
+    def name_of(self, key: bytes) -> str:
+        """Return the name of the lock that has this key."""
+        return key.decode(errors="replace")[len(self._prefix) + 1 : -1]
+
+
+def acquire_args(request: Request) -> tuple[str, ...]:
+    """Return the arguments of acquire.lua: holder, ttl in ms, mode, owner, ms in the queue, floor, barging."""
+    return (
+        request.holder,
+        str(math.ceil(request.ttl * 1000)),
+        "s" if request.shared else "x",
+        request.owner,
+        WAITER_TTL_MS if request.queue else "0",
+        str(request.floor),
+        "0" if request.fair else "1",
+    )
+
+
+def parse_acquire(request: Request, reply: Any) -> Granted | Busy:
+    """Return what acquire.lua raise_for_error: a token, or the ms until the lock may be free and the value of its key.
+
+    Busy has a ticket when a holder of ours wakes the waiters; another library's holder does not.
+    """
+    if isinstance(reply, int):
+        return Granted(reply, request.ttl)
+    retry_after, value = reply[0] / 1000, reply[1].decode(errors="replace")
+    parts = value.split("|", 3)
+    if len(parts) < 4 and value:
+        return Busy(retry_after, FOREIGN_OWNER)
+    return Busy(retry_after, parts[-1], ticket=request.holder)
+
+
+def holders_and_ttls(requests: Sequence[Request]) -> tuple[str, ...]:
+    """Return the arguments of a script for many locks: holder and ttl in ms of each."""
+    return tuple(item for request in requests for item in (request.holder, str(math.ceil(request.ttl * 1000))))
+
+
+def renewal_limit(timeout: float, requests: Sequence[Request]) -> float:
+    """Return the time limit of a renewal, in seconds: an answer after a third of a ttl would come too late."""
+    return min(timeout, *[request.ttl / 3 for request in requests])
+
+
+def parse_state(name: str, reply: list[Any]) -> LockState:
+    """Return one lock's state out of the reply of inspect.lua."""
+    value, left_ms, sharers, waiters, server_ms = reply
+    now = int(server_ms) / 1000
+    if value == b"shared":
+        holders = [_holder(text, int(expiry) / 1000 - now, now, shared=True) for _, expiry, text in sharers]
+    else:
+        holders = [_holder(value, left_ms / 1000, now, shared=False)] if value and left_ms != -2 else []
+    return LockState(name, tuple(holders), tuple(_waiter(*waiter, now=now) for waiter in waiters))
+
+
+def shown(states: Sequence[LockState]) -> list[LockState]:
+    """Return the locks that belong into a listing: those that are held or waited for."""
+    return [state for state in states if state.holders or state.waiters]
+
+
+def _holder(value: bytes, left: float, now: float, *, shared: bool) -> Holder:
+    expires_in = max(0.0, left) if left >= 0 else None
+    text = value.decode(errors="replace")
+    ours = _EXCLUSIVE_VALUE.fullmatch(text)
+    if ours is None:
+        return Holder(text, 0, shared, FOREIGN_OWNER, expires_in)
+    holder, token, since, owner = ours.groups()
+    return Holder(holder, int(token), shared, owner, expires_in, max(0.0, now - int(since)))
+
+
+def _waiter(holder: bytes, arrival_us: bytes, entry: bytes, *, now: float) -> Waiter:
+    parts = entry.decode(errors="replace").split("|", 4)
+    shared, owner = (parts[1] == "s", parts[4]) if len(parts) == 5 else (False, "")
+    return Waiter(holder.decode(errors="replace"), shared, owner, max(0.0, now - float(arrival_us) / 1_000_000))
