@@ -35,7 +35,7 @@ def backend(shop: Group) -> Iterator[Backend]:
 @pytest.mark.parametrize("kind", [redis.sentinel.Sentinel, redis.asyncio.sentinel.Sentinel], ids=["threads", "asyncio"])
 def test_client_of_redis_py_that_follows_sentinels_is_a_store(shop: Group, harness: Harness, kind: type) -> None:
     sentinels = kind([(HOST, sentinel.port) for sentinel in shop.sentinels])
-    backend = connect(sentinels.master_for(SERVICE, decode_responses=True), prefix=harness.store._prefix)
+    backend = connect(sentinels.master_for(SERVICE, decode_responses=True), prefix=harness.store.keyspace.prefix)
     try:
         lease = harness.acquire("a")
         assert type(harness)(backend).try_acquire("a") is None

@@ -97,11 +97,11 @@ def test_failover_before_replication_both_hold_and_only_the_newer_one_commits(
 
 
 def forget(backend: RedisBackend, key: str) -> None:
-    connection = backend.wire(None).checkout()  # type: ignore[arg-type]
+    connection = backend.transport(None).checkout()  # type: ignore[arg-type]
     connection.connect()
     connection.send_command("DEL", key)
     assert connection.read_response() == 1
-    backend.wire(None).checkin(connection)  # type: ignore[arg-type]
+    backend.transport(None).checkin(connection)  # type: ignore[arg-type]
 
 
 def test_node_that_comes_back_without_memory_gives_nobody_else_a_majority(tmp_path: Path) -> None:

@@ -60,8 +60,8 @@ def test_connection_ends_with_its_loop_though_the_server_does_not_say_goodbye(se
     async def hold_once():
         async with AsyncLock(backend, "order:42"):
             pass
-        connection = backend.wire(ASYNCIO).checkout()
-        backend.wire(ASYNCIO).checkin(connection)
+        connection = backend.transport(ASYNCIO).checkout()
+        backend.transport(ASYNCIO).checkin(connection)
         server.pause()
         return connection._writer.get_extra_info("socket")
 

@@ -85,24 +85,24 @@ def _with_includes(file: str, included: set[str]) -> str:
 class Keyspace:
     """The keys with one prefix: each lock's, the counter that tokens are drawn from, and the list of held locks."""
 
-    __slots__ = ("_prefix", "common", "held_locks")
+    __slots__ = ("common", "held_locks", "prefix")
 
     def __init__(self, prefix: str, *more: str) -> None:
-        self._prefix, self.held_locks = prefix, f"{prefix}held"
+        self.prefix, self.held_locks = prefix, f"{prefix}held"
         self.common = (f"{prefix}token", self.held_locks, *more)
         """The keys that most scripts take after the lock's."""
 
     def lock(self, name: str) -> str:
         """Return a lock's key. Its companions begin with it, and so have the same hash tag."""
-        return f"{self._prefix}{{{name}}}"
+        return f"{self.prefix}{{{name}}}"
 
     def of(self, name: str) -> tuple[str, ...]:
         """Return the keys of a script for one lock."""
-        return (f"{self._prefix}{{{name}}}", *self.common)
+        return (f"{self.prefix}{{{name}}}", *self.common)
 
     def name_of(self, key: bytes) -> str:
         """Return the name of the lock that has this key."""
-        return key.decode(errors="replace")[len(self._prefix) + 1 : -1]
+        return key.decode(errors="replace")[len(self.prefix) + 1 : -1]
 
 
 def acquire_args(request: Request) -> tuple[str, ...]:
