@@ -14,6 +14,8 @@ from tests.random_faults.store_faults import FORGETS
 
 MISTAKES: Final = ("AlreadyHeld", "NotHeld", "SnapshotTooOld", "NotSupported")
 """Errors of dlock that no fault explains, only a mistake: of the worker, or of dlock."""
+MAX_FILES: Final = 150
+"""Of a worker that knows ten stores and three databases."""
 
 
 @dataclass(frozen=True)
@@ -204,9 +206,17 @@ def errors_are_explained(facts: Facts) -> Iterator[Violation]:
             )
 
 
+def descriptors_are_closed(facts: Facts) -> Iterator[Violation]:
+    """An idle worker has few files and sockets open, whatever it has been through."""
+    for record in facts.of("idle"):
+        if record.values["files"] > MAX_FILES:
+            text = f"{record.values['files']} files and {record.values['threads']} threads when idle"
+            yield Violation("left behind", f"process {record.pid}", text)
+
+
 RULES: Final[tuple[Callable[[Facts], Iterator[Violation]], ...]] = (
     no_update_is_lost, outcomes_are_true, no_order_has_two_ends, commits_are_in_the_order_of_tokens, tokens_grow,
-    leases_do_not_overlap, errors_are_explained,
+    leases_do_not_overlap, errors_are_explained, descriptors_are_closed,
 )  # fmt: skip
 
 

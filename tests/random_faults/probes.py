@@ -11,7 +11,7 @@ from typing import Any, Final
 import redis
 from sqlalchemy import text
 
-from dlock_core import DLockError, Lock
+from dlock_core import DLockError, LeaseLost, Lock
 from dlock_core.backend import Backend
 from dlock_core.inspect import take_snapshot
 from tests.random_faults import nursery
@@ -25,6 +25,7 @@ from tests.random_faults.world import World
 GRACE_S: Final = 6.0
 QUEUE: Final = 4
 QUEUED_WITHIN_S: Final = 10.0
+QUEUE_TTL_S: Final = 30.0
 HOLDS_WITHIN_S: Final = 60.0
 GONE_WITHIN_S: Final = 20.0
 """Dead waiters, sessions and keys are forgotten by then: the longest promise is 6 s (etcd)."""
@@ -91,28 +92,34 @@ class Probes:
         promise = STORES[store].held_after_death
         self.counts[what] = self.counts.get(what, 0) + 1
         try:
-            lease = Lock(backend, name, ttl=STORES[store].ttl, wait=promise + GRACE_S).acquire()
+            with Lock(backend, name, ttl=STORES[store].ttl, wait=promise + GRACE_S):
+                self.longest.setdefault(what, Measured()).note(now() - since, promise, name)
+        except LeaseLost:
+            pass  # it was had, and then this process stood still for longer than its ttl
         except DLockError as error:
             self.violations.append(
                 Violation(what, name, f"{type(error).__name__} after {now() - since:.1f} s: {error}")
             )
-            return
-        self.longest.setdefault(what, Measured()).note(now() - since, promise, name)
-        lease.release()
 
     def _first_come_first_served(self, store: str) -> None:
         """Waiters that were in the queue one after the other are served in this order."""
         backend, name = self._backends[store], f"queue:{store}"
         order: list[int] = []
+        disturbed: list[int] = []
 
         def wait(place: int) -> None:
-            with Lock(backend, name, ttl=10, wait=60):
-                order.append(place)
+            try:
+                with Lock(backend, name, ttl=QUEUE_TTL_S, wait=60):
+                    order.append(place)
+            except LeaseLost:
+                disturbed.append(place)  # this process stood still for longer than its ttl
+            except DLockError as error:
+                self.violations.append(Violation("stuck in the queue", store, f"{type(error).__name__}: {error}"))
 
         threads = [threading.Thread(target=wait, args=(place,), daemon=True) for place in range(QUEUE)]
         self.counts["queues"] = self.counts.get("queues", 0) + 1
         try:
-            with Lock(backend, name, ttl=10, wait=10):
+            with Lock(backend, name, ttl=QUEUE_TTL_S, wait=10):
                 for place, thread in enumerate(threads):
                     thread.start()
                     if not _comes(lambda place=place: self._waiters(store, name) > place, QUEUED_WITHIN_S):  # type: ignore[misc]
@@ -124,7 +131,7 @@ class Probes:
             for thread in threads:
                 if thread.ident is not None:
                     thread.join(60)
-        if order != sorted(order) or len(order) != QUEUE:
+        if order != sorted(order) and not disturbed:
             self.violations.append(Violation("not first come, first served", store, f"served in the order {order}"))
 
     def _waiters(self, store: str, name: str) -> int:

@@ -53,7 +53,7 @@ class Run:
         self.options = options
         self.directory = Path(tempfile.mkdtemp(prefix="dlock-faults-"))
         self.directory.chmod(0o755)
-        self.world = World(self.directory, options.stores, options.sabotage)
+        self.world = World(self.directory, options.stores)
         self.recorder = Recorder(self.directory / "runner.history")
         self.history = History(self.directory)
         self.report = Report(options.seed)

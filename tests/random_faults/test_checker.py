@@ -152,6 +152,11 @@ def test_errors_that_no_fault_explains() -> None:
     assert rules(facts([record("fork", "a", status=256)], changes=[])) == {"fork"}
 
 
+def test_files_that_stay_open() -> None:
+    assert rules(facts([record("idle", cycle=1, files=1000, threads=5)], changes=[])) == {"left behind"}
+    assert not check(facts([record("idle", cycle=1, files=50, threads=5)], changes=[]))
+
+
 def test_a_history_is_read_up_to_its_last_whole_line(tmp_path: Any) -> None:
     Recorder(tmp_path / "one.history").write("begin", "a", kind="core")
     with (tmp_path / "one.history").open("a") as file:

@@ -10,7 +10,6 @@ from typing import Any, Final
 from tests import redis_cluster, redis_sentinel, servers
 from tests.etcd_servers import make as make_etcd
 from tests.proxy import Proxy
-from tests.random_faults import sabotage
 from tests.random_faults.items import TABLES, ZOOKEEPER_SESSION_S, every_item
 from tests.random_faults.sqla_clients import engine_of
 from tests.servers import Server
@@ -26,8 +25,8 @@ NODES: Final = 3
 class World:
     """The servers that the given stores need, and both databases."""
 
-    def __init__(self, directory: Path, stores: list[str], sabotage: str = "") -> None:
-        self.directory, self.stores, self.sabotage = directory, stores, sabotage
+    def __init__(self, directory: Path, stores: list[str]) -> None:
+        self.directory, self.stores = directory, stores
         needed = {item.database for item in every_item(stores).values()}
         self.databases = [name for name in DATABASES if name in {"postgresql", *needed}]
         self.servers: dict[str, Server] = {}
@@ -174,7 +173,4 @@ class World:
                         connection.execute(text("INSERT INTO orders VALUES (:key, 0, 'paid')"), {"key": item.key})
             if name == "postgresql":
                 tables.lease_metadata.create_all(engine)
-                if self.sabotage in sabotage.IN_DATABASE:
-                    with engine.begin() as connection:
-                        sabotage.IN_DATABASE[self.sabotage](connection)
             engine.dispose()
