@@ -14,6 +14,10 @@ from tests.random_faults.store_faults import FORGETS
 
 MISTAKES: Final = ("AlreadyHeld", "NotHeld", "SnapshotTooOld", "NotSupported")
 """Errors of dlock that no fault explains, only a mistake: of the worker, or of dlock."""
+WAIT_OVER_S: Final = 15.0
+"""What an acquire may take beyond its `wait`: a database that is asked first may be silent, and is given up after 12 s."""
+STOP_SEEN_S: Final = 1.0
+"""How late the runner may see that a process has been stopped."""
 MAX_FILES: Final = 150
 """Of a worker that knows ten stores and three databases."""
 
@@ -206,6 +210,27 @@ def errors_are_explained(facts: Facts) -> Iterator[Violation]:
             )
 
 
+def nobody_waits_beyond_the_bound(facts: Facts) -> Iterator[Violation]:
+    """An acquire ends with its `wait`, and what databases and stores may take on top, whatever fails meanwhile."""
+    for section, seconds in times_over_wait(facts):
+        if seconds > WAIT_OVER_S:
+            yield Violation("stuck", section, f"asking for the lock took {seconds:.1f} s longer than its wait")
+
+
+def times_over_wait(facts: Facts) -> Iterator[tuple[str, float]]:
+    """Yield by how much each acquire took longer than its `wait`, where its process was not stopped in between."""
+    stops = defaultdict(list)
+    for record in facts.of("stop"):
+        stops[record.values["stopped"]].append(record.at)
+    begun = {record.section: record for record in facts.of("begin")}
+    asked = {record.section: record.at for record in facts.of("end") if not record.values["is_granted"]}
+    asked |= {record.section: record.at for record in facts.of("granted")}
+    for section, at in asked.items():
+        begin = begun[section]
+        if not any(begin.at - STOP_SEEN_S < stop < at + STOP_SEEN_S for stop in stops[begin.pid]):
+            yield section, at - begin.at - begin.values["options"]["wait"]
+
+
 def descriptors_are_closed(facts: Facts) -> Iterator[Violation]:
     """An idle worker has few files and sockets open, whatever it has been through."""
     for record in facts.of("idle"):
@@ -216,7 +241,8 @@ def descriptors_are_closed(facts: Facts) -> Iterator[Violation]:
 
 RULES: Final[tuple[Callable[[Facts], Iterator[Violation]], ...]] = (
     no_update_is_lost, outcomes_are_true, no_order_has_two_ends, commits_are_in_the_order_of_tokens, tokens_grow,
-    leases_do_not_overlap, errors_are_explained, descriptors_are_closed,
+    leases_do_not_overlap, errors_are_explained, nobody_waits_beyond_the_bound,
+    descriptors_are_closed,
 )  # fmt: skip
 
 

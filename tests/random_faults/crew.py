@@ -15,6 +15,7 @@ from tests.random_faults import nursery
 from tests.random_faults.history import Recorder, now
 
 CREW: Final = ("django", "django", "django-async", "sqla", "sqla", "sqla-asyncpg", "core", "core-async")
+MAX_DEATHS: Final = 20
 LOOK_EVERY_S: Final = 0.05
 STOPS_S: Final = (0.3, 4.0)
 """How long a worker stands still that has stopped itself: up to more than two ttl."""
@@ -63,6 +64,8 @@ class Crew:
         self._lock = threading.Lock()
         self.members = [Member(kind, place) for place, kind in enumerate(kinds)]
         self.is_storm = False
+        self.deaths = 0
+        """How many workers have ended by themselves."""
 
     def start(self) -> None:
         for member in self.members:
@@ -97,6 +100,10 @@ class Crew:
                 if not member.is_alive:
                     code = member.process and member.process.exitcode
                     self._recorder.write("died", worker=member.name, code=code)
+                    self.deaths += 1
+                    if self.deaths > MAX_DEATHS:
+                        said = (self._directory / f"{member.name}.log").read_text()
+                        raise RuntimeError(f"workers die again and again: {said}")
                     self._replace(member)
                 elif member.stands_still:
                     self._resume(member)

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Final
 
-from tests.random_faults.checker import Facts, Violation
+from tests.random_faults.checker import WAIT_OVER_S, Facts, Violation, times_over_wait
 from tests.random_faults.probes import Measured
 
 EXAMPLES: Final = 4
@@ -35,6 +35,8 @@ class Report:
         ended = {record.section for record in facts.of("end")}
         self.sections = Counter(f"{kinds[record.section]} {record.values['outcome']}" for record in facts.of("end"))
         self.sections.update(f"{kind} killed" for section, kind in kinds.items() if section not in ended)
+        for section, seconds in times_over_wait(facts):
+            self.longest.setdefault("time beyond an acquire's wait", Measured()).note(seconds, WAIT_OVER_S, section)
         self.errors = Counter(record.values["error"] for record in facts.of("end") if record.values["error"])
         own = Counter(record.event for record in facts.of("stopped", "interrupt", "cancel", "fork"))
         names = {"stopped": "stop at a stage", "interrupt": "interrupt", "cancel": "cancel", "fork": "fork"}

@@ -58,14 +58,18 @@ def retried_though_unknown(config: dict[str, Any]) -> None:
     attempt.RETRY_RATE = 1.0
     is_conflict = retry.is_conflict
     retry.is_conflict = lambda error: is_conflict(error) or type(error).__name__ == "OperationalError"
-    retry.Part.obstacle = lambda part: ""  # type: ignore[method-assign]
+    retry.AttemptedWork.obstacle = lambda work: ""  # type: ignore[method-assign]
 
 
 def no_mark(config: dict[str, Any]) -> None:
-    """Let exclusive holders in SQLAlchemy ignore the mark that a newer shared holder has left, as before it was invented."""
+    """Let exclusive holders in SQLAlchemy ignore the mark that a newer shared holder has left, as before it was invented.
+
+    The store grants every request, so that they meet: with the mark the data bear that.
+    """
     from tests.random_faults import attempt
 
-    attempt.FENCES, attempt.SHARED_RATE, attempt.PAUSE_S = ("lease",), 0.8, 0.2  # type: ignore[misc]
+    attempt.FENCES, attempt.SHARED_RATE = ("lease",), 0.6  # type: ignore[misc]
+    _replace_store(lambda floor: max(time.time_ns() // 1000, floor + 1))
 
     @event.listens_for(Engine, "before_cursor_execute", retval=True)
     def forget(_: Any, __: Any, statement: str, parameters: Any, *___: Any) -> tuple[str, Any]:

@@ -1,5 +1,6 @@
 """The checker finds each kind of violation in a made-up history, and nothing in a good one."""
 
+import dataclasses
 import itertools
 from collections.abc import Iterator
 from typing import Any
@@ -29,7 +30,7 @@ def section(
     error: str = "",
     shared: bool = False,
 ) -> list[Record]:
-    begin = record("begin", name, kind=kind, items=[key])
+    begin = record("begin", name, kind=kind, items=[key], options={"wait": 100.0})
     granted = record("granted", name, tokens={key: token})
     sure = float(next(_moments))
     told = {"error": error, "detail": "", "strange": "", "shared": shared, "is_granted": True}
@@ -104,13 +105,16 @@ def test_an_order_that_was_shipped_and_cancelled() -> None:
 
 
 def test_a_commit_after_that_of_a_newer_holder() -> None:
-    old, new = record("begin", "a", kind="django", items=[KEY]), record("begin", "b", kind="django", items=[KEY])
+    old, new = (
+        record("begin", "a", kind="django", items=[KEY], options={"wait": 0}),
+        record("begin", "b", kind="django", items=[KEY], options={"wait": 0}),
+    )
     found = facts([old, new], changes=[change("b", 1, 11), change("a", 2, 10)])
     assert rules(found) == {"committed out of token order"}
 
 
 def test_shared_holders_commit_in_any_order_among_themselves_but_not_after_a_newer_exclusive_one() -> None:
-    begun = [record("begin", name, kind="sqla", items=[KEY]) for name in "abc"]
+    begun = [record("begin", name, kind="sqla", items=[KEY], options={"wait": 0}) for name in "abc"]
     shared = [change("b", 1, 11, shared=True), change("a", 2, 10, shared=True)]
     assert not check(facts(begun, changes=shared))
     late = [change("c", 1, 12), change("a", 2, 10, shared=True)]
@@ -150,6 +154,14 @@ def test_errors_that_no_fault_explains() -> None:
     assert not check(facts([record("interrupt")], mistake, changes=[]))
     assert rules(facts([record("died", worker="django-0.0", code=-11)], changes=[])) == {"worker died"}
     assert rules(facts([record("fork", "a", status=256)], changes=[])) == {"fork"}
+
+
+def test_an_acquire_that_takes_longer_than_its_wait_unless_its_process_stood_still() -> None:
+    stuck = section("a", 10, outcome="refused")
+    late = [stuck[0], dataclasses.replace(stuck[1], at=stuck[0].at + 120), stuck[2]]
+    assert rules(facts(late, changes=[])) == {"stuck"}
+    stop = Record(stuck[0].at + 1, "stop", "", 1, {"stopped": 1})
+    assert not check(facts([stop], late, changes=[]))
 
 
 def test_files_that_stay_open() -> None:

@@ -15,7 +15,7 @@ FAULTS = {
     "grants-twice": ("stop worker",),
     "dice-for-tokens": ("stop worker",),
     "retried-though-unknown": ("lose COMMIT",),
-    "no-mark": ("flush",),
+    "no-mark": ("stop worker",),
 }
 """Faults under which each shows soon."""
 FOUND = {"dice-for-tokens": "token does not grow", "retried-though-unknown": "done twice"}
