@@ -145,6 +145,10 @@ class Proxy:
     def hold_reply(self, k: int = 1, *, matching: bytes = b"") -> Fault:
         return self._plan(What.HOLD_REPLY, k, matching)
 
+    def forget(self, fault: Fault) -> None:
+        """Do without a fault that has not happened yet."""
+        self._run(self._forget(fault))
+
     def _plan(self, what: What, k: int, matching: bytes) -> Fault:
         fault = Fault(what, k, matching, self._loop)
         self._run(self._add(fault))
@@ -155,6 +159,10 @@ class Proxy:
 
     async def _add(self, fault: Fault) -> None:
         self._faults.append(fault)
+
+    async def _forget(self, fault: Fault) -> None:
+        if fault in self._faults:
+            self._faults.remove(fault)
 
     async def _forward(self) -> None:
         self._flow.set()

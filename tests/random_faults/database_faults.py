@@ -8,7 +8,9 @@ from typing import Any, Final
 from sqlalchemy import Connection, text
 from sqlalchemy.exc import SQLAlchemyError
 
+from tests.proxy import Proxy
 from tests.random_faults.items import every_item
+from tests.random_faults.network_faults import one_request
 from tests.random_faults.schedule import Fault
 from tests.random_faults.sqla_clients import engine_of
 from tests.random_faults.world import World
@@ -69,27 +71,11 @@ def _lock(connection: Connection, statement: str, name: str) -> None:
     connection.execute(text(statement), {"name": name})
 
 
-def _at_commit(how: str) -> Callable[[World, Fault], Any]:
-    @contextmanager
-    def happens(world: World, fault: Fault) -> Iterator[None]:
-        proxy = world.proxies[fault.target]
-        getattr(proxy, how)(matching=b"COMMIT")
-        yield
-        if how == "drop_reply":
-            proxy.cut()
-
-    return happens
-
-
-@contextmanager
-def late_commit(world: World, fault: Fault) -> Iterator[None]:
-    """One COMMIT is under way for as long as the fault lasts."""
-    held = world.proxies[fault.target].hold_request(matching=b"COMMIT")
-    yield
-    held.release()
+def _at_commit(plan: Callable[..., Any]) -> Callable[[World, Fault], Any]:
+    return one_request(lambda proxy: plan(proxy, matching=b"COMMIT"))
 
 
 FAULTS: Final[dict[str, Callable[[World, Fault], Any]]] = {
     "kill sessions": kill_sessions, "crash": crash, "lock rows": lock_rows,
-    "late COMMIT": late_commit, "lose COMMIT": _at_commit("cut_reply"), "drop COMMIT": _at_commit("drop_reply"),
+    "late COMMIT": _at_commit(Proxy.hold_request), "lose COMMIT": _at_commit(Proxy.cut_reply), "drop COMMIT": _at_commit(Proxy.drop_reply),
 }  # fmt: skip

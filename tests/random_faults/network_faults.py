@@ -4,13 +4,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Final
 
-from tests.proxy import Proxy
-from tests.random_faults.schedule import Fault
+from tests.proxy import Fault, Proxy, What
+from tests.random_faults import schedule
 from tests.random_faults.world import World
 
 
 @contextmanager
-def latency(world: World, fault: Fault) -> Iterator[None]:
+def latency(world: World, fault: schedule.Fault) -> Iterator[None]:
     """Everything arrives later, by up to two hundred milliseconds."""
     proxy = world.proxies[fault.target]
     proxy.slow_down(fault.seconds / 15)
@@ -19,7 +19,7 @@ def latency(world: World, fault: Fault) -> Iterator[None]:
 
 
 @contextmanager
-def mute(world: World, fault: Fault) -> Iterator[None]:
+def mute(world: World, fault: schedule.Fault) -> Iterator[None]:
     """Requests arrive, replies do not."""
     proxy = world.proxies[fault.target]
     proxy.mute()
@@ -28,7 +28,7 @@ def mute(world: World, fault: Fault) -> Iterator[None]:
 
 
 @contextmanager
-def silence(world: World, fault: Fault) -> Iterator[None]:
+def silence(world: World, fault: schedule.Fault) -> Iterator[None]:
     """Nothing arrives, in either direction."""
     proxy = world.proxies[fault.target]
     proxy.deaf()
@@ -37,7 +37,7 @@ def silence(world: World, fault: Fault) -> Iterator[None]:
 
 
 @contextmanager
-def refuse(world: World, fault: Fault) -> Iterator[None]:
+def refuse(world: World, fault: schedule.Fault) -> Iterator[None]:
     proxy = world.proxies[fault.target]
     proxy.refuse()
     yield
@@ -45,14 +45,14 @@ def refuse(world: World, fault: Fault) -> Iterator[None]:
 
 
 @contextmanager
-def cut(world: World, fault: Fault) -> Iterator[None]:
+def cut(world: World, fault: schedule.Fault) -> Iterator[None]:
     """Every connection is reset."""
     world.proxies[fault.target].cut()
     yield
 
 
 @contextmanager
-def half_open(world: World, fault: Fault) -> Iterator[None]:
+def half_open(world: World, fault: schedule.Fault) -> Iterator[None]:
     """The connections that exist carry nothing any more, and neither end is told, for as long as the fault lasts."""
     proxy = world.proxies[fault.target]
     proxy.strand()
@@ -60,30 +60,27 @@ def half_open(world: World, fault: Fault) -> Iterator[None]:
     proxy.cut()
 
 
-def _once(plan: Callable[[Proxy], object], *, cuts: bool = False) -> Callable[[World, Fault], object]:
-    """Make the fault of one request, the next one; a connection on which a client would wait for ever is cut at the end."""
+def one_request(plan: Callable[[Proxy], Fault]) -> Callable[[World, schedule.Fault], object]:
+    """Make the fault of one request, the next one that it is planned for.
+
+    At its end it happens no more; what it holds goes on, and a client that would wait for ever for a dropped reply is cut off.
+    """
 
     @contextmanager
-    def happens(world: World, fault: Fault) -> Iterator[None]:
+    def happens(world: World, fault: schedule.Fault) -> Iterator[None]:
         proxy = world.proxies[fault.target]
-        plan(proxy)
+        planned = plan(proxy)
         yield
-        if cuts:
+        proxy.forget(planned)
+        planned.release()
+        if planned.what is What.DROP_REPLY:
             proxy.cut()
 
     return happens
 
 
-@contextmanager
-def hold_reply(world: World, fault: Fault) -> Iterator[None]:
-    """One reply arrives late."""
-    held = world.proxies[fault.target].hold_reply()
-    yield
-    held.release()
-
-
-FAULTS: Final[dict[str, Callable[[World, Fault], object]]] = {
+FAULTS: Final[dict[str, Callable[[World, schedule.Fault], object]]] = {
     "latency": latency, "mute": mute, "silence": silence, "refuse": refuse, "cut": cut, "half open": half_open,
-    "lose request": _once(Proxy.cut_request), "lose reply": _once(Proxy.cut_reply),
-    "drop reply": _once(Proxy.drop_reply, cuts=True), "hold reply": hold_reply,
+    "lose request": one_request(Proxy.cut_request), "lose reply": one_request(Proxy.cut_reply),
+    "drop reply": one_request(Proxy.drop_reply), "hold reply": one_request(Proxy.hold_reply),
 }  # fmt: skip

@@ -32,6 +32,13 @@ INTERRUPT_RATE, CANCEL_RATE, FORK_RATE = 0.06, 0.1, 0.01
 INTERRUPT_WITHIN_S, CANCEL_WITHIN_S = 0.04, 0.08
 FORK_WITHIN_S: Final = 20
 DRIVERS: Final = ("django.db", "sqlalchemy", "asyncpg", "psycopg", "pymysql", "MySQLdb", "sqlite3")
+NOT_OF_DRIVERS: Final = (
+    "MissingGreenlet",
+    "InvalidRequestError",
+    "IllegalStateChangeError",
+    "TransactionManagementError",
+)
+"""Errors of the frameworks that tell of a mistake in a program, not of a database."""
 
 
 class Phase:
@@ -214,6 +221,8 @@ def client_of(kind: str, config: dict[str, Any]) -> Any:
 
 def is_expected(error: BaseException) -> bool:
     """Tell whether an error is one that the faults explain, or was caused by one; any other is worth a look."""
+    if type(error).__name__ in NOT_OF_DRIVERS:
+        return False
     if error.__cause__ is not None and isinstance(error.__cause__, TimeLimit | asyncio.CancelledError):
         return True
     if isinstance(error, DLockError | TimeLimit | OSError | asyncio.CancelledError):
