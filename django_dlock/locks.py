@@ -25,25 +25,23 @@ from django_dlock.names import plain, with_model
 from django_dlock.tie import TiedDatabases, current, forget, keep, open_sessions, refuse_old_snapshot, remember
 from dlock_core import names
 from dlock_core.errors import DLockError
-from dlock_core.leases.handles import renew
+from dlock_core.leases.handles import LETTING_EXPIRE, AsyncBlockExit, BlockExit, renew
 from dlock_core.runtime import ASYNCIO, BLOCKING, Asyncio, DatabaseRuntime, Runtime, run
-from dlock_core.transactions import transaction_lock
 from dlock_core.transactions.fence_sql import not_shared
 from dlock_core.transactions.fencing import FenceGate
-from dlock_core.transactions.tie import LETTING_RUN_OUT, Tie, release
+from dlock_core.transactions.tie import Tie, release
 from dlock_core.transactions.transaction_lock import (
+    AcquireState,
     Options,
     TiedLease,
+    TiedLeases,
     TiedLock,
     TiedLocks,
-    Turn,
-    leaving,
-    leaving_async,
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Coroutine, Iterable
-    from types import EllipsisType, TracebackType
+    from collections.abc import Callable, Coroutine, Iterable
+    from types import EllipsisType
     from typing import Unpack
 
     from dlock_core.backend import Released
@@ -95,32 +93,28 @@ class Lease(TiedLease):
         Raises NotHeld in a forked child, BackendUnavailable when the store cannot be asked: the lease then runs out.
         """
         with AS_DJANGO:
-            return self._end()
+            return run(self._release(BLOCKING))
 
     async def arelease(self) -> Released | None:
         """See `release`."""
         with AS_DJANGO:
-            return await self._aend()
+            return await self._release(ASYNCIO)
 
-    async def _aend(self) -> Released | None:
+    async def _end(self, runtime: Runtime) -> Released | None:
         try:
-            return await super()._aend()
+            return await super()._end(runtime)
         finally:
-            if not self._tied.tie.handles:  # transactions that are still open belong to threads, which have contexts
+            # In a task, transactions that are still open belong to threads, which have contexts of their own.
+            if runtime is not BLOCKING and not self._tied.tie.handles:
                 forget(self._tied)
 
-    def _exit(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    async def _leave_block(self, runtime: Runtime, error: BaseException | None) -> None:
+        if error is not None and runtime is not BLOCKING and len(self._tied.tie.handles) == 1:
+            self._tied.is_aborted = True
         with AS_DJANGO:
-            self._end_block(error)
-        if error is not None:
+            await super()._leave_block(runtime, error)
+        if error is not None and runtime is BLOCKING:
             self._tied.expire_if_torn()
-
-    async def _aexit(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._tied.is_aborted = error is not None and len(self._tied.tie.handles) == 1
-        with AS_DJANGO:
-            await self._aend_block(error)
 
     def renew(self, ttl: Seconds | None = None) -> None:
         """Push the expiry to `ttl` seconds from now (None: its ttl); raises LeaseLost, BackendUnavailable."""
@@ -138,7 +132,7 @@ def release_forgotten() -> list[str]:
     forgotten = _forgotten()
     for tie in forgotten:
         if tie.detach_all():
-            with LETTING_RUN_OUT:
+            with LETTING_EXPIRE:
                 run(release(BLOCKING, tie.held))
     return [tie.held.name for tie in forgotten]
 
@@ -148,7 +142,7 @@ async def release_forgotten_async() -> list[str]:
     forgotten = _forgotten()
     for tie in forgotten:
         if tie.detach_all():
-            with LETTING_RUN_OUT:
+            with LETTING_EXPIRE:
                 await release(ASYNCIO, tie.held)
     return [tie.held.name for tie in forgotten]
 
@@ -167,10 +161,11 @@ class LockOptions(Options, total=False):
     store: str
 
 
-class Lock(TiedLock):
+class Lock(TiedLock, BlockExit, AsyncBlockExit):
     """See `lock`."""
 
     _options = tuple(LockOptions.__annotations__)
+    _errors = AS_DJANGO
 
     def __init__(
         self, *parts: Any, using: str = DEFAULT_DB_ALIAS, store: str = "default", **options: Unpack[Options]
@@ -192,71 +187,49 @@ class Lock(TiedLock):
         RowLocked, when a newer or a paused older holder stands in the way at the fence.
         """
         _refuse_in_loop()
-        return self._hold(partial(self._acquire, BLOCKING, Lease._kept))
+        return run(self._hold(BLOCKING, Lease._kept))
 
     async def aacquire(self) -> Lease:
         """See `acquire`. The transaction itself runs in one function called through `sync_to_async`."""
-        return await self._ahold(partial(self._acquire, DJANGO_ASYNCIO, Lease._kept))
+        return await self._hold(DJANGO_ASYNCIO, Lease._kept)
 
     def __enter__(self) -> Lease:
         _refuse_in_loop()
-        begin = partial(self._blocks.enter, threading.current_thread())
-        return self._hold(partial(self._acquire, BLOCKING, begin))
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        lease: Lease = self._blocks.leave(threading.current_thread())
-        lease._exit(kind, error, trace)
+        begin: Callable[[Lease], Lease] = partial(self._blocks.enter, threading.current_thread())
+        return run(self._hold(BLOCKING, begin))
 
     async def __aenter__(self) -> Lease:
-        begin = partial(self._blocks.enter, asyncio.current_task())
-        return await self._ahold(partial(self._acquire, DJANGO_ASYNCIO, begin))
+        return await self._hold(DJANGO_ASYNCIO, partial(self._blocks.enter, asyncio.current_task()))
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        lease: Lease = self._blocks.leave(asyncio.current_task())
-        await lease._aexit(kind, error, trace)
-
-    def _place(self) -> Store:
+    def _store(self) -> Store:
         return stores[self.store]
 
     @property
     def _home(self) -> str | None:
         """The database in whose transaction the store locks, for a store that does."""
-        database: str | None = self._place().backend.capabilities.transaction_database
+        database: str | None = self._store().backend.capabilities.transaction_database
         return database
 
-    async def _acquire(self, runtime: DatabaseRuntime, finish: Callable[[Lease], Lease], turn: Turn) -> Lease:
-        """Acquire it; `finish` is what is done last, where nothing can go wrong any more."""
-        with AS_DJANGO:
-            return finish(await self._take_up(runtime, await self._grant(runtime, turn), turn))
-
-    async def _grant(self, runtime: DatabaseRuntime, turn: Turn) -> TiedDatabases:
-        store = self._place()
+    async def _find_or_acquire(self, state: AcquireState) -> TiedDatabases:
+        store, runtime = self._store(), state.runtime
         if self.using not in connections.settings:
             raise ConnectionDoesNotExist(f"there is no database {self.using!r}, only: {', '.join(connections)}")
-        if (joined := self._found(store, runtime)) is not None:
+        if (joined := self._find(store, runtime)) is not None:
             return joined
-        is_home = (
-            self.using == store.backend.capabilities.transaction_database
-        )  # what a store locks inside of is looked at in the same request
-        if self.snapshot == "raise" and not is_home:
-            if runtime is BLOCKING:
-                refuse_old_snapshot(self.name, self.using)
-            elif _may_be_inside():
-                await runtime.call_database(refuse_old_snapshot, self.name, self.using)
-        held, wait, until = await self._ask(runtime, store, turn)
+        # A store that locks inside the transaction of that database looks at its snapshot in the same request.
+        is_home = self.using == store.backend.capabilities.transaction_database
+        if self.snapshot == "raise" and not is_home and (runtime is BLOCKING or _may_be_inside()):
+            await runtime.call_database(refuse_old_snapshot, self.name, self.using)
+        held, wait, until = await self._acquire_lease(store, state)
         gate = FenceGate(held, self.fence, wait=wait, deadline=until, runtime=runtime)
         return TiedDatabases(Tie(held, runtime), gate)
 
-    async def _take_up(self, runtime: DatabaseRuntime, tied: TiedDatabases, turn: Turn) -> Lease:
-        turn.tied, turn.lease = tied, (lease := Lease(tied))
+    async def _bind_lease(self, tied: TiedDatabases, state: AcquireState) -> Lease:
+        state.tied, state.lease = tied, (lease := Lease(tied))
         tied.tie.handles.add(lease)
-        step = tied.bind if turn.is_new else tied.take_in
-        await runtime.call_database(step, self.using, self._form, lease)
-        if turn.is_new:
+        step = tied.bind if state.is_new else tied.take_in
+        await state.runtime.call_database(step, self.using, self._form, lease)
+        if state.is_new:
             remember(tied)
         return lease
 
@@ -268,14 +241,14 @@ class Lock(TiedLock):
 
         return transaction_of(backend, old_snapshot=self.snapshot == "ignore")
 
-    def _found(self, store: Store, runtime: Runtime) -> TiedDatabases | None:
+    def _find(self, store: Store, runtime: DatabaseRuntime) -> TiedDatabases | None:
         if not (ties := current()):
             return None
         inside = runtime is BLOCKING and in_transaction(store.backend.capabilities.transaction_database or self.using)
         return self._joined(ties, store.backend, inside=inside)  # type: ignore[no-any-return]
 
 
-class Leases(transaction_lock.Leases[Lease]):
+class Leases(TiedLeases[Lease]):
     """The leases of several locks, in the order in which these were given to `lock`."""
 
     __slots__ = ()
@@ -298,7 +271,7 @@ class Leases(transaction_lock.Leases[Lease]):
                 stack.push_async_callback(lease.arelease)
 
 
-class Locks(TiedLocks):
+class Locks(TiedLocks, BlockExit, AsyncBlockExit):
     """Several locks, of any stores and databases, held all or none; see `lock`."""
 
     def acquire(self) -> Leases:
@@ -308,43 +281,20 @@ class Locks(TiedLocks):
         transaction (`advisory://`) stays locked to its end, or to the rollback of a savepoint.
         """
         _refuse_in_loop()
-        with AS_DJANGO:
-            return run(self._acquire(BLOCKING, Leases._kept))
+        return run(self._hold(BLOCKING, Leases._kept))
 
     async def aacquire(self) -> Leases:
         """See `acquire`."""
-        with AS_DJANGO:
-            return await self._acquire(DJANGO_ASYNCIO, Leases._kept)
+        return await self._hold(DJANGO_ASYNCIO, Leases._kept)
 
     def __enter__(self) -> Leases:
         _refuse_in_loop()
-        begin = partial(self._blocks.enter, threading.current_thread())
-        with AS_DJANGO:
-            return run(self._acquire(BLOCKING, lambda leases: begin(Leases(leases))))
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        leaving(self._blocks.leave(threading.current_thread())).__exit__(kind, error, trace)
+        caller = threading.current_thread()
+        return run(self._hold(BLOCKING, lambda leases: self._blocks.enter(caller, Leases(leases))))
 
     async def __aenter__(self) -> Leases:
-        begin = partial(self._blocks.enter, asyncio.current_task())
-        with AS_DJANGO:
-            return await self._acquire(DJANGO_ASYNCIO, lambda leases: begin(Leases(leases)))
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await leaving_async(self._blocks.leave(asyncio.current_task())).__aexit__(kind, error, trace)
-
-    async def _acquire(self, runtime: DatabaseRuntime, finish: Callable[[Iterable[Lease]], Leases]) -> Leases:
-        def grant(each: Lock, turn: Turn) -> Awaitable[TiedDatabases]:
-            return each._grant(runtime, turn)
-
-        def take_up(each: Lock, tied: TiedDatabases, turn: Turn) -> Awaitable[Lease]:
-            return each._take_up(runtime, tied, turn)
-
-        return await self._take(runtime, grant, take_up, finish)
+        caller = asyncio.current_task()
+        return await self._hold(DJANGO_ASYNCIO, lambda leases: self._blocks.enter(caller, Leases(leases)))
 
 
 @overload

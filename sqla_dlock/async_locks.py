@@ -7,15 +7,15 @@ from contextlib import AsyncExitStack
 from functools import partial
 from typing import TYPE_CHECKING, Any, overload
 
-from dlock_core.transactions import transaction_lock
-from dlock_core.transactions.transaction_lock import TiedLocks, leaving_async
+from dlock_core.leases.handles import AsyncBlockExit
+from dlock_core.transactions.transaction_lock import TiedLeases, TiedLocks
 from sqla_dlock.greenlets import GreenletAsyncio
-from sqla_dlock.locks import AsyncLease, SessionLock, take_all
+from sqla_dlock.locks import AsyncLease, SessionLock
 from sqla_dlock.stores import plain_async_session
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
-    from types import EllipsisType, TracebackType
+    from collections.abc import Iterable
+    from types import EllipsisType
     from typing import Unpack
 
     from sqlalchemy.ext.asyncio import AsyncSession, async_scoped_session
@@ -26,29 +26,20 @@ if TYPE_CHECKING:
 __all__ = ["AsyncLeases", "AsyncLock", "AsyncLocks", "alock"]
 
 
-class AsyncLock(SessionLock):
+class AsyncLock(SessionLock, AsyncBlockExit):
     """See `alock`."""
 
     _handle = AsyncLease
 
     async def acquire(self) -> AsyncLease:
         """See `Lock.acquire`."""
-        return await self._lease(AsyncLease._for_transaction)
+        return await self._hold(GreenletAsyncio(), AsyncLease._for_transaction)
 
     async def __aenter__(self) -> AsyncLease:
-        return await self._lease(partial(self._blocks.enter, asyncio.current_task()))
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        lease: AsyncLease = self._blocks.leave(asyncio.current_task())
-        await lease._aexit(kind, error, trace)
-
-    async def _lease(self, begin: Callable[[AsyncLease], AsyncLease]) -> AsyncLease:
-        return await self._ahold(partial(self._take, GreenletAsyncio(), begin))
+        return await self._hold(GreenletAsyncio(), partial(self._blocks.enter, asyncio.current_task()))
 
 
-class AsyncLeases(transaction_lock.Leases[AsyncLease]):
+class AsyncLeases(TiedLeases[AsyncLease]):
     """The leases of several locks, in the order in which these were given to `alock`."""
 
     __slots__ = ()
@@ -65,24 +56,16 @@ class AsyncLeases(transaction_lock.Leases[AsyncLease]):
                 stack.push_async_callback(lease.release)
 
 
-class AsyncLocks(TiedLocks):
+class AsyncLocks(TiedLocks, AsyncBlockExit):
     """See `Locks`."""
 
     async def acquire(self) -> AsyncLeases:
         """See `Locks.acquire`."""
-        return await take_all(self, GreenletAsyncio(), AsyncLeases._for_transaction)
+        return await self._hold(GreenletAsyncio(), AsyncLeases._for_transaction)
 
     async def __aenter__(self) -> AsyncLeases:
-        def begin(leases: Iterable[AsyncLease]) -> AsyncLeases:
-            return self._blocks.enter(caller, AsyncLeases(leases))
-
         caller = asyncio.current_task()
-        return await take_all(self, GreenletAsyncio(), begin)
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await leaving_async(self._blocks.leave(asyncio.current_task())).__aexit__(kind, error, trace)
+        return await self._hold(GreenletAsyncio(), lambda leases: self._blocks.enter(caller, AsyncLeases(leases)))
 
 
 @overload

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from sqlalchemy.util import concurrency, greenlet_spawn
 
+from dlock_core.leases.handles import LETTING_EXPIRE
 from dlock_core.runtime import ASYNCIO, Asyncio
-from dlock_core.transactions.tie import LETTING_RUN_OUT
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
@@ -53,5 +53,5 @@ class GreenletAsyncio(Asyncio):
 
 
 async def _quietly(step: Callable[..., Coroutine[Any, Any, Any]], args: tuple[Any, ...]) -> None:
-    with LETTING_RUN_OUT:
+    with LETTING_EXPIRE:
         await step(ASYNCIO, *args)

@@ -15,14 +15,13 @@ from sqlalchemy import Connection, inspect
 
 from dlock_core import names
 from dlock_core.errors import NotSupported
-from dlock_core.leases.handles import renew
-from dlock_core.runtime import ASYNCIO, BLOCKING, blocking, refuse_in_loop, run
+from dlock_core.leases.handles import BlockExit, renew
+from dlock_core.runtime import ASYNCIO, BLOCKING, refuse_in_loop, run
 from dlock_core.sql import database as database_session
-from dlock_core.transactions import transaction_lock
 from dlock_core.transactions.fence_sql import not_shared
 from dlock_core.transactions.fencing import FenceGate
 from dlock_core.transactions.tie import Tie
-from dlock_core.transactions.transaction_lock import Options, TiedLease, TiedLock, TiedLocks, Turn, leaving
+from dlock_core.transactions.transaction_lock import AcquireState, Options, TiedLease, TiedLeases, TiedLock, TiedLocks
 from sqla_dlock.fencing import fence_for
 from sqla_dlock.greenlets import GreenletAsyncio, await_, in_greenlet
 from sqla_dlock.names import is_mapped, plain, with_class
@@ -31,8 +30,8 @@ from sqla_dlock.tie import TiedSession, current, home_of, refuse_old_snapshot
 from sqla_dlock.transactions import connections_of, in_transaction
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine, Iterable
-    from types import EllipsisType, TracebackType
+    from collections.abc import Callable, Iterable
+    from types import EllipsisType
     from typing import Unpack
 
     from sqlalchemy import Dialect
@@ -70,10 +69,7 @@ class Lease(_Lease):
 
         Raises NotHeld in a forked child, BackendUnavailable when the store cannot be asked: the lease then runs out.
         """
-        return self._end()
-
-    def _exit(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._end_block(error)
+        return run(self._release(BLOCKING))
 
 
 class AsyncLease(_Lease):
@@ -87,12 +83,7 @@ class AsyncLease(_Lease):
 
     async def release(self) -> Released | None:
         """See `Lease.release`; finished even while the task is being cancelled."""
-        return await self._aend()
-
-    async def _aexit(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self._aend_block(error)
+        return await self._release(ASYNCIO)
 
 
 class LockOptions(Options, total=False):
@@ -129,49 +120,49 @@ class SessionLock(TiedLock):
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.name!r} of a session>"
 
-    def _place(self) -> Store:
+    def _store(self) -> Store:
         return store_of(self.store)
 
     def _whose(self) -> Session:
         return self.session
 
-    async def _take(self, runtime: DatabaseRuntime, begin: Callable[[Any], Any], turn: Turn) -> Any:
-        """Acquire the lease and tie it to the session; `begin` is what is done with the handle last."""
-        return begin(await self._take_up(runtime, await self._grant(runtime, turn), turn))
-
-    async def _grant(self, runtime: DatabaseRuntime, turn: Turn) -> TiedSession:
-        """Acquire the lease, or find the one that the session holds already."""
+    async def _find_or_acquire(self, state: AcquireState) -> TiedSession:
         refuse_closed(self.session)
-        store, bind = self._place(), self._database() if self._form else None
-        if (joined := self._found(store, runtime)) is not None:
+        store, runtime = self._store(), state.runtime
+        bind = self._database() if self._form else None
+        if (joined := self._find(store, runtime)) is not None:
             return joined
         home = home_of(store.backend)
         if self.snapshot == "raise":
             await runtime.call_database(self._refuse_old_snapshot, bind, home)
+        acquiring = self._acquire_lease(store, state)
         if home is None:
-            held, wait, deadline = await self._ask(runtime, store, turn)
-        else:  # such a store asks on the session's connection
-            held, wait, deadline = await runtime.call_database(blocking, self._ask, store, turn)
+            held, wait, deadline = await acquiring
+        else:
+            held, wait, deadline = await runtime.call_database(run, acquiring)
         gate = FenceGate(held, self.fence, wait=wait, deadline=deadline, runtime=runtime)
         return TiedSession(Tie(held, runtime), gate, self.session)
+
+    def _store_runtime(self, store: Store, state: AcquireState) -> Runtime:
+        # A store that locks inside the transaction asks on the session's own connection, where that may be used.
+        return state.runtime if home_of(store.backend) is None else BLOCKING
 
     def _transaction(self, backend: Any) -> Any:
         from sqla_dlock.backends.advisory import transaction_of  # loads what only such a store needs
 
         return transaction_of(self.session, backend, old_snapshot=self.snapshot == "ignore")
 
-    async def _take_up(self, runtime: DatabaseRuntime, tied: TiedSession, turn: Turn) -> Any:
-        """Tie the lease to the session, or join it."""
+    async def _bind_lease(self, tied: TiedSession, state: AcquireState) -> Any:
         bind = self._database() if self._form else None
-        turn.tied, turn.lease = tied, (lease := self._handle(tied))
+        state.tied, state.lease = tied, (lease := self._handle(tied))
         tied.tie.handles.add(lease)
-        await runtime.call_database(tied.bind if turn.is_new else tied.protect, bind, self._form)
+        await state.runtime.call_database(tied.bind if state.is_new else tied.protect, bind, self._form)
         return lease
 
     def _sessions(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
         return (), tuple(filter(None, map(_session, connections_of(self.session))))
 
-    def _found(self, store: Store, runtime: Runtime) -> TiedSession | None:
+    def _find(self, store: Store, runtime: DatabaseRuntime) -> TiedSession | None:
         if not (ties := current(self.session)):
             return None
         return self._joined(ties, store.backend, inside=in_transaction(self.session))  # type: ignore[no-any-return]
@@ -189,7 +180,7 @@ class SessionLock(TiedLock):
         refuse_old_snapshot(self.name, [each for each in found if each.dialect is not home])  # which looks for itself
 
 
-class Lock(SessionLock):
+class Lock(SessionLock, BlockExit):
     """See `lock`."""
 
     _handle = Lease
@@ -201,22 +192,12 @@ class Lock(SessionLock):
         Raises AcquireTimeout, AlreadyHeld, BackendUnavailable, SnapshotTooOld; inside a transaction also StaleToken and
         RowLocked, when a newer or a paused older holder stands in the way at the fence.
         """
-        return self._lease(Lease._for_transaction)
+        lease: Lease = hold(self, Lease._for_transaction)
+        return lease
 
     def __enter__(self) -> Lease:
-        return self._lease(partial(self._blocks.enter, threading.current_thread()))
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        lease: Lease = self._blocks.leave(threading.current_thread())
-        lease._exit(kind, error, trace)
-
-    def _lease(self, begin: Callable[[Lease], Lease]) -> Lease:
-        if in_greenlet():  # inside an AsyncSession's `run_sync`: the loop must not be blocked
-            return await_(self._ahold(partial(self._take, GreenletAsyncio(), begin)))  # type: ignore[no-any-return]
-        refuse_in_loop("use alock() with an AsyncSession")
-        return self._hold(partial(self._take, BLOCKING, begin))  # type: ignore[no-any-return]
+        begin: Callable[[Lease], Lease] = partial(self._blocks.enter, threading.current_thread())
+        return hold(self, begin)
 
 
 @overload
@@ -260,7 +241,7 @@ def _session(connection: Connection) -> str | None:
 T = TypeVar("T")
 
 
-class Leases(transaction_lock.Leases[Lease]):
+class Leases(TiedLeases[Lease]):
     """The leases of several locks, in the order in which these were given to `lock`."""
 
     __slots__ = ()
@@ -277,39 +258,24 @@ class Leases(transaction_lock.Leases[Lease]):
                 stack.callback(lease.release)
 
 
-class Locks(TiedLocks):
+class Locks(TiedLocks, BlockExit):
     """Several locks, of any stores, sessions and databases, held all or none; see `lock`."""
 
     def acquire(self) -> Leases:
         """Hold all of them, each to the end of its session's transaction; raises what `Lock.acquire` raises."""
-        return self._hold(Leases._for_transaction)
+        return hold(self, Leases._for_transaction)
 
     def __enter__(self) -> Leases:
-        def begin(leases: Iterable[Lease]) -> Leases:
-            return self._blocks.enter(caller, Leases(leases))
-
         caller = threading.current_thread()
-        return self._hold(begin)
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        leaving(self._blocks.leave(threading.current_thread())).__exit__(kind, error, trace)
-
-    def _hold(self, begin: Callable[[Iterable[Lease]], Leases]) -> Leases:
-        if in_greenlet():
-            return await_(take_all(self, GreenletAsyncio(), begin))
-        refuse_in_loop("use alock() with an AsyncSession")
-        return run(take_all(self, BLOCKING, begin))
+        return hold(self, lambda leases: self._blocks.enter(caller, Leases(leases)))
 
 
-def take_all(locks: TiedLocks, runtime: DatabaseRuntime, begin: Callable[[Iterable[Any]], T]) -> Coroutine[Any, Any, T]:
-    """Acquire the locks of a group, each for its session; see `SessionLock._take`."""
+def hold(locks: SessionLock | TiedLocks, finish: Callable[[Any], T]) -> T:
+    """Acquire a lock of a session, or several, from code that cannot await; see `TiedLock._hold`.
 
-    def grant(each: Any, turn: Turn) -> Any:
-        return each._grant(runtime, turn)
-
-    def take_up(each: Any, tied: TiedSession, turn: Turn) -> Any:
-        return each._take_up(runtime, tied, turn)
-
-    return locks._take(runtime, grant, take_up, begin)
+    Inside an AsyncSession's `run_sync` the greenlet waits, because the event loop must not be blocked.
+    """
+    if in_greenlet():
+        return await_(locks._hold(GreenletAsyncio(), finish))
+    refuse_in_loop("use alock() with an AsyncSession")
+    return run(locks._hold(BLOCKING, finish))

@@ -13,8 +13,9 @@ from weakref import ref
 from sqlalchemy import Connection
 
 from dlock_core.errors import LeaseLost, NotHeld, SnapshotTooOld
+from dlock_core.leases.handles import LETTING_EXPIRE
 from dlock_core.sql.database import comment
-from dlock_core.transactions.tie import LETTING_RUN_OUT, TieState, release
+from dlock_core.transactions.tie import TieState, release
 from sqla_dlock.connections import mark, refuse_autocommit, refuse_unbegun
 from sqla_dlock.fencing import READ_COMMITTED
 from sqla_dlock.transactions import (
@@ -197,7 +198,7 @@ class TiedSession:
     def _closed(self) -> None:
         """Detach the handles of acquires: the session was closed before any statement, so no transaction holds them."""
         if self._detach_pending():
-            with LETTING_RUN_OUT:
+            with LETTING_EXPIRE:
                 self.tie.runtime.finish(release, self.held)
         self.forget_if_over()
 

@@ -14,7 +14,7 @@ from types import CodeType, FrameType
 from typing import Any, Self
 from weakref import ref
 
-from dlock_core.leases.lease import Held
+from dlock_core.leases.lease import Held, LeaseState
 from dlock_core.observability import hooks
 
 OURS = ("/dlock_core/", "/django_dlock/", "/sqla_dlock/")
@@ -107,7 +107,7 @@ def renewed(granted: Sequence[ref[Held]]) -> list[Held]:
 
 
 def _is_renewed(held: Held | None) -> bool:
-    return held is not None and held.ended is None and held.renewing and not held.lost_because
+    return held is not None and held.state is LeaseState.HELD
 
 
 def each_line(

@@ -1,17 +1,20 @@
-"""Acquire, renew and release a lease: the only copy of the algorithm, for every store, sync and async.
+"""Acquire, renew and release leases, one or several: the only copy of the algorithm, for every store, sync and async.
 
 These are coroutines that wait only through a runtime (see `runtime`). The engine owns time, retries and clean-up; a
-backend only answers one question at a time. How one acquire call runs stands in `attempt`.
+backend only answers one question at a time. What a lease is at each moment is recorded in `lease`.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, Final
+from itertools import groupby
+from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar
 
-from dlock_core.backend import Busy, Granted, Released, Renewal, RenewalFailure
-from dlock_core.errors import AcquireTimeout, BackendUnavailable, LeaseLost
+from dlock_core.backend import Busy, Granted, Released, Renewal, RenewalFailure, supports_many
+from dlock_core.errors import AcquireTimeout, BackendUnavailable, LeaseLost, NotHeld
+from dlock_core.leases import watchdog
 from dlock_core.leases.lease import Held, valid_until
 from dlock_core.observability import hooks
 from dlock_core.options import deadline
@@ -19,34 +22,25 @@ from dlock_core.owner import describe
 from dlock_core.runtime import CHANCE
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Coroutine
+    from collections.abc import Awaitable, Callable, Coroutine, Sequence
 
-    from dlock_core.backend import Backend, Request
+    from dlock_core.backend import Backend, Request, SupportsMany
     from dlock_core.runtime import Runtime
 
-__all__ = ["acquire", "end", "raise_token", "release", "released", "renew", "try_acquire"]
+__all__ = ["Acquisition", "acquire_all", "clean_up", "raise_token", "release", "release_all", "released", "renew"]
 
+T = TypeVar("T")
 
-async def acquire(
-    runtime: Runtime, backend: Backend, request: Request, wait: float | None, into: list[Held] | None = None
-) -> Held:
-    """Wait for the lock, at most `wait` seconds (None: for ever).
+logger = logging.getLogger("dlock")
 
-    A caller who may be interrupted between the grant and the return finds what it was granted in `into`.
-    Raises AcquireTimeout when others held it all the time, BackendUnavailable when the store could not be asked.
-    """
-    attempt = Attempt(runtime, backend, request, wait)
-    held = await attempt.run(into)
-    if held is None:
-        raise attempt.timeout()
-    return held
-
-
-async def try_acquire(
-    runtime: Runtime, backend: Backend, request: Request, into: list[Held] | None = None
-) -> Held | None:
-    """Ask once; None when somebody else has it. See `acquire` for `into`."""
-    return await Attempt(runtime, backend, request._replace(queue=False), 0.0).run(into)
+MIN_FRESHNESS: Final = 0.75
+"""A grant that has less than this share of its ttl left on arrival is confirmed with one more request."""
+MAX_RETRY_AFTER_S: Final = 1.0
+"""What a timed-out caller is told at most: a holder's remaining ttl says little, because it is renewed."""
+MAX_RETRY_PAUSE_S: Final = 0.25
+"""The longest pause before an unreachable store is asked again."""
+MAX_OVERTIME_S: Final = 0.25
+"""So long after the end of a wait, a store that has not answered has kept its caller long enough."""
 
 
 async def renew(runtime: Runtime, held: Held, ttl: float | None = None) -> None:
@@ -55,8 +49,7 @@ async def renew(runtime: Runtime, held: Held, ttl: float | None = None) -> None:
     held.ensure()
     sent = runtime.now()
     if ttl is not None:
-        held.request = held.request._replace(ttl=ttl)
-        held.until = min(held.until, valid_until(sent, ttl))  # it is shorter from now on, answered or not
+        held.change_ttl(sent, ttl)
     (result,) = await held.backend.renew(runtime, [Renewal(held.request, held.granted)])
     if result is RenewalFailure.UNKNOWN:
         raise BackendUnavailable(held.name, reason="the store learned nothing about this lease")
@@ -67,56 +60,10 @@ async def renew(runtime: Runtime, held: Held, ttl: float | None = None) -> None:
     held.ensure()
 
 
-async def release(runtime: Runtime, held: Held) -> Released:
-    """End the grant, once; a repeated call gives the first answer.
-
-    A network error is retried once and then raised as BackendUnavailable: the lease is no longer renewed and runs out.
-    """
-    held.ensure_own_process()
-    if held.ended is None:
-        await runtime.shield(_release(runtime, held))
-        _tell(held)
-    return held.ended or Released.EXPIRED
-
-
-def released(held: Held) -> None:
-    """Note that the grant has ended with the transaction in which it was taken; raises NotHeld in a forked child."""
-    held.ensure_own_process()
-    if held.ended is None:
-        held.end(Released.RELEASED)
-        _tell(held)
-
-
-def _tell(held: Held) -> None:
-    held.emit("released", (held.ended or Released.EXPIRED).value)
-
-
-async def _release(runtime: Runtime, held: Held) -> None:
-    try:
-        found = await _ask_release(runtime, held)
-    except BackendUnavailable:
-        found = await _ask_release(runtime, held)
-    end(held, found)
-
-
-def end(held: Held, found: Released) -> Released:
-    """Note what the store found when it was asked to release the grant."""
-    if held.in_time and held.release_requests > 1:
-        found = (
-            Released.RELEASED
-        )  # Whoever holds it now was let in by an earlier request of ours, whose answer was lost.
-    return held.end(found)
-
-
-def _ask_release(runtime: Runtime, held: Held) -> Awaitable[Released]:
-    held.prepare_release()
-    return held.backend.release(runtime, held.request, held.granted)
-
-
 async def raise_token(runtime: Runtime, held: Held, floor: int) -> bool:
     """Ask for a token above `floor` for a lease that is still ours: heals a store that lost data and its time.
 
-    False when the store does not know us as the holder any more.
+    Returns False when the store does not know us as the holder any more.
     """
     request = held.request._replace(floor=floor, queue=False)
     sent = runtime.now()
@@ -129,44 +76,123 @@ async def raise_token(runtime: Runtime, held: Held, floor: int) -> bool:
         return False
     if not isinstance(answer, Granted) or answer.token <= floor:
         return False
-    held.granted = answer
-    held.extend(sent, answer.valid_for)
+    held.replace_grant(sent, answer)
     return True
 
 
-logger = logging.getLogger("dlock")
+async def release(runtime: Runtime, held: Held) -> Released:
+    """End the grant, once; a repeated call gives the first answer. Whatever happens, it is renewed no more.
 
-FRESH: Final = 0.75
-"""A grant that has less than this share of its ttl left on arrival is confirmed with one more request."""
-SOON: Final = 1.0
-"""Seconds after which it is worth to try again: a holder's remaining ttl says little, because it is renewed."""
-PAUSE: Final = 0.25
-"""The longest pause in seconds before an unreachable store is asked again."""
-SILENT: Final = 0.25
-"""Seconds after the end of a wait at which a store that has not answered has kept its caller long enough."""
+    A network error is retried once and then raised as BackendUnavailable: the lease runs out by itself.
+    """
+    held.ensure_own_process()
+    if held.ended is None:
+        try:
+            await runtime.shield(_release(runtime, held))
+        finally:
+            watchdog.unwatch(held)  # Only now: the next waiter has the lock already.
+        _emit_released(held)
+    return held.ended or Released.EXPIRED
 
 
-async def undo(
-    runtime: Runtime, clean_up: Coroutine[Any, Any, None], error: BaseException | None, until: float
+def released(held: Held) -> None:
+    """Record that the grant has ended with the transaction in which it was taken; raises NotHeld in a forked child."""
+    held.ensure_own_process()
+    if held.ended is None:
+        held.end(Released.RELEASED)
+        watchdog.unwatch(held)
+        _emit_released(held)
+
+
+def _emit_released(held: Held) -> None:
+    held.emit("released", (held.ended or Released.EXPIRED).value)
+
+
+async def _release(runtime: Runtime, held: Held) -> None:
+    try:
+        found = await _ask_release(runtime, held)
+    except BackendUnavailable:
+        found = await _ask_release(runtime, held)
+    held.end(found)
+
+
+def _ask_release(runtime: Runtime, held: Held) -> Awaitable[Released]:
+    held.begin_release()
+    return held.backend.release(runtime, held.request, held.granted)
+
+
+async def release_all(runtime: Runtime, held: Sequence[Held]) -> list[Released]:
+    """End all of the grants: in one request where the store can, and one by one what that left open.
+
+    Raises BackendUnavailable for the first of which nobody knows whether it ended, when all were tried; NotHeld in a
+    forked child.
+    """
+    return await runtime.shield(_release_all(runtime, held))
+
+
+async def _release_all(runtime: Runtime, held: Sequence[Held]) -> list[Released]:
+    for one in held:
+        one.ensure_own_process()
+    still_held = [one for one in held if one.ended is None]
+    if still_held and supports_many(backend := still_held[0].backend):
+        await _release_in_one_request(runtime, backend, still_held)
+    failure: BackendUnavailable | None = None
+    for one in held:
+        try:
+            await release(runtime, one)
+        except BackendUnavailable as error:  # The others may be on another node of the store.
+            failure = failure or error
+    if failure is not None:
+        raise failure
+    return [one.ended for one in held if one.ended is not None]
+
+
+async def _release_in_one_request(runtime: Runtime, backend: SupportsMany, held: Sequence[Held]) -> None:
+    for one in held:
+        one.begin_release()
+    with suppress(BackendUnavailable):
+        found = await backend.release_many(runtime, [one.request for one in held])
+        for one, what in zip(held, found, strict=True):
+            one.end(what)
+            watchdog.unwatch(one)
+            _emit_released(one)
+
+
+async def clean_up(
+    runtime: Runtime, coroutine: Coroutine[Any, Any, None], error: BaseException | None, until: float
 ) -> None:
     """Leave no trace of what ended with an error; behind the caller's back if a silent store has kept it waiting.
 
-    `until`: when its wait was over. So an acquire takes at most its wait, one request's time limit, and SILENT.
+    `until`: when its wait was over. So an acquire takes at most its wait, one request's time limit, and MAX_OVERTIME_S.
     """
-    if isinstance(error, BackendUnavailable) and runtime.now() > until + SILENT:
-        runtime.behind(clean_up)
+    if isinstance(error, BackendUnavailable) and runtime.now() > until + MAX_OVERTIME_S:
+        runtime.behind(coroutine)
     else:
-        await runtime.shield(clean_up)
+        await runtime.shield(coroutine)
 
 
-class Attempt:
-    """One acquire call from its first request to its end."""
+class Acquisition:
+    """One acquire of one lock, from its first request to its end, alone or among others that are taken together.
+
+    It knows at every moment what the store may hold of it, so that `undo` leaves nothing behind wherever an interrupt
+    or an error stopped its caller. The request is repeated unchanged, with the same holder: when a reply was lost, the
+    store recognizes the holder and repeats its answer, so a grant that nobody has heard of is found and not waited for.
+
+    Args:
+        wait: Seconds, counted from `since`; None is for ever, 0 is one try.
+        since: The time on the runtime's clock at which the wait began; left out, it begins with the first request.
+        renew: Have the watchdog renew the lease from the moment of its grant.
+        on_lost: Called once, from another thread, when the lease is lost.
+    """
 
     __slots__ = (
         "answer",
         "backend",
         "broken",
         "deadline",
+        "held",
+        "on_lost",
+        "renew",
         "request",
         "runtime",
         "sent",
@@ -176,27 +202,47 @@ class Attempt:
         "waited",
     )
 
-    def __init__(self, runtime: Runtime, backend: Backend, request: Request, wait: float | None) -> None:
-        self.runtime, self.backend, self.request = runtime, backend, request
+    def __init__(
+        self,
+        runtime: Runtime,
+        backend: Backend,
+        request: Request,
+        wait: float | None,
+        *,
+        since: float | None = None,
+        renew: bool = False,
+        on_lost: Callable[[], None] | None = None,
+    ) -> None:
+        self.runtime, self.backend, self.request, self.renew, self.on_lost = runtime, backend, request, renew, on_lost
         self.started = self.sent = runtime.now()
-        self.deadline = deadline(self.started, wait)
+        self.deadline = deadline(self.started if since is None else since, wait)
+        self.held: Held | None = None
         self.answer: Granted | Busy | None = None
         self.broken: BackendUnavailable | None = None
         self.ticket: Any = None
         self.touched = False  # the store may hold a trace of us: a grant or a place in the queue
         self.waited = False
 
-    async def run(self, into: list[Held] | None = None) -> Held | None:
+    async def acquire(self) -> Held:
+        """Wait for the lock and return its lease, at once if it was granted already.
+
+        Raises AcquireTimeout when others held it all the time, BackendUnavailable when the store could not be asked.
+        """
+        held = self.held or await self.run()
+        if held is None:
+            raise self.timeout()
+        return held
+
+    async def run(self) -> Held | None:
+        """Ask until the lock is granted or the wait is over; None when somebody else has it."""
+        self.started = self.runtime.now()
+        self.deadline = max(self.deadline, self.started)
         try:
             await self.ask()
             while not self.is_over():
                 await self.step()
             if isinstance(self.answer, Granted) and self.has_left(self.answer.valid_for):
-                held = Held(self.backend, self.request, self.answer, self.sent, self.runtime.now)
-                hooks.emit("acquired", self.request.name, self.answer.token, self.seconds(), "", self.waited, held)
-                if into is not None:
-                    into.append(held)
-                return held
+                return self.accept(self.answer, self.sent)
             await self.abandon()
         except BaseException as error:
             await self.abandon(error)
@@ -209,17 +255,48 @@ class Attempt:
             raise BackendUnavailable(self.request.name, reason=reason)
         return None
 
+    def accept(self, granted: Granted, sent: float) -> Held:
+        """Make the lease out of a grant that was asked for at `sent`, and have it renewed from now on."""
+        held = Held(self.backend, self.request, granted, sent, self.runtime.now)
+        if self.on_lost is not None:
+            held.call_when_lost(self.on_lost)
+        hooks.emit("acquired", self.request.name, granted.token, self.seconds(), "", self.waited, held)
+        if self.renew and held.until < math.inf:
+            watchdog.watch(held)
+        self.held = held
+        return held
+
+    @property
+    def pending(self) -> Acquisition | None:
+        """Itself, until the lock is granted: see `GroupMember`."""
+        return self if self.held is None else None
+
+    def detach(self) -> None:
+        """Need nothing of it any more: its lease, if any, is renewed no more; without I/O."""
+        if self.held is not None:
+            self.held.abandon()
+            watchdog.unwatch(self.held)
+
+    async def undo(self) -> None:
+        """Leave nothing of it in the store: no lease, and no grant or place in the queue that may be there."""
+        self.detach()
+        if self.held is None:
+            await self.abandon()
+            return
+        with suppress(BackendUnavailable, NotHeld):  # It is renewed no more, and runs out.
+            await release(self.runtime, self.held)
+
     def seconds(self) -> float:
         return self.runtime.now() - self.started
 
     def is_over(self) -> bool:
         answer = self.answer
-        if isinstance(answer, Granted) and self.has_left(answer.valid_for * FRESH):
+        if isinstance(answer, Granted) and self.has_left(answer.valid_for * MIN_FRESHNESS):
             return True
         return answer is not None and self.sent >= self.deadline
 
     def has_left(self, seconds: float) -> bool:
-        """Tell whether so much of a grant's time has not passed since it was asked for."""
+        """Return whether so much of a grant's time has not passed since it was asked for."""
         return self.runtime.now() < valid_until(self.sent, seconds)
 
     async def step(self) -> None:
@@ -264,14 +341,14 @@ class Attempt:
             raise error
         if first:
             logger.warning("dlock: %s; it is asked again until the lock's wait is over", error)
-        await self.runtime.sleep(min(CHANCE.uniform(0.01, PAUSE), self.deadline - now))
+        await self.runtime.sleep(min(CHANCE.uniform(0.01, MAX_RETRY_PAUSE_S), self.deadline - now))
 
     async def abandon(self, error: BaseException | None = None) -> None:
         if self.touched:
             try:
-                await undo(self.runtime, self._abandon(), error, self.deadline)
+                await clean_up(self.runtime, self._abandon(), error, self.deadline)
             except BaseException:  # The clean-up itself was interrupted: it may be repeated, and must be.
-                await undo(self.runtime, self._abandon(), error, self.deadline)
+                await clean_up(self.runtime, self._abandon(), error, self.deadline)
                 raise
             self.touched = False
 
@@ -293,6 +370,76 @@ class Attempt:
             self.request.name,
             waited=waited,
             held_by=owner,
-            retry_after=min(busy.retry_after, SOON),
+            retry_after=min(busy.retry_after, MAX_RETRY_AFTER_S),
             once=self.deadline == self.started,
         )
+
+
+class GroupMember(Protocol):
+    """One of several locks that are acquired together; an `Acquisition` is one."""
+
+    @property
+    def backend(self) -> Backend:
+        """The store that is asked."""
+
+    @property
+    def pending(self) -> Acquisition | None:
+        """What has to be asked of the store; None when the lock is held already."""
+
+    async def acquire(self) -> object:
+        """Wait for this lock, while those before it are held."""
+
+    def detach(self) -> None:
+        """Need nothing of it any more, because the whole has failed; without I/O."""
+
+    async def undo(self) -> None:
+        """Leave nothing of it in the store."""
+
+
+async def acquire_all(
+    runtime: Runtime, members: Sequence[GroupMember], until: float, finish: Callable[[], Awaitable[T]]
+) -> T:
+    """Acquire several locks, all or none, and return what `finish` makes of them.
+
+    The members come in the order that every caller keeps, so that overlapping sets cannot deadlock. Those of one store
+    are asked for in one request where the store can; what is not free then is waited for, one lock after the other.
+    Whatever stops this or `finish`, nothing is held afterwards that was not held before. `until`: when the longest of
+    the waits is over.
+    """
+    try:
+        for _, neighbours in groupby(members, key=lambda member: id(member.backend)):
+            of_one_store = [*neighbours]
+            await _acquire_in_one_request(runtime, [member.pending for member in of_one_store], until)
+            for member in of_one_store:
+                await member.acquire()
+        return await finish()
+    except BaseException as error:
+        for member in members:
+            member.detach()
+        await clean_up(runtime, _undo_all(members), error, until)
+        raise
+
+
+async def _acquire_in_one_request(runtime: Runtime, pending: Sequence[Acquisition | None], until: float) -> None:
+    """Take all of the locks in one request; none where the store cannot, or where one of them is held already."""
+    asked = [each for each in pending if each is not None and not each.request.shared]
+    if len(asked) < max(2, len(pending)) or not supports_many(backend := asked[0].backend):
+        return
+    sent = runtime.now()
+    for each in asked:
+        each.touched = True
+    try:
+        granted = await backend.try_acquire_many(runtime, [each.request for each in asked])
+    except BackendUnavailable:
+        if runtime.now() > until + MAX_OVERTIME_S:
+            raise
+        return  # It may have worked. Each is asked for by the same request now, which then finds its own grant.
+    for each in asked:
+        each.touched = granted is not None
+    for each, grant in zip(asked, granted or (), strict=False):
+        each.accept(grant, sent)
+
+
+async def _undo_all(members: Sequence[GroupMember]) -> None:
+    for member in reversed(members):
+        await member.undo()

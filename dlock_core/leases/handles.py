@@ -1,4 +1,4 @@
-"""What callers hold: leases, who holds them, and the `with` blocks that they are in. Sugar, no decisions."""
+"""What callers hold: leases, alone or several together, and the `with` blocks that they are in. Sugar, no decisions."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import logging
 import threading
 import warnings
 from collections.abc import Hashable
-from contextlib import suppress
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Generic, Protocol, TypeVar
 from weakref import WeakValueDictionary, ref
 
 from dlock_core.backend import Released
 from dlock_core.errors import BackendUnavailable, DLockError, LeaseLost, NotHeld
 from dlock_core.leases import engine, watchdog
+from dlock_core.leases.lease import LeaseState
 from dlock_core.options import Seconds, ttl_seconds
 from dlock_core.runtime import ASYNCIO, BLOCKING, run
 
@@ -23,18 +23,20 @@ if TYPE_CHECKING:
     from dlock_core.runtime import Runtime
 
 __all__ = [
-    "NOTHING",
+    "LETTING_EXPIRE",
+    "AsyncBlockExit",
     "AsyncLease",
+    "AsyncReleasing",
+    "BlockExit",
     "Blocks",
     "Key",
     "Lease",
     "LeaseView",
-    "Leaving",
-    "abandon",
-    "end_block",
-    "held_by",
+    "Leases",
+    "Releasing",
+    "ensure_was_held",
+    "held_by_caller",
     "key_of",
-    "mine",
     "renew",
 ]
 
@@ -43,19 +45,13 @@ logger = logging.getLogger("dlock")
 T = TypeVar("T")
 Key = tuple[Hashable, int, str]
 
-mine: WeakValueDictionary[Key, Held] = WeakValueDictionary()
+held_by_caller: WeakValueDictionary[Key, Held] = WeakValueDictionary()
 """What each thread or task holds, so that asking twice is an error at once and never a deadlock with oneself."""
 
 
 def key_of(caller: object, backend: Backend, name: str) -> Key:
-    """Make the key under which a thread or task holds; weak, or a task would keep the lease it returned."""
+    """Return the key under which a thread or task holds; weak, or a task would keep the lease it returned."""
     return ref(caller), id(backend), name
-
-
-def held_by(key: Key) -> Held | None:
-    """Return what a thread or task holds, and has not asked the store to release, whatever came of that."""
-    held = mine.get(key)
-    return held if held is not None and held.remaining() > 0.0 and not held.release_requests else None
 
 
 class LeaseView:
@@ -95,7 +91,7 @@ class LeaseView:
         return self._held.is_lost()
 
     def remaining(self) -> float:
-        """Give the seconds for which the lease surely holds, renewal not counted; 0.0 once it does not."""
+        """Return the seconds for which the lease surely holds, renewal not counted; 0.0 once it does not."""
         return self._held.remaining()
 
     def ensure_held(self) -> None:
@@ -103,51 +99,114 @@ class LeaseView:
         self._held.ensure()
 
 
+MemberLease = TypeVar("MemberLease", bound=LeaseView)
+
+
+class Leases(tuple[MemberLease, ...]):
+    """Leases that are held together; what is said of them holds for all."""
+
+    __slots__ = ()
+
+    @property
+    def lost(self) -> bool:
+        """One of them is lost, and so are all."""
+        return any(lease.lost for lease in self)
+
+    def remaining(self) -> float:
+        """Return the seconds for which all of them surely hold."""
+        return min(lease.remaining() for lease in self)
+
+    def ensure_held(self) -> None:
+        """Raise LeaseLost unless all of them surely hold."""
+        for lease in self:
+            lease.ensure_held()
+
+
+class Releasing(Generic[T]):
+    """Gives a handle its `release`, which an interrupt does not cut short.
+
+    A signal handler may raise at any step. So each step of `_end` may be repeated, and one that was interrupted is:
+    nobody else would come back to release the lease. An error of ours is an answer, and is not asked for again.
+    """
+
+    __slots__ = ()
+
+    async def _end(self, runtime: Runtime) -> T:
+        """Need the lease no more, and release it if this was its last handle."""
+        raise NotImplementedError
+
+    def release(self) -> T:
+        """Give the lock to the next waiter; idempotent, from any thread.
+
+        RELEASED: it was ours until now. EXPIRED: it had ended by itself. STOLEN: another holds it. A handle that
+        joined a lease only leaves it; of several leases that are held together each has its answer, in their order.
+        Raises NotHeld in a forked child, BackendUnavailable when the store cannot be asked: the lease then runs out by
+        itself, and release may be tried again.
+        """
+        try:
+            return run(self._end(BLOCKING))
+        except DLockError:
+            raise
+        except BaseException:
+            run(self._end(BLOCKING))
+            raise
+
+
+class AsyncReleasing(Generic[T]):
+    """The same for asyncio: see `Releasing`."""
+
+    __slots__ = ()
+
+    async def _end(self, runtime: Runtime) -> T:
+        """See `Releasing`."""
+        raise NotImplementedError
+
+    async def release(self) -> T:
+        """See `Lease.release`; finished even while the task is being cancelled."""
+        try:
+            return await self._end(ASYNCIO)
+        except DLockError:
+            raise
+        except BaseException:
+            await self._end(ASYNCIO)
+            raise
+
+
 class _Lease(LeaseView):
     """A handle of a grant, which ends with the last of its handles."""
 
-    __slots__ = ("_key", "_left")
+    __slots__ = ("_key",)
 
     def __init__(self, held: Held, key: Key) -> None:
-        self._left = True
-        """The handle does not count: not yet, or no more."""
         self._held, self._key = held, key
 
-    def _leave(self) -> bool:
-        """Leave once; True for the last handle of the grant, which has to release it."""
-        self._held.ensure_own_process()
-        if self._left:
-            return self._held.ended is None and self._held.depth == 0
-        self._left = True
-        self._held.depth -= 1
-        return self._held.depth == 0
-
-    def _grants(self) -> tuple[Held, ...]:
-        return (self._held,)
-
     async def _end(self, runtime: Runtime) -> Released:
-        """Leave the grant, and release it if this was its last handle; may be repeated after an interrupt."""
-        if self._leave():
+        held = self._held
+        held.ensure_own_process()
+        if held.leave(self):
             try:
-                return await engine.release(runtime, self._held)
+                return await engine.release(runtime, held)
             finally:
-                self._forget()
-        return self._held.ended or Released.RELEASED
+                if held_by_caller.get(self._key) is held:
+                    del held_by_caller[self._key]
+        return held.ended or Released.RELEASED
 
-    def _forget(self) -> None:
-        """Tidy up, when the next waiter has the lock already."""
-        watchdog.unwatch(self._held)
-        if mine.get(self._key) is self._held:
-            del mine[self._key]
+    async def _leave_block(self, runtime: Runtime, error: BaseException | None) -> None:
+        with LETTING_EXPIRE:
+            await self._end(runtime)
+        ensure_was_held(self._held, error)
 
     def __del__(self) -> None:
-        if getattr(self, "_left", True) or self._held.lost_because or self._held.remaining() == 0.0:
+        held = getattr(self, "_held", None)  # None: an interrupt came while it was made
+        if held is None or id(self) not in held.handles:
             return
-        text = f"{self!r} was never released: it runs out by itself"
-        warnings.warn(text, ResourceWarning, stacklevel=2, source=self)
+        held.leave(self)
+        if held.remaining() > 0.0:
+            text = f"{self!r} was never released: it runs out by itself"
+            warnings.warn(text, ResourceWarning, stacklevel=2, source=self)
 
 
-class Lease(_Lease):
+class Lease(_Lease, Releasing[Released]):
     """A lock that this process holds, until it is released, lost or expired."""
 
     __slots__ = ()
@@ -160,23 +219,8 @@ class Lease(_Lease):
         """
         run(renew(BLOCKING, self._held, ttl))
 
-    def release(self) -> Released:
-        """Give the lock to the next waiter; idempotent, from any thread.
 
-        RELEASED: it was ours until now. EXPIRED: it had ended by itself. STOLEN: another holds it. A handle that
-        joined a lease only leaves it. Raises NotHeld in a forked child, BackendUnavailable when the store cannot be
-        asked: the lease then runs out by itself, and release may be tried again.
-        """
-        try:
-            return run(self._end(BLOCKING))
-        except DLockError:
-            raise
-        except BaseException:  # It was interrupted, at whatever step; each may be repeated.
-            run(self._end(BLOCKING))
-            raise
-
-
-class AsyncLease(_Lease):
+class AsyncLease(_Lease, AsyncReleasing[Released]):
     """The same for asyncio."""
 
     __slots__ = ()
@@ -185,32 +229,24 @@ class AsyncLease(_Lease):
         """See `Lease.renew`."""
         await renew(ASYNCIO, self._held, ttl)
 
-    async def release(self) -> Released:
-        """See `Lease.release`; finished even while the task is being cancelled."""
-        try:
-            return await self._end(ASYNCIO)
-        except DLockError:
-            raise
-        except BaseException:  # See `Lease.release`.
-            await self._end(ASYNCIO)
-            raise
-
 
 async def renew(runtime: Runtime, held: Held, ttl: Seconds | None) -> None:
     """Push the expiry of a lease, and have the watchdog keep to its new ttl; see `Lease.renew`."""
     try:
         await engine.renew(runtime, held, None if ttl is None else ttl_seconds(ttl))
     finally:
-        if held.due and held.renewing:  # Also after an error: a shorter ttl counts from the moment it was asked for.
-            watchdog.watch(held)
+        if held.renewal_tick and held.state is LeaseState.HELD:
+            watchdog.watch(held)  # Also after an error: a shorter ttl counts from the moment it was asked for.
 
 
-async def abandon(runtime: Runtime, held: Held) -> None:
-    """Give back a grant that its caller never got, because it was interrupted; nothing of it stays behind."""
-    held.renewing = False
-    watchdog.unwatch(held)
-    with suppress(BackendUnavailable, NotHeld):
-        await engine.release(runtime, held)
+class Ending(Protocol):
+    """What a `with` block holds: the handle of one lease, or of several."""
+
+    async def _leave_block(self, runtime: Runtime, error: BaseException | None) -> None:
+        """Release it, unless something else needs it; may be repeated. `error` is what the body has raised.
+
+        Raises LeaseLost where a clean body only looked protected.
+        """
 
 
 class Blocks:
@@ -233,14 +269,8 @@ class Blocks:
         self._leases.setdefault(caller, []).append(lease)
         return lease
 
-    def leave(self, caller: Hashable) -> Any:
-        """Remove and return the lease of a block that ends; NOTHING when nobody can tell which it is."""
-        lease = self.innermost(caller)
-        self.forget(caller, lease)
-        return lease
-
     def innermost(self, caller: Hashable) -> Any:
-        """Return the lease of a block that ends, which stays here until `forget`; NOTHING when nobody can tell."""
+        """Return the lease of a block that ends, which stays here until `forget`; None when nobody can tell."""
         leases = self._leases.get(caller)
         return leases[-1] if leases else self._of_another_caller()
 
@@ -269,25 +299,10 @@ class Blocks:
             "leases is its own: none is released, its own runs out. Use a lock object of its own for such a block",
             len(entries),
         )
-        return NOTHING
+        return None
 
     def _entries(self) -> list[tuple[Hashable, Any]]:
         return [(caller, lease) for caller, leases in [*self._leases.items()] for lease in leases]
-
-
-class _Nothing(tuple[()]):
-    """Stands for the lease, or the leases, of a block when nobody can tell which they are: there is nothing to end."""
-
-    __slots__ = ()
-
-    def _exit(self, *_: object) -> None:
-        pass
-
-    async def _aexit(self, *_: object) -> None:
-        pass
-
-
-NOTHING: Final = _Nothing()
 
 
 def _has_ended(caller: object) -> bool:
@@ -297,44 +312,74 @@ def _has_ended(caller: object) -> bool:
     return isinstance(caller, asyncio.Future) and caller.done()
 
 
-class Leaving:
-    """Judges how a `with` block left what it held: a clean body that lost a lease must not look protected."""
+class BlockExit:
+    """Ends the `with` block of a lock, or of several, so that no interrupt leaves its lease behind."""
 
-    __slots__ = ("_error", "_held")
+    _blocks: Blocks
 
-    def __init__(self, error: BaseException | None, *held: Held) -> None:
-        self._error, self._held = error, held
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        ending: list[Ending | None] = []
+        try:
+            run(end_block(BLOCKING, self._blocks, threading.current_thread(), error, ending))
+        except DLockError:
+            raise
+        except BaseException:  # A signal handler has raised, at whatever step; each may be repeated.
+            run(end_block(BLOCKING, self._blocks, threading.current_thread(), error, ending))
+            raise
+
+
+class AsyncBlockExit:
+    """Ends the `async with` block of a lock, or of several; see `BlockExit`."""
+
+    _blocks: Blocks
+
+    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        ending: list[Ending | None] = []
+        try:
+            await end_block(ASYNCIO, self._blocks, asyncio.current_task(), error, ending)
+        except DLockError:
+            raise
+        except BaseException:  # See `BlockExit`.
+            await end_block(ASYNCIO, self._blocks, asyncio.current_task(), error, ending)
+            raise
+
+
+async def end_block(
+    runtime: Runtime, blocks: Blocks, caller: object, error: BaseException | None, ending: list[Ending | None]
+) -> None:
+    """Release what a `with` block held, and judge whether it was held to the end of the block.
+
+    The caller's list `ending` takes down what that is. A caller who was interrupted here calls again with the same
+    list: then this block is ended all the same, and no other one in its place.
+    """
+    if not ending:
+        ending += [blocks.innermost(caller)]
+    if (lease := ending[0]) is None:
+        return
+    try:
+        await lease._leave_block(runtime, error)
+    finally:
+        blocks.forget(caller, lease)
+
+
+class _LettingExpire:
+    """Lets a release fail where the work has ended well: the lease expires by itself, and that is no failure."""
 
     def __enter__(self) -> None:
         pass
 
-    def __exit__(self, kind: type[BaseException] | None, failure: BaseException | None, trace: object) -> bool:
-        if isinstance(failure, BackendUnavailable):  # the work is done and it runs out: no reason to fail the body
-            logger.warning("dlock: %s; the lease runs out by itself", failure)
-        elif failure is not None:
-            return isinstance(failure, NotHeld)  # a forked child walks out of its parent's block
-        for held in self._held if self._error is None else ():
-            if held.ended in (Released.EXPIRED, Released.STOLEN):
-                reason = held.lost_because or f"it was {held.ended.value} at release"
-                raise LeaseLost(held.name, token=held.token, reason=reason)
-        return True
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> bool:
+        if isinstance(error, BackendUnavailable):
+            logger.warning("dlock: %s; the lease runs out by itself", error)
+            return True
+        return isinstance(error, NotHeld)  # A forked child walks out of its parent's block.
 
 
-async def end_block(
-    runtime: Runtime, blocks: Blocks, caller: object, error: BaseException | None, ending: list[Any]
-) -> None:
-    """Release what a `with` block held.
+LETTING_EXPIRE: Final = _LettingExpire()
 
-    It notes in `ending` what that is. Whoever is interrupted here calls again with the same list: then the block is
-    ended all the same, and no other one in its place.
-    """
-    if not ending:
-        ending += [blocks.innermost(caller)]
-    lease = ending[0]
-    if lease is NOTHING:
-        return
-    try:
-        with Leaving(error, *lease._grants()):
-            await lease._end(runtime)
-    finally:
-        blocks.forget(caller, lease)
+
+def ensure_was_held(held: Held, error: BaseException | None) -> None:
+    """Raise LeaseLost if a block without an error has ended with a lease that was lost: its work looked protected."""
+    if error is None and held.ended in {Released.EXPIRED, Released.STOLEN}:
+        reason = held.loss_reason or f"it was {held.ended.value} at release"
+        raise LeaseLost(held.name, token=held.token, reason=reason)

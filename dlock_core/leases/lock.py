@@ -10,20 +10,19 @@ import threading
 from typing import TYPE_CHECKING, Final, Never, TypeVar
 
 from dlock_core.backend import new_request, supported_ttl
-from dlock_core.errors import AlreadyHeld, DLockError, NotSupported
-from dlock_core.leases import engine, watchdog
-from dlock_core.leases.handles import AsyncLease, Blocks, Lease, abandon, end_block, held_by, key_of, mine
-from dlock_core.leases.lease import Held
+from dlock_core.errors import AlreadyHeld, NotSupported
+from dlock_core.leases.engine import Acquisition
+from dlock_core.leases.handles import AsyncBlockExit, AsyncLease, BlockExit, Blocks, Lease, held_by_caller, key_of
 from dlock_core.names import canonical
 from dlock_core.options import Seconds, check_callback, check_switches, ttl_seconds, unknown_option, wait_seconds
 from dlock_core.runtime import ASYNCIO, BLOCKING, refuse_in_loop, run
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from types import TracebackType
 
-    from dlock_core.backend import Backend, Request
+    from dlock_core.backend import Backend
     from dlock_core.leases.handles import Key
+    from dlock_core.leases.lease import Held
     from dlock_core.runtime import Runtime
 
 __all__ = ["AsyncLock", "Lock"]
@@ -73,9 +72,6 @@ class _Lock:
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.name!r}>"
 
-    def _request(self) -> Request:
-        return new_request(self.name, self.ttl, self.wait, shared=self.shared, fair=self.fair)
-
     async def _hold(
         self, runtime: Runtime, caller: object, kind: type[L], *, once: bool = False, enters: bool = False
     ) -> L | None:
@@ -84,44 +80,41 @@ class _Lock:
         A signal handler may raise after any call. So what was granted is known here at every moment, and is given back;
         and nothing is called any more, here or in `run`, once the lease has been handed out.
         """
-        key, granted, lease = key_of(caller, self.backend, self.name), list[Held](), None
+        key, acquisition, lease = key_of(caller, self.backend, self.name), None, None
+        held = self._joined(key)
         try:
-            held = self._joined(key)
-            if held is None and once:
-                held = await engine.try_acquire(runtime, self.backend, self._request(), granted)
-            elif held is None:
-                held = await engine.acquire(runtime, self.backend, self._request(), self.wait, granted)
             if held is None:
-                return None
-            if granted:
-                self._keep(held, key)
+                wait = 0.0 if once else self.wait
+                request = new_request(self.name, self.ttl, wait, shared=self.shared, fair=self.fair)
+                acquisition = Acquisition(runtime, self.backend, request, wait, renew=self.renew, on_lost=self.on_lost)
+                held = await (acquisition.run() if once else acquisition.acquire())
+                if held is None:
+                    return None
+                held_by_caller[key] = held
             lease = kind(held, key)
+            held.join(lease)
             if enters:
                 self._blocks.enter(caller, lease)
         except BaseException:
-            if lease is not None:
+            if held is not None and lease is not None:
+                held.leave(lease)
                 self._blocks.forget(caller, lease)
-            for held in granted:
-                await abandon(runtime, held)
+            if acquisition is not None:
+                await acquisition.undo()
             raise
-        lease._left, held.depth = False, held.depth + 1
         return lease
 
     def _joined(self, key: Key) -> Held | None:
-        held = held_by(key)
-        if held is not None and (not self.reentrant or (held.request.shared and not self.shared)):
+        """Return the lease that the caller holds already; raises AlreadyHeld where it cannot be joined."""
+        held = held_by_caller.get(key)
+        if held is None or not held.is_joinable():
+            return None
+        if not self.reentrant or (held.request.shared and not self.shared):
             raise AlreadyHeld(self.name)
         return held
 
-    def _keep(self, held: Held, key: Key) -> None:
-        mine[key] = held
-        if self.on_lost is not None:
-            held.on_lost = (self.on_lost,)
-        if self.renew:
-            watchdog.watch(held)
 
-
-class Lock(_Lock):
+class Lock(_Lock, BlockExit):
     """A lock for threads and processes; see the arguments in `_Lock`."""
 
     def acquire(self) -> Lease:
@@ -141,20 +134,8 @@ class Lock(_Lock):
         refuse_in_loop("use AsyncLock")
         return run(self._hold(BLOCKING, threading.current_thread(), Lease, enters=True))  # type: ignore[return-value]
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        ending: list[Lease] = []
-        try:
-            run(end_block(BLOCKING, self._blocks, threading.current_thread(), error, ending))
-        except DLockError:
-            raise
-        except BaseException:  # It was interrupted, at whatever step; each may be repeated.
-            run(end_block(BLOCKING, self._blocks, threading.current_thread(), error, ending))
-            raise
 
-
-class AsyncLock(_Lock):
+class AsyncLock(_Lock, AsyncBlockExit):
     """A lock for tasks; see the arguments in `_Lock`."""
 
     async def acquire(self) -> AsyncLease:
@@ -167,15 +148,3 @@ class AsyncLock(_Lock):
 
     async def __aenter__(self) -> AsyncLease:
         return await self._hold(ASYNCIO, asyncio.current_task(), AsyncLease, enters=True)  # type: ignore[return-value]
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        ending: list[AsyncLease] = []
-        try:
-            await end_block(ASYNCIO, self._blocks, asyncio.current_task(), error, ending)
-        except DLockError:
-            raise
-        except BaseException:  # See `Lock.__exit__`.
-            await end_block(ASYNCIO, self._blocks, asyncio.current_task(), error, ending)
-            raise

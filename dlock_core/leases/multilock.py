@@ -1,32 +1,40 @@
 """Several locks together, all or none: sorted and without repetition, so that overlapping sets cannot deadlock.
 
 In one request each way where the store can and all are free; else one after the other in the order of their names,
-each waiting in its own queue while those before it are held.
+each waiting in its own queue while those before it are held. The algorithm is `engine.acquire_all`.
 """
 
 from __future__ import annotations
 
 import asyncio
 import threading
-from contextlib import suppress
 from typing import TYPE_CHECKING, Never, TypeVar
 
-from dlock_core.backend import new_request, supported_ttl, supports_many
-from dlock_core.errors import AlreadyHeld, BackendUnavailable, DLockError
+from dlock_core.backend import new_request, supported_ttl
+from dlock_core.errors import AlreadyHeld
 from dlock_core.leases import engine, watchdog
-from dlock_core.leases import engine as attempt
-from dlock_core.leases.handles import Blocks, LeaseView, abandon, end_block, held_by, key_of, mine
-from dlock_core.leases.lease import Held
+from dlock_core.leases.engine import Acquisition
+from dlock_core.leases.handles import (
+    LETTING_EXPIRE,
+    AsyncBlockExit,
+    AsyncReleasing,
+    BlockExit,
+    Blocks,
+    Leases,
+    LeaseView,
+    Releasing,
+    ensure_was_held,
+    held_by_caller,
+    key_of,
+)
 from dlock_core.names import canonical
-from dlock_core.observability import hooks
 from dlock_core.options import Seconds, check_switches, deadline, ttl_seconds, unknown_option, wait_seconds
 from dlock_core.runtime import ASYNCIO, BLOCKING, refuse_in_loop, run
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Iterable, Sequence
-    from types import TracebackType
+    from collections.abc import Hashable, Iterable
 
-    from dlock_core.backend import Backend, Released, Request, SupportsMany
+    from dlock_core.backend import Backend, Released, Request
     from dlock_core.runtime import Runtime
 
 __all__ = ["AsyncMultiLease", "AsyncMultiLock", "MultiLease", "MultiLock"]
@@ -34,154 +42,34 @@ __all__ = ["AsyncMultiLease", "AsyncMultiLock", "MultiLease", "MultiLock"]
 L = TypeVar("L", "MultiLease", "AsyncMultiLease")
 
 
-async def acquire(runtime: Runtime, backend: Backend, requests: Sequence[Request], wait: float | None) -> list[Held]:
-    """Take all of the locks within `wait` seconds, or none; each is renewed from the moment it is held.
-
-    Raises LeaseLost when one is lost while the others are waited for.
-    """
-    sent, held = runtime.now(), list[Held]()
-    until = deadline(sent, wait)
-    try:
-        held += await at_once(runtime, backend, requests, until)
-        for request in requests[len(held) :]:
-            left = None if wait is None else max(0.0, until - runtime.now())
-            held.append(await engine.acquire(runtime, backend, request, left))
-            watchdog.watch(held[-1])
-        for one in held:
-            one.ensure()
-    except BaseException as error:
-        _unwatch(held)
-        await attempt.undo(runtime, _give_back(runtime, backend, held, requests[len(held) :]), error, until)
-        raise
-    return held
-
-
-async def release(runtime: Runtime, held: Sequence[Held]) -> list[Released]:
-    """End all of the grants: in one request where the store can, and one by one what that left open.
-
-    Raises BackendUnavailable for the first of which nobody knows whether it ended, when all were tried; NotHeld in a
-    forked child.
-    """
-    return await runtime.shield(_release(runtime, held))
-
-
-async def at_once(runtime: Runtime, backend: Backend, requests: Sequence[Request], until: float) -> list[Held]:
-    """Take all of the locks in one request; none where the store cannot, or where one of them is taken.
-
-    A request without an answer may have worked: ask for each with the same request, or abandon it. Raises
-    BackendUnavailable when there is no time left for that, because the wait is over at `until`.
-    """
-    if not supports_many(backend) or any(request.shared for request in requests):
-        return []
-    sent = runtime.now()
-    try:
-        granted = await backend.try_acquire_many(runtime, requests) or []
-    except BackendUnavailable:
-        if runtime.now() > until + attempt.SILENT:
-            raise
-        return []
-    held = [Held(backend, *pair, sent, runtime.now) for pair in zip(requests, granted, strict=False)]
-    for one in held:
-        hooks.emit("acquired", one.name, one.token, runtime.now() - sent, lease=one)
-    return held
-
-
-async def _release(runtime: Runtime, held: Sequence[Held]) -> list[Released]:
-    for one in held:
-        one.ensure_own_process()
-    mine = [one for one in held if one.ended is None]
-    if mine and supports_many(backend := mine[0].backend):
-        await _release_at_once(runtime, backend, mine)
-    failure: BackendUnavailable | None = None
-    for one in held:
-        try:
-            await engine.release(runtime, one)
-        except BackendUnavailable as error:  # the others may be on another node of the store
-            failure = failure or error
-    if failure is not None:
-        raise failure
-    return [one.ended for one in held if one.ended is not None]
-
-
-async def _release_at_once(runtime: Runtime, backend: SupportsMany, held: Sequence[Held]) -> None:
-    for one in held:
-        one.prepare_release()
-    with suppress(BackendUnavailable):
-        found = await backend.release_many(runtime, [one.request for one in held])
-        for one, what in zip(held, found, strict=True):
-            one.emit("released", engine.end(one, what).value)
-
-
-async def _give_back(runtime: Runtime, backend: Backend, held: Sequence[Held], requests: Sequence[Request]) -> None:
-    """End what was granted, and abandon what may have been."""
-    with suppress(BackendUnavailable):
-        await _release(runtime, held)
-    for request in requests:
-        with suppress(BackendUnavailable):
-            await backend.abandon(runtime, request)
-
-
-class _MultiLease:
-    """Several leases that are held together: `leases` in the order of their names."""
-
-    def __init__(self, held: Sequence[Held]) -> None:
-        self._held = tuple(held)
-        self.leases = tuple(LeaseView(one) for one in held)
+class _MultiLease(Leases[LeaseView]):
+    """Several leases that are held together, in the order of their names."""
 
     @property
-    def lost(self) -> bool:
-        """One of them is lost, and so are all."""
-        return any(lease.lost for lease in self.leases)
-
-    def remaining(self) -> float:
-        """Give the seconds for which all of them surely hold."""
-        return min(lease.remaining() for lease in self.leases)
-
-    def ensure_held(self) -> None:
-        """Raise LeaseLost unless all of them surely hold."""
-        for lease in self.leases:
-            lease.ensure_held()
-
-    def _grants(self) -> tuple[Held, ...]:
-        return self._held
+    def leases(self) -> tuple[LeaseView, ...]:
+        """Each of them, in the order of their names."""
+        return tuple(self)
 
     async def _end(self, runtime: Runtime) -> list[Released]:
         """Release all; may be repeated after an interrupt."""
-        _unwatch(self._held)
-        return await release(runtime, self._held)
+        held = [lease._held for lease in self]  # noqa: SLF001 - renamed soon
+        for one in held:
+            watchdog.unwatch(one)
+        return await engine.release_all(runtime, held)
+
+    async def _leave_block(self, runtime: Runtime, error: BaseException | None) -> None:
+        with LETTING_EXPIRE:
+            await self._end(runtime)
+        for lease in self:
+            ensure_was_held(lease._held, error)  # noqa: SLF001 - renamed soon
 
 
-class MultiLease(_MultiLease):
+class MultiLease(_MultiLease, Releasing["list[Released]"]):
     """See `MultiLock`."""
 
-    def release(self) -> list[Released]:
-        """Release all, in one request where the store can; the answers are in the order of the names."""
-        try:
-            return run(self._end(BLOCKING))
-        except DLockError:
-            raise
-        except BaseException:  # It was interrupted, at whatever step; each may be repeated.
-            run(self._end(BLOCKING))
-            raise
 
-
-class AsyncMultiLease(_MultiLease):
+class AsyncMultiLease(_MultiLease, AsyncReleasing["list[Released]"]):
     """See `AsyncMultiLock`."""
-
-    async def release(self) -> list[Released]:
-        """See `MultiLease.release`."""
-        try:
-            return await self._end(ASYNCIO)
-        except DLockError:
-            raise
-        except BaseException:  # See `MultiLease.release`.
-            await self._end(ASYNCIO)
-            raise
-
-
-def _unwatch(held: Sequence[Held]) -> None:
-    for one in held:
-        watchdog.unwatch(one)
 
 
 class _MultiLock:
@@ -205,32 +93,40 @@ class _MultiLock:
 
     def _requests(self, caller: Hashable) -> list[Request]:
         for name in self.names:
-            if held_by(key_of(caller, self.backend, name)) is not None:
+            held = held_by_caller.get(key_of(caller, self.backend, name))
+            if held is not None and held.is_joinable():
                 raise AlreadyHeld(name)
         return [new_request(name, self.ttl, self.wait, shared=self.shared, fair=True) for name in self.names]
 
     async def _hold(self, runtime: Runtime, caller: Hashable, kind: type[L], *, enters: bool = False) -> L:
-        """Acquire all; `enters` a `with` block. See `Lock._hold` for what happens when it is interrupted."""
-        requests, held, lease = self._requests(caller), list[Held](), None
-        try:
-            held += await acquire(runtime, self.backend, requests, self.wait)
+        """Acquire all; `enters` a `with` block. See `Lock._hold` for what happens when it is interrupted.
+
+        Raises LeaseLost when one is lost while the others are waited for.
+        """
+        since, lease = runtime.now(), None
+        acquisitions = [
+            Acquisition(runtime, self.backend, request, self.wait, since=since, renew=True)
+            for request in self._requests(caller)
+        ]
+
+        async def hand_out() -> L:
+            nonlocal lease
+            held = [await acquisition.acquire() for acquisition in acquisitions]
             for one in held:
-                mine[key_of(caller, one.backend, one.name)] = one
-                if not one.due:
-                    watchdog.watch(one)
-            lease = kind(held)
-            if enters:
-                self._blocks.enter(caller, lease)
+                one.ensure()
+                held_by_caller[key_of(caller, self.backend, one.name)] = one
+            lease = kind(LeaseView(one) for one in held)
+            return self._blocks.enter(caller, lease) if enters else lease
+
+        try:
+            return await engine.acquire_all(runtime, acquisitions, deadline(since, self.wait), hand_out)
         except BaseException:
             if lease is not None:
                 self._blocks.forget(caller, lease)
-            for one in held:
-                await abandon(runtime, one)
             raise
-        return lease
 
 
-class MultiLock(_MultiLock):
+class MultiLock(_MultiLock, BlockExit):
     """Several locks for threads and processes: `with MultiLock(backend, ["account:1", "account:2"]) as lease:`."""
 
     def acquire(self) -> MultiLease:
@@ -242,20 +138,8 @@ class MultiLock(_MultiLock):
         refuse_in_loop("use AsyncMultiLock")
         return run(self._hold(BLOCKING, threading.current_thread(), MultiLease, enters=True))
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        ending: list[MultiLease] = []
-        try:
-            run(end_block(BLOCKING, self._blocks, threading.current_thread(), error, ending))
-        except DLockError:
-            raise
-        except BaseException:  # See `Lock.__exit__`.
-            run(end_block(BLOCKING, self._blocks, threading.current_thread(), error, ending))
-            raise
 
-
-class AsyncMultiLock(_MultiLock):
+class AsyncMultiLock(_MultiLock, AsyncBlockExit):
     """Several locks for tasks."""
 
     async def acquire(self) -> AsyncMultiLease:
@@ -264,15 +148,3 @@ class AsyncMultiLock(_MultiLock):
 
     async def __aenter__(self) -> AsyncMultiLease:
         return await self._hold(ASYNCIO, asyncio.current_task(), AsyncMultiLease, enters=True)
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        ending: list[AsyncMultiLease] = []
-        try:
-            await end_block(ASYNCIO, self._blocks, asyncio.current_task(), error, ending)
-        except DLockError:
-            raise
-        except BaseException:  # See `Lock.__exit__`.
-            await end_block(ASYNCIO, self._blocks, asyncio.current_task(), error, ending)
-            raise

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Final, Literal
 
 from dlock_core.backend import Renewal, RenewalFailure
 from dlock_core.errors import BackendUnavailable
+from dlock_core.leases.lease import LeaseState
 from dlock_core.runtime import BLOCKING, clock, run
 from dlock_core.scheduler import Scheduler, after_fork_in_child, call_in_background
 
@@ -44,7 +45,8 @@ class Watchdog:
         """Renew this lease in so many seconds."""
         known = weakref.ref(held)
         while True:
-            held.due = due = int((clock() + seconds) * TICKS)
+            due = int((clock() + seconds) * TICKS)
+            held.plan_renewal(due)
             bucket = self._due.get(due)
             if bucket is None:
                 bucket = self._due.setdefault(due, set())
@@ -55,7 +57,7 @@ class Watchdog:
 
     def unwatch(self, held: Held) -> None:
         """Forget this lease, whose end was noted or is about to be; may be called from anywhere, even a finalizer."""
-        bucket = self._due.get(held.due)
+        bucket = self._due.get(held.renewal_tick)
         if bucket is not None:
             bucket.discard(weakref.ref(held))
 
@@ -63,7 +65,7 @@ class Watchdog:
         return min(due) / TICKS if (due := [*self._due]) else None
 
     def _run_due(self) -> None:
-        # Nothing here outlives the call: a lease that were kept while the thread sleeps could not be thrown away.
+        # No lease is kept here beyond the call: one that the sleeping thread held could not be thrown away.
         # After an early wake-up the bucket of a lease that was released at once stays: the next such lease falls into
         # it and need not wake the thread again. After a full sleep empty buckets go, so that the thread can end.
         leases = self._take(
@@ -83,14 +85,18 @@ class Watchdog:
         now = clock() * TICKS
         ticks = [tick for tick in [*self._due] if tick <= now or (clean and not self._due[tick])]
         leases = [(tick, known()) for tick in ticks for known in [*self._due.pop(tick)]]
-        return [held for tick, held in leases if held is not None and _is_on(held) and self._is_due(held, tick)]
+        return [
+            held
+            for tick, held in leases
+            if held is not None and held.state is LeaseState.HELD and self._is_due(held, tick)
+        ]
 
     def _is_due(self, held: Held, tick: int) -> bool:
         """Tell whether a lease found in a tick's bucket is to be renewed now, and not later from another bucket.
 
         A caller who was interrupted while changing the time may have added it nowhere else.
         """
-        return held.due == tick or weakref.ref(held) not in self._due.get(held.due, ())
+        return held.renewal_tick == tick or weakref.ref(held) not in self._due.get(held.renewal_tick, ())
 
     def _renew(self, leases: list[Held]) -> None:
         valid = []
@@ -123,7 +129,7 @@ class Watchdog:
                 self._unknown(held, reason)
 
     def _renewed(self, held: Held, renewal: Renewal, sent: float, result: float | Literal[RenewalFailure.LOST]) -> None:
-        if not held.renewing:
+        if held.state is not LeaseState.HELD:
             return
         if result is RenewalFailure.LOST:
             held.lose("the store gave it to another, or forgot it")
@@ -133,15 +139,13 @@ class Watchdog:
         self.watch(held, result / 3)
 
     def _unknown(self, held: Held, reason: str) -> None:
-        held.trouble = reason
-        if held.renewing and not held.is_lost():
-            self.watch(held, min(held.remaining(), max(held.request.ttl / 20, 1 / TICKS)))
-        elif held.renewing:
+        held.note_trouble(reason)
+        if held.state is not LeaseState.HELD:
+            return
+        if held.is_lost():
             held.lose()
-
-
-def _is_on(held: Held) -> bool:
-    return held.renewing and held.ended is None
+        else:
+            self.watch(held, min(held.remaining(), max(held.request.ttl / 20, 1 / TICKS)))
 
 
 _dogs: weakref.WeakKeyDictionary[Backend, Watchdog] = weakref.WeakKeyDictionary()

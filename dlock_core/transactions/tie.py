@@ -9,12 +9,13 @@ from __future__ import annotations
 import enum
 import logging
 from collections import deque
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
 from dlock_core.backend import Released
-from dlock_core.errors import BackendUnavailable, DLockError, LeaseLost, NotHeld
+from dlock_core.errors import LeaseLost
 from dlock_core.leases import engine, watchdog
+from dlock_core.leases.handles import LETTING_EXPIRE
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -22,16 +23,7 @@ if TYPE_CHECKING:
     from dlock_core.leases.lease import Held
     from dlock_core.runtime import DatabaseRuntime, Runtime
 
-__all__ = [
-    "LETTING_RUN_OUT",
-    "Outcome",
-    "Tie",
-    "TieState",
-    "call_all",
-    "note_failed_release",
-    "release",
-    "stop_renewing",
-]
+__all__ = ["Outcome", "Tie", "TieState", "call_all", "release", "stop_renewing"]
 
 logger = logging.getLogger("dlock")
 
@@ -65,31 +57,6 @@ class TieState(enum.Enum):
     """The acquire failed: no work was done under the lease, so the transactions that it met owe it nothing."""
 
 
-def note_failed_release(error: DLockError) -> None:
-    """Let a lease expire whose release failed: the work has ended well, and this must not turn into its failure.
-
-    NotHeld is no failure: a forked child leaves its parent's block, or closes its parent's connection.
-    """
-    if isinstance(error, BackendUnavailable):
-        logger.warning("dlock: %s; the lease runs out by itself", error)
-
-
-class _LettingRunOut:
-    """Lets a release fail; see `note_failed_release`."""
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> bool:
-        if not isinstance(error, BackendUnavailable | NotHeld):
-            return False
-        note_failed_release(error)
-        return True
-
-
-LETTING_RUN_OUT: Final = _LettingRunOut()
-
-
 async def release(runtime: Runtime, held: Held) -> Released:
     """Release a lease that nothing needs any more; whatever happens, it is not renewed afterwards."""
     try:
@@ -101,7 +68,7 @@ async def release(runtime: Runtime, held: Held) -> Released:
 
 def stop_renewing(held: Held) -> None:
     """Let a lease expire, unless it has ended."""
-    held.renewing = False
+    held.abandon()
     watchdog.unwatch(held)
 
 
@@ -174,11 +141,11 @@ class Tie:
             self.handles -= self._bound[transaction]
             self._bound.pop(transaction, None)
         self.open.discard(transaction)
-        if held.lost_because and self.is_inside:
+        if held.loss_reason and self.is_inside:
             held.end(Released.EXPIRED)
         is_over = not self.handles and not self.open
         if (ends_lock or is_over) and self._is_to_be_released():
-            with LETTING_RUN_OUT:
+            with LETTING_EXPIRE:
                 if ends_lock:
                     engine.released(held)
                 else:
@@ -228,7 +195,7 @@ class Tie:
             return
         is_uncertain = self.state in (TieState.UNCERTAIN, TieState.EXPIRING)
         self.state = TieState.EXPIRING if is_uncertain else TieState.TORN
-        self.held.renewing = False
+        self.held.abandon()
 
     def abandon(self) -> None:
         """Note that the acquire has failed."""
@@ -260,7 +227,7 @@ class Tie:
         """
         held = self.held
         if self.transactions == 0 and held.ended in (Released.EXPIRED, Released.STOLEN):
-            raise LeaseLost(held.name, token=held.token, reason=held.lost_because or "it had ended before its release")
+            raise LeaseLost(held.name, token=held.token, reason=held.loss_reason or "it had ended before its release")
 
 
 def call_all(steps: Iterable[Callable[[], object]]) -> None:

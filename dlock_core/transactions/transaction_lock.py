@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import math
-from contextlib import AsyncExitStack, ExitStack
+from contextlib import AbstractContextManager, AsyncExitStack, nullcontext
+from functools import partial
 from itertools import groupby
 from types import EllipsisType
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Never, Protocol, TypedDict, TypeVar
 
 from dlock_core import owner
 from dlock_core.backend import new_request, supported_ttl
-from dlock_core.errors import AlreadyHeld, BackendUnavailable, DLockError, NotHeld, NotSupported
-from dlock_core.leases import engine, multilock, watchdog
-from dlock_core.leases.handles import Blocks, LeaseView
+from dlock_core.errors import AlreadyHeld, DLockError, NotSupported
+from dlock_core.leases import engine
+from dlock_core.leases.engine import Acquisition
+from dlock_core.leases.handles import LETTING_EXPIRE, Blocks, Leases, LeaseView
 from dlock_core.options import (
     Seconds,
     check_callback,
@@ -22,22 +23,23 @@ from dlock_core.options import (
     unknown_option,
     wait_seconds,
 )
-from dlock_core.runtime import ASYNCIO, BLOCKING, clock, run
-from dlock_core.transactions.tie import LETTING_RUN_OUT, note_failed_release, release
+from dlock_core.runtime import BLOCKING, clock
+from dlock_core.transactions.tie import release
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from dlock_core.backend import Backend, Released, Request
     from dlock_core.leases.lease import Held
-    from dlock_core.runtime import Runtime
+    from dlock_core.runtime import DatabaseRuntime, Runtime
     from dlock_core.stores import Store
     from dlock_core.transactions.fencing import FenceForm
     from dlock_core.transactions.tie import Tie
 
-__all__ = ["Options", "Tied", "TiedLease", "TiedLock", "TiedLocks", "Turn", "leaving", "leaving_async"]
+__all__ = ["AcquireState", "Options", "Tied", "TiedLease", "TiedLeases", "TiedLock", "TiedLocks"]
 
-L = TypeVar("L")
+T = TypeVar("T")
+MemberLease = TypeVar("MemberLease", bound="TiedLease")
 
 
 class Options(TypedDict, total=False):
@@ -54,53 +56,44 @@ class Options(TypedDict, total=False):
     on_lost: Callable[[], None] | None
 
 
-class Turn:
+class AcquireState:
     """One acquire of a lock, alone or among others that are taken together: `wait` seconds count from `since`.
 
     It knows at every moment what is to be undone if the acquire goes no further.
     """
 
-    __slots__ = ("backend", "held", "is_new", "lease", "request", "since", "tied", "wait")
+    __slots__ = ("acquisition", "lease", "runtime", "since", "tied", "wait")
 
-    def __init__(self, *, wait: float | EllipsisType | None = ..., since: float | None = None) -> None:
-        self.wait, self.since = wait, clock() if since is None else since
-        self.backend: Backend | None = None
-        self.request: Request | None = None
-        """It was sent, perhaps together with others, and may have been granted."""
-        self.held: Held | None = None
-        """What came of it."""
+    def __init__(
+        self, runtime: DatabaseRuntime, *, wait: float | EllipsisType | None = ..., since: float | None = None
+    ) -> None:
+        self.runtime, self.wait, self.since = runtime, wait, clock() if since is None else since
+        self.acquisition: Acquisition | None = None
+        """What was asked of the store, and what came of it; None where a lease was joined."""
         self.tied: Tied | None = None
-        """What ties it to transactions, or what ties the lease that it has joined."""
+        """What ties the lease to transactions, or what ties the lease that was joined."""
         self.lease: TiedLease | None = None
         """The handle that the caller gets."""
-        self.is_new = False
-        """The lease is of this turn, not joined."""
 
-    def leave(self) -> None:
+    @property
+    def is_new(self) -> bool:
+        """The lease is of this acquire, not joined."""
+        return self.acquisition is not None
+
+    def detach(self) -> None:
         """Need nothing of it any more; without I/O."""
         if self.lease is not None and self.tied is not None:
             self.tied.tie.detach(self.lease)
-        if self.is_new and self.tied is not None:
-            watchdog.unwatch(self.tied.tie.held)
-            self.tied.abandon()
-        elif self.held is not None:
-            watchdog.unwatch(self.held)
+        if self.acquisition is not None:
+            if self.tied is not None:
+                self.tied.abandon()  # Nothing was done under the lease, so the transactions it met owe it nothing.
+            self.acquisition.detach()
 
-    async def give_back(self, runtime: Runtime) -> None:
-        """Leave nothing in the store: neither a lease of this turn, nor what may have been granted."""
-        if self.tied is not None:
-            if self.is_new:
-                await _give_back(runtime, self.tied.tie.held)
-        elif self.held is not None:
-            await _give_back(runtime, self.held)
-        elif self.request is not None and self.backend is not None:
-            with LETTING_RUN_OUT:
-                await self.backend.abandon(runtime, self.request)
-
-    async def undo(self, runtime: Runtime) -> None:
-        """Undo what an acquire has done that goes no further, whatever stopped it and wherever."""
-        self.leave()
-        await runtime.shield(self.give_back(runtime))
+    async def undo(self) -> None:
+        """Leave nothing behind, whatever stopped the acquire, and wherever: no lease, and nothing in the store."""
+        self.detach()
+        if self.acquisition is not None:
+            await self.acquisition.undo()
 
 
 class TiedLock:
@@ -108,6 +101,8 @@ class TiedLock:
 
     _options: ClassVar[Iterable[str]] = ()
     """Those that the integration's `lock` has."""
+    _errors: ClassVar[AbstractContextManager[None, bool | None]] = nullcontext()
+    """Raises the integration's own errors for those of the core."""
 
     def __init__(
         self,
@@ -137,76 +132,88 @@ class TiedLock:
         self.reentrant, self.renew, self.fair, self.on_lost = reentrant, renew, fair, on_lost
         self._blocks = Blocks()
 
-    def _request(self, store: Store, turn: Turn) -> Request:
-        """Make the request of one acquire; raises NotSupported for what the store cannot do."""
+    def _request(self, store: Store, state: AcquireState) -> Request:
+        """Return the request of one acquire; raises NotSupported for what the store cannot do."""
         if self.shared and not store.backend.capabilities.shared:
             raise NotSupported(f"the store {store.alias!r} has no shared locks", name=self.name)
         ttl = supported_ttl(store.backend, self.ttl or store.ttl)
-        is_inside = store.backend.capabilities.expiry == "transaction"  # whose it is the database knows
+        is_inside = store.backend.capabilities.expiry == "transaction"  # The database knows whose lock it is.
         who = "" if is_inside else owner.text(*self._sessions())
-        request = new_request(self.name, ttl, self._seconds(store, turn), shared=self.shared, fair=self.fair, who=who)
+        request = new_request(self.name, ttl, self._wait(store, state), shared=self.shared, fair=self.fair, who=who)
         return request._replace(transaction=self._transaction(store.backend)) if is_inside else request
 
     def _sessions(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """Name the database sessions that are this thread's own, and those in whose open transaction it asks."""
+        """Return the database sessions that are this thread's own, and those in whose open transaction it asks."""
         return (), ()
 
-    def _seconds(self, store: Store, turn: Turn) -> float | None:
-        """Tell how long it waits, None for ever."""
-        wait = self.wait if isinstance(turn.wait, EllipsisType) else turn.wait
+    def _wait(self, store: Store, state: AcquireState) -> float | None:
+        """Return for how many seconds it waits, None for ever."""
+        wait = self.wait if isinstance(state.wait, EllipsisType) else state.wait
         return store.wait if isinstance(wait, EllipsisType) else wait
 
     def _whose(self) -> object:
-        """Tell who is to hold it, where one thread or task may be several; asked twice for one, it is held once."""
+        """Return who is to hold it, where one thread or task may be several; asked twice for one, it is held once."""
         return None
 
-    async def _ask(self, runtime: Runtime, store: Store, turn: Turn) -> tuple[Held, float | None, float]:
-        """Acquire the lease, renewed from now on; also tell the wait in seconds and the moment at which it is over."""
-        wait = self._seconds(store, turn)
-        until = deadline(turn.since, wait)
-        turn.backend, turn.is_new = store.backend, True
-        if turn.held is None:
-            left = None if wait is None else max(0.0, until - clock())
-            turn.request = turn.request or self._request(store, turn)
-            try:
-                turn.held = await engine.acquire(runtime, store.backend, turn.request, left)
-            except DLockError:
-                turn.request = None  # the engine has abandoned it
-                raise
-        held = turn.held
-        self._watch(held)
-        held.on_lost = () if self.on_lost is None else (self.on_lost,)
-        return held, wait, until
-
-    def _transaction(self, backend: Any) -> Any:
-        """Give the caller's open transaction, for a store that locks inside it; None outside one."""
+    def _store(self) -> Store:
+        """Return the store that is asked."""
         raise NotImplementedError
 
-    def _hold(self, take: Callable[[Turn], Coroutine[Any, Any, L]]) -> L:
-        """Acquire it in this thread; what is raised on the way, by whomever, leaves nothing behind."""
-        turn = Turn()
+    def _find(self, store: Store, runtime: DatabaseRuntime) -> Any:
+        """Return the tie of the lease that the caller holds already and may join; None when there is none."""
+        raise NotImplementedError
+
+    async def _find_or_acquire(self, state: AcquireState) -> Any:
+        """Return the tie of a lease, joined or acquired from the store."""
+        raise NotImplementedError
+
+    async def _bind_lease(self, tied: Any, state: AcquireState) -> Any:
+        """Tie the lease to the open transactions, or join it; returns the handle that the caller gets."""
+        raise NotImplementedError
+
+    async def _hold(self, runtime: DatabaseRuntime, finish: Callable[[Any], T]) -> T:
+        """Acquire the lock; whatever is raised on the way, and wherever, leaves nothing behind.
+
+        `finish` is what is done with the handle last, where nothing can go wrong any more.
+        """
+        state = AcquireState(runtime)
         try:
-            return run(take(turn))
+            with self._errors:
+                return finish(await self._bind_lease(await self._find_or_acquire(state), state))
         except BaseException:
-            run(turn.undo(BLOCKING))
+            await runtime.shield(state.undo())
             raise
 
-    async def _ahold(self, take: Callable[[Turn], Coroutine[Any, Any, L]]) -> L:
-        """Acquire it in this task; see `_hold`."""
-        turn = Turn()
-        try:
-            return await take(turn)
-        except BaseException:
-            await turn.undo(ASYNCIO)
-            raise
+    def _store_runtime(self, store: Store, state: AcquireState) -> Runtime:
+        """Return how the store is waited for."""
+        return state.runtime
 
-    def _watch(self, held: Held) -> None:
-        """Have it renewed, unless that is not wanted, done already, or of no use."""
-        if self.renew and not held.due and held.until < math.inf:
-            watchdog.watch(held)
+    def _acquisition(self, store: Store, state: AcquireState) -> Acquisition:
+        """Return what is asked of the store, made when it is first needed."""
+        if state.acquisition is None:
+            state.acquisition = Acquisition(
+                self._store_runtime(store, state),
+                store.backend,
+                self._request(store, state),
+                self._wait(store, state),
+                since=state.since,
+                renew=self.renew,
+                on_lost=self.on_lost,
+            )
+        return state.acquisition
+
+    async def _acquire_lease(self, store: Store, state: AcquireState) -> tuple[Held, float | None, float]:
+        """Acquire the lease; returns also the wait in seconds, and the moment at which it is over."""
+        wait = self._wait(store, state)
+        held = await self._acquisition(store, state).acquire()
+        return held, wait, deadline(state.since, wait)
+
+    def _transaction(self, backend: Any) -> Any:
+        """Return the caller's open transaction, for a store that locks inside it; None outside one."""
+        raise NotImplementedError
 
     def _joined(self, ties: Iterable[Any], backend: Backend, *, inside: bool) -> Any:
-        """Find what the owner holds already, among its ties; raises AlreadyHeld where that cannot be joined.
+        """Return what the owner holds already, among its ties; raises AlreadyHeld where that cannot be joined.
 
         `inside` a transaction a lease is always joined: its end releases them together.
         """
@@ -250,77 +257,55 @@ class TiedLease(LeaseView):
         if tied is not None:
             tied.tie.note_collected(self)
 
-    def _end(self) -> Released | None:
-        """Detach the handle, and release the lease if nothing else needs it; None if something does.
-
-        An interrupt may cut this short at any line, and nothing would come back to finish it: it is repeated at once.
-        """
-        try:
-            return self._detach_and_release()
-        except DLockError:
-            raise
-        except BaseException:
-            self._detach_and_release()
-            raise
-
-    def _detach_and_release(self) -> Released | None:
+    async def _end(self, runtime: Runtime) -> Released | None:
+        """Detach the handle, and release the lease if nothing else needs it; None if something does."""
         tied, held = self._tied, self._held
         held.ensure_own_process()
         try:
             if tied.tie.open:
                 tied.settle_ended()
             if tied.tie.detach(self) and held.ended is None:
-                tied.tie.runtime.finish(release, held)
+                if runtime is BLOCKING:
+                    tied.tie.runtime.finish(release, held)
+                else:
+                    await release(runtime, held)
         finally:
             tied.forget_if_over()
         return held.ended
 
-    def _end_block(self, error: BaseException | None) -> None:
-        """End the block of this handle, which was left with an error or without."""
+    async def _release(self, runtime: Runtime) -> Released | None:
+        """End it; what an interrupt has cut short, at any line, is repeated: nothing would come back to finish it."""
         try:
-            self._end()
-        except (BackendUnavailable, NotHeld) as failure:
-            note_failed_release(failure)
-        if error is None:
-            self._tied.tie.ensure_was_held()
-
-    async def _aend_block(self, error: BaseException | None) -> None:
-        """See `_end_block`."""
-        try:
-            await self._aend()
-        except (BackendUnavailable, NotHeld) as failure:
-            note_failed_release(failure)
-        if error is None:
-            self._tied.tie.ensure_was_held()
-
-    async def _aend(self) -> Released | None:
-        """See `_end`; finished even while the task is being cancelled."""
-        try:
-            return await self._adetach_and_release()
+            return await self._end(runtime)
         except DLockError:
             raise
         except BaseException:
-            await self._adetach_and_release()
+            await self._end(runtime)
             raise
 
-    async def _adetach_and_release(self) -> Released | None:
-        tied, held = self._tied, self._held
-        held.ensure_own_process()
-        try:
-            if tied.tie.open:
-                tied.settle_ended()
-            if tied.tie.detach(self) and held.ended is None:
-                await release(ASYNCIO, held)
-        finally:
-            tied.forget_if_over()
-        return held.ended
+    async def _leave_block(self, runtime: Runtime, error: BaseException | None) -> None:
+        """End the `with` block; raises LeaseLost where a clean body only looked protected."""
+        with LETTING_EXPIRE:
+            await self._end(runtime)
+        if error is None:
+            self._tied.tie.ensure_was_held()
 
 
-async def _give_back(runtime: Runtime, held: Held) -> None:
-    """Release a lease under which nothing was done, whatever transactions it met."""
-    watchdog.unwatch(held)
-    with LETTING_RUN_OUT:
-        await engine.release(runtime, held)
+class TiedLeases(Leases[MemberLease]):
+    """Leases that are held together, in the order in which their locks were named."""
+
+    __slots__ = ()
+
+    async def _leave_block(self, runtime: Runtime, error: BaseException | None) -> None:
+        """End the `with` block of each, last in, first out, whatever one of them raises."""
+        stack = AsyncExitStack()
+        for lease in self:
+            stack.push_async_exit(partial(_leave_block, lease, runtime))
+        await stack.__aexit__(None if error is None else type(error), error, None)
+
+
+async def _leave_block(lease: Any, runtime: Runtime, kind: object, error: BaseException | None, trace: object) -> None:
+    await lease._leave_block(runtime, error)
 
 
 def _form(fence: Any) -> FenceForm:
@@ -329,30 +314,6 @@ def _form(fence: Any) -> FenceForm:
     if fence is False or fence == "lease":
         return fence  # type: ignore[no-any-return]
     raise ValueError(f"fence must be True, 'transaction', 'lease' or False, not {fence!r}")
-
-
-MemberLease = TypeVar("MemberLease", bound="TiedLease")
-T = TypeVar("T")
-
-
-class Leases(tuple[MemberLease, ...]):
-    """Leases that are held together, in the order in which their locks were named."""
-
-    __slots__ = ()
-
-    @property
-    def lost(self) -> bool:
-        """One of them is lost, and so are all."""
-        return any(lease.lost for lease in self)
-
-    def remaining(self) -> float:
-        """Give the seconds for which all of them surely hold."""
-        return min(lease.remaining() for lease in self)
-
-    def ensure_held(self) -> None:
-        """Raise LeaseLost unless all of them surely hold."""
-        for lease in self:
-            lease.ensure_held()
 
 
 class TiedLocks:
@@ -378,107 +339,102 @@ class TiedLocks:
     def __repr__(self) -> str:
         return f"<locks {', '.join(repr(each.name) for each in self.locks)}>"
 
-    async def _take(
-        self,
-        runtime: Runtime,
-        grant: Callable[[Any, Turn], Awaitable[Any]],
-        take_up: Callable[[Any, Any, Turn], Awaitable[MemberLease]],
-        finish: Callable[[Iterable[MemberLease]], T],
-    ) -> T:
+    async def _hold(self, runtime: DatabaseRuntime, finish: Callable[[Iterable[Any]], T]) -> T:
         """Acquire all of them, and only then tie them to their transactions, whose snapshots may begin with that.
 
-        `finish` is what is done with the leases last, where nothing can go wrong any more.
+        `finish` is what is done with the handles last, where nothing can go wrong any more.
         """
-        turns = _Turns(runtime, self)
-        try:
-            for store, places in groupby(turns.order, key=turns.store_at):
-                await turns.grant(store, list(places), grant)
-            leases = {
-                place: await take_up(self.locks[place], turns.tied[place], turns.turns[place]) for place in turns.order
-            }
-            for tied in turns.tied.values():
-                tied.tie.held.ensure()
-            return finish([leases[place] for place in range(len(self.locks))])
-        except BaseException as error:
-            for turn in turns.turns:
-                turn.leave()
-            await engine.undo(runtime, turns.give_back(), error, turns.until)
-            raise
+        group = _Group(runtime, self)
+
+        async def bind() -> T:
+            for member in group.members:
+                await member.bind_all()
+            for member in group.members:
+                member.check()
+            return finish([group.leases[index] for index in range(len(self.locks))])
+
+        return await engine.acquire_all(runtime, group.members, group.until, bind)
 
 
-class _Turns:
-    """One acquire of a group, from its first request to its end."""
+class _Group:
+    """One acquire of several locks: in the order that every caller keeps, what one owner asks twice for only once."""
 
-    def __init__(self, runtime: Runtime, group: TiedLocks) -> None:
-        self.runtime, self.locks = runtime, group.locks
-        self.stores: list[Store] = [each._place() for each in self.locks]
-        self.order = sorted(range(len(self.locks)), key=self._rank)
-        for _, places in groupby(self.order, key=lambda place: self._rank(place)[:2]):
-            self._refuse_impossible(*places)
+    def __init__(self, runtime: DatabaseRuntime, locks: TiedLocks) -> None:
+        self.runtime, self.locks = runtime, locks.locks
+        self.stores: list[Store] = [each._store() for each in self.locks]
+        self.leases: dict[int, TiedLease] = {}
+        order = sorted(range(len(self.locks)), key=self._rank)
+        for _, same_name in groupby(order, key=lambda index: self._rank(index)[:2]):
+            self._refuse_impossible(*same_name)
         since = clock()
-        self.turns = [Turn(wait=group.wait, since=since) for _ in self.locks]
-        waits = map(TiedLock._seconds, self.locks, self.stores, self.turns)
+        self.states = [AcquireState(runtime, wait=locks.wait, since=since) for _ in self.locks]
+        waits = map(TiedLock._wait, self.locks, self.stores, self.states)
         self.until = max(deadline(since, wait) for wait in waits)
         """When the longest of the waits is over."""
-        self.tied: dict[int, Any] = {}
+        same_wish: dict[tuple[str, tuple[str, int]], list[int]] = {}
+        for index in order:
+            same_wish.setdefault((self.stores[index].alias, self._wish(index)), []).append(index)
+        self.members = [_Member(self, indices) for indices in same_wish.values()]
 
-    def _rank(self, place: int) -> tuple[str, str, bool]:
-        each = self.locks[place]
-        return self.stores[place].alias, each.name, each.shared  # exclusive first: a shared one can join it
+    def _rank(self, index: int) -> tuple[str, str, bool]:
+        each = self.locks[index]
+        return self.stores[index].alias, each.name, each.shared  # Exclusive first: a shared one can join it.
 
     def _refuse_impossible(self, first: int, *others: int) -> None:
         """Raise ValueError for locks of one name that have no order among them, or cannot be held together."""
         name, alias, shared = self.locks[first].name, self.stores[first].alias, self.locks[first].shared
-        if any(self.stores[place].backend is not self.stores[first].backend for place in others):
+        if any(self.stores[index].backend is not self.stores[first].backend for index in others):
             raise ValueError(
                 f"the lock {name!r} is asked for in two stores that both go by {alias!r}, and so in no order that "
                 "everybody keeps: configure the stores under names of their own, and ask for them by these"
             )
-        if not shared and any(self._wish(place) != self._wish(first) for place in others):
+        if not shared and any(self._wish(index) != self._wish(first) for index in others):
             raise ValueError(f"two sessions cannot hold the lock {name!r} together, unless it is shared: ask for one")
 
-    def _wish(self, place: int) -> tuple[str, int]:
-        return self.locks[place].name, id(self.locks[place]._whose())
-
-    def store_at(self, place: int) -> Store:
-        return self.stores[place]
-
-    async def grant(self, store: Store, places: list[int], grant: Callable[[Any, Turn], Awaitable[Any]]) -> None:
-        firsts = {self._wish(place): place for place in reversed(places)}
-        await self._ask_for_all(store, list(firsts.values())[::-1])
-        for place in places:
-            first = firsts[self._wish(place)]
-            again = self.tied.get(first)
-            self.tied[place] = await grant(self.locks[place], self.turns[place]) if again is None else again
-
-    async def _ask_for_all(self, store: Store, places: list[int]) -> None:
-        """Take what is free in one request, if nothing stands against it."""
-        if len(places) > 1 and all(self.locks[place]._found(store, self.runtime) is None for place in places):
-            requests = [self.locks[place]._request(store, self.turns[place]) for place in places]
-            for place, request in zip(places, requests, strict=True):
-                self.turns[place].backend, self.turns[place].request = store.backend, request
-            taken = await multilock.at_once(self.runtime, store.backend, requests, self.until)
-            for place, held in zip(places, taken, strict=False):
-                self.turns[place].held = held
-                self.locks[place]._watch(held)
-
-    async def give_back(self) -> None:
-        """Leave nothing in the stores, last in, first out: neither what was granted, nor what may have been."""
-        for place in reversed(self.order):
-            await self.turns[place].give_back(self.runtime)
+    def _wish(self, index: int) -> tuple[str, int]:
+        return self.locks[index].name, id(self.locks[index]._whose())
 
 
-def leaving(leases: Iterable[Any]) -> ExitStack:
-    """Leave the blocks of leases, last in, first out, whatever one of them raises."""
-    stack = ExitStack()
-    for lease in leases:
-        stack.push(lease._exit)
-    return stack
+class _Member:
+    """One lock of a group, or several of the same name and owner, of which the first is asked for: see `GroupMember`."""
 
+    def __init__(self, group: _Group, indices: list[int]) -> None:
+        self._group, self._indices = group, indices
+        first = indices[0]
+        self._lock, self._store, self._state = group.locks[first], group.stores[first], group.states[first]
+        self._tied: Any = None
 
-def leaving_async(leases: Iterable[Any]) -> AsyncExitStack:
-    """See `leaving`."""
-    stack = AsyncExitStack()
-    for lease in leases:
-        stack.push_async_exit(lease._aexit)
-    return stack
+    @property
+    def backend(self) -> Backend:
+        return self._store.backend
+
+    @property
+    def pending(self) -> Acquisition | None:
+        with self._lock._errors:
+            if self._lock._find(self._store, self._group.runtime) is not None:
+                return None
+            acquisition: Acquisition = self._lock._acquisition(self._store, self._state)
+            return acquisition
+
+    async def acquire(self) -> None:
+        with self._lock._errors:
+            self._tied = await self._lock._find_or_acquire(self._state)
+
+    async def bind_all(self) -> None:
+        """Tie the lease to its transactions, once for each of the locks that share it."""
+        for index in self._indices:
+            lock, state = self._group.locks[index], self._group.states[index]
+            with lock._errors:
+                self._group.leases[index] = await lock._bind_lease(self._tied, state)
+
+    def check(self) -> None:
+        with self._lock._errors:
+            self._tied.tie.held.ensure()
+
+    def detach(self) -> None:
+        for index in self._indices:
+            self._group.states[index].detach()
+
+    async def undo(self) -> None:
+        for index in reversed(self._indices):
+            await self._group.states[index].undo()

@@ -9,6 +9,7 @@ from dlock_core.backend import Busy, Granted, Released, RenewalFailure, Request,
 from dlock_core.backends.memory import MemoryBackend
 from dlock_core.errors import AcquireTimeout, BackendUnavailable, LeaseLost, format_seconds
 from dlock_core.leases import engine
+from dlock_core.leases.engine import Acquisition
 from dlock_core.leases.lease import Held
 from dlock_core.observability import hooks
 from dlock_core.testing import ManualRuntime
@@ -25,7 +26,7 @@ def runtime() -> ManualRuntime:
 
 def ask(runtime: ManualRuntime, store: Any, wait: float | None = 10.0, ttl: float = 30.0, **options: Any) -> Held:
     request = new_request("a", ttl, wait, shared=False, fair=True)
-    return runtime.run(engine.acquire(runtime, store, request, wait))
+    return runtime.run(Acquisition(runtime, store, request, wait).acquire())
 
 
 def held(runtime: ManualRuntime, store: Any, ttl: float = 30.0) -> Held:
@@ -139,7 +140,7 @@ def test_try_acquire_takes_no_place_in_the_queue(runtime: ManualRuntime) -> None
 
     store = Watched(runtime, BUSY)
     request = new_request("a", 30.0, None, shared=False, fair=True)
-    assert runtime.run(engine.try_acquire(runtime, store, request)) is None  # type: ignore[arg-type]
+    assert runtime.run(Acquisition(runtime, store, request._replace(queue=False), 0.0).run()) is None  # type: ignore[arg-type]
     assert [one.queue for one in seen] == [False]
     assert store.abandoned == []
 
@@ -183,7 +184,7 @@ def test_unreachable_store_with_no_wait_is_an_error_and_not_a_taken_lock(runtime
     assert len(store.asked("try_acquire")) == 1
     request = new_request("a", 30.0, 0.0, shared=False, fair=True)
     with pytest.raises(BackendUnavailable):
-        runtime.run(engine.try_acquire(runtime, store, request))  # type: ignore[arg-type]
+        runtime.run(Acquisition(runtime, store, request._replace(queue=False), 0.0).run())  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("last", [BUSY, DOWN, KeyboardInterrupt(), RuntimeError("a bug in the backend")], ids=repr)

@@ -5,9 +5,10 @@ at just these moments, and what it raises goes on as what a signal handler raise
 """
 
 import asyncio
+import gc
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
@@ -25,6 +26,14 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:coroutine .* was never awaited"),
     pytest.mark.filterwarnings("ignore::ResourceWarning"),
 ]
+
+
+@pytest.fixture(autouse=True)
+def _collected() -> Iterator[None]:
+    """Coroutines that an interrupt has cut short end here, where their warnings are expected, and in no later test."""
+    yield
+    gc.collect()
+
 
 UNGUARDED = {"__exit__", "__aexit__", "release"}
 """Their first bytecode: no code of ours runs before it."""

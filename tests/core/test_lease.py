@@ -49,7 +49,7 @@ def test_a_loss_is_final(held: Held, runtime: ManualRuntime) -> None:
     runtime.advance(9.9)
     held.extend(runtime.now(), 10.0)
     assert held.is_lost()
-    assert held.lost_because
+    assert held.loss_reason
 
 
 def test_loss_is_told_once_and_a_failing_callback_stops_nobody(held: Held, caplog: pytest.LogCaptureFixture) -> None:
@@ -59,7 +59,7 @@ def test_loss_is_told_once_and_a_failing_callback_stops_nobody(held: Held, caplo
     def fail() -> None:
         raise ZeroDivisionError
 
-    held.on_lost = (fail, lambda: told.append("second"))
+    held.call_when_lost(fail, lambda: told.append("second"))
     hooks.subscribe(events.append)
     try:
         with caplog.at_level(logging.WARNING, logger="dlock"):

@@ -21,7 +21,8 @@ from dlock_core import (
 )
 from dlock_core.backend import new_request
 from dlock_core.backends.memory import MemoryBackend
-from dlock_core.leases import multilock
+from dlock_core.leases.engine import Acquisition, acquire_all
+from dlock_core.leases.lease import LeaseState
 from dlock_core.observability import hooks
 from dlock_core.runtime import BLOCKING, run
 from dlock_core.stores import force_release
@@ -164,12 +165,18 @@ def test_silent_store_is_rid_of_the_traces_of_all_names_behind_the_caller(at_onc
     began = runtime.now()
     store = (SilentAtOnce if at_once else Scripted)(runtime, DOWN, takes=2.0)
     requests = [new_request(name, 30.0, 0.0, shared=False, fair=True) for name in "abc"]
+    acquisitions = [Acquisition(runtime, store, request, 1.0) for request in requests]
     with pytest.raises(BackendUnavailable):
-        runtime.run(multilock.acquire(runtime, store, requests, 1.0))
+        runtime.run(acquire_all(runtime, acquisitions, began + 1.0, never))
     assert (runtime.now() - began, store.abandoned) == (pytest.approx(2.0), [])
     for clean_up in runtime.left:
         runtime.run(clean_up)
-    assert set(store.abandoned) == {request.holder for request in requests}
+    sent = requests if at_once else requests[:1]  # The others were never asked for.
+    assert set(store.abandoned) == {request.holder for request in sent}
+
+
+async def never():
+    raise AssertionError
 
 
 def test_store_that_is_down_at_the_end_does_not_hide_the_error_of_the_body():
@@ -212,7 +219,7 @@ def test_one_that_is_lost_while_the_others_are_waited_for_is_told_and_the_rest_g
 
 @pytest.mark.parametrize("many", [False, True])
 def test_what_was_held_before_one_failed_is_released_and_never_called_lost(many, request):
-    store = connect(request.getfixturevalue("redis_server").url) if multilock else MemoryBackend()
+    store = connect(request.getfixturevalue("redis_server").url) if many else MemoryBackend()
     events = []
     taken = Lock(store, "b").acquire()
     hooks.subscribe(events.append)
@@ -227,7 +234,7 @@ def test_what_was_held_before_one_failed_is_released_and_never_called_lost(many,
         hooks.unsubscribe(events.append)
     taken.release()
     assert [(event.kind, event.name) for event in events] == [("acquired", "a"), ("timeout", "b"), ("released", "a")]
-    assert not events[0].lease.renewing
+    assert events[0].lease.state is not LeaseState.HELD
     store.close()
 
 

@@ -144,22 +144,21 @@ def test_thread_ends_when_there_was_nothing_to_do_for_long_and_comes_back(
 def test_lease_whose_time_is_over_is_lost_without_a_question(held: Held, runtime: ManualRuntime) -> None:
     runtime.advance(31.0)
     watchdog.Watchdog()._renew([held])
-    assert held.lost_because
+    assert held.loss_reason
     assert held.backend.calls == []  # type: ignore[attr-defined]
 
 
 def test_renewal_answered_after_the_lease_ran_out_does_not_heal_it(held: Held, runtime: ManualRuntime) -> None:
     held.backend.takes = 31.0  # type: ignore[attr-defined]
     watchdog.Watchdog()._renew([held])
-    assert held.lost_because
+    assert held.loss_reason
 
 
 def test_renewal_for_an_earlier_ttl_does_not_stretch_a_lease_that_was_shortened(
     held: Held, runtime: ManualRuntime
 ) -> None:
     def shorten() -> None:
-        held.request = new_request("a", 1.0, 0.0, shared=False, fair=True)
-        held.until = runtime.now() + 1.0
+        held.change_ttl(runtime.now(), 1.0)
 
     runtime.at(runtime.now() + 0.5, shorten)
     held.backend.takes = 0.6  # type: ignore[attr-defined]
@@ -169,13 +168,13 @@ def test_renewal_for_an_earlier_ttl_does_not_stretch_a_lease_that_was_shortened(
 
 def test_release_during_a_renewal_is_not_a_loss(held: Held, runtime: ManualRuntime) -> None:
     def release() -> None:
-        held.renewing = False
+        held.begin_release()
 
     held.backend.script = [[RenewalFailure.LOST]]  # type: ignore[attr-defined]
     held.backend.takes = 1.0  # type: ignore[attr-defined]
     runtime.at(runtime.now() + 0.5, release)
     watchdog.Watchdog()._renew([held])
-    assert not held.lost_because
+    assert not held.loss_reason
 
 
 def test_backend_that_nobody_uses_any_more_is_forgotten() -> None:
@@ -192,7 +191,7 @@ def test_unavailable_store_is_never_a_loss_by_itself(held: Held) -> None:
     held.backend.script = [BackendUnavailable("a", reason="down")]  # type: ignore[attr-defined]
     watchdog.Watchdog()._renew([held])
     assert not held.is_lost()
-    assert "down" in held.trouble
+    assert "down" in held.renewal_trouble
 
 
 def test_leases_of_a_process_that_had_no_thread_to_spare_are_renewed_as_soon_as_there_is_one(
@@ -286,7 +285,7 @@ def test_loss_is_told_before_the_release_that_follows_it(store: Flaky) -> None:
     try:
         lease = Lock(store, "told-in-order", ttl=1.5).acquire()
         assert run(store.force_release(BLOCKING, lease.name, lease.token))
-        until(lambda: lease._held.teller)
+        until(lambda: lease._held._callback_thread)
         lease.release()
         free.set()
         until(lambda: len(events) == 3)
@@ -427,7 +426,7 @@ def test_lease_that_is_due_at_another_time_by_now_is_renewed_then_and_once(store
         dog, held = watchdog._dogs[store], lease._held
         early = int(clock() * watchdog.TICKS) - 1
         dog._due[early] = {weakref.ref(held)}
-        assert held.due > early
+        assert held.renewal_tick > early
         assert dog._take() == []
 
 

@@ -29,6 +29,7 @@ from django_dlock.models import Fence
 from django_dlock.tie import current
 from dlock_core.backend import Capabilities, Released, RenewalFailure
 from dlock_core.backends.memory import MemoryBackend
+from dlock_core.leases.lease import LeaseState
 from dlock_core.runtime import BLOCKING, run
 from tests.django_dlock import sessions
 from tests.django_dlock.parties import is_held
@@ -405,7 +406,7 @@ def test_lease_is_kept_after_a_commit_that_may_have_worked(database, store, netw
             with order(database) as lease, atomic(database):
                 lose_commit(database, network, fault)
     assert is_held(store)
-    assert not lease._held.renewing
+    assert lease._held.state is not LeaseState.HELD
     (line,) = dlock_log()
     assert "unknown" in line
     assert "order:42" in line
@@ -433,7 +434,7 @@ def test_lease_is_kept_after_an_exception_inside_commit(database, store, error, 
     with pytest.raises(error), atomic(database), order(database) as lease:
         add(database, "a")
     assert is_held(store)
-    assert not lease._held.renewing
+    assert lease._held.state is not LeaseState.HELD
     assert "unknown" in dlock_log()[0]
     assert committed(database) == set()
 
@@ -1170,6 +1171,6 @@ def test_write_behind_a_common_table_expression_is_refused_outside_a_transaction
 
 def test_watchdog_keeps_to_the_shorter_ttl_of_a_renewal(store):
     with lock("order", 42, fence=False, ttl=30) as lease:
-        before = lease._held.due
+        before = lease._held.renewal_tick
         lease.renew(ttl=1)
-        assert lease._held.due < before
+        assert lease._held.renewal_tick < before

@@ -18,6 +18,7 @@ from sqlalchemy.orm import Session, scoped_session, sessionmaker
 from dlock_core.backend import Capabilities, Released
 from dlock_core.backends.memory import MemoryBackend
 from dlock_core.errors import AlreadyHeld, BackendUnavailable, LeaseLost, NotSupported, StaleToken
+from dlock_core.leases.lease import LeaseState
 from dlock_core.runtime import BLOCKING, run
 from dlock_core.stores import Store, connect
 from sqla_dlock import configure, lock, stores
@@ -492,7 +493,7 @@ def test_lease_is_kept_after_a_commit_that_may_have_worked(engine, store, networ
             getattr(network, fault)(matching=b"COMMIT")
         session.commit()
     assert is_held(store)
-    assert not lease._held.renewing
+    assert lease._held.state is not LeaseState.HELD
     (line,) = dlock_log()
     assert "unknown" in line
     assert "order:42" in line
@@ -549,7 +550,7 @@ def test_forgotten_session_lets_its_lease_run_out(engine, store, dlock_log):
     held = tie.held
     del session, tie
     gc.collect()
-    assert not held.renewing
+    assert held.state is not LeaseState.HELD
     assert is_held(store)
     assert names(engine) == set()
 
