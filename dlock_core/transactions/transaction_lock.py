@@ -396,7 +396,7 @@ class _Group:
 
 
 class _Member:
-    """One lock of a group, or several of the same name and owner, of which the first is asked for: see `GroupMember`."""
+    """One lock of a group, or several of one name and owner, of which the first is asked for; a `GroupMember`."""
 
     def __init__(self, group: _Group, indices: list[int]) -> None:
         self._group, self._indices = group, indices
