@@ -301,10 +301,10 @@ def test_decorator_without_parentheses_is_refused_where_it_stands():
 def test_part_that_can_name_nothing_is_refused_at_import(part):
     if part is Counter.save_base:
         part = part.__get__(Counter())
-        with pytest.raises((TypeError, ValueError), match="has to be told"):
+        with pytest.raises((TypeError, ValueError), match="needs to be told"):
             locked(part)
         return
-    with pytest.raises((TypeError, ValueError), match=r"told first|name|no"):
+    with pytest.raises((TypeError, ValueError), match=r"needs to be told|name|no"):
         locked(part)
 
 
