@@ -220,11 +220,9 @@ def client_of(kind: str, config: dict[str, Any]) -> Any:
 
 
 def is_expected(error: BaseException) -> bool:
-    """Tell whether an error is one that the faults explain, or was caused by one; any other is worth a look."""
+    """Tell whether an error is one that the faults explain; any other is worth a look."""
     if type(error).__name__ in NOT_OF_DRIVERS:
         return False
-    if error.__cause__ is not None and isinstance(error.__cause__, TimeLimit | asyncio.CancelledError):
-        return True
     if isinstance(error, DLockError | TimeLimit | OSError | asyncio.CancelledError):
         return True
     return any(base.__module__.startswith(DRIVERS) for base in type(error).__mro__)
