@@ -252,4 +252,4 @@ def main(path: str, kind: str, name: str) -> None:
     sabotage.commit(config)
     worker.recorder.write("start", kind=kind)
     worker.work()
-    worker.recorder.write("stop")
+    worker.recorder.write("finished")
