@@ -22,13 +22,13 @@ __all__ = ["from_url", "transaction_of"]
 
 
 def from_url(url: str, *, timeout: float = 5.0, **options: Any) -> Backend:
-    """Make the store of a URL such as "advisory://default"; options as for `dlock_core.backends.advisory.advisory`."""
+    """Return the store of a URL such as "advisory://default"; see `dlock_core.backends.advisory` for the options."""
     alias = url.partition("://")[2]
     return advisory(pool_of(alias, timeout=timeout), alias, **options)
 
 
 def transaction_of(backend: Backend, *, old_snapshot: bool) -> CallerTransaction | None:
-    """Give this thread's open transaction in the database of such a store."""
+    """Return this thread's open transaction in the database of such a store."""
     connection = connections[backend.capabilities.transaction_database]
     return CallerTransaction(_Connection(connection), old_snapshot) if tracker_for(connection).is_open() else None
 

@@ -1,4 +1,4 @@
-"""Connections of our own to the database of a DATABASES alias, made as Django makes them."""
+"""Separate connections to the database of a DATABASES alias, made as Django makes them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ VENDORS: Final = ("postgresql", "mysql", "sqlite")
 
 
 def pool_of(alias: str, *, timeout: float = 5.0) -> Pool:
-    """Give connections to the database of an alias: its settings, but neither its threads' connections nor its pool.
+    """Return connections to the database of an alias: its settings, but neither its threads' connections nor its pool.
 
     Raises ValueError for an alias that DATABASES does not have, and for a database that dlock does not know.
     """

@@ -9,5 +9,5 @@ __all__ = ["from_url"]
 
 
 def from_url(url: str, *, timeout: float = 5.0) -> TableBackend:
-    """Make the store of a URL such as "database://default"; `timeout` bounds each step, in seconds."""
+    """Return the store of a URL such as "database://default"; `timeout` bounds each step, in seconds."""
     return TableBackend(pool_of(url.partition("://")[2], timeout=timeout))

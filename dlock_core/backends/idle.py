@@ -1,7 +1,7 @@
 """The one pool of idle connections, which every store that keeps some has; and one of them for each event loop.
 
 A pool never opens a connection and never waits for one: a store that finds it empty connects. What the pool decides is
-how many idle connections are kept, for how long, and who closes them: a later caller, the end of the event loop, the
+how many idle connections are kept, for how long, and what closes them: a later caller, the end of the event loop, the
 garbage collector when the store is forgotten, and a forked child, which only has copies of its parent's sockets.
 """
 
@@ -31,7 +31,7 @@ inherited: Final[list[object]] = []
 
 
 class IdlePool(Generic[T]):
-    """Connections that nobody uses now; the last used is taken first. Any thread may call any method.
+    """Idle connections; the last used is taken first. Any thread may call any method.
 
     Neither `close` nor `is_usable` may refer to the owner of the pool, or forgetting the owner would close nothing.
 
@@ -72,10 +72,10 @@ class IdlePool(Generic[T]):
             self._close(connection)
 
     def put(self, connection: T) -> None:
-        """Keep a connection that works and that nobody uses any more.
+        """Keep a connection that works and is not in use any more.
 
-        The others grow old at the left end, where those that are too many or too old are closed now: whatever left so
-        many comes here to put them back, so no thread has to look after them.
+        The others grow old at the left end, where those that are too many or too old are closed now. Every connection
+        of a burst is put back here, so no thread has to look after them.
         """
         self._idle.append((connection, clock()))
         oldest = clock() - MAX_IDLE_S
@@ -93,7 +93,7 @@ class IdlePool(Generic[T]):
         _drain(self._idle, self._close)
 
     def shut(self) -> None:
-        """Close every idle connection, and from now on each that is put back: nobody would close it later."""
+        """Close every idle connection, and from now on each one that is put back."""
         self._size = 0
         self.clear()
 

@@ -26,25 +26,25 @@ __all__ = ["from_engine", "from_url", "transaction_of"]
 def from_engine(
     engine: Engine | AsyncEngine, *, session: bool = False, prefix: str = PREFIX, timeout: float = 5.0
 ) -> Backend:
-    """Make the store in an engine's database, for `configure(advisory=from_engine(engine))`.
+    """Return the store in an engine's database, for `configure(advisory=from_engine(engine))`.
 
     A lock lasts as long as the transaction of the Session that asks, on PostgreSQL; with `session`, it is held on a
-    connection of its own and has a ttl. See `dlock_core.backends.advisory.advisory`.
+    dedicated connection and has a ttl. See `dlock_core.backends.advisory.advisory`.
     """
     pool = pool_of(engine, timeout=timeout)
     return core.advisory(pool, getattr(engine, "sync_engine", engine), session=session, prefix=prefix)
 
 
 def from_url(url: str, *, prefix: str = PREFIX, timeout: float = 5.0) -> Backend:
-    """Make the store of a URL such as "advisory+postgresql+psycopg://…", whose locks are held by sessions.
+    """Return the store of a URL such as "advisory+postgresql+psycopg://…", whose locks are held by sessions.
 
-    Who writes a URL has no engine in common with a Session, whose transaction could hold them.
+    An engine made from a URL is not the one of a Session, so a transaction of the Session could not hold them.
     """
     return from_engine(engine_of(url), session=True, prefix=prefix, timeout=timeout)
 
 
 def transaction_of(session: Session, backend: Backend, *, old_snapshot: bool) -> CallerTransaction | None:
-    """Give the session's transaction in the database of such a store; begins one, as any statement does."""
+    """Return the session's transaction in the database of such a store; begins one, as any statement does."""
     engine: Engine = backend.capabilities.transaction_database
     near = (*connections_of(session), session.bind)
     bind = next((each for each in near if each is not None and each.dialect is engine.dialect), engine)

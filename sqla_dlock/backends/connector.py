@@ -1,4 +1,4 @@
-"""Connections of our own to the database of an Engine or AsyncEngine, made as it makes them but outside its pool."""
+"""Separate connections to the database of an Engine or AsyncEngine, made as it makes them but outside its pool."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ REMEDY: Final = "sqla_dlock.tables.lease_metadata.create_all(engine), or your ow
 
 
 def pool_of(engine: Engine | AsyncEngine, *, timeout: float = 5.0) -> Pool:
-    """Give connections to an engine's database: its driver, arguments and events, but not its pool.
+    """Return connections to an engine's database: its driver, arguments and events, but not its pool.
 
     Raises TypeError for what is no engine and for the sync_engine of an AsyncEngine, and ValueError for a database that
     dlock does not know.
@@ -175,6 +175,6 @@ def _compiled(sql: str, dialect: Dialect) -> tuple[str, Sequence[str] | None]:
 
 
 def _own_errors(dialect: Dialect) -> tuple[type[Exception], ...]:
-    """Give what asyncpg raises by itself: SQLAlchemy does not translate what happens while it connects."""
+    """Return what asyncpg raises by itself: SQLAlchemy does not translate what happens while it connects."""
     asyncpg = getattr(dialect.loaded_dbapi, "asyncpg", None)
     return () if asyncpg is None else (asyncpg.PostgresError, asyncpg.InterfaceError)

@@ -1,4 +1,4 @@
-"""An event loop of our own in a thread, where the sessions of an asyncio driver live.
+"""An event loop in a separate thread, in which the connections of an asyncio driver live.
 
 A connection of an asyncio driver belongs to one event loop. Leases do not: the watchdog renews them from its thread,
 and a program may have several loops, one after the other or at once.
@@ -30,14 +30,14 @@ T = TypeVar("T")
 
 
 class Loop:
-    """The loop; it runs as long as there is somebody in it, a session or a call."""
+    """The loop; it runs as long as there is a connection or a call in it."""
 
     def __init__(self) -> None:
         self.begin()
         after_fork_in_child(self.begin)
 
     def begin(self) -> None:
-        """Have nobody in it, as at first, and as in a forked child, which has none of its parent's threads."""
+        """Start empty; also in a forked child, which has none of its parent's threads."""
         self._guard, self._inside = threading.Lock(), 0
         self._loop: asyncio.AbstractEventLoop | None = None
 
@@ -58,12 +58,12 @@ class Loop:
         return await_(asyncio.wait_for(greenlet_spawn(function), limit))
 
     def soon(self, function: Callable[[], object]) -> None:
-        """Have the loop call a function that does not wait."""
+        """Call a function that does not wait in the loop, soon."""
         if (loop := self._loop) is not None:
             loop.call_soon_threadsafe(function)
 
     def spawn(self, function: Callable[[], object]) -> None:
-        """Have a function called inside a greenlet, and do not wait for it."""
+        """Call a function inside a greenlet, and do not wait for it."""
         self._begin(function)
 
     def read(
@@ -76,7 +76,7 @@ class Loop:
             try:
                 for one in come():
                     heard(one)
-            except Exception:  # noqa: BLE001 - whatever it is, it has ended
+            except Exception:  # noqa: BLE001 - any error means that the connection has ended
                 loop.remove_reader(number)
                 ended()
 
@@ -91,7 +91,7 @@ class Loop:
             return self._loop
 
     def leave(self, _: object = None) -> None:
-        """Let the loop end when nobody is in it any more."""
+        """Leave the loop, which ends when it is empty."""
         with self._guard:
             self._inside -= 1
             if not self._inside and self._loop is not None:
@@ -108,7 +108,7 @@ class Loop:
         try:
             return future.result()
         except BaseException:
-            wait([future])  # interrupted: what was begun is finished before anybody undoes it
+            wait([future])  # Interrupted: what was begun is finished before it can be undone.
             raise
 
 

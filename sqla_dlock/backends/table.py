@@ -21,7 +21,7 @@ EXAMPLE: Final = "postgresql+psycopg://user@host/database"
 
 
 def from_engine(engine: Engine | AsyncEngine, *, timeout: float = 5.0) -> TableBackend:
-    """Make the store in an engine's database; `timeout` bounds each step, in seconds.
+    """Return the store in an engine's database; `timeout` bounds each step, in seconds.
 
     Raises TypeError for what is no engine, and ValueError for a database that dlock does not know.
     """
@@ -29,7 +29,7 @@ def from_engine(engine: Engine | AsyncEngine, *, timeout: float = 5.0) -> TableB
 
 
 def from_url(url: str, *, timeout: float = 5.0) -> TableBackend:
-    """Make the store of a URL such as "database+postgresql+psycopg://…": SQLAlchemy's own behind "database+".
+    """Return the store of a URL such as "database+postgresql+psycopg://…": SQLAlchemy's own behind "database+".
 
     Raises ValueError for a URL without a database, or that SQLAlchemy does not know; ImportError without its driver.
     """
@@ -37,7 +37,7 @@ def from_url(url: str, *, timeout: float = 5.0) -> TableBackend:
 
 
 def engine_of(url: str) -> Engine | AsyncEngine:
-    """Make an engine of what follows the first "+" in a store's URL."""
+    """Return an engine for what follows the first "+" in a store's URL."""
     store, plus, rest = url.partition("+")
     if not plus or not store.isalpha():
         raise ValueError(

@@ -1,6 +1,6 @@
 """Advisory locks of the database that the application has anyway: no table, no further server.
 
-Of a transaction (`TransactionBackend`, PostgreSQL) or of a session on a connection of its own.
+A lock lasts as long as a transaction (`TransactionBackend`, PostgreSQL), or as a session on a dedicated connection.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ __all__ = ["PREFIX", "CallerTransaction", "MySQLSessionBackend", "SessionBackend
 
 
 def advisory(pool: Pool, database: Any, *, session: bool = False, prefix: str = PREFIX) -> Backend:
-    """Make the store in a database.
+    """Return the store in a database.
 
     Without `session` a lock is taken in the caller's own transaction, and ends with it (PostgreSQL). With it, on a
-    connection of its own, and a ttl. `prefix` is put before every name: locks of programs with the same prefix in the
+    dedicated connection, with a ttl. `prefix` is put before every name: locks of programs with the same prefix in the
     same database (MySQL: on the same server) are the same. Raises TypeError and ValueError for what these cannot be.
     """
     if not session:

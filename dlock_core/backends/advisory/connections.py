@@ -40,15 +40,15 @@ class LockConnection:
         self.execute, self.prepared = _ways(connection)
         """Run a statement as `Connection.execute` does; `prepared` those that come again and again."""
         self.has_ended = _ended(connection)
-        """Says whether the server has ended the session; to be asked while the line is open and nobody else uses it."""
+        """Returns whether the server has ended the session; call it while the connection is open and not in use."""
         self.idle_limit = 0.0
         """Seconds of silence after which the server ends the session, as far as it was told."""
         self.is_fresh = True
         self.had_ended = False
         """The server had ended it before the last step that asked."""
         self._in_use: dict[str, object] = {}
-        """By whom. `setdefault` takes it, `del` gives it back; a lock that is taken without `with` could be taken by
-        somebody who is interrupted before he knows, and would be locked for ever."""
+        """The step that uses the connection. `setdefault` enters and `del` leaves, each in one bytecode. A
+        `threading.Lock` could be acquired by a caller that is interrupted before it knows, and would stay locked."""
 
     @property
     def is_open(self) -> bool:
@@ -56,11 +56,11 @@ class LockConnection:
         return self.dedicated.is_open
 
     def is_usable(self) -> bool:
-        """Tell whether an idle connection is ours and open; the server may have ended its session."""
+        """Return whether an idle connection is ours and open; the server may have ended its session."""
         return self.is_open and not self.has_ended()
 
     def close(self) -> bool:
-        """Close the connection, unless somebody is using it; in a forked child it stays, being the parent's."""
+        """Close the connection, unless a step is using it; in a forked child it stays, being the parent's."""
         mine = object()
         try:
             if self._in_use.setdefault("by", mine) is not mine:
@@ -74,14 +74,15 @@ class LockConnection:
     async def step(
         self, runtime: Runtime, name: str, function: Callable[[Connection], T], limit: float | None = None
     ) -> T:
-        """Make a step, to its end even when the task is cancelled; after BackendUnavailable the line is closed."""
+        """Make a step, to its end even in a cancelled task; after BackendUnavailable the connection is closed."""
         mine = object()
         try:
             while self._in_use.setdefault("by", mine) is not mine:
                 await runtime.sleep(0.002)
             return await self.dedicated.step(runtime, name, function, limit)
         except BackendUnavailable as error:
-            # It may have died while nobody used it; a server that is silent would only cost a second time limit.
+            # The connection may have died while it was idle, so that a new one may work. A silent server would only
+            # cost a second time limit.
             error.broken = not self.is_fresh and not isinstance(error.__cause__, TimeoutError)
             raise
         finally:
@@ -89,7 +90,7 @@ class LockConnection:
                 del self._in_use["by"]
 
     async def interruptibly(self, runtime: Runtime, name: str, function: Callable[[Connection], T], limit: float) -> T:
-        """Make a step that waits for others: a task that is cancelled cuts the connection."""
+        """Make a step that waits for others: a task that is cancelled aborts the connection."""
         step = self.step(runtime, name, function, limit)
         if not isinstance(runtime, Asyncio):
             return await step
@@ -101,7 +102,7 @@ class LockConnection:
                 connection.abort()
             await asyncio.wait([task])
             if not task.cancelled():
-                task.exception()  # nobody else asks for it
+                task.exception()  # Otherwise asyncio would log that it was never retrieved.
             raise
 
 
@@ -115,12 +116,12 @@ class Reservation:
         """When the server will have ended the session, unless it hears of us."""
 
     def extend(self, sent: float, ttl: float) -> None:
-        """Note that the server has heard of us, at `sent` or after."""
+        """Extend the validity, because the server has received a statement of ours at `sent` or later."""
         self.until = sent + ttl
 
 
 class LockConnections:
-    """Opens lines, and keeps some that nobody needs any more."""
+    """Opens lock connections, and keeps some of those that hold no lock any more."""
 
     def __init__(self, pool: Pool, prepare_session: Callable[[Connection, str], int]) -> None:
         self.pool, self._prepare_session = pool, prepare_session
@@ -129,17 +130,17 @@ class LockConnections:
         )
 
     async def take(self, runtime: Runtime, name: str) -> LockConnection:
-        """Give a line that nobody else has; raises BackendUnavailable."""
+        """Return a connection for one reservation; raises BackendUnavailable."""
         return self._idle.take() or await self._new(runtime, name)
 
     def keep(self, connection: LockConnection) -> None:
-        """Take back a line that holds nothing."""
+        """Take back a connection that holds no lock."""
         if connection.is_open:
             connection.is_fresh = False
             self._idle.put(connection)
 
     def close(self) -> None:
-        """Close those that are kept."""
+        """Close the idle connections."""
         self._idle.clear()
 
     async def _new(self, runtime: Runtime, name: str) -> LockConnection:
@@ -166,7 +167,7 @@ def _ways(connection: Connection) -> tuple[Execute, Execute]:
 
 
 def _ended(connection: Connection) -> Callable[[], object]:
-    """Give what says whether an idle session has ended: there is nothing else to read from it.
+    """Return what says whether an idle session has ended: there is nothing else to read from it.
 
     Some drivers of asyncio cannot tell.
     """

@@ -1,8 +1,8 @@
 """How a session names the lock that it holds: its advisory key, its `application_name`, and a comment in its statement.
 
 `pg_locks` knows only keys. A label "dlock:1795269526619918#order:42" (prefix, token, name) in the application_name is
-free, ends with the lock, and everybody may read it; the key proves the name. What does not fit in its 63 characters,
-and who the holder is, stands in a comment, which only members of the session's role may read.
+free, ends with the lock, and every user may read it; the key proves the name. What does not fit in its 63 characters,
+and the owner of the lock stand in a comment, which only members of the session's role may read.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Told(NamedTuple):
 
 
 def comment(request: Request) -> str:
-    """Write the comment; neither ":" nor quotes nor "*/" are in it, whatever the names are."""
+    """Write the comment; it contains neither ":" nor quotes nor "*/", for any names."""
     name, mode = request.name.replace(":", "/"), "s" if request.shared else "x"
     return f"/* dlock {name} {request.holder} {mode} {quote(request.owner, safe='')} */"
 
@@ -57,7 +57,7 @@ class Label(NamedTuple):
 
 @lru_cache(maxsize=1024)
 def label_of(name: str, prefix: str) -> Label:
-    """Make the label of a lock; the name is cut to what fits."""
+    """Return the label of a lock; the name is cut to what fits."""
     tail = f"#{name}"[: _MAX_LABEL_LENGTH - len(prefix) - _DIGITS]
     return Label(key_of(name, prefix), prefix, tail, max(0, _MAX_LABEL_LENGTH - len(prefix) - _DIGITS - len(tail) - 1))
 
@@ -100,12 +100,12 @@ def checked_prefix(prefix: str) -> str:
 
 
 def key_of(name: str, prefix: str = PREFIX) -> int:
-    """Give PostgreSQL's key: the first 8 bytes, big endian and signed, of the SHA-256 of prefix and name."""
+    """Return PostgreSQL's key: the first 8 bytes, big endian and signed, of the SHA-256 of prefix and name."""
     return int.from_bytes(sha256((prefix + name).encode()).digest()[:8], "big", signed=True)
 
 
 def word_of(name: str, prefix: str = PREFIX) -> str:
-    """Give the name for GET_LOCK: prefix and name as they are, or, if too long or not plain, "#" and 32 hex digits.
+    """Return the name for GET_LOCK: prefix and name as they are, or, if too long or not plain, "#" and 32 hex digits.
 
     MySQL compares names without regard to case, so that capitals are not plain.
     """

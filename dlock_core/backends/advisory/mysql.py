@@ -1,7 +1,7 @@
 """Session locks of MySQL and MariaDB: GET_LOCK, and what little these servers tell of them.
 
-Of a session that is silent nobody may read the last statement, so that only holders of this process, and all who wait,
-say who they are; of another process's holder the number of its session is known, its user and where it comes from.
+The last statement of an idle session cannot be read, so only the holders of this process and the waiters show an owner.
+Of a holder in another process, the number of its session, its user and its host are known.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class MySQL:
         self._pool, self._prefix = pool, prefix
 
     def prepare_session(self, connection: Connection, name: str) -> int:
-        """Give the number of a new session."""
+        """Return the number of a new session."""
         ((number,),) = connection.execute("SELECT CONNECTION_ID()")
         return int(number)
 
@@ -63,7 +63,7 @@ class MySQL:
         return int(token or 0)
 
     def prove(self, connection: LockConnection, request: Request, token: int) -> bool:
-        """Have the server wait another ttl for us; False when this session does not hold the lock."""
+        """Start the server's idle limit anew; return False when this session does not hold the lock."""
         self._limit(connection, request.ttl)
         ((is_ours,),) = connection.execute(_PROVE, {"word": word_of(request.name, self._prefix)})
         return bool(is_ours)
@@ -74,7 +74,7 @@ class MySQL:
         return bool(was_ours)
 
     async def is_held(self, runtime: Runtime, name: str) -> bool:
-        """Tell whether anybody holds a lock."""
+        """Return whether a lock is held."""
         return await self._holder(runtime, name) is not None
 
     async def end(self, runtime: Runtime, name: str, number: int) -> None:
@@ -85,12 +85,12 @@ class MySQL:
             await self._kill(runtime, name, number)
 
     async def owner(self, runtime: Runtime, name: str, ours: Sequence[Reservation]) -> str:
-        """Tell who holds a lock."""
+        """Return who holds a lock."""
         holder = await self._shown(runtime, name, ours)
         return holder.owner if holder is not None else ""
 
     async def inspect(self, runtime: Runtime, name: str | None, ours: Sequence[Reservation]) -> list[LockState]:
-        """Show one lock, or all of which we know."""
+        """Return the state of one lock, or of all locks that are known here."""
         waiting = await self._waiting(runtime, name or "")
         told = [(told, float(seconds)) for _, info, seconds in waiting if (told := in_comment(info or ""))]
         names = (

@@ -67,7 +67,7 @@ class PostgreSQL:
         return 0 if text is None else label.token_in(text)
 
     def prove(self, connection: LockConnection, request: Request, token: int) -> bool:
-        """Have the server wait another ttl for us; False when the session is not the one that took the lock."""
+        """Start the server's idle limit anew; return False when the session is not the one that took the lock."""
         label = f"{self._prefix}{token}#{request.name}"
         params = {"label": label, "ttl": _milliseconds(request.ttl)}
         ((number, *_),) = connection.execute(f"{comment(request)}\n{PROVE}", params)
@@ -84,12 +84,12 @@ class PostgreSQL:
         await self._sessions.end(runtime, name, number)
 
     async def owner(self, runtime: Runtime, name: str, ours: Sequence[Reservation]) -> str:
-        """Tell who holds a lock."""
+        """Return who holds a lock."""
         (state,) = await self._sessions.inspect(runtime, name, ours)
         return next((holder.owner for holder in state.holders), "")
 
     async def inspect(self, runtime: Runtime, name: str | None, ours: Sequence[Reservation]) -> list[LockState]:
-        """Show one lock, or all; of holders in other processes who they are from their first renewal on."""
+        """Return the state of one lock, or of all; other processes show their owner from their first renewal on."""
         return await self._sessions.inspect(runtime, name, ours)
 
     async def force_release(self, runtime: Runtime, name: str, token: int, ours: object) -> bool:
@@ -106,7 +106,7 @@ def _behind_pooler(name: str) -> BackendUnavailable:
     return BackendUnavailable(name, reason=reason, refused=True)
 
 
-# The token is drawn when the lock has been taken, so that whoever takes it next reads a later time. It comes back as a
+# The token is drawn when the lock has been taken, so that the next holder reads a later time. It comes back as a
 # part of the label. One plain SELECT, and no more operators than it takes: most drivers have it planned every time.
 _LABEL: Final = """\
 :head || greatest(CAST(extract(epoch FROM clock_timestamp()) * 1000000 AS bigint), :least) || :tail"""
@@ -144,7 +144,7 @@ _OF_KEY: Final = f"{_OF_DATABASE} AND {_KEY} = CAST(:key AS bigint)"
 OURS: Final = f"SELECT 1 FROM pg_locks AS l WHERE l.granted AND l.pid = pg_backend_pid() AND {_OF_KEY}"  # noqa: S608
 """A row while the session that asks holds the lock."""
 ANYBODY: Final = f"SELECT 1 FROM pg_locks AS l WHERE l.granted AND {_OF_KEY}"  # noqa: S608
-"""A row while anybody holds it."""
+"""A row while the lock is held."""
 _LISTED: Final = f"""\
 SELECT {_KEY}, l.granted, l.mode = 'ShareLock', l.pid, coalesce(a.application_name, ''), coalesce(a.query, ''),
 coalesce(a.usename, '') || '@' || coalesce(host(a.client_addr), 'local'), current_database(),
@@ -152,7 +152,7 @@ CAST(extract(epoch FROM clock_timestamp()) AS float8), CAST(extract(epoch FROM a
 FROM pg_locks AS l JOIN pg_stat_activity AS a ON a.pid = l.pid WHERE {_OF_DATABASE} {{}}
 ORDER BY l.granted DESC, a.query_start, l.pid"""  # noqa: S608
 LISTED: Final = _LISTED.format("")
-"""Who holds, then who waits, in the order in which they came."""
+"""The holders, then the waiters, in the order of their arrival."""
 LISTED_KEY: Final = _LISTED.format(f"AND {_KEY} = CAST(:key AS bigint)")
 _TERMINATE: Final = f"""\
 SELECT pg_terminate_backend(l.pid) FROM pg_locks AS l JOIN pg_stat_activity AS a ON a.pid = l.pid
@@ -200,14 +200,14 @@ class LockRow(NamedTuple):
 
 
 def state_of(name: str, rows: Iterable[LockRow], prefix: str) -> LockState:
-    """Make the state of one lock, of its rows in their order."""
+    """Return the state of one lock, from its rows in their order."""
     rows = list(rows)
     holders = tuple(_holder(row, prefix) for row in rows if row.granted)
     return LockState(name, holders, tuple(_waiter(row, prefix) for row in rows if not row.granted))
 
 
 def states_of(rows: Iterable[LockRow], prefix: str) -> list[LockState]:
-    """Make the states of all locks whose names are told."""
+    """Return the states of all locks whose names the sessions show."""
     by_key, names = defaultdict[int, list[LockRow]](list), dict[int, str]()
     for row in rows:
         by_key[row.key].append(row)
@@ -217,7 +217,7 @@ def states_of(rows: Iterable[LockRow], prefix: str) -> list[LockState]:
 
 
 def owner_of(row: LockRow, prefix: str) -> str:
-    """Tell who it is: what the holder said of itself, or else what the database knows of the session."""
+    """Return the owner that a session shows, or else what the database knows of the session."""
     login = {
         "app": row.application_name.partition(prefix)[0].strip() or "session",
         "host": row.login,
@@ -243,13 +243,13 @@ def _waiter(row: LockRow, prefix: str) -> Waiter:
 
 
 class Sessions:
-    """What an operator sees of PostgreSQL's advisory locks, and may end, on connections of our own."""
+    """What an operator sees of PostgreSQL's advisory locks, and may end, on separate connections."""
 
     def __init__(self, pool: Pool, prefix: str) -> None:
         self._pool, self._prefix = pool, prefix
 
     async def inspect(self, runtime: Runtime, name: str | None, ours: Sequence[Reservation] = ()) -> list[LockState]:
-        """Show one lock, or all whose names are told; what our own sessions have not told yet is known here."""
+        """Return the state of one lock, or of all that show their names; `ours` adds what ours do not show yet."""
         by_number = {reservation.connection.number: reservation for reservation in ours}
         statement = LISTED if name is None else LISTED_KEY
         rows = [_with(LockRow(*row), by_number) for row in await self._ask(runtime, name or "", statement)]
@@ -260,7 +260,7 @@ class Sessions:
         return await self._terminate(runtime, name, TERMINATE_LABELLED, label=f" {self._prefix}{token}#")
 
     async def is_held(self, runtime: Runtime, name: str) -> bool:
-        """Tell whether anybody holds a lock."""
+        """Return whether a lock is held."""
         return bool(await self._ask(runtime, name, ANYBODY))
 
     async def end(self, runtime: Runtime, name: str, pid: int) -> bool:

@@ -1,4 +1,4 @@
-"""Advisory locks of a database session: each is held on a connection of its own, whose end is the lock's end.
+"""Advisory locks of a database session: each is held on a dedicated connection, whose end is the lock's end.
 
 The holder proves the connection by every renewal. The server ends a session that has been silent for a ttl, so that
 the lock of a process that stands still, or was cut off, ends as well.
@@ -106,7 +106,7 @@ class SessionBackend:
             )  # The lock ended with its connection, before this release; only the next holder is unknown.
 
     async def inspect(self, runtime: Runtime, name: str | None = None) -> list[LockState]:
-        """Show who holds and who waits; on MySQL and MariaDB only holders of this process say who they are."""
+        """Return holders and waiters; on MySQL and MariaDB only holders of this process show their owner."""
         return await self._server.inspect(runtime, name, self._held())
 
     async def force_release(self, runtime: Runtime, name: str, token: int) -> bool:
@@ -125,7 +125,7 @@ class SessionBackend:
         floor = self._floors.get(request.name, 0)
         terms = request._replace(floor=floor) if floor > request.floor else request
 
-        def ask(_: Connection) -> None:  # whoever is cancelled meanwhile finds the token there
+        def ask(_: Connection) -> None:  # A caller that is cancelled during the call finds the token there.
             reservation.token = self._server.lock(reservation.connection, terms, seconds)
 
         sent = clock()
@@ -167,7 +167,7 @@ class SessionBackend:
         def prove(_: Connection) -> bool:
             is_ours = (
                 self._reservations.get(request.holder) is reservation
-            )  # else it was released, and the line may be another's
+            )  # Otherwise it was released, and the connection may hold another lock.
             return is_ours and self._server.prove(reservation.connection, request, reservation.token)
 
         with suppress(BackendUnavailable):

@@ -1,7 +1,7 @@
 """Advisory locks of the caller's own transaction: its COMMIT or ROLLBACK is the release, with nothing in between.
 
 The lock is taken on the caller's connection, which the request carries. It neither outlives the transaction nor ends
-before it, but for a ROLLBACK TO an earlier savepoint; so it has no ttl, and nobody has to renew it.
+before it, but for a ROLLBACK TO an earlier savepoint; so it has no ttl, and needs no renewal.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class TransactionConnection(Protocol):
     """The connection of an open transaction; errors of the database pass through."""
 
     async def row(self, sql: str, params: Mapping[str, Any]) -> tuple[Any, ...] | None:
-        """Give the first row that a statement with `:name` parameters answers."""
+        """Return the first row that a statement with `:name` parameters answers."""
 
     async def tell(self, sql: str) -> None:
         """Send a statement that answers nothing."""
@@ -107,7 +107,7 @@ class TransactionBackend:
         return Released.RELEASED
 
     async def inspect(self, runtime: Runtime, name: str | None = None) -> list[LockState]:
-        """Show who holds and who waits in the database, transactions and sessions."""
+        """Return holders and waiters in the database, transactions and sessions."""
         return await self._sessions.inspect(runtime, name)
 
     async def force_release(self, runtime: Runtime, name: str, token: int) -> bool:

@@ -1,4 +1,4 @@
-"""Leases in etcd (3.4 or newer), over its JSON gateway: no client library is needed.
+"""Leases in etcd (3.4 or newer), over its JSON gateway: the extra `etcd` brings h11.
 
 A lock belongs to the oldest of its keys; each waiter watches the one key before its own. The token is the revision at
 which the holder's key was created. (Idea: clientv3/concurrency of etcd.)
@@ -34,7 +34,7 @@ __all__ = ["EtcdBackend"]
 T = TypeVar("T")
 
 WAITER_KEEP_ALIVE_S: Final = 2.0
-"""Seconds after which a waiter shows that it lives, and looks whether it is still behind somebody."""
+"""Seconds after which a waiter renews its queue entry, and checks whether the key ahead of it is still there."""
 MAX_LEASES_PER_REQUEST: Final = 100
 """Leases in one request; etcd takes 128 steps in a transaction."""
 MAX_KEYS_PER_REQUEST: Final = 1000
@@ -71,13 +71,13 @@ class EtcdBackend:
         return answer
 
     async def wait(self, runtime: Runtime, request: Request, busy: Busy, timeout: float) -> None:
-        """Watch the one before us, and show now and then that we live."""
+        """Watch the key ahead of ours, and renew our queue entry now and then."""
         queue_entry: QueueEntry = busy.ticket
         until = runtime.now() + timeout
         watch = await self._gateway.watch(runtime, request.name, keys.text(queue_entry.before))
         try:
             if watch.revision > queue_entry.seen and not await self._steps.is_behind(runtime, request, queue_entry):
-                return  # it went between our look and the watch
+                return  # The key ahead was deleted between our read and the start of the watch.
             while (left := until - runtime.now()) > 0:
                 calm = queue_entry.lease.until - runtime.now() - QUEUE_ENTRY_TTL_S + WAITER_KEEP_ALIVE_S
                 if calm > 0 and await watch.woken(runtime, min(left, calm)):
@@ -142,7 +142,7 @@ class EtcdBackend:
     def _revocations(self, request: Request) -> list[GatewayCall]:
         """End the leases that attempts of unknown outcome named, so that what is still on its way can put no key.
 
-        They are forgotten now, whatever becomes of it: the server ends them by itself.
+        They are forgotten now, also if this fails: the server ends them by itself.
         """
         return [keys.revoke(lease.id) for lease in self._steps.unsettled_leases.pop(request.holder, [])]
 
@@ -209,13 +209,13 @@ def by_lock(names: Keys, entries: Iterable[StoredKey]) -> dict[str, list[StoredK
 
 
 def holding(names: Keys, queue: list[StoredKey]) -> list[StoredKey]:
-    """Give those of a lock who hold it: the oldest, and when it shares, all that share up to the first who does not."""
+    """Return the holders of a lock: the oldest key, or if it is shared, all up to the first exclusive one."""
     sharing = list(takewhile(lambda entry: names.read(entry.key)[1], queue))
     return sharing or queue[:1]
 
 
 def state(names: Keys, name: str, queue: list[StoredKey], base: int, left: Mapping[int, float]) -> LockState:
-    """Make the state of a lock; `base` is what its tokens have on top, `left` the seconds of each lease."""
+    """Return the state of a lock; `base` is what its tokens have on top, `left` the seconds of each lease."""
     inside = holding(names, queue)
     holders = [
         Holder(names.read(one.key)[2], one.created + base, names.read(one.key)[1], one.value, left.get(one.lease))

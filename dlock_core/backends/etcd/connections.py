@@ -35,7 +35,7 @@ class ClusterConnections:
         self._of_tasks: LoopPools[HTTPConnection] = LoopPools(close, MAX_IDLE_CONNECTIONS, is_usable=is_usable)
 
     async def checkout(self, runtime: Runtime, until: float) -> HTTPConnection:
-        """Return an open connection that nobody else uses: an idle one, or else a new one."""
+        """Return an open connection for one caller: an idle one, or else a new one."""
         pool = self._pool(runtime)
         while (connection := pool.take()) is not None:
             if connection.member == self.member:

@@ -1,7 +1,7 @@
-"""Questions to etcd's JSON gateway: several in one write, answered in order, and nothing is ever asked twice.
+"""Calls of etcd's JSON gateway: several in one write, answered in order, and never repeated.
 
 An etcd that cannot answer has not said no: that is BackendUnavailable, with the reason and without a secret. Whether
-to ask again is the engine's business; the next question goes to the next member.
+to try again is the engine's decision; its next call goes to the next member.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Gateway:
         return answers
 
     async def watch(self, runtime: Runtime, name: str, key: str) -> Watch:
-        """Begin to watch for the deletion of a key, on a connection of its own."""
+        """Begin to watch for the deletion of a key, on a dedicated connection."""
         until = runtime.now() + self.limit
         connection = None
         try:
@@ -85,7 +85,7 @@ class Gateway:
         return Watch(stream, int(begun["header"]["revision"]))
 
     def each(self) -> list[tuple[str, Gateway]]:
-        """Give a gateway to each member alone, by its address."""
+        """Return a gateway to each member alone, by its address."""
         login = self._credentials or {"name": "", "password": ""}
         return [
             (str(member), Gateway([member], login["name"], login["password"], self._tls, self._timeout))
@@ -141,7 +141,7 @@ class Gateway:
 
 
 class Watch:
-    """Tells when a key was deleted, if that was later than `revision`.
+    """Reports the deletion of a key that is later than `revision`.
 
     It looks from now on: a watch that begins in the past is served by etcd ten times a second only.
     """

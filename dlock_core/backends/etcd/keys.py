@@ -1,6 +1,6 @@
 """Where locks live in etcd, and the questions about them; pure.
 
-A holder and each waiter has a key of its own, PREFIXlock/NAME/MODE/HOLDER with MODE "x" (exclusive) or "s" (shared);
+Each holder and each waiter has one key, PREFIXlock/NAME/MODE/HOLDER with MODE "x" (exclusive) or "s" (shared);
 they are served in the order in which their keys were created. PREFIXbase/NAME is added to the create revision and gives
 the token: it is 0 unless a database has seen greater tokens than etcd has revisions.
 (Idea of the order: clientv3/concurrency of etcd.)
@@ -65,9 +65,9 @@ class LockView(NamedTuple):
     base: int
     base_modified: int
     first: StoredKey
-    """Whoever holds the lock, or the first of them."""
+    """The first holder of the lock."""
     before: StoredKey
-    """The last of those who must go before we may come in."""
+    """The youngest key that must go before ours may hold the lock."""
 
 
 class Keys:
@@ -77,24 +77,24 @@ class Keys:
         self.locks, self.bases = f"{prefix}lock/", f"{prefix}base/"
 
     def lock(self, name: str) -> str:
-        """Give what the keys of a lock begin with, or those of all locks."""
+        """Return what the keys of a lock begin with, or those of all locks."""
         return f"{self.locks}{name}/" if name else self.locks
 
     def base(self, name: str) -> str:
-        """Give the key of what is added to the revisions of a lock."""
+        """Return the key of what is added to the revisions of a lock."""
         return f"{self.bases}{name}"
 
     def own(self, request: Request) -> str:
-        """Give the one key of this holder."""
+        """Return the one key of this holder."""
         return f"{self.locks}{request.name}/{'s' if request.shared else 'x'}/{request.holder}"
 
     def read(self, key: str) -> tuple[str, bool, str]:
-        """Give name, shared and holder of a key."""
+        """Return name, shared and holder of a key."""
         name, mode, holder = key[len(self.locks) :].rsplit("/", 2)
         return name, mode == "s", holder
 
     def enter(self, request: Request, lease: int, queue_lease: int = 0) -> GatewayCall:
-        """Take the lock if nobody is there who must go first; else a place in the queue, on the lease `queue_lease`."""
+        """Take the lock if no other key must go first; else join the queue, on the lease `queue_lease`."""
         queue = self._queue(request, queue_lease) if queue_lease else self._see(request)
         return _txn([_none(self._rivals(request))], self._take(request, lease), queue)
 
@@ -158,7 +158,7 @@ class Keys:
         return [_range(self.own(request)), _range(self.base(request.name)), first]
 
     def _rivals(self, request: Request) -> str:
-        """Give what the keys of those begin with whom we do not share with."""
+        """Return the prefix of the keys that exclude this request."""
         return f"{self.lock(request.name)}x/" if request.shared else self.lock(request.name)
 
 
@@ -232,7 +232,7 @@ def _plain(coded: str) -> str:
 
 
 def _end(start: str) -> str:
-    """Give what comes after everything that begins so."""
+    """Return what comes after everything that begins so."""
     return start[:-1] + chr(ord(start[-1]) + 1)
 
 

@@ -29,16 +29,16 @@ Put = Callable[["Request", int, int], "GatewayCall"]
 
 
 QUEUE_ENTRY_TTL_S: Final = 6.0
-"""Seconds after its last sign of life in which a waiter keeps its place."""
+"""Seconds for which a queue entry lives after its last renewal."""
 MAX_WAIT_S: Final = 60.0
-"""Seconds after which a waiter asks again in any case."""
+"""Seconds after which a waiter tries again in any case."""
 MAX_LEASES_PER_STREAM: Final = 16
 """Leases in one stream: the gateway may forget all but the first 512 bytes of what it is asked once it answers."""
 NOT_FOUND: Final = 5
 
 
 class QueueEntry:
-    """Our place in the queue: since which revision, on which lease, and behind whom when we looked at `seen`."""
+    """Our key in the queue: the revision of its creation, its lease, and the key ahead of it as of revision `seen`."""
 
     __slots__ = ("before", "created", "lease", "seen")
 
@@ -47,7 +47,7 @@ class QueueEntry:
         self.view(view)
 
     def view(self, view: LockView) -> None:
-        """Note what we saw."""
+        """Record what is ahead of our key."""
         self.before, self.seen = view.before.key, view.revision
 
 
@@ -82,7 +82,7 @@ class Steps:
         return await self._queue(runtime, request) if request.queue else busy(view)
 
     async def promote(self, runtime: Runtime, request: Request, queue_entry: QueueEntry) -> Granted | QueueEntry | Busy:
-        """Take the lock, if our place is the first; else tell who is before us."""
+        """Take the lock if our queue entry is the first; else return what it waits for."""
 
         def call(request: Request, lease: int, _: int) -> GatewayCall:
             return self.keys.promote(request, queue_entry.created, lease)
@@ -92,7 +92,7 @@ class Steps:
             self.spares.give(queue_entry.lease)
             return await self._granted(runtime, request, view, lease)
         self.spares.give(lease)
-        if not view.own.created:  # our place ran out, for example because we were stopped
+        if not view.own.created:  # Our queue entry expired, for example because the process was stopped.
             return await self._queue(runtime, request) if request.queue else busy(view)
         if view.own.created != queue_entry.created:
             return QueueEntry(view)
@@ -100,7 +100,7 @@ class Steps:
         return busy(view, queue_entry)
 
     async def is_behind(self, runtime: Runtime, request: Request, queue_entry: QueueEntry) -> bool:
-        """Show that we live; tell whether we still have our place and whoever was before us is still there."""
+        """Renew our queue entry; return whether it and the key ahead of it are still there."""
         sent = runtime.now()
         calls = [keys.keep_alive([queue_entry.lease.id]), self.keys.present(queue_entry.before)]
         (alive,), (found,) = await self.gateway.ask(runtime, request.name, calls)
@@ -109,7 +109,7 @@ class Steps:
         return left > 0 and bool(keys.entries(self.checked(request.name, found)))
 
     async def renew(self, runtime: Runtime, renewals: Sequence[Renewal], limit: float) -> list[RenewalResult]:
-        """Renew some leases in one write; those of whom a longer ttl is asked than their lease has cost one more."""
+        """Renew some leases in one write; each that needs a longer ttl than its lease has costs one more."""
         name, sent = renewals[0].request.name, runtime.now()
         leases = [renewal.granted.handle.lease.id for renewal in renewals]
         streams = [
@@ -135,7 +135,7 @@ class Steps:
         return [answer for (answer,) in await self.gateway.ask(runtime, name, calls)]
 
     def checked(self, name: str, answer: Answer) -> Answer:
-        """Give a proper answer back, and raise BackendUnavailable for another."""
+        """Return a proper answer back, and raise BackendUnavailable for another."""
         if "code" in answer or "error" in answer:
             raise self.gateway.failure(name, answer)
         return answer
@@ -153,7 +153,7 @@ class Steps:
         """Ask something that puts our key on a lease: one of ours that carries nothing, or a new one."""
         lease = self.spares.take(ttl, runtime.now()) or new_lease(ttl)
         view = await self._put_on(runtime, request, call, lease, queue_entry)
-        if view is None:  # the server does not know a lease that should live
+        if view is None:  # The server does not know a lease that should be alive.
             self.spares.clear()
             lease = new_lease(ttl)
             view = await self._put_on(runtime, request, call, lease, None)
@@ -183,7 +183,8 @@ class Steps:
         if token <= request.floor:
             token = request.floor + 1
             (answer,) = await self.ask(runtime, request.name, self.keys.raise_base(request, view, token - created))
-            if not self.checked(request.name, answer).get("succeeded"):  # another has raised it: look again
+            if not self.checked(request.name, answer).get("succeeded"):
+                # Another process has raised it, so the token has to be read again.
                 return QueueEntry(view)
         return Granted(token, max(0.0, lease.until - runtime.now()), HeldKey(created, lease))
 
@@ -205,12 +206,12 @@ class Steps:
 
 
 def _busy_or(view: LockView, queue_entry: QueueEntry) -> QueueEntry | Busy:
-    """Wait in this place if somebody is before us, else claim it."""
+    """Return Busy if another key is ahead of ours, else the queue entry, which may hold the lock now."""
     return busy(view, queue_entry) if queue_entry.before else queue_entry
 
 
 def busy(view: LockView, queue_entry: Any = None) -> Busy:
-    """Say that somebody else has the lock."""
+    """Return that another holder has the lock."""
     return Busy(MAX_WAIT_S, view.first.value, queue_entry)
 
 
@@ -233,7 +234,7 @@ class ServerLease:
 
 
 def new_lease(seconds: float) -> ServerLease:
-    """Think of a lease that nobody else has."""
+    """Return a lease with a random id, which is unique for all practical purposes; the server does not know it yet."""
     return ServerLease(secrets.randbits(62) + 1, math.ceil(seconds))
 
 
@@ -245,7 +246,7 @@ class Spares:
         self._free: dict[int, deque[ServerLease]] = {}
 
     def take(self, seconds: float, now: float) -> ServerLease | None:
-        """Give a lease that is nearly new, if there is one."""
+        """Return a lease that is nearly new, if there is one."""
         if self._pid != os.getpid():  # a forked child must not share leases with its parent
             self._pid, self._free = os.getpid(), {}
         free = self._free.get(math.ceil(seconds))
@@ -256,7 +257,7 @@ class Spares:
         return spare if spare is not None and spare.until - now >= spare.ttl * MIN_REMAINING_SHARE else None
 
     def keeps(self, lease: ServerLease) -> bool:
-        """Tell whether it is worth to keep."""
+        """Return whether it is worth to keep."""
         return lease.is_known and lease.ttl <= MAX_SPARE_TTL_S
 
     def give(self, lease: ServerLease) -> None:

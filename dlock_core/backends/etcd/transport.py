@@ -94,7 +94,7 @@ class HTTPConnection:
     async def _send(
         self, runtime: Runtime, requests: Sequence[tuple[str, bytes]], auth_token: str, until: float
     ) -> list[h11.Connection]:
-        """Write the requests, each by a machine of its own: h11 knows only one request at a time."""
+        """Write the requests, each by a separate machine, because h11 follows only one request at a time."""
         machines = [h11.Connection(h11.CLIENT) for _ in requests]
         host = str(self.member) if self.member.host.isascii() else self.member.host.encode("idna").decode()
         always = [("Host", host), ("Content-Type", "application/json")]
@@ -162,7 +162,7 @@ class _Stream(Protocol):
         """Send all of it; raises OSError."""
 
     def is_usable(self) -> bool:
-        """Tell whether an idle connection is open, and silent as it must be."""
+        """Return whether an idle connection is open, and silent as it must be."""
 
     def close(self) -> None:
         """Close it, without waiting for anything."""

@@ -1,7 +1,7 @@
-"""How a store in a database reaches it: by connections of its own in AUTOCOMMIT, never in the caller's transaction.
+"""How a store reaches its database: on separate AUTOCOMMIT connections, never in the caller's transaction.
 
 An integration provides a `Connector`. A step is a plain blocking function of a `Connection`; there is one copy of it,
-whoever waits for it: it runs in the caller's thread, in a thread for a task, or inside SQLAlchemy's greenlet.
+which runs in the caller's thread, in a thread for a task, or inside SQLAlchemy's greenlet.
 
     pool = Pool(connector)
     rows = await pool.step(runtime, name, lambda session: session.execute("SELECT :a", {"a": 1}))

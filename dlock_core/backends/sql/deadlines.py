@@ -1,4 +1,4 @@
-"""Nobody waits for ever for a database: connections whose answer does not come in time are cut, by one thread."""
+"""Deadlines for calls to a database: one thread aborts the connections whose answer is late."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Deadlines:
         after_fork_in_child(self._begin)
 
     def _begin(self) -> None:
-        """Have no question, as at first and in a forked child: what its parent had asked is the parent's business."""
+        """Start without calls; also in a forked child, because the calls of its parent are not its own."""
         self._guard = threading.RLock()  # A signal handler may ask a question, too, in the middle of a method of ours.
         self._due: dict[Connection, float] = {}
         self._scheduler = Scheduler(
@@ -57,7 +57,7 @@ class Deadlines:
         self._scheduler.plan(until)
 
     def _end(self, connection: Connection) -> bool:
-        """Tell whether it was in time."""
+        """Return whether it was in time."""
         with self._guard:
             return self._due.pop(connection, None) is not None
 
@@ -70,7 +70,8 @@ class Deadlines:
             now = clock()
             for connection in [late for late, until in self._due.items() if until <= now]:
                 del self._due[connection]
-                connection.abort()  # Under the guard: once the call has ended, its connection is somebody else's.
+                # This happens under the guard: once the call has ended, its connection may be in use by another call.
+                connection.abort()
 
 
 DEADLINES: Final = Deadlines()
@@ -78,7 +79,7 @@ DEADLINES: Final = Deadlines()
 
 
 def socket_of(driver: Any) -> int:
-    """Give the socket under a driver's connection, -1 where it shows none; to be asked while nobody uses it."""
+    """Return the socket under a driver's connection, -1 if it shows none; call this while it is not in use."""
     shown: Any = driver if hasattr(driver, "fileno") else getattr(driver, "_sock", None)
     try:
         return int(shown.fileno())

@@ -27,7 +27,7 @@ T = TypeVar("T")
 MAX_IDLE_CONNECTIONS: Final = 4
 """Idle connections kept open, at most: steps are short, and a database has few connections to give."""
 MAX_CONFLICT_RETRIES: Final = 10
-"""How often a step is made again that was the victim of a deadlock; each time somebody else got on."""
+"""How often a step that was the victim of a deadlock is retried; each time, another transaction made progress."""
 _MYSQL: Final = "SET SESSION innodb_lock_wait_timeout = %d"
 _POSTGRESQL: Final = "SET lock_timeout = %d"
 
@@ -46,15 +46,15 @@ class Pool:
     def step(
         self, runtime: Runtime, name: str, function: Callable[[Connection], T], limit: float | None = None
     ) -> Coroutine[Any, Any, T]:
-        """Give what a function of a session gives, on a connection that nobody else uses meanwhile.
+        """Return the result of a function, called with a connection that nothing else uses during the call.
 
         The function may be called again after a deadlock or serialization failure. Raises BackendUnavailable, and then
-        nobody knows whether the step was made; it is not made any more after that, unless the database stands still.
+        it is unknown whether the step was made; it is not made later, unless the database stands still.
         """
         return self.connector.call(runtime, self._step, name, function, limit)
 
     async def dedicated(self, runtime: Runtime, name: str) -> DedicatedConnection:
-        """Open a connection for one holder, who closes it; raises BackendUnavailable."""
+        """Open a connection for one holder, which has to close it; raises BackendUnavailable."""
         dedicated = DedicatedConnection(self)
         try:
             await self.connector.call(runtime, dedicated.open, name)
@@ -85,7 +85,7 @@ class Pool:
         raise error
 
     def _unavailable(self, name: str, error: BaseException, *, idle: bool) -> BackendUnavailable:
-        """Say why the database gave no answer; `idle`: the connection had been idle, so a new one may work at once."""
+        """Return the reason why the database gave no answer; if the connection was `idle`, a new one may work at once."""
         trouble, connector = classify(error), self.connector
         words = str(error).strip() or type(error).__name__
         reason = f"{connector.title}: {printable(words.splitlines()[0])}"
@@ -112,7 +112,7 @@ class Pool:
         return connection
 
     def _settle(self, name: str, connection: Connection, *settings: str) -> None:
-        """Have the server give up before we do, or what it had begun would be done after we have said it was not."""
+        """Make the server give up before we do; otherwise it could finish a step after we had reported it as not done."""
         try:
             for sql in settings:
                 self.run(connection, lambda connection, sql=sql: connection.execute(sql), None)  # type: ignore[misc]
@@ -166,7 +166,7 @@ class DedicatedConnection:
             await self._pool.connector.call(runtime, connection.close)
 
     def abort(self) -> None:
-        """Break the connection off, from any thread; to be used where somebody else closes it."""
+        """Break the connection off, from any thread; use this where another thread closes it."""
         connection, self.connection = self.connection, None
         if connection is not None and self._pid == os.getpid():
             connection.abort()

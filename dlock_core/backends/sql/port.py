@@ -29,7 +29,7 @@ class Connection(Protocol):
         """
 
     def changed(self) -> int:
-        """Tell how many rows the last statement has changed."""
+        """Return how many rows the last statement has changed."""
 
     def listen(self, channel: str, heard: Callable[[str], None], ended: Callable[[], None]) -> None:
         """PostgreSQL: have `heard` called with the payload of each NOTIFY until the session is cut, and `ended` then.
@@ -41,7 +41,7 @@ class Connection(Protocol):
         """Close the connection; never raises."""
 
     def abort(self) -> None:
-        """Break the connection off, from any thread: whoever waits for an answer gets an error. Never raises."""
+        """Break the connection off, from any thread; a caller that waits for an answer gets an error. Never raises."""
 
 
 class Connector(Protocol):

@@ -1,4 +1,4 @@
-"""SQLite: tables of ours live in a file of their own beside the database's, here called its sibling.
+"""SQLite: dlock's tables live in a separate file next to the database's, here called its sibling.
 
 A file of SQLite has one writer at a time. In the database's own file a lease could be neither taken nor renewed while
 the caller's transaction writes: a second connection waits for it, and so for itself.
@@ -96,7 +96,7 @@ class _Memory:
 
 
 class _Guest(SQLiteConnection):
-    """A session on that connection, one statement of which keeps nobody waiting for long."""
+    """A user of that shared connection; a statement on it never blocks the others for long."""
 
     def __init__(self, memory: _Memory) -> None:
         super().__init__(memory.driver)
@@ -113,7 +113,7 @@ class _Guest(SQLiteConnection):
 
 
 def file_of(database: str) -> Path | None:
-    """Give the file behind SQLite's name for a database, a path or a URI; None when it is in memory."""
+    """Return the file behind SQLite's name for a database, a path or a URI; None when it is in memory."""
     if database.startswith("file:"):
         uri = urlsplit(database)
         database = "" if "memory" in parse_qs(uri.query).get("mode", ()) else unquote(uri.path)
@@ -131,7 +131,7 @@ def _opened(path: str, limit: float) -> sqlite3.Connection:
 
 
 def _set_up(driver: sqlite3.Connection, until: float) -> None:
-    """Readers of a write-ahead log wait for nobody; while it is begun, SQLite refuses others without waiting."""
+    """Turn on the write-ahead log, whose readers never wait; while it is being started, SQLite refuses others at once."""
     while True:
         try:
             for sql in ("PRAGMA journal_mode = WAL", "PRAGMA synchronous = NORMAL", *_CREATE):

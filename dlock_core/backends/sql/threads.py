@@ -51,7 +51,7 @@ def _executor() -> ThreadPoolExecutor:
 
 
 def within(limit: float, connect: Callable[[], Connection]) -> Connection:
-    """Open a connection within `limit` seconds, whatever its driver knows of limits; one that comes late is closed."""
+    """Open a connection within `limit` seconds, even if its driver has no time limits; a connection that comes late is closed."""
     opened: Future[Connection] = Future()
     threading.Thread(target=_connect, args=(connect, opened), name="dlock-database-connect", daemon=True).start()
     try:
@@ -65,7 +65,7 @@ def within(limit: float, connect: Callable[[], Connection]) -> Connection:
 def _connect(connect: Callable[[], Connection], opened: Future[Connection]) -> None:
     try:
         connection = connect()
-    except BaseException as error:  # noqa: BLE001 - whoever waits for it hears of it
+    except BaseException as error:  # noqa: BLE001 - it is raised in the thread that waits for the connection
         _settle(opened.set_exception, error)
     else:
         if not _settle(opened.set_result, connection):
@@ -81,13 +81,13 @@ def _settle(settle: Callable[[Any], None], outcome: Any) -> bool:
 
 
 def read_in_thread(connection: Connection, heard: Callable[[str], None], ended: Callable[[], None]) -> None:
-    """Tell of each notification that comes on the session, which nobody else uses any more, until it is cut."""
+    """Report each notification on a connection, which is of no other use from now on, until it is aborted."""
     args = (connection, heard, ended)
     threading.Thread(target=_read, args=args, name="dlock-database-listen", daemon=True).start()
 
 
 def _read(connection: Connection, heard: Callable[[str], None], ended: Callable[[], None]) -> None:
-    with suppress(Exception):  # whatever it is, it has ended
+    with suppress(Exception):  # Any error means that the connection has ended.
         coming = select.poll()  # select() knows no file above number 1023
         coming.register(connection.driver, select.POLLIN)
         while True:

@@ -31,18 +31,18 @@ DIALECTS: Final = {"postgresql": POSTGRESQL, "mariadb": MARIADB, "mysql": MYSQL,
 SECOND: Final = 1_000_000
 """Microseconds, in which the table counts."""
 TIDY: Final = 16
-"""One grant in so many, by chance, deletes rows that nobody uses: twice as many as may have been made meanwhile."""
+"""One grant in so many, by chance, deletes unused rows: twice as many as can have been added since the last time."""
 SLEEP: Final = 5.0
-"""Seconds that somebody sleeps at most who would be told; what he is not told of costs no more than this."""
+"""Longest sleep of a waiter that is notified; a notification that is missed costs no more than this."""
 POLL: Final = (0.005, 0.1)
-"""Seconds between two looks of somebody who is not told: at first, and after some; half of them by chance."""
+"""Seconds between two polls of a waiter that is not notified: at first, and later; up to half of it is random."""
 
 
 class TableBackend:
-    """The table `dlock_lease` of one database, through connections of its own (`pool`).
+    """The table `dlock_lease` of one database, reached through dedicated connections (`pool`).
 
-    On PostgreSQL who waits is told of a release; elsewhere he looks every 2 to 100 ms, and nobody who comes meanwhile
-    takes the lock without having waited for one look, too. Those who wait are served in any order.
+    On PostgreSQL a waiter is notified of a release. Elsewhere it polls every 2 to 100 ms, and a newcomer also waits for
+    one poll before it may take the lock. Waiters are served in any order.
     """
 
     capabilities = Capabilities(ttl_min=0.1)
@@ -57,7 +57,7 @@ class TableBackend:
         self._listener = NotifyListener(self.pool, self._waiters)
 
     def _after_fork(self) -> None:
-        """Begin anew in a forked child: who waits, and the thread that listens, are its parent's."""
+        """Begin anew in a forked child: the waiters and the listening thread belong to its parent."""
         self._listener.forget()
         self._begin()
 
@@ -88,7 +88,7 @@ class TableBackend:
         until, pause = runtime.now() + timeout, POLL[0]
         if self.pool.connector.vendor == "postgresql":
             await self._listener.open(runtime)
-        else:  # whoever waits already has as good a chance, and mostly a better one
+        else:  # Waiters that were there before have at least the same chance.
             await runtime.sleep(min(timeout, pause * CHANCE.uniform(0.5, 1.0)))
         while True:
             signal = runtime.signal()
@@ -141,7 +141,7 @@ class TableBackend:
         self.pool.close()
 
     async def _look(self, runtime: Runtime, name: str) -> float:
-        """Give the seconds for which the lock is held, if it is not released before; have its release told."""
+        """Return the seconds for which the lock is held, if it is not released before; have its release told."""
 
         def look(connection: Connection) -> list[tuple[Any, ...]]:
             dialect = _dialect(connection)
@@ -154,7 +154,7 @@ class TableBackend:
         return rows[0][0] / SECOND if rows else 0.0
 
     def _tidy(self, connection: Connection) -> None:
-        """Delete some rows that nobody has used for long; that it is not allowed to costs nobody the lock."""
+        """Delete some rows that have not been used for long; a missing permission to do so does not cost the lock."""
         dialect = _dialect(connection)
         with suppress(*self.pool.connector.errors):
             for (name,) in connection.execute(dialect.unused, {}):
@@ -183,7 +183,7 @@ def _ended(connection: Connection, sql: str, params: dict[str, Any]) -> int:
 
 
 def _renew(connection: Connection, leases: list[dict[str, Any]]) -> set[str]:
-    """Give the holders whose lease was renewed; an UPDATE of MySQL tells only how many."""
+    """Return the holders whose lease was renewed; an UPDATE of MySQL tells only how many."""
     params, dialect = {"leases": json.dumps(leases)}, _dialect(connection)
     rows, changed = connection.execute(dialect.renew, params), connection.changed()
     if changed == len(leases):

@@ -27,29 +27,29 @@ class Dialect:
     take: tuple[str, ...]
     """name, holder, owner, ttl, floor, newcomer → ours, token, what is left in µs, owner. The first with a row tells.
 
-    Where nobody is told of a release, a newcomer does not take what is free as long as it is noted that others wait.
+    Where releases are not notified, a newcomer does not take a free row as long as it is marked as contended.
     """
     look: str
     """name, sleep in µs → what is left in µs; nothing left, or no row: it is worth to ask.
 
-    Where it does not note that somebody waits, it gives also how long that is noted for, in µs.
+    Where it does not mark the row as contended, it also returns for how long it is marked, in µs.
     """
     note: str
-    """name, sleep in µs: note that somebody waits; empty where `look` does it."""
+    """name, sleep in µs: mark the row as contended; empty where `look` does it."""
     end: str
-    """name, holder → how many grants were ended; in the rows, or as rows changed. Tells those who wait."""
+    """name, holder → how many grants were ended; in the rows, or as rows changed. Notifies the waiters."""
     force: str
     """The same by name, token."""
     other: str
-    """name → a row, if somebody holds it."""
+    """name → a row while the lock is held."""
     renew: str
     """leases → the holders that were renewed, or as many rows changed."""
     ours: str
     """leases → the holders that hold still."""
     unused: str
-    """→ names of some rows that nobody has used for long."""
+    """→ names of some rows that have not been used for long."""
     forget: str
-    """name: delete its row, if nobody has used it for long."""
+    """name: delete its row, unless it was used lately."""
     listing: str
     """name, or an empty text for all → name, holder, token, owner, held for, what is left in µs."""
 
@@ -113,7 +113,7 @@ _FLOOR: Final = "CAST(:floor AS bigint)"
 _SLEEP: Final = "CAST(:sleep AS bigint)"
 _TOKEN: Final = "CAST(:token AS bigint)"
 
-# An upsert would lock a row that is taken, and its release would wait for all who fail. This only reads it.
+# An upsert would lock a row that is taken, and its release would wait for every failing attempt. This statement only reads it.
 _POSTGRESQL_TAKE: Final = f"""\
 UPDATE dlock_lease AS l SET
 token = CASE WHEN l.expires_at > {_POSTGRESQL_NOW} AND l.token > {_FLOOR} THEN l.token

@@ -23,7 +23,7 @@ __all__ = ["LocalWaiters"]
 
 
 class LocalWaiters:
-    """The signals of those who wait, by the lock's name."""
+    """The signals of the waiters of this process, by the name of the lock."""
 
     def __init__(self) -> None:
         self._guard = threading.Lock()
@@ -31,7 +31,7 @@ class LocalWaiters:
 
     @contextmanager
     def on(self, name: str, signal: Signal) -> Iterator[None]:
-        """Have the signal set whenever the lock may be free, as long as the block is not left."""
+        """Set the signal whenever the lock may be free, until the block is left."""
         with self._guard:
             self._waiting.setdefault(name, set()).add(signal)
         try:
@@ -44,14 +44,14 @@ class LocalWaiters:
                     del self._waiting[name]
 
     def notify(self, name: str) -> None:
-        """Wake all who wait for this lock."""
+        """Wake every waiter for this lock."""
         if name in self._waiting:
             with self._guard:
                 signals = list(self._waiting.get(name, ()))
             _set(signals)
 
     def notify_all(self) -> None:
-        """Wake everybody: what they were told of so far, they are not told any more."""
+        """Wake every waiter, because releases are not reported any more."""
         with self._guard:
             signals = [signal for waiting in self._waiting.values() for signal in waiting]
         _set(signals)
@@ -59,25 +59,25 @@ class LocalWaiters:
 
 def _set(signals: list[Signal]) -> None:
     for signal in signals:
-        with suppress(RuntimeError):  # its event loop was closed meanwhile
+        with suppress(RuntimeError):  # Its event loop has been closed.
             signal.set()
 
 
 RELISTEN_DELAY_S: Final = 30.0
-"""Seconds after which ears that turned out to be deaf are tried again."""
+"""Seconds after which a listener that has received nothing is opened again."""
 RECONNECT_DELAY_S: Final = 1.0
-"""Seconds after which a database that was not there is tried again."""
+"""Seconds after which a database that could not be reached is tried again."""
 
 
 class NotifyListener:
-    """The listening connection; `open` it when somebody waits."""
+    """The connection that listens for NOTIFY; `open` it when there is a waiter."""
 
     def __init__(self, pool: Pool, waiters: LocalWaiters) -> None:
         self._pool, self._waiters, self._guard = pool, waiters, threading.Lock()
         self._dedicated: DedicatedConnection | None = None
         self._proof, self._next = "", -math.inf
         self.is_listening = False
-        """What is told is heard: it is no use to ask."""
+        """Every release is reported, so that polling is not needed."""
 
     async def open(self, runtime: Runtime) -> None:
         """Begin to listen, unless it was done or tried a short time ago; never raises for the database."""
@@ -92,7 +92,7 @@ class NotifyListener:
             self.is_listening, self._next = False, clock() + RECONNECT_DELAY_S
 
     def close(self) -> None:
-        """Stop listening; the connection is closed by whoever reads from it."""
+        """Stop listening; the thread that reads from the connection closes it."""
         dedicated, self._dedicated, self.is_listening, self._proof = self._dedicated, None, False, ""
         if dedicated is not None:
             dedicated.abort()

@@ -1,8 +1,8 @@
 """Leases in ZooKeeper (3.5 or newer): ephemeral nodes in the order of their creation, each watching the one before.
 
 A node ends with the session of its process, so that is what frees the locks of a process that died or was cut off:
-`session` seconds after its last sign of life, whatever its ttl was. In a process that lives, we end by ourselves what
-nobody renews. The token is the czxid, the number of the transaction that made the node: it grows over all locks,
+`session` seconds after its last sign of life, whatever its ttl was. While the process lives, it removes
+what is not renewed. The token is the czxid, the number of the transaction that made the node: it grows over all locks,
 leaders and restarts. (Idea of the queue: the recipes page of the ZooKeeper documentation.)
 """
 
@@ -42,7 +42,7 @@ class ZooKeeperBackend:
 
     `timeout` bounds each request, in seconds. `session` is the session's length in seconds; the servers may grant less
     or more. A lease surely holds for two thirds of it and no longer, unless it is renewed. `prefix` is the node below
-    the URL's chroot under which the locks are. `fair=False` makes no difference: here everybody queues.
+    the URL's chroot under which the locks are. `fair=False` makes no difference, because every request queues.
     """
 
     capabilities = Capabilities(expiry="session", fair=True, shared=True, lists_waiters=True, ttl_min=0.1)
@@ -87,7 +87,7 @@ class ZooKeeperBackend:
         if own_node is None or queue is None:
             own_node, queue = await self._queue_client.enter(runtime, request, own_node)
         node = queue.find(own_node.node)
-        if node is None:  # removed the moment it was made, by somebody who is not us
+        if node is None:  # Another process removed it as soon as it was made.
             return Busy(0.0)
         ahead = queue.ahead(node, shared=request.shared)
         if ahead is None:
@@ -125,7 +125,7 @@ class ZooKeeperBackend:
     async def release(self, runtime: Runtime, request: Request, granted: Granted) -> Released:
         own_node = self._own_nodes.get(request.holder)
         if own_node is not None:
-            self._own_nodes.end(own_node, self._timeout)  # it will be removed, whatever becomes of us
+            self._own_nodes.end(own_node, self._timeout)  # The thread removes it, even if this call fails.
         found = await self._nodes.delete(runtime, request.name, granted.handle)
         if own_node is not None:
             self._own_nodes.forget(own_node)

@@ -51,7 +51,7 @@ class LockNodes:
         self._known: dict[str, None] = {}
 
     def directory(self, name: str) -> str:
-        """Give the path of a lock."""
+        """Return the path of a lock."""
         return f"{self._parents[-1]}/{component(name)}"
 
     async def create(self, runtime: Runtime, request: Request) -> tuple[str, Any, Queue]:
@@ -72,7 +72,7 @@ class LockNodes:
         return path, stat, parse_queue(checked(request.name, children))
 
     async def look(self, runtime: Runtime, name: str) -> Queue:
-        """Read the queue as it is now, from whatever server."""
+        """Read the queue as it is now, from any server."""
         path = self.directory(name)
         return (await self.read(runtime, name, Sync(path)))[1]
 
@@ -118,7 +118,7 @@ class LockNodes:
         return [] if isinstance(parts, NoNodeError) else sorted(map(name_of, checked("", parts)))
 
     async def states(self, runtime: Runtime, names: Sequence[str]) -> list[LockState]:
-        """Read who holds and who waits, for any number of locks."""
+        """Return the holders and waiters of any number of locks."""
         states: list[LockState] = []
         for start in range(0, len(names), MAX_LOCKS_PER_READ):
             states += await self._states(runtime, names[start : start + MAX_LOCKS_PER_READ])

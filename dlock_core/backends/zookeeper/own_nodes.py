@@ -1,6 +1,6 @@
-"""The nodes of this process in the queues of ZooKeeper: how long each may stay, and who waits for which.
+"""The nodes of this process in the queues of ZooKeeper: how long each may stay, and which one each waits for.
 
-ZooKeeper ends a node with its session, never by time. So a lease that nobody renews, a waiter that asks no more and a
+ZooKeeper ends a node with its session, never by time. So a lease that is not renewed, a waiter that asks no more and a
 node whose creation was never confirmed are removed from here, by a thread of their own; when the process dies, all of
 it ends with the session.
 """
@@ -75,11 +75,11 @@ class OwnNode:
         return self.path.rpartition("/")[2]
 
     def settle(self, path: str, stat: Any) -> None:
-        """Note which node is ours."""
+        """Record which node is ours."""
         self.path, self.zxid, self.session, self.doubtful = path, stat.czxid, stat.ephemeralOwner, False
 
     def listen(self, signal: Signal) -> Signal:
-        """Have wake-ups set this signal from now on."""
+        """Set this signal at every wake-up from now on."""
         self.reply, self.signal = None, signal
         return signal
 
@@ -89,9 +89,9 @@ class OwnNode:
         return self.reply.answer if self.reply is not None else None
 
     def wake(self, event: Any = None) -> None:
-        """Note that who was before us has gone, or (event NONE) that nobody watches any more.
+        """Record that the node ahead of ours has gone, or (event NONE) that the watch has ended.
 
-        The queue is looked at again from here, in kazoo's thread: whoever waits is woken once, with the answer.
+        The queue is looked at again from here, in kazoo's thread, so that the waiter is woken only once, with the answer.
         """
         self.wakes += 1
         signal, look = self.signal, self.look
@@ -110,18 +110,18 @@ class OwnNodes:
         self._of: dict[str, OwnNode] = {}
         self._ending: set[OwnNode] = set()
         self._scheduler = Scheduler(
-            "dlock-zookeeper", "to remove what nobody renews", self._next_due, self._remove_overdue
+            "dlock-zookeeper", "to remove what is not renewed", self._next_due, self._remove_overdue
         )
 
     def __len__(self) -> int:
         return len(self._of)
 
     def get(self, holder: str) -> OwnNode | None:
-        """Give the place of a holder."""
+        """Return the place of a holder."""
         return self._of.get(holder)
 
     def keep(self, own_node: OwnNode, seconds: float) -> bool:
-        """Let it stay for so long from now; False when it has ended: it is never granted any more."""
+        """Extend the time that it may stay; return False when it has ended, and may never be granted any more."""
         with self._guard:
             if own_node.ended:
                 return False
@@ -130,13 +130,13 @@ class OwnNodes:
             return True
 
     def end(self, own_node: OwnNode, seconds: float) -> None:
-        """Have it removed in so many seconds, unless `forget` comes first."""
+        """End it: it is removed in so many seconds, unless `forget` comes first."""
         with self._guard:
             self._end(own_node)
             self._plan(own_node, seconds)
 
     def forget(self, own_node: OwnNode) -> None:
-        """Note that nothing is left of it."""
+        """Forget it, because nothing is left of it in the queue."""
         with self._guard:
             self._end(own_node)
             self._ending.discard(own_node)
@@ -238,11 +238,11 @@ class QueueClient:
         return None
 
     def _keep(self, own_node: OwnNode) -> bool:
-        """Have it stay while a question about it is asked."""
+        """Extend its stay by the time that a request about it may take."""
         return self.own_nodes.keep(own_node, self._timeout + WAITER_GRACE_S)
 
     async def watch(self, runtime: Runtime, own_node: OwnNode, queue: Queue, ahead: QueueNode) -> Busy:
-        """Have the end of the one before us wake us, and learn who holds the lock."""
+        """Watch the node ahead of ours, and read the owner of the lock."""
         first = queue.nodes[0]
         if (own_node.watched, own_node.seen) != (ahead.name, own_node.wakes):
             await self._set_watch(runtime, own_node, ahead)
@@ -252,7 +252,7 @@ class QueueClient:
         return Busy(MAX_WAIT_S, own_node.first[1])
 
     async def _set_watch(self, runtime: Runtime, own_node: OwnNode, ahead: QueueNode) -> None:
-        """Who is before us may be the holder: a look at the end of the wait finds one who is not."""
+        """Watch a node and read its owner, which is the holder's unless a waiter is ahead; the end of the wait shows that."""
         name, directory = own_node.request.name, self._nodes.directory(own_node.request.name)
         own_node.seen, own_node.watched = own_node.wakes, ""
         own_node.look = lambda signal: self._session.post(GetChildren(directory, None), signal)

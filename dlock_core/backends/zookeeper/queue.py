@@ -1,7 +1,7 @@
 """The queue of one lock, read from the names of its nodes: pure, no I/O.
 
-A node's name is its mode, its holder and the number that ZooKeeper gave it: "x-<32 hex>-0000000042". Whoever has no
-exclusive one before it is in; an exclusive one must be first. A mark "f-<offset>" raises the lock's tokens.
+A node's name is its mode, its holder and the number that ZooKeeper gave it: "x-<32 hex>-0000000042". A shared node holds
+the lock when no exclusive one is ahead; an exclusive one must be first. A mark "f-<offset>" raises the lock's tokens.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _WRAP: Final = 1 << 32
 
 
 class QueueNode(NamedTuple):
-    """A place in the queue."""
+    """One node in the queue, a holder's or a waiter's."""
 
     order: int
     shared: bool
@@ -34,7 +34,7 @@ class QueueNode(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Queue:
-    """All places in order, and what is added to a node's czxid to make its token."""
+    """All nodes in order, and what is added to a node's czxid to make its token."""
 
     nodes: tuple[QueueNode, ...]
     marks: tuple[int, ...]
@@ -44,25 +44,25 @@ class Queue:
         return self.marks[-1] if self.marks else 0
 
     def holders(self) -> tuple[QueueNode, ...]:
-        """Give those who are in: the first, and if it is shared, all shared ones up to the first exclusive one."""
+        """Return the holders: the first node, and if it is shared, all shared ones up to the first exclusive one."""
         stop = next((index for index, node in enumerate(self.nodes) if not node.shared), len(self.nodes))
         return self.nodes[: stop or 1]
 
     def waiters(self) -> tuple[QueueNode, ...]:
-        """Give those who wait."""
+        """Return the waiters."""
         return self.nodes[len(self.holders()) :]
 
     def ahead(self, node: QueueNode | None, *, shared: bool) -> QueueNode | None:
-        """Give the nearest one whose end this one (None: a newcomer) must wait for; None when it is in."""
+        """Return the nearest one whose end this one (None: a newcomer) must wait for; None when it is in."""
         before = self.nodes if node is None else self.nodes[: self.nodes.index(node)]
         return next((other for other in reversed(before) if not (shared and other.shared)), None)
 
     def find(self, name: str) -> QueueNode | None:
-        """Give the place with this name."""
+        """Return the node with this name."""
         return next((node for node in self.nodes if node.name == name), None)
 
     def of(self, holder: str) -> list[QueueNode]:
-        """Give the places of a holder: one, or two when an attempt of unknown outcome was repeated."""
+        """Return the nodes of a holder: one, or two when an attempt of unknown outcome was repeated."""
         return [node for node in self.nodes if node.holder == holder]
 
 
@@ -97,5 +97,5 @@ def component(name: str) -> str:
 
 
 def name_of(component: str) -> str:
-    """Give the lock's name back."""
+    """Return the lock's name back."""
     return component if component.replace("%2E", "") else component.replace("%2E", ".")

@@ -87,11 +87,11 @@ class ZooKeeperSession:
         return self._kazoo is not None and self._is_usable(self._kazoo)
 
     def is_doubtful(self, sent: float) -> bool:
-        """Tell whether at this time it was long since the session was known to live."""
+        """Return whether at this time it was long since the session was known to live."""
         return sent - self.proven > self.valid_for / 2
 
     def surely(self, ttl: float, sent: float) -> float:
-        """Give the seconds from `sent` for which a grant holds: only what a quorum has seen proves that we live."""
+        """Return the seconds from `sent` for which a grant holds: only what a quorum has seen proves that we live."""
         return min(ttl, self.proven + self.valid_for - sent)
 
     async def ask(
@@ -137,7 +137,7 @@ class ZooKeeperSession:
             ending.join(self._timeout)  # a server that does not answer is not waited for
 
     def abandon(self) -> None:
-        """Let go of the session in a forked child: it is the parent's."""
+        """Drop the session in a forked child, because it is the parent's."""
         if self._kazoo is not None:
             connection = self._kazoo._connection
             for ours in (connection._socket, connection._read_sock, connection._write_sock):
@@ -173,9 +173,9 @@ class ZooKeeperSession:
             return self._kazoo
 
     def _is_over(self, client: Any) -> bool:
-        """Tell whether kazoo has given up, or was cut off for twice as long as its session may live.
+        """Return whether kazoo has given up, or was cut off for twice as long as its session may live.
 
-        It would never come back to servers that lost their data: they refuse a client who has seen more than they.
+        It would never come back to servers that lost their data: they refuse a client that has seen more than they have.
         """
         if not client._connection._connection_routine.is_alive():
             return True
@@ -220,14 +220,14 @@ class ZooKeeperSession:
             self._proof = (session, sent)
 
     def _drop(self, client: Any, connection: int) -> None:
-        """Have kazoo go to another server, unless it has done so already."""
+        """Make kazoo connect to another server, unless it has done so already."""
         if self._is_usable(client) and connection == self._connections:
             self._dropped = connection
             client._call(_CONNECTION_DROP, KazooReply())
 
 
 def checked(name: str, answer: Any) -> Any:
-    """Turn an error of the server that nobody expected into BackendUnavailable: it has not said no."""
+    """Raise BackendUnavailable for an unexpected error of the server, which is not a refusal; return any other answer."""
     if isinstance(answer, Exception):
         refused = isinstance(answer, _REFUSED)
         reason = "the server refused our credentials" if refused else "the server could not do it"
@@ -252,7 +252,7 @@ quiet.setLevel(logging.ERROR)
 
 def tell(signal: Signal) -> None:
     """Set a signal from kazoo's thread."""
-    with suppress(RuntimeError):  # its event loop was closed meanwhile
+    with suppress(RuntimeError):  # Its event loop has been closed.
         signal.set()
 
 
@@ -286,7 +286,7 @@ class Stream(socket.socket):
         self._held, self._ahead = bytearray(), b""
 
     def hold_for(self, queue: Sized) -> None:
-        """Keep from now on what is sent until it is the last of kazoo's queue, where it stands meanwhile."""
+        """Keep from now on what is sent until it is the last of kazoo's queue."""
         self._queue = queue
 
     def send(self, data: Any, flags: int = 0) -> int:
@@ -313,7 +313,7 @@ class Stream(socket.socket):
         self._ahead += super().recv(MAX_READ_BYTES)
 
     def pending(self) -> int:
-        """Tell how many bytes are here already."""
+        """Return how many bytes are here already."""
         return len(self._ahead)
 
     def recv(self, size: int, flags: int = 0) -> bytes:
