@@ -85,7 +85,7 @@ class Pool:
         raise error
 
     def _unavailable(self, name: str, error: BaseException, *, idle: bool) -> BackendUnavailable:
-        """Return the reason why the database gave no answer; if the connection was `idle`, a new one may work at once."""
+        """Return why the database gave no answer; if the connection was `idle`, a new one may work at once."""
         trouble, connector = classify(error), self.connector
         words = str(error).strip() or type(error).__name__
         reason = f"{connector.title}: {printable(words.splitlines()[0])}"
@@ -112,7 +112,7 @@ class Pool:
         return connection
 
     def _settle(self, name: str, connection: Connection, *settings: str) -> None:
-        """Make the server give up before we do; otherwise it could finish a step after we had reported it as not done."""
+        """Make the server give up before we do; otherwise it could finish a step that we had reported as not done."""
         try:
             for sql in settings:
                 self.run(connection, lambda connection, sql=sql: connection.execute(sql), None)  # type: ignore[misc]

@@ -131,7 +131,7 @@ def _opened(path: str, limit: float) -> sqlite3.Connection:
 
 
 def _set_up(driver: sqlite3.Connection, until: float) -> None:
-    """Turn on the write-ahead log, whose readers never wait; while it is being started, SQLite refuses others at once."""
+    """Turn on the write-ahead log, whose readers never wait; while it starts, SQLite refuses others at once."""
     while True:
         try:
             for sql in ("PRAGMA journal_mode = WAL", "PRAGMA synchronous = NORMAL", *_CREATE):

@@ -51,7 +51,7 @@ def _executor() -> ThreadPoolExecutor:
 
 
 def within(limit: float, connect: Callable[[], Connection]) -> Connection:
-    """Open a connection within `limit` seconds, even if its driver has no time limits; a connection that comes late is closed."""
+    """Open a connection within `limit` seconds, even if its driver has no limits; one that comes late is closed."""
     opened: Future[Connection] = Future()
     threading.Thread(target=_connect, args=(connect, opened), name="dlock-database-connect", daemon=True).start()
     try:

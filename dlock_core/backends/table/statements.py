@@ -113,7 +113,8 @@ _FLOOR: Final = "CAST(:floor AS bigint)"
 _SLEEP: Final = "CAST(:sleep AS bigint)"
 _TOKEN: Final = "CAST(:token AS bigint)"
 
-# An upsert would lock a row that is taken, and its release would wait for every failing attempt. This statement only reads it.
+# An upsert would lock a row that is taken, and its release would wait for every failing
+# attempt. This only reads it.
 _POSTGRESQL_TAKE: Final = f"""\
 UPDATE dlock_lease AS l SET
 token = CASE WHEN l.expires_at > {_POSTGRESQL_NOW} AND l.token > {_FLOOR} THEN l.token

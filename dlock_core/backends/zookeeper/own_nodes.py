@@ -91,7 +91,7 @@ class OwnNode:
     def wake(self, event: Any = None) -> None:
         """Record that the node ahead of ours has gone, or (event NONE) that the watch has ended.
 
-        The queue is looked at again from here, in kazoo's thread, so that the waiter is woken only once, with the answer.
+        The queue is read again from here, in kazoo's thread, so that the waiter is woken only once, with the answer.
         """
         self.wakes += 1
         signal, look = self.signal, self.look
@@ -252,7 +252,7 @@ class QueueClient:
         return Busy(MAX_WAIT_S, own_node.first[1])
 
     async def _set_watch(self, runtime: Runtime, own_node: OwnNode, ahead: QueueNode) -> None:
-        """Watch a node and read its owner, which is the holder's unless a waiter is ahead; the end of the wait shows that."""
+        """Watch the node ahead and read its owner; should it be a waiter's, the end of the wait shows the holder's."""
         name, directory = own_node.request.name, self._nodes.directory(own_node.request.name)
         own_node.seen, own_node.watched = own_node.wakes, ""
         own_node.look = lambda signal: self._session.post(GetChildren(directory, None), signal)

@@ -175,7 +175,7 @@ class ZooKeeperSession:
     def _is_over(self, client: Any) -> bool:
         """Return whether kazoo has given up, or was cut off for twice as long as its session may live.
 
-        It would never come back to servers that lost their data: they refuse a client that has seen more than they have.
+        It would never come back to servers that lost their data: they refuse a client that has seen more than they.
         """
         if not client._connection._connection_routine.is_alive():
             return True
@@ -227,7 +227,7 @@ class ZooKeeperSession:
 
 
 def checked(name: str, answer: Any) -> Any:
-    """Raise BackendUnavailable for an unexpected error of the server, which is not a refusal; return any other answer."""
+    """Return an answer; raise BackendUnavailable for an unexpected error of the server, which is no refusal."""
     if isinstance(answer, Exception):
         refused = isinstance(answer, _REFUSED)
         reason = "the server refused our credentials" if refused else "the server could not do it"
