@@ -1,7 +1,7 @@
 """The queue of one lock, read from the names of its nodes: pure, no I/O.
 
-A node's name is its mode, its holder and the number that ZooKeeper gave it: "x-<32 hex>-0000000042". A shared
-node holds the lock when no exclusive one is ahead; an exclusive one must be first. A mark "f-<offset>" raises the lock's tokens.
+A node's name is its mode, its holder and the number that ZooKeeper gave it: "x-<32 hex>-0000000042". A shared node
+holds the lock when no exclusive one is ahead; an exclusive one must be first. A mark "f-<offset>" raises the tokens.
 """
 
 from __future__ import annotations
