@@ -1,6 +1,6 @@
-"""`@locked("order", "order_id")`: handler → lease → work → COMMIT → release, wherever the session's COMMIT is.
+"""`@locked("order", "order_id")`: hold a lock while a handler runs, and until the transaction of its session has ended.
 
-It is the transaction of the session that keeps the lease, not the function: a framework may commit after the response.
+The session's transaction keeps the lease, and not the function, because a framework may commit after the response.
 """
 
 from __future__ import annotations
@@ -44,21 +44,24 @@ _SESSION = "dlock_session"
 def locked(kind: Any, *arguments: Any, session: Any = None, **options: Unpack[LockOptions]) -> Locked:
     """Hold a lock while the function runs, and until the transaction of its session has ended.
 
-    `kind` is what is locked: a mapped class, or a text such as "order". Every further part names an argument of the
-    function ("order_id"; "order.id" and "request.path_params.id" for an attribute or item of it), or is a function that
-    is called with all arguments of the call and returns the part, or is a value that is no text. With a class every
-    spelling of a key is one lock; with a text say the type: `arg("order_id", int)`. What cannot be such a key is a
-    NoSuchKey, which the middleware answers with 404. A text that comes out of the URL as it is, in Starlette and Flask,
-    gives a RuntimeWarning, once.
-    `session`: the name of the argument that is the session (without it, the only session among the arguments), or what
-    gives the session of the call, such as Flask-SQLAlchemy's `db.session`. Other options are those of `lock`. For
-    handlers of FastAPI, Starlette and Flask, tasks of Celery (below the decorators of the framework), methods and plain
-    functions; async ones need an AsyncSession.
+    It decorates handlers of FastAPI, Starlette and Flask, tasks of Celery, methods and plain functions, below the
+    decorators of the framework. Coroutine functions need an AsyncSession. What the session commits after the function
+    has returned is still under the lease, in FastAPI even after the response.
 
-    What the session commits after the function returned is still under the lease, in FastAPI also after the response.
+    Args:
+        kind: What is locked: a mapped class, or a text such as "order".
+        arguments: The further parts of the name. A text names an argument of the function ("order_id"), or an attribute
+            or item of it ("order.id", "request.path_params.id"). A function is called with all arguments of the call
+            and returns the part. Any other value is a part itself. With a class, each spelling of a key is one lock;
+            with a text, name the type: `arg("order_id", int)`.
+        session: The name of the argument that is the session; by default the only session among the arguments. Or a
+            function that returns the session of the call, such as Flask-SQLAlchemy's `db.session`.
+        options: Those of `lock`.
 
-    Raises TypeError for an argument that the function does not have, where that can be known before it is called; a
-    call without a session is a TypeError before the lock is asked for.
+    Raises TypeError for an argument that the function does not have, as early as that can be known. A call without a
+    session raises TypeError before the lock is requested. A value that cannot be a key raises NoSuchKey, which the
+    middleware answers with 404. Text that comes unconverted out of a URL, in Starlette and Flask, causes one
+    RuntimeWarning.
     """
     refuse_bare(kind, is_model=kind_of(kind) is not None)
     return Locked((kind, *placeholders(arguments)), session, options)
@@ -70,7 +73,7 @@ class Locked:
     def __init__(self, parts: tuple[Any, ...], session: Any, options: LockOptions) -> None:
         self._parts, self._session, self._options = parts, session, options
         self._wanted = [part for part in parts if isinstance(part, Argument)]
-        lock(Session(), "kind", **options)  # shows mistakes
+        lock(Session(), "kind", **options)  # raises now, while the module is imported, for wrong options
         for part in parts:
             if not isinstance(part, Argument) and not is_function(part):
                 lock(Session(), part)
@@ -94,15 +97,23 @@ class Locked:
         return cast("F", async_wrapper if inspect.iscoroutinefunction(function) else wrapper)
 
     def dependency(self, session: Any, **types: Any) -> Callable[..., AsyncIterator[Any]]:
-        """Make a dependency of FastAPI that gives the lease; what reads under it has to depend on it.
+        """Return a dependency of FastAPI that yields the lease.
 
-        `session` is the application's own dependency, exactly as the endpoint has it: its function, its `Depends(...)`
-        or its `Annotated[...]`. `types` tell for every argument what the endpoint has, too, so that "042" and "42" are
-        the same order: `Depends(locked("order", "order_id").dependency(get_session, order_id=int))`. Those that `arg`
-        tells need not be told again.
+        For example: `Depends(locked("order", "order_id").dependency(get_session, order_id=int))`. A dependency that
+        reads under the lock must depend on this one.
+
+        Args:
+            session: The application's own dependency, exactly as the endpoint has it: the function, the `Depends(...)`
+                or the `Annotated[...]`.
+            types: The type of each argument, the same as in the endpoint, so that "042" and "42" are one order. Types
+                that `arg` has named need not be repeated.
+
+        Raises TypeError for a missing or superfluous type, and for parts that are functions.
         """
         if any(map(is_function, self._parts)):
-            raise TypeError("dependency() does not see the call of the endpoint, which a function needs: decorate it")
+            raise TypeError(
+                "dependency() does not see the call of the endpoint, which a function needs: decorate it instead"
+            )
         wanted = {part.root for part in self._wanted}
         types = {part.root: part.kind for part in self._wanted if isinstance(part.kind, type)} | types
         if wanted != types.keys():
@@ -135,18 +146,20 @@ class Locked:
             return functools.partial(finder(function, [given]), given)
         if given is None:
             if inspect.signature(function).parameters.keys() <= {part.root for part in self._wanted}:
-                raise TypeError(f"@locked: {title} has no argument for a session: tell session=what_gives_it")
+                raise TypeError(
+                    f"@locked: {title} has no argument for a session: pass session= with a function that returns it"
+                )
             return functools.partial(_session_among, title)
         if isinstance(given, type) or hasattr(given, "class_") or not callable(given):  # class_: of a sessionmaker
             raise TypeError(
-                f"@locked: session={given!r} is not what gives the session that {title} works with: "
-                "name its argument, or give a scoped_session or a function that returns the session of the call"
+                f"@locked: session={given!r} cannot return the session that {title} works with: "
+                "name its argument, or pass a scoped_session or a function that returns the session of the call"
             )
         return lambda args, kwargs: given()
 
 
 def _from_url(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Any]:
-    """Give what the router of Starlette or Flask took out of the URL of the request."""
+    """Yield the values that the router of Starlette or Flask took out of the URL of the request."""
     for each in (*args, *kwargs.values()):
         if hasattr(type(each), "path_params"):
             yield from each.path_params.values()
@@ -160,20 +173,20 @@ def _session_among(title: str, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     if len(found) != 1:
         raise TypeError(
             f"@locked: {title} was called with {len(found) or 'no'} session{'s'[: len(found)]} among its arguments: "
-            "tell by session= the name of the right one, or what gives it"
+            "name the right one with session=, or pass a function that returns it"
         )
     return next(iter(found.values()))
 
 
 def _kinds() -> tuple[type, ...]:
-    """Whoever has an AsyncSession has imported it, and has the greenlet that it needs."""
+    """Return the classes of sessions; the async ones, which need greenlet, only if the program imported them."""
     asyncio = sys.modules.get("sqlalchemy.ext.asyncio")
     more = () if asyncio is None else (asyncio.AsyncSession, asyncio.async_scoped_session)
     return (Session, scoped_session, *more)
 
 
 def annotated(session: Any) -> Any:
-    """Write a dependency as an annotation."""
+    """Return a dependency of FastAPI as an annotation."""
     from fastapi import Depends
 
     if get_origin(session) is Annotated:
@@ -183,7 +196,7 @@ def annotated(session: Any) -> Any:
 
 @asynccontextmanager
 async def _in_threads(block: Lock) -> AsyncIterator[Lease]:
-    """Enter and leave a block in threads of its own: those of the pool may all be taken, by those who wait for it."""
+    """Enter and leave a block in a thread outside FastAPI's pool, in which waiters for this very lock may take all."""
     from anyio import CancelScope, CapacityLimiter, to_thread
 
     run = functools.partial(to_thread.run_sync, limiter=CapacityLimiter(1))

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 __all__ = ["database"]
 
-_TIMEOUT: Final = {
+_TIMEOUT_ARGUMENTS: Final = {
     "psycopg": "connect_timeout",
     "psycopg2": "connect_timeout",
     "mysqldb": "connect_timeout",
@@ -36,10 +36,13 @@ _FENCE_REMEDY: Final = "sqla_dlock.fencing.metadata.create_all(engine); in Djang
 
 
 def database(given: str | Engine | AsyncEngine, alias: str | None = None) -> DatabaseReader:
-    """Give the database of a URL or an engine; it has a connection of its own, opened when asked, outside any pool.
+    """Return a database for the inspector; it opens a dedicated connection, outside any pool, at the first query.
 
-    Without `alias` it is called by the name of the database. Raises ArgumentError for a URL that is none, ImportError
-    when its driver is missing.
+    Args:
+        given: A URL, or an engine, whose driver and arguments are used.
+        alias: The name in listings; by default the name of the database.
+
+    Raises ArgumentError for text that is no URL, and ImportError if the driver is missing.
     """
     engine = _engine(given)
     title = alias or engine.url.database or engine.dialect.name
@@ -47,10 +50,10 @@ def database(given: str | Engine | AsyncEngine, alias: str | None = None) -> Dat
 
 
 def _engine(given: str | Engine | AsyncEngine) -> Engine:
-    """Make an engine that shares nothing with the one that was given but the way to connect."""
+    """Return an engine that shares only the way to connect with the one that was given."""
     if isinstance(given, str):
         url = make_url(given)
-        timeout = _TIMEOUT.get(url.get_dialect().driver)
+        timeout = _TIMEOUT_ARGUMENTS.get(url.get_dialect().driver)
         connect = {timeout: CONNECT_TIMEOUT_S} if timeout else {}
         return create_engine(url, poolclass=NullPool, isolation_level="AUTOCOMMIT", connect_args=connect)
     engine = given.sync_engine if isinstance(given, AsyncEngine) else given
@@ -58,10 +61,10 @@ def _engine(given: str | Engine | AsyncEngine) -> Engine:
 
 
 def _refuse_missing_file(url: URL) -> None:
-    """Raise FileNotFoundError where SQLite would make an empty database of a path that was spelled wrong."""
+    """Raise FileNotFoundError for a missing file: SQLite would create an empty database there."""
     path = url.database or ":memory:"
     if url.get_backend_name() == "sqlite" and not path.startswith((":", "file:")) and not Path(path).exists():
-        raise FileNotFoundError(f"there is no file {path}")
+        raise FileNotFoundError(f"the SQLite database {path} does not exist: check the path in its URL")
 
 
 def _vendor(engine: Engine) -> str:

@@ -1,6 +1,7 @@
-"""Errors as HTTP answers, and the request as owner, in any ASGI or WSGI application.
+"""Errors of locks as HTTP answers, and the request as owner, in any ASGI or WSGI application.
 
-Place it inside what every answer needs (security and CORS headers) and around what takes locks or opens sessions.
+Place it inside the middleware that each answer needs (security and CORS headers), and around all code that takes locks
+or opens sessions.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ _ANSWERED: Final = (DLockError, StaleDataError)
 
 
 def _as_ours(error: DLockError | StaleDataError) -> DLockError:
-    """Return the error to answer: StaleDataError, which `Session.merge` and bulk updates raise, is a conflict, too."""
+    """Return the error to answer: StaleDataError, which `Session.merge` and bulk updates raise, is one as well."""
     if isinstance(error, DLockError):
         return error
     data = {"name": "the object", "instance": None, "expected": None, "found": None, "action": "save"}
@@ -40,13 +41,14 @@ def _as_ours(error: DLockError | StaleDataError) -> DLockError:
 
 
 class LockMiddleware:
-    """Answers lock errors with 404, 409, 412, 423, 428, 503.
+    """Answer lock errors of an ASGI application with 404, 409, 412, 423, 428 or 503.
 
-    It also names "POST /orders/42/ship" as owner of what a request takes. For ASGI:
-    `app.add_middleware(LockMiddleware)` in FastAPI and Starlette (around the whole application it would come after
-    their own 500). Errors of the program, such as NotSupported, propagate; so does every error once the response
-    has begun, as with a session dependency of FastAPI that commits after it (`Depends(get_session, scope="function")`
-    commits before).
+    It also names the request, such as "POST /orders/42/ship", as owner of the locks that it takes. Add it with
+    `app.add_middleware(LockMiddleware)` in FastAPI and Starlette: around the whole application it would come after
+    their own 500.
+
+    Errors of the program, such as NotSupported, propagate. So does each error once the response has begun, for example
+    that of a FastAPI session which commits after the response; `Depends(get_session, scope="function")` commits before.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -74,10 +76,10 @@ class LockMiddleware:
 
 
 async def answer_asgi(request: Any, error: Exception) -> Any:
-    """Answer a lock error where other handlers would: `app.add_exception_handler(DLockError, answer_asgi)`.
+    """Answer a lock error in FastAPI or Starlette: `app.add_exception_handler(DLockError, answer_asgi)`.
 
-    For FastAPI and Starlette, when a handler for Exception, OSError or TimeoutError would take the error before it
-    reaches the middleware. What the middleware would not answer is raised again.
+    It is needed only where a handler for Exception, OSError or TimeoutError would take the error before it reaches the
+    middleware. An error that the middleware would not answer is raised again.
     """
     scope = request.scope
     if scope["type"] == "http" and isinstance(error, _ANSWERED):
@@ -99,10 +101,11 @@ async def _send(answer: Answer, scope: Message, receive: Receive, send: Send) ->
 
 
 class WSGILockMiddleware:
-    """The same for WSGI: `app.wsgi_app = WSGILockMiddleware(app.wsgi_app)` in Flask, with `answer_flask` beside it.
+    """Answer lock errors of a WSGI application, as `LockMiddleware` does for ASGI.
 
-    Also answers what is raised after the view, as long as the server has sent nothing: a session that commits in a
-    teardown function, the first piece of a stream.
+    In Flask it is `app.wsgi_app = WSGILockMiddleware(app.wsgi_app)`, together with `answer_flask`. It also answers
+    errors that are raised after the view, as long as the server has sent nothing: by a session that commits in a
+    teardown function, or by the first piece of a stream.
     """
 
     def __init__(self, app: WSGIApplication) -> None:
@@ -141,7 +144,7 @@ class _Body:
         return chunk
 
     def close(self) -> None:
-        """Close what the application gave, as the server would have."""
+        """Close the iterable of the application, as PEP 3333 asks of the server."""
         close = getattr(self._body, "close", None)
         if close is not None:
             with self._serving():
@@ -155,7 +158,7 @@ class _Body:
         return self._start(status, headers, *exc_info)
 
     def _answer(self, error: DLockError | StaleDataError) -> None:
-        """Answer instead of the application; a server that has sent the headers raises the error again (PEP 3333)."""
+        """Answer in place of the application; a server that has sent the headers raises the error again (PEP 3333)."""
         found = None if self._is_sent else respond(_as_ours(error), self._environ.get("HTTP_ACCEPT", ""))
         if found is None:
             raise error
@@ -170,9 +173,9 @@ def _path(environ: WSGIEnvironment) -> str:
 
 
 def answer_flask(error: DLockError | StaleDataError) -> tuple[bytes, int, dict[str, str]]:
-    """Answer a lock error before Flask makes a 500 of it: `app.register_error_handler(DLockError, answer_flask)`.
+    """Answer a lock error before Flask turns it into a 500: `app.register_error_handler(DLockError, answer_flask)`.
 
-    For `Session.merge`, which raises SQLAlchemy's own error, register it for StaleDataError, too.
+    Register it for StaleDataError as well, which is SQLAlchemy's own error of `Session.merge`.
     """
     from flask import request
 

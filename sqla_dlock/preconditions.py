@@ -20,10 +20,14 @@ __all__ = ["check_preconditions", "conditional", "etag_of"]
 
 
 def etag_of(instance: Any, *, variant: str = "") -> str:
-    """Give the ETag of a versioned instance as it was read or flushed, for the header of a response.
+    """Return the ETag of a versioned instance as it was read or flushed, for the header of a response.
 
-    `variant` tells apart representations that one URL gives by Accept or to different people. Raises TypeError for a
-    class without a version, ValueError for an instance that was not flushed or whose version was deferred.
+    Args:
+        instance: An instance of a versioned class.
+        variant: Tells representations apart that one URL has, by the Accept header or for different users.
+
+    Raises TypeError for a class without a version, and ValueError for an instance that was not flushed or whose version
+    was deferred.
     """
     state = _state(instance)
     table = str(version_column(state.mapper).table)
@@ -33,26 +37,37 @@ def etag_of(instance: Any, *, variant: str = "") -> str:
 def check_preconditions(
     request: HttpRequest, instance: Any, *, required: bool = True, accept_weak: bool = False, variant: str = ""
 ) -> bool:
-    """Check If-Match and If-None-Match against an instance that was just read; True: answer 304 to this GET.
+    """Check If-Match and If-None-Match against an instance that was just read; True means: answer 304 to this GET.
 
-    Race-free together with what writes *this* instance afterwards, since that checks the version again:
-    `save_with_version`, every flush, `session.delete`; a StaleObject from there is answered 412, too. Do not refresh
-    the instance in between. Before statements that check nothing, read it with `lock_row`.
+    There is no race with a write of *this* instance afterwards by `save_with_version`, a flush or `session.delete`,
+    because these check the version again; a StaleObject from there is answered with 412 as well. Do not refresh the
+    instance in between. Before statements that check nothing, read it with `lock_row`. With an AsyncSession the
+    instance must not have expired.
 
-    Raises PreconditionFailed; PreconditionRequired for a method that changes without If-Match, unless
-    `required=False`; PreconditionMalformed. `accept_weak` also takes W/ tags, which is what compression makes of ours.
-    With an AsyncSession the instance must not have expired.
+    Args:
+        request: The request of FastAPI, Starlette or Flask.
+        instance: The object that the request is about.
+        required: Whether a method that changes the object needs If-Match.
+        accept_weak: Accept W/ tags as well, into which compression turns ours.
+        variant: See `etag_of`.
+
+    Raises PreconditionFailed, PreconditionRequired and PreconditionMalformed.
     """
     tag, name = etag_of(instance, variant=variant), _name(instance)
     return evaluate(request, instance, tag, name=name, required=required, accept_weak=accept_weak)
 
 
 def conditional(get: Any, *, required: bool = True, accept_weak: bool = False, variant: str = "") -> Callable[..., Any]:
-    """Make a dependency of FastAPI that gives the object of another one, once its preconditions hold.
+    """Return a dependency of FastAPI that yields the object of another dependency once its preconditions hold.
 
-    `get` is that dependency, exactly as the endpoint would have it: `Depends(conditional(get_order))`. To a GET it adds
-    the ETag, or answers 304 in place of the endpoint, which sets the ETag of what it has changed itself. What is
-    race-free and what is raised: see `check_preconditions`.
+    Use it as `Depends(conditional(get_order))`. For a GET it adds the ETag to the response, or answers 304 in place of
+    the endpoint. An endpoint that changes the object sets the new ETag itself.
+
+    Args:
+        get: The other dependency, exactly as the endpoint would have it.
+        required: See `check_preconditions`, like the other options, the errors and what is free of races.
+        accept_weak: See `check_preconditions`.
+        variant: See `etag_of`.
     """
     from fastapi import HTTPException, Request, Response
 
@@ -79,7 +94,7 @@ def _state(instance: Any) -> Any:
     if state is None or version_column(state.mapper) is None:
         raise TypeError(f"{type(instance).__name__} has no version: add VersionedMixin to its bases")
     if state.key is None:
-        raise ValueError(f"this {type(instance).__name__} is not in the database yet: flush it first")
+        raise ValueError(f"this {type(instance).__name__} is not in the database yet: flush the session first")
     return state
 
 

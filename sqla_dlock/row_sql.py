@@ -1,4 +1,4 @@
-"""Row locks in each database's words: those that SQLAlchemy has none for, or would leave out without a word."""
+"""Row locks in the SQL of each database, where SQLAlchemy has no words for it or would silently leave it out."""
 
 from __future__ import annotations
 
@@ -30,20 +30,20 @@ _MYSQL_RESTORE: Final = text(row_locks.MYSQL_RESTORE)
 def require_row_locks(dialect: Dialect) -> None:
     """Raise NotSupported for a database whose row locks are not known here."""
     if dialect.name not in ("postgresql", "sqlite", *_MYSQL):
-        raise NotSupported(f"dlock knows no row locks of {dialect.name}: SQLAlchemy may leave them out without a word")
+        raise NotSupported(f"dlock knows no row locks of {dialect.name}, and SQLAlchemy might silently leave them out")
 
 
 def require_transaction(connection: Connection) -> None:
-    """Raise NotSupported in AUTOCOMMIT, where a row would be free again before it is returned."""
+    """Raise NotSupported in AUTOCOMMIT, where the row would be unlocked before it is returned."""
     if is_autocommit(connection):
         raise NotSupported(
             "a row lock lasts until the end of its transaction, and this connection is in AUTOCOMMIT: "
-            "lock with another isolation level"
+            "use another isolation level"
         )
 
 
 def locking(statement: Select[Any], mapper: Mapper[Any], lock: RowLock, connection: Connection) -> Select[Any]:
-    """Have a query lock the rows that it finds of a class, not those that it joins where that can be told apart."""
+    """Return a query that locks the rows of a class, and not the rows that it joins, where SQL can tell them apart."""
     name = connection.dialect.name
     locked = statement.with_for_update(
         read=lock.shared,
@@ -60,7 +60,7 @@ def locking(statement: Select[Any], mapper: Mapper[Any], lock: RowLock, connecti
 
 
 def waiting(connection: Connection, mapper: Mapper[Any], lock: RowLock) -> AbstractContextManager[None]:
-    """Do before and after a query what `locking` could not say in it; the former limit is back after it."""
+    """Return a context for a query of `locking`: it sets what the query itself cannot say, and restores it after it."""
     if connection.dialect.name == "sqlite":
         _lock_database(connection, mapper, lock)
     elif lock.limit and connection.dialect.name == "postgresql":
@@ -77,32 +77,32 @@ def _has_wait_clause(connection: Connection) -> bool:
 @contextmanager
 def _restoring_on_postgresql(connection: Connection) -> Iterator[None]:
     yield
-    # After an error of the database nothing is accepted before a rollback, and that restores the setting.
+    # Not after an error: PostgreSQL then accepts nothing before a rollback, which restores the setting anyway.
     connection.execute(_POSTGRESQL_RESTORE)
 
 
 @contextmanager
 def waiting_on_mysql(connection: Connection, wait: float) -> Iterator[None]:
-    """Limit, in seconds, how long each statement inside the block waits for each lock."""
+    """Limit how many seconds each statement inside the block waits for each lock."""
     connection.execute(_MYSQL_LIMIT, {"seconds": whole_seconds(wait)})
     try:
         yield
-    finally:  # the setting belongs to the session: no rollback restores it
-        with suppress(SQLAlchemyError):  # a connection that was lost, or cut off by a cancellation, takes it along
+    finally:  # The setting belongs to the session of the database, so that no rollback restores it.
+        with suppress(SQLAlchemyError):  # A lost connection, or one cut off by a cancellation, ends that session.
             connection.execute(_MYSQL_RESTORE)
 
 
 def _lock_database(connection: Connection, mapper: Mapper[Any], lock: RowLock) -> None:
-    """Take SQLite's one write lock; after BEGIN IMMEDIATE this transaction has it already.
+    """Take the one write lock of SQLite; after BEGIN IMMEDIATE this transaction has it already.
 
-    Nobody can ask how a transaction began, but a DELETE of no rows takes the lock, and fails when what was read before
-    is no longer so.
+    SQLite cannot say how a transaction began. But a DELETE of no rows takes the lock, and fails if another connection
+    has written since this transaction first read.
     """
     with _busy_timeout(connection, lock):
         connection.execute(delete(mapper.tables[0]).where(false()))
     if not has_begun(connection):
         raise NotSupported(
-            "SQLite has no row locks, and no transaction that could have locked the database is open: "
+            "SQLite has no row locks, and no transaction is open that could have locked the database: "
             "begin transactions with BEGIN IMMEDIATE (the event 'begin' of the engine)"
         )
 
@@ -117,5 +117,5 @@ def _busy_timeout(connection: Connection, lock: RowLock) -> Iterator[None]:
     try:
         yield
     finally:
-        with suppress(SQLAlchemyError):  # as above
+        with suppress(SQLAlchemyError):  # the same as on MySQL
             connection.exec_driver_sql(f"PRAGMA busy_timeout = {former:d}")

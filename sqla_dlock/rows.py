@@ -1,9 +1,8 @@
 """Row locks: `lock_row(session, Order, 42)`, `lock_row(session, order)`, `lock_rows(session, Order, [1, 2])`.
 
-Rows are locked and read where the session writes, also if its `get_bind` sends queries to a replica. A row of a
-subclass with tables of its own is locked in those as well. A lock lasts until COMMIT or ROLLBACK of the session, also
-when it was taken in a savepoint that is released. What is read under it is read anew, over what the session had in
-memory.
+Rows are locked and read where the session writes, even if its `get_bind` sends queries to a replica. The row of a
+subclass with further tables is locked in those as well. A lock lasts until COMMIT or ROLLBACK of the session, even if
+it was taken in a savepoint that is released since. What is read under the lock replaces what the session had in memory.
 """
 
 from __future__ import annotations
@@ -36,19 +35,19 @@ if TYPE_CHECKING:
 __all__ = ["alock_row", "alock_rows", "lock_row", "lock_rows"]
 
 if TYPE_CHECKING:
-    IsMeant: TypeAlias = Callable[[InstanceState[Any]], bool]
+    IsTarget: TypeAlias = Callable[[InstanceState[Any]], bool]
 
 
 NOT_GIVEN: Final[Any] = object()
 
 
 def row_name(mapper: Mapper[Any], key: Iterable[object]) -> str:
-    """Name a row in an error."""
+    """Return the name of a row for an error, such as "Order(42)"."""
     return f"{mapper.class_.__name__}({', '.join(map(repr, key))})"
 
 
-def one_row(session: Session, entity: Any, ident: Any) -> tuple[str, Mapper[Any], Select[Any], IsMeant]:
-    """Find out how to name one row, how to select it, and which instance of the session has been read from it."""
+def one_row(session: Session, entity: Any, ident: Any) -> tuple[str, Mapper[Any], Select[Any], IsTarget]:
+    """Return, for one row: its name, its class, the query that selects it, and whether an instance was read from it."""
     mapper, key = _identity(session, entity, ident)
     identity = mapper.identity_key_from_primary_key(key)
     found = select(mapper.class_).where(
@@ -57,30 +56,31 @@ def one_row(session: Session, entity: Any, ident: Any) -> tuple[str, Mapper[Any]
     return row_name(mapper, key), mapper, found, lambda state: state.key == identity
 
 
-def many_rows(entity: Any, idents: Any, *, skip_locked: bool) -> tuple[Mapper[Any], Select[Any], IsMeant]:
-    """Find out how to select many rows in the order of their keys, and which instances have been read from them."""
+def many_rows(entity: Any, idents: Any, *, skip_locked: bool) -> tuple[Mapper[Any], Select[Any], IsTarget]:
+    """Return, for many rows: their class, a query in the order of the keys, and whether an instance is one of them."""
     if isinstance(entity, Select):
         return _selected(entity, idents, skip_locked=skip_locked)
     mapper = _mapper(entity)
     if idents is NOT_GIVEN or isinstance(idents, str | bytes | Mapping) or not isinstance(idents, Iterable):
-        raise TypeError(f"give the primary keys of {mapper.class_.__name__} in a list")
+        raise TypeError(f"give the primary keys of {mapper.class_.__name__} as a list")
     keys = [_key(mapper, ident) for ident in idents]
     identities = {mapper.identity_key_from_primary_key(key) for key in keys}
     return mapper, by_keys(mapper, keys), lambda state: state.key in identities
 
 
 def by_keys(mapper: Mapper[Any], keys: list[tuple[Any, ...]]) -> Select[Any]:
-    """Return a query for the rows of a class that have these primary keys, in the order of them."""
+    """Return a query for the rows of a class with these primary keys, in the order of the keys."""
     columns = _keys(mapper)
     is_one = tuple_(*columns).in_(keys) if len(columns) > 1 else columns[0].in_([value for (value,) in keys])
     return select(mapper.class_).where(is_one).order_by(*columns)
 
 
-def _selected(statement: Select[Any], idents: Any, *, skip_locked: bool) -> tuple[Mapper[Any], Select[Any], IsMeant]:
+def _selected(statement: Select[Any], idents: Any, *, skip_locked: bool) -> tuple[Mapper[Any], Select[Any], IsTarget]:
+    """Return the same as `many_rows` for a query of the caller; a query that must wait gets the order of the keys."""
     (column, *others) = statement.column_descriptions
     entity = column.get("entity")
     if others or idents is not NOT_GIVEN or column["expr"] is not entity:
-        raise TypeError("give a select of one mapped class, as select(Order).where(...), and nothing else")
+        raise TypeError("give a select of one mapped class, such as select(Order).where(...), and nothing else")
     mapper = _mapper(entity)
     if not skip_locked:
         if statement._has_row_limiting_clause:  # noqa: SLF001 - nothing public says whether a query has a limit
@@ -89,15 +89,17 @@ def _selected(statement: Select[Any], idents: Any, *, skip_locked: bool) -> tupl
     return mapper, statement, lambda state: state.mapper.isa(mapper)
 
 
-def refuse_unsaved(session: Session, is_meant: IsMeant) -> None:
-    """Raise ValueError when what is read under the lock would overwrite a change that the session has not written.
+def refuse_unsaved(session: Session, is_target: IsTarget) -> None:
+    """Raise ValueError if the read under the lock would overwrite a change that the session has not written.
 
-    Without autoflush that may be any change: rows of other classes can be loaded along.
+    With autoflush, only changes of the rows themselves count: the session is flushed first, but a caller who changed an
+    instance before the lock has decided on data that may be old. Without autoflush any change counts, because rows of
+    other classes may be loaded along.
     """
     for instance in session.dirty:
         state: InstanceState[Any] = inspect(instance)
         changed = [attribute.key for attribute in state.attrs if attribute.history.has_changes()]
-        if changed and (is_meant(state) or not session.autoflush):
+        if changed and (is_target(state) or not session.autoflush):
             raise ValueError(
                 f"{row_name(state.mapper, state.identity or ())} has changes that are not saved, "
                 f"in {', '.join(changed)}: flush() or refresh() it before the lock, which would overwrite them"
@@ -108,7 +110,7 @@ def _identity(session: Session, entity: Any, ident: Any) -> tuple[Mapper[Any], t
     if isinstance(entity, type):
         mapper = _mapper(entity)
         if ident is NOT_GIVEN:
-            raise TypeError(f"give the primary key of {entity.__name__}, too, or an instance")
+            raise TypeError(f"give the primary key of {entity.__name__} as well, or an instance alone")
         return mapper, _key(mapper, ident)
     if ident is not NOT_GIVEN:
         raise TypeError("give a mapped class and a primary key, or an instance alone")
@@ -127,7 +129,7 @@ def _identity(session: Session, entity: Any, ident: Any) -> tuple[Mapper[Any], t
 def _mapper(entity: Any) -> Mapper[Any]:
     found: Any = inspect(entity, raiseerr=False) if isinstance(entity, type) else None
     if not isinstance(found, Mapper):
-        raise TypeError(f"{entity!r:.80} is no mapped class")
+        raise TypeError(f"{entity!r:.80} is not a mapped class")
     return found
 
 
@@ -137,7 +139,9 @@ def _key(mapper: Mapper[Any], ident: Any) -> tuple[Any, ...]:
         return tuple(ident[name] for name in names)
     key = tuple(ident) if isinstance(ident, tuple | list) else (ident,)
     if len(key) != len(names) or isinstance(ident, Mapping):
-        raise ValueError(f"{ident!r:.80} is no primary key of {mapper.class_.__name__}: give ({', '.join(names)})")
+        raise ValueError(
+            f"{ident!r:.80} cannot be a primary key of {mapper.class_.__name__}: give ({', '.join(names)})"
+        )
     return key
 
 
@@ -175,28 +179,33 @@ def lock_row(
     session: AnySession, instance: O, /, *, skip_locked: Literal[False] = ..., **how: Unpack[RowLockOptions]
 ) -> O: ...
 def lock_row(session: AnySession, entity: Any, ident: Any = NOT_GIVEN, *, skip_locked: bool = False, **how: Any) -> Any:
-    """Lock one row until the end of the transaction, and give it as it is then.
+    """Lock one row until the end of the transaction, and return it as it is under the lock.
 
-    `entity` is a mapped class and `ident` its primary key, as for `session.get_one`; or `entity` is an instance of the
-    session, which is refreshed. What the session has not written yet is flushed first, as before any query.
+    What the session has not written yet is flushed first, as before any query. SQLite has no row locks: there the write
+    lock of the whole database is taken, which BEGIN IMMEDIATE has taken already. MariaDB also locks rows that the class
+    loads by a join.
 
-    `shared` lets others read and lock shared, but not write; with `key` as well they may also write what is no key
-    (PostgreSQL; elsewhere it is a plain shared lock). `wait` is seconds (float or timedelta), None for as long as the
-    database waits, 0 the same as `nowait`; MySQL and MariaDB round it up to whole seconds. `skip_locked` returns None
-    for a row that is locked or not there. `no_key=False` on PostgreSQL also keeps others from inserting rows that
-    refer to it. MariaDB locks rows that the class loads by a join as well.
+    Args:
+        session: A Session or scoped_session, in a transaction or not: one begins with the lock.
+        entity: A mapped class, or an instance of the session, which is refreshed.
+        ident: The primary key, as for `session.get_one`; only with a class.
+        skip_locked: Return None for a row that is locked or does not exist.
+        how: Options that limit the lock:
+            `wait` is in seconds (float or timedelta); None waits as long as the database does, 0 does not wait. MySQL
+            and MariaDB round it up to whole seconds. `nowait=True` does not wait either.
+            `shared=True` lets others read the row and lock it shared, but not write it. With `key=True` they may also
+            write columns that are no key (PostgreSQL; elsewhere it is a plain shared lock).
+            `no_key=False` on PostgreSQL also keeps others from inserting rows that refer to this one.
 
-    SQLite has no row locks: there it takes the write lock of the whole database, as BEGIN IMMEDIATE has done already.
-
-    Raises RowLocked when another transaction held the row for too long (on PostgreSQL the transaction must then be
-    rolled back: lock inside `session.begin_nested()` to lose only that), NoResultFound, ValueError for an instance that
-    is not persistent or would lose unsaved changes, NotSupported where it would lock nothing. Deadlocks and
-    serialization failures stay SQLAlchemy's errors; `retry_on_conflict` knows them.
+    Raises RowLocked if another transaction held the row for too long. On PostgreSQL the transaction must then be rolled
+    back: lock inside `session.begin_nested()` to lose only the savepoint. Raises NoResultFound; ValueError for an
+    instance that is not persistent or that would lose unsaved changes; NotSupported where nothing would be locked.
+    Deadlocks and serialization failures stay SQLAlchemy's errors, which `retry_on_conflict` knows.
     """
     lock = RowLock(skip_locked=skip_locked, **how)
     session = plain_session(session, "alock_row")
-    name, mapper, statement, is_meant = one_row(session, entity, ident)
-    refuse_unsaved(session, is_meant)
+    name, mapper, statement, is_target = one_row(session, entity, ident)
+    refuse_unsaved(session, is_target)
     found = _fetch(session, mapper, statement, lock, name)
     if not found and not skip_locked:
         raise NoResultFound(f"{name} does not exist")
@@ -219,16 +228,22 @@ def lock_rows(
 def lock_rows(
     session: AnySession, entity: Any, idents: Any = NOT_GIVEN, *, skip_locked: bool = False, **how: Any
 ) -> Any:
-    """Lock many rows, in the order of their primary keys, so that two of these never deadlock.
+    """Lock many rows in the order of their primary keys, so that two such calls never deadlock; returns a list.
 
-    Give a mapped class and primary keys, of which those that do not exist are left out; or `select(Order).where(...)`.
-    Options and errors as of `lock_row`; `wait` is for each row. With `skip_locked`, which waits for nobody, a select
-    keeps its own order and may have a limit: the next ten jobs that no other worker has.
+    The options and errors are those of `lock_row`, but a row that does not exist is left out; `wait` is for each row.
+
+    Args:
+        session: A Session or scoped_session.
+        entity: A mapped class, or a query such as `select(Order).where(...)`.
+        idents: The primary keys; only with a class.
+        skip_locked: Leave out rows that are locked. A query then keeps its own order and may have a limit, such as the
+            next ten jobs that no other worker has.
+        how: See `lock_row`.
     """
     lock = RowLock(skip_locked=skip_locked, **how)
     session = plain_session(session, "alock_rows")
-    mapper, statement, is_meant = many_rows(entity, idents, skip_locked=skip_locked)
-    refuse_unsaved(session, is_meant)
+    mapper, statement, is_target = many_rows(entity, idents, skip_locked=skip_locked)
+    refuse_unsaved(session, is_target)
     return _fetch(session, mapper, statement, lock, mapper.class_.__name__)
 
 
@@ -254,7 +269,7 @@ async def alock_row(
     session: AnyAsyncSession, instance: O, /, *, skip_locked: Literal[False] = ..., **how: Unpack[RowLockOptions]
 ) -> O: ...
 async def alock_row(session: AnyAsyncSession, *what: Any, **how: Any) -> Any:
-    """Lock one row as `lock_row` does, for an AsyncSession."""
+    """Lock one row for an AsyncSession; see `lock_row`."""
     return await plain_async_session(session, "lock_row").run_sync(lock_row, *what, **how)
 
 
@@ -272,7 +287,7 @@ async def alock_rows(
     session: AnyAsyncSession, statement: Select[Any], /, *, skip_locked: bool = ..., **how: Unpack[RowLockOptions]
 ) -> list[Any]: ...
 async def alock_rows(session: AnyAsyncSession, *what: Any, **how: Any) -> Any:
-    """Lock many rows as `lock_rows` does, for an AsyncSession."""
+    """Lock many rows for an AsyncSession; see `lock_rows`."""
     return await plain_async_session(session, "lock_rows").run_sync(lock_rows, *what, **how)
 
 
@@ -292,13 +307,18 @@ def _fetch(session: Session, mapper: Mapper[Any], statement: Select[Any], lock: 
 
 
 def _read(session: Session, mapper: Mapper[Any], statement: Select[Any], lock: RowLock) -> list[Any]:
+    """Lock and read the rows of a query, and then those rows of subclasses that stand in further tables.
+
+    A query of a base class does not join the tables of its subclasses, so their rows take a second query. With
+    `skip_locked` that one may find fewer rows, and an instance counts as locked only if all its rows are.
+    """
     connection = connection_for_writing(session, mapper)
     require_transaction(connection)
     with waiting(connection, mapper, lock):
         found = _locked(session, connection, mapper, statement, lock)
         for below, keys in _with_more_tables(mapper, found).items():
             locked = {id(each) for each in _locked(session, connection, below, by_keys(below, keys), lock)}
-            found = [each for each in found if inspect(each).mapper is not below or id(each) in locked]  # skip_locked
+            found = [each for each in found if inspect(each).mapper is not below or id(each) in locked]
     return found
 
 
@@ -313,7 +333,7 @@ def _locked(
 
 
 def _with_more_tables(mapper: Mapper[Any], found: Iterable[Any]) -> dict[Mapper[Any], list[tuple[Any, ...]]]:
-    """Return the keys of instances of subclasses that have tables of their own, whose rows are to be locked, too."""
+    """Return the keys of instances of subclasses with further tables, whose rows there must be locked as well."""
     keys: dict[Mapper[Any], list[tuple[Any, ...]]] = defaultdict(list)
     for each in found:
         state: Any = inspect(each)

@@ -1,6 +1,6 @@
-"""Named stores of leases: `configure(default="redis://…", ledger=backend)`, once, when the program starts.
+"""Named stores of leases, `configure(default="redis://…", ledger=backend)`, and the sessions that use them.
 
-Without it `DLOCK_URL` in the environment is the default store.
+Call `configure` once when the program starts. Without it, `DLOCK_URL` in the environment is the default store.
 """
 
 from __future__ import annotations
@@ -30,22 +30,23 @@ __all__ = ["configure", "store_of"]
 
 _stores: dict[str, Store] = {}
 _IN_DATABASE: Final = {"advisory": "sqla_dlock.backends.advisory", "database": "sqla_dlock.backends.table"}
-_making: Final = threading.Lock()
+_configuring: Final = threading.Lock()
 
 
 def configure(**stores: Any) -> None:
-    """Name stores for `lock(..., store="name")`.
+    """Set the stores for `lock(..., store="name")`; nothing is sent yet.
 
-    Each is a URL, a redis-py client, an Engine or AsyncEngine (its leases are in the table `dlock_lease`), a backend,
-    or a `Store`, which says the ttl and wait of its locks, too.
-    Nothing is sent yet. A name that is known already is replaced for the locks that are taken from now on. Raises
-    ValueError, TypeError or ImportError as `dlock_core.connect`, and then nothing is changed.
+    A store is a URL, a redis-py client, an Engine or AsyncEngine (its leases are in the table `dlock_lease`), a backend
+    or a `Store`, which also sets the ttl and wait of its locks. A name that exists already is replaced for all locks
+    that are taken from now on.
+
+    Raises ValueError, TypeError or ImportError as `dlock_core.connect` does; then nothing has changed.
     """
-    _stores.update({alias: _made(alias, given) for alias, given in stores.items()})
+    _stores.update({alias: _as_store(alias, given) for alias, given in stores.items()})
 
 
 def store_of(store: Any) -> Store:
-    """Give the store of that name; a backend is a store without a name."""
+    """Return the store of a name, or the store that a backend is; raises LookupError for an unknown name."""
     if not isinstance(store, str):
         return _unnamed(store)
     found = _stores.get(store)
@@ -53,23 +54,23 @@ def store_of(store: Any) -> Store:
 
 
 def _from_environment(alias: str) -> Store:
-    with _making:
+    with _configuring:
         if alias == "default" and alias not in _stores and (url := os.environ.get("DLOCK_URL")):
             configure(default=url)
     if alias not in _stores:
         known = ", ".join(map(repr, _stores)) or "none"
         example = "configure(default='redis://localhost:6379/0'), or set DLOCK_URL"
-        raise LookupError(f"there is no store {alias!r}, only: {known}; call sqla_dlock.{example}")
+        raise LookupError(f"there is no store {alias!r}; the stores are: {known}. Call sqla_dlock.{example}")
     return _stores[alias]
 
 
-def _made(alias: str, given: Any) -> Store:
+def _as_store(alias: str, given: Any) -> Store:
     if isinstance(given, Store):
         return given
-    return Store(alias, given if _is_backend(given) else _connected(given))
+    return Store(alias, given if _is_backend(given) else _connect(given))
 
 
-def _connected(given: Any) -> Backend:
+def _connect(given: Any) -> Backend:
     if isinstance(given, Engine) or hasattr(given, "sync_engine"):
         return _in_database("database").from_engine(given)  # type: ignore[no-any-return]
     kind = scheme_of(given).partition("+")[0] if isinstance(given, str) else ""
@@ -77,16 +78,19 @@ def _connected(given: Any) -> Backend:
 
 
 def _in_database(kind: str) -> Any:
-    return import_module(_IN_DATABASE[kind])  # it needs greenlet, which a program without asyncio may lack
+    return import_module(_IN_DATABASE[kind])  # It needs greenlet, which a program without asyncio may not have.
 
 
 def _unnamed(given: Any) -> Store:
-    """Refuse a client: with a backend of its own at every call, nobody would know what a session holds already."""
+    """Return the store of a backend; raises TypeError for a client or URL.
+
+    A new backend would be made of those at each call, and it would not know which locks the session holds already.
+    """
     if not isinstance(given, Store) and not _is_backend(given):
         raise TypeError(
             f"store= is a name given to configure(), or a backend made once with connect(), not {type(given).__name__}"
         )
-    return _made("", given)
+    return _as_store("", given)
 
 
 def _is_backend(given: Any) -> bool:
@@ -94,7 +98,7 @@ def _is_backend(given: Any) -> bool:
 
 
 def plain_session(session: Session | scoped_session[Any], instead: str) -> Session:
-    """Give the Session; `instead` is what to call with an AsyncSession."""
+    """Return the Session; raises TypeError for anything else, which names `instead` for an AsyncSession."""
     found: Any = session() if isinstance(session, scoped_session) else session
     if isinstance(found, Session):
         return found
@@ -104,8 +108,8 @@ def plain_session(session: Session | scoped_session[Any], instead: str) -> Sessi
 
 
 def plain_async_session(session: AsyncSession | async_scoped_session[Any], instead: str) -> AsyncSession:
-    """Give the AsyncSession; `instead` is what to call with a Session."""
-    from sqlalchemy.ext.asyncio import AsyncSession, async_scoped_session  # needs greenlet, which is not everywhere
+    """Return the AsyncSession; raises TypeError for anything else, which names `instead` for a Session."""
+    from sqlalchemy.ext.asyncio import AsyncSession, async_scoped_session  # needs greenlet
 
     found: Any = session() if isinstance(session, async_scoped_session) else session
     if isinstance(found, AsyncSession):
@@ -118,15 +122,15 @@ def refuse_closed(session: Session) -> None:
     """Raise InvalidRequestError for a session that was closed for good (`close_resets_only=False`)."""
     # Nothing public says so; until it is used it looks like a session that has begun no transaction yet.
     if getattr(session._close_state, "name", "") == "CLOSED":  # noqa: SLF001
-        raise InvalidRequestError("this Session has been closed for good: take the lock with a new one")
+        raise InvalidRequestError("this Session has been closed for good: acquire the lock with a new one")
 
 
 @contextmanager
 def bound_for_writing(session: Session) -> Iterator[None]:
-    """Have a `get_bind` of the program's own answer as it does for a flush, inside the block.
+    """Make the application's own `get_bind` answer inside the block as it does for a flush.
 
-    What is read for a check, and what is locked, has to be where it is written. SQLAlchemy's documentation tells a
-    flush from a query, which may go to a replica, by `session._flushing`.
+    Rows must be locked, and read for a check, where they are written. A `get_bind` that sends queries to a replica
+    tells a flush from a query by `session._flushing`, as SQLAlchemy's documentation recommends.
     """
     if getattr(session.get_bind, "__func__", None) is Session.get_bind:
         yield
