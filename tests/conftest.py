@@ -23,11 +23,25 @@ from tests import servers, tables
 from tests.mysql_server import MYSQLD, mysql
 from tests.servers import Server, ServerMissing
 
+QUICK = bool(os.environ.get("DLOCK_TEST_QUICK"))
+"""`make quick`: no test starts a server."""
+SERVER_FIXTURES = {"redis_server", "redis_62", "any_redis", "redis_store", "postgresql", "mariadb"}
+SERVER_WORDS = ("redis", "postgresql", "psycopg", "asyncpg", "mariadb", "mysql", "asyncmy")
+"""In the parameters of a test: it asks for the server of that name or driver."""
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Refuse names with an address in them: the processes in which tests run side by side would know different tests."""
     if unstable := [item.nodeid for item in items if " at 0x" in item.nodeid]:
         raise pytest.UsageError(f"a test's name differs in every process, give it `ids`: {unstable[0]}")
+    if QUICK:
+        config.hook.pytest_deselected(items=[item for item in items if needs_server(item)])
+        items[:] = [item for item in items if not needs_server(item)]
+
+
+def needs_server(item: pytest.Item) -> bool:
+    parameters = item.nodeid.partition("[")[2]
+    return any(word in parameters for word in SERVER_WORDS) or not SERVER_FIXTURES.isdisjoint(item.fixturenames)
 
 
 FAILED = os.environ.pop("DLOCK_TEST_FAILED", "")
@@ -45,6 +59,8 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
 
 def start(make: Callable[[], Server]) -> Iterator[Server]:
     """Start a server for a fixture and end it after; skip, or fail under CI, when it is not installed."""
+    if QUICK:
+        pytest.skip("make quick starts no server")
     try:
         server = make()
     except ServerMissing as missing:
