@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from django.db import connections
 
-from dlock_core.inspect.sessions import CONNECT_TIMEOUT_S, DatabaseReader
+from dlock_core.inspect.reader import CONNECT_TIMEOUT_S, DatabaseReader
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -13,7 +13,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 from sqlalchemy.pool import NullPool
 from sqlalchemy.util import greenlet_spawn
 
-from dlock_core.inspect.sessions import CONNECT_TIMEOUT_S, DatabaseReader
+from dlock_core.inspect.reader import CONNECT_TIMEOUT_S, DatabaseReader
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -19,7 +19,7 @@ from dlock_core import AsyncLock, Lock, connect
 from dlock_core.backend import Holder, LockState
 from dlock_core.backends.memory import MemoryBackend
 from dlock_core.errors import BackendUnavailable
-from dlock_core.inspect import sessions, take_snapshot
+from dlock_core.inspect import reader, take_snapshot
 from sqla_dlock.inspect import database as sqla_database
 from tests import servers
 from tests.inspect.parties import URLS
@@ -181,7 +181,7 @@ def test_sqlite_has_nothing_to_show(use_database):
 
 
 def test_database_that_says_nothing_is_left_alone(monkeypatch):
-    monkeypatch.setattr(sessions, "QUERY_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(reader, "QUERY_TIMEOUT_S", 0.3)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         url = f"postgresql+psycopg://u@127.0.0.1:{silent.getsockname()[1]}/shop"
         (gone,) = take_snapshot([], [sqla_database(url)]).unreadable
@@ -189,7 +189,7 @@ def test_database_that_says_nothing_is_left_alone(monkeypatch):
 
 
 def test_connection_that_comes_too_late_is_closed(monkeypatch):
-    monkeypatch.setattr(sessions, "QUERY_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(reader, "QUERY_TIMEOUT_S", 0.1)
     come, closed = threading.Event(), threading.Event()
 
     class Session:
@@ -203,7 +203,7 @@ def test_connection_that_comes_too_late_is_closed(monkeypatch):
             closed.set()
 
     with pytest.raises(BackendUnavailable):
-        sessions.DatabaseReader("x", "other", Session).query("SELECT 1")
+        reader.DatabaseReader("x", "other", Session).query("SELECT 1")
     come.set()
     assert closed.wait(30)
 
