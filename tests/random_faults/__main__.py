@@ -3,6 +3,7 @@
 import argparse
 import logging
 import secrets
+import signal
 import sys
 
 from tests.random_faults.crew import CREW
@@ -53,6 +54,7 @@ def main() -> int:
         show(plan(options.seed, options.minutes, options.stores, len(CREW), options.only))
         return 0
     logging.disable()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what the run has made is removed
     say(f"seed {given.seed}")
     run = Run(options)
     try:
