@@ -409,7 +409,7 @@ async def acquire_all(
     try:
         for _, neighbours in groupby(members, key=lambda member: id(member.backend)):
             of_one_store = [*neighbours]
-            await _acquire_in_one_request(runtime, [member.pending for member in of_one_store], until)
+            await _acquire_in_one_request(runtime, of_one_store, until)
             for member in of_one_store:
                 await member.acquire()
         return await finish()
@@ -420,10 +420,16 @@ async def acquire_all(
         raise
 
 
-async def _acquire_in_one_request(runtime: Runtime, pending: Sequence[Acquisition | None], until: float) -> None:
-    """Take all of the locks in one request; none where the store cannot, or where one of them is held already."""
-    asked = [each for each in pending if each is not None and not each.request.shared]
-    if len(asked) < max(2, len(pending)) or not supports_many(backend := asked[0].backend):
+async def _acquire_in_one_request(runtime: Runtime, members: Sequence[GroupMember], until: float) -> None:
+    """Take all of the locks in one request; none where the store cannot, or where one of them is held already.
+
+    A member is asked for its request only where it is needed: it may have to connect for that, in its own way.
+    """
+    backend = members[0].backend
+    if len(members) == 1 or not supports_many(backend):
+        return
+    asked = [each for member in members if (each := member.pending) is not None and not each.request.shared]
+    if len(asked) < len(members):
         return
     sent = runtime.now()
     for each in asked:

@@ -388,6 +388,15 @@ async def test_wait_that_runs_out_leaves_the_asyncio_transaction_usable(engine, 
     assert committed(engine, COUNTERS) == [("before",)]
 
 
+async def test_several_locks_open_the_sessions_first_connection(async_engine, async_store):
+    await async_engine.dispose()
+    async with AsyncSession(async_engine) as session:
+        orders = [alock(session, "order", number, store=async_store) for number in (1, 2)]
+        async with alock(*orders) as leases:
+            assert [lease.name for lease in leases] == ["order:1", "order:2"]
+            await session.commit()
+
+
 async def test_cancelled_waiter_leaves_its_place(engine, async_engine, async_store):
     async with AsyncSession(async_engine) as first, AsyncSession(async_engine) as second:
         await aorder(first, async_store).acquire()
