@@ -58,8 +58,8 @@ def text(own: tuple[str, ...] = (), inside: tuple[str, ...] = ()) -> str:
 
 
 def in_task() -> bool:
-    """Say whether this code runs in an event loop, which many tasks share."""
-    return asyncio._get_running_loop() is not None
+    """Return whether this code runs in an event loop, which many tasks share."""
+    return asyncio._get_running_loop() is not None  # noqa: SLF001 - documented for event loops; it raises nothing
 
 
 def _worker() -> tuple[str, str, int]:

@@ -195,7 +195,7 @@ class Port:
 
     def execute(self, sql: str, params: Mapping[str, Any]) -> tuple[int, tuple[Any, ...] | None]:
         statement = _text(sql)
-        if self._key is not None and "key" in statement._bindparams:
+        if self._key is not None and "key" in statement._bindparams:  # noqa: SLF001 - compile() would list them publicly, at a cost
             statement = statement.bindparams(self._key)
         return _answer(self._connection, statement, params)
 
@@ -273,7 +273,8 @@ def keeps_snapshot(bind: Engine | Connection) -> bool:
     """
     if bind.dialect.name != "postgresql":
         return False
-    level = bind.get_execution_options().get("isolation_level") or bind.dialect._on_connect_isolation_level
+    # Nothing public tells the level that create_engine(isolation_level=…) sets.
+    level = bind.get_execution_options().get("isolation_level") or bind.dialect._on_connect_isolation_level  # noqa: SLF001
     return str(level or _default_level(bind)).upper().replace("_", " ") not in READ_COMMITTED
 
 

@@ -122,8 +122,8 @@ def on_savepoint_rollback(connection: Connection, restore: Callable[[], None]) -
     """Call `restore` once if a savepoint that is open now is rolled back, and takes along what was done in it."""
     open_now, nested = set[str](), connection.get_nested_transaction()
     while nested is not None:
-        open_now.add(nested._savepoint)
-        nested = nested._previous_nested
+        open_now.add(nested._savepoint)  # noqa: SLF001 - nothing public names an open savepoint, or the one around it
+        nested = nested._previous_nested  # noqa: SLF001
     if open_now:
         tracker_for(connection).undo.append((open_now, restore))
 
@@ -435,4 +435,4 @@ def _is_owned(transaction: SessionTransaction, connection: Connection) -> bool:
 
 def _parts(transaction: SessionTransaction) -> list[tuple[Any, ...]]:
     """Return for each connection: it, its transaction, whether the session commits it, and whether it closes it."""
-    return list(transaction._connections.values())
+    return list(transaction._connections.values())  # noqa: SLF001 - nothing public lists them
