@@ -159,7 +159,7 @@ class AsyncEngineConnection(EngineConnection):
         """Only psycopg shows its socket, and only psycopg cannot be terminated."""
         shut_socket(self._socket)
         if hasattr(self._connection, "terminate"):
-            self._loop.soon(self._connection.terminate)
+            self._loop.call_soon(self._connection.terminate)
 
 
 def as_driver_takes(sql: str, params: Mapping[str, Any], dialect: Dialect) -> tuple[str, Any]:

@@ -57,7 +57,7 @@ class Loop:
         """Call a function inside a greenlet, within `limit` seconds; raises TimeoutError."""
         return await_(asyncio.wait_for(greenlet_spawn(function), limit))
 
-    def soon(self, function: Callable[[], object]) -> None:
+    def call_soon(self, function: Callable[[], object]) -> None:
         """Call a function that does not wait in the loop, soon."""
         if (loop := self._loop) is not None:
             loop.call_soon_threadsafe(function)

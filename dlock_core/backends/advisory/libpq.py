@@ -57,6 +57,8 @@ class Libpq:
         return name
 
     def _answer(self) -> PGresult:
+        # libpq returns None after the last result, and wants to be asked until then: a result that is left would be
+        # taken for the answer to the next statement.
         answer = None
         while (result := self._next()) is not None:
             answer = result
@@ -67,7 +69,10 @@ class Libpq:
         return answer
 
     def _next(self) -> PGresult | None:
-        """Wait in Python, where signals come through; what was sent is small, and does not wait to be sent."""
+        """Return the next result of the statement that was sent, None after the last one."""
+        # libpq's own PQgetResult waits in C, where Python runs no signal handler: a Ctrl-C would come through only when
+        # the lock is granted, which may take hours. So the wait is a poll in Python. Nothing has to be flushed before,
+        # because our statements are smaller than a socket's buffer.
         while self._pgconn.is_busy():
             self._arrived.poll()
             self._pgconn.consume_input()

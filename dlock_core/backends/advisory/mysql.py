@@ -85,7 +85,7 @@ class MySQL:
             await self._kill(runtime, name, number)
 
     async def owner(self, runtime: Runtime, name: str, ours: Sequence[Reservation]) -> str:
-        """Return who holds a lock."""
+        """Return the owner of a lock, as far as the server shows it."""
         holder = await self._shown(runtime, name, ours)
         return holder.owner if holder is not None else ""
 

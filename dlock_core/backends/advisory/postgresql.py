@@ -84,7 +84,7 @@ class PostgreSQL:
         await self._sessions.end(runtime, name, number)
 
     async def owner(self, runtime: Runtime, name: str, ours: Sequence[Reservation]) -> str:
-        """Return who holds a lock."""
+        """Return the owner of a lock; empty when it is free."""
         (state,) = await self._sessions.inspect(runtime, name, ours)
         return next((holder.owner for holder in state.holders), "")
 

@@ -82,6 +82,10 @@ class TransactionBackend:
         transaction, label = self._transaction_of(request), label_of(request.name, self.prefix)
         params = {**_params(request, label), "milliseconds": str(max(1, math.ceil(timeout * 1000)))}
         connection = transaction.connection
+        # PostgreSQL ends a wait by an error (55P03), and after an error it refuses every further statement of the
+        # transaction, which is the caller's. A savepoint bounds the damage. Rolling back to it also releases a lock
+        # that was granted after it, in the moment in which the time limit struck: so whatever comes back, an error
+        # means that the lock is not held.
         await connection.tell("SAVEPOINT dlock_wait")
         try:
             row = await connection.row(postgresql.WAIT[request.shared], params)

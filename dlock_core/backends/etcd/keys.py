@@ -118,11 +118,11 @@ class Keys:
         own = self.own(request)
         return _txn([_created(own, created)], [_put(own, request.owner, lease)], [])
 
-    def raise_base(self, request: Request, seen: LockView, base: int) -> GatewayCall:
+    def raise_base(self, request: Request, view: LockView, base: int) -> GatewayCall:
         """Add so much to the tokens of this lock, beginning with our own grant, unless another was faster."""
         key = self.base(request.name)
-        same = {"key": text(key), "target": "MOD", "mod_revision": str(seen.base_modified)}
-        return _txn([_created(seen.own.key, seen.own.created), same], [_put(key, str(base))], [])
+        same = {"key": text(key), "target": "MOD", "mod_revision": str(view.base_modified)}
+        return _txn([_created(view.own.key, view.own.created), same], [_put(key, str(base))], [])
 
     def held(self, owns: Sequence[str]) -> GatewayCall:
         """See which of these keys are there."""

@@ -35,12 +35,14 @@ async def in_threads(runtime: Runtime, function: Callable[..., T], *args: Any) -
     """Call a blocking function, to its end even when the task is cancelled: till then its connection is in use."""
     if not isinstance(runtime, Asyncio):
         return function(*args)
+    # A driver's call cannot be stopped from outside, only its connection can be destroyed. Were the task to go on while
+    # the thread still works, the connection would be given to the next step in the middle of this one.
     return await finished(runtime, _executor().submit(function, *args))
 
 
 async def finished(runtime: Asyncio, future: Future[T]) -> T:
     """Wait for what another thread does, and until it is done even when the task is cancelled."""
-    return await runtime.shield(asyncio.wrap_future(future))  # type: ignore[arg-type]  # a future spares it a task
+    return await runtime.shield(asyncio.wrap_future(future))  # type: ignore[arg-type]  # A future needs no task.
 
 
 def _executor() -> ThreadPoolExecutor:

@@ -1,7 +1,7 @@
 """Leases in a table of the application's own database: no other server, and one statement for each step.
 
-Every statement is a transaction of its own on a connection of ours, so a lease does not depend on what becomes of the
-caller's transaction, and a competitor is told so at once instead of being blocked. (Idea of a row per lock with its
+Every statement is a separate transaction on a dedicated connection, so a lease does not depend on what becomes of the
+caller's transaction, and a competitor learns of it at once instead of being blocked. (Idea of a row per lock with its
 expiry: ShedLock; of a token that grows in it: Kleppmann 2016.)
 """
 
@@ -92,7 +92,9 @@ class TableBackend:
             await runtime.sleep(min(timeout, pause * CHANCE.uniform(0.5, 1.0)))
         while True:
             signal = runtime.signal()
-            with self._waiters.on(request.name, signal):  # before the look: a release after it is heard
+            # The signal is registered before the row is read. The other way round, a release between the two would be
+            # missed, and this waiter would sleep to the end of its pause.
+            with self._waiters.on(request.name, signal):
                 left = min(await self._look(runtime, request.name), until - runtime.now())
                 if left <= 0:
                     return

@@ -2,7 +2,7 @@
 
 A row per lock, deleted some time after its last use: the next token is the time, which is greater. Times are
 microseconds since 1970 by the database's clock, as it was when the statement began: before any wait for the row, so
-that nobody is believed to have expired too early, or to be valid for too long. Who holds a row is known by `expires_at`
+that no lease is taken for expired too early, or for valid too long. Whether a row is held is known by `expires_at`
 alone; a release writes the time there, below zero.
 """
 

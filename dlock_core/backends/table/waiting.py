@@ -103,7 +103,10 @@ class NotifyListener:
             self._dedicated.forget()
 
     async def _listen(self, runtime: Runtime) -> None:
-        self._proof = f"?{secrets.token_hex(8)}"  # no lock has such a name
+        # A pooler such as PgBouncer accepts a LISTEN and then delivers nothing. Only a notification of our own that
+        # comes back proves that releases will be reported; until it does, waiters go on polling. No lock has such a
+        # name.
+        self._proof = f"?{secrets.token_hex(8)}"
         self._dedicated = dedicated = await self._pool.dedicated(runtime, CHANNEL)
         await dedicated.step(runtime, CHANNEL, self._begin)
         await self._pool.step(runtime, CHANNEL, self._tell)
@@ -120,6 +123,8 @@ class NotifyListener:
         self._waiters.notify(payload)
 
     def _ended(self, proof: str) -> None:
-        if proof == self._proof:  # not one that we have left already
+        # The reading thread of a listener that was closed may end after the next one was opened. The proof tells them
+        # apart: only the end of the present one means that nothing is reported any more.
+        if proof == self._proof:
             self.is_listening, self._next = False, -math.inf
             self._waiters.notify_all()

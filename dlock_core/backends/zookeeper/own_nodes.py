@@ -173,11 +173,13 @@ class OwnNodes:
             return [own_node for own_node in self._ending if own_node.due <= now]
 
     def _take_out(self, own_node: OwnNode) -> None:
+        # The next attempt is planned before this one is made. So a node whose removal fails, in whatever way, stays
+        # planned until it is gone or its session has ended; a success calls `forget`.
         self.end(own_node, REMOVAL_RETRY_DELAY_S)
         try:
             run(self._remove(BLOCKING, own_node))
         except BackendUnavailable:
-            pass  # it is tried again, until it is done or the session is over
+            pass  # The attempt that is planned already repeats it.
         except BaseException as error:  # noqa: BLE001 - every other place depends on this thread
             call_in_background(logger.error, "dlock: a node could not be removed", exc_info=error)
 
@@ -212,13 +214,17 @@ class QueueClient:
         own_node = old if old is not None and self._keep(old) else OwnNode(request)
         if own_node is old and (queue := await self._find(runtime, own_node)):
             return own_node, queue
+        # From here until the reply, the servers may have made a node whose name we do not know. The attempt is marked
+        # before it is made, so that an interrupt or a lost reply leaves an own node that is searched for by its holder
+        # and removed.
         was_doubtful, own_node.path, own_node.doubtful = own_node.doubtful or bool(own_node.path), "", True
         self._keep(own_node)
         try:
             path, stat, queue = await self._nodes.create(runtime, request)
         except NotSent:
             if not was_doubtful:
-                self.own_nodes.forget(own_node)  # nothing has to be removed once there is a connection
+                # The servers were never asked, so there is no node to remove once there is a connection again.
+                self.own_nodes.forget(own_node)
             raise
         own_node.settle(path, stat)
         return own_node, queue

@@ -106,7 +106,9 @@ class ZooKeeperSession:
         client = await self._connected(runtime, name, limit)
         session, connection = self.id, self._connections
         done = runtime.signal()
-        replies = [*[KazooReply() for _ in requests[1:]], KazooReply(done)]  # they are answered in order
+        # ZooKeeper answers the requests of a session in their order, so only the last reply has to wake us. Each wake-
+        # up of a thread or a loop costs more than the request.
+        replies = [*[KazooReply() for _ in requests[1:]], KazooReply(done)]
         for request, reply in zip(requests, replies, strict=True):
             client._call(request, reply)
         if not await runtime.wait(done, max(0.0, sent + limit - runtime.now())):
@@ -198,6 +200,8 @@ class ZooKeeperSession:
         return client
 
     def _noting(self, client: Any) -> Callable[..., tuple[float, float]]:
+        # kazoo tells its listeners that it is connected, but not for how long the servers have granted the session. Its
+        # private `_connect` returns that, so it is wrapped; the tests would fail at once if a new kazoo changed it.
         connect: Callable[..., tuple[float, float]] = client._connection._connect
 
         def noting(*where: Any) -> tuple[float, float]:
