@@ -1,9 +1,9 @@
-"""`retry_on_conflict`: do the whole work again, in a new transaction, when somebody else was faster."""
+"""`retry_on_conflict`: do the whole work again, in a new transaction, when another transaction was faster."""
 
 from __future__ import annotations
 
 from contextlib import ExitStack
-from functools import partial, wraps
+from functools import partial
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, overload
 
 from asgiref.sync import iscoroutinefunction
@@ -14,7 +14,6 @@ from django.dispatch import receiver
 
 from django_dlock.connections import in_transaction, open_transaction, tracker_for
 from django_dlock.transactions import text_of
-from dlock_core.runtime import ASYNCIO, BLOCKING, run
 from dlock_core.sql.statement_kinds import surely_reads
 from dlock_core.transactions.retry import (
     ATTEMPTS,
@@ -26,8 +25,8 @@ from dlock_core.transactions.retry import (
     claim_databases,
     current_attempts,
     report,
+    with_retry,
 )
-from dlock_core.transactions.retry import retry as run_again
 from dlock_core.transactions.tie import Outcome
 
 if TYPE_CHECKING:
@@ -57,7 +56,7 @@ def retry_on_conflict(
     within: Seconds | None = WITHIN_S,
     using: str | Iterable[str] = "default",
 ) -> Any:
-    """Decorate a function to run in a transaction of its own, and to run again from the start after a conflict.
+    """Decorate a function to run in a new transaction, and to run again from the start after a conflict.
 
     A conflict is StaleObject, StaleToken, RowLocked, a deadlock, a serialization failure or a lock timeout. Between
     runs it pauses with full jitter. At most `attempts` runs, none of which starts later than `within` seconds after
@@ -66,7 +65,7 @@ def retry_on_conflict(
 
     It runs again only when everything that the run did is known to be rolled back. A conflict is raised at once, with
     a note, when something is or may be committed: by a COMMIT whose `on_commit` functions raised the conflict, by one
-    of several databases, by a transaction of its own inside the function, by a write in autocommit mode.
+    of several databases, by another transaction inside the function, by a write in autocommit mode.
 
     `using` names the database, or several. Raises TransactionManagementError when a transaction is already open on one
     of them, since what it has read before would not be read again, and inside another `retry_on_conflict` of one of
@@ -80,8 +79,9 @@ def retry_on_conflict(
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
         check_function(function)
-        wrap = _for_coroutines if iscoroutinefunction(function) else _for_functions
-        return wrap(function, policy, aliases)
+        is_async = iscoroutinefunction(function)
+        attempt = _attempt_of_coroutine if is_async else _attempt_in_new_transaction
+        return with_retry(function, policy, partial(attempt, function, aliases), is_async=is_async)
 
     return decorate if function is None else decorate(function)
 
@@ -93,35 +93,24 @@ def _aliases(using: Any) -> tuple[str, ...]:
     return tuple(dict.fromkeys(aliases))
 
 
-def _for_functions(function: Callable[..., Any], policy: Policy, aliases: tuple[str, ...]) -> Callable[..., Any]:
-    @wraps(function)
-    def in_new_transaction(*args: Any, **kwargs: Any) -> Any:
-        for connection in connections.all(initialized_only=True):
-            _watch_statements(connection)
-
-        async def attempt() -> Any:
-            _refuse_inside(aliases)
-            with ExitStack() as transactions:
-                for alias in aliases:
-                    transactions.enter_context(transaction.atomic(using=alias, durable=True))
-                    _follow(connections[alias])
-                return check_answer(function(*args, **kwargs))
-
-        return run(run_again(BLOCKING, attempt, policy))
-
-    return in_new_transaction
+def _attempt_in_new_transaction(
+    function: Callable[..., Any], aliases: tuple[str, ...], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    for connection in connections.all(initialized_only=True):
+        _watch_statements(connection)
+    _refuse_inside(aliases)
+    with ExitStack() as transactions:
+        for alias in aliases:
+            transactions.enter_context(transaction.atomic(using=alias, durable=True))
+            _follow(connections[alias])
+        return check_answer(function(*args, **kwargs))
 
 
-def _for_coroutines(function: Callable[..., Any], policy: Policy, aliases: tuple[str, ...]) -> Callable[..., Any]:
-    @wraps(function)
-    async def again(*args: Any, **kwargs: Any) -> Any:
-        async def attempt() -> Any:
-            _refuse_nested(aliases)
-            return await function(*args, **kwargs)
-
-        return await run_again(ASYNCIO, attempt, policy)
-
-    return again
+async def _attempt_of_coroutine(
+    function: Callable[..., Any], aliases: tuple[str, ...], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    _refuse_nested(aliases)
+    return await function(*args, **kwargs)
 
 
 def _refuse_inside(aliases: tuple[str, ...]) -> None:
@@ -143,7 +132,7 @@ def _refuse_nested(aliases: tuple[str, ...]) -> None:
 
 
 def _follow(connection: BaseDatabaseWrapper) -> None:
-    """Tell the attempts how the open transaction ends."""
+    """Report to the attempts how the open transaction ends."""
     if (open_one := open_transaction(connection)) is None:
         return
 

@@ -1,17 +1,16 @@
-"""`retry_on_conflict`: do the whole work again, in a new session, when somebody else was faster."""
+"""`retry_on_conflict`: do the whole work again, in a new session, when another transaction was faster."""
 
 from __future__ import annotations
 
 import inspect
 from contextlib import contextmanager, suppress
-from functools import wraps
+from functools import partial
 from typing import TYPE_CHECKING, Any, Concatenate, Final, ParamSpec, Protocol, TypeVar, cast, overload
 
 from sqlalchemy import Connection
 from sqlalchemy.exc import InvalidRequestError
 from sqlalchemy.orm import Session
 
-from dlock_core.runtime import ASYNCIO, BLOCKING, run
 from dlock_core.transactions.retry import (
     ATTEMPTS,
     WITHIN_S,
@@ -19,7 +18,7 @@ from dlock_core.transactions.retry import (
     check_answer,
     check_function,
     claim_databases,
-    retry,
+    with_retry,
 )
 
 if TYPE_CHECKING:
@@ -88,44 +87,34 @@ def retry_on_conflict(
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
         check_function(function)
-        place, signature = _without_session(function)
-        wrap = _for_coroutines if inspect.iscoroutinefunction(function) else _for_functions
-        wrapped = wrap(function, place, session_factory, policy)
+        position, signature = _without_session(function)
+        is_async = inspect.iscoroutinefunction(function)
+        attempt = _attempt_of_coroutine if is_async else _attempt_of_function
+        once = partial(attempt, function, position, session_factory)
+        wrapped = with_retry(function, policy, once, is_async=is_async)
         wrapped.__signature__ = signature  # type: ignore[attr-defined]
         return wrapped
 
     return cast("WithSession[S]", decorate)
 
 
-def _for_functions(function: Callable[..., Any], place: int, factory: Any, policy: Policy) -> Callable[..., Any]:
-    @wraps(function)
-    def in_new_session(*args: Any, **kwargs: Any) -> Any:
-        _refuse_given(args, kwargs)
-
-        async def attempt() -> Any:
-            with _current(factory) as session, _own(session, Session), session.begin():
-                return check_answer(function(*args[:place], session, *args[place:], **kwargs))
-
-        return run(retry(BLOCKING, attempt, policy))
-
-    return in_new_session
+def _attempt_of_function(
+    function: Callable[..., Any], position: int, factory: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    _refuse_given(args, kwargs)
+    with _current(factory) as session, _own(session, Session), session.begin():
+        return check_answer(function(*args[:position], session, *args[position:], **kwargs))
 
 
-def _for_coroutines(function: Callable[..., Any], place: int, factory: Any, policy: Policy) -> Callable[..., Any]:
+async def _attempt_of_coroutine(
+    function: Callable[..., Any], position: int, factory: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
     from sqlalchemy.ext.asyncio import AsyncSession  # needs greenlet, which is not everywhere
 
-    @wraps(function)
-    async def in_new_session(*args: Any, **kwargs: Any) -> Any:
-        _refuse_given(args, kwargs)
-
-        async def attempt() -> Any:
-            with _current(factory) as session:
-                async with _own(session, AsyncSession), session.begin():
-                    return await function(*args[:place], session, *args[place:], **kwargs)
-
-        return await retry(ASYNCIO, attempt, policy)
-
-    return in_new_session
+    _refuse_given(args, kwargs)
+    with _current(factory) as session:
+        async with _own(session, AsyncSession), session.begin():
+            return await function(*args[:position], session, *args[position:], **kwargs)
 
 
 @contextmanager
@@ -189,13 +178,14 @@ def _refuse_no_factory(factory: Any) -> None:
 
 
 def _without_session(function: Callable[..., Any]) -> tuple[int, inspect.Signature]:
-    """Find the place of the session among the arguments, and the signature for callers, who do not give it."""
+    """Return the position of the session among the arguments, and the signature for callers, who do not give it."""
     signature = inspect.signature(function)
     names = list(signature.parameters)
-    place = 1 if names[:1] in (["self"], ["cls"]) else 0
+    position = 1 if names[:1] in (["self"], ["cls"]) else 0
     parameters = list(signature.parameters.values())
-    if len(names) <= place or parameters[place].kind in (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.VAR_KEYWORD):
+    by_name_only = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.VAR_KEYWORD)
+    if len(names) <= position or parameters[position].kind in by_name_only:
         raise TypeError(f"{function!r} has no argument for the session: it is given first")
-    if parameters[place].kind is not inspect.Parameter.VAR_POSITIONAL:
-        del parameters[place]
-    return place, signature.replace(parameters=parameters)
+    if parameters[position].kind is not inspect.Parameter.VAR_POSITIONAL:
+        del parameters[position]
+    return position, signature.replace(parameters=parameters)

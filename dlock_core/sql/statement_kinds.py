@@ -7,6 +7,7 @@ What a function does that a SELECT calls cannot be seen, nor what follows the bo
 from __future__ import annotations
 
 import re
+from functools import lru_cache
 from itertools import takewhile
 from typing import Final
 
@@ -42,8 +43,24 @@ _ROUTINE: Final = re.compile(r"CREATE\b.*\b(?:TRIGGER|FUNCTION|PROCEDURE|EVENT)\
 """The head of a routine; in the body that follows, BEGIN and END enclose a block and end no transaction."""
 
 
+MAX_REMEMBERED_CHARACTERS: Final = 4096
+MAX_REMEMBERED_TEXTS: Final = 256
+
+
 def surely_reads(sql: str) -> bool:
-    """Return whether each statement in a text is of a kind that reads, or only begins or ends a transaction."""
+    """Return whether each statement in a text is of a kind that reads, or only begins or ends a transaction.
+
+    An ORM sends the same few texts again and again, so the answers for those that are not long are remembered.
+    """
+    return _remembered(sql) if len(sql) <= MAX_REMEMBERED_CHARACTERS else _surely_reads(sql)
+
+
+@lru_cache(maxsize=MAX_REMEMBERED_TEXTS)
+def _remembered(sql: str) -> bool:
+    return _surely_reads(sql)
+
+
+def _surely_reads(sql: str) -> bool:
     if "/*!" in sql or "/*M!" in sql:  # comments whose content MySQL and MariaDB execute
         return False
     return all(_reads(part) for skipped in _SKIPPED for part in _parts(sql, skipped))

@@ -1,4 +1,4 @@
-"""Which errors mean "somebody was faster, start over", and the loop that starts over.
+"""Which errors mean "another transaction was faster, start over", and the loop that starts over.
 
 It starts over only when every transaction that began in the attempt is known to be rolled back: the integrations
 report each of them to the attempts that their context is in.
@@ -11,11 +11,12 @@ import math
 from contextvars import ContextVar
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial, wraps
 from typing import TYPE_CHECKING, Any, Final, Self, TypeVar
 
 from dlock_core.errors import DLockError, RowLocked, StaleObject, StaleToken
 from dlock_core.observability import hooks
-from dlock_core.runtime import CHANCE, full_jitter
+from dlock_core.runtime import ASYNCIO, BLOCKING, CHANCE, full_jitter, run
 from dlock_core.sql.driver_errors import DatabaseFailure, classify
 from dlock_core.transactions.tie import Outcome
 
@@ -38,6 +39,7 @@ __all__ = [
     "is_conflict",
     "report",
     "retry",
+    "with_retry",
 ]
 
 T = TypeVar("T")
@@ -174,6 +176,32 @@ async def retry(
             _tell(error, pause)
         await runtime.sleep(pause)
         number += 1
+
+
+def with_retry(
+    function: Callable[..., Any], policy: Policy, attempt: Callable[..., Any], *, is_async: bool
+) -> Callable[..., Any]:
+    """Wrap `function` so that each call makes `attempt(args, kwargs)` until one ends without a conflict.
+
+    Args:
+        function: What the user decorates; its name and docstring are kept.
+        policy: How often, and for how long.
+        attempt: Opens a transaction and calls `function` in it; a coroutine function if `is_async`.
+        is_async: Wait by yielding to the event loop.
+    """
+
+    @wraps(function)
+    def blocking(*args: Any, **kwargs: Any) -> Any:
+        async def work() -> Any:
+            return attempt(args, kwargs)
+
+        return run(retry(BLOCKING, work, policy))
+
+    @wraps(function)
+    async def awaiting(*args: Any, **kwargs: Any) -> Any:
+        return await retry(ASYNCIO, partial(attempt, args, kwargs), policy)
+
+    return awaiting if is_async else blocking
 
 
 def check_function(function: Any) -> None:
