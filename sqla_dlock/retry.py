@@ -20,6 +20,7 @@ from dlock_core.transactions.retry import (
     claim_databases,
     with_retry,
 )
+from sqla_dlock import transactions as _listeners  # noqa: F401 - they report transactions to the attempts
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterator
