@@ -24,7 +24,7 @@ from django.utils.module_loading import import_string
 from dlock_core.backends.options import tells_secret
 from dlock_core.errors import DLockError
 from dlock_core.options import ttl_seconds, wait_seconds
-from dlock_core.stores import TTL, WAIT, Store, connect
+from dlock_core.stores import DEFAULT_TTL_S, DEFAULT_WAIT_S, Store, connect
 
 if TYPE_CHECKING:
     from django.db.backends.base.base import BaseDatabaseWrapper
@@ -165,14 +165,14 @@ def _entry(alias: str, entry: object) -> Mapping[str, Any]:
 
 def _ttl(alias: str, entry: Mapping[str, Any]) -> float:
     try:
-        return ttl_seconds(entry.get("TTL", TTL))
+        return ttl_seconds(entry.get("TTL", DEFAULT_TTL_S))
     except (TypeError, ValueError) as error:
         raise InvalidStore(str(error), alias, "TTL") from None
 
 
 def _wait(alias: str, entry: Mapping[str, Any]) -> float | None:
     try:
-        return wait_seconds(entry.get("WAIT", WAIT))
+        return wait_seconds(entry.get("WAIT", DEFAULT_WAIT_S))
     except (TypeError, ValueError) as error:
         raise InvalidStore(str(error), alias, "WAIT") from None
 

@@ -17,23 +17,23 @@ from dlock_core.runtime import BLOCKING, run
 if TYPE_CHECKING:
     from dlock_core.backend import Backend
 
-__all__ = ["TTL", "WAIT", "Store"]
+__all__ = ["DEFAULT_TTL_S", "DEFAULT_WAIT_S", "Store"]
 
-TTL: Final = 30.0
-WAIT: Final = 10.0
+DEFAULT_TTL_S: Final = 30.0
+DEFAULT_WAIT_S: Final = 10.0
 
 
 @dataclass(frozen=True, slots=True)
 class Store:
-    """A backend and what a lock gets that names neither; `ttl` and `wait` in seconds, `wait` None is for ever."""
+    """A backend and the defaults of its locks: `ttl` and `wait` in seconds; with `wait` None they wait for ever."""
 
     alias: str
     backend: Backend
-    ttl: float = TTL
-    wait: float | None = WAIT
+    ttl: float = DEFAULT_TTL_S
+    wait: float | None = DEFAULT_WAIT_S
 
 
-_OWN: Final = {
+_OWN_FACTORIES: Final = {
     "memory": "dlock_core.backends.memory:MemoryBackend.from_url",
     "redis": "dlock_core.backends.redis.backend:RedisBackend.from_url",
     "rediss": "dlock_core.backends.redis.backend:RedisBackend.from_url",
@@ -48,17 +48,17 @@ _OWN: Final = {
     "etcds": "dlock_core.backends.etcd.backend:EtcdBackend",
 }
 
-_IN_DATABASES: Final = ("database", "advisory")
-_IN_DATABASES_INSTEAD: Final = (
-    "is reached by what reaches your database: in Django name the store in the setting DLOCK, in SQLAlchemy give it to "
-    "sqla_dlock.configure(), or write the URL of an engine behind the store's scheme"
+_DATABASE_FAMILIES: Final = ("database", "advisory")
+_DATABASE_ADVICE: Final = (
+    "needs a connection to your database: in Django name the store in the setting DLOCK, in SQLAlchemy pass an engine "
+    "to sqla_dlock.configure(), or append the engine's URL to the store's scheme"
 )
 """The core knows neither aliases nor engines."""
 _SCHEME: Final = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):")
 
 
 def connect(store: Any, **options: Any) -> Backend:
-    """Make the backend for a store: a URL, or an existing redis-py client or connection pool.
+    """Return the backend for a store: a URL, or an existing redis-py client or connection pool.
 
     Nothing is sent yet. Raises ValueError for a URL or option that is wrong, ImportError when the client library is
     missing (it says which extra to install). A password in the URL appears in no error.
@@ -67,9 +67,9 @@ def connect(store: Any, **options: Any) -> Backend:
         return _of_client(store, options)
     scheme = scheme_of(store)
     family, _, engine = scheme.partition("+")
-    if family in _IN_DATABASES and not engine:
-        raise ValueError(f"{family}:// {_IN_DATABASES_INSTEAD}: {family}+postgresql+psycopg://user@host/database")
-    factory = _OWN.get(scheme) or _factory_elsewhere(scheme, family)
+    if family in _DATABASE_FAMILIES and not engine:
+        raise ValueError(f"{family}:// {_DATABASE_ADVICE}: {family}+postgresql+psycopg://user@host/database")
+    factory = _OWN_FACTORIES.get(scheme) or _factory_elsewhere(scheme, family)
     if factory is None:
         known = ", ".join(f"{name}://" for name in schemes())
         raise ValueError(f"no lock store for the URL scheme {scheme!r}: use one of {known}")
@@ -78,14 +78,14 @@ def connect(store: Any, **options: Any) -> Backend:
 
 
 def scheme_of(url: str) -> str:
-    """Give the scheme of a URL, an empty text if it has none; urlsplit would quote the password of some in an error."""
+    """Return the scheme of a URL, or an empty text. (urlsplit would quote the password of some URLs in an error.)"""
     found = _SCHEME.match(url)
     return found[1].lower() if found else ""
 
 
 def schemes() -> list[str]:
-    """List the URL schemes for which there is a backend."""
-    return sorted({*_OWN, *_entry_points()})
+    """Return the URL schemes for which there is a backend."""
+    return sorted({*_OWN_FACTORIES, *_entry_points()})
 
 
 def _of_client(client: Any, options: dict[str, Any]) -> Backend:
@@ -113,7 +113,9 @@ def _load(path: str) -> Any:
     try:
         return attrgetter(names)(found)
     except AttributeError as error:
-        raise ImportError(f"an entry point of the group dlock.backends leads nowhere: {path}") from error
+        raise ImportError(
+            f"an entry point of the group dlock.backends names something that does not exist: {path}"
+        ) from error
 
 
 logger = logging.getLogger("dlock")
@@ -122,9 +124,9 @@ logger = logging.getLogger("dlock")
 def force_release(backend: Backend, name: str, token: int, *, by: str, seconds: float = 0.0) -> bool:
     """End the grant with this token, and no newer one; False when it is not there (any more).
 
-    Its holder learns of it at its next renewal, and cannot commit after that; until then the fence decides. `by` says
-    who wanted it, `seconds` for how long it was held: for the log and the hooks (event "forced"). Raises
-    BackendUnavailable when nobody knows whether it ended.
+    The holder notices at its next renewal, and cannot commit after that; until then the fence decides. `by` names the
+    operator and `seconds` is how long the lease was held: both are for the log and the hooks (event "forced"). Raises
+    BackendUnavailable when it is unknown whether the lease ended.
     """
     ended = run(backend.force_release(BLOCKING, name, token))
     if ended:

@@ -235,8 +235,8 @@ def test_every_check_is_documented() -> None:
 def test_every_setting_is_documented_with_its_default() -> None:
     keys = {code(row[0]): row[1] for row in rows(read("reference/settings.md"), "`DLOCK`")}
     assert tuple(keys) == conf.ENTRY_KEYS
-    assert keys["TTL"] == f"`{conf.TTL:g}`"
-    assert keys["WAIT"] == f"`{conf.WAIT:g}`"
+    assert keys["TTL"] == f"`{conf.DEFAULT_TTL_S:g}`"
+    assert keys["WAIT"] == f"`{conf.DEFAULT_WAIT_S:g}`"
 
 
 def test_every_option_of_redis_is_documented_with_its_default() -> None:

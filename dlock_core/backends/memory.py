@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 
 __all__ = ["MemoryBackend"]
 
-CLAIM = 1.0
-"""Seconds in which a waiter must take up a lock that was handed to it."""
-ALIVE = 5.0
-"""Seconds after its last question in which a waiter keeps its place."""
+CLAIM_S = 1.0
+"""How long a waiter has to confirm that it takes a lock that was handed over to it."""
+WAITER_TTL_S = 5.0
+"""How long after its last request a waiter keeps its position in the queue."""
 
 
 @dataclass(slots=True)
@@ -37,7 +37,7 @@ class _Grant:
 
 
 @dataclass(slots=True)
-class _Place:
+class _QueueEntry:
     request: Request
     since: float
     alive_until: float
@@ -47,7 +47,7 @@ class _Place:
 @dataclass(slots=True)
 class _State:
     holders: dict[str, _Grant] = field(default_factory=dict)
-    queue: dict[str, _Place] = field(default_factory=dict)
+    queue: dict[str, _QueueEntry] = field(default_factory=dict)
 
 
 class MemoryBackend:
@@ -62,16 +62,16 @@ class MemoryBackend:
 
     @classmethod
     def from_url(cls, url: str) -> MemoryBackend:
-        """Make a new, empty store for `memory://`."""
+        """Return a new, empty store for `memory://`."""
         if url.rstrip("/") not in ("memory:", "memory"):
-            raise ValueError("the memory store's URL is memory:// and nothing more")
+            raise ValueError("the URL of the store in memory is memory://, without anything behind it")
         return cls()
 
     async def try_acquire(
         self, runtime: Runtime, request: Request, ticket: Any = None, *, unsure: bool = False
     ) -> Granted | Busy:
         with self._guard:
-            state = self._states[request.name] = self._live(request.name)
+            state = self._states[request.name] = self._current(request.name)
             if request.holder not in state.holders:
                 self._enqueue(state, request)
                 self._serve(state, barging=None if request.fair else request.holder)
@@ -87,21 +87,23 @@ class MemoryBackend:
     async def wait(self, runtime: Runtime, request: Request, busy: Busy, timeout: float) -> None:
         signal = runtime.signal()
         with self._guard:
-            place = self._live(request.name).queue.get(request.holder)
-            if place is None:
+            entry = self._current(request.name).queue.get(request.holder)
+            if entry is None:
                 return
-            place.signal, place.alive_until = signal, self._now() + timeout + ALIVE
-        await runtime.wait(signal, min(timeout, CLAIM))  # whom the lock is handed to may be dead, and tell nobody
+            entry.signal, entry.alive_until = signal, self._now() + timeout + WAITER_TTL_S
+        await runtime.wait(
+            signal, min(timeout, CLAIM_S)
+        )  # the waiter that was handed the lock may be dead, and wakes no other
 
     async def abandon(self, runtime: Runtime, request: Request, ticket: Any = None) -> None:
         with self._guard:
-            self._end(request)
+            self._remove(request)
 
     async def release(self, runtime: Runtime, request: Request, granted: Granted) -> Released:
         with self._guard:
-            if self._end(request):
+            if self._remove(request):
                 return Released.RELEASED
-            return Released.STOLEN if self._live(request.name).holders else Released.EXPIRED
+            return Released.STOLEN if self._current(request.name).holders else Released.EXPIRED
 
     async def renew(self, runtime: Runtime, renewals: Sequence[Renewal]) -> list[RenewalResult]:
         with self._guard:
@@ -110,13 +112,13 @@ class MemoryBackend:
     async def inspect(self, runtime: Runtime, name: str | None = None) -> list[LockState]:
         with self._guard:
             names = sorted(self._states) if name is None else [name]
-            states = [self._show(each) for each in names]
+            states = [self._state(each) for each in names]
             return states if name is not None else [state for state in states if state.holders or state.waiters]
 
     async def force_release(self, runtime: Runtime, name: str, token: int) -> bool:
         with self._guard:
-            found = [grant for grant in self._live(name).holders.values() if grant.token == token]
-            return any(self._end(grant.request) for grant in found)
+            found = [grant for grant in self._current(name).holders.values() if grant.token == token]
+            return any(self._remove(grant.request) for grant in found)
 
     async def diagnose(self, runtime: Runtime) -> list[Finding]:
         """Warn that no other process sees these leases."""
@@ -128,12 +130,12 @@ class MemoryBackend:
     def close(self) -> None:
         """Nothing to close: the leases stay."""
 
-    def _live(self, name: str) -> _State:
-        """Give the state of a lock without what has run out, and forget a lock that nobody holds or waits for."""
+    def _current(self, name: str) -> _State:
+        """Return the state of a lock without what has expired, and forget a lock without holders and waiters."""
         state, now = self._states.get(name) or _State(), self._now()
         for holder in [key for key, grant in state.holders.items() if grant.until <= now]:
             del state.holders[holder]
-        for holder in [key for key, place in state.queue.items() if place.alive_until <= now]:
+        for holder in [key for key, entry in state.queue.items() if entry.alive_until <= now]:
             del state.queue[holder]
         if not state.holders and not state.queue:
             self._states.pop(name, None)
@@ -141,31 +143,31 @@ class MemoryBackend:
 
     def _enqueue(self, state: _State, request: Request) -> None:
         now = self._now()
-        place = state.queue.setdefault(request.holder, _Place(request, now, now + ALIVE))
-        place.alive_until = now + ALIVE
+        entry = state.queue.setdefault(request.holder, _QueueEntry(request, now, now + WAITER_TTL_S))
+        entry.alive_until = now + WAITER_TTL_S
 
     def _serve(self, state: _State, barging: str | None) -> None:
-        """Grant to the waiters who may come in now, in order; `barging` is served before the others."""
-        order = sorted(state.queue.values(), key=lambda place: place.request.holder != barging)
-        for place in order:
-            request = place.request
+        """Grant to the waiters that may hold the lock now, in order, but to the holder `barging` first."""
+        order = sorted(state.queue.values(), key=lambda entry: entry.request.holder != barging)
+        for entry in order:
+            request = entry.request
             taken = any(not grant.request.shared for grant in state.holders.values())
             if taken or (state.holders and not request.shared):
                 return
             now = self._now()
             state.holders[request.holder] = _Grant(
-                request, self._token(request.floor), now, now + min(CLAIM, request.ttl)
+                request, self._token(request.floor), now, now + min(CLAIM_S, request.ttl)
             )
             del state.queue[request.holder]
-            if place.signal is not None:
-                place.signal.set()
+            if entry.signal is not None:
+                entry.signal.set()
 
     def _busy(self, state: _State, request: Request) -> Busy:
         if not request.queue:
             state.queue.pop(request.holder, None)
         first = min(state.holders.values(), key=lambda grant: grant.until, default=None)
         if first is None:
-            return Busy(CLAIM)
+            return Busy(CLAIM_S)
         return Busy(max(0.0, first.until - self._now()) + 0.001, first.request.owner)
 
     def _token(self, floor: int) -> int:
@@ -176,28 +178,28 @@ class MemoryBackend:
         return token
 
     def _renew(self, request: Request) -> RenewalResult:
-        grant = self._live(request.name).holders.get(request.holder)
+        grant = self._current(request.name).holders.get(request.holder)
         if grant is None:
             return RenewalFailure.LOST
         grant.until = self._now() + request.ttl
         return request.ttl
 
-    def _end(self, request: Request) -> bool:
-        state = self._live(request.name)
+    def _remove(self, request: Request) -> bool:
+        state = self._current(request.name)
         state.queue.pop(request.holder, None)
         ours = state.holders.pop(request.holder, None) is not None
         self._serve(state, barging=None)
-        self._live(request.name)
+        self._current(request.name)
         return ours
 
-    def _show(self, name: str) -> LockState:
-        state, now = self._live(name), self._now()
+    def _state(self, name: str) -> LockState:
+        state, now = self._current(name), self._now()
         holders = [
             Holder(key, grant.token, grant.request.shared, grant.request.owner, grant.until - now, now - grant.since)
             for key, grant in state.holders.items()
         ]
         waiters = [
-            Waiter(key, place.request.shared, place.request.owner, now - place.since)
-            for key, place in state.queue.items()
+            Waiter(key, entry.request.shared, entry.request.owner, now - entry.since)
+            for key, entry in state.queue.items()
         ]
         return LockState(name, tuple(holders), tuple(waiters))

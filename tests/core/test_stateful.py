@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
 
 from dlock_core.backend import Busy, Granted, Released, Request, new_request
-from dlock_core.backends.memory import ALIVE, CLAIM
+from dlock_core.backends.memory import CLAIM_S, WAITER_TTL_S
 from dlock_core.errors import LeaseLost
 from dlock_core.leases import engine
 from dlock_core.leases.lease import Held
@@ -97,7 +97,7 @@ class OneLock(RuleBasedStateMachine):
             assert believed
             assert held.remaining() > TTL * 0.9
 
-    @rule(seconds=st.sampled_from([0.001, CLAIM / 2, CLAIM, ALIVE, TTL / 2, TTL]))
+    @rule(seconds=st.sampled_from([0.001, CLAIM_S / 2, CLAIM_S, WAITER_TTL_S, TTL / 2, TTL]))
     def time_goes_by(self, seconds: float) -> None:
         self.runtime.advance(seconds)
 
@@ -142,7 +142,7 @@ class OneLock(RuleBasedStateMachine):
             assert state.holders[0].holder == first
 
     def teardown(self) -> None:
-        self.runtime.advance(TTL + ALIVE + CLAIM)
+        self.runtime.advance(TTL + WAITER_TTL_S + CLAIM_S)
         self.runtime.run(self.store.inspect(self.runtime))
         assert self.store._states == {}
 

@@ -5,7 +5,7 @@
 local lock, tokens, index, holder = KEYS[1], KEYS[2], KEYS[3], ARGV[1]
 --#include queue.lua
 local found = redis.call('ZREM', queue, holder) + redis.call('DEL', wake .. holder)
-redis.call('HDEL', places, holder)
+redis.call('HDEL', entries, holder)
 local value = redis.pcall('GET', lock)
 if value == 'shared' then
   found = found + unshare(holder)

@@ -1,11 +1,13 @@
--- acquire.lua: take the lock, or a place in its queue; idempotent by holder.
+-- acquire.lua: take the lock, or a position in its queue; idempotent by holder.
 -- KEYS  lock, token counter[, list of held locks]
--- ARGV  holder, ttl ms, mode x|s, owner, place in the queue lives for ms (0: take none), floor, barge 0|1[, least new token]
+-- ARGV  holder, ttl ms, mode x|s, owner, ms for which a waiter keeps its position (0: take none), floor, barge 0|1
+--       [, smallest new token (Redlock's forecast)]
 -- reply token (granted, for the whole ttl) | {ms until it makes sense to ask again, owner} (busy)
 local lock, tokens, index = KEYS[1], KEYS[2], KEYS[3]
 local holder, ttl, mode = ARGV[1], tonumber(ARGV[2]), ARGV[3]
 --#include tokens.lua
 
+-- The usual case, a free lock that nobody waits for, needs none of the functions below.
 if mode == 'x' and redis.call('EXISTS', lock, lock .. ':q') == 0 then
   local at = redis.call('TIME')
   local clock = at[1] * 1000000 + at[2]
@@ -25,6 +27,8 @@ if type(value) == 'table' then
   return {math.max(redis.call('PTTL', lock), 100), 'a key of another type'}
 end
 
+-- The token of our own grant, if there is one: an earlier attempt was granted and its reply lost, or a release has
+-- handed the lock over to us.
 local function mine(text)
   if text == 'shared' then
     text = redis.call('ZSCORE', sharers, holder) and redis.call('HGET', owners, holder)
@@ -34,6 +38,7 @@ local function mine(text)
   return tonumber(string.match(text, '^%x+|(%d+)|'))
 end
 
+-- Start the full ttl of our own grant. A caller that needs a token above its floor is granted the lock anew.
 local function confirm(token)
   local floor = tonumber(ARGV[6])
   if token <= floor then
@@ -58,16 +63,17 @@ if value == 'shared' then
 end
 token = mine(value)
 local waits = ARGV[5] ~= '0' or not value or value == 'shared'
+-- Even a single try of a lock that may be free queues for a moment: so the queue alone decides who is next.
 if not token and waits then
-  local place = string.format('%.0f|%s|%.0f|%s|%s', now + math.max(tonumber(ARGV[5]), 1), mode, ttl, ARGV[6], ARGV[4])
+  local entry = string.format('%.0f|%s|%.0f|%s|%s', now + math.max(tonumber(ARGV[5]), 1), mode, ttl, ARGV[6], ARGV[4])
   if not redis.call('ZSCORE', queue, holder) then
     local last = tonumber(redis.call('ZRANGE', queue, -1, -1, 'WITHSCORES')[2]) or 0
-    local arrival = math.max(clock, last + 1)  -- the last in the queue even if the clock was set back meanwhile
+    local arrival = math.max(clock, last + 1)  -- last in the queue even if the clock was set back
     redis.call('ZADD', queue, ARGV[7] == '1' and 0 or arrival, holder)
   end
-  redis.call('HSET', places, holder, place)
+  redis.call('HSET', entries, holder, entry)
   redis.call('PEXPIRE', queue, LINGER)
-  redis.call('PEXPIRE', places, LINGER)
+  redis.call('PEXPIRE', entries, LINGER)
   if not value or value == 'shared' then
     serve()
     value = redis.call('GET', lock)

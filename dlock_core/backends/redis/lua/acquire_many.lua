@@ -1,4 +1,4 @@
--- acquire_many.lua: take several free locks exclusively, all or none; takes no place in any queue.
+-- acquire_many.lua: take several free locks exclusively, all or none; takes no position in any queue.
 -- KEYS  token counter, list of held locks, then the locks
 -- ARGV  owner, then for each lock: holder, ttl ms
 -- reply {token, token, ...} all granted | {} none

@@ -1,7 +1,7 @@
 -- drop.lua: end our exclusive lease, and nothing else; for a slot whose other keys are on their way to another node.
 -- KEYS  lock
 -- ARGV  holder
--- reply 1 it was ours | 0 nobody has it | 2 another has it
+-- reply 1 it was ours | 0 the lock is free | 2 another holder has it
 local head = redis.pcall('GETRANGE', KEYS[1], 0, 32)
 if head == ARGV[1] .. '|' then return redis.call('DEL', KEYS[1]) end
 return head == '' and 0 or 2

@@ -1,6 +1,6 @@
 -- inspect.lua: show who holds and who waits for some locks; reads only.
 -- KEYS  locks
--- reply for each lock: {value, ms left, {sharer, expiry ms, text, ...}, {waiter, arrival us, place, ...}, server's ms}
+-- reply for each lock: {value, ms left, {sharer, expiry ms, text, ...}, {waiter, arrival us, entry, ...}, server's ms}
 local time, answers = redis.call('TIME'), {}
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
 for i, lock in ipairs(KEYS) do
@@ -12,11 +12,11 @@ for i, lock in ipairs(KEYS) do
       sharers[#sharers + 1] = {live[j], live[j + 1], redis.call('HGET', lock .. ':o', live[j]) or ''}
     end
   end
-  local line = redis.call('ZRANGE', lock .. ':q', 0, -1, 'WITHSCORES')
-  for j = 1, #line, 2 do
-    local place = redis.call('HGET', lock .. ':w', line[j]) or ''
-    local alive = tonumber(string.match(place, '^(%d+)|'))
-    if alive and alive >= now then waiters[#waiters + 1] = {line[j], line[j + 1], place} end
+  local queued = redis.call('ZRANGE', lock .. ':q', 0, -1, 'WITHSCORES')
+  for j = 1, #queued, 2 do
+    local entry = redis.call('HGET', lock .. ':w', queued[j]) or ''
+    local alive = tonumber(string.match(entry, '^(%d+)|'))
+    if alive and alive >= now then waiters[#waiters + 1] = {queued[j], queued[j + 1], entry} end
   end
   answers[i] = {value, redis.call('PTTL', lock), sharers, waiters, string.format('%.0f', now)}
 end

@@ -1,15 +1,16 @@
 -- queue.lua: the waiters of a lock, included by the scripts that grant or end a lease.
 -- Expects `lock` (key), `tokens` (key of the counter) and `index` (key of the list of held locks, or nil).
 -- All keys of a lock carry its hash tag, so they live in one slot; `wake` begins those of the private wake-up lists.
--- CLAIM: ms in which a hand-over is to be confirmed. LINGER: ms that a queue stays when no waiter shows that it lives.
+-- CLAIM: ms within which a hand-over must be confirmed. LINGER: ms that a queue stays without a request of a waiter.
 --#include tokens.lua
 local LINGER = 10000
-local CLAIM, queue, places, sharers, owners = 2000, lock .. ':q', lock .. ':w', lock .. ':s', lock .. ':o'
+local CLAIM, queue, entries, sharers, owners = 2000, lock .. ':q', lock .. ':w', lock .. ':s', lock .. ':o'
 local wake = lock .. ':wake:'
 local time = redis.call('TIME')
 local clock = time[1] * 1000000 + time[2]
 local now = math.floor(clock / 1000)
 
+-- A new token: above every earlier one, also when the counter was lost, unless the clock went back as well.
 local function draw(floor)
   local token = math.max(counted(clock) + 1, clock, floor + 1)
   redis.call('SET', tokens, string.format('%.0f', token))
@@ -17,6 +18,7 @@ local function draw(floor)
   return token
 end
 
+-- Put the lock into the list of held locks, for listings.
 local function note(ttl)
   if index then redis.call('ZADD', index, 'GT', now + ttl, lock) end
 end
@@ -28,6 +30,7 @@ local function unshare(holder)
   return found
 end
 
+-- End the shared grants whose ttl is over: only the longest of them is the ttl of the key.
 local function prune()
   for _, gone in ipairs(redis.call('ZRANGEBYSCORE', sharers, '-inf', now)) do unshare(gone) end
   if redis.call('EXISTS', sharers) == 0 then redis.call('DEL', lock, owners) end
@@ -52,15 +55,17 @@ end
 
 local function leave(holder)
   redis.call('ZREM', queue, holder)
-  redis.call('HDEL', places, holder)
+  redis.call('HDEL', entries, holder)
 end
 
+-- Hand the lock over to the first waiters that are alive, as many as may hold it together, and wake each. The grant
+-- lasts for CLAIM only: the waiter confirms it, which starts its full ttl, or else the next one is served.
 local function serve()
   local value = redis.pcall('GET', lock)
   while not value or value == 'shared' do
     local head = redis.call('ZRANGE', queue, 0, 0)[1]
     if not head then return end
-    local alive, mode, ttl, floor, owner = string.match(redis.call('HGET', places, head) or '', '^(%d+)|(%a)|(%d+)|(%d+)|(.*)$')
+    local alive, mode, ttl, floor, owner = string.match(redis.call('HGET', entries, head) or '', '^(%d+)|(%a)|(%d+)|(%d+)|(.*)$')
     if not alive or tonumber(alive) < now then
       leave(head)
     elseif value and mode == 'x' then

@@ -1,7 +1,7 @@
 -- release.lua: end our lease and hand the lock to the first live waiter, in one step; idempotent by holder.
 -- KEYS  lock, token counter[, list of held locks]
 -- ARGV  holder[, 1 to leave the queue as well]
--- reply 1 it was ours | 0 nobody has it | 2 another has it
+-- reply 1 it was ours | 0 the lock is free | 2 another holder has it
 local lock, tokens, index, holder = KEYS[1], KEYS[2], KEYS[3], ARGV[1]
 local value, found = redis.pcall('GET', lock), 1
 if ARGV[2] and redis.call('ZREM', lock .. ':q', holder) == 1 then redis.call('HDEL', lock .. ':w', holder) end
