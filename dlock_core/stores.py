@@ -78,7 +78,7 @@ def connect(store: Any, **options: Any) -> Backend:
 
 
 def scheme_of(url: str) -> str:
-    """Return the scheme of a URL, or an empty text. (urlsplit would quote the password of some URLs in an error.)"""
+    """Return the scheme of a URL, or an empty text; urlsplit would quote the password of some URLs in an error."""
     found = _SCHEME.match(url)
     return found[1].lower() if found else ""
 
