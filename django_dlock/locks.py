@@ -187,7 +187,7 @@ class Lock(TiedLock, BlockExit, AsyncBlockExit):
         RowLocked, when a newer or a paused older holder stands in the way at the fence.
         """
         _refuse_in_loop()
-        return run(self._hold(BLOCKING, Lease._kept))
+        return self._hold_in_thread(Lease._kept)
 
     async def aacquire(self) -> Lease:
         """See `acquire`. The transaction itself runs in one function called through `sync_to_async`."""
@@ -196,7 +196,7 @@ class Lock(TiedLock, BlockExit, AsyncBlockExit):
     def __enter__(self) -> Lease:
         _refuse_in_loop()
         begin: Callable[[Lease], Lease] = partial(self._blocks.enter, threading.current_thread())
-        return run(self._hold(BLOCKING, begin))
+        return self._hold_in_thread(begin)
 
     async def __aenter__(self) -> Lease:
         return await self._hold(DJANGO_ASYNCIO, partial(self._blocks.enter, asyncio.current_task()))
@@ -281,7 +281,7 @@ class Locks(TiedLocks, BlockExit, AsyncBlockExit):
         transaction (`advisory://`) stays locked to its end, or to the rollback of a savepoint.
         """
         _refuse_in_loop()
-        return run(self._hold(BLOCKING, Leases._kept))
+        return self._hold_in_thread(Leases._kept)
 
     async def aacquire(self) -> Leases:
         """See `acquire`."""
@@ -290,7 +290,7 @@ class Locks(TiedLocks, BlockExit, AsyncBlockExit):
     def __enter__(self) -> Leases:
         _refuse_in_loop()
         caller = threading.current_thread()
-        return run(self._hold(BLOCKING, lambda leases: self._blocks.enter(caller, Leases(leases))))
+        return self._hold_in_thread(lambda leases: self._blocks.enter(caller, Leases(leases)))
 
     async def __aenter__(self) -> Leases:
         caller = asyncio.current_task()

@@ -8,6 +8,7 @@ has one registers here what a forked child must do.
 from __future__ import annotations
 
 import logging
+import math
 import os
 import threading
 import time
@@ -139,8 +140,9 @@ class Scheduler:
     ) -> None:
         self._next_due, self._run_due = next_due, run_due
         self._wake: SimpleQueue[None] = SimpleQueue()
-        self.sleeps_until = 0.0
-        """Only the thread sets it."""
+        self.sleeps_until = math.inf
+        """When the thread looks at its work next, `math.inf` while it does not run. Only the thread sets it, and what
+        is due no earlier need not be planned."""
         self.was_woken = False
         """The last sleep was cut short, for something that is due earlier."""
         self.thread = Background(name, purpose, self._serve, lambda: next_due() is not None)
@@ -153,10 +155,13 @@ class Scheduler:
 
     def _serve(self) -> None:
         was_idle = False
-        while (is_planned := self._next_due() is not None) or not was_idle:
-            was_idle = not is_planned
-            self._sleep()
-            self._run_due()
+        try:
+            while (is_planned := self._next_due() is not None) or not was_idle:
+                was_idle = not is_planned
+                self._sleep()
+                self._run_due()
+        finally:
+            self.sleeps_until = math.inf  # Before `Background` asks for work once more: nothing can fall in between.
 
     def _sleep(self) -> None:
         latest = clock() + MAX_IDLE_S

@@ -278,4 +278,4 @@ def hold(locks: SessionLock | TiedLocks, finish: Callable[[Any], T]) -> T:
     if in_greenlet():
         return await_(locks._hold(GreenletAsyncio(), finish))
     refuse_in_loop("use alock() with an AsyncSession")
-    return run(locks._hold(BLOCKING, finish))
+    return locks._hold_in_thread(finish)

@@ -17,7 +17,6 @@ from dlock_core.errors import AcquireTimeout, BackendUnavailable, LeaseLost, Not
 from dlock_core.leases import watchdog
 from dlock_core.leases.lease import Held, valid_until
 from dlock_core.observability import hooks
-from dlock_core.options import deadline
 from dlock_core.owner import describe
 from dlock_core.runtime import CHANCE
 
@@ -215,7 +214,7 @@ class Acquisition:
     ) -> None:
         self.runtime, self.backend, self.request, self.renew, self.on_lost = runtime, backend, request, renew, on_lost
         self.started = self.sent = runtime.now()
-        self.deadline = deadline(self.started if since is None else since, wait)
+        self.deadline = math.inf if wait is None else (self.started if since is None else since) + wait
         self.held: Held | None = None
         self.answer: Granted | Busy | None = None
         self.broken: BackendUnavailable | None = None
@@ -260,7 +259,8 @@ class Acquisition:
         held = Held(self.backend, self.request, granted, sent, self.runtime.now)
         if self.on_lost is not None:
             held.call_when_lost(self.on_lost)
-        hooks.emit("acquired", self.request.name, granted.token, self.seconds(), "", self.waited, held)
+        if hooks.subscribed:
+            hooks.emit("acquired", self.request.name, granted.token, self.seconds(), "", self.waited, held)
         if self.renew and held.until < math.inf:
             watchdog.watch(held)
         self.held = held

@@ -53,7 +53,8 @@ class Watchdog:
             bucket.add(known)
             if self._due.get(due) is bucket:  # Otherwise the thread has just taken the bucket, perhaps without us.
                 break
-        self.scheduler.plan(due / TICKS)
+        if due / TICKS < self.scheduler.sleeps_until:
+            self.scheduler.plan(due / TICKS)
 
     def unwatch(self, held: Held) -> None:
         """Forget this lease, whose end was noted or is about to be; may be called from anywhere, even a finalizer."""

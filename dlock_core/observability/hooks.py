@@ -55,7 +55,8 @@ class Event:
     """An object that all events of one grant share: compare it, or use it as a weak key, and for nothing else."""
 
 
-_hooks: tuple[Callable[[Event], None], ...] = ()
+subscribed: tuple[Callable[[Event], None], ...] = ()
+"""The hooks; code on a hot path looks here first, and makes no event when there is none."""
 
 
 def subscribe(hook: Callable[[Event], None]) -> None:
@@ -64,14 +65,14 @@ def subscribe(hook: Callable[[Event], None]) -> None:
     An Exception that it raises is logged and goes no further, even if a signal handler raised it while the hook ran.
     Other exceptions, such as KeyboardInterrupt, reach the caller.
     """
-    global _hooks  # noqa: PLW0603 - replaced as a whole, so that emit needs no lock
-    _hooks = (*_hooks, hook)
+    global subscribed  # noqa: PLW0603 - replaced as a whole, so that emit needs no lock
+    subscribed = (*subscribed, hook)
 
 
 def unsubscribe(hook: Callable[[Event], None]) -> None:
     """Stop calling `hook`."""
-    global _hooks  # noqa: PLW0603
-    _hooks = tuple(known for known in _hooks if known != hook)  # a bound method is a new object every time
+    global subscribed  # noqa: PLW0603
+    subscribed = tuple(known for known in subscribed if known != hook)  # a bound method is a new object every time
 
 
 def emit(  # noqa: PLR0917 - by position where it costs
@@ -84,7 +85,7 @@ def emit(  # noqa: PLR0917 - by position where it costs
     lease: object | None = None,
 ) -> None:
     """Call all hooks with an event; costs next to nothing if there are none."""
-    for hook in _hooks:
+    for hook in subscribed:
         try:
             hook(Event(kind, name, token, seconds, reason, contended, lease))
         except BaseException as error:  # In a caller's thread it may be the caller's own Ctrl-C.

@@ -23,7 +23,7 @@ from dlock_core.options import (
     unknown_option,
     wait_seconds,
 )
-from dlock_core.runtime import BLOCKING, clock
+from dlock_core.runtime import BLOCKING, clock, run
 from dlock_core.transactions.tie import release
 
 if TYPE_CHECKING:
@@ -171,12 +171,21 @@ class TiedLock:
         """Tie the lease to the open transactions, or join it; returns the handle that the caller gets."""
         raise NotImplementedError
 
-    async def _hold(self, runtime: DatabaseRuntime, finish: Callable[[Any], T]) -> T:
+    def _hold_in_thread(self, finish: Callable[[Any], T]) -> T:
+        """Acquire the lock by blocking; see `_hold`. It is undone even if `run` itself is interrupted."""
+        state = AcquireState(BLOCKING)
+        try:
+            return run(self._hold(BLOCKING, finish, state))
+        except BaseException:
+            run(state.undo())
+            raise
+
+    async def _hold(self, runtime: DatabaseRuntime, finish: Callable[[Any], T], state: AcquireState | None = None) -> T:
         """Acquire the lock; whatever is raised on the way, and wherever, leaves nothing behind.
 
         `finish` is what is done with the handle last, where nothing can go wrong any more.
         """
-        state = AcquireState(runtime)
+        state = AcquireState(runtime) if state is None else state
         try:
             with self._errors:
                 return finish(await self._bind_lease(await self._find_or_acquire(state), state))
@@ -338,6 +347,10 @@ class TiedLocks:
 
     def __repr__(self) -> str:
         return f"<locks {', '.join(repr(each.name) for each in self.locks)}>"
+
+    def _hold_in_thread(self, finish: Callable[[Iterable[Any]], T]) -> T:
+        """Acquire all of them by blocking; see `_hold`."""
+        return run(self._hold(BLOCKING, finish))
 
     async def _hold(self, runtime: DatabaseRuntime, finish: Callable[[Iterable[Any]], T]) -> T:
         """Acquire all of them, and only then tie them to their transactions, whose snapshots may begin with that.

@@ -353,7 +353,7 @@ def test_what_fails_is_an_error_and_what_is_refused_an_event_of_the_current_span
 
 
 def test_lease_that_is_thrown_away_leaves_nothing_behind(telemetry):
-    hook = next(hook for hook in hooks._hooks if isinstance(hook, tracing._Spans))
+    hook = next(hook for hook in hooks.subscribed if isinstance(hook, tracing._Spans))
     thrown_away = type("Held", (), {})()
     hooks.emit("acquired", "order:42", lease=thrown_away)
     assert len(hook._holds) == 1
@@ -383,12 +383,12 @@ def test_opentelemetry_has_the_same_numbers(telemetry):
 
 
 def test_traces_or_metrics_alone():
-    before = hooks._hooks
+    before = hooks.subscribed
     tracing.install(False, False)()
     uninstall = tracing.install(meter=False)
-    assert len(hooks._hooks) == len(before) + 1
+    assert len(hooks.subscribed) == len(before) + 1
     uninstall()
-    assert hooks._hooks == before
+    assert hooks.subscribed == before
 
 
 def test_clients_are_imported_only_by_their_own_install():

@@ -3,6 +3,7 @@
 import gc
 import os
 import threading
+import weakref
 
 import pytest
 
@@ -63,13 +64,14 @@ def test_forked_child_runs_every_hook_whatever_one_raises_and_none_of_an_object_
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(scheduler, "_in_child", [])
+    monkeypatch.setattr(scheduler, "_in_child_of", weakref.WeakKeyDictionary())
     kept, gone = Inherited(), Inherited()
     after_fork_in_child(gone.forget)
     after_fork_in_child(_fail)
     after_fork_in_child(kept.forget)
     del gone
     gc.collect()
-    assert len(scheduler._in_child) == 2
+    assert [*scheduler._in_child_of] == [kept]
     child = os.fork()
     if child == 0:
         os._exit(0 if kept.forgotten else 1)

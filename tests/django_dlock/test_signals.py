@@ -31,7 +31,7 @@ def heard():
     yield connect
     for signal, note in connected:
         signal.disconnect(note)
-    assert not any(hook is signals._send for hook in hooks._hooks)
+    assert not any(hook is signals._send for hook in hooks.subscribed)
 
 
 @pytest.fixture(autouse=True)
@@ -106,10 +106,10 @@ def test_receiver_that_fails_is_logged_and_changes_nothing(heard, caplog):
 
 
 def test_signals_cost_nothing_until_somebody_connects(heard):
-    before = hooks._hooks
+    before = hooks.subscribed
     heard(signals.lock_lost)
     heard(signals.lock_forced)
-    assert len(hooks._hooks) == len(before) + 1
+    assert len(hooks.subscribed) == len(before) + 1
 
 
 def test_async_receiver_is_refused():
