@@ -92,8 +92,8 @@ def _selected(statement: Select[Any], idents: Any, *, skip_locked: bool) -> tupl
 def refuse_unsaved(session: Session, is_target: IsTarget) -> None:
     """Raise ValueError if the read under the lock would overwrite a change that the session has not written.
 
-    With autoflush, only changes of the rows themselves count: the session is flushed first, but a caller who changed an
-    instance before the lock has decided on data that may be old. Without autoflush any change counts, because rows of
+    With autoflush, only changes of the rows themselves count: the session is flushed first, but a change that was made
+    before the lock was decided on data that may be old. Without autoflush any change counts, because rows of
     other classes may be loaded along.
     """
     for instance in session.dirty:

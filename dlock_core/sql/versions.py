@@ -14,7 +14,7 @@ FIRST_VERSION_SQL: Final = {
     # SQLite's clock shows milliseconds. No percent sign, which drivers take for a parameter.
     "sqlite": "CAST((julianday('now') - 2440587.5) * 86400000 AS INTEGER) * 1000 + (random() & 511)",
 }
-"""The same in a column's DEFAULT, for rows that other software inserts; MariaDB's is MySQL's."""
+"""The first version as DEFAULT of a column, for rows that other software inserts; MariaDB takes that of MySQL."""
 
 
 _CLOCK_BITS: Final = 51
@@ -24,10 +24,11 @@ _CLOCK_BITS: Final = 51
 def first_version(bits: int = 63) -> int:
     """Return the version of a row that is about to be inserted: the time in microseconds.
 
-    A row that is deleted and made again under the same key must not reach a version that its predecessor had: whoever
-    still holds the old one would save over the new row. Versions grow by one with each write, so they fall behind the
-    clock, and a later row begins above all that an earlier one had. Clocks that differ by a second leave a gap of a
-    million writes. The number needs 64 bits in the database; until the year 2255 it is exact in JavaScript, too.
+    A row that is deleted and created again under the same key must never reach a version that its predecessor had, or
+    a client that still has the old one would save over the new row. Versions grow by one with each write, so they fall
+    behind the clock, and a later row begins above all that an earlier one had. Between clocks that differ by a second
+    there is still room for a million writes. The number needs 64 bits in the database; until the year 2255 it is also
+    exact in JavaScript.
 
     A smaller column begins at random, in the lower half of its numbers: one of 32 bits meets an old version once in a
     billion times, one of 16 bits once in 16,384.

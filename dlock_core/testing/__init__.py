@@ -1,4 +1,4 @@
-"""For the tests of applications and of backends: a store in memory, a clock turned by hand, the contract suite."""
+"""Tools for the tests of applications and stores: a store in memory, a clock that a test advances, the contract suite."""
 
 from dlock_core.backends.memory import MemoryBackend
 from dlock_core.testing.runtime import ManualRuntime

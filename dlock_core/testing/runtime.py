@@ -1,4 +1,4 @@
-"""A runtime whose clock is turned by hand: the engine's waits and retries run in no time, and always the same way."""
+"""A runtime whose clock a test advances: the waits and retries of the engine take no time and always go the same way."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ T = TypeVar("T")
 
 
 class ManualRuntime:
-    """Whoever waits turns the clock; what was planned with `at` happens on the way, in order.
+    """A runtime in which each wait advances the clock, and the actions planned with `at` happen on the way, in order.
 
-    Give `runtime.now` to a MemoryBackend as its clock, so that store and engine live in the same time. A wait without
-    an end that nothing planned can end is an error, not a hang.
+    Pass `runtime.now` to a MemoryBackend as its clock, so that the store and the engine share one time. A wait without
+    limit that no planned action can end raises RuntimeError instead of hanging.
     """
 
     def __init__(self, start: float = 1_000.0) -> None:
@@ -31,43 +31,43 @@ class ManualRuntime:
         self._plans: list[tuple[float, int, Callable[[], object]]] = []
 
     def now(self) -> float:
-        """Give the time of the clock that is turned by hand."""
+        """Return the time of the clock, in seconds."""
         return self._time
 
     def at(self, moment: float, action: Callable[[], object]) -> None:
-        """Call `action` when the clock gets to this moment."""
+        """Call `action` when the clock reaches this moment."""
         heapq.heappush(self._plans, (moment, next(self._order), action))
 
     def advance(self, seconds: float) -> None:
-        """Turn the clock."""
+        """Advance the clock by so many seconds."""
         self._turn_to(self._time + seconds, threading.Event())
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Finish a coroutine that waits only through this runtime."""
+        """Run a coroutine that waits only through this runtime, and return its result."""
         return run(coroutine)
 
     async def call(self, function: Callable[..., Any], *args: Any) -> Any:
-        """Call at once."""
+        """Call the function at once."""
         return function(*args)
 
     async def sleep(self, seconds: float) -> None:
-        """Turn the clock instead of sleeping."""
+        """Advance the clock instead of sleeping."""
         self.advance(seconds)
 
     def signal(self) -> threading.Event:
-        """Make a wake-up; what was planned may set it."""
+        """Return a new signal, which a planned action may set."""
         return threading.Event()
 
     async def wait(self, signal: Any, seconds: float) -> bool:
-        """Turn the clock to the moment when the signal is set, or by so many seconds."""
+        """Advance the clock until the signal is set, or by so many seconds; returns whether it is set."""
         return self._turn_to(self._time + seconds, signal)
 
     async def shield(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Finish it: nothing can interrupt here."""
+        """Run the coroutine to its end: nothing can interrupt it here."""
         return await coroutine
 
     def behind(self, coroutine: Coroutine[Any, Any, Any]) -> None:
-        """Finish it at once."""
+        """Run the coroutine at once instead of in the background."""
         run(coroutine)
 
     def _turn_to(self, end: float, signal: threading.Event) -> bool:
@@ -77,6 +77,8 @@ class ManualRuntime:
             action()
         if not signal.is_set():
             if end == math.inf:
-                raise RuntimeError("this wait would never end: nothing is planned that could end it")
+                raise RuntimeError(
+                    "this wait would never end, because no action is planned that could end it: plan one with at()"
+                )
             self._time = end
         return signal.is_set()

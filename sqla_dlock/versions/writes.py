@@ -56,7 +56,7 @@ class RowUpdate:
 
 @event.listens_for(VersionedMixin, "refresh", propagate=True, raw=True)
 def _on_refresh(state: InstanceState[Any], context: Any, names: Collection[str] | None) -> None:
-    """Note whether the version was read later than other columns of its row, about which it then says nothing."""
+    """Mark an instance whose version was read later than other columns, about which it then says nothing."""
     name = version_key(state.mapper)
     # Without a context nothing was read: a bulk UPDATE has counted the version of the instance in memory.
     if context is None or (names is not None and name not in names):
@@ -72,7 +72,7 @@ def _on_refresh(state: InstanceState[Any], context: Any, names: Collection[str] 
 
 @event.listens_for(VersionedMixin, "after_update", propagate=True, raw=True)
 def _on_updated(mapper: Mapper[Any], connection: Connection, state: InstanceState[Any]) -> None:
-    """Note the version that a flush wrote, with which all columns in memory belong together.
+    """Keep the version that a flush wrote, with which all columns in memory belong together.
 
     An autoflush may come between a query and the loading of its rows. The rows then refresh the version of an instance
     that has just been written, and it is not late, because it is the version of that very write.

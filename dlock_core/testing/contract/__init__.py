@@ -1,4 +1,4 @@
-"""The contract suite: what every backend must do, for a test module of the package that has the backend.
+"""The contract suite: what each store must do. A test module of the package that has the store imports it.
 
     from dlock_core.testing.contract import *
 
@@ -6,8 +6,9 @@
     def backend():
         return MyBackend(...)
 
-Each test runs twice, with threads and with tasks. It needs pytest, and a store that may be filled with locks whose
-names begin with "contract"; tests of what a backend does not support are skipped.
+Each test runs twice, with threads and with tasks. The suite needs pytest and a store in which it may take locks whose
+names begin with "contract". Tests of what a store does not support are skipped. The words of the tests are explained
+in `dlock_core.testing.contract.harness`.
 """
 
 # ruff: noqa: E402, F403 - the parts are imported after the rewriting of their assertions is set up

@@ -1,4 +1,4 @@
-"""First come, first served; whoever gives up, dies or is too late leaves nothing behind."""
+"""First come, first served; a waiter that gives up, dies or comes too late leaves nothing behind."""
 
 from __future__ import annotations
 
