@@ -146,7 +146,7 @@ class Proxy:
         return self._plan(What.HOLD_REPLY, k, matching)
 
     def forget(self, fault: Fault) -> None:
-        """Do without a fault that has not happened yet."""
+        """Cancel a fault that has not happened yet."""
         self._run(self._forget(fault))
 
     def _plan(self, what: What, k: int, matching: bytes) -> Fault:

@@ -101,18 +101,21 @@ class Attempt:
     """How probable it is to be stopped at each stage."""
     leases: dict[str, Any] = field(default_factory=dict)
     parts_left: int = 1
+    """How many of its transactions are not committed yet."""
     is_granted: bool = False
     is_committing: bool = False
     is_committed: bool = False
     sure: float = 0.0
     """When its leases were surely valid for the last time."""
     tries: int = 0
+    """How often its work was begun."""
     after_grant: "Callable[[Attempt], None] | None" = None
+    """Called when the leases are held."""
     goes_on_when_cancelled: bool = False
     """Whether its transaction is in a thread, which cannot be cancelled."""
 
     def granted(self, lease: Any) -> None:
-        """Note the lease, or the leases in the order of the items."""
+        """Record the lease, or the leases in the order of the items."""
         held = list(lease) if len(self.wish.items) > 1 else [lease]
         # Several locks are taken in the order of their names, and given in it.
         by_name = {each.name: each for each in held}
@@ -127,13 +130,13 @@ class Attempt:
             self.after_grant(self)
 
     def look(self) -> None:
-        """Note that all leases are valid now, if they are."""
+        """Record that all leases are valid now, if they are."""
         moment = now()
         if self.leases and all(lease.remaining() > 0 and not lease.lost for lease in self.leases.values()):
             self.sure = moment
 
     def stage(self, name: str) -> None:
-        """Be at a stage, where the process may be stopped or take its time."""
+        """Reach a stage, where the process may be stopped or take its time."""
         self.look()
         if self.chance.random() < self.stop_rate:
             self.recorder.write("stopped", self.section, stage=name)
@@ -162,7 +165,7 @@ class Attempt:
         self.stage("after COMMIT")
 
     def outcome(self, error: BaseException | None) -> Outcome:
-        """Say how it ended: unknown only where COMMIT may have been sent and the error does not say what became of it."""
+        """Return how it ended: unknown only where COMMIT may have been sent and the error does not say what became of it."""
         if self.is_committed or error is None:
             return "ok"
         if self.is_committing and self.parts_left == 1 and not isinstance(error, DLockError):

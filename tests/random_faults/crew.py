@@ -72,7 +72,7 @@ class Crew:
             self._begin(member)
 
     def say(self, cycle: int, name: str, stores: list[str]) -> None:
-        """Tell every worker what to do now."""
+        """Announce to every worker what to do now."""
         path = self._directory / "phase.json"
         new = path.with_suffix(".new")
         new.write_text(json.dumps({"cycle": cycle, "name": name, "stores": stores}))

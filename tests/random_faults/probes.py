@@ -58,7 +58,7 @@ class Probes:
         self._backends = backends(self.config)
 
     def look(self, stores: tuple[str, ...]) -> None:
-        """Look at the stores that have just been through a storm."""
+        """Examine the stores that have just been through a storm."""
         known = [store for store in stores if store in self._backends]
         for store in known:
             self._items_are_free(store)
@@ -70,7 +70,7 @@ class Probes:
         self._nothing_is_left(known)
 
     def _items_are_free(self, store: str) -> None:
-        """Whoever held an item in the storm is dead or done: it can be had."""
+        """Every holder of the storm is dead or done: each item can be taken."""
         for item in items_of(store):
             self._get(self._backends[store], f"item:{item.key}", "held on after the storm", now(), store)
 
@@ -93,7 +93,7 @@ class Probes:
         self.counts[what] = self.counts.get(what, 0) + 1
         try:
             with Lock(backend, name, ttl=STORES[store].ttl, wait=promise + GRACE_S):
-                self.longest.setdefault(what, Measured()).note(now() - since, promise, name)
+                self.longest.setdefault(f"{what}, {store}", Measured()).note(now() - since, promise, name)
         except LeaseLost:
             pass  # it was had, and then this process stood still for longer than its ttl
         except DLockError as error:

@@ -38,20 +38,20 @@ def early_release(config: dict[str, Any]) -> None:
 
 
 def grants_twice(config: dict[str, Any]) -> None:
-    """Have the store grant every request, whoever holds the lock, and drop the fence."""
+    """Make the store grant every request, and drop the fence."""
     no_fence(config)
     _replace_store(lambda floor: max(time.time_ns() // 1000, floor + 1))
 
 
 def dice_for_tokens(config: dict[str, Any]) -> None:
-    """Have the store grant every request with a random token, and keep the fence: the data bear it, the tokens show it."""
+    """Make the store grant every request with a random token, and keep the fence: the data stay right, the tokens do not."""
     import random
 
     _replace_store(lambda floor: max(floor, 10**15) + random.randrange(10**12))
 
 
 def retried_though_unknown(config: dict[str, Any]) -> None:
-    """Have `retry_on_conflict` take a connection that was lost at COMMIT for a conflict, and start over."""
+    """Make `retry_on_conflict` take a connection that was lost at COMMIT for a conflict, and start over."""
     from dlock_core.transactions import retry
     from tests.random_faults import attempt
 
@@ -62,7 +62,7 @@ def retried_though_unknown(config: dict[str, Any]) -> None:
 
 
 def no_mark(config: dict[str, Any]) -> None:
-    """Let exclusive holders in SQLAlchemy ignore the mark that a newer shared holder has left, as before it was invented.
+    """Make exclusive holders in SQLAlchemy ignore the mark that a newer shared holder has left, as before it was invented.
 
     The store grants every request, so that they meet: with the mark the data bear that.
     """
@@ -99,6 +99,6 @@ SABOTAGES: Final[dict[str, Callable[[dict[str, Any]], None]]] = {
 
 
 def commit(config: dict[str, Any]) -> None:
-    """Do what the run was told to, in this worker."""
+    """Apply what the run was told, in this worker."""
     if config["sabotage"]:
         SABOTAGES[config["sabotage"]](config)

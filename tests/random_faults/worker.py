@@ -97,7 +97,7 @@ class Worker:
         )  # fmt: skip
 
     def is_over(self) -> bool:
-        """Look at the phase; when it is quiet and nothing is under way, say so once."""
+        """Read the phase; when it is quiet and nothing is under way, say so once."""
         name = self.phase.look()
         if name == "quiet" and self.idle_in != self.phase.cycle and not self.busy:
             self.idle_in = self.phase.cycle
@@ -220,7 +220,7 @@ def client_of(kind: str, config: dict[str, Any]) -> Any:
 
 
 def is_expected(error: BaseException) -> bool:
-    """Tell whether an error is one that the faults explain; any other is worth a look."""
+    """Return whether an error is one that the faults explain; any other is worth a look."""
     if type(error).__name__ in NOT_OF_DRIVERS:
         return False
     if isinstance(error, DLockError | TimeLimit | OSError | asyncio.CancelledError):
