@@ -1,8 +1,9 @@
-"""The one pool of idle connections, which every store that keeps some has; and one of them for each event loop.
+"""Idle connections: how many are kept, for how long, and what closes them.
 
-A pool never opens a connection and never waits for one: a store that finds it empty connects. What the pool decides is
-how many idle connections are kept, for how long, and what closes them: a later caller, the end of the event loop, the
-garbage collector when the store is forgotten, and a forked child, which only has copies of its parent's sockets.
+`IdlePool` never opens a connection and never waits for one: a store that finds it empty connects. A connection is
+closed by a later caller, at the end of its event loop (`LoopPools`), when its store is garbage, and in a forked child,
+which only has copies of its parent's sockets. Redis's connections carry the time of their last use themselves, so its
+transport uses the functions below instead.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import weakref
 from collections import deque
 from contextlib import suppress
 from functools import partial
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
 
 from dlock_core.runtime import clock
@@ -20,7 +22,7 @@ from dlock_core.scheduler import after_fork_in_child
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable
 
-__all__ = ["MAX_IDLE_S", "IdlePool", "LoopPools", "inherited"]
+__all__ = ["MAX_IDLE_S", "IdlePool", "LoopPools", "close_excess", "drain", "drain_when_forgotten", "inherited"]
 
 T = TypeVar("T")
 
@@ -55,8 +57,8 @@ class IdlePool(Generic[T]):
         self._close, self._size, self._is_inherited = close, size, is_inherited
         self._is_usable, self._trusted_s = is_usable, MAX_IDLE_S if is_usable is None else trusted_s
         self._idle: deque[tuple[T, float]] = deque()
-        # Left to the garbage collector, a socket may be met before the connection that would close it, and warns.
-        weakref.finalize(self, _drain, self._idle, close).atexit = False
+        self._close_entry = partial(_call_on_connection, close)
+        drain_when_forgotten(self, self._idle, self._close_entry)
         after_fork_in_child(self._after_fork)
 
     def take(self) -> T | None:
@@ -72,25 +74,13 @@ class IdlePool(Generic[T]):
             self._close(connection)
 
     def put(self, connection: T) -> None:
-        """Keep a connection that works and is not in use any more.
-
-        The others grow old at the left end, where those that are too many or too old are closed now. Every connection
-        of a burst is put back here, so no thread has to look after them.
-        """
+        """Keep a connection that works and is not in use any more."""
         self._idle.append((connection, clock()))
-        oldest = clock() - MAX_IDLE_S
-        while True:
-            try:
-                if len(self._idle) <= self._size and self._idle[0][1] > oldest:
-                    return
-                excess, _ = self._idle.popleft()
-            except IndexError:  # Other threads took them.
-                return
-            self._close(excess)
+        close_excess(self._idle, itemgetter(1), self._close_entry, self._size)
 
     def clear(self) -> None:
         """Close every idle connection; the pool can be used further."""
-        _drain(self._idle, self._close)
+        drain(self._idle, self._close_entry)
 
     def shut(self) -> None:
         """Close every idle connection, and from now on each one that is put back."""
@@ -99,16 +89,46 @@ class IdlePool(Generic[T]):
 
     def _after_fork(self) -> None:
         """Begin anew in a forked child, which must not talk on its parent's sockets."""
-        _drain(self._idle, inherited.append if self._is_inherited else self._close)
+        drain(self._idle, inherited.append if self._is_inherited else self._close_entry)
 
 
-def _drain(idle: deque[tuple[T, float]], close: Callable[[T], object]) -> None:
+def _call_on_connection(close: Callable[[T], object], entry: tuple[T, float]) -> None:
+    close(entry[0])
+
+
+def close_excess(idle: deque[T], since: Callable[[T], float], close: Callable[[T], object], size: int) -> None:
+    """Close the connections that are too many or were idle for too long; call this whenever one is put back.
+
+    The last used is used first, so the others grow old at the left end. Every connection of a burst is put back at some
+    time, so no thread has to look after them.
+    """
+    oldest = clock() - MAX_IDLE_S
     while True:
         try:
-            connection, _ = idle.pop()
+            if len(idle) <= size and since(idle[0]) > oldest:
+                return
+            excess = idle.popleft()
+        except IndexError:  # Other threads took them.
+            return
+        close(excess)
+
+
+def drain(idle: deque[T], close: Callable[[T], object]) -> None:
+    """Close each of them; other threads may take some at the same time."""
+    while True:
+        try:
+            last = idle.pop()
         except IndexError:
             return
-        close(connection)
+        close(last)
+
+
+def drain_when_forgotten(owner: object, idle: deque[T], close: Callable[[T], object]) -> None:
+    """Close them when their owner is garbage; `close` must not refer to it, and the deque must stay the same one.
+
+    Left to the garbage collector, a socket may be met before the connection that would close it, and warns.
+    """
+    weakref.finalize(owner, drain, idle, close).atexit = False
 
 
 class LoopPools(Generic[T]):
@@ -162,34 +182,3 @@ async def _until_shutdown(pool: IdlePool[Any]) -> AsyncGenerator[None, None]:
         yield
     finally:
         pool.shut()
-
-
-LONGEST_IDLE_S: Final = MAX_IDLE_S
-
-
-def close_excess(idle: deque[T], since: Callable[[T], float], close: Callable[[T], object], most: int) -> None:
-    """Close what is more than `most`, and what was idle for too long; `IdlePool.put` does it for other stores."""
-    oldest = clock() - MAX_IDLE_S
-    while True:
-        try:
-            if len(idle) <= most and since(idle[0]) > oldest:
-                return
-            one = idle.popleft()
-        except IndexError:  # Others took them.
-            return
-        close(one)
-
-
-def drain(idle: deque[T], close: Callable[[T], object]) -> None:
-    """Close each of them; `IdlePool.clear` does it for other stores."""
-    while True:
-        try:
-            one = idle.pop()
-        except IndexError:
-            return
-        close(one)
-
-
-def drain_when_forgotten(owner: object, idle: deque[T], close: Callable[[T], object]) -> None:
-    """Close them when their owner is gone; `IdlePool` does it for other stores."""
-    weakref.finalize(owner, drain, idle, close).atexit = False

@@ -13,7 +13,7 @@ import redis
 
 from dlock_core import AcquireTimeout, AsyncLock, Lock
 from dlock_core.backend import Busy, new_request
-from dlock_core.backends.idle import LONGEST_IDLE_S, close_excess
+from dlock_core.backends.idle import MAX_IDLE_S, close_excess
 from dlock_core.backends.redis import transport
 from dlock_core.backends.redis.backend import RedisBackend
 from dlock_core.runtime import BLOCKING, clock, run
@@ -201,7 +201,7 @@ def test_connections_of_a_burst_are_closed_when_they_were_idle_for_a_minute(dire
         connection.connect()
         wire.checkin(connection)
     for connection in burst[:-2]:
-        connection.dlock_used -= LONGEST_IDLE_S
+        connection.dlock_used -= MAX_IDLE_S
     Lock(direct, "a").acquire().release()
     assert [connection._sock is None for connection in burst] == [True] * 8 + [False] * 2
     assert [*wire._free] == burst[-2:]  # type: ignore[attr-defined]
@@ -210,7 +210,7 @@ def test_connections_of_a_burst_are_closed_when_they_were_idle_for_a_minute(dire
 def test_what_is_old_or_too_much_is_closed_oldest_first() -> None:
     closed: list[int] = []
     idle = deque([1, 2, 3])
-    close_excess(idle, lambda one: clock() - 2 * LONGEST_IDLE_S * (one < 3), closed.append, most=5)
+    close_excess(idle, lambda one: clock() - 2 * MAX_IDLE_S * (one < 3), closed.append, size=5)
     assert (closed, [*idle]) == ([1, 2], [3])
-    close_excess(idle, lambda one: clock(), closed.append, most=0)
+    close_excess(idle, lambda one: clock(), closed.append, size=0)
     assert closed == [1, 2, 3]
