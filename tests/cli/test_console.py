@@ -170,7 +170,7 @@ def test_purge_tidies_the_fence_of_a_database(tmp_path):
 def test_file_of_sqlite_that_is_missing_is_told_and_not_made(verb, tmp_path):
     ran = dlock(verb, "--database", f"shop=sqlite:///{tmp_path}/shpo.db")
     assert ran.code == 1
-    assert "there is no file" in (ran.out + ran.err).replace("\n", " ")
+    assert "does not exist: check the path" in " ".join((ran.out + ran.err).split())
     assert list(tmp_path.iterdir()) == []
 
 
