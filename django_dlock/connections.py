@@ -1,9 +1,8 @@
 """Follows the statements and transactions of one database connection, from the calls that Django makes.
 
 The calls are intercepted on the one connection object of this thread, never on Django's classes: Django has no hook for
-the end of a transaction that also runs when it is rolled back, or when the connection is lost.
-
-A transaction here is the outermost one of the program's on this thread's connection: a test case's own does not count.
+the end of a transaction that also runs when it is rolled back, or when the connection is lost. A transaction here is
+the program's outermost one on this thread's connection: a test case's own does not count.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from contextlib import suppress
 from contextvars import ContextVar
 from functools import partial
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 from weakref import WeakSet
 
 from django.db import DatabaseError, Error, ProgrammingError, connections
@@ -52,15 +51,8 @@ __all__ = [
 logger = logging.getLogger("dlock")
 
 
-class StatementListener(Protocol):
-    """A lease that its context holds."""
-
-    def before_statement(self, tracker: ConnectionTracker, transaction: Transaction | None, sql: str) -> None:
-        """Admit the lease into the transaction in which a statement is about to be sent, or refuse the statement."""
-
-
-leases_of_context: Final[ContextVar[tuple[StatementListener, ...]]] = ContextVar("dlock_leases", default=())
-"""The leases that this context holds; it follows work into a thread that has a connection of its own."""
+leases_of_context: Final[ContextVar[tuple[Any, ...]]] = ContextVar("dlock_leases", default=())
+"""The leases (`TiedDatabases`) that this context holds, also in a thread with a connection of its own."""
 
 # After an error PostgreSQL accepts nothing before the rollback to a savepoint.
 _DJANGOS_OWN: Final = ("BEGIN", "RELEASE SAVEPOINT", "ROLLBACK TO SAVEPOINT")
@@ -297,10 +289,10 @@ class ConnectionTracker:
             self.current = None
 
     def _settle(self, ending: Transaction | None) -> None:
-        """Undo what was rolled back and tell the end to those that wait for it; once more for what was interrupted.
+        """Undo what was rolled back and report the end; once more for what was interrupted. Leases are released here.
 
-        This is where leases are released. It must come after Django's call to the driver has returned, never before:
-        until then the COMMIT may fail, and a lease that was released would let the next holder read too early.
+        It must come after Django's call to the driver has returned, never before: until then the COMMIT may fail, and a
+        lease that was released would let the next holder read too early.
         """
         if ending is None:
             return
@@ -330,7 +322,7 @@ def open_transaction(connection: BaseDatabaseWrapper) -> Transaction | None:
 
 
 _not_listening: WeakSet[BaseDatabaseWrapper] | None = WeakSet()
-"""The connections of all threads, until locks are used in this process; then None."""
+"""The connections of all threads, which send their statements past us, until the code of locks is loaded; then None."""
 
 
 @receiver(connection_created)
@@ -343,10 +335,7 @@ def _note_connection(connection: BaseDatabaseWrapper, **_: object) -> None:
 
 
 def listen_to_all() -> None:
-    """Hear of the statements of every connection: work under a lease may move to a thread that has its own.
-
-    Called when the code of locks is loaded, so that a process without locks sends its statements past us.
-    """
+    """Hear of the statements of every connection: work under a lease may move to a thread that has its own."""
     global _not_listening
     known, _not_listening = _not_listening, None
     for connection in known or ():
@@ -442,6 +431,7 @@ def restore_on_rollback(instance: object, values: dict[str, object], *, using: s
     """
     transaction = open_transaction(connections[using])
     if transaction is not None:
+        tracker_for(connections[using]).listen()  # savepoints may be rolled back by hand
         transaction.restore_on_rollback(instance, values)
 
 

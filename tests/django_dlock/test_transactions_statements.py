@@ -1,12 +1,14 @@
 """The promises of django_dlock.transactions about hooks before statements."""
 
 from collections.abc import Callable
+from weakref import WeakSet
 
 import pytest
 from django.db import DatabaseError, connections, transaction
 from django.db.transaction import atomic
 
-from django_dlock.connections import before_statements, transaction_key
+from django_dlock import connections as trackers
+from django_dlock.connections import before_statements, restore_on_rollback, transaction_key
 from tests.django_dlock.sessions import add, committed, rows
 from tests.testapp.models import Counter
 
@@ -140,3 +142,37 @@ def test_hook_gets_the_text_of_statements_that_are_no_strings(database, heard):
     rows(connections[database], sql.SQL("SELECT {}").format(sql.Literal(1)))
     rows(connections[database], b"SELECT 2")
     assert heard == [("SELECT 1", False), ("SELECT 2", False)]
+
+
+# A process without locks
+
+
+@pytest.fixture
+def without_locks(database, monkeypatch):
+    """A new connection, as in a process that has not loaded the code of locks."""
+    monkeypatch.setattr(trackers, "_not_listening", WeakSet())
+    connections[database].close()
+    former = connections[database]
+    connections[database] = former.copy()
+    yield connections[database]
+    connections[database].close()
+    connections[database] = former
+
+
+def test_process_without_locks_sends_its_statements_past_us(without_locks):
+    rows(without_locks, "SELECT 1")
+    assert without_locks.execute_wrappers == []
+    trackers.listen_to_all()
+    assert len(without_locks.execute_wrappers) == 1
+
+
+def test_process_without_locks_restores_values_after_a_savepoint_that_was_made_by_hand(database, without_locks):
+    instance = Counter()
+    vars(instance)["version"] = 2
+    with atomic(database):
+        restore_on_rollback(instance, {"version": 1}, using=database)
+        rows(without_locks, "SAVEPOINT ours")
+        instance.version = 3
+        restore_on_rollback(instance, {"version": 2}, using=database)
+        rows(without_locks, "ROLLBACK TO SAVEPOINT ours")
+        assert instance.version == 2
