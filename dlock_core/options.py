@@ -38,7 +38,9 @@ def check_switches(**given: object) -> None:
 
 def check_callback(name: str, value: object) -> None:
     """Raise TypeError for what cannot be called, and for a coroutine function, which nobody would await."""
-    if value is not None and not callable(value):
+    if value is None:
+        return
+    if not callable(value):
         raise TypeError(f"{name} is a function without arguments or None, not {type(value).__name__}: {value!r:.80}")
     if inspect.iscoroutinefunction(value):
         raise TypeError(f"{name} is called from another thread, where nobody awaits it: give a plain function")

@@ -104,7 +104,8 @@ def released(held: Held) -> None:
 
 
 def _emit_released(held: Held) -> None:
-    held.emit("released", (held.ended or Released.EXPIRED).value)
+    if hooks.subscribed:
+        held.emit("released", (held.ended or Released.EXPIRED).value)
 
 
 async def _release(runtime: Runtime, held: Held) -> None:

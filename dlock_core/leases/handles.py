@@ -380,6 +380,6 @@ LETTING_EXPIRE: Final = _LettingExpire()
 
 def ensure_was_held(held: Held, error: BaseException | None) -> None:
     """Raise LeaseLost if a block without an error has ended with a lease that was lost: its work looked protected."""
-    if error is None and held.ended in {Released.EXPIRED, Released.STOLEN}:
+    if error is None and held.ended is not None and held.ended is not Released.RELEASED:
         reason = held.loss_reason or f"it was {held.ended.value} at release"
         raise LeaseLost(held.name, token=held.token, reason=reason)

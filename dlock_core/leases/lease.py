@@ -235,8 +235,6 @@ class Held:
 
     def emit(self, kind: hooks.Kind, reason: str = "") -> None:
         """Tell the hooks of an event of this lease, after its loss if that is being told."""
-        if not hooks.subscribed:
-            return
         event = (kind, self.name, self.token, self.now() - self.since, reason, False, self)
         if self._callback_thread is None:
             hooks.emit(*event)
