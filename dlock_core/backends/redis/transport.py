@@ -100,7 +100,8 @@ async def run_script(  # noqa: PLR0917 - the hot path: keywords cost
 
     A server that was flushed or replaced does not know the script's digest, and learns the script with the request.
     """
-    (reply,) = await send_commands(transport, runtime, name, [script.by_digest(keys, args)], limit)
+    by_digest = ("EVALSHA", script.sha, str(len(keys)), *keys, *args)  # Script.by_digest, without its frame
+    (reply,) = await send_commands(transport, runtime, name, [by_digest], limit)
     if isinstance(reply, NoScriptError):
         (reply,) = await send_commands(transport, runtime, name, [script.by_text(keys, args)], limit)
     return raise_for_error(name, reply)
