@@ -105,6 +105,10 @@ class Loop:
         return future
 
     def _finish(self, future: Future[T]) -> T:
+        # The garbage collector may run in the loop's own thread, and there the finalizer that closes the connections of
+        # a forgotten store. The loop cannot wait for itself: the connection is closed soon, and there is no result.
+        if asyncio._get_running_loop() is self._loop is not None:  # noqa: SLF001 - the public one raises elsewhere
+            return None  # type: ignore[return-value]
         try:
             return future.result()
         except BaseException:
