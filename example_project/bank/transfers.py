@@ -1,8 +1,8 @@
 """Move money between accounts in two databases, with and without locks: read the two functions side by side.
 
-A balance is read, and then written: whoever reads before another has committed overwrites what that one wrote. Row
-locks would do it, too, and could deadlock: neither database sees what is waited for in the other. The two COMMITs come
-one after the other: what is to survive a crash between them needs a record of the transfer, and no lock gives that.
+A balance is read, and then written: a transfer that reads before another has committed overwrites what that one wrote.
+Row locks would prevent it too, but could deadlock, since neither database sees the waits in the other. The two COMMITs
+come one after the other: to survive a crash between them takes a record of the transfer, which no lock provides.
 """
 
 from contextlib import ExitStack
@@ -28,7 +28,7 @@ def unlocked(source: Address, target: Address, amount: int) -> None:
 
 
 def locked(source: Address, target: Address, amount: int) -> None:
-    """The same, holding both accounts or none: A to B and B to A wait for each other, never for ever."""
+    """The same, holding both accounts or none: so that A to B and B to A never deadlock."""
     locks = (lock("account", name, using=database, store=database) for database, name in (source, target))
     with lock(*locks, wait=None), ExitStack() as transactions:
         for database in sorted({source.database, target.database}):

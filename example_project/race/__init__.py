@@ -1,4 +1,4 @@
-"""The race: servers to run in, clients who ship and cancel at once, and a report of what came of it.
+"""The race: servers to run in, clients that ship and cancel at once, and a report of what came of it.
 
 It knows no framework: each shop tells it, as a `Shop`, how it is served and what its database says.
 """
@@ -16,7 +16,7 @@ class RaceFailed(Exception):
 
 @dataclass(frozen=True)
 class Tally:
-    """What a database says of the orders of a race; `changed` counts lines of history that ship or cancel."""
+    """What a database says about the orders of a race; `changed` counts lines of history that ship or cancel."""
 
     orders: int
     both_shipped_and_cancelled: int
@@ -40,10 +40,10 @@ class Shop(Protocol):
     action_path: str
 
     def database(self, url: str) -> AbstractContextManager[str]:
-        """Take this database and make its tables; gives its name for the title; raises RaceFailed."""
+        """Take this database and make its tables; returns its name for the title; raises RaceFailed."""
 
     def command(self, fd: int, processes: int) -> list[str]:
-        """Say how to serve the shop on a socket that listens already."""
+        """Return the command that serves the shop on a socket that already listens."""
 
     def paid_orders(self, number: int) -> AbstractContextManager[Sale]:
-        """Sell something `number` times, and remove it all afterwards: the database may be somebody's own."""
+        """Create `number` paid orders, and remove them afterwards: the database may be in use otherwise."""

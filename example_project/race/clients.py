@@ -45,7 +45,7 @@ class Answer:
 
 
 def race(shop: Shop, port: int, orders: list[int], workers: int, seed: int) -> Iterator[list[Answer]]:
-    """Send a ship and a cancel for every order, `workers` orders at a time; give the answers of each."""
+    """Send a ship and a cancel for every order, `workers` orders at a time; returns the answers of each."""
     chance = random.Random(seed)
     csrf = csrf_cookie(port, shop.order_path.format(order=orders[0]))
     pairs = [
@@ -102,7 +102,7 @@ def ask(port: int, method: str, path: str, csrf: str = "") -> HTTPResponse:
 
 
 def csrf_cookie(port: int, path: str) -> str:
-    """Open an order's page, as everybody does who then clicks on a button there; an empty text if it gives no token."""
+    """Return the token of an order's page, as a browser gets it before a click there; an empty text if it has none."""
     page = ask(port, "GET", path)
     if page.status != 200:
         raise RaceFailed(f"the shop cannot show an order: HTTP {page.status}")

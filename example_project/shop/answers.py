@@ -1,4 +1,4 @@
-"""What a request is told: done (302, back to the order), or too late (409, the order's page says why)."""
+"""The answer to a request: done (302, back to the order), or too late (409, the order's page says why)."""
 
 from django.http import HttpRequest, HttpResponse
 from django.shortcuts import redirect, render

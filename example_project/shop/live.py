@@ -1,4 +1,4 @@
-"""The race as a page: it runs in a process of its own, on a database of its own, and tells what happens in lines."""
+"""The race as a page: it runs in a separate process, on a separate database, and reports what happens line by line."""
 
 import os
 import subprocess
@@ -46,12 +46,12 @@ class Race:
             )
 
     def text(self, start: int) -> str:
-        """Give the whole lines that it has written from a position on."""
+        """Return the complete lines that it has written, from a position on."""
         written = os.pread(self._lines.fileno(), 1_000_000, start)
         return written[: written.rfind(b"\n") + 1].decode()
 
     def complaint(self) -> str:
-        """Say why it failed, when it has."""
+        """Return why it failed, or an empty text."""
         if self._process is None or not self._process.poll():
             return ""
         return os.pread(self._complaints.fileno(), 10_000, 0).decode(errors="replace")
@@ -62,7 +62,7 @@ current = Race()
 
 @require_GET
 def page(request: HttpRequest) -> HttpResponse:
-    """Show the race that is on, and let one be started."""
+    """Show the race that runs, with a button that starts one."""
     strategies = {name: (strategy.__doc__ or "").partition("\n")[0] for name, strategy in STRATEGIES.items()}
     context: dict[str, Any] = {"strategies": strategies, "orders": range(ORDERS), "is_running": current.is_running}
     return render(request, "shop/race.html", context)
@@ -77,7 +77,7 @@ def start(request: HttpRequest) -> HttpResponse:
 
 @require_GET
 def lines(request: HttpRequest) -> HttpResponse:
-    """Give what has happened since the position `from`; headers tell whether more will come, and why it failed."""
+    """Return what has happened since the position `from`; headers say whether more will come, and why it failed."""
     position = request.GET.get("from", "0")
     is_running = current.is_running  # asked before the text is read: the last lines must not be missed
     text = current.text(int(position) if position.isdecimal() and len(position) < 16 else 0)

@@ -1,4 +1,4 @@
-"""What the shop keeps. An order is paid, then either shipped or cancelled: never both."""
+"""The tables of the shop. An order is paid, then either shipped or cancelled: never both."""
 
 from django.db import models
 
@@ -30,7 +30,7 @@ class Order(RowLockMixin, VersionedMixin, models.Model):
         return f"Order {self.pk}"
 
     def save_unchecked(self) -> None:
-        """Save over whatever the row says by now: `save()` would check the version, which is one strategy's own."""
+        """Save over whatever the row says by now: `save()` would check the version, which only one strategy does."""
         Order.objects.filter(pk=self.pk).update(state=self.state, events=self.events)
 
     def note(self, kind: str, text: str) -> "Event":

@@ -12,7 +12,7 @@ from shop.models import Order
 
 
 def none(request: HttpRequest, pk: int, act: Act) -> HttpResponse:
-    """No protection: between our read and our write the order may change, and nobody looks again."""
+    """No protection: between our read and our write the order may change, and nothing checks it again."""
     order = Order.objects.get(pk=pk)
     event = act(order)
     order.save_unchecked()
@@ -29,7 +29,7 @@ def row(request: HttpRequest, pk: int, act: Act) -> HttpResponse:
 
 @retry_on_conflict(attempts=5)
 def version(request: HttpRequest, pk: int, act: Act) -> HttpResponse:
-    """A version column: nobody waits; who saves second is rolled back, and starts again from a fresh read."""
+    """A version column: no request waits; the second to save is rolled back, and starts again from a fresh read."""
     order = Order.objects.get(pk=pk)
     event = act(order)
     order.save_with_version()

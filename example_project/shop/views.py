@@ -22,7 +22,7 @@ def order(request: HttpRequest, pk: int) -> HttpResponse:
 
 @require_POST
 def change(request: HttpRequest, pk: int, act: Act) -> HttpResponse:
-    """Ship or cancel an order under the strategy of the settings; a header tells how often that was retried."""
+    """Ship or cancel an order under the strategy of the settings; a header says how often that was retried."""
     runs = 0
 
     def counted(order: Order) -> Event:
@@ -39,6 +39,6 @@ def change(request: HttpRequest, pk: int, act: Act) -> HttpResponse:
 
 
 def strategy(request: HttpRequest) -> dict[str, str]:
-    """Tell every page how orders are protected."""
+    """Add to each page how orders are protected."""
     first_words, _, _ = (STRATEGIES[settings.SHOP_STRATEGY].__doc__ or "").partition(":")
     return {"strategy": settings.SHOP_STRATEGY, "protection": first_words[:1].lower() + first_words[1:]}

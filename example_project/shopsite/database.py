@@ -1,4 +1,4 @@
-"""DATABASE_URL in Django's words. Errors never repeat the URL: it may hold a password."""
+"""DATABASE_URL as Django's settings. Errors never repeat the URL: it may hold a password."""
 
 from urllib.parse import parse_qsl, unquote, urlsplit
 

@@ -1,4 +1,4 @@
-"""What a request is told: done, or too late (409); a browser gets pages, everybody else gets JSON."""
+"""The answer to a request: done, or too late (409); a browser gets pages, any other client gets JSON."""
 
 from pathlib import Path
 
@@ -29,7 +29,7 @@ def answer(request: Request, event: Event) -> Response:
 
 
 def order_page(request: Request, order_id: int, refused: str = "") -> Response:
-    """Read an order in a session of its own, which is under no lock, and show it."""
+    """Read an order in a separate session, which is under no lock, and show it."""
     with sessions() as session:
         context = {"order": session.get_one(Order, order_id), "refused": refused}
         return pages.TemplateResponse(request, "order.html", context, status_code=409 if refused else 200)

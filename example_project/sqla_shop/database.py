@@ -41,7 +41,7 @@ SessionDep = Annotated[Session, Depends(get_session)]
 
 
 def open_database(url: str) -> Engine:
-    """Use this database for all sessions; its tables are not made yet."""
+    """Use this database for all sessions; its tables are not created yet."""
     target = with_driver(make_url(url))
     engine = create_engine(target, **OPTIONS[target.get_backend_name()])
     if engine.dialect.name == "sqlite":
@@ -63,7 +63,7 @@ def with_driver(url: URL) -> URL:
 
 
 def begin_immediate(engine: Engine) -> None:
-    """Let a transaction ask for SQLite's write lock when it begins, and wait for it.
+    """Make transactions take SQLite's write lock when they begin, and wait for it.
 
     By default SQLite asks at the first write, and then answers "database is locked" at once to one that has read.
     """

@@ -1,4 +1,4 @@
-"""What the shop keeps. An order is paid, then either shipped or cancelled: never both."""
+"""The tables of the shop. An order is paid, then either shipped or cancelled: never both."""
 
 from datetime import UTC, datetime
 from enum import StrEnum
@@ -76,5 +76,5 @@ class Shipment(Base):
 
 
 def save_unchecked(session: Session, order: Order) -> None:
-    """Save over whatever the row says by now: a flush would check the version, which is one strategy's own."""
+    """Save over whatever the row says by now: a flush would check the version, which only one strategy does."""
     session.execute(update(Order).where(Order.id == order.id).values(state=order.state, events=order.events))

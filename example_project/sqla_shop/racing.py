@@ -1,4 +1,4 @@
-"""What the race has to know of this shop."""
+"""What the race must know about this shop."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -16,7 +16,7 @@ from sqla_dlock import lock_row, locked, retry_on_conflict, save_with_version
 
 
 def chosen(request: Request, action: Literal["ship", "cancel"]) -> actions.Act:
-    """Give the action that the path names; counts its runs, so that the answer can tell how often it was retried."""
+    """Return the action that the path names; it counts its runs, so that the answer can say how often it ran."""
     request.state.runs = 0
 
     def act(session: Session, order: Order) -> Event:
@@ -30,7 +30,7 @@ Act = Annotated[actions.Act, Depends(chosen)]
 
 
 def none(order_id: int, act: Act, session: SessionDep) -> Event:
-    """No protection: between our read and our write the order may change, and nobody looks again."""
+    """No protection: between our read and our write the order may change, and nothing checks it again."""
     order = session.get_one(Order, order_id)
     session.commit()  # or on SQLite, whose transactions take turns, this one would be a lock
     event = act(session, order)
@@ -50,7 +50,7 @@ def row(order_id: int, act: Act, session: SessionDep) -> Event:
 
 @retry_on_conflict(sessions, attempts=5)
 def version(session: Session, order_id: int, act: Act) -> Event:
-    """A version column: nobody waits; who saves second is rolled back, and starts again from a fresh read."""
+    """A version column: no request waits; the second to save is rolled back, and starts again from a fresh read."""
     order = session.get_one(Order, order_id)
     event = act(session, order)
     save_with_version(session, order)

@@ -1,4 +1,4 @@
-"""Ship and cancel the same orders at the same moment, under every strategy, and count what went wrong."""
+"""Ship and cancel the same orders at the same moment, under each strategy, and count what went wrong."""
 
 import argparse
 from typing import Any
