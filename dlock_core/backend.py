@@ -52,7 +52,7 @@ class Released(Enum):
 
 
 class Request(NamedTuple):
-    """One caller's wish for one lock; repeated unchanged in every attempt."""
+    """A request for one lock; repeated unchanged in every attempt."""
 
     name: str
     holder: str
@@ -60,9 +60,9 @@ class Request(NamedTuple):
     ttl: float
     shared: bool = False
     queue: bool = True
-    """Take a place in the queue when the lock is taken (False for a single try)."""
+    """Queue for the lock when it is taken (False for a single try)."""
     fair: bool = True
-    """False: a free lock may be taken although others wait for it (barging)."""
+    """False: a free lock may be taken although other waiters are queued for it (barging)."""
     owner: str = ""
     floor: int = 0
     """The token must be greater than this; a grant that is already ours is given a greater token."""
@@ -81,7 +81,7 @@ def new_request(
 
 
 class Granted(NamedTuple):
-    """The lock is ours: `token` only grows, `valid_for` is in seconds from when the store handled the request."""
+    """The lock is granted: `token` only grows, `valid_for` is in seconds from when the store handled the request."""
 
     token: int
     valid_for: float
@@ -90,7 +90,10 @@ class Granted(NamedTuple):
 
 
 class Busy(NamedTuple):
-    """Somebody else has it: ask again after at most `retry_after` seconds; `ticket` is our place in the queue."""
+    """Another holder has the lock: ask again after at most `retry_after` seconds.
+
+    `owner` is the holder's metadata, if known. `ticket` is private to the backend, for its `wait`.
+    """
 
     retry_after: float
     owner: str = ""
@@ -131,7 +134,7 @@ class Holder:
 
 @dataclass(frozen=True, slots=True)
 class Waiter:
-    """A place in the queue, first come first."""
+    """A waiter as an operator sees it; the waiters of a lock are listed first come first."""
 
     holder: str
     shared: bool
@@ -141,7 +144,7 @@ class Waiter:
 
 @dataclass(frozen=True, slots=True)
 class LockState:
-    """Who holds a lock and who waits for it: a snapshot for people, never a basis for decisions."""
+    """The holders and the waiters of a lock: a snapshot for people, never a basis for decisions."""
 
     name: str
     holders: tuple[Holder, ...] = ()

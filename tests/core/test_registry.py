@@ -167,3 +167,21 @@ def test_core_imports_no_client_library() -> None:
 
 def test_schemes_are_listed() -> None:
     assert {"memory", "redis", "rediss", "unix"} <= set(schemes())
+
+
+@pytest.mark.parametrize(
+    ("imports", "foreign"),
+    [
+        ("import dlock_core", "dlock_core.leases"),
+        ("from dlock_core import Lock, connect; connect('memory://')", "dlock_core.doctor"),
+        ("from dlock_core import Lock, connect; connect('memory://')", "dlock_core.backends.redis"),
+        ("from dlock_core import Lock, connect; connect('memory://')", "importlib.metadata"),
+        ("import django_dlock, dlock_core.stores", "dlock_core.backends"),
+        ("import sqlalchemy.orm; from sqla_dlock import lock", "dlock_core.backends"),
+        ("import sqlalchemy.orm; from sqla_dlock import lock", "sqlalchemy.dialects.mysql"),
+    ],
+)
+def test_import_loads_only_what_is_used(imports: str, foreign: str) -> None:
+    code = f"import sys; {imports}; print([name for name in sys.modules if name.startswith({foreign!r})])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

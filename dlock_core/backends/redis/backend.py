@@ -55,7 +55,7 @@ REPLICATION_SHARE: Final = 0.25
 class RedisBackend:
     """One Redis server, named by a URL or by an existing redis-py client or pool (blocking or asyncio).
 
-    The store has connections of its own: they reach the same server with the same credentials, and neither wait for the
+    The store has separate connections: they reach the same server with the same credentials, and neither wait for the
     client's pool nor use it up.
 
     Args:
@@ -200,7 +200,7 @@ class RedisBackend:
     async def _replicate(self, runtime: Runtime, requests: Sequence[Request]) -> None:
         """Return when enough replicas have these grants; otherwise raise BackendUnavailable.
 
-        The engine then abandons the request. WAIT answers for the writes of its own connection alone, and the grant may
+        The engine then abandons the request. WAIT answers for the writes of one connection alone, and the grant may
         have come over another one. So the leases are first written once more, by a renewal, over this connection.
         """
         name = requests[0].name

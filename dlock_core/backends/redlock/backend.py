@@ -153,7 +153,7 @@ class RedlockBackend:
         return self._nodes.request(request.name, "acquire", keys, args, self._nodes.have_decided, undo=undo)
 
     async def _adopt(self, runtime: Runtime, request: Request, drawn: dict[int, int]) -> int | None:
-        """Give the nodes that granted the greatest token that they drew; it counts when a majority has taken it."""
+        """Write the greatest drawn token to the nodes that granted; return it if a majority has taken it."""
         token, keys = max(drawn.values()), self._keyspace.of(request.name)[:2]
         adoption = self._nodes.request(request.name, "adopt", keys, (request.holder, str(token)))
         answers = await self._nodes.ask(runtime, adoption._replace(among=frozenset(drawn)))
@@ -173,7 +173,7 @@ class RedlockBackend:
             await self._nodes.ask(runtime, release._replace(among=indexes))
 
     def _busy(self, request: Request, answers: Sequence[Any]) -> Busy:
-        """Return who holds the lock, and as the ticket the index of a node of that holder at which to wait.
+        """Return the owner that most nodes name, and as the ticket the index of a node at which to wait for its release.
 
         Raises BackendUnavailable when no majority has answered.
         """

@@ -65,7 +65,7 @@ class RedlockNode:
         """The process in which a thread tries to connect to it; one is enough while the node is not healthy."""
 
     def fail(self) -> None:
-        """Note that the node did not answer, and leave it alone for a while."""
+        """Suspend the node, which did not answer."""
         self.is_healthy, self.suspended_until = False, clock() + FAILED_NODE_PAUSE_S
 
 
@@ -149,7 +149,7 @@ class _BlockingBroadcast:
                 self._receive(number)
 
     def end(self) -> None:
-        """Give up the outstanding answers: their connections are closed, once the undo was sent."""
+        """Stop waiting for the outstanding answers: send the undo, and close these connections."""
         self.is_over = True
         for index in self.sent:
             self.nodes[index].fail()
@@ -271,7 +271,7 @@ async def broadcast_async(
 
 
 def _stop_waiting(task: asyncio.Task[Any], node: RedlockNode, connection: Any, request: Broadcast) -> None:
-    """Give up the answer of a node that is too slow."""
+    """Stop waiting for the answer of a node that is too slow."""
     if request.must_arrive:
         node.tasks.let_finish(task)
         return

@@ -1,4 +1,4 @@
-"""Leases in a Redis Cluster: the names are spread over 256 hash tags, each of which is like a server of its own.
+"""Leases in a Redis Cluster: the names are spread over 256 hash tags, each of which is like a separate server.
 
 All keys of a name, the counter its tokens come from and the list it is found by when it is held have one hash tag, so
 that they are in one slot and move together. A listing reads 256 lists, however many other keys the cluster has.
