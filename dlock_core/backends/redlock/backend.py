@@ -173,7 +173,7 @@ class RedlockBackend:
             await self._nodes.ask(runtime, release._replace(among=indexes))
 
     def _busy(self, request: Request, answers: Sequence[Any]) -> Busy:
-        """Return the owner that most nodes name, and as the ticket the index of a node at which to wait for its release.
+        """Return the owner that most nodes name, and as the ticket the index of a node at which to wait.
 
         Raises BackendUnavailable when no majority has answered.
         """
