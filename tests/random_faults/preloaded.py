@@ -4,7 +4,6 @@
 import asyncpg
 import django.contrib.contenttypes
 import django.core.cache
-import django.db.backends.mysql.base
 import django.db.backends.postgresql.base
 import django.db.backends.sqlite3.base
 import kazoo.client
@@ -25,3 +24,6 @@ import sqla_dlock
 import sqla_dlock.backends.advisory
 import sqla_dlock.backends.table
 from tests.random_faults import core_clients, django_clients, holder, runner, sqla_clients, worker
+
+if django_clients.HAS_MYSQLCLIENT:
+    import django.db.backends.mysql.base
