@@ -18,7 +18,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
+from types import FrameType, ModuleType
 from typing import Any, Final
 
 from dlock_core import DLockError, NotHeld
@@ -223,9 +223,17 @@ def is_expected(error: BaseException) -> bool:
     """Return whether an error is one that the faults explain; any other is worth a look."""
     if type(error).__name__ in NOT_OF_DRIVERS:
         return False
+    if isinstance(error.__context__, TimeLimit) and _was_raised_by(threading, error):
+        return True  # Python's own: a signal handler that raises inside Thread.start() arrives as KeyError
     if isinstance(error, DLockError | TimeLimit | OSError | asyncio.CancelledError):
         return True
     return any(base.__module__.startswith(DRIVERS) for base in type(error).__mro__)
+
+
+def _was_raised_by(module: ModuleType, error: BaseException) -> bool:
+    """Return whether the innermost frame of an error is a module's."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return bool(frames) and frames[-1].filename == module.__file__
 
 
 def _release_in_child(attempt: Attempt) -> int:
