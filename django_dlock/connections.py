@@ -102,7 +102,7 @@ class ConnectionTracker:
         vars(connection).update({name: getattr(self, name) for name in _INTERCEPTED}, _dlock_tracker=self)
 
     def listen(self) -> None:
-        """Hear of every statement from now on; asking again changes nothing."""
+        """Follow every statement from now on; a repeated call changes nothing."""
         wrappers = self.connection.execute_wrappers
         if self._statement not in wrappers:
             if (transaction := self.transaction()) is not None:
@@ -335,7 +335,7 @@ def _note_connection(connection: BaseDatabaseWrapper, **_: object) -> None:
 
 
 def listen_to_all() -> None:
-    """Hear of the statements of every connection: work under a lease may move to a thread that has its own."""
+    """Follow the statements of every connection: work under a lease may move to a thread that has its own."""
     global _not_listening
     known, _not_listening = _not_listening, None
     for connection in known or ():
@@ -385,7 +385,7 @@ def _turn_autocommit(connection: BaseDatabaseWrapper, *, on: bool) -> None:
 
 
 def in_transaction(using: str = "default") -> bool:
-    """Say whether a transaction is open on this thread's connection: an atomic block, or autocommit turned off by hand.
+    """Return whether a transaction is open on this thread's connection: atomic, or autocommit turned off by hand.
 
     Atomic blocks of a test case do not count, nor does a block whose connection has been closed inside it.
     """
@@ -425,7 +425,7 @@ def on_rollback(restore: Callable[[], None], *, using: str = "default") -> None:
 
 
 def restore_on_rollback(instance: object, values: dict[str, object], *, using: str = "default") -> None:
-    """Give attributes of an instance these values again if the work done so far is undone, as `on_rollback` says.
+    """Restore these values of an instance's attributes if the work done so far is undone, as `on_rollback` says.
 
     The instance is not kept alive, and one that is written many times is remembered once. ABSENT removes an attribute.
     """

@@ -54,7 +54,7 @@ class AttributeValues:
                 self.note(instance, values)
 
     def restore(self) -> None:
-        """Give the attributes their former values again."""
+        """Restore the former values of the attributes."""
         for known, values in list(self._before.values()):
             if (instance := known()) is not None:
                 vars(instance).update(values)

@@ -67,7 +67,7 @@ set_config('application_name', left(replace(current_setting('application_name'),
 FROM old){more}
 SELECT c.n, CAST(pg_current_xact_id_if_assigned() AS text), set_config('lock_timeout', old.v, true)
 FROM old LEFT JOIN ({result}) AS c ON true"""
-"""Wait for row locks only so long, and give the session its own limit back, in one statement.
+"""Limit the wait for row locks, and restore the session's own limit, in one statement.
 
 The second column is the transaction's id, by which `pg_xact_status` tells how a COMMIT of unknown outcome has ended.
 Until then the session's application_name tells the inspector under whose lease it works.
@@ -78,7 +78,7 @@ _MARK: Final = "' dlock:' || left(CAST(:holder AS text), 8)"
 
 
 def limited(change: str) -> str:
-    """Write a PostgreSQL statement that reads FROM lim so that it waits for row locks only so long."""
+    """Return a PostgreSQL statement, which reads FROM lim, with a limit for its waits for row locks."""
     return _LIMITED.format(mark=_MARK, more=f",\nwon AS ({change} RETURNING 1)", result="SELECT count(*) AS n FROM won")
 
 
@@ -161,7 +161,7 @@ _LOCKING: Final = {"mysql": _SHARE, "mariadb": FOR + _SHARE}
 
 @dataclass(frozen=True, slots=True)
 class RowStatements:
-    """With the parameters of a entry, and those of the key; a changed row, or a first column above 0, is a yes."""
+    """Take the parameters of an entry, and those of the key; a changed row, or a first column above 0, is a yes."""
 
     admit: str
     confirm: str
@@ -214,7 +214,7 @@ def _raise(row: FencedRow, entry: FenceEntry) -> bool:
 
 @lru_cache(maxsize=256)
 def statements(database: str, table: str, key: str) -> RowStatements:
-    """Write the statements for a row of `table`, which `key`, an SQL condition, selects; both are trusted text."""
+    """Return the statements for a row of `table`, which `key`, an SQL condition, selects; both are trusted text."""
     write = {"postgresql": _postgresql, "mariadb": _mariadb}.get(database, _plain)
     read = _LOCKING.get(database, _ROW_HIGHEST).format(table=table, key=key)
     return RowStatements(write(_ADMIT_ROW, table, key), write(_CONFIRM, table, key), read)
@@ -234,20 +234,22 @@ def _postgresql(template: str, table: str, key: str) -> str:
 
 
 def not_shared(name: str) -> str:
-    """Say why a lock whose fence is the row cannot be shared, and what to do."""
+    """Return why a lock whose fence is the row cannot be shared, and what to do."""
     return (
-        f"the fence of lock {name!r} is the row itself, which knows no shared holders: give all its holders, also the "
-        "exclusive ones, another name, whose fence is in the table; or pass fence=False if something else protects it"
+        f"the fence of lock {name!r} is the row itself, which cannot have shared holders: give all its holders, also "
+        "the exclusive ones, another name, whose fence is in the table; or pass fence=False if something else "
+        "protects it"
     )
 
 
 if TYPE_CHECKING:
     Execute = Callable[[str, tuple[Any, ...]], list[tuple[Any, ...]]]
-    """Send one statement in autocommit, `%s` standing for each parameter, and give its rows."""
+    """Send one statement in autocommit, `%s` standing for each parameter, and return its rows."""
 
 
-DAY: Final = 86_400_000_000
-BATCH: Final = 500
+MICROSECONDS_PER_DAY: Final = 86_400_000_000
+PURGE_BATCH_SIZE: Final = 500
+"""Rows that are deleted in one statement."""
 
 _NEWEST: Final = "CASE WHEN token > s_token THEN token ELSE s_token END"
 # Tokens below 10**15 are no times in microseconds: they have no age.
@@ -260,26 +262,24 @@ _RAISE_FLOOR: Final = """
 ON CONFLICT (name) DO UPDATE SET token = excluded.token WHERE dlock_fence.token < excluded.token"""
 _RAISE_MYSQL: Final = "\nON DUPLICATE KEY UPDATE token = GREATEST(token, VALUES(token))"
 
-_SOME: Final = f"SELECT name FROM dlock_fence WHERE {_OLD} LIMIT {BATCH}"  # noqa: S608
+_SOME: Final = f"SELECT name FROM dlock_fence WHERE {_OLD} LIMIT {PURGE_BATCH_SIZE}"  # noqa: S608
 _SKIPPING: Final = " FOR UPDATE SKIP LOCKED"
 _DELETE: Final = f"DELETE FROM dlock_fence WHERE {_OLD} AND name IN "  # noqa: S608
 
 
 def purge(execute: Execute, vendor: str, days: int) -> int:
-    """Replace fence rows whose token is older than so many days by a floor that refuses all such tokens; tell how many.
+    """Replace fence rows whose token is older than so many days by a floor that refuses them all; return how many.
 
-    Only tokens that are times in microseconds (10**15 and more) have an age; others stay, but for rows that never had a
-    token. Rows that a transaction is
-    at work on stay, too; one that begins in the very moment may be waited for.
+    Only tokens that are times in microseconds (10**15 and more) have an age; others stay, except rows that never had a
+    token. Rows that a transaction works on stay, too; the purge may wait for a transaction that begins at that moment.
     """
-    before = int(time.time() * 1_000_000) - days * DAY
+    before = int(time.time() * 1_000_000) - days * MICROSECONDS_PER_DAY
     ((highest,),) = execute(_HIGHEST_PURGED, (before,))
     if highest is None:
         return 0
     raised = _RAISE_MYSQL if vendor in ("mysql", "mariadb") else _RAISE_FLOOR
-    execute(
-        _INSERT_FLOOR + raised, (highest,)
-    )  # committed before the first row goes: a missing row is never without a floor
+    # The floor is committed before the first row is deleted, so that a missing row is never without a floor.
+    execute(_INSERT_FLOOR + raised, (highest,))
     look, removed = _SOME if vendor == "sqlite" else _SOME + _SKIPPING, 0
     covered = highest + 1  # A row that was raised above the floor meanwhile stays: our clock may be days ahead.
     while names := [name for (name,) in execute(look, (covered,))]:

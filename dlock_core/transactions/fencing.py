@@ -84,7 +84,7 @@ class FenceDialect:
 
     admit: tuple[str, ...]
     share: str
-    """Lock the row for share and give its exclusive token, if the mark is above that; no row otherwise."""
+    """Lock the row for share and return its exclusive token, if the mark is above that; no row otherwise."""
     is_marked: str
     """A plain look whether the mark is above the exclusive token; the first column tells."""
     mark: str
@@ -164,7 +164,7 @@ def _ask(database: StatementExecutor, statements: tuple[str, ...], entry: FenceE
 
 
 def is_yes(changed: int, row: tuple[Any, ...] | None) -> bool:
-    """Read the answer to an admit or confirm."""
+    """Return what the answer to an admit or confirm says."""
     return (changed if row is None else row[0] or 0) > 0
 
 
@@ -174,7 +174,7 @@ def _stale(database: StatementExecutor, entry: FenceEntry) -> StaleToken:
 
 
 def params(entry: FenceEntry) -> dict[str, Any]:
-    """Give the parameters of every statement."""
+    """Return the parameters of every statement."""
     milliseconds = 0 if entry.limit is None else max(1, round(entry.limit * 1000))
     return {
         "name": entry.name,
@@ -296,7 +296,7 @@ class FenceGate:
 
 
 def refusal(error: BaseException, entry: FenceEntry, database: str) -> DLockError | None:
-    """Say what an error of the database means at the fence: RowLocked, SnapshotTooOld; None: what its driver says."""
+    """Return what an error of the database means at the fence: RowLocked, SnapshotTooOld; None: only itself."""
     trouble = classify(error)
     if trouble is DatabaseFailure.LOCK_TIMEOUT:
         return RowLocked(entry.name, waited=entry.limit or 0.0, is_database=database == "sqlite")

@@ -51,7 +51,7 @@ WITHIN_S: Final = 5.0
 
 
 def is_conflict(error: BaseException) -> bool:
-    """Say whether doing all of the work again, in a new transaction, may well succeed."""
+    """Return whether doing all of the work again, in a new transaction, may well succeed."""
     if isinstance(error, StaleObject | StaleToken | RowLocked) or _is_stale_data(error):
         return True
     return classify(error) in (DatabaseFailure.DEADLOCK, DatabaseFailure.SERIALIZATION, DatabaseFailure.LOCK_TIMEOUT)
@@ -86,7 +86,7 @@ class AttemptedWork:
     """Says, once the attempt is over, whether work in it remains although no end was heard of."""
 
     def settle(self, outcome: Outcome) -> None:
-        """Hear how it has ended."""
+        """Note how it has ended."""
         self.outcome = outcome
 
     def obstacle(self) -> str:
@@ -135,7 +135,7 @@ def report(key: object, make: Callable[[], AttemptedWork]) -> None:
 
 
 def claim_databases(binds: frozenset[Hashable]) -> bool:
-    """Give databases to the innermost attempt; return False when an attempt around it has one of them already.
+    """Assign databases to the innermost attempt; return False when an attempt around it has one of them already.
 
     No databases at all stand for those that are not known, which may be any.
     """
