@@ -1,4 +1,4 @@
-"""What callers may say of a lock, checked before any I/O: times, switches, and the words of other libraries."""
+"""The options of a lock, checked before any I/O: times, switches, and the words of other libraries."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def check_switches(**given: object) -> None:
 
 
 def check_callback(name: str, value: object) -> None:
-    """Raise TypeError for what cannot be called, and for a coroutine function, which nobody would await."""
+    """Raise TypeError for what cannot be called, and for a coroutine function, which would never be awaited."""
     if value is None:
         return
     if not callable(value):
@@ -47,7 +47,7 @@ def check_callback(name: str, value: object) -> None:
 
 
 def unknown_option(names: Iterable[str], known: Iterable[str]) -> TypeError:
-    """Say what an option is called here that other libraries know by another name."""
+    """Return an error that says what an option is called here which other libraries know by another name."""
     name = next(iter(names))
     instead = f"; {_OTHER_WORDS[name]}" if name in _OTHER_WORDS else ""
     return TypeError(f"a lock has no option {name!r}{instead}. Its options: {', '.join(known)}")
@@ -55,19 +55,19 @@ def unknown_option(names: Iterable[str], known: Iterable[str]) -> TypeError:
 
 Seconds = float | int | timedelta
 
-LONGEST_TTL: Final = 366 * 86400.0
+MAX_TTL_S: Final = 366 * 86400.0
 
 
 def ttl_seconds(ttl: Seconds) -> float:
-    """Check a ttl: finite, greater than 0 and at most a year; renewal makes a lease last, not its ttl."""
+    """Return a checked ttl in seconds: finite, greater than 0, at most a year; renewal makes a lease last longer."""
     seconds = _number("ttl", ttl)
-    if not 0 < seconds <= LONGEST_TTL:
-        raise ValueError(f"ttl must be more than 0 and at most {LONGEST_TTL:.0f} seconds, not {ttl!r}")
+    if not 0 < seconds <= MAX_TTL_S:
+        raise ValueError(f"ttl must be more than 0 and at most {MAX_TTL_S:.0f} seconds, not {ttl!r}")
     return seconds
 
 
 def wait_seconds(wait: Seconds | None) -> float | None:
-    """Check a wait: None is for ever, 0 is one try, else finite seconds."""
+    """Return a checked wait in seconds: None is for ever, 0 is one try, else finite seconds."""
     if wait is None:
         return None
     seconds = _number("wait", wait)
@@ -77,7 +77,7 @@ def wait_seconds(wait: Seconds | None) -> float | None:
 
 
 def deadline(now: float, wait: float | None) -> float:
-    """Give the moment at which a wait that starts now is over."""
+    """Return the moment at which a wait that starts now is over; `math.inf` for a wait without end."""
     return math.inf if wait is None else now + wait
 
 

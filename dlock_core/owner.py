@@ -26,7 +26,7 @@ request_line: ContextVar[str] = ContextVar("dlock_request_line", default="")
 
 _application = ""
 
-_LONGEST: Final = 200
+_MAX_TEXT_LENGTH: Final = 200
 
 _numbers: Final = itertools.count(1)
 _known: Final[WeakKeyDictionary[object, int]] = WeakKeyDictionary()
@@ -40,7 +40,7 @@ def name_application(label: str) -> None:
 
 @contextmanager
 def serving(method: str | None, path: str) -> Iterator[str]:
-    """Name the request that runs in the block, on one short line; a query string may hold what is nobody's business."""
+    """Name the request that runs in the block, on one short line; without the query string, which may hold secrets."""
     token = request_line.set(printable(f"{method} {path}"))
     try:
         yield request_line.get()
@@ -63,7 +63,7 @@ def in_task() -> bool:
 
 
 def _worker() -> tuple[str, str, int]:
-    """Give what waits when a lock has to be waited for: a thread or a task, with a number that no other has here.
+    """Return what waits for a lock here: a thread or a task, its name, and a number that no other has in this process.
 
     The main thread, of which there is one, has none: the text is stored with every lease.
     """
@@ -98,12 +98,12 @@ def _clean(value: Any) -> Any:
 
 
 def printable(words: str) -> str:
-    """Make one short line of words that may hold anything."""
-    return "".join(char if char.isprintable() else "?" for char in words[:_LONGEST])
+    """Return words that may hold anything as one short printable line."""
+    return "".join(char if char.isprintable() else "?" for char in words[:_MAX_TEXT_LENGTH])
 
 
 def parsed(owner: str) -> dict[str, Any] | None:
-    """Read an owner's text; None when it is another library's."""
+    """Return what an owner's text says; None when another library wrote it."""
     try:
         data = json.loads(owner)
     except (ValueError, RecursionError):

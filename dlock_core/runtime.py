@@ -43,11 +43,11 @@ _CLOCK = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)  # a suspended ma
 _behind: Final[set[asyncio.Future[Any]]] = set()
 
 clock: Final = partial(time.clock_gettime, _CLOCK)
-"""Gives seconds on a clock that never steps back and goes on while the machine sleeps."""
+"""Return seconds on a clock that never steps back and goes on while the machine sleeps."""
 
 
 def refuse_in_loop(instead: str) -> None:
-    """Raise RuntimeError where an event loop runs: who waits there for a lock stops every task, its holder, too.
+    """Raise RuntimeError where an event loop runs: waiting there for a lock stops every task, the holder's, too.
 
     DLOCK_ALLOW_ASYNC_UNSAFE in the environment allows it, for notebooks, in which nothing else runs in their loop.
     """
@@ -61,14 +61,14 @@ class Signal(Protocol):
     """A private wake-up: set once, from any thread."""
 
     def set(self) -> None:
-        """Wake whoever waits for it."""
+        """Wake the thread or task that waits for it."""
 
 
 class Runtime(Protocol):
     """A way to wait."""
 
     def now(self) -> float:
-        """Give the monotonic time in seconds."""
+        """Return the monotonic time in seconds."""
 
     async def call(self, function: Callable[..., Any], *args: Any) -> Any:
         """Call a client's function and wait for its answer."""
@@ -77,7 +77,7 @@ class Runtime(Protocol):
         """Wait for a time."""
 
     def signal(self) -> Signal:
-        """Make a wake-up that belongs to this thread or task."""
+        """Return a new wake-up that belongs to this thread or task."""
 
     async def wait(self, signal: Any, seconds: float) -> bool:
         """Wait until the signal is set (True), or for a time (False)."""
@@ -86,7 +86,7 @@ class Runtime(Protocol):
         """Finish a clean-up, even while the task is being cancelled."""
 
     def behind(self, coroutine: Coroutine[Any, Any, Any]) -> None:
-        """Have a clean-up finished while the caller goes on; it must not raise."""
+        """Finish a clean-up in the background, while the caller goes on; it must not raise."""
 
 
 class DatabaseRuntime(Runtime, Protocol):
@@ -102,7 +102,7 @@ class DatabaseRuntime(Runtime, Protocol):
     def finish(self, step: Callable[..., Coroutine[Any, Any, T]], *args: Any) -> T | None:
         """Carry out `step(runtime, *args)` from code that cannot await, such as the end of a transaction.
 
-        Returns None where the step can only be started, because nobody there can wait for its answer.
+        Returns None where the step can only be started, because the caller cannot wait for its answer.
         """
 
 
@@ -241,7 +241,7 @@ CHANCE: Final = random.SystemRandom()
 
 
 def full_jitter(attempt: int, draw: float, *, base: float = 0.01, cap: float = 1.0) -> float:
-    """Give the seconds to wait after the failed attempt number `attempt` (1 is the first).
+    """Return the seconds to wait after the failed attempt number `attempt` (1 is the first).
 
     A uniform choice between 0 and a limit that is `base` and doubles with each attempt, up to `cap`: those who collided
     spread out over the whole span. Source: M. Brooker, "Exponential Backoff And Jitter", AWS Architecture Blog, 2015.

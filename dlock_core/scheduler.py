@@ -148,7 +148,7 @@ class Scheduler:
         self.thread = Background(name, purpose, self._serve, lambda: next_due() is not None)
 
     def plan(self, due: float) -> None:
-        """Have the thread awake at `due`; call this after `next_due` knows of it. Never blocks."""
+        """Wake the thread at `due`, or earlier; call this after `next_due` knows of it. Never blocks."""
         if due < self.sleeps_until:
             self._wake.put(None)
         self.thread.ensure()
@@ -165,8 +165,8 @@ class Scheduler:
 
     def _sleep(self) -> None:
         latest = clock() + MAX_IDLE_S
-        # Whoever plans something now compares it with `sleeps_until`; what was planned before this was set is found by
-        # looking again after it was set. So the loop ends only when nothing was planned in between.
+        # A caller who plans something now compares it with `sleeps_until`; what was planned before that was set is seen
+        # by looking once more after setting it. So the loop ends only when nothing was planned in between.
         while self.sleeps_until != (nearest := min(due if (due := self._next_due()) is not None else latest, latest)):
             self.sleeps_until = nearest
         try:
@@ -178,7 +178,7 @@ class Scheduler:
 
 
 class CallbackThread:
-    """Calls callbacks one after the other, in a thread where one that blocks or raises harms nobody."""
+    """Calls callbacks one after the other, in a thread where one that blocks or raises does no harm."""
 
     def __init__(self) -> None:
         self._jobs: SimpleQueue[tuple[Callable[..., object], tuple[Any, ...], dict[str, Any]]] = SimpleQueue()
@@ -186,7 +186,7 @@ class CallbackThread:
         self._thread = Background("dlock-callbacks", "to call callbacks", self._serve, self._has_jobs)
 
     def __call__(self, function: Callable[..., object], *args: Any, **options: Any) -> None:
-        """Have the function called after those before it; returns at once."""
+        """Call the function after those before it; returns at once."""
         self._jobs.put((function, args, options))
         self._thread.ensure()
 
@@ -221,7 +221,7 @@ def callback_thread() -> CallbackThread:
 
 
 def call_in_background(function: Callable[..., object], *args: Any, **options: Any) -> None:
-    """Have a function called in another thread, so that whatever it does delays nobody; returns at once."""
+    """Call a function in another thread, so that whatever it does delays no lock; returns at once."""
     callback_thread()(function, *args, **options)
 
 

@@ -124,7 +124,7 @@ def _ask_release(runtime: Runtime, held: Held) -> Awaitable[Released]:
 async def release_all(runtime: Runtime, held: Sequence[Held]) -> list[Released]:
     """End all of the grants: in one request where the store can, and one by one what that left open.
 
-    Raises BackendUnavailable for the first of which nobody knows whether it ended, when all were tried; NotHeld in a
+    Raises BackendUnavailable for the first whose end is unknown, when all were tried; NotHeld in a
     forked child.
     """
     return await runtime.shield(_release_all(runtime, held))
@@ -176,7 +176,7 @@ class Acquisition:
 
     It knows at every moment what the store may hold of it, so that `undo` leaves nothing behind wherever an interrupt
     or an error stopped its caller. The request is repeated unchanged, with the same holder: when a reply was lost, the
-    store recognizes the holder and repeats its answer, so a grant that nobody has heard of is found and not waited for.
+    store recognizes the holder and repeats its answer, so a grant whose reply was lost is found and not waited for.
 
     Args:
         wait: Seconds, counted from `since`; None is for ever, 0 is one try.
@@ -234,7 +234,7 @@ class Acquisition:
         return held
 
     async def run(self) -> Held | None:
-        """Ask until the lock is granted or the wait is over; None when somebody else has it."""
+        """Ask until the lock is granted or the wait is over; None when another holder has it."""
         self.started = self.runtime.now()
         self.deadline = max(self.deadline, self.started)
         try:

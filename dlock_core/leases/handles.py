@@ -123,10 +123,10 @@ class Leases(tuple[MemberLease, ...]):
 
 
 class Releasing(Generic[T]):
-    """Gives a handle its `release`, which an interrupt does not cut short.
+    """The `release` of a handle, which an interrupt does not cut short.
 
     A signal handler may raise at any step. So each step of `_end` may be repeated, and one that was interrupted is:
-    nobody else would come back to release the lease. An error of ours is an answer, and is not asked for again.
+    no other code would come back to release the lease. An error of ours is an answer, and is not asked for again.
     """
 
     __slots__ = ()
@@ -136,7 +136,7 @@ class Releasing(Generic[T]):
         raise NotImplementedError
 
     def release(self) -> T:
-        """Give the lock to the next waiter; idempotent, from any thread.
+        """Release the lease, so that the next waiter gets the lock; idempotent, from any thread.
 
         RELEASED: it was ours until now. EXPIRED: it had ended by itself. STOLEN: another holds it. A handle that
         joined a lease only leaves it; of several leases that are held together each has its answer, in their order.
@@ -254,7 +254,7 @@ class Blocks:
 
     A block may end in another thread or task than the one it began in: a generator, a fixture, a response that is
     streamed. Then its lease is looked for among those whose caller can no longer be in a block. When that does not tell
-    which it is, none is taken: a lease that nobody ends runs out, one that is taken from somebody lets two in.
+    which it is, none is taken: a lease that is never ended runs out, one that is taken from its holder lets two in.
     """
 
     __slots__ = ("_leases", "_unmatched")
@@ -262,7 +262,7 @@ class Blocks:
     def __init__(self) -> None:
         self._leases: dict[Hashable, list[Any]] = {}
         self._unmatched = 0
-        """Blocks that are over and whose leases are still here, since nobody could tell which are theirs."""
+        """Blocks that are over and whose leases are still here, since it was unknown which are theirs."""
 
     def enter(self, caller: Hashable, lease: T) -> T:
         """Remember the lease of a block that begins."""
@@ -270,7 +270,7 @@ class Blocks:
         return lease
 
     def innermost(self, caller: Hashable) -> Any:
-        """Return the lease of a block that ends, which stays here until `forget`; None when nobody can tell."""
+        """Return the lease of a block that ends, which stays here until `forget`; None when it is unknown which."""
         leases = self._leases.get(caller)
         return leases[-1] if leases else self._of_another_caller()
 
@@ -283,7 +283,7 @@ class Blocks:
             if not leases:
                 self._leases.pop(each, None)
         if self._unmatched and self._unmatched >= len(self._entries()):
-            self._leases.clear()  # Nobody is in a block any more: what nobody keeps is renewed no longer.
+            self._leases.clear()  # No caller is in a block any more: what is kept nowhere else is renewed no longer.
             self._unmatched = 0
 
     def _of_another_caller(self) -> Any:
@@ -306,7 +306,7 @@ class Blocks:
 
 
 def _has_ended(caller: object) -> bool:
-    """Tell whether a thread or task can be in no block any more."""
+    """Return whether a thread or task has ended, so that it can be in no block any more."""
     if isinstance(caller, threading.Thread):
         return not caller.is_alive()
     return isinstance(caller, asyncio.Future) and caller.done()

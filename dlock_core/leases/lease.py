@@ -3,7 +3,7 @@
 Validity is local and monotonic, counted from before the attempt was sent, less an allowance for drift, so that a
 process which was stopped sees at once that it lost the lease. (Idea: the Redlock page of the Redis documentation.)
 
-Nobody but the methods of this module changes a lease. Its states, and the methods that lead from one to the next::
+Only the methods of this module change a lease. Its states, and the methods that lead from one to the next::
 
     HELD ─── abandon ───► ABANDONED ─── begin_release ─┐
      │  └────────────────── begin_release ─────────────┴─► RELEASING ─── end ───► ENDED
@@ -44,13 +44,13 @@ EXPIRY_MARGIN_S: Final = 0.002
 class LeaseState(enum.Enum):
     """What has become of a lease, as far as this process knows.
 
-    A lease whose time is over while nobody has looked is still HELD here; `remaining()` is what proves that it holds.
+    A lease that has run out without being looked at is still HELD here; `remaining()` is what proves that it holds.
     """
 
     HELD = "held"
     """Renewed by the watchdog, if that is wanted."""
     ABANDONED = "abandoned"
-    """Nobody renews it any more: it runs out, unless it is released before."""
+    """It is renewed no more, and runs out unless it is released before."""
     RELEASING = "releasing"
     """The store was asked to end it, and has not answered, or could not be asked."""
     LOST = "lost"
@@ -203,25 +203,24 @@ class Held:
         self.renewal_trouble = reason
 
     def abandon(self) -> None:
-        """Have it renewed no more: it runs out unless it is released before."""
+        """Stop its renewal: it runs out unless it is released before."""
         self._is_abandoned = True
 
     def begin_release(self) -> None:
-        """Record that a release is about to be sent: nobody renews it any more, and whether it surely holds still."""
+        """Record that a release is about to be sent: it is renewed no more; and whether it surely holds still."""
         self._was_released_in_time = self._was_released_in_time or self.remaining() > 0.0
         self._release_requests += 1
 
     def end(self, found: Released) -> Released:
         """Record what a release found, and return it; the first answer stands."""
         if self._was_released_in_time and self._release_requests > 1:
-            found = (
-                Released.RELEASED
-            )  # Whoever holds the lock now was let in by an earlier request of ours, unanswered.
+            # An earlier request has released it and its reply was lost: a present holder was let in by that.
+            found = Released.RELEASED
         self.ended = self.ended or found
         return self.ended
 
     def lose(self, reason: str = "") -> None:
-        """Record the loss, and have it told, once, in another thread: what callbacks do delays nobody."""
+        """Record the loss, and report it, once, in another thread: what callbacks do delays no renewal."""
         if self.ended is not None:
             return
         self.loss_reason = self.loss_reason or reason or self.renewal_trouble
@@ -234,7 +233,7 @@ class Held:
         self._callback_thread = thread  # Only now: a later event is told in the same thread, and so after the loss.
 
     def emit(self, kind: hooks.Kind, reason: str = "") -> None:
-        """Tell the hooks of an event of this lease, after its loss if that is being told."""
+        """Report an event of this lease to the hooks, after its loss if that is being reported."""
         event = (kind, self.name, self.token, self.now() - self.since, reason, False, self)
         if self._callback_thread is None:
             hooks.emit(*event)

@@ -1,6 +1,6 @@
 """Lock and AsyncLock: sugar over the engine, no decisions.
 
-A lock is a name and options, without state; a lease exists only while somebody holds it.
+A lock is a name and options, without state; a lease exists only while the lock is held.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class _Lock:
     async def _hold(
         self, runtime: Runtime, caller: object, kind: type[L], *, once: bool = False, enters: bool = False
     ) -> L | None:
-        """Acquire a lease, or None when it is asked for `once` and somebody else has it; `enters` a `with` block.
+        """Acquire a lease, or None when it is asked for `once` and another holder has it; `enters` a `with` block.
 
         A signal handler may raise after any call. So what was granted is known here at every moment, and is given back;
         and nothing is called any more, here or in `run`, once the lease has been handed out.

@@ -4,8 +4,8 @@ A renewal is answered renewed, lost, or not at all. No answer is not a loss: it 
 when the lease's own validity is over. Leases are known by weak reference, so one that was thrown away runs out.
 (Idea: the lease monitor of madelson/DistributedLock.)
 
-There is no lock here: callers come from signal handlers and finalizers, too, which may interrupt a caller who would
-hold it. Callers only add to and remove from sets, each time by a single operation that cannot be half done.
+There is no lock here: signal handlers and finalizers call, too, and may interrupt a caller who would hold it. Callers
+only add to and remove from sets, each time by a single operation that cannot be half done.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Watchdog:
             self.scheduler.plan(due / TICKS)
 
     def unwatch(self, held: Held) -> None:
-        """Forget this lease, whose end was noted or is about to be; may be called from anywhere, even a finalizer."""
+        """Stop renewing this lease, whose end is recorded or is about to be; may be called even from a finalizer."""
         bucket = self._due.get(held.renewal_tick)
         if bucket is not None:
             bucket.discard(weakref.ref(held))
@@ -93,7 +93,7 @@ class Watchdog:
         ]
 
     def _is_due(self, held: Held, tick: int) -> bool:
-        """Tell whether a lease found in a tick's bucket is to be renewed now, and not later from another bucket.
+        """Return whether a lease found in a tick's bucket is to be renewed now, and not later from another bucket.
 
         A caller who was interrupted while changing the time may have added it nowhere else.
         """
@@ -135,7 +135,7 @@ class Watchdog:
         if result is RenewalFailure.LOST:
             held.lose("the store gave it to another, or forgot it")
             return
-        if held.request is renewal.request:  # else the caller has renewed meanwhile, for another ttl
+        if held.request is renewal.request:  # Otherwise the caller has renewed it for another ttl since.
             held.extend(sent, result)
         self.watch(held, result / 3)
 

@@ -6,18 +6,18 @@ from decimal import Decimal
 
 import pytest
 
-from dlock_core.options import LONGEST_TTL, deadline, ttl_seconds, wait_seconds
+from dlock_core.options import MAX_TTL_S, deadline, ttl_seconds, wait_seconds
 
 
 @pytest.mark.parametrize(
-    ("ttl", "seconds"), [(30, 30.0), (0.001, 0.001), (timedelta(minutes=1), 60.0), (LONGEST_TTL, LONGEST_TTL)]
+    ("ttl", "seconds"), [(30, 30.0), (0.001, 0.001), (timedelta(minutes=1), 60.0), (MAX_TTL_S, MAX_TTL_S)]
 )
 def test_ttl_is_seconds_or_timedelta(ttl: object, seconds: float) -> None:
     assert ttl_seconds(ttl) == seconds  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
-    "ttl", [0, -1, math.nan, math.inf, -math.inf, LONGEST_TTL + 1, 10**400, timedelta(0), timedelta(days=-1)]
+    "ttl", [0, -1, math.nan, math.inf, -math.inf, MAX_TTL_S + 1, 10**400, timedelta(0), timedelta(days=-1)]
 )
 def test_ttl_out_of_range_is_refused(ttl: object) -> None:
     with pytest.raises(ValueError, match="ttl must be more than 0"):
