@@ -18,7 +18,7 @@ from dlock_core.leases.lease import Held, LeaseState
 from dlock_core.observability import hooks
 
 OURS = ("/dlock_core/", "/django_dlock/", "/sqla_dlock/")
-TELLS_OTHERS = ("emit", "__del__", "note_collected", "is_over")
+TELLS_OTHERS = ("emit", "__del__", "note_collected", "is_over", "abandon")
 """Where an exception cannot surface: in hooks, whose errors are logged, and in finalizers."""
 
 
