@@ -8,7 +8,7 @@ PIP := $(BIN)/python -m pip install --quiet --quiet
 SERVERS := redis-server postgresql mariadb-server etcd-server zookeeper default-jre-headless chromium spin
 HEADERS := gcc pkg-config libmariadb-dev python3-dev
 
-.PHONY: help demo quick test check lint types layers model format bench servers clean interrupts faults
+.PHONY: help demo quick test check lint types layers model format bench servers clean interrupts faults sabotage
 
 help: ## This list
 	@sed -n 's/^\([a-z]*\):.*## /make \1	/p' Makefile
@@ -31,6 +31,9 @@ MINUTES ?= 10
 SEED ?=
 faults: $(VENV)/test.stamp servers $(VENV)/mariadb.stamp ## Random faults under a checker, for ten minutes: make faults MINUTES=10 SEED=7
 	$(BIN)/python -m tests.random_faults --minutes $(MINUTES) $(if $(SEED),--seed $(SEED))
+
+sabotage: $(VENV)/test.stamp servers $(VENV)/mariadb.stamp ## Does the checker of the faults find what is broken on purpose? Ten minutes
+	DLOCK_TEST_SABOTAGE=1 $(BIN)/python -m pytest tests/random_faults/test_sabotage.py
 
 check: MINUTES = 2
 check: SEED = 1
