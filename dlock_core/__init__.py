@@ -63,13 +63,22 @@ _HOMES: Final = {
     "connect": "stores",
 }
 
+_MODULES: Final = frozenset({"backend", "errors", "names", "owner", "runtime", "stores", "testing"})
+"""They are attributes of the package, too: `import dlock_core` and then `dlock_core.errors` must not depend on what ran before."""
+
 
 def __getattr__(name: str) -> Any:
     """Import a public name when it is first used: a process that only saves versions needs no lock code."""
     if name == "__version__":
         return version()
-    if name not in __all__:
+    if name not in __all__ and name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from importlib import import_module
 
+    if name in _MODULES:
+        return import_module(f"{__name__}.{name}")
     return getattr(import_module(f"{__name__}.{_HOMES.get(name, 'errors')}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__, *_MODULES})

@@ -67,3 +67,7 @@ def __getattr__(name: str) -> Any:
 
     with needed_by(f"sqla_dlock.{name}"):
         return getattr(import_module(f"{__name__}.{_HOMES.get(name, 'versions')}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

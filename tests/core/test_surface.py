@@ -1,6 +1,8 @@
 """The public names are a reviewed list: a change to it changes this test, and the changelog."""
 
 import ast
+import subprocess
+import sys
 from collections import defaultdict
 from pathlib import Path
 from typing import Final
@@ -26,6 +28,15 @@ def test_public_names_of_the_core() -> None:
         "SnapshotTooOld", "StaleObject", "StaleToken", "connect",
     ]  # fmt: skip
     assert all(hasattr(dlock_core, name) for name in dlock_core.__all__)
+
+
+def test_modules_of_the_core_are_its_attributes_whatever_was_imported_before() -> None:
+    program = (
+        "import dlock_core; dlock_core.errors.StaleToken, dlock_core.backend.Released, dlock_core.testing; "
+        "print('Lock' in dir(dlock_core), 'stores' in dir(dlock_core))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert (done.stdout.strip(), done.stderr) == ("True True", "")
 
 
 def test_public_names_of_the_errors() -> None:
