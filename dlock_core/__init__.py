@@ -64,7 +64,7 @@ _HOMES: Final = {
 }
 
 _MODULES: Final = frozenset({"backend", "errors", "names", "owner", "runtime", "stores", "testing"})
-"""They are attributes of the package, too: `import dlock_core` and then `dlock_core.errors` must not depend on what ran before."""
+"""Attributes of the package, too: `import dlock_core; dlock_core.errors` must not depend on what ran before."""
 
 
 def __getattr__(name: str) -> Any:
