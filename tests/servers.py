@@ -27,6 +27,10 @@ NOT_EPHEMERAL: Final = range(20_000, 32_000)
 _given: Final[set[int]] = set()
 
 
+CHILDREN_LEFT: Final = "pre-existing shared memory block"
+"""PostgreSQL refuses to start while children of the process that was killed before it are still ending."""
+
+
 class ServerMissing(Exception):
     """The server is not installed; the text says how to get it."""
 
@@ -51,8 +55,7 @@ class Server:
     def start(self) -> None:
         if not self.directory.exists():
             self._create()
-        with self._log.open("wb") as log:
-            self.process = subprocess.Popen(self._as_account(self.command), stdout=log, stderr=log, cwd=self.directory)
+        self._launch()
         when_done(self.kill)
         self._wait_until_ready()
 
@@ -82,6 +85,10 @@ class Server:
         assert self.process is not None, "start() comes first"
         return self.process
 
+    def _launch(self) -> None:
+        with self._log.open("wb") as log:
+            self.process = subprocess.Popen(self._as_account(self.command), stdout=log, stderr=log, cwd=self.directory)
+
     @property
     def _log(self) -> Path:
         return self.directory.with_suffix(".log")
@@ -103,7 +110,10 @@ class Server:
     def _wait_until_ready(self) -> None:
         give_up = time.monotonic() + START_WITHIN
         while self.ready not in self._log.read_text(errors="replace"):
-            if self._running.poll() is not None or time.monotonic() > give_up:
+            ended, late = self._running.poll() is not None, time.monotonic() > give_up
+            if ended and not late and CHILDREN_LEFT in self._log.read_text(errors="replace"):
+                self._launch()
+            elif ended or late:
                 self.kill()
                 raise RuntimeError(f"{self.command[0]} did not start:\n{self._log.read_text(errors='replace')}")
             time.sleep(0.01)

@@ -316,7 +316,7 @@ async def test_waiting_task_that_is_cancelled_leaves_no_trace(database, store, p
 
 
 def waiters(store):
-    return store._live("order:42").queue
+    return store._current("order:42").queue
 
 
 async def cancel(slow, database, how="cancel", **options):

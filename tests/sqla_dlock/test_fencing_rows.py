@@ -331,7 +331,7 @@ def test_wait_for_the_row_is_limited_by_wait(another, engine, broken, parcel, fo
 def test_wait_on_mysql_is_limited_by_wait_and_its_session_has_its_own_limit_back(
     monkeypatch, another, engine, broken, form, parts
 ):
-    monkeypatch.setattr(fencing, "_database", lambda _: "mysql")
+    monkeypatch.setattr(fencing, "_vendor", lambda _: "mysql")
     broken.tokens = iter([10, 11])
     make(engine, Parcel(id=7))
     add_counter(engine)
