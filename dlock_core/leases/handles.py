@@ -31,6 +31,7 @@ __all__ = [
     "Blocks",
     "Key",
     "Lease",
+    "LeaseHandle",
     "LeaseView",
     "Leases",
     "Releasing",
@@ -172,8 +173,8 @@ class AsyncReleasing(Generic[T]):
             raise
 
 
-class _Lease(LeaseView):
-    """A handle of a grant, which ends with the last of its handles."""
+class LeaseHandle(LeaseView):
+    """A handle of a grant, alone or one of several; the grant ends with the last handle that has joined it."""
 
     __slots__ = ("_key",)
 
@@ -206,7 +207,7 @@ class _Lease(LeaseView):
             warnings.warn(text, ResourceWarning, stacklevel=2, source=self)
 
 
-class Lease(_Lease, Releasing[Released]):
+class Lease(LeaseHandle, Releasing[Released]):
     """A lock that this process holds, until it is released, lost or expired."""
 
     __slots__ = ()
@@ -220,7 +221,7 @@ class Lease(_Lease, Releasing[Released]):
         run(renew(BLOCKING, self._held, ttl))
 
 
-class AsyncLease(_Lease, AsyncReleasing[Released]):
+class AsyncLease(LeaseHandle, AsyncReleasing[Released]):
     """The same for asyncio."""
 
     __slots__ = ()

@@ -10,7 +10,7 @@ import asyncio
 import threading
 from typing import TYPE_CHECKING, Never, TypeVar
 
-from dlock_core.backend import new_request, supported_ttl
+from dlock_core.backend import Released, new_request, supported_ttl
 from dlock_core.errors import AlreadyHeld
 from dlock_core.leases import engine, watchdog
 from dlock_core.leases.engine import Acquisition
@@ -20,6 +20,7 @@ from dlock_core.leases.handles import (
     AsyncReleasing,
     BlockExit,
     Blocks,
+    LeaseHandle,
     Leases,
     LeaseView,
     Releasing,
@@ -34,7 +35,7 @@ from dlock_core.runtime import ASYNCIO, BLOCKING, refuse_in_loop, run
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterable
 
-    from dlock_core.backend import Backend, Released, Request
+    from dlock_core.backend import Backend, Request
     from dlock_core.runtime import Runtime
 
 __all__ = ["AsyncMultiLease", "AsyncMultiLock", "MultiLease", "MultiLock"]
@@ -42,7 +43,7 @@ __all__ = ["AsyncMultiLease", "AsyncMultiLock", "MultiLease", "MultiLock"]
 L = TypeVar("L", "MultiLease", "AsyncMultiLease")
 
 
-class _MultiLease(Leases[LeaseView]):
+class _MultiLease(Leases[LeaseHandle]):
     """Several leases that are held together, in the order of their names."""
 
     @property
@@ -51,11 +52,15 @@ class _MultiLease(Leases[LeaseView]):
         return tuple(self)
 
     async def _end(self, runtime: Runtime) -> list[Released]:
-        """Release all; may be repeated after an interrupt."""
+        """Leave all, and release those that no other handle has joined; may be repeated after an interrupt."""
         held = [lease._held for lease in self]  # noqa: SLF001 - renamed soon
         for one in held:
+            one.ensure_own_process()
+        unneeded = [one for one, lease in zip(held, self, strict=True) if one.leave(lease)]
+        for one in unneeded:
             watchdog.unwatch(one)
-        return await engine.release_all(runtime, held)
+        await engine.release_all(runtime, unneeded)
+        return [one.ended or Released.RELEASED for one in held]
 
     async def _leave_block(self, runtime: Runtime, error: BaseException | None) -> None:
         with LETTING_EXPIRE:
@@ -111,17 +116,22 @@ class _MultiLock:
 
         async def hand_out() -> L:
             nonlocal lease
+            keys = [key_of(caller, self.backend, name) for name in self.names]
             held = [await acquisition.acquire() for acquisition in acquisitions]
             for one in held:
                 one.ensure()
-                held_by_caller[key_of(caller, self.backend, one.name)] = one
-            lease = kind(LeaseView(one) for one in held)
+            lease = kind(map(LeaseHandle, held, keys))
+            for key, one, handle in zip(keys, held, lease, strict=True):
+                held_by_caller[key] = one
+                one.join(handle)
             return self._blocks.enter(caller, lease) if enters else lease
 
         try:
             return await engine.acquire_all(runtime, acquisitions, deadline(since, self.wait), hand_out)
         except BaseException:
             if lease is not None:
+                for handle in lease:
+                    handle._held.leave(handle)  # noqa: SLF001 - renamed soon
                 self._blocks.forget(caller, lease)
             raise
 

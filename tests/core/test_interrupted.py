@@ -93,6 +93,11 @@ def many(store: MemoryBackend) -> None:
         pass
 
 
+def join_many(store: MemoryBackend) -> None:
+    with MultiLock(store, ["a", "b"]), Lock(store, "a", reentrant=True):
+        pass
+
+
 def acquire_many(store: MemoryBackend) -> None:
     MultiLock(store, ["a", "b"]).acquire().release()
 
@@ -125,6 +130,11 @@ async def amany(store: MemoryBackend) -> None:
         pass
 
 
+async def ajoin_many(store: MemoryBackend) -> None:
+    async with AsyncMultiLock(store, ["a", "b"]), AsyncLock(store, "a", reentrant=True):
+        pass
+
+
 def interrupted(step: Callable[[MemoryBackend], None], store: MemoryBackend, moment: int) -> Interrupt:
     interrupt = Interrupt(moment)
     sys.setprofile(interrupt)
@@ -138,7 +148,7 @@ def interrupted(step: Callable[[MemoryBackend], None], store: MemoryBackend, mom
 
 
 @pytest.mark.parametrize(
-    "step", [block, acquire, try_acquire, join, many, acquire_many, renew], ids=lambda step: step.__name__
+    "step", [block, acquire, try_acquire, join, many, join_many, acquire_many, renew], ids=lambda step: step.__name__
 )
 def test_operation_that_is_interrupted_at_any_moment_leaves_nothing_behind(
     step: Callable[[MemoryBackend], None],
@@ -178,7 +188,9 @@ def test_lease_stays_renewed_when_its_renewal_is_interrupted_at_any_moment() -> 
     assert moment > 20
 
 
-@pytest.mark.parametrize("step", [ablock, aacquire, aacquire_many, ajoin, amany], ids=lambda step: step.__name__)
+@pytest.mark.parametrize(
+    "step", [ablock, aacquire, aacquire_many, ajoin, ajoin_many, amany], ids=lambda step: step.__name__
+)
 def test_coroutine_that_is_interrupted_at_any_moment_leaves_nothing_behind(step: Any) -> None:
     async def main() -> None:
         store, moments = MemoryBackend(), 0

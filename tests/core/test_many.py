@@ -11,6 +11,7 @@ import redis
 from dlock_core import (
     AcquireTimeout,
     AlreadyHeld,
+    AsyncLock,
     AsyncMultiLock,
     BackendUnavailable,
     LeaseLost,
@@ -117,6 +118,53 @@ def test_names_that_this_thread_holds_already_are_an_error_at_once(store):
         Lock(store, "b").acquire()
 
 
+def test_lock_that_joins_one_of_several_only_leaves_it(store):
+    with MultiLock(store, ["a", "b"]) as several:
+        with Lock(store, "a", reentrant=True):
+            pass
+        assert held(store) == ["a", "b"]
+        assert several.remaining() > 0
+    assert held(store) == []
+
+
+def test_several_leave_the_one_that_another_lock_has_joined(store):
+    several = MultiLock(store, ["a", "b"]).acquire()
+    with Lock(store, "a", reentrant=True) as joined:
+        assert several.release() == [Released.RELEASED, Released.RELEASED]
+        assert several.release() == [Released.RELEASED, Released.RELEASED]
+        assert held(store) == ["a"]
+        assert joined.remaining() > 0
+    assert held(store) == []
+
+
+def test_several_that_are_thrown_away_leave_the_one_that_another_lock_has_joined(store):
+    several = MultiLock(store, ["a", "b"]).acquire()
+    with Lock(store, "a", reentrant=True):
+        with pytest.warns(ResourceWarning, match="was never released"):
+            del several
+        assert "a" in held(store)
+    assert "a" not in held(store)
+    force_release(store, "b", run(store.inspect(BLOCKING, "b"))[0].holders[0].token, by="a test")
+
+
+async def test_lock_of_a_task_that_joins_one_of_several_only_leaves_it(store):
+    async with AsyncMultiLock(store, ["a", "b"]) as several:
+        async with AsyncLock(store, "a", reentrant=True):
+            pass
+        assert held(store) == ["a", "b"]
+        assert several.remaining() > 0
+    assert held(store) == []
+
+
+async def test_several_of_a_task_leave_the_one_that_another_lock_has_joined(store):
+    several = await AsyncMultiLock(store, ["a", "b"]).acquire()
+    async with AsyncLock(store, "a", reentrant=True) as joined:
+        assert await several.release() == [Released.RELEASED, Released.RELEASED]
+        assert held(store) == ["a"]
+        assert joined.remaining() > 0
+    assert held(store) == []
+
+
 def test_shared_sets_may_overlap(store):
     def work():
         with MultiLock(store, ["b", "c"], shared=True, wait=0):
@@ -145,7 +193,7 @@ def test_text_is_not_taken_for_the_names_of_its_letters(store):
 
 def test_free_names_take_one_request_each_way(redis_server, monkeypatch):
     store = connect(redis_server.url)
-    MultiLock(store, ["a"]).acquire().release()
+    MultiLock(store, ["a", "b"]).acquire().release()  # Now the server knows the scripts.
     sent, exchange = [], store._blocking.exchange
     monkeypatch.setattr(store._blocking, "exchange", lambda *args: sent.append(args) or exchange(*args))
     MultiLock(store, [f"n{n}" for n in range(10)]).acquire().release()

@@ -84,6 +84,36 @@ def test_they_are_taken_in_one_order_in_whatever_order_they_are_named(stores, da
         journal.clear()
 
 
+def test_lock_that_joins_one_of_several_only_leaves_it(stores, database):
+    with lock(account(1, using=database), account(2, using=database)) as leases:
+        with account(1, using=database, reentrant=True):
+            pass
+        assert stores.held() == ["default account:1", "default account:2"]
+        assert leases.remaining() > 0
+    assert stores.held() == []
+
+
+def test_several_leave_the_one_that_another_lock_has_joined(stores, database):
+    leases = lock(account(1, using=database), account(2, using=database)).acquire()
+    with account(1, using=database, reentrant=True) as joined:
+        leases.release()
+        assert stores.held() == ["default account:1"]
+        assert joined.remaining() > 0
+    assert stores.held() == []
+
+
+async def test_async_lock_that_joins_one_of_several_only_leaves_it(stores):
+    async with lock(account(1, fence=False), account(2, fence=False)) as leases:
+        async with account(1, fence=False, reentrant=True):
+            pass
+        assert stores.held() == ["default account:1", "default account:2"]
+        async with account(2, fence=False, reentrant=True) as joined:
+            await leases.arelease()
+            assert stores.held() == ["default account:2"]
+            assert joined.remaining() > 0
+    assert stores.held() == []
+
+
 @pytest.mark.parametrize("taken", [1, 2, 3])
 def test_one_that_is_taken_leaves_none_held(stores, database, party, taken):
     other = party()

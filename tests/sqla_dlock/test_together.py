@@ -121,6 +121,26 @@ def test_one_lock_of_one_session_named_twice_is_one_lease(held, session):
     assert held() == []
 
 
+@one_of_each
+def test_lock_that_joins_one_of_several_only_leaves_it(held, session):
+    with lock(account(session, 1), account(session, 2)) as leases:
+        with account(session, 1, reentrant=True):
+            pass
+        assert held() == ["default 1", "default 2"]
+        assert leases.remaining() > 0
+    assert held() == []
+
+
+@one_of_each
+def test_several_leave_the_one_that_another_lock_has_joined(held, session):
+    leases = lock(account(session, 1), account(session, 2)).acquire()
+    with account(session, 1, reentrant=True) as joined:
+        leases.release()
+        assert held() == ["default 1"]
+        assert joined.remaining() > 0
+    assert held() == []
+
+
 @one_async
 async def test_async_block_holds_all_until_the_transaction_has_ended(held, async_session):
     async with alock(aaccount(async_session, 2, store="ledger"), aaccount(async_session, 1)) as leases:
@@ -128,6 +148,19 @@ async def test_async_block_holds_all_until_the_transaction_has_ended(held, async
         async_session.add(Counter(name="written", value=1))
     assert held() == ["default 1", "ledger 2"]
     await async_session.commit()
+    assert held() == []
+
+
+@one_async
+async def test_async_lock_that_joins_one_of_several_only_leaves_it(held, async_session):
+    async with alock(aaccount(async_session, 1), aaccount(async_session, 2)) as leases:
+        async with aaccount(async_session, 1, reentrant=True):
+            pass
+        assert held() == ["default 1", "default 2"]
+        async with aaccount(async_session, 2, reentrant=True) as joined:
+            await leases.release()
+            assert held() == ["default 2"]
+            assert joined.remaining() > 0
     assert held() == []
 
 
