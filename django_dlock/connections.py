@@ -8,9 +8,11 @@ the program's outermost one on this thread's connection: a test case's own does 
 from __future__ import annotations
 
 import logging
+import os
 from contextlib import suppress
 from contextvars import ContextVar
 from functools import partial
+from threading import RLock
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 from weakref import WeakSet
@@ -32,11 +34,13 @@ if TYPE_CHECKING:
 
     Step: TypeAlias = Callable[[], object]
     StatementHook: TypeAlias = Callable[[BaseDatabaseWrapper, str, bool], None]
+    Visitor: TypeAlias = Callable[[BaseDatabaseWrapper], None]
 
 __all__ = [
     "ABSENT",
     "ConnectionTracker",
     "before_statements",
+    "for_each_connection",
     "in_transaction",
     "listen_to_all",
     "listening_tracker",
@@ -46,6 +50,7 @@ __all__ = [
     "restore_on_rollback",
     "tracker_for",
     "transaction_key",
+    "wrap_statements",
 ]
 
 logger = logging.getLogger("dlock")
@@ -92,8 +97,6 @@ class ConnectionTracker:
 
     def __init__(self, connection: BaseDatabaseWrapper) -> None:
         self.connection: Any = connection
-        database: Any = connection
-        warn_unless_known(database.Database.__name__)
         self.current: Transaction | None = None
         self.hooks: list[StatementHook] = []
         self.suspended = _Suspension()
@@ -103,12 +106,10 @@ class ConnectionTracker:
 
     def listen(self) -> None:
         """Follow every statement from now on; a repeated call changes nothing."""
-        wrappers = self.connection.execute_wrappers
-        if self._statement not in wrappers:
+        if self._statement not in self.connection.execute_wrappers:
             if (transaction := self.transaction()) is not None:
                 transaction.has_spoken = True  # as far as we know: statements were sent before we listened
-            # Not at the end: execute_wrapper() takes away whatever is last when its block is left.
-            wrappers.insert(0, self._statement)
+            wrap_statements(self.connection, self._statement)
 
     def _statement(self, execute: Callable[..., Any], sql: Any, params: Any, many: Any, context: Any) -> Any:
         """Stand in for Django's execute(sql, params, many, context)."""
@@ -304,9 +305,28 @@ class ConnectionTracker:
             logger.exception("dlock: a callback at the end of a transaction failed")
 
 
+_guard: Final = RLock()
+"""Held for moments: while a connection is made known, or gets its tracker or a wrapper, maybe from another thread."""
+os.register_at_fork(before=_guard.acquire, after_in_parent=_guard.release, after_in_child=_guard.release)
+
+
 def tracker_for(connection: BaseDatabaseWrapper) -> ConnectionTracker:
     """Return the tracker of a connection, set up when it is first asked for."""
-    return vars(connection).get("_dlock_tracker") or ConnectionTracker(connection)
+    tracker: ConnectionTracker | None = vars(connection).get("_dlock_tracker")
+    if tracker is None:
+        database: Any = connection
+        warn_unless_known(database.Database.__name__)  # outside the guard: it calls log handlers
+        with _guard:
+            tracker = vars(connection).get("_dlock_tracker") or ConnectionTracker(connection)
+    return tracker
+
+
+def wrap_statements(connection: BaseDatabaseWrapper, wrapper: Callable[..., Any]) -> None:
+    """Call `wrapper` instead of Django's execute() for every statement; a repeated call changes nothing."""
+    with _guard:
+        if wrapper not in connection.execute_wrappers:
+            # Not at the end: execute_wrapper() takes away whatever is last when its block is left.
+            connection.execute_wrappers.insert(0, wrapper)
 
 
 def listening_tracker(connection: BaseDatabaseWrapper) -> tuple[ConnectionTracker, Transaction | None]:
@@ -321,25 +341,37 @@ def open_transaction(connection: BaseDatabaseWrapper) -> Transaction | None:
     return tracker_for(connection).transaction()
 
 
-_not_listening: WeakSet[BaseDatabaseWrapper] | None = WeakSet()
-"""The connections of all threads, which send their statements past us, until the code of locks is loaded; then None."""
+_known: Final[WeakSet[BaseDatabaseWrapper]] = WeakSet()
+"""The connections of all threads."""
+_visitors: list[Visitor] = []
+"""Empty until the code of locks or of retries is loaded: until then statements are sent past us."""
 
 
 @receiver(connection_created)
 def _note_connection(connection: BaseDatabaseWrapper, **_: object) -> None:
     if any(connection is known for known in connections.all(initialized_only=True)):
-        if _not_listening is None:
-            tracker_for(connection).listen()
-        else:
-            _not_listening.add(connection)
+        with _guard:
+            _known.add(connection)
+            visitors = list(_visitors)
+        for visit in visitors:
+            visit(connection)
+
+
+def for_each_connection(visit: Visitor) -> None:
+    """Call `visit(connection)` for the connections of all threads, and for each that is opened from now on.
+
+    It may be called more than once for a connection, and by another thread than the connection's.
+    """
+    with _guard:
+        _visitors.append(visit)
+        known = list(_known)
+    for connection in known:
+        visit(connection)
 
 
 def listen_to_all() -> None:
     """Follow the statements of every connection: work under a lease may move to a thread that has its own."""
-    global _not_listening
-    known, _not_listening = _not_listening, None
-    for connection in known or ():
-        tracker_for(connection).listen()
+    for_each_connection(lambda connection: tracker_for(connection).listen())
 
 
 def _is_open(connection: BaseDatabaseWrapper) -> bool:

@@ -8,11 +8,15 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, overload
 
 from asgiref.sync import iscoroutinefunction
 from django.db import connections, transaction
-from django.db.backends.signals import connection_created
 from django.db.transaction import TransactionManagementError
-from django.dispatch import receiver
 
-from django_dlock.connections import in_transaction, open_transaction, tracker_for
+from django_dlock.connections import (
+    for_each_connection,
+    in_transaction,
+    open_transaction,
+    tracker_for,
+    wrap_statements,
+)
 from django_dlock.transactions import text_of
 from dlock_core.sql.statement_kinds import surely_reads
 from dlock_core.transactions.retry import (
@@ -97,7 +101,7 @@ def _attempt_in_new_transaction(
     function: Callable[..., Any], aliases: tuple[str, ...], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     for connection in connections.all(initialized_only=True):
-        _watch_statements(connection)
+        wrap_statements(connection, _statement)
     _refuse_inside(aliases)
     with ExitStack() as transactions:
         for alias in aliases:
@@ -144,19 +148,6 @@ def _follow(connection: BaseDatabaseWrapper) -> None:
     report(open_one, followed)
 
 
-def _watch_statements(connection: BaseDatabaseWrapper) -> None:
-    if _statement not in connection.execute_wrappers:
-        # Not at the end: execute_wrapper() takes away whatever is last when its block is left.
-        connection.execute_wrappers.insert(0, _statement)
-
-
-@receiver(connection_created)
-def _listen(connection: BaseDatabaseWrapper, **_: object) -> None:
-    """See the statements of every connection: an attempt may move to a thread that has its own."""
-    if any(connection is ours for ours in connections.all(initialized_only=True)):
-        _watch_statements(connection)
-
-
 def _statement(execute: Callable[..., Any], sql: Any, params: Any, *rest: Any) -> Any:
     """Stand in for Django's execute(sql, params, many, context)."""
     connection = rest[1]["connection"]
@@ -181,3 +172,6 @@ def _write(connection: BaseDatabaseWrapper) -> AttemptedWork:
     else:
         part.is_pending = lambda: tracker.current is begun
     return part
+
+
+for_each_connection(partial(wrap_statements, wrapper=_statement))  # an attempt may move to a thread that has its own

@@ -3,6 +3,8 @@
 import asyncio
 import contextlib
 import inspect
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -308,6 +310,51 @@ async def test_coroutine_that_has_committed_is_not_run_again(use_database):
         await work()
     assert caught.value.__notes__ == ["not tried again: work on 'default' is committed"]
     assert await sync_to_async(count)("default") == 1
+
+
+IMPORTED_LATE = """
+import asyncio, contextvars, sys
+from concurrent.futures import ThreadPoolExecutor
+import django
+from django.conf import settings
+
+database = {"ENGINE": "django.db.backends.sqlite3", "NAME": sys.argv[1]}
+settings.configure(
+    DATABASES={"default": database}, INSTALLED_APPS=["django_dlock"], DLOCK={"default": {"BACKEND": "memory://"}}
+)
+django.setup()
+from django.db import connection, transaction
+
+thread = ThreadPoolExecutor(1)
+def execute(sql):
+    with transaction.atomic(), connection.cursor() as cursor:
+        cursor.execute(sql)
+        return cursor.fetchall() if cursor.description else None
+thread.submit(execute, "CREATE TABLE paid (x int)").result()
+
+from django_dlock import retry_on_conflict  # with the views, at the first request
+from django_dlock.errors import RowLocked
+
+def pay():
+    thread.submit(contextvars.copy_context().run, execute, "INSERT INTO paid VALUES (1)").result()
+    raise RowLocked("a")
+async def apay():
+    pay()
+try:
+    if sys.argv[2] == "function":
+        retry_on_conflict(attempts=3)(pay)()
+    else:
+        asyncio.run(retry_on_conflict(attempts=3)(apay)())
+except RowLocked as error:
+    print(error.__notes__, thread.submit(execute, "SELECT count(*) FROM paid").result())
+"""
+
+
+@pytest.mark.parametrize("kind", ["function", "coroutine"])
+def test_work_that_was_committed_on_a_connection_older_than_the_import_is_not_repeated(tmp_path, kind):
+    command = [sys.executable, "-c", IMPORTED_LATE, str(tmp_path / "db.sqlite3"), kind]
+    answer = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    assert answer == """["not tried again: work on 'default' is committed"] [(1,)]\n"""
 
 
 def test_transaction_on_another_database_is_none_of_its_business(database, use_database):

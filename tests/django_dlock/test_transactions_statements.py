@@ -1,7 +1,7 @@
 """The promises of django_dlock.transactions about hooks before statements."""
 
+import threading
 from collections.abc import Callable
-from weakref import WeakSet
 
 import pytest
 from django.db import DatabaseError, connections, transaction
@@ -150,7 +150,7 @@ def test_hook_gets_the_text_of_statements_that_are_no_strings(database, heard):
 @pytest.fixture
 def without_locks(database, monkeypatch):
     """A new connection, as in a process that has not loaded the code of locks."""
-    monkeypatch.setattr(trackers, "_not_listening", WeakSet())
+    monkeypatch.setattr(trackers, "_visitors", [])
     connections[database].close()
     former = connections[database]
     connections[database] = former.copy()
@@ -164,6 +164,44 @@ def test_process_without_locks_sends_its_statements_past_us(without_locks):
     assert without_locks.execute_wrappers == []
     trackers.listen_to_all()
     assert len(without_locks.execute_wrappers) == 1
+
+
+def test_connection_that_is_opened_while_all_are_visited_is_visited_too(database, without_locks):
+    rows(without_locks, "SELECT 1")
+    visited = []
+
+    def visit(connection) -> None:
+        visited.append(connection)
+        if len(visited) == 1:  # another thread may connect at any moment
+            thread = threading.Thread(target=connect)
+            thread.start()
+            thread.join()
+
+    def connect() -> None:
+        rows(connections[database], "SELECT 1")
+        opened.append(connections[database])
+        connections[database].close()
+
+    opened = []
+    trackers.for_each_connection(visit)
+    assert without_locks in visited
+    assert opened[0] in visited
+
+
+def test_two_threads_that_ask_at_once_get_the_same_tracker(without_locks, monkeypatch):
+    found = []
+    second = threading.Thread(target=lambda: found.append(trackers.tracker_for(without_locks)))
+
+    def interrupted(_: str) -> None:
+        if second.ident is None:
+            second.start()
+            second.join(0.2)  # without a guard it makes one of its own
+
+    monkeypatch.setattr(trackers, "warn_unless_known", interrupted)
+    first = trackers.tracker_for(without_locks)
+    second.join()
+    assert found == [first]
+    assert trackers.tracker_for(without_locks) is first
 
 
 def test_process_without_locks_restores_values_after_a_savepoint_that_was_made_by_hand(database, without_locks):
