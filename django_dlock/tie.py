@@ -134,21 +134,24 @@ class TiedDatabases:
             self._admitted[transaction] = False
 
     def before_statement(self, tracker: ConnectionTracker, transaction: Transaction | None, sql: str) -> None:
-        """Admit the lease into the transaction in which a statement is about to be sent, or refuse the statement."""
+        """Admit the lease into the transaction in which a statement is about to be sent, or refuse the statement.
+
+        A transaction on a database that has no fence of this lease is tied all the same: checked at its COMMIT, and
+        waited for. What is written there outside a transaction is none of the lease's business.
+        """
         tie, connection = self.tie, tracker.connection
-        if connection.alias not in self.gate.forms:
-            return
         if (tie.held.ended is not None or tie.state is TieState.ABANDONED) and not self.is_aborted:
             return
         if transaction is not None:
             if tie.handles or self._is_cut_off or transaction in self._admitted:
                 self._enter(connection, transaction)
-            if (";" in sql or not sql.startswith(DATA_STATEMENTS)) and ends_transaction(sql):
+            is_tied = transaction in self._admitted or connection.alias in self.gate.forms
+            if is_tied and (";" in sql or not sql.startswith(DATA_STATEMENTS)) and ends_transaction(sql):
                 raise TransactionManagementError(
                     f"{sql.strip():.40} ends a transaction under the lock {tie.held.name!r} past Django, unchecked: "
                     "leave the atomic() block, or call transaction.commit() or rollback()"
                 )
-        elif not surely_reads(sql):
+        elif connection.alias in self.gate.forms and not surely_reads(sql):
             self._refuse_aborted()
             self._refuse_unfenced(connection)
 

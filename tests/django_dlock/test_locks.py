@@ -299,6 +299,31 @@ def test_lease_is_not_released_before_a_transaction_on_another_database_has_ende
     assert not is_held(store)
 
 
+def test_lease_waits_for_a_transaction_on_another_database_that_began_under_it(database, store, use_database):
+    use_database("other")
+    began = atomic("other")
+    with order(database):
+        began.__enter__()
+        add("other", "a")
+    assert is_held(store)
+    began.__exit__(None, None, None)
+    assert not is_held(store)
+    assert committed("other") == {"a"}
+
+
+def test_lost_lease_refuses_the_commit_of_a_transaction_on_another_database_that_began_under_it(
+    database, store, use_database
+):
+    use_database("other")
+    with order(database, ttl=0.05, renew=False) as lease:
+        with pytest.raises(LeaseLost), atomic("other"):
+            add("other", "a")
+            expire(lease, store)
+        with pytest.raises(LeaseLost), atomic("other"):
+            add("other", "b")
+    assert committed("other") == set()
+
+
 @pytest.mark.parametrize("first", ["inner", "outer"])
 def test_lease_taken_inside_two_transactions_ends_with_the_last_of_them(database, store, use_database, first):
     use_database("other")
