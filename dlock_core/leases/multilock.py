@@ -53,7 +53,7 @@ class _MultiLease(Leases[LeaseHandle]):
 
     async def _end(self, runtime: Runtime) -> list[Released]:
         """Leave all, and release those that no other handle has joined; may be repeated after an interrupt."""
-        held = [lease._held for lease in self]  # noqa: SLF001 - renamed soon
+        held = [lease._held for lease in self]  # noqa: SLF001 - the handles of one package
         for one in held:
             one.ensure_own_process()
         unneeded = [one for one, lease in zip(held, self, strict=True) if one.leave(lease)]
@@ -66,7 +66,7 @@ class _MultiLease(Leases[LeaseHandle]):
         with LETTING_EXPIRE:
             await self._end(runtime)
         for lease in self:
-            ensure_was_held(lease._held, error)  # noqa: SLF001 - renamed soon
+            ensure_was_held(lease._held, error)  # noqa: SLF001 - the handles of one package
 
 
 class MultiLease(_MultiLease, Releasing["list[Released]"]):
@@ -131,7 +131,7 @@ class _MultiLock:
         except BaseException:
             if lease is not None:
                 for handle in lease:
-                    handle._held.leave(handle)  # noqa: SLF001 - renamed soon
+                    handle._held.leave(handle)  # noqa: SLF001 - the handles of one package
                 self._blocks.forget(caller, lease)
             raise
 
