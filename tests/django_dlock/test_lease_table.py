@@ -131,7 +131,7 @@ def test_steps_commit_by_themselves_whatever_the_settings_say(database: str, mon
     [
         ({"BACKEND": "database://nowhere"}, "no alias 'nowhere', only: default"),
         ({"BACKEND": "database://"}, "no alias ''"),
-        ({"BACKEND": "database://default", "OPTIONS": {"timeout": 0}}, "timeout is in seconds"),
+        ({"BACKEND": "database://default", "OPTIONS": {"timeout": 0}}, "timeout must be in seconds"),
         ({"BACKEND": "database://default", "OPTIONS": {"prefix": "a"}}, "prefix"),
     ],
 )

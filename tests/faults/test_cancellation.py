@@ -199,7 +199,7 @@ def test_thread_interrupted_at_any_read_leaves_nothing(
     if taken:
         holder.start()
         assert begun.wait(30)
-    monkeypatch.setattr(transport, "read", interrupted)
+    monkeypatch.setattr(transport, "read_reply", interrupted)
     with pytest.raises(KeyboardInterrupt):
         Lock(store, "a", wait=None).acquire()
     monkeypatch.undo()
@@ -240,7 +240,7 @@ def test_connection_of_an_interrupted_waiter_is_closed_although_its_error_is_kep
     holder = threading.Thread(target=hold, args=(direct, begun := threading.Event()))
     holder.start()
     assert begun.wait(30)
-    monkeypatch.setattr(transport, "read", interrupted)
+    monkeypatch.setattr(transport, "read_reply", interrupted)
     with pytest.raises(KeyboardInterrupt) as kept:
         Lock(store, "a", wait=None).acquire()
     monkeypatch.undo()
