@@ -9,6 +9,7 @@ import select
 import shutil
 import subprocess
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Self
 
@@ -47,10 +48,9 @@ class Chromium:
             )
         os.close(theirs_in)
         os.close(theirs_out)
-        self._number, self._session, self._received, self._loaded = 0, "", b"", 0
+        self._number, self._session, self._received = 0, "", b""
         target = self.call("Target.createTarget", url="about:blank")["targetId"]
         self._session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
-        self.call("Page.enable")
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -65,43 +65,56 @@ class Chromium:
         os.close(self._out)
 
     def call(self, method: str, **params: Any) -> Any:
+        answer = self._ask(method, **params)
+        assert "error" not in answer, (method, answer["error"])
+        return answer["result"]
+
+    def _ask(self, method: str, **params: Any) -> Any:
         self._number += 1
         message = {"id": self._number, "method": method, "params": params}
         if self._session:
             message["sessionId"] = self._session
         os.write(self._in, json.dumps(message).encode() + b"\0")
-        answer = self._wait(lambda heard: heard.get("id") == self._number)
-        assert "error" not in answer, (method, answer["error"])
-        return answer["result"]
+        return self._wait(self._number)
 
-    def _wait(self, is_it: Any) -> Any:
+    def _wait(self, number: int) -> Any:
         until = time.monotonic() + WITHIN
         while time.monotonic() < until:
             message, separator, rest = self._received.partition(b"\0")
             if separator:
                 self._received = rest
                 heard = json.loads(message)
-                self._loaded += heard.get("method") == "Page.loadEventFired"
-                if is_it(heard):
+                if heard.get("id") == number:
                     return heard
             elif select.select([self._out], [], [], 1)[0]:
                 self._received += os.read(self._out, 1 << 20)
         raise TimeoutError(f"Chromium did not answer within {WITHIN:g} s")
 
     def go(self, address: str) -> None:
-        before = self._loaded
-        self.call("Page.navigate", url=address)
-        self._wait_for_page(before)
+        self._leave(lambda: self.call("Page.navigate", url=address))
 
     def click(self, selector: str) -> None:
         """Click something that leads to another page."""
-        before = self._loaded
-        self.js(f"document.querySelector({json.dumps(selector)}).click()")
-        self._wait_for_page(before)
+        self._leave(lambda: self.js(f"document.querySelector({json.dumps(selector)}).click()"))
 
-    def _wait_for_page(self, before: int) -> None:
-        if self._loaded == before:
-            self._wait(lambda _: self._loaded > before)
+    def _leave(self, act: Callable[[], object]) -> None:
+        """Do something that replaces the page, and wait until the next one is loaded.
+
+        The old page is marked, because the browser's events do not tell whose loading they announce: on a slow machine
+        that of the page before may still be under way.
+        """
+        self.js("window.isLeft = true")
+        act()
+        give_up_at = time.monotonic() + WITHIN
+        while not self._has_arrived():
+            assert time.monotonic() < give_up_at, f"no other page was loaded within {WITHIN:g} s\n{self.text()}"
+            time.sleep(0.01)
+
+    def _has_arrived(self) -> bool:
+        arrived = "!window.isLeft && document.readyState === 'complete'"
+        answer = self._ask("Runtime.evaluate", expression=arrived, returnByValue=True)
+        # An error means that the page was replaced while it was asked.
+        return bool(answer.get("result", {}).get("result", {}).get("value", False))
 
     def js(self, expression: str) -> Any:
         answer = self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)

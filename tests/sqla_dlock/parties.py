@@ -79,7 +79,8 @@ class Party:
 
     def _until_somebody_waits(self) -> None:
         with self.others.connect().execution_options(isolation_level="AUTOCOMMIT") as watcher:
-            until(lambda: watcher.exec_driver_sql(WAITERS[self.server]).scalar_one(), every=INNODB_REFRESH_S)
+            # MariaDB shows its counters as texts, and "0" is true.
+            until(lambda: int(watcher.exec_driver_sql(WAITERS[self.server]).scalar_one()), every=INNODB_REFRESH_S)
 
 
 def lock_there(other: Connection, row: Any, clause: str = "FOR UPDATE", table: str | None = None) -> None:
