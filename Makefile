@@ -58,7 +58,7 @@ format: $(VENV)/lint.stamp ## Repair what style can repair
 	$(BIN)/ruff format .
 
 bench: $(VENV)/bench.stamp servers ## What dlock costs, beside its peers and the wire; half an hour
-	for one in stores uncontended many held django_orm contended sqlalchemy_flush sqlalchemy_lock etcd zookeeper redlock replicated table advisory listing imports; do $(BIN)/python -m benchmarks.$$one || exit 1; done
+	for one in stores uncontended many held django_orm request contended crowd sqlalchemy_flush sqlalchemy_lock etcd zookeeper redlock replicated table advisory listing imports; do $(BIN)/python -m benchmarks.$$one || exit 1; done
 
 clean: ## Remove the virtualenv and every cache
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .import_linter_cache .hypothesis .nox

@@ -1,4 +1,4 @@
-"""What protection costs in Django: version saves, row locks, whole requests, and a counter that everybody wants.
+"""What protection costs in Django: version saves, row locks, and a counter that everybody wants.
 
     python -m benchmarks.django_orm --rounds 15 --count 100
 
@@ -13,10 +13,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Final
 
-from django.core.handlers.base import BaseHandler
 from django.db import connections, reset_queries, transaction
 from django.db.models import F
-from django.test import RequestFactory
 from redis.lock import Lock as RedisPyLock
 
 from benchmarks import measure, project
@@ -76,32 +74,6 @@ def row_locks(alias: str) -> dict[str, measure.Operation]:
         "lock_row(pk, wait=2)": lambda: rows.lock_row(key, wait=2),
         "get(pk), no lock": lambda: rows.get(pk=key),
     }
-
-
-def requests() -> dict[str, measure.Operation]:
-    from benchmarks.models import BareOrder
-    from benchmarks.views import VIEWS
-
-    handler = BaseHandler()
-    handler.load_middleware()
-    factory, key = RequestFactory(), BareOrder.objects.create().pk
-
-    def get(name: str) -> measure.Operation:
-        def operation() -> None:
-            response = handler.get_response(factory.post(f"/{name}/{key}"))
-            assert response.status_code == 200
-
-        return operation
-
-    names = {
-        "bare": "bare request",
-        "locked": "@locked, fence=False",
-        "fenced": "@locked",
-        "redis-py": "redis-py Lock, naive",
-        "raw": "floor: SET and EVALSHA on a bare socket",
-        "upsert": "floor: one upsert by hand, no lease",
-    }
-    return {names[name]: get(name) for name in VIEWS}
 
 
 def count_up(counter: Any) -> None:
@@ -234,10 +206,7 @@ def main() -> None:
             if vendor != "sqlite":
                 with transaction.atomic(using=alias):
                     report.add(f"Row locks in a transaction, {vendor}", table(alias, row_locks(alias), options, pids))
-        pids = project.backends(["default"], servers)
-        measure.pin("same", *pids)
-        report.add(f"Requests, {connections['default'].vendor}", table("default", requests(), options, pids))
-        measure.unpin(*pids)
+        measure.unpin(*project.backends(["default"], servers))
         report.add(f"{options.processes} processes count up one row", contended(options))
     report.end()
 

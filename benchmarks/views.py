@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any, Final
 from urllib.parse import urlsplit
 
+import pglock
 import redis
 from django.conf import settings
 from django.db import connection
@@ -70,6 +71,17 @@ def fenced_by_hand(view: View) -> View:
     return wrapper
 
 
+def advisory(view: View) -> View:
+    """A decorator as people write it with django-pglock: PostgreSQL only, an advisory lock of the transaction."""
+
+    @functools.wraps(view)
+    def wrapper(request: HttpRequest, pk: int) -> HttpResponse:
+        pglock.advisory(f"order:{pk}", xact=True).acquire()
+        return view(request, pk)
+
+    return wrapper
+
+
 @functools.cache
 def raw_redis() -> RawRedis:
     return RawRedis(urlsplit(settings.DLOCK["default"]["BACKEND"]).port or 6379)
@@ -81,11 +93,14 @@ def client() -> Any:
 
 
 VIEWS: Final[dict[str, View]] = {
-    "bare": ship,
-    "locked": locked("order", pk, fence=False)(ship),
-    "fenced": locked("order", pk)(ship),
-    "redis-py": naive(ship),
-    "raw": on_a_bare_socket(ship),
-    "upsert": fenced_by_hand(ship),
+    "bare request": ship,
+    "floor: SET and EVALSHA on a bare socket, no promise": on_a_bare_socket(ship),
+    "floor: one upsert by hand, no lease": fenced_by_hand(ship),
+    "@locked, fence=False": locked("order", pk, fence=False)(ship),
+    "@locked": locked("order", pk)(ship),
+    '@locked, fence="lease"': locked("order", pk, fence="lease")(ship),
+    "redis-py Lock, released before COMMIT": naive(ship),
+    "django-pglock, advisory lock of the transaction": advisory(ship),
 }
-urlpatterns = [path(f"{name}/<int:pk>", view) for name, view in VIEWS.items()]
+PATHS: Final = {name: f"{number}/" for number, name in enumerate(VIEWS)}
+urlpatterns = [path(f"{PATHS[name]}<int:pk>", view) for name, view in VIEWS.items()]

@@ -1,0 +1,53 @@
+"""What `@locked` adds to a whole request of Django, beside redis-py and django-pglock.
+
+    python -m benchmarks.request --rounds 15 --count 100
+
+A request goes through Django's handler with ATOMIC_REQUESTS, reads one row and saves it, on PostgreSQL; leases are in
+Redis. Both servers are on our CPU. For a transaction of SQLAlchemy: `benchmarks.sqlalchemy_lock`.
+"""
+
+from typing import Final
+
+from django.core.handlers.base import BaseHandler
+from django.test import RequestFactory
+
+from benchmarks import measure, project
+from benchmarks.django_orm import table
+
+FLOOR: Final = "bare request"
+
+
+def requests() -> dict[str, measure.Operation]:
+    """Each view of `benchmarks.views`, with a row of its own."""
+    from benchmarks.models import BareOrder
+    from benchmarks.views import PATHS
+
+    handler = BaseHandler()
+    handler.load_middleware()
+    factory = RequestFactory()
+
+    def post(path: str) -> measure.Operation:
+        address = f"/{path}{BareOrder.objects.create().pk}"
+
+        def operation() -> None:
+            response = handler.get_response(factory.post(address))
+            assert response.status_code == 200
+
+        return operation
+
+    return {name: post(path) for name, path in PATHS.items()}
+
+
+def main() -> None:
+    options = measure.arguments(__doc__, rounds=15, count=100)
+    report = measure.Report(options.format)
+    with project.running() as servers:
+        pids = project.backends(["default"], servers)
+        measure.pin("same", *pids)
+        ways = measure.chosen(requests(), options.only, FLOOR)
+        report.add("A request that reads and saves a row, PostgreSQL", table("default", ways, options, pids))
+    report.end()
+
+
+if __name__ == "__main__":
+    main()
