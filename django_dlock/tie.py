@@ -21,6 +21,7 @@ from django.dispatch import receiver
 from django_dlock.connections import leases_of_context, listening_tracker, open_transaction, tracker_for
 from django_dlock.errors import LeaseLost, NotSupported, SnapshotTooOld, as_database_error
 from django_dlock.fencing import READ_COMMITTED, isolation_of
+from dlock_core.backend import Released
 from dlock_core.errors import DLockError
 from dlock_core.owner import in_task
 from dlock_core.sql import database
@@ -72,7 +73,10 @@ class TiedDatabases:
             self.tie.supersede(other.tie for other in current())
         transaction = self._protect(using, form)
         for connection in connections.all(initialized_only=True):
-            if connection.alias != using and (other := open_transaction(connection)) is not None:
+            # A lock in a transaction ends with it. So a transaction elsewhere is tied only when work is done in it
+            # under the lock: one that just happens to be open, and ends later, is not refused its COMMIT.
+            is_needed = self.home in (None, connection.alias)
+            if is_needed and connection.alias != using and (other := open_transaction(connection)) is not None:
                 self._enter_apart(connection, other)
         self._around_block = frozenset(self.tie.open)
         self._end_with_transaction(transaction, handle)
@@ -228,6 +232,9 @@ class TiedDatabases:
             raise LeaseLost(self.held.name, token=self.held.token, reason=reason)
 
     def _refuse_lost(self) -> None:
+        if self.home is not None and self.held.ended is Released.RELEASED:
+            reason = f"the transaction that held it, on {self.home!r}, ended before this one"
+            raise LeaseLost(self.held.name, token=self.held.token, reason=reason)
         try:
             self.held.ensure()
         except DLockError as error:

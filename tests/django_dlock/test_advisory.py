@@ -414,6 +414,25 @@ def test_commit_elsewhere_after_the_locks_own_transaction_is_refused(store, use_
     assert committed("default") == set()
 
 
+def test_transaction_elsewhere_that_does_nothing_under_the_lock_commits_after_it(store, use_database):
+    """As with ATOMIC_REQUESTS on two databases: the outer one is committed last."""
+    use_database("default")
+    with transaction.atomic("default"):
+        add("default", "before")
+        with transaction.atomic(PG), order():
+            add(PG, "a")
+        add("default", "after")
+    assert committed("default") == {"before", "after"}
+
+
+def test_work_elsewhere_under_the_lock_that_is_committed_after_it_is_refused_with_the_reason(store, use_database):
+    use_database("default")
+    reason = "the transaction that held it, on 'postgresql', ended before this one"
+    with pytest.raises(LeaseLost, match=reason), transaction.atomic("default"), transaction.atomic(PG), order():
+        add("default", "late")
+    assert committed("default") == set()
+
+
 # Views and functions
 
 
