@@ -11,7 +11,7 @@ from collections import defaultdict
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
-from dlock_core.backend import Capabilities, Holder, LockState, Released, Waiter
+from dlock_core.backend import Capabilities, Holder, LockState, Released, RenewalFailure, Waiter
 from dlock_core.backends.etcd import keys
 from dlock_core.backends.etcd.connections import read_url
 from dlock_core.backends.etcd.gateway import Gateway
@@ -65,34 +65,37 @@ class EtcdBackend:
     async def try_acquire(
         self, runtime: Runtime, request: Request, ticket: Any = None, *, unsure: bool = False
     ) -> Granted | Busy:
-        answer: Granted | QueueEntry | Busy = ticket or await self._steps.enter(runtime, request)
-        while isinstance(answer, QueueEntry):
-            answer = await self._steps.promote(runtime, request, answer)
-        return answer
+        with self._gateway.reading(request.name):
+            answer: Granted | QueueEntry | Busy = ticket or await self._steps.enter(runtime, request)
+            while isinstance(answer, QueueEntry):
+                answer = await self._steps.promote(runtime, request, answer)
+            return answer
 
     async def wait(self, runtime: Runtime, request: Request, busy: Busy, timeout: float) -> None:
         """Watch the key ahead of ours, and renew our queue entry now and then."""
-        queue_entry: QueueEntry = busy.ticket
-        until = runtime.now() + timeout
-        watch = await self._gateway.watch(runtime, request.name, keys.text(queue_entry.before))
-        try:
-            if watch.revision > queue_entry.seen and not await self._steps.is_behind(runtime, request, queue_entry):
-                return  # The key ahead was deleted between our read and the start of the watch.
-            while (left := until - runtime.now()) > 0:
-                calm = queue_entry.lease.until - runtime.now() - QUEUE_ENTRY_TTL_S + WAITER_KEEP_ALIVE_S
-                if calm > 0 and await watch.woken(runtime, min(left, calm)):
-                    return
-                if calm < left and not await self._steps.is_behind(runtime, request, queue_entry):
-                    return
-        finally:
-            watch.close()
+        with self._gateway.reading(request.name):
+            queue_entry: QueueEntry = busy.ticket
+            until = runtime.now() + timeout
+            watch = await self._gateway.watch(runtime, request.name, keys.text(queue_entry.before))
+            try:
+                if watch.revision > queue_entry.seen and not await self._steps.is_behind(runtime, request, queue_entry):
+                    return  # The key ahead was deleted between our read and the start of the watch.
+                while (left := until - runtime.now()) > 0:
+                    calm = queue_entry.lease.until - runtime.now() - QUEUE_ENTRY_TTL_S + WAITER_KEEP_ALIVE_S
+                    if calm > 0 and await watch.woken(runtime, min(left, calm)):
+                        return
+                    if calm < left and not await self._steps.is_behind(runtime, request, queue_entry):
+                        return
+            finally:
+                watch.close()
 
     async def abandon(self, runtime: Runtime, request: Request, ticket: Any = None) -> None:
         calls = [self._keys.leave(request), *self._revocations(request)]
 
         async def leave() -> None:
-            answer, *_ = await self._steps.ask(runtime, request.name, *calls)
-            self._steps.checked(request.name, answer)
+            with self._gateway.reading(request.name):
+                answer, *_ = await self._steps.ask(runtime, request.name, *calls)
+                self._steps.checked(request.name, answer)
 
         await _retry_once(leave)
 
@@ -101,22 +104,33 @@ class EtcdBackend:
         calls = [self._keys.leave(request), *self._revocations(request)]
         if not self._steps.spares.keeps(held_key.lease):
             calls.append(keys.revoke(held_key.lease.id))
-        answer, *_ = await self._steps.ask(runtime, request.name, *calls)
-        if "deleted" in self._steps.checked(request.name, answer):
-            self._steps.spares.give(held_key.lease)
-            return Released.RELEASED
-        return (
-            Released.STOLEN
-            if await self._entries(runtime, request.name, self._keys.lock(request.name))
-            else Released.EXPIRED
-        )
+        with self._gateway.reading(request.name):
+            answer, *_ = await self._steps.ask(runtime, request.name, *calls)
+            if "deleted" in self._steps.checked(request.name, answer):
+                self._steps.spares.give(held_key.lease)
+                return Released.RELEASED
+            is_stolen = await self._entries(runtime, request.name, self._keys.lock(request.name))
+            return Released.STOLEN if is_stolen else Released.EXPIRED
 
     async def renew(self, runtime: Runtime, renewals: Sequence[Renewal]) -> list[RenewalResult]:
+        """Renew in as many requests as it takes; one that fails says nothing about the leases in the others."""
         limit = min(renewal.request.ttl / 3 for renewal in renewals)  # a late answer would be of no use
-        answers: list[RenewalResult] = []
+        until, failure = runtime.now() + limit, None
+        results: list[RenewalResult | BackendUnavailable] = []
         for start in range(0, len(renewals), MAX_LEASES_PER_REQUEST):
-            answers += await self._steps.renew(runtime, renewals[start : start + MAX_LEASES_PER_REQUEST], limit)
-        return answers
+            batch = renewals[start : start + MAX_LEASES_PER_REQUEST]
+            if failure is None or runtime.now() < until:
+                try:
+                    with self._gateway.reading(batch[0].request.name):
+                        results += await self._steps.renew(runtime, batch, limit)
+                        continue
+                except BackendUnavailable as error:
+                    failure = error
+            results += [failure] * len(batch)
+        failures = [result for result in results if isinstance(result, BackendUnavailable)]
+        if len(failures) == len(results):
+            raise failures[0]
+        return [RenewalFailure.UNKNOWN if isinstance(result, BackendUnavailable) else result for result in results]
 
     async def inspect(self, runtime: Runtime, name: str | None = None) -> list[LockState]:
         return await _retry_once(lambda: self._inspect(runtime, name))
@@ -130,7 +144,8 @@ class EtcdBackend:
 
         members = self._gateway.each()
         try:
-            return await health.diagnose(members, runtime)
+            with self._gateway.reading(""):
+                return await health.diagnose(members, runtime)
         finally:
             for _, gateway in members:
                 gateway.close()
@@ -147,21 +162,23 @@ class EtcdBackend:
         return [keys.revoke(lease.id) for lease in self._steps.unsettled_leases.pop(request.holder, [])]
 
     async def _inspect(self, runtime: Runtime, name: str | None) -> list[LockState]:
-        queues = by_lock(self._keys, await self._entries(runtime, name, self._keys.lock(name or "")))
-        bases = await self._bases(runtime, name)
-        inside = [one.lease for queue in queues.values() for one in holding(self._keys, queue)]
-        left = await self._left(runtime, name or "", inside)
+        with self._gateway.reading(name or ""):
+            queues = by_lock(self._keys, await self._entries(runtime, name, self._keys.lock(name or "")))
+            bases = await self._bases(runtime, name)
+            inside = [one.lease for queue in queues.values() for one in holding(self._keys, queue)]
+            left = await self._left(runtime, name or "", inside)
         return [
             state(self._keys, each, queues.get(each, []), bases.get(self._keys.base(each), 0), left)
             for each in ([name] if name is not None else sorted(queues))
         ]
 
     async def _force_release(self, runtime: Runtime, name: str, token: int) -> bool:
-        queue = sorted(await self._entries(runtime, name, self._keys.lock(name)), key=lambda entry: entry.created)
-        base = (await self._bases(runtime, name)).get(self._keys.base(name), 0)
-        found = [one for one in holding(self._keys, queue) if one.created + base == token]
-        ended = [await self._steps.ask(runtime, name, self._keys.end(entry)) for entry in found]
-        return any(self._steps.checked(name, answer).get("succeeded") for (answer,) in ended)
+        with self._gateway.reading(name):
+            queue = sorted(await self._entries(runtime, name, self._keys.lock(name)), key=lambda entry: entry.created)
+            base = (await self._bases(runtime, name)).get(self._keys.base(name), 0)
+            found = [one for one in holding(self._keys, queue) if one.created + base == token]
+            ended = [await self._steps.ask(runtime, name, self._keys.end(entry)) for entry in found]
+            return any(self._steps.checked(name, answer).get("succeeded") for (answer,) in ended)
 
     async def _bases(self, runtime: Runtime, name: str | None) -> dict[str, int]:
         return {
@@ -176,8 +193,9 @@ class EtcdBackend:
         while is_more:
             call = self._keys.listed(start, found[-1].key if found else "", MAX_KEYS_PER_REQUEST)
             (answer,) = await self._steps.ask(runtime, name or "", call)
-            found += keys.entries(self._steps.checked(name or "", answer))
-            is_more = bool(answer.get("more"))
+            page = keys.entries(self._steps.checked(name or "", answer))
+            found += page
+            is_more = bool(page and answer.get("more"))
         return found
 
     async def _left(self, runtime: Runtime, name: str, leases: Sequence[int]) -> dict[int, float]:

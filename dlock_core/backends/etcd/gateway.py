@@ -33,6 +33,8 @@ UNAUTHENTICATED: Final = 16
 EXPIRED_LOGIN_TEXTS: Final = ("invalid auth token", "revision in header is old")
 _encode: Final = json.JSONEncoder(separators=(",", ":")).encode
 REFUSED_LOGIN_TEXTS: Final = ("authentication failed", "user name is empty", "permission denied")
+UNREADABLE: Final = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
+"""What reading an answer raises that has another form than etcd's."""
 
 
 class Gateway:
@@ -96,10 +98,14 @@ class Gateway:
         """Close idle connections."""
         self._connections.close()
 
+    def reading(self, name: str) -> Reading:
+        """Return a block that asks and reads the answers; one that cannot be read is BackendUnavailable."""
+        return Reading(self, name)
+
     def failure(self, name: str, answer: Answer) -> BackendUnavailable:
         """Make an error out of an answer that is none, and turn to the next member if this one may be the reason."""
         told = answer["error"] if isinstance(answer.get("error"), dict) else answer  # a stream wraps it
-        code, text = int(told.get("code", told.get("grpc_code", 0))), str(told.get("message", told))
+        code, text = told.get("code", told.get("grpc_code")), str(told.get("message", told))
         if code == UNAUTHENTICATED or any(part in text for part in EXPIRED_LOGIN_TEXTS):
             self._auth_token = ""
             return BackendUnavailable(name, reason=f"etcd: {text}", broken=self._credentials is not None)
@@ -116,7 +122,7 @@ class Gateway:
         ((answer,),) = await self._exchange(runtime, connection, [call], until)
         if "token" in answer:
             self._auth_token = str(answer["token"])
-        elif "not enabled" not in answer.get("message", ""):
+        elif "not enabled" not in str(answer.get("message")):
             raise self.failure(name, answer)
 
     async def _exchange(
@@ -138,6 +144,23 @@ class Gateway:
             self._connections.close()  # the others may be dead, too
         died = connection.was_used and isinstance(error, ConnectionError | SSLEOFError)
         return BackendUnavailable(name, reason=f"{connection.member}: {_told(error)}", broken=died or several)
+
+
+class Reading:
+    """A block in which answers are read: a proxy's page or another service may stand where the etcd was."""
+
+    __slots__ = ("_gateway", "_name")
+
+    def __init__(self, gateway: Gateway, name: str) -> None:
+        self._gateway, self._name = gateway, name
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, UNREADABLE):
+            text = f"an answer is not etcd's: {type(error).__name__}: {error}"
+            raise self._gateway.failure(self._name, {"message": text}) from error
 
 
 class Watch:

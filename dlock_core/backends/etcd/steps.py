@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from dlock_core.backend import Busy, Granted, RenewalFailure
 from dlock_core.backends.etcd import keys
+from dlock_core.errors import BackendUnavailable
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -108,7 +109,9 @@ class Steps:
         queue_entry.lease.until = sent + left
         return left > 0 and bool(keys.entries(self.checked(request.name, found)))
 
-    async def renew(self, runtime: Runtime, renewals: Sequence[Renewal], limit: float) -> list[RenewalResult]:
+    async def renew(
+        self, runtime: Runtime, renewals: Sequence[Renewal], limit: float
+    ) -> list[RenewalResult | BackendUnavailable]:
         """Renew some leases in one write; each that needs a longer ttl than its lease has costs one more."""
         name, sent = renewals[0].request.name, runtime.now()
         leases = [renewal.granted.handle.lease.id for renewal in renewals]
@@ -122,13 +125,13 @@ class Steps:
             again = await self.gateway.ask(runtime, name, [keys.keep_alive([lease]) for lease in forgotten], limit)
             left |= {lease: answer for lease, (answer,) in zip(forgotten, again, strict=True)}
         held = [keys.entries(one["response_range"]) for one in self.checked(name, found)["responses"]]
-        answers: list[RenewalResult] = []
+        results: list[RenewalResult | BackendUnavailable] = []
         for renewal, lease, entry in zip(renewals, leases, held, strict=True):
             ttl, held_key = self._ttl(name, left[lease]), renewal.granted.handle
             is_ours = ttl > 0 and entry and entry[0].created == held_key.created
             held_key.lease.until = sent + ttl
-            answers.append(await self._renewed(runtime, renewal, ttl, limit) if is_ours else RenewalFailure.LOST)
-        return answers
+            results.append(await self._renewed(runtime, renewal, ttl, limit) if is_ours else RenewalFailure.LOST)
+        return results
 
     async def ask(self, runtime: Runtime, name: str, *calls: GatewayCall) -> list[Answer]:
         """Ask questions that have one answer each, which may be an error."""
@@ -136,7 +139,7 @@ class Steps:
 
     def checked(self, name: str, answer: Answer) -> Answer:
         """Return a proper answer back, and raise BackendUnavailable for another."""
-        if "code" in answer or "error" in answer:
+        if "code" in answer or "error" in answer or "header" not in answer:
             raise self.gateway.failure(name, answer)
         return answer
 
@@ -188,10 +191,19 @@ class Steps:
                 return QueueEntry(view)
         return Granted(token, max(0.0, lease.until - runtime.now()), HeldKey(created, lease))
 
-    async def _renewed(self, runtime: Runtime, renewal: Renewal, ttl: float, limit: float) -> RenewalResult:
+    async def _renewed(
+        self, runtime: Runtime, renewal: Renewal, ttl: float, limit: float
+    ) -> RenewalResult | BackendUnavailable:
+        if ttl >= renewal.request.ttl:
+            return renewal.request.ttl
+        try:
+            return await self._move(runtime, renewal, limit)
+        except BackendUnavailable as error:
+            return error
+
+    async def _move(self, runtime: Runtime, renewal: Renewal, limit: float) -> RenewalResult:
+        """Put our key on a new lease with a longer ttl: the ttl of a lease cannot be changed."""
         request, held_key = renewal.request, renewal.granted.handle
-        if ttl >= request.ttl:
-            return min(ttl, request.ttl)
         lease, sent = new_lease(request.ttl), runtime.now()
         calls = [keys.grant(lease.id, lease.ttl), self.keys.move(request, held_key.created, lease.id)]
         (granted,), (moved,) = await self.gateway.ask(runtime, request.name, calls, limit)

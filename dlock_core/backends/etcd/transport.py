@@ -58,14 +58,18 @@ class HTTPConnection:
         self.member, self.was_used = member, False
         """An idle connection may have died since it was used; a new one that fails says something of the member."""
         self._stream, self._received = stream, b""
-        self.is_usable, self.close = stream.is_usable, stream.close
-        """`close` closes it at once: what it carries must not be carried out after our clean-up."""
+        self.close = stream.close
+        """Closes it at once: what it carries must not be carried out after our clean-up."""
 
     @classmethod
     async def open(cls, runtime: Runtime, member: Member, tls: ssl.SSLContext | None, until: float) -> HTTPConnection:
         """Connect to a member."""
         kind = _AsyncioStream if isinstance(runtime, Asyncio) else _BlockingStream
         return cls(member, await runtime.call(kind.open, member, tls, _left(runtime, until)))
+
+    def is_usable(self) -> bool:
+        """Return whether an idle connection is open, and nothing came unasked: that would pass for the next reply."""
+        return not self._received and self._stream.is_usable()
 
     async def exchange(
         self, runtime: Runtime, requests: Sequence[tuple[str, bytes]], auth_token: str, until: float
@@ -227,4 +231,12 @@ class _AsyncioStream:
             await self._writer.drain()
 
     def is_usable(self) -> bool:
-        return not self._reader.at_eof() and not self._writer.transport.is_closing()
+        if self._writer.transport.is_closing():
+            return False
+        unasked = self._reader.read(1)
+        try:
+            unasked.send(None)
+        except (StopIteration, OSError):  # Something is there, or the end of the connection.
+            return False
+        unasked.close()
+        return True

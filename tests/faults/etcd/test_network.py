@@ -1,15 +1,12 @@
 """One etcd behind a network that loses replies and resets connections: one grant, one place, nothing left over."""
 
 import asyncio
-import secrets
 from base64 import b64encode
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 from dlock_core import AsyncLock, Lock
-from dlock_core.backend import Released, Renewal
+from dlock_core.backend import Released, Renewal, RenewalFailure
 from dlock_core.backends.etcd import backend as etcd
 from dlock_core.backends.etcd import steps
 from dlock_core.backends.etcd.backend import EtcdBackend
@@ -17,48 +14,16 @@ from dlock_core.errors import AcquireTimeout, BackendUnavailable, LeaseLost
 from dlock_core.runtime import clock
 from dlock_core.testing.contract.harness import Harness
 from dlock_core.testing.contract.tasks import Tasks
-from tests.etcd_servers import Cluster, ask, cluster
+from tests.etcd_servers import Cluster, ask
+from tests.faults.etcd.conftest import TIMEOUT_S
 from tests.faults.looking import holders, is_untouched, waiters
 from tests.faults.test_cancellation import Cancelled, attempt, sweep
 from tests.proxy import Proxy
 from tests.waiting import auntil, until
 
 WITHIN = 30.0
-LIMIT = 0.5
 FAULTS = ["drop_reply", "cut_reply", "halve_reply", "cut_request"]
 LEASE, ENTER, LEAVE, RENEW, WATCH = b"/lease/grant", b"/kv/txn", b"/kv/deleterange", b"/lease/keepalive", b"/v3/watch"
-
-
-@pytest.fixture(scope="module")
-def one(servers_directory: Path) -> Iterator[Cluster]:
-    with cluster(servers_directory / "etcd1") as one:
-        yield one
-
-
-@pytest.fixture
-def prefix() -> str:
-    return f"{secrets.token_hex(4)}/"
-
-
-@pytest.fixture
-def proxy(one: Cluster) -> Iterator[Proxy]:
-    with Proxy(one.members[0].port) as proxy:
-        yield proxy
-
-
-@pytest.fixture
-def direct(one: Cluster, prefix: str) -> Iterator[EtcdBackend]:
-    """The store of the tests with a proxy, over a good network."""
-    backend = EtcdBackend(one.url, prefix=prefix)
-    yield backend
-    backend.close()
-
-
-@pytest.fixture
-def backend(proxy: Proxy, prefix: str) -> Iterator[EtcdBackend]:
-    backend = EtcdBackend(f"etcd://127.0.0.1:{proxy.port}", prefix=prefix, timeout=LIMIT)
-    yield backend
-    backend.close()
 
 
 @pytest.mark.parametrize("is_first", [True, False], ids=["new lease", "used lease"])
@@ -215,7 +180,7 @@ def test_deaf_store_is_given_up_in_time(harness: Harness, proxy: Proxy, wait: fl
     began = clock()
     with pytest.raises(BackendUnavailable):
         harness.acquire("a", wait=wait)
-    assert clock() - began < wait + LIMIT + 5
+    assert clock() - began < wait + TIMEOUT_S + 5
     proxy.forward()
 
 
@@ -288,6 +253,31 @@ def test_many_leases_are_renewed_in_few_requests(harness: Harness, proxy: Proxy)
     before = proxy.requests
     assert harness.call_store("renew", renewals) == [60.0] * 130
     assert proxy.requests - before <= 4
+
+
+@pytest.mark.parametrize("k", [1, 2, 3])
+def test_renewal_of_many_of_which_one_request_fails_tells_of_the_others(
+    harness: Harness, proxy: Proxy, monkeypatch: pytest.MonkeyPatch, k: int
+) -> None:
+    monkeypatch.setattr(etcd, "MAX_LEASES_PER_REQUEST", 10)
+    leases = [harness.acquire(f"a:{number}", ttl=60, renew=False) for number in range(30)]
+    renewals = [Renewal(lease._held.request, lease._held.granted) for lease in leases]
+    proxy.cut_reply(k, matching=RENEW)
+    results = harness.call_store("renew", renewals)
+    failed = slice(10 * k - 10, 10 * k)
+    assert results[failed] == [RenewalFailure.UNKNOWN] * 10
+    assert results[: failed.start] + results[failed.stop :] == [60.0] * 20
+
+
+def test_renewal_for_a_longer_ttl_that_fails_does_not_hide_the_renewal_of_others(
+    harness: Harness, proxy: Proxy
+) -> None:
+    leases = [harness.acquire(f"a:{number}", ttl=20, renew=False) for number in range(3)]
+    longer, *others = [Renewal(lease._held.request, lease._held.granted) for lease in leases]
+    longer = longer._replace(request=longer.request._replace(ttl=60.0))
+    proxy.cut_reply(matching=LEASE)
+    assert harness.call_store("renew", [longer, *others]) == [RenewalFailure.UNKNOWN, 20.0, 20.0]
+    assert harness.call_store("renew", [longer, *others]) == [60.0, 20.0, 20.0]
 
 
 def test_leases_that_the_gateway_forgot_in_a_long_stream_are_asked_for_again(

@@ -1,7 +1,6 @@
 """Who is let in to an etcd, and how: passwords, TLS, URLs; no secret is ever shown."""
 
 import logging
-import secrets
 import ssl
 import threading
 from collections.abc import Iterator
@@ -22,17 +21,6 @@ from tests.waiting import until
 WITHIN = 30.0
 SECRET = "s3cr3t/p:ss@w"
 QUOTED = "s3cr3t%2Fp%3Ass%40w"
-
-
-@pytest.fixture(scope="module")
-def one(servers_directory: Path) -> Iterator[Cluster]:
-    with cluster(servers_directory / "etcd1") as one:
-        yield one
-
-
-@pytest.fixture
-def prefix() -> str:
-    return f"{secrets.token_hex(4)}/"
 
 
 @pytest.fixture(scope="module")

@@ -4,62 +4,33 @@ import asyncio
 import contextlib
 import gc
 import random
-import secrets
 import socket
 import ssl
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
+from typing import Any
 
 import pytest
 
 from dlock_core import AsyncLock, Lock
+from dlock_core.backend import Busy, Granted, Renewal, new_request
 from dlock_core.backends.etcd.backend import EtcdBackend
 from dlock_core.backends.etcd.connections import MAX_IDLE_CONNECTIONS
+from dlock_core.backends.etcd.keys import NOTHING, LockView, StoredKey
+from dlock_core.backends.etcd.steps import HeldKey, QueueEntry, ServerLease
 from dlock_core.errors import AcquireTimeout, BackendUnavailable
-from dlock_core.runtime import clock
-from tests.etcd_servers import Cluster, cluster
+from dlock_core.runtime import ASYNCIO, BLOCKING, Runtime, clock, run
+from tests.etcd_servers import Cluster
+from tests.faults.etcd.conftest import TIMEOUT_S
 from tests.faults.looking import is_untouched, until
 from tests.proxy import Proxy
 from tests.servers import free_port
 
-TIMEOUT_S = 0.5
 SLACK_S = 4.0
 """Seconds that a busy machine may need on top of what is promised."""
 ANSWER = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: 2\r\n\r\n{}"
-
-
-@pytest.fixture(scope="module")
-def one(servers_directory: Path) -> Iterator[Cluster]:
-    with cluster(servers_directory / "etcd1") as one:
-        yield one
-
-
-@pytest.fixture
-def prefix() -> str:
-    return f"{secrets.token_hex(4)}/"
-
-
-@pytest.fixture
-def proxy(one: Cluster) -> Iterator[Proxy]:
-    with Proxy(one.members[0].port) as proxy:
-        yield proxy
-
-
-@pytest.fixture
-def direct(one: Cluster, prefix: str) -> Iterator[EtcdBackend]:
-    backend = EtcdBackend(one.url, prefix=prefix)
-    yield backend
-    backend.close()
-
-
-@pytest.fixture
-def backend(proxy: Proxy, prefix: str) -> Iterator[EtcdBackend]:
-    backend = EtcdBackend(f"etcd://127.0.0.1:{proxy.port}", prefix=prefix, timeout=TIMEOUT_S)
-    yield backend
-    backend.close()
 
 
 @contextlib.contextmanager
@@ -262,3 +233,85 @@ def test_reply_in_the_body_of_which_the_server_goes_is_an_error_and_not_half_an_
 
     with server(serve) as port, pytest.raises(BackendUnavailable, match="closed the connection"):
         Lock(EtcdBackend(f"etcd://127.0.0.1:{port}", timeout=TIMEOUT_S), "a", wait=0).acquire()
+
+
+def http(body: bytes, status: bytes = b"200 OK") -> bytes:
+    head = b"HTTP/1.1 " + status + b"\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
+    return head % len(body) + body
+
+
+MALFORMED = {
+    "html": b"<html>It works!</html>",
+    "list": b"[]",
+    "text": b'"yes"',
+    "empty": b"{}",
+    "no steps": b'{"header":{"revision":"7"},"succeeded":true}',
+    "other steps": b'{"header":{"revision":"7"},"responses":[{}],"kvs":[{}],"TTL":"soon","result":[],"deleted":[]}',
+    "lists": b'{"header":[],"responses":{},"kvs":7,"TTL":[],"result":7,"more":true}',
+    "error": b'{"error":7,"code":"x","message":[]}',
+}
+
+
+@pytest.mark.parametrize("body", MALFORMED.values(), ids=MALFORMED.keys())
+@pytest.mark.parametrize("credentials", ["", "app:secret@"], ids=["open", "login"])
+def test_answer_that_is_none_of_etcds_is_an_unavailable_store(body: bytes, credentials: str) -> None:
+    """Whatever is asked: a proxy's page, or another JSON service, may stand where the etcd was."""
+
+    def serve(connected: socket.socket) -> None:
+        while asked := connected.recv(65536):
+            connected.sendall(http(body) * asked.count(b"POST "))
+
+    request = new_request("a", 30.0, 0.0, shared=False, fair=True)
+    lease = ServerLease(1, 30, until=clock() + 30.0, is_known=True)
+    granted = Granted(1, 30.0, HeldKey(1, lease))
+    entry = QueueEntry(LockView(False, True, 1, StoredKey("a", "", 1, 1), 0, 0, NOTHING, NOTHING), lease)
+    steps: list[Callable[[EtcdBackend], Coroutine[Any, Any, object]]] = [
+        lambda store: store.try_acquire(BLOCKING, request),
+        lambda store: store.try_acquire(BLOCKING, request, entry),
+        lambda store: store.wait(BLOCKING, request, Busy(1.0, "", entry), 0.2),
+        lambda store: store.abandon(BLOCKING, request),
+        lambda store: store.renew(BLOCKING, [Renewal(request, granted)]),
+        lambda store: store.release(BLOCKING, request, granted),
+        lambda store: store.inspect(BLOCKING),
+        lambda store: store.inspect(BLOCKING, "a"),
+        lambda store: store.force_release(BLOCKING, "a", 1),
+        lambda store: store.diagnose(BLOCKING),
+    ]
+    with (
+        server(serve) as port,
+        contextlib.closing(EtcdBackend(f"etcd://{credentials}127.0.0.1:{port}", timeout=TIMEOUT_S)) as store,
+    ):
+        for step in steps:
+            with contextlib.suppress(BackendUnavailable):
+                run(step(store))
+
+
+@pytest.mark.parametrize("is_read", [True, False], ids=["after the reply", "with the reply"])
+@pytest.mark.parametrize("kind", [Lock, AsyncLock])
+def test_idle_connection_on_which_something_came_unasked_is_not_used_again(
+    kind: Any, is_read: bool, one: Cluster
+) -> None:
+    """It would be taken for the reply to the next request."""
+    accepted: list[int] = []
+
+    def serve(connected: socket.socket) -> None:
+        accepted.append(1)
+        with socket.create_connection(("127.0.0.1", one.members[0].port)) as etcd:
+            while asked := connected.recv(65536):
+                etcd.sendall(asked)
+                connected.sendall(etcd.recv(65536) + (b"" if is_read else http(b"{}")))
+                if is_read:
+                    connected.sendall(http(b"{}"))
+
+    async def ask(store: EtcdBackend, runtime: Runtime) -> None:
+        for _ in range(3):
+            with contextlib.suppress(BackendUnavailable):
+                await store.inspect(runtime, "a")
+            await runtime.sleep(0.05)
+
+    with server(serve) as port, contextlib.closing(EtcdBackend(f"etcd://127.0.0.1:{port}")) as store:
+        if kind is Lock:
+            run(ask(store, BLOCKING))
+        else:
+            asyncio.run(ask(store, ASYNCIO))
+    assert len(accepted) >= 3

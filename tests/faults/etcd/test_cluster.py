@@ -1,6 +1,5 @@
 """A cluster of three whose members die, stop and come back, and whose clients do: nobody holds twice, nothing hangs."""
 
-import secrets
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -47,11 +46,6 @@ def etcd(three: Cluster) -> Iterator[Cluster]:
         if member.process is None or member.process.poll() is not None:
             member.start()
     three.settle()
-
-
-@pytest.fixture
-def prefix() -> str:
-    return f"{secrets.token_hex(4)}/"
 
 
 @pytest.fixture
