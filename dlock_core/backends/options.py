@@ -37,6 +37,18 @@ def has_swallowed_options(part: str) -> bool:
     return re.search("[&=;]", part) is not None
 
 
+def is_host(name: str) -> bool:
+    """Return whether a name can be looked up: no part between its dots is empty, or has more than 63 letters.
+
+    Python refuses others only when it connects, with UnicodeError.
+    """
+    try:
+        name.encode("idna")
+    except UnicodeError:
+        return False
+    return True
+
+
 def tells_secret(text: str, url: str) -> bool:
     """Return whether a text contains a piece of a URL's password: a "/" in one makes parsers quote one half of it."""
     login = url.partition(":")[2].rpartition("@")[0]

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 from sqlalchemy import Engine, text
 from sqlalchemy.exc import SQLAlchemyError
 
+from dlock_core.backends.options import is_host
 from dlock_core.backends.sql import Pool, in_threads, notifications, read_in_thread, shut_socket, socket_of, within
 from dlock_core.backends.sql.sqlite import SQLiteConnector, file_of
 from dlock_core.sql.database import cursor_of
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
 __all__ = ["as_driver_takes", "pool_of"]
 
 VENDORS: Final = {"postgresql": "postgresql", "mysql": "mysql", "mariadb": "mysql", "sqlite": "sqlite"}
+SOCKET_PATHS: Final = ("/", "%2F", "%2f")
+"""How the path of a socket begins where PostgreSQL's drivers also take a host."""
 REMEDY: Final = "sqla_dlock.tables.lease_metadata.create_all(engine), or your own migration"
 
 
@@ -33,7 +36,7 @@ def pool_of(engine: Engine | AsyncEngine, *, timeout: float = 5.0) -> Pool:
     """Return connections to an engine's database: its driver, arguments and events, but not its pool.
 
     Raises TypeError for what is no engine and for the sync_engine of an AsyncEngine, and ValueError for a database that
-    dlock does not know.
+    dlock does not know, or a host that no name server can know.
     """
     if not isinstance(getattr(engine, "sync_engine", engine), Engine):
         raise TypeError(f"leases need an Engine or AsyncEngine, not {type(engine).__name__}")
@@ -47,6 +50,9 @@ def _connector(engine: Engine | AsyncEngine) -> Connector:
     title = f"the database {engine.url.database!r} at {engine.url.host or 'this machine'}"
     if vendor is None:
         raise ValueError(f"no leases on {engine.dialect.name} ({title}): use one of {', '.join(VENDORS)}")
+    host = engine.url.host or ""
+    if not (is_host(host) or host.startswith(SOCKET_PATHS)):
+        raise ValueError(f"{host!r:.80} is no name of a host ({title:.80})")
     if vendor == "sqlite":
         file = file_of(engine.url.database or "")  # now: a process may go to another directory
         return SQLiteConnector(title, lambda: str(file or ""))

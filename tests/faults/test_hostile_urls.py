@@ -86,3 +86,20 @@ def test_option_in_the_place_of_a_host_or_a_path_is_refused(url: str) -> None:
     with pytest.raises(ValueError, match="bad ") as refused:
         connect(f"{url}{SECRET}")
     assert SECRET not in str(refused.value)
+
+
+@pytest.mark.parametrize("host", ["a..b", ".a", "a..", "x" * 64, f"a.{'x' * 64}.example", "\u00e4" * 64])
+@pytest.mark.parametrize("scheme", [scheme for scheme in SCHEMES if scheme not in {"unix", "nosuch", ""}])
+def test_host_that_no_name_server_can_know_is_refused_before_it_is_looked_up(scheme: str, host: str) -> None:
+    """Python's own refusal is a UnicodeError from the depth of a connect."""
+    rest = {"redlock": ",h:2,h:3", "redis+sentinel": "/service", "rediss+sentinel": "/service"}.get(scheme, "")
+    with pytest.raises(ValueError, match=r"bad |is no name of a host") as refused:
+        connect(f"{scheme}://u:{SECRET}@{host}:1{rest}")
+    assert not isinstance(refused.value, UnicodeError)
+    assert SECRET not in str(refused.value)
+
+
+@pytest.mark.parametrize("place", ["localhost", "a.b.", "x" * 63, "[::1]", "127.0.0.1", "\u00e4.example", "a_b"])
+def test_host_that_may_be_known_is_accepted(place: str) -> None:
+    for scheme in ("redis", "redis+cluster", "zookeeper", "etcd", "database+postgresql+psycopg"):
+        connect(f"{scheme}://{place}:1").close()

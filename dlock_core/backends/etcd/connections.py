@@ -9,7 +9,7 @@ from urllib.parse import unquote
 
 from dlock_core.backends.etcd.transport import HTTPConnection, Member
 from dlock_core.backends.idle import IdlePool, LoopPools
-from dlock_core.backends.options import has_swallowed_options
+from dlock_core.backends.options import has_swallowed_options, is_host
 from dlock_core.runtime import Asyncio
 
 if TYPE_CHECKING:
@@ -114,6 +114,6 @@ def read_url(url: str) -> ClusterAddress:
 
 def _member(member: str) -> Member:
     found = _MEMBER.fullmatch(member)
-    if found is None or not 0 < int(found[3] or DEFAULT_PORT) < 65536:
+    if found is None or not is_host(found[1] or found[2]) or not 0 < int(found[3] or DEFAULT_PORT) < 65536:
         raise ValueError(_BAD_URL)
     return Member(found[1] or found[2], int(found[3] or DEFAULT_PORT))

@@ -12,7 +12,7 @@ from urllib.parse import parse_qs, urlsplit
 import redis
 import redis.asyncio
 
-from dlock_core.backends.options import has_swallowed_options, tells_secret
+from dlock_core.backends.options import has_swallowed_options, is_host, tells_secret
 from dlock_core.backends.redis.transport import AsyncioTransport, BlockingTransport, Packer
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ def pool_from_url(url: str) -> Any:
         where = urlsplit(url)
         if not (where.path if where.scheme == "unix" else _DATABASE_PATH.fullmatch(where.path)) or where.fragment:
             raise ValueError(where.path)
-        if has_swallowed_options(f"{where.hostname}{where.path}"):
+        if has_swallowed_options(f"{where.hostname}{where.path}") or not is_host(where.hostname or ""):
             raise ValueError(where.path)
         pool = redis.ConnectionPool.from_url(url)
     except (ValueError, TypeError):  # its text may quote a part of the password

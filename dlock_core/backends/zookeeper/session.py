@@ -31,7 +31,7 @@ from kazoo.protocol.connection import _CONNECTION_DROP
 from kazoo.protocol.serialization import Create2, Delete, SetData
 from kazoo.protocol.states import KazooState
 
-from dlock_core.backends.options import has_swallowed_options
+from dlock_core.backends.options import has_swallowed_options, is_host
 from dlock_core.errors import BackendUnavailable, format_seconds
 from dlock_core.runtime import clock
 
@@ -401,6 +401,6 @@ def read_url(url: str) -> EnsembleAddress:
 
 def _host(text: str) -> str:
     found = _HOST.fullmatch(text)
-    if found is None or not 0 < int(found["port"] or DEFAULT_PORT) < 1 << 16:
+    if found is None or not is_host(found["host"]) or not 0 < int(found["port"] or DEFAULT_PORT) < 1 << 16:
         raise ValueError(_BAD_URL)
     return f"{found['host']}:{found['port'] or DEFAULT_PORT}"
