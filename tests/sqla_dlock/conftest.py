@@ -25,25 +25,26 @@ METADATA: list[MetaData] = [Base.metadata, fence_metadata]
 CREATE = {"postgresql": "CREATE DATABASE sqla", "mariadb": "CREATE DATABASE sqla CHARACTER SET utf8mb4"}
 TABLES = {None: "sqlite", "postgresql": "postgresql", "mariadb": "mariadb"}
 """The engine that makes and empties the tables, by the fixture of its server."""
+MADE: dict[str | None, Engine] = {}
+"""The engines of the databases that are made: tests/scenarios has this fixture, too."""
 
 
 @pytest.fixture(scope="session")
 def sqla_tables(request: pytest.FixtureRequest) -> Callable[[str], Engine]:
     """Make the database and its tables, once per server; gives an engine that empties them."""
-    made: dict[str | None, Engine] = {}
 
     def prepare(name: str) -> Engine:
         server = server_of(name)
-        if server not in made:
+        if server not in MADE:
             if server is not None:
                 request.getfixturevalue(server)
                 run_sql(server, CREATE[server])
-            made[server] = new_engine(TABLES[server])
-            request.addfinalizer(made[server].dispose)
+            MADE[server] = new_engine(TABLES[server])
+            request.addfinalizer(MADE[server].dispose)
             for metadata in METADATA:
-                metadata.create_all(made[server])
-            empty(made[server])
-        return made[server]
+                metadata.create_all(MADE[server])
+            empty(MADE[server])
+        return MADE[server]
 
     return prepare
 

@@ -44,11 +44,18 @@ def server_of(name: str) -> str | None:
     return {"sqlite": None, DIALECT: "mariadb"}.get(backend, backend)
 
 
-def new_engine(name: str, **options: Any) -> Engine:
+def new_engine(name: str, begin: str = "BEGIN IMMEDIATE", **options: Any) -> Engine:
     engine = create_engine(URLS[name], **options)
     if server_of(name) is None:
-        begin_immediate(engine)
+        begin_immediate(engine, begin)
     return engine
+
+
+def new_isolated_engine(name: str, level: str, **options: Any) -> Engine:
+    """Make an engine with an isolation level; SQLite has IMMEDIATE and DEFERRED."""
+    if server_of(name) is None:
+        return new_engine(name, f"BEGIN {level}", **options)
+    return new_engine(name, isolation_level=level.upper(), **options)
 
 
 def new_async_engine(name: str, **options: Any) -> AsyncEngine:

@@ -1,0 +1,98 @@
+"""Django, as the scenarios use it: a session is the calling thread's connection to the alias."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, ExitStack
+from typing import TYPE_CHECKING, Any
+
+from django.db import connections
+from django.db.models import F
+from django.db.transaction import atomic
+from django.test import override_settings
+
+from django_dlock import lock
+from django_dlock.connections import on_end
+from tests import databases
+from tests.django_dlock.sessions import rows
+from tests.scenarios.application import Application, Place, Session
+from tests.testapp.models import Counter
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from dlock_core.transactions.tie import Outcome
+
+
+class DjangoSession(Session):
+    def __init__(self, alias: str) -> None:
+        self.alias = alias
+        self._atomic: atomic | None = None
+
+    def lock(self, *parts: Any, **options: Any) -> AbstractContextManager[Any]:
+        return lock(*parts, using=self.alias, **options)
+
+    def begin(self) -> None:
+        beginning = atomic(self.alias)
+        beginning.__enter__()
+        self._atomic = beginning
+
+    def commit(self) -> None:
+        if self._atomic is not None:
+            ending, self._atomic = self._atomic, None
+            ending.__exit__(None, None, None)
+
+    def rollback(self) -> None:
+        if self._atomic is not None:
+            ending, self._atomic = self._atomic, None
+            ending.__exit__(RuntimeError, RuntimeError("rolled back on purpose"), None)
+
+    def savepoint(self) -> AbstractContextManager[Any]:
+        return atomic(self.alias)
+
+    def close(self) -> None:
+        connections.close_all()
+
+    def read(self) -> int:
+        return Counter.objects.using(self.alias).get(name="a").value
+
+    def write(self, value: int) -> None:
+        Counter.objects.using(self.alias).filter(name="a").update(value=value)
+
+    def add_one(self) -> None:
+        Counter.objects.using(self.alias).filter(name="a").update(value=F("value") + 1)
+
+    def add(self, name: str) -> None:
+        Counter.objects.using(self.alias).create(name=name)
+
+    def ask(self, sql: str) -> list[tuple[Any, ...]]:
+        return rows(connections[self.alias], sql)
+
+    def on_end(self, settle: Callable[[Outcome], object], *, before_commit: Callable[[], object] | None = None) -> None:
+        on_end(settle, using=self.alias, before_commit=before_commit)
+
+
+class DjangoApplication(Application):
+    counters = "testapp_counter"
+
+    def __init__(self, place: Place, alias: str) -> None:
+        super().__init__(place, "sqlite" if place.driver == "sqlite" else place.driver)
+        self.alias = alias
+        self._stack = ExitStack()
+        self._beside = connections[alias].copy()
+        self._beside.inc_thread_sharing()
+        self._stack.callback(self._beside.close)
+        Counter.objects.using(alias).create(name="a")
+
+    def session(self, *, lock_timeout: bool = False) -> DjangoSession:
+        if lock_timeout:
+            rows(connections[self.alias], databases.SET_LOCK_TIMEOUT[self.server])
+        return DjangoSession(self.alias)
+
+    def use_store(self, backend: Any) -> None:
+        self._stack.enter_context(override_settings(DLOCK={"default": {"BACKEND": backend, "TTL": 60, "WAIT": 20}}))
+
+    def ask(self, sql: str) -> list[tuple[Any, ...]]:
+        return rows(self._beside, sql)
+
+    def close(self) -> None:
+        self._stack.close()

@@ -1,0 +1,46 @@
+"""Where the scenarios run. Each ORM meets every isolation level of every database; another driver is met where texts or errors could differ."""
+
+import pytest
+
+from tests.scenarios.application import Place
+
+LEVELS = ("read committed", "repeatable read", "serializable")
+ORMS = ("django", "sqlalchemy")
+
+SERVERS = [Place(orm, server, level) for orm in ORMS for server in ("postgresql", "mariadb") for level in LEVELS]
+SQLITE = [Place(orm, "sqlite", level) for orm in ORMS for level in ("IMMEDIATE", "DEFERRED")]
+EVERY = [*SERVERS, *SQLITE]
+
+OTHER_SERVER_DRIVERS = [
+    Place("sqlalchemy", "psycopg2", "read committed"),
+    Place("sqlalchemy", "pymysql", "repeatable read"),
+    Place("asyncio", "asyncpg", "read committed"),
+    Place("asyncio", "psycopg_async", "read committed"),
+    Place("asyncio", "aiomysql", "repeatable read"),
+    Place("asyncio", "asyncmy", "repeatable read"),
+]
+OTHER_DRIVERS = [*OTHER_SERVER_DRIVERS, Place("asyncio", "aiosqlite", "IMMEDIATE")]
+
+
+def is_postgresql_snapshot(place: Place) -> bool:
+    """Whether an exclusive holder is announced before its transaction, because its snapshot would be too old."""
+    return place.driver == "postgresql" and place.level != "read committed"
+
+
+def in_transaction(places: list[Place]) -> list[Place]:
+    """Those where an exclusive holder is first admitted in its transaction."""
+    return [place for place in places if not is_postgresql_snapshot(place)]
+
+
+def committed(places: list[Place]) -> list[Place]:
+    return [place for place in places if place.level == "read committed"]
+
+
+def once(places: list[Place]) -> list[Place]:
+    """One level of each database, for promises that have nothing to do with snapshots."""
+    return [place for place in places if place.level in {"read committed", "IMMEDIATE"}]
+
+
+def where(places: list[Place]) -> pytest.MarkDecorator:
+    """Run a scenario at some places."""
+    return pytest.mark.parametrize("application", places, ids=str, indirect=True)
