@@ -8,7 +8,7 @@ PIP := $(BIN)/python -m pip install --quiet --quiet
 SERVERS := redis-server postgresql mariadb-server etcd-server zookeeper default-jre-headless chromium spin
 HEADERS := gcc pkg-config libmariadb-dev python3-dev
 
-.PHONY: help demo quick test check lint types layers model format bench servers clean interrupts faults sabotage
+.PHONY: help demo quick test check lint types layers model format bench servers clean interrupts faults soak sabotage
 
 help: ## This list
 	@sed -n 's/^\([a-z]*\):.*## /make \1	/p' Makefile
@@ -29,8 +29,13 @@ interrupts: $(VENV)/test.stamp servers ## 50,000 signal handlers that raise, at 
 
 MINUTES ?= 10
 SEED ?=
+RESTART ?= 0
 faults: $(VENV)/test.stamp servers $(VENV)/mariadb.stamp ## Random faults under a checker, for ten minutes: make faults MINUTES=10 SEED=7
 	$(BIN)/python -m tests.random_faults --minutes $(MINUTES) $(if $(SEED),--seed $(SEED))
+
+soak: MINUTES = 60
+soak: $(VENV)/test.stamp servers $(VENV)/mariadb.stamp ## An hour of constant load: does anything grow? make soak MINUTES=60 RESTART=60 restarts a server every minute
+	$(BIN)/python -m tests.soak --minutes $(MINUTES) --restart-every $(RESTART)
 
 sabotage: $(VENV)/test.stamp servers $(VENV)/mariadb.stamp ## Does the checker of the faults find what is broken on purpose? Ten minutes
 	DLOCK_TEST_SABOTAGE=1 $(BIN)/python -m pytest tests/random_faults/test_sabotage.py

@@ -8,11 +8,14 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Final
 
 import django
 from django.apps import apps
 from django.core.management import call_command
-from django.db import connections, transaction
+from django.db import InterfaceError, OperationalError, connections
+
+from tests.servers import when_done
 
 
 def create(alias: str) -> None:
@@ -25,14 +28,55 @@ def create(alias: str) -> None:
         raise RuntimeError(f"no tables in {alias}: {done.stdout}{done.stderr}")
 
 
+class Emptier:
+    """Deletes every row of one database, on a connection of its own that stays open.
+
+    It asks in one statement which tables have rows. A new connection for each test, whose server process has nothing in its caches, and
+    a DELETE for each table took as long as most tests.
+    """
+
+    def __init__(self, alias: str) -> None:
+        self._connection = connections.create_connection(alias)
+        quote = self._connection.ops.quote_name
+        models = apps.get_models(include_auto_created=True)
+        self._tables = sorted({quote(each._meta.db_table) for each in models if each._meta.can_migrate(alias)})
+        looks = [f"EXISTS (SELECT 1 FROM {table})" for table in self._tables]
+        self._question = f"SELECT {', '.join(looks)}"
+
+    def empty(self) -> None:
+        try:
+            self._empty()
+        except (InterfaceError, OperationalError):  # the server has been restarted since, or this session was killed
+            self.close()
+            self._empty()
+
+    def close(self) -> None:
+        self._connection.close()
+
+    def _empty(self) -> None:
+        connection = self._connection
+        with connection.cursor() as cursor:
+            cursor.execute(self._question)
+            filled = [table for table, has_rows in zip(self._tables, cursor.fetchone(), strict=True) if has_rows]
+        if not filled:
+            return
+        with connection.constraint_checks_disabled(), connection.cursor() as cursor:
+            connection.set_autocommit(False)
+            for table in filled:
+                cursor.execute(f"DELETE FROM {table}")
+            connection.commit()
+            connection.set_autocommit(True)
+
+
+_emptiers: Final[dict[str, Emptier]] = {}
+
+
 def empty(alias: str) -> None:
-    """Delete every row; far faster than `flush`, which truncates every table even when it is empty."""
-    connection = connections[alias]
-    with connection.constraint_checks_disabled(), transaction.atomic(using=alias):
-        for model in apps.get_models(include_auto_created=True):
-            if model._meta.can_migrate(connection):
-                model._base_manager.using(alias).all()._raw_delete(alias)
-    connection.close()
+    """Delete every row of a database."""
+    if alias not in _emptiers:
+        _emptiers[alias] = Emptier(alias)
+        when_done(_emptiers[alias].close)
+    _emptiers[alias].empty()
 
 
 if __name__ == "__main__":

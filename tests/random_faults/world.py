@@ -25,8 +25,8 @@ NODES: Final = 3
 class World:
     """The servers that the given stores need, and both databases."""
 
-    def __init__(self, directory: Path, stores: list[str]) -> None:
-        self.directory, self.stores = directory, stores
+    def __init__(self, directory: Path, stores: list[str], *, proxied: bool = True) -> None:
+        self.directory, self.stores, self.proxied = directory, stores, proxied
         needed = {item.database for item in every_item(stores).values()}
         self.databases = [name for name in DATABASES if name in {"postgresql", *needed}]
         self.servers: dict[str, Server] = {}
@@ -59,8 +59,8 @@ class World:
         """What a worker needs to know."""
         options = {"timeout": TIMEOUT_S}
         urls = {
-            "redis": lambda: (self.proxies["redis"].redis_url, options),
-            "turned": lambda: (self.proxies["turned"].redis_url, options),
+            "redis": lambda: (f"redis://{self._ports('redis')}/0", options),
+            "turned": lambda: (f"redis://{self._ports('turned')}/0", options),
             "sentinel": lambda: (self.sentinel.url if self.sentinel else "", options),
             "cluster": lambda: (self.cluster.url if self.cluster else "", options),
             "redlock": lambda: ("redlock://" + self._ports("redlock"), options),
@@ -68,11 +68,11 @@ class World:
             "zookeeper": lambda: ("zookeeper://" + self._ports("zookeeper"), {"session": ZOOKEEPER_SESSION_S}),
         }
         made = {name: urls[name]() for name in self.stores if name in urls}
-        databases = {name: self.proxies[name].port for name in self.databases} | {"sqlite": str(self.database_file)}
+        ports = {name: self._port(name) for name in self.databases}
         return {
             "directory": str(self.directory),
             "stores": {name: {"url": url, "options": given} for name, (url, given) in made.items()},
-            "databases": databases,
+            "databases": ports | {"sqlite": str(self.database_file)},
         }
 
     def direct(self) -> dict[str, Any]:
@@ -81,11 +81,15 @@ class World:
         return {"databases": ports | {"sqlite": str(self.database_file)}}
 
     def _ports(self, store: str) -> str:
-        return ",".join(f"127.0.0.1:{proxy.port}" for name, proxy in self.proxies.items() if name.startswith(store))
+        return ",".join(f"127.0.0.1:{self._port(name)}" for name in self.servers if name.startswith(store))
 
-    def _serve(self, name: str, server: Server, *, behind_proxy: bool = True) -> None:
+    def _port(self, name: str) -> int:
+        """The port at which workers find a server."""
+        return (self.proxies if self.proxied else self.servers)[name].port
+
+    def _serve(self, name: str, server: Server) -> None:
         self.servers[name] = server
-        if behind_proxy:
+        if self.proxied:
             self.proxies[name] = Proxy(server.port)
 
     def _start_all(self) -> None:

@@ -1,11 +1,12 @@
 """Fixtures for SQLAlchemy: engines of every driver, on the servers that the whole suite shares, with tables that are empty again after each test."""
 
+import itertools
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
 import pytest
 import redis
-from sqlalchemy import Engine, MetaData
+from sqlalchemy import Engine, MetaData, select
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from dlock_core import connect
@@ -133,7 +134,9 @@ def journal() -> Iterator[list[str]]:
 
 
 def empty(engine: Engine) -> None:
+    """Delete every row; it asks first, in one statement, which tables have any."""
+    tables = [table for metadata in METADATA for table in reversed(metadata.sorted_tables)]
     with engine.begin() as connection:
-        for metadata in METADATA:
-            for table in reversed(metadata.sorted_tables):
-                connection.execute(table.delete())
+        has_rows = connection.execute(select(*(select(1).select_from(table).exists() for table in tables))).one()
+        for table in itertools.compress(tables, has_rows):
+            connection.execute(table.delete())

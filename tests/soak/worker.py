@@ -1,0 +1,194 @@
+"""A worker process of the soak: `main(CONFIG, KIND, NAME)`. Two threads or two tasks begin sections at a constant rate.
+
+The first of them also samples, between two sections, what the process has.
+"""
+
+import asyncio
+import gc
+import itertools
+import json
+import logging
+import os
+import random
+import sys
+import threading
+import time
+import traceback
+import warnings
+from collections import Counter
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Final
+
+from dlock_core import DLockError
+from tests.random_faults.attempt import Attempt, Chooser
+from tests.random_faults.items import Item
+from tests.random_faults.worker import NO_ADVISORY, client_of, is_expected
+
+KINDS: Final = ("django", "django-async", "sqla", "sqla-asyncpg", "core", "core-async")
+PARTIES: Final = 2
+"""Threads or tasks in each process."""
+PAGE: Final = os.sysconf("SC_PAGE_SIZE")
+NEW_NAME_RATE: Final = 0.5
+"""How many sections of the core take a name that nobody has ever used, as strangers may who choose the names."""
+
+KEEPS_NAMES: Final = ("table",)
+"""Its rows are deleted an hour after their last use, which a run does not see: new names would look like growth."""
+
+
+class Silent:
+    """In place of the recorder of a run with faults: the history of an hour would only fill the disk."""
+
+    is_writing = False
+
+    def write(self, event: str, section: str = "", **values: Any) -> None:
+        pass
+
+
+@dataclass
+class Pace:
+    """When the sections of one thread or task begin: regularly, and none is made up for that could not begin in time."""
+
+    period_s: float
+    due: float
+
+    def left(self) -> float:
+        """Return the seconds until the next section begins."""
+        now = time.monotonic()
+        self.due = max(self.due + self.period_s, now)
+        return self.due - now
+
+
+class Worker:
+    """What both kinds of worker have in common."""
+
+    def __init__(self, config: dict[str, Any], kind: str, name: str) -> None:
+        directory = Path(config["directory"])
+        self.config, self.kind, self.name = config, kind, name
+        self.over = directory / "over"
+        self.client = client_of(kind, config)
+        self.outcomes: Counter[str] = Counter()
+        self.strange: Counter[str] = Counter()
+        self.leaked: list[Attempt] = []
+        """With --leak: every section of the core, as if a registry forgot to drop it. The report has to find that."""
+        self._samples = (directory / f"{name}.samples").open("a", buffering=1)
+        self._sample_at = 0.0
+        self._numbers = itertools.count()
+        self._recorder: Any = Silent()
+
+    def chooser(self, party: int) -> Chooser:
+        return Chooser(f"{self.name} {party}", self.client.databases)
+
+    def pace(self, party: int) -> Pace:
+        period = self.config["parties"] / self.config["rate"]
+        return Pace(period, time.monotonic() + random.Random(f"{self.name} {party}").random() * period)
+
+    def next_attempt(self, chooser: Chooser) -> Attempt | None:
+        is_core = self.kind.startswith("core")
+        stores = [store for store in self.config["used"] if store != "advisory" or self.kind not in NO_ADVISORY]
+        wish = chooser.wish(stores, only_one=is_core)
+        if wish is None:
+            return None
+        number = next(self._numbers)
+        is_kept = wish.items[0].store in KEEPS_NAMES
+        if is_core and not is_kept and chooser.chance.random() < NEW_NAME_RATE:
+            wish = replace(wish, items=(Item(f"visit-{self.name}-{number}", wish.items[0].store, "postgresql"),))
+        return Attempt(f"{self.name}-{number}", wish, self._recorder, chooser.chance, stop_rate=0)
+
+    def ended(self, attempt: Attempt, error: BaseException | None) -> None:
+        """Count an outcome; an error that nothing explains is kept whole."""
+        if self.config["leak"] and self.kind == "core":
+            self.leaked.append(attempt)
+        self.outcomes[type(error).__name__ if error else "done"] += 1
+        if error is not None and not is_expected(error):
+            where = f"{attempt.wish.items[0].store}, {attempt.wish.act.__name__}, {attempt.wish.options}"
+            self.strange[where + "\n" + "".join(traceback.format_exception(error))[-3000:]] += 1
+
+    def sample(self) -> None:
+        """Write down what the process has, when it is time to."""
+        if time.monotonic() < self._sample_at:
+            return
+        self._sample_at = time.monotonic() + self.config["every"]
+        gc.collect()
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+        values = {
+            "memory, KiB": pages * PAGE / 1024,
+            "Python's memory blocks": sys.getallocatedblocks(),
+            "threads": threading.active_count(),
+            "descriptors": len(list(Path("/proc/self/fd").iterdir())) - 1,
+        }
+        line = {"at": time.monotonic(), "subject": self.kind, "values": values, "outcomes": self.outcomes}
+        self._samples.write(json.dumps(line | {"strange": self.strange}) + "\n")
+
+
+class ThreadWorker(Worker):
+    """Threads, each with one section after the other."""
+
+    def work(self) -> None:
+        others = [threading.Thread(target=self._one, args=(party,)) for party in range(1, PARTIES)]
+        for thread in others:
+            thread.start()
+        self._one(0)
+        for thread in others:
+            thread.join()
+        self.sample()
+
+    def _one(self, party: int) -> None:
+        chooser, pace = self.chooser(party), self.pace(party)
+        while not self.over.exists():
+            time.sleep(pace.left())
+            if party == 0:
+                self.sample()
+            if (attempt := self.next_attempt(chooser)) is not None:
+                self._try(attempt)
+        self.client.close()
+
+    def _try(self, attempt: Attempt) -> None:
+        try:
+            self.client.play(attempt)
+        except Exception as error:
+            self.ended(attempt, error)
+            if not isinstance(error, DLockError):
+                self.client.clean_up()
+        else:
+            self.ended(attempt, None)
+
+
+class TaskWorker(Worker):
+    """Tasks of one event loop."""
+
+    def work(self) -> None:
+        asyncio.run(self._work())
+
+    async def _work(self) -> None:
+        await asyncio.gather(*[self._one(party) for party in range(PARTIES)])
+        self.sample()
+        await self.client.aclose()
+
+    async def _one(self, party: int) -> None:
+        chooser, pace = self.chooser(party), self.pace(party)
+        while not self.over.exists():
+            await asyncio.sleep(pace.left())
+            if party == 0:
+                self.sample()
+            if (attempt := self.next_attempt(chooser)) is not None:
+                await self._try(attempt)
+
+    async def _try(self, attempt: Attempt) -> None:
+        try:
+            await self.client.aplay(attempt)
+        except Exception as error:
+            self.ended(attempt, error)
+            if not isinstance(error, DLockError):
+                await self.client.aclean_up()
+        else:
+            self.ended(attempt, None)
+
+
+def main(path: str, kind: str, name: str) -> None:
+    config = json.loads(Path(path).read_text())
+    config["name"] = os.environ["PGAPPNAME"] = name
+    logging.disable()
+    warnings.simplefilter("ignore")
+    make = TaskWorker if kind in {"django-async", "sqla-asyncpg", "core-async"} else ThreadWorker
+    make(config, kind, name).work()
