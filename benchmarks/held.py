@@ -23,7 +23,7 @@ from benchmarks import measure
 from benchmarks.floors import RawRedis
 from dlock_core import Lock
 from dlock_core.backends.redis.backend import RedisBackend
-from dlock_core.leases import watchdog
+from dlock_core.leases import lease as watchdog
 from dlock_core.runtime import BLOCKING, run
 from tests.servers import Server
 
@@ -75,9 +75,9 @@ class Ours:
         return Lock(self.backend, f"ours:{number}", ttl=600, wait=0).acquire()
 
     def renew(self, leases: Sequence[Any]) -> None:
-        dog = watchdog._dogs[self.backend]
-        for start in range(0, len(leases), watchdog.BATCH):
-            held = [lease._held for lease in leases[start : start + watchdog.BATCH]]
+        dog = watchdog._watchdogs[self.backend]
+        for start in range(0, len(leases), watchdog.MAX_BATCH):
+            held = [lease._held for lease in leases[start : start + watchdog.MAX_BATCH]]
             for one in held:
                 dog.unwatch(one)
             dog._renew(held)
@@ -198,7 +198,9 @@ def watched(server: Server, size: int, ttl: float, seconds: float) -> measure.Ro
     renewed = raw.commands().get("pexpire", 0)
     lost = sum(lease.lost for lease in leases)
     dogs = sum(
-        thread.name == "dlock-watchdog" for thread in threading.enumerate() if thread is watchdog._dogs[backend]._thread
+        thread.name == "dlock-watchdog"
+        for thread in threading.enumerate()
+        if thread is watchdog._watchdogs[backend].scheduler.thread
     )
     for lease in leases:
         lease.release()

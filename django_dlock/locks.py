@@ -25,7 +25,8 @@ from django_dlock.names import plain, with_model
 from django_dlock.tie import TiedDatabases, current, forget, keep, open_sessions, refuse_old_snapshot, remember
 from dlock_core import names
 from dlock_core.errors import DLockError
-from dlock_core.leases.handles import LETTING_EXPIRE, AsyncBlockExit, BlockExit, renew
+from dlock_core.leases import engine
+from dlock_core.leases.lock import LETTING_EXPIRE, AsyncBlockExit, BlockExit
 from dlock_core.runtime import ASYNCIO, BLOCKING, Asyncio, DatabaseRuntime, Runtime, run
 from dlock_core.transactions.fence_sql import not_shared
 from dlock_core.transactions.fencing import FenceGate
@@ -119,12 +120,12 @@ class Lease(TiedLease):
     def renew(self, ttl: Seconds | None = None) -> None:
         """Push the expiry to `ttl` seconds from now (None: its ttl); raises LeaseLost, BackendUnavailable."""
         with AS_DJANGO:
-            run(renew(BLOCKING, self._held, ttl))
+            run(engine.renew(BLOCKING, self._held, ttl))
 
     async def arenew(self, ttl: Seconds | None = None) -> None:
         """See `renew`."""
         with AS_DJANGO:
-            await renew(ASYNCIO, self._held, ttl)
+            await engine.renew(ASYNCIO, self._held, ttl)
 
 
 def release_forgotten() -> list[str]:

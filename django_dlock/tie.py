@@ -27,7 +27,7 @@ from dlock_core.owner import in_task
 from dlock_core.sql import database
 from dlock_core.sql.database import comment
 from dlock_core.sql.statement_kinds import DATA_STATEMENTS, ends_transaction, surely_reads
-from dlock_core.transactions.tie import TieState, stop_renewing
+from dlock_core.transactions.tie import TieState
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -217,7 +217,7 @@ class TiedDatabases:
         if tie.open and tie.is_bound:
             here = {tracker_for(connection).current for connection in connections.all(initialized_only=True)}
             if (tie.open & here) - self._around_block:
-                stop_renewing(tie.held)
+                tie.held.abandon()
 
     @property
     def _is_cut_off(self) -> bool:

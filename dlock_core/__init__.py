@@ -21,8 +21,7 @@ if TYPE_CHECKING:
         StaleObject,
         StaleToken,
     )
-    from dlock_core.leases.handles import AsyncLease, Lease
-    from dlock_core.leases.lock import AsyncLock, Lock
+    from dlock_core.leases.lock import AsyncLease, AsyncLock, Lease, Lock
     from dlock_core.leases.multilock import AsyncMultiLease, AsyncMultiLock, MultiLease, MultiLock
     from dlock_core.stores import connect
 
@@ -51,11 +50,11 @@ __all__ = [
 ]
 
 _HOMES: Final = {
-    "AsyncLease": "leases.handles",
+    "AsyncLease": "leases.lock",
     "AsyncLock": "leases.lock",
     "AsyncMultiLease": "leases.multilock",
     "AsyncMultiLock": "leases.multilock",
-    "Lease": "leases.handles",
+    "Lease": "leases.lock",
     "Lock": "leases.lock",
     "MultiLease": "leases.multilock",
     "MultiLock": "leases.multilock",

@@ -7,13 +7,9 @@ only through the runtime it is given.
 
 from __future__ import annotations
 
-import math
-import os
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeGuard
-
-from dlock_core import owner
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -34,8 +30,6 @@ __all__ = [
     "Request",
     "SupportsMany",
     "Waiter",
-    "new_request",
-    "supported_ttl",
     "supports_many",
 ]
 
@@ -68,16 +62,6 @@ class Request(NamedTuple):
     """The token must be greater than this; a grant that is already ours is given a greater token."""
     transaction: Any = None
     """The caller's open transaction, for a store that locks inside it (`expiry` is "transaction")."""
-
-
-def new_request(
-    name: str, ttl: float, wait: float | None, *, shared: bool, fair: bool, who: str | None = None
-) -> Request:
-    """Return the request of one acquire call: with a fresh holder, and a place in the queue unless `wait` is 0.
-
-    `who` is the owner's metadata, if that is not what `owner.text` returns for this thread or task.
-    """
-    return Request(name, os.urandom(16).hex(), ttl, shared, wait != 0.0, fair, owner.text() if who is None else who)
 
 
 class Granted(NamedTuple):
@@ -228,13 +212,6 @@ class SupportsMany(Backend, Protocol):
 
     async def release_many(self, runtime: Runtime, requests: Sequence[Request]) -> list[Released]:
         """Release several grants at once, and return what was found of each."""
-
-
-def supported_ttl(backend: Backend, ttl: float) -> float:
-    """Return a ttl rounded up to what the store can do; both in seconds."""
-    can = backend.capabilities
-    steps = math.ceil(ttl / can.ttl_step - 1e-9)
-    return max(can.ttl_min, steps * can.ttl_step)
 
 
 def supports_many(backend: object) -> TypeGuard[SupportsMany]:

@@ -104,6 +104,7 @@ def with_keys(parts: Sequence[Any], kind_of: Callable[[Any], Kind | None]) -> li
     return found
 
 
+@lru_cache(maxsize=1024, typed=True)
 def canonical(name: str) -> str:
     """Return the name that a text spells whose parts are already joined with ":"; escapes are kept, as in a URL.
 
@@ -112,11 +113,6 @@ def canonical(name: str) -> str:
     """
     if not isinstance(name, str):
         raise TypeError(f"a lock's name is text, not {type(name).__name__}: {name!r:.80}")
-    return _canonical(name)
-
-
-@lru_cache(maxsize=1024)
-def _canonical(name: str) -> str:
     if not _PLAIN.fullmatch(name):
         parts = name.encode(errors="surrogatepass").split(b":")
         name = ":".join([quote(unquote_to_bytes(part), safe="") for part in parts])

@@ -1,16 +1,21 @@
-"""The options of a lock, checked before any I/O: times, switches, and the words of other libraries."""
+"""The options of a lock: one value, checked before any I/O, which every kind of lock makes once and passes on."""
 
 from __future__ import annotations
 
 import inspect
 import math
 from datetime import timedelta
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
+    from types import EllipsisType
 
-__all__ = ["check_callback", "check_switches", "unknown_option"]
+__all__ = ["LockOptions", "Seconds", "check_switches", "deadline", "ttl_seconds", "unknown_option", "wait_seconds"]
+
+Seconds = float | int | timedelta
+
+MAX_TTL_S: Final = 366 * 86400.0
 
 _TTL: Final = "ttl= says how long a lease outlives a dead holder"
 _WAIT: Final = "wait= says how long to wait for other holders"
@@ -29,6 +34,65 @@ _OTHER_WORDS: Final = {
 }
 
 
+class _Capabilities(Protocol):
+    """What decides about options: see `dlock_core.backend.Capabilities`."""
+
+    @property
+    def ttl_min(self) -> float: ...
+    @property
+    def ttl_step(self) -> float: ...
+
+
+class LockOptions(NamedTuple):
+    """How a lock is to be held. `checked` makes it out of what a caller has passed."""
+
+    ttl: float = 30.0
+    """Seconds for which the lease outlives a holder that has died."""
+    wait: float | None = 10.0
+    """Seconds for which other holders are waited for: None is for ever, 0 is one try."""
+    shared: bool = False
+    """Let other shared holders in."""
+    renew: bool = True
+    """Renew the lease in the background while this process lives."""
+    reentrant: bool = False
+    """Let the same thread or task ask again and join the lease that it has."""
+    fair: bool = True
+    """False: a free lock may be taken although other waiters are queued for it."""
+    on_lost: Callable[[], None] | None = None
+    """Called once, from another thread, when the lease is lost."""
+
+    @classmethod
+    def checked(  # noqa: PLR0917 - the hot path: keywords cost
+        cls,
+        ttl: Seconds,
+        wait: Seconds | None,
+        shared: bool,  # noqa: FBT001
+        renew: bool,  # noqa: FBT001
+        reentrant: bool,  # noqa: FBT001
+        fair: bool,  # noqa: FBT001
+        on_lost: Callable[[], None] | None,
+    ) -> LockOptions:
+        """Return the options that a caller has passed; raises TypeError or ValueError for those that make no sense."""
+        switches: tuple[object, ...] = (shared, renew, reentrant, fair)
+        for switch in switches:
+            if switch is not True and switch is not False:
+                check_switches(shared=shared, renew=renew, reentrant=reentrant, fair=fair)
+        if on_lost is not None:
+            _check_callback("on_lost", on_lost)
+        return cls(ttl_seconds(ttl), wait_seconds(wait), shared, renew, reentrant, fair, on_lost)
+
+    def for_store(
+        self, can: _Capabilities, *, ttl: float | None = None, wait: float | EllipsisType | None = ...
+    ) -> LockOptions:
+        """Return the options with a ttl rounded up to what the store can do; `ttl` and `wait` replace ours."""
+        seconds = self.ttl if ttl is None else ttl
+        seconds = max(can.ttl_min, math.ceil(seconds / can.ttl_step - 1e-9) * can.ttl_step)
+        wait = self.wait if wait is ... else wait
+        if seconds == self.ttl and wait == self.wait:
+            return self
+        return self._replace(ttl=seconds, wait=wait)
+
+
 def check_switches(**given: object) -> None:
     """Raise TypeError for an option that is neither True nor False, as `renew=60.0` and `shared="no"` are."""
     for name, value in given.items():
@@ -36,10 +100,8 @@ def check_switches(**given: object) -> None:
             raise TypeError(f"{name} is True or False, not {type(value).__name__}: {value!r:.80}")
 
 
-def check_callback(name: str, value: object) -> None:
+def _check_callback(name: str, value: object) -> None:
     """Raise TypeError for what cannot be called, and for a coroutine function, which would never be awaited."""
-    if value is None:
-        return
     if not callable(value):
         raise TypeError(f"{name} is a function without arguments or None, not {type(value).__name__}: {value!r:.80}")
     if inspect.iscoroutinefunction(value):
@@ -51,11 +113,6 @@ def unknown_option(names: Iterable[str], known: Iterable[str]) -> TypeError:
     name = next(iter(names))
     instead = f"; {_OTHER_WORDS[name]}" if name in _OTHER_WORDS else ""
     return TypeError(f"a lock has no option {name!r}{instead}. Its options: {', '.join(known)}")
-
-
-Seconds = float | int | timedelta
-
-MAX_TTL_S: Final = 366 * 86400.0
 
 
 def ttl_seconds(ttl: Seconds) -> float:

@@ -7,7 +7,7 @@ from contextlib import AsyncExitStack
 from functools import partial
 from typing import TYPE_CHECKING, Any, overload
 
-from dlock_core.leases.handles import AsyncBlockExit
+from dlock_core.leases.lock import AsyncBlockExit
 from dlock_core.transactions.transaction_lock import TiedLeases, TiedLocks
 from sqla_dlock.greenlets import GreenletAsyncio
 from sqla_dlock.locks import AsyncLease, SessionLock

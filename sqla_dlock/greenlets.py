@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from sqlalchemy.util import concurrency, greenlet_spawn
 
-from dlock_core.leases.handles import LETTING_EXPIRE
+from dlock_core.leases.lock import LETTING_EXPIRE
 from dlock_core.runtime import ASYNCIO, Asyncio
 
 if TYPE_CHECKING:

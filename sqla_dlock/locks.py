@@ -15,7 +15,8 @@ from sqlalchemy import Connection, inspect
 
 from dlock_core import names
 from dlock_core.errors import NotSupported
-from dlock_core.leases.handles import BlockExit, renew
+from dlock_core.leases import engine
+from dlock_core.leases.lock import BlockExit
 from dlock_core.runtime import ASYNCIO, BLOCKING, refuse_in_loop, run
 from dlock_core.sql import database as database_session
 from dlock_core.transactions.fence_sql import not_shared
@@ -62,7 +63,7 @@ class Lease(_Lease):
 
     def renew(self, ttl: Seconds | None = None) -> None:
         """Push the expiry to `ttl` seconds from now (None: its ttl); raises LeaseLost, BackendUnavailable."""
-        self._tied.tie.runtime.finish(renew, self._held, ttl)
+        self._tied.tie.runtime.finish(engine.renew, self._held, ttl)
 
     def release(self) -> Released | None:
         """Release now; None when it is not the time: the end of the transaction releases, or the block that was joined.
@@ -79,7 +80,7 @@ class AsyncLease(_Lease):
 
     async def renew(self, ttl: Seconds | None = None) -> None:
         """See `Lease.renew`."""
-        await renew(ASYNCIO, self._held, ttl)
+        await engine.renew(ASYNCIO, self._held, ttl)
 
     async def release(self) -> Released | None:
         """See `Lease.release`; finished even while the task is being cancelled."""

@@ -13,7 +13,7 @@ from weakref import ref
 from sqlalchemy import Connection
 
 from dlock_core.errors import LeaseLost, NotHeld, SnapshotTooOld
-from dlock_core.leases.handles import LETTING_EXPIRE
+from dlock_core.leases.lock import LETTING_EXPIRE
 from dlock_core.sql.database import comment
 from dlock_core.transactions.tie import TieState, release
 from sqla_dlock.connections import mark, refuse_autocommit, refuse_unbegun

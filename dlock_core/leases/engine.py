@@ -1,4 +1,4 @@
-"""Acquire, renew and release leases, one or several: the only copy of the algorithm, for every store, sync and async.
+"""Acquire, renew and release a lease: the only copy of the algorithm, for every store, sync and async.
 
 These are coroutines that wait only through a runtime (see `runtime`). The engine owns time, retries and clean-up; a
 backend only answers one question at a time. What a lease is at each moment is recorded in `lease`.
@@ -8,42 +8,70 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 from contextlib import suppress
-from itertools import groupby
-from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Final
 
-from dlock_core.backend import Busy, Granted, Released, Renewal, RenewalFailure, supports_many
+from dlock_core import owner as owners
+from dlock_core.backend import Busy, Granted, Released, Renewal, RenewalFailure, Request
 from dlock_core.errors import AcquireTimeout, BackendUnavailable, LeaseLost, NotHeld
-from dlock_core.leases import watchdog
-from dlock_core.leases.lease import Held, valid_until
+from dlock_core.leases.lease import Held, LeaseState, renew_in_background
 from dlock_core.observability import hooks
-from dlock_core.owner import describe
+from dlock_core.options import LockOptions, Seconds, ttl_seconds
 from dlock_core.runtime import CHANCE
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Coroutine, Sequence
+    from collections.abc import Awaitable, Coroutine
 
-    from dlock_core.backend import Backend, Request, SupportsMany
+    from dlock_core.backend import Backend
     from dlock_core.runtime import Runtime
 
-__all__ = ["Acquisition", "acquire_all", "clean_up", "raise_token", "release", "release_all", "released", "renew"]
-
-T = TypeVar("T")
+__all__ = [
+    "Acquisition", "clean_up", "new_request", "note_released", "raise_token", "release", "released", "renew",
+]  # fmt: skip
 
 logger = logging.getLogger("dlock")
 
-MIN_FRESHNESS: Final = 0.75
-"""A grant that has less than this share of its ttl left on arrival is confirmed with one more request."""
+MAX_GRANT_AGE_SHARE: Final = 0.75
+"""A grant that was asked for longer ago than this share of its ttl is confirmed with one more request."""
 MAX_RETRY_AFTER_S: Final = 1.0
-"""What a timed-out caller is told at most: a holder's remaining ttl says little, because it is renewed."""
+"""Largest `retry_after` of an AcquireTimeout: a holder's remaining ttl says little, because it is renewed."""
 MAX_RETRY_PAUSE_S: Final = 0.25
-"""The longest pause before an unreachable store is asked again."""
+"""Longest pause before an unreachable store is asked again."""
 MAX_OVERTIME_S: Final = 0.25
-"""So long after the end of a wait, a store that has not answered has kept its caller long enough."""
+"""Seconds after the end of a wait for which a caller is still kept by a store that does not answer."""
 
 
-async def renew(runtime: Runtime, held: Held, ttl: float | None = None) -> None:
-    """Push the expiry of a lease that is still ours; raises LeaseLost, or BackendUnavailable, which says nothing."""
+def new_request(
+    name: str,
+    options: LockOptions = LockOptions(),  # noqa: B008 - it is immutable
+    *,
+    queue: bool = True,
+    owner: str | None = None,
+    transaction: Any = None,
+) -> Request:
+    """Return the request of one acquire call: with a fresh holder, and queued for unless it is a single try.
+
+    `owner` is the owner's metadata, if that is not what `owner.text` returns for this thread or task.
+    """
+    owner = owners.text() if owner is None else owner
+    queues, holder = queue and options.wait != 0.0, os.urandom(16).hex()
+    return Request(name, holder, options.ttl, options.shared, queues, options.fair, owner, 0, transaction)
+
+
+async def renew(runtime: Runtime, held: Held, ttl: Seconds | None = None) -> None:
+    """Push the expiry of a lease that is still ours, and have the watchdog keep to its new ttl.
+
+    Raises LeaseLost, or BackendUnavailable, which says nothing about the lease.
+    """
+    try:
+        await _renew(runtime, held, None if ttl is None else ttl_seconds(ttl))
+    finally:
+        if held.renewal_tick and held.state is LeaseState.HELD:
+            renew_in_background(held)  # Also after an error: a shorter ttl counts from the moment it was asked for.
+
+
+async def _renew(runtime: Runtime, held: Held, ttl: float | None) -> None:
     held.ensure_own_process()
     held.ensure()
     sent = runtime.now()
@@ -82,30 +110,13 @@ async def raise_token(runtime: Runtime, held: Held, floor: int) -> bool:
 async def release(runtime: Runtime, held: Held) -> Released:
     """End the grant, once; a repeated call gives the first answer. Whatever happens, it is renewed no more.
 
-    A network error is retried once and then raised as BackendUnavailable: the lease runs out by itself.
+    A network error is retried once and then raised as BackendUnavailable: the lease runs out by itself. Raises NotHeld
+    in a forked child.
     """
-    held.ensure_own_process()
     if held.ended is None:
-        try:
-            await runtime.shield(_release(runtime, held))
-        finally:
-            watchdog.unwatch(held)  # Only now: the next waiter has the lock already.
-        _emit_released(held)
+        await runtime.shield(_release(runtime, held))
+        note_released(held)
     return held.ended or Released.EXPIRED
-
-
-def released(held: Held) -> None:
-    """Record that the grant has ended with the transaction in which it was taken; raises NotHeld in a forked child."""
-    held.ensure_own_process()
-    if held.ended is None:
-        held.end(Released.RELEASED)
-        watchdog.unwatch(held)
-        _emit_released(held)
-
-
-def _emit_released(held: Held) -> None:
-    if hooks.subscribed:
-        held.emit("released", (held.ended or Released.EXPIRED).value)
 
 
 async def _release(runtime: Runtime, held: Held) -> None:
@@ -121,47 +132,24 @@ def _ask_release(runtime: Runtime, held: Held) -> Awaitable[Released]:
     return held.backend.release(runtime, held.request, held.granted)
 
 
-async def release_all(runtime: Runtime, held: Sequence[Held]) -> list[Released]:
-    """End all of the grants: in one request where the store can, and one by one what that left open.
-
-    Raises BackendUnavailable for the first whose end is unknown, when all were tried; NotHeld in a
-    forked child.
-    """
-    return await runtime.shield(_release_all(runtime, held))
-
-
-async def _release_all(runtime: Runtime, held: Sequence[Held]) -> list[Released]:
-    for one in held:
-        one.ensure_own_process()
-    still_held = [one for one in held if one.ended is None]
-    if still_held and supports_many(backend := still_held[0].backend):
-        await _release_in_one_request(runtime, backend, still_held)
-    failure: BackendUnavailable | None = None
-    for one in held:
-        try:
-            await release(runtime, one)
-        except BackendUnavailable as error:  # The others may be on another node of the store.
-            failure = failure or error
-    if failure is not None:
-        raise failure
-    return [one.ended for one in held if one.ended is not None]
+def released(held: Held) -> None:
+    """Record that the grant has ended with the transaction in which it was taken; raises NotHeld in a forked child."""
+    held.ensure_own_process()
+    if held.ended is None:
+        held.end(Released.RELEASED)
+        note_released(held)
 
 
-async def _release_in_one_request(runtime: Runtime, backend: SupportsMany, held: Sequence[Held]) -> None:
-    for one in held:
-        one.begin_release()
-    with suppress(BackendUnavailable):
-        found = await backend.release_many(runtime, [one.request for one in held])
-        for one, what in zip(held, found, strict=True):
-            one.end(what)
-            watchdog.unwatch(one)
-            _emit_released(one)
+def note_released(held: Held) -> None:
+    """Report to the hooks that a lease has been released."""
+    if hooks.subscribed:
+        held.emit("released", (held.ended or Released.EXPIRED).value)
 
 
 async def clean_up(
     runtime: Runtime, coroutine: Coroutine[Any, Any, None], error: BaseException | None, until: float
 ) -> None:
-    """Leave no trace of what ended with an error; behind the caller's back if a silent store has kept it waiting.
+    """Leave no trace of what ended with an error; in the background if a silent store has kept the caller waiting.
 
     `until`: when its wait was over. So an acquire takes at most its wait, one request's time limit, and MAX_OVERTIME_S.
     """
@@ -179,10 +167,8 @@ class Acquisition:
     store recognizes the holder and repeats its answer, so a grant whose reply was lost is found and not waited for.
 
     Args:
-        wait: Seconds, counted from `since`; None is for ever, 0 is one try.
+        options: How long to wait for the lock, and what is done with its lease.
         since: The time on the runtime's clock at which the wait began; left out, it begins with the first request.
-        renew: Have the watchdog renew the lease from the moment of its grant.
-        on_lost: Called once, from another thread, when the lease is lost.
     """
 
     __slots__ = (
@@ -191,8 +177,7 @@ class Acquisition:
         "broken",
         "deadline",
         "held",
-        "on_lost",
-        "renew",
+        "options",
         "request",
         "runtime",
         "sent",
@@ -207,14 +192,13 @@ class Acquisition:
         runtime: Runtime,
         backend: Backend,
         request: Request,
-        wait: float | None,
+        options: LockOptions,
         *,
         since: float | None = None,
-        renew: bool = False,
-        on_lost: Callable[[], None] | None = None,
     ) -> None:
-        self.runtime, self.backend, self.request, self.renew, self.on_lost = runtime, backend, request, renew, on_lost
+        self.runtime, self.backend, self.request, self.options = runtime, backend, request, options
         self.started = self.sent = runtime.now()
+        wait = options.wait if request.queue else 0.0
         self.deadline = math.inf if wait is None else (self.started if since is None else since) + wait
         self.held: Held | None = None
         self.answer: Granted | Busy | None = None
@@ -241,8 +225,8 @@ class Acquisition:
             await self.ask()
             while not self.is_over():
                 await self.step()
-            if isinstance(self.answer, Granted) and self.has_left(self.answer.valid_for):
-                return self.accept(self.answer, self.sent)
+            if isinstance(self.answer, Granted) and (held := self.accept(self.answer, self.sent)) is not None:
+                return held
             await self.abandon()
         except BaseException as error:
             await self.abandon(error)
@@ -255,15 +239,19 @@ class Acquisition:
             raise BackendUnavailable(self.request.name, reason=reason)
         return None
 
-    def accept(self, granted: Granted, sent: float) -> Held:
-        """Make the lease out of a grant that was asked for at `sent`, and have it renewed from now on."""
-        held = Held(self.backend, self.request, granted, sent, self.runtime.now)
-        if self.on_lost is not None:
-            held.call_when_lost(self.on_lost)
+    def accept(self, granted: Granted, sent: float) -> Held | None:
+        """Make the lease out of a grant that was asked for at `sent`, and have it renewed from now on.
+
+        Returns None for a grant that has run out already.
+        """
+        options = self.options
+        held = Held(self.backend, self.request, granted, sent, self.runtime.now, on_lost=options.on_lost)
+        if held.until <= self.runtime.now():
+            return None
         if hooks.subscribed:
             hooks.emit("acquired", self.request.name, granted.token, self.seconds(), "", self.waited, held)
-        if self.renew and held.until < math.inf:
-            watchdog.watch(held)
+        if options.renew:
+            renew_in_background(held)
         self.held = held
         return held
 
@@ -276,7 +264,6 @@ class Acquisition:
         """Need nothing of it any more: its lease, if any, is renewed no more; without I/O."""
         if self.held is not None:
             self.held.abandon()
-            watchdog.unwatch(self.held)
 
     async def undo(self) -> None:
         """Leave nothing of it in the store: no lease, and no grant or place in the queue that may be there."""
@@ -292,13 +279,9 @@ class Acquisition:
 
     def is_over(self) -> bool:
         answer = self.answer
-        if isinstance(answer, Granted) and self.has_left(answer.valid_for * MIN_FRESHNESS):
+        if isinstance(answer, Granted) and self.runtime.now() - self.sent < answer.valid_for * MAX_GRANT_AGE_SHARE:
             return True
         return answer is not None and self.sent >= self.deadline
-
-    def has_left(self, seconds: float) -> bool:
-        """Return whether so much of a grant's time has not passed since it was asked for."""
-        return self.runtime.now() < valid_until(self.sent, seconds)
 
     async def step(self) -> None:
         """Wait if we must, then ask; a store may send its answer along with the wake-up."""
@@ -366,7 +349,7 @@ class Acquisition:
         waited = self.seconds()
         hooks.emit("timeout", self.request.name, 0, waited, "", True)
         busy = self.answer if isinstance(self.answer, Busy) else Busy(1.0)
-        owner = describe(busy.owner) if busy.owner else ""
+        owner = owners.describe(busy.owner) if busy.owner else ""
         return AcquireTimeout(
             self.request.name,
             waited=waited,
@@ -374,79 +357,3 @@ class Acquisition:
             retry_after=min(busy.retry_after, MAX_RETRY_AFTER_S),
             once=self.deadline == self.started,
         )
-
-
-class GroupMember(Protocol):
-    """One of several locks that are acquired together; an `Acquisition` is one."""
-
-    @property
-    def backend(self) -> Backend:
-        """The store that is asked."""
-
-    @property
-    def pending(self) -> Acquisition | None:
-        """What has to be asked of the store; None when the lock is held already."""
-
-    async def acquire(self) -> object:
-        """Wait for this lock, while those before it are held."""
-
-    def detach(self) -> None:
-        """Need nothing of it any more, because the whole has failed; without I/O."""
-
-    async def undo(self) -> None:
-        """Leave nothing of it in the store."""
-
-
-async def acquire_all(
-    runtime: Runtime, members: Sequence[GroupMember], until: float, finish: Callable[[], Awaitable[T]]
-) -> T:
-    """Acquire several locks, all or none, and return what `finish` makes of them.
-
-    The members come in the order that every caller keeps, so that overlapping sets cannot deadlock. Those of one store
-    are asked for in one request where the store can; what is not free then is waited for, one lock after the other.
-    Whatever stops this or `finish`, nothing is held afterwards that was not held before. `until`: when the longest of
-    the waits is over.
-    """
-    try:
-        for _, neighbours in groupby(members, key=lambda member: id(member.backend)):
-            of_one_store = [*neighbours]
-            await _acquire_in_one_request(runtime, of_one_store, until)
-            for member in of_one_store:
-                await member.acquire()
-        return await finish()
-    except BaseException as error:
-        for member in members:
-            member.detach()
-        await clean_up(runtime, _undo_all(members), error, until)
-        raise
-
-
-async def _acquire_in_one_request(runtime: Runtime, members: Sequence[GroupMember], until: float) -> None:
-    """Take all of the locks in one request; none where the store cannot, or where one of them is held already.
-
-    A member is asked for its request only where it is needed: it may have to connect for that, in its own way.
-    """
-    backend = members[0].backend
-    if len(members) == 1 or not supports_many(backend):
-        return
-    asked = [each for member in members if (each := member.pending) is not None and not each.request.shared]
-    if len(asked) < len(members):
-        return
-    sent = runtime.now()
-    for each in asked:
-        each.touched = True
-    try:
-        granted = await backend.try_acquire_many(runtime, [each.request for each in asked])
-    except BackendUnavailable:
-        if runtime.now() > until + MAX_OVERTIME_S:
-            raise
-        return  # It may have worked. Each is asked for by the same request now, which then finds its own grant.
-    for each in asked:
-        each.touched = granted is not None
-    for each, grant in zip(asked, granted or (), strict=False):
-        each.accept(grant, sent)
-
-
-async def _undo_all(members: Sequence[GroupMember]) -> None:
-    for member in reversed(members):
-        await member.undo()

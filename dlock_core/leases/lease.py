@@ -1,40 +1,55 @@
-"""What a process knows of one lease, without I/O: its state, until when it surely holds, who needs it, how it ended.
+"""What a process knows of one lease, without I/O; and the watchdog, which renews every lease of the process.
 
 Validity is local and monotonic, counted from before the attempt was sent, less an allowance for drift, so that a
 process which was stopped sees at once that it lost the lease. (Idea: the Redlock page of the Redis documentation.)
 
-Only the methods of this module change a lease. Its states, and the methods that lead from one to the next::
+Only the methods of `Held` change a lease. Its states, and the methods that lead from one to the next::
 
     HELD ─── abandon ───► ABANDONED ─── begin_release ─┐
      │  └────────────────── begin_release ─────────────┴─► RELEASING ─── end ───► ENDED
      └─ lose (also from ABANDONED and RELEASING) ────────────► LOST ──── end ───► ENDED
 
-The engine, the watchdog and a transaction may each change it from a thread of its own, and a signal handler may raise
-between any two steps, so there is no lock here. Instead the state follows from facts that are only ever set and never
-taken back: whatever two threads do at once, none can undo the transition of the other.
+The engine, the watchdog and a transaction may each change it from a thread of its own, and a signal handler or a
+finalizer may come between any two steps, so there is no lock here: such a caller could interrupt the one who has it.
+Instead the state follows from facts that are only ever set and never taken back, and the watchdog's sets are changed
+by single operations that cannot be half done: whatever two threads do at once, none can undo what the other did.
 """
 
 from __future__ import annotations
 
 import enum
 import logging
+import math
 import os
 from contextlib import suppress
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Literal
+from weakref import WeakKeyDictionary, ref
 
-from dlock_core.backend import Released
-from dlock_core.errors import LeaseLost, NotHeld
+from dlock_core.backend import Released, Renewal, RenewalFailure
+from dlock_core.errors import BackendUnavailable, LeaseLost, NotHeld
 from dlock_core.observability import hooks
-from dlock_core.runtime import clock
-from dlock_core.scheduler import CallbackThread, callback_thread
+from dlock_core.runtime import BLOCKING, clock, run
+from dlock_core.scheduler import (
+    CallbackThread,
+    Scheduler,
+    after_fork_in_child,
+    call_in_background,
+    callback_thread,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from dlock_core.backend import Backend, Granted, Request
+    from dlock_core.backend import Backend, Granted, RenewalResult, Request
 
-__all__ = ["LeaseState", "valid_until"]
+__all__ = ["Held", "LeaseState", "Watchdog", "renew_in_background", "valid_until"]
 
+logger = logging.getLogger("dlock")
+
+TICKS_PER_S: Final = 32
+"""Leases that are due in the same 1/32 s share a bucket, so that watching one costs the same whatever their number."""
+MAX_BATCH: Final = 1000
+"""Leases that are renewed by one request, at most."""
 MAX_CLOCK_DRIFT: Final = 0.01
 """How much faster our clock may run than the store's: one percent, far more than quartz does."""
 EXPIRY_MARGIN_S: Final = 0.002
@@ -64,9 +79,6 @@ def valid_until(sent: float, valid_for: float) -> float:
     return sent + valid_for * (1 - MAX_CLOCK_DRIFT) - EXPIRY_MARGIN_S
 
 
-logger = logging.getLogger("dlock")
-
-
 class Held:
     """One grant: shared by every handle that joined it, known to the watchdog, released once.
 
@@ -81,6 +93,7 @@ class Held:
         "_is_loss_untold",
         "_on_lost",
         "_release_requests",
+        "_renewal_bucket",
         "_was_released_in_time",
         "backend",
         "ended",
@@ -97,18 +110,27 @@ class Held:
     )
 
     def __init__(
-        self, backend: Backend, request: Request, granted: Granted, sent: float, now: Callable[[], float] = clock
+        self,
+        backend: Backend,
+        request: Request,
+        granted: Granted,
+        sent: float,
+        now: Callable[[], float] = clock,
+        *,
+        on_lost: Callable[[], None] | None = None,
     ) -> None:
         self.backend, self.request, self.granted, self.now = backend, request, granted, now
         self.since, self.until = sent, valid_until(sent, granted.valid_for)
         self.pid = os.getpid()
-        self.handles: set[int] = set()
-        """The ids of the handles that have not left. A set, so that joining or leaving again changes nothing."""
+        self.handles: set[ref[object]] = set()
+        """The handles that have not left. A set, so that joining or leaving again changes nothing; and references that
+        are weak, so that a handle which was thrown away does not count, whatever came in the way of its `__del__`."""
         self.renewal_tick = 0
+        self._renewal_bucket: set[ref[Held]] | None = None
         self.ended: Released | None = None
         self.loss_reason, self.renewal_trouble = "", "it ran out before it was renewed"
         self._is_abandoned, self._release_requests, self._was_released_in_time = False, 0, False
-        self._on_lost: tuple[Callable[[], None], ...] = ()
+        self._on_lost = on_lost
         self._is_loss_untold = True
         """Deleted by the thread that tells of the loss: deleting an attribute succeeds only once."""
         self._callback_thread: CallbackThread | None = None
@@ -153,6 +175,12 @@ class Held:
         if self.remaining() == 0.0:
             raise LeaseLost(self.name, token=self.token, reason=self.why())
 
+    def ensure_was_held(self, error: BaseException | None) -> None:
+        """Raise LeaseLost if a block without an error has ended with a lost lease: its work only looked protected."""
+        if error is None and self.ended is not None and self.ended is not Released.RELEASED:
+            reason = self.loss_reason or f"it was {self.ended.value} at release"
+            raise LeaseLost(self.name, token=self.token, reason=reason)
+
     def ensure_own_process(self) -> None:
         """Raise NotHeld in a forked child: the lease is its parent's."""
         if self.pid != os.getpid():
@@ -166,20 +194,34 @@ class Held:
 
     def join(self, handle: object) -> None:
         """Count one more handle that needs the lease."""
-        self.handles.add(id(handle))
+        self.handles.add(ref(handle))
 
     def leave(self, handle: object) -> bool:
-        """Count a handle no more; returns True when none is left and the lease is still to be released."""
-        self.handles.discard(id(handle))
-        return not self.handles and self.ended is None
+        """Count a handle no more; returns True when none is left and the lease is still to be released.
 
-    def call_when_lost(self, *callbacks: Callable[[], None]) -> None:
-        """Set what is called once, in another thread, when the lease is lost."""
-        self._on_lost = callbacks
+        Raises NotHeld in a forked child.
+        """
+        if self.pid != os.getpid():
+            self.ensure_own_process()
+        self.handles.discard(ref(handle))
+        return self.ended is None and not self.has_handles()
 
-    def plan_renewal(self, tick: int) -> None:
-        """Record when the watchdog renews the lease next."""
-        self.renewal_tick = tick
+    def note_collected(self, handle: object) -> bool:
+        """Count a handle no more that is thrown away, perhaps by the garbage collector; returns whether it counted."""
+        known = ref(handle)
+        if known not in self.handles:
+            return False
+        self.handles.discard(known)
+        return True
+
+    def has_handles(self) -> bool:
+        """Return whether a handle needs the lease that neither has left nor was thrown away."""
+        return bool(self.handles) and any(handle() is not None for handle in [*self.handles])
+
+    def plan_renewal(self, tick: int, bucket: set[ref[Held]]) -> None:
+        """Record when the watchdog renews the lease next, and where the watchdog finds it then."""
+        self.renewal_tick, self._renewal_bucket = tick, bucket
+        bucket.add(ref(self))
 
     def extend(self, sent: float, valid_for: float) -> None:
         """Record a renewal that was asked for at `sent`; an answer after the lease ran out does not heal it."""
@@ -203,11 +245,17 @@ class Held:
         self.renewal_trouble = reason
 
     def abandon(self) -> None:
-        """Stop its renewal: it runs out unless it is released before."""
+        """Stop its renewal: it runs out unless it is released before. May be called from a finalizer."""
         self._is_abandoned = True
+        if self._renewal_bucket is not None:
+            self._renewal_bucket.discard(ref(self))
 
     def begin_release(self) -> None:
-        """Record that a release is about to be sent: it is renewed no more; and whether it surely holds still."""
+        """Record that a release is about to be sent: it is renewed no more; and whether it surely holds still.
+
+        Raises NotHeld in a forked child.
+        """
+        self.ensure_own_process()
         self._was_released_in_time = self._was_released_in_time or self.remaining() > 0.0
         self._release_requests += 1
 
@@ -217,6 +265,8 @@ class Held:
             # An earlier request has released it and its reply was lost: a present holder was let in by that.
             found = Released.RELEASED
         self.ended = self.ended or found
+        if self._renewal_bucket is not None:  # Only now: the next waiter has the lock already.
+            self._renewal_bucket.discard(ref(self))
         return self.ended
 
     def lose(self, reason: str = "") -> None:
@@ -244,9 +294,138 @@ class Held:
         with suppress(BaseException):  # A handler of the application's logging must not keep the callbacks from us.
             logger.warning("dlock: lease of lock %r (token %d) is lost: %s", self.name, self.token, reason)
         hooks.emit("lost", self.name, self.token, self.now() - self.since, reason, lease=self)
-        for callback in self._on_lost:
+        if self._on_lost is not None:
             try:
-                callback()
+                self._on_lost()
             except BaseException:
                 with suppress(BaseException):
                     logger.exception("dlock: on_lost of lock %r failed", self.name)
+
+
+class Watchdog:
+    """The thread that renews the leases of one store, in batches: one request for any number of leases.
+
+    A renewal is answered renewed, lost, or not at all. No answer is not a loss: it is asked again soon, and becomes one
+    when the lease's own validity is over. Leases are known by weak reference, so one that was thrown away runs out.
+    (Idea: the lease monitor of madelson/DistributedLock.)
+    """
+
+    def __init__(self) -> None:
+        self._due: dict[int, set[ref[Held]]] = {}
+        """Leases by the tick at which they are due. Any thread may add; only the thread removes a bucket."""
+        self.scheduler = Scheduler("dlock-watchdog", "to renew leases: they run out", self._next_due, self._run_due)
+
+    def plan(self, held: Held, seconds: float) -> None:
+        """Renew this lease in so many seconds."""
+        while True:
+            tick = int((clock() + seconds) * TICKS_PER_S)
+            bucket = self._due.get(tick)
+            if bucket is None:
+                bucket = self._due.setdefault(tick, set())
+            held.plan_renewal(tick, bucket)
+            if self._due.get(tick) is bucket:  # Otherwise the thread has just taken the bucket, perhaps without us.
+                break
+        if tick / TICKS_PER_S < self.scheduler.sleeps_until:
+            self.scheduler.plan(tick / TICKS_PER_S)
+
+    def _next_due(self) -> float | None:
+        return min(due) / TICKS_PER_S if (due := [*self._due]) else None
+
+    def _run_due(self) -> None:
+        # No lease is kept here beyond the call: one that the sleeping thread held could not be thrown away.
+        # After an early wake-up the bucket of a lease that was released at once stays: the next such lease falls into
+        # it and need not wake the thread again. After a full sleep empty buckets go, so that the thread can end.
+        leases = self._take(clean=not self.scheduler.was_woken)
+        for start in range(0, len(leases), MAX_BATCH):
+            batch = leases[start : start + MAX_BATCH]
+            try:
+                self._renew(batch)
+            except BaseException as error:  # noqa: BLE001 - every other lease depends on this thread
+                call_in_background(logger.error, "dlock: a renewal failed", exc_info=error)
+                for held in batch:
+                    self._unknown(held, "its renewal failed")
+
+    def _take(self, *, clean: bool = True) -> list[Held]:
+        """Take what is due; `clean` removes empty buckets as well."""
+        now = clock() * TICKS_PER_S
+        ticks = [tick for tick in [*self._due] if tick <= now or (clean and not self._due[tick])]
+        leases = [(tick, known()) for tick in ticks for known in [*self._due.pop(tick)]]
+        return [
+            held
+            for tick, held in leases
+            if held is not None and held.state is LeaseState.HELD and self._is_due(held, tick)
+        ]
+
+    def _is_due(self, held: Held, tick: int) -> bool:
+        """Return whether a lease found in a tick's bucket is to be renewed now, and not later from another bucket.
+
+        A caller who was interrupted while changing the time may have added it nowhere else.
+        """
+        return held.renewal_tick == tick or ref(held) not in self._due.get(held.renewal_tick, ())
+
+    def _renew(self, leases: list[Held]) -> None:
+        valid = []
+        for held in leases:
+            if held.remaining() > 0.0:
+                valid.append(held)
+            else:
+                held.lose()
+        if valid:
+            self._ask(valid)
+
+    def _ask(self, leases: list[Held]) -> None:
+        sent, reason = clock(), "it could not be renewed in time"
+        renewals = [Renewal(held.request, held.granted) for held in leases]
+        answers: list[RenewalResult] = []
+        try:
+            answers = run(leases[0].backend.renew(BLOCKING, renewals))
+        except BackendUnavailable as error:
+            reason = f"{reason}: {error.reason}"
+        except BaseException as error:  # noqa: BLE001 - every other lease depends on this thread
+            call_in_background(logger.error, "dlock: a renewal failed", exc_info=error)
+        if answers:
+            for held, renewal, result in zip(leases, renewals, answers, strict=True):
+                if result is RenewalFailure.UNKNOWN:
+                    self._unknown(held, reason)
+                else:
+                    self._renewed(held, renewal, sent, result)
+        else:
+            for held in leases:
+                self._unknown(held, reason)
+
+    def _renewed(self, held: Held, renewal: Renewal, sent: float, result: float | Literal[RenewalFailure.LOST]) -> None:
+        if held.state is not LeaseState.HELD:
+            return
+        if result is RenewalFailure.LOST:
+            held.lose("the store gave it to another, or forgot it")
+            return
+        if held.request is renewal.request:  # Otherwise the caller has renewed it for another ttl since.
+            held.extend(sent, result)
+        self.plan(held, result / 3)
+
+    def _unknown(self, held: Held, reason: str) -> None:
+        held.note_trouble(reason)
+        if held.state is not LeaseState.HELD:
+            return
+        if held.is_lost():
+            held.lose()
+        else:
+            self.plan(held, min(held.remaining(), max(held.request.ttl / 20, 1 / TICKS_PER_S)))
+
+
+_watchdogs: WeakKeyDictionary[Backend, Watchdog] = WeakKeyDictionary()
+
+
+def renew_in_background(held: Held) -> None:
+    """Renew the lease, from a third of its ttl on, until it is released, lost, abandoned or thrown away."""
+    if held.until == math.inf:
+        return
+    watchdog = _watchdogs.get(held.backend)
+    if watchdog is None:
+        watchdog = _watchdogs.setdefault(held.backend, Watchdog())
+    watchdog.plan(held, (held.until - clock()) / 3)
+
+
+@after_fork_in_child
+def _forget_watchdogs() -> None:
+    _watchdogs.clear()  # The threads did not come along: the child makes its own.

@@ -1,46 +1,185 @@
 """Several locks together, all or none: sorted and without repetition, so that overlapping sets cannot deadlock.
 
 In one request each way where the store can and all are free; else one after the other in the order of their names,
-each waiting in its own queue while those before it are held. The algorithm is `engine.acquire_all`.
+each waiting in its own queue while those before it are held. `acquire_all` has the algorithm for every kind of lock.
 """
 
 from __future__ import annotations
 
 import asyncio
 import threading
-from typing import TYPE_CHECKING, Never, TypeVar
+from contextlib import suppress
+from itertools import groupby
+from typing import TYPE_CHECKING, Never, Protocol, TypeVar
 
-from dlock_core.backend import Released, new_request, supported_ttl
-from dlock_core.errors import AlreadyHeld
-from dlock_core.leases import engine, watchdog
-from dlock_core.leases.engine import Acquisition
-from dlock_core.leases.handles import (
+from dlock_core.backend import Released, supports_many
+from dlock_core.errors import AlreadyHeld, BackendUnavailable
+from dlock_core.leases.engine import MAX_OVERTIME_S, Acquisition, clean_up, new_request, note_released, release
+from dlock_core.leases.lock import (
     LETTING_EXPIRE,
     AsyncBlockExit,
     AsyncReleasing,
     BlockExit,
     Blocks,
     LeaseHandle,
-    Leases,
     LeaseView,
     Releasing,
-    ensure_was_held,
     held_by_caller,
     key_of,
 )
 from dlock_core.names import canonical
-from dlock_core.options import Seconds, check_switches, deadline, ttl_seconds, unknown_option, wait_seconds
+from dlock_core.options import LockOptions, Seconds, deadline, unknown_option
 from dlock_core.runtime import ASYNCIO, BLOCKING, refuse_in_loop, run
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Iterable
+    from collections.abc import Awaitable, Callable, Hashable, Iterable, Sequence
 
-    from dlock_core.backend import Backend, Request
+    from dlock_core.backend import Backend, Request, SupportsMany
+    from dlock_core.leases.lease import Held
     from dlock_core.runtime import Runtime
 
-__all__ = ["AsyncMultiLease", "AsyncMultiLock", "MultiLease", "MultiLock"]
+__all__ = [
+    "AsyncMultiLease", "AsyncMultiLock", "GroupMember", "Leases", "MultiLease", "MultiLock", "acquire_all",
+    "release_all",
+]  # fmt: skip
 
+T = TypeVar("T")
 L = TypeVar("L", "MultiLease", "AsyncMultiLease")
+
+
+class GroupMember(Protocol):
+    """One of several locks that are acquired together; an `Acquisition` is one."""
+
+    @property
+    def backend(self) -> Backend:
+        """The store that is asked."""
+
+    @property
+    def pending(self) -> Acquisition | None:
+        """What has to be asked of the store; None when the lock is held already."""
+
+    async def acquire(self) -> object:
+        """Wait for this lock, while those before it are held."""
+
+    def detach(self) -> None:
+        """Need nothing of it any more, because the whole has failed; without I/O."""
+
+    async def undo(self) -> None:
+        """Leave nothing of it in the store."""
+
+
+async def acquire_all(
+    runtime: Runtime, members: Sequence[GroupMember], until: float, finish: Callable[[], Awaitable[T]]
+) -> T:
+    """Acquire several locks, all or none, and return what `finish` makes of them.
+
+    The members come in the order that every caller keeps, so that overlapping sets cannot deadlock. Those of one store
+    are asked for in one request where the store can; what is not free then is waited for, one lock after the other.
+    Whatever stops this or `finish`, nothing is held afterwards that was not held before. `until`: when the longest of
+    the waits is over.
+    """
+    try:
+        for _, neighbours in groupby(members, key=lambda member: id(member.backend)):
+            of_one_store = [*neighbours]
+            await _acquire_in_one_request(runtime, of_one_store, until)
+            for member in of_one_store:
+                await member.acquire()
+        return await finish()
+    except BaseException as error:
+        for member in members:
+            member.detach()
+        await clean_up(runtime, _undo_all(members), error, until)
+        raise
+
+
+async def _acquire_in_one_request(runtime: Runtime, members: Sequence[GroupMember], until: float) -> None:
+    """Take all of the locks in one request; none where the store cannot, or where one of them is held already.
+
+    A member is asked for its request only where it is needed: it may have to connect for that, in its own way.
+    """
+    backend = members[0].backend
+    if len(members) == 1 or not supports_many(backend):
+        return
+    asked = [each for member in members if (each := member.pending) is not None and not each.request.shared]
+    if len(asked) < len(members):
+        return
+    sent = runtime.now()
+    for each in asked:
+        each.touched = True
+    try:
+        granted = await backend.try_acquire_many(runtime, [each.request for each in asked])
+    except BackendUnavailable:
+        if runtime.now() > until + MAX_OVERTIME_S:
+            raise
+        return  # It may have worked. Each is asked for by the same request now, which then finds its own grant.
+    for each in asked:
+        each.touched = granted is not None
+    for each, grant in zip(asked, granted or (), strict=False):
+        each.accept(grant, sent)
+
+
+async def _undo_all(members: Sequence[GroupMember]) -> None:
+    for member in reversed(members):
+        await member.undo()
+
+
+async def release_all(runtime: Runtime, held: Sequence[Held]) -> list[Released]:
+    """End all of the grants: in one request where the store can, and one by one what that left open.
+
+    Raises BackendUnavailable for the first whose end is unknown, when all were tried; NotHeld in a
+    forked child.
+    """
+    return await runtime.shield(_release_all(runtime, held))
+
+
+async def _release_all(runtime: Runtime, held: Sequence[Held]) -> list[Released]:
+    for one in held:
+        one.ensure_own_process()
+    still_held = [one for one in held if one.ended is None]
+    if still_held and supports_many(backend := still_held[0].backend):
+        await _release_in_one_request(runtime, backend, still_held)
+    failure: BackendUnavailable | None = None
+    for one in held:
+        try:
+            await release(runtime, one)
+        except BackendUnavailable as error:  # The others may be on another node of the store.
+            failure = failure or error
+    if failure is not None:
+        raise failure
+    return [one.ended for one in held if one.ended is not None]
+
+
+async def _release_in_one_request(runtime: Runtime, backend: SupportsMany, held: Sequence[Held]) -> None:
+    for one in held:
+        one.begin_release()
+    with suppress(BackendUnavailable):
+        found = await backend.release_many(runtime, [one.request for one in held])
+        for one, what in zip(held, found, strict=True):
+            one.end(what)
+            note_released(one)
+
+
+MemberLease = TypeVar("MemberLease", bound=LeaseView)
+
+
+class Leases(tuple[MemberLease, ...]):
+    """Leases that are held together; what is said of them holds for all."""
+
+    __slots__ = ()
+
+    @property
+    def lost(self) -> bool:
+        """One of them is lost, and so are all."""
+        return any(lease.lost for lease in self)
+
+    def remaining(self) -> float:
+        """Return the seconds for which all of them surely hold."""
+        return min(lease.remaining() for lease in self)
+
+    def ensure_held(self) -> None:
+        """Raise LeaseLost unless all of them surely hold."""
+        for lease in self:
+            lease.ensure_held()
 
 
 class _MultiLease(Leases[LeaseHandle]):
@@ -58,15 +197,15 @@ class _MultiLease(Leases[LeaseHandle]):
             one.ensure_own_process()
         unneeded = [one for one, lease in zip(held, self, strict=True) if one.leave(lease)]
         for one in unneeded:
-            watchdog.unwatch(one)
-        await engine.release_all(runtime, unneeded)
+            one.abandon()
+        await release_all(runtime, unneeded)
         return [one.ended or Released.RELEASED for one in held]
 
     async def _leave_block(self, runtime: Runtime, error: BaseException | None) -> None:
         with LETTING_EXPIRE:
             await self._end(runtime)
         for lease in self:
-            ensure_was_held(lease._held, error)  # noqa: SLF001 - the handles of one package
+            lease._held.ensure_was_held(error)  # noqa: SLF001 - the handles of one package
 
 
 class MultiLease(_MultiLease, Releasing["list[Released]"]):
@@ -86,14 +225,13 @@ class _MultiLock:
     ) -> None:  # fmt: skip
         if unknown:
             raise unknown_option(unknown, ("ttl", "wait", "shared"))
-        check_switches(shared=shared)
+        options = LockOptions.checked(ttl, wait, shared, True, False, True, None)
         if isinstance(names, str):
             raise TypeError(f"a MultiLock takes several names, not the letters of one: give [{names!r:.80}]")
         self.names = tuple(sorted({canonical(name) for name in names}))
         if not self.names:
             raise ValueError("a MultiLock needs at least one name")
-        self.backend, self.shared = backend, shared
-        self.ttl, self.wait = supported_ttl(backend, ttl_seconds(ttl)), wait_seconds(wait)
+        self.backend, self.options = backend, options.for_store(backend.capabilities)
         self._blocks = Blocks()
 
     def _requests(self, caller: Hashable) -> list[Request]:
@@ -101,7 +239,7 @@ class _MultiLock:
             held = held_by_caller.get(key_of(caller, self.backend, name))
             if held is not None and held.is_joinable():
                 raise AlreadyHeld(name)
-        return [new_request(name, self.ttl, self.wait, shared=self.shared, fair=True) for name in self.names]
+        return [new_request(name, self.options) for name in self.names]
 
     async def _hold(self, runtime: Runtime, caller: Hashable, kind: type[L], *, enters: bool = False) -> L:
         """Acquire all; `enters` a `with` block. See `Lock._hold` for what happens when it is interrupted.
@@ -110,8 +248,7 @@ class _MultiLock:
         """
         since, lease = runtime.now(), None
         acquisitions = [
-            Acquisition(runtime, self.backend, request, self.wait, since=since, renew=True)
-            for request in self._requests(caller)
+            Acquisition(runtime, self.backend, request, self.options, since=since) for request in self._requests(caller)
         ]
 
         async def hand_out() -> L:
@@ -127,7 +264,7 @@ class _MultiLock:
             return self._blocks.enter(caller, lease) if enters else lease
 
         try:
-            return await engine.acquire_all(runtime, acquisitions, deadline(since, self.wait), hand_out)
+            return await acquire_all(runtime, acquisitions, deadline(since, self.options.wait), hand_out)
         except BaseException:
             if lease is not None:
                 for handle in lease:

@@ -14,8 +14,8 @@ from weakref import WeakSet
 
 from dlock_core.backend import Released
 from dlock_core.errors import LeaseLost
-from dlock_core.leases import engine, watchdog
-from dlock_core.leases.handles import LETTING_EXPIRE
+from dlock_core.leases import engine
+from dlock_core.leases.lock import LETTING_EXPIRE
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from dlock_core.leases.lease import Held
     from dlock_core.runtime import DatabaseRuntime, Runtime
 
-__all__ = ["Outcome", "Tie", "TieState", "call_all", "release", "stop_renewing"]
+__all__ = ["Outcome", "Tie", "TieState", "call_all", "release"]
 
 logger = logging.getLogger("dlock")
 
@@ -62,14 +62,8 @@ async def release(runtime: Runtime, held: Held) -> Released:
     try:
         return await engine.release(runtime, held)
     except BaseException:
-        stop_renewing(held)
+        held.abandon()
         raise
-
-
-def stop_renewing(held: Held) -> None:
-    """Let a lease expire, unless it has ended."""
-    held.abandon()
-    watchdog.unwatch(held)
 
 
 class Tie:
@@ -168,13 +162,13 @@ class Tie:
     def _is_to_be_released(self) -> bool:
         """Decide how a lease ends that nothing needs any more."""
         if self.state not in (TieState.UNCERTAIN, TieState.EXPIRING):
-            watchdog.unwatch(self.held)
+            self.held.abandon()
             if self.state is TieState.HELD:
                 self.state = TieState.RELEASING
             return True
         # The database may still carry out the COMMIT whose answer was lost, for as long as it keeps that connection. A
         # release would let the next holder read before that. So the rest of the ttl is what the next holder waits.
-        stop_renewing(self.held)
+        self.held.abandon()
         if self.state is TieState.UNCERTAIN:
             self.state = TieState.EXPIRING
             logger.warning(

@@ -9,20 +9,11 @@ from types import EllipsisType
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Never, Protocol, TypedDict, TypeVar
 
 from dlock_core import owner
-from dlock_core.backend import new_request, supported_ttl
 from dlock_core.errors import AlreadyHeld, DLockError, NotSupported
-from dlock_core.leases import engine
-from dlock_core.leases.engine import Acquisition
-from dlock_core.leases.handles import LETTING_EXPIRE, Blocks, Leases, LeaseView
-from dlock_core.options import (
-    Seconds,
-    check_callback,
-    check_switches,
-    deadline,
-    ttl_seconds,
-    unknown_option,
-    wait_seconds,
-)
+from dlock_core.leases.engine import Acquisition, new_request
+from dlock_core.leases.lock import LETTING_EXPIRE, Blocks, LeaseView
+from dlock_core.leases.multilock import Leases, acquire_all
+from dlock_core.options import LockOptions, Seconds, deadline, unknown_option, wait_seconds
 from dlock_core.runtime import BLOCKING, clock, run
 from dlock_core.transactions.tie import release
 
@@ -121,26 +112,29 @@ class TiedLock:
     ) -> None:
         if unknown:
             raise unknown_option(unknown, self._options)
-        check_switches(shared=shared, reentrant=reentrant, renew=renew, fair=fair)
-        check_callback("on_lost", on_lost)
+        self.options = LockOptions.checked(
+            30.0 if ttl is None else ttl,
+            None if isinstance(wait, EllipsisType) else wait,
+            shared,
+            renew,
+            reentrant,
+            fair,
+            on_lost,
+        )
+        self._uses_ttl_of_store, self._uses_wait_of_store = ttl is None, isinstance(wait, EllipsisType)
         self.name, self._form = name, _form(fence)
-        self.ttl = None if ttl is None else ttl_seconds(ttl)
-        self.wait = wait if isinstance(wait, EllipsisType) else wait_seconds(wait)
         if snapshot not in ("raise", "ignore"):
             raise ValueError(f"snapshot must be 'raise' or 'ignore', not {snapshot!r}")
         self.shared, self.snapshot = shared, snapshot
-        self.reentrant, self.renew, self.fair, self.on_lost = reentrant, renew, fair, on_lost
         self._blocks = Blocks()
 
-    def _request(self, store: Store, state: AcquireState) -> Request:
+    def _request(self, store: Store, options: LockOptions) -> Request:
         """Return the request of one acquire; raises NotSupported for what the store cannot do."""
         if self.shared and not store.backend.capabilities.shared:
             raise NotSupported(f"the store {store.alias!r} has no shared locks", name=self.name)
-        ttl = supported_ttl(store.backend, self.ttl or store.ttl)
-        is_inside = store.backend.capabilities.expiry == "transaction"  # The database knows whose lock it is.
-        who = "" if is_inside else owner.text(*self._sessions())
-        request = new_request(self.name, ttl, self._wait(store, state), shared=self.shared, fair=self.fair, who=who)
-        return request._replace(transaction=self._transaction(store.backend)) if is_inside else request
+        if store.backend.capabilities.expiry == "transaction":  # The database knows whose lock it is.
+            return new_request(self.name, options, owner="", transaction=self._transaction(store.backend))
+        return new_request(self.name, options, owner=owner.text(*self._sessions()))
 
     def _sessions(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Return the database sessions that are this thread's own, and those in whose open transaction it asks."""
@@ -148,8 +142,9 @@ class TiedLock:
 
     def _wait(self, store: Store, state: AcquireState) -> float | None:
         """Return for how many seconds it waits, None for ever."""
-        wait = self.wait if isinstance(state.wait, EllipsisType) else state.wait
-        return store.wait if isinstance(wait, EllipsisType) else wait
+        if not isinstance(state.wait, EllipsisType):
+            return state.wait
+        return store.wait if self._uses_wait_of_store else self.options.wait
 
     def _whose(self) -> object:
         """Return who is to hold it, where one thread or task may be several; asked twice for one, it is held once."""
@@ -200,15 +195,13 @@ class TiedLock:
     def _acquisition(self, store: Store, state: AcquireState) -> Acquisition:
         """Return what is asked of the store, made when it is first needed."""
         if state.acquisition is None:
-            state.acquisition = Acquisition(
-                self._store_runtime(store, state),
-                store.backend,
-                self._request(store, state),
-                self._wait(store, state),
-                since=state.since,
-                renew=self.renew,
-                on_lost=self.on_lost,
+            options = self.options.for_store(
+                store.backend.capabilities,
+                ttl=store.ttl if self._uses_ttl_of_store else None,
+                wait=self._wait(store, state),
             )
+            runtime, request = self._store_runtime(store, state), self._request(store, options)
+            state.acquisition = Acquisition(runtime, store.backend, request, options, since=state.since)
         return state.acquisition
 
     async def _acquire_lease(self, store: Store, state: AcquireState) -> tuple[Held, float | None, float]:
@@ -228,7 +221,7 @@ class TiedLock:
         """
         for tied in ties:
             if self._is(tied.tie, backend) and not tied.tie.is_over:
-                if not (inside or self.reentrant) or (tied.tie.held.request.shared and not self.shared):
+                if not (inside or self.options.reentrant) or (tied.tie.held.request.shared and not self.shared):
                     raise AlreadyHeld(self.name)
                 return tied
         return None
@@ -366,7 +359,7 @@ class TiedLocks:
                 member.check()
             return finish([group.leases[index] for index in range(len(self.locks))])
 
-        return await engine.acquire_all(runtime, group.members, group.until, bind)
+        return await acquire_all(runtime, group.members, group.until, bind)
 
 
 class _Group:

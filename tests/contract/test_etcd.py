@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from dlock_core.backend import Granted, Released, new_request
+from dlock_core.backend import Granted, Released
 from dlock_core.backends.etcd.backend import EtcdBackend
+from dlock_core.leases.engine import new_request
+from dlock_core.options import LockOptions
 from dlock_core.runtime import BLOCKING, run
 from dlock_core.testing.contract import *  # noqa: F403
 from dlock_core.testing.contract.harness import Harness
@@ -39,7 +41,7 @@ def left_over(etcd: Cluster, prefix: str) -> int:
 
 @pytest.mark.parametrize("floor", [10**15, 10**18, 1 << 61])
 def test_raised_token_raises_the_next(backend: EtcdBackend, harness: Harness, name: str, floor: int) -> None:
-    raised = new_request(name, 10.0, 0.0, shared=False, fair=True)._replace(floor=floor)
+    raised = new_request(name, LockOptions(10.0, 0.0))._replace(floor=floor)
     granted = run(backend.try_acquire(BLOCKING, raised))
     assert isinstance(granted, Granted)
     assert granted.token > floor
@@ -55,7 +57,7 @@ def test_number_on_top_of_revisions_that_was_spoiled_heals(
 ) -> None:
     key = backend._keys.base(name).encode()
     ask(etcd.members[0], "kv/put", {"key": b64encode(key).decode(), "value": b64encode(spoiled).decode()})
-    with_floor = new_request(name, 10.0, 0.0, shared=False, fair=True)._replace(floor=10**15)
+    with_floor = new_request(name, LockOptions(10.0, 0.0))._replace(floor=10**15)
     granted = run(backend.try_acquire(BLOCKING, with_floor))
     assert isinstance(granted, Granted)
     assert granted.token > 10**15

@@ -19,7 +19,7 @@ from redis.exceptions import (
 )
 
 from dlock_core import connect
-from dlock_core.backend import Busy, Granted, new_request
+from dlock_core.backend import Busy, Granted
 from dlock_core.backends.redis import addresses
 from dlock_core.backends.redis.cluster.backend import SHARD_COUNT, ClusterBackend
 from dlock_core.backends.redis.cluster.routing import (
@@ -32,6 +32,8 @@ from dlock_core.backends.redis.cluster.routing import (
     slot_of,
 )
 from dlock_core.errors import BackendUnavailable
+from dlock_core.leases.engine import new_request
+from dlock_core.options import LockOptions
 from dlock_core.runtime import BLOCKING, run
 from tests import servers
 
@@ -224,7 +226,7 @@ def scripted(backend: ClusterBackend, *answers: Any) -> list[bool]:
     return asked
 
 
-REQUEST = new_request("a", 30.0, 0.0, shared=False, fair=True)
+REQUEST = new_request("a", LockOptions(30.0, 0.0))
 
 
 def test_slot_that_moves_is_asked_for_until_it_has_arrived(backend: ClusterBackend) -> None:

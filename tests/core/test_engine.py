@@ -5,13 +5,14 @@ from typing import Any
 
 import pytest
 
-from dlock_core.backend import Busy, Granted, Released, RenewalFailure, Request, new_request
+from dlock_core.backend import Busy, Granted, Released, RenewalFailure, Request
 from dlock_core.backends.memory import MemoryBackend
 from dlock_core.errors import AcquireTimeout, BackendUnavailable, LeaseLost, format_seconds
 from dlock_core.leases import engine
-from dlock_core.leases.engine import Acquisition
+from dlock_core.leases.engine import Acquisition, new_request
 from dlock_core.leases.lease import Held
 from dlock_core.observability import hooks
+from dlock_core.options import LockOptions
 from dlock_core.testing import ManualRuntime
 from tests.core.scripted import BROKEN, DOWN, REFUSED, Ahead, Answer, Scripted
 
@@ -25,12 +26,12 @@ def runtime() -> ManualRuntime:
 
 
 def ask(runtime: ManualRuntime, store: Any, wait: float | None = 10.0, ttl: float = 30.0, **options: Any) -> Held:
-    request = new_request("a", ttl, wait, shared=False, fair=True)
-    return runtime.run(Acquisition(runtime, store, request, wait).acquire())
+    request = new_request("a", LockOptions(ttl, wait))
+    return runtime.run(Acquisition(runtime, store, request, LockOptions(ttl, wait, renew=False)).acquire())
 
 
 def held(runtime: ManualRuntime, store: Any, ttl: float = 30.0) -> Held:
-    return Held(store, new_request("a", ttl, 0.0, shared=False, fair=True), Granted(7, ttl), runtime.now(), runtime.now)
+    return Held(store, new_request("a", LockOptions(ttl, 0.0)), Granted(7, ttl), runtime.now(), runtime.now)
 
 
 def test_free_lock_costs_one_question(runtime: ManualRuntime) -> None:
@@ -139,8 +140,13 @@ def test_try_acquire_takes_no_place_in_the_queue(runtime: ManualRuntime) -> None
             return await super().try_acquire(runtime, request, *args, **kwargs)
 
     store = Watched(runtime, BUSY)
-    request = new_request("a", 30.0, None, shared=False, fair=True)
-    assert runtime.run(Acquisition(runtime, store, request._replace(queue=False), 0.0).run()) is None  # type: ignore[arg-type]
+    request = new_request("a", LockOptions(30.0, None))
+    assert (
+        runtime.run(
+            Acquisition(runtime, store, request._replace(queue=False), LockOptions(wait=0.0, renew=False)).run()
+        )
+        is None
+    )  # type: ignore[arg-type]
     assert [one.queue for one in seen] == [False]
     assert store.abandoned == []
 
@@ -182,9 +188,11 @@ def test_unreachable_store_with_no_wait_is_an_error_and_not_a_taken_lock(runtime
     with pytest.raises(BackendUnavailable):
         ask(runtime, store, wait=0.0)
     assert len(store.asked("try_acquire")) == 1
-    request = new_request("a", 30.0, 0.0, shared=False, fair=True)
+    request = new_request("a", LockOptions(30.0, 0.0))
     with pytest.raises(BackendUnavailable):
-        runtime.run(Acquisition(runtime, store, request._replace(queue=False), 0.0).run())  # type: ignore[arg-type]
+        runtime.run(
+            Acquisition(runtime, store, request._replace(queue=False), LockOptions(wait=0.0, renew=False)).run()
+        )  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("last", [BUSY, DOWN, KeyboardInterrupt(), RuntimeError("a bug in the backend")], ids=repr)

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from dlock_core import AsyncLock, AsyncMultiLock, Lock, MultiLock
-from dlock_core.leases import watchdog
-from dlock_core.leases.handles import Lease
+from dlock_core.leases.lease import _watchdogs
+from dlock_core.leases.lock import Lease
 from dlock_core.runtime import BLOCKING, run
 from dlock_core.testing import MemoryBackend
 
@@ -180,7 +180,7 @@ def test_lease_stays_renewed_when_its_renewal_is_interrupted_at_any_moment() -> 
     for moment in range(1, FOR_EVER):
         with Lock(store, "a", ttl=30) as lease:
             interrupt = interrupted(lambda _, lease=lease: lease.renew(60), store, moment)  # type: ignore[misc]
-            dog = watchdog._dogs[store]
+            dog = _watchdogs[store]
             due = [tick for tick, bucket in dog._due.items() if any(known() is lease._held for known in bucket)]
             assert any(dog._is_due(lease._held, tick) for tick in due), (moment, interrupt.where)
         if interrupt.left > 0:

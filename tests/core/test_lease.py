@@ -6,10 +6,12 @@ from typing import Any
 
 import pytest
 
-from dlock_core.backend import Granted, Released, new_request
+from dlock_core.backend import Granted, Released
 from dlock_core.errors import LeaseLost, NotHeld
+from dlock_core.leases.engine import new_request
 from dlock_core.leases.lease import Held, valid_until
 from dlock_core.observability import hooks
+from dlock_core.options import LockOptions
 from dlock_core.testing import ManualRuntime, MemoryBackend
 from tests.waiting import until
 
@@ -21,7 +23,7 @@ def runtime() -> ManualRuntime:
 
 @pytest.fixture
 def held(runtime: ManualRuntime) -> Held:
-    request = new_request("a", 10.0, 0.0, shared=False, fair=True)
+    request = new_request("a", LockOptions(10.0, 0.0))
     return Held(MemoryBackend(), request, Granted(7, 10.0), runtime.now(), runtime.now)
 
 
@@ -57,9 +59,10 @@ def test_loss_is_told_once_and_a_failing_callback_stops_nobody(held: Held, caplo
     events: list[hooks.Event] = []
 
     def fail() -> None:
+        told.append("on_lost")
         raise ZeroDivisionError
 
-    held.call_when_lost(fail, lambda: told.append("second"))
+    held = Held(MemoryBackend(), held.request, held.granted, held.since, held.now, on_lost=fail)
     hooks.subscribe(events.append)
     try:
         with caplog.at_level(logging.WARNING, logger="dlock"):
@@ -68,7 +71,7 @@ def test_loss_is_told_once_and_a_failing_callback_stops_nobody(held: Held, caplo
             until(lambda: told)  # In another thread.
     finally:
         hooks.unsubscribe(events.append)
-    assert told == ["second"]
+    assert told == ["on_lost"]
     assert [(event.kind, event.reason) for event in events] == [("lost", "the first reason")]
     assert held.why() == "the first reason"
     assert "'a' (token 7) is lost: the first reason" in caplog.text

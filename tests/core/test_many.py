@@ -20,11 +20,12 @@ from dlock_core import (
     Released,
     connect,
 )
-from dlock_core.backend import new_request
 from dlock_core.backends.memory import MemoryBackend
-from dlock_core.leases.engine import Acquisition, acquire_all
+from dlock_core.leases.engine import Acquisition
 from dlock_core.leases.lease import LeaseState
+from dlock_core.leases.multilock import acquire_all, new_request
 from dlock_core.observability import hooks
+from dlock_core.options import LockOptions
 from dlock_core.runtime import BLOCKING, run
 from dlock_core.stores import force_release
 from tests.core.scripted import DOWN, Ahead, Scripted
@@ -212,8 +213,8 @@ def test_silent_store_is_rid_of_the_traces_of_all_names_behind_the_caller(at_onc
     runtime = Ahead()
     began = runtime.now()
     store = (SilentAtOnce if at_once else Scripted)(runtime, DOWN, takes=2.0)
-    requests = [new_request(name, 30.0, 0.0, shared=False, fair=True) for name in "abc"]
-    acquisitions = [Acquisition(runtime, store, request, 1.0) for request in requests]
+    requests = [new_request(name, LockOptions(30.0, 0.0)) for name in "abc"]
+    acquisitions = [Acquisition(runtime, store, request, LockOptions(wait=1.0, renew=False)) for request in requests]
     with pytest.raises(BackendUnavailable):
         runtime.run(acquire_all(runtime, acquisitions, began + 1.0, never))
     assert (runtime.now() - began, store.abandoned) == (pytest.approx(2.0), [])

@@ -9,11 +9,13 @@ import hypothesis.strategies as st
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
 
-from dlock_core.backend import Busy, Granted, Released, Request, new_request
+from dlock_core.backend import Busy, Granted, Released, Request
 from dlock_core.backends.memory import CLAIM_S, WAITER_TTL_S
 from dlock_core.errors import LeaseLost
 from dlock_core.leases import engine
+from dlock_core.leases.engine import new_request
 from dlock_core.leases.lease import Held
+from dlock_core.options import LockOptions
 from dlock_core.testing import ManualRuntime, MemoryBackend
 
 TTL = 10.0
@@ -51,12 +53,12 @@ class OneLock(RuleBasedStateMachine):
 
     @rule(target=holders, shared=st.booleans())
     def try_once(self, shared: bool) -> Any:
-        held = self.ask(new_request("a", TTL, 0.0, shared=shared, fair=True))
+        held = self.ask(new_request("a", LockOptions(TTL, 0.0, shared=shared)))
         return multiple() if held is None else held
 
     @rule(target=waiters, shared=st.booleans())
     def begin_to_wait(self, shared: bool) -> Any:
-        request = new_request("a", TTL, None, shared=shared, fair=True)
+        request = new_request("a", LockOptions(TTL, None, shared=shared))
         return request if self.ask(request) is None else multiple()
 
     @rule(request=waiters)
@@ -103,7 +105,7 @@ class OneLock(RuleBasedStateMachine):
 
     @rule(held=holders)
     def stranger_cannot_end_it(self, held: Held) -> None:
-        stranger = new_request("a", TTL, 0.0, shared=False, fair=True)
+        stranger = new_request("a", LockOptions(TTL, 0.0))
         self.runtime.run(self.store.abandon(self.runtime, stranger))
         assert not self.runtime.run(self.store.force_release(self.runtime, "a", held.token + 1_000_000))
 
@@ -134,9 +136,7 @@ class OneLock(RuleBasedStateMachine):
         (state,) = self.runtime.run(self.store.inspect(self.runtime, "a"))
         if state.waiters and not state.holders:
             first = state.waiters[0].holder
-            answer = self.runtime.run(
-                self.store.try_acquire(self.runtime, new_request("a", TTL, 0.0, shared=False, fair=True))
-            )
+            answer = self.runtime.run(self.store.try_acquire(self.runtime, new_request("a", LockOptions(TTL, 0.0))))
             assert not isinstance(answer, Granted)
             (state,) = self.runtime.run(self.store.inspect(self.runtime, "a"))
             assert state.holders[0].holder == first

@@ -13,11 +13,13 @@ from typing import Any
 import pytest
 
 from dlock_core import Lock, scheduler
-from dlock_core.backend import Granted, RenewalFailure, RenewalResult, new_request
+from dlock_core.backend import Granted, RenewalFailure, RenewalResult
 from dlock_core.errors import BackendUnavailable
-from dlock_core.leases import watchdog
+from dlock_core.leases import lease as watchdog
+from dlock_core.leases.engine import new_request
 from dlock_core.leases.lease import Held
 from dlock_core.observability import hooks
+from dlock_core.options import LockOptions
 from dlock_core.runtime import BLOCKING, clock, run
 from dlock_core.testing import ManualRuntime, MemoryBackend
 from dlock_core.testing.contract.observed import Observed
@@ -50,20 +52,18 @@ def runtime() -> ManualRuntime:
 @pytest.fixture
 def held(runtime: ManualRuntime) -> Held:
     store = Scripted(runtime, [30.0])
-    return Held(
-        store, new_request("a", 30.0, 0.0, shared=False, fair=True), Granted(7, 30.0), runtime.now(), runtime.now
-    )
+    return Held(store, new_request("a", LockOptions(30.0, 0.0)), Granted(7, 30.0), runtime.now(), runtime.now)
 
 
 @pytest.fixture
 def eager(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leases of a minute are renewed five times a second: no pause of a loaded machine loses one."""
-    watch = watchdog.Watchdog.watch
+    watch = watchdog.Watchdog.plan
 
     def soon(dog: watchdog.Watchdog, held: Held, seconds: float) -> None:
         watch(dog, held, seconds / 100)
 
-    monkeypatch.setattr(watchdog.Watchdog, "watch", soon)
+    monkeypatch.setattr(watchdog.Watchdog, "plan", soon)
 
 
 often = pytest.mark.usefixtures("eager")
@@ -76,7 +76,7 @@ def renewals(store: Observed) -> int:
 @often
 def test_lease_that_comes_while_the_watchdog_is_idle_is_renewed(store: Flaky) -> None:
     Lock(store, "a", ttl=60).acquire().release()
-    until(lambda: clock() < watchdog._dogs[store].scheduler.sleeps_until < math.inf)
+    until(lambda: clock() < watchdog._watchdogs[store].scheduler.sleeps_until < math.inf)
     with Lock(store, "a", ttl=60) as lease:
         store.until(lambda _: renewals(store) >= 1)
         assert not lease.lost
@@ -85,7 +85,7 @@ def test_lease_that_comes_while_the_watchdog_is_idle_is_renewed(store: Flaky) ->
 @often
 def test_short_lease_is_renewed_although_a_long_one_is_due_later(store: Flaky) -> None:
     with Lock(store, "long", ttl=1000.0):
-        until(lambda: clock() < watchdog._dogs[store].scheduler.sleeps_until < math.inf)
+        until(lambda: clock() < watchdog._watchdogs[store].scheduler.sleeps_until < math.inf)
         with Lock(store, "short", ttl=60) as lease:
             store.until(lambda _: renewals(store) >= 1)
             assert not lease.lost
@@ -158,7 +158,7 @@ def test_thread_ends_when_there_was_nothing_to_do_for_long_and_comes_back(
 ) -> None:
     monkeypatch.setattr(scheduler, "MAX_IDLE_S", 0.01)
     Lock(store, "a", ttl=60).acquire().release()
-    until(lambda: not watchdog._dogs[store].scheduler.thread.is_running)
+    until(lambda: not watchdog._watchdogs[store].scheduler.thread.is_running)
     with Lock(store, "a", ttl=60) as lease:
         store.until(lambda _: renewals(store) >= 1)
         assert not lease.lost
@@ -203,11 +203,11 @@ def test_release_during_a_renewal_is_not_a_loss(held: Held, runtime: ManualRunti
 def test_backend_that_nobody_uses_any_more_is_forgotten() -> None:
     store = MemoryBackend()
     Lock(store, "a").acquire().release()
-    assert store in watchdog._dogs
-    before = len(watchdog._dogs)
+    assert store in watchdog._watchdogs
+    before = len(watchdog._watchdogs)
     del store
     gc.collect()
-    assert len(watchdog._dogs) < before
+    assert len(watchdog._watchdogs) < before
 
 
 def test_unavailable_store_is_never_a_loss_by_itself(held: Held) -> None:
@@ -324,7 +324,7 @@ def test_loss_is_told_before_the_release_that_follows_it(store: Flaky) -> None:
 @often
 def test_thread_that_has_died_is_replaced_at_the_next_lease(store: Flaky, monkeypatch: pytest.MonkeyPatch) -> None:
     dog = watchdog.Watchdog()
-    monkeypatch.setitem(watchdog._dogs, store, dog)
+    monkeypatch.setitem(watchdog._watchdogs, store, dog)
     with monkeypatch.context() as patch:
         patch.setattr(dog.scheduler.thread, "_serve", lambda: _die_in_this_thread(dog.scheduler.thread))
         patch.setattr(dog.scheduler.thread, "_has_work", Once())
@@ -357,7 +357,7 @@ def _die_in_this_thread(thread: Any) -> None:
 @often
 def test_renewal_that_fails_in_our_own_code_is_tried_again(store: Flaky, monkeypatch: pytest.MonkeyPatch) -> None:
     dog, failures = watchdog.Watchdog(), [MemoryError(), asyncio.CancelledError()]
-    monkeypatch.setitem(watchdog._dogs, store, dog)
+    monkeypatch.setitem(watchdog._watchdogs, store, dog)
     renew = dog._renew
 
     def fail(leases: Any) -> None:
@@ -372,7 +372,7 @@ def test_renewal_that_fails_in_our_own_code_is_tried_again(store: Flaky, monkeyp
     assert not failures
 
 
-@pytest.mark.parametrize("step", ["watch", "unwatch"])
+@pytest.mark.parametrize("step", ["plan", "abandon"])
 def test_step_that_is_interrupted_at_any_bytecode_stops_no_renewal_and_locks_nobody_out(
     store: Flaky, step: str
 ) -> None:
@@ -382,14 +382,14 @@ def test_step_that_is_interrupted_at_any_bytecode_stops_no_renewal_and_locks_nob
     other = Lock(store, "b", ttl=60, renew=False).acquire()
     interrupts = 0
     for at in range(1, 200):
-        dog.watch(other._held, 30.0)
-        dog.watch(held._held, 30.0)
-        call = (lambda: dog.watch(held._held, 40.0)) if step == "watch" else (lambda: dog.unwatch(held._held))
+        dog.plan(other._held, 30.0)
+        dog.plan(held._held, 30.0)
+        call = (lambda: dog.plan(held._held, 40.0)) if step == "plan" else held._held.abandon
         interrupted = interrupted_at(at, call)
         interrupts += interrupted
         left = [known() for bucket in dog._due.values() for known in bucket]
         assert other._held in left
-        if step == "watch":
+        if step == "plan":
             due = [tick for tick in dog._due if weakref.ref(held._held) in dog._due[tick]]
             assert any(dog._is_due(held._held, tick) for tick in due)
         if not interrupted:
@@ -429,7 +429,7 @@ def interrupted_at(number: int, call: Callable[[], object]) -> bool:
 
 def test_finalizer_that_ends_or_begins_a_lease_in_the_middle_of_watching_another_locks_nobody_out(store: Flaky) -> None:
     Lock(store, "a").acquire().release()
-    dog, left = watchdog._dogs[store], Lock(store, "left").acquire()
+    dog, left = watchdog._watchdogs[store], Lock(store, "left").acquire()
     entered: list[bool] = []
 
     class Collected(dict[int, Any]):
@@ -452,8 +452,8 @@ def test_finalizer_that_ends_or_begins_a_lease_in_the_middle_of_watching_another
 
 def test_lease_that_is_due_at_another_time_by_now_is_renewed_then_and_once(store: Flaky) -> None:
     with Lock(store, "a", ttl=60) as lease:
-        dog, held = watchdog._dogs[store], lease._held
-        early = int(clock() * watchdog.TICKS) - 1
+        dog, held = watchdog._watchdogs[store], lease._held
+        early = int(clock() * watchdog.TICKS_PER_S) - 1
         dog._due[early] = {weakref.ref(held)}
         assert held.renewal_tick > early
         assert dog._take() == []
@@ -463,7 +463,7 @@ def test_released_leases_leave_nothing_behind_in_the_watchdog(store: Flaky) -> N
     dog = watchdog.Watchdog()
     with Lock(store, "a", ttl=60, renew=False) as lease:
         for seconds in range(1, 50):
-            dog.watch(lease._held, seconds)
-            dog.unwatch(lease._held)
+            dog.plan(lease._held, seconds)
+            lease._held.abandon()
     assert dog._take(clean=True) == []
     assert not dog._due

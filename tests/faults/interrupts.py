@@ -28,7 +28,7 @@ import redis
 from dlock_core import AsyncLock, AsyncMultiLock, Lock, MultiLock
 from dlock_core.backends.redis.backend import RedisBackend
 from dlock_core.backends.redis.transport import Packer
-from dlock_core.leases import watchdog
+from dlock_core.leases.lease import renew_in_background
 from tests.waiting import until
 
 if TYPE_CHECKING:
@@ -115,7 +115,7 @@ class Round:
     def operations(self) -> dict[str, Callable[[str], Any]]:
         return {
             "block": self.block, "acquire": self.acquire, "try": self.try_acquire, "renew": self.renew, "many": self.many,
-            "unwatch": self.unwatch, "busy": self.busy, "joined": self.joined, "lost": self.lost, "shared": self.one_object,
+            "abandon": self.abandon, "busy": self.busy, "joined": self.joined, "lost": self.lost, "shared": self.one_object,
         }  # fmt: skip
 
     def block(self, name: str) -> None:
@@ -140,11 +140,11 @@ class Round:
         with MultiLock(self.store, [name, f"{name}:2"], ttl=20):
             pass
 
-    def unwatch(self, name: str) -> None:
+    def abandon(self, name: str) -> None:
         with Lock(self.store, name, ttl=20) as lease:
             for _ in range(20):
-                watchdog.unwatch(lease._held)
-                watchdog.watch(lease._held)
+                lease._held.abandon()
+                renew_in_background(lease._held)
 
     def busy(self, name: str) -> None:
         with Lock(self.store, "bystander", wait=0.002):

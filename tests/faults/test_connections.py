@@ -12,10 +12,12 @@ import pytest
 import redis
 
 from dlock_core import AcquireTimeout, AsyncLock, Lock
-from dlock_core.backend import Busy, new_request
+from dlock_core.backend import Busy
 from dlock_core.backends.idle import MAX_IDLE_S, close_excess
 from dlock_core.backends.redis import transport
 from dlock_core.backends.redis.backend import RedisBackend
+from dlock_core.leases.engine import new_request
+from dlock_core.options import LockOptions
 from dlock_core.runtime import BLOCKING, clock, run
 from dlock_core.testing.contract.observed import WITHIN
 from tests.proxy import Proxy
@@ -143,7 +145,7 @@ def test_wait_of_a_millisecond_ends(any_redis: Server) -> None:
     """As at the end of a longer one; Redis 6.2 sleeps for ever when it is asked to sleep for 0.001 s."""
     store = RedisBackend.from_url(any_redis.url, prefix="short:")
     with Lock(store, "a"):
-        request = new_request("a", 30.0, 1.0, shared=False, fair=True)
+        request = new_request("a", LockOptions(30.0, 1.0))
         busy = run(store.try_acquire(BLOCKING, request))
         assert isinstance(busy, Busy)
         for seconds in (0.0, 0.0001, 0.001, 0.0014, 0.003):

@@ -23,7 +23,7 @@ from tests.servers import Server
 COUNT = int(os.environ.get("DLOCK_TEST_INTERRUPTS", "0"))
 SEED = int(os.environ.get("DLOCK_TEST_SEED", "1"))
 UNGUARDED = {
-    "handles.py __exit__ RESUME", "handles.py __aexit__ RESUME", "handles.py release RESUME",
+    "lock.py __exit__ RESUME", "lock.py __aexit__ RESUME", "lock.py release RESUME",
 }  # fmt: skip
 """Where a signal handler runs before any code of ours does. Under asyncio, too, there is no other place."""
 

@@ -11,8 +11,10 @@ import pytest
 import redis
 
 from dlock_core import AcquireTimeout, BackendUnavailable, LeaseLost, Lock, MultiLock, Released
-from dlock_core.backend import Renewal, new_request
+from dlock_core.backend import Renewal
 from dlock_core.backends.redis.backend import RedisBackend
+from dlock_core.leases.engine import new_request
+from dlock_core.options import LockOptions
 from dlock_core.runtime import BLOCKING, run
 from dlock_core.testing.contract.harness import Harness
 from tests import servers
@@ -206,7 +208,7 @@ def test_full_server_grants_nothing_but_lets_holders_renew_release_and_hand_over
 
 
 def test_batch_of_renewals_survives_a_full_server(admin: redis.Redis, backend: RedisBackend) -> None:
-    requests = [new_request(f"a:{part}", 30.0, 0.0, shared=part % 2 == 0, fair=True) for part in range(4)]
+    requests = [new_request(f"a:{part}", LockOptions(30.0, 0.0, shared=part % 2 == 0)) for part in range(4)]
     renewals = [Renewal(request, run(backend.try_acquire(BLOCKING, request))) for request in requests]  # type: ignore[arg-type]
     admin.config_set("maxmemory", 1)
     try:

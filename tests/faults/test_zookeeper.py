@@ -14,8 +14,9 @@ import pytest
 from kazoo.client import KazooClient
 
 from dlock_core import AcquireTimeout, BackendUnavailable, LeaseLost, Lock, Released, connect
-from dlock_core.backend import new_request
 from dlock_core.backends.zookeeper.backend import ZooKeeperBackend
+from dlock_core.leases.engine import new_request
+from dlock_core.options import LockOptions
 from dlock_core.runtime import BLOCKING, clock, run
 from dlock_core.testing.contract.harness import Harness
 from dlock_core.testing.contract.tasks import Tasks
@@ -630,7 +631,7 @@ def test_nodes_of_locks_that_nobody_uses_are_removed_by_the_servers(
 def test_mark_of_a_raised_token_outlives_the_lock_and_raises_the_next(
     direct: ZooKeeperBackend, server: Server, prefix: str
 ) -> None:
-    request = new_request("a", 30.0, 0.0, shared=False, fair=True)
+    request = new_request("a", LockOptions(30.0, 0.0))
     raised = request._replace(floor=1 << 62)
     granted: Any = run(direct.try_acquire(BLOCKING, request))
     again: Any = run(direct.try_acquire(BLOCKING, raised))

@@ -6,8 +6,10 @@ from typing import TYPE_CHECKING, Any, Final
 
 import pytest
 
-from dlock_core.backend import Released, new_request
+from dlock_core.backend import Released
+from dlock_core.leases.engine import new_request
 from dlock_core.names import canonical, join
+from dlock_core.options import LockOptions
 
 if TYPE_CHECKING:
     from dlock_core.testing.contract.harness import Harness
@@ -68,7 +70,7 @@ def test_token_above_the_floor_that_was_asked_for(harness: Harness, name: str) -
     lease = harness.acquire(name)
     harness.do(lease.release)
     floor = lease.token + 1_000_000_000
-    request = new_request(name, 30.0, 0.0, shared=False, fair=True)
+    request = new_request(name, LockOptions(30.0, 0.0))
     first = harness.call_store("try_acquire", request)
     assert first.token > lease.token
     raised = type(request)(name, request.holder, 30.0, queue=False, floor=floor)
@@ -79,7 +81,7 @@ def test_token_above_the_floor_that_was_asked_for(harness: Harness, name: str) -
 
 
 def test_a_holder_that_asks_twice_has_one_grant(harness: Harness, name: str) -> None:
-    request = new_request(name, 30.0, 10.0, shared=False, fair=True)
+    request = new_request(name, LockOptions(30.0, 10.0))
     first = harness.call_store("try_acquire", request)
     again = harness.call_store("try_acquire", request, unsure=True)
     assert again.token == first.token

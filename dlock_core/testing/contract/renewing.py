@@ -6,8 +6,10 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from dlock_core.backend import Renewal, RenewalFailure, new_request
+from dlock_core.backend import Renewal, RenewalFailure
 from dlock_core.errors import LeaseLost
+from dlock_core.leases.engine import new_request
+from dlock_core.options import LockOptions
 
 if TYPE_CHECKING:
     from dlock_core.testing.contract.harness import Harness
@@ -36,7 +38,7 @@ def test_renewal_after_the_end_never_takes_the_lock_again(harness: Harness, name
     harness.until(lambda: harness.holders(name) == [])
     with pytest.raises(LeaseLost):
         harness.do(lease.renew)
-    request = new_request(name, 30.0, 0.0, shared=False, fair=True)
+    request = new_request(name, LockOptions(30.0, 0.0))
     granted = harness.call_store("try_acquire", request)
     harness.call_store("release", request, granted)
     assert harness.call_store("renew", [Renewal(request, granted)]) == [RenewalFailure.LOST]
@@ -45,7 +47,7 @@ def test_renewal_after_the_end_never_takes_the_lock_again(harness: Harness, name
 
 def test_renewals_are_answered_one_by_one(harness: Harness, name: str) -> None:
     names = [f"{name}:{number}" for number in range(4)]
-    requests = [new_request(each, 30.0, 0.0, shared=False, fair=True) for each in names]
+    requests = [new_request(each, LockOptions(30.0, 0.0)) for each in names]
     renewals = [Renewal(request, harness.call_store("try_acquire", request)) for request in requests]
     harness.call_store("release", requests[1], renewals[1].granted)
     other = harness.acquire(names[1])

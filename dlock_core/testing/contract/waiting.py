@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from dlock_core.backend import new_request
 from dlock_core.errors import AcquireTimeout
+from dlock_core.leases.engine import new_request
+from dlock_core.options import LockOptions
 from dlock_core.testing.contract.observed import WITHIN
 from dlock_core.testing.contract.tasks import Tasks
 
@@ -117,7 +118,7 @@ def test_cancelled_waiter_leaves_its_place(harness: Harness, name: str) -> None:
 
 
 def test_abandon_undoes_a_grant_and_hands_over(harness: Harness, name: str) -> None:
-    request = new_request(name, 30.0, 10.0, shared=False, fair=True)
+    request = new_request(name, LockOptions(30.0, 10.0))
     harness.call_store("try_acquire", request)
     pending = harness.queue_up(name)
     harness.call_store("abandon", request)
@@ -129,7 +130,7 @@ def test_abandon_undoes_a_grant_and_hands_over(harness: Harness, name: str) -> N
 def test_abandon_of_a_stranger_harms_nobody(harness: Harness, name: str) -> None:
     lease = harness.acquire(name)
     pending = harness.queue_up(name)
-    harness.call_store("abandon", new_request(name, 30.0, 10.0, shared=False, fair=True))
+    harness.call_store("abandon", new_request(name, LockOptions(30.0, 10.0)))
     assert harness.holders(name) == [lease.holder]
     harness.do(lease.release)
     assert pending.result(WITHIN).token > lease.token
@@ -146,7 +147,7 @@ def test_hand_over_that_nobody_takes_up_passes_on(harness: Harness, name: str) -
     if not harness.store.capabilities.fair:
         pytest.skip("this store does not hand over")
     first = harness.acquire(name)
-    ghost = new_request(name, 30.0, None, shared=False, fair=True)
+    ghost = new_request(name, LockOptions(30.0, None))
     harness.call_store("try_acquire", ghost)
     pending = harness.queue_up(name)
     harness.do(first.release)
