@@ -2,8 +2,7 @@
 
 `IdlePool` never opens a connection and never waits for one: a store that finds it empty connects. A connection is
 closed by a later caller, at the end of its event loop (`LoopPools`), when its store is garbage, and in a forked child,
-which only has copies of its parent's sockets. Redis's connections carry the time of their last use themselves, so its
-transport uses the functions below instead.
+which only has copies of its parent's sockets.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ import weakref
 from collections import deque
 from contextlib import suppress
 from functools import partial
-from operator import itemgetter
 from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
 
 from dlock_core.runtime import clock
@@ -22,7 +20,7 @@ from dlock_core.scheduler import after_fork_in_child
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable
 
-__all__ = ["MAX_IDLE_S", "IdlePool", "LoopPools", "close_excess", "drain", "drain_when_forgotten", "inherited"]
+__all__ = ["MAX_IDLE_S", "IdlePool", "LoopPools", "inherited"]
 
 T = TypeVar("T")
 
@@ -57,8 +55,8 @@ class IdlePool(Generic[T]):
         self._close, self._size, self._is_inherited = close, size, is_inherited
         self._is_usable, self._trusted_s = is_usable, MAX_IDLE_S if is_usable is None else trusted_s
         self._idle: deque[tuple[T, float]] = deque()
-        self._close_entry = partial(_call_on_connection, close)
-        drain_when_forgotten(self, self._idle, self._close_entry)
+        # Left to the garbage collector, a socket may be met before the connection that would close it, and warns.
+        weakref.finalize(self, _drain, self._idle, close).atexit = False
         after_fork_in_child(self._after_fork)
 
     def take(self) -> T | None:
@@ -74,13 +72,22 @@ class IdlePool(Generic[T]):
             self._close(connection)
 
     def put(self, connection: T) -> None:
-        """Keep a connection that works and is not in use any more."""
-        self._idle.append((connection, clock()))
-        close_excess(self._idle, itemgetter(1), self._close_entry, self._size)
+        """Keep a connection that works and is not in use any more; close those that are too many or too old.
+
+        The last used is used first, so the others grow old at the left end. Every connection of a burst is put back at
+        some time, so no thread has to look after them.
+        """
+        idle, now = self._idle, clock()
+        idle.append((connection, now))
+        try:
+            while len(idle) > self._size or idle[0][1] <= now - MAX_IDLE_S:
+                self._close(idle.popleft()[0])
+        except IndexError:  # Other threads took them.
+            return
 
     def clear(self) -> None:
         """Close every idle connection; the pool can be used further."""
-        drain(self._idle, self._close_entry)
+        _drain(self._idle, self._close)
 
     def shut(self) -> None:
         """Close every idle connection, and from now on each one that is put back."""
@@ -89,50 +96,50 @@ class IdlePool(Generic[T]):
 
     def _after_fork(self) -> None:
         """Begin anew in a forked child, which must not talk on its parent's sockets."""
-        drain(self._idle, inherited.append if self._is_inherited else self._close_entry)
+        _drain(self._idle, inherited.append if self._is_inherited else self._close)
 
 
-def _call_on_connection(close: Callable[[T], object], entry: tuple[T, float]) -> None:
-    close(entry[0])
-
-
-def close_excess(idle: deque[T], since: Callable[[T], float], close: Callable[[T], object], size: int) -> None:
-    """Close the connections that are too many or were idle for too long; call this whenever one is put back.
-
-    The last used is used first, so the others grow old at the left end. Every connection of a burst is put back at some
-    time, so no thread has to look after them.
-    """
-    oldest = clock() - MAX_IDLE_S
-    while True:
-        try:
-            if len(idle) <= size and since(idle[0]) > oldest:
-                return
-            excess = idle.popleft()
-        except IndexError:  # Other threads took them.
-            return
-        close(excess)
-
-
-def drain(idle: deque[T], close: Callable[[T], object]) -> None:
+def _drain(idle: deque[tuple[T, float]], close: Callable[[T], object]) -> None:
     """Close each of them; other threads may take some at the same time."""
     while True:
         try:
-            last = idle.pop()
+            connection, _ = idle.pop()
         except IndexError:
             return
-        close(last)
+        close(connection)
 
 
-def drain_when_forgotten(owner: object, idle: deque[T], close: Callable[[T], object]) -> None:
-    """Close them when their owner is garbage; `close` must not refer to it, and the deque must stay the same one.
+class LoopPool(IdlePool[T]):
+    """The idle connections of one event loop, and the requests that go on there although their callers have gone."""
 
-    Left to the garbage collector, a socket may be met before the connection that would close it, and warns.
-    """
-    weakref.finalize(owner, drain, idle, close).atexit = False
+    def __init__(self, close: Callable[[T], object], size: int, **options: Any) -> None:
+        # A forked child must keep what it inherits: to close it would take the socket out of the epoll of the parent,
+        # whose loop would never hear of it again.
+        super().__init__(close, size, is_inherited=True, **options)
+        self._unattended: set[asyncio.Task[Any]] = set()
+        self._has_ended = False
+
+    def let_finish(self, task: asyncio.Task[Any]) -> None:
+        """Let a request go on until it ends, or its loop is shut down."""
+        self._unattended.add(task)
+        task.add_done_callback(self._unattended.discard)
+        if self._has_ended:
+            task.cancel()
+
+    async def until_shutdown(self) -> AsyncGenerator[None, None]:
+        """Close everything when the loop is shut down: it closes every asynchronous generator that has begun."""
+        try:
+            yield
+        finally:
+            self._has_ended = True
+            self.shut()
+            for task in self._unattended:  # Those that began while the loop's other tasks were being cancelled.
+                task.cancel()
+            await asyncio.gather(*self._unattended, return_exceptions=True)
 
 
 class LoopPools(Generic[T]):
-    """An `IdlePool` for each event loop, because a connection of asyncio belongs to the loop that opened it.
+    """A `LoopPool` for each event loop, because a connection of asyncio belongs to the loop that opened it.
 
     The arguments are those of `IdlePool`, but that `close` is only ever called in the loop of the connection. It is
     called when the loop is shut down, too.
@@ -140,9 +147,9 @@ class LoopPools(Generic[T]):
 
     def __init__(self, close: Callable[[T], object], size: int, **options: Any) -> None:
         self._close, self._size, self._options = close, size, options
-        self._pools: dict[asyncio.AbstractEventLoop, tuple[IdlePool[T], AsyncGenerator[None, None]]] = {}
+        self._pools: dict[asyncio.AbstractEventLoop, tuple[LoopPool[T], AsyncGenerator[None, None]]] = {}
 
-    def here(self) -> IdlePool[T]:
+    def here(self) -> LoopPool[T]:
         """Return the pool of the running loop."""
         loop = asyncio.get_running_loop()
         found = self._pools.get(loop)
@@ -153,14 +160,11 @@ class LoopPools(Generic[T]):
         for pool, _ in list(self._pools.values()):
             pool.clear()
 
-    def _begin(self, loop: asyncio.AbstractEventLoop) -> IdlePool[T]:
+    def _begin(self, loop: asyncio.AbstractEventLoop) -> LoopPool[T]:
         for ended in [known for known in list(self._pools) if known.is_closed()]:
             self._pools.pop(ended, None)
-        # A forked child must keep what it inherits: to close it would take the socket out of the epoll of the parent,
-        # whose loop would never hear of it again.
-        close = partial(_close_in, loop, self._close)
-        pool: IdlePool[T] = IdlePool(close, self._size, is_inherited=True, **self._options)
-        shutdown = _until_shutdown(pool)
+        pool: LoopPool[T] = LoopPool(partial(_close_in, loop, self._close), self._size, **self._options)
+        shutdown = pool.until_shutdown()
         with suppress(StopIteration):
             shutdown.__anext__().send(None)
         self._pools[loop] = pool, shutdown
@@ -174,11 +178,3 @@ def _close_in(loop: asyncio.AbstractEventLoop, close: Callable[[T], object], con
     elif not loop.is_closed():
         with suppress(RuntimeError):  # It was closed this very moment.
             loop.call_soon_threadsafe(close, connection)
-
-
-async def _until_shutdown(pool: IdlePool[Any]) -> AsyncGenerator[None, None]:
-    """Shut a pool when its loop is shut down: the loop closes every asynchronous generator that has begun."""
-    try:
-        yield
-    finally:
-        pool.shut()

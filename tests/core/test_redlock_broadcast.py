@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import redis
 
-from dlock_core.backends.redis import transport
 from dlock_core.backends.redis.transport import pack_commands
-from dlock_core.backends.redlock.broadcast import INCOMPLETE, NodeConnections, NodeConnectionsPool
+from dlock_core.backends.redlock import broadcast
+from dlock_core.backends.redlock.broadcast import INCOMPLETE, NodeConnections, idle_connections
 
 
 class Peer:
@@ -70,19 +70,19 @@ def test_node_that_hung_up_is_an_error_and_no_reply(peers: list[Peer], connectio
 def test_what_was_closed_or_spoke_unasked_while_idle_is_dropped_and_the_others_are_kept(
     peers: list[Peer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(transport, "TRUSTED_IDLE_S", 0.0)
-    pool = NodeConnectionsPool(peers)  # type: ignore[arg-type]
-    connections = joined(peers, pool.pop())
-    pool.push(connections)
+    monkeypatch.setattr(broadcast, "TRUSTED_IDLE_S", 0.0)
+    pool = idle_connections()
+    connections = joined(peers, NodeConnections(peers))
+    pool.put(connections)
     peers[0].socket.close()
     peers[2].socket.sendall(b"+late\r\n")
-    assert pool.pop() is connections
+    assert pool.take() is connections
     assert [connections.has(index) for index in range(3)] == [False, True, False]
     assert [len(peer.dropped) for peer in peers] == [1, 0, 1]
 
 
 def test_closing_drops_every_connection(peers: list[Peer]) -> None:
-    pool = NodeConnectionsPool(peers)  # type: ignore[arg-type]
-    pool.push(joined(peers, pool.pop()))
+    pool = idle_connections()
+    pool.put(joined(peers, NodeConnections(peers)))
     pool.clear()
     assert [peer.dropped for peer in peers] == [[peer.connection] for peer in peers]

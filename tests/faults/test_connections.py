@@ -4,7 +4,6 @@ import asyncio
 import gc
 import os
 import threading
-from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -13,7 +12,7 @@ import redis
 
 from dlock_core import AcquireTimeout, AsyncLock, Lock
 from dlock_core.backend import Busy
-from dlock_core.backends.idle import MAX_IDLE_S, close_excess
+from dlock_core.backends.idle import MAX_IDLE_S
 from dlock_core.backends.redis import transport
 from dlock_core.backends.redis.backend import RedisBackend
 from dlock_core.leases.engine import new_request
@@ -62,11 +61,11 @@ def test_loop_that_was_only_closed_is_forgotten_by_the_next(direct: RedisBackend
 
     loop = asyncio.new_event_loop()
     loop.run_until_complete(main())
-    direct._asyncio._loops[loop].clear()
+    direct._asyncio._idle._pools[loop][0].clear()
     loop.run_until_complete(asyncio.sleep(0))
     loop.close()
     asyncio.run(main())
-    assert loop not in direct._asyncio._loops
+    assert loop not in direct._asyncio._idle._pools
 
 
 def test_closing_the_store_closes_what_is_idle_and_it_can_be_used_again(direct: RedisBackend) -> None:
@@ -122,23 +121,22 @@ def test_threads_share_a_store_and_no_connection(direct: RedisBackend) -> None:
 
 
 def test_idle_connections_are_kept_up_to_a_limit(direct: RedisBackend, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transport, "MAX_IDLE_CONNECTIONS", 3)
     wire = direct._blocking
+    monkeypatch.setattr(wire._idle, "_size", 3)
     for one in [wire.checkout() for _ in range(6)]:
         wire.checkin(one)
-    assert len(wire._free) == 3
+    assert len(wire._idle._idle) == 3
 
 
-def test_child_of_a_fork_makes_connections_of_its_own(direct: RedisBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_child_of_a_fork_makes_connections_of_its_own(direct: RedisBackend) -> None:
     Lock(direct, "a").acquire().release()
-    kept = list(direct._blocking._free)
-    parent = os.getpid()
-    monkeypatch.setattr(os, "getpid", lambda: parent + 1)
-    mine = direct._blocking.checkout()
-    assert mine not in kept
-    monkeypatch.undo()
-    for one in kept:
-        one.disconnect()
+    (kept,) = [connection for connection, _ in direct._blocking._idle._idle]
+    if (child := os.fork()) == 0:
+        os._exit(0 if direct._blocking.checkout() is not kept and kept._sock is None else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    assert direct._blocking.checkout() is kept
+    Lock(direct, "a").acquire().release()
+    kept.disconnect()
 
 
 def test_wait_of_a_millisecond_ends(any_redis: Server) -> None:
@@ -190,7 +188,7 @@ def test_connection_is_of_use_after_a_wait_that_ended_on_time(direct: RedisBacke
         for _ in range(3):
             with pytest.raises(AcquireTimeout):
                 Lock(direct, "a", wait=0.03).acquire()
-        assert direct._blocking._free  # type: ignore[attr-defined]
+        assert direct._blocking._idle._idle  # type: ignore[attr-defined]
         lease.release()
     Lock(direct, "a", wait=0).acquire().release()
 
@@ -202,17 +200,9 @@ def test_connections_of_a_burst_are_closed_when_they_were_idle_for_a_minute(dire
     for connection in burst:
         connection.connect()
         wire.checkin(connection)
-    for connection in burst[:-2]:
-        connection.dlock_used -= MAX_IDLE_S
+    idle = wire._idle._idle
+    for index, (connection, since) in enumerate([*idle][:-2]):
+        idle[index] = connection, since - MAX_IDLE_S
     Lock(direct, "a").acquire().release()
     assert [connection._sock is None for connection in burst] == [True] * 8 + [False] * 2
-    assert [*wire._free] == burst[-2:]  # type: ignore[attr-defined]
-
-
-def test_what_is_old_or_too_much_is_closed_oldest_first() -> None:
-    closed: list[int] = []
-    idle = deque([1, 2, 3])
-    close_excess(idle, lambda one: clock() - 2 * MAX_IDLE_S * (one < 3), closed.append, size=5)
-    assert (closed, [*idle]) == ([1, 2], [3])
-    close_excess(idle, lambda one: clock(), closed.append, size=0)
-    assert closed == [1, 2, 3]
+    assert [connection for connection, _ in idle] == burst[-2:]  # type: ignore[attr-defined]

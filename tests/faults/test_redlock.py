@@ -687,8 +687,8 @@ def test_task_that_is_cancelled_before_the_nodes_are_asked_keeps_no_connection(b
 
     async def main() -> None:
         await (await AsyncLock(backend, "a").acquire()).release()
-        wires = [node.tasks._idle() for node in backend._nodes.all]
-        free = [connection for wire in wires for connection in wire._free]
+        wires = [node.tasks._idle.here() for node in backend._nodes.all]
+        free = [connection for wire in wires for connection, _ in wire._idle]
         assert len(free) == len(wires)
         asking = asyncio.ensure_future(AsyncLock(backend, "a", wait=0).acquire())
         while len(asyncio.all_tasks()) < 2 + len(wires):
@@ -697,7 +697,7 @@ def test_task_that_is_cancelled_before_the_nodes_are_asked_keeps_no_connection(b
             task.cancel()
         await asyncio.wait([asking])
         assert asking.cancelled()
-        known = {id(connection) for wire in wires for connection in wire._free}
+        known = {id(connection) for wire in wires for connection, _ in wire._idle}
         assert [connection for connection in free if connection.is_connected and id(connection) not in known] == []
 
     asyncio.run(main())

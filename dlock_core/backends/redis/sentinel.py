@@ -157,7 +157,7 @@ class MasterTransport:
     async def exchange(  # noqa: PLR0917 - the hot path: keywords cost
         self, runtime: Runtime, connection: Any, data: bytes, replies: int, limit: float, nudge_after: float = 0.0
     ) -> list[Any]:
-        now, is_new = runtime.now(), not connection.dlock_used
+        now, is_new = runtime.now(), not connection.dlock_is_reused
         if is_new or now >= self._next_lookup:
             await self._look_up_master(runtime, must_answer=is_new)
             limit = max(now + limit - runtime.now(), self._share)

@@ -6,11 +6,7 @@ A server that cannot answer has not said no: that is BackendUnavailable, with th
 from __future__ import annotations
 
 import asyncio
-import os
 import select
-import weakref
-from collections import deque
-from contextlib import suppress
 from operator import methodcaller
 from typing import TYPE_CHECKING, Any, Final, NoReturn, Protocol, TypeVar
 
@@ -25,12 +21,12 @@ from redis.exceptions import (
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
-from dlock_core.backends.idle import close_excess, drain, drain_when_forgotten
+from dlock_core.backends.idle import IdlePool, LoopPools
 from dlock_core.errors import BackendUnavailable, format_seconds
-from dlock_core.runtime import Asyncio, Runtime, clock
+from dlock_core.runtime import Asyncio, Runtime
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterable
+    from collections.abc import Awaitable, Callable, Coroutine, Iterable
 
     from dlock_core.backends.redis.protocol import Command, Script
 
@@ -150,7 +146,7 @@ async def exchange(  # noqa: PLR0917 - the hot path: keywords cost
         transport.discard(connection)  # closed at once: the server must not run this request after the abandon
         if not isinstance(error, RedisError | OSError):
             raise
-        failure = unavailable(name, error, reused=connection.dlock_used > 0)
+        failure = unavailable(name, error, reused=connection.dlock_is_reused)
         if failure.broken:
             transport.forget()
         raise failure from error
@@ -201,76 +197,45 @@ TRUSTED_IDLE_S: Final = 1.0
 """Idleness after which a connection is checked before it is used again."""
 
 
-class Idle:
-    """Idle connections, last used first."""
+class BlockingTransport:
+    """Connections for threads; the idle ones are closed when the transport is garbage."""
 
     def __init__(self, connect: Callable[[], Any]) -> None:
-        self._connect, self._pid = connect, os.getpid()
-        self._free: deque[Any] = deque()
+        self._connect = connect
+        self._idle: IdlePool[Any] = IdlePool(
+            methodcaller("disconnect"), MAX_IDLE_CONNECTIONS, is_usable=_is_silent, trusted_s=TRUSTED_IDLE_S
+        )
+        self.checkin, self.close, self.forget = self._idle.put, self._idle.clear, self._idle.clear
 
-    def pop(self) -> Any:
-        if self._pid != os.getpid():  # a forked child must not use its parent's sockets
-            self._pid = os.getpid()
-            self._free.clear()
-        while (connection := self._last()) is not None:
-            if clock() - connection.dlock_used < TRUSTED_IDLE_S or self._is_alive(connection):
-                return connection
-            self.discard(connection)
-        connection = self._connect()
-        connection.dlock_used, connection.dlock_limit = 0.0, None
+    def checkout(self) -> Any:
+        connection = self._idle.take()
+        if connection is None:
+            return _new(self._connect)
+        connection.dlock_is_reused = True
         return connection
-
-    def push(self, connection: Any) -> None:
-        connection.dlock_used = clock()
-        self._free.append(connection)
-        close_excess(self._free, _since, self.discard, MAX_IDLE_CONNECTIONS)
-
-    def clear(self) -> None:
-        drain(self._free, self.discard)
-
-    def _last(self) -> Any:
-        try:
-            return self._free.pop()
-        except IndexError:
-            return None
-
-    def _is_alive(self, connection: Any) -> bool:
-        return True
-
-    def discard(self, connection: Any) -> None:
-        raise NotImplementedError
-
-
-def _since(connection: Any) -> float:
-    return connection.dlock_used  # type: ignore[no-any-return]
-
-
-class BlockingIdle(Idle):
-    """Idle connections of threads; they are closed when their owner is garbage."""
-
-    def __init__(self, connect: Callable[[], Any]) -> None:
-        super().__init__(connect)
-        drain_when_forgotten(self, self._free, methodcaller("disconnect"))
 
     def discard(self, connection: Any) -> None:
         connection.disconnect()
 
-
-class BlockingTransport(BlockingIdle):
-    """Connections for threads."""
-
-    checkout, checkin, close, forget = Idle.pop, Idle.push, Idle.clear, Idle.clear
-
-    def exchange(  # noqa: PLR0917 - the hot path: keywords cost
+    async def exchange(  # noqa: PLR0917 - the hot path: keywords cost
         self, runtime: Runtime, connection: Any, data: bytes, replies: int, limit: float, nudge_after: float = 0.0
-    ) -> Awaitable[list[Any]]:
-        return runtime.call(exchange_blocking, connection, data, replies, limit, nudge_after)
+    ) -> list[Any]:
+        return exchange_blocking(connection, data, replies, limit, nudge_after)
 
-    def _is_alive(self, connection: Any) -> bool:
-        try:
-            return not connection.can_read(0)
-        except (RedisError, OSError):
-            return False
+
+def _new(connect: Callable[[], Any]) -> Any:
+    """Return a connection that has never been used: an error on it says something about the server."""
+    connection = connect()
+    connection.dlock_is_reused, connection.dlock_limit = False, None
+    return connection
+
+
+def _is_silent(connection: Any) -> bool:
+    """Return whether an idle connection is open, and nothing was sent that nobody has read."""
+    try:
+        return not connection.can_read(0)
+    except (RedisError, OSError):
+        return False
 
 
 def exchange_blocking(connection: Any, data: bytes, replies: int, limit: float, nudge_after: float = 0.0) -> list[Any]:
@@ -304,24 +269,30 @@ def read_reply(connection: Any) -> Any:
 
 
 class AsyncioTransport:
-    """Connections for tasks, those of each event loop apart; they are closed when the loop is shut down."""
+    """Connections for tasks, those of each event loop apart; the idle ones are closed when the loop is shut down."""
 
     def __init__(self, connect: Callable[[], Any]) -> None:
         self._connect = connect
-        self._loops: dict[asyncio.AbstractEventLoop, _AsyncioIdle] = {}
-        weakref.finalize(self, _clear, self._loops).atexit = False
+        self._idle: LoopPools[Any] = LoopPools(
+            _abort, MAX_IDLE_CONNECTIONS, is_usable=_is_open_and_silent, trusted_s=TRUSTED_IDLE_S
+        )
+        self.close = self._idle.clear
 
     def checkout(self) -> Any:
-        return self._idle().pop()
+        connection = self._idle.here().take()
+        if connection is None:
+            return _new(self._connect)
+        connection.dlock_is_reused = True
+        return connection
 
     def checkin(self, connection: Any) -> None:
-        self._idle().push(connection)
+        self._idle.here().put(connection)
 
     def discard(self, connection: Any) -> None:
-        self._idle().discard(connection)
+        _abort(connection)
 
     def forget(self) -> None:
-        self._idle().clear()
+        self._idle.here().clear()
 
     async def exchange(  # noqa: PLR0917 - the hot path: keywords cost
         self, runtime: Runtime, connection: Any, data: bytes, replies: int, limit: float, nudge_after: float = 0.0
@@ -331,10 +302,8 @@ class AsyncioTransport:
         try:
             async with asyncio.timeout(limit):
                 if not connection.is_connected:
-                    await runtime.call(connection.connect)
-                connection._writer.write(
-                    data
-                )  # There is nothing to drain: the next command is written after this reply.
+                    await connection.connect()
+                connection._writer.write(data)  # Nothing to drain: the next command is written after this reply.
                 if connection._writer.transport.is_closing():
                     await _raise_what_closed(connection._reader)
                 read = connection._parser.read_response
@@ -352,24 +321,21 @@ class AsyncioTransport:
         except TimeoutError as error:
             raise RedisTimeoutError(f"no answer within {format_seconds(limit)}") from error
 
-    def close(self) -> None:
-        _clear(self._loops)
-
-    def _idle(self) -> _AsyncioIdle:
-        loop = asyncio.get_running_loop()
-        idle = self._loops.get(loop)
-        return self._begin(loop) if idle is None else idle
-
-    def _begin(self, loop: asyncio.AbstractEventLoop) -> _AsyncioIdle:
-        for ended in [known for known in list(self._loops) if known.is_closed()]:
-            self._loops.pop(ended, None)
-        idle = self._loops[loop] = _AsyncioIdle(self._connect)
-        idle.begin()
-        return idle
-
     def let_finish(self, task: asyncio.Task[Any]) -> None:
         """Let a request go on although its caller has gone: to its time limit, or the end of the loop."""
-        self._idle().let_finish(task)
+        self._idle.here().let_finish(task)
+
+
+def _is_open_and_silent(connection: Any) -> bool:
+    reader = connection._reader
+    return reader is not None and not reader.at_eof() and not reader._buffer
+
+
+def _abort(connection: Any) -> None:
+    writer = connection._writer
+    connection._close()
+    if writer is not None:
+        writer.transport.abort()  # Over TLS, a close waits for the other side, and the loop may end before.
 
 
 async def _raise_what_closed(reader: asyncio.StreamReader) -> NoReturn:
@@ -383,54 +349,3 @@ async def _raise_what_closed(reader: asyncio.StreamReader) -> NoReturn:
             raise error
         await asyncio.sleep(0)
     raise ConnectionResetError("the connection was closed")
-
-
-def _clear(loops: dict[asyncio.AbstractEventLoop, _AsyncioIdle]) -> None:
-    for loop, idle in list(loops.items()):
-        if not loop.is_closed():
-            loop.call_soon_threadsafe(idle.clear)
-
-
-class _AsyncioIdle(Idle):
-    def __init__(self, connect: Callable[[], Any]) -> None:
-        super().__init__(connect)
-        self._unattended: set[asyncio.Task[Any]] = set()
-        self._has_ended = False
-        self._ending = self._until_shutdown()
-
-    def begin(self) -> None:
-        """Register with the loop, which closes every generator that has begun when it is shut down."""
-        with suppress(StopIteration):
-            self._ending.__anext__().send(None)
-
-    def push(self, connection: Any) -> None:
-        if self._has_ended:  # it would stay open
-            self.discard(connection)
-        else:
-            super().push(connection)
-
-    def let_finish(self, task: asyncio.Task[Any]) -> None:
-        self._unattended.add(task)
-        task.add_done_callback(self._unattended.discard)
-        if self._has_ended:
-            task.cancel()
-
-    async def _until_shutdown(self) -> AsyncGenerator[None, None]:
-        try:
-            yield
-        finally:
-            self._has_ended = True
-            self.clear()
-            for task in self._unattended:  # those that began while the loop's other tasks were being cancelled
-                task.cancel()
-            await asyncio.gather(*self._unattended, return_exceptions=True)
-
-    def _is_alive(self, connection: Any) -> bool:
-        reader = connection._reader
-        return reader is not None and not reader.at_eof() and not reader._buffer
-
-    def discard(self, connection: Any) -> None:
-        writer = connection._writer
-        connection._close()
-        if writer is not None:
-            writer.transport.abort()  # over TLS, a close waits for the other side, and the loop may end before

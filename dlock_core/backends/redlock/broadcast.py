@@ -16,16 +16,18 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from functools import partial
+from operator import methodcaller
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
 
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import RedisError
 
+from dlock_core.backends.idle import IdlePool
 from dlock_core.backends.redis.addresses import title
 from dlock_core.backends.redis.backend import RedisBackend
 from dlock_core.backends.redis.transport import (
-    BlockingIdle,
+    MAX_IDLE_CONNECTIONS,
+    TRUSTED_IDLE_S,
     exchange,
     exchange_blocking,
     pack_commands,
@@ -95,10 +97,10 @@ class Broadcast(NamedTuple):
 
 
 def broadcast_blocking(
-    nodes: Sequence[RedlockNode], pool: NodeConnectionsPool, asked: Iterable[int], request: Broadcast
+    nodes: Sequence[RedlockNode], pool: IdlePool[NodeConnections], asked: Iterable[int], request: Broadcast
 ) -> list[Any]:
     """Return an answer for each node, None where none came in time."""
-    connections = pool.pop()
+    connections = pool.take() or NodeConnections(nodes)
     running = _BlockingBroadcast(nodes, connections, request)
     try:
         for index in asked:
@@ -106,7 +108,7 @@ def broadcast_blocking(
         running.collect()
     finally:
         running.end()
-        pool.push(connections)
+        pool.put(connections)
     return running.answers
 
 
@@ -359,12 +361,12 @@ class NodeConnections:
             self.drop(index)
 
 
-class NodeConnectionsPool(BlockingIdle):
-    """The NodeConnections that no thread uses."""
+def idle_connections() -> IdlePool[NodeConnections]:
+    """Return a pool for the NodeConnections that no thread uses."""
+    return IdlePool(methodcaller("disconnect"), MAX_IDLE_CONNECTIONS, is_usable=_drop_dead, trusted_s=TRUSTED_IDLE_S)
 
-    def __init__(self, nodes: Sequence[RedlockNode]) -> None:
-        super().__init__(partial(NodeConnections, nodes))
 
-    def _is_alive(self, connection: NodeConnections) -> bool:
-        connection.drop_dead()
-        return True
+def _drop_dead(connections: NodeConnections) -> bool:
+    """Drop what is dead; the others are of use still."""
+    connections.drop_dead()
+    return True

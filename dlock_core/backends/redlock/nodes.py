@@ -16,7 +16,7 @@ from dlock_core.backends.redis.addresses import PORT, pool_from_url, split_hosts
 from dlock_core.backends.redis.protocol import Keyspace, load_script
 from dlock_core.backends.redis.transport import unavailable
 from dlock_core.backends.redlock import broadcast
-from dlock_core.backends.redlock.broadcast import Broadcast, NodeConnectionsPool, RedlockNode
+from dlock_core.backends.redlock.broadcast import Broadcast, RedlockNode, idle_connections
 from dlock_core.backends.redlock.quorum import majority
 from dlock_core.errors import BackendUnavailable
 from dlock_core.runtime import Asyncio, clock
@@ -41,7 +41,7 @@ class NodeSet:
         check_nodes([title(client) for client in clients])
         self.all = tuple(RedlockNode(client, prefix, timeout) for client in clients)
         self.needed, self.timeout, self.keyspace = majority(len(self.all)), timeout, Keyspace(prefix)
-        self._indexes, self._connections = range(len(self.all)), NodeConnectionsPool(self.all)
+        self._indexes, self._connections = range(len(self.all)), idle_connections()
 
     def request(
         self,

@@ -211,7 +211,7 @@ class SlotTransport:
     check out: `checkout` returns the transport itself.
     """
 
-    dlock_used = 1.0
+    dlock_is_reused = True
     """Like an idle connection, the map may be outdated: after a connection error it is worth asking again at once."""
 
     def __init__(self, number: int, slots: SlotMap) -> None:
