@@ -13,7 +13,6 @@ import redis
 from dlock_core import AcquireTimeout, AsyncLock, Lock
 from dlock_core.backend import Busy
 from dlock_core.backends.idle import MAX_IDLE_S
-from dlock_core.backends.redis import transport
 from dlock_core.backends.redis.backend import RedisBackend
 from dlock_core.leases.engine import new_request
 from dlock_core.options import LockOptions
@@ -92,7 +91,7 @@ def test_connection_that_was_idle_for_long_is_looked_at(
     backend: RedisBackend, proxy: Proxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """So that a server which closes idle connections costs no failed request at all."""
-    monkeypatch.setattr(transport, "TRUSTED_IDLE_S", 0.0)
+    monkeypatch.setattr(backend._blocking._idle, "_trusted_s", 0.0)
     Lock(backend, "a").acquire().release()
     proxy.cut()
     threading.Event().wait(0.05)
