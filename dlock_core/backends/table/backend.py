@@ -8,6 +8,7 @@ expiry: ShedLock; of a token that grows in it: Kleppmann 2016.)
 from __future__ import annotations
 
 import json
+import weakref
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final
 
@@ -55,9 +56,13 @@ class TableBackend:
     def _begin(self) -> None:
         self._waiters = LocalWaiters()
         self._listener = NotifyListener(self.pool, self._waiters)
+        # The thread that listens keeps its connection, and the pool, until it is told to end.
+        self._when_forgotten = weakref.finalize(self, _close, self._listener, self.pool)
+        self._when_forgotten.atexit = False
 
     def _after_fork(self) -> None:
         """Begin anew in a forked child: the waiters and the listening thread belong to its parent."""
+        self._when_forgotten.detach()
         self._listener.forget()
         self._begin()
 
@@ -139,8 +144,7 @@ class TableBackend:
         return ended > 0
 
     def close(self) -> None:
-        self._listener.close()
-        self.pool.close()
+        _close(self._listener, self.pool)
 
     async def _look(self, runtime: Runtime, name: str) -> float:
         """Return the seconds for which the lock is held, if it is not released before; have its release told."""
@@ -169,6 +173,11 @@ class TableBackend:
         ended = await self.pool.step(runtime, request.name, end)
         self._waiters.notify(request.name)
         return ended
+
+
+def _close(listener: NotifyListener, pool: Pool) -> None:
+    listener.close()
+    pool.close()
 
 
 def _dialect(connection: Connection) -> Dialect:

@@ -9,6 +9,7 @@ leaders and restarts. (Idea of the queue: the recipes page of the ZooKeeper docu
 from __future__ import annotations
 
 import select
+import weakref
 from typing import TYPE_CHECKING, Any
 
 from dlock_core.backend import Busy, Capabilities, Granted, Released, RenewalFailure
@@ -19,13 +20,13 @@ from dlock_core.backends.zookeeper.queue import parse_queue
 from dlock_core.backends.zookeeper.session import EnsembleAddress, ZooKeeperSession, checked, read_url
 from dlock_core.errors import NotSupported
 from dlock_core.extras import needed_by
-from dlock_core.scheduler import after_fork_in_child
+from dlock_core.scheduler import after_fork_in_child, call_in_background
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from dlock_core.backend import LockState, Renewal, RenewalResult, Request
-    from dlock_core.backends.zookeeper.own_nodes import OwnNode
+    from dlock_core.backends.zookeeper.own_nodes import OwnNode, OwnNodes
     from dlock_core.backends.zookeeper.queue import Queue
     from dlock_core.doctor.finding import Finding
     from dlock_core.runtime import Runtime
@@ -71,9 +72,13 @@ class ZooKeeperBackend:
         self._nodes = LockNodes(self._session, self._address, self._prefix)
         self._queue_client = QueueClient(self._session, self._nodes, self._timeout)
         self._own_nodes = self._queue_client.own_nodes
+        # kazoo's threads keep the session until it is ended, which takes longer than a finalizer may.
+        self._when_forgotten = weakref.finalize(self, call_in_background, _close, self._own_nodes, self._session)
+        self._when_forgotten.atexit = False
 
     def _after_fork(self) -> None:
         """Begin anew in a forked child: session and leases are its parent's."""
+        self._when_forgotten.detach()
         self._session.abandon()
         self._begin()
 
@@ -198,3 +203,8 @@ class ZooKeeperBackend:
             return RenewalFailure.LOST
         valid_for = self._session.surely(request.ttl, sent)
         return valid_for if valid_for > 0 and self._own_nodes.keep(own_node, valid_for) else RenewalFailure.LOST
+
+
+def _close(own_nodes: OwnNodes, session: ZooKeeperSession) -> None:
+    own_nodes.clear()
+    session.close()
