@@ -5,10 +5,13 @@ import math
 import os
 import signal
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 import pytest
-from sqlalchemy import create_engine
+from sqlalchemy import create_engine, text
+from sqlalchemy.exc import OperationalError
+from sqlalchemy.pool import NullPool
 
 from dlock_core.backend import Released, Renewal, RenewalFailure
 from dlock_core.backends.advisory import session
@@ -22,6 +25,7 @@ from tests.advisory_stores import made, sessions
 from tests.faults.looking import interrupted
 from tests.processes import Link, worker
 from tests.proxy import Proxy
+from tests.table_stores import URLS, server_of
 from tests.waiting import auntil, until
 
 NAME = "order:42"
@@ -286,3 +290,27 @@ def test_standby_is_refused(servers_directory):
         Lock(store, NAME, wait=None).acquire()
     store.close()
     standby.stop()
+
+
+@pytest.mark.parametrize(
+    "store", ["postgresql", "psycopg2", "asyncpg", "mariadb", "pymysql", "aiomysql", "asyncmy"], indirect=True
+)
+def test_server_that_has_ended_every_idle_session_costs_no_single_try(store, alias):
+    leases = [Lock(store, f"{NAME}:{number}").acquire() for number in range(4)]
+    for lease in leases:
+        lease.release()
+    end_all_sessions(alias)
+    Lock(store, NAME, wait=0).acquire().release()
+
+
+def end_all_sessions(store: str) -> None:
+    url = URLS["psycopg" if server_of(store) == "postgresql" else "pymysql"]
+    with create_engine(url, isolation_level="AUTOCOMMIT", poolclass=NullPool).connect() as operator:
+        if server_of(store) == "postgresql":
+            others = "pid <> pg_backend_pid() AND backend_type = 'client backend'"
+            operator.execute(text(f"SELECT pg_terminate_backend(pid, 60000) FROM pg_stat_activity WHERE {others}"))
+            return
+        ours = "id <> connection_id() AND user = 'root'"
+        for (number,) in operator.execute(text(f"SELECT id FROM information_schema.processlist WHERE {ours}")).all():
+            with suppress(OperationalError):
+                operator.execute(text(f"KILL {number}"))

@@ -6,6 +6,7 @@ import socket
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -145,7 +146,7 @@ def test_lease_table_whose_waiters_were_notified_leaves_no_session(driver: str, 
     holder = Lock(store, name).acquire()
     with ThreadPoolExecutor(1) as threads:
         waiter = threads.submit(Lock(store, name, wait=30).acquire)
-        until(lambda: listener.is_listening)
+        until(partial(getattr, listener, "is_listening"))
         holder.release()
         waiter.result().release()
         del waiter

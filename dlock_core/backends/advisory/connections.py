@@ -7,6 +7,7 @@ import math
 import select
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, TypeVar
+from weakref import ref
 
 from dlock_core.backends.idle import IdlePool
 from dlock_core.backends.sql import socket_of
@@ -33,9 +34,12 @@ MAX_IDLE_CONNECTIONS: Final = 8
 class LockConnection:
     """One connection, used by one step at a time: its holder's, or the watchdog's."""
 
-    def __init__(self, dedicated: DedicatedConnection, connection: Connection, number: int) -> None:
+    def __init__(
+        self, dedicated: DedicatedConnection, connection: Connection, number: int, owner: LockConnections
+    ) -> None:
         self.dedicated, self.number = dedicated, number
         """The number is the session's at the server."""
+        self._owner = ref(owner)
         self.vendor = connection.vendor
         self.execute, self.prepared = _ways(connection)
         """Run a statement as `Connection.execute` does; `prepared` those that come again and again."""
@@ -84,6 +88,8 @@ class LockConnection:
             # The connection may have died while it was idle, so that a new one may work. A silent server would only
             # cost a second time limit.
             error.broken = not self.is_fresh and not isinstance(error.__cause__, TimeoutError)
+            if (owner := self._owner()) is not None:
+                owner.close()  # What ended this session may have ended the idle ones.
             raise
         finally:
             if "by" in self._in_use and self._in_use["by"] is mine:
@@ -149,7 +155,7 @@ class LockConnections:
             return await dedicated.step(
                 runtime,
                 name,
-                lambda connection: LockConnection(dedicated, connection, self._prepare_session(connection, name)),
+                lambda connection: LockConnection(dedicated, connection, self._prepare_session(connection, name), self),
             )
         except BaseException:
             await runtime.shield(dedicated.close(runtime))
