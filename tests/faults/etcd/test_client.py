@@ -15,12 +15,14 @@ from typing import Any
 import pytest
 
 from dlock_core import AsyncLock, Lock
-from dlock_core.backend import Busy, Granted, Renewal, new_request
+from dlock_core.backend import Busy, Granted, Renewal
 from dlock_core.backends.etcd.backend import EtcdBackend
 from dlock_core.backends.etcd.connections import MAX_IDLE_CONNECTIONS
 from dlock_core.backends.etcd.keys import NOTHING, LockView, StoredKey
 from dlock_core.backends.etcd.steps import HeldKey, QueueEntry, ServerLease
 from dlock_core.errors import AcquireTimeout, BackendUnavailable
+from dlock_core.leases.engine import new_request
+from dlock_core.options import LockOptions
 from dlock_core.runtime import ASYNCIO, BLOCKING, Runtime, clock, run
 from tests.etcd_servers import Cluster
 from tests.faults.etcd.conftest import TIMEOUT_S
@@ -261,7 +263,7 @@ def test_answer_that_is_none_of_etcds_is_an_unavailable_store(body: bytes, crede
         while asked := connected.recv(65536):
             connected.sendall(http(body) * asked.count(b"POST "))
 
-    request = new_request("a", 30.0, 0.0, shared=False, fair=True)
+    request = new_request("a", LockOptions(30.0, 0.0))
     lease = ServerLease(1, 30, until=clock() + 30.0, is_known=True)
     granted = Granted(1, 30.0, HeldKey(1, lease))
     entry = QueueEntry(LockView(False, True, 1, StoredKey("a", "", 1, 1), 0, 0, NOTHING, NOTHING), lease)
