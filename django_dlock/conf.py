@@ -21,9 +21,8 @@ from django.dispatch import receiver
 from django.utils.connection import BaseConnectionHandler
 from django.utils.module_loading import import_string
 
-from dlock_core.backends.options import tells_secret
 from dlock_core.errors import DLockError
-from dlock_core.options import ttl_seconds, wait_seconds
+from dlock_core.options import tells_secret, ttl_seconds, wait_seconds
 from dlock_core.stores import DEFAULT_TTL_S, DEFAULT_WAIT_S, Store, connect
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ import time
 from functools import partial
 from inspect import isawaitable
 from queue import Empty, SimpleQueue
-from typing import TYPE_CHECKING, Any, Concatenate, Final, ParamSpec, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
@@ -28,14 +28,12 @@ __all__ = [
     "DatabaseRuntime",
     "Runtime",
     "Signal",
-    "blocking",
     "clock",
     "refuse_in_loop",
     "run",
 ]
 
 T = TypeVar("T")
-P = ParamSpec("P")
 
 _CLOCK = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)  # a suspended machine's leases run out, too
 
@@ -107,7 +105,7 @@ class DatabaseRuntime(Runtime, Protocol):
 
 
 class _Wakeup:
-    """Does what `threading.Event` does, whose lock an interrupt in `wait` may keep, so that `set` hangs for ever."""
+    """A `threading.Event` without its lock, which an interrupt in `wait` may keep, so that `set` hangs."""
 
     __slots__ = ("_queue",)
 
@@ -231,20 +229,15 @@ def run(coroutine: Coroutine[Any, Any, T]) -> T:
     raise RuntimeError("a blocking call tried to suspend: an asyncio runtime was given to it")
 
 
-def blocking(step: Callable[Concatenate[Runtime, P], Coroutine[Any, Any, T]], *args: P.args, **options: P.kwargs) -> T:
-    """Finish a step of the engine in this thread."""
-    return run(step(BLOCKING, *args, **options))
-
-
 CHANCE: Final = random.SystemRandom()
-"""Jitter of our own: a program that seeds `random` finds its numbers where it expects them, in whatever thread."""
+"""Our own source of jitter, so that a program which seeds `random` gets the numbers that it expects."""
 
 
 def full_jitter(attempt: int, draw: float, *, base: float = 0.01, cap: float = 1.0) -> float:
     """Return the seconds to wait after the failed attempt number `attempt` (1 is the first).
 
-    A uniform choice between 0 and a limit that is `base` and doubles with each attempt, up to `cap`: those who collided
-    spread out over the whole span. Source: M. Brooker, "Exponential Backoff And Jitter", AWS Architecture Blog, 2015.
+    A uniform choice between 0 and a limit that is `base` and doubles with each attempt, up to `cap`, so that attempts
+    which have collided spread out. Source: M. Brooker, "Exponential Backoff And Jitter", AWS Architecture Blog, 2015.
     """
     doublings = min(attempt - 1, 60)  # beyond it every cap is reached, and a float would overflow
     return draw * min(cap, base * 2.0**doublings)

@@ -1,7 +1,7 @@
 """Threads of our own: one that sleeps until the next thing is due, and those that call the application's callbacks.
 
 Work reaches these threads through deques and sets, never under a lock: a signal handler or a finalizer may hand over
-work, too, and may interrupt a caller who would hold that lock. None of the threads survives a fork, so everything that
+work, too, and may interrupt the code that would hold that lock. None of the threads survives a fork, so everything that
 has one registers here what a forked child must do.
 """
 

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any, Final
 import click
 
 from dlock_core import doctor as doctors
-from dlock_core.backends.options import masked
 from dlock_core.cli.layout import plain, seconds
 from dlock_core.cli.listing import (
     Details,
@@ -24,6 +23,7 @@ from dlock_core.cli.release import choose_grant, confirm, end
 from dlock_core.cli.sources import CliContext, CommandFailed, OpenSources, WrongUrl
 from dlock_core.extras import version
 from dlock_core.inspect import Snapshot, take_snapshot
+from dlock_core.options import masked
 
 if TYPE_CHECKING:
     from collections.abc import Callable

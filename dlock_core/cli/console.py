@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any, Final
 import click
 
 from dlock_core import stores as registry
-from dlock_core.backends.options import tells_secret
 from dlock_core.cli.app import app
 from dlock_core.cli.layout import plain
 from dlock_core.cli.sources import CliContext, CommandFailed, WrongUrl, console_for
 from dlock_core.extras import needed_by
+from dlock_core.options import tells_secret
 from dlock_core.transactions.fence_sql import purge
 
 if TYPE_CHECKING:

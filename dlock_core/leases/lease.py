@@ -10,7 +10,7 @@ Only the methods of `Held` change a lease. Its states, and the methods that lead
      └─ lose (also from ABANDONED and RELEASING) ────────────► LOST ──── end ───► ENDED
 
 The engine, the watchdog and a transaction may each change it from a thread of its own, and a signal handler or a
-finalizer may come between any two steps, so there is no lock here: such a caller could interrupt the one who has it.
+finalizer may come between any two steps, so there is no lock here: it could interrupt the code that has it.
 Instead the state follows from facts that are only ever set and never taken back, and the watchdog's sets are changed
 by single operations that cannot be half done: whatever two threads do at once, none can undo what the other did.
 """
@@ -359,7 +359,7 @@ class Watchdog:
     def _is_due(self, held: Held, tick: int) -> bool:
         """Return whether a lease found in a tick's bucket is to be renewed now, and not later from another bucket.
 
-        A caller who was interrupted while changing the time may have added it nowhere else.
+        A caller that was interrupted while it changed the time may have added the lease to no other bucket.
         """
         return held.renewal_tick == tick or ref(held) not in self._due.get(held.renewal_tick, ())
 

@@ -38,7 +38,7 @@ logger = logging.getLogger("dlock")
 T = TypeVar("T")
 Key = tuple[Hashable, int, str]
 held_by_caller: WeakValueDictionary[Key, Held] = WeakValueDictionary()
-"""What each thread or task holds, so that asking twice is an error at once and never a deadlock with oneself."""
+"""What each thread or task holds, so that a second acquire raises at once instead of waiting for itself."""
 
 
 def key_of(caller: object, backend: Backend, name: str) -> Key:
@@ -47,7 +47,7 @@ def key_of(caller: object, backend: Backend, name: str) -> Key:
 
 
 class LeaseView:
-    """What every kind of lease tells about itself; none of it does I/O."""
+    """The state of a lease, as every kind of handle shows it. Nothing here does I/O."""
 
     __slots__ = ("_held",)
 
@@ -197,11 +197,11 @@ class AsyncLease(LeaseHandle, AsyncReleasing[Released]):
 
 
 class Blocks:
-    """The leases of the `with` blocks that each thread or task is in, so that a lock can be shared by all of them.
+    """The leases of the `with` blocks that each thread or task is in, so that all of them can share one lock object.
 
-    A block may end in another thread or task than the one it began in: a generator, a fixture, a response that is
-    streamed. Then its lease is looked for among those whose caller can no longer be in a block. When that does not tell
-    which it is, none is taken: a lease that is never ended runs out, one that is taken from its holder lets two in.
+    A block may end in another thread or task than the one it began in: a generator, a fixture, a streamed response. Its
+    lease is then searched among those whose thread or task has ended. If that leaves more than one candidate, none is
+    released: a lease that is never released expires, but releasing the lease of a live holder would let two in.
     """
 
     __slots__ = ("_leases", "_unmatched")
@@ -209,7 +209,7 @@ class Blocks:
     def __init__(self) -> None:
         self._leases: dict[Hashable, list[Any]] = {}
         self._unmatched = 0
-        """Blocks that are over and whose leases are still here, since it was unknown which are theirs."""
+        """The number of blocks that have ended while it was unknown which lease was theirs."""
 
     def enter(self, caller: Hashable, lease: T) -> T:
         """Remember the lease of a block that begins."""
@@ -230,7 +230,7 @@ class Blocks:
             if not leases:
                 self._leases.pop(each, None)
         if self._unmatched and self._unmatched >= len(self._entries()):
-            self._leases.clear()  # No caller is in a block any more: what is kept nowhere else is renewed no longer.
+            self._leases.clear()  # All blocks have ended. A lease without another reference is renewed no longer.
             self._unmatched = 0
 
     def _of_another_caller(self) -> Any:
@@ -260,7 +260,7 @@ def _has_ended(caller: object) -> bool:
 
 
 class BlockExit:
-    """Ends the `with` block of a lock, or of several, so that no interrupt leaves its lease behind."""
+    """The end of a lock's `with` block, which releases the lease even when an interrupt comes at any step of it."""
 
     _blocks: Blocks
 
@@ -296,8 +296,8 @@ async def end_block(
 ) -> None:
     """Release what a `with` block held, and judge whether it was held to the end of the block.
 
-    The caller's list `ending` takes down what that is. A caller who was interrupted here calls again with the same
-    list: then this block is ended all the same, and no other one in its place.
+    The list `ending` records which lease that is. A caller that was interrupted in here calls again with the same list,
+    so that the second call ends this block and not the one around it.
     """
     if not ending:
         ending += [blocks.innermost(caller)]

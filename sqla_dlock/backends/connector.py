@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any, Final
 from sqlalchemy import Engine, text
 from sqlalchemy.exc import SQLAlchemyError
 
-from dlock_core.backends.options import is_host
 from dlock_core.backends.sql import Pool, in_threads, notifications, read_in_thread, shut_socket, socket_of, within
 from dlock_core.backends.sql.sqlite import SQLiteConnector, file_of
+from dlock_core.options import is_host
 from dlock_core.sql.database import cursor_of
 from sqla_dlock.backends.loops import Loop
 from sqla_dlock.greenlets import await_

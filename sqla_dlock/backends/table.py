@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Final
 from sqlalchemy import create_engine, make_url
 from sqlalchemy.exc import ArgumentError
 
-from dlock_core.backends.options import has_swallowed_options
 from dlock_core.backends.table.backend import TableBackend
+from dlock_core.options import has_swallowed_options
 from sqla_dlock.backends.connector import pool_of
 
 if TYPE_CHECKING:

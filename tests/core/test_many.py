@@ -21,9 +21,9 @@ from dlock_core import (
     connect,
 )
 from dlock_core.backends.memory import MemoryBackend
-from dlock_core.leases.engine import Acquisition
+from dlock_core.leases.engine import Acquisition, new_request
 from dlock_core.leases.lease import LeaseState
-from dlock_core.leases.multilock import acquire_all, new_request
+from dlock_core.leases.multilock import acquire_all
 from dlock_core.observability import hooks
 from dlock_core.options import LockOptions
 from dlock_core.runtime import BLOCKING, run

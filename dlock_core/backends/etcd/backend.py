@@ -17,8 +17,8 @@ from dlock_core.backends.etcd.connections import read_url
 from dlock_core.backends.etcd.gateway import Gateway
 from dlock_core.backends.etcd.keys import Keys, StoredKey
 from dlock_core.backends.etcd.steps import QUEUE_ENTRY_TTL_S, QueueEntry, Steps
-from dlock_core.backends.options import check_prefix, check_seconds
 from dlock_core.errors import BackendUnavailable
+from dlock_core.options import check_prefix, check_seconds
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence

@@ -9,7 +9,7 @@ from urllib.parse import unquote
 
 from dlock_core.backends.etcd.transport import HTTPConnection, Member
 from dlock_core.backends.idle import IdlePool, LoopPools
-from dlock_core.backends.options import has_swallowed_options, is_host
+from dlock_core.options import has_swallowed_options, is_host
 from dlock_core.runtime import Asyncio
 
 if TYPE_CHECKING:

@@ -12,8 +12,8 @@ from urllib.parse import parse_qs, urlsplit
 import redis
 import redis.asyncio
 
-from dlock_core.backends.options import has_swallowed_options, is_host, tells_secret
 from dlock_core.backends.redis.transport import AsyncioTransport, BlockingTransport, Packer
+from dlock_core.options import has_swallowed_options, is_host, tells_secret
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -10,7 +10,6 @@ import math
 from typing import TYPE_CHECKING, Any, Final
 
 from dlock_core.backend import Capabilities, Granted, RenewalFailure
-from dlock_core.backends.options import check_prefix, check_seconds
 from dlock_core.backends.redis import sentinel
 from dlock_core.backends.redis.addresses import pool_from_url, transports
 from dlock_core.backends.redis.protocol import (
@@ -27,6 +26,7 @@ from dlock_core.backends.redis.protocol import (
 )
 from dlock_core.backends.redis.transport import raise_for_error, retry_once, run_script, send_commands
 from dlock_core.errors import BackendUnavailable
+from dlock_core.options import check_prefix, check_seconds
 from dlock_core.runtime import CHANCE, Asyncio
 
 if TYPE_CHECKING:

@@ -231,7 +231,7 @@ def _new(connect: Callable[[], Any]) -> Any:
 
 
 def _is_silent(connection: Any) -> bool:
-    """Return whether an idle connection is open, and nothing was sent that nobody has read."""
+    """Return whether an idle connection is open and has no unread data, which only an error would leave."""
     try:
         return not connection.can_read(0)
     except (RedisError, OSError):

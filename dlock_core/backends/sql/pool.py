@@ -7,9 +7,9 @@ from operator import methodcaller
 from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeVar
 
 from dlock_core.backends.idle import IdlePool, inherited
-from dlock_core.backends.options import check_seconds
 from dlock_core.backends.sql.deadlines import DEADLINES
 from dlock_core.errors import BackendUnavailable
+from dlock_core.options import check_seconds
 from dlock_core.owner import printable
 from dlock_core.runtime import clock
 from dlock_core.sql.driver_errors import DatabaseFailure, classify

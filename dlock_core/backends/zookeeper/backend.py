@@ -13,13 +13,13 @@ import weakref
 from typing import TYPE_CHECKING, Any
 
 from dlock_core.backend import Busy, Capabilities, Granted, Released, RenewalFailure
-from dlock_core.backends.options import check_prefix, check_seconds
 from dlock_core.backends.zookeeper.nodes import EXTRA_S_PER_REQUEST, LockNodes
 from dlock_core.backends.zookeeper.own_nodes import MAX_WAIT_S, WAITER_GRACE_S, QueueClient
 from dlock_core.backends.zookeeper.queue import parse_queue
 from dlock_core.backends.zookeeper.session import EnsembleAddress, ZooKeeperSession, checked, read_url
 from dlock_core.errors import NotSupported
 from dlock_core.extras import needed_by
+from dlock_core.options import check_prefix, check_seconds
 from dlock_core.scheduler import after_fork_in_child, call_in_background
 
 if TYPE_CHECKING:

@@ -31,8 +31,8 @@ from kazoo.protocol.connection import _CONNECTION_DROP
 from kazoo.protocol.serialization import Create2, Delete, SetData
 from kazoo.protocol.states import KazooState
 
-from dlock_core.backends.options import has_swallowed_options, is_host
 from dlock_core.errors import BackendUnavailable, format_seconds
+from dlock_core.options import has_swallowed_options, is_host
 from dlock_core.runtime import clock
 
 if TYPE_CHECKING:
