@@ -17,6 +17,7 @@ from tests.interrupts import OURS, TELLS_OTHERS, SoftLimit, each_line, renewed
 from tests.testapp.models import Counter
 
 pytestmark = [
+    pytest.mark.timeout(600),  # some 800 interrupted runs each, line by line: a loaded machine needs minutes
     pytest.mark.filterwarnings("ignore:coroutine:RuntimeWarning"),  # an interrupt may come before it is awaited
     pytest.mark.usefixtures("garbage_is_collected"),
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),

@@ -22,6 +22,7 @@ from tests.sqla_dlock.engines import begin_immediate
 from tests.sqla_dlock.models import Base, Counter
 
 pytestmark = [
+    pytest.mark.timeout(600),  # some 800 interrupted runs each, line by line: a loaded machine needs minutes
     pytest.mark.filterwarnings("ignore:coroutine:RuntimeWarning"),  # an interrupt may come before it is awaited
     pytest.mark.usefixtures("garbage_is_collected"),
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
