@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from dlock_core.runtime import Runtime
 
 __all__ = [
+    "AcquireRequest",
     "Backend",
     "Busy",
     "Capabilities",
@@ -27,7 +28,6 @@ __all__ = [
     "Renewal",
     "RenewalFailure",
     "RenewalResult",
-    "Request",
     "SupportsMany",
     "Waiter",
     "supports_many",
@@ -45,7 +45,7 @@ class Released(Enum):
     """Another holder's grant: ours had run out, and the lock was taken since."""
 
 
-class Request(NamedTuple):
+class AcquireRequest(NamedTuple):
     """A request for one lock; repeated unchanged in every attempt."""
 
     name: str
@@ -87,7 +87,7 @@ class Busy(NamedTuple):
 class Renewal(NamedTuple):
     """One lease whose expiry is to be pushed to `request.ttl` from now."""
 
-    request: Request
+    request: AcquireRequest
     granted: Granted
 
 
@@ -166,20 +166,22 @@ class Backend(Protocol):
         """Return what this store can do."""
 
     async def try_acquire(
-        self, runtime: Runtime, request: Request, ticket: Any = None, *, unsure: bool = False
+        self, runtime: Runtime, request: AcquireRequest, ticket: Any = None, *, unsure: bool = False
     ) -> Granted | Busy:
         """Make one attempt; never wait for another holder.
 
         Idempotent by `request.holder`. `unsure`: an earlier attempt ended in BackendUnavailable and may have worked.
         """
 
-    async def wait(self, runtime: Runtime, request: Request, busy: Busy, timeout: float) -> Granted | Busy | None:
+    async def wait(
+        self, runtime: Runtime, request: AcquireRequest, busy: Busy, timeout: float
+    ) -> Granted | Busy | None:
         """Return when it makes sense to ask again, after `timeout` seconds at the latest; may return early.
 
         A store that makes the next attempt along with the wake-up returns its answer; the others return None.
         """
 
-    async def abandon(self, runtime: Runtime, request: Request, ticket: Any = None) -> None:
+    async def abandon(self, runtime: Runtime, request: AcquireRequest, ticket: Any = None) -> None:
         """Leave the queue and undo a grant that may have happened. Idempotent."""
 
     async def renew(self, runtime: Runtime, renewals: Sequence[Renewal]) -> list[RenewalResult]:
@@ -188,7 +190,7 @@ class Backend(Protocol):
         Raises BackendUnavailable when nothing was learned about any of them.
         """
 
-    async def release(self, runtime: Runtime, request: Request, granted: Granted) -> Released:
+    async def release(self, runtime: Runtime, request: AcquireRequest, granted: Granted) -> Released:
         """End our grant, hand the lock over to the first live waiter, and return what was found.
 
         Never ends another holder's grant.
@@ -207,10 +209,10 @@ class Backend(Protocol):
 class SupportsMany(Backend, Protocol):
     """A store that takes several locks in one request, all or none, and releases them in one."""
 
-    async def try_acquire_many(self, runtime: Runtime, requests: Sequence[Request]) -> list[Granted] | None:
+    async def try_acquire_many(self, runtime: Runtime, requests: Sequence[AcquireRequest]) -> list[Granted] | None:
         """Take several free locks exclusively, or none of them (None)."""
 
-    async def release_many(self, runtime: Runtime, requests: Sequence[Request]) -> list[Released]:
+    async def release_many(self, runtime: Runtime, requests: Sequence[AcquireRequest]) -> list[Released]:
         """Release several grants at once, and return what was found of each."""
 
 

@@ -38,7 +38,7 @@ T = TypeVar("T")
 _CLOCK = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)  # a suspended machine's leases run out, too
 
 
-_behind: Final[set[asyncio.Future[Any]]] = set()
+_background_tasks: Final[set[asyncio.Future[Any]]] = set()
 
 clock: Final = partial(time.clock_gettime, _CLOCK)
 """Return seconds on a clock that never steps back and goes on while the machine sleeps."""
@@ -83,7 +83,7 @@ class Runtime(Protocol):
     def shield(self, coroutine: Coroutine[Any, Any, T]) -> Coroutine[Any, Any, T]:
         """Finish a clean-up, even while the task is being cancelled."""
 
-    def behind(self, coroutine: Coroutine[Any, Any, Any]) -> None:
+    def run_in_background(self, coroutine: Coroutine[Any, Any, Any]) -> None:
         """Finish a clean-up in the background, while the caller goes on; it must not raise."""
 
 
@@ -153,8 +153,8 @@ class Blocking:
     def finish(self, step: Callable[..., Coroutine[Any, Any, T]], *args: Any) -> T:
         return run(step(self, *args))
 
-    def behind(self, coroutine: Coroutine[Any, Any, Any]) -> None:
-        threading.Thread(target=run, args=(coroutine,), name="dlock-behind", daemon=True).start()
+    def run_in_background(self, coroutine: Coroutine[Any, Any, Any]) -> None:
+        threading.Thread(target=run, args=(coroutine,), name="dlock-background", daemon=True).start()
 
 
 class _LoopEvent(asyncio.Event):
@@ -205,10 +205,10 @@ class Asyncio:
             raise cancelled from None if task.cancelled() else task.exception()
         return task.result()
 
-    def behind(self, coroutine: Coroutine[Any, Any, Any]) -> None:
+    def run_in_background(self, coroutine: Coroutine[Any, Any, Any]) -> None:
         task = asyncio.ensure_future(coroutine)
-        _behind.add(task)  # the loop itself keeps only weak references
-        task.add_done_callback(_behind.discard)
+        _background_tasks.add(task)  # the loop itself keeps only weak references
+        task.add_done_callback(_background_tasks.discard)
 
 
 BLOCKING = Blocking()
@@ -229,7 +229,7 @@ def run(coroutine: Coroutine[Any, Any, T]) -> T:
     raise RuntimeError("a blocking call tried to suspend: an asyncio runtime was given to it")
 
 
-CHANCE: Final = random.SystemRandom()
+RNG: Final = random.SystemRandom()
 """Our own source of jitter, so that a program which seeds `random` gets the numbers that it expects."""
 
 

@@ -40,8 +40,8 @@ _OWN_FACTORIES: Final = {
     "unix": "dlock_core.backends.redis.backend:RedisBackend.from_url",
     "redis+sentinel": "dlock_core.backends.redis.backend:RedisBackend.from_sentinel",
     "rediss+sentinel": "dlock_core.backends.redis.backend:RedisBackend.from_sentinel",
-    "redis+cluster": "dlock_core.backends.redis.cluster.backend:ClusterBackend.from_url",
-    "rediss+cluster": "dlock_core.backends.redis.cluster.backend:ClusterBackend.from_url",
+    "redis+cluster": "dlock_core.backends.redis.cluster:ClusterBackend.from_url",
+    "rediss+cluster": "dlock_core.backends.redis.cluster:ClusterBackend.from_url",
     "redlock": "dlock_core.backends.redlock.backend:RedlockBackend.from_url",
     "zookeeper": "dlock_core.backends.zookeeper.backend:ZooKeeperBackend.from_url",
     "etcd": "dlock_core.backends.etcd.backend:EtcdBackend",
@@ -91,7 +91,7 @@ def schemes() -> list[str]:
 def _of_client(client: Any, options: dict[str, Any]) -> Backend:
     if not any(kind.__module__.startswith(("redis", "valkey")) for kind in type(client).__mro__):
         raise TypeError(f"a store is a URL or a redis-py client, not {type(client).__name__}")
-    kind = "redis.cluster.backend:ClusterBackend" if hasattr(client, "nodes_manager") else "redis.backend:RedisBackend"
+    kind = "redis.cluster:ClusterBackend" if hasattr(client, "nodes_manager") else "redis.backend:RedisBackend"
     return cast("Backend", _load(f"dlock_core.backends.{kind}")(client, **options))
 
 

@@ -14,7 +14,7 @@ from types import CodeType, FrameType
 from typing import Any, Self
 from weakref import ref
 
-from dlock_core.leases.lease import Held, LeaseState
+from dlock_core.leases.lease import LeaseRecord, LeaseState
 from dlock_core.observability import hooks
 
 OURS = ("/dlock_core/", "/django_dlock/", "/sqla_dlock/")
@@ -84,12 +84,12 @@ class Tracer:
 
 
 @contextmanager
-def grants() -> Iterator[list[ref[Held]]]:
+def grants() -> Iterator[list[ref[LeaseRecord]]]:
     """The leases that were granted meanwhile, as far as somebody still has them."""
-    found: list[ref[Held]] = []
+    found: list[ref[LeaseRecord]] = []
 
     def hear(event: hooks.Event) -> None:
-        if event.kind == "acquired" and isinstance(event.lease, Held):
+        if event.kind == "acquired" and isinstance(event.lease, LeaseRecord):
             found.append(ref(event.lease))
 
     hooks.subscribe(hear)
@@ -99,20 +99,20 @@ def grants() -> Iterator[list[ref[Held]]]:
         hooks.unsubscribe(hear)
 
 
-def renewed(granted: Sequence[ref[Held]]) -> list[Held]:
+def renewed(granted: Sequence[ref[LeaseRecord]]) -> list[LeaseRecord]:
     """Those that are renewed for as long as this process lives."""
     if any(_is_renewed(each()) for each in granted):
         gc.collect()  # what only a cycle keeps is as good as gone
     return [held for each in granted if _is_renewed(held := each()) and held is not None]
 
 
-def _is_renewed(held: Held | None) -> bool:
+def _is_renewed(held: LeaseRecord | None) -> bool:
     return held is not None and held.state is LeaseState.HELD
 
 
 def each_line(
     work: Callable[[], object], files: Sequence[str], error: type[BaseException] = SoftLimit
-) -> Iterator[tuple[Line, list[ref[Held]], bool]]:
+) -> Iterator[tuple[Line, list[ref[LeaseRecord]], bool]]:
     """Do the work again and again, interrupted at each line in turn, once for each place that calls its function.
 
     Gives the line, the grants and whether the interrupt surfaced, before anything is tidied up.

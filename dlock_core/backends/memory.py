@@ -16,7 +16,7 @@ from dlock_core.runtime import clock
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from dlock_core.backend import Renewal, RenewalResult, Request
+    from dlock_core.backend import AcquireRequest, Renewal, RenewalResult
     from dlock_core.doctor.finding import Finding
     from dlock_core.runtime import Runtime, Signal
 
@@ -30,7 +30,7 @@ WAITER_TTL_S = 5.0
 
 @dataclass(slots=True)
 class _Grant:
-    request: Request
+    request: AcquireRequest
     token: int
     since: float
     until: float
@@ -38,7 +38,7 @@ class _Grant:
 
 @dataclass(slots=True)
 class _QueueEntry:
-    request: Request
+    request: AcquireRequest
     since: float
     alive_until: float
     signal: Signal | None = None
@@ -68,7 +68,7 @@ class MemoryBackend:
         return cls()
 
     async def try_acquire(
-        self, runtime: Runtime, request: Request, ticket: Any = None, *, unsure: bool = False
+        self, runtime: Runtime, request: AcquireRequest, ticket: Any = None, *, unsure: bool = False
     ) -> Granted | Busy:
         with self._guard:
             state = self._states[request.name] = self._current(request.name)
@@ -84,7 +84,7 @@ class MemoryBackend:
             grant.until = self._now() + request.ttl
             return Granted(grant.token, request.ttl)
 
-    async def wait(self, runtime: Runtime, request: Request, busy: Busy, timeout: float) -> None:
+    async def wait(self, runtime: Runtime, request: AcquireRequest, busy: Busy, timeout: float) -> None:
         signal = runtime.signal()
         with self._guard:
             entry = self._current(request.name).queue.get(request.holder)
@@ -95,11 +95,11 @@ class MemoryBackend:
             signal, min(timeout, CLAIM_S)
         )  # the waiter that was handed the lock may be dead, and wakes no other
 
-    async def abandon(self, runtime: Runtime, request: Request, ticket: Any = None) -> None:
+    async def abandon(self, runtime: Runtime, request: AcquireRequest, ticket: Any = None) -> None:
         with self._guard:
             self._remove(request)
 
-    async def release(self, runtime: Runtime, request: Request, granted: Granted) -> Released:
+    async def release(self, runtime: Runtime, request: AcquireRequest, granted: Granted) -> Released:
         with self._guard:
             if self._remove(request):
                 return Released.RELEASED
@@ -141,7 +141,7 @@ class MemoryBackend:
             self._states.pop(name, None)
         return state
 
-    def _enqueue(self, state: _State, request: Request) -> None:
+    def _enqueue(self, state: _State, request: AcquireRequest) -> None:
         now = self._now()
         entry = state.queue.setdefault(request.holder, _QueueEntry(request, now, now + WAITER_TTL_S))
         entry.alive_until = now + WAITER_TTL_S
@@ -162,7 +162,7 @@ class MemoryBackend:
             if entry.signal is not None:
                 entry.signal.set()
 
-    def _busy(self, state: _State, request: Request) -> Busy:
+    def _busy(self, state: _State, request: AcquireRequest) -> Busy:
         if not request.queue:
             state.queue.pop(request.holder, None)
         first = min(state.holders.values(), key=lambda grant: grant.until, default=None)
@@ -177,14 +177,14 @@ class MemoryBackend:
             token = floor + 1
         return token
 
-    def _renew(self, request: Request) -> RenewalResult:
+    def _renew(self, request: AcquireRequest) -> RenewalResult:
         grant = self._current(request.name).holders.get(request.holder)
         if grant is None:
             return RenewalFailure.LOST
         grant.until = self._now() + request.ttl
         return request.ttl
 
-    def _remove(self, request: Request) -> bool:
+    def _remove(self, request: AcquireRequest) -> bool:
         state = self._current(request.name)
         state.queue.pop(request.holder, None)
         ours = state.holders.pop(request.holder, None) is not None

@@ -13,12 +13,12 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final
 
 from dlock_core import owner as owners
-from dlock_core.backend import Busy, Granted, Released, Renewal, RenewalFailure, Request
+from dlock_core.backend import AcquireRequest, Busy, Granted, Released, Renewal, RenewalFailure
 from dlock_core.errors import AcquireTimeout, BackendUnavailable, LeaseLost, NotHeld
-from dlock_core.leases.lease import Held, LeaseState, renew_in_background
+from dlock_core.leases.lease import LeaseRecord, LeaseState, renew_in_background
 from dlock_core.observability import hooks
 from dlock_core.options import LockOptions, Seconds, ttl_seconds
-from dlock_core.runtime import CHANCE
+from dlock_core.runtime import RNG
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Coroutine
@@ -49,17 +49,17 @@ def new_request(
     queue: bool = True,
     owner: str | None = None,
     transaction: Any = None,
-) -> Request:
+) -> AcquireRequest:
     """Return the request of one acquire call: with a fresh holder, and queued for unless it is a single try.
 
     `owner` is the owner's metadata, if that is not what `owner.text` returns for this thread or task.
     """
     owner = owners.text() if owner is None else owner
     queues, holder = queue and options.wait != 0.0, os.urandom(16).hex()
-    return Request(name, holder, options.ttl, options.shared, queues, options.fair, owner, 0, transaction)
+    return AcquireRequest(name, holder, options.ttl, options.shared, queues, options.fair, owner, 0, transaction)
 
 
-async def renew(runtime: Runtime, held: Held, ttl: Seconds | None = None) -> None:
+async def renew(runtime: Runtime, held: LeaseRecord, ttl: Seconds | None = None) -> None:
     """Push the expiry of a lease that is still ours, and have the watchdog keep to its new ttl.
 
     Raises LeaseLost, or BackendUnavailable, which says nothing about the lease.
@@ -71,7 +71,7 @@ async def renew(runtime: Runtime, held: Held, ttl: Seconds | None = None) -> Non
             renew_in_background(held)  # Also after an error: a shorter ttl counts from the moment it was asked for.
 
 
-async def _renew(runtime: Runtime, held: Held, ttl: float | None) -> None:
+async def _renew(runtime: Runtime, held: LeaseRecord, ttl: float | None) -> None:
     held.ensure_own_process()
     held.ensure()
     sent = runtime.now()
@@ -87,7 +87,7 @@ async def _renew(runtime: Runtime, held: Held, ttl: float | None) -> None:
     held.ensure()
 
 
-async def raise_token(runtime: Runtime, held: Held, floor: int) -> bool:
+async def raise_token(runtime: Runtime, held: LeaseRecord, floor: int) -> bool:
     """Ask for a token above `floor` for a lease that is still ours: heals a store that lost data and its time.
 
     Returns False when the store does not know us as the holder any more.
@@ -107,7 +107,7 @@ async def raise_token(runtime: Runtime, held: Held, floor: int) -> bool:
     return True
 
 
-async def release(runtime: Runtime, held: Held) -> Released:
+async def release(runtime: Runtime, held: LeaseRecord) -> Released:
     """End the grant, once; a repeated call gives the first answer. Whatever happens, it is renewed no more.
 
     A network error is retried once and then raised as BackendUnavailable: the lease runs out by itself. Raises NotHeld
@@ -119,7 +119,7 @@ async def release(runtime: Runtime, held: Held) -> Released:
     return held.ended or Released.EXPIRED
 
 
-async def _release(runtime: Runtime, held: Held) -> None:
+async def _release(runtime: Runtime, held: LeaseRecord) -> None:
     try:
         found = await _ask_release(runtime, held)
     except BackendUnavailable:
@@ -127,12 +127,12 @@ async def _release(runtime: Runtime, held: Held) -> None:
     held.end(found)
 
 
-def _ask_release(runtime: Runtime, held: Held) -> Awaitable[Released]:
+def _ask_release(runtime: Runtime, held: LeaseRecord) -> Awaitable[Released]:
     held.begin_release()
     return held.backend.release(runtime, held.request, held.granted)
 
 
-def released(held: Held) -> None:
+def released(held: LeaseRecord) -> None:
     """Record that the grant has ended with the transaction in which it was taken; raises NotHeld in a forked child."""
     held.ensure_own_process()
     if held.ended is None:
@@ -140,7 +140,7 @@ def released(held: Held) -> None:
         note_released(held)
 
 
-def note_released(held: Held) -> None:
+def note_released(held: LeaseRecord) -> None:
     """Report to the hooks that a lease has been released."""
     if hooks.subscribed:
         held.emit("released", (held.ended or Released.EXPIRED).value)
@@ -154,7 +154,7 @@ async def clean_up(
     `until`: when its wait was over. So an acquire takes at most its wait, one request's time limit, and MAX_OVERTIME_S.
     """
     if isinstance(error, BackendUnavailable) and runtime.now() > until + MAX_OVERTIME_S:
-        runtime.behind(coroutine)
+        runtime.run_in_background(coroutine)
     else:
         await runtime.shield(coroutine)
 
@@ -191,7 +191,7 @@ class Acquisition:
         self,
         runtime: Runtime,
         backend: Backend,
-        request: Request,
+        request: AcquireRequest,
         options: LockOptions,
         *,
         since: float | None = None,
@@ -200,14 +200,14 @@ class Acquisition:
         self.started = self.sent = runtime.now()
         wait = options.wait if request.queue else 0.0
         self.deadline = math.inf if wait is None else (self.started if since is None else since) + wait
-        self.held: Held | None = None
+        self.held: LeaseRecord | None = None
         self.answer: Granted | Busy | None = None
         self.broken: BackendUnavailable | None = None
         self.ticket: Any = None
         self.touched = False  # the store may hold a trace of us: a grant or a place in the queue
         self.waited = False
 
-    async def acquire(self) -> Held:
+    async def acquire(self) -> LeaseRecord:
         """Wait for the lock and return its lease, at once if it was granted already.
 
         Raises AcquireTimeout when others held it all the time, BackendUnavailable when the store could not be asked.
@@ -217,7 +217,7 @@ class Acquisition:
             raise self.timeout()
         return held
 
-    async def run(self) -> Held | None:
+    async def run(self) -> LeaseRecord | None:
         """Ask until the lock is granted or the wait is over; None when another holder has it."""
         self.started = self.runtime.now()
         self.deadline = max(self.deadline, self.started)
@@ -239,13 +239,13 @@ class Acquisition:
             raise BackendUnavailable(self.request.name, reason=reason)
         return None
 
-    def accept(self, granted: Granted, sent: float) -> Held | None:
+    def accept(self, granted: Granted, sent: float) -> LeaseRecord | None:
         """Make the lease out of a grant that was asked for at `sent`, and have it renewed from now on.
 
         Returns None for a grant that has run out already.
         """
         options = self.options
-        held = Held(self.backend, self.request, granted, sent, self.runtime.now, on_lost=options.on_lost)
+        held = LeaseRecord(self.backend, self.request, granted, sent, self.runtime.now, on_lost=options.on_lost)
         if held.until <= self.runtime.now():
             return None
         if hooks.subscribed:
@@ -325,7 +325,7 @@ class Acquisition:
             raise error
         if first:
             logger.warning("dlock: %s; it is asked again until the lock's wait is over", error)
-        await self.runtime.sleep(min(CHANCE.uniform(0.01, MAX_RETRY_PAUSE_S), self.deadline - now))
+        await self.runtime.sleep(min(RNG.uniform(0.01, MAX_RETRY_PAUSE_S), self.deadline - now))
 
     async def abandon(self, error: BaseException | None = None) -> None:
         if self.touched:

@@ -3,7 +3,7 @@
 Validity is local and monotonic, counted from before the attempt was sent, less an allowance for drift, so that a
 process which was stopped sees at once that it lost the lease. (Idea: the Redlock page of the Redis documentation.)
 
-Only the methods of `Held` change a lease. Its states, and the methods that lead from one to the next::
+Only the methods of `LeaseRecord` change a lease. Its states, and the methods that lead from one to the next::
 
     HELD ─── abandon ───► ABANDONED ─── begin_release ─┐
      │  └────────────────── begin_release ─────────────┴─► RELEASING ─── end ───► ENDED
@@ -40,9 +40,9 @@ from dlock_core.scheduler import (
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from dlock_core.backend import Backend, Granted, RenewalResult, Request
+    from dlock_core.backend import AcquireRequest, Backend, Granted, RenewalResult
 
-__all__ = ["Held", "LeaseState", "Watchdog", "renew_in_background", "valid_until"]
+__all__ = ["LeaseRecord", "LeaseState", "Watchdog", "renew_in_background", "valid_until"]
 
 logger = logging.getLogger("dlock")
 
@@ -79,7 +79,7 @@ def valid_until(sent: float, valid_for: float) -> float:
     return sent + valid_for * (1 - MAX_CLOCK_DRIFT) - EXPIRY_MARGIN_S
 
 
-class Held:
+class LeaseRecord:
     """One grant: shared by every handle that joined it, known to the watchdog, released once.
 
     Others only read: `request` and `granted` (what was asked, and what the store answered), `until` (the end of its
@@ -112,7 +112,7 @@ class Held:
     def __init__(
         self,
         backend: Backend,
-        request: Request,
+        request: AcquireRequest,
         granted: Granted,
         sent: float,
         now: Callable[[], float] = clock,
@@ -126,7 +126,7 @@ class Held:
         """The handles that have not left. A set, so that joining or leaving again changes nothing; and references that
         are weak, so that a handle which was thrown away does not count, whatever came in the way of its `__del__`."""
         self.renewal_tick = 0
-        self._renewal_bucket: set[ref[Held]] | None = None
+        self._renewal_bucket: set[ref[LeaseRecord]] | None = None
         self.ended: Released | None = None
         self.loss_reason, self.renewal_trouble = "", "it ran out before it was renewed"
         self._is_abandoned, self._release_requests, self._was_released_in_time = False, 0, False
@@ -218,7 +218,7 @@ class Held:
         """Return whether a handle needs the lease that neither has left nor was thrown away."""
         return bool(self.handles) and any(handle() is not None for handle in [*self.handles])
 
-    def plan_renewal(self, tick: int, bucket: set[ref[Held]]) -> None:
+    def plan_renewal(self, tick: int, bucket: set[ref[LeaseRecord]]) -> None:
         """Record when the watchdog renews the lease next, and where the watchdog finds it then."""
         self.renewal_tick, self._renewal_bucket = tick, bucket
         bucket.add(ref(self))
@@ -311,11 +311,11 @@ class Watchdog:
     """
 
     def __init__(self) -> None:
-        self._due: dict[int, set[ref[Held]]] = {}
+        self._due: dict[int, set[ref[LeaseRecord]]] = {}
         """Leases by the tick at which they are due. Any thread may add; only the thread removes a bucket."""
         self.scheduler = Scheduler("dlock-watchdog", "to renew leases: they run out", self._next_due, self._run_due)
 
-    def plan(self, held: Held, seconds: float) -> None:
+    def plan(self, held: LeaseRecord, seconds: float) -> None:
         """Renew this lease in so many seconds."""
         while True:
             tick = int((clock() + seconds) * TICKS_PER_S)
@@ -345,7 +345,7 @@ class Watchdog:
                 for held in batch:
                     self._unknown(held, "its renewal failed")
 
-    def _take(self, *, clean: bool = True) -> list[Held]:
+    def _take(self, *, clean: bool = True) -> list[LeaseRecord]:
         """Take what is due; `clean` removes empty buckets as well."""
         now = clock() * TICKS_PER_S
         ticks = [tick for tick in [*self._due] if tick <= now or (clean and not self._due[tick])]
@@ -356,14 +356,14 @@ class Watchdog:
             if held is not None and held.state is LeaseState.HELD and self._is_due(held, tick)
         ]
 
-    def _is_due(self, held: Held, tick: int) -> bool:
+    def _is_due(self, held: LeaseRecord, tick: int) -> bool:
         """Return whether a lease found in a tick's bucket is to be renewed now, and not later from another bucket.
 
         A caller that was interrupted while it changed the time may have added the lease to no other bucket.
         """
         return held.renewal_tick == tick or ref(held) not in self._due.get(held.renewal_tick, ())
 
-    def _renew(self, leases: list[Held]) -> None:
+    def _renew(self, leases: list[LeaseRecord]) -> None:
         valid = []
         for held in leases:
             if held.remaining() > 0.0:
@@ -373,7 +373,7 @@ class Watchdog:
         if valid:
             self._ask(valid)
 
-    def _ask(self, leases: list[Held]) -> None:
+    def _ask(self, leases: list[LeaseRecord]) -> None:
         sent, reason = clock(), "it could not be renewed in time"
         renewals = [Renewal(held.request, held.granted) for held in leases]
         answers: list[RenewalResult] = []
@@ -393,7 +393,9 @@ class Watchdog:
             for held in leases:
                 self._unknown(held, reason)
 
-    def _renewed(self, held: Held, renewal: Renewal, sent: float, result: float | Literal[RenewalFailure.LOST]) -> None:
+    def _renewed(
+        self, held: LeaseRecord, renewal: Renewal, sent: float, result: float | Literal[RenewalFailure.LOST]
+    ) -> None:
         if held.state is not LeaseState.HELD:
             return
         if result is RenewalFailure.LOST:
@@ -403,7 +405,7 @@ class Watchdog:
             held.extend(sent, result)
         self.plan(held, result / 3)
 
-    def _unknown(self, held: Held, reason: str) -> None:
+    def _unknown(self, held: LeaseRecord, reason: str) -> None:
         held.note_trouble(reason)
         if held.state is not LeaseState.HELD:
             return
@@ -416,7 +418,7 @@ class Watchdog:
 _watchdogs: WeakKeyDictionary[Backend, Watchdog] = WeakKeyDictionary()
 
 
-def renew_in_background(held: Held) -> None:
+def renew_in_background(held: LeaseRecord) -> None:
     """Renew the lease, from a third of its ttl on, until it is released, lost, abandoned or thrown away."""
     if held.until == math.inf:
         return

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from dlock_core.backend import Backend
-    from dlock_core.leases.lease import Held
+    from dlock_core.leases.lease import LeaseRecord
     from dlock_core.runtime import Runtime
 
 __all__ = [
@@ -37,7 +37,7 @@ logger = logging.getLogger("dlock")
 
 T = TypeVar("T")
 Key = tuple[Hashable, int, str]
-held_by_caller: WeakValueDictionary[Key, Held] = WeakValueDictionary()
+held_by_caller: WeakValueDictionary[Key, LeaseRecord] = WeakValueDictionary()
 """What each thread or task holds, so that a second acquire raises at once instead of waiting for itself."""
 
 
@@ -51,7 +51,7 @@ class LeaseView:
 
     __slots__ = ("_held",)
 
-    def __init__(self, held: Held) -> None:
+    def __init__(self, held: LeaseRecord) -> None:
         self._held = held
 
     def __repr__(self) -> str:
@@ -146,7 +146,7 @@ class LeaseHandle(LeaseView):
 
     __slots__ = ("__weakref__", "_key")
 
-    def __init__(self, held: Held, key: Key) -> None:
+    def __init__(self, held: LeaseRecord, key: Key) -> None:
         self._held, self._key = held, key
 
     async def _end(self, runtime: Runtime) -> Released:
@@ -404,7 +404,7 @@ class _Lock:
             raise
         return lease
 
-    def _joined(self, key: Key) -> Held | None:
+    def _joined(self, key: Key) -> LeaseRecord | None:
         """Return the lease that the caller holds already; raises AlreadyHeld where it cannot be joined."""
         held = held_by_caller.get(key)
         if held is None or not held.is_joinable():

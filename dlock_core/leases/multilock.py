@@ -34,8 +34,8 @@ from dlock_core.runtime import ASYNCIO, BLOCKING, refuse_in_loop, run
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Hashable, Iterable, Sequence
 
-    from dlock_core.backend import Backend, Request, SupportsMany
-    from dlock_core.leases.lease import Held
+    from dlock_core.backend import AcquireRequest, Backend, SupportsMany
+    from dlock_core.leases.lease import LeaseRecord
     from dlock_core.runtime import Runtime
 
 __all__ = [
@@ -123,7 +123,7 @@ async def _undo_all(members: Sequence[GroupMember]) -> None:
         await member.undo()
 
 
-async def release_all(runtime: Runtime, held: Sequence[Held]) -> list[Released]:
+async def release_all(runtime: Runtime, held: Sequence[LeaseRecord]) -> list[Released]:
     """End all of the grants: in one request where the store can, and one by one what that left open.
 
     Raises BackendUnavailable for the first whose end is unknown, when all were tried; NotHeld in a
@@ -132,7 +132,7 @@ async def release_all(runtime: Runtime, held: Sequence[Held]) -> list[Released]:
     return await runtime.shield(_release_all(runtime, held))
 
 
-async def _release_all(runtime: Runtime, held: Sequence[Held]) -> list[Released]:
+async def _release_all(runtime: Runtime, held: Sequence[LeaseRecord]) -> list[Released]:
     for one in held:
         one.ensure_own_process()
     still_held = [one for one in held if one.ended is None]
@@ -149,7 +149,7 @@ async def _release_all(runtime: Runtime, held: Sequence[Held]) -> list[Released]
     return [one.ended for one in held if one.ended is not None]
 
 
-async def _release_in_one_request(runtime: Runtime, backend: SupportsMany, held: Sequence[Held]) -> None:
+async def _release_in_one_request(runtime: Runtime, backend: SupportsMany, held: Sequence[LeaseRecord]) -> None:
     for one in held:
         one.begin_release()
     with suppress(BackendUnavailable):
@@ -234,7 +234,7 @@ class _MultiLock:
         self.backend, self.options = backend, options.for_store(backend.capabilities)
         self._blocks = Blocks()
 
-    def _requests(self, caller: Hashable) -> list[Request]:
+    def _requests(self, caller: Hashable) -> list[AcquireRequest]:
         for name in self.names:
             held = held_by_caller.get(key_of(caller, self.backend, name))
             if held is not None and held.is_joinable():

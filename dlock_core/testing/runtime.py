@@ -66,7 +66,7 @@ class ManualRuntime:
         """Run the coroutine to its end: nothing can interrupt it here."""
         return await coroutine
 
-    def behind(self, coroutine: Coroutine[Any, Any, Any]) -> None:
+    def run_in_background(self, coroutine: Coroutine[Any, Any, Any]) -> None:
         """Run the coroutine at once instead of in the background."""
         run(coroutine)
 

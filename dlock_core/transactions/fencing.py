@@ -28,7 +28,7 @@ from dlock_core.sql.driver_errors import DatabaseFailure, classify
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from dlock_core.leases.lease import Held
+    from dlock_core.leases.lease import LeaseRecord
     from dlock_core.runtime import DatabaseRuntime
 
 __all__ = [
@@ -229,7 +229,7 @@ class FenceGate:
     __slots__ = ("_found", "_is_proven", "announced", "deadline", "fence", "forms", "held", "runtime", "wait")
 
     def __init__(
-        self, held: Held, fence: Fence, *, wait: float | None, deadline: float, runtime: DatabaseRuntime
+        self, held: LeaseRecord, fence: Fence, *, wait: float | None, deadline: float, runtime: DatabaseRuntime
     ) -> None:
         self.held, self.fence, self.wait, self.deadline, self.runtime = held, fence, wait, deadline, runtime
         self.forms: dict[Any, FenceForm] = {}

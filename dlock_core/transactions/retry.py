@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final, Self, TypeVar
 
 from dlock_core.errors import DLockError, RowLocked, StaleObject, StaleToken
 from dlock_core.observability import hooks
-from dlock_core.runtime import ASYNCIO, BLOCKING, CHANCE, full_jitter, run
+from dlock_core.runtime import ASYNCIO, BLOCKING, RNG, full_jitter, run
 from dlock_core.sql.driver_errors import DatabaseFailure, classify
 from dlock_core.transactions.tie import Outcome
 
@@ -148,7 +148,7 @@ async def retry(
     runtime: Runtime,
     work: Callable[[], Awaitable[T]],
     policy: Policy,
-    draw: Callable[[], float] = CHANCE.random,
+    draw: Callable[[], float] = RNG.random,
 ) -> T:
     """Do `work` until it ends without a conflict, pausing with full jitter between attempts.
 

@@ -20,7 +20,7 @@ from dlock_core.leases.lock import LETTING_EXPIRE
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from dlock_core.leases.lease import Held
+    from dlock_core.leases.lease import LeaseRecord
     from dlock_core.runtime import DatabaseRuntime, Runtime
 
 __all__ = ["Outcome", "Tie", "TieState", "call_all", "release"]
@@ -57,7 +57,7 @@ class TieState(enum.Enum):
     """The acquire failed: no work was done under the lease, so the transactions that it met owe it nothing."""
 
 
-async def release(runtime: Runtime, held: Held) -> Released:
+async def release(runtime: Runtime, held: LeaseRecord) -> Released:
     """Release a lease that nothing needs any more; whatever happens, it is not renewed afterwards."""
     try:
         return await engine.release(runtime, held)
@@ -83,7 +83,7 @@ class Tie:
 
     __slots__ = ("__weakref__", "_bound", "handles", "held", "open", "runtime", "state", "transactions")
 
-    def __init__(self, held: Held, runtime: DatabaseRuntime) -> None:
+    def __init__(self, held: LeaseRecord, runtime: DatabaseRuntime) -> None:
         self.held, self.runtime = held, runtime
         self.state = TieState.HELD
         self.handles: WeakSet[Any] = WeakSet()

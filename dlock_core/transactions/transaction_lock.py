@@ -20,8 +20,8 @@ from dlock_core.transactions.tie import release
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-    from dlock_core.backend import Backend, Released, Request
-    from dlock_core.leases.lease import Held
+    from dlock_core.backend import AcquireRequest, Backend, Released
+    from dlock_core.leases.lease import LeaseRecord
     from dlock_core.runtime import DatabaseRuntime, Runtime
     from dlock_core.stores import Store
     from dlock_core.transactions.fencing import FenceForm
@@ -128,7 +128,7 @@ class TiedLock:
         self.shared, self.snapshot = shared, snapshot
         self._blocks = Blocks()
 
-    def _request(self, store: Store, options: LockOptions) -> Request:
+    def _request(self, store: Store, options: LockOptions) -> AcquireRequest:
         """Return the request of one acquire; raises NotSupported for what the store cannot do."""
         if self.shared and not store.backend.capabilities.shared:
             raise NotSupported(f"the store {store.alias!r} has no shared locks", name=self.name)
@@ -204,7 +204,7 @@ class TiedLock:
             state.acquisition = Acquisition(runtime, store.backend, request, options, since=state.since)
         return state.acquisition
 
-    async def _acquire_lease(self, store: Store, state: AcquireState) -> tuple[Held, float | None, float]:
+    async def _acquire_lease(self, store: Store, state: AcquireState) -> tuple[LeaseRecord, float | None, float]:
         """Acquire the lease; returns also the wait in seconds, and the moment at which it is over."""
         wait = self._wait(store, state)
         held = await self._acquisition(store, state).acquire()

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from dlock_core.backend import Busy, Capabilities, Granted, Released, Renewal, Request
+from dlock_core.backend import AcquireRequest, Busy, Capabilities, Granted, Released, Renewal
 from dlock_core.errors import BackendUnavailable
 from dlock_core.testing import ManualRuntime
 
@@ -21,7 +21,7 @@ class Ahead(ManualRuntime):
         super().__init__()
         self.left: list[Any] = []
 
-    def behind(self, coroutine: Any) -> None:
+    def run_in_background(self, coroutine: Any) -> None:
         self.left.append(coroutine)
 
 
@@ -49,21 +49,23 @@ class Scripted:
     def asked(self, what: str) -> list[float]:
         return [moment for kind, moment in self.calls if kind == what]
 
-    async def try_acquire(self, runtime: Any, request: Request, ticket: Any = None, *, unsure: bool = False) -> Any:
+    async def try_acquire(
+        self, runtime: Any, request: AcquireRequest, ticket: Any = None, *, unsure: bool = False
+    ) -> Any:
         self.unsure.append(unsure)
         self.tickets.append(ticket)
         return self.answer("try_acquire")
 
-    async def wait(self, runtime: Any, request: Request, busy: Busy, timeout: float) -> None:
+    async def wait(self, runtime: Any, request: AcquireRequest, busy: Busy, timeout: float) -> None:
         self.calls.append(("wait", runtime.now()))
         await runtime.sleep(timeout)
 
-    async def abandon(self, runtime: Any, request: Request, ticket: Any = None) -> None:
+    async def abandon(self, runtime: Any, request: AcquireRequest, ticket: Any = None) -> None:
         self.abandoned.append(request.holder)
         self.tickets.append(ticket)
         self.on_abandon()
 
-    async def release(self, runtime: Any, request: Request, granted: Granted) -> Any:
+    async def release(self, runtime: Any, request: AcquireRequest, granted: Granted) -> Any:
         return self.answer("release")
 
     async def renew(self, runtime: Any, renewals: Sequence[Renewal]) -> Any:

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from dlock_core.backend import Request
+from dlock_core.backend import AcquireRequest
 from dlock_core.backends.advisory.labels import Told, checked_prefix, comment, in_comment, in_label, key_of, word_of
 from dlock_core.backends.advisory.postgresql import LockRow, states_of
 from dlock_core.names import MAX_NAME_BYTES, join
@@ -68,14 +68,14 @@ OWNERS = ('{"app":"shop","pid":1}', "*/ DROP TABLE x; --", ":name %s ? $1 '\"", 
 @pytest.mark.parametrize("owner", OWNERS)
 @pytest.mark.parametrize("name", ["order:42", join("a b", "*/"), join("%s"), join("/")])
 def test_comment_says_who_asks_for_what_and_holds_nothing_that_is_sql(name, owner):
-    request = Request(name, "ab" * 16, 30.0, shared=True, owner=owner)
+    request = AcquireRequest(name, "ab" * 16, 30.0, shared=True, owner=owner)
     written = comment(request)
     assert re.fullmatch(r"/\* dlock [\w.~%/-]+ [0-9a-f]{32} s [\w.~%-]* \*/", written, re.ASCII)
     assert in_comment(f"{written}\nSELECT 1") == Told(name, 0, "ab" * 16, shared=True, owner=owner)
 
 
 def test_comment_that_was_cut_off_still_tells_the_name():
-    written = comment(Request("x" * MAX_NAME_BYTES, "ab" * 16, 30.0, owner="y" * 1000))
+    written = comment(AcquireRequest("x" * MAX_NAME_BYTES, "ab" * 16, 30.0, owner="y" * 1000))
     told = in_comment(written[:1023])
     assert told is not None
     assert (told.name, told.holder) == ("x" * MAX_NAME_BYTES, "ab" * 16)
@@ -108,7 +108,7 @@ def row(name: str, pid: int, *, granted: bool, application_name: str = "", query
 
 
 def test_lock_that_one_session_names_is_listed_with_all_of_its_sessions():
-    request = Request("order:42", "ab" * 16, 30.0, owner="me")
+    request = AcquireRequest("order:42", "ab" * 16, 30.0, owner="me")
     rows = [
         row("order:42", 1, granted=True, application_name="dlock:1000000#order:42"),
         row("order:42", 2, granted=False, query=comment(request)),

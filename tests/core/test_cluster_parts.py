@@ -21,8 +21,8 @@ from redis.exceptions import (
 from dlock_core import connect
 from dlock_core.backend import Busy, Granted
 from dlock_core.backends.redis import addresses
-from dlock_core.backends.redis.cluster.backend import SHARD_COUNT, ClusterBackend
-from dlock_core.backends.redis.cluster.routing import (
+from dlock_core.backends.redis.cluster import SHARD_COUNT, ClusterBackend
+from dlock_core.backends.redis.cluster_routing import (
     SLOTS,
     ClusterCommand,
     ClusterNode,

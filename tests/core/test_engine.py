@@ -5,12 +5,12 @@ from typing import Any
 
 import pytest
 
-from dlock_core.backend import Busy, Granted, Released, RenewalFailure, Request
+from dlock_core.backend import AcquireRequest, Busy, Granted, Released, RenewalFailure
 from dlock_core.backends.memory import MemoryBackend
 from dlock_core.errors import AcquireTimeout, BackendUnavailable, LeaseLost, format_seconds
 from dlock_core.leases import engine
 from dlock_core.leases.engine import Acquisition, new_request
-from dlock_core.leases.lease import Held
+from dlock_core.leases.lease import LeaseRecord
 from dlock_core.observability import hooks
 from dlock_core.options import LockOptions
 from dlock_core.testing import ManualRuntime
@@ -25,13 +25,15 @@ def runtime() -> ManualRuntime:
     return ManualRuntime()
 
 
-def ask(runtime: ManualRuntime, store: Any, wait: float | None = 10.0, ttl: float = 30.0, **options: Any) -> Held:
+def ask(
+    runtime: ManualRuntime, store: Any, wait: float | None = 10.0, ttl: float = 30.0, **options: Any
+) -> LeaseRecord:
     request = new_request("a", LockOptions(ttl, wait))
     return runtime.run(Acquisition(runtime, store, request, LockOptions(ttl, wait, renew=False)).acquire())
 
 
-def held(runtime: ManualRuntime, store: Any, ttl: float = 30.0) -> Held:
-    return Held(store, new_request("a", LockOptions(ttl, 0.0)), Granted(7, ttl), runtime.now(), runtime.now)
+def held(runtime: ManualRuntime, store: Any, ttl: float = 30.0) -> LeaseRecord:
+    return LeaseRecord(store, new_request("a", LockOptions(ttl, 0.0)), Granted(7, ttl), runtime.now(), runtime.now)
 
 
 def test_free_lock_costs_one_question(runtime: ManualRuntime) -> None:
@@ -132,10 +134,10 @@ def test_seconds_are_said_as_people_say_them(seconds: float, text: str) -> None:
 
 
 def test_try_acquire_takes_no_place_in_the_queue(runtime: ManualRuntime) -> None:
-    seen: list[Request] = []
+    seen: list[AcquireRequest] = []
 
     class Watched(Scripted):
-        async def try_acquire(self, runtime: Any, request: Request, *args: Any, **kwargs: Any) -> Any:
+        async def try_acquire(self, runtime: Any, request: AcquireRequest, *args: Any, **kwargs: Any) -> Any:
             seen.append(request)
             return await super().try_acquire(runtime, request, *args, **kwargs)
 

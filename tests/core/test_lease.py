@@ -9,7 +9,7 @@ import pytest
 from dlock_core.backend import Granted, Released
 from dlock_core.errors import LeaseLost, NotHeld
 from dlock_core.leases.engine import new_request
-from dlock_core.leases.lease import Held, valid_until
+from dlock_core.leases.lease import LeaseRecord, valid_until
 from dlock_core.observability import hooks
 from dlock_core.options import LockOptions
 from dlock_core.testing import ManualRuntime, MemoryBackend
@@ -22,9 +22,9 @@ def runtime() -> ManualRuntime:
 
 
 @pytest.fixture
-def held(runtime: ManualRuntime) -> Held:
+def held(runtime: ManualRuntime) -> LeaseRecord:
     request = new_request("a", LockOptions(10.0, 0.0))
-    return Held(MemoryBackend(), request, Granted(7, 10.0), runtime.now(), runtime.now)
+    return LeaseRecord(MemoryBackend(), request, Granted(7, 10.0), runtime.now(), runtime.now)
 
 
 def test_validity_is_less_than_the_ttl_by_drift_and_coarseness() -> None:
@@ -32,7 +32,7 @@ def test_validity_is_less_than_the_ttl_by_drift_and_coarseness() -> None:
     assert valid_until(100.0, 0.001) < 100.0
 
 
-def test_lease_is_lost_when_its_time_is_over_without_any_question(held: Held, runtime: ManualRuntime) -> None:
+def test_lease_is_lost_when_its_time_is_over_without_any_question(held: LeaseRecord, runtime: ManualRuntime) -> None:
     assert not held.is_lost()
     runtime.advance(9.9)
     assert held.remaining() == 0.0
@@ -41,20 +41,22 @@ def test_lease_is_lost_when_its_time_is_over_without_any_question(held: Held, ru
         held.ensure()
 
 
-def test_extension_never_shortens(held: Held, runtime: ManualRuntime) -> None:
+def test_extension_never_shortens(held: LeaseRecord, runtime: ManualRuntime) -> None:
     before = held.remaining()
     held.extend(runtime.now() - 5.0, 10.0)
     assert held.remaining() == before
 
 
-def test_a_loss_is_final(held: Held, runtime: ManualRuntime) -> None:
+def test_a_loss_is_final(held: LeaseRecord, runtime: ManualRuntime) -> None:
     runtime.advance(9.9)
     held.extend(runtime.now(), 10.0)
     assert held.is_lost()
     assert held.loss_reason
 
 
-def test_loss_is_told_once_and_a_failing_callback_stops_nobody(held: Held, caplog: pytest.LogCaptureFixture) -> None:
+def test_loss_is_told_once_and_a_failing_callback_stops_nobody(
+    held: LeaseRecord, caplog: pytest.LogCaptureFixture
+) -> None:
     told: list[str] = []
     events: list[hooks.Event] = []
 
@@ -62,7 +64,7 @@ def test_loss_is_told_once_and_a_failing_callback_stops_nobody(held: Held, caplo
         told.append("on_lost")
         raise ZeroDivisionError
 
-    held = Held(MemoryBackend(), held.request, held.granted, held.since, held.now, on_lost=fail)
+    held = LeaseRecord(MemoryBackend(), held.request, held.granted, held.since, held.now, on_lost=fail)
     hooks.subscribe(events.append)
     try:
         with caplog.at_level(logging.WARNING, logger="dlock"):
@@ -77,7 +79,7 @@ def test_loss_is_told_once_and_a_failing_callback_stops_nobody(held: Held, caplo
     assert "'a' (token 7) is lost: the first reason" in caplog.text
 
 
-def test_released_lease_is_not_lost_and_cannot_be_lost_any_more(held: Held) -> None:
+def test_released_lease_is_not_lost_and_cannot_be_lost_any_more(held: LeaseRecord) -> None:
     assert held.end(Released.RELEASED) is Released.RELEASED
     held.lose("too late")
     assert held.end(Released.STOLEN) is Released.RELEASED
@@ -86,7 +88,7 @@ def test_released_lease_is_not_lost_and_cannot_be_lost_any_more(held: Held) -> N
     assert held.why() == "it was released"
 
 
-def test_lease_of_another_process_is_not_ours(held: Held, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lease_of_another_process_is_not_ours(held: LeaseRecord, monkeypatch: pytest.MonkeyPatch) -> None:
     parent = os.getpid()
     monkeypatch.setattr(os, "getpid", lambda: parent + 1)
     assert held.remaining() == 0.0
@@ -96,7 +98,7 @@ def test_lease_of_another_process_is_not_ours(held: Held, monkeypatch: pytest.Mo
         held.ensure_own_process()
 
 
-def test_errors_carry_the_token(held: Held, runtime: ManualRuntime) -> None:
+def test_errors_carry_the_token(held: LeaseRecord, runtime: ManualRuntime) -> None:
     runtime.advance(60.0)
     caught: Any
     with pytest.raises(LeaseLost) as caught:

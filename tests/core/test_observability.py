@@ -354,7 +354,7 @@ def test_what_fails_is_an_error_and_what_is_refused_an_event_of_the_current_span
 
 def test_lease_that_is_thrown_away_leaves_nothing_behind(telemetry):
     hook = next(hook for hook in hooks.subscribed if isinstance(hook, tracing._Spans))
-    thrown_away = type("Held", (), {})()
+    thrown_away = type("LeaseRecord", (), {})()
     hooks.emit("acquired", "order:42", lease=thrown_away)
     assert len(hook._holds) == 1
     del thrown_away

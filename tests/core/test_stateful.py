@@ -9,12 +9,12 @@ import hypothesis.strategies as st
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
 
-from dlock_core.backend import Busy, Granted, Released, Request
+from dlock_core.backend import AcquireRequest, Busy, Granted, Released
 from dlock_core.backends.memory import CLAIM_S, WAITER_TTL_S
 from dlock_core.errors import LeaseLost
 from dlock_core.leases import engine
 from dlock_core.leases.engine import new_request
-from dlock_core.leases.lease import Held
+from dlock_core.leases.lease import LeaseRecord
 from dlock_core.options import LockOptions
 from dlock_core.testing import ManualRuntime, MemoryBackend
 
@@ -31,20 +31,20 @@ class OneLock(RuleBasedStateMachine):
         super().__init__()
         self.runtime = ManualRuntime()
         self.store = MemoryBackend(self.runtime.now)
-        self.known: list[Held] = []
+        self.known: list[LeaseRecord] = []
         self.tokens: list[int] = []
         self.line: list[str] = []
         """Who waited when we last looked, in order."""
 
-    def believers(self) -> list[Held]:
+    def believers(self) -> list[LeaseRecord]:
         return [held for held in self.known if held.remaining() > 0]
 
-    def ask(self, request: Request) -> Held | None:
+    def ask(self, request: AcquireRequest) -> LeaseRecord | None:
         sent = self.runtime.now()
         answer = self.runtime.run(self.store.try_acquire(self.runtime, request))
         if not isinstance(answer, Granted):
             return None
-        held = Held(self.store, request, answer, sent, self.runtime.now)
+        held = LeaseRecord(self.store, request, answer, sent, self.runtime.now)
         assert answer.token not in self.tokens
         assert request.shared or answer.token > max(self.tokens, default=0)
         self.tokens.append(answer.token)
@@ -62,34 +62,34 @@ class OneLock(RuleBasedStateMachine):
         return request if self.ask(request) is None else multiple()
 
     @rule(request=waiters)
-    def show_life(self, request: Request) -> None:
+    def show_life(self, request: AcquireRequest) -> None:
         """Ask again, as a waiter does after each wake-up; if it is granted nobody learns of it, and the claim ends."""
         self.runtime.run(self.store.wait(self.runtime, request, Busy(0.0), 0.0))
 
     @rule(target=holders, request=consumes(waiters))
-    def ask_for_the_last_time(self, request: Request) -> Any:
+    def ask_for_the_last_time(self, request: AcquireRequest) -> Any:
         held = self.ask(request)
         if held is None:
             self.runtime.run(self.store.abandon(self.runtime, request))
         return multiple() if held is None else held
 
     @rule(request=consumes(waiters))
-    def give_up(self, request: Request) -> None:
+    def give_up(self, request: AcquireRequest) -> None:
         self.runtime.run(self.store.abandon(self.runtime, request))
 
     @rule(request=consumes(waiters))
-    def die_while_waiting(self, request: Request) -> None:
+    def die_while_waiting(self, request: AcquireRequest) -> None:
         """Nobody abandons."""
 
     @rule(held=holders)
-    def release(self, held: Held) -> None:
+    def release(self, held: LeaseRecord) -> None:
         believed = held.remaining() > 0
         found = self.runtime.run(engine.release(self.runtime, held))
         assert found is Released.RELEASED or not believed
         assert self.runtime.run(engine.release(self.runtime, held)) is found
 
     @rule(held=holders)
-    def renew(self, held: Held) -> None:
+    def renew(self, held: LeaseRecord) -> None:
         believed = held.remaining() > 0
         try:
             self.runtime.run(engine.renew(self.runtime, held))
@@ -104,7 +104,7 @@ class OneLock(RuleBasedStateMachine):
         self.runtime.advance(seconds)
 
     @rule(held=holders)
-    def stranger_cannot_end_it(self, held: Held) -> None:
+    def stranger_cannot_end_it(self, held: LeaseRecord) -> None:
         stranger = new_request("a", LockOptions(TTL, 0.0))
         self.runtime.run(self.store.abandon(self.runtime, stranger))
         assert not self.runtime.run(self.store.force_release(self.runtime, "a", held.token + 1_000_000))

@@ -17,7 +17,7 @@ from dlock_core.backend import Granted, RenewalFailure, RenewalResult
 from dlock_core.errors import BackendUnavailable
 from dlock_core.leases import lease as watchdog
 from dlock_core.leases.engine import new_request
-from dlock_core.leases.lease import Held
+from dlock_core.leases.lease import LeaseRecord
 from dlock_core.observability import hooks
 from dlock_core.options import LockOptions
 from dlock_core.runtime import BLOCKING, clock, run
@@ -50,9 +50,9 @@ def runtime() -> ManualRuntime:
 
 
 @pytest.fixture
-def held(runtime: ManualRuntime) -> Held:
+def held(runtime: ManualRuntime) -> LeaseRecord:
     store = Scripted(runtime, [30.0])
-    return Held(store, new_request("a", LockOptions(30.0, 0.0)), Granted(7, 30.0), runtime.now(), runtime.now)
+    return LeaseRecord(store, new_request("a", LockOptions(30.0, 0.0)), Granted(7, 30.0), runtime.now(), runtime.now)
 
 
 @pytest.fixture
@@ -60,7 +60,7 @@ def eager(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leases of a minute are renewed five times a second: no pause of a loaded machine loses one."""
     watch = watchdog.Watchdog.plan
 
-    def soon(dog: watchdog.Watchdog, held: Held, seconds: float) -> None:
+    def soon(dog: watchdog.Watchdog, held: LeaseRecord, seconds: float) -> None:
         watch(dog, held, seconds / 100)
 
     monkeypatch.setattr(watchdog.Watchdog, "plan", soon)
@@ -164,21 +164,21 @@ def test_thread_ends_when_there_was_nothing_to_do_for_long_and_comes_back(
         assert not lease.lost
 
 
-def test_lease_whose_time_is_over_is_lost_without_a_question(held: Held, runtime: ManualRuntime) -> None:
+def test_lease_whose_time_is_over_is_lost_without_a_question(held: LeaseRecord, runtime: ManualRuntime) -> None:
     runtime.advance(31.0)
     watchdog.Watchdog()._renew([held])
     assert held.loss_reason
     assert held.backend.calls == []  # type: ignore[attr-defined]
 
 
-def test_renewal_answered_after_the_lease_ran_out_does_not_heal_it(held: Held, runtime: ManualRuntime) -> None:
+def test_renewal_answered_after_the_lease_ran_out_does_not_heal_it(held: LeaseRecord, runtime: ManualRuntime) -> None:
     held.backend.takes = 31.0  # type: ignore[attr-defined]
     watchdog.Watchdog()._renew([held])
     assert held.loss_reason
 
 
 def test_renewal_for_an_earlier_ttl_does_not_stretch_a_lease_that_was_shortened(
-    held: Held, runtime: ManualRuntime
+    held: LeaseRecord, runtime: ManualRuntime
 ) -> None:
     def shorten() -> None:
         held.change_ttl(runtime.now(), 1.0)
@@ -189,7 +189,7 @@ def test_renewal_for_an_earlier_ttl_does_not_stretch_a_lease_that_was_shortened(
     assert held.remaining() <= 1.0
 
 
-def test_release_during_a_renewal_is_not_a_loss(held: Held, runtime: ManualRuntime) -> None:
+def test_release_during_a_renewal_is_not_a_loss(held: LeaseRecord, runtime: ManualRuntime) -> None:
     def release() -> None:
         held.begin_release()
 
@@ -210,7 +210,7 @@ def test_backend_that_nobody_uses_any_more_is_forgotten() -> None:
     assert len(watchdog._watchdogs) < before
 
 
-def test_unavailable_store_is_never_a_loss_by_itself(held: Held) -> None:
+def test_unavailable_store_is_never_a_loss_by_itself(held: LeaseRecord) -> None:
     held.backend.script = [BackendUnavailable("a", reason="down")]  # type: ignore[attr-defined]
     watchdog.Watchdog()._renew([held])
     assert not held.is_lost()

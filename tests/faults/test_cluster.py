@@ -15,7 +15,7 @@ from redis.cluster import ClusterNode
 
 from dlock_core import Lock, connect
 from dlock_core.backend import Backend, Released, Renewal, RenewalFailure
-from dlock_core.backends.redis.cluster.backend import ClusterBackend
+from dlock_core.backends.redis.cluster import ClusterBackend
 from dlock_core.backends.redis.protocol import load_script
 from dlock_core.errors import AcquireTimeout, BackendUnavailable, LeaseLost
 from dlock_core.runtime import BLOCKING, clock, run

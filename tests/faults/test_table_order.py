@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import pytest
 
 from dlock_core import Lock
-from dlock_core.backend import Busy, Granted, Request
+from dlock_core.backend import AcquireRequest, Busy, Granted
 from dlock_core.backends.table import backend as module
 from dlock_core.backends.table.backend import TableBackend
 from dlock_core.runtime import BLOCKING, run
@@ -30,7 +30,7 @@ def backend(
 
 
 @pytest.fixture
-def waiter(backend: TableBackend) -> Request:
+def waiter(backend: TableBackend) -> AcquireRequest:
     """Somebody who waited while the lock was held, which is free now."""
     waiter = somebody(f"order:{secrets.token_hex(4)}")
     with Lock(backend, waiter.name, ttl=60):
@@ -40,30 +40,30 @@ def waiter(backend: TableBackend) -> Request:
     return waiter
 
 
-def somebody(name: str) -> Request:
-    return Request(name, secrets.token_hex(16), ttl=60)
+def somebody(name: str) -> AcquireRequest:
+    return AcquireRequest(name, secrets.token_hex(16), ttl=60)
 
 
-def ask(backend: TableBackend, request: Request, ticket: object = None) -> Granted | Busy:
+def ask(backend: TableBackend, request: AcquireRequest, ticket: object = None) -> Granted | Busy:
     return run(backend.try_acquire(BLOCKING, request, ticket))
 
 
-def test_newcomer_does_not_take_what_another_waits_for(backend: TableBackend, waiter: Request) -> None:
+def test_newcomer_does_not_take_what_another_waits_for(backend: TableBackend, waiter: AcquireRequest) -> None:
     assert isinstance(ask(backend, somebody(waiter.name)), Busy)
     assert isinstance(ask(backend, waiter, ticket=True), Granted)
 
 
-def test_newcomer_who_need_not_be_fair_takes_it(backend: TableBackend, waiter: Request) -> None:
+def test_newcomer_who_need_not_be_fair_takes_it(backend: TableBackend, waiter: AcquireRequest) -> None:
     assert isinstance(ask(backend, somebody(waiter.name)._replace(fair=False)), Granted)
 
 
-def test_single_try_takes_what_is_free_whoever_waits(backend: TableBackend, waiter: Request) -> None:
+def test_single_try_takes_what_is_free_whoever_waits(backend: TableBackend, waiter: AcquireRequest) -> None:
     lease = Lock(backend, waiter.name, ttl=60).try_acquire()
     assert lease is not None
     lease.release()
 
 
-def test_waiter_who_was_killed_costs_others_one_look(backend: TableBackend, waiter: Request) -> None:
+def test_waiter_who_was_killed_costs_others_one_look(backend: TableBackend, waiter: AcquireRequest) -> None:
     with Lock(backend, waiter.name, ttl=60, wait=30) as lease:
         assert lease.token
 

@@ -17,7 +17,7 @@ from dlock_core.runtime import BLOCKING, Asyncio, run
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from dlock_core.backend import Request
+    from dlock_core.backend import AcquireRequest
     from dlock_core.backends.sql import Connection, DedicatedConnection, Pool
     from dlock_core.runtime import Runtime
 
@@ -115,7 +115,7 @@ class LockConnection:
 class Reservation:
     """One request and the connection on which it is made; the lock is held while there is a token."""
 
-    def __init__(self, connection: LockConnection, request: Request) -> None:
+    def __init__(self, connection: LockConnection, request: AcquireRequest) -> None:
         self.connection, self.request = connection, request
         self.token = 0
         self.until = math.inf

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 from urllib.parse import quote, unquote
 
 if TYPE_CHECKING:
-    from dlock_core.backend import Request
+    from dlock_core.backend import AcquireRequest
 
 __all__ = ["Label", "Told", "comment", "in_comment", "in_label", "label_of"]
 
@@ -35,7 +35,7 @@ class Told(NamedTuple):
     owner: str = ""
 
 
-def comment(request: Request) -> str:
+def comment(request: AcquireRequest) -> str:
     """Write the comment; it contains neither ":" nor quotes nor "*/", for any names."""
     name, mode = request.name.replace(":", "/"), "s" if request.shared else "x"
     return f"/* dlock {name} {request.holder} {mode} {quote(request.owner, safe='')} */"

@@ -17,7 +17,7 @@ from dlock_core.errors import BackendUnavailable, NotSupported
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from dlock_core.backend import Request
+    from dlock_core.backend import AcquireRequest
     from dlock_core.backends.advisory.connections import LockConnection, Reservation
     from dlock_core.backends.sql import Connection, Pool
     from dlock_core.runtime import Runtime
@@ -50,7 +50,7 @@ class MySQL:
         ((number,),) = connection.execute("SELECT CONNECTION_ID()")
         return int(number)
 
-    def lock(self, connection: LockConnection, request: Request, seconds: float | None) -> int:
+    def lock(self, connection: LockConnection, request: AcquireRequest, seconds: float | None) -> int:
         """Try, or wait for so many seconds; give the token, 0 where others hold the lock."""
         self._limit(connection, request.ttl)
         wait = seconds or 0.0
@@ -62,13 +62,13 @@ class MySQL:
         ((token,),) = connection.execute(f"{comment(request)}\n{_LOCK}", params)
         return int(token or 0)
 
-    def prove(self, connection: LockConnection, request: Request, token: int) -> bool:
+    def prove(self, connection: LockConnection, request: AcquireRequest, token: int) -> bool:
         """Start the server's idle limit anew; return False when this session does not hold the lock."""
         self._limit(connection, request.ttl)
         ((is_ours,),) = connection.execute(_PROVE, {"word": word_of(request.name, self._prefix)})
         return bool(is_ours)
 
-    def unlock(self, connection: LockConnection, request: Request) -> bool:
+    def unlock(self, connection: LockConnection, request: AcquireRequest) -> bool:
         """End the lock; False when this session did not hold it."""
         ((was_ours,),) = connection.execute(_UNLOCK, {"word": word_of(request.name, self._prefix)})
         return bool(was_ours)

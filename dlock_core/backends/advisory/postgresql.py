@@ -15,7 +15,7 @@ from dlock_core.sql.driver_errors import DatabaseFailure, classify
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-    from dlock_core.backend import Request
+    from dlock_core.backend import AcquireRequest
     from dlock_core.backends.advisory.connections import LockConnection, Reservation
     from dlock_core.backends.sql import Connection, Pool
     from dlock_core.runtime import Runtime
@@ -40,7 +40,7 @@ class PostgreSQL:
             raise _behind_pooler(name)
         return int(number)
 
-    def lock(self, connection: LockConnection, request: Request, seconds: float | None) -> int:
+    def lock(self, connection: LockConnection, request: AcquireRequest, seconds: float | None) -> int:
         """Try, or wait for so many seconds; give the token, 0 where others hold the lock."""
         label = label_of(request.name, self._prefix)
         statement = (TRY_SESSION if seconds is None else WAIT_SESSION)[request.shared]
@@ -66,14 +66,14 @@ class PostgreSQL:
             raise _behind_pooler(request.name)
         return 0 if text is None else label.token_in(text)
 
-    def prove(self, connection: LockConnection, request: Request, token: int) -> bool:
+    def prove(self, connection: LockConnection, request: AcquireRequest, token: int) -> bool:
         """Start the server's idle limit anew; return False when the session is not the one that took the lock."""
         label = f"{self._prefix}{token}#{request.name}"
         params = {"label": label, "ttl": _milliseconds(request.ttl)}
         ((number, *_),) = connection.execute(f"{comment(request)}\n{PROVE}", params)
         return bool(number == connection.number)
 
-    def unlock(self, connection: LockConnection, request: Request) -> bool:
+    def unlock(self, connection: LockConnection, request: AcquireRequest) -> bool:
         """End the lock; False when this session did not hold it."""
         params = {"key": label_of(request.name, self._prefix).key}
         ((was_ours, *_),) = connection.prepared(UNLOCK[request.shared], params)

@@ -20,7 +20,7 @@ from dlock_core.runtime import clock
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from dlock_core.backend import LockState, Renewal, RenewalResult, Request
+    from dlock_core.backend import AcquireRequest, LockState, Renewal, RenewalResult
     from dlock_core.backends.sql import Connection, Pool
     from dlock_core.runtime import Runtime
 
@@ -49,7 +49,7 @@ class SessionBackend:
         """Tokens above the server's clock that a fence has asked for: none that is smaller is given after them."""
 
     async def try_acquire(
-        self, runtime: Runtime, request: Request, ticket: Any = None, *, unsure: bool = False
+        self, runtime: Runtime, request: AcquireRequest, ticket: Any = None, *, unsure: bool = False
     ) -> Granted | Busy:
         reservation = self._reservations.get(request.holder)
         if reservation is not None and reservation.token:
@@ -61,14 +61,16 @@ class SessionBackend:
             )
         return await self._ask(runtime, request, reservation, None)
 
-    async def wait(self, runtime: Runtime, request: Request, busy: Busy, timeout: float) -> Granted | Busy | None:
+    async def wait(
+        self, runtime: Runtime, request: AcquireRequest, busy: Busy, timeout: float
+    ) -> Granted | Busy | None:
         """Wait in the database's own queue."""
         reservation = self._reservations.get(request.holder)
         if reservation is None or not reservation.connection.is_open:
             return None
         return await self._ask(runtime, request, reservation, timeout)
 
-    async def abandon(self, runtime: Runtime, request: Request, ticket: Any = None) -> None:
+    async def abandon(self, runtime: Runtime, request: AcquireRequest, ticket: Any = None) -> None:
         reservation = self._reservations.pop(request.holder, None)
         if reservation is None:
             return
@@ -86,7 +88,7 @@ class SessionBackend:
             for request, _ in renewals
         ]
 
-    async def release(self, runtime: Runtime, request: Request, granted: Granted) -> Released:
+    async def release(self, runtime: Runtime, request: AcquireRequest, granted: Granted) -> Released:
         reservation = self._reservations.pop(request.holder, None)
         if reservation is not None and reservation.connection.is_open:
             try:
@@ -120,7 +122,7 @@ class SessionBackend:
         self._pool.close()
 
     async def _ask(
-        self, runtime: Runtime, request: Request, reservation: Reservation, seconds: float | None
+        self, runtime: Runtime, request: AcquireRequest, reservation: Reservation, seconds: float | None
     ) -> Granted | Busy:
         floor = self._floors.get(request.name, 0)
         terms = request._replace(floor=floor) if floor > request.floor else request
@@ -143,14 +145,16 @@ class SessionBackend:
             self._connections.keep(reservation.connection)
         return Busy(MAX_WAIT_S, await self._server.owner(runtime, request.name, self._held()))
 
-    async def _acquire_again(self, runtime: Runtime, request: Request, reservation: Reservation) -> Granted | Busy:
+    async def _acquire_again(
+        self, runtime: Runtime, request: AcquireRequest, reservation: Reservation
+    ) -> Granted | Busy:
         if request.floor >= reservation.token:
             reservation.token = self._floors[request.name] = request.floor + 1
         if await self._renew(runtime, request, self._pool.timeout) is RenewalFailure.LOST:
             raise BackendUnavailable(request.name, reason="its connection was lost", broken=True)
         return Granted(reservation.token, request.ttl)
 
-    def _left(self, request: Request) -> RenewalResult:
+    def _left(self, request: AcquireRequest) -> RenewalResult:
         reservation = self._reservations.get(request.holder)
         return (
             RenewalFailure.LOST
@@ -158,7 +162,7 @@ class SessionBackend:
             else max(0.0, reservation.until - clock()) or RenewalFailure.UNKNOWN
         )
 
-    async def _renew(self, runtime: Runtime, request: Request, limit: float) -> RenewalResult:
+    async def _renew(self, runtime: Runtime, request: AcquireRequest, limit: float) -> RenewalResult:
         """Prove the connection; one that fails is closed, and the server ends its session after a ttl at the latest."""
         reservation, sent = self._reservations.get(request.holder), clock()
         if reservation is None or not reservation.token:

@@ -21,7 +21,7 @@ from dlock_core.sql.driver_errors import DatabaseFailure, classify
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from dlock_core.backend import LockState, Renewal, RenewalResult, Request
+    from dlock_core.backend import AcquireRequest, LockState, Renewal, RenewalResult
     from dlock_core.backends.advisory.labels import Label
     from dlock_core.backends.sql import Pool
     from dlock_core.runtime import Runtime
@@ -67,7 +67,7 @@ class TransactionBackend:
         self._connector, self._sessions = pool.connector, Sessions(pool, prefix)
 
     async def try_acquire(
-        self, runtime: Runtime, request: Request, ticket: Any = None, *, unsure: bool = False
+        self, runtime: Runtime, request: AcquireRequest, ticket: Any = None, *, unsure: bool = False
     ) -> Granted | Busy:
         transaction, label = self._transaction_of(request), label_of(request.name, self.prefix)
         row = await transaction.connection.row(postgresql.TRY[request.shared], _params(request, label))
@@ -77,7 +77,7 @@ class TransactionBackend:
             return Granted(label.token_in(text), math.inf)
         return Busy(MAX_WAIT_S) if request.queue else await self._busy(request, transaction)
 
-    async def wait(self, runtime: Runtime, request: Request, busy: Busy, timeout: float) -> Granted | Busy:
+    async def wait(self, runtime: Runtime, request: AcquireRequest, busy: Busy, timeout: float) -> Granted | Busy:
         """Wait in the database's queue, in a savepoint: a time limit that runs out would end the transaction."""
         transaction, label = self._transaction_of(request), label_of(request.name, self.prefix)
         params = {**_params(request, label), "milliseconds": str(max(1, math.ceil(timeout * 1000)))}
@@ -99,14 +99,14 @@ class TransactionBackend:
         await connection.tell("RELEASE SAVEPOINT dlock_wait")
         return Granted(label.token_in(row[0] if row else ""), math.inf)
 
-    async def abandon(self, runtime: Runtime, request: Request, ticket: Any = None) -> None:
+    async def abandon(self, runtime: Runtime, request: AcquireRequest, ticket: Any = None) -> None:
         """Nothing is to be done: the transaction's end takes along what was granted."""
 
     async def renew(self, runtime: Runtime, renewals: Sequence[Renewal]) -> list[RenewalResult]:
         """Ask each transaction whether it still holds its lock."""
         return [await self._left(request) for request, _ in renewals]
 
-    async def release(self, runtime: Runtime, request: Request, granted: Granted) -> Released:
+    async def release(self, runtime: Runtime, request: AcquireRequest, granted: Granted) -> Released:
         """Answer for the transaction, which has ended, and has released it."""
         return Released.RELEASED
 
@@ -122,7 +122,7 @@ class TransactionBackend:
         """Close idle connections."""
         self._sessions.close()
 
-    def _transaction_of(self, request: Request) -> CallerTransaction:
+    def _transaction_of(self, request: AcquireRequest) -> CallerTransaction:
         if self._connector.vendor != "postgresql":
             raise NotSupported(
                 f"{self._connector.title} is no PostgreSQL and has no locks that end with a transaction: "
@@ -138,22 +138,22 @@ class TransactionBackend:
         transaction: CallerTransaction = request.transaction
         return transaction
 
-    async def _busy(self, request: Request, transaction: CallerTransaction) -> Busy:
+    async def _busy(self, request: AcquireRequest, transaction: CallerTransaction) -> Busy:
         row = await transaction.connection.row(postgresql.LISTED_KEY, {"key": label_of(request.name, self.prefix).key})
         return Busy(MAX_WAIT_S, owner_of(LockRow(*row), self.prefix) if row is not None else "")
 
-    async def _left(self, request: Request) -> RenewalResult:
+    async def _left(self, request: AcquireRequest) -> RenewalResult:
         params = {"key": label_of(request.name, self.prefix).key}
         row = await self._transaction_of(request).connection.row(postgresql.OURS, params)
         return RenewalFailure.LOST if row is None else math.inf
 
 
-def _params(request: Request, label: Label) -> dict[str, Any]:
+def _params(request: AcquireRequest, label: Label) -> dict[str, Any]:
     key, head, tail, room = label
     return {"key": key, "head": f" {head}", "tail": tail, "room": room, "least": request.floor + 1}
 
 
-def _refuse_old_snapshot(request: Request, transaction: CallerTransaction, isolation: str) -> None:
+def _refuse_old_snapshot(request: AcquireRequest, transaction: CallerTransaction, isolation: str) -> None:
     """Under REPEATABLE READ the snapshot is taken by the very statement that asks for the lock: it is always older."""
     if isolation not in ("read committed", "read uncommitted") and not transaction.old_snapshot:
         raise SnapshotTooOld(request.name, isolation=isolation.upper())

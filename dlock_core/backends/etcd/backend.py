@@ -23,7 +23,7 @@ from dlock_core.options import check_prefix, check_seconds
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 
-    from dlock_core.backend import Busy, Granted, Renewal, RenewalResult, Request
+    from dlock_core.backend import AcquireRequest, Busy, Granted, Renewal, RenewalResult
     from dlock_core.backends.etcd.gateway import GatewayCall
     from dlock_core.backends.etcd.steps import HeldKey
     from dlock_core.doctor.finding import Finding
@@ -63,7 +63,7 @@ class EtcdBackend:
         self._steps = Steps(self._gateway, self._keys)
 
     async def try_acquire(
-        self, runtime: Runtime, request: Request, ticket: Any = None, *, unsure: bool = False
+        self, runtime: Runtime, request: AcquireRequest, ticket: Any = None, *, unsure: bool = False
     ) -> Granted | Busy:
         with self._gateway.reading(request.name):
             answer: Granted | QueueEntry | Busy = ticket or await self._steps.enter(runtime, request)
@@ -71,7 +71,7 @@ class EtcdBackend:
                 answer = await self._steps.promote(runtime, request, answer)
             return answer
 
-    async def wait(self, runtime: Runtime, request: Request, busy: Busy, timeout: float) -> None:
+    async def wait(self, runtime: Runtime, request: AcquireRequest, busy: Busy, timeout: float) -> None:
         """Watch the key ahead of ours, and renew our queue entry now and then."""
         with self._gateway.reading(request.name):
             queue_entry: QueueEntry = busy.ticket
@@ -89,7 +89,7 @@ class EtcdBackend:
             finally:
                 watch.close()
 
-    async def abandon(self, runtime: Runtime, request: Request, ticket: Any = None) -> None:
+    async def abandon(self, runtime: Runtime, request: AcquireRequest, ticket: Any = None) -> None:
         calls = [self._keys.leave(request), *self._revocations(request)]
 
         async def leave() -> None:
@@ -99,7 +99,7 @@ class EtcdBackend:
 
         await _retry_once(leave)
 
-    async def release(self, runtime: Runtime, request: Request, granted: Granted) -> Released:
+    async def release(self, runtime: Runtime, request: AcquireRequest, granted: Granted) -> Released:
         held_key: HeldKey = granted.handle
         calls = [self._keys.leave(request), *self._revocations(request)]
         if not self._steps.spares.keeps(held_key.lease):
@@ -154,7 +154,7 @@ class EtcdBackend:
         """Close the idle connections; leases stay as they are."""
         self._gateway.close()
 
-    def _revocations(self, request: Request) -> list[GatewayCall]:
+    def _revocations(self, request: AcquireRequest) -> list[GatewayCall]:
         """End the leases that attempts of unknown outcome named, so that what is still on its way can put no key.
 
         They are forgotten now, also if this fails: the server ends them by itself.

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from dlock_core.backend import Request
+    from dlock_core.backend import AcquireRequest
     from dlock_core.backends.etcd.gateway import Answer, GatewayCall
 
 __all__ = [
@@ -84,7 +84,7 @@ class Keys:
         """Return the key of what is added to the revisions of a lock."""
         return f"{self.bases}{name}"
 
-    def own(self, request: Request) -> str:
+    def own(self, request: AcquireRequest) -> str:
         """Return the one key of this holder."""
         return f"{self.locks}{request.name}/{'s' if request.shared else 'x'}/{request.holder}"
 
@@ -93,17 +93,17 @@ class Keys:
         name, mode, holder = key[len(self.locks) :].rsplit("/", 2)
         return name, mode == "s", holder
 
-    def enter(self, request: Request, lease: int, queue_lease: int = 0) -> GatewayCall:
+    def enter(self, request: AcquireRequest, lease: int, queue_lease: int = 0) -> GatewayCall:
         """Take the lock if no other key must go first; else join the queue, on the lease `queue_lease`."""
         queue = self._queue(request, queue_lease) if queue_lease else self._see(request)
         return _txn([_none(self._rivals(request))], self._take(request, lease), queue)
 
-    def queue(self, request: Request, lease: int) -> GatewayCall:
+    def queue(self, request: AcquireRequest, lease: int) -> GatewayCall:
         """Take a place in the queue, once."""
         put, *see = self._queue(request, lease)
         return _txn([_created(self.own(request), 0)], [put, *see], see)
 
-    def promote(self, request: Request, created: int, lease: int) -> GatewayCall:
+    def promote(self, request: AcquireRequest, created: int, lease: int) -> GatewayCall:
         """Take the lock if our place, as old as this, is the first: the key moves to the lease of the full ttl."""
         own, rivals = _created(self.own(request), created), self._rivals(request)
         see = [*self._see(request), _youngest(rivals, max_create_revision=str(created - 1))]
@@ -113,12 +113,12 @@ class Keys:
             return path, none_older
         return _txn([own, _none(rivals)], take, [{"request_txn": none_older}])  # of none, nothing is true, not all
 
-    def move(self, request: Request, created: int, lease: int) -> GatewayCall:
+    def move(self, request: AcquireRequest, created: int, lease: int) -> GatewayCall:
         """Put a grant that is still ours on another lease."""
         own = self.own(request)
         return _txn([_created(own, created)], [_put(own, request.owner, lease)], [])
 
-    def raise_base(self, request: Request, view: LockView, base: int) -> GatewayCall:
+    def raise_base(self, request: AcquireRequest, view: LockView, base: int) -> GatewayCall:
         """Add so much to the tokens of this lock, beginning with our own grant, unless another was faster."""
         key = self.base(request.name)
         same = {"key": text(key), "target": "MOD", "mod_revision": str(view.base_modified)}
@@ -128,7 +128,7 @@ class Keys:
         """See which of these keys are there."""
         return _txn([], [_range(own, keys_only=True) for own in owns], [])
 
-    def leave(self, request: Request) -> GatewayCall:
+    def leave(self, request: AcquireRequest) -> GatewayCall:
         """Delete our key."""
         return "kv/deleterange", {"key": text(self.own(request))}
 
@@ -145,19 +145,19 @@ class Keys:
         key, end = f"{after}\0" if after else start, _end(start)
         return "kv/range", {"key": text(key), "range_end": text(end), "limit": str(limit)}
 
-    def _take(self, request: Request, lease: int) -> list[Json]:
+    def _take(self, request: AcquireRequest, lease: int) -> list[Json]:
         own = self.own(request)
         return [_put(own, request.owner, lease), _range(own), _range(self.base(request.name))]
 
-    def _queue(self, request: Request, lease: int) -> list[Json]:
+    def _queue(self, request: AcquireRequest, lease: int) -> list[Json]:
         before = _youngest(self._rivals(request), limit=2)  # one of them may be our own
         return [_put(self.own(request), request.owner, lease), *self._see(request), before]
 
-    def _see(self, request: Request) -> list[Json]:
+    def _see(self, request: AcquireRequest) -> list[Json]:
         first = _range(self.lock(request.name), _whole=True, limit="1", sort_order="ASCEND", sort_target="CREATE")
         return [_range(self.own(request)), _range(self.base(request.name)), first]
 
-    def _rivals(self, request: Request) -> str:
+    def _rivals(self, request: AcquireRequest) -> str:
         """Return the prefix of the keys that exclude this request."""
         return f"{self.lock(request.name)}x/" if request.shared else self.lock(request.name)
 

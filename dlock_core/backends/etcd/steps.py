@@ -17,7 +17,7 @@ from dlock_core.errors import BackendUnavailable
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from dlock_core.backend import Renewal, RenewalResult, Request
+    from dlock_core.backend import AcquireRequest, Renewal, RenewalResult
     from dlock_core.backends.etcd.gateway import Answer, Gateway, GatewayCall
     from dlock_core.backends.etcd.keys import Keys, LockView
     from dlock_core.runtime import Runtime
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 __all__ = ["QUEUE_ENTRY_TTL_S", "HeldKey", "QueueEntry", "Steps"]
 
 
-Put = Callable[["Request", int, int], "GatewayCall"]
+Put = Callable[["AcquireRequest", int, int], "GatewayCall"]
 """Makes a question that puts our key on a lease, or on the lease of a place."""
 
 
@@ -67,7 +67,7 @@ class Steps:
         self.unsettled_leases: dict[str, list[ServerLease]] = {}
         """What an attempt of a holder whose outcome is not known, or not yet, may have put its key on."""
 
-    async def enter(self, runtime: Runtime, request: Request) -> Granted | QueueEntry | Busy:
+    async def enter(self, runtime: Runtime, request: AcquireRequest) -> Granted | QueueEntry | Busy:
         """Take the lock, if it is free, or find the place that an earlier attempt has taken; else join the queue."""
         queue_entry = self.spares.take(QUEUE_ENTRY_TTL_S, runtime.now()) if request.queue else None
         view, lease = await self._put(runtime, request, self.keys.enter, request.ttl, queue_entry)
@@ -82,10 +82,12 @@ class Steps:
             return QueueEntry(view)
         return await self._queue(runtime, request) if request.queue else busy(view)
 
-    async def promote(self, runtime: Runtime, request: Request, queue_entry: QueueEntry) -> Granted | QueueEntry | Busy:
+    async def promote(
+        self, runtime: Runtime, request: AcquireRequest, queue_entry: QueueEntry
+    ) -> Granted | QueueEntry | Busy:
         """Take the lock if our queue entry is the first; else return what it waits for."""
 
-        def call(request: Request, lease: int, _: int) -> GatewayCall:
+        def call(request: AcquireRequest, lease: int, _: int) -> GatewayCall:
             return self.keys.promote(request, queue_entry.created, lease)
 
         view, lease = await self._put(runtime, request, call, request.ttl)
@@ -100,7 +102,7 @@ class Steps:
         queue_entry.view(view)
         return busy(view, queue_entry)
 
-    async def is_behind(self, runtime: Runtime, request: Request, queue_entry: QueueEntry) -> bool:
+    async def is_behind(self, runtime: Runtime, request: AcquireRequest, queue_entry: QueueEntry) -> bool:
         """Renew our queue entry; return whether it and the key ahead of it are still there."""
         sent = runtime.now()
         calls = [keys.keep_alive([queue_entry.lease.id]), self.keys.present(queue_entry.before)]
@@ -143,15 +145,15 @@ class Steps:
             raise self.gateway.failure(name, answer)
         return answer
 
-    async def _queue(self, runtime: Runtime, request: Request) -> QueueEntry | Busy:
-        def call(request: Request, lease: int, _: int) -> GatewayCall:
+    async def _queue(self, runtime: Runtime, request: AcquireRequest) -> QueueEntry | Busy:
+        def call(request: AcquireRequest, lease: int, _: int) -> GatewayCall:
             return self.keys.queue(request, lease)
 
         view, lease = await self._put(runtime, request, call, QUEUE_ENTRY_TTL_S)
         return _busy_or(view, QueueEntry(view, lease if view.has_put else None))
 
     async def _put(
-        self, runtime: Runtime, request: Request, call: Put, ttl: float, queue_entry: ServerLease | None = None
+        self, runtime: Runtime, request: AcquireRequest, call: Put, ttl: float, queue_entry: ServerLease | None = None
     ) -> tuple[LockView, ServerLease]:
         """Ask something that puts our key on a lease: one of ours that carries nothing, or a new one."""
         lease = self.spares.take(ttl, runtime.now()) or new_lease(ttl)
@@ -166,7 +168,7 @@ class Steps:
         return view, lease
 
     async def _put_on(
-        self, runtime: Runtime, request: Request, call: Put, lease: ServerLease, queue_entry: ServerLease | None
+        self, runtime: Runtime, request: AcquireRequest, call: Put, lease: ServerLease, queue_entry: ServerLease | None
     ) -> LockView | None:
         leases = [one for one in (lease, queue_entry) if one is not None]
         self.unsettled_leases[request.holder], sent = leases, runtime.now()
@@ -180,7 +182,7 @@ class Steps:
         return keys.view(self.checked(request.name, answer), self.keys.own(request))
 
     async def _granted(
-        self, runtime: Runtime, request: Request, view: LockView, lease: ServerLease
+        self, runtime: Runtime, request: AcquireRequest, view: LockView, lease: ServerLease
     ) -> Granted | QueueEntry:
         token, created = view.own.created + view.base, view.own.created
         if token <= request.floor:

@@ -27,12 +27,12 @@ from dlock_core.backends.redis.protocol import (
 from dlock_core.backends.redis.transport import raise_for_error, retry_once, run_script, send_commands
 from dlock_core.errors import BackendUnavailable
 from dlock_core.options import check_prefix, check_seconds
-from dlock_core.runtime import CHANCE, Asyncio
+from dlock_core.runtime import RNG, Asyncio
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from dlock_core.backend import Busy, LockState, Released, Renewal, RenewalResult, Request
+    from dlock_core.backend import AcquireRequest, Busy, LockState, Released, Renewal, RenewalResult
     from dlock_core.backends.redis.protocol import Command
     from dlock_core.backends.redis.transport import Transport
     from dlock_core.doctor.finding import Finding
@@ -94,7 +94,7 @@ class RedisBackend:
         return self.keyspace.lock(name)
 
     async def try_acquire(
-        self, runtime: Runtime, request: Request, ticket: Any = None, *, unsure: bool = False
+        self, runtime: Runtime, request: AcquireRequest, ticket: Any = None, *, unsure: bool = False
     ) -> Granted | Busy:
         keys, args = self.keyspace.of(request.name), acquire_args(request)
         reply = await run_script(
@@ -104,14 +104,16 @@ class RedisBackend:
             await self._replicate(runtime, [request])
         return parse_acquire(request, reply)
 
-    async def wait(self, runtime: Runtime, request: Request, busy: Busy, timeout: float) -> Granted | Busy | None:
+    async def wait(
+        self, runtime: Runtime, request: AcquireRequest, busy: Busy, timeout: float
+    ) -> Granted | Busy | None:
         """Sleep on the waiter's own wake-up list; the next attempt is sent along, and made when the list wakes us.
 
         So a hand-over takes one round trip: BLPOP returns, and the acquire behind it confirms the grant.
         """
         seconds = min(timeout, MAX_SLEEP_S, request.ttl / 4)
         if busy.ticket is None:
-            await runtime.sleep(min(seconds, CHANCE.uniform(*FOREIGN_POLL_S)))
+            await runtime.sleep(min(seconds, RNG.uniform(*FOREIGN_POLL_S)))
             return None
         keys = self.keyspace.of(request.name)
         sleep = ("BLPOP", f"{keys[0]}:wake:{request.holder}", f"{max(seconds, MIN_SLEEP_S):.3f}")
@@ -125,17 +127,17 @@ class RedisBackend:
             await self._replicate(runtime, [request])
         return None if isinstance(reply, Exception) else parse_acquire(request, reply)
 
-    async def abandon(self, runtime: Runtime, request: Request, ticket: Any = None) -> None:
+    async def abandon(self, runtime: Runtime, request: AcquireRequest, ticket: Any = None) -> None:
         await self._run(runtime, request.name, "abandon", self.keyspace.of(request.name), (request.holder,))
 
-    async def release(self, runtime: Runtime, request: Request, granted: Granted) -> Released:
+    async def release(self, runtime: Runtime, request: AcquireRequest, granted: Granted) -> Released:
         keys, args = self.keyspace.of(request.name), (request.holder,)
         transport = self.transport(runtime)
         return RELEASE_REPLIES[
             await run_script(transport, runtime, request.name, self._release, keys, args, self._timeout)
         ]
 
-    async def try_acquire_many(self, runtime: Runtime, requests: Sequence[Request]) -> list[Granted] | None:
+    async def try_acquire_many(self, runtime: Runtime, requests: Sequence[AcquireRequest]) -> list[Granted] | None:
         keys = (*self.keyspace.common, *[self.keyspace.lock(request.name) for request in requests])
         args = (requests[0].owner, *holders_and_ttls(requests))
         tokens = await self._run(runtime, requests[0].name, "acquire_many", keys, args)
@@ -145,7 +147,7 @@ class RedisBackend:
             await self._replicate(runtime, requests)
         return [Granted(token, request.ttl) for token, request in zip(tokens, requests, strict=True)]
 
-    async def release_many(self, runtime: Runtime, requests: Sequence[Request]) -> list[Released]:
+    async def release_many(self, runtime: Runtime, requests: Sequence[AcquireRequest]) -> list[Released]:
         commands = [self._release.by_digest(self.keyspace.of(request.name), (request.holder,)) for request in requests]
         replies = await send_commands(self.transport(runtime), runtime, requests[0].name, commands, self._timeout)
         return [
@@ -197,7 +199,7 @@ class RedisBackend:
         transport = self.transport(runtime)
         return await run_script(transport, runtime, name, load_script(script), keys, args, self._timeout)
 
-    async def _replicate(self, runtime: Runtime, requests: Sequence[Request]) -> None:
+    async def _replicate(self, runtime: Runtime, requests: Sequence[AcquireRequest]) -> None:
         """Return when enough replicas have these grants; otherwise raise BackendUnavailable.
 
         The engine then abandons the request. WAIT answers for the writes of one connection alone, and the grant may

@@ -18,7 +18,7 @@ from dlock_core.backend import Busy, Granted, Holder, LockState, Released, Waite
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from dlock_core.backend import Request
+    from dlock_core.backend import AcquireRequest
 
 __all__ = [
     "INSPECT_BATCH",
@@ -105,7 +105,7 @@ class Keyspace:
         return key.decode(errors="replace")[len(self.prefix) + 1 : -1]
 
 
-def acquire_args(request: Request) -> tuple[str, ...]:
+def acquire_args(request: AcquireRequest) -> tuple[str, ...]:
     """Return the arguments of acquire.lua: holder, ttl in ms, mode, owner, ms in the queue, floor, barging."""
     return (
         request.holder,
@@ -118,7 +118,7 @@ def acquire_args(request: Request) -> tuple[str, ...]:
     )
 
 
-def parse_acquire(request: Request, reply: Any) -> Granted | Busy:
+def parse_acquire(request: AcquireRequest, reply: Any) -> Granted | Busy:
     """Return what acquire.lua raise_for_error: a token, or the ms until the lock may be free and the value of its key.
 
     Busy has a ticket when a holder of ours wakes the waiters; another library's holder does not.
@@ -132,12 +132,12 @@ def parse_acquire(request: Request, reply: Any) -> Granted | Busy:
     return Busy(retry_after, parts[-1], ticket=request.holder)
 
 
-def holders_and_ttls(requests: Sequence[Request]) -> tuple[str, ...]:
+def holders_and_ttls(requests: Sequence[AcquireRequest]) -> tuple[str, ...]:
     """Return the arguments of a script for many locks: holder and ttl in ms of each."""
     return tuple(item for request in requests for item in (request.holder, str(math.ceil(request.ttl * 1000))))
 
 
-def renewal_limit(timeout: float, requests: Sequence[Request]) -> float:
+def renewal_limit(timeout: float, requests: Sequence[AcquireRequest]) -> float:
     """Return the time limit of a renewal, in seconds: an answer after a third of a ttl would come too late."""
     return min(timeout, *[request.ttl / 3 for request in requests])
 

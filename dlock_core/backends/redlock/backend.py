@@ -27,12 +27,12 @@ from dlock_core.backends.redis.transport import retry_once
 from dlock_core.backends.redlock import quorum
 from dlock_core.backends.redlock.nodes import NodeSet, all_of, merge_states, pools_from_url
 from dlock_core.errors import BackendUnavailable
-from dlock_core.runtime import CHANCE
+from dlock_core.runtime import RNG
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from dlock_core.backend import LockState, Released, Renewal, RenewalResult, Request
+    from dlock_core.backend import AcquireRequest, LockState, Released, Renewal, RenewalResult
     from dlock_core.backends.redlock.broadcast import Broadcast
     from dlock_core.doctor.finding import Finding
     from dlock_core.runtime import Runtime
@@ -70,7 +70,7 @@ class RedlockBackend:
         return cls(pools_from_url(url, tls=tls), **options)
 
     async def try_acquire(
-        self, runtime: Runtime, request: Request, ticket: Any = None, *, unsure: bool = False
+        self, runtime: Runtime, request: AcquireRequest, ticket: Any = None, *, unsure: bool = False
     ) -> Granted | Busy:
         """Ask all nodes; if a majority grants different tokens, a second round makes the greatest of them common."""
         answers = await self._nodes.ask(runtime, self._acquire(request, runtime.now()))
@@ -84,14 +84,14 @@ class RedlockBackend:
             await runtime.shield(self._give_back(runtime, request, answers))
         return self._busy(request, answers)
 
-    async def wait(self, runtime: Runtime, request: Request, busy: Busy, timeout: float) -> None:
+    async def wait(self, runtime: Runtime, request: AcquireRequest, busy: Busy, timeout: float) -> None:
         """Wait in the queue of one node, the last of those where the holder is; a woken waiter asks all nodes.
 
         If waiters queued at every node, a release would hand over to a different one at each, and none of them would
         have a majority.
         """
         if busy.ticket is None:
-            await runtime.sleep(min(timeout, CHANCE.uniform(*POLL_S)))
+            await runtime.sleep(min(timeout, RNG.uniform(*POLL_S)))
             return
         node = self._nodes.all[busy.ticket]
         try:
@@ -101,14 +101,14 @@ class RedlockBackend:
         except BackendUnavailable as error:
             if not error.broken:
                 node.fail()
-            await runtime.sleep(min(timeout, CHANCE.uniform(*POLL_S)))
+            await runtime.sleep(min(timeout, RNG.uniform(*POLL_S)))
 
-    async def abandon(self, runtime: Runtime, request: Request, ticket: Any = None) -> None:
+    async def abandon(self, runtime: Runtime, request: AcquireRequest, ticket: Any = None) -> None:
         keys, args = self._keyspace.of(request.name), (request.holder,)
         to_all = self._nodes.request(request.name, "abandon", keys, args, must_arrive=True)
         self._nodes.of_majority(request.name, await self._nodes.ask(runtime, to_all))
 
-    async def release(self, runtime: Runtime, request: Request, granted: Granted) -> Released:
+    async def release(self, runtime: Runtime, request: AcquireRequest, granted: Granted) -> Released:
         keys, args = self._keyspace.of(request.name), (request.holder, "1")
         to_all = self._nodes.request(request.name, "release", keys, args, must_arrive=True)
         answers = await self._nodes.ask(runtime, to_all)
@@ -140,7 +140,7 @@ class RedlockBackend:
         """Close the idle connections; leases stay as they are."""
         self._nodes.close()
 
-    def _acquire(self, request: Request, now: float) -> Broadcast:
+    def _acquire(self, request: AcquireRequest, now: float) -> Broadcast:
         """Return the request for a grant at all nodes.
 
         It takes no position in any queue: `wait` does, at one node. A node that is too slow is sent the undo behind it.
@@ -152,7 +152,7 @@ class RedlockBackend:
         args = (*args, str(self._forecast.token(now)))
         return self._nodes.request(request.name, "acquire", keys, args, self._nodes.have_decided, undo=undo)
 
-    async def _adopt(self, runtime: Runtime, request: Request, drawn: dict[int, int]) -> int | None:
+    async def _adopt(self, runtime: Runtime, request: AcquireRequest, drawn: dict[int, int]) -> int | None:
         """Write the greatest drawn token to the nodes that granted; return it if a majority has taken it."""
         token, keys = max(drawn.values()), self._keyspace.of(request.name)[:2]
         adoption = self._nodes.request(request.name, "adopt", keys, (request.holder, str(token)))
@@ -163,7 +163,7 @@ class RedlockBackend:
         self._forecast = quorum.Forecast(max(clocks), runtime.now())
         return token
 
-    async def _give_back(self, runtime: Runtime, request: Request, answers: Sequence[Any]) -> None:
+    async def _give_back(self, runtime: Runtime, request: AcquireRequest, answers: Sequence[Any]) -> None:
         """End what some nodes granted, or may have granted; positions in queues are kept."""
         granted = frozenset(index for index, answer in enumerate(answers) if isinstance(answer, int))
         indexes = granted | {index for index, answer in enumerate(answers) if not isinstance(answer, list)}
@@ -172,7 +172,7 @@ class RedlockBackend:
             release = self._nodes.request(request.name, "release", keys, args, all_of(granted), must_arrive=True)
             await self._nodes.ask(runtime, release._replace(among=indexes))
 
-    def _busy(self, request: Request, answers: Sequence[Any]) -> Busy:
+    def _busy(self, request: AcquireRequest, answers: Sequence[Any]) -> Busy:
         """Return the owner that most nodes name, and as the ticket the index of a node at which to wait.
 
         Raises BackendUnavailable when no majority has answered.

@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Any, Final
 from dlock_core.backend import Busy, Capabilities, Granted, Holder, LockState, Released, RenewalFailure
 from dlock_core.backends.table.statements import MARIADB, MYSQL, POSTGRESQL, SQLITE
 from dlock_core.backends.table.waiting import LocalWaiters, NotifyListener
-from dlock_core.runtime import CHANCE
+from dlock_core.runtime import RNG
 from dlock_core.scheduler import after_fork_in_child
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from dlock_core.backend import Renewal, RenewalResult, Request
+    from dlock_core.backend import AcquireRequest, Renewal, RenewalResult
     from dlock_core.backends.sql import Connection, Pool
     from dlock_core.backends.table.statements import Dialect
     from dlock_core.runtime import Runtime
@@ -67,7 +67,7 @@ class TableBackend:
         self._begin()
 
     async def try_acquire(
-        self, runtime: Runtime, request: Request, ticket: Any = None, *, unsure: bool = False
+        self, runtime: Runtime, request: AcquireRequest, ticket: Any = None, *, unsure: bool = False
     ) -> Granted | Busy:
         params = {
             "name": request.name,
@@ -88,13 +88,13 @@ class TableBackend:
         ours, token, left, owner = await self.pool.step(runtime, request.name, take) or (False, 0, 0, "")
         return Granted(token, request.ttl) if ours else Busy(max(POLL[0], left / SECOND) + 0.001, owner, ticket=True)
 
-    async def wait(self, runtime: Runtime, request: Request, busy: Busy, timeout: float) -> None:
+    async def wait(self, runtime: Runtime, request: AcquireRequest, busy: Busy, timeout: float) -> None:
         """Return when the lock is free, or may be."""
         until, pause = runtime.now() + timeout, POLL[0]
         if self.pool.connector.vendor == "postgresql":
             await self._listener.open(runtime)
         else:  # Waiters that were there before have at least the same chance.
-            await runtime.sleep(min(timeout, pause * CHANCE.uniform(0.5, 1.0)))
+            await runtime.sleep(min(timeout, pause * RNG.uniform(0.5, 1.0)))
         while True:
             signal = runtime.signal()
             # The signal is registered before the row is read. The other way round, a release between the two would be
@@ -104,14 +104,14 @@ class TableBackend:
                 if left <= 0:
                     return
                 is_listening = self._listener.is_listening
-                if await runtime.wait(signal, min(left, SLEEP if is_listening else pause * CHANCE.uniform(0.5, 1.0))):
+                if await runtime.wait(signal, min(left, SLEEP if is_listening else pause * RNG.uniform(0.5, 1.0))):
                     return
             pause = min(pause * 1.5, POLL[1])
 
-    async def abandon(self, runtime: Runtime, request: Request, ticket: Any = None) -> None:
+    async def abandon(self, runtime: Runtime, request: AcquireRequest, ticket: Any = None) -> None:
         await self._end(runtime, request)
 
-    async def release(self, runtime: Runtime, request: Request, granted: Granted) -> Released:
+    async def release(self, runtime: Runtime, request: AcquireRequest, granted: Granted) -> Released:
         """Go by the holder alone: a token that was raised may have been raised again, and its answer lost."""
         if await self._end(runtime, request):
             return Released.RELEASED
@@ -166,7 +166,7 @@ class TableBackend:
             for (name,) in connection.execute(dialect.unused, {}):
                 connection.execute(dialect.forget, {"name": name})
 
-    async def _end(self, runtime: Runtime, request: Request) -> int:
+    async def _end(self, runtime: Runtime, request: AcquireRequest) -> int:
         def end(connection: Connection) -> int:
             return _ended(connection, _dialect(connection).end, {"name": request.name, "holder": request.holder})
 

@@ -25,7 +25,7 @@ from dlock_core.scheduler import after_fork_in_child, call_in_background
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from dlock_core.backend import LockState, Renewal, RenewalResult, Request
+    from dlock_core.backend import AcquireRequest, LockState, Renewal, RenewalResult
     from dlock_core.backends.zookeeper.own_nodes import OwnNode, OwnNodes
     from dlock_core.backends.zookeeper.queue import Queue
     from dlock_core.doctor.finding import Finding
@@ -83,7 +83,7 @@ class ZooKeeperBackend:
         self._begin()
 
     async def try_acquire(
-        self, runtime: Runtime, request: Request, ticket: Any = None, *, unsure: bool = False
+        self, runtime: Runtime, request: AcquireRequest, ticket: Any = None, *, unsure: bool = False
     ) -> Granted | Busy:
         sent, own_node = runtime.now(), self._own_nodes.get(request.holder)
         if own_node is None and not request.queue and (busy := await self._taken(runtime, request)):
@@ -102,7 +102,9 @@ class ZooKeeperBackend:
             return Busy(MAX_WAIT_S, await self._nodes.owner(runtime, request.name, queue.nodes[0]))
         return await self._queue_client.watch(runtime, own_node, queue, ahead)
 
-    async def wait(self, runtime: Runtime, request: Request, busy: Busy, timeout: float) -> Granted | Busy | None:
+    async def wait(
+        self, runtime: Runtime, request: AcquireRequest, busy: Busy, timeout: float
+    ) -> Granted | Busy | None:
         """Sleep until the one before us has gone; the queue is looked at along with the wake-up."""
         sent, own_node = runtime.now(), self._own_nodes.get(request.holder)
         if own_node is None or not self._own_nodes.keep(own_node, timeout + WAITER_GRACE_S):
@@ -119,7 +121,7 @@ class ZooKeeperBackend:
             return None
         return await self._granted(runtime, own_node, queue, request, sent)
 
-    async def abandon(self, runtime: Runtime, request: Request, ticket: Any = None) -> None:
+    async def abandon(self, runtime: Runtime, request: AcquireRequest, ticket: Any = None) -> None:
         """Leave the queue; without a connection this is left to a thread, which goes on until it is done."""
         own_node = self._own_nodes.get(request.holder)
         if own_node is not None:
@@ -127,7 +129,7 @@ class ZooKeeperBackend:
             if self._session.is_connected:
                 await self._queue_client.remove(runtime, own_node)
 
-    async def release(self, runtime: Runtime, request: Request, granted: Granted) -> Released:
+    async def release(self, runtime: Runtime, request: AcquireRequest, granted: Granted) -> Released:
         own_node = self._own_nodes.get(request.holder)
         if own_node is not None:
             self._own_nodes.end(own_node, self._timeout)  # The thread removes it, even if this call fails.
@@ -175,7 +177,7 @@ class ZooKeeperBackend:
             self._session.close()
             self._own_nodes.clear()
 
-    async def _taken(self, runtime: Runtime, request: Request) -> Busy | None:
+    async def _taken(self, runtime: Runtime, request: AcquireRequest) -> Busy | None:
         """Look before a single try takes a place, which would cost two writes."""
         queue = await self._nodes.look(runtime, request.name)
         if queue.ahead(None, shared=request.shared) is None:
@@ -183,7 +185,7 @@ class ZooKeeperBackend:
         return Busy(MAX_WAIT_S, await self._nodes.owner(runtime, request.name, queue.nodes[0]))
 
     async def _granted(
-        self, runtime: Runtime, own_node: OwnNode, queue: Queue, request: Request, sent: float
+        self, runtime: Runtime, own_node: OwnNode, queue: Queue, request: AcquireRequest, sent: float
     ) -> Granted | Busy:
         offset = queue.offset
         if own_node.zxid + offset <= request.floor:
@@ -194,7 +196,7 @@ class ZooKeeperBackend:
             return Busy(0.0)
         return Granted(own_node.zxid + offset, valid_for, own_node.path)
 
-    def _renewed(self, request: Request, answer: Any, sent: float) -> RenewalResult:
+    def _renewed(self, request: AcquireRequest, answer: Any, sent: float) -> RenewalResult:
         """Judge one renewal by what the server says of its node, which must be this session's."""
         own_node = self._own_nodes.get(request.holder)
         if answer is None or isinstance(answer, NoNodeError) or own_node is None:

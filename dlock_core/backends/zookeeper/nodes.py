@@ -20,7 +20,7 @@ from dlock_core.backends.zookeeper.session import checked
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from dlock_core.backend import Request
+    from dlock_core.backend import AcquireRequest
     from dlock_core.backends.zookeeper.session import EnsembleAddress, ZooKeeperSession
     from dlock_core.runtime import Runtime
 
@@ -54,7 +54,7 @@ class LockNodes:
         """Return the path of a lock."""
         return f"{self._parents[-1]}/{component(name)}"
 
-    async def create(self, runtime: Runtime, request: Request) -> tuple[str, Any, Queue]:
+    async def create(self, runtime: Runtime, request: AcquireRequest) -> tuple[str, Any, Queue]:
         """Make a place in the queue: its path, its stat, and the queue with it; also where there is nothing yet."""
         directory, owner = self.directory(request.name), request.owner.encode()
         node = Create2(f"{directory}/{prefix(request.holder, shared=request.shared)}", owner, self._acl, QUEUED)
@@ -82,7 +82,7 @@ class LockNodes:
         *answers, children = await self._session.ask(runtime, name, questions)
         return answers, parse_queue([] if isinstance(children, NoNodeError) else checked(name, children))
 
-    async def owned(self, runtime: Runtime, request: Request) -> list[tuple[str, Any]]:
+    async def owned(self, runtime: Runtime, request: AcquireRequest) -> list[tuple[str, Any]]:
         """Search the queue for the places of one holder: their paths and stats."""
         nodes = (await self.look(runtime, request.name)).of(request.holder)
         paths = [f"{self.directory(request.name)}/{node.name}" for node in nodes]

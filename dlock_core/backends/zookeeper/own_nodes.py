@@ -27,7 +27,7 @@ from dlock_core.scheduler import Scheduler, call_in_background
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
 
-    from dlock_core.backend import Request
+    from dlock_core.backend import AcquireRequest
     from dlock_core.backends.zookeeper.nodes import LockNodes
     from dlock_core.backends.zookeeper.queue import Queue, QueueNode
     from dlock_core.backends.zookeeper.session import KazooReply, ZooKeeperSession
@@ -49,7 +49,7 @@ REMOVAL_RETRY_DELAY_S: Final = 0.5
 class OwnNode:
     """Our node in a lock's queue, or what became of an attempt to make one."""
 
-    request: Request
+    request: AcquireRequest
     path: str = ""
     """Empty as long as the node's number is not known."""
     zxid: int = 0
@@ -209,7 +209,7 @@ class QueueClient:
         _, queue = await self._nodes.read(runtime, own_node.request.name, *proof)
         return queue if queue.find(own_node.node) else None
 
-    async def enter(self, runtime: Runtime, request: Request, old: OwnNode | None) -> tuple[OwnNode, Queue]:
+    async def enter(self, runtime: Runtime, request: AcquireRequest, old: OwnNode | None) -> tuple[OwnNode, Queue]:
         """Make our node, or find the one that an attempt of unknown outcome has made."""
         own_node = old if old is not None and self._keep(old) else OwnNode(request)
         if own_node is old and (queue := await self._find(runtime, own_node)):

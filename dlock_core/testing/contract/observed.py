@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from dlock_core.backend import Backend, Busy, Granted, LockState, Renewal, RenewalResult, Request
+    from dlock_core.backend import AcquireRequest, Backend, Busy, Granted, LockState, Renewal, RenewalResult
     from dlock_core.runtime import Runtime
 
 __all__ = ["WITHIN", "Call", "Observed"]
@@ -51,16 +51,18 @@ class Observed:
                 raise TimeoutError(f"did not happen within {WITHIN} s; calls so far: {self.calls}")
 
     async def try_acquire(
-        self, runtime: Runtime, request: Request, ticket: Any = None, *, unsure: bool = False
+        self, runtime: Runtime, request: AcquireRequest, ticket: Any = None, *, unsure: bool = False
     ) -> Granted | Busy:
         self.record("try_acquire", request.name, request.holder)
         return await self.backend.try_acquire(runtime, request, ticket, unsure=unsure)
 
-    async def wait(self, runtime: Runtime, request: Request, busy: Busy, timeout: float) -> Granted | Busy | None:
+    async def wait(
+        self, runtime: Runtime, request: AcquireRequest, busy: Busy, timeout: float
+    ) -> Granted | Busy | None:
         self.record("wait", request.name, request.holder)
         return await self.backend.wait(runtime, request, busy, timeout)
 
-    async def abandon(self, runtime: Runtime, request: Request, ticket: Any = None) -> None:
+    async def abandon(self, runtime: Runtime, request: AcquireRequest, ticket: Any = None) -> None:
         self.record("abandon", request.name, request.holder)
         await self.backend.abandon(runtime, request, ticket)
 
@@ -68,7 +70,7 @@ class Observed:
         self.record("renew", renewals[0].request.name, *[renewal.request.holder for renewal in renewals])
         return await self.backend.renew(runtime, renewals)
 
-    async def release(self, runtime: Runtime, request: Request, granted: Granted) -> Any:
+    async def release(self, runtime: Runtime, request: AcquireRequest, granted: Granted) -> Any:
         self.record("release", request.name, request.holder)
         return await self.backend.release(runtime, request, granted)
 

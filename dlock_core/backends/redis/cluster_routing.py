@@ -20,7 +20,7 @@ from redis.exceptions import TimeoutError as RedisTimeoutError
 from dlock_core.backends.redis.addresses import title, transports
 from dlock_core.backends.redis.transport import Refused, raise_for_error, retry_once, send_commands, unavailable
 from dlock_core.errors import BackendUnavailable
-from dlock_core.runtime import CHANCE, Asyncio, clock
+from dlock_core.runtime import RNG, Asyncio, clock
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -99,7 +99,7 @@ class SlotMap:
     def _candidates(self) -> list[ClusterNode]:
         """Return the nodes in the order in which they are asked: those that answered their last request come first."""
         known = {*self._nodes.values(), *[self._node(seed) for seed in self._seeds.addresses]}
-        return sorted(known, key=lambda node: (node.failed_at, node is not self._best_informed, CHANCE.random()))
+        return sorted(known, key=lambda node: (node.failed_at, node is not self._best_informed, RNG.random()))
 
     def _update(self, ranges: Sequence[Any], informant: ClusterNode) -> None:
         masters: list[ClusterNode | None] = [None] * SLOTS
@@ -255,7 +255,7 @@ class SlotTransport:
             if (
                 redirections > 1
             ):  # The first redirection is followed at once, but two nodes may point at each other for a while.
-                await runtime.sleep(CHANCE.uniform(*REDIRECT_PAUSE_S))
+                await runtime.sleep(RNG.uniform(*REDIRECT_PAUSE_S))
             node, asking = following
         return answers
 

@@ -15,7 +15,7 @@ from redis.exceptions import AskError, ClusterDownError, ResponseError, TryAgain
 from dlock_core.backend import RenewalFailure
 from dlock_core.backends.redis import addresses, health
 from dlock_core.backends.redis.backend import RedisBackend, check_options
-from dlock_core.backends.redis.cluster.routing import ClusterCommand, SlotMap, SlotTransport, pipeline, slot_of
+from dlock_core.backends.redis.cluster_routing import ClusterCommand, SlotMap, SlotTransport, pipeline, slot_of
 from dlock_core.backends.redis.protocol import (
     INSPECT_BATCH,
     RELEASE_REPLIES,
@@ -32,7 +32,7 @@ from dlock_core.errors import BackendUnavailable
 if TYPE_CHECKING:
     from collections.abc import Coroutine, Sequence
 
-    from dlock_core.backend import Busy, Granted, LockState, Released, Renewal, RenewalResult, Request
+    from dlock_core.backend import AcquireRequest, Busy, Granted, LockState, Released, Renewal, RenewalResult
     from dlock_core.backends.redis.protocol import Command
     from dlock_core.doctor.finding import Finding
     from dlock_core.runtime import Runtime
@@ -80,19 +80,19 @@ class ClusterBackend:
         return self.shard(name).lock_key(name)
 
     def try_acquire(
-        self, runtime: Runtime, request: Request, ticket: Any = None, *, unsure: bool = False
+        self, runtime: Runtime, request: AcquireRequest, ticket: Any = None, *, unsure: bool = False
     ) -> Coroutine[Any, Any, Granted | Busy]:
         return self.shard(request.name).try_acquire(runtime, request, ticket, unsure=unsure)
 
     def wait(
-        self, runtime: Runtime, request: Request, busy: Busy, timeout: float
+        self, runtime: Runtime, request: AcquireRequest, busy: Busy, timeout: float
     ) -> Coroutine[Any, Any, Granted | Busy | None]:
         return self.shard(request.name).wait(runtime, request, busy, timeout)
 
-    def abandon(self, runtime: Runtime, request: Request, ticket: Any = None) -> Coroutine[Any, Any, None]:
+    def abandon(self, runtime: Runtime, request: AcquireRequest, ticket: Any = None) -> Coroutine[Any, Any, None]:
         return self.shard(request.name).abandon(runtime, request, ticket)
 
-    def release(self, runtime: Runtime, request: Request, granted: Granted) -> Coroutine[Any, Any, Released]:
+    def release(self, runtime: Runtime, request: AcquireRequest, granted: Granted) -> Coroutine[Any, Any, Released]:
         return self.shard(request.name).release(runtime, request, granted)
 
     async def renew(self, runtime: Runtime, renewals: Sequence[Renewal]) -> list[RenewalResult]:
@@ -169,7 +169,9 @@ class Shard(RedisBackend):
         self._reach(slot, slot, Keyspace(prefix, self._never), timeout, replicas)
         self.slot = slot
 
-    async def wait(self, runtime: Runtime, request: Request, busy: Busy, timeout: float) -> Granted | Busy | None:
+    async def wait(
+        self, runtime: Runtime, request: AcquireRequest, busy: Busy, timeout: float
+    ) -> Granted | Busy | None:
         try:
             return await super().wait(runtime, request, busy, timeout)
         except BackendUnavailable as error:
@@ -177,7 +179,7 @@ class Shard(RedisBackend):
                 return None  # The move itself has ended the BLPOP: ask again, at the node that has the lock now.
             raise
 
-    async def abandon(self, runtime: Runtime, request: Request, ticket: Any = None) -> None:
+    async def abandon(self, runtime: Runtime, request: AcquireRequest, ticket: Any = None) -> None:
         try:
             await super().abandon(runtime, request, ticket)
         except BackendUnavailable as error:
@@ -185,7 +187,7 @@ class Shard(RedisBackend):
                 raise
             await self._drop(runtime, request)
 
-    async def release(self, runtime: Runtime, request: Request, granted: Granted) -> Released:
+    async def release(self, runtime: Runtime, request: AcquireRequest, granted: Granted) -> Released:
         try:
             return await super().release(runtime, request, granted)
         except BackendUnavailable as error:
@@ -193,13 +195,13 @@ class Shard(RedisBackend):
                 raise
             return RELEASE_REPLIES[await self._drop(runtime, request)]
 
-    async def renew_alone(self, runtime: Runtime, request: Request, limit: float) -> int:
+    async def renew_alone(self, runtime: Runtime, request: AcquireRequest, limit: float) -> int:
         """Renew one exclusive lease, wherever its key is; raises BackendUnavailable."""
         keys, args = (self.lock_key(request.name),), holders_and_ttls([request])
         (ours,) = await run_script(self.slot, runtime, request.name, RENEW, keys, args, limit)
         return int(ours)
 
-    def renewal(self, requests: Sequence[Request], *, shared: bool) -> Command:
+    def renewal(self, requests: Sequence[AcquireRequest], *, shared: bool) -> Command:
         """Return the command that renews these leases; shared leases are kept in several keys."""
         held = self.keyspace.held_locks
         before = (self._never, held) if shared else (held,)
@@ -207,7 +209,7 @@ class Shard(RedisBackend):
             (*before, *[self.lock_key(request.name) for request in requests]), holders_and_ttls(requests)
         )
 
-    async def _drop(self, runtime: Runtime, request: Request) -> int:
+    async def _drop(self, runtime: Runtime, request: AcquireRequest) -> int:
         """End an exclusive lease by its key alone. Its waiters ask again by themselves, once the slot has arrived."""
         found: int = await self._run(runtime, request.name, "drop", (self.lock_key(request.name),), (request.holder,))
         return found
@@ -220,7 +222,7 @@ def _has_moved(error: BaseException | None) -> bool:
 
 
 async def renew(
-    slots: SlotMap, runtime: Runtime, leases: Sequence[tuple[Shard, Request]], limit: float
+    slots: SlotMap, runtime: Runtime, leases: Sequence[tuple[Shard, AcquireRequest]], limit: float
 ) -> list[RenewalResult]:
     """Renew each lease at the node of its slot; raises BackendUnavailable when nothing was learned about any."""
     groups: dict[tuple[Shard, bool], list[int]] = {}
@@ -242,7 +244,7 @@ async def renew(
 
 
 async def _alone(
-    runtime: Runtime, shard: Shard, request: Request, failure: BackendUnavailable, limit: float
+    runtime: Runtime, shard: Shard, request: AcquireRequest, failure: BackendUnavailable, limit: float
 ) -> int | BackendUnavailable:
     """Renew by itself a lease whose slot is moving, if the lock's key is all that it needs."""
     if request.shared or not isinstance(failure.__cause__, TryAgainError):
@@ -253,7 +255,7 @@ async def _alone(
         return error
 
 
-def _result(request: Request, answer: int | BackendUnavailable) -> RenewalResult:
+def _result(request: AcquireRequest, answer: int | BackendUnavailable) -> RenewalResult:
     if isinstance(answer, BackendUnavailable):
         return RenewalFailure.UNKNOWN
     return request.ttl if answer else RenewalFailure.LOST

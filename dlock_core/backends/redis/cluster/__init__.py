@@ -1,1 +1,0 @@
-"""Leases in a Redis Cluster."""
