@@ -15,7 +15,7 @@ from sqlalchemy import Engine, create_engine, text
 
 from dlock_core import AsyncLock, Lock
 from dlock_core.backend import Released
-from dlock_core.backends.sql.port import Connection
+from dlock_core.backends.sql.connection import Connection
 from dlock_core.backends.sql.sqlite import SQLiteConnection
 from dlock_core.backends.table import backend as module
 from dlock_core.backends.table import waiting as waiting_module
@@ -546,7 +546,8 @@ def test_token_that_was_spoiled_heals(direct: TableBackend, name: str, damaged: 
     for each in (name, f"{name}:other", name):
         with Lock(direct, each) as lease:
             tokens.append(lease.token)
-    assert tokens == sorted({*tokens, before.token})[1:]
+    assert tokens == sorted(set(tokens))
+    assert tokens[0] >= before.token  # The same, if all of this is within one tick of SQLite's clock, which has 1 ms.
     assert tokens[-1] - before.token < 600_000_000
 
 

@@ -9,9 +9,8 @@ which runs in the caller's thread, in a thread for a task, or inside SQLAlchemy'
     await kept.step(runtime, name, step); await kept.close(runtime)
 """
 
-from dlock_core.backends.sql.deadlines import shut_socket, socket_of
+from dlock_core.backends.sql.connection import Connection, Connector, shut_socket, socket_of
 from dlock_core.backends.sql.pool import DedicatedConnection, Pool
-from dlock_core.backends.sql.port import Connection, Connector
 from dlock_core.backends.sql.threads import finished, in_threads, notifications, read_in_thread, within
 
 __all__ = [

@@ -7,7 +7,7 @@ from operator import methodcaller
 from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeVar
 
 from dlock_core.backends.idle import IdlePool, inherited
-from dlock_core.backends.sql.deadlines import DEADLINES
+from dlock_core.backends.sql.connection import DEADLINES
 from dlock_core.errors import BackendUnavailable
 from dlock_core.options import check_seconds
 from dlock_core.owner import printable
@@ -17,7 +17,7 @@ from dlock_core.sql.driver_errors import DatabaseFailure, classify
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
 
-    from dlock_core.backends.sql.port import Connection, Connector
+    from dlock_core.backends.sql.connection import Connection, Connector
     from dlock_core.runtime import Runtime
 
 __all__ = ["DedicatedConnection", "Pool"]

@@ -16,7 +16,7 @@ from dlock_core.runtime import Asyncio
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from dlock_core.backends.sql.port import Connection
+    from dlock_core.backends.sql.connection import Connection
     from dlock_core.runtime import Runtime
 
 __all__ = ["finished", "in_threads", "within"]

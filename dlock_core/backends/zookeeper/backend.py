@@ -13,9 +13,8 @@ import weakref
 from typing import TYPE_CHECKING, Any
 
 from dlock_core.backend import Busy, Capabilities, Granted, Released, RenewalFailure
-from dlock_core.backends.zookeeper.nodes import EXTRA_S_PER_REQUEST, LockNodes
+from dlock_core.backends.zookeeper.nodes import EXTRA_S_PER_REQUEST, LockNodes, parse_queue
 from dlock_core.backends.zookeeper.own_nodes import MAX_WAIT_S, WAITER_GRACE_S, QueueClient
-from dlock_core.backends.zookeeper.queue import parse_queue
 from dlock_core.backends.zookeeper.session import EnsembleAddress, ZooKeeperSession, checked, read_url
 from dlock_core.errors import NotSupported
 from dlock_core.extras import needed_by
@@ -26,8 +25,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from dlock_core.backend import AcquireRequest, LockState, Renewal, RenewalResult
+    from dlock_core.backends.zookeeper.nodes import Queue
     from dlock_core.backends.zookeeper.own_nodes import OwnNode, OwnNodes
-    from dlock_core.backends.zookeeper.queue import Queue
     from dlock_core.doctor.finding import Finding
     from dlock_core.runtime import Runtime
 

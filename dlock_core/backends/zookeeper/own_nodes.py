@@ -28,8 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
 
     from dlock_core.backend import AcquireRequest
-    from dlock_core.backends.zookeeper.nodes import LockNodes
-    from dlock_core.backends.zookeeper.queue import Queue, QueueNode
+    from dlock_core.backends.zookeeper.nodes import LockNodes, Queue, QueueNode
     from dlock_core.backends.zookeeper.session import KazooReply, ZooKeeperSession
     from dlock_core.runtime import Runtime, Signal
 
