@@ -37,11 +37,13 @@ class IdlePool(Generic[T]):
 
     Args:
         close: Closes a connection, from any thread; it must not raise.
-        size: How many idle connections are kept, at most.
-        is_usable: Tells whether an idle connection still works; one that does not is closed.
-        trusted_s: Seconds of idleness during which that is not even asked.
+        size: The largest number of idle connections that are kept.
+        is_usable: Returns whether an idle connection still works; one that does not is closed.
+        trusted_s: Seconds of idleness after which `is_usable` is asked.
         is_inherited: A forked child keeps its parent's connections for ever instead of closing its copies of them.
     """
+
+    _forgets_at_fork = True
 
     def __init__(
         self,
@@ -57,7 +59,8 @@ class IdlePool(Generic[T]):
         self._idle: deque[tuple[T, float]] = deque()
         # Left to the garbage collector, a socket may be met before the connection that would close it, and warns.
         weakref.finalize(self, _drain, self._idle, close).atexit = False
-        after_fork_in_child(self._after_fork)
+        if self._forgets_at_fork:
+            after_fork_in_child(self._after_fork)
 
     def take(self) -> T | None:
         """Return the connection that was used last and still works; None when there is none."""
@@ -112,10 +115,10 @@ def _drain(idle: deque[tuple[T, float]], close: Callable[[T], object]) -> None:
 class LoopPool(IdlePool[T]):
     """The idle connections of one event loop, and the requests that go on there although their callers have gone."""
 
+    _forgets_at_fork = False  # Its `LoopPools` does.
+
     def __init__(self, close: Callable[[T], object], size: int, **options: Any) -> None:
-        # A forked child must keep what it inherits: to close it would take the socket out of the epoll of the parent,
-        # whose loop would never hear of it again.
-        super().__init__(close, size, is_inherited=True, **options)
+        super().__init__(close, size, **options)
         self._unattended: set[asyncio.Task[Any]] = set()
         self._has_ended = False
 
@@ -148,6 +151,7 @@ class LoopPools(Generic[T]):
     def __init__(self, close: Callable[[T], object], size: int, **options: Any) -> None:
         self._close, self._size, self._options = close, size, options
         self._pools: dict[asyncio.AbstractEventLoop, tuple[LoopPool[T], AsyncGenerator[None, None]]] = {}
+        after_fork_in_child(self._after_fork)
 
     def here(self) -> LoopPool[T]:
         """Return the pool of the running loop."""
@@ -159,6 +163,12 @@ class LoopPools(Generic[T]):
         """Close every idle connection, each in its own loop; from any thread."""
         for pool, _ in list(self._pools.values()):
             pool.clear()
+
+    def _after_fork(self) -> None:
+        # A forked child must keep what it inherits: to close it would take the socket out of the epoll of the parent,
+        # whose loop would never hear of it again.
+        inherited.append(self._pools)
+        self._pools = {}
 
     def _begin(self, loop: asyncio.AbstractEventLoop) -> LoopPool[T]:
         for ended in [known for known in list(self._pools) if known.is_closed()]:

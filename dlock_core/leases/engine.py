@@ -50,9 +50,14 @@ def new_request(
     owner: str | None = None,
     transaction: Any = None,
 ) -> AcquireRequest:
-    """Return the request of one acquire call: with a fresh holder, and queued for unless it is a single try.
+    """Return the request of one acquire call, with a fresh holder.
 
-    `owner` is the owner's metadata, if that is not what `owner.text` returns for this thread or task.
+    Args:
+        name: The lock's canonical name.
+        options: How the lock is to be held.
+        queue: False for a single try, as `wait=0` is: the request then takes no position in the store's queue.
+        owner: The owner's metadata; left out, it is what `owner.text` returns for this thread or task.
+        transaction: The caller's open transaction, for a store that locks inside it.
     """
     owner = owners.text() if owner is None else owner
     queues, holder = queue and options.wait != 0.0, os.urandom(16).hex()
@@ -88,9 +93,9 @@ async def _renew(runtime: Runtime, held: LeaseRecord, ttl: float | None) -> None
 
 
 async def raise_token(runtime: Runtime, held: LeaseRecord, floor: int) -> bool:
-    """Ask for a token above `floor` for a lease that is still ours: heals a store that lost data and its time.
+    """Ask for a token above `floor` for a lease that is still ours, because the store has lost its counter.
 
-    Returns False when the store does not know us as the holder any more.
+    Returns False when the store does not know us as the holder any more, or cannot be asked.
     """
     request = held.request._replace(floor=floor, queue=False)
     sent = runtime.now()
@@ -149,7 +154,7 @@ def note_released(held: LeaseRecord) -> None:
 async def clean_up(
     runtime: Runtime, coroutine: Coroutine[Any, Any, None], error: BaseException | None, until: float
 ) -> None:
-    """Leave no trace of what ended with an error; in the background if a silent store has kept the caller waiting.
+    """Await the clean-up of a failed acquire; in the background if a silent store has kept the caller too long.
 
     `until`: when its wait was over. So an acquire takes at most its wait, one request's time limit, and MAX_OVERTIME_S.
     """
@@ -160,11 +165,11 @@ async def clean_up(
 
 
 class Acquisition:
-    """One acquire of one lock, from its first request to its end, alone or among others that are taken together.
+    """One acquire of one lock, from its first request to its end, alone or as a member of a group.
 
-    It knows at every moment what the store may hold of it, so that `undo` leaves nothing behind wherever an interrupt
-    or an error stopped its caller. The request is repeated unchanged, with the same holder: when a reply was lost, the
-    store recognizes the holder and repeats its answer, so a grant whose reply was lost is found and not waited for.
+    It records at every moment what the store may hold of it, so that `undo` leaves nothing behind wherever an interrupt
+    or an error has stopped the caller. The request is repeated unchanged, with the same holder: when a reply was lost,
+    the store recognizes the holder and repeats its answer, so that a grant whose reply was lost is found at once.
 
     Args:
         options: How long to wait for the lock, and what is done with its lease.

@@ -126,6 +126,19 @@ def test_each_loop_has_its_own_connections_and_closes_them_at_its_end() -> None:
     assert not two.is_open
 
 
+def test_forked_child_neither_uses_nor_closes_what_a_loop_of_its_parent_has() -> None:
+    (one,) = connections(1)
+    pools: LoopPools[Connection] = LoopPools(Connection.close, 10)
+
+    async def main() -> tuple[int, Connection | None]:
+        pools.here().put(one)
+        if (child := os.fork()) == 0:
+            os._exit(0 if pools.here().take() is None and one.is_open else 1)
+        return os.waitpid(child, 0)[1], pools.here().take()
+
+    assert asyncio.run(main()) == (0, one)
+
+
 def test_connections_of_a_loop_are_closed_in_that_loop() -> None:
     closed_in: list[object] = []
     pools: LoopPools[Connection] = LoopPools(lambda _: closed_in.append(asyncio.get_running_loop()), 10)

@@ -119,9 +119,9 @@ def acquire_args(request: AcquireRequest) -> tuple[str, ...]:
 
 
 def parse_acquire(request: AcquireRequest, reply: Any) -> Granted | Busy:
-    """Return what acquire.lua raise_for_error: a token, or the ms until the lock may be free and the value of its key.
+    """Return what acquire.lua replied: a token, or the ms until the lock may be free and the value of its key.
 
-    Busy has a ticket when a holder of ours wakes the waiters; another library's holder does not.
+    A Busy has a ticket when the holder is dlock's, whose release wakes the waiters; another library's does not.
     """
     if isinstance(reply, int):
         return Granted(reply, request.ttl)
@@ -154,7 +154,7 @@ def parse_state(name: str, reply: list[Any]) -> LockState:
 
 
 def shown(states: Sequence[LockState]) -> list[LockState]:
-    """Return the locks that belong into a listing: those that are held or waited for."""
+    """Return the locks that a listing shows: those that are held or waited for."""
     return [state for state in states if state.holders or state.waiters]
 
 
