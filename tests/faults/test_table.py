@@ -2,6 +2,8 @@
 
 import ast
 import asyncio
+import contextlib
+import random
 import secrets
 import threading
 from collections.abc import Callable, Iterator
@@ -12,6 +14,7 @@ import pytest
 from django.db import DatabaseError, connections, transaction
 from django.test import override_settings
 from sqlalchemy import Engine, create_engine, text
+from sqlalchemy.pool import NullPool
 
 from dlock_core import AsyncLock, Lock
 from dlock_core.backend import Released
@@ -20,7 +23,7 @@ from dlock_core.backends.sql.sqlite import SQLiteConnection
 from dlock_core.backends.table import backend as module
 from dlock_core.backends.table import waiting as waiting_module
 from dlock_core.backends.table.backend import TableBackend
-from dlock_core.errors import BackendUnavailable
+from dlock_core.errors import AcquireTimeout, BackendUnavailable
 from dlock_core.runtime import BLOCKING, clock, run
 from dlock_core.testing.contract.harness import Harness
 from sqla_dlock.backends.table import from_engine, from_url
@@ -239,6 +242,43 @@ async def test_cancelled_task_waits_for_what_it_has_sent(
     with pytest.raises(asyncio.CancelledError):
         await task
     assert holders(direct, name) == []
+
+
+@pytest.mark.parametrize("driver", ["psycopg", "asyncpg", "mysqldb", "aiomysql"], indirect=True)
+def test_storm_of_cancelled_tasks_leaves_no_lease_and_no_connection(
+    direct: TableBackend, driver: str, name: str
+) -> None:
+    rng, before = random.Random(7), sessions(driver)
+
+    async def work(number: int) -> None:
+        while True:
+            with contextlib.suppress(AcquireTimeout):
+                async with AsyncLock(direct, f"{name}:{number % 6}", wait=rng.choice([0, 0.05, None])):
+                    await asyncio.sleep(0)
+
+    async def main() -> None:
+        tasks = [asyncio.ensure_future(work(number)) for number in range(60)]
+        for task in rng.sample(tasks, len(tasks)):
+            await asyncio.sleep(rng.random() / 50)
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        assert all(task.cancelled() for task in tasks)
+
+    asyncio.run(main())
+    for number in range(6):
+        Lock(direct, f"{name}:{number}", wait=0).acquire().release()
+    direct.close()
+    until(lambda: sessions(driver) <= before)
+
+
+def sessions(driver: str) -> int:
+    """How many sessions the server has, but for the one that asks."""
+    question = "SELECT count(*) - 1 FROM information_schema.processlist WHERE user = 'root'"
+    if server_of(driver) == "postgresql":
+        question = "SELECT count(*) - 1 FROM pg_stat_activity WHERE backend_type = 'client backend'"
+    url = URLS["psycopg" if server_of(driver) == "postgresql" else "pymysql"]
+    with create_engine(url, poolclass=NullPool).connect() as connection:
+        return int(connection.execute(text(question)).scalar_one())
 
 
 def cancel_everywhere(store: TableBackend, name: str) -> None:
