@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections import deque
 from contextlib import suppress
 from contextvars import ContextVar
 from functools import partial
@@ -22,12 +23,11 @@ from django.db.backends.signals import connection_created
 from django.db.transaction import TransactionManagementError
 from django.dispatch import receiver
 
-from django_dlock.transactions import ABSENT, Transaction, text_of
+from django_dlock.transactions import SAVEPOINT, Transaction, text_of
 from dlock_core.sql.driver_errors import is_refusal, warn_unless_known
 from dlock_core.transactions.tie import Outcome, call_all
 
 if TYPE_CHECKING:
-    from collections import deque
     from collections.abc import Callable
 
     from django.db.backends.base.base import BaseDatabaseWrapper
@@ -37,19 +37,15 @@ if TYPE_CHECKING:
     Visitor: TypeAlias = Callable[[BaseDatabaseWrapper], None]
 
 __all__ = [
-    "ABSENT",
     "ConnectionTracker",
-    "before_statements",
     "for_each_connection",
     "in_transaction",
     "listen_to_all",
     "listening_tracker",
     "on_end",
-    "on_rollback",
     "open_transaction",
     "restore_on_rollback",
     "tracker_for",
-    "transaction_key",
     "wrap_statements",
 ]
 
@@ -127,8 +123,8 @@ class ConnectionTracker:
         except Exception as error:
             transaction.note_failure(self.connection, error)
             raise
-        if transaction.undo:
-            transaction.note_statement(text)
+        if transaction.undo and SAVEPOINT.search(text):
+            transaction.note_savepoints(text)
         return answer
 
     def _before_statement(self, sql: str, transaction: Transaction | None) -> None:
@@ -250,7 +246,7 @@ class ConnectionTracker:
         self.connection.closed_in_transaction = self.connection.in_atomic_block
         if ending is not None:
             self._forget(ending)
-            call_all(ending.steps())
+            call_all(_pending_steps(ending))
 
     def savepoint(self) -> str | None:
         sid: str | None = self.django.savepoint()
@@ -300,7 +296,7 @@ class ConnectionTracker:
         self._forget(ending)
         try:
             if ending.undo or ending.settlers:
-                _call_between_transactions(self.connection, ending.steps(), is_manual=ending.is_manual)
+                _call_between_transactions(self.connection, _pending_steps(ending), is_manual=ending.is_manual)
         except Error:  # Django would roll back, and forget the on_commit functions of a COMMIT that was carried out
             logger.exception("dlock: a callback at the end of a transaction failed")
 
@@ -395,6 +391,14 @@ def _anchor(connection: BaseDatabaseWrapper) -> str | None:
     return savepoints[index]
 
 
+def _pending_steps(ending: Transaction) -> deque[Step]:
+    """Return what is still to be called, now that a transaction has ended; a called step is taken out."""
+    if ending.pending is None:
+        undone = ending.undo_to(None) if ending.outcome is Outcome.ROLLED_BACK else []
+        ending.pending = deque(undone + [partial(settle, ending.outcome) for settle in reversed(ending.settlers)])
+    return ending.pending
+
+
 def _call_between_transactions(connection: BaseDatabaseWrapper, steps: deque[Step], *, is_manual: bool) -> None:
     """Call them where they may use the connection like any code after the transaction; Django's hooks wait."""
     if connection.connection is None or connection.in_atomic_block:
@@ -424,40 +428,21 @@ def in_transaction(using: str = "default") -> bool:
     return tracker_for(connections[using]).is_open()
 
 
-def transaction_key(using: str = "default") -> object | None:
-    """Return an object that stands for the open transaction, None without one; compare by identity.
-
-    Every transaction has its own, also each one between two commits with autocommit off.
-    """
-    return open_transaction(connections[using])
-
-
-def on_end(
-    settle: Callable[[Outcome], None], *, using: str = "default", before_commit: Callable[[], None] | None = None
-) -> None:
-    """Call `settle(outcome)` once the end of the open transaction is known; see `Transaction.on_end`.
+def on_end(settle: Callable[[Outcome], object], *, using: str = "default", before_commit: Step | None = None) -> None:
+    """Call `settle(outcome)` once the end of the open transaction is known; see `Transaction.settlers` and `checks`.
 
     Raises RuntimeError outside a transaction.
     """
     transaction = open_transaction(connections[using])
     if transaction is None:
         raise RuntimeError(f"on_end() needs an open transaction on database {using!r}: use transaction.atomic()")
-    transaction.on_end(settle, before_commit)
-
-
-def on_rollback(restore: Callable[[], None], *, using: str = "default") -> None:
-    """Call `restore` once if the work done so far is undone: by rollback of the transaction or to an earlier savepoint.
-
-    The last registered is called first; what it raises is logged. Not called when the outcome of COMMIT is unknown.
-    Does nothing outside a transaction.
-    """
-    transaction = open_transaction(connections[using])
-    if transaction is not None:
-        transaction.undo.append(restore)
+    transaction.settlers.append(settle)
+    if before_commit is not None:
+        transaction.checks.append(before_commit)
 
 
 def restore_on_rollback(instance: object, values: dict[str, object], *, using: str = "default") -> None:
-    """Restore these values of an instance's attributes if the work done so far is undone, as `on_rollback` says.
+    """Restore these values of an instance's attributes if the work done so far is undone; see `Transaction.undo`.
 
     The instance is not kept alive, and one that is written many times is remembered once. ABSENT removes an attribute.
     """
@@ -465,16 +450,3 @@ def restore_on_rollback(instance: object, values: dict[str, object], *, using: s
     if transaction is not None:
         tracker_for(connections[using]).listen()  # savepoints may be rolled back by hand
         transaction.restore_on_rollback(instance, values)
-
-
-def before_statements(hook: Callable[[BaseDatabaseWrapper, str, bool], None], using: str = "default") -> None:
-    """Call `hook(connection, sql, in_transaction)` before every statement on this thread's connection from now on.
-
-    What it raises reaches the caller, and the statement is not sent. Asking again with the same hook changes nothing,
-    nor does closing the connection. Not called for statements that hooks send, for BEGIN, COMMIT and ROLLBACK, the end
-    of a savepoint, and for what goes past Django's `cursor.execute()` and `executemany()`: `callproc()`, `copy()`.
-    """
-    tracker = tracker_for(connections[using])
-    tracker.listen()
-    if hook not in tracker.hooks:
-        tracker.hooks.append(hook)

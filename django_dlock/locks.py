@@ -12,42 +12,33 @@ from contextlib import AsyncExitStack, ExitStack
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, TypeVar, overload
 
-from asgiref.sync import AsyncToSync, sync_to_async
-from django.db import DEFAULT_DB_ALIAS, connections
+from asgiref.sync import sync_to_async
+from django.db import DEFAULT_DB_ALIAS
 from django.utils.asyncio import async_unsafe
-from django.utils.connection import ConnectionDoesNotExist
 
 from django_dlock.conf import stores
-from django_dlock.connections import in_transaction, listen_to_all
+from django_dlock.connections import listen_to_all
 from django_dlock.errors import NotSupported, as_database_error
 from django_dlock.fencing import fence_for
 from django_dlock.names import plain, with_model
-from django_dlock.tie import TiedDatabases, current, forget, keep, open_sessions, refuse_old_snapshot, remember
+from django_dlock.tie import DatabaseAcquire, current
 from dlock_core import names
-from dlock_core.errors import DLockError
+from dlock_core.errors import BackendUnavailable, DLockError, NotHeld
 from dlock_core.leases import engine
-from dlock_core.leases.lock import LETTING_EXPIRE, AsyncBlockExit, BlockExit
-from dlock_core.runtime import ASYNCIO, BLOCKING, Asyncio, DatabaseRuntime, Runtime, run
+from dlock_core.leases.lock import AsyncBlockExit, BlockExit, let_expire
+from dlock_core.runtime import ASYNCIO, BLOCKING, Asyncio, run
 from dlock_core.transactions.fence_sql import not_shared
-from dlock_core.transactions.fencing import FenceGate
-from dlock_core.transactions.tie import Tie, release
-from dlock_core.transactions.transaction_lock import (
-    AcquireState,
-    Options,
-    TiedLease,
-    TiedLeases,
-    TiedLock,
-    TiedLocks,
-)
+from dlock_core.transactions.tie import Tie, TiedLease, TiedLeases, reraise
+from dlock_core.transactions.transaction_lock import Options, TiedLock, TiedLocks
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine, Iterable
+    from collections.abc import Callable, Coroutine
     from types import EllipsisType
     from typing import Unpack
 
     from dlock_core.backend import Released
     from dlock_core.options import Seconds
-    from dlock_core.stores import Store
+    from dlock_core.runtime import DatabaseRuntime
 
 __all__ = ["Leases", "Lock", "LockOptions", "Locks", "lock"]
 
@@ -56,76 +47,38 @@ T = TypeVar("T")
 listen_to_all()
 
 
-class _AsDjango:
-    """Raises the Django twin of a core error."""
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, DLockError):
-            twin = as_database_error(error)
-            if twin is not error:
-                raise twin from error.__cause__
-
-
-AS_DJANGO: Final = _AsDjango()
-
-
 class Lease(TiedLease):
     """A lock that this context holds. Its methods do no I/O, but for those that renew and release."""
 
     __slots__ = ()
 
+    _own_error = staticmethod(as_database_error)
+
     def ensure_held(self) -> None:
         """Raise LeaseLost unless the lease surely holds now; without I/O."""
-        with AS_DJANGO:
+        try:
             super().ensure_held()
-
-    def _kept(self) -> Lease:
-        """Let it last without a block: until its transaction has ended, or as long as its context."""
-        if not self._tied.tie.is_bound:
-            keep(self)
-        return self
+        except DLockError as error:
+            reraise(error, as_database_error)
 
     def release(self) -> Released | None:
         """Release now; None when it is not the time: the end of the transaction releases, or the block that was joined.
 
         Raises NotHeld in a forked child, BackendUnavailable when the store cannot be asked: the lease then runs out.
         """
-        with AS_DJANGO:
-            return run(self._release(BLOCKING))
+        return run(self._release(BLOCKING))
 
     async def arelease(self) -> Released | None:
         """See `release`."""
-        with AS_DJANGO:
-            return await self._release(ASYNCIO)
-
-    async def _end(self, runtime: Runtime) -> Released | None:
-        try:
-            return await super()._end(runtime)
-        finally:
-            # In a task, transactions that are still open belong to threads, which have contexts of their own.
-            if runtime is not BLOCKING and not self._tied.tie.handles:
-                forget(self._tied)
-
-    async def _leave_block(self, runtime: Runtime, error: BaseException | None) -> None:
-        if error is not None and runtime is not BLOCKING and len(self._tied.tie.handles) == 1:
-            self._tied.is_aborted = True
-        with AS_DJANGO:
-            await super()._leave_block(runtime, error)
-        if error is not None and runtime is BLOCKING:
-            self._tied.expire_if_torn()
+        return await self._release(ASYNCIO)
 
     def renew(self, ttl: Seconds | None = None) -> None:
         """Push the expiry to `ttl` seconds from now (None: its ttl); raises LeaseLost, BackendUnavailable."""
-        with AS_DJANGO:
-            run(engine.renew(BLOCKING, self._held, ttl))
+        run(self._renew(BLOCKING, ttl))
 
     async def arenew(self, ttl: Seconds | None = None) -> None:
         """See `renew`."""
-        with AS_DJANGO:
-            await engine.renew(ASYNCIO, self._held, ttl)
+        await self._renew(ASYNCIO, ttl)
 
 
 def release_forgotten() -> list[str]:
@@ -133,8 +86,7 @@ def release_forgotten() -> list[str]:
     forgotten = _forgotten()
     for tie in forgotten:
         if tie.detach_all():
-            with LETTING_EXPIRE:
-                run(release(BLOCKING, tie.held))
+            tie.release()
     return [tie.held.name for tie in forgotten]
 
 
@@ -143,15 +95,17 @@ async def release_forgotten_async() -> list[str]:
     forgotten = _forgotten()
     for tie in forgotten:
         if tie.detach_all():
-            with LETTING_EXPIRE:
-                await release(ASYNCIO, tie.held)
+            try:
+                await engine.release(ASYNCIO, tie.held)
+            except (BackendUnavailable, NotHeld) as error:
+                let_expire(error)
     return [tie.held.name for tie in forgotten]
 
 
 def _forgotten() -> list[Tie]:
     forgotten = [tied for tied in current() if not tied.tie.is_bound]
     for tied in forgotten:
-        forget(tied)
+        tied.forget()
     return [tied.tie for tied in forgotten]
 
 
@@ -166,13 +120,14 @@ class Lock(TiedLock, BlockExit, AsyncBlockExit):
     """See `lock`."""
 
     _options = tuple(LockOptions.__annotations__)
-    _errors = AS_DJANGO
 
     def __init__(
         self, *parts: Any, using: str = DEFAULT_DB_ALIAS, store: str = "default", **options: Unpack[Options]
     ) -> None:
-        with AS_DJANGO:
+        try:
             values = plain(parts := with_model(parts))
+        except DLockError as error:
+            reraise(error, as_database_error)
         super().__init__(names.join(*values), **options)
         self.fence, self.using, self.store = fence_for((*parts[:1], *values[1:])), using, store
         if self.shared and self._form and not self.fence.supports_shared:
@@ -188,76 +143,39 @@ class Lock(TiedLock, BlockExit, AsyncBlockExit):
         RowLocked, when a newer or a paused older holder stands in the way at the fence.
         """
         _refuse_in_loop()
-        return self._hold_in_thread(Lease._kept)
+        lease: Lease = self._new_acquire(BLOCKING).hold_in_thread()
+        return lease
 
     async def aacquire(self) -> Lease:
         """See `acquire`. The transaction itself runs in one function called through `sync_to_async`."""
-        return await self._hold(DJANGO_ASYNCIO, Lease._kept)
+        lease: Lease = await self._new_acquire(DJANGO_ASYNCIO).hold()
+        return lease
 
     def __enter__(self) -> Lease:
         _refuse_in_loop()
-        begin: Callable[[Lease], Lease] = partial(self._blocks.enter, threading.current_thread())
-        return self._hold_in_thread(begin)
+        enter = partial(self._blocks.enter, threading.current_thread())
+        return self._new_acquire(BLOCKING).hold_in_thread(enter)  # type: ignore[no-any-return]
 
     async def __aenter__(self) -> Lease:
-        return await self._hold(DJANGO_ASYNCIO, partial(self._blocks.enter, asyncio.current_task()))
+        enter = partial(self._blocks.enter, asyncio.current_task())
+        return await self._new_acquire(DJANGO_ASYNCIO).hold(enter)  # type: ignore[no-any-return]
 
-    def _store(self) -> Store:
-        return stores[self.store]
-
-    @property
-    def _home(self) -> str | None:
-        """The database in whose transaction the store locks, for a store that does."""
-        database: str | None = self._store().backend.capabilities.transaction_database
-        return database
-
-    async def _find_or_acquire(self, state: AcquireState) -> TiedDatabases:
-        store, runtime = self._store(), state.runtime
-        if self.using not in connections.settings:
-            raise ConnectionDoesNotExist(f"there is no database {self.using!r}, only: {', '.join(connections)}")
-        if (joined := self._find(store, runtime)) is not None:
-            return joined
-        # A store that locks inside the transaction of that database looks at its snapshot in the same request.
-        is_home = self.using == store.backend.capabilities.transaction_database
-        if self.snapshot == "raise" and not is_home and (runtime is BLOCKING or _may_be_inside()):
-            await runtime.call_database(refuse_old_snapshot, self.name, self.using)
-        held, wait, until = await self._acquire_lease(store, state)
-        gate = FenceGate(held, self.fence, wait=wait, deadline=until, runtime=runtime)
-        return TiedDatabases(Tie(held, runtime), gate)
-
-    async def _bind_lease(self, tied: TiedDatabases, state: AcquireState) -> Lease:
-        state.tied, state.lease = tied, (lease := Lease(tied))
-        tied.tie.handles.add(lease)
-        step = tied.bind if state.is_new else tied.take_in
-        await state.runtime.call_database(step, self.using, self._form, lease)
-        if state.is_new:
-            remember(tied)
-        return lease
-
-    def _sessions(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        return open_sessions()
-
-    def _transaction(self, backend: Any) -> Any:
-        from django_dlock.backends.advisory import transaction_of  # loads what only such a store needs
-
-        return transaction_of(backend, old_snapshot=self.snapshot == "ignore")
-
-    def _find(self, store: Store, runtime: DatabaseRuntime) -> TiedDatabases | None:
-        if not (ties := current()):
-            return None
-        inside = runtime is BLOCKING and in_transaction(store.backend.capabilities.transaction_database or self.using)
-        return self._joined(ties, store.backend, inside=inside)  # type: ignore[no-any-return]
+    def _new_acquire(self, runtime: DatabaseRuntime, **together: Any) -> DatabaseAcquire:
+        return DatabaseAcquire(
+            self,
+            stores[self.store],
+            runtime,
+            options=self._checked_options,
+            form=self._form,
+            lease_type=Lease,
+            **together,
+        )
 
 
 class Leases(TiedLeases[Lease]):
     """The leases of several locks, in the order in which these were given to `lock`."""
 
     __slots__ = ()
-
-    @classmethod
-    def _kept(cls, leases: Iterable[Lease]) -> Leases:
-        """Make them, each kept by its context; see `Lease._kept`."""
-        return cls(map(Lease._kept, leases))
 
     def release(self) -> None:
         """Release each of them, see `Lease.release`."""
@@ -275,6 +193,8 @@ class Leases(TiedLeases[Lease]):
 class Locks(TiedLocks, BlockExit, AsyncBlockExit):
     """Several locks, of any stores and databases, held all or none; see `lock`."""
 
+    _leases_type = Leases
+
     def acquire(self) -> Leases:
         """Hold all of them; raises what `Lock.acquire` raises, and then holds none that it did not hold before.
 
@@ -282,20 +202,18 @@ class Locks(TiedLocks, BlockExit, AsyncBlockExit):
         transaction (`advisory://`) stays locked to its end, or to the rollback of a savepoint.
         """
         _refuse_in_loop()
-        return self._hold_in_thread(Leases._kept)
+        return run(self._hold(BLOCKING))  # type: ignore[no-any-return]
 
     async def aacquire(self) -> Leases:
         """See `acquire`."""
-        return await self._hold(DJANGO_ASYNCIO, Leases._kept)
+        return await self._hold(DJANGO_ASYNCIO)  # type: ignore[no-any-return]
 
     def __enter__(self) -> Leases:
         _refuse_in_loop()
-        caller = threading.current_thread()
-        return self._hold_in_thread(lambda leases: self._blocks.enter(caller, Leases(leases)))
+        return run(self._hold(BLOCKING, partial(self._blocks.enter, threading.current_thread())))  # type: ignore[no-any-return]
 
     async def __aenter__(self) -> Leases:
-        caller = asyncio.current_task()
-        return await self._hold(DJANGO_ASYNCIO, lambda leases: self._blocks.enter(caller, Leases(leases)))
+        return await self._hold(DJANGO_ASYNCIO, partial(self._blocks.enter, asyncio.current_task()))  # type: ignore[no-any-return]
 
 
 @overload
@@ -345,12 +263,3 @@ class _DjangoAsyncio(Asyncio):
 
 
 DJANGO_ASYNCIO: Final = _DjangoAsyncio()
-
-
-def _may_be_inside() -> bool:
-    """Say whether the thread that owns the connections waits for this coroutine, and may have a transaction open.
-
-    It does under `async_to_sync`; otherwise it is asgiref's own thread, in which no transaction outlasts a call.
-    """
-    waiting = AsyncToSync.loop_thread_executors
-    return hasattr(AsyncToSync.executors, "current") or asyncio.get_running_loop() in waiting

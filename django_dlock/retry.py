@@ -142,7 +142,7 @@ def _follow(connection: BaseDatabaseWrapper) -> None:
 
     def followed() -> AttemptedWork:
         part = AttemptedWork(f"work on {connection.alias!r}")
-        open_one.on_end(part.settle)
+        open_one.settlers.append(part.settle)
         return part
 
     report(open_one, followed)

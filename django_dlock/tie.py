@@ -7,27 +7,38 @@ before anything is read.
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
+from asgiref.sync import AsyncToSync
 from django.db import connections
 from django.db.models.signals import pre_migrate
 from django.db.transaction import TransactionManagementError
 from django.dispatch import receiver
+from django.utils.connection import ConnectionDoesNotExist
 
-from django_dlock.connections import leases_of_context, listening_tracker, open_transaction, tracker_for
+from django_dlock.connections import (
+    in_transaction,
+    leases_of_context,
+    listening_tracker,
+    open_transaction,
+    tracker_for,
+)
 from django_dlock.errors import LeaseLost, NotSupported, SnapshotTooOld, as_database_error
 from django_dlock.fencing import READ_COMMITTED, isolation_of
 from dlock_core.backend import Released
 from dlock_core.errors import DLockError
 from dlock_core.owner import in_task
+from dlock_core.runtime import BLOCKING
 from dlock_core.sql import database
 from dlock_core.sql.database import comment
 from dlock_core.sql.statement_kinds import DATA_STATEMENTS, ends_transaction, surely_reads
 from dlock_core.transactions.tie import TieState
+from dlock_core.transactions.transaction_lock import LockAcquire
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -36,14 +47,14 @@ if TYPE_CHECKING:
 
     from django_dlock.connections import ConnectionTracker
     from django_dlock.transactions import Transaction
+    from dlock_core.runtime import Runtime
     from dlock_core.transactions.fencing import FenceForm, FenceGate
-    from dlock_core.transactions.tie import Outcome, Tie
-    from dlock_core.transactions.transaction_lock import TiedLease
+    from dlock_core.transactions.tie import Tie, TiedLease
 
-__all__ = ["TiedDatabases", "apart", "current", "forget", "keep", "open_sessions", "refuse_old_snapshot", "remember"]
+__all__ = ["DatabaseAcquire", "TiedDatabases", "apart", "current", "open_sessions"]
 
-_kept: ContextVar[tuple[TiedLease, ...]] = ContextVar("dlock_kept_leases", default=())
-"""Leases without a block and without a transaction: their context keeps them, also when the caller does not."""
+_kept: ContextVar[tuple[tuple[TiedDatabases, TiedLease], ...]] = ContextVar("dlock_kept_leases", default=())
+"""Handles without a block and without a transaction: their context keeps them, also when the caller does not."""
 
 
 class TiedDatabases:
@@ -62,8 +73,8 @@ class TiedDatabases:
         """The database in whose transaction the lock is: no fence is needed there, one COMMIT ends both."""
         self._around = None if self.home is None else open_transaction(connections[self.home])
         """That transaction; another thread's, in the same database, is none of it."""
-        self._admitted: dict[object, bool] = {}
-        """The open transactions tied to the lease, and whether each has been admitted."""
+        self._not_admitted: set[object] = set()
+        """The tied transactions into which the token is to be admitted before their next statement."""
         self._around_block: frozenset[object] = frozenset()
         """The transactions inside which the lease was taken."""
 
@@ -80,10 +91,17 @@ class TiedDatabases:
                 self._enter_apart(connection, other)
         self._around_block = frozenset(self.tie.open)
         self._end_with_transaction(transaction, handle)
+        leases_of_context.set((*current(), self))
 
-    def take_in(self, using: str, form: FenceForm, handle: TiedLease) -> None:
+    def join(self, using: str, form: FenceForm, handle: TiedLease) -> None:
         """Take in a handle that has joined the lease."""
         self._end_with_transaction(self._protect(using, form), handle)
+
+    def keep(self, handle: TiedLease) -> None:
+        """Let a handle last as long as its transaction or else this context, whatever its caller does with it."""
+        if not self.tie.is_bound:
+            others = (each for each in _kept.get() if each[0].held.ended is None)
+            _kept.set((*others, (self, handle)))
 
     def _end_with_transaction(self, transaction: Transaction | None, handle: TiedLease) -> None:
         """Let a handle that was taken inside a transaction end like a row lock, with that transaction."""
@@ -111,31 +129,33 @@ class TiedDatabases:
 
     def _enter(self, connection: BaseDatabaseWrapper, transaction: Transaction) -> None:
         """Tie an open transaction to the lease, and admit the token into it."""
-        admitted = self._admitted.get(transaction)
-        if admitted:
-            return
-        if admitted is None:
+        if transaction not in self.tie.open:
             self._refuse_aborted()
             self._refuse_lost()
             self._begin(connection, transaction)
+        elif transaction not in self._not_admitted:
+            return
         if self.gate.forms.get(connection.alias) == "transaction":
             self.gate.admit(connection, connection.alias)
             transaction.undo.append(partial(self._admit_again, transaction))
-        self._admitted[transaction] = True
+        self._not_admitted.discard(transaction)
 
     def _begin(self, connection: BaseDatabaseWrapper, transaction: Transaction) -> None:
-        transaction.on_end(partial(self._settle, transaction), partial(self._before_commit, connection, transaction))
+        ends_lock = transaction is self._around
+        transaction.checks.append(partial(self._before_commit, connection, transaction))
+        transaction.settlers.append(partial(self.tie.settle, transaction, forget=self.forget, ends_lock=ends_lock))
+        self._not_admitted &= self.tie.open
+        self._not_admitted.add(transaction)
         self.tie.begin(transaction)
-        self._admitted[transaction] = False
-        if transaction is self._around:
+        if ends_lock:
             transaction.undo.append(partial(self._savepoint_undone, connection, transaction))
         if connection.vendor == "mysql":
             transaction.comment = comment(self.held.request.holder)
 
     def _admit_again(self, transaction: Transaction) -> None:
         """Admit again before the next statement: a savepoint's rollback took the admit along, or it was not fenced."""
-        if transaction in self._admitted:
-            self._admitted[transaction] = False
+        if transaction in self.tie.open:
+            self._not_admitted.add(transaction)
 
     def before_statement(self, tracker: ConnectionTracker, transaction: Transaction | None, sql: str) -> None:
         """Admit the lease into the transaction in which a statement is about to be sent, or refuse the statement.
@@ -147,9 +167,9 @@ class TiedDatabases:
         if (tie.held.ended is not None or tie.state is TieState.ABANDONED) and not self.is_aborted:
             return
         if transaction is not None:
-            if tie.handles or self._is_cut_off or transaction in self._admitted:
+            if tie.handles or self._is_cut_off or transaction in tie.open:
                 self._enter(connection, transaction)
-            is_tied = transaction in self._admitted or connection.alias in self.gate.forms
+            is_tied = transaction in tie.open or connection.alias in self.gate.forms
             if is_tied and (";" in sql or not sql.startswith(DATA_STATEMENTS)) and ends_transaction(sql):
                 raise TransactionManagementError(
                     f"{sql.strip():.40} ends a transaction under the lock {tie.held.name!r} past Django, unchecked: "
@@ -172,26 +192,26 @@ class TiedDatabases:
         form = self.gate.forms.get(connection.alias)
         if form == "lease":
             self.gate.confirm(connection, connection.alias)
-        elif form and not self._admitted.get(transaction):
+        elif form and (transaction in self._not_admitted or transaction not in self.tie.open):
             self._enter_apart(connection, transaction)
-
-    def _settle(self, transaction: Transaction, outcome: Outcome) -> None:
-        self._admitted.pop(transaction, None)
-        is_over = self.tie.settle(transaction, outcome, ends_lock=transaction is self._around)
-        if is_over or self.held.ended is not None:
-            forget(self)
-
-    def abandon(self) -> None:
-        """Note that the acquire has failed."""
-        self.tie.abandon()
 
     def settle_ended(self) -> None:
         """Do nothing: the tracker of each connection settles its transactions, and repeats what was interrupted."""
 
-    def forget_if_over(self) -> None:
-        """Hold the lease no more in this context, if nothing needs it."""
-        if not self.tie.handles and not self.tie.open:
-            forget(self)
+    def note_detached(self, runtime: Runtime) -> None:
+        """Hold the lease no more in this context, if nothing needs it here.
+
+        In a task, transactions that are still open belong to threads, which have contexts of their own.
+        """
+        if not self.tie.handles and (not self.tie.open or runtime is not BLOCKING):
+            self.forget()
+
+    def forget(self) -> None:
+        """Hold the lease no more in this context."""
+        others = (other for other in _of_context() if other is not self and other.held.ended is None)
+        leases_of_context.set(tuple(others))
+        if _kept.get():
+            _kept.set(tuple(each for each in _kept.get() if each[0] is not self and each[0].held.ended is None))
 
     def _savepoint_undone(self, connection: BaseDatabaseWrapper, transaction: Transaction) -> None:
         if tracker_for(connection).current is transaction:  # else it is the end of all of it
@@ -207,17 +227,21 @@ class TiedDatabases:
                 name=name,
             )
 
-    def expire_if_torn(self) -> None:
-        """Let the lease expire if an interrupt has torn off a transaction that began inside its last block.
+    def begin_failed_exit(self, runtime: Runtime, handle: TiedLease) -> None:
+        """Stop what an error has torn off from the block of a handle, if that is the last.
 
-        The block was left with an error. A transaction that is still open then was torn off in Django's own `atomic`,
-        so that nothing is going to end it. Should it commit before the lease has expired, it is checked as any other.
+        In a task, threads may still run the block's work: they must not begin another transaction. In a thread, a
+        transaction that began inside the block and is open still was torn off in Django's own `atomic` by an interrupt,
+        so that nothing is going to end it: the lease expires. Should it commit before that, it is checked as any other.
         """
         tie = self.tie
-        if tie.open and tie.is_bound:
+        others = {*tie.handles} - {handle}
+        if runtime is not BLOCKING:
+            self.is_aborted = self.is_aborted or not others
+        elif tie.open and tie.are_bound(others):
             here = {tracker_for(connection).current for connection in connections.all(initialized_only=True)}
             if (tie.open & here) - self._around_block:
-                tie.held.abandon()
+                self.held.abandon()
 
     @property
     def _is_cut_off(self) -> bool:
@@ -263,24 +287,6 @@ def _of_context() -> tuple[TiedDatabases, ...]:
     return cast("tuple[TiedDatabases, ...]", leases_of_context.get())
 
 
-def remember(tied: TiedDatabases) -> None:
-    """Hold a lease in this context from now on."""
-    leases_of_context.set((*current(), tied))
-
-
-def keep(lease: TiedLease) -> None:
-    """Keep a handle until it is detached or forgotten, whatever its caller does with it."""
-    _kept.set((*(kept for kept in _kept.get() if kept._held.ended is None), lease))
-
-
-def forget(tied: TiedDatabases) -> None:
-    """Hold a lease in this context no more."""
-    others = (other for other in _of_context() if other is not tied and other.tie.held.ended is None)
-    leases_of_context.set(tuple(others))
-    if _kept.get():
-        _kept.set(tuple(lease for lease in _kept.get() if lease._tied is not tied and lease._held.ended is None))
-
-
 @contextmanager
 def apart() -> Iterator[None]:
     """Hold nothing for a while, whatever this context holds: what happens inside neither joins it nor ends it."""
@@ -298,13 +304,58 @@ def _before_migrations(using: str, **_: object) -> None:
         each.refuse_migrations(using)
 
 
-def refuse_old_snapshot(name: str, using: str) -> None:
-    """Raise SnapshotTooOld when this thread's open transaction may read from before the lock; may ask the database."""
-    connection = connections[using]
-    _, transaction = listening_tracker(connection)
-    isolation = isolation_of(connection) if transaction is not None and transaction.has_spoken else None
-    if isolation is not None and isolation not in READ_COMMITTED:
-        raise SnapshotTooOld(name, isolation=isolation.upper())
+class DatabaseAcquire(LockAcquire):
+    """One acquire of a lock by this context: what it holds already, and the transaction that it asks in."""
+
+    new_tied = TiedDatabases
+    own_error = staticmethod(as_database_error)
+
+    @property
+    def database(self) -> str:
+        return self.lock.using  # type: ignore[no-any-return]
+
+    def find(self) -> TiedDatabases | None:
+        if not (ties := current()):
+            return None
+        home = self.store.backend.capabilities.transaction_database
+        inside = self.runtime is BLOCKING and in_transaction(home or self.database)
+        return self.joined(ties, inside=inside)  # type: ignore[no-any-return]
+
+    async def find_or_prepare(self) -> TiedDatabases | None:
+        if self.database not in connections.settings:
+            raise ConnectionDoesNotExist(f"there is no database {self.database!r}, only: {', '.join(connections)}")
+        found = self.find()
+        # A store that locks inside the transaction of that database looks at its snapshot in the same request.
+        is_home = self.database == self.store.backend.capabilities.transaction_database
+        looks = found is None and self.lock.snapshot == "raise" and not is_home
+        if looks and (self.runtime is BLOCKING or _may_be_inside()):
+            await self.runtime.call_database(self._refuse_old_snapshot)
+        return found
+
+    def _refuse_old_snapshot(self) -> None:
+        """Raise SnapshotTooOld when this thread's transaction may read from before the lock; may ask the database."""
+        connection = connections[self.database]
+        _, transaction = listening_tracker(connection)
+        isolation = isolation_of(connection) if transaction is not None and transaction.has_spoken else None
+        if isolation is not None and isolation not in READ_COMMITTED:
+            raise SnapshotTooOld(self.lock.name, isolation=isolation.upper())
+
+    def sessions(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        return open_sessions()
+
+    def caller_transaction(self) -> Any:
+        from django_dlock.backends.advisory import transaction_of  # loads what only such a store needs
+
+        return transaction_of(self.store.backend, old_snapshot=self.lock.snapshot == "ignore")
+
+
+def _may_be_inside() -> bool:
+    """Return whether the thread that owns the connections waits for this coroutine, and may have a transaction open.
+
+    It does under `async_to_sync`; otherwise it is asgiref's own thread, in which no transaction outlasts a call.
+    """
+    waiting = AsyncToSync.loop_thread_executors
+    return hasattr(AsyncToSync.executors, "current") or asyncio.get_running_loop() in waiting
 
 
 def open_sessions() -> tuple[tuple[str, ...], tuple[str, ...]]:

@@ -7,9 +7,7 @@ database whether an error has rolled everything back.
 from __future__ import annotations
 
 import re
-from collections import deque
 from dataclasses import dataclass, field
-from functools import partial
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 from weakref import ref
 
@@ -17,18 +15,20 @@ from dlock_core.sql.driver_errors import MAY_ROLL_BACK, DatabaseFailure, classif
 from dlock_core.transactions.tie import Outcome, call_all
 
 if TYPE_CHECKING:
+    from collections import deque
     from collections.abc import Callable
 
     from django.db.backends.base.base import BaseDatabaseWrapper
 
     Step: TypeAlias = Callable[[], object]
 
-__all__ = ["ABSENT", "AttributeValues", "Transaction", "text_of"]
+__all__ = ["ABSENT", "SAVEPOINT", "AttributeValues", "Transaction", "text_of"]
 
-_SAVEPOINT: Final = re.compile(
+SAVEPOINT: Final = re.compile(
     r"\b(?:(ROLLBACK)(?:\s+(?:WORK|TRANSACTION))?\s+TO(?:\s+SAVEPOINT)?|(RELEASE)(?:\s+SAVEPOINT)?|SAVEPOINT)\s+[\"`]?(\w+)",
     re.IGNORECASE,
 )
+"""What makes or ends a savepoint, in a statement of any length."""
 
 ABSENT: Final = object()
 """Stands for the value of an attribute that was not there."""
@@ -77,27 +77,24 @@ class Transaction:
     comment: str = ""
     """Stands before each of its statements."""
     settlers: list[Callable[[Outcome], object]] = field(default_factory=list)
+    """Each is called exactly once as `settle(outcome)`, the last first, as soon as it is known how it has ended.
+
+    After COMMIT that is before Django's on_commit functions. The connection is free for new transactions. What a
+    settler raises is logged and not passed on, but KeyboardInterrupt is, at the end. UNKNOWN: the connection was lost,
+    or an interrupt came, while COMMIT was under way.
+    """
     checks: list[Step] = field(default_factory=list)
+    """Each is called just before COMMIT, the first one first; what it raises is passed on, after a ROLLBACK."""
     undo: list[Step | AttributeValues | str] = field(default_factory=list)
-    """What to restore, and between that the names of the savepoints, in the order in which they came."""
+    """What is called or restored, last first, when the work done so far is undone, and savepoints' names between that.
+
+    Undone by a rollback of the transaction or to an earlier savepoint, not when the outcome of COMMIT is unknown. What
+    a step raises is logged.
+    """
     driver: object = None
     """The driver's connection that it is on, if that was open when it began."""
     pending: deque[Step] | None = None
     """What is still to be called, now that it has ended."""
-
-    def on_end(self, settle: Callable[[Outcome], object], before_commit: Step | None = None) -> None:
-        """Call `settle(outcome)` exactly once, as soon as it is known how the transaction has ended.
-
-        After COMMIT it comes before Django's on_commit functions. The last registered is called first. The connection
-        is free for new transactions. What it raises is logged and not passed on, but KeyboardInterrupt is, at the end.
-        UNKNOWN: the connection was lost, or an interrupt came, while COMMIT was under way.
-
-        `before_commit` is called inside the transaction just before COMMIT, the first registered first. What it raises
-        is passed on, and the transaction is rolled back.
-        """
-        self.settlers.append(settle)
-        if before_commit is not None:
-            self.checks.append(before_commit)
 
     def restore_on_rollback(self, instance: object, values: dict[str, object]) -> None:
         """See `connections.restore_on_rollback`."""
@@ -131,12 +128,12 @@ class Transaction:
             older[0].take_over(newer[0])
             del self.undo[index]
 
-    def note_statement(self, sql: str) -> None:
+    def note_savepoints(self, sql: str) -> None:
         """Note a statement that was carried out: savepoints may be made and ended by hand.
 
         A name that is not known is older than all there is to undo; words in a literal do no harm, either.
         """
-        for rollback, release, written in _SAVEPOINT.findall(sql) if self.undo else ():
+        for rollback, release, written in SAVEPOINT.findall(sql):
             name = written.lower()
             if rollback:
                 call_all(self.undo_to(name))
@@ -151,13 +148,6 @@ class Transaction:
             if connection.vendor == "sqlite" and connection.in_atomic_block:
                 connection.needs_rollback = True  # otherwise each statement would now commit on its own
             call_all(self.undo_to(None))
-
-    def steps(self) -> deque[Step]:
-        """Return what is still to be called, now that the transaction has ended; a called step is taken out."""
-        if self.pending is None:
-            undone = self.undo_to(None) if self.outcome is Outcome.ROLLED_BACK else []
-            self.pending = deque(undone + [partial(settle, self.outcome) for settle in reversed(self.settlers)])
-        return self.pending
 
 
 def _has_rolled_back(connection: Any, error: Exception) -> bool:

@@ -13,9 +13,10 @@ from django.db.models import F, Func
 from django.db.models.query_utils import DeferredAttribute
 from django.db.models.sql.where import AND
 
-from django_dlock.connections import ABSENT, restore_on_rollback
+from django_dlock.connections import restore_on_rollback
 from django_dlock.errors import StaleObject
 from django_dlock.querysets import LockManager, VersionedQuerySet, found_versions, row_name
+from django_dlock.transactions import ABSENT
 from dlock_core.observability.hooks import emit_conflict
 from dlock_core.sql.versions import FIRST_VERSION_SQL, first_version
 

@@ -17,9 +17,13 @@ from asgiref.sync import iscoroutinefunction
 from django.db import connections, transaction
 from django.http import HttpRequest
 
+from django_dlock.conf import stores
 from django_dlock.connections import in_transaction
-from django_dlock.locks import AS_DJANGO, Lock
+from django_dlock.errors import as_database_error
+from django_dlock.locks import Lock
 from django_dlock.names import kind_of
+from dlock_core.errors import DLockError
+from dlock_core.transactions.tie import reraise
 from dlock_core.web.decorators import (
     Argument,
     NameTemplate,
@@ -77,20 +81,24 @@ def locked(kind: str | type[Model], *arguments: Any, **options: Any) -> Callable
 
 
 def _refuse_mistakes(parts: tuple[Any, ...], options: dict[str, Any]) -> None:
-    """Let a mistake in the decorator show when it is imported, not when the view is called."""
+    """Raise the error of a wrong option or part when the view is imported, not when it is called."""
     Lock("kind", **options)
     for part in parts:
         if not isinstance(part, Argument) and not is_function(part):
             Lock(part)
 
 
-class _TakenOver(set[str]):
-    """Tells Django that we open the transactions of ATOMIC_REQUESTS; keeps the names that the view itself exempts."""
+class _NonAtomic(set[str]):
+    """Tells Django that it must not open the transactions of ATOMIC_REQUESTS: `@locked` opens them inside the lease.
+
+    Its members are the databases that the view itself exempts, with `transaction.non_atomic_requests`.
+    """
 
     def __contains__(self, alias: object) -> bool:
         return True
 
     def exempts(self, alias: str) -> bool:
+        """Return whether the view asked for no transaction on a database."""
         return super().__contains__(alias)
 
 
@@ -109,30 +117,36 @@ def _locked_function(
 ) -> Callable[..., Any]:
     refuse_late(function)
     make = functools.partial(Lock, **options)
-    name = NameTemplate(function, parts, kind_of, _from_url)
+    name = NameTemplate(function, parts, kind_of, _url_arguments)
 
     def lock_for(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Lock:
-        with AS_DJANGO:
+        try:
             return name(make, args, kwargs)  # type: ignore[no-any-return]
+        except DLockError as error:
+            reraise(error, as_database_error)
 
-    own = inspect.unwrap(function)
+    undecorated = inspect.unwrap(function)
     is_outer = getattr(function, _IS_OUTER, False)
+    is_fenced = options.get("fence", True) in (True, "transaction")
 
     @functools.wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         lock = lock_for(args, kwargs)
-        inside = _Inside.handed_to(own).plus(lock, _wanted(lock, args, exempt))
-        if lock._home is not None:
-            return go_on(inside, args, kwargs)
+        home = _home(lock)
+        fenced = {home, lock.using if is_fenced else home}
+        aliases = {alias for alias in (*fenced, *_atomic_requests(args)) if alias and not non_atomic.exempts(alias)}
+        plan = _Plan.so_far(undecorated).plus(aliases)
+        if home is not None:  # It locks inside a transaction, which the innermost `@locked` opens.
+            return go_on(plan._replace(locks=(*plan.locks, lock)), args, kwargs)
         with lock:
-            return go_on(inside, args, kwargs)
+            return go_on(plan, args, kwargs)
 
-    def go_on(inside: _Inside, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        token = _handed.set(inside if is_outer else None)
+    def go_on(plan: _Plan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        token = _plan_of_outer.set(plan if is_outer else None)
         try:
-            return call(*args, **kwargs) if is_outer else inside.call(call, args, kwargs)
+            return call(*args, **kwargs) if is_outer else plan.carry_out(call, args, kwargs)
         finally:
-            _handed.reset(token)
+            _plan_of_outer.reset(token)
 
     def call(*args: Any, **kwargs: Any) -> Any:
         answer = function(*args, **kwargs)
@@ -143,69 +157,68 @@ def _locked_function(
         async with lock_for(args, kwargs):
             return await function(*args, **kwargs)
 
-    exempt = _exempted(getattr(function, "_non_atomic_requests", ()))
-    opens_none = is_async or iscoroutinefunction(function)
-    made: Any = async_wrapper if opens_none else wrapper
-    made._non_atomic_requests = exempt
-    setattr(made, _IS_OUTER, not opens_none)
+    exempt = getattr(function, "_non_atomic_requests", ())
+    non_atomic = _NonAtomic(set.copy(exempt) if isinstance(exempt, set) else exempt)
+    opens_no_transaction = is_async or iscoroutinefunction(function)
+    made: Any = async_wrapper if opens_no_transaction else wrapper
+    made._non_atomic_requests = non_atomic  # noqa: SLF001 - where Django reads it
+    setattr(made, _IS_OUTER, not opens_no_transaction)
     return cast("Callable[..., Any]", made)
 
 
-def _from_url(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Any]:
-    """Give what Django's resolver took out of the URL of a view's request."""
+def _url_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Any]:
+    """Yield what Django's resolver took out of the URL of a view's request."""
     for each in (*args[:2], kwargs.get("request")):
         match = getattr(each, "resolver_match", None)
         if match is not None:
             yield from (*match.args, *match.kwargs.values())
 
 
-def _exempted(aliases: Iterable[str]) -> _TakenOver:
-    return _TakenOver(set.copy(aliases) if isinstance(aliases, set) else aliases)
+def _atomic_requests(args: tuple[Any, ...]) -> list[str]:
+    """Return the databases on which a view runs in a transaction, by ATOMIC_REQUESTS; none if this is no view."""
+    if not any(isinstance(arg, HttpRequest) or hasattr(arg, "_request") for arg in args[:2]):
+        return []
+    return [alias for alias in connections if connections.settings[alias]["ATOMIC_REQUESTS"]]
 
 
-class _Inside(NamedTuple):
-    """What is to be done when all leases of a stack of `@locked` are held: transactions, and the locks inside them."""
+def _home(lock: Lock) -> str | None:
+    """Return the database in whose transaction the store locks, for a store that does."""
+    database: str | None = stores[lock.store].backend.capabilities.transaction_database
+    return database
+
+
+class _Plan(NamedTuple):
+    """What the innermost `@locked` of a stack does when every lease is held: transactions, and locks inside them."""
 
     function: Any
     """The function that the stack is on."""
     aliases: frozenset[str] = frozenset()
-    """The databases on which a transaction is wanted."""
+    """The databases on which a transaction is opened."""
     locks: tuple[Lock, ...] = ()
     """The locks that live in a transaction, from the outermost decorator to the innermost."""
 
     @classmethod
-    def handed_to(cls, function: Any) -> _Inside:
-        """Return what the outer `@locked` of this call hand down to the next one; nothing for the outermost."""
-        handed = _handed.get()
-        return handed if handed is not None and handed.function is function else cls(function)
+    def so_far(cls, function: Any) -> _Plan:
+        """Return the plan of the outer `@locked` of this call; an empty one for the outermost."""
+        outer = _plan_of_outer.get()
+        return outer if outer is not None and outer.function is function else cls(function)
 
-    def plus(self, lock: Lock, aliases: Iterable[str]) -> _Inside:
-        """Add what one `@locked` wants."""
-        return self._replace(
-            aliases=self.aliases | {*aliases}, locks=self.locks if lock._home is None else (*self.locks, lock)
-        )
+    def plus(self, aliases: Iterable[str]) -> _Plan:
+        """Return the plan with transactions on these databases, too."""
+        return self._replace(aliases=self.aliases | {*aliases})
 
-    def call(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def carry_out(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call the function in these transactions, under these locks."""
-        homes = [lock._home for lock in self.locks]
+        homes = [_home(lock) for lock in self.locks]
         for alias in sorted(connections, key=lambda alias: alias not in homes):  # the outermost is committed last
             if alias in self.aliases and not in_transaction(alias):
                 with transaction.atomic(using=alias):
-                    return self._replace(aliases=self.aliases - {alias}).call(function, args, kwargs)
+                    return self._replace(aliases=self.aliases - {alias}).carry_out(function, args, kwargs)
         if self.locks:
             with self.locks[0]:
-                return self._replace(locks=self.locks[1:]).call(function, args, kwargs)
+                return self._replace(locks=self.locks[1:]).carry_out(function, args, kwargs)
         return function(*args, **kwargs)
 
 
-_handed: ContextVar[_Inside | None] = ContextVar("dlock_stacked", default=None)
-
-
-def _wanted(lock: Lock, args: tuple[Any, ...], exempt: _TakenOver) -> Iterator[str]:
-    """Tell on which databases a call is to have a transaction."""
-    is_request = any(isinstance(arg, HttpRequest) or hasattr(arg, "_request") for arg in args[:2])
-    for alias in connections:
-        fenced = alias == lock._home or (alias == lock.using and lock._form == "transaction")
-        asked = is_request and connections.settings[alias]["ATOMIC_REQUESTS"]
-        if (fenced or asked) and not exempt.exempts(alias):
-            yield alias
+_plan_of_outer: ContextVar[_Plan | None] = ContextVar("dlock_plan_of_outer", default=None)
+"""What the outer `@locked` of a stack leaves to the next one."""

@@ -7,10 +7,9 @@ from typing import TYPE_CHECKING, Any, Final
 from dlock_core.extras import needed_by, version
 
 if TYPE_CHECKING:
-    from sqla_dlock.async_locks import alock
     from sqla_dlock.fencing import FencedMixin
     from sqla_dlock.handlers import arg, locked
-    from sqla_dlock.locks import lock
+    from sqla_dlock.locks import alock, lock
     from sqla_dlock.retry import retry_on_conflict
     from sqla_dlock.rows import alock_row, alock_rows, lock_row, lock_rows
     from sqla_dlock.stores import configure
@@ -46,7 +45,7 @@ __all__ = [
 ]
 
 _HOMES: Final = {
-    "alock": "async_locks",
+    "alock": "locks",
     "arg": "handlers",
     "configure": "stores",
     "FencedMixin": "fencing",

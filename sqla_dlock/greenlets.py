@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from sqlalchemy.util import concurrency, greenlet_spawn
 
-from dlock_core.leases.lock import LETTING_EXPIRE
+from dlock_core.errors import BackendUnavailable, NotHeld
+from dlock_core.leases.lock import let_expire
 from dlock_core.runtime import ASYNCIO, Asyncio
 
 if TYPE_CHECKING:
@@ -53,5 +54,7 @@ class GreenletAsyncio(Asyncio):
 
 
 async def _quietly(step: Callable[..., Coroutine[Any, Any, Any]], args: tuple[Any, ...]) -> None:
-    with LETTING_EXPIRE:
+    try:
         await step(ASYNCIO, *args)
+    except (BackendUnavailable, NotHeld) as error:
+        let_expire(error)

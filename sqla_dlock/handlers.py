@@ -24,15 +24,14 @@ from dlock_core.web.decorators import (
     refuse_coroutine,
     refuse_late,
 )
-from sqla_dlock.locks import lock
+from sqla_dlock.locks import alock, lock
 from sqla_dlock.names import kind_of
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterator
     from typing import Unpack
 
-    from sqla_dlock.async_locks import AsyncLock
-    from sqla_dlock.locks import Lease, Lock, LockOptions
+    from sqla_dlock.locks import AsyncLock, Lease, Lock, LockOptions
 
 __all__ = ["Locked", "arg", "locked"]
 
@@ -136,8 +135,6 @@ class Locked:
         return lock(session, *values, **self._options)
 
     def _alock(self, session: Any, *values: Any) -> AsyncLock:
-        from sqla_dlock.async_locks import alock  # needs greenlet, which a Flask application may not have
-
         return alock(session, *values, **self._options)
 
     def _session_finder(self, function: Callable[..., Any]) -> Callable[[tuple[Any, ...], dict[str, Any]], Any]:

@@ -1,4 +1,4 @@
-"""`lock(session, ...)`: a lease that is released when the session's transaction has ended, with the fence in it.
+"""`lock(session, ...)`, and `alock` for an AsyncSession: a lease until the session's transaction ends, and its fence.
 
 A lease taken by a block lives until the block is left and the transactions that worked under it have ended; one taken
 by `acquire()` lives, like a row lock, until the end of the session's transaction: the open one, or the next.
@@ -6,57 +6,55 @@ by `acquire()` lives, like a row lock, until the end of the session's transactio
 
 from __future__ import annotations
 
+import asyncio
 import threading
-from contextlib import ExitStack
+from contextlib import AsyncExitStack, ExitStack
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar, overload
-
-from sqlalchemy import Connection, inspect
+from typing import TYPE_CHECKING, Any, ClassVar, Final, overload
 
 from dlock_core import names
 from dlock_core.errors import NotSupported
 from dlock_core.leases import engine
-from dlock_core.leases.lock import BlockExit
+from dlock_core.leases.lock import AsyncBlockExit, BlockExit
 from dlock_core.runtime import ASYNCIO, BLOCKING, refuse_in_loop, run
-from dlock_core.sql import database as database_session
 from dlock_core.transactions.fence_sql import not_shared
-from dlock_core.transactions.fencing import FenceGate
-from dlock_core.transactions.tie import Tie
-from dlock_core.transactions.transaction_lock import AcquireState, Options, TiedLease, TiedLeases, TiedLock, TiedLocks
+from dlock_core.transactions.tie import TiedLease, TiedLeases
+from dlock_core.transactions.transaction_lock import Options, TiedLock, TiedLocks
 from sqla_dlock.fencing import fence_for
 from sqla_dlock.greenlets import GreenletAsyncio, await_, in_greenlet
 from sqla_dlock.names import is_mapped, plain, with_class
-from sqla_dlock.stores import plain_session, refuse_closed, store_of
-from sqla_dlock.tie import TiedSession, current, home_of, refuse_old_snapshot
-from sqla_dlock.transactions import connections_of, in_transaction
+from sqla_dlock.stores import plain_async_session, plain_session, store_of
+from sqla_dlock.tie import SessionAcquire
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable
     from types import EllipsisType
     from typing import Unpack
 
-    from sqlalchemy import Dialect
+    from sqlalchemy.ext.asyncio import AsyncSession, async_scoped_session
     from sqlalchemy.orm import Session, scoped_session
 
     from dlock_core.backend import Backend, Released
     from dlock_core.options import Seconds
-    from dlock_core.runtime import DatabaseRuntime, Runtime
-    from dlock_core.stores import Store
+    from dlock_core.runtime import DatabaseRuntime
 
-__all__ = ["Leases", "Lock", "LockOptions", "Locks", "SessionLock", "lock"]
+__all__ = [
+    "AsyncLeases",
+    "AsyncLock",
+    "AsyncLocks",
+    "Leases",
+    "Lock",
+    "LockOptions",
+    "Locks",
+    "SessionLock",
+    "alock",
+    "lock",
+]
+
+_ASYNC_ADVICE: Final = "use alock() with an AsyncSession"
 
 
-class _Lease(TiedLease):
-    __slots__ = ()
-
-    def _for_transaction(self) -> Self:
-        """Let it last without a block: until the end of the session's transaction, the open one or the next."""
-        self._tied.end_with_transaction(self)
-        self._tied.forget_if_over()
-        return self
-
-
-class Lease(_Lease):
+class Lease(TiedLease):
     """A lock that a Session holds. Its methods do no I/O, but for those that renew and release."""
 
     __slots__ = ()
@@ -73,14 +71,14 @@ class Lease(_Lease):
         return run(self._release(BLOCKING))
 
 
-class AsyncLease(_Lease):
+class AsyncLease(TiedLease):
     """A lock that an AsyncSession holds."""
 
     __slots__ = ()
 
     async def renew(self, ttl: Seconds | None = None) -> None:
         """See `Lease.renew`."""
-        await engine.renew(ASYNCIO, self._held, ttl)
+        await self._renew(ASYNCIO, ttl)
 
     async def release(self) -> Released | None:
         """See `Lease.release`; finished even while the task is being cancelled."""
@@ -98,8 +96,7 @@ class SessionLock(TiedLock):
     """What `lock` and `alock` have in common."""
 
     _options = tuple(LockOptions.__annotations__)
-
-    _handle: ClassVar[type[Any]]
+    _lease_type: ClassVar[type[TiedLease]]
     """What the caller gets."""
 
     def __init__(
@@ -121,70 +118,23 @@ class SessionLock(TiedLock):
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.name!r} of a session>"
 
-    def _store(self) -> Store:
-        return store_of(self.store)
-
-    def _whose(self) -> Session:
-        return self.session
-
-    async def _find_or_acquire(self, state: AcquireState) -> TiedSession:
-        refuse_closed(self.session)
-        store, runtime = self._store(), state.runtime
-        bind = self._database() if self._form else None
-        if (joined := self._find(store, runtime)) is not None:
-            return joined
-        home = home_of(store.backend)
-        if self.snapshot == "raise":
-            await runtime.call_database(self._refuse_old_snapshot, bind, home)
-        acquiring = self._acquire_lease(store, state)
-        if home is None:
-            held, wait, deadline = await acquiring
-        else:
-            held, wait, deadline = await runtime.call_database(run, acquiring)
-        gate = FenceGate(held, self.fence, wait=wait, deadline=deadline, runtime=runtime)
-        return TiedSession(Tie(held, runtime), gate, self.session)
-
-    def _store_runtime(self, store: Store, state: AcquireState) -> Runtime:
-        # A store that locks inside the transaction asks on the session's own connection, where that may be used.
-        return state.runtime if home_of(store.backend) is None else BLOCKING
-
-    def _transaction(self, backend: Any) -> Any:
-        from sqla_dlock.backends.advisory import transaction_of  # loads what only such a store needs
-
-        return transaction_of(self.session, backend, old_snapshot=self.snapshot == "ignore")
-
-    async def _bind_lease(self, tied: TiedSession, state: AcquireState) -> Any:
-        bind = self._database() if self._form else None
-        state.tied, state.lease = tied, (lease := self._handle(tied))
-        tied.tie.handles.add(lease)
-        await state.runtime.call_database(tied.bind if state.is_new else tied.protect, bind, self._form)
-        return lease
-
-    def _sessions(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        return (), tuple(filter(None, map(_session, connections_of(self.session))))
-
-    def _find(self, store: Store, runtime: DatabaseRuntime) -> TiedSession | None:
-        if not (ties := current(self.session)):
-            return None
-        return self._joined(ties, store.backend, inside=in_transaction(self.session))  # type: ignore[no-any-return]
-
-    def _database(self) -> Any:
-        """Find the engine or connection in whose database the fence stands."""
-        if self._bind is None or is_mapped(self._bind):
-            return self.session.get_bind(self._bind and inspect(self._bind))  # an override may read the mapper
-        connection = getattr(self._bind, "sync_connection", None)  # an AsyncConnection has one, and an engine, too
-        return connection or getattr(self._bind, "sync_engine", self._bind)
-
-    def _refuse_old_snapshot(self, bind: Any, home: Dialect | None) -> None:
-        given = [each for each in (self.session.bind, bind) if isinstance(each, Connection) and each.in_transaction()]
-        found = {*connections_of(self.session), *given}
-        refuse_old_snapshot(self.name, [each for each in found if each.dialect is not home])  # which looks for itself
+    def _new_acquire(self, runtime: DatabaseRuntime, **together: Any) -> SessionAcquire:
+        return SessionAcquire(
+            self,
+            store_of(self.store),
+            runtime,
+            options=self._checked_options,
+            form=self._form,
+            lease_type=self._lease_type,
+            bind=self._bind,
+            **together,
+        )
 
 
 class Lock(SessionLock, BlockExit):
     """See `lock`."""
 
-    _handle = Lease
+    _lease_type = Lease
 
     def acquire(self) -> Lease:
         """Hold the lock until the end of the session's transaction, waiting for it at most `wait` seconds.
@@ -193,12 +143,17 @@ class Lock(SessionLock, BlockExit):
         Raises AcquireTimeout, AlreadyHeld, BackendUnavailable, SnapshotTooOld; inside a transaction also StaleToken and
         RowLocked, when a newer or a paused older holder stands in the way at the fence.
         """
-        lease: Lease = hold(self, Lease._for_transaction)
-        return lease
+        return self._acquire()
 
     def __enter__(self) -> Lease:
-        begin: Callable[[Lease], Lease] = partial(self._blocks.enter, threading.current_thread())
-        return hold(self, begin)
+        return self._acquire(partial(self._blocks.enter, threading.current_thread()))
+
+    def _acquire(self, enter: Callable[[Any], object] | None = None) -> Lease:
+        """Acquire the lock; inside an AsyncSession's `run_sync` the greenlet waits, so that the event loop does not."""
+        if in_greenlet():
+            return await_(self._new_acquire(GreenletAsyncio()).hold(enter))  # type: ignore[no-any-return]
+        refuse_in_loop(_ASYNC_ADVICE)
+        return self._new_acquire(BLOCKING).hold_in_thread(enter)  # type: ignore[no-any-return]
 
 
 @overload
@@ -232,25 +187,10 @@ def lock(session: Any, *parts: Any, **options: Any) -> Lock | Locks:
     return Lock(plain_session(session, "alock()"), parts, **options)
 
 
-def _session(connection: Connection) -> str | None:
-    if connection.closed or connection.invalidated:
-        return None
-    driver = connection.connection.driver_connection
-    return database_session.session_id(connection.dialect.name, driver, connection.engine.url.database)
-
-
-T = TypeVar("T")
-
-
 class Leases(TiedLeases[Lease]):
     """The leases of several locks, in the order in which these were given to `lock`."""
 
     __slots__ = ()
-
-    @classmethod
-    def _for_transaction(cls, leases: Iterable[Lease]) -> Leases:
-        """Make them, each to the end of its session's transaction."""
-        return cls(map(Lease._for_transaction, leases))
 
     def release(self) -> None:
         """Release each of them, see `Lease.release`."""
@@ -262,21 +202,72 @@ class Leases(TiedLeases[Lease]):
 class Locks(TiedLocks, BlockExit):
     """Several locks, of any stores, sessions and databases, held all or none; see `lock`."""
 
+    _leases_type = Leases
+
     def acquire(self) -> Leases:
         """Hold all of them, each to the end of its session's transaction; raises what `Lock.acquire` raises."""
-        return hold(self, Leases._for_transaction)
+        return self._acquire()
 
     def __enter__(self) -> Leases:
-        caller = threading.current_thread()
-        return hold(self, lambda leases: self._blocks.enter(caller, Leases(leases)))
+        return self._acquire(partial(self._blocks.enter, threading.current_thread()))
+
+    def _acquire(self, enter: Callable[[Any], object] | None = None) -> Leases:
+        if in_greenlet():
+            return await_(self._hold(GreenletAsyncio(), enter))  # type: ignore[no-any-return]
+        refuse_in_loop(_ASYNC_ADVICE)
+        return run(self._hold(BLOCKING, enter))  # type: ignore[no-any-return]
 
 
-def hold(locks: SessionLock | TiedLocks, finish: Callable[[Any], T]) -> T:
-    """Acquire a lock of a session, or several, from code that cannot await; see `TiedLock._hold`.
+class AsyncLock(SessionLock, AsyncBlockExit):
+    """See `alock`."""
 
-    Inside an AsyncSession's `run_sync` the greenlet waits, because the event loop must not be blocked.
+    _lease_type = AsyncLease
+
+    async def acquire(self) -> AsyncLease:
+        """See `Lock.acquire`."""
+        return await self._new_acquire(GreenletAsyncio()).hold()  # type: ignore[no-any-return]
+
+    async def __aenter__(self) -> AsyncLease:
+        enter = partial(self._blocks.enter, asyncio.current_task())
+        return await self._new_acquire(GreenletAsyncio()).hold(enter)  # type: ignore[no-any-return]
+
+
+class AsyncLeases(TiedLeases[AsyncLease]):
+    """The leases of several locks, in the order in which these were given to `alock`."""
+
+    __slots__ = ()
+
+    async def release(self) -> None:
+        """Release each of them, see `AsyncLease.release`."""
+        async with AsyncExitStack() as stack:
+            for lease in self:
+                stack.push_async_callback(lease.release)
+
+
+class AsyncLocks(TiedLocks, AsyncBlockExit):
+    """See `Locks`."""
+
+    _leases_type = AsyncLeases
+
+    async def acquire(self) -> AsyncLeases:
+        """See `Locks.acquire`."""
+        return await self._hold(GreenletAsyncio())  # type: ignore[no-any-return]
+
+    async def __aenter__(self) -> AsyncLeases:
+        return await self._hold(GreenletAsyncio(), partial(self._blocks.enter, asyncio.current_task()))  # type: ignore[no-any-return]
+
+
+@overload
+def alock(session: AsyncLock, /, *others: AsyncLock, wait: Seconds | EllipsisType | None = ...) -> AsyncLocks: ...
+@overload
+def alock(
+    session: AsyncSession | async_scoped_session[Any], *parts: Any, **options: Unpack[LockOptions]
+) -> AsyncLock: ...
+def alock(session: Any, *parts: Any, **options: Any) -> AsyncLock | AsyncLocks:
+    """As `sqla_dlock.lock`, for an AsyncSession.
+
+    Use it as `async with alock(session, "order", 42) as lease:`, or `await` its `acquire()`.
     """
-    if in_greenlet():
-        return await_(locks._hold(GreenletAsyncio(), finish))
-    refuse_in_loop("use alock() with an AsyncSession")
-    return locks._hold_in_thread(finish)
+    if isinstance(session, AsyncLock):
+        return AsyncLocks((session, *parts), AsyncLock, **options)
+    return AsyncLock(plain_async_session(session, "lock()").sync_session, parts, **options)

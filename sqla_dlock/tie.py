@@ -7,17 +7,20 @@ Ownership belongs to the session, never to a thread or task: requests begin in o
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from weakref import ref
 
-from sqlalchemy import Connection
+from sqlalchemy import Connection, inspect
 
 from dlock_core.errors import LeaseLost, NotHeld, SnapshotTooOld
-from dlock_core.leases.lock import LETTING_EXPIRE
-from dlock_core.sql.database import comment
-from dlock_core.transactions.tie import TieState, release
+from dlock_core.runtime import BLOCKING, run
+from dlock_core.sql.database import comment, session_id
+from dlock_core.transactions.tie import TieState
+from dlock_core.transactions.transaction_lock import LockAcquire
 from sqla_dlock.connections import mark, refuse_autocommit, refuse_unbegun
 from sqla_dlock.fencing import READ_COMMITTED
+from sqla_dlock.names import is_mapped
+from sqla_dlock.stores import refuse_closed
 from sqla_dlock.transactions import (
     before_work,
     connections_of,
@@ -31,17 +34,18 @@ from sqla_dlock.transactions import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable
 
     from sqlalchemy import Dialect, Engine
     from sqlalchemy.orm import Session
 
     from dlock_core.backend import Backend
+    from dlock_core.leases.lease import Held
+    from dlock_core.runtime import Runtime
     from dlock_core.transactions.fencing import FenceForm, FenceGate
-    from dlock_core.transactions.tie import Outcome, Tie
-    from dlock_core.transactions.transaction_lock import TiedLease
+    from dlock_core.transactions.tie import Tie, TiedLease
 
-__all__ = ["TiedSession", "current"]
+__all__ = ["SessionAcquire", "TiedSession", "current"]
 
 
 _KEY = "dlock_ties"
@@ -67,20 +71,26 @@ class TiedSession:
         """The handles of acquires that are detached when the next transaction begins, which then holds the lease."""
         self._stop: list[Callable[[], None]] = []
 
-    def bind(self, bind: Engine | Connection | None, form: FenceForm) -> None:
+    def bind(self, bind: Engine | Connection | None, form: FenceForm, handle: TiedLease) -> None:
         """Tie the session's transaction to a new lease, now or when it begins, and protect a database."""
+        del handle  # It lasts until it is released or detached.
         session = self._owner()
         if self.home is not None:
             self.tie.supersede(other.tie for other in current(session))
         session.info.setdefault(_KEY, []).append(self)
-        self.protect(bind, form)
+        self._protect(bind, form)
         self._stop.append(on_transaction(session, self._began))
         if self.home is not None:
             for connection in connections_of(session):
                 if connection.dialect is self.home:
                     on_savepoint_rollback(connection, self.tie.end_with_savepoint)
 
-    def protect(self, bind: Engine | Connection | None, form: FenceForm) -> None:
+    def join(self, bind: Engine | Connection | None, form: FenceForm, handle: TiedLease) -> None:
+        """Take in a handle that has joined the lease, and protect a database that was not protected so far."""
+        del handle
+        self._protect(bind, form)
+
+    def _protect(self, bind: Engine | Connection | None, form: FenceForm) -> None:
         """Protect a database from now on: the open transaction, and those that begin under the lease.
 
         Not the one in whose transaction the lock is: no fence is needed there, one COMMIT ends both. An engine has one
@@ -101,38 +111,42 @@ class TiedSession:
             del self.gate.forms[dialect]  # who asks again is protected then, or refused again
             raise
 
-    def end_with_transaction(self, lease: TiedLease) -> None:
-        """Detach a handle as soon as a transaction holds the lease: the open one, or the next."""
+    def keep(self, handle: TiedLease) -> None:
+        """Detach a handle without a block as soon as a transaction holds the lease: the open one, or the next."""
         session = self._owner()
         if in_transaction(session):
-            self.tie.detach(lease)
+            self.tie.detach(handle)
         else:
-            self._pending.append(lease)
+            self._pending.append(handle)
             on_unbegun_close(session, self._closed)
+        self._forget_if_over()
 
-    def abandon(self) -> None:
-        """Note that the acquire has failed, and let go of the session."""
-        self.tie.abandon()
-        self._forget()
+    def begin_failed_exit(self, runtime: Runtime, handle: TiedLease) -> None:
+        """Do nothing: the session's transaction is ended by the session, and is checked at its COMMIT."""
 
     def settle_ended(self) -> None:
         """Settle the transactions that have ended although an interrupt has kept SQLAlchemy from telling."""
         if self.tie.open and (session := self._session()) is not None:
             settle_ended(session)
 
-    def forget_if_over(self) -> None:
-        """Let go of the session, if nothing needs the lease any more."""
+    def note_detached(self, runtime: Runtime) -> None:
+        """Let go of the session, if nothing needs the lease any more; in whatever thread or task that is."""
+        del runtime
+        self._forget_if_over()
+
+    def _forget_if_over(self) -> None:
         if self.tie.is_over:
-            self._forget()
+            self.forget()
 
     def _began(self) -> None:
         """Tie the outermost transaction that has just begun."""
         if not self.tie.handles and not self.tie.open:  # its block was torn off, and this is none of its work
-            self._forget()
+            self.forget()
             return
         self._refused.clear()
         transaction = object()
-        on_end(self._owner(), partial(self._settle, transaction), before_commit=self._before_commit)
+        settle = partial(self.tie.settle, transaction, forget=self.forget, ends_lock=self.home is not None)
+        on_end(self._owner(), settle, before_commit=self._before_commit)
         self.tie.begin(transaction)
         if self._pending:
             self._detach_pending()
@@ -198,18 +212,8 @@ class TiedSession:
     def _closed(self) -> None:
         """Detach the handles of acquires: the session was closed before any statement, so no transaction holds them."""
         if self._detach_pending():
-            with LETTING_EXPIRE:
-                self.tie.runtime.finish(release, self.held)
-        self.forget_if_over()
-
-    def _settle(self, transaction: object, outcome: Outcome) -> None:
-        try:
-            is_over = self.tie.settle(transaction, outcome, ends_lock=self.home is not None)
-        except BaseException:
-            self.forget_if_over()
-            raise
-        if is_over:
-            self._forget()
+            self.tie.release()
+        self._forget_if_over()
 
     def _owner(self) -> Session:
         session = self._session()
@@ -217,7 +221,8 @@ class TiedSession:
             raise NotHeld(self.held.name, reason="its session is gone")
         return session
 
-    def _forget(self) -> None:
+    def forget(self) -> None:
+        """Let go of the session, whose later transactions are none of this lease's."""
         for stop in self._stop:
             stop()
         self._stop = []
@@ -231,10 +236,80 @@ def current(session: Session) -> list[TiedSession]:
     return list(session.info.get(_KEY, ()))
 
 
-def refuse_old_snapshot(name: str, connections: Iterable[Connection]) -> None:
-    """Raise SnapshotTooOld when a transaction on one of them may read from before the lock; asks the database."""
-    for connection in connections:
-        if connection.dialect.name in ("postgresql", "mysql", "mariadb") and not is_of_test(connection):
+class SessionAcquire(LockAcquire):
+    """One acquire of a lock by a session, from wherever that is used."""
+
+    def __init__(self, *args: Any, bind: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.session: Session = self.lock.session
+        self.home = home_of(self.store.backend)
+        self._bind = bind
+
+    @property
+    def owner_key(self) -> int:
+        return id(self.session)
+
+    @property
+    def database(self) -> Any:
+        """The engine or connection in whose database the fence stands; None without a fence."""
+        if not self.form:
+            return None
+        if self._bind is None or is_mapped(self._bind):
+            return self.session.get_bind(self._bind and inspect(self._bind))  # an override may read the mapper
+        connection = getattr(self._bind, "sync_connection", None)  # an AsyncConnection has one, and an engine, too
+        return connection or getattr(self._bind, "sync_engine", self._bind)
+
+    def find(self) -> TiedSession | None:
+        if not (ties := current(self.session)):
+            return None
+        return self.joined(ties, inside=in_transaction(self.session))  # type: ignore[no-any-return]
+
+    async def find_or_prepare(self) -> TiedSession | None:
+        refuse_closed(self.session)
+        bind = self.database
+        found = self.find()
+        if found is None and self.lock.snapshot == "raise":
+            await self.runtime.call_database(self._refuse_old_snapshot, bind)
+        return found
+
+    def _refuse_old_snapshot(self, bind: Any) -> None:
+        """Raise SnapshotTooOld when a transaction of the session may read from before the lock; asks the database.
+
+        A store that locks inside the transaction of its database looks at that snapshot itself.
+        """
+        given = [each for each in (self.session.bind, bind) if isinstance(each, Connection) and each.in_transaction()]
+        for connection in {*connections_of(self.session), *given}:
+            dialect = connection.dialect
+            if dialect.name not in ("postgresql", "mysql", "mariadb") or dialect is self.home or is_of_test(connection):
+                continue
             isolation = str(connection.get_isolation_level())
             if isolation not in READ_COMMITTED:
-                raise SnapshotTooOld(name, isolation=isolation)
+                raise SnapshotTooOld(self.lock.name, isolation=isolation)
+
+    async def acquire_lease(self) -> tuple[Held, float]:
+        if self.home is None:
+            return await super().acquire_lease()
+        # A store that locks inside the transaction asks on the session's own connection, where that may be used.
+        return await self.runtime.call_database(run, super().acquire_lease())  # type: ignore[no-any-return]
+
+    @property
+    def store_runtime(self) -> Runtime:
+        return self.runtime if self.home is None else BLOCKING
+
+    def new_tied(self, tie: Tie, gate: FenceGate) -> TiedSession:
+        return TiedSession(tie, gate, self.session)
+
+    def sessions(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        return (), tuple(filter(None, map(_database_session, connections_of(self.session))))
+
+    def caller_transaction(self) -> Any:
+        from sqla_dlock.backends.advisory import transaction_of  # loads what only such a store needs
+
+        return transaction_of(self.session, self.store.backend, old_snapshot=self.lock.snapshot == "ignore")
+
+
+def _database_session(connection: Connection) -> str | None:
+    if connection.closed or connection.invalidated:
+        return None
+    driver = connection.connection.driver_connection
+    return session_id(connection.dialect.name, driver, connection.engine.url.database)

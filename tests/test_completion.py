@@ -16,8 +16,7 @@ from django_dlock.locks import Lease as DjangoLease
 from django_dlock.locks import Leases as DjangoLeases
 from dlock_core.testing import MemoryBackend
 from sqla_dlock import alock
-from sqla_dlock.async_locks import AsyncLeases
-from sqla_dlock.locks import AsyncLease, Lease, Leases
+from sqla_dlock.locks import AsyncLease, AsyncLeases, Lease, Leases
 
 OPTIONS = "fair fence name on_lost reentrant renew shared snapshot store ttl wait"
 CORE_OPTIONS = "backend fair name on_lost reentrant renew shared ttl wait"

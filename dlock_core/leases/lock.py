@@ -10,7 +10,7 @@ import logging
 import threading
 import warnings
 from collections.abc import Hashable
-from typing import TYPE_CHECKING, Any, Final, Generic, Never, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Never, TypeVar
 from weakref import WeakValueDictionary, ref
 
 from dlock_core.backend import Released
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from dlock_core.runtime import Runtime
 
 __all__ = [
-    "LETTING_EXPIRE", "AsyncBlockExit", "AsyncLease", "AsyncLock", "AsyncReleasing", "BlockExit", "Blocks", "Lease",
-    "LeaseHandle", "LeaseView", "Lock", "Releasing", "held_by_caller", "key_of",
+    "AsyncBlockExit", "AsyncLease", "AsyncLock", "AsyncReleasing", "BlockExit", "Blocks", "Lease",
+    "LeaseHandle", "LeaseView", "Lock", "Releasing", "held_by_caller", "key_of", "let_expire",
 ]  # fmt: skip
 
 logger = logging.getLogger("dlock")
@@ -160,8 +160,10 @@ class LeaseHandle(LeaseView):
         return held.ended or Released.RELEASED
 
     async def _leave_block(self, runtime: Runtime, error: BaseException | None) -> None:
-        with LETTING_EXPIRE:
+        try:
             await self._end(runtime)
+        except (BackendUnavailable, NotHeld) as failure:
+            let_expire(failure)
         if self._held.ended is not Released.RELEASED:
             self._held.ensure_was_held(error)
 
@@ -309,20 +311,13 @@ async def end_block(
         blocks.forget(caller, lease)
 
 
-class _LettingExpire:
-    """Lets a release fail where the work has ended well: the lease expires by itself, and that is no failure."""
+def let_expire(error: BackendUnavailable | NotHeld) -> None:
+    """Accept that a lease was not released where its work has ended well: it expires by itself.
 
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> bool:
-        if isinstance(error, BackendUnavailable):
-            logger.warning("dlock: %s; the lease runs out by itself", error)
-            return True
-        return isinstance(error, NotHeld)  # A forked child walks out of its parent's block.
-
-
-LETTING_EXPIRE: Final = _LettingExpire()
+    A forked child walks out of its parent's block: for that there is nothing to tell.
+    """
+    if isinstance(error, BackendUnavailable):
+        logger.warning("dlock: %s; the lease runs out by itself", error)
 
 
 L = TypeVar("L", Lease, AsyncLease)

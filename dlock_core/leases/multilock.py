@@ -13,10 +13,9 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Never, Protocol, TypeVar
 
 from dlock_core.backend import Released, supports_many
-from dlock_core.errors import AlreadyHeld, BackendUnavailable
+from dlock_core.errors import AlreadyHeld, BackendUnavailable, NotHeld
 from dlock_core.leases.engine import MAX_OVERTIME_S, Acquisition, clean_up, new_request, note_released, release
 from dlock_core.leases.lock import (
-    LETTING_EXPIRE,
     AsyncBlockExit,
     AsyncReleasing,
     BlockExit,
@@ -26,6 +25,7 @@ from dlock_core.leases.lock import (
     Releasing,
     held_by_caller,
     key_of,
+    let_expire,
 )
 from dlock_core.names import canonical
 from dlock_core.options import LockOptions, Seconds, deadline, unknown_option
@@ -202,8 +202,10 @@ class _MultiLease(Leases[LeaseHandle]):
         return [one.ended or Released.RELEASED for one in held]
 
     async def _leave_block(self, runtime: Runtime, error: BaseException | None) -> None:
-        with LETTING_EXPIRE:
+        try:
             await self._end(runtime)
+        except (BackendUnavailable, NotHeld) as failure:
+            let_expire(failure)
         for lease in self:
             lease._held.ensure_was_held(error)  # noqa: SLF001 - the handles of one package
 

@@ -1,7 +1,7 @@
-"""The state of a lease that is tied to transactions: what needs it, and whether its end is a release or an expiry.
+"""A lease that is tied to transactions: what needs it, its handles, and whether its end is a release or an expiry.
 
-Django and SQLAlchemy each *have* a `Tie`: they report their transactions to it, and it decides, so that the promise
-"released only after COMMIT or ROLLBACK is known" has one copy.
+Django and SQLAlchemy each *have* a `Tie` for every lease: they report their transactions to it, and it decides, so that
+the promise "released only after COMMIT or ROLLBACK is known" has one copy.
 """
 
 from __future__ import annotations
@@ -9,21 +9,27 @@ from __future__ import annotations
 import enum
 import logging
 from collections import deque
-from typing import TYPE_CHECKING, Any
+from contextlib import AsyncExitStack
+from functools import partial
+from typing import TYPE_CHECKING, Any, Never, Protocol, TypeVar
 from weakref import WeakSet
 
 from dlock_core.backend import Released
-from dlock_core.errors import LeaseLost
+from dlock_core.errors import BackendUnavailable, DLockError, LeaseLost, NotHeld
 from dlock_core.leases import engine
-from dlock_core.leases.lock import LETTING_EXPIRE
+from dlock_core.leases.lock import LeaseView, let_expire
+from dlock_core.leases.multilock import Leases
+from dlock_core.runtime import BLOCKING
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from dlock_core.leases.lease import LeaseRecord
+    from dlock_core.options import Seconds
     from dlock_core.runtime import DatabaseRuntime, Runtime
+    from dlock_core.transactions.fencing import FenceForm
 
-__all__ = ["Outcome", "Tie", "TieState", "call_all", "release"]
+__all__ = ["Outcome", "Tie", "TieState", "Tied", "TiedLease", "TiedLeases", "call_all", "reraise"]
 
 logger = logging.getLogger("dlock")
 
@@ -55,15 +61,6 @@ class TieState(enum.Enum):
     """The last handle was garbage-collected before it was released, so that nothing can release it: it expires."""
     ABANDONED = "abandoned"
     """The acquire failed: no work was done under the lease, so the transactions that it met owe it nothing."""
-
-
-async def release(runtime: Runtime, held: LeaseRecord) -> Released:
-    """Release a lease that nothing needs any more; whatever happens, it is not renewed afterwards."""
-    try:
-        return await engine.release(runtime, held)
-    except BaseException:
-        held.abandon()
-        raise
 
 
 class Tie:
@@ -112,21 +109,27 @@ class Tie:
     @property
     def is_bound(self) -> bool:
         """Only transactions that are still open need the lease: it ends with them."""
-        return set(self.handles) <= set().union(*list(self._bound.values()))
+        return self.are_bound({*self.handles})
+
+    def are_bound(self, handles: set[Any]) -> bool:
+        """Return whether each of these handles is detached when a transaction that is still open ends."""
+        return handles <= set().union(*list(self._bound.values()))
 
     @property
     def is_inside(self) -> bool:
         """The lock was taken inside a transaction of its store's database, and lasts exactly as long."""
         return self.held.backend.capabilities.transaction_database is not None
 
-    def settle(self, transaction: object, outcome: Outcome, *, ends_lock: bool = False) -> bool:
+    def settle(
+        self, transaction: object, outcome: Outcome, *, forget: Callable[[], None], ends_lock: bool = False
+    ) -> None:
         """Note how a transaction ended, and release the lease if that was the last thing that needed it.
-
-        Returns True when nothing needs the lease any more. `ends_lock` means that this was the transaction in which the
-        lock was taken, so that the database has released it already.
 
         Must be called only when the outcome is known, or is known to be unknowable: this is where the lock is handed to
         the next holder, who may then read what this transaction has written, or has not.
+
+        `forget` is called when nothing needs the lease any more; see `Tied.forget`. `ends_lock` means that this was the
+        transaction in which the lock was taken, so that the database has released it already.
         """
         held = self.held
         if outcome is Outcome.UNKNOWN and not ends_lock and self.state is not TieState.ABANDONED:
@@ -138,13 +141,25 @@ class Tie:
         if held.loss_reason and self.is_inside:
             held.end(Released.EXPIRED)
         is_over = not self.handles and not self.open
-        if (ends_lock or is_over) and self._is_to_be_released():
-            with LETTING_EXPIRE:
-                if ends_lock:
-                    engine.released(held)
-                else:
-                    self.runtime.finish(release, held)
-        return is_over
+        try:
+            if (ends_lock or is_over) and self._is_to_be_released():
+                self.release(is_released=ends_lock)
+        finally:
+            if is_over:
+                forget()
+
+    def release(self, *, is_released: bool = False) -> None:
+        """Release the lease where nothing waits for the answer; if it cannot be released, it expires.
+
+        `is_released`: the store has released it already, with the transaction that it was acquired in.
+        """
+        try:
+            if is_released:
+                engine.released(self.held)
+            else:
+                self.runtime.finish(engine.release, self.held)
+        except (BackendUnavailable, NotHeld) as error:
+            let_expire(error)
 
     def detach(self, handle: object) -> bool:
         """Note that a handle needs the lease no more; True when the caller has to release the lease now."""
@@ -162,7 +177,7 @@ class Tie:
     def _is_to_be_released(self) -> bool:
         """Decide how a lease ends that nothing needs any more."""
         if self.state not in (TieState.UNCERTAIN, TieState.EXPIRING):
-            self.held.abandon()
+            self.held.abandon()  # If the release is interrupted, or fails, the lease must not be renewed for ever.
             if self.state is TieState.HELD:
                 self.state = TieState.RELEASING
             return True
@@ -214,14 +229,135 @@ class Tie:
             if (other.held.name, other.held.backend) == (held.name, held.backend) and other.held.remaining() == 0.0:
                 other.abandon()
 
-    def ensure_was_held(self) -> None:
-        """Judge a block that ended without an error: raises LeaseLost when its work only looked protected.
+    def loss_of_block(self) -> LeaseLost | None:
+        """Return the error of a block whose body ended well, and whose work only looked protected; None: it was.
 
         Work in transactions is judged at COMMIT; only a block without any is judged here.
         """
         held = self.held
         if self.transactions == 0 and held.ended in (Released.EXPIRED, Released.STOLEN):
-            raise LeaseLost(held.name, token=held.token, reason=held.loss_reason or "it had ended before its release")
+            return LeaseLost(held.name, token=held.token, reason=held.loss_reason or "it had ended before its release")
+        return None
+
+
+class Tied(Protocol):
+    """What an integration keeps of one lease: its tie, and the connections or the session that it is tied to."""
+
+    tie: Tie
+
+    def bind(self, database: Any, form: FenceForm, handle: TiedLease) -> None:
+        """Tie the caller's open transactions to a new lease, and protect a database from now on."""
+
+    def join(self, database: Any, form: FenceForm, handle: TiedLease) -> None:
+        """Take in a handle that joins the lease, and protect a database that was not protected so far."""
+
+    def keep(self, handle: TiedLease) -> None:
+        """Let a handle that no block holds last as long as the integration promises."""
+
+    def begin_failed_exit(self, runtime: Runtime, handle: TiedLease) -> None:
+        """Note that the block of a handle is about to be left with an error."""
+
+    def settle_ended(self) -> None:
+        """Settle the transactions that have ended although an interrupt has kept the integration from noticing."""
+
+    def note_detached(self, runtime: Runtime) -> None:
+        """Note that a handle was detached: forget the lease if nothing needs it."""
+
+    def forget(self) -> None:
+        """Remove the lease from where the integration looks for leases."""
+
+
+class TiedLease(LeaseView):
+    """A handle of a tied lease: sync and async code, Django and SQLAlchemy, detach and release it here."""
+
+    __slots__ = ("__weakref__", "_tied")
+
+    def __init__(self, tied: Tied) -> None:
+        self._held = tied.tie.held
+        self._tied = tied
+
+    def __del__(self) -> None:
+        tied: Tied | None = getattr(self, "_tied", None)  # None: its making was interrupted
+        if tied is not None:
+            tied.tie.note_collected(self)
+
+    @staticmethod
+    def _own_error(error: DLockError) -> DLockError:
+        """Return the integration's own error for one of the core."""
+        return error
+
+    async def _renew(self, runtime: Runtime, ttl: Seconds | None) -> None:
+        try:
+            await engine.renew(runtime, self._held, ttl)
+        except DLockError as error:
+            reraise(error, self._own_error)
+
+    async def _end(self, runtime: Runtime) -> Released | None:
+        """Detach the handle, and release the lease if nothing else needs it; None if something does."""
+        tied, tie, held = self._tied, self._tied.tie, self._held
+        held.ensure_own_process()
+        try:
+            if tie.open:
+                tied.settle_ended()
+            if tie.detach(self) and held.ended is None:
+                if runtime is BLOCKING:
+                    tie.runtime.finish(engine.release, held)
+                else:
+                    await engine.release(runtime, held)
+        finally:
+            tied.note_detached(runtime)
+        return held.ended
+
+    async def _release(self, runtime: Runtime) -> Released | None:
+        """End it; what an interrupt has cut short, at any line, is repeated: nothing would come back to finish it."""
+        try:
+            return await self._end(runtime)
+        except DLockError as error:
+            reraise(error, self._own_error)
+        except BaseException:
+            await self._end(runtime)
+            raise
+
+    async def _leave_block(self, runtime: Runtime, error: BaseException | None) -> None:
+        """End the `with` block; raises LeaseLost where a clean body only looked protected."""
+        if error is not None:
+            self._tied.begin_failed_exit(runtime, self)
+        try:
+            await self._end(runtime)
+        except (BackendUnavailable, NotHeld) as failure:
+            let_expire(failure)
+        except DLockError as failure:
+            reraise(failure, self._own_error)
+        if error is None and (lost := self._tied.tie.loss_of_block()) is not None:
+            raise self._own_error(lost)
+
+
+MemberLease = TypeVar("MemberLease", bound=TiedLease)
+
+
+class TiedLeases(Leases[MemberLease]):
+    """Leases that are held together, in the order in which their locks were named."""
+
+    __slots__ = ()
+
+    async def _leave_block(self, runtime: Runtime, error: BaseException | None) -> None:
+        """End the `with` block of each, last in, first out, whatever one of them raises."""
+        stack = AsyncExitStack()
+        for lease in self:
+            stack.push_async_exit(partial(_leave_block, lease, runtime))
+        await stack.__aexit__(None if error is None else type(error), error, None)
+
+
+async def _leave_block(lease: Any, runtime: Runtime, kind: object, error: BaseException | None, trace: object) -> None:
+    await lease._leave_block(runtime, error)  # noqa: SLF001 - called by `Blocks`, never by the lease's user
+
+
+def reraise(error: DLockError, own_error: Callable[[DLockError], DLockError]) -> Never:
+    """Raise an error of the core again, as the integration's own if it has one."""
+    own = own_error(error)
+    if own is error:
+        raise error
+    raise own from error.__cause__
 
 
 def call_all(steps: Iterable[Callable[[], object]]) -> None:

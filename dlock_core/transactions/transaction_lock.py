@@ -1,36 +1,33 @@
-"""`lock(...)` of every integration, one lock or several: options, acquire, joining. It knows no database."""
+"""`lock(...)` of every integration, one lock or several: options, joining, acquire. It knows no database."""
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, AsyncExitStack, nullcontext
 from functools import partial
 from itertools import groupby
 from types import EllipsisType
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Never, Protocol, TypedDict, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Never, TypedDict
 
 from dlock_core import owner
 from dlock_core.errors import AlreadyHeld, DLockError, NotSupported
 from dlock_core.leases.engine import Acquisition, new_request
-from dlock_core.leases.lock import LETTING_EXPIRE, Blocks, LeaseView
-from dlock_core.leases.multilock import Leases, acquire_all
+from dlock_core.leases.lock import Blocks
+from dlock_core.leases.multilock import acquire_all
 from dlock_core.options import LockOptions, Seconds, deadline, unknown_option, wait_seconds
-from dlock_core.runtime import BLOCKING, clock, run
-from dlock_core.transactions.tie import release
+from dlock_core.runtime import clock, run
+from dlock_core.transactions.fencing import FenceGate
+from dlock_core.transactions.tie import Tie, reraise
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-    from dlock_core.backend import AcquireRequest, Backend, Released
+    from dlock_core.backend import AcquireRequest, Backend
     from dlock_core.leases.lease import LeaseRecord
     from dlock_core.runtime import DatabaseRuntime, Runtime
     from dlock_core.stores import Store
-    from dlock_core.transactions.fencing import FenceForm
-    from dlock_core.transactions.tie import Tie
+    from dlock_core.transactions.fencing import Fence, FenceForm
+    from dlock_core.transactions.tie import Tied, TiedLease
 
-__all__ = ["AcquireState", "Options", "Tied", "TiedLease", "TiedLeases", "TiedLock", "TiedLocks"]
-
-T = TypeVar("T")
-MemberLease = TypeVar("MemberLease", bound="TiedLease")
+__all__ = ["LockAcquire", "Options", "TiedLock", "TiedLocks"]
 
 
 class Options(TypedDict, total=False):
@@ -47,53 +44,16 @@ class Options(TypedDict, total=False):
     on_lost: Callable[[], None] | None
 
 
-class AcquireState:
-    """One acquire of a lock, alone or among others that are taken together: `wait` seconds count from `since`.
+class TiedLock:
+    """A name and options, checked before any I/O: ValueError, TypeError.
 
-    It knows at every moment what is to be undone if the acquire goes no further.
+    Args:
+        fence: How the databases are protected: True is "transaction", False is not at all.
     """
 
-    __slots__ = ("acquisition", "lease", "runtime", "since", "tied", "wait")
-
-    def __init__(
-        self, runtime: DatabaseRuntime, *, wait: float | EllipsisType | None = ..., since: float | None = None
-    ) -> None:
-        self.runtime, self.wait, self.since = runtime, wait, clock() if since is None else since
-        self.acquisition: Acquisition | None = None
-        """What was asked of the store, and what came of it; None where a lease was joined."""
-        self.tied: Tied | None = None
-        """What ties the lease to transactions, or what ties the lease that was joined."""
-        self.lease: TiedLease | None = None
-        """The handle that the caller gets."""
-
-    @property
-    def is_new(self) -> bool:
-        """The lease is of this acquire, not joined."""
-        return self.acquisition is not None
-
-    def detach(self) -> None:
-        """Need nothing of it any more; without I/O."""
-        if self.lease is not None and self.tied is not None:
-            self.tied.tie.detach(self.lease)
-        if self.acquisition is not None:
-            if self.tied is not None:
-                self.tied.abandon()  # Nothing was done under the lease, so the transactions it met owe it nothing.
-            self.acquisition.detach()
-
-    async def undo(self) -> None:
-        """Leave nothing behind, whatever stopped the acquire, and wherever: no lease, and nothing in the store."""
-        self.detach()
-        if self.acquisition is not None:
-            await self.acquisition.undo()
-
-
-class TiedLock:
-    """A name and options, checked before any I/O: ValueError, TypeError."""
-
+    fence: Fence
     _options: ClassVar[Iterable[str]] = ()
     """Those that the integration's `lock` has."""
-    _errors: ClassVar[AbstractContextManager[None, bool | None]] = nullcontext()
-    """Raises the integration's own errors for those of the core."""
 
     def __init__(
         self,
@@ -112,8 +72,8 @@ class TiedLock:
     ) -> None:
         if unknown:
             raise unknown_option(unknown, self._options)
-        self.options = LockOptions.checked(
-            30.0 if ttl is None else ttl,
+        options = LockOptions.checked(
+            LockOptions().ttl if ttl is None else ttl,
             None if isinstance(wait, EllipsisType) else wait,
             shared,
             renew,
@@ -121,193 +81,20 @@ class TiedLock:
             fair,
             on_lost,
         )
-        self._uses_ttl_of_store, self._uses_wait_of_store = ttl is None, isinstance(wait, EllipsisType)
-        self.name, self._form = name, _form(fence)
+        self.name, self._form, self._checked_options = name, _form(fence), options
+        self.ttl = None if ttl is None else options.ttl
+        self.wait = wait if isinstance(wait, EllipsisType) else options.wait
         if snapshot not in ("raise", "ignore"):
             raise ValueError(f"snapshot must be 'raise' or 'ignore', not {snapshot!r}")
         self.shared, self.snapshot = shared, snapshot
+        self.reentrant, self.renew, self.fair, self.on_lost = reentrant, renew, fair, on_lost
         self._blocks = Blocks()
 
-    def _request(self, store: Store, options: LockOptions) -> AcquireRequest:
-        """Return the request of one acquire; raises NotSupported for what the store cannot do."""
-        if self.shared and not store.backend.capabilities.shared:
-            raise NotSupported(f"the store {store.alias!r} has no shared locks", name=self.name)
-        if store.backend.capabilities.expiry == "transaction":  # The database knows whose lock it is.
-            return new_request(self.name, options, owner="", transaction=self._transaction(store.backend))
-        return new_request(self.name, options, owner=owner.text(*self._sessions()))
-
-    def _sessions(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """Return the database sessions that are this thread's own, and those in whose open transaction it asks."""
-        return (), ()
-
-    def _wait(self, store: Store, state: AcquireState) -> float | None:
-        """Return for how many seconds it waits, None for ever."""
-        if not isinstance(state.wait, EllipsisType):
-            return state.wait
-        return store.wait if self._uses_wait_of_store else self.options.wait
-
-    def _whose(self) -> object:
-        """Return who is to hold it, where one thread or task may be several; asked twice for one, it is held once."""
-        return None
-
-    def _store(self) -> Store:
-        """Return the store that is asked."""
+    def _new_acquire(
+        self, runtime: DatabaseRuntime, *, wait: float | EllipsisType | None = ..., since: float | None = None
+    ) -> LockAcquire:
+        """Return what acquires the lock once, as the integration does; see `LockAcquire` for the arguments."""
         raise NotImplementedError
-
-    def _find(self, store: Store, runtime: DatabaseRuntime) -> Any:
-        """Return the tie of the lease that the caller holds already and may join; None when there is none."""
-        raise NotImplementedError
-
-    async def _find_or_acquire(self, state: AcquireState) -> Any:
-        """Return the tie of a lease, joined or acquired from the store."""
-        raise NotImplementedError
-
-    async def _bind_lease(self, tied: Any, state: AcquireState) -> Any:
-        """Tie the lease to the open transactions, or join it; returns the handle that the caller gets."""
-        raise NotImplementedError
-
-    def _hold_in_thread(self, finish: Callable[[Any], T]) -> T:
-        """Acquire the lock by blocking; see `_hold`. It is undone even if `run` itself is interrupted."""
-        state = AcquireState(BLOCKING)
-        try:
-            return run(self._hold(BLOCKING, finish, state))
-        except BaseException:
-            run(state.undo())
-            raise
-
-    async def _hold(self, runtime: DatabaseRuntime, finish: Callable[[Any], T], state: AcquireState | None = None) -> T:
-        """Acquire the lock; whatever is raised on the way, and wherever, leaves nothing behind.
-
-        `finish` is what is done with the handle last, where nothing can go wrong any more.
-        """
-        state = AcquireState(runtime) if state is None else state
-        try:
-            with self._errors:
-                return finish(await self._bind_lease(await self._find_or_acquire(state), state))
-        except BaseException:
-            await runtime.shield(state.undo())
-            raise
-
-    def _store_runtime(self, store: Store, state: AcquireState) -> Runtime:
-        """Return how the store is waited for."""
-        return state.runtime
-
-    def _acquisition(self, store: Store, state: AcquireState) -> Acquisition:
-        """Return what is asked of the store, made when it is first needed."""
-        if state.acquisition is None:
-            options = self.options.for_store(
-                store.backend.capabilities,
-                ttl=store.ttl if self._uses_ttl_of_store else None,
-                wait=self._wait(store, state),
-            )
-            runtime, request = self._store_runtime(store, state), self._request(store, options)
-            state.acquisition = Acquisition(runtime, store.backend, request, options, since=state.since)
-        return state.acquisition
-
-    async def _acquire_lease(self, store: Store, state: AcquireState) -> tuple[LeaseRecord, float | None, float]:
-        """Acquire the lease; returns also the wait in seconds, and the moment at which it is over."""
-        wait = self._wait(store, state)
-        held = await self._acquisition(store, state).acquire()
-        return held, wait, deadline(state.since, wait)
-
-    def _transaction(self, backend: Any) -> Any:
-        """Return the caller's open transaction, for a store that locks inside it; None outside one."""
-        raise NotImplementedError
-
-    def _joined(self, ties: Iterable[Any], backend: Backend, *, inside: bool) -> Any:
-        """Return what the owner holds already, among its ties; raises AlreadyHeld where that cannot be joined.
-
-        `inside` a transaction a lease is always joined: its end releases them together.
-        """
-        for tied in ties:
-            if self._is(tied.tie, backend) and not tied.tie.is_over:
-                if not (inside or self.options.reentrant) or (tied.tie.held.request.shared and not self.shared):
-                    raise AlreadyHeld(self.name)
-                return tied
-        return None
-
-    def _is(self, tie: Tie, backend: Backend) -> bool:
-        return tie.held.name == self.name and tie.held.backend is backend and tie.held.remaining() > 0.0
-
-
-class Tied(Protocol):
-    """What an integration keeps of one lease: its tie, and the connections or the session that it is tied to."""
-
-    tie: Tie
-
-    def abandon(self) -> None:
-        """Note that the acquire has failed: no transaction has to mind the lease any more."""
-
-    def settle_ended(self) -> None:
-        """Settle the transactions that have ended although an interrupt has kept the integration from noticing."""
-
-    def forget_if_over(self) -> None:
-        """Hold the lease no more where the integration looks for leases, if nothing needs it."""
-
-
-class TiedLease(LeaseView):
-    """A handle of a tied lease: sync and async code, Django and SQLAlchemy, detach and release it here."""
-
-    __slots__ = ("__weakref__", "_tied")
-
-    def __init__(self, tied: Any) -> None:
-        self._held = tied.tie.held
-        self._tied = tied
-
-    def __del__(self) -> None:
-        tied = getattr(self, "_tied", None)  # None: its making was interrupted
-        if tied is not None:
-            tied.tie.note_collected(self)
-
-    async def _end(self, runtime: Runtime) -> Released | None:
-        """Detach the handle, and release the lease if nothing else needs it; None if something does."""
-        tied, held = self._tied, self._held
-        held.ensure_own_process()
-        try:
-            if tied.tie.open:
-                tied.settle_ended()
-            if tied.tie.detach(self) and held.ended is None:
-                if runtime is BLOCKING:
-                    tied.tie.runtime.finish(release, held)
-                else:
-                    await release(runtime, held)
-        finally:
-            tied.forget_if_over()
-        return held.ended
-
-    async def _release(self, runtime: Runtime) -> Released | None:
-        """End it; what an interrupt has cut short, at any line, is repeated: nothing would come back to finish it."""
-        try:
-            return await self._end(runtime)
-        except DLockError:
-            raise
-        except BaseException:
-            await self._end(runtime)
-            raise
-
-    async def _leave_block(self, runtime: Runtime, error: BaseException | None) -> None:
-        """End the `with` block; raises LeaseLost where a clean body only looked protected."""
-        with LETTING_EXPIRE:
-            await self._end(runtime)
-        if error is None:
-            self._tied.tie.ensure_was_held()
-
-
-class TiedLeases(Leases[MemberLease]):
-    """Leases that are held together, in the order in which their locks were named."""
-
-    __slots__ = ()
-
-    async def _leave_block(self, runtime: Runtime, error: BaseException | None) -> None:
-        """End the `with` block of each, last in, first out, whatever one of them raises."""
-        stack = AsyncExitStack()
-        for lease in self:
-            stack.push_async_exit(partial(_leave_block, lease, runtime))
-        await stack.__aexit__(None if error is None else type(error), error, None)
-
-
-async def _leave_block(lease: Any, runtime: Runtime, kind: object, error: BaseException | None, trace: object) -> None:
-    await lease._leave_block(runtime, error)
 
 
 def _form(fence: Any) -> FenceForm:
@@ -318,8 +105,207 @@ def _form(fence: Any) -> FenceForm:
     raise ValueError(f"fence must be True, 'transaction', 'lease' or False, not {fence!r}")
 
 
+class LockAcquire:
+    """One acquire of a lock, alone or among others that are acquired together; a `GroupMember` of the engine.
+
+    It knows at every moment what is to be undone if the acquire goes no further. An integration says in a subclass what
+    only it can know of the caller: what it holds already, its transaction, its database sessions.
+
+    Args:
+        lock: The lock, whose name and options are read.
+        store: Its store.
+        runtime: How the caller waits, and where its database connection may be used.
+        options: The options of the lock, as they were checked.
+        form: How it protects the database.
+        lease_type: What the caller gets.
+        wait: Seconds that replace those of the lock; left out, the lock's or the store's count.
+        since: The time at which the wait began; left out, it begins now.
+    """
+
+    own_error = staticmethod(lambda error: error)
+    """Returns the integration's own error for one of the core."""
+
+    def __init__(
+        self,
+        lock: Any,
+        store: Store,
+        runtime: DatabaseRuntime,
+        *,
+        options: LockOptions,
+        form: FenceForm,
+        lease_type: type[TiedLease],
+        wait: float | EllipsisType | None = ...,
+        since: float | None = None,
+    ) -> None:
+        self.lock, self.options, self.form, self.lease_type = lock, options, form, lease_type
+        self.store, self.runtime = store, runtime
+        wait = lock.wait if isinstance(wait, EllipsisType) else wait
+        self.wait: float | None = store.wait if isinstance(wait, EllipsisType) else wait
+        self.since = clock() if since is None else since
+        self.acquisition: Acquisition | None = None
+        """What was asked of the store, and what came of it; None where a lease was joined."""
+        self.tied: Tied | None = None
+        """What ties the lease to transactions, or what ties the lease that was joined."""
+        self.lease: TiedLease | None = None
+        """The handle that the caller gets."""
+
+    @property
+    def database(self) -> Any:
+        """What the integration calls the database that the lock protects."""
+        raise NotImplementedError
+
+    def find(self) -> Tied | None:
+        """Return what the caller holds already and may join, or None; raises AlreadyHeld where it may not."""
+        raise NotImplementedError
+
+    async def find_or_prepare(self) -> Tied | None:
+        """Return what the caller joins, or None if a lease is needed, for which its transaction was checked.
+
+        Raises SnapshotTooOld.
+        """
+        raise NotImplementedError
+
+    def sessions(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Return the database sessions that are this thread's own, and those in whose open transaction it asks."""
+        return (), ()
+
+    def caller_transaction(self) -> Any:
+        """Return the caller's open transaction, for a store that locks inside it; None outside one."""
+        raise NotImplementedError
+
+    @property
+    def store_runtime(self) -> Runtime:
+        """How the store is waited for."""
+        return self.runtime
+
+    def new_tied(self, tie: Tie, gate: FenceGate) -> Tied:
+        """Return what ties a new lease to the caller's transactions."""
+        raise NotImplementedError
+
+    @property
+    def owner_key(self) -> int:
+        """What tells the owners of several locks apart, where one thread or task may be more than one."""
+        return 0
+
+    def joined(self, ties: Iterable[Any], *, inside: bool) -> Any:
+        """Return what the owner holds of this lock among its ties; raises AlreadyHeld where that cannot be joined.
+
+        `inside` a transaction a lease is always joined: its end releases them together.
+        """
+        lock = self.lock
+        for tied in ties:
+            held = tied.tie.held
+            is_same = held.name == lock.name and held.backend is self.store.backend and held.remaining() > 0.0
+            if is_same and not tied.tie.is_over:
+                if not (inside or lock.reentrant) or (held.request.shared and not lock.shared):
+                    raise AlreadyHeld(lock.name)
+                return tied
+        return None
+
+    def hold_in_thread(self, enter: Callable[[Any], object] | None = None) -> Any:
+        """Acquire the lock by blocking; see `hold`. It is undone even if `run` itself is interrupted."""
+        try:
+            return run(self.hold(enter))
+        except BaseException:
+            run(self.undo())
+            raise
+
+    async def hold(self, enter: Callable[[Any], object] | None = None) -> Any:
+        """Acquire the lock and return its handle; whatever is raised on the way, and wherever, leaves nothing behind.
+
+        `enter(handle)` begins the block that holds the handle; without a block the integration keeps it.
+        """
+        try:
+            await self.acquire()
+            await self.bind()
+            if enter is None:
+                self.keep()
+            else:
+                enter(self.lease)
+        except BaseException as error:
+            await self.runtime.shield(self.undo())
+            if isinstance(error, DLockError):
+                reraise(error, self.own_error)
+            raise
+        return self.lease
+
+    async def acquire(self) -> None:
+        """Join the lease that the caller holds, or acquire one from the store."""
+        self.tied = await self.find_or_prepare()
+        if self.tied is None:
+            held, until = await self.acquire_lease()
+            gate = FenceGate(held, self.lock.fence, wait=self.wait, deadline=until, runtime=self.runtime)
+            self.tied = self.new_tied(Tie(held, self.runtime), gate)
+
+    async def acquire_lease(self) -> tuple[LeaseRecord, float]:
+        """Acquire a lease from the store; returns also the time at which the wait is over."""
+        acquisition = self._new_acquisition()
+        return await acquisition.acquire(), acquisition.deadline
+
+    async def bind(self) -> None:
+        """Tie the lease to the caller's open transactions, or join it."""
+        tied: Any = self.tied
+        self.lease = lease = self.lease_type(tied)
+        tied.tie.handles.add(lease)  # Only now, when `detach` knows it.
+        step = tied.join if self.acquisition is None else tied.bind
+        await self.runtime.call_database(step, self.database, self.form, lease)
+
+    def keep(self) -> None:
+        """Let the handle last without a block."""
+        tied: Any = self.tied
+        tied.keep(self.lease)
+
+    def detach(self) -> None:
+        """Need nothing of it any more; without I/O."""
+        tied = self.tied
+        if tied is not None and self.lease is not None:
+            tied.tie.detach(self.lease)
+        if self.acquisition is not None:
+            if tied is not None:  # Nothing was done under the lease, so the transactions it met owe it nothing.
+                tied.tie.abandon()
+                tied.forget()
+            self.acquisition.detach()
+
+    async def undo(self) -> None:
+        """Leave nothing behind, whatever stopped the acquire, and wherever: no lease, and nothing in the store."""
+        self.detach()
+        if self.acquisition is not None:
+            await self.acquisition.undo()
+
+    @property
+    def backend(self) -> Backend:
+        """The store that is asked."""
+        return self.store.backend
+
+    @property
+    def pending(self) -> Acquisition | None:
+        """What has to be asked of the store; None when the lock is held already."""
+        return None if self.find() is not None else self._new_acquisition()
+
+    def _new_acquisition(self) -> Acquisition:
+        """Return what is asked of the store, made when it is first needed."""
+        if self.acquisition is None:
+            store = self.store
+            options = self.options.for_store(store.backend.capabilities, ttl=self.lock.ttl or store.ttl, wait=self.wait)
+            request = self._request(options)
+            self.acquisition = Acquisition(self.store_runtime, store.backend, request, options, since=self.since)
+        return self.acquisition
+
+    def _request(self, options: LockOptions) -> AcquireRequest:
+        """Return the request of this acquire; raises NotSupported for what the store cannot do."""
+        capabilities, name = self.store.backend.capabilities, self.lock.name
+        if options.shared and not capabilities.shared:
+            raise NotSupported(f"the store {self.store.alias!r} has no shared locks", name=name)
+        if capabilities.expiry == "transaction":  # The database knows whose lock it is.
+            return new_request(name, options, owner="", transaction=self.caller_transaction())
+        return new_request(name, options, owner=owner.text(*self.sessions()))
+
+
 class TiedLocks:
     """Locks that are held all or none; `wait` bounds the whole acquire (left out: the wait of each, from its start)."""
+
+    _leases_type: ClassVar[type[Any]]
+    """What the caller gets when all are held."""
 
     def __init__(
         self,
@@ -341,106 +327,101 @@ class TiedLocks:
     def __repr__(self) -> str:
         return f"<locks {', '.join(repr(each.name) for each in self.locks)}>"
 
-    def _hold_in_thread(self, finish: Callable[[Iterable[Any]], T]) -> T:
-        """Acquire all of them by blocking; see `_hold`."""
-        return run(self._hold(BLOCKING, finish))
-
-    async def _hold(self, runtime: DatabaseRuntime, finish: Callable[[Iterable[Any]], T]) -> T:
+    async def _hold(self, runtime: DatabaseRuntime, enter: Callable[[Any], object] | None = None) -> Any:
         """Acquire all of them, and only then tie them to their transactions, whose snapshots may begin with that.
 
-        `finish` is what is done with the handles last, where nothing can go wrong any more.
+        See `LockAcquire.hold` for `enter`, which gets all handles.
         """
-        group = _Group(runtime, self)
-
-        async def bind() -> T:
-            for member in group.members:
-                await member.bind_all()
-            for member in group.members:
-                member.check()
-            return finish([group.leases[index] for index in range(len(self.locks))])
-
-        return await acquire_all(runtime, group.members, group.until, bind)
+        group = _Group(self, runtime)
+        try:
+            finish = partial(group.bind, self._leases_type, enter)
+            return await acquire_all(runtime, group.members, group.until, finish)
+        except DLockError as error:
+            reraise(error, group.acquires[0].own_error)
 
 
 class _Group:
     """One acquire of several locks: in the order that every caller keeps, what one owner asks twice for only once."""
 
-    def __init__(self, runtime: DatabaseRuntime, locks: TiedLocks) -> None:
-        self.runtime, self.locks = runtime, locks.locks
-        self.stores: list[Store] = [each._store() for each in self.locks]
-        self.leases: dict[int, TiedLease] = {}
-        order = sorted(range(len(self.locks)), key=self._rank)
-        for _, same_name in groupby(order, key=lambda index: self._rank(index)[:2]):
-            self._refuse_impossible(*same_name)
+    def __init__(self, locks: TiedLocks, runtime: DatabaseRuntime) -> None:
         since = clock()
-        self.states = [AcquireState(runtime, wait=locks.wait, since=since) for _ in self.locks]
-        waits = map(TiedLock._wait, self.locks, self.stores, self.states)
-        self.until = max(deadline(since, wait) for wait in waits)
+        self.acquires: list[LockAcquire] = [
+            each._new_acquire(runtime, wait=locks.wait, since=since)  # noqa: SLF001 - no user is to call it
+            for each in locks.locks
+        ]
+        ranked = sorted(self.acquires, key=_rank)
+        for _, same_name in groupby(ranked, key=lambda each: _rank(each)[:2]):
+            _refuse_impossible(*same_name)
+        self.until = max(deadline(since, each.wait) for each in self.acquires)
         """When the longest of the waits is over."""
-        same_wish: dict[tuple[str, tuple[str, int]], list[int]] = {}
-        for index in order:
-            same_wish.setdefault((self.stores[index].alias, self._wish(index)), []).append(index)
-        self.members = [_Member(self, indices) for indices in same_wish.values()]
+        same_wish: dict[tuple[str, str, int], list[LockAcquire]] = {}
+        for each in ranked:
+            same_wish.setdefault((*_rank(each)[:2], each.owner_key), []).append(each)
+        self.members = [_Member(*acquires) for acquires in same_wish.values()]
 
-    def _rank(self, index: int) -> tuple[str, str, bool]:
-        each = self.locks[index]
-        return self.stores[index].alias, each.name, each.shared  # Exclusive first: a shared one can join it.
-
-    def _refuse_impossible(self, first: int, *others: int) -> None:
-        """Raise ValueError for locks of one name that have no order among them, or cannot be held together."""
-        name, alias, shared = self.locks[first].name, self.stores[first].alias, self.locks[first].shared
-        if any(self.stores[index].backend is not self.stores[first].backend for index in others):
-            raise ValueError(
-                f"the lock {name!r} is asked for in two stores that both go by {alias!r}, and so in no order that "
-                "everybody keeps: configure the stores under names of their own, and ask for them by these"
-            )
-        if not shared and any(self._wish(index) != self._wish(first) for index in others):
-            raise ValueError(f"two sessions cannot hold the lock {name!r} together, unless it is shared: ask for one")
-
-    def _wish(self, index: int) -> tuple[str, int]:
-        return self.locks[index].name, id(self.locks[index]._whose())
+    async def bind(self, leases_type: type[Any], enter: Callable[[Any], object] | None) -> Any:
+        """Tie each lease to its transactions, and return all handles in the order in which the locks were given."""
+        for member in self.members:
+            await member.bind()
+        for member in self.members:
+            member.check()
+        leases = leases_type(each.lease for each in self.acquires)
+        if enter is None:
+            for each in self.acquires:
+                each.keep()
+        else:
+            enter(leases)
+        return leases
 
 
 class _Member:
     """One lock of a group, or several of one name and owner, of which the first is asked for; a `GroupMember`."""
 
-    def __init__(self, group: _Group, indices: list[int]) -> None:
-        self._group, self._indices = group, indices
-        first = indices[0]
-        self._lock, self._store, self._state = group.locks[first], group.stores[first], group.states[first]
-        self._tied: Any = None
+    def __init__(self, first: LockAcquire, *others: LockAcquire) -> None:
+        self._first, self._all = first, (first, *others)
 
     @property
     def backend(self) -> Backend:
-        return self._store.backend
+        return self._first.backend
 
     @property
     def pending(self) -> Acquisition | None:
-        with self._lock._errors:
-            if self._lock._find(self._store, self._group.runtime) is not None:
-                return None
-            acquisition: Acquisition = self._lock._acquisition(self._store, self._state)
-            return acquisition
+        return self._first.pending
 
     async def acquire(self) -> None:
-        with self._lock._errors:
-            self._tied = await self._lock._find_or_acquire(self._state)
+        await self._first.acquire()
 
-    async def bind_all(self) -> None:
+    async def bind(self) -> None:
         """Tie the lease to its transactions, once for each of the locks that share it."""
-        for index in self._indices:
-            lock, state = self._group.locks[index], self._group.states[index]
-            with lock._errors:
-                self._group.leases[index] = await lock._bind_lease(self._tied, state)
+        for each in self._all:
+            each.tied = self._first.tied
+            await each.bind()
 
     def check(self) -> None:
-        with self._lock._errors:
-            self._tied.tie.held.ensure()
+        """Raise LeaseLost if the lease was lost while the others were waited for."""
+        tied: Any = self._first.tied
+        tied.tie.held.ensure()
 
     def detach(self) -> None:
-        for index in self._indices:
-            self._group.states[index].detach()
+        for each in self._all:
+            each.detach()
 
     async def undo(self) -> None:
-        for index in reversed(self._indices):
-            await self._group.states[index].undo()
+        for each in reversed(self._all):
+            await each.undo()
+
+
+def _rank(acquire: LockAcquire) -> tuple[str, str, bool]:
+    return acquire.store.alias, acquire.lock.name, acquire.lock.shared  # Exclusive first: a shared one can join it.
+
+
+def _refuse_impossible(first: LockAcquire, *others: LockAcquire) -> None:
+    """Raise ValueError for locks of one name that have no order among them, or cannot be held together."""
+    name, alias = first.lock.name, first.store.alias
+    if any(each.backend is not first.backend for each in others):
+        raise ValueError(
+            f"the lock {name!r} is asked for in two stores that both go by {alias!r}, and so in no order that "
+            "everybody keeps: configure the stores under names of their own, and ask for them by these"
+        )
+    if not first.lock.shared and any(each.owner_key != first.owner_key for each in others):
+        raise ValueError(f"two sessions cannot hold the lock {name!r} together, unless it is shared: ask for one")

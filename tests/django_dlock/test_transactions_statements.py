@@ -8,8 +8,9 @@ from django.db import DatabaseError, connections, transaction
 from django.db.transaction import atomic
 
 from django_dlock import connections as trackers
-from django_dlock.connections import before_statements, restore_on_rollback, transaction_key
+from django_dlock.connections import restore_on_rollback
 from tests.django_dlock.sessions import add, committed, rows
+from tests.django_dlock.tracking import before_statements, transaction_key
 from tests.testapp.models import Counter
 
 

@@ -17,6 +17,7 @@ import sqla_dlock
 from django_dlock import lock as django_lock
 from django_dlock.tie import open_sessions
 from dlock_core.backends.memory import MemoryBackend
+from dlock_core.runtime import BLOCKING
 from sqla_dlock import lock
 from tests.inspect.parties import URLS
 from tests.mysql_server import MYSQLD
@@ -147,9 +148,9 @@ def test_sqlalchemy_knows_the_number_of_its_session_with_every_driver(driver, da
 
     def name(session):
         lock = sqla_dlock.lock(session, "order", 1, store=MemoryBackend())
-        assert lock._sessions() == ((), ()), "no transaction, no session"
+        assert lock._new_acquire(BLOCKING).sessions() == ((), ()), "no transaction, no session"
         number = session.scalar(ask)
-        return number, lock._sessions()
+        return number, lock._new_acquire(BLOCKING).sessions()
 
     async def in_loop():
         engine = create_async_engine(url)

@@ -1,0 +1,40 @@
+"""What tests ask the tracker of a connection for: statements heard, work undone, transactions told apart."""
+
+from collections.abc import Callable
+
+from django.db import connections
+from django.db.backends.base.base import BaseDatabaseWrapper
+
+from django_dlock.connections import open_transaction, tracker_for
+
+
+def transaction_key(using: str = "default") -> object | None:
+    """Return an object that stands for the open transaction, None without one; compare by identity.
+
+    Every transaction has its own, also each one between two commits with autocommit off.
+    """
+    return open_transaction(connections[using])
+
+
+def on_rollback(restore: Callable[[], None], *, using: str = "default") -> None:
+    """Call `restore` once if the work done so far is undone: by rollback of the transaction or to an earlier savepoint.
+
+    The last registered is called first; what it raises is logged. Not called when the outcome of COMMIT is unknown.
+    Does nothing outside a transaction.
+    """
+    transaction = open_transaction(connections[using])
+    if transaction is not None:
+        transaction.undo.append(restore)
+
+
+def before_statements(hook: Callable[[BaseDatabaseWrapper, str, bool], None], using: str = "default") -> None:
+    """Call `hook(connection, sql, in_transaction)` before every statement on this thread's connection from now on.
+
+    What it raises reaches the caller, and the statement is not sent. Asking again with the same hook changes nothing,
+    nor does closing the connection. Not called for statements that hooks send, for BEGIN, COMMIT and ROLLBACK, the end
+    of a savepoint, and for what goes past Django's `cursor.execute()` and `executemany()`: `callproc()`, `copy()`.
+    """
+    tracker = tracker_for(connections[using])
+    tracker.listen()
+    if hook not in tracker.hooks:
+        tracker.hooks.append(hook)
