@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from sqlalchemy.orm import Session
 
     from dlock_core.backend import Backend
-    from dlock_core.leases.lease import Held
+    from dlock_core.leases.lease import LeaseRecord
     from dlock_core.runtime import Runtime
     from dlock_core.transactions.fencing import FenceForm, FenceGate
     from dlock_core.transactions.tie import Tie, TiedLease
@@ -286,7 +286,7 @@ class SessionAcquire(LockAcquire):
             if isolation not in READ_COMMITTED:
                 raise SnapshotTooOld(self.lock.name, isolation=isolation)
 
-    async def acquire_lease(self) -> tuple[Held, float]:
+    async def acquire_lease(self) -> tuple[LeaseRecord, float]:
         if self.home is None:
             return await super().acquire_lease()
         # A store that locks inside the transaction asks on the session's own connection, where that may be used.

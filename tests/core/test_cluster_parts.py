@@ -6,15 +6,6 @@ from typing import Any
 
 import pytest
 import redis
-from dlock_core.backends.redis.cluster_routing import (
-    SLOTS,
-    ClusterCommand,
-    ClusterNode,
-    SlotMap,
-    SlotTransport,
-    pipeline,
-    slot_of,
-)
 from redis.crc import key_slot
 from redis.exceptions import (
     AskError,
@@ -31,6 +22,15 @@ from dlock_core import connect
 from dlock_core.backend import Busy, Granted
 from dlock_core.backends.redis import addresses
 from dlock_core.backends.redis.cluster import SHARD_COUNT, ClusterBackend
+from dlock_core.backends.redis.cluster_routing import (
+    SLOTS,
+    ClusterCommand,
+    ClusterNode,
+    SlotMap,
+    SlotTransport,
+    pipeline,
+    slot_of,
+)
 from dlock_core.errors import BackendUnavailable
 from dlock_core.leases.engine import new_request
 from dlock_core.options import LockOptions
