@@ -17,7 +17,7 @@ demo: $(VENV)/demo.stamp ## The race on SQLite and an embedded Redis: what goes 
 	cd example_project && ../$(BIN)/python manage.py race --orders 200 --workers 8
 
 test: $(VENV)/test.stamp servers $(VENV)/mariadb.stamp ## All tests; as root on Debian, servers that are missing are installed first
-	$(BIN)/python -m pytest --numprocesses 3 --dist loadfile
+	$(BIN)/python -m pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder
 
 QUICK := core contract/test_memory.py contract/test_own_store.py \
 	$(foreach part,locks transactions fencing versions,django_dlock/test_$(part).py) $(foreach part,locks versions,sqla_dlock/test_$(part).py)

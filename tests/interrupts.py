@@ -117,26 +117,21 @@ def each_line(
 
     Gives the line, the grants and whether the interrupt surfaced, before anything is tidied up.
     """
-    gc.collect()
-    gc.freeze()
-    try:
-        with Tracer(files) as counting:
-            work()
-        for at in counting.first.values():
-            surfaced = False
-            with grants() as granted:
-                tracer = Tracer(files, at, error)
-                try:
-                    with tracer:
-                        work()
-                except Exception as found:  # also one that a library raises on the way, because its state is spoiled
-                    surfaced = any(isinstance(each, error) for each in _chain(found))
-                except error:
-                    surfaced = True
-            if tracer.hit is not None:  # else this run was shorter than the first
-                yield tracer.hit, granted, surfaced
-    finally:
-        gc.unfreeze()
+    with Tracer(files) as counting:
+        work()
+    for at in counting.first.values():
+        surfaced = False
+        with grants() as granted:
+            tracer = Tracer(files, at, error)
+            try:
+                with tracer:
+                    work()
+            except Exception as found:  # also one that a library raises on the way, because its state is spoiled
+                surfaced = any(isinstance(each, error) for each in _chain(found))
+            except error:
+                surfaced = True
+        if tracer.hit is not None:  # else this run was shorter than the first
+            yield tracer.hit, granted, surfaced
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:

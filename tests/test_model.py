@@ -54,7 +54,7 @@ def search(directory: Path, options: str) -> str:
     defines = [f"-D{option}" if "=" in option else f"-D{option}=1" for option in options.split()]
     for command in (
         ["spin", *defines, "-a", MODEL.name],
-        ["cc", "-O1", "-w", "-DSAFETY", f"-DMEMLIM={MEMORY_MB}", "-o", "pan", "pan.c"],
+        ["cc", "-O0", "-w", "-DSAFETY", f"-DMEMLIM={MEMORY_MB}", "-o", "pan", "pan.c"],
     ):
         subprocess.run(command, cwd=directory, check=True, capture_output=True)
     found = subprocess.run(["./pan", f"-m{DEPTH}"], cwd=directory, check=True, capture_output=True, text=True).stdout
