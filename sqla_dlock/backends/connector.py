@@ -41,7 +41,7 @@ def pool_of(engine: Engine | AsyncEngine, *, timeout: float = 5.0) -> Pool:
     if not isinstance(getattr(engine, "sync_engine", engine), Engine):
         raise TypeError(f"leases need an Engine or AsyncEngine, not {type(engine).__name__}")
     if isinstance(engine, Engine) and engine.dialect.is_async:
-        raise TypeError("leases need the AsyncEngine itself, not its sync_engine: nobody could await its driver here")
+        raise TypeError("leases need the AsyncEngine itself, not its sync_engine: its driver could not be awaited here")
     return Pool(_connector(engine), timeout=timeout)
 
 

@@ -339,7 +339,7 @@ def test_forked_child_that_forgets_the_store_ends_no_connection_of_its_parent(dr
 def test_waiter_is_told_of_a_release_and_asks_nothing_meanwhile(
     postgres: TableBackend, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "SLEEP", 600.0)  # nothing else wakes it
+    monkeypatch.setattr(module, "MAX_NOTIFIED_WAIT_S", 600.0)  # nothing else wakes it
     other = table_of_alias("postgresql")  # as another process would have it
     steps = counted(postgres, name, monkeypatch)
     first = Lock(other, name, ttl=600).acquire()

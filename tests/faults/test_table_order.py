@@ -21,7 +21,7 @@ def backend(
     request: pytest.FixtureRequest, django_db_blocker, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[TableBackend]:
     """A store in which somebody who waited is remembered for longer than any test takes."""
-    monkeypatch.setattr(module, "POLL", (0.005, FOR_EVER))
+    monkeypatch.setattr(module, "MAX_POLL_INTERVAL_S", FOR_EVER)
     request.getfixturevalue(server_of(request.param))
     with django_db_blocker.unblock():
         backend = table(request, request.param)
@@ -71,7 +71,7 @@ def test_waiter_who_was_killed_costs_others_one_look(backend: TableBackend, wait
 def test_waiter_is_forgotten_when_he_did_not_look_for_long(
     backend: TableBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "POLL", (0.005, 0.05))
+    monkeypatch.setattr(module, "MAX_POLL_INTERVAL_S", 0.05)
     other = somebody(f"order:{secrets.token_hex(4)}")
     with Lock(backend, other.name, ttl=60):
         run(backend.wait(BLOCKING, other, Busy(60), 0.05))

@@ -37,7 +37,7 @@ class Libpq:
         self._arrived.register(self._pgconn.socket, select.POLLIN)
 
     def execute(self, sql: str, params: Mapping[str, Any]) -> list[tuple[Any, ...]]:
-        """Run a statement with `:name` parameters, and give its rows; raises what psycopg raises."""
+        """Run a statement with `:name` parameters, and return its rows; raises what psycopg raises."""
         text, order = numbered(sql)
         self._pgconn.send_query_params(self._bytes(text), self._values(params, order))
         return self._rows(self._answer())

@@ -51,7 +51,7 @@ class MySQL:
         return int(number)
 
     def lock(self, connection: LockConnection, request: AcquireRequest, seconds: float | None) -> int:
-        """Try, or wait for so many seconds; give the token, 0 where others hold the lock."""
+        """Try, or wait for so many seconds, and return the token; 0 where others hold the lock."""
         self._limit(connection, request.ttl)
         wait = seconds or 0.0
         params = {

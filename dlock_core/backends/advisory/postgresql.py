@@ -32,16 +32,21 @@ class PostgreSQL:
         self.is_held = self._sessions.is_held
 
     def prepare_session(self, connection: Connection, name: str) -> int:
-        """Make a new session fit for waiting; give its number. Raises BackendUnavailable for what is not ours alone."""
+        """Make a new session fit for waiting, and return its number.
+
+        Raises BackendUnavailable for a session that is not ours alone.
+        """
         ((number, known, is_standby, *_),) = connection.execute(PREPARE_SESSION)
         if is_standby:
-            raise BackendUnavailable(name, reason="a standby's locks exclude nobody: use the primary", refused=True)
+            raise BackendUnavailable(
+                name, reason="a standby's locks exclude no other holder: use the primary", refused=True
+            )
         if known:
             raise _behind_pooler(name)
         return int(number)
 
     def lock(self, connection: LockConnection, request: AcquireRequest, seconds: float | None) -> int:
-        """Try, or wait for so many seconds; give the token, 0 where others hold the lock."""
+        """Try, or wait for so many seconds, and return the token; 0 where others hold the lock."""
         label = label_of(request.name, self._prefix)
         statement = (TRY_SESSION if seconds is None else WAIT_SESSION)[request.shared]
         params = {

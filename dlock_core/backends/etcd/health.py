@@ -68,7 +68,7 @@ def _members(number: int) -> Finding:
     if number >= 3 and number % 2:
         return ok("members", measured)
     if number == 1:
-        return warning("members", measured, "while it is away nobody can take a lock", "run three or five")
+        return warning("members", measured, "while it is away no lock can be taken", "run three or five")
     return warning("members", measured, "an even number survives no more failures than one less", "add or remove one")
 
 
@@ -93,7 +93,7 @@ def _version(text: str) -> Finding:
 def _leader(status: dict[str, Any]) -> Finding:
     leader, own = str(status.get("leader", "0")), str(status.get("header", {}).get("member_id"))
     if leader == "0":
-        return unsafe("leader", "none", "without a leader nobody can take a lock", "start a majority of the members")
+        return unsafe("leader", "none", "without a leader no lock can be taken", "start a majority of the members")
     return ok("leader", "leads" if leader == own else "follows a leader")
 
 

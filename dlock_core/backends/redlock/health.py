@@ -42,8 +42,8 @@ def _majority(reached: int, of: int, needed: int) -> Finding:
         return ok("majority", measured)
     remedy = "start the others; what each says is below"
     if reached < needed:
-        return unsafe("majority", measured, "nobody can take a lock, and leases run out", remedy)
-    return warning("majority", measured, f"{reached - needed} more may fail before nobody can take a lock", remedy)
+        return unsafe("majority", measured, "no lock can be taken, and leases run out", remedy)
+    return warning("majority", measured, f"{reached - needed} more may fail before no lock can be taken", remedy)
 
 
 def _down(error: BackendUnavailable) -> Finding:

@@ -34,7 +34,7 @@ class Connection(Protocol):
     """The driver's own connection, for what only drivers can do."""
 
     def execute(self, sql: str, params: Mapping[str, Any] = ...) -> list[tuple[Any, ...]]:
-        """Run one statement with `:name` parameters, and commit it; give its rows, none where it has none.
+        """Run one statement with `:name` parameters, commit it, and return its rows, if it has any.
 
         A percent sign in the text is a percent sign, and a cast is written CAST(… AS …).
         """

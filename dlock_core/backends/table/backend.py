@@ -29,14 +29,16 @@ if TYPE_CHECKING:
 __all__ = ["TableBackend"]
 
 DIALECTS: Final = {"postgresql": POSTGRESQL, "mariadb": MARIADB, "mysql": MYSQL, "sqlite": SQLITE}
-SECOND: Final = 1_000_000
-"""Microseconds, in which the table counts."""
-TIDY: Final = 16
+US_PER_SECOND: Final = 1_000_000
+"""The table counts in microseconds."""
+GRANTS_PER_TIDYING: Final = 16
 """One grant in so many, by chance, deletes unused rows: twice as many as can have been added since the last time."""
-SLEEP: Final = 5.0
+MAX_NOTIFIED_WAIT_S: Final = 5.0
 """Longest sleep of a waiter that is notified; a notification that is missed costs no more than this."""
-POLL: Final = (0.005, 0.1)
-"""Seconds between two polls of a waiter that is not notified: at first, and later; up to half of it is random."""
+MIN_POLL_INTERVAL_S: Final = 0.005
+"""Seconds between the first two polls of a waiter that is not notified; up to half of it is random."""
+MAX_POLL_INTERVAL_S: Final = 0.1
+"""Seconds between two polls later on."""
 
 
 class TableBackend:
@@ -81,16 +83,20 @@ class TableBackend:
         def take(connection: Connection) -> tuple[Any, ...] | None:
             answers = (connection.execute(sql, params) for sql in _dialect(connection).take)
             found = next((rows[0] for rows in answers if rows), None)
-            if found is not None and found[0] and found[1] % TIDY == 0:
+            if found is not None and found[0] and found[1] % GRANTS_PER_TIDYING == 0:
                 self._tidy(connection)
             return found
 
         ours, token, left, owner = await self.pool.step(runtime, request.name, take) or (False, 0, 0, "")
-        return Granted(token, request.ttl) if ours else Busy(max(POLL[0], left / SECOND) + 0.001, owner, ticket=True)
+        return (
+            Granted(token, request.ttl)
+            if ours
+            else Busy(max(MIN_POLL_INTERVAL_S, left / US_PER_SECOND) + 0.001, owner, ticket=True)
+        )
 
     async def wait(self, runtime: Runtime, request: AcquireRequest, busy: Busy, timeout: float) -> None:
         """Return when the lock is free, or may be."""
-        until, pause = runtime.now() + timeout, POLL[0]
+        until, pause = runtime.now() + timeout, MIN_POLL_INTERVAL_S
         if self.pool.connector.vendor == "postgresql":
             await self._listener.open(runtime)
         else:  # Waiters that were there before have at least the same chance.
@@ -104,9 +110,11 @@ class TableBackend:
                 if left <= 0:
                     return
                 is_listening = self._listener.is_listening
-                if await runtime.wait(signal, min(left, SLEEP if is_listening else pause * RNG.uniform(0.5, 1.0))):
+                if await runtime.wait(
+                    signal, min(left, MAX_NOTIFIED_WAIT_S if is_listening else pause * RNG.uniform(0.5, 1.0))
+                ):
                     return
-            pause = min(pause * 1.5, POLL[1])
+            pause = min(pause * 1.5, MAX_POLL_INTERVAL_S)
 
     async def abandon(self, runtime: Runtime, request: AcquireRequest, ticket: Any = None) -> None:
         await self._end(runtime, request)
@@ -151,13 +159,15 @@ class TableBackend:
 
         def look(connection: Connection) -> list[tuple[Any, ...]]:
             dialect = _dialect(connection)
-            rows = connection.execute(dialect.look, {"name": name, "sleep": _microseconds(SLEEP)})
-            if dialect.note and rows and rows[0][0] > 0 and rows[0][1] < _microseconds(POLL[1]):  # or the next is late
-                connection.execute(dialect.note, {"name": name, "sleep": _microseconds(POLL[1])})
+            rows = connection.execute(dialect.look, {"name": name, "sleep": _microseconds(MAX_NOTIFIED_WAIT_S)})
+            # The mark has to last until our next poll, or a newcomer may take the lock before that.
+            is_marked_here = dialect.note and rows and rows[0][0] > 0
+            if is_marked_here and rows[0][1] < _microseconds(MAX_POLL_INTERVAL_S):
+                connection.execute(dialect.note, {"name": name, "sleep": _microseconds(MAX_POLL_INTERVAL_S)})
             return rows
 
         rows = await self.pool.step(runtime, name, look)
-        return rows[0][0] / SECOND if rows else 0.0
+        return rows[0][0] / US_PER_SECOND if rows else 0.0
 
     def _tidy(self, connection: Connection) -> None:
         """Delete some rows that have not been used for long; a missing permission to do so does not cost the lock."""
@@ -185,7 +195,7 @@ def _dialect(connection: Connection) -> Dialect:
 
 
 def _microseconds(seconds: float) -> int:
-    return round(seconds * SECOND)
+    return round(seconds * US_PER_SECOND)
 
 
 def _ended(connection: Connection, sql: str, params: dict[str, Any]) -> int:
@@ -206,6 +216,6 @@ def _renew(connection: Connection, leases: list[dict[str, Any]]) -> set[str]:
 
 def _state(row: tuple[Any, ...]) -> LockState:
     name, holder, token, owner, since, left = row
-    held_for = max(0.0, since / SECOND)
-    held = Holder(holder, token, shared=False, owner=owner, expires_in=left / SECOND, held_for=held_for)
+    held_for = max(0.0, since / US_PER_SECOND)
+    held = Holder(holder, token, shared=False, owner=owner, expires_in=left / US_PER_SECOND, held_for=held_for)
     return LockState(name, (held,))

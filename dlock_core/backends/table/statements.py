@@ -132,7 +132,7 @@ ON CONFLICT DO NOTHING RETURNING token)
 SELECT true, token, CAST(0 AS bigint), '' FROM made UNION ALL
 SELECT false, token, expires_at - {_POSTGRESQL_NOW}, owner FROM dlock_lease WHERE name = {_NAME}"""  # noqa: S608
 
-# Between our look and our note it may have been released, without a word to us: then nothing is left, so ask again.
+# Between our look and our note it may have been released without a notification: then nothing is left, so ask again.
 _POSTGRESQL_LOOK: Final = f"""\
 WITH noted AS (
 UPDATE dlock_lease SET wanted_until = {_POSTGRESQL_NOW} + 2 * {_SLEEP}

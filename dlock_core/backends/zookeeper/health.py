@@ -55,9 +55,9 @@ def _servers(told: dict[str, str | OSError]) -> Finding:
     answering, number = sum(isinstance(text, str) for text in told.values()), len(told)
     measured = f"{answering} of the {number} servers of the URL answer"
     if answering < number:
-        return warning("majority", measured, "without a majority nobody can take a lock", "start the others")
+        return warning("majority", measured, "without a majority no lock can be taken", "start the others")
     if number == 1:
-        return warning("majority", measured, "while it is away nobody can take a lock", "name three or five servers")
+        return warning("majority", measured, "while it is away no lock can be taken", "name three or five servers")
     return ok("majority", measured)
 
 

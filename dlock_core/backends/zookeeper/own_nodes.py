@@ -1,7 +1,7 @@
 """The nodes of this process in the queues of ZooKeeper: how long each may stay, and which one each waits for.
 
 ZooKeeper ends a node with its session, never by time. So a lease that is not renewed, a waiter that asks no more and a
-node whose creation was never confirmed are removed from here, by a thread of their own; when the process dies, all of
+node whose creation was never confirmed are removed from here, by a separate thread; when the process dies, all of
 it ends with the session.
 """
 
@@ -83,7 +83,7 @@ class OwnNode:
         return signal
 
     def answer(self) -> Any:
-        """Listen no more; give the answer that came along with the wake-up."""
+        """Stop listening, and return the answer that came along with the wake-up."""
         self.signal = None
         return self.reply.answer if self.reply is not None else None
 

@@ -97,7 +97,7 @@ class ZooKeeperSession:
     async def ask(
         self, runtime: Runtime, name: str, requests: Sequence[Any], *, within: float = math.inf, more: float = 0.0
     ) -> list[Any]:
-        """Send requests and give their answers in order, an error of the server as an exception object.
+        """Send requests, and return their answers in order, an error of the server as an exception object.
 
         `within` and `more` shorten and lengthen the limit, in seconds. Raises BackendUnavailable when an answer is
         missing: what was asked may have been done, or not; NotSent when it was surely not done.
