@@ -208,11 +208,12 @@ class LeaseRecord:
 
     def note_collected(self, handle: object) -> bool:
         """Count a handle no more that is thrown away, perhaps by the garbage collector; returns whether it counted."""
-        known = ref(handle)
-        if known not in self.handles:
-            return False
-        self.handles.discard(known)
-        return True
+        known: ref[object] | None = ref(handle)
+        if known not in self.handles:  # The collector of cycles clears references before it calls `__del__`.
+            known = next((each for each in [*self.handles] if each() is None), None)
+        if known is not None:
+            self.handles.discard(known)
+        return known is not None
 
     def has_handles(self) -> bool:
         """Return whether a handle needs the lease that neither has left nor was thrown away."""

@@ -356,14 +356,14 @@ class _Lock:
     ) -> None:
         if unknown:
             raise unknown_option(unknown, LockOptions._fields)
-        options = LockOptions.checked(ttl, wait, shared, renew, reentrant, fair, on_lost)
-        self.options = options.for_store(backend.capabilities)
+        can, self._blocks = backend.capabilities, Blocks()
+        self._options = options = LockOptions.checked(ttl, wait, shared, renew, reentrant, fair, on_lost).for_store(can)
+        self.ttl, self.wait, self.shared, self.renew, self.reentrant, self.fair, self.on_lost = options
         if not isinstance(name, str):
             raise TypeError(f"a lock's name is text, not {type(name).__name__}: {name!r:.80}; MultiLock takes several")
         self.name, self.backend = canonical(name), backend
-        if shared and not backend.capabilities.shared:
+        if shared and not can.shared:
             raise NotSupported(f"{type(backend).__name__} has no shared locks", name=self.name)
-        self._blocks = Blocks()
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.name!r}>"
@@ -380,8 +380,8 @@ class _Lock:
         held = self._joined(key)
         try:
             if held is None:
-                request = new_request(self.name, self.options, queue=not once)
-                acquisition = Acquisition(runtime, self.backend, request, self.options)
+                request = new_request(self.name, self._options, queue=not once)
+                acquisition = Acquisition(runtime, self.backend, request, self._options)
                 held = await (acquisition.run() if once else acquisition.acquire())
                 if held is None:
                     return None
@@ -404,7 +404,7 @@ class _Lock:
         held = held_by_caller.get(key)
         if held is None or not held.is_joinable():
             return None
-        if not self.options.reentrant or (held.request.shared and not self.options.shared):
+        if not self._options.reentrant or (held.request.shared and not self._options.shared):
             raise AlreadyHeld(self.name)
         return held
 
