@@ -11,6 +11,7 @@ from django.test import override_settings
 
 from dlock_core.backends.memory import MemoryBackend
 from dlock_core.observability import hooks
+from tests.django_dlock import isolation
 from tests.django_dlock.admin_fixtures import admin_pages, browser, late_replica, on_postgresql, ticket  # noqa: F401 - fixtures
 from tests.django_dlock.parties import Party
 from tests.servers import Server
@@ -62,16 +63,7 @@ def isolated(request: pytest.FixtureRequest, use_database, monkeypatch) -> Calla
 
     def make(database: str, level: str | None) -> str:
         use_database(database)
-        alias = f"{database} {level}"
-        settings = {**connections.settings[database], "OPTIONS": dict(connections.settings[database]["OPTIONS"])}
-        if database == "postgresql":
-            from psycopg import IsolationLevel
-
-            settings["OPTIONS"]["isolation_level"] = IsolationLevel[str(level).upper().replace(" ", "_")]
-        elif database == "mariadb":
-            settings["OPTIONS"]["isolation_level"] = level
-        else:
-            settings["OPTIONS"]["transaction_mode"] = level
+        alias, settings = isolation.alias(database, level)
         monkeypatch.setitem(connections.settings, alias, settings)
         request.addfinalizer(lambda: _forget(alias))
         return alias

@@ -1,7 +1,7 @@
 """The words of the scenarios: an application, its sessions, and the holders that compete for a lock.
 
 A scenario states a promise of the tie or of the fence once. It runs over every `Application`: Django, SQLAlchemy with
-threads and SQLAlchemy with asyncio, on each database, driver and isolation level that the promise names (`places`).
+threads and SQLAlchemy with asyncio, on each database, driver and isolation level that the promise names (`where`).
 
     def test_older_holder_is_refused_after_a_newer_one(application, broken, holder):
         broken.tokens = iter([10, 11])               # what a broken lock service grants
@@ -114,7 +114,7 @@ class Session(ABC):
 
 
 class Application(ABC):
-    """One ORM with one driver on one database at one isolation level; its counter "a" is at 0."""
+    """One ORM with one driver on one database at one isolation level."""
 
     def __init__(self, place: Place, server: str) -> None:
         self.place, self.server = place, server
@@ -133,7 +133,7 @@ class Application(ABC):
         """Return a session for the calling thread; if asked for, its connection has a lock timeout of 77 s."""
 
     @abstractmethod
-    def use_store(self, backend: Any) -> None:
+    def use_store(self, backend: Any, *, ttl: float = 60.0) -> None:
         """Make a backend the store "default"."""
 
     @abstractmethod
@@ -144,6 +144,10 @@ class Application(ABC):
     @abstractmethod
     def counters(self) -> str:
         """Name the table of the counters."""
+
+    def add_counter(self) -> None:
+        """Insert the counter "a"."""
+        self.ask(f"INSERT INTO {self.counters} (name, value) VALUES ('a', 0)")
 
     def value(self) -> int:
         """Return the counter as other sessions see it."""

@@ -1,7 +1,7 @@
 """Fixtures of the scenarios: the application at a place, its store, and holders of a lock."""
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from typing import Any
 
 import pytest
@@ -10,10 +10,10 @@ from dlock_core.backends.memory import MemoryBackend
 from sqla_dlock import stores
 from tests.chaos import EverybodyIn
 from tests.conftest import give_up
-from tests.django_dlock.conftest import isolated  # noqa: F401 - a fixture
 from tests.scenarios.application import Application, Holder, Place
-from tests.scenarios.django_application import DjangoApplication
-from tests.scenarios.sqlalchemy_application import BESIDE, AsyncSqlalchemyApplication, SqlalchemyApplication
+from tests.scenarios.django_application import database_of
+from tests.scenarios.places import open_application
+from tests.scenarios.sqlalchemy_application import BESIDE
 from tests.servers import Server
 from tests.sqla_dlock.conftest import make_engine, sqla_tables  # noqa: F401 - fixtures
 from tests.sqla_dlock.engines import missing_driver, server_of
@@ -21,20 +21,18 @@ from tests.sqla_dlock.engines import missing_driver, server_of
 
 @pytest.fixture
 def application(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Application]:
-    """The application at the place that `places(...)` names."""
+    """The application at the place that `where(...)` names, with a counter "a" at 0; its tables are emptied after the test."""
     place: Place = request.param
-    monkeypatch.setattr(stores, "_stores", dict(stores._stores))
-    made: Application
     if place.orm == "django":
-        alias = "default" if place.driver == "sqlite" else place.driver
-        made = DjangoApplication(place, request.getfixturevalue("isolated")(alias, place.level))
+        request.getfixturevalue("use_database")(database_of(place))
+    elif missing := missing_driver(place.driver):
+        give_up(missing)
     else:
-        if missing := missing_driver(place.driver):
-            give_up(missing)
-        request.getfixturevalue("make_engine")(BESIDE[server_of(place.driver) or "sqlite"])  # its tables
-        made = AsyncSqlalchemyApplication(place) if place.orm == "asyncio" else SqlalchemyApplication(place)
-    yield made
-    made.close()
+        monkeypatch.setattr(stores, "_stores", dict(stores._stores))
+        request.getfixturevalue("make_engine")(BESIDE[server_of(place.driver) or "sqlite"])  # it empties the tables
+    with closing(open_application(place)) as made:
+        made.add_counter()
+        yield made
 
 
 @pytest.fixture

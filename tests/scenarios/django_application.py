@@ -13,6 +13,7 @@ from django.test import override_settings
 from django_dlock import lock
 from django_dlock.connections import on_end
 from tests import databases
+from tests.django_dlock import isolation
 from tests.django_dlock.sessions import rows
 from tests.scenarios.application import Application, Place, Session
 from tests.testapp.models import Counter
@@ -74,25 +75,37 @@ class DjangoSession(Session):
 class DjangoApplication(Application):
     counters = "testapp_counter"
 
-    def __init__(self, place: Place, alias: str) -> None:
-        super().__init__(place, "sqlite" if place.driver == "sqlite" else place.driver)
-        self.alias = alias
+    def __init__(self, place: Place) -> None:
+        super().__init__(place, place.driver)
+        self.alias, settings = isolation.alias(database_of(place), place.level)
+        connections.settings[self.alias] = settings
         self._stack = ExitStack()
-        self._beside = connections[alias].copy()
+        self._stack.callback(connections.settings.pop, self.alias)
+        self._stack.callback(self._close_connection)
+        self._beside = connections[self.alias].copy()
         self._beside.inc_thread_sharing()
         self._stack.callback(self._beside.close)
-        Counter.objects.using(alias).create(name="a")
 
     def session(self, *, lock_timeout: bool = False) -> DjangoSession:
         if lock_timeout:
             rows(connections[self.alias], databases.SET_LOCK_TIMEOUT[self.server])
         return DjangoSession(self.alias)
 
-    def use_store(self, backend: Any) -> None:
-        self._stack.enter_context(override_settings(DLOCK={"default": {"BACKEND": backend, "TTL": 60, "WAIT": 20}}))
+    def use_store(self, backend: Any, *, ttl: float = 60.0) -> None:
+        stores = {"default": {"BACKEND": backend, "TTL": ttl, "WAIT": 20}}
+        self._stack.enter_context(override_settings(DLOCK=stores))
 
     def ask(self, sql: str) -> list[tuple[Any, ...]]:
         return rows(self._beside, sql)
 
     def close(self) -> None:
         self._stack.close()
+
+    def _close_connection(self) -> None:
+        connections[self.alias].close()
+        del connections[self.alias]
+
+
+def database_of(place: Place) -> str:
+    """Return the alias in the settings."""
+    return "default" if place.driver == "sqlite" else place.driver

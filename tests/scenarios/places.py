@@ -1,9 +1,18 @@
 """Where the scenarios run. Each ORM meets every isolation level of every database; another driver is met where texts or errors could differ."""
 
+from collections.abc import Callable
+
 import pytest
 
-from tests.scenarios.application import Place
+from tests.scenarios.application import Application, Place
+from tests.scenarios.django_application import DjangoApplication
+from tests.scenarios.sqlalchemy_application import AsyncSqlalchemyApplication, SqlalchemyApplication
 
+APPLICATIONS: dict[str, Callable[[Place], Application]] = {
+    "django": DjangoApplication,
+    "sqlalchemy": SqlalchemyApplication,
+    "asyncio": AsyncSqlalchemyApplication,
+}
 LEVELS = ("read committed", "repeatable read", "serializable")
 ORMS = ("django", "sqlalchemy")
 
@@ -39,6 +48,11 @@ def committed(places: list[Place]) -> list[Place]:
 def once(places: list[Place]) -> list[Place]:
     """One level of each database, for promises that have nothing to do with snapshots."""
     return [place for place in places if place.level in {"read committed", "IMMEDIATE"}]
+
+
+def open_application(place: Place) -> Application:
+    """Make the application at a place, whose server runs and has its tables."""
+    return APPLICATIONS[place.orm](place)
 
 
 def where(places: list[Place]) -> pytest.MarkDecorator:

@@ -143,7 +143,6 @@ class SqlalchemyApplication(Application):
         self._beside = engine.connect()
         self._store: Store | None = None
         self._engines: list[Engine] = []
-        self.ask("INSERT INTO counter (name, value) VALUES ('a', 0)")
 
     @property
     def engine(self) -> Engine:
@@ -163,8 +162,8 @@ class SqlalchemyApplication(Application):
             event.listen(engine, "connect", partial(_set_lock_timeout, databases.SET_LOCK_TIMEOUT[self.server]))
         return SqlalchemySession(OrmSession(engine))
 
-    def use_store(self, backend: Any) -> None:
-        stores._stores["default"] = Store("default", backend, ttl=60.0, wait=20.0)
+    def use_store(self, backend: Any, *, ttl: float = 60.0) -> None:
+        stores._stores["default"] = Store("default", backend, ttl=ttl, wait=20.0)
 
     def ask(self, sql: str) -> list[tuple[Any, ...]]:
         return _rows(self._beside.exec_driver_sql(sql))
