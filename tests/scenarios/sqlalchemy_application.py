@@ -233,6 +233,7 @@ class AsyncSqlalchemyApplication(SqlalchemyApplication):
 
     def close(self) -> None:
         self.run(self._async_engine.dispose())
+        self.run(self._loop.shutdown_asyncgens())  # as asyncio.run() does: stores close their connections
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(WITHIN)
         self._loop.close()
