@@ -20,6 +20,16 @@ SET_LOCK_TIMEOUT: Final = {
     "mariadb": "SET SESSION innodb_lock_wait_timeout = 77",
 }
 LOCK_TIMEOUT: Final = {"postgresql": "SHOW lock_timeout", "mariadb": "SELECT @@SESSION.innodb_lock_wait_timeout"}
+SESSION_ID: Final = {"postgresql": "SELECT pg_backend_pid()", "mariadb": "SELECT connection_id()"}
+
+
+def kill_session(server: str, number: int, ask: Ask) -> None:
+    """Have the server end a session, and wait until it has."""
+    if server == "postgresql":
+        ask(f"SELECT pg_terminate_backend({number}, 10000)")
+    else:
+        ask(f"KILL {number}")
+        until(lambda: not ask(f"SELECT 1 FROM information_schema.processlist WHERE id = {number}"))
 
 
 def until_blocked(server: str, ask: Ask) -> None:

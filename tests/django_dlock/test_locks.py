@@ -8,7 +8,7 @@ import unittest
 import pytest
 from asgiref.sync import async_to_sync, sync_to_async
 from django.core.management import call_command
-from django.db import Error, InterfaceError, OperationalError, ProgrammingError, connections, transaction
+from django.db import InterfaceError, OperationalError, ProgrammingError, connections, transaction
 from django.db.migrations.recorder import MigrationRecorder
 from django.db.transaction import TransactionManagementError, atomic
 from django.test import TestCase, TransactionTestCase, override_settings
@@ -27,13 +27,12 @@ from django_dlock.errors import (
 from django_dlock.locks import release_forgotten
 from django_dlock.models import Fence
 from django_dlock.tie import current
-from dlock_core.backend import Capabilities, Released, RenewalFailure
+from dlock_core.backend import Capabilities, RenewalFailure
 from dlock_core.backends.memory import MemoryBackend
 from dlock_core.leases.lease import LeaseState
-from dlock_core.runtime import BLOCKING, run
 from tests.django_dlock import sessions
 from tests.django_dlock.parties import is_held
-from tests.django_dlock.sessions import add, committed, held_in_commit, kill_session, rows
+from tests.django_dlock.sessions import add, committed, held_in_commit, rows
 from tests.proxy import Proxy
 from tests.testapp.models import Counter
 from tests.waiting import until
@@ -71,28 +70,6 @@ def expire(lease, store):
 # The block, without a transaction
 
 
-def test_block_outside_a_transaction_holds_the_lease_to_its_end(database, store):
-    with order(database) as lease:
-        assert is_held(store)
-        assert lease.token > 0
-        assert lease.name == "order:42"
-    assert not is_held(store)
-
-
-def test_block_that_raises_releases_and_lets_the_error_through(database, store):
-    with pytest.raises(Sorry), order(database):
-        raise Sorry
-    assert not is_held(store)
-
-
-def test_lock_without_a_with_is_held_until_it_is_released(database, store):
-    lease = order(database).acquire()
-    assert is_held(store)
-    assert lease.release() is Released.RELEASED
-    assert not is_held(store)
-    assert lease.release() is Released.RELEASED
-
-
 def test_one_lock_object_may_be_used_again_and_by_several_threads(database, store, party):
     shared = order(database, shared=True)
     other = party()
@@ -103,20 +80,6 @@ def test_one_lock_object_may_be_used_again_and_by_several_threads(database, stor
         assert is_held(store)
     with shared as again:
         assert again.holder != ours.holder
-
-
-def test_block_that_outlived_its_lease_without_a_transaction_is_not_called_a_success(database, store):
-    with pytest.raises(LeaseLost), order(database, ttl=0.05, renew=False) as lease:
-        expire(lease, store)
-
-
-def test_second_holder_waits_until_the_first_has_left(database, store, party):
-    other = party()
-    with order(database):
-        waiting = other.do(lambda: order(database).acquire())
-        until(lambda: run(store.inspect(BLOCKING, "order:42"))[0].waiters)
-        assert not waiting.done()
-    other.now(waiting.result().release)
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
@@ -152,32 +115,6 @@ def test_commit_then_release_then_the_hooks(database, store, journal, follow):
     assert journal == ["BEGIN", "acquired order:42", "COMMIT", "released order:42", "on_commit"]
 
 
-def test_lease_before_the_transaction_is_released_after_it(database, store, journal, follow):
-    follow(database)
-    with order(database), atomic(database):
-        add(database, "a")
-    assert journal == ["acquired order:42", "BEGIN", "COMMIT", "released order:42"]
-
-
-def test_block_left_inside_the_transaction_that_began_in_it_releases_after_commit(database, store, journal, follow):
-    follow(database)
-    lease = order(database).acquire()
-    with atomic(database):
-        add(database, "a")
-        assert lease.release() is None
-        assert is_held(store)
-    assert journal == ["acquired order:42", "BEGIN", "COMMIT", "released order:42"]
-
-
-def test_exception_rolls_back_then_releases(database, store, journal, follow):
-    follow(database)
-    with pytest.raises(Sorry), atomic(database), order(database):
-        add(database, "a")
-        raise Sorry
-    assert journal == ["BEGIN", "acquired order:42", "ROLLBACK", "released order:42"]
-    assert committed(database) == set()
-
-
 def test_set_rollback_rolls_back_then_releases(database, store, journal, follow):
     follow(database)
     with atomic(database), order(database):
@@ -185,51 +122,8 @@ def test_set_rollback_rolls_back_then_releases(database, store, journal, follow)
     assert journal == ["BEGIN", "acquired order:42", "ROLLBACK", "released order:42"]
 
 
-def test_lease_of_a_savepoint_that_rolls_back_is_held_to_the_outer_end(database, store):
-    with atomic(database):
-        with pytest.raises(Sorry), atomic(database), order(database):
-            raise Sorry
-        assert is_held(store)
-        add(database, "a")
-    assert not is_held(store)
-    assert committed(database) == {"a"}
-
-
-@pytest.mark.parametrize("fence", ["transaction", "lease"])
-def test_savepoint_that_took_the_admit_with_it_is_followed_by_another_admit(database, store, fence):
-    with atomic(database):
-        with pytest.raises(Sorry), atomic(database), order(database, fence=fence) as lease:
-            assert fence_token(database) == lease.token
-            raise Sorry
-        assert fence_token(database) == lease.token
-    assert fence_token(database) == lease.token
-
-
 def fence_token(database):
     return Fence.objects.using(database).filter(name="order:42").values_list("token", flat=True).first()
-
-
-def test_savepoint_that_took_the_admit_with_it_is_admitted_before_commit_at_the_latest(database, store):
-    with atomic(database), pytest.raises(Sorry), atomic(database), order(database) as lease:
-        raise Sorry
-    assert fence_token(database) == lease.token
-
-
-def test_lease_of_a_savepoint_that_is_released_is_held_to_the_outer_end(database, store):
-    with atomic(database):
-        with atomic(database), order(database):
-            pass
-        assert is_held(store)
-    assert not is_held(store)
-
-
-def test_block_of_the_lease_around_an_inner_savepoint_waits_for_the_outer_commit(database, store, journal, follow):
-    follow(database)
-    with atomic(database):
-        with order(database), atomic(database):
-            add(database, "a")
-        journal.append("after the block")
-    assert journal == ["BEGIN", "acquired order:42", "after the block", "COMMIT", "released order:42"]
 
 
 @pytest.mark.parametrize("end", ["commit", "rollback"])
@@ -275,16 +169,6 @@ def test_durable_block_may_be_inside_or_outside(database, store):
         assert is_held(store)
     assert not is_held(store)
     assert committed(database) == {"a", "b"}
-
-
-def test_many_transactions_under_one_lease(database, store):
-    with order(database) as lease:
-        for name in ("a", "b", "c"):
-            with atomic(database):
-                add(database, name)
-            assert is_held(store)
-        assert lease.remaining() > 0
-    assert committed(database) == {"a", "b", "c"}
 
 
 # Several databases
@@ -361,86 +245,7 @@ def test_lease_lost_is_rolled_back_on_every_database_that_has_not_committed(data
     assert committed("other") == set()
 
 
-# Loss of the lease
-
-
-def test_lease_lost_before_commit_rolls_back(database, store):
-    with pytest.raises(LeaseLost), order(database, ttl=0.05, renew=False) as lease, atomic(database):
-        add(database, "a")
-        expire(lease, store)
-    assert committed(database) == set()
-
-
-def test_lease_lost_before_commit_rolls_back_the_transaction_it_was_taken_in(database, store):
-    with pytest.raises(LeaseLost), atomic(database):
-        add(database, "before")
-        with order(database, ttl=0.05, renew=False) as lease:
-            add(database, "a")
-            expire(lease, store)
-    assert committed(database) == set()
-
-
-@pytest.mark.parametrize("fence", [True, "lease", False])
-def test_transaction_does_not_begin_under_a_lost_lease(database, store, fence):
-    with order(database, ttl=0.05, renew=False, fence=fence) as lease:
-        expire(lease, store)
-        with pytest.raises(LeaseLost), atomic(database):
-            add(database, "a")
-        with pytest.raises(LeaseLost):
-            lease.ensure_held()
-        lease._tied.tie.transactions = 1  # it has been told
-    assert committed(database) == set()
-
-
-def test_the_next_holder_is_not_disturbed_by_one_that_lost_the_lease(database, store, party):
-    other = party()
-    with pytest.raises(LeaseLost), order(database, ttl=0.05, renew=False) as lease:
-        expire(lease, store)
-        theirs = other.now(lambda: order(database).acquire())
-    assert theirs.remaining() > 0
-    assert is_held(store)
-    other.now(theirs.release)
-
-
 # A COMMIT of which nobody knows the outcome
-
-
-@pytest.fixture
-def network(database):
-    """What this thread's connection to the database goes through."""
-    settings = connections.settings[database]
-    port = settings["PORT"]
-    with Proxy(port) as proxy:
-        settings["PORT"] = proxy.port
-        try:
-            yield proxy
-        finally:
-            settings["PORT"] = port
-            connections[database].close()
-
-
-@servers_only
-@pytest.mark.parametrize("fault", ["cut_request", "cut_reply"])
-@pytest.mark.parametrize("inside", [True, False])
-def test_lease_is_kept_after_a_commit_that_may_have_worked(database, store, network, dlock_log, fault, inside):
-    with pytest.raises(OperationalError):
-        if inside:
-            with atomic(database), order(database) as lease:
-                lose_commit(database, network, fault)
-        else:
-            with order(database) as lease, atomic(database):
-                lose_commit(database, network, fault)
-    assert is_held(store)
-    assert lease._held.state is not LeaseState.HELD
-    (line,) = dlock_log()
-    assert "unknown" in line
-    assert "order:42" in line
-    assert committed(database) == ({"a"} if fault == "cut_reply" else set())
-
-
-def lose_commit(database, network, fault):
-    add(database, "a")
-    getattr(network, fault)(matching=b"COMMIT")
 
 
 @postgresql_only
@@ -485,37 +290,6 @@ def interrupt_commit(alias, error):
         work()
 
     vars(connection)["_commit"] = interrupted
-
-
-@servers_only
-def test_session_killed_in_the_transaction_releases(database, store):
-    with pytest.raises(Error), atomic(database), order(database):
-        add(database, "a")
-        kill_session(database)
-        add(database, "b")
-    assert not is_held(store)
-    assert committed(database) == set()
-
-
-@servers_only
-def test_session_killed_under_a_lease_releases_at_the_end_of_the_block(database, store):
-    with pytest.raises(Error), order(database), atomic(database):
-        add(database, "a")
-        kill_session(database)
-        add(database, "b")
-    assert not is_held(store)
-
-
-@servers_only
-def test_session_killed_between_two_transactions_does_not_harm_the_lease(database, store):
-    with order(database):
-        with atomic(database):
-            add(database, "a")
-        kill_session(database)
-        connections[database].close()
-        with atomic(database):
-            add(database, "b")
-    assert committed(database) == {"a", "b"}
 
 
 # Test cases
@@ -601,40 +375,6 @@ def test_lock_under_pytest_django_transactional_db(transactional_db, store):
 # Asking for what one holds
 
 
-def test_asking_again_outside_a_transaction_is_an_error_at_once(database, store):
-    with order(database):
-        with pytest.raises(AlreadyHeld):
-            order(database, wait=None).acquire()
-        assert is_held(store)
-    assert not is_held(store)
-
-
-def test_asking_again_with_reentrant_joins(database, store):
-    with order(database) as outer:
-        with order(database, reentrant=True) as inner:
-            assert (inner.token, inner.holder) == (outer.token, outer.holder)
-        assert is_held(store)
-    assert not is_held(store)
-
-
-def test_joined_lease_is_released_by_the_last_to_leave_in_any_order(database, store):
-    outer = order(database).acquire()
-    inner = order(database, reentrant=True).acquire()
-    assert outer.release() is None
-    assert is_held(store)
-    assert inner.release() is Released.RELEASED
-
-
-def test_asking_again_inside_the_transaction_joins(database, store):
-    with atomic(database):
-        with order(database) as outer:
-            pass
-        with order(database) as inner:
-            assert inner.token == outer.token
-        assert is_held(store)
-    assert not is_held(store)
-
-
 def test_asking_inside_a_transaction_under_the_lease_joins(database, store):
     with order(database) as outer:
         with atomic(database), order(database) as inner:
@@ -643,33 +383,9 @@ def test_asking_inside_a_transaction_under_the_lease_joins(database, store):
     assert not is_held(store)
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_shared_holder_is_refused_the_exclusive_lock_at_once(database, store, reentrant):
-    with atomic(database), order(database, shared=True), pytest.raises(AlreadyHeld):
-        order(database, reentrant=reentrant, wait=None).acquire()
-    assert not is_held(store)
-
-
 def test_exclusive_holder_joins_as_a_shared_one(database, store):
     with atomic(database), order(database) as outer, order(database, shared=True) as inner:
         assert inner.token == outer.token
-
-
-@pytest.mark.parametrize("outer", ["transaction", "lease", False])
-@pytest.mark.parametrize("inner", ["transaction", "lease", False])
-@pytest.mark.parametrize("where", ["inside", "outside"])
-def test_every_form_of_the_fence_may_join_every_other(database, store, outer, inner, where):
-    with order(database, fence=outer) as lease:
-        if where == "inside":
-            with atomic(database), order(database, fence=inner):
-                add(database, "a")
-        else:
-            with order(database, fence=inner, reentrant=True), atomic(database):
-                add(database, "a")
-        with atomic(database):
-            add(database, "b")
-    assert committed(database) == {"a", "b"}
-    assert fence_token(database) == (lease.token if outer or inner else None)
 
 
 @pytest.mark.parametrize("fence", ["transaction", "lease"])
@@ -684,26 +400,12 @@ def test_join_protects_another_database_too(database, store, use_database, fence
     assert committed("other") == {"a", "b"}
 
 
-def test_other_locks_may_be_held_at_the_same_time(database, store):
-    with lock("order", 1, using=database), lock("order", 2, using=database), atomic(database):
-        add(database, "a")
-    names = set(Fence.objects.using(database).values_list("name", flat=True))
-    assert names == {"order:1", "order:2"}
-
-
 def test_another_thread_is_not_the_same_context(database, store, party):
     with order(database), pytest.raises(AcquireTimeout):
         party().now(lambda: order(database, wait=0).acquire())
 
 
 # Without a with, forgotten
-
-
-def test_acquire_inside_a_transaction_needs_no_release(database, store):
-    with atomic(database):
-        order(database).acquire()
-        assert is_held(store)
-    assert not is_held(store)
 
 
 without_refusal = pytest.mark.parametrize("database", ["default", "mariadb"], indirect=True)

@@ -29,13 +29,16 @@ from typing import TYPE_CHECKING, Any
 
 from dlock_core.errors import LeaseLost, RowLocked, SnapshotTooOld, StaleToken
 from dlock_core.transactions.retry import DatabaseFailure, classify, is_conflict
-from tests import databases
+from tests import databases, settings
 from tests.actors import Actor
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from dlock_core.transactions.tie import Outcome
+
+
+PORTS = {"postgresql": settings.POSTGRESQL_PORT, "mariadb": settings.MARIADB_PORT}
 
 
 @dataclass(frozen=True)
@@ -98,6 +101,18 @@ class Session(ABC):
         """Send a statement by hand, and return its rows."""
 
     @abstractmethod
+    def call(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Call a method of a lease, which is a coroutine function with asyncio."""
+
+    @abstractmethod
+    def note_ends(self, journal: list[str]) -> None:
+        """Write COMMIT and ROLLBACK into a journal when the driver has carried them out; asked before anything else."""
+
+    @abstractmethod
+    def ties(self) -> list[Any]:
+        """Return the ties of the leases that the session holds."""
+
+    @abstractmethod
     def on_end(self, settle: Callable[[Outcome], object], *, before_commit: Callable[[], object] | None = None) -> None:
         """Call back before the COMMIT of the open transaction, and after its end."""
 
@@ -131,6 +146,20 @@ class Application(ABC):
     @abstractmethod
     def session(self, *, lock_timeout: bool = False) -> Session:
         """Return a session for the calling thread; if asked for, its connection has a lock timeout of 77 s."""
+
+    @abstractmethod
+    def session_behind(self, port: int) -> Session:
+        """Return a session for the calling thread that connects to another port."""
+
+    @property
+    def port(self) -> int:
+        """The port of the server."""
+        return PORTS[self.server]
+
+    def kill(self, session: Session) -> None:
+        """Have the server end a session's connection, and wait until it has."""
+        ((number,),) = session.ask(databases.SESSION_ID[self.server])
+        databases.kill_session(self.server, int(number), self.ask)
 
     @abstractmethod
     def use_store(self, backend: Any, *, ttl: float = 60.0) -> None:
@@ -296,3 +325,19 @@ def succeeds(work: Callable[[], object]) -> bool:
             return False
         raise
     return True
+
+
+def noting(work: Callable[..., None], journal: list[str], word: str) -> Callable[..., None]:
+    """Write a word into a journal whenever some work was done."""
+
+    def noted(*args: Any) -> None:
+        work(*args)
+        journal.append(word)
+
+    return noted
+
+
+def in_order(journal: list[str], *entries: str) -> bool:
+    """Whether these came in this order, each for the first time; a pool adds a ROLLBACK of its own to every COMMIT."""
+    places = [journal.index(entry) for entry in entries]
+    return places == sorted(places)

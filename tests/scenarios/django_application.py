@@ -12,10 +12,11 @@ from django.test import override_settings
 
 from django_dlock import lock
 from django_dlock.connections import on_end
+from django_dlock.tie import current
 from tests import databases
 from tests.django_dlock import isolation
 from tests.django_dlock.sessions import rows
-from tests.scenarios.application import Application, Place, Session
+from tests.scenarios.application import Application, Place, Session, noting
 from tests.testapp.models import Counter
 
 if TYPE_CHECKING:
@@ -66,7 +67,20 @@ class DjangoSession(Session):
         Counter.objects.using(self.alias).create(name=name)
 
     def ask(self, sql: str) -> list[tuple[Any, ...]]:
-        return rows(connections[self.alias], sql)
+        return [tuple(row) for row in rows(connections[self.alias], sql)]
+
+    def call(self, function: Callable[..., Any], *args: Any) -> Any:
+        return function(*args)
+
+    def note_ends(self, journal: list[str]) -> None:
+        connections[self.alias].close()
+        del connections[self.alias]
+        connection = connections[self.alias]
+        for method, word in (("_commit", "COMMIT"), ("_rollback", "ROLLBACK")):
+            vars(connection)[method] = noting(getattr(connection, method), journal, word)
+
+    def ties(self) -> list[Any]:
+        return list(current())
 
     def on_end(self, settle: Callable[[Outcome], object], *, before_commit: Callable[[], object] | None = None) -> None:
         on_end(settle, using=self.alias, before_commit=before_commit)
@@ -91,12 +105,18 @@ class DjangoApplication(Application):
             rows(connections[self.alias], databases.SET_LOCK_TIMEOUT[self.server])
         return DjangoSession(self.alias)
 
+    def session_behind(self, port: int) -> DjangoSession:
+        connections[self.alias].close()
+        connections.settings[self.alias]["PORT"] = port
+        del connections[self.alias]
+        return DjangoSession(self.alias)
+
     def use_store(self, backend: Any, *, ttl: float = 60.0) -> None:
         stores = {"default": {"BACKEND": backend, "TTL": ttl, "WAIT": 20}}
         self._stack.enter_context(override_settings(DLOCK=stores))
 
     def ask(self, sql: str) -> list[tuple[Any, ...]]:
-        return rows(self._beside, sql)
+        return [tuple(row) for row in rows(self._beside, sql)]
 
     def close(self) -> None:
         self._stack.close()

@@ -30,6 +30,13 @@ OTHER_SERVER_DRIVERS = [
 ]
 OTHER_DRIVERS = [*OTHER_SERVER_DRIVERS, Place("asyncio", "aiosqlite", "IMMEDIATE")]
 
+ASYNC = [
+    Place("asyncio", "aiosqlite", "IMMEDIATE"),
+    Place("asyncio", "asyncpg", "read committed"),
+    Place("asyncio", "aiomysql", "read committed"),
+]
+"""Each database once with asyncio."""
+
 
 def is_postgresql_snapshot(place: Place) -> bool:
     """Whether an exclusive holder is announced before its transaction, because its snapshot would be too old."""

@@ -8,16 +8,17 @@ from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
-from sqlalchemy import Engine, NullPool, create_engine, event, select, text, update
-from sqlalchemy.ext.asyncio import AsyncSession
+from sqlalchemy import Engine, NullPool, create_engine, event, make_url, select, text, update
+from sqlalchemy.ext.asyncio import AsyncSession, create_async_engine
 from sqlalchemy.orm import Session as OrmSession
 
 from dlock_core.stores import Store
 from sqla_dlock import alock, lock, stores
+from sqla_dlock.tie import current
 from sqla_dlock.transactions import on_end
 from tests import databases
 from tests.actors import WITHIN
-from tests.scenarios.application import Application, Place, Session
+from tests.scenarios.application import Application, Place, Session, noting
 from tests.sqla_dlock.engines import URLS, new_async_engine, new_isolated_engine, server_of
 from tests.sqla_dlock.models import Counter
 
@@ -81,6 +82,18 @@ class SqlalchemySession(Session):
     def ask(self, sql: str) -> list[tuple[Any, ...]]:
         return self.do(_ask, sql)
 
+    def call(self, function: Callable[..., Any], *args: Any) -> Any:
+        return function(*args)
+
+    def note_ends(self, journal: list[str]) -> None:
+        self.do(_connect)  # the first connection of an engine is rolled back once more than others
+        dialect: Any = self.sync.get_bind().engine.dialect
+        for method, word in (("do_commit", "COMMIT"), ("do_rollback", "ROLLBACK")):
+            setattr(dialect, method, noting(getattr(dialect, method), journal, word))
+
+    def ties(self) -> list[Any]:
+        return list(current(self.sync))
+
     def on_end(self, settle: Callable[[Outcome], object], *, before_commit: Callable[[], object] | None = None) -> None:
         on_end(self.sync, settle, before_commit=before_commit)
 
@@ -88,6 +101,11 @@ class SqlalchemySession(Session):
     def sync(self) -> OrmSession:
         """The sync Session, which callbacks are about."""
         return self.orm
+
+
+def _connect(session: OrmSession) -> None:
+    session.connection()
+    session.rollback()
 
 
 def _begin(session: OrmSession) -> None:
@@ -162,6 +180,12 @@ class SqlalchemyApplication(Application):
             event.listen(engine, "connect", partial(_set_lock_timeout, databases.SET_LOCK_TIMEOUT[self.server]))
         return SqlalchemySession(OrmSession(engine))
 
+    def session_behind(self, port: int) -> SqlalchemySession:
+        url, level = make_url(URLS[self.place.driver]).set(port=port), self.place.level.upper()
+        engine = create_engine(url, poolclass=NullPool, isolation_level=level)
+        self._engines.append(engine)
+        return SqlalchemySession(OrmSession(engine))
+
     def use_store(self, backend: Any, *, ttl: float = 60.0) -> None:
         stores._stores["default"] = Store("default", backend, ttl=ttl, wait=20.0)
 
@@ -208,6 +232,9 @@ class AsyncSqlalchemySession(SqlalchemySession):
     def do(self, work: Callable[..., Any], *args: Any) -> Any:
         return self._run(self.orm.run_sync(work, *args))
 
+    def call(self, function: Callable[..., Any], *args: Any) -> Any:
+        return self._run(function(*args))
+
     @property
     def sync(self) -> OrmSession:
         return self.orm.sync_session
@@ -230,6 +257,11 @@ class AsyncSqlalchemyApplication(SqlalchemyApplication):
     def session(self, *, lock_timeout: bool = False) -> AsyncSqlalchemySession:
         assert not lock_timeout, "the drivers for threads show it"
         return AsyncSqlalchemySession(self.run, AsyncSession(self._async_engine))
+
+    def session_behind(self, port: int) -> AsyncSqlalchemySession:
+        url, level = make_url(URLS[self.place.driver]).set(port=port), self.place.level.upper()
+        engine = create_async_engine(url, poolclass=NullPool, isolation_level=level)
+        return AsyncSqlalchemySession(self.run, AsyncSession(engine))
 
     def close(self) -> None:
         self.run(self._async_engine.dispose())

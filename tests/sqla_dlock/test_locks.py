@@ -17,9 +17,8 @@ from sqlalchemy.orm import Session, scoped_session, sessionmaker
 
 from dlock_core.backend import Capabilities, Released
 from dlock_core.backends.memory import MemoryBackend
-from dlock_core.errors import AlreadyHeld, BackendUnavailable, LeaseLost, NotSupported, StaleToken
+from dlock_core.errors import BackendUnavailable, LeaseLost, NotSupported, StaleToken
 from dlock_core.leases.lease import LeaseState
-from dlock_core.runtime import BLOCKING, run
 from dlock_core.stores import Store, connect
 from sqla_dlock import configure, lock, stores
 from sqla_dlock.tie import current
@@ -28,10 +27,9 @@ from tests.mysql_server import DIALECT
 from tests.proxy import Proxy
 from tests.servers import free_port
 from tests.sqla_dlock.engines import begin_immediate
-from tests.sqla_dlock.leases import expire, in_order, is_held, note_ends
+from tests.sqla_dlock.leases import expire, is_held
 from tests.sqla_dlock.models import Base, Counter
 from tests.sqla_dlock.sessions import committed, kill_session, session_id
-from tests.waiting import until
 
 servers_only = pytest.mark.parametrize("engine", ["postgresql", "mariadb", "pymysql"], indirect=True)
 postgresql_only = pytest.mark.parametrize("engine", ["postgresql"], indirect=True)
@@ -78,52 +76,6 @@ def fence_token(session):
 # The block, without a transaction
 
 
-def test_block_outside_a_transaction_holds_the_lease_to_its_end(session, store):
-    with order(session) as lease:
-        assert is_held(store)
-        assert lease.token > 0
-        assert lease.name == "order:42"
-        assert not session.in_transaction()
-    assert not is_held(store)
-
-
-def test_block_that_raises_releases_and_lets_the_error_through(session, store):
-    with pytest.raises(Sorry), order(session):
-        raise Sorry
-    assert not is_held(store)
-
-
-def test_one_lock_object_may_be_used_again(session, store):
-    block = order(session)
-    with block as first:
-        pass
-    with block as second:
-        assert second.token > first.token
-    assert not is_held(store)
-
-
-def test_block_that_outlived_its_lease_without_a_transaction_is_not_called_a_success(session, store):
-    with pytest.raises(LeaseLost), order(session, ttl=0.25, renew=False) as lease:
-        expire(lease, store)
-
-
-def test_second_holder_waits_until_the_first_has_committed(engine, session, store):
-    def other():
-        with Session(engine) as second, order(second) as lease:
-            return is_held(store), lease.token
-
-    with ThreadPoolExecutor(1) as pool:
-        with order(session) as lease:
-            add(session, "a")
-            waiting = pool.submit(other)
-            until(lambda: run(store.inspect(BLOCKING, "order:42"))[0].waiters)
-        assert not waiting.done()
-        session.commit()
-        held, token = waiting.result(30)
-    assert held
-    assert token > lease.token
-
-
 @sqlite_only
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 def test_forked_child_walks_out_of_the_block_and_leaves_its_parents_lease_alone(session, store):
@@ -162,30 +114,6 @@ def test_acquire_is_held_to_the_end_of_the_next_transaction_that_sends_nothing(s
     assert not is_held(store)
 
 
-def test_acquire_inside_a_transaction_needs_no_release(session, store):
-    with session.begin():
-        order(session).acquire()
-    assert not is_held(store)
-
-
-def test_lock_without_a_with_may_be_released_before_any_transaction(session, store):
-    lease = order(session).acquire()
-    assert lease.release() is Released.RELEASED
-    assert not is_held(store)
-    assert current(session) == []
-    add(session, "a")
-    session.commit()
-
-
-def test_release_inside_the_transaction_waits_for_its_end(session, store):
-    lease = order(session).acquire()
-    add(session, "a")
-    assert lease.release() is None
-    assert is_held(store)
-    session.commit()
-    assert not is_held(store)
-
-
 def test_lease_may_be_renewed_by_hand(session, store):
     with order(session, ttl=5) as lease:
         lease.renew(60)
@@ -193,40 +121,6 @@ def test_lease_may_be_renewed_by_hand(session, store):
 
 
 # Each ending of a transaction
-
-
-def test_commit_then_release(engine, session, store, journal):
-    note_ends(engine, journal)
-    with session.begin():
-        with order(session):
-            add(session, "a")
-        journal.append("after the block")
-    assert in_order(journal, "acquired order:42", "after the block", "COMMIT", "released order:42")
-
-
-def test_lease_before_the_transaction_is_released_after_it(engine, session, store, journal):
-    note_ends(engine, journal)
-    with order(session), session.begin():
-        add(session, "a")
-    assert in_order(journal, "acquired order:42", "COMMIT", "released order:42")
-
-
-def test_block_left_inside_the_transaction_that_began_in_it_releases_after_commit(engine, session, store, journal):
-    note_ends(engine, journal)
-    with order(session):
-        add(session, "a")
-    assert is_held(store)
-    session.commit()
-    assert in_order(journal, "acquired order:42", "COMMIT", "released order:42")
-
-
-def test_exception_rolls_back_then_releases(engine, session, store, journal):
-    note_ends(engine, journal)
-    with pytest.raises(Sorry), session.begin(), order(session):
-        add(session, "a")
-        raise Sorry
-    assert in_order(journal, "acquired order:42", "ROLLBACK", "released order:42")
-    assert names(engine) == set()
 
 
 @pytest.mark.parametrize("end", ["rollback", "close", "reset", "invalidate"])
@@ -273,17 +167,6 @@ def test_commit_that_the_server_refuses_releases(engine, session, store):
     assert not is_held(store)
 
 
-def test_second_transaction_under_one_lease_is_admitted_again(engine, session, store):
-    with order(session) as lease:
-        for name in ("a", "b", "c"):
-            add(session, name)
-            assert fence_token(session) == lease.token
-            session.commit()
-            assert is_held(store)
-    assert not is_held(store)
-    assert names(engine) == {"a", "b", "c"}
-
-
 def test_session_is_used_again_after_the_lease(engine, session, store):
     for name in ("a", "b"):
         with order(session):
@@ -305,46 +188,6 @@ def test_attributes_read_after_the_commit_do_not_take_the_lease_again(engine, st
         assert not is_held(store)
         assert counter.name == "a"
         assert not is_held(store)
-
-
-# Savepoints
-
-
-def test_lease_of_a_savepoint_that_rolls_back_is_held_to_the_outer_end(engine, session, store):
-    with session.begin():
-        with pytest.raises(Sorry), session.begin_nested(), order(session):
-            raise Sorry
-        assert is_held(store)
-        add(session, "a")
-    assert not is_held(store)
-    assert names(engine) == {"a"}
-
-
-@pytest.mark.parametrize("fence", ["transaction", "lease"])
-def test_savepoint_that_took_the_admit_with_it_is_followed_by_another_admit(engine, session, store, fence):
-    with session.begin():
-        add(session, "before")
-        with pytest.raises(Sorry), session.begin_nested(), order(session, fence=fence) as lease:
-            assert fence_token(session) == lease.token
-            raise Sorry
-        assert fence_token(session) == lease.token
-    assert fence_token(session) == lease.token
-
-
-def test_savepoint_that_took_the_admit_with_it_is_admitted_before_commit_at_the_latest(session, store):
-    with session.begin():
-        add(session, "before")
-        with pytest.raises(Sorry), session.begin_nested(), order(session) as lease:
-            raise Sorry
-    assert fence_token(session) == lease.token
-
-
-def test_lease_of_a_savepoint_that_is_released_is_held_to_the_outer_end(session, store):
-    with session.begin():
-        with session.begin_nested(), order(session):
-            pass
-        assert is_held(store)
-    assert not is_held(store)
 
 
 # Several databases
@@ -398,17 +241,6 @@ def test_session_of_several_databases_has_to_say_which_one_is_protected(second_e
 # Loss of the lease
 
 
-@pytest.mark.parametrize("fence", [True, "lease", False])
-def test_lease_lost_before_commit_rolls_back(engine, session, store, fence):
-    with order(session, ttl=0.25, renew=False, fence=fence) as lease:
-        add(session, "a")
-        expire(lease, store)
-    with pytest.raises(LeaseLost):
-        session.commit()
-    session.rollback()
-    assert names(engine) == set()
-
-
 def test_lease_lost_after_a_savepoint_without_a_statement_rolls_back(engine, session, store):
     """The end of the savepoint is no COMMIT: what was checked there is checked again."""
     with order(session, ttl=0.25, renew=False) as lease:
@@ -430,25 +262,6 @@ def test_engine_that_was_disposed_of_is_still_protected(engine, session, store):
         session.commit()
 
 
-def test_lease_lost_before_commit_rolls_back_the_transaction_it_was_taken_in(engine, session, store):
-    with pytest.raises(LeaseLost), session.begin():
-        add(session, "before")
-        with order(session, ttl=0.25, renew=False) as lease:
-            add(session, "a")
-            expire(lease, store)
-    assert names(engine) == set()
-
-
-@pytest.mark.parametrize("fence", [True, "lease"])
-def test_transaction_does_not_begin_under_a_lost_lease(engine, session, store, fence):
-    with order(session, ttl=0.25, renew=False, fence=fence) as lease:
-        expire(lease, store)
-        with pytest.raises(LeaseLost):
-            add(session, "a")
-        session.rollback()
-    assert names(engine) == set()
-
-
 def test_refusal_that_the_program_swallows_still_refuses_the_commit(engine, session, store):
     with order(session, ttl=0.25, renew=False) as lease:
         expire(lease, store)
@@ -462,16 +275,6 @@ def test_refusal_that_the_program_swallows_still_refuses_the_commit(engine, sess
     assert names(engine) == set()
 
 
-def test_the_next_holder_is_not_disturbed_by_one_that_lost_the_lease(engine, session, store):
-    with Session(engine) as other:
-        with pytest.raises(LeaseLost), order(session, ttl=0.25, renew=False) as lease:
-            expire(lease, store)
-            theirs = order(other).acquire()
-        assert theirs.remaining() > 0
-        assert is_held(store)
-        theirs.release()
-
-
 # A COMMIT of which nobody knows the outcome, and connections that die
 
 
@@ -482,22 +285,6 @@ def network(engine):
         proxy.engine = create_engine(engine.url.set(port=proxy.port))
         yield proxy
         proxy.engine.dispose()
-
-
-@servers_only
-@pytest.mark.parametrize("fault", ["cut_request", "cut_reply"])
-def test_lease_is_kept_after_a_commit_that_may_have_worked(engine, store, network, dlock_log, fault):
-    with Session(network.engine) as session, pytest.raises(DBAPIError):
-        with order(session, fence=False) as lease:
-            add(session, "a")
-            getattr(network, fault)(matching=b"COMMIT")
-        session.commit()
-    assert is_held(store)
-    assert lease._held.state is not LeaseState.HELD
-    (line,) = dlock_log()
-    assert "unknown" in line
-    assert "order:42" in line
-    assert names(engine) == ({"a"} if fault == "cut_reply" else set())
 
 
 @postgresql_only
@@ -525,23 +312,6 @@ def test_session_killed_in_the_transaction_releases(engine, session, store, end)
     assert names(engine) == set()
 
 
-@servers_only
-def test_session_killed_between_two_transactions_does_not_harm_the_lease(engine, session, store):
-    with order(session):
-        add(session, "a")
-        number = session_id(session.connection())
-        session.commit()
-        kill_session(engine, number)
-        with pytest.raises((DBAPIError, engine.dialect.dbapi.Error)):  # SQLAlchemy wraps it unless it set the isolation
-            add(session, "b")
-        session.rollback()
-        add(session, "c")
-        session.commit()
-        assert is_held(store)
-    assert not is_held(store)
-    assert names(engine) == {"a", "c"}
-
-
 def test_forgotten_session_lets_its_lease_run_out(engine, store, dlock_log):
     session = Session(engine)
     order(session, ttl=60).acquire()
@@ -558,35 +328,6 @@ def test_forgotten_session_lets_its_lease_run_out(engine, store, dlock_log):
 # Asking again
 
 
-def test_asking_again_outside_a_transaction_is_an_error_at_once(session, store):
-    with order(session), pytest.raises(AlreadyHeld):
-        order(session).acquire()
-    assert not is_held(store)
-
-
-def test_asking_again_with_reentrant_joins(session, store):
-    with order(session) as outer, order(session, reentrant=True) as inner:
-        assert inner.token == outer.token
-    assert not is_held(store)
-
-
-@pytest.mark.parametrize("first", [0, 1])
-def test_joined_lease_is_released_by_the_last_to_leave_in_any_order(session, store, first):
-    leases = [order(session).acquire(), order(session, reentrant=True).acquire()]
-    assert leases[first].release() is None
-    assert is_held(store)
-    assert leases[1 - first].release() is Released.RELEASED
-    assert not is_held(store)
-
-
-def test_asking_again_inside_the_transaction_joins(session, store):
-    with session.begin():
-        with order(session) as outer, order(session) as inner:
-            assert inner.token == outer.token
-        assert is_held(store)
-    assert not is_held(store)
-
-
 def test_block_that_joins_the_lease_of_the_transaction_keeps_it_to_its_own_end(session, store):
     order(session).acquire()
     add(session, "a")
@@ -594,25 +335,6 @@ def test_block_that_joins_the_lease_of_the_transaction_keeps_it_to_its_own_end(s
         session.commit()
         assert is_held(store)
         assert lease.remaining() > 0
-    assert not is_held(store)
-
-
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_shared_holder_is_refused_the_exclusive_lock_at_once(session, store, reentrant):
-    with order(session, shared=True), pytest.raises(AlreadyHeld):
-        order(session, reentrant=reentrant).acquire()
-
-
-@pytest.mark.parametrize("outer", ["transaction", "lease", False])
-@pytest.mark.parametrize("inner", ["transaction", "lease", False])
-@pytest.mark.parametrize("inside", [True, False])
-def test_every_form_of_the_fence_may_join_every_other(engine, session, store, outer, inner, inside):
-    if inside:
-        add(session, "before")
-    with order(session, fence=outer), order(session, fence=inner, reentrant=True) as lease:
-        add(session, "a")
-        assert fence_token(session) == (lease.token if outer or inner else None)
-        session.commit()
     assert not is_held(store)
 
 
@@ -635,14 +357,6 @@ def test_asking_again_after_the_fence_refused_to_join_is_protected(engine, sessi
 def test_another_session_of_the_thread_is_another_holder(engine, session, store):
     with order(session), Session(engine) as other, pytest.raises(TimeoutError):
         order(other, wait=0).acquire()
-
-
-def test_other_locks_may_be_held_at_the_same_time(session, store):
-    with order(session), lock(session, "order", 43):
-        add(session, "a")
-    session.commit()
-    assert not is_held(store)
-    assert not is_held(store, "order:43")
 
 
 # Sessions of every kind

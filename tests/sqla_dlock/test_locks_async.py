@@ -10,7 +10,7 @@ from sqlalchemy.ext.asyncio import AsyncSession, async_scoped_session, async_ses
 from sqlalchemy.orm import Session
 
 from dlock_core.backend import Released
-from dlock_core.errors import AlreadyHeld, BackendUnavailable, LeaseLost
+from dlock_core.errors import BackendUnavailable
 from dlock_core.runtime import BLOCKING, run
 from dlock_core.stores import connect
 from sqla_dlock import alock, lock
@@ -64,20 +64,6 @@ async def expire(lease, store):
     await auntil(lambda: not (lease.remaining() or is_held(store)))
 
 
-async def test_block_outside_a_transaction_holds_the_lease_to_its_end(session, store):
-    async with order(session) as lease:
-        assert is_held(store)
-        assert lease.token > 0
-    assert not is_held(store)
-
-
-async def test_block_that_raises_releases_and_lets_the_error_through(session, store):
-    with pytest.raises(Sorry):
-        async with order(session):
-            raise Sorry
-    assert not is_held(store)
-
-
 @pytest.mark.parametrize("fence", ["transaction", "lease", False])
 async def test_lease_is_held_until_the_commit(async_engine, session, store, fence):
     async with order(session, fence=fence) as lease:
@@ -98,12 +84,6 @@ async def test_acquire_is_held_to_the_end_of_the_next_transaction(session, store
     assert await lease.release() is Released.RELEASED
 
 
-async def test_lock_without_a_with_may_be_released_before_any_transaction(session, store):
-    lease = await order(session).acquire()
-    assert await lease.release() is Released.RELEASED
-    assert not is_held(store)
-
-
 @pytest.mark.parametrize("end", ["rollback", "close", "reset", "invalidate"])
 async def test_transaction_that_is_not_committed_releases(async_engine, session, store, end):
     async with order(session):
@@ -121,61 +101,10 @@ async def test_session_left_without_a_commit_releases(async_engine, store):
     assert not is_held(store)
 
 
-async def test_second_transaction_under_one_lease_is_admitted_again(async_engine, session, store):
-    async with order(session) as lease:
-        for name in ("a", "b"):
-            await add(session, name)
-            assert await fence_token(session) == lease.token
-            await session.commit()
-            assert is_held(store)
-    assert not is_held(store)
-    assert await names(async_engine) == {"a", "b"}
-
-
-async def test_lease_of_a_savepoint_that_rolls_back_is_held_to_the_outer_end(session, store):
-    async with session.begin():
-        await add(session, "before")
-        with pytest.raises(Sorry):
-            async with session.begin_nested(), order(session) as lease:
-                raise Sorry
-        assert is_held(store)
-        assert await fence_token(session) == lease.token
-    assert not is_held(store)
-
-
-@pytest.mark.parametrize("fence", [True, "lease", False])
-async def test_lease_lost_before_commit_rolls_back(async_engine, session, store, fence):
-    async with order(session, ttl=0.25, renew=False, fence=fence) as lease:
-        await add(session, "a")
-        await expire(lease, store)
-    with pytest.raises(LeaseLost):
-        await session.commit()
-    await session.rollback()
-    assert await names(async_engine) == set()
-
-
-async def test_lost_lease_without_a_transaction_is_not_called_a_success(session, store):
-    with pytest.raises(LeaseLost):
-        async with order(session, ttl=0.25, renew=False) as lease:
-            await expire(lease, store)
-
-
 async def test_lease_may_be_renewed_by_hand(session, store):
     async with order(session, ttl=5) as lease:
         await lease.renew(60)
         assert lease.remaining() > 50
-
-
-async def test_asking_again_outside_a_transaction_is_an_error_at_once(session, store):
-    async with order(session):
-        with pytest.raises(AlreadyHeld):
-            await order(session).acquire()
-
-
-async def test_asking_again_inside_the_transaction_joins(session, store):
-    async with session.begin(), order(session) as outer, order(session) as inner:
-        assert inner.token == outer.token
-    assert not is_held(store)
 
 
 async def test_sync_lock_inside_run_sync_is_the_same_lock(session, store):
@@ -203,20 +132,6 @@ async def test_sync_lock_inside_run_sync_is_the_same_lock(session, store):
     assert is_held(store)
     await session.commit()
     assert not is_held(store)
-
-
-async def test_second_task_waits_until_the_first_has_committed(async_engine, session, store):
-    async def other():
-        async with AsyncSession(async_engine) as second, order(second) as lease:
-            return lease.token
-
-    async with order(session) as lease:
-        await add(session, "a")
-        waiting = asyncio.create_task(other())
-        await auntil(lambda: run(store.inspect(BLOCKING, "order:42"))[0].waiters)
-    assert not waiting.done()
-    await session.commit()
-    assert await waiting > lease.token
 
 
 async def test_no_increment_of_many_tasks_is_lost(async_engine, redis_store):
