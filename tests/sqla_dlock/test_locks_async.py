@@ -22,13 +22,8 @@ from tests.sqla_dlock.leases import events, is_held
 from tests.sqla_dlock.models import Counter
 from tests.waiting import auntil
 
-asyncpg_only = pytest.mark.parametrize("async_engine", ["asyncpg"], indirect=True)
 postgresql_only = pytest.mark.parametrize("async_engine", ["asyncpg", "psycopg_async"], indirect=True)
 aiosqlite_only = pytest.mark.parametrize("async_engine", ["aiosqlite"], indirect=True)
-
-
-class Sorry(Exception):
-    """Raised by user code."""
 
 
 @pytest.fixture
@@ -58,10 +53,6 @@ async def names(engine):
 
 async def fence_token(session):
     return await session.scalar(text("SELECT token FROM dlock_fence WHERE name = 'order:42'"))
-
-
-async def expire(lease, store):
-    await auntil(lambda: not (lease.remaining() or is_held(store)))
 
 
 @pytest.mark.parametrize("fence", ["transaction", "lease", False])
