@@ -115,11 +115,11 @@ def test_queue_stays_in_order_when_the_numbers_begin_again():
     ],
 )
 def test_everybody_waits_for_the_nearest_one_that_keeps_it_out(modes: str, inside: int, watched: list[int | None]):
-    queue = parse_queue([node(mode, f"{own_node:032x}", own_node) for own_node, mode in enumerate(modes)])
+    queue = parse_queue([node(mode, f"{number:032x}", number) for number, mode in enumerate(modes)])
     assert len(queue.holders()) == inside
     assert queue.holders() + queue.waiters() == queue.nodes
     ahead = [queue.ahead(one, shared=one.shared) for one in queue.nodes]
-    assert ahead == [None if own_node is None else queue.nodes[own_node] for own_node in watched]
+    assert ahead == [None if number is None else queue.nodes[number] for number in watched]
 
 
 def test_newcomer_comes_in_only_where_nobody_keeps_it_out():

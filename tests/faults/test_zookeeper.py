@@ -104,7 +104,7 @@ def expire(backend: ZooKeeperBackend) -> None:
     """End the session on the server, as if the client had been silent for too long."""
     kazoo = backend._session._kazoo
     twin = KazooClient(f"127.0.0.1:{kazoo._connection._socket.getpeername()[1]}", client_id=kazoo.client_id)
-    twin.start()
+    twin.start(60)
     twin.stop()
     twin.close()
 
@@ -241,11 +241,11 @@ def test_waiter_survives_a_reset_of_the_connection_and_keeps_its_place(
     harness: Harness, proxy: Proxy, direct: ZooKeeperBackend
 ) -> None:
     first = harness.acquire("a")
-    parse_queue = [harness.queue_up("a") for _ in range(3)]
+    line = [harness.queue_up("a") for _ in range(3)]
     order = waiters(direct, "a")
     proxy.cut()
     got = [first]
-    for pending in parse_queue:
+    for pending in line:
         harness.do(got[-1].release)
         got.append(pending.result(WITHIN))
     assert [lease.holder for lease in got[1:]] == order
