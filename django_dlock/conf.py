@@ -85,8 +85,10 @@ class Stores(Handler):
     def __init__(self, settings: dict[str, Any] | None = None) -> None:
         super().__init__(settings)
         self._connections = SimpleNamespace()
+        self.created: dict[str, Store] = vars(self._connections)
+        """The stores that were used already, by alias: every acquire looks here first."""
         self._create_lock = threading.Lock()
-        self._created: list[Backend] = []
+        self._own_backends: list[Backend] = []
 
     def configure_settings(self, settings: dict[str, Any] | None) -> dict[str, Any]:
         declared = settings if settings is not None else _declared()
@@ -95,7 +97,7 @@ class Stores(Handler):
         return dict(declared)
 
     def __getitem__(self, alias: str) -> Store:
-        found: Store | None = vars(self._connections).get(alias)
+        found = self.created.get(alias)
         if found is not None:
             return found
         with self._create_lock:
@@ -109,7 +111,7 @@ class Stores(Handler):
         ttl, wait = _ttl(alias, entry), _wait(alias, entry)
         backend = _backend(alias, entry["BACKEND"], dict(entry.get("OPTIONS", {})))
         if isinstance(entry["BACKEND"], str):
-            self._created.append(backend)
+            self._own_backends.append(backend)
         return Store(alias, backend, ttl, wait)
 
     def prepare(self) -> None:
@@ -125,15 +127,16 @@ class Stores(Handler):
 
     def close_all(self) -> None:
         """Close the connections of the backends that were created here, not of backends given in the setting."""
-        for backend in self._created:
+        for backend in self._own_backends:
             backend.close()
 
     def reset(self) -> None:
         """Close all stores, and read the setting again at the next use; leases are not released."""
         with self._create_lock:
             self.close_all()
-            self._created.clear()
+            self._own_backends.clear()
             self._connections = SimpleNamespace()
+            self.created = vars(self._connections)
             self._settings = None
             self.__dict__.pop("settings", None)
 

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "READ_COMMITTED",
+    "TABLE_FENCE",
     "Cursor",
     "FencedMixin",
     "RowFence",
@@ -106,7 +107,7 @@ class TableFence:
             _run(fencing.confirm, connection, entry)
 
 
-_TABLE: Final = TableFence()
+TABLE_FENCE: Final = TableFence()
 
 
 class RowFence(TableFence):
@@ -146,7 +147,7 @@ def fence_for(parts: tuple[Any, ...]) -> TableFence:
     """Choose the fence of a lock by its parts: (Model, pk) of a `FencedMixin` model, or anything else."""
     if len(parts) == 2 and isinstance(parts[0], type) and issubclass(parts[0], FencedMixin):
         return RowFence(parts[0], parts[1])
-    return _TABLE
+    return TABLE_FENCE
 
 
 class Cursor:

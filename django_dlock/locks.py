@@ -19,8 +19,8 @@ from django.utils.asyncio import async_unsafe
 from django_dlock.conf import stores
 from django_dlock.connections import listen_to_all
 from django_dlock.errors import NotSupported, as_database_error
-from django_dlock.fencing import fence_for
-from django_dlock.names import plain, with_model
+from django_dlock.fencing import TABLE_FENCE, TableFence
+from django_dlock.names import identify
 from django_dlock.tie import DatabaseAcquire, current
 from dlock_core import names
 from dlock_core.errors import BackendUnavailable, DLockError, NotHeld
@@ -32,7 +32,7 @@ from dlock_core.transactions.tie import Tie, TiedLease, TiedLeases, reraise
 from dlock_core.transactions.transaction_lock import Options, TiedLock, TiedLocks
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine
+    from collections.abc import Callable, Coroutine, Sequence
     from types import EllipsisType
     from typing import Unpack
 
@@ -124,12 +124,15 @@ class Lock(TiedLock, BlockExit, AsyncBlockExit):
     def __init__(
         self, *parts: Any, using: str = DEFAULT_DB_ALIAS, store: str = "default", **options: Unpack[Options]
     ) -> None:
-        try:
-            values = plain(parts := with_model(parts))
-        except DLockError as error:
-            reraise(error, as_database_error)
+        values: Sequence[Any] = parts
+        self.fence: TableFence = TABLE_FENCE
+        if not names.are_plain(parts):
+            try:
+                values, self.fence = identify(parts)
+            except DLockError as error:
+                reraise(error, as_database_error)
         super().__init__(names.join(*values), **options)
-        self.fence, self.using, self.store = fence_for((*parts[:1], *values[1:])), using, store
+        self.using, self.store = using, store
         if self.shared and self._form and not self.fence.supports_shared:
             raise NotSupported(not_shared(self.name), name=self.name)
 
@@ -163,7 +166,7 @@ class Lock(TiedLock, BlockExit, AsyncBlockExit):
     def _new_acquire(self, runtime: DatabaseRuntime, **together: Any) -> DatabaseAcquire:
         return DatabaseAcquire(
             self,
-            stores[self.store],
+            stores.created.get(self.store) or stores[self.store],
             runtime,
             options=self._checked_options,
             form=self._form,

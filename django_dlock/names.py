@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from contextlib import suppress
 from functools import lru_cache, partial
-from typing import TYPE_CHECKING, Any, Final
-from uuid import UUID
+from typing import TYPE_CHECKING, Any
 
 from django.apps import apps
 from django.core.exceptions import ValidationError
@@ -14,21 +13,33 @@ from django.db.models.manager import BaseManager
 from django.utils.functional import Promise
 
 from django_dlock.errors import NotSupported
-from django_dlock.fencing import FencedMixin
+from django_dlock.fencing import FencedMixin, fence_for
 from dlock_core import names
 from dlock_core.errors import NoSuchKey
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["kind_of", "plain", "with_model"]
+    from django_dlock.fencing import TableFence
 
-_PLAIN_TYPES: Final = frozenset({str, int, UUID})
-"""Types of parts that are used unchanged; the common case, which must stay fast."""
+__all__ = ["identify", "kind_of"]
 
 
-def with_model(parts: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Replace a model's label, "shop.Order" or "shop.order", by the model: both name the same locks, with one fence."""
+def identify(parts: tuple[Any, ...]) -> tuple[Sequence[Any], TableFence]:
+    """Return the values for `dlock_core.names.join` of parts among which are models and keys, and the lock's fence.
+
+    A model's label, "shop.Order" or "shop.order", names the same locks as the model, with the same fence.
+
+    Raises NoSuchKey for a value that cannot be a key of the model, and TypeError for managers, lazy texts, SQL
+    expressions, and an instance where no key is expected.
+    """
+    parts = _with_model(parts)
+    values = _plain(parts)
+    return values, fence_for((*parts[:1], *values[1:]))
+
+
+def _with_model(parts: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return the parts with a model in the place of its label."""
     if not parts or type(parts[0]) is not str or "." not in parts[0]:
         return parts
     app, _, name = parts[0].partition(".")
@@ -36,19 +47,13 @@ def with_model(parts: tuple[Any, ...]) -> tuple[Any, ...]:
     if model is None:
         return parts
     with suppress(NoSuchKey, NotSupported, TypeError):
-        plain((model, *parts[1:]))
+        _plain((model, *parts[1:]))
         return model, *parts[1:]
     return model._meta.label_lower, *parts[1:]  # A text that cannot be a key of the model is still a valid name.
 
 
-def plain(parts: Sequence[Any]) -> Sequence[Any]:
-    """Return the parts with models, and the keys that follow them, as values for `dlock_core.names.join`.
-
-    Raises NoSuchKey for a value that cannot be a key of the model, and TypeError for managers, lazy texts, SQL
-    expressions, and an instance where no key is expected.
-    """
-    if all(type(part) in _PLAIN_TYPES for part in parts):
-        return parts
+def _plain(parts: Sequence[Any]) -> Sequence[Any]:
+    """Return the parts with models, and the keys that follow them, as values."""
     found = names.with_keys(parts, kind_of)
     for part in found:
         if isinstance(part, models.Model):  # Its text may change while the row stays the same.

@@ -22,7 +22,7 @@ from uuid import UUID
 
 from dlock_core.errors import NoSuchKey
 
-__all__ = ["MAX_NAME_BYTES", "Kind", "canonical", "join", "with_keys"]
+__all__ = ["MAX_NAME_BYTES", "Kind", "are_plain", "canonical", "join", "with_keys"]
 
 MAX_NAME_BYTES: Final = 512
 _PLAIN: Final = re.compile(r"[A-Za-z0-9_.~:-]+")
@@ -50,6 +50,14 @@ def join(*parts: object) -> str:
     if "%3A" in encoded[0]:
         _refuse_joined(unquote(encoded[0]))
     return _checked(":".join(encoded))
+
+
+def are_plain(parts: Sequence[object]) -> bool:
+    """Return whether the parts are surely values, so that no integration has to look for a model among them.
+
+    Texts, integers and UUIDs are; but a text with a dot may be a model's label.
+    """
+    return all(type(part) in _EXACT_TYPES for part in parts) and bool(parts) and "." not in str(parts[0])
 
 
 @dataclass(frozen=True, slots=True)
