@@ -86,6 +86,8 @@ async def _renew(runtime: Runtime, held: LeaseRecord, ttl: float | None) -> None
     if result is RenewalFailure.UNKNOWN:
         raise BackendUnavailable(held.name, reason="the store learned nothing about this lease")
     if result is RenewalFailure.LOST:
+        if held.state is LeaseState.RELEASING:  # By another thread or task, which is no loss to tell of.
+            raise LeaseLost(held.name, token=held.token, reason="it is being released")
         held.lose("the store gave it to another, or forgot it")
         raise LeaseLost(held.name, token=held.token, reason=held.why())
     held.extend(sent, result)

@@ -326,6 +326,14 @@ def test_renewal_that_finds_it_gone_is_a_loss(runtime: ManualRuntime) -> None:
     assert lease.is_lost()
 
 
+def test_renewal_that_finds_it_released_by_another_thread_is_no_loss(runtime: ManualRuntime) -> None:
+    lease = held(runtime, Scripted(runtime, [RenewalFailure.LOST], takes=1.0))
+    runtime.at(runtime.now() + 0.5, lease.begin_release)
+    with pytest.raises(LeaseLost, match="is being released"):
+        runtime.run(engine.renew(runtime, lease))
+    assert not lease.is_lost()
+
+
 def test_unanswered_renewal_says_nothing_about_the_lease(runtime: ManualRuntime) -> None:
     lease = held(runtime, Scripted(runtime, DOWN))
     before = lease.remaining()

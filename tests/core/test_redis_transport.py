@@ -1,11 +1,14 @@
 """What is sent to a Redis is the same whether or not hiredis is installed; what is left alone ends with its loop."""
 
 import asyncio
+import socket
 from collections.abc import AsyncGenerator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import redis
+from redis._parsers import _RESP2Parser
 
 from dlock_core.backends.redis import transport
 from dlock_core.backends.redis.transport import AsyncioTransport
@@ -17,6 +20,22 @@ def test_commands_are_packed_alike_with_and_without_hiredis(command: Any, monkey
     fast = transport.pack_commands([command, command])
     monkeypatch.setattr(transport, "_pack", transport._in_python)
     assert transport.pack_commands([command, command]) == fast
+
+
+def test_time_limit_of_a_request_holds_on_a_connection_that_was_idle() -> None:
+    """A first request with a short limit, such as a renewal's, must not shorten that of all later ones."""
+    ours, servers = socket.socketpair()
+    connection: Any = redis.Connection(socket_timeout=0.05, parser_class=_RESP2Parser)  # Looks as redis-py 6 and 7 do.
+    connection._sock, connection.dlock_limit = ours, None
+    connection._parser.on_connect(connection)
+    limits = []
+    with ours, servers:
+        for _ in range(2):
+            servers.sendall(b":1\r\n")
+            assert transport.exchange_blocking(connection, b"", 1, 2.0) == [1]
+            limits.append(ours.gettimeout())
+            assert transport._is_silent(connection)
+    assert limits == [2.0, 2.0]
 
 
 def test_request_that_was_left_alone_while_its_loop_ended_is_ended_with_it() -> None:

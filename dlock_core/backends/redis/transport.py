@@ -232,6 +232,7 @@ def _new(connect: Callable[[], Any]) -> Any:
 
 def _is_silent(connection: Any) -> bool:
     """Return whether an idle connection is open and has no unread data, which only an error would leave."""
+    connection.dlock_limit = None  # To look, redis-py before 8 gives the socket its own time limit back.
     try:
         return not connection.can_read(0)
     except (RedisError, OSError):
