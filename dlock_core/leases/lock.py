@@ -324,21 +324,7 @@ L = TypeVar("L", Lease, AsyncLease)
 
 
 class _Lock:
-    """A name in a store, and how to hold it.
-
-    Args:
-        backend: The store, made by `connect` or by its class.
-        name: Parts joined with ":"; see `dlock_core.names.join`.
-        ttl: Seconds for which the lease outlives a holder that has died.
-        wait: Seconds for which `acquire` waits for other holders: None is for ever, 0 is one try.
-        shared: Let other shared holders in.
-        renew: Renew the lease in the background while this process lives.
-        reentrant: Let the same thread or task ask again and join the lease that it has.
-        fair: False may overtake waiters.
-        on_lost: Called once, from another thread, when the lease is lost.
-
-    Raises ValueError or TypeError for bad arguments and NotSupported for what the store cannot do, before any I/O.
-    """
+    """A name in a store, and how to hold it."""
 
     def __init__(
         self,
@@ -354,6 +340,22 @@ class _Lock:
         on_lost: Callable[[], None] | None = None,
         **unknown: Never,
     ) -> None:
+        """Check the arguments; nothing is sent.
+
+        Args:
+            backend: The store, made by `connect` or by its class.
+            name: Parts joined with ":"; see `dlock_core.names.join`.
+            ttl: Seconds for which the lease outlives a holder that has died.
+            wait: Seconds for which `acquire` waits for other holders: None is for ever, 0 is one try.
+            shared: Let other shared holders in.
+            renew: Renew the lease in the background while this process lives.
+            reentrant: Let the same thread or task ask again and join the lease that it has.
+            fair: False may overtake waiters.
+            on_lost: Called once, from another thread, when the lease is lost.
+            **unknown: Refused with a TypeError, which says what another library's option is called here.
+
+        Raises ValueError or TypeError for bad arguments and NotSupported for what the store cannot do, before any I/O.
+        """
         if unknown:
             raise unknown_option(unknown, LockOptions._fields)
         can, self._blocks = backend.capabilities, Blocks()
@@ -410,7 +412,7 @@ class _Lock:
 
 
 class Lock(_Lock, BlockExit):
-    """A lock for threads and processes; see the arguments in `_Lock`."""
+    """A lock for threads and processes: `with Lock(connect("redis://localhost"), "order:42") as lease:`."""
 
     def acquire(self) -> Lease:
         """Hold the lock, waiting at most `wait` seconds.
@@ -422,7 +424,7 @@ class Lock(_Lock, BlockExit):
         return run(self._hold(BLOCKING, threading.current_thread(), Lease))  # type: ignore[return-value]
 
     def try_acquire(self) -> Lease | None:
-        """Hold the lock if it is free now, else answer None; never waits for another holder."""
+        """Hold the lock if it is free now, else return None; never waits for another holder."""
         return run(self._hold(BLOCKING, threading.current_thread(), Lease, once=True))
 
     def __enter__(self) -> Lease:
@@ -431,7 +433,7 @@ class Lock(_Lock, BlockExit):
 
 
 class AsyncLock(_Lock, AsyncBlockExit):
-    """A lock for tasks; see the arguments in `_Lock`."""
+    """A lock for the tasks of asyncio; see `Lock`."""
 
     async def acquire(self) -> AsyncLease:
         """See `Lock.acquire`."""
