@@ -211,7 +211,7 @@ class Acquisition:
         self.answer: Granted | Busy | None = None
         self.broken: BackendUnavailable | None = None
         self.ticket: Any = None
-        self.touched = False  # the store may hold a trace of us: a grant or a place in the queue
+        self.touched = False  # The store may hold a trace of us: a grant, or a position in the queue.
         self.waited = False
 
     async def acquire(self) -> LeaseRecord:
@@ -273,7 +273,7 @@ class Acquisition:
             self.held.abandon()
 
     async def undo(self) -> None:
-        """Leave nothing of it in the store: no lease, and no grant or place in the queue that may be there."""
+        """Leave nothing of it in the store: no lease, and no grant or position in the queue that may be there."""
         self.detach()
         if self.held is None:
             await self.abandon()

@@ -122,9 +122,8 @@ class LeaseRecord:
         self.backend, self.request, self.granted, self.now = backend, request, granted, now
         self.since, self.until = sent, valid_until(sent, granted.valid_for)
         self.pid = os.getpid()
-        self.handles: set[ref[object]] = set()
-        """The handles that have not left. A set, so that joining or leaving again changes nothing; and references that
-        are weak, so that a handle which was thrown away does not count, whatever came in the way of its `__del__`."""
+        self.handles: set[int] = set()
+        """The ids of the handles that have not left. A set, so that joining or leaving again changes nothing."""
         self.renewal_tick = 0
         self._renewal_bucket: set[ref[LeaseRecord]] | None = None
         self.ended: Released | None = None
@@ -194,7 +193,7 @@ class LeaseRecord:
 
     def join(self, handle: object) -> None:
         """Count one more handle that needs the lease."""
-        self.handles.add(ref(handle))
+        self.handles.add(id(handle))
 
     def leave(self, handle: object) -> bool:
         """Count a handle no more; returns True when none is left and the lease is still to be released.
@@ -203,21 +202,15 @@ class LeaseRecord:
         """
         if self.pid != os.getpid():
             self.ensure_own_process()
-        self.handles.discard(ref(handle))
-        return self.ended is None and not self.has_handles()
+        self.handles.discard(id(handle))
+        return not self.handles and self.ended is None
 
     def note_collected(self, handle: object) -> bool:
         """Count a handle no more that is thrown away, perhaps by the garbage collector; returns whether it counted."""
-        known: ref[object] | None = ref(handle)
-        if known not in self.handles:  # The collector of cycles clears references before it calls `__del__`.
-            known = next((each for each in [*self.handles] if each() is None), None)
-        if known is not None:
-            self.handles.discard(known)
-        return known is not None
-
-    def has_handles(self) -> bool:
-        """Return whether a handle needs the lease that neither has left nor was thrown away."""
-        return bool(self.handles) and any(handle() is not None for handle in [*self.handles])
+        if id(handle) not in self.handles:
+            return False
+        self.handles.discard(id(handle))
+        return True
 
     def plan_renewal(self, tick: int, bucket: set[ref[LeaseRecord]]) -> None:
         """Record when the watchdog renews the lease next, and where the watchdog finds it then."""

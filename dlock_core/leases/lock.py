@@ -144,7 +144,7 @@ class AsyncReleasing(Generic[T]):
 class LeaseHandle(LeaseView):
     """A handle of a grant, alone or one of several; the grant ends with the last handle that has joined it."""
 
-    __slots__ = ("__weakref__", "_key")
+    __slots__ = ("_key",)
 
     def __init__(self, held: LeaseRecord, key: Key) -> None:
         self._held, self._key = held, key
