@@ -105,6 +105,9 @@ class Background:
             threading.Thread(target=self._run, name=self._name, daemon=True).start()
         except RuntimeError:  # There are too many, or the interpreter is shutting down; the next call tries again.
             logger.exception("dlock: there is no thread %s", self._purpose)
+        except KeyError as error:
+            # A signal handler has raised in start(), which then fails to forget the thread: it runs already.
+            raise error.__context__ or error from None
 
     def _run(self) -> None:
         # Two may be started at once, of which one ends here. Work that came while the thread was ending is seen by the

@@ -81,3 +81,25 @@ def test_forked_child_runs_every_hook_whatever_one_raises_and_none_of_an_object_
 
 def _fail() -> None:
     raise ZeroDivisionError
+
+
+class SoftLimit(Exception):
+    """What a signal handler raises."""
+
+
+def test_interrupt_inside_the_start_of_a_thread_arrives_as_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python forgets a thread that could not be started; one that runs already is not there to be forgotten: KeyError."""
+    name = "_start_joinable_thread" if hasattr(threading, "_start_joinable_thread") else "_start_new_thread"
+    start = getattr(threading, name)
+
+    def interrupted(*args: object, **options: object) -> None:
+        start(*args, **options)
+        until(lambda: not threading._limbo)  # type: ignore[attr-defined]
+        raise SoftLimit
+
+    alarms = Alarms()
+    with monkeypatch.context() as patches:
+        patches.setattr(threading, name, interrupted)
+        with pytest.raises(SoftLimit):
+            alarms.plan(0.01)
+    assert alarms.plan(0.01).wait(WITHIN)
