@@ -63,6 +63,9 @@ class TiedDatabases:
     Once no block is in the lease any more, only the transactions that it knows already work under it.
     """
 
+    settle_ended = None
+    """The tracker of each connection settles its transactions, and repeats what was interrupted."""
+
     def __init__(self, tie: Tie, gate: FenceGate) -> None:
         self.tie, self.held, self.gate = tie, tie.held, gate
         self.is_aborted = False
@@ -194,9 +197,6 @@ class TiedDatabases:
             self.gate.confirm(connection, connection.alias)
         elif form and (transaction in self._not_admitted or transaction not in self.tie.open):
             self._enter_apart(connection, transaction)
-
-    def settle_ended(self) -> None:
-        """Do nothing: the tracker of each connection settles its transactions, and repeats what was interrupted."""
 
     def note_detached(self, runtime: Runtime) -> None:
         """Hold the lease no more in this context, if nothing needs it here.

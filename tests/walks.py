@@ -6,6 +6,7 @@ reader reads: the fewer, the sooner the path is understood.
 """
 
 import asyncio
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -128,6 +129,7 @@ def walks(url: str) -> dict[str, Callable[[], object]]:
 
 
 def main() -> None:
+    os.environ.setdefault("DJANGO_SETTINGS_MODULE", "tests.settings")
     server = servers.redis(Path(settings.TEST_DIRECTORY) / "walks")
     server.start()
     try:

@@ -245,6 +245,10 @@ class Tied(Protocol):
 
     tie: Tie
 
+    @property
+    def settle_ended(self) -> Callable[[], None] | None:
+        """Settles transactions whose end an interrupt has kept the integration from noticing; None: there are none."""
+
     def bind(self, database: Any, form: FenceForm, handle: TiedLease) -> None:
         """Tie the caller's open transactions to a new lease, and protect a database from now on."""
 
@@ -256,9 +260,6 @@ class Tied(Protocol):
 
     def begin_failed_exit(self, runtime: Runtime, handle: TiedLease) -> None:
         """Note that the block of a handle is about to be left with an error."""
-
-    def settle_ended(self) -> None:
-        """Settle the transactions that have ended although an interrupt has kept the integration from noticing."""
 
     def note_detached(self, runtime: Runtime) -> None:
         """Note that a handle was detached: forget the lease if nothing needs it."""
@@ -297,7 +298,7 @@ class TiedLease(LeaseView):
         tied, tie, held = self._tied, self._tied.tie, self._held
         held.ensure_own_process()
         try:
-            if tie.open:
+            if tie.open and tied.settle_ended is not None:
                 tied.settle_ended()
             if tie.detach(self) and held.ended is None:
                 if runtime is BLOCKING:

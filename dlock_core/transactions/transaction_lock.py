@@ -285,10 +285,9 @@ class LockAcquire:
     def _new_acquisition(self) -> Acquisition:
         """Return what is asked of the store, made when it is first needed."""
         if self.acquisition is None:
-            store = self.store
-            options = self.options.for_store(store.backend.capabilities, ttl=self.lock.ttl or store.ttl, wait=self.wait)
-            request = self._request(options)
-            self.acquisition = Acquisition(self.store_runtime, store.backend, request, options, since=self.since)
+            runtime, backend = self.store_runtime, self.backend
+            options = self.options.for_store(backend.capabilities, ttl=self.lock.ttl or self.store.ttl, wait=self.wait)
+            self.acquisition = Acquisition(runtime, backend, self._request(options), options, since=self.since)
         return self.acquisition
 
     def _request(self, options: LockOptions) -> AcquireRequest:
