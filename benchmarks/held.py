@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final
+from weakref import ref
 
 import redis
 import redis_lock
@@ -79,7 +80,7 @@ class Ours:
         for start in range(0, len(leases), watchdog.MAX_BATCH):
             held = [lease._held for lease in leases[start : start + watchdog.MAX_BATCH]]
             for one in held:
-                dog.unwatch(one)
+                one._renewal_bucket.discard(ref(one))
             dog._renew(held)
         assert not any(lease.lost for lease in leases)
 
@@ -197,11 +198,7 @@ def watched(server: Server, size: int, ttl: float, seconds: float) -> measure.Ro
     cpu, server_cpu = time.process_time() - cpu, measure.cpu_of([server.process.pid]) - server_cpu
     renewed = raw.commands().get("pexpire", 0)
     lost = sum(lease.lost for lease in leases)
-    dogs = sum(
-        thread.name == "dlock-watchdog"
-        for thread in threading.enumerate()
-        if thread is watchdog._watchdogs[backend].scheduler.thread
-    )
+    dogs = sum(thread.name == "dlock-watchdog" for thread in threading.enumerate())
     for lease in leases:
         lease.release()
     return {
