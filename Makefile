@@ -19,7 +19,7 @@ demo: $(VENV)/demo.stamp ## The race on SQLite and an embedded Redis: what goes 
 test: $(VENV)/test.stamp servers $(VENV)/mariadb.stamp ## All tests; as root on Debian, servers that are missing are installed first
 	$(BIN)/python -m pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder
 
-QUICK := core contract/test_memory.py contract/test_own_store.py \
+QUICK := core contract/test_memory.py contract/test_own_store.py scenarios/test_tie.py scenarios/test_fence_in_transaction.py \
 	$(foreach part,locks transactions fencing versions,django_dlock/test_$(part).py) $(foreach part,locks versions,sqla_dlock/test_$(part).py)
 quick: $(VENV)/test.stamp ## The tests that need no server: core, memory store, and on SQLite the heart of both integrations; a minute on two cores
 	DLOCK_TEST_QUICK=1 $(BIN)/python -m pytest --quiet --numprocesses 2 $(addprefix tests/,$(QUICK))

@@ -6,9 +6,8 @@ from typing import Any, Self
 
 from django.db import connections, transaction
 
-from dlock_core.runtime import BLOCKING, run
+from tests import databases
 from tests.django_dlock.sessions import rows, second_session
-from tests.waiting import INNODB_REFRESH_S, until
 
 WITHIN = 60.0
 
@@ -43,16 +42,8 @@ class Party:
         self.now(self._atomic.__exit__, RuntimeError, error, None)
 
 
-def is_held(store: Any, name: str = "order:42") -> bool:
-    """Whether anybody holds a lock, as its store sees it."""
-    return bool(run(store.inspect(BLOCKING, name))[0].holders)
-
-
-def wait_until_blocked(alias: str) -> None:
-    """Until some session waits for another's row lock, as the server sees it."""
+def until_blocked(alias: str) -> None:
+    """Wait until some session waits for a lock of another, as the server sees it."""
     with second_session(alias) as watcher:
-        if watcher.vendor == "postgresql":
-            question = "SELECT 1 FROM pg_locks WHERE NOT granted"
-        else:
-            question = "SELECT 1 FROM information_schema.innodb_trx WHERE trx_state = 'LOCK WAIT'"
-        until(lambda: rows(watcher, question), every=INNODB_REFRESH_S)
+        server = "mariadb" if watcher.vendor == "mysql" else watcher.vendor
+        databases.until_blocked(server, lambda sql: rows(watcher, sql))

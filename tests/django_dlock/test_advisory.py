@@ -23,7 +23,7 @@ from dlock_core.backends.advisory import TransactionBackend
 from dlock_core.backends.memory import MemoryBackend
 from dlock_core.runtime import BLOCKING, run
 from dlock_core.transactions.retry import DatabaseFailure, classify
-from tests.django_dlock.parties import wait_until_blocked
+from tests.django_dlock.parties import until_blocked
 from tests.django_dlock.sessions import add, committed, kill_session, rows, second_session, session_id
 from tests.processes import Link, worker
 from tests.testapp.models import Counter
@@ -97,7 +97,7 @@ def test_another_process_has_the_lock_as_soon_as_the_transaction_is_over(store, 
         token = holder.hear()
         assert not is_free(party)
         next_one = party().do(take_and_wait)
-        wait_until_blocked(PG)
+        until_blocked(PG)
         assert not next_one.done()
         if how == "kill":
             holder.kill()
@@ -252,7 +252,7 @@ def test_time_limit_of_the_transaction_is_its_own_again_after_a_wait(holder, par
         waiter.now(order(wait=0.05).acquire)
     assert waiter.now(sql, "SHOW lock_timeout") == [("7s",)]
     pending = waiter.do(order().acquire)
-    wait_until_blocked(PG)
+    until_blocked(PG)
     holder.rollback()
     pending.result(60)
     assert waiter.now(sql, "SHOW lock_timeout") == [("7s",)]
@@ -522,7 +522,7 @@ def test_refusal_names_the_holder_and_not_who_waits(holder, store, party):
     waiter, third = party(), party()
     waiter.begin(PG)
     pending = waiter.do(order().acquire)
-    wait_until_blocked(PG)
+    until_blocked(PG)
     pid = holder.now(session_id, PG)
     third.begin(PG)
     with pytest.raises(AcquireTimeout) as caught:
@@ -538,7 +538,7 @@ def test_holder_and_waiter_are_shown_by_name(holder, store, party):
     waiter = party()
     waiter.begin(PG)
     pending = waiter.do(order().acquire)
-    wait_until_blocked(PG)
+    until_blocked(PG)
     (state,) = [state for state in run(store.inspect(BLOCKING)) if state.name == "order:42"]
     assert [each.token > 0 for each in state.holders] == [True]
     assert len(state.waiters) == 1

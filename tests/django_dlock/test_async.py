@@ -19,8 +19,8 @@ from django_dlock.models import Fence
 from django_dlock.tie import current
 from dlock_core.backend import Released, RenewalFailure
 from tests.chaos import EverybodyIn
-from tests.django_dlock.parties import is_held
 from tests.django_dlock.sessions import committed
+from tests.leases import is_held
 from tests.testapp.models import Counter
 from tests.waiting import auntil, until
 

@@ -14,7 +14,7 @@ from django_dlock.fencing import RowFence
 from django_dlock.models import Fence
 from dlock_core.transactions.retry import DatabaseFailure, classify, is_conflict
 from tests.chaos import EverybodyIn
-from tests.django_dlock.parties import Party, wait_until_blocked
+from tests.django_dlock.parties import Party, until_blocked
 from tests.django_dlock.sessions import rows
 from tests.outcomes import give_up_waiting, outcome
 from tests.testapp.models import Counter, Crate, HeavyParcel, Parcel
@@ -149,7 +149,7 @@ def be_the_victim(alias, a, other):
     a.now(change, alias, "a")
     other.now(change, alias, "b")
     blocked = other.do(change, alias, "a")
-    wait_until_blocked(alias)
+    until_blocked(alias)
     assert classify(outcome(a.do(change, alias, "b"))) is DatabaseFailure.DEADLOCK
     blocked.result(30)
     other.rollback()
@@ -340,7 +340,7 @@ def test_newer_holder_of_a_row_that_does_not_exist_yet_reads_what_the_older_one_
     a.take(), b.take()
     assert a.start().result() == 0
     reading = b.start()
-    wait_until_blocked(alias)
+    until_blocked(alias)
     a.finish()
     seen = outcome(reading)
     assert seen == 1 or classify(seen) is DatabaseFailure.SERIALIZATION
@@ -355,7 +355,7 @@ def test_row_that_appears_while_a_holder_waits_in_the_table_guards_that_holder_t
     a.take(), b.take()
     assert a.start().result() == 0
     reading = b.start()
-    wait_until_blocked(alias)
+    until_blocked(alias)
     a.now(lambda: Parcel.objects.using(alias).create(pk=4711))
     a.finish()
     if is_postgresql_snapshot(alias):

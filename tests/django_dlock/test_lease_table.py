@@ -17,7 +17,8 @@ from django_dlock.errors import AcquireTimeout
 from dlock_core.backends.table.backend import TableBackend
 from dlock_core.runtime import BLOCKING, run
 from dlock_core.stores import connect
-from tests.django_dlock.parties import Party, is_held
+from tests.django_dlock.parties import Party
+from tests.leases import is_held
 from tests.testapp.models import Counter
 
 

@@ -32,11 +32,10 @@ from dlock_core.backend import Capabilities, RenewalFailure
 from dlock_core.backends.memory import MemoryBackend
 from dlock_core.leases.lease import LeaseState
 from tests.django_dlock import sessions
-from tests.django_dlock.parties import is_held
 from tests.django_dlock.sessions import add, committed, held_in_commit, rows
+from tests.leases import is_held, until_expired
 from tests.proxy import Proxy
 from tests.testapp.models import Counter
-from tests.waiting import until
 
 servers_only = pytest.mark.parametrize("database", ["postgresql", "mariadb"], indirect=True)
 postgresql_only = pytest.mark.parametrize("database", ["postgresql"], indirect=True)
@@ -61,11 +60,6 @@ def dlock_log(caplog):
 
 def order(database, **options):
     return lock("order", 42, using=database, **options)
-
-
-def expire(lease, store):
-    """Wait until a lease with a short ttl, that nobody renews, has run out for its holder and in its store."""
-    until(lambda: not (lease.remaining() or is_held(store)))
 
 
 # The block, without a transaction
@@ -204,7 +198,7 @@ def test_lost_lease_refuses_the_commit_of_a_transaction_on_another_database_that
     with suppress(LeaseLost), order(database, ttl=0.25, renew=False) as lease:
         with pytest.raises(LeaseLost), atomic("other"):
             add("other", "a")
-            expire(lease, store)
+            until_expired(lease, store)
         with pytest.raises(LeaseLost), atomic("other"):
             add("other", "b")
     assert committed("other") == set()
@@ -242,7 +236,7 @@ def test_lease_lost_is_rolled_back_on_every_database_that_has_not_committed(data
         with lock("order", 42, using="other", reentrant=True):
             add("other", "a")
         add(database, "a")
-        expire(lease, store)
+        until_expired(lease, store)
     assert committed(database) == set()
     assert committed("other") == set()
 
@@ -337,7 +331,7 @@ def test_test_cases_behave_like_production(database, store, in_testcase, base, f
         assert not is_held(store)
         with pytest.raises(LeaseLost), order(database, ttl=0.05, renew=False) as lease, atomic(database):
             add(database, "c")
-            expire(lease, store)
+            until_expired(lease, store)
         assert set(Counter.objects.using(database).values_list("name", flat=True)) == {"a", "b"}
 
     in_testcase(body, base)

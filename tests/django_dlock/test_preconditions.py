@@ -15,7 +15,7 @@ from django.views.generic import DetailView
 
 from django_dlock.preconditions import check_preconditions, conditional, etag_of
 from dlock_core.web.preconditions import entity_tag
-from tests.django_dlock.parties import wait_until_blocked
+from tests.django_dlock.parties import until_blocked
 from tests.testapp.models import Account, Article, ArticleProxy, Code, Draft, Shop
 
 pytestmark = pytest.mark.usefixtures("versions_from_1")
@@ -203,7 +203,7 @@ def test_row_lock_of_conditional_protects_what_checks_nothing_itself(database, p
     other.now(lambda: Article.objects.using(database).filter(pk=article.pk).update(reads=7))
     with ThreadPoolExecutor(1) as client:
         waiting = client.submit(put_once, f"/{database}/{article.pk}", etag_of(article), database)
-        wait_until_blocked(database)  # it compares under the lock, so not before the other has committed
+        until_blocked(database)  # it compares under the lock, so not before the other has committed
         other.commit()
         assert waiting.result(60) == 412
     article.refresh_from_db()

@@ -20,10 +20,10 @@ from django_dlock.row_sql import _waiting_on_mysql, waiting
 from django_dlock.rows import _copied
 from dlock_core import errors as core
 from dlock_core.transactions.retry import DatabaseFailure, classify
+from tests.django_dlock.parties import until_blocked
 from tests.django_dlock.sessions import rows, second_session
 from tests.mysql_server import MYSQLD, mariadb_only
 from tests.testapp.models import Account, ColdStock, Counter, Delivery, Job, Stock, Team
-from tests.waiting import INNODB_REFRESH_S, until
 
 with_row_locks = pytest.mark.parametrize("database", ["postgresql", "mariadb"], indirect=True)
 on_postgresql = pytest.mark.parametrize("database", ["postgresql"], indirect=True)
@@ -124,21 +124,12 @@ def test_waiter_reads_the_row_as_the_first_has_left_it(stock, database):
     waiter = threading.Thread(target=second)
     with Stock.locked_row(stock.pk, using=database) as row:
         waiter.start()
-        wait_until_somebody_waits(database)
+        until_blocked(database)
         row.pieces = 4
         row.save()
         assert found == []
     waiter.join(30)
     assert found == [4]
-
-
-def wait_until_somebody_waits(alias: str) -> None:
-    waiters = {
-        "postgresql": "SELECT count(*) FROM pg_locks WHERE NOT granted",
-        "mysql": "SELECT count(*) FROM information_schema.innodb_trx WHERE trx_state = 'LOCK WAIT'",
-    }
-    with second_session(alias) as watcher:
-        until(lambda: rows(watcher, waiters[watcher.vendor]) != [(0,)], every=INNODB_REFRESH_S)
 
 
 @with_row_locks

@@ -18,7 +18,8 @@ from dlock_core.errors import BackendUnavailable
 from dlock_core.runtime import BLOCKING, run
 from dlock_core.stores import force_release
 from dlock_core.testing.contract.observed import Observed
-from tests.django_dlock.parties import WITHIN, is_held
+from tests.django_dlock.parties import WITHIN
+from tests.leases import is_held
 from tests.testapp.models import Counter
 
 

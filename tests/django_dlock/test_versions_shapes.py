@@ -16,7 +16,7 @@ from django.test.utils import CaptureQueriesContext
 
 from django_dlock.errors import StaleObject
 from django_dlock.preconditions import etag_of
-from tests.django_dlock.parties import Party, wait_until_blocked
+from tests.django_dlock.parties import Party, until_blocked
 from tests.testapp.models import Account, Article, Code, Counter, Job, Member, Person, Place, Shop, Team
 
 
@@ -221,7 +221,7 @@ def test_bulk_update_loses_no_change_that_is_made_while_it_waits(database, shape
     for obj in objs:
         setattr(obj, name, "mine")
     writing = mine.do(rows.bulk_update, objs, [name])
-    wait_until_blocked(database)
+    until_blocked(database)
     other.commit()
     with pytest.raises(StaleObject) as caught:
         writing.result(60)

@@ -26,7 +26,7 @@ from django_dlock.models import Fence
 from django_dlock.tie import current
 from dlock_core.leases.lock import Lock as CoreLock
 from dlock_core.runtime import BLOCKING, run
-from tests.django_dlock.parties import is_held
+from tests.leases import is_held
 from tests.testapp.models import Counter
 from tests.waiting import until
 

@@ -12,7 +12,6 @@ from dlock_core.errors import LeaseLost
 from sqla_dlock import fencing, lock
 from tests.sqla_dlock.engines import URLS, begin_immediate
 from tests.sqla_dlock.models import Counter
-from tests.waiting import INNODB_REFRESH_S, until
 
 WITHIN = 60.0
 
@@ -114,16 +113,6 @@ def fences(engine: Engine) -> list[tuple[str, int]]:
     with engine.connect() as connection:
         found = connection.execute(select(fencing.table.c.name, fencing.table.c.token).order_by("name"))
         return [tuple(row) for row in found]
-
-
-def wait_until_blocked(engine: Engine) -> None:
-    """Until some session waits for another's row lock, as the server sees it."""
-    with engine.connect().execution_options(isolation_level="AUTOCOMMIT") as watcher:
-        if engine.dialect.name == "postgresql":
-            question = "SELECT 1 FROM pg_locks WHERE NOT granted"
-        else:
-            question = "SELECT 1 FROM information_schema.innodb_trx WHERE trx_state = 'LOCK WAIT'"
-        until(lambda: watcher.exec_driver_sql(question).first(), every=INNODB_REFRESH_S)
 
 
 def set_timeout(engine: Engine) -> None:

@@ -16,9 +16,9 @@ from sqla_dlock import stores
 from sqla_dlock.fencing import metadata as fence_metadata
 from sqla_dlock.versions import mapping
 from tests.conftest import give_up
+from tests.leases import events
 from tests.servers import Server
 from tests.sqla_dlock.engines import ASYNC, SYNC, missing_driver, new_async_engine, new_engine, server_of
-from tests.sqla_dlock.leases import events
 from tests.sqla_dlock.models import Base
 from tests.sqla_dlock.sessions import run_sql
 

@@ -1,38 +1,9 @@
-"""Leases in tests: who holds what, as the store sees it, and what happened in which order."""
+"""The journal of a test: COMMIT and ROLLBACK between what happens to leases (`tests.leases.events`)."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 from sqlalchemy import Engine
-
-from dlock_core.observability import hooks
-from dlock_core.runtime import BLOCKING, run
-from tests.waiting import until
-
-
-def is_held(store: Any, name: str = "order:42") -> bool:
-    return bool(run(store.inspect(BLOCKING, name))[0].holders)
-
-
-def expire(lease: Any, store: Any) -> None:
-    """Wait until a lease with a short ttl, that nobody renews, has run out for its holder and in its store."""
-    until(lambda: not (lease.remaining() or is_held(store)))
-
-
-@contextmanager
-def events() -> Iterator[list[str]]:
-    """What happens to leases: "acquired order:42", "released order:42", "lost order:42"."""
-    entries: list[str] = []
-
-    def hear(event: hooks.Event) -> None:
-        entries.append(f"{event.kind} {event.name}")
-
-    hooks.subscribe(hear)
-    try:
-        yield entries
-    finally:
-        hooks.unsubscribe(hear)
 
 
 def note_ends(engine: Engine, journal: list[str]) -> None:

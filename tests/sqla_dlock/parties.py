@@ -11,19 +11,13 @@ from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession
 from sqlalchemy.orm import Session
 
 from dlock_core.transactions.retry import DatabaseFailure, classify
+from tests import databases
 from tests.mysql_server import MYSQLD
 from tests.sqla_dlock.engines import server_of
-from tests.waiting import INNODB_REFRESH_S, until
 
 T = TypeVar("T")
 
 SHARE = {"postgresql": "FOR SHARE", "mariadb": "FOR SHARE" if MYSQLD else "LOCK IN SHARE MODE"}
-WAITERS = {
-    "postgresql": "SELECT count(*) FROM pg_locks WHERE NOT granted",
-    # innodb_trx would show what was there when nobody had asked for 0.1 s
-    "mariadb": f"SELECT variable_value FROM {'performance' if MYSQLD else 'information'}_schema.global_status "
-    "WHERE variable_name = 'INNODB_ROW_LOCK_CURRENT_WAITS'",
-}
 
 
 class Party:
@@ -74,13 +68,18 @@ class Party:
     def share(self) -> str:
         return SHARE[self.server]
 
-    async def until_somebody_waits(self) -> None:
-        await asyncio.to_thread(self._until_somebody_waits)
+    async def until_blocked(self) -> None:
+        await asyncio.to_thread(self._until_blocked)
 
-    def _until_somebody_waits(self) -> None:
-        with self.others.connect().execution_options(isolation_level="AUTOCOMMIT") as watcher:
-            # MariaDB shows its counters as texts, and "0" is true.
-            until(lambda: int(watcher.exec_driver_sql(WAITERS[self.server]).scalar_one()), every=INNODB_REFRESH_S)
+    def _until_blocked(self) -> None:
+        until_blocked(self.others)
+
+
+def until_blocked(engine: Engine) -> None:
+    """Wait until some session waits for a lock of another, as the server sees it."""
+    with engine.connect().execution_options(isolation_level="AUTOCOMMIT") as watcher:
+        server = "postgresql" if engine.dialect.name == "postgresql" else "mariadb"
+        databases.until_blocked(server, lambda sql: [tuple(row) for row in watcher.exec_driver_sql(sql)])
 
 
 def lock_there(other: Connection, row: Any, clause: str = "FOR UPDATE", table: str | None = None) -> None:

@@ -73,7 +73,7 @@ def is_free(engine: Engine, order: Callable[..., Any]) -> Callable[..., bool]:
     return ask
 
 
-def wait_until_blocked(engine: Engine) -> None:
+def until_blocked(engine: Engine) -> None:
     until(lambda: committed(engine, WAITING))
 
 
@@ -95,7 +95,7 @@ def test_another_process_has_the_lock_as_soon_as_the_transaction_is_over(session
         token = holder.hear()
         assert not is_free()
         next_one = thread.submit(lambda: order(session).acquire().token)
-        wait_until_blocked(engine)
+        until_blocked(engine)
         if how == "kill":
             holder.kill()
         else:
@@ -238,7 +238,7 @@ def test_time_limit_of_the_transaction_is_its_own_again_after_a_wait(engine, ses
     session.execute(text("SET LOCAL lock_timeout = '7s'"))
     with ThreadPoolExecutor(1) as thread:
         pending = thread.submit(order(session).acquire)
-        wait_until_blocked(engine)
+        until_blocked(engine)
         holder.commit()
         pending.result(60)
     assert session.scalar(text("SHOW lock_timeout")) == "7s"
@@ -361,8 +361,8 @@ def aorder(session: AsyncSession, store: Store, **options: Any) -> Any:
     return alock(session, "order", 42, store=store, **options)
 
 
-async def until_blocked(engine: Engine) -> None:
-    await asyncio.to_thread(wait_until_blocked, engine)
+async def auntil_blocked(engine: Engine) -> None:
+    await asyncio.to_thread(until_blocked, engine)
 
 
 async def test_next_task_has_the_lock_as_soon_as_the_transaction_is_over(engine, async_engine, async_store):
@@ -372,7 +372,7 @@ async def test_next_task_has_the_lock_as_soon_as_the_transaction_is_over(engine,
         aorder(first, async_store) as lease,
     ):
         next_one = asyncio.create_task(aorder(second, async_store).acquire())
-        await until_blocked(engine)
+        await auntil_blocked(engine)
         await first.commit()
         assert (await next_one).token > lease.token
 
@@ -401,7 +401,7 @@ async def test_cancelled_waiter_leaves_its_place(engine, async_engine, async_sto
     async with AsyncSession(async_engine) as first, AsyncSession(async_engine) as second:
         await aorder(first, async_store).acquire()
         waiter = asyncio.create_task(aorder(second, async_store, wait=None).acquire())
-        await until_blocked(engine)
+        await auntil_blocked(engine)
         waiter.cancel()
         with pytest.raises(asyncio.CancelledError):
             await waiter

@@ -14,6 +14,7 @@ from sqlalchemy.orm import Session
 from dlock_core.errors import NotSupported, StaleToken
 from sqla_dlock import fencing, lock
 from tests.chaos import EverybodyIn
+from tests.leases import is_held
 from tests.mysql_server import DIALECT
 from tests.sqla_dlock.adders import (
     Adder,
@@ -22,10 +23,9 @@ from tests.sqla_dlock.adders import (
     fences,
     isolated,
     value,
-    wait_until_blocked,
 )
-from tests.sqla_dlock.leases import is_held
 from tests.sqla_dlock.models import Counter, Delivery, Stock
+from tests.sqla_dlock.parties import until_blocked
 
 SERVERS = [
     ("psycopg2", "read committed"),
@@ -406,7 +406,7 @@ def test_lease_is_renewed_while_its_admit_waits(engine, store):
     with engine.connect() as other, other.begin() as blocking, concurrent.futures.ThreadPoolExecutor(1) as pool:
         other.execute(update(fencing.table).values(s_token=0))
         working = pool.submit(worker)
-        wait_until_blocked(engine)
+        until_blocked(engine)
         assert not lost.wait(1.0)
         blocking.rollback()
         working.result(30)

@@ -13,9 +13,10 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from dlock_core.errors import NotSupported, StaleToken
 from sqla_dlock import alock, fencing, lock
 from tests.chaos import EverybodyIn
-from tests.sqla_dlock.adders import add_counter, add_fence, fences, value, wait_until_blocked
-from tests.sqla_dlock.leases import is_held
+from tests.leases import is_held
+from tests.sqla_dlock.adders import add_counter, add_fence, fences, value
 from tests.sqla_dlock.models import Counter, Delivery, Letter, Parcel, Ticket
+from tests.sqla_dlock.parties import until_blocked
 from tests.waiting import INNODB_REFRESH_S, auntil, until
 
 FORMS = ["transaction", "lease"]
@@ -37,8 +38,8 @@ def broken():
     return EverybodyIn()
 
 
-async def until_blocked(others):
-    await asyncio.wait_for(asyncio.to_thread(wait_until_blocked, others), WITHIN)
+async def auntil_blocked(others):
+    await asyncio.wait_for(asyncio.to_thread(until_blocked, others), WITHIN)
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -143,7 +144,7 @@ async def test_task_cancelled_while_its_admit_waits_leaves_no_lease_and_no_trans
     with blocked_fence(others):
         task = asyncio.create_task(work())
         await auntil(lambda: is_held(store))  # MariaDB may still show a waiter of the test before
-        await until_blocked(others)
+        await auntil_blocked(others)
         await cancelled(task)
         assert not is_held(store)
     await asyncio.wait_for(asyncio.to_thread(until_no_transaction, others), WITHIN)
@@ -159,7 +160,7 @@ async def test_transaction_that_swallows_the_cancellation_of_its_admit_is_not_co
     async with AsyncSession(async_engine) as session, alock(session, "order", 42):
         with blocked_fence(others):
             task = asyncio.create_task(session.execute(update(Counter).values(value=1)))
-            await until_blocked(others)
+            await auntil_blocked(others)
             await cancelled(task)
         with contextlib.suppress(Exception):
             await session.execute(update(Counter).values(value=2))

@@ -21,9 +21,9 @@ from tests.sqla_dlock.adders import (
     set_timeout,
     timeout,
     value,
-    wait_until_blocked,
 )
 from tests.sqla_dlock.models import HeavyParcel, Letter, LightParcel, Parcel, Stamp, Ticket, Tray
+from tests.sqla_dlock.parties import until_blocked
 from tests.sqla_dlock.test_fencing import EVERY, FORMS, ONCE, SERVERS, levels
 
 
@@ -212,7 +212,7 @@ def test_newer_holder_of_a_row_that_does_not_exist_yet_reads_what_the_older_one_
         a.take(), b.take()
         assert a.start().result() == 0
         reading = b.start()
-        wait_until_blocked(engine)
+        until_blocked(engine)
         a.finish()
         seen = outcome(reading)
         assert seen == 1 or classify(seen) is DatabaseFailure.SERIALIZATION
@@ -228,7 +228,7 @@ def test_row_that_appears_while_a_holder_waits_in_the_table_guards_that_holder_t
         a.take(), b.take()
         assert a.start().result() == 0
         reading = b.start()
-        wait_until_blocked(engine)
+        until_blocked(engine)
         a.now(a.session.add, Parcel(id=4711))
         a.finish()
         if isinstance(seen := outcome(reading), Exception):

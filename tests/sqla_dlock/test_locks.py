@@ -23,11 +23,11 @@ from dlock_core.stores import Store, connect
 from sqla_dlock import configure, lock, stores
 from sqla_dlock.tie import current
 from tests.chaos import EverybodyIn
+from tests.leases import is_held, until_expired
 from tests.mysql_server import DIALECT
 from tests.proxy import Proxy
 from tests.servers import free_port
 from tests.sqla_dlock.engines import begin_immediate
-from tests.sqla_dlock.leases import expire, is_held
 from tests.sqla_dlock.models import Base, Counter
 from tests.sqla_dlock.sessions import committed, kill_session, session_id
 
@@ -224,7 +224,7 @@ def test_lease_lost_is_rolled_back_on_every_database(engine, second_engine, stor
             session.execute(
                 text("INSERT INTO counter (name, value) VALUES ('b', 0)"), bind_arguments={"bind": second_engine}
             )
-            expire(lease, store)
+            until_expired(lease, store)
         session.commit()
     assert names(engine) == set()
     assert names(second_engine) == set()
@@ -246,7 +246,7 @@ def test_lease_lost_after_a_savepoint_without_a_statement_rolls_back(engine, ses
         with session.begin_nested():
             pass
         add(session, "a")
-        expire(lease, store)
+        until_expired(lease, store)
     with pytest.raises(LeaseLost):
         session.commit()
     session.rollback()
@@ -263,7 +263,7 @@ def test_engine_that_was_disposed_of_is_still_protected(engine, session, store):
 
 def test_refusal_that_the_program_swallows_still_refuses_the_commit(engine, session, store):
     with order(session, ttl=0.25, renew=False) as lease:
-        expire(lease, store)
+        until_expired(lease, store)
         with pytest.raises(LeaseLost):
             session.execute(text("SELECT 1"))
         with pytest.raises(LeaseLost):
@@ -438,7 +438,7 @@ def test_lease_lost_inside_a_test_is_refused_as_in_production(engine, store):
         with Session(connection, join_transaction_mode="create_savepoint") as session:
             with order(session, ttl=0.25, renew=False) as lease:
                 add(session, "a")
-                expire(lease, store)
+                until_expired(lease, store)
             with pytest.raises(LeaseLost):
                 session.commit()
         assert not connection.scalars(text("SELECT name FROM counter")).all()

@@ -15,10 +15,10 @@ from dlock_core.runtime import BLOCKING, run
 from dlock_core.stores import connect
 from sqla_dlock import alock, lock
 from sqla_dlock.tie import current
+from tests.leases import events, is_held
 from tests.mysql_server import DIALECT
 from tests.proxy import Proxy
 from tests.servers import free_port
-from tests.sqla_dlock.leases import events, is_held
 from tests.sqla_dlock.models import Counter
 from tests.waiting import auntil
 

@@ -95,7 +95,7 @@ async def test_waiter_reads_the_row_as_the_first_has_left_it(stock, party):
     with party.others.connect() as first, first.begin():
         lock_there(first, stock)
         waiter = asyncio.create_task(party.transact(second))
-        await party.until_somebody_waits()
+        await party.until_blocked()
         first.execute(text("UPDATE stock SET pieces = 4"))
         assert not waiter.done()
         first.commit()
@@ -926,7 +926,7 @@ async def test_cancelled_waiter_leaves_nothing_locked(stock, party):
     with party.other_transaction() as other:
         lock_there(other, stock)
         waiter = asyncio.create_task(party.transact(lambda session: lock_row(session, Stock, stock.id)))
-        await party.until_somebody_waits()
+        await party.until_blocked()
         waiter.cancel()
         with pytest.raises(asyncio.CancelledError):
             await waiter

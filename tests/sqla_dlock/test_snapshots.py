@@ -7,8 +7,8 @@ from sqlalchemy.orm import Session
 
 from dlock_core.errors import SnapshotTooOld
 from sqla_dlock import alock, lock
+from tests.leases import is_held
 from tests.sqla_dlock.adders import add_counter, isolated, value
-from tests.sqla_dlock.leases import is_held
 from tests.sqla_dlock.models import Counter
 
 OLD = [

@@ -11,7 +11,7 @@ from dlock_core.errors import AcquireTimeout, LeaseLost
 from dlock_core.stores import Store
 from sqla_dlock import alock, lock, stores
 from sqla_dlock.tie import current
-from tests.sqla_dlock.leases import is_held
+from tests.leases import is_held
 from tests.sqla_dlock.models import Counter
 from tests.waiting import auntil
 
