@@ -146,13 +146,11 @@ class Lock(TiedLock, BlockExit, AsyncBlockExit):
         RowLocked, when a newer or a paused older holder stands in the way at the fence.
         """
         _refuse_in_loop()
-        lease: Lease = self._new_acquire(BLOCKING).hold_in_thread()
-        return lease
+        return self._new_acquire(BLOCKING).hold_in_thread()  # type: ignore[no-any-return]
 
     async def aacquire(self) -> Lease:
         """See `acquire`. The transaction itself runs in one function called through `sync_to_async`."""
-        lease: Lease = await self._new_acquire(DJANGO_ASYNCIO).hold()
-        return lease
+        return await self._new_acquire(DJANGO_ASYNCIO).hold()  # type: ignore[no-any-return]
 
     def __enter__(self) -> Lease:
         _refuse_in_loop()

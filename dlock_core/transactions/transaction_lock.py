@@ -218,15 +218,18 @@ class LockAcquire:
         try:
             await self.acquire()
             await self.bind()
-            if enter is None:
-                self.keep()
-            else:
-                enter(self.lease)
+            return self._hand_out(enter)
         except BaseException as error:
             await self.runtime.shield(self.undo())
             if isinstance(error, DLockError):
                 reraise(error, self.own_error)
             raise
+
+    def _hand_out(self, enter: Callable[[Any], object] | None) -> Any:
+        if enter is None:
+            self.keep()
+        else:
+            enter(self.lease)
         return self.lease
 
     async def acquire(self) -> None:
