@@ -90,6 +90,7 @@ class LeaseRecord:
         "__weakref__",
         "_callback_thread",
         "_is_abandoned",
+        "_is_left",
         "_is_loss_untold",
         "_on_lost",
         "_release_requests",
@@ -129,6 +130,8 @@ class LeaseRecord:
         self.ended: Released | None = None
         self.loss_reason, self.renewal_trouble = "", "it ran out before it was renewed"
         self._is_abandoned, self._release_requests, self._was_released_in_time = False, 0, False
+        self._is_left = False
+        """Its last handle has left, so that it is about to be released."""
         self._on_lost = on_lost
         self._is_loss_untold = True
         """Deleted by the thread that tells of the loss: deleting an attribute succeeds only once."""
@@ -166,8 +169,8 @@ class LeaseRecord:
         return self.ended is None and self.remaining() == 0.0
 
     def is_joinable(self) -> bool:
-        """Return whether the lease surely holds, and the store was not asked to release it."""
-        return not self._release_requests and self.remaining() > 0.0
+        """Return whether the lease surely holds, and no handle has begun to release it."""
+        return not self._is_left and not self._release_requests and self.remaining() > 0.0
 
     def ensure(self) -> None:
         """Raise LeaseLost unless the lease surely holds."""
@@ -203,7 +206,14 @@ class LeaseRecord:
         if self.pid != os.getpid():
             self.ensure_own_process()
         self.handles.discard(id(handle))
-        return not self.handles and self.ended is None
+        if self.handles or self.ended is not None:
+            return False
+        # A handle that joins meets this, or is met below, or both: it asks `is_joinable` once more after it has joined.
+        self._is_left = True
+        if self.handles:
+            self._is_left = False
+            return False
+        return True
 
     def note_collected(self, handle: object) -> bool:
         """Count a handle no more that is thrown away, perhaps by the garbage collector; returns whether it counted."""

@@ -390,6 +390,9 @@ class _Lock:
                 held_by_caller[key] = held
             lease = kind(held, key)
             held.join(lease)
+            if acquisition is None and not held.is_joinable():  # Another thread has just released it.
+                await lease._end(runtime)
+                return await self._hold(runtime, caller, kind, once=once, enters=enters)
             if enters:
                 self._blocks.enter(caller, lease)
         except BaseException:

@@ -13,6 +13,8 @@ import pytest
 
 from dlock_core import AlreadyHeld, AsyncLock, BackendUnavailable, LeaseLost, Lock, MultiLock, Released
 from dlock_core.backend import Capabilities
+from dlock_core.leases.lease import LeaseRecord
+from dlock_core.leases.lock import LeaseHandle
 from dlock_core.testing import MemoryBackend
 from tests.waiting import auntil
 
@@ -39,6 +41,52 @@ def test_thread_that_got_the_number_of_an_ended_one_is_another_caller(store: Mem
     assert len({lease.holder for lease in leases}) == 20
     for lease in leases:
         lease.release()
+
+
+def test_lease_that_another_thread_releases_while_it_is_joined_is_acquired_anew(
+    store: MemoryBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lock, join = Lock(store, "a", reentrant=True), LeaseRecord.join
+    released = [lock.acquire()]
+
+    def join_late(record: LeaseRecord, handle: object) -> None:
+        if released[0].remaining():
+            in_thread(released[0].release)
+        join(record, handle)
+
+    monkeypatch.setattr(LeaseRecord, "join", join_late)
+    with lock as lease:
+        assert lease.remaining() > 0
+        assert lease.token > released[0].token
+
+
+def test_lease_whose_last_handle_has_left_is_joined_no_more(store: MemoryBackend) -> None:
+    """Its release is about to be sent, perhaps by another thread."""
+    lease = Lock(store, "a").acquire()
+    record = lease._held
+    assert record.leave(lease)
+    assert not record.is_joinable()
+    lease.release()
+
+
+def test_lease_that_is_joined_while_its_last_handle_leaves_is_not_released(store: MemoryBackend) -> None:
+    first = Lock(store, "a").acquire()
+    record, second = first._held, LeaseHandle(first._held, first._key)
+
+    class JoinedAfterTheFirstLook(set[int]):
+        looks = 0
+
+        def __len__(self) -> int:
+            found, self.looks = super().__len__(), self.looks + 1
+            if self.looks == 1:
+                record.join(second)
+            return found
+
+    record.handles = JoinedAfterTheFirstLook({id(first)})
+    assert not record.leave(first)
+    assert record.is_joinable()
+    assert record.leave(second)
+    first.release()
 
 
 def test_blocks_of_one_lock_object_in_many_threads_do_not_mix(store: MemoryBackend) -> None:
