@@ -25,7 +25,8 @@ def test_commands_are_packed_alike_with_and_without_hiredis(command: Any, monkey
 def test_time_limit_of_a_request_holds_on_a_connection_that_was_idle() -> None:
     """A first request with a short limit, such as a renewal's, must not shorten that of all later ones."""
     ours, servers = socket.socketpair()
-    connection: Any = redis.Connection(socket_timeout=0.05, parser_class=_RESP2Parser)  # Looks as redis-py 6 and 7 do.
+    kind: Any = redis.Connection
+    connection = kind(socket_timeout=0.05, parser_class=_RESP2Parser)  # It looks as redis-py 6 and 7 do.
     connection._sock, connection.dlock_limit = ours, None
     connection._parser.on_connect(connection)
     limits = []
