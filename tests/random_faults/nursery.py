@@ -16,11 +16,11 @@ ROOT: Final = Path(__file__).parents[2]
 PRELOADED: Final = ["tests.random_faults.preloaded"]
 SET_PARENT_DEATH_SIGNAL: Final = 1
 _context: Final = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(PRELOADED)
 
 
 def start(module: str, log: Path, *arguments: str) -> BaseProcess:
     """Call `main(*arguments)` of a module in a new process, which writes what it prints to a log."""
+    _context.set_forkserver_preload(PRELOADED)
     process = _context.Process(target=_begin, args=(module, str(log), arguments))
     process.start()
     return process
