@@ -16,6 +16,7 @@ from tests.random_faults.world import World
 from tests.servers import Server
 from tests.soak.report import Report
 from tests.soak.server_samples import sampled
+from tests.soak.slopes import WARM_UP
 from tests.soak.worker import KINDS, PARTIES
 
 SAMPLES: Final = 120
@@ -58,7 +59,7 @@ class Soak:
     def _start_workers(self) -> None:
         config = self.world.config()
         config |= {"used": self.world.stores, "rate": self.rate, "parties": len(KINDS) * PARTIES, "every": self.every_s}
-        config["leak"] = self.leak
+        config |= {"leak": self.leak, "warm_until": time.monotonic() + WARM_UP * self.minutes * 60}
         path = self.directory / "config.json"
         path.write_text(json.dumps(config))
         for kind in KINDS:

@@ -29,6 +29,7 @@ KINDS: Final = ("django", "django-async", "sqla", "sqla-asyncpg", "core", "core-
 PARTIES: Final = 2
 """Threads or tasks in each process."""
 PAGE: Final = os.sysconf("SC_PAGE_SIZE")
+WARM_UP_FACTOR: Final = 4
 NEW_NAME_RATE: Final = 0.5
 """How many sections of the core take a name that nobody has ever used, as strangers may who choose the names."""
 
@@ -51,11 +52,14 @@ class Pace:
 
     period_s: float
     due: float
+    warm_until: float
+    """Until then there are WARM_UP_FACTOR times as many, so that pools and caches are full when the samples count."""
 
     def left(self) -> float:
         """Return the seconds until the next section begins."""
         now = time.monotonic()
-        self.due = max(self.due + self.period_s, now)
+        period_s = self.period_s / WARM_UP_FACTOR if now < self.warm_until else self.period_s
+        self.due = max(self.due + period_s, now)
         return self.due - now
 
 
@@ -81,7 +85,8 @@ class Worker:
 
     def pace(self, party: int) -> Pace:
         period = self.config["parties"] / self.config["rate"]
-        return Pace(period, time.monotonic() + random.Random(f"{self.name} {party}").random() * period)
+        begin = time.monotonic() + random.Random(f"{self.name} {party}").random() * period
+        return Pace(period, begin, warm_until=self.config["warm_until"])
 
     def next_attempt(self, chooser: Chooser) -> Attempt | None:
         is_core = self.kind.startswith("core")
