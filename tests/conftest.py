@@ -33,8 +33,8 @@ SERVER_WORDS = ("redis", "postgresql", "psycopg", "asyncpg", "mariadb", "mysql",
 """In the parameters of a test: it asks for the server of that name or driver."""
 
 LONG: Final = (
-    "django_dlock/test_interrupts.py", "sqla_dlock/test_interrupts.py", "sqla_dlock/test_fencing_processes.py",
-    "acceptance/test_sqla_race.py", "faults/test_growth.py", "django_dlock/test_fencing_processes.py", "test_model.py",
+    "django_dlock/test_interrupts.py", "sqla_dlock/test_interrupts.py", "scenarios/test_fence_processes.py",
+    "acceptance/test_sqla_race.py", "faults/test_growth.py", "test_model.py",
     "faults/test_forgotten_stores.py", "acceptance/test_live_race.py", "faults/test_history.py",
     "sqla_dlock/test_versions_model.py", "acceptance/test_race.py", "faults/test_zookeeper.py", "core/test_interrupted.py",
     "faults/etcd/test_cluster.py", "faults/test_advisory.py", "faults/test_deaths.py", "inspect/test_deadlocks.py",
