@@ -359,7 +359,7 @@ class _Lock:
         if unknown:
             raise unknown_option(unknown, LockOptions._fields)
         can, self._blocks = backend.capabilities, Blocks()
-        self._options = options = LockOptions.checked(ttl, wait, shared, renew, reentrant, fair, on_lost).for_store(can)
+        options = LockOptions.checked(ttl, wait, shared, renew, reentrant, fair, on_lost).for_store(can)
         self.ttl, self.wait, self.shared, self.renew, self.reentrant, self.fair, self.on_lost = options
         if not isinstance(name, str):
             raise TypeError(f"a lock's name is text, not {type(name).__name__}: {name!r:.80}; MultiLock takes several")
@@ -382,8 +382,11 @@ class _Lock:
         held = self._joined(key)
         try:
             if held is None:
-                request = new_request(self.name, self._options, queue=not once)
-                acquisition = Acquisition(runtime, self.backend, request, self._options)
+                options = LockOptions(
+                    self.ttl, self.wait, self.shared, self.renew, self.reentrant, self.fair, self.on_lost
+                )
+                request = new_request(self.name, options, queue=not once)
+                acquisition = Acquisition(runtime, self.backend, request, options)
                 held = await (acquisition.run() if once else acquisition.acquire())
                 if held is None:
                     return None
@@ -409,7 +412,7 @@ class _Lock:
         held = held_by_caller.get(key)
         if held is None or not held.is_joinable():
             return None
-        if not self._options.reentrant or (held.request.shared and not self._options.shared):
+        if not self.reentrant or (held.request.shared and not self.shared):
             raise AlreadyHeld(self.name)
         return held
 

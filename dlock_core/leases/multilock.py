@@ -233,26 +233,26 @@ class _MultiLock:
         self.names = tuple(sorted({canonical(name) for name in names}))
         if not self.names:
             raise ValueError("a MultiLock needs at least one name")
-        self.backend, self._options = backend, options.for_store(backend.capabilities)
-        self.ttl, self.wait, self.shared, *_ = self._options
+        self.backend = backend
+        self.ttl, self.wait, self.shared, *_ = options.for_store(backend.capabilities)
         self._blocks = Blocks()
 
-    def _requests(self, caller: Hashable) -> list[AcquireRequest]:
+    def _requests(self, caller: Hashable, options: LockOptions) -> list[AcquireRequest]:
         for name in self.names:
             held = held_by_caller.get(key_of(caller, self.backend, name))
             if held is not None and held.is_joinable():
                 raise AlreadyHeld(name)
-        return [new_request(name, self._options) for name in self.names]
+        return [new_request(name, options) for name in self.names]
 
     async def _hold(self, runtime: Runtime, caller: Hashable, kind: type[L], *, enters: bool = False) -> L:
         """Acquire all; `enters` a `with` block. See `Lock._hold` for what happens when it is interrupted.
 
         Raises LeaseLost when one is lost while the others are waited for.
         """
-        since, lease = runtime.now(), None
+        since, lease, options = runtime.now(), None, LockOptions(self.ttl, self.wait, self.shared)
         acquisitions = [
-            Acquisition(runtime, self.backend, request, self._options, since=since)
-            for request in self._requests(caller)
+            Acquisition(runtime, self.backend, request, options, since=since)
+            for request in self._requests(caller, options)
         ]
 
         async def hand_out() -> L:
@@ -268,7 +268,7 @@ class _MultiLock:
             return self._blocks.enter(caller, lease) if enters else lease
 
         try:
-            return await acquire_all(runtime, acquisitions, deadline(since, self._options.wait), hand_out)
+            return await acquire_all(runtime, acquisitions, deadline(since, options.wait), hand_out)
         except BaseException:
             if lease is not None:
                 for handle in lease:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from dlock_core import AlreadyHeld, AsyncLock, BackendUnavailable, LeaseLost, Lock, MultiLock, Released
+from dlock_core import AcquireTimeout, AlreadyHeld, AsyncLock, BackendUnavailable, LeaseLost, Lock, MultiLock, Released
 from dlock_core.backend import Capabilities
 from dlock_core.leases.lease import LeaseRecord
 from dlock_core.leases.lock import LeaseHandle
@@ -41,6 +41,17 @@ def test_thread_that_got_the_number_of_an_ended_one_is_another_caller(store: Mem
     assert len({lease.holder for lease in leases}) == 20
     for lease in leases:
         lease.release()
+
+
+def test_option_that_is_assigned_to_a_lock_holds_for_its_next_acquire(store: MemoryBackend) -> None:
+    lock, several = Lock(store, "a", wait=None), MultiLock(store, ["b", "c"], wait=None)
+    lock.wait, lock.ttl, several.wait, several.ttl = 0, 500.0, 0, 500.0
+    with lock as lease, several as leases:
+        assert lease.remaining() > 400
+        assert leases.remaining() > 400
+        for taken in (lock, several):
+            with ThreadPoolExecutor() as threads, pytest.raises(AcquireTimeout):
+                threads.submit(taken.acquire).result(30)
 
 
 def test_lease_that_another_thread_releases_while_it_is_joined_is_acquired_anew(
