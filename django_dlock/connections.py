@@ -42,7 +42,6 @@ __all__ = [
     "in_transaction",
     "listen_to_all",
     "listening_tracker",
-    "on_end",
     "open_transaction",
     "restore_on_rollback",
     "tracker_for",
@@ -77,7 +76,7 @@ class _NoSavepoint(str):
 
 
 class _Suspension:
-    """Blocks inside each other, all of one thread: the connection's. A `with` is what an interrupt cannot unbalance."""
+    """Counts nested blocks, all in the connection's thread; an interrupt cannot unbalance a `with`."""
 
     depth = 0
 
@@ -89,7 +88,7 @@ class _Suspension:
 
 
 class ConnectionTracker:
-    """What we know of one connection, and its methods that ours stand in front of."""
+    """Follows one connection; its methods are called instead of the connection's, and call those."""
 
     def __init__(self, connection: BaseDatabaseWrapper) -> None:
         self.connection: Any = connection
@@ -128,7 +127,7 @@ class ConnectionTracker:
         return answer
 
     def _before_statement(self, sql: str, transaction: Transaction | None) -> None:
-        """Call the hooks and the leases; none of them hears of its own statements, nor of another's."""
+        """Call the hooks and the leases; statements that one of them sends are reported to none of them."""
         is_inside = transaction is not None
         if sql.startswith("SAVEPOINT") and not is_inside:  # of a test case
             return
@@ -302,7 +301,7 @@ class ConnectionTracker:
 
 
 _guard: Final = RLock()
-"""Held for moments: while a connection is made known, or gets its tracker or a wrapper, maybe from another thread."""
+"""Locked for moments: while a connection is made known, or gets its tracker or a wrapper, maybe in another thread."""
 os.register_at_fork(before=_guard.acquire, after_in_parent=_guard.release, after_in_child=_guard.release)
 
 
@@ -371,7 +370,7 @@ def listen_to_all() -> None:
 
 
 def _is_open(connection: BaseDatabaseWrapper) -> bool:
-    """What Django knows; a test case's own blocks, always the outermost ones, do not count."""
+    """Return what Django knows; a test case's own blocks, always the outermost ones, do not count."""
     blocks: list[Any] = connection.atomic_blocks
     if blocks:
         return not blocks[-1]._from_testcase and not connection.closed_in_transaction
@@ -426,19 +425,6 @@ def in_transaction(using: str = "default") -> bool:
     Atomic blocks of a test case do not count, nor does a block whose connection has been closed inside it.
     """
     return tracker_for(connections[using]).is_open()
-
-
-def on_end(settle: Callable[[Outcome], object], *, using: str = "default", before_commit: Step | None = None) -> None:
-    """Call `settle(outcome)` once the end of the open transaction is known; see `Transaction.settlers` and `checks`.
-
-    Raises RuntimeError outside a transaction.
-    """
-    transaction = open_transaction(connections[using])
-    if transaction is None:
-        raise RuntimeError(f"on_end() needs an open transaction on database {using!r}: use transaction.atomic()")
-    transaction.settlers.append(settle)
-    if before_commit is not None:
-        transaction.checks.append(before_commit)
 
 
 def restore_on_rollback(instance: object, values: dict[str, object], *, using: str = "default") -> None:

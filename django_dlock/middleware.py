@@ -51,22 +51,22 @@ class LockMiddleware:
         if self.is_async:
             return self._acall(request)
         # A test may hold locks while it makes a request in its own thread.
-        with serving(request.method, request.path) as line, apart():
+        with serving(request.method, request.path) as request_line, apart():
             try:
                 return self.get_response(request)
             except DLockError as error:
                 return self._answer(request, error)
             finally:
-                _release(line)
+                _release_forgotten(request_line)
 
     async def _acall(self, request: HttpRequest) -> HttpResponseBase:
-        with serving(request.method, request.path) as line, apart():
+        with serving(request.method, request.path) as request_line, apart():
             try:
                 return await self.get_response(request)  # type: ignore[no-any-return]
             except DLockError as error:
                 return self._answer(request, error)
             finally:
-                await _arelease(line)
+                await _release_forgotten_async(request_line)
 
     def process_exception(self, request: HttpRequest, exception: Exception) -> HttpResponse | None:
         """Answer a lock error of the view; Django calls this outside the view's transaction."""
@@ -83,29 +83,29 @@ class LockMiddleware:
 
 
 def _raising(get_response: Callable[[HttpRequest], Any]) -> Callable[[HttpRequest], Any]:
-    """Look behind the wrapper that Django puts around every middleware: it would turn a lock error into a 500."""
+    """Return what is behind the wrapper that Django puts around a middleware, which turns a lock error into a 500."""
     wrapped = getattr(get_response, "__globals__", {}).get("__name__") == convert_exception_to_response.__module__
     return get_response.__wrapped__ if wrapped else get_response  # type: ignore[attr-defined]
 
 
-def _release(line: str) -> None:
+def _release_forgotten(request_line: str) -> None:
     from django_dlock.locks import release_forgotten
 
     try:
-        _warn(line, release_forgotten())
+        _warn(request_line, release_forgotten())
     except DLockError:
-        logger.exception("%s: a forgotten lease could not be released and runs out by itself", line)
+        logger.exception("%s: a forgotten lease could not be released and runs out by itself", request_line)
 
 
-async def _arelease(line: str) -> None:
+async def _release_forgotten_async(request_line: str) -> None:
     from django_dlock.locks import release_forgotten_async
 
     try:
-        _warn(line, await release_forgotten_async())
+        _warn(request_line, await release_forgotten_async())
     except DLockError:
-        logger.exception("%s: a forgotten lease could not be released and runs out by itself", line)
+        logger.exception("%s: a forgotten lease could not be released and runs out by itself", request_line)
 
 
-def _warn(line: str, names: list[str]) -> None:
+def _warn(request_line: str, names: list[str]) -> None:
     if names:
-        logger.warning("%s ended without releasing %s: use `with lock(...)` or @locked", line, ", ".join(names))
+        logger.warning("%s ended without releasing %s: use `with lock(...)` or @locked", request_line, ", ".join(names))

@@ -64,7 +64,7 @@ class AttributeValues:
 
 @dataclass(eq=False, slots=True)
 class Transaction:
-    """One outermost transaction of the program's, and who is told of its end."""
+    """One outermost transaction of the program, and what is called before its COMMIT and after its end."""
 
     anchor: str | None
     """The savepoint that stands for it inside a test case's own transaction."""
@@ -129,7 +129,7 @@ class Transaction:
             del self.undo[index]
 
     def note_savepoints(self, sql: str) -> None:
-        """Note a statement that was carried out: savepoints may be made and ended by hand.
+        """Record the savepoints that a statement has made or ended, as programs may do by hand.
 
         A name that is not known is older than all there is to undo; words in a literal do no harm, either.
         """
@@ -143,7 +143,7 @@ class Transaction:
                 self.undo.append(name)
 
     def note_failure(self, connection: BaseDatabaseWrapper, error: Exception) -> None:
-        """Note a statement that has failed: the database may have rolled back everything, and begun anew."""
+        """Undo all work if the database has rolled it back with a failed statement, and has begun anew."""
         if (self.undo or self.settlers) and _has_rolled_back(connection, error):
             if connection.vendor == "sqlite" and connection.in_atomic_block:
                 connection.needs_rollback = True  # otherwise each statement would now commit on its own

@@ -1,6 +1,6 @@
 """Follows the database transaction of one Connection to its end, from the calls that SQLAlchemy makes to end it.
 
-The calls are intercepted on the one Connection object, from when somebody asks until the transaction has ended.
+The calls are intercepted on the one Connection object, from the first question until the transaction has ended.
 SQLAlchemy's own events come before COMMIT and ROLLBACK, and say nothing of how they went.
 """
 
@@ -176,7 +176,7 @@ def tracker_of(connection: Connection) -> ConnectionTracker | None:
 
 
 def note_xid(connection: Connection, xid: str) -> None:
-    """Note PostgreSQL's number of the connection's transaction (`pg_current_xact_id()`), to resolve a lost COMMIT."""
+    """Record PostgreSQL's number of the connection's transaction (`pg_current_xact_id()`), to resolve a lost COMMIT."""
     if (found := tracker_of(connection)) is not None:
         found.xid = xid
 

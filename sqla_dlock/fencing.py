@@ -201,7 +201,7 @@ class Port:
 
 
 class _OwnTransactions:
-    """Sends each of the fence's statements in a transaction of its own."""
+    """Sends each of the fence's statements in a separate transaction."""
 
     def __init__(self, bind: Engine | Connection, entry: FenceEntry) -> None:
         self._bind, self._entry = bind, entry

@@ -25,7 +25,7 @@ await_: Final[Callable[[Coroutine[Any, Any, T]], T]] = getattr(concurrency, "awa
 
 
 def in_greenlet() -> bool:
-    """Say whether this is code that SQLAlchemy runs for asyncio; without greenlet it is not."""
+    """Return whether SQLAlchemy runs this code for asyncio; without greenlet it does not."""
     return sys.modules.get("greenlet") is not None and concurrency.in_greenlet()
 
 
@@ -48,12 +48,12 @@ class GreenletAsyncio(Asyncio):
         return None
 
     def _start(self, step: Callable[..., Coroutine[Any, Any, Any]], args: tuple[Any, ...]) -> None:
-        task = self._loop.create_task(_quietly(step, args))
+        task = self._loop.create_task(_finish_in_background(step, args))
         self._tasks.add(task)  # the loop itself keeps only weak references
         task.add_done_callback(self._tasks.discard)
 
 
-async def _quietly(step: Callable[..., Coroutine[Any, Any, Any]], args: tuple[Any, ...]) -> None:
+async def _finish_in_background(step: Callable[..., Coroutine[Any, Any, Any]], args: tuple[Any, ...]) -> None:
     try:
         await step(ASYNCIO, *args)
     except (BackendUnavailable, NotHeld) as error:

@@ -179,7 +179,7 @@ def _refuse_no_factory(factory: Any) -> None:
 
 
 def _without_session(function: Callable[..., Any]) -> tuple[int, inspect.Signature]:
-    """Return the position of the session among the arguments, and the signature for callers, who do not give it."""
+    """Return the position of the session among the arguments, and the signature without it, for callers."""
     signature = inspect.signature(function)
     names = list(signature.parameters)
     position = 1 if names[:1] in (["self"], ["cls"]) else 0

@@ -169,7 +169,7 @@ class TiedSession:
             self._refused.pop(connection, None)
 
     def _interrupted(self) -> LeaseLost:
-        """What COMMIT says after a cancelled admit: a second CancelledError would end a task that nobody cancelled."""
+        """Return what COMMIT raises after a cancelled admit: a second CancelledError would end a task unasked."""
         return LeaseLost(self.held.name, token=self.held.token, reason="its admit was interrupted")
 
     def _enter(self, connection: Connection, form: FenceForm) -> None:

@@ -362,7 +362,7 @@ class RootTransaction:
             self._is_checked = True
 
     def ended(self, connection: Connection, outcome: Outcome, *, failed: bool, in_commit: bool) -> None:
-        """Note how the transaction has ended on a connection; the session goes on to let go of its own connections.
+        """Record how the transaction has ended on a connection; the session then returns its own connections.
 
         After a COMMIT that failed it does not: it waits for a rollback() that may never come. So the end is settled
         here, as soon as no connection has an open transaction.
@@ -373,12 +373,12 @@ class RootTransaction:
             self._settle_if_ended()
 
     def leave(self) -> None:
-        """Note that the session has left the transaction, and does nothing more with it."""
+        """Record that the session has left the transaction, and does nothing more with it."""
         self._owns_connection = False
         self._settle_if_ended()
 
     def note_interrupted(self) -> None:
-        """Note that the session was interrupted as it let go: nothing will end its connections that are still open."""
+        """Record that the session was interrupted as it left: nothing will end its connections that are still open."""
         self.leave()
         is_open = any(
             outcome is None and _is_owned(self.transaction, connection) for connection, outcome in self.outcomes.items()

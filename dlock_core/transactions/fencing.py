@@ -109,7 +109,7 @@ def admit(database: StatementExecutor, dialect: FenceDialect, entry: FenceEntry)
 
 
 def prepare(database: StatementExecutor, dialect: FenceDialect, entry: FenceEntry) -> None:
-    """Leave the mark of shared holders, if it is missing; each statement is a transaction of its own.
+    """Leave the mark of shared holders, if it is missing; each statement is a separate transaction.
 
     What stands in its way is left for the admit to tell. When many come at once, one of two that leave the mark may be
     the victim of a deadlock: the other one has left it then.
@@ -128,7 +128,7 @@ def prepare(database: StatementExecutor, dialect: FenceDialect, entry: FenceEntr
 
 
 def announce(database: StatementExecutor, dialect: FenceDialect, entry: FenceEntry) -> None:
-    """Raise the row for a lease of several transactions, in a transaction of its own; raises StaleToken."""
+    """Raise the row for a lease of several transactions, in a separate transaction; raises StaleToken."""
     if not _ask(database, dialect.announce if entry.shared else dialect.admit, entry):
         raise _stale(database, entry)
 

@@ -86,7 +86,7 @@ class AttemptedWork:
     """Says, once the attempt is over, whether work in it remains although no end was heard of."""
 
     def settle(self, outcome: Outcome) -> None:
-        """Note how it has ended."""
+        """Record how it has ended."""
         self.outcome = outcome
 
     def obstacle(self) -> str:

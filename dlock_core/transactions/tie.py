@@ -97,7 +97,7 @@ class Tie:
         self._bound.setdefault(transaction, set()).add(handle)
 
     def begin(self, transaction: object) -> None:
-        """Note that a transaction works under the lease."""
+        """Record that a transaction works under the lease."""
         self.open.add(transaction)
         self.transactions += 1
 
@@ -123,7 +123,7 @@ class Tie:
     def settle(
         self, transaction: object, outcome: Outcome, *, forget: Callable[[], None], ends_lock: bool = False
     ) -> None:
-        """Note how a transaction ended, and release the lease if that was the last thing that needed it.
+        """Record how a transaction ended, and release the lease if that was the last thing that needed it.
 
         Must be called only when the outcome is known, or is known to be unknowable: this is where the lock is handed to
         the next holder, who may then read what this transaction has written, or has not.
@@ -162,7 +162,7 @@ class Tie:
             let_expire(error)
 
     def detach(self, handle: object) -> bool:
-        """Note that a handle needs the lease no more; True when the caller has to release the lease now."""
+        """Record that a handle needs the lease no more; return True when the caller has to release the lease now."""
         for bound in list(self._bound.values()):
             bound.discard(handle)
         self.handles.discard(handle)
@@ -195,7 +195,7 @@ class Tie:
         return False
 
     def note_collected(self, handle: object) -> None:
-        """Note, perhaps in the garbage collector, that a handle was thrown away; an interrupt came in its way.
+        """Record, perhaps in the garbage collector, that a handle was thrown away before it was released.
 
         It does no I/O: a release inside the garbage collector could meet any lock that the interrupted code holds.
         """
@@ -207,11 +207,11 @@ class Tie:
         self.held.abandon()
 
     def abandon(self) -> None:
-        """Note that the acquire has failed."""
+        """Record that the acquire has failed."""
         self.state = TieState.ABANDONED
 
     def end_with_savepoint(self) -> None:
-        """Note that a lock inside a transaction is gone, with the savepoint in which it was taken.
+        """Record that a lock inside a transaction is gone, with the savepoint in which it was taken.
 
         What was done under it is undone, too. Code that is still in the block might go on as if nothing had happened,
         so that the lease counts as lost.
@@ -259,10 +259,10 @@ class Tied(Protocol):
         """Let a handle that no block holds last as long as the integration promises."""
 
     def begin_failed_exit(self, runtime: Runtime, handle: TiedLease) -> None:
-        """Note that the block of a handle is about to be left with an error."""
+        """Record that the block of a handle is about to be left with an error."""
 
     def note_detached(self, runtime: Runtime) -> None:
-        """Note that a handle was detached: forget the lease if nothing needs it."""
+        """Record that a handle was detached, and forget the lease if nothing needs it."""
 
     def forget(self) -> None:
         """Remove the lease from where the integration looks for leases."""

@@ -17,12 +17,13 @@ from django.http import HttpRequest, HttpResponse
 from django.test import Client, TestCase, override_settings
 from django.urls import path
 
-from django_dlock.connections import in_transaction, on_end
+from django_dlock.connections import in_transaction
 from django_dlock.errors import AcquireTimeout, RowLocked, StaleObject, StaleToken
 from django_dlock.retry import retry_on_conflict
 from dlock_core.sql.driver_errors import DatabaseFailure, classify
 from tests import processes
 from tests.django_dlock.sessions import add, committed, rows, second_session
+from tests.django_dlock.tracking import on_end
 from tests.testapp.models import Article, Counter, Stock
 
 on_postgresql = pytest.mark.parametrize("database", ["postgresql"], indirect=True)

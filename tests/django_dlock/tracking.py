@@ -6,6 +6,7 @@ from django.db import connections
 from django.db.backends.base.base import BaseDatabaseWrapper
 
 from django_dlock.connections import open_transaction, tracker_for
+from dlock_core.transactions.tie import Outcome
 
 
 def transaction_key(using: str = "default") -> object | None:
@@ -38,3 +39,18 @@ def before_statements(hook: Callable[[BaseDatabaseWrapper, str, bool], None], us
     tracker.listen()
     if hook not in tracker.hooks:
         tracker.hooks.append(hook)
+
+
+def on_end(
+    settle: Callable[[Outcome], object], *, using: str = "default", before_commit: Callable[[], object] | None = None
+) -> None:
+    """Call `settle(outcome)` once the end of the open transaction is known; see `Transaction.settlers` and `checks`.
+
+    Raises RuntimeError outside a transaction.
+    """
+    transaction = open_transaction(connections[using])
+    if transaction is None:
+        raise RuntimeError(f"on_end() needs an open transaction on database {using!r}: use transaction.atomic()")
+    transaction.settlers.append(settle)
+    if before_commit is not None:
+        transaction.checks.append(before_commit)

@@ -11,11 +11,11 @@ from django.db.transaction import atomic
 from django.test import override_settings
 
 from django_dlock import lock
-from django_dlock.connections import on_end
 from django_dlock.tie import current
 from tests import databases
 from tests.django_dlock import isolation
 from tests.django_dlock.sessions import rows
+from tests.django_dlock.tracking import on_end
 from tests.scenarios.application import Application, Place, Session, noting
 from tests.testapp.models import Counter
 
