@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from sqlalchemy import Engine, NullPool, create_engine, event, make_url, select, text, update
+from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.ext.asyncio import AsyncSession, create_async_engine
 from sqlalchemy.orm import Session as OrmSession
 
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 
 BESIDE: Final = {"sqlite": "sqlite", "postgresql": "postgresql", "mariadb": "pymysql"}
 """The driver that looks at a database from outside."""
+S = TypeVar("S", bound="SqlalchemySession")
 COUNTER = Counter.name == "a"
 
 
@@ -161,6 +163,7 @@ class SqlalchemyApplication(Application):
         self._beside = engine.connect()
         self._store: Store | None = None
         self._engines: list[Engine] = []
+        self._sessions: list[SqlalchemySession] = []
 
     @property
     def engine(self) -> Engine:
@@ -178,13 +181,13 @@ class SqlalchemyApplication(Application):
         if lock_timeout:
             engine = self._new_engine(pool_size=1, max_overflow=0)
             event.listen(engine, "connect", partial(_set_lock_timeout, databases.SET_LOCK_TIMEOUT[self.server]))
-        return SqlalchemySession(OrmSession(engine))
+        return self._keep(SqlalchemySession(OrmSession(engine)))
 
     def session_behind(self, port: int) -> SqlalchemySession:
         url, level = make_url(URLS[self.place.driver]).set(port=port), self.place.level.upper()
         engine = create_engine(url, poolclass=NullPool, isolation_level=level)
         self._engines.append(engine)
-        return SqlalchemySession(OrmSession(engine))
+        return self._keep(SqlalchemySession(OrmSession(engine)))
 
     def use_store(self, backend: Any, *, ttl: float = 60.0) -> None:
         stores._stores["default"] = Store("default", backend, ttl=ttl, wait=20.0)
@@ -192,7 +195,18 @@ class SqlalchemyApplication(Application):
     def ask(self, sql: str) -> list[tuple[Any, ...]]:
         return _rows(self._beside.exec_driver_sql(sql))
 
+    def _keep(self, session: S) -> S:
+        self._sessions.append(session)
+        return session
+
+    def _close_sessions(self) -> None:
+        """Close what a test that failed has left open: its locks would keep the next test waiting."""
+        for session in self._sessions:
+            with suppress(SQLAlchemyError):
+                session.close()
+
     def close(self) -> None:
+        self._close_sessions()
         self._beside.close()
         for engine in self._engines:
             engine.dispose()
@@ -256,14 +270,16 @@ class AsyncSqlalchemyApplication(SqlalchemyApplication):
 
     def session(self, *, lock_timeout: bool = False) -> AsyncSqlalchemySession:
         assert not lock_timeout, "the drivers for threads show it"
-        return AsyncSqlalchemySession(self.run, AsyncSession(self._async_engine))
+        return self._keep(AsyncSqlalchemySession(self.run, AsyncSession(self._async_engine)))
 
     def session_behind(self, port: int) -> AsyncSqlalchemySession:
         url, level = make_url(URLS[self.place.driver]).set(port=port), self.place.level.upper()
         engine = create_async_engine(url, poolclass=NullPool, isolation_level=level)
-        return AsyncSqlalchemySession(self.run, AsyncSession(engine))
+        return self._keep(AsyncSqlalchemySession(self.run, AsyncSession(engine)))
 
     def close(self) -> None:
+        self._close_sessions()
+        self._sessions.clear()
         self.run(self._async_engine.dispose())
         self.run(self._loop.shutdown_asyncgens())  # as asyncio.run() does: stores close their connections
         self._loop.call_soon_threadsafe(self._loop.stop)
