@@ -22,7 +22,7 @@ from uuid import UUID
 
 from dlock_core.errors import NoSuchKey
 
-__all__ = ["MAX_NAME_BYTES", "Kind", "are_plain", "canonical", "join", "with_keys"]
+__all__ = ["MAX_NAME_BYTES", "Kind", "canonical", "join", "with_keys"]
 
 MAX_NAME_BYTES: Final = 512
 _PLAIN: Final = re.compile(r"[A-Za-z0-9_.~:-]+")
