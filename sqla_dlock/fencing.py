@@ -279,7 +279,8 @@ def keeps_snapshot(bind: Engine | Connection) -> bool:
 
 
 def _default_level(bind: Engine | Connection) -> Any:
-    if not hasattr(bind.dialect, "default_isolation_level"):
-        with bind.engine.connect():  # the first connection of an engine asks the server, once
-            pass
-    return bind.dialect.default_isolation_level
+    if hasattr(bind.dialect, "default_isolation_level"):
+        return bind.dialect.default_isolation_level
+    # The first connection of an engine asks the server, once; a second one may be open before it has the answer.
+    with bind.engine.connect() as connection:
+        return connection.get_isolation_level()

@@ -7,6 +7,7 @@ from sqlalchemy.orm import Session
 
 from dlock_core.errors import SnapshotTooOld
 from sqla_dlock import alock, lock
+from sqla_dlock.fencing import keeps_snapshot
 from tests.leases import is_held
 from tests.sqla_dlock.adders import add_counter, isolated, value
 from tests.sqla_dlock.models import Counter
@@ -164,3 +165,12 @@ async def test_snapshot_of_an_outer_async_transaction_counts(async_engine, store
                     await session.execute(select(Counter))
         await connection.rollback()
     assert not is_held(store)
+
+
+@pytest.mark.parametrize("driver", ["postgresql", "psycopg2"])
+def test_level_is_known_while_the_first_connection_is_still_asking_for_it(make_engine, driver):
+    """As when two tasks or threads connect at once: SQLAlchemy asks for the level on the first connection alone."""
+    engine = make_engine(driver)
+    with engine.connect():
+        del engine.dialect.default_isolation_level
+    assert not keeps_snapshot(engine)
