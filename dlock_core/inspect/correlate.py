@@ -16,7 +16,7 @@ from dlock_core.owner import printable
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
 
-    from dlock_core.inspect.entries import Entry
+    from dlock_core.inspect.graph import Entry
     from dlock_core.inspect.sessions import DatabaseSession
 
 __all__ = ["correlate"]

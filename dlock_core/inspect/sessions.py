@@ -7,7 +7,7 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 
-from dlock_core.inspect.entries import Entry
+from dlock_core.inspect.graph import Entry
 from dlock_core.owner import printable
 
 if TYPE_CHECKING:

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 from dlock_core.errors import BackendUnavailable, DLockError
 from dlock_core.inspect import mysql, postgresql
 from dlock_core.inspect.correlate import correlate
-from dlock_core.inspect.entries import Entry, Unreadable
-from dlock_core.inspect.graph import cycles, related_to_leases
+from dlock_core.inspect.graph import Entry, Unreadable, cycles, related_to_leases
 from dlock_core.inspect.sessions import DatabaseLocks
 from dlock_core.owner import describe, parsed, printable
 from dlock_core.runtime import BLOCKING, run

@@ -19,8 +19,7 @@ from dlock_core.backends.redis.cluster import ClusterBackend
 from dlock_core.backends.redis.protocol import load_script
 from dlock_core.errors import AcquireTimeout, BackendUnavailable, LeaseLost
 from dlock_core.runtime import BLOCKING, clock, run
-from dlock_core.testing.contract.harness import Harness, Threads
-from dlock_core.testing.contract.tasks import Tasks
+from dlock_core.testing.contract.harness import Harness, Tasks, Threads
 from tests import processes, servers
 from tests.conftest import give_up
 from tests.faults.history import overlaps, read, repeated_tokens, work

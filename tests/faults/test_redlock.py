@@ -21,8 +21,7 @@ from dlock_core.backends.redlock import broadcast
 from dlock_core.backends.redlock.backend import RedlockBackend
 from dlock_core.errors import AcquireTimeout, BackendUnavailable, LeaseLost
 from dlock_core.runtime import ASYNCIO, clock
-from dlock_core.testing.contract.harness import Harness
-from dlock_core.testing.contract.tasks import Tasks
+from dlock_core.testing.contract.harness import Harness, Tasks
 from tests import processes, redlock_nodes, servers
 from tests.conftest import give_up
 from tests.faults.history import overlaps, read, repeated_tokens, work

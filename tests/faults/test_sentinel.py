@@ -16,8 +16,7 @@ from django.test import override_settings
 from dlock_core import BackendUnavailable, DLockError, LeaseLost, Lock, MultiLock, Released, connect
 from dlock_core.backend import Backend
 from dlock_core.runtime import clock
-from dlock_core.testing.contract.harness import Harness, Threads
-from dlock_core.testing.contract.tasks import Tasks
+from dlock_core.testing.contract.harness import Harness, Tasks, Threads
 from tests import processes, servers
 from tests.django_dlock.test_fencing import Adder, value
 from tests.faults.history import WithClock, _section, overlaps, read, repeated_tokens

@@ -18,8 +18,7 @@ from dlock_core.backends.zookeeper.backend import ZooKeeperBackend
 from dlock_core.leases.engine import new_request
 from dlock_core.options import LockOptions
 from dlock_core.runtime import BLOCKING, clock, run
-from dlock_core.testing.contract.harness import Harness
-from dlock_core.testing.contract.tasks import Tasks
+from dlock_core.testing.contract.harness import Harness, Tasks
 from tests import processes, servers
 from tests.conftest import start
 from tests.faults.history import overlaps, overtaken, read, repeated_tokens, work

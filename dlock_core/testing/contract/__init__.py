@@ -18,20 +18,18 @@ from collections.abc import Iterator
 import pytest
 
 from dlock_core.backend import Backend
-from dlock_core.testing.contract.harness import Harness, Threads
-from dlock_core.testing.contract.tasks import Tasks
+from dlock_core.testing.contract.harness import Harness, Tasks, Threads
 
-_PARTS = ("exclusion", "waiting", "ending", "renewing", "sharing", "joining", "many", "operating", "refusing")
+_PARTS = ("exclusion", "waiting", "ending", "renewing", "sharing", "several", "operating", "refusing")
 
 pytest.register_assert_rewrite(*(f"{__name__}.{part}" for part in _PARTS))
 
 from dlock_core.testing.contract.ending import *
 from dlock_core.testing.contract.exclusion import *
-from dlock_core.testing.contract.joining import *
-from dlock_core.testing.contract.many import *
 from dlock_core.testing.contract.operating import *
 from dlock_core.testing.contract.refusing import *
 from dlock_core.testing.contract.renewing import *
+from dlock_core.testing.contract.several import *
 from dlock_core.testing.contract.sharing import *
 from dlock_core.testing.contract.waiting import *
 

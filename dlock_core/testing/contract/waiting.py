@@ -10,8 +10,8 @@ import pytest
 from dlock_core.errors import AcquireTimeout
 from dlock_core.leases.engine import new_request
 from dlock_core.options import LockOptions
+from dlock_core.testing.contract.harness import Tasks
 from dlock_core.testing.contract.observed import WITHIN
-from dlock_core.testing.contract.tasks import Tasks
 
 if TYPE_CHECKING:
     from dlock_core.testing.contract.harness import Harness

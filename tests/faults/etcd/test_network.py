@@ -12,8 +12,7 @@ from dlock_core.backends.etcd import steps
 from dlock_core.backends.etcd.backend import EtcdBackend
 from dlock_core.errors import AcquireTimeout, BackendUnavailable, LeaseLost
 from dlock_core.runtime import clock
-from dlock_core.testing.contract.harness import Harness
-from dlock_core.testing.contract.tasks import Tasks
+from dlock_core.testing.contract.harness import Harness, Tasks
 from tests.etcd_servers import Cluster, ask
 from tests.faults.etcd.conftest import TIMEOUT_S
 from tests.faults.looking import holders, is_untouched, waiters
