@@ -120,7 +120,7 @@ class TiedDatabases:
         if using not in forms or (form and not forms[using]):
             self.gate.protect(using, form, connection, is_inside=transaction is not None)
             if form and transaction is not None:
-                self._admit_again(transaction)
+                self._admit_before_next(transaction)
         if transaction is not None:
             self._enter_apart(connection, transaction)
         return transaction
@@ -140,7 +140,7 @@ class TiedDatabases:
             return
         if self.gate.forms.get(connection.alias) == "transaction":
             self.gate.admit(connection, connection.alias)
-            transaction.undo.append(partial(self._admit_again, transaction))
+            transaction.undo.append(partial(self._admit_before_next, transaction))
         self._not_admitted.discard(transaction)
 
     def _begin(self, connection: BaseDatabaseWrapper, transaction: Transaction) -> None:
@@ -155,7 +155,7 @@ class TiedDatabases:
         if connection.vendor == "mysql":
             transaction.comment = comment(self.held.request.holder)
 
-    def _admit_again(self, transaction: Transaction) -> None:
+    def _admit_before_next(self, transaction: Transaction) -> None:
         """Admit again before the next statement: a savepoint's rollback took the admit along, or it was not fenced."""
         if transaction in self.tie.open:
             self._not_admitted.add(transaction)

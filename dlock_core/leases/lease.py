@@ -1,4 +1,4 @@
-"""What a process knows of one lease, without I/O; and the watchdog, which renews every lease of the process.
+"""What a process knows of one lease, without I/O; and the watchdog, which renews every lease of one store.
 
 Validity is local and monotonic, counted from before the attempt was sent, less an allowance for drift, so that a
 process which was stopped sees at once that it lost the lease. (Idea: the Redlock page of the Redis documentation.)

@@ -98,7 +98,7 @@ def admit(database: StatementExecutor, dialect: FenceDialect, entry: FenceEntry)
     """Admit a lease into the open transaction, before anything is read in it.
 
     Waits for an older holder's transaction at most `entry.limit` seconds; the database's lock timeout error passes
-    through. Return the exclusive token that a shared lease has found, for its later claims. Raises StaleToken when a
+    through. Return the exclusive token that a shared lease has found, for its later admits. Raises StaleToken when a
     newer holder was admitted before.
     """
     if entry.shared:

@@ -60,7 +60,7 @@ class TieState(enum.Enum):
     TORN = "torn"
     """The last handle was garbage-collected before it was released, so that nothing can release it: it expires."""
     ABANDONED = "abandoned"
-    """The acquire failed: no work was done under the lease, so the transactions that it met owe it nothing."""
+    """The acquire failed: no work was done under the lease, so no transaction that is open now has to check it."""
 
 
 class Tie:

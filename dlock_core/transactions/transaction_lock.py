@@ -264,7 +264,7 @@ class LockAcquire:
         if tied is not None and self.lease is not None:
             tied.tie.detach(self.lease)
         if self.acquisition is not None:
-            if tied is not None:  # Nothing was done under the lease, so the transactions it met owe it nothing.
+            if tied is not None:  # Nothing was done under the lease, so no open transaction has to check it.
                 tied.tie.abandon()
                 tied.forget()
             self.acquisition.detach()
