@@ -6,6 +6,7 @@ at just these moments, and what it raises goes on as what a signal handler raise
 
 import asyncio
 import gc
+import logging
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -61,7 +62,10 @@ class Interrupt:
 
 
 def is_ours(frame: FrameType | None) -> bool:
+    """Whether code of ours is running, itself or through others; not in `logging`, which an exception leaves locked for ever."""
     while frame is not None:
+        if frame.f_code.co_filename == logging.__file__:
+            return False
         if "dlock_core" in frame.f_code.co_filename:
             return True
         frame = frame.f_back
