@@ -312,10 +312,7 @@ async def end_block(
 
 
 def let_expire(error: BackendUnavailable | NotHeld) -> None:
-    """Accept that a lease was not released where its work has ended well: it expires by itself.
-
-    A forked child walks out of its parent's block: for that there is nothing to tell.
-    """
+    """Accept that a lease was not released where its work has ended well, or by a forked child: it then expires."""
     if isinstance(error, BackendUnavailable):
         logger.warning("dlock: %s; the lease runs out by itself", error)
 
