@@ -33,8 +33,8 @@ from sqla_dlock import stores
 from sqla_dlock.handlers import locked
 from sqla_dlock.locks import lock
 from sqla_dlock.middleware import LockMiddleware, WSGILockMiddleware, answer_flask
+from tests import leases
 from tests.processes import worker
-from tests.sqla_dlock import leases
 from tests.sqla_dlock.engines import new_async_engine, new_engine
 from tests.sqla_dlock.models import Counter
 from tests.waiting import until
