@@ -107,6 +107,11 @@ class Tie:
         return not self.handles and not self.open
 
     @property
+    def is_joinable(self) -> bool:
+        """The lease surely holds, and nothing has begun to end it; asked once more by a handle that has joined."""
+        return self.state in (TieState.HELD, TieState.UNCERTAIN) and self.held.remaining() > 0.0
+
+    @property
     def is_bound(self) -> bool:
         """Only transactions that are still open need the lease: it ends with them."""
         return self.are_bound({*self.handles})
@@ -142,7 +147,7 @@ class Tie:
             held.end(Released.EXPIRED)
         is_over = not self.handles and not self.open
         try:
-            if (ends_lock or is_over) and self._is_to_be_released():
+            if (ends_lock or is_over) and self._is_to_be_released(ends_lock=ends_lock):
                 self.release(is_released=ends_lock)
         finally:
             if is_over:
@@ -174,12 +179,16 @@ class Tie:
         self.handles.clear()
         return not self.open and self._is_to_be_released()
 
-    def _is_to_be_released(self) -> bool:
-        """Decide how a lease ends that nothing needs any more."""
+    def _is_to_be_released(self, *, ends_lock: bool = False) -> bool:
+        """Decide how a lease ends that nothing needs any more; False also if another thread has just joined it."""
         if self.state not in (TieState.UNCERTAIN, TieState.EXPIRING):
-            self.held.abandon()  # If the release is interrupted, or fails, the lease must not be renewed for ever.
             if self.state is TieState.HELD:
+                # A handle that joins now meets this state, or is met below, or both.
                 self.state = TieState.RELEASING
+                if self.handles and not ends_lock:
+                    self.state = TieState.HELD
+                    return False
+            self.held.abandon()  # If the release is interrupted, or fails, the lease must not be renewed for ever.
             return True
         # The database may still carry out the COMMIT whose answer was lost, for as long as it keeps that connection. A
         # release would let the next holder read before that. So the rest of the ttl is what the next holder waits.

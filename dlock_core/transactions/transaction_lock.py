@@ -8,7 +8,7 @@ from types import EllipsisType
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Never, TypedDict
 
 from dlock_core import owner
-from dlock_core.errors import AlreadyHeld, DLockError, NotSupported
+from dlock_core.errors import AlreadyHeld, DLockError, LeaseLost, NotSupported
 from dlock_core.leases.engine import Acquisition, new_request
 from dlock_core.leases.lock import Blocks
 from dlock_core.leases.multilock import acquire_all
@@ -195,8 +195,8 @@ class LockAcquire:
         lock = self.lock
         for tied in ties:
             held = tied.tie.held
-            is_same = held.name == lock.name and held.backend is self.store.backend and held.remaining() > 0.0
-            if is_same and not tied.tie.is_over:
+            is_same = held.name == lock.name and held.backend is self.store.backend
+            if is_same and tied.tie.is_joinable and not tied.tie.is_over:
                 if not (inside or lock.reentrant) or (held.request.shared and not lock.shared):
                     raise AlreadyHeld(lock.name)
                 return tied
@@ -217,6 +217,9 @@ class LockAcquire:
         """
         try:
             await self.acquire()
+            while not self.take_handle().is_joinable and self.acquisition is None:
+                await self._let_go()
+                await self.acquire()
             await self.bind()
             return self._hand_out(enter)
         except BaseException as error:
@@ -245,13 +248,23 @@ class LockAcquire:
         acquisition = self._new_acquisition()
         return await acquisition.acquire(), acquisition.deadline
 
+    async def _let_go(self) -> None:
+        """Need a lease no more that another thread has released while it was joined."""
+        lease: Any = self.lease
+        await lease._end(self.runtime)  # noqa: SLF001 - the user of a lease is not to call it
+
+    def take_handle(self) -> Tie:
+        """Make the handle that the caller gets, and return the tie that it needs."""
+        tied: Any = self.tied
+        self.lease = self.lease_type(tied)
+        tied.tie.handles.add(self.lease)  # Only now, when `detach` knows it.
+        return tied.tie  # type: ignore[no-any-return]
+
     async def bind(self) -> None:
         """Tie the lease to the caller's open transactions, or join it."""
         tied: Any = self.tied
-        self.lease = lease = self.lease_type(tied)
-        tied.tie.handles.add(lease)  # Only now, when `detach` knows it.
         step = tied.join if self.acquisition is None else tied.bind
-        await self.runtime.call_database(step, self.database, self.form, lease)
+        await self.runtime.call_database(step, self.database, self.form, self.lease)
 
     def keep(self) -> None:
         """Let the handle last without a block."""
@@ -397,12 +410,16 @@ class _Member:
         """Tie the lease to its transactions, once for each of the locks that share it."""
         for each in self._all:
             each.tied = self._first.tied
+            each.take_handle()
             await each.bind()
 
     def check(self) -> None:
         """Raise LeaseLost if the lease was lost while the others were waited for."""
         tied: Any = self._first.tied
-        tied.tie.held.ensure()
+        tie: Tie = tied.tie
+        tie.held.ensure()
+        if not tie.is_joinable:
+            raise LeaseLost(tie.held.name, token=tie.held.token, reason="another thread has released it")
 
     def detach(self) -> None:
         for each in self._all:

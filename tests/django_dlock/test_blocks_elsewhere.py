@@ -1,9 +1,11 @@
 """A block that ends in another thread or task than the one it began in ends its own lease, and never another's."""
 
 import asyncio
+import contextvars
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
+from weakref import WeakSet
 
 import pytest
 from asgiref.sync import sync_to_async
@@ -11,6 +13,8 @@ from django.db import connections, transaction
 from django.http import StreamingHttpResponse
 
 from django_dlock import lock
+from django_dlock.errors import LeaseLost
+from django_dlock.tie import DatabaseAcquire, current
 from dlock_core.backends.memory import MemoryBackend
 from dlock_core.runtime import BLOCKING, run
 from tests.testapp.models import Counter
@@ -95,3 +99,64 @@ def test_shared_lock_object_of_two_threads_loses_neither_lease_when_both_leave_e
     assert held(store) == 2  # nobody can tell which it was: none is taken from anybody
     one.__exit__(None, None, None)
     assert held(store) <= 1
+
+
+@pytest.fixture
+def releases_what_is_found(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], None]:
+    """Release a lease in another thread of this context, as soon as an acquire has found that it may join it."""
+    find = DatabaseAcquire.find_or_prepare
+
+    def release_when_found(lease: Any) -> None:
+        async def found_late(self: DatabaseAcquire) -> Any:
+            if (found := await find(self)) is not None:
+                in_thread(lambda: contextvars.copy_context().run(lease.release))
+            return found
+
+        monkeypatch.setattr(DatabaseAcquire, "find_or_prepare", found_late)
+
+    return release_when_found
+
+
+def test_lease_that_another_thread_releases_while_it_is_joined_is_acquired_anew(
+    store: MemoryBackend, releases_what_is_found: Callable[[Any], None]
+) -> None:
+    first = lock("order", 42).acquire()
+    releases_what_is_found(first)
+    with lock("order", 42, reentrant=True) as lease:
+        assert lease.token > first.token
+        with transaction.atomic():
+            Counter.objects.create(name="protected")
+        assert held(store) == 1
+    assert held(store) == 0
+
+
+def test_lease_that_another_thread_releases_while_it_is_joined_with_another_lock_is_lost(
+    store: MemoryBackend, releases_what_is_found: Callable[[Any], None]
+) -> None:
+    """To wait for it again, with the other lock held, could be a deadlock."""
+    releases_what_is_found(lock("order", 42).acquire())
+    with pytest.raises(LeaseLost):
+        lock(lock("order", 42, reentrant=True), lock("order", 43)).acquire()
+    assert held(store) == 0
+
+
+def test_lease_that_is_joined_while_its_last_handle_leaves_is_not_released(store: MemoryBackend) -> None:
+    first = lock("order", 42).acquire()
+    tied = current()[0]
+    second = type(first)(tied)
+
+    class JoinedAfterTheFirstLook(WeakSet[Any]):
+        looks = 0
+
+        def __len__(self) -> int:
+            found, self.looks = super().__len__(), self.looks + 1
+            if self.looks == 1:
+                self.add(second)
+            return found
+
+    tied.tie.handles = JoinedAfterTheFirstLook([first])
+    assert first.release() is None
+    assert tied.tie.is_joinable
+    assert held(store) == 1
+    second.release()
+    assert held(store) == 0
