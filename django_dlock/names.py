@@ -40,7 +40,7 @@ def identify(parts: tuple[Any, ...]) -> tuple[Sequence[Any], TableFence]:
 
 def _with_model(parts: tuple[Any, ...]) -> tuple[Any, ...]:
     """Return the parts with a model in the place of its label."""
-    if not parts or type(parts[0]) is not str or "." not in parts[0]:
+    if not parts or not isinstance(parts[0], str) or "." not in parts[0]:
         return parts
     app, _, name = parts[0].partition(".")
     model = apps.all_models.get(app, {}).get(name.lower())

@@ -24,9 +24,12 @@ if TYPE_CHECKING:
 
 __all__ = ["ABSENT", "SAVEPOINT", "AttributeValues", "Transaction", "text_of"]
 
+_GAP: Final = r"(?>(?:\s|/\*.*?\*/|--[^\n]*\n)+)"
+"""White space and comments."""
 SAVEPOINT: Final = re.compile(
-    r"\b(?:(ROLLBACK)(?:\s+(?:WORK|TRANSACTION))?\s+TO(?:\s+SAVEPOINT)?|(RELEASE)(?:\s+SAVEPOINT)?|SAVEPOINT)\s+[\"`]?(\w+)",
-    re.IGNORECASE,
+    rf"\b(?:(ROLLBACK)(?:{_GAP}(?:WORK|TRANSACTION))?{_GAP}TO(?:{_GAP}SAVEPOINT\b)?|(RELEASE)(?:{_GAP}SAVEPOINT\b)?|SAVEPOINT)"
+    rf"{_GAP}(?:[\"`]([^\"`]+)|(\w+))",
+    re.IGNORECASE | re.DOTALL,
 )
 """What makes or ends a savepoint, in a statement of any length."""
 
@@ -133,8 +136,8 @@ class Transaction:
 
         A name that is not known is older than all there is to undo; words in a literal do no harm, either.
         """
-        for rollback, release, written in SAVEPOINT.findall(sql):
-            name = written.lower()
+        for rollback, release, quoted, plain in SAVEPOINT.findall(sql):
+            name = (quoted or plain).lower()
             if rollback:
                 call_all(self.undo_to(name))
             elif release:

@@ -107,11 +107,16 @@ def adder():
         ("SAVEPOINT x", "ROLLBACK TO SAVEPOINT x"),
         ("/* by hand */ SAVEPOINT X", "rollback  to x"),
         ("SAVEPOINT x", "/* twice */ ROLLBACK TO x; ROLLBACK TO SAVEPOINT x"),
+        ("SAVEPOINT x", "ROLLBACK /* what */ TO /* which */ x"),
+        ("SAVEPOINT -- its name\nx", "ROLLBACK TO\n-- its name\nSAVEPOINT x"),
+        ('SAVEPOINT "-x"', 'ROLLBACK TO "-x"'),
     ],
 )
 def test_admit_undone_with_a_savepoint_by_hand_is_made_again(alias, store, begin, undo):
     if ";" in undo and not alias.startswith("postgresql"):
         pytest.skip("one statement at a time")
+    if '"' in undo and alias.startswith("mariadb"):
+        pytest.skip("it quotes names otherwise")
     with atomic(alias):
         rows(connections[alias], begin)
         lease = lock("order", 42, using=alias).acquire()

@@ -8,6 +8,7 @@ import pytest
 from django.db.models import F, Q, Value
 from django.http import Http404
 from django.utils.functional import SimpleLazyObject, lazystr
+from django.utils.safestring import mark_safe
 from django.utils.translation import gettext_lazy
 
 from django_dlock import lock
@@ -80,6 +81,7 @@ def test_proxy_and_child_are_the_row_that_they_share():
     [
         ("testapp.Counter", Counter, "07"),
         ("testapp.counter", Counter, "07"),
+        (mark_safe("testapp.Counter"), Counter, "07"),
         ("testapp.PASSPORT", Passport, KEY.hex),
         ("testapp.Parcel", Parcel, "07"),
         ("testapp.HeavyParcel", Parcel, 7),
