@@ -35,8 +35,10 @@ _READS: Final = re.compile(
 _WRITES: Final = re.compile(
     r"\b(?:INSERT\s+(?:OR\s+\w+\s+)?INTO|DELETE\s+FROM|MERGE\s+INTO|INTO|(?<!FOR )(?<!KEY )UPDATE)\b", re.IGNORECASE
 )
+_EXECUTED: Final = re.compile(r"/\*M?!\d*")
+"""Begins a comment whose content MySQL and MariaDB execute."""
 _ENDS: Final = re.compile(
-    r"\s*(?:COMMIT|END|ABORT|BEGIN|START\s+TRANSACTION|PREPARE\s+TRANSACTION|ROLLBACK(?!(?:\s+\w+)?\s+TO\b))\b",
+    r"[\s\ufeff]*(?:COMMIT|END|ABORT|BEGIN|START\s+TRANSACTION|PREPARE\s+TRANSACTION|ROLLBACK(?!(?:\s+\w+)?\s+TO\b))\b",
     re.IGNORECASE,
 )
 _ROUTINE: Final = re.compile(r"CREATE\b.*\b(?:TRIGGER|FUNCTION|PROCEDURE|EVENT)\b.*\bBEGIN\b", re.IGNORECASE)
@@ -61,7 +63,7 @@ def _remembered(sql: str) -> bool:
 
 
 def _surely_reads(sql: str) -> bool:
-    if "/*!" in sql or "/*M!" in sql:  # comments whose content MySQL and MariaDB execute
+    if _EXECUTED.search(sql):
         return False
     return all(_reads(part) for skipped in _SKIPPED for part in _parts(sql, skipped))
 
@@ -70,7 +72,9 @@ def ends_transaction(sql: str) -> bool:
     """Return whether a text has a statement that ends the open transaction, or begins another one."""
     if ";" not in sql and sql.startswith(DATA_STATEMENTS):
         return False
-    return any(_ENDS.match(part) for skipped in _SKIPPED for part in takewhile(_is_no_routine, _parts(sql, skipped)))
+    texts = {sql, _EXECUTED.sub(" ", sql)}
+    readings = (takewhile(_is_no_routine, _parts(text, skipped)) for text in texts for skipped in _SKIPPED)
+    return any(_ENDS.match(part) for parts in readings for part in parts)
 
 
 def _parts(sql: str, skipped: re.Pattern[str]) -> list[str]:

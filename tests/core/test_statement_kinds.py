@@ -55,7 +55,12 @@ def test_no_disguise_of_a_write_passes_for_a_read(sql: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "sql", ["COMMIT", "/* c */ commit;", "ROLLBACK", "SELECT 1; COMMIT", "BEGIN", "START TRANSACTION"]
+    "sql",
+    [
+        *("COMMIT", "/* c */ commit;", "ROLLBACK", "SELECT 1; COMMIT", "BEGIN", "START TRANSACTION"),
+        *("/*!COMMIT*/", "/*!50000 COMMIT */", "/*M!100100 COMMIT*/", "\ufeffCOMMIT"),
+        "/*! don't */ ; COMMIT; SELECT 'x'",
+    ],
 )
 def test_end_of_a_transaction_is_known(sql: str) -> None:
     assert ends_transaction(sql)
