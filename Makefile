@@ -19,10 +19,10 @@ demo: $(VENV)/demo.stamp ## The race on SQLite and an embedded Redis: what goes 
 test: $(VENV)/test.stamp servers $(VENV)/mariadb.stamp ## All tests; as root on Debian, servers that are missing are installed first
 	$(BIN)/python -m pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder
 
-QUICK := core contract/test_memory.py contract/test_own_store.py scenarios/test_tie.py scenarios/test_fence_in_transaction.py \
-	$(foreach part,locks transactions fencing versions,django_dlock/test_$(part).py) $(foreach part,locks versions,sqla_dlock/test_$(part).py)
+QUICK := core contract/test_memory.py scenarios/test_tie.py sqla_dlock/test_locks.py \
+	$(foreach part,locks transactions fencing versions,django_dlock/test_$(part).py)
 quick: $(VENV)/test.stamp ## The tests that need no server: core, memory store, and on SQLite the heart of both integrations; a minute on two cores
-	DLOCK_TEST_QUICK=1 $(BIN)/python -m pytest --quiet --numprocesses 2 $(addprefix tests/,$(QUICK))
+	DLOCK_TEST_QUICK=1 $(BIN)/python -m pytest --quiet --numprocesses 3 $(addprefix tests/,$(QUICK))
 
 interrupts: $(VENV)/test.stamp servers ## 50,000 signal handlers that raise, at random moments; twenty minutes
 	DLOCK_TEST_INTERRUPTS=25000 $(BIN)/python -m pytest -s tests/faults/test_interrupts.py
