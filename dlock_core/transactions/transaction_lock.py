@@ -217,9 +217,11 @@ class LockAcquire:
         """
         try:
             await self.acquire()
-            while not self.take_handle().is_joinable and self.acquisition is None:
+            tie = self.take_handle()
+            while self.acquisition is None and not tie.is_joinable:  # Another thread has just released it.
                 await self._let_go()
                 await self.acquire()
+                tie = self.take_handle()
             await self.bind()
             return self._hand_out(enter)
         except BaseException as error:
