@@ -166,7 +166,6 @@ class Lock(TiedLock, BlockExit, AsyncBlockExit):
             self,
             stores.created.get(self.store) or stores[self.store],
             runtime,
-            options=self._checked_options,
             form=self._form,
             lease_type=Lease,
             **together,

@@ -15,7 +15,6 @@ from urllib.parse import unquote
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
-    from types import EllipsisType
 
 __all__ = [
     "LockOptions", "Seconds", "check_prefix", "check_seconds", "check_switches", "deadline", "has_swallowed_options",
@@ -95,16 +94,10 @@ class LockOptions(NamedTuple):
             _check_callback("on_lost", on_lost)
         return cls(ttl_seconds(ttl), wait_seconds(wait), shared, renew, reentrant, fair, on_lost)
 
-    def for_store(
-        self, can: _Capabilities, *, ttl: float | None = None, wait: float | EllipsisType | None = ...
-    ) -> LockOptions:
-        """Return the options with a ttl rounded up to what the store can do; `ttl` and `wait` replace ours."""
-        seconds = self.ttl if ttl is None else ttl
-        seconds = max(can.ttl_min, math.ceil(seconds / can.ttl_step - 1e-9) * can.ttl_step)
-        wait = self.wait if wait is ... else wait
-        if seconds == self.ttl and wait == self.wait:
-            return self
-        return self._replace(ttl=seconds, wait=wait)
+    def for_store(self, can: _Capabilities) -> LockOptions:
+        """Return the options with a ttl rounded up to what the store can do."""
+        ttl = max(can.ttl_min, math.ceil(self.ttl / can.ttl_step - 1e-9) * can.ttl_step)
+        return self if ttl == self.ttl else self._replace(ttl=ttl)
 
 
 def check_switches(**given: object) -> None:

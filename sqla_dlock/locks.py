@@ -123,7 +123,6 @@ class SessionLock(TiedLock):
             self,
             store_of(self.store),
             runtime,
-            options=self._checked_options,
             form=self._form,
             lease_type=self._lease_type,
             bind=self._bind,

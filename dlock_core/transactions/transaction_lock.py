@@ -72,7 +72,7 @@ class TiedLock:
     ) -> None:
         if unknown:
             raise unknown_option(unknown, self._options)
-        options = LockOptions.checked(
+        checked = LockOptions.checked(
             LockOptions().ttl if ttl is None else ttl,
             None if isinstance(wait, EllipsisType) else wait,
             shared,
@@ -81,9 +81,9 @@ class TiedLock:
             fair,
             on_lost,
         )
-        self.name, self._form, self._checked_options = name, _form(fence), options
-        self.ttl = None if ttl is None else options.ttl
-        self.wait = wait if isinstance(wait, EllipsisType) else options.wait
+        self.name, self._form = name, _form(fence)
+        self.ttl = None if ttl is None else checked.ttl
+        self.wait = wait if isinstance(wait, EllipsisType) else checked.wait
         if snapshot not in ("raise", "ignore"):
             raise ValueError(f"snapshot must be 'raise' or 'ignore', not {snapshot!r}")
         self.shared, self.snapshot = shared, snapshot
@@ -115,7 +115,6 @@ class LockAcquire:
         lock: The lock, whose name and options are read.
         store: Its store.
         runtime: How the caller waits, and where its database connection may be used.
-        options: The options of the lock, as they were checked.
         form: How it protects the database.
         lease_type: What the caller gets.
         wait: Seconds that replace those of the lock; left out, the lock's or the store's count.
@@ -131,13 +130,12 @@ class LockAcquire:
         store: Store,
         runtime: DatabaseRuntime,
         *,
-        options: LockOptions,
         form: FenceForm,
         lease_type: type[TiedLease],
         wait: float | EllipsisType | None = ...,
         since: float | None = None,
     ) -> None:
-        self.lock, self.options, self.form, self.lease_type = lock, options, form, lease_type
+        self.lock, self.form, self.lease_type = lock, form, lease_type
         self.store, self.runtime = store, runtime
         wait = lock.wait if isinstance(wait, EllipsisType) else wait
         self.wait: float | None = store.wait if isinstance(wait, EllipsisType) else wait
@@ -303,8 +301,10 @@ class LockAcquire:
     def _new_acquisition(self) -> Acquisition:
         """Return what is asked of the store, made when it is first needed."""
         if self.acquisition is None:
-            runtime, backend = self.store_runtime, self.backend
-            options = self.options.for_store(backend.capabilities, ttl=self.lock.ttl or self.store.ttl, wait=self.wait)
+            runtime, backend, lock = self.store_runtime, self.backend, self.lock
+            options = LockOptions(
+                lock.ttl or self.store.ttl, self.wait, lock.shared, lock.renew, lock.reentrant, lock.fair, lock.on_lost
+            ).for_store(backend.capabilities)
             self.acquisition = Acquisition(runtime, backend, self._request(options), options, since=self.since)
         return self.acquisition
 

@@ -468,3 +468,12 @@ def test_stores_of_their_own_have_locks_of_their_own(application, session, store
         assert not is_held(second)
         assert is_held(store)
     assert not is_held(store)
+
+
+@where(once(EVERY))
+def test_option_that_is_assigned_to_a_lock_holds_for_its_next_acquire(session, store):
+    lock = order(session)
+    lock.shared, lock.ttl = True, 500.0
+    with lock as lease:
+        assert lease.shared
+        assert lease.remaining() > 400
