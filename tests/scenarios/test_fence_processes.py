@@ -133,23 +133,24 @@ def test_killed_holder_leaves_nothing_but_a_lease_that_runs_out(application, red
 # Stopped at random, in both forms at once
 
 
-@where(EVERY)
-def test_no_update_is_lost_when_processes_are_stopped_at_random(application, crew, redis_server, redis_store):
+def add_in_both_forms(application, crew, url):
+    """Two workers of each form add to the counter under locks of a Redis, or of a store that grants everything (None)."""
     workers = [
-        crew.start(work_until_told, application.place, redis_server.url, add, {"fence": form})
+        crew.start(work_until_told, application.place, url, add, {"fence": form})
         for form in ("transaction", "lease") * 2
     ]
-    committed = stop_at_random(crew, workers)
+    return stop_at_random(crew, workers)
+
+
+@where(EVERY)
+def test_no_update_is_lost_when_processes_are_stopped_at_random(application, crew, redis_server, redis_store):
+    committed = add_in_both_forms(application, crew, redis_server.url)
     assert application.value() == committed > 0
 
 
 @where(EVERY)
 def test_no_update_is_lost_when_the_lock_service_grants_everybody_everything(application, crew):
-    workers = [
-        crew.start(work_until_told, application.place, None, add, {"fence": form})
-        for form in ("transaction", "lease") * 2
-    ]
-    committed = stop_at_random(crew, workers)
+    committed = add_in_both_forms(application, crew, None)
     assert application.value() == committed > 0
 
 

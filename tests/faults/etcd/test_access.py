@@ -48,16 +48,20 @@ def at(etcd: Cluster, credentials: str) -> str:
     return etcd.url.replace("etcd://", f"etcd://{credentials}@" if credentials else "etcd://")
 
 
-def test_right_password_is_a_store_like_any_other(guarded: Cluster) -> None:
-    store = connect(at(guarded, f"app:{QUOTED}"))
+def use_all_of(store: Any) -> None:
+    """Acquire, renew, wait, hand over and release, and close the store."""
     with Lock(store, "a", ttl=2) as lease:
         lease.renew()
         waiter = threading.Thread(target=lambda: Lock(store, "a", wait=None).acquire().release())
         waiter.start()
-        until(lambda: waiters(store, "a"))  # type: ignore[arg-type]
+        until(lambda: waiters(store, "a"))
     waiter.join(WITHIN)
-    assert is_untouched(store, "a")  # type: ignore[arg-type]
+    assert is_untouched(store, "a")
     store.close()
+
+
+def test_right_password_is_a_store_like_any_other(guarded: Cluster) -> None:
+    use_all_of(connect(at(guarded, f"app:{QUOTED}")))
 
 
 async def test_task_logs_in_as_well(guarded: Cluster) -> None:
@@ -155,15 +159,7 @@ def encrypted(servers_directory: Path) -> Iterator[tuple[str, ssl.SSLContext]]:
 
 def test_lock_is_held_over_tls_by_threads(encrypted: tuple[str, ssl.SSLContext]) -> None:
     url, trust = encrypted
-    store = connect(url, tls=trust)
-    with Lock(store, "a", ttl=2) as lease:
-        lease.renew()
-        waiter = threading.Thread(target=lambda: Lock(store, "a", wait=None).acquire().release())
-        waiter.start()
-        until(lambda: waiters(store, "a"))  # type: ignore[arg-type]
-    waiter.join(WITHIN)
-    assert is_untouched(store, "a")  # type: ignore[arg-type]
-    store.close()
+    use_all_of(connect(url, tls=trust))
 
 
 async def test_lock_is_held_over_tls_by_tasks(encrypted: tuple[str, ssl.SSLContext]) -> None:
