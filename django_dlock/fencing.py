@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary
 
 from django.db import DatabaseError, models, transaction
@@ -14,7 +14,7 @@ from django_dlock.row_sql import waiting
 from dlock_core.errors import StaleToken as CoreStaleToken
 from dlock_core.sql.database import pyformat
 from dlock_core.transactions import fence_sql, fencing
-from dlock_core.transactions.fence_sql import DIALECTS
+from dlock_core.transactions.fence_sql import DIALECTS, HAS_FUNCTIONS, POSTGRESQL_FUNCTIONS
 from dlock_core.transactions.fencing import refusal
 
 if TYPE_CHECKING:
@@ -164,8 +164,11 @@ class Cursor:
 
 def dialect(connection: BaseDatabaseWrapper) -> fencing.FenceDialect:
     """Return the statements for a database; raises NotSupported where there is no fence (Oracle)."""
+    vendor = _vendor(connection)
+    if vendor == "postgresql" and (server := _server_of(connection)) is not None and server.has_functions:
+        return POSTGRESQL_FUNCTIONS
     try:
-        return DIALECTS[_vendor(connection)]
+        return DIALECTS[vendor]
     except KeyError:
         known = ", ".join(DIALECTS)
         raise NotSupported(f"no fence on {connection.vendor}: use one of {known}, or pass fence=False") from None
@@ -194,8 +197,30 @@ def _run(step: Callable[[Cursor, fencing.FenceDialect, FenceEntry], T], connecti
 READ_COMMITTED: Final = ("read committed", "read uncommitted")
 """Isolation levels in which each statement sees what was committed before it."""
 
-_default_isolation: Final[WeakKeyDictionary[BaseDatabaseWrapper, tuple[Any, str]]] = WeakKeyDictionary()
-"""What each connection's server begins transactions with, and the driver's connection that was asked."""
+
+class _Server(NamedTuple):
+    """What PostgreSQL says of a new session."""
+
+    default_isolation: str
+    """The level with which transactions begin."""
+    has_functions: bool
+    """The migration has made the fence's functions, and we may call them."""
+
+
+_servers: Final[WeakKeyDictionary[Any, _Server]] = WeakKeyDictionary()
+"""By the driver's connection, each of which is asked once."""
+
+
+def _server_of(connection: BaseDatabaseWrapper) -> _Server | None:
+    """Ask PostgreSQL, once for each connection to it; None inside a transaction, whose snapshot the question takes."""
+    known = _servers.get(connection.connection) if connection.connection is not None else None
+    if known is None and not tracker_for(connection).is_open():
+        known = _Server(*_first_row(connection, _ASK_SERVER))
+        _servers[connection.connection] = known
+    return known
+
+
+_ASK_SERVER: Final = f"SELECT current_setting('default_transaction_isolation'), {HAS_FUNCTIONS}"
 
 
 def keeps_snapshot(connection: BaseDatabaseWrapper) -> bool:
@@ -211,11 +236,8 @@ def keeps_snapshot(connection: BaseDatabaseWrapper) -> bool:
         from django.db.backends.postgresql.psycopg_any import IsolationLevel  # type: ignore[import-untyped]
 
         return str(IsolationLevel(given).name).replace("_", " ").lower() not in READ_COMMITTED
-    driver, level = _default_isolation.get(connection, (None, ""))
-    if driver is None or driver is not connection.connection:
-        level = str(first_value(connection, "SHOW default_transaction_isolation"))
-        _default_isolation[connection] = connection.connection, level
-    return level not in READ_COMMITTED
+    server = _server_of(connection)
+    return server is not None and server.default_isolation not in READ_COMMITTED
 
 
 def isolation_of(connection: BaseDatabaseWrapper) -> str | None:
@@ -233,7 +255,11 @@ def isolation_of(connection: BaseDatabaseWrapper) -> str | None:
 
 def first_value(connection: BaseDatabaseWrapper, sql: str) -> Any:
     """Return the first value of the answer to a question of ours, of which no lease hears."""
+    return next(iter(_first_row(connection, sql)), None)
+
+
+def _first_row(connection: BaseDatabaseWrapper, sql: str) -> tuple[Any, ...]:
     with tracker_for(connection).suspended, connection.cursor() as cursor:
         cursor.execute(sql)
-        row = cursor.fetchone()
-        return row[0] if row else None
+        row: tuple[Any, ...] | None = cursor.fetchone()
+        return row or ()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Final
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from dlock_core.transactions.fencing import FenceEntry, StatementExecutor
 
-__all__ = ["BIGINT", "DIALECTS", "FOR", "limited"]
+__all__ = ["BIGINT", "DIALECTS", "FOR", "HAS_FUNCTIONS", "POSTGRESQL_FUNCTIONS", "limited"]
 
 _IS_MARKED: Final = "SELECT CASE WHEN s_token > token THEN 1 ELSE 0 END FROM dlock_fence WHERE name = :name"
 _MARKED_TOKEN: Final = "SELECT token FROM dlock_fence WHERE name = :name AND s_token > token"
@@ -101,6 +101,20 @@ POSTGRESQL: Final = FenceDialect(
     confirm=limited(f"UPDATE dlock_fence SET holder = holder FROM lim WHERE {_OURS}"),  # noqa: S608
     confirm_shared=_postgres_locked("1", _NOT_NEWER, "SHARE"),
 )
+
+POSTGRESQL_FUNCTIONS: Final = replace(
+    POSTGRESQL,
+    admit=("SELECT dlock_admit(:name, :token, :holder, :milliseconds)",),
+    confirm="SELECT dlock_confirm(:name, :token, :holder, :milliseconds)",
+)
+"""What an exclusive lease sends where the functions of `django_dlock`'s migration are there.
+
+They do the same as the long statements. But PostgreSQL keeps their plans for as long as the connection lasts, also
+behind a pooler, where it plans the text of a statement that the driver has not prepared anew each time.
+"""
+HAS_FUNCTIONS: Final = """\
+coalesce(has_function_privilege(to_regprocedure('dlock_admit(varchar, bigint, varchar, text)'), 'EXECUTE')
+AND has_function_privilege(to_regprocedure('dlock_confirm(varchar, bigint, varchar, text)'), 'EXECUTE'), false)"""
 
 # The INSERT comes first: an UPDATE of a row that is not there would lock its gap, and two new names each other out.
 # Assignments are made from left to right; the row count cannot tell a refusal from an unchanged row.
