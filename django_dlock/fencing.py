@@ -227,16 +227,16 @@ def keeps_snapshot(connection: BaseDatabaseWrapper) -> bool:
     """Return whether its transactions read from a snapshot that is older than the row locks they wait for.
 
     On MySQL and MariaDB the snapshot comes later, and on SQLite there is one writer. Asks the server, once for each
-    connection to it, unless OPTIONS say; not inside a transaction.
+    connection to it; not inside a transaction.
     """
     if connection.vendor != "postgresql":
         return False
+    server = _server_of(connection)
     given = connection.settings_dict["OPTIONS"].get("isolation_level")
     if given is not None:
         from django.db.backends.postgresql.psycopg_any import IsolationLevel  # type: ignore[import-untyped]
 
         return str(IsolationLevel(given).name).replace("_", " ").lower() not in READ_COMMITTED
-    server = _server_of(connection)
     return server is not None and server.default_isolation not in READ_COMMITTED
 
 

@@ -5,9 +5,10 @@ from django.db import migrations
 SIGNATURE: Final = "(p_name varchar, p_token bigint, p_holder varchar, p_lock_timeout text)"
 
 # The wait for row locks is limited, and the session's own limit restored; the application_name tells the inspector
-# under whose lease the transaction works.
+# under whose lease the transaction works. A plan that was made while the table was small must not read the whole table
+# when it has grown, so the plans are made without sequential scans.
 BODY: Final = """\
-CREATE OR REPLACE FUNCTION {name}{signature} RETURNS bigint LANGUAGE plpgsql AS $$
+CREATE OR REPLACE FUNCTION {name}{signature} RETURNS bigint LANGUAGE plpgsql SET enable_seqscan = off AS $$
 DECLARE
     own_lock_timeout text := current_setting('lock_timeout');
     mark text := ' dlock:' || left(p_holder, 8);

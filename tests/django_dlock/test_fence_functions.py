@@ -1,0 +1,153 @@
+"""The functions that the fence calls on PostgreSQL: they do what its statements do, which are sent where they are not."""
+
+import contextlib
+
+import pytest
+from django.core.management import call_command
+from django.db import DatabaseError, connections
+from django.db.transaction import atomic, set_rollback
+from django.test.utils import CaptureQueriesContext
+
+from django_dlock import lock
+from django_dlock.fencing import Cursor
+from dlock_core.transactions import fencing
+from dlock_core.transactions.fence_sql import POSTGRESQL, POSTGRESQL_FUNCTIONS
+from dlock_core.transactions.fencing import FenceEntry
+from tests.django_dlock.sessions import rows, second_session
+from tests.testapp.models import Counter
+
+pytestmark = pytest.mark.usefixtures("store")
+
+NOW = 2_000_000_000_000_000
+US = "a" * 32
+ROW, FLOOR = "order:42", ""
+
+
+@pytest.fixture(autouse=True)
+def database(use_database):
+    use_database("postgresql")
+
+
+@contextlib.contextmanager
+def undone(alias):
+    """A transaction that is rolled back."""
+    with atomic(alias):
+        yield
+        set_rollback(True, using=alias)
+
+
+def sent(work):
+    """Return the statements that are sent while it works."""
+    with CaptureQueriesContext(connections["postgresql"]) as captured:
+        work()
+    return [each["sql"] for each in captured]
+
+
+def fenced():
+    with lock("order", 42, using="postgresql"), atomic("postgresql"):
+        Counter.objects.using("postgresql").update(value=1)
+
+
+def leased():
+    with lock("order", 42, using="postgresql", fence="lease"), atomic("postgresql"):
+        Counter.objects.using("postgresql").update(value=1)
+
+
+def calls(statements):
+    return [name for name in ("dlock_admit", "dlock_confirm") if any(f"SELECT {name}(" in sql for sql in statements)]
+
+
+def test_locks_call_them():
+    assert calls(sent(fenced)) == ["dlock_admit"]
+    assert calls(sent(leased)) == ["dlock_admit", "dlock_confirm"]
+
+
+def test_server_is_asked_for_them_once_for_each_of_its_connections():
+    connections["postgresql"].close()
+    assert sum("has_function_privilege" in sql for sql in sent(fenced)) == 1
+    assert not any("has_function_privilege" in sql for sql in sent(leased))
+
+
+def test_inside_a_transaction_the_server_is_not_asked_because_the_question_would_take_its_snapshot():
+    connections["postgresql"].close()
+
+    def ask_inside():
+        with atomic("postgresql"), lock("order", 42, using="postgresql"):
+            Counter.objects.using("postgresql").update(value=1)
+
+    statements = sent(ask_inside)
+    assert not calls(statements)
+    assert any("INSERT INTO dlock_fence" in sql for sql in statements)
+
+
+def test_before_their_migration_the_statements_are_sent():
+    call_command("migrate", "django_dlock", "0004", database="postgresql", verbosity=0)
+    connections["postgresql"].close()
+    try:
+        assert not calls(sent(fenced) + sent(leased))
+        assert rows(connections["postgresql"], "SELECT 1 FROM dlock_fence WHERE name = 'order:42' AND token > 0")
+    finally:
+        call_command("migrate", "django_dlock", database="postgresql", verbosity=0)
+        connections["postgresql"].close()
+    assert calls(sent(fenced)) == ["dlock_admit"]
+
+
+@pytest.mark.parametrize("step", ["admit", "confirm"])
+@pytest.mark.parametrize(
+    "state",
+    [
+        {},
+        {ROW: (NOW - 1, "b" * 32, 0)},
+        {ROW: (NOW, US, 0)},
+        {ROW: (NOW, "b" * 32, 0)},
+        {ROW: (NOW + 1, "b" * 32, 0)},
+        {ROW: (NOW, US, NOW)},
+        {ROW: (NOW - 2, "b" * 32, NOW - 1)},
+        {ROW: (0, "", NOW + 1)},
+        {FLOOR: (NOW, "", 0)},
+        {FLOOR: (NOW - 1, "", 0)},
+        {FLOOR: (NOW, "", 0), ROW: (NOW - 1, "b" * 32, 0)},
+    ],
+    ids=lambda state: "; ".join(f"{name or 'floor'} {row[0] - NOW:+}/{row[2] - NOW:+}" for name, row in state.items()),
+)
+@pytest.mark.parametrize("token", [NOW, 7])
+def test_they_do_what_the_statements_do(step, state, token):
+    def outcome(dialect):
+        connection = connections["postgresql"]
+        with undone("postgresql"):
+            rows(connection, "DELETE FROM dlock_fence")
+            for name, row in state.items():
+                rows(
+                    connection,
+                    "INSERT INTO dlock_fence (name, token, holder, s_token) VALUES (%s, %s, %s, %s)",
+                    name,
+                    *row,
+                )
+            statement = dialect.confirm if step == "confirm" else dialect.admit[0]
+            entry = FenceEntry("order:42", token, US, limit=1.5)
+            answer = fencing.is_yes(*Cursor(connection).execute(statement, fencing.params(entry)))
+            found = rows(connection, "SELECT name, token, holder, s_token FROM dlock_fence ORDER BY name")
+            ((limit, mark),) = rows(
+                connection, "SELECT current_setting('lock_timeout'), current_setting('application_name')"
+            )
+        return answer, found, limit, mark if answer else "what is refused is rolled back"
+
+    assert outcome(POSTGRESQL_FUNCTIONS) == outcome(POSTGRESQL)
+
+
+def test_their_wait_for_a_row_is_limited():
+    port, params = Cursor(connections["postgresql"]), fencing.params(FenceEntry("order:42", NOW, US, limit=0.05))
+    port.execute(POSTGRESQL_FUNCTIONS.admit[0], params)
+    with second_session("postgresql") as other:
+        other.set_autocommit(False)
+        rows(other, "UPDATE dlock_fence SET token = token WHERE name = 'order:42'")
+        for statement in (POSTGRESQL_FUNCTIONS.admit[0], POSTGRESQL_FUNCTIONS.confirm):
+            with pytest.raises(DatabaseError, match="lock timeout"):
+                port.execute(statement, params)
+        other.rollback()
+
+
+def test_their_plans_do_not_read_the_whole_table_when_it_has_grown():
+    """A plan that was made for ten rows is kept, and would read all of a million."""
+    settings = rows(connections["postgresql"], "SELECT proconfig FROM pg_proc WHERE proname LIKE 'dlock%%'")
+    assert settings == [(["enable_seqscan=off"],)] * 2
