@@ -109,8 +109,8 @@ POSTGRESQL_FUNCTIONS: Final = replace(
 )
 """What an exclusive lease sends where the functions of `django_dlock`'s migration are there.
 
-They do the same as the long statements, whose text PostgreSQL would plan anew for each transaction where the driver does
-not prepare it, as in Django. See docs/adr/0017-fence-functions.md.
+They do the same as the long statements, which PostgreSQL would plan anew for each transaction where the driver does not
+prepare them, as in Django. See docs/adr/0017-fence-functions.md.
 """
 HAS_FUNCTIONS: Final = """\
 coalesce(has_function_privilege(to_regprocedure('dlock_admit(varchar, bigint, varchar, text)'), 'EXECUTE')
