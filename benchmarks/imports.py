@@ -18,8 +18,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Final
 
-from rich.console import Console
-from rich.table import Table
+from benchmarks.measure import Report
 
 HERE: Final = Path(__file__).resolve().parent.parent
 
@@ -102,13 +101,9 @@ def main() -> None:
     given = parser.parse_args()
     with TemporaryDirectory() as compiled:
         found = measure([HERE, *[tree.resolve() for tree in given.tree]], given.rounds, compiled)
-    if given.format == "json":
-        print(json.dumps(found, indent=2))
-        return
-    table = Table(*found[0], title="the cost of an import, over the bare framework")
-    for one in found:
-        table.add_row(*map(str, one.values()))
-    Console().print(table)
+    report = Report(given.format)
+    report.add("The cost of an import, over the bare framework", found)
+    report.end()
 
 
 if __name__ == "__main__":

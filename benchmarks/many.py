@@ -1,6 +1,6 @@
 """Ten locks together, all or none, against one script each way on a bare socket, and peers that take them one by one.
 
-python -m benchmarks.many --rounds 15 --count 100
+python -m benchmarks.many --rounds 15 --count 100 --sizes 10
 """
 
 import secrets
@@ -69,17 +69,19 @@ def one_by_one(size: int, make: Callable[[str], Any]) -> measure.Operation:
 
 
 def main() -> None:
-    options = measure.arguments(__doc__, rounds=15, count=100, size=10)
+    options = measure.arguments(__doc__, rounds=15, count=100, sizes="10")
     report = measure.Report(options.format)
     with measure.redis_server() as server:
-        every = measure.chosen(contestants(server, options.size), options.only, FLOOR)
         raw = RawRedis(server.port)
-        seen = {name: traffic(operation, raw) for name, operation in every.items()}
-        for layout in measure.LAYOUTS:
-            measure.pin(layout, server.process.pid)
-            runs = measure.interleave(every, FLOOR, options.rounds, options.count, [server.process.pid])
-            rows = [{"contestant": name, **runs[name].row(), "requests": seen[name]["requests"]} for name in every]
-            report.add(f"{options.size} locks together, {layout} CPU", rows)
+        for size in map(int, options.sizes.split(",")):
+            every = measure.chosen(contestants(server, size), options.only, FLOOR)
+            seen = {name: traffic(operation, raw, count=3) for name, operation in every.items()}
+            for layout in measure.LAYOUTS:
+                measure.pin(layout, server.process.pid)
+                count = max(2, min(options.count, options.count * 10 // size))
+                runs = measure.interleave(every, FLOOR, options.rounds, count, [server.process.pid])
+                rows = [{"contestant": name, **runs[name].row(), "requests": seen[name]["requests"]} for name in every]
+                report.add(f"{size} locks together, {layout} CPU", rows)
     report.end()
 
 

@@ -3,7 +3,7 @@
 import secrets
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +13,17 @@ from django.core.management import call_command
 from django.db import connections
 
 from benchmarks import measure
+from benchmarks.distance import away
 from tests import servers
 
 
 @contextmanager
-def running() -> Iterator[list[int]]:
-    """Start everything and set Django up; gives the servers' process ids. "default" is PostgreSQL, or else SQLite."""
-    with measure.scratch() as directory, measure.redis_server() as redis:
+def running(latency: float = 0.0) -> Iterator[list[int]]:
+    """Start everything and set Django up; yields the servers' process ids. "default" is PostgreSQL, or else SQLite.
+
+    Redis and PostgreSQL are `latency` milliseconds of round trip away.
+    """
+    with measure.scratch() as directory, measure.redis_server() as redis, ExitStack() as network:
         started = [redis]
         databases: dict[str, Any] = {"sqlite": sqlite(directory)}
         try:
@@ -32,9 +36,9 @@ def running() -> Iterator[list[int]]:
             started.append(postgresql)
             databases["default"] = {
                 "ENGINE": "django.db.backends.postgresql", "NAME": "postgres", "USER": "postgres", "HOST": "127.0.0.1",
-                "PORT": postgresql.port,
+                "PORT": network.enter_context(away(postgresql.port, latency)),
             }  # fmt: skip
-        configure(databases, redis.url)
+        configure(databases, f"redis://127.0.0.1:{network.enter_context(away(redis.port, latency))}/0")
         try:
             yield [one.process.pid for one in started if one.process is not None]
         finally:

@@ -1,9 +1,10 @@
 """What `@locked` adds to a whole request of Django, beside redis-py and django-pglock.
 
-    python -m benchmarks.request --rounds 15 --count 100
+    python -m benchmarks.request --rounds 15 --count 100 [--latency 0.5]
 
 A request goes through Django's handler with ATOMIC_REQUESTS, reads one row and saves it, on PostgreSQL; leases are in
-Redis. Both servers are on our CPU. For a transaction of SQLAlchemy: `benchmarks.sqlalchemy_lock`.
+Redis. Both servers are on our CPU; with --latency, they are that many milliseconds of round trip away, and every
+process may use all CPUs. For a transaction of SQLAlchemy: `benchmarks.sqlalchemy_lock`.
 """
 
 from typing import Final
@@ -39,13 +40,15 @@ def requests() -> dict[str, measure.Operation]:
 
 
 def main() -> None:
-    options = measure.arguments(__doc__, rounds=15, count=100)
+    options = measure.arguments(__doc__, rounds=15, count=100, latency=0.0)
     report = measure.Report(options.format)
-    with project.running() as servers:
+    with project.running(options.latency) as servers:
         pids = project.backends(["default"], servers)
-        measure.pin("same", *pids)
+        if not options.latency:
+            measure.pin("same", *pids)
         ways = measure.chosen(requests(), options.only, FLOOR)
-        report.add("A request that reads and saves a row, PostgreSQL", table("default", ways, options, pids))
+        where = f", {options.latency} ms away" if options.latency else ""
+        report.add(f"A request that reads and saves a row, PostgreSQL{where}", table("default", ways, options, pids))
     report.end()
 
 

@@ -1,13 +1,15 @@
 """What a lock around a transaction costs in SQLAlchemy, beside the same transaction without one.
 
-    python -m benchmarks.sqlalchemy_lock --rounds 15 --count 100
+    python -m benchmarks.sqlalchemy_lock --rounds 15 --count 100 [--latency 0.5]
 
 One operation reads a row, writes it and commits, in a session of its own, on PostgreSQL; leases are in Redis. The
-servers are on our CPU.
+servers are on our CPU; with --latency, they are that many milliseconds of round trip away, and every process may use
+all CPUs.
 """
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, Final
 
 from redis import Redis
 from redis.lock import Lock as RedisPyLock
@@ -16,11 +18,14 @@ from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column
 from sqlalchemy_dlock import create_sadlock
 
 from benchmarks import measure
+from benchmarks.distance import away
 from dlock_core.backend import Backend
 from dlock_core.stores import connect
 from sqla_dlock import lock, lock_row
 from sqla_dlock.fencing import metadata
 from tests import servers
+
+FLOOR: Final = "no lock"
 
 
 class Base(DeclarativeBase):
@@ -72,7 +77,7 @@ def contestants(engine: Engine, backend: Backend, client: "Redis[bytes]") -> dic
         return operation
 
     return {
-        "no lock": bare,
+        FLOOR: bare,
         "lock_row()": row_lock,
         "lock(), fence=False": leased(fence=False),
         "lock()": leased(fence=True),
@@ -90,34 +95,43 @@ def statements(engine: Engine, operation: measure.Operation) -> int:
     return len(sent)
 
 
-def main() -> None:
-    options = measure.arguments(__doc__, rounds=15, count=100)
-    report = measure.Report(options.format)
-    with measure.scratch() as directory:
+@contextmanager
+def running(latency: float) -> Iterator[tuple[Engine, int, list[int]]]:
+    """Start PostgreSQL, with our tables, and Redis; yields the engine, the port of Redis, and all processes."""
+    with measure.scratch() as directory, measure.redis_server() as redis, ExitStack() as network:
         postgresql = servers.postgresql(directory / "postgresql", servers.free_port())
-        redis = servers.redis(directory / "redis", "--appendonly", "no")
-        for server in (postgresql, redis):
-            server.start()
-        engine = create_engine(f"postgresql+psycopg://postgres@127.0.0.1:{postgresql.port}/postgres", pool_size=2)
+        postgresql.start()
+        port = network.enter_context(away(postgresql.port, latency))
+        engine = create_engine(f"postgresql+psycopg://postgres@127.0.0.1:{port}/postgres", pool_size=2)
         for tables in (Base.metadata, metadata):
             tables.create_all(engine)
         with Session(engine) as session:
             session.add(Counter(id=1))
             session.commit()
-        ways = contestants(engine, connect(redis.url), Redis(port=redis.port))
         with engine.connect() as one, engine.connect() as two:
             backends = [each.exec_driver_sql("SELECT pg_backend_pid()").scalar_one() for each in (one, two)]
-        pids = [postgresql.process.pid, redis.process.pid, *backends]
-        measure.pin("same", *pids)
-        runs = measure.interleave(ways, "no lock", options.rounds, options.count, pids)
+        yield engine, network.enter_context(away(redis.port, latency)), [
+            postgresql.process.pid, redis.process.pid, *backends
+        ]  # fmt: skip
+        engine.dispose()
+        postgresql.stop()
+
+
+def main() -> None:
+    options = measure.arguments(__doc__, rounds=15, count=100, latency=0.0)
+    report = measure.Report(options.format)
+    with running(options.latency) as (engine, port, pids):
+        every = contestants(engine, connect(f"redis://127.0.0.1:{port}/0"), Redis(port=port))
+        ways = measure.chosen(every, options.only, FLOOR)
+        if not options.latency:
+            measure.pin("same", *pids)
+        runs = measure.interleave(ways, FLOOR, options.rounds, options.count, pids)
         rows = [
             {"contestant": name, **runs[name].row(), "statements": statements(engine, way)}
             for name, way in ways.items()
         ]
-        report.add("Read, write and commit a row, PostgreSQL", rows)
-        engine.dispose()
-        for server in (postgresql, redis):
-            server.stop()
+        where = f", {options.latency} ms away" if options.latency else ""
+        report.add(f"Read, write and commit a row, PostgreSQL{where}", rows)
     report.end()
 
 

@@ -1,6 +1,8 @@
 """Acquire and release a free lock, with a new lock object each time, against the wire itself and three peers.
 
-python -m benchmarks.uncontended --rounds 15 --count 400
+    python -m benchmarks.uncontended --rounds 15 --count 400 [--latency 0.5]
+
+With --latency, Redis is that many milliseconds of round trip away, and every process may use all CPUs.
 """
 
 import secrets
@@ -11,22 +13,21 @@ import redis
 import redis_lock
 from redis.lock import Lock as RedisPyLock
 
-from benchmarks import measure
+from benchmarks import distance, measure
 from benchmarks.floors import Names, RawRedis
 from dlock_core import Lock
 from dlock_core.backends.redis.backend import RedisBackend
-from tests.servers import Server
 
 FLOOR: Final = "floor: SET NX PX + EVALSHA on a bare socket"
 
 
-def contestants(server: Server) -> dict[str, measure.Operation]:
-    client = redis.Redis(port=server.port)
+def contestants(port: int) -> dict[str, measure.Operation]:
+    client = redis.Redis(port=port)
     return {
-        FLOOR: floor(RawRedis(server.port)),
-        "dlock": ours(server, renew=False),
-        "dlock, renewed by the watchdog": ours(server, renew=True),
-        "dlock, with block": block(server),
+        FLOOR: floor(RawRedis(port)),
+        "dlock": ours(port, renew=False),
+        "dlock, renewed by the watchdog": ours(port, renew=True),
+        "dlock, with block": block(port),
         "redis-py Lock": redis_py(client),
         "python-redis-lock": python_redis_lock(client),
         "pottery Redlock, 1 master": pottery_redlock(client),
@@ -44,8 +45,8 @@ def floor(raw: RawRedis) -> measure.Operation:
     return operation
 
 
-def ours(server: Server, *, renew: bool) -> measure.Operation:
-    backend, name = RedisBackend.from_url(server.url), Names("dlock").next
+def ours(port: int, *, renew: bool) -> measure.Operation:
+    backend, name = RedisBackend.from_url(f"redis://127.0.0.1:{port}/0"), Names("dlock").next
 
     def operation() -> None:
         Lock(backend, name(), ttl=30, renew=renew).acquire().release()
@@ -53,8 +54,8 @@ def ours(server: Server, *, renew: bool) -> measure.Operation:
     return operation
 
 
-def block(server: Server) -> measure.Operation:
-    backend, name = RedisBackend.from_url(server.url), Names("dlock").next
+def block(port: int) -> measure.Operation:
+    backend, name = RedisBackend.from_url(f"redis://127.0.0.1:{port}/0"), Names("dlock").next
 
     def operation() -> None:
         with Lock(backend, name(), ttl=30):
@@ -110,19 +111,22 @@ def traffic(operation: measure.Operation, raw: RawRedis, count: int = 100) -> me
 
 
 def main() -> None:
-    options = measure.arguments(__doc__, rounds=15, count=300)
+    options = measure.arguments(__doc__, rounds=15, count=300, latency=0.0)
     report = measure.Report(options.format)
-    with measure.redis_server() as server:
-        every = measure.chosen(contestants(server), options.only, FLOOR)
+    with measure.redis_server() as server, distance.away(server.port, options.latency) as port:
+        every = measure.chosen(contestants(port), options.only, FLOOR)
         raw = RawRedis(server.port)
         seen = {name: traffic(operation, raw) for name, operation in every.items()}
-        for layout in measure.LAYOUTS:
+        title = "Uncontended acquire and release"
+        if options.latency:
+            runs = measure.interleave(every, FLOOR, options.rounds, options.count)
+            rows = [{"contestant": name, **runs[name].row(), **seen[name]} for name in every]
+            report.add(f"{title}, {options.latency} ms away", [*rows, distance.ping(port)])
+        for layout in () if options.latency else measure.LAYOUTS:
             measure.pin(layout, server.process.pid)
             runs = measure.interleave(every, FLOOR, options.rounds, options.count, [server.process.pid])
-            report.add(
-                f"Uncontended acquire and release, {layout} CPU",
-                [{"contestant": name, **runs[name].row(), **seen[name]} for name in every],
-            )
+            rows = [{"contestant": name, **runs[name].row(), **seen[name]} for name in every]
+            report.add(f"{title}, {layout} CPU", rows)
     report.end()
 
 
