@@ -1,6 +1,6 @@
 """Many tasks of one process wait for locks that others hold: connections, requests while they wait, time to hand over.
 
-    python -m benchmarks.crowd --tasks 1000
+    python -m benchmarks.crowd --tasks 1,10,100,1000 --seconds 3
 
 First each task waits for a lock of its own, then all wait for the same one; the holder has its own connection. While
 all wait, connections and commands are counted at the server. Then the holder lets go: of all locks in turn, or of the
@@ -13,6 +13,7 @@ from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager
 from typing import Any, Final
 
+import pottery
 import redis
 import redis.asyncio
 
@@ -39,7 +40,16 @@ def redis_py(server: Server) -> tuple[Lock, Callable[[], Awaitable[None]]]:
     return lambda name: client.lock(name, timeout=TTL_S), client.aclose
 
 
-CONTESTANTS: Final = {"dlock": ours, "redis-py Lock": redis_py}
+def pottery_redlock(server: Server) -> tuple[Lock, Callable[[], Awaitable[None]]]:
+    client = redis.asyncio.Redis(port=server.port, max_connections=10_000)
+
+    def lock(name: str) -> pottery.AIORedlock:
+        return pottery.AIORedlock(key=name, masters={client}, auto_release_time=TTL_S)
+
+    return lock, client.aclose
+
+
+CONTESTANTS: Final = {"dlock": ours, "redis-py Lock": redis_py, "pottery AIORedlock, 1 master": pottery_redlock}
 
 
 class Crowd:
@@ -92,16 +102,17 @@ class Crowd:
 
 
 def main() -> None:
-    options = measure.arguments(__doc__, tasks=1000, seconds=3.0)
+    options = measure.arguments(__doc__, tasks="1000", seconds=3.0)
     report = measure.Report(options.format)
     with measure.redis_server() as server:
-        ways = [name for name in CONTESTANTS if options.only in name]
-        crowds = {
-            f"{options.tasks} tasks wait for as many locks": [f"own:{number}" for number in range(options.tasks)],
-            f"{options.tasks} tasks wait for one lock": ["one"] * options.tasks,
-        }
-        for title, names in crowds.items():
-            report.add(title, [asyncio.run(Crowd(server, names).run(way, options.seconds)) for way in ways])
+        ways = measure.chosen(CONTESTANTS, options.only, "dlock")
+        for tasks in map(int, options.tasks.split(",")):
+            crowds = {
+                f"{tasks} tasks wait for as many locks": [f"own:{number}" for number in range(tasks)],
+                f"{tasks} tasks wait for one lock": ["one"] * tasks,
+            }
+            for title, names in crowds.items():
+                report.add(title, [asyncio.run(Crowd(server, names).run(way, options.seconds)) for way in ways])
     report.end()
 
 

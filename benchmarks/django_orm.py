@@ -42,9 +42,10 @@ def table(alias: str, contestants: dict[str, measure.Operation], options: Any, s
 
 
 def saves(alias: str) -> dict[str, measure.Operation]:
-    from benchmarks.models import BareOrder, Order
+    from benchmarks.models import BareOrder, OptimisticOrder, Order
 
     bare, order = BareOrder.objects.using(alias).create(), Order.objects.using(alias).create()
+    optimistic = OptimisticOrder.objects.using(alias).create()
     return {
         "Model.save()": functools.partial(touch, bare, bare.save),
         "Model.save(update_fields)": functools.partial(
@@ -54,6 +55,7 @@ def saves(alias: str) -> dict[str, measure.Operation]:
         "save_with_version(update_fields)": functools.partial(
             touch, order, functools.partial(order.save_with_version, update_fields=["cents"])
         ),
+        "django-optimistic-lock save()": functools.partial(touch, optimistic, optimistic.save),
     }
 
 

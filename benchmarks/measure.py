@@ -213,7 +213,7 @@ def _table(title: str, rows: Sequence[Row]) -> Table:
 
 
 def arguments(description: str | None, **defaults: float | str) -> argparse.Namespace:
-    """Parse --format, --only (measure contestants whose name contains this) and one option per default."""
+    """Parse --format, --only (see `chosen`) and one option per default."""
     parser = argparse.ArgumentParser(description=(description or "").splitlines()[0])
     parser.add_argument("--format", choices=("table", "json"), default="table")
     for name, value in {"only": "", **defaults}.items():
@@ -222,4 +222,7 @@ def arguments(description: str | None, **defaults: float | str) -> argparse.Name
 
 
 def chosen(contestants: Mapping[str, Any], only: str, floor: str) -> dict[str, Any]:
-    return {name: one for name, one in contestants.items() if name == floor or only in name}
+    """Return the floor, and all whose name contains one of the comma-separated texts in `only`."""
+    return {
+        name: one for name, one in contestants.items() if name == floor or any(map(name.__contains__, only.split(",")))
+    }

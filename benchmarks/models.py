@@ -1,5 +1,6 @@
-"""The table of the Django benchmarks, three times: bare, with a version and row locks of ours, and as a counter."""
+"""The table of the Django benchmarks: bare, with a version and row locks of ours, with a peer's version; a counter."""
 
+import ool
 from django.db import models
 
 from django_dlock.models import RowLockMixin, VersionedMixin
@@ -23,6 +24,12 @@ class BareOrder(Fields):
 
 class Order(RowLockMixin, VersionedMixin, Fields):
     pass
+
+
+class OptimisticOrder(ool.VersionedMixin, Fields):
+    """With a version of django-optimistic-lock."""
+
+    version = ool.VersionField()
 
 
 class Counter(VersionedMixin):
