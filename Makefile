@@ -8,10 +8,10 @@ PIP := $(BIN)/python -m pip install --quiet --quiet
 SERVERS := redis-server postgresql mariadb-server etcd-server zookeeper default-jre-headless chromium spin
 HEADERS := gcc pkg-config libmariadb-dev python3-dev
 
-.PHONY: help demo quick test check lint types layers model format bench servers clean interrupts faults soak sabotage
+.PHONY: help demo quick test check lint types layers model format bench bench-stores servers clean interrupts faults soak sabotage
 
 help: ## This list
-	@sed -n 's/^\([a-z]*\):.*## /make \1	/p' Makefile
+	@sed -n 's/^\([a-z-]*\):.*## /make \1	/p' Makefile
 
 demo: $(VENV)/demo.stamp ## The race on SQLite and an embedded Redis: what goes wrong without locks, and what each strategy prevents
 	cd example_project && ../$(BIN)/python manage.py race --orders 200 --workers 8
@@ -62,8 +62,12 @@ format: $(VENV)/lint.stamp ## Repair what style can repair
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: $(VENV)/bench.stamp servers ## What dlock costs, beside its peers and the wire; half an hour
-	for one in stores uncontended many held django_orm request contended crowd sqlalchemy_flush sqlalchemy_lock etcd zookeeper redlock replicated table advisory listing imports; do $(BIN)/python -m benchmarks.$$one || exit 1; done
+bench: $(VENV)/bench.stamp servers ## What dlock costs, compared with its peers and the wire: docs/benchmarks.md with its charts; twenty minutes
+	$(BIN)/python -m benchmarks.run
+	$(BIN)/python -m benchmarks.report
+
+bench-stores: $(VENV)/bench.stamp servers ## Each store compared with its own peers, as tables; half an hour
+	for one in etcd zookeeper redlock replicated table listing contended_replicated contended_advisory; do $(BIN)/python -m benchmarks.$$one || exit 1; done
 
 clean: ## Remove the virtualenv and every cache
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .import_linter_cache .hypothesis .nox

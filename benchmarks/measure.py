@@ -9,6 +9,7 @@ import gc
 import json
 import os
 import random
+import re
 import shutil
 import socket
 import statistics
@@ -222,7 +223,6 @@ def arguments(description: str | None, **defaults: float | str) -> argparse.Name
 
 
 def chosen(contestants: Mapping[str, Any], only: str, floor: str) -> dict[str, Any]:
-    """Return the floor, and all whose name contains one of the comma-separated texts in `only`."""
-    return {
-        name: one for name, one in contestants.items() if name == floor or any(map(name.__contains__, only.split(",")))
-    }
+    """Return the floor, and all in whose name a word begins with one of the comma-separated texts in `only`."""
+    begins = re.compile("|".join(rf"\b{re.escape(part)}" for part in only.split(",")) if only else "")
+    return {name: one for name, one in contestants.items() if name == floor or begins.search(name)}
