@@ -27,7 +27,7 @@ TTL_S: Final = 600
 
 
 def ours(server: Server) -> tuple[Lock, Callable[[], Awaitable[None]]]:
-    backend = RedisBackend.from_url(server.url)
+    backend = RedisBackend.from_url(server.url, timeout=30.0)  # a thousand connections at once take a while
 
     async def close() -> None:
         backend.close()

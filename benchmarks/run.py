@@ -71,8 +71,10 @@ def measured(module: str, options: Options) -> dict[str, Any]:
     command = ["-m", f"benchmarks.{module}", *(f"--{name}={value}" for name, value in options.items())]
     load, start = os.getloadavg()[0], time.monotonic()
     done = subprocess.run(
-        [sys.executable, *command, "--format=json"], stdout=subprocess.PIPE, check=True, timeout=MAX_PART_S
+        [sys.executable, *command, "--format=json"], capture_output=True, text=True, check=False, timeout=MAX_PART_S
     )
+    if done.returncode:
+        raise ValueError(done.stderr[-2000:])
     return {
         "command": " ".join(["python", *command]),
         "load before": round(load, 1),
