@@ -6,6 +6,7 @@ no scale to read it from.
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from math import log
 from pathlib import Path
 from typing import Any, Final
 
@@ -13,12 +14,15 @@ from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullLocator
 
 from benchmarks.panels import Bars, Growth, Panel, number
 
 WIDTH_IN: Final = 8.6
 BAR_IN: Final = 0.27
+PLOT_PT: Final = 115.0
+"""About the height of a growth panel's axis."""
+NAME_PT: Final = 11.0
 THEMES: Final = {
     "light": {"text": "#1f2328", "faint": "#818b98", "ours": "#0969da", "peer": "#c4ccd6", "floor": "#8c959f"},
     "dark": {"text": "#f0f6fc", "faint": "#9198a1", "ours": "#4493f8", "peer": "#4a525c", "floor": "#818b98"},
@@ -121,19 +125,31 @@ def growth(axis: Axes, panel: Growth, colours: dict[str, str]) -> None:
         ours = line.role == "ours"
         style = {"linewidth": 2.2 if ours else 1.3, "markersize": 4 if ours else 3, "zorder": 3 if ours else 2}
         axis.plot(*zip(*line.points, strict=True), color=colours[line.role], marker="o", **style)
-        last = line.points[-1]
-        axis.annotate(
-            f"{line.label} {number(last[1])}", last, xytext=(5, 0), textcoords="offset points", va="center", fontsize=8,
-            color=colours["ours" if ours else "text"], weight="bold" if ours else "normal", annotation_clip=False,
-        )  # fmt: skip
     values = [y for line in panel.lines for _, y in line.points]
-    axis.set_ylim(min(values) / 2, max(values) * 2)
+    axis.set_ylim(min(values) / 1.6, max(values) * 1.6)
+    names_of_lines(axis, panel, colours)
     axis.set_title(panel.title, loc="left", fontsize=9.5)
     axis.set_xlabel(panel.of, fontsize=8.5)
-    plain = FuncFormatter(lambda value, _: number(value))
+    axis.xaxis.set_major_locator(FixedLocator(sorted({x for line in panel.lines for x, _ in line.points})))
+    axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if max(values) < 50 * min(values) else (1,), numticks=8))
     for scale in (axis.xaxis, axis.yaxis):
-        scale.set_major_locator(LogLocator(numticks=8))
-        scale.set_major_formatter(plain)
-        scale.set_minor_formatter(NullFormatter())
+        scale.set_major_formatter(FuncFormatter(lambda value, _: number(value)))
+        scale.set_minor_locator(NullLocator())
     axis.tick_params(which="both", length=0, labelsize=8)
     axis.grid(visible=True, axis="y", color=colours["faint"], alpha=0.25, linewidth=0.6)
+
+
+def names_of_lines(axis: Axes, panel: Growth, colours: dict[str, str]) -> None:
+    """Write a name and the last value at the end of each line, and move names apart that would overlap."""
+    low, high = map(log, axis.get_ylim())
+    bottom = float("-inf")
+    for line in sorted(panel.lines, key=lambda line: line.points[-1][1]):
+        last, ours = line.points[-1], line.role == "ours"
+        height = (log(last[1]) - low) / (high - low) * PLOT_PT
+        place = bottom = max(height, bottom + NAME_PT)
+        name = f"{line.label} {number(last[1])}"
+        axis.annotate(
+            name, last, xytext=(6, place - height), textcoords="offset points", va="center",
+            fontsize=8, color=colours["ours" if ours else "text"], weight="bold" if ours else "normal",
+            annotation_clip=False,
+        )  # fmt: skip

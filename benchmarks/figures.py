@@ -19,6 +19,10 @@ OURS: Final = (
 REFERENCES: Final = ("floor", "bare", "no lock", "no version", "Model.save()", "select_for_update by hand", "the bare")
 
 
+MAX_QUIET_LOAD: Final = 4.0
+"""The benchmarks themselves make a load of up to this."""
+
+
 class Results:
     """The files that `benchmarks.run` has written."""
 
@@ -49,9 +53,17 @@ def role(contestant: str) -> Role:
     return "floor" if contestant.startswith(REFERENCES) else "peer"
 
 
+EXPLANATIONS: Final = (
+    " on a bare socket", ", no promise", ", no lease", ", released before COMMIT", ", 1 master",
+    ", advisory lock of the transaction", " by the watchdog", ", outside of the transaction",
+)  # fmt: skip
+
+
 def short(contestant: str) -> str:
-    """Return a contestant's name without its explanation."""
-    return contestant.partition(":")[0].partition(", released before")[0].removesuffix(", 1 master")
+    """Return a contestant's name without its explanation, as a chart has room for it."""
+    for explanation in EXPLANATIONS:
+        contestant = contestant.replace(explanation, "")
+    return contestant
 
 
 def table(header: Sequence[str], lines: Iterable[Sequence[object]]) -> str:
@@ -118,6 +130,19 @@ def compared(
         if rows
     ]
     return Figure(name, alt, table(header, lines), panels, charts)
+
+
+def machine(results: Results) -> Figure:
+    """Return a sentence instead of a table: when and where, at which load, with which versions."""
+    about = dict(results.parts.get("machine", {}))
+    loads = [part["load before"] for part in results.parts.values() if "load before" in part]
+    if not about or not loads:
+        return Figure("machine", "", "Nothing was measured yet.")
+    date, cores = about.pop("date"), about.pop("cores")
+    versions = ", ".join(f"{name} {version}" for name, version in about.items())
+    busy = " The machine was not idle: take the figures as a first impression." if max(loads) > MAX_QUIET_LOAD else ""
+    sentence = f"The last run was on {date}, on {cores} cores, at loads of {min(loads)} to {max(loads)}.{busy}"
+    return Figure("machine", "", f"{sentence} Versions: {versions}.")
 
 
 # Rows 1 to 4: one store, Redis
@@ -314,7 +339,7 @@ def imports(results: Results) -> Figure:
 def curve(results: Iterable[tuple[float, Mapping[str, Row]]], name: str, column: str) -> Line | None:
     """Return the line of one contestant: a point for each number of things that it was measured with."""
     points = [(size, float(rows[name][column])) for size, rows in results if name in rows and rows[name].get(column)]
-    return Line(short(name), points, role(name)) if points else None
+    return Line(short(name).partition(":")[0], points, role(name)) if points else None
 
 
 def curves(
@@ -395,6 +420,7 @@ def stores(results: Results) -> Figure:
 
 
 FIGURES: Final[Sequence[Callable[[Results], Figure]]] = (
+    machine,
     free_lock, wanted_lock, held_leases, ten_names, django_saves, request, sqlalchemy_transaction, counter, crowd,
     imports, advisory, sqlalchemy_flush, more_leases, more_waiters, more_names, more_tasks, stores,
 )  # fmt: skip

@@ -3,8 +3,8 @@
     python -m benchmarks.load --customers 1,4,16,64 --orders 150
 
 The example project is served by gunicorn (processes, and threads) and uvicorn, on PostgreSQL and Redis; customers ship
-and cancel the same orders at once. Then, under the strategy `lease`, Redis answers 200 ms late for a while; is killed, and
-started again with its data; is killed, and started again without. Exit status 1 if a promise was broken.
+and cancel the same orders at once. Then, under the strategy `lease`, Redis answers 200 ms late for a while; is killed,
+and started again with its data; is killed, and started again without. Exit status 1 if a promise was broken.
 
 The customers share the machine with the servers: the figures compare strategies, and say little about another machine.
 """
