@@ -8,7 +8,10 @@ PIP := $(BIN)/python -m pip install --quiet --quiet
 SERVERS := redis-server postgresql mariadb-server etcd-server zookeeper default-jre-headless chromium spin
 HEADERS := gcc pkg-config libmariadb-dev python3-dev
 
-.PHONY: help demo quick test check lint types layers model format bench bench-stores servers clean interrupts faults soak sabotage
+# Containers often forbid it; then each of the processes that run side by side compiles every test once more, in ten seconds.
+unexport PYTHONDONTWRITEBYTECODE
+
+.PHONY: help demo quick test check lint types layers model format bench bench-stores servers clean interrupts faults soak sabotage mutants
 
 help: ## This list
 	@sed -n 's/^\([a-z-]*\):.*## /make \1	/p' Makefile
@@ -39,6 +42,12 @@ soak: $(VENV)/test.stamp servers $(VENV)/mariadb.stamp ## An hour of constant lo
 
 sabotage: $(VENV)/test.stamp servers $(VENV)/mariadb.stamp ## Does the checker of the faults find what is broken on purpose? Ten minutes
 	DLOCK_TEST_SABOTAGE=1 $(BIN)/python -m pytest tests/random_faults/test_sabotage.py
+
+PART ?=
+SAMPLE ?= 0
+mutants: SEED = 1
+mutants: $(VENV)/test.stamp servers $(VENV)/mariadb.stamp ## Which faults in the code do the tests notice? make mutants PART=lua SAMPLE=100 SEED=1
+	$(BIN)/python -m tests.mutants $(PART) --sample $(SAMPLE) --seed $(SEED)
 
 check: MINUTES = 2
 check: SEED = 1

@@ -1,0 +1,195 @@
+"""The mutants of a Python file: one node of its syntax tree is changed, and the tree is written out again.
+
+What no test can be asked to notice is left alone: annotations, docstrings, messages of errors, and calls of a logger.
+"""
+
+import ast
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Final
+
+from tests.mutants import sql
+from tests.mutants.mutant import Mutant
+
+COMPARISONS: Final[dict[type[ast.cmpop], type[ast.cmpop]]] = {
+    ast.Lt: ast.LtE,
+    ast.LtE: ast.Lt,
+    ast.Gt: ast.GtE,
+    ast.GtE: ast.Gt,
+    ast.Eq: ast.NotEq,
+    ast.NotEq: ast.Eq,
+    ast.Is: ast.IsNot,
+    ast.IsNot: ast.Is,
+    ast.In: ast.NotIn,
+    ast.NotIn: ast.In,
+}
+ARITHMETIC: Final[dict[type[ast.operator], type[ast.operator]]] = {
+    ast.Add: ast.Sub,
+    ast.Sub: ast.Add,
+    ast.Mult: ast.FloorDiv,
+    ast.Div: ast.Mult,
+    ast.FloorDiv: ast.Mult,
+}
+IS_LOGGED: Final = re.compile(r"\b(log|logger|warnings)\.")
+NOT_OURS: Final = {"annotation", "returns", "decorator_list"}
+SHOWN: Final = 90
+"""Characters of the code that a report shows."""
+
+
+def mutants(path: str, text: str) -> list[Mutant]:
+    tree = ast.parse(text)
+    original = ast.unparse(tree)
+    found: list[Mutant] = []
+    for change in list(_changes(tree)):
+        old = change.swap(change.value)
+        source = ast.unparse(tree)
+        change.swap(old)
+        found.append(Mutant(path, change.line, len(found), *_difference(original, source), source))
+    return found
+
+
+@dataclass(frozen=True)
+class _Change:
+    line: int
+    place: Any
+    """A node, or a list of nodes."""
+    key: str | int
+    """The node's field, or the list's index."""
+    value: object
+
+    def swap(self, value: object) -> object:
+        """Put this value there; returns what was there."""
+        if isinstance(self.key, int):
+            old, self.place[self.key] = self.place[self.key], value
+        else:
+            old = getattr(self.place, self.key)
+            setattr(self.place, self.key, value)
+        return old
+
+
+def _changes(tree: ast.Module) -> Iterator[_Change]:
+    for body, at, statement in _statements(tree):
+        yield from _of_expressions(statement)
+        if (instead := _instead(statement)) is not None:
+            yield _Change(statement.lineno, body, at, instead)
+
+
+def _statements(node: ast.AST) -> Iterator[tuple[list[ast.stmt], int, ast.stmt]]:
+    """Every statement that runs, with the list it stands in."""
+    for name in ("body", "orelse", "finalbody", "handlers", "cases"):
+        body = getattr(node, name, None)
+        if not isinstance(body, list):
+            continue
+        for at, each in enumerate(body):
+            if _is_told_only(each):
+                continue
+            if isinstance(each, ast.stmt):
+                yield body, at, each
+            yield from _statements(each)
+
+
+def _is_told_only(node: ast.AST) -> bool:
+    """Whether it is for the reader, the type checker or the log."""
+    if isinstance(node, ast.Import | ast.ImportFrom | ast.Pass):
+        return True
+    if isinstance(node, ast.Expr) and (isinstance(node.value, ast.Constant) or IS_LOGGED.search(ast.unparse(node))):
+        return True
+    return isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+
+
+def _of_expressions(statement: ast.stmt) -> Iterator[_Change]:
+    """The changes of expressions that belong to this statement itself, not to those inside it."""
+    todo: list[ast.AST] = [statement]
+    while todo:
+        node = todo.pop(0)
+        yield from _of_node(node)
+        if isinstance(node, ast.Raise) or (isinstance(node, ast.Subscript) and ast.unparse(node.value) == "Literal"):
+            continue  # the message of an error; a type
+        for name, value in ast.iter_fields(node):
+            if name not in NOT_OURS:
+                todo += [each for each in (value if isinstance(value, list) else [value]) if _is_expression(each)]
+
+
+def _is_expression(node: object) -> bool:
+    return isinstance(node, ast.AST) and not isinstance(node, ast.stmt | ast.ExceptHandler | ast.match_case)
+
+
+def _of_node(node: ast.AST) -> Iterator[_Change]:
+    for place, key, value in _faults(node):
+        yield _Change(getattr(node, "lineno", 0), place, key, value)
+
+
+def _faults(node: ast.AST) -> Iterator[tuple[object, str | int, object]]:
+    match node:
+        case ast.Compare(ops=ops):
+            for at, each in enumerate(ops):
+                if other := COMPARISONS.get(type(each)):
+                    yield ops, at, other()
+        case ast.BoolOp(op=op):
+            yield node, "op", ast.Or() if isinstance(op, ast.And) else ast.And()
+        case ast.BinOp(op=op) | ast.AugAssign(op=op) if (other_way := ARITHMETIC.get(type(op))) and not _is_text(node):
+            yield node, "op", other_way()
+        case ast.If(test=test) | ast.While(test=test) | ast.IfExp(test=test):
+            yield node, "test", _negated(test)
+        case ast.Constant(value=value):
+            for changed in _other_constants(value):
+                yield node, "value", changed
+        case ast.Return(value=ast.expr() as value) if ast.unparse(value) != "None":
+            yield node, "value", ast.Constant(None)
+        case _:
+            pass
+
+
+def _other_constants(value: object) -> Iterator[object]:
+    match value:
+        case bool():
+            yield not value
+        case int() | float():
+            yield value + 1
+        case str():
+            yield from sql.changed(value)
+
+
+def _is_text(node: ast.AST) -> bool:
+    """Whether something other than numbers is added, of which nothing can be subtracted."""
+    return any(
+        isinstance(each, ast.JoinedStr | ast.List | ast.Tuple) or _is_str(each) for each in ast.iter_child_nodes(node)
+    )
+
+
+def _is_str(node: ast.AST) -> bool:
+    return isinstance(node, ast.Constant) and isinstance(node.value, str)
+
+
+def _negated(test: ast.expr) -> ast.expr:
+    if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
+        return test.operand
+    return ast.UnaryOp(ast.Not(), test)
+
+
+def _instead(statement: ast.stmt) -> ast.stmt | None:
+    """What stands instead of a statement that is taken out; None when that is nobody's fault or another mutant already."""
+    match statement:
+        case ast.Expr() | ast.Raise() | ast.AugAssign() | ast.Delete():
+            return ast.Pass()
+        case ast.Assign(targets=[ast.Attribute() | ast.Subscript(), *_]):
+            return ast.Pass()
+        case ast.Break():
+            return ast.Continue()
+        case ast.Continue():
+            return ast.Break()
+        case _:
+            return None
+
+
+def _difference(before: str, after: str) -> tuple[str, str]:
+    """The first line that differs, before and after."""
+    pairs = zip(before.splitlines(), after.splitlines(), strict=False)
+    old, new = next((pair for pair in pairs if pair[0] != pair[1]), (before, after))
+    return _short(old), _short(new)
+
+
+def _short(text: str) -> str:
+    line = " ".join(text.split())
+    return line if len(line) <= SHOWN else f"{line[:SHOWN]}…"
