@@ -13,11 +13,10 @@ from collections.abc import Iterator
 import httpx
 import pytest
 
-from tests.acceptance.test_race import SHOP
+from tests.acceptance.test_race import SHOP, STRATEGIES
 from tests.conftest import give_up
 
 pytestmark = pytest.mark.timeout(300)
-STRATEGIES = ["none", "row", "version", "lease"]
 
 
 @pytest.fixture(scope="module")

@@ -14,14 +14,13 @@ import pytest
 from example_project.race.servers import serving
 from example_project.sqla_shop.racing import SqlaShop
 from tests import settings
-from tests.acceptance.test_race import ANOMALIES, KEYS
+from tests.acceptance.test_race import ANOMALIES, KEYS, STRATEGIES
 from tests.mysql_server import DIALECT
 from tests.servers import Server
 from tests.sqla_dlock.engines import missing_driver
 from tests.sqla_dlock.sessions import run_sql
 
 ROOT = Path(__file__).parents[2]
-STRATEGIES = ["none", "row", "version", "lease"]
 NAMES = {"sqlite": "SQLite", "postgresql": "PostgreSQL", "mariadb": "MariaDB"}
 SERVERS = {
     "postgresql": f"postgres://postgres@127.0.0.1:{settings.POSTGRESQL_PORT}/shop",
@@ -38,7 +37,7 @@ def shop(*arguments: str, cwd: Path = ROOT, **environment: str) -> subprocess.Co
 
 
 def race(url: str, *strategies: str, orders: int) -> list[dict[str, object]]:
-    options = ["--orders", str(orders), "--workers", "4", "--format", "json"]
+    options = ["--orders", str(orders), "--workers", "2", "--format", "json"]
     done = shop("race", "--strategy", *strategies, *options, DATABASE_URL=url)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)

@@ -11,7 +11,7 @@ from dlock_core.backend import Backend
 from dlock_core.errors import BackendUnavailable, DLockError
 from tests.servers import free_port
 
-ATTEMPTS = 100
+ATTEMPTS = 40
 KEPT = ATTEMPTS // 2
 """Objects that may be more after so many attempts. One for each is too many."""
 
@@ -51,9 +51,9 @@ async def attempts(backend: Backend, numbers: range) -> None:
             await AsyncLock(backend, f"order:{number}", wait=0.0001).acquire()
 
 
-def growth(work: Callable[[], object]) -> int:
-    """How many more objects there are each time that this is done: what fills up once, as threads do, is no growth."""
-    return min(_more_after(work) for _ in range(3))
+def is_growing(work: Callable[[], object]) -> bool:
+    """Tell whether there are more objects each time that this is done: what fills up once, as threads do, is no growth."""
+    return all(_more_after(work) >= KEPT for _ in range(3))
 
 
 def _more_after(work: Callable[[], object]) -> int:
@@ -72,8 +72,8 @@ def test_failed_attempts_leave_nothing_in_the_process(nowhere: Backend) -> None:
         for number in range(ATTEMPTS):
             attempt(nowhere, number)
 
-    assert growth(work) < KEPT
+    assert not is_growing(work)
 
 
 def test_failed_attempts_of_tasks_leave_nothing_in_the_process(nowhere: Backend) -> None:
-    assert growth(lambda: asyncio.run(attempts(nowhere, range(ATTEMPTS)))) < KEPT
+    assert not is_growing(lambda: asyncio.run(attempts(nowhere, range(ATTEMPTS))))
