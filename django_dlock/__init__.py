@@ -8,12 +8,19 @@ from dlock_core.extras import needed_by, version
 
 if TYPE_CHECKING:
     from django_dlock.locks import lock
-    from django_dlock.retry import retry_on_conflict
+    from django_dlock.retry import is_retry, retry_on_conflict
     from django_dlock.views import arg, locked, pk
 
-__all__ = ["arg", "lock", "locked", "pk", "retry_on_conflict"]
+__all__ = ["arg", "is_retry", "lock", "locked", "pk", "retry_on_conflict"]
 
-_HOMES: Final = {"arg": "views", "lock": "locks", "locked": "views", "pk": "views", "retry_on_conflict": "retry"}
+_HOMES: Final = {
+    "arg": "views",
+    "is_retry": "retry",
+    "lock": "locks",
+    "locked": "views",
+    "pk": "views",
+    "retry_on_conflict": "retry",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -28,6 +28,7 @@ from dlock_core.transactions.retry import (
     check_function,
     claim_databases,
     current_attempts,
+    is_retry,
     report,
     with_retry,
 )
@@ -40,7 +41,7 @@ if TYPE_CHECKING:
 
     from dlock_core.options import Seconds
 
-__all__ = ["retry_on_conflict"]
+__all__ = ["is_retry", "retry_on_conflict"]
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -65,7 +66,7 @@ def retry_on_conflict(
     A conflict is StaleObject, StaleToken, RowLocked, a deadlock, a serialization failure or a lock timeout. Between
     runs it pauses with full jitter. At most `attempts` runs, none of which starts later than `within` seconds after
     the first; then the last conflict is raised, with a note of how many there were. Any other error, and a
-    cancellation, is raised at once.
+    cancellation, is raised at once. To wait in the row's queue from the second run on, lock the row if `is_retry()`.
 
     It runs again only when everything that the run did is known to be rolled back. A conflict is raised at once, with
     a note, when something is or may be committed: by a COMMIT whose `on_commit` functions raised the conflict, by one

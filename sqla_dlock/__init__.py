@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from sqla_dlock.fencing import FencedMixin
     from sqla_dlock.handlers import arg, locked
     from sqla_dlock.locks import alock, lock
-    from sqla_dlock.retry import retry_on_conflict
+    from sqla_dlock.retry import is_retry, retry_on_conflict
     from sqla_dlock.rows import alock_row, alock_rows, lock_row, lock_rows
     from sqla_dlock.stores import configure
     from sqla_dlock.versions import (
@@ -35,6 +35,7 @@ __all__ = [
     "atouch",
     "configure",
     "delete_with_version",
+    "is_retry",
     "lock",
     "lock_row",
     "lock_rows",
@@ -49,6 +50,7 @@ _HOMES: Final = {
     "arg": "handlers",
     "configure": "stores",
     "FencedMixin": "fencing",
+    "is_retry": "retry",
     "lock": "locks",
     "locked": "handlers",
     "retry_on_conflict": "retry",

@@ -18,6 +18,7 @@ from dlock_core.transactions.retry import (
     check_answer,
     check_function,
     claim_databases,
+    is_retry,
     with_retry,
 )
 from sqla_dlock import transactions as _listeners  # noqa: F401 - they report transactions to the attempts
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 
     from dlock_core.options import Seconds
 
-__all__ = ["retry_on_conflict"]
+__all__ = ["is_retry", "retry_on_conflict"]
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -72,7 +73,8 @@ def retry_on_conflict(
     A conflict is StaleObject, StaleDataError, StaleToken, RowLocked, a deadlock, a serialization failure or a lock
     timeout, also in COMMIT. Between runs it pauses with full jitter. At most `attempts` runs, none of which starts
     later than `within` seconds after the first; then the last conflict is raised, with a note of how many there were.
-    Any other error, and a cancellation, is raised at once.
+    Any other error, and a cancellation, is raised at once. To wait in the row's queue from the second run on, lock the
+    row if `is_retry()`.
 
     It runs again only when everything that the run did is known to be rolled back. A conflict is raised at once, with
     a note, when the transaction of this session, or of another that began in the function, is or may be committed. What

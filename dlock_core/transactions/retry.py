@@ -37,6 +37,7 @@ __all__ = [
     "claim_databases",
     "current_attempts",
     "is_conflict",
+    "is_retry",
     "report",
     "retry",
     "with_retry",
@@ -103,7 +104,9 @@ class AttemptedWork:
 class RetryAttempt:
     """One run of the work, as a block: what began in it, in this context and in the threads that have copied it."""
 
-    def __init__(self) -> None:
+    def __init__(self, number: int) -> None:
+        self.number = number
+        """1 is the first."""
         self.binds: frozenset[Hashable] = frozenset()
         self.parts: dict[object, AttemptedWork] = {}
         self.is_over = False
@@ -123,6 +126,16 @@ class RetryAttempt:
 
 current_attempts: Final[ContextVar[tuple[RetryAttempt, ...]]] = ContextVar("dlock_attempts", default=())
 """The attempts that this context is in, the outermost first."""
+
+
+def is_retry() -> bool:
+    """Return whether the code that asks runs again because of a conflict; False outside of `retry_on_conflict`.
+
+    Versions cost no lock while conflicts are rare, but those who want one row at the same time can lose it to each
+    other again and again. A function that locks the row when it runs again waits in the row's queue instead, and then
+    cannot lose it: under READ COMMITTED its second attempt is its last one.
+    """
+    return any(attempt.number > 1 for attempt in current_attempts.get())
 
 
 def report(key: object, make: Callable[[], AttemptedWork]) -> None:
@@ -159,7 +172,7 @@ async def retry(
     give_up = runtime.now() + _limit(policy.within)
     number = 1
     while True:
-        attempt = RetryAttempt()
+        attempt = RetryAttempt(number)
         try:
             with attempt:
                 return await work()

@@ -7,7 +7,7 @@ import pytest
 
 from dlock_core.errors import AcquireTimeout, DLockError, LeaseLost, RowLocked, StaleObject, StaleToken
 from dlock_core.runtime import ASYNCIO, BLOCKING, run
-from dlock_core.transactions.retry import AttemptedWork, Policy, claim_databases, is_conflict, report, retry
+from dlock_core.transactions.retry import AttemptedWork, Policy, claim_databases, is_conflict, is_retry, report, retry
 from dlock_core.transactions.tie import Outcome
 from tests.core.scripted import driver_error
 
@@ -162,6 +162,35 @@ def test_attempt_inside_another_of_the_same_database_is_told(outer: str, inner: 
         return await retry(ByHand(), inside, Policy())
 
     assert run(retry(ByHand(), around, Policy())) is allowed
+
+
+def test_work_knows_whether_it_runs_again() -> None:
+    seen: list[bool] = []
+
+    async def work() -> None:
+        seen.append(is_retry())
+        if len(seen) < 3:
+            raise stale()
+
+    assert is_retry() is False
+    run(retry(ByHand(), work, Policy()))
+    assert seen == [False, True, True]
+    assert is_retry() is False
+
+
+def test_work_inside_a_retry_of_another_database_runs_again() -> None:
+    seen: list[bool] = []
+
+    async def inner() -> None:
+        seen.append(is_retry())
+
+    async def outer() -> None:
+        await retry(ByHand(), inner, Policy())
+        if len(seen) < 2:
+            raise stale()
+
+    run(retry(ByHand(), outer, Policy()))
+    assert seen == [False, True]
 
 
 def test_other_error_is_raised_at_once_and_without_a_note() -> None:

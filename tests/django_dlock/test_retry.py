@@ -19,7 +19,7 @@ from django.urls import path
 
 from django_dlock.connections import in_transaction
 from django_dlock.errors import AcquireTimeout, RowLocked, StaleObject, StaleToken
-from django_dlock.retry import retry_on_conflict
+from django_dlock.retry import is_retry, retry_on_conflict
 from dlock_core.sql.driver_errors import DatabaseFailure, classify
 from tests import processes
 from tests.django_dlock.sessions import add, committed, rows, second_session
@@ -509,6 +509,32 @@ def test_conflict_of_versions_is_cured_by_reading_again(database):
 
     work()
     assert Article.objects.using(database).get().reads == 11
+
+
+@with_row_locks
+def test_row_that_the_second_attempt_locks_cannot_be_lost_again(database):
+    key = Article.objects.using(database).create().pk
+    runs: list[bool] = []
+
+    @retry_on_conflict(using=database)
+    def work() -> None:
+        runs.append(is_retry())
+        articles = Article.objects.using(database)
+        mine = articles.lock_row(key) if is_retry() else articles.get(pk=key)
+        with second_session(database) as other:
+            wait = "SET lock_timeout = '50ms'" if other.vendor == "postgresql" else "SET innodb_lock_wait_timeout = 0"
+            rows(other, wait)
+            if is_retry():
+                with pytest.raises(OperationalError):
+                    rows(other, "UPDATE testapp_article SET version = version + 1")
+            else:
+                rows(other, "UPDATE testapp_article SET version = version + 1")
+        mine.reads += 10
+        mine.save_with_version()
+
+    work()
+    assert runs == [False, True]
+    assert Article.objects.using(database).get().reads == 10
 
 
 @on_postgresql

@@ -16,7 +16,7 @@ from sqlalchemy.orm.exc import DetachedInstanceError, StaleDataError
 from dlock_core.errors import AcquireTimeout, RowLocked, StaleObject, StaleToken
 from dlock_core.sql.driver_errors import DatabaseFailure, classify
 from dlock_core.transactions.retry import is_conflict
-from sqla_dlock.retry import retry_on_conflict
+from sqla_dlock.retry import is_retry, retry_on_conflict
 from sqla_dlock.rows import alock_row, lock_row
 from tests import processes
 from tests.sqla_dlock.engines import ASYNC, SYNC, new_async_engine, new_engine, server_of
@@ -619,6 +619,25 @@ def test_conflict_of_versions_is_cured_by_reading_again(engine):
     work()
     with maker() as session:
         assert session.get_one(Article, 1).reads == 11
+
+
+@with_row_locks
+def test_row_can_be_locked_from_the_second_attempt_on(engine):
+    maker = sessionmaker(engine)
+    with maker.begin() as session:
+        session.add(Article(id=1))
+    runs: list[bool] = []
+
+    @retry_on_conflict(maker)
+    def work(session: Session) -> None:
+        runs.append(is_retry())
+        mine = session.get_one(Article, 1, with_for_update=is_retry())
+        if not is_retry():
+            interfere(engine, RAISE_READS)
+        mine.reads += 10
+
+    work()
+    assert runs == [False, True]
 
 
 async def test_conflict_of_versions_is_cured_by_reading_again_async(make_async_engine, make_engine):
