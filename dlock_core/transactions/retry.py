@@ -50,6 +50,14 @@ ATTEMPTS: Final = 10
 WITHIN_S: Final = 5.0
 """Seconds after the first attempt in which others may start, unless the caller says otherwise."""
 
+MIN_FIRST_PAUSE_S: Final = 0.01
+"""Seconds to which the first pause is limited, at least."""
+FIRST_PAUSE_IN_ATTEMPTS: Final = 4
+"""To how many times the length of the attempt the first pause is limited, where that is more.
+
+A slow or busy database needs longer pauses: without them those who come back meet each other again.
+"""
+
 
 def is_conflict(error: BaseException) -> bool:
     """Return whether doing all of the work again, in a new transaction, may well succeed."""
@@ -165,6 +173,8 @@ async def retry(
 ) -> T:
     """Do `work` until it ends without a conflict, pausing with full jitter between attempts.
 
+    The limit of the pauses begins at 10 ms, or at four times the length of the attempt, and doubles up to 1 s.
+
     The last conflict is raised, with a note that says how many attempts were made, or why it was not made again
     although there was time: something of it is, or may be, committed. Any other error, and a cancellation, is raised
     at once. `work` must undo what it did when it fails: open its own transaction in it.
@@ -172,7 +182,7 @@ async def retry(
     give_up = runtime.now() + _limit(policy.within)
     number = 1
     while True:
-        attempt = RetryAttempt(number)
+        attempt, began = RetryAttempt(number), runtime.now()
         try:
             with attempt:
                 return await work()
@@ -182,8 +192,9 @@ async def retry(
             if obstacle := attempt.obstacle():
                 error.add_note(f"not tried again: {obstacle}")
                 raise
-            pause = full_jitter(number, draw())
-            if number == policy.attempts or runtime.now() + pause > give_up:
+            now = runtime.now()
+            pause = full_jitter(number, draw(), base=max(MIN_FIRST_PAUSE_S, FIRST_PAUSE_IN_ATTEMPTS * (now - began)))
+            if number == policy.attempts or now + pause > give_up:
                 error.add_note(f"gave up after {number} attempt{'s' * (number > 1)}")
                 raise
             _tell(error, pause)

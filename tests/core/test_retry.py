@@ -217,6 +217,18 @@ def test_pauses_grow_with_full_jitter() -> None:
     assert runtime.pauses == pytest.approx([0.01, 0.01, 0.04])
 
 
+def test_pauses_are_in_proportion_to_attempts_that_take_long() -> None:
+    runtime = ByHand()
+    work = Work(*[stale() for _ in range(4)])
+
+    async def slow() -> int:
+        runtime.time += 0.05
+        return await work()
+
+    run(retry(runtime, slow, Policy(), draw=lambda: 1.0))
+    assert runtime.pauses == pytest.approx([0.2, 0.4, 0.8, 1.0])
+
+
 def test_no_attempt_starts_after_the_deadline() -> None:
     runtime = ByHand()
     work = Work(*[stale() for _ in range(100)])
