@@ -11,7 +11,7 @@ HEADERS := gcc pkg-config libmariadb-dev python3-dev
 # Containers often forbid it; then each of the processes that run side by side compiles every test once more, in ten seconds.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo quick test check lint types layers model format bench bench-stores servers clean interrupts faults soak sabotage mutants
+.PHONY: help demo quick test check lint types layers model format bench bench-stores load servers clean interrupts faults soak sabotage mutants
 
 help: ## This list
 	@sed -n 's/^\([a-z-]*\):.*## /make \1	/p' Makefile
@@ -74,6 +74,9 @@ format: $(VENV)/lint.stamp ## Repair what style can repair
 bench: $(VENV)/bench.stamp servers ## What dlock costs, compared with its peers and the wire: docs/benchmarks.md with its charts; twenty minutes
 	$(BIN)/python -m benchmarks.run
 	$(BIN)/python -m benchmarks.report
+
+load: $(VENV)/bench.stamp servers ## The shop under load on gunicorn and uvicorn, also while Redis is slow or dead: are the promises kept? Five minutes
+	$(BIN)/python -m benchmarks.load
 
 bench-stores: $(VENV)/bench.stamp servers ## Each store compared with its own peers, as tables; half an hour
 	for one in etcd zookeeper redlock replicated table listing contended_replicated contended_advisory; do $(BIN)/python -m benchmarks.$$one || exit 1; done

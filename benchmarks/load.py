@@ -1,6 +1,7 @@
 """The shop under load: throughput, waits and errors of each strategy, and what happens when Redis is slow, or dies.
 
     python -m benchmarks.load --customers 1,4,16,64 --orders 150
+    python -m benchmarks.load --ladder 0 --only killed --wait 3
 
 The example project is served by gunicorn (processes, and threads) and uvicorn, on PostgreSQL and Redis; customers ship
 and cancel the same orders at once. Then, under the strategy `lease`, Redis answers 200 ms late for a while; is killed,
@@ -151,17 +152,17 @@ TROUBLES: Final = (
 )
 
 
-def in_trouble(where: Place, trouble: Trouble, wait: float) -> tuple[list[measure.Row], list[str]]:
+def in_trouble(where: Place, trouble: Trouble, wait: float, slack: float) -> tuple[list[measure.Row], list[str]]:
     """Return what customers and readers were told before, during and after the trouble, and what was wrong."""
     from example_project.race.servers import serving
 
     shop, database, processes = shops()["gunicorn, 2 x 16 threads"]
     os.environ |= {"DATABASE_URL": url_of(where.postgresql, database), "LOAD_WAIT": str(wait)}
-    seconds = max(3.0, 2 * wait + 1)
+    seconds = 2 * wait + 1 + slack / 2
     moments: list[float] = []
     with Proxy(where.redis.port) as proxy, shop.database(os.environ["DATABASE_URL"]), ExitStack() as stack:
         os.environ["REDIS_URL"] = where.redis.url if trouble.is_dead else proxy.redis_url
-        orders, count = stack.enter_context(shop.paid_orders(int((seconds + 2 * CALM_S) * 60)))
+        orders, count = stack.enter_context(shop.paid_orders(int((seconds + 2 * CALM_S + slack) * 60)))
         port = stack.enter_context(serving(shop, "lease", processes, where.home))
         crowd = Crowd(shop, port, orders, pause=PAUSE_S)
         over: list[bool] = []
@@ -171,11 +172,11 @@ def in_trouble(where: Place, trouble: Trouble, wait: float) -> tuple[list[measur
             time.sleep(CALM_S if act is trouble.begin else seconds)
             act(where, proxy)
             moments.append(time.monotonic())
-        time.sleep(CALM_S + promises.RECOVERY_S)
+        time.sleep(CALM_S + promises.RECOVERY_S + slack)
         over.append(True)
         buying.join()
         tally = count()
-    fault = Fault(moments[0], moments[1], wait, is_dead=trouble.is_dead)
+    fault = Fault(moments[0], moments[1], wait, trouble.is_dead, slack)
     found = [*promises.of_data(tally, crowd.answers), *promises.of_answers(crowd.answers, fault)]
     return list(phases(crowd.answers, fault)), [f"Redis {trouble.name}: {what}" for what in found]
 
@@ -202,7 +203,7 @@ def phases(answers: Sequence[Answer], fault: Fault) -> Iterator[measure.Row]:
 
 def main() -> int:
     options = measure.arguments(
-        __doc__, customers="1,4,16,64", orders=150, strategies="none,row,version,lease", wait=3.0, trouble=1, ladder=1
+        __doc__, customers="1,4,16,64", orders=150, strategies="none,row,version,lease", wait=3.0, slack=0.0, ladder=1
     )
     report, violations = measure.Report(options.format), []
     with place() as where:
@@ -212,8 +213,8 @@ def main() -> int:
                 rows.append(row)
                 violations += wrong
             report.add(f"Orders shipped and cancelled, {name}", rows)
-        for trouble in TROUBLES if options.trouble else ():
-            rows, wrong = in_trouble(where, trouble, options.wait)
+        for trouble in [one for one in TROUBLES if options.only in one.name]:
+            rows, wrong = in_trouble(where, trouble, options.wait, options.slack)
             violations += wrong
             report.add(f"Redis {trouble.name}", rows)
     report.end()

@@ -13,12 +13,14 @@ import sys
 from pathlib import Path
 from typing import Final
 
-from benchmarks.figures import FIGURES, Figure, Results
+from benchmarks import growth, rows
+from benchmarks.figures import Figure, Results
 from benchmarks.run import RESULTS
 
 DOCS: Final = Path(__file__).resolve().parent.parent / "docs"
 PAGE: Final = DOCS / "benchmarks.md"
 CHARTS: Final = DOCS / "charts"
+FIGURES: Final = (*rows.FIGURES, *growth.FIGURES)
 BLOCK: Final = re.compile(r"(<!-- figures: (?P<name>[\w-]+) -->\n).*?(<!-- end of figures -->)", re.S)
 
 

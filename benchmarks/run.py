@@ -46,6 +46,7 @@ PARTS: Final[dict[str, tuple[str, Options]]] = {
     "imports": ("imports", {"rounds": 15}),
     "advisory": ("advisory", {"rounds": 15, "count": 100}),
     "stores": ("stores", {"rounds": 9, "count": 60}),
+    "load": ("load", {"customers": "1,4,16,64", "orders": 150, "wait": 3.0}),
 }
 """What is measured, in this order: the name of the results, the module, its options."""
 
