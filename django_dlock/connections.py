@@ -40,6 +40,7 @@ __all__ = [
     "ConnectionTracker",
     "for_each_connection",
     "in_transaction",
+    "initialized",
     "listen_to_all",
     "listening_tracker",
     "open_transaction",
@@ -94,6 +95,8 @@ class ConnectionTracker:
         self.connection: Any = connection
         self.current: Transaction | None = None
         self.hooks: list[StatementHook] = []
+        self._turned_on: object = None
+        """The driver's connection whose autocommit was turned on for settlers: Django is about to ask for it again."""
         self.suspended = _Suspension()
         """A block in which no hook is called, and no lease hears of statements."""
         self.django = SimpleNamespace(**{name: getattr(connection, name) for name in _INTERCEPTED})
@@ -169,8 +172,10 @@ class ConnectionTracker:
     def _set_autocommit(self, autocommit: bool) -> None:  # noqa: FBT001 - Django's form
         """Turn it on or off; where it is turned on, SQLite and MariaDB commit what is open."""
         ending = self.current if autocommit else None
+        turned_on, self._turned_on = self._turned_on, None
         if ending is None:
-            self.django._set_autocommit(autocommit)
+            if not autocommit or turned_on is None or turned_on is not self.connection.connection:
+                self.django._set_autocommit(autocommit)
         elif ending.is_manual:
             self._finish(ending, partial(self.django._set_autocommit, autocommit))
         else:  # an interrupt has kept atomic() from ending it
@@ -295,9 +300,36 @@ class ConnectionTracker:
         self._forget(ending)
         try:
             if ending.undo or ending.settlers:
-                _call_between_transactions(self.connection, _pending_steps(ending), is_manual=ending.is_manual)
+                self._call_between_transactions(_pending_steps(ending), is_manual=ending.is_manual)
         except Error:  # Django would roll back, and forget the on_commit functions of a COMMIT that was carried out
             logger.exception("dlock: a callback at the end of a transaction failed")
+
+    def _call_between_transactions(self, steps: deque[Step], *, is_manual: bool) -> None:
+        """Call them where they may use the connection like any code after the transaction; Django's hooks wait."""
+        connection = self.connection
+        if connection.connection is None or connection.in_atomic_block:
+            call_all(steps)
+            return
+        hooks = connection.run_on_commit, connection.run_commit_hooks_on_set_autocommit_on
+        try:
+            connection.run_on_commit, connection.run_commit_hooks_on_set_autocommit_on = [], False
+            self._turn_autocommit_on()
+            call_all(steps)
+        finally:
+            if is_manual:
+                self._turned_on = None
+                with suppress(Error):
+                    connection.set_autocommit(False)
+            connection.run_on_commit, connection.run_commit_hooks_on_set_autocommit_on = hooks
+
+    def _turn_autocommit_on(self) -> None:
+        """Do what Django's `set_autocommit` does, without its checks of a connection that has just been used."""
+        connection = self.connection
+        try:
+            self.django._set_autocommit(True)
+        except Error:
+            return
+        connection.autocommit, self._turned_on = True, connection.connection
 
 
 _guard: Final = RLock()
@@ -322,6 +354,13 @@ def wrap_statements(connection: BaseDatabaseWrapper, wrapper: Callable[..., Any]
         if wrapper not in connection.execute_wrappers:
             # Not at the end: execute_wrapper() takes away whatever is last when its block is left.
             connection.execute_wrappers.insert(0, wrapper)
+
+
+def initialized() -> list[BaseDatabaseWrapper]:
+    """Return the connections of this thread, as `connections.all(initialized_only=True)` does, in half the time."""
+    local: Any = connections._connections  # type: ignore[attr-defined]
+    found = [getattr(local, alias, None) for alias in connections.settings]
+    return [connection for connection in found if connection is not None]
 
 
 def listening_tracker(connection: BaseDatabaseWrapper) -> tuple[ConnectionTracker, Transaction | None]:
@@ -396,27 +435,6 @@ def _pending_steps(ending: Transaction) -> deque[Step]:
         undone = ending.undo_to(None) if ending.outcome is Outcome.ROLLED_BACK else []
         ending.pending = deque(undone + [partial(settle, ending.outcome) for settle in reversed(ending.settlers)])
     return ending.pending
-
-
-def _call_between_transactions(connection: BaseDatabaseWrapper, steps: deque[Step], *, is_manual: bool) -> None:
-    """Call them where they may use the connection like any code after the transaction; Django's hooks wait."""
-    if connection.connection is None or connection.in_atomic_block:
-        call_all(steps)
-        return
-    hooks = connection.run_on_commit, connection.run_commit_hooks_on_set_autocommit_on
-    try:
-        connection.run_on_commit, connection.run_commit_hooks_on_set_autocommit_on = [], False
-        _turn_autocommit(connection, on=True)
-        call_all(steps)
-    finally:
-        if is_manual:
-            _turn_autocommit(connection, on=False)
-        connection.run_on_commit, connection.run_commit_hooks_on_set_autocommit_on = hooks
-
-
-def _turn_autocommit(connection: BaseDatabaseWrapper, *, on: bool) -> None:
-    with suppress(Error):
-        connection.set_autocommit(on)
 
 
 def in_transaction(using: str = "default") -> bool:

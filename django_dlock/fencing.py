@@ -158,8 +158,9 @@ class Cursor:
 
     def execute(self, sql: str, params: Mapping[str, Any]) -> tuple[int, tuple[Any, ...] | None]:
         with self._connection.cursor() as cursor:
-            cursor.execute(pyformat(sql), {**params, **self._more})
-            return cursor.rowcount, cursor.fetchone() if cursor.description else None
+            cursor.execute(pyformat(sql), {**params, **self._more} if self._more else params)
+            answer = cursor.cursor  # The driver's: it has the whole answer, so that no error is left to be translated.
+            return answer.rowcount, answer.fetchone() if answer.description else None
 
 
 def dialect(connection: BaseDatabaseWrapper) -> fencing.FenceDialect:

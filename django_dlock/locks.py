@@ -25,14 +25,14 @@ from django_dlock.tie import DatabaseAcquire, current
 from dlock_core import names
 from dlock_core.errors import BackendUnavailable, DLockError, NotHeld
 from dlock_core.leases import engine
-from dlock_core.leases.lock import AsyncBlockExit, BlockExit, let_expire
+from dlock_core.leases.lock import AsyncBlockExit, BlockExit, Blocks, let_expire
 from dlock_core.runtime import ASYNCIO, BLOCKING, Asyncio, run
 from dlock_core.transactions.fence_sql import not_shared
 from dlock_core.transactions.tie import Tie, TiedLease, TiedLeases, reraise
 from dlock_core.transactions.transaction_lock import Options, TiedLock, TiedLocks
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine, Sequence
+    from collections.abc import Callable, Coroutine
     from types import EllipsisType
     from typing import Unpack
 
@@ -124,15 +124,20 @@ class Lock(TiedLock, BlockExit, AsyncBlockExit):
     def __init__(
         self, *parts: Any, using: str = DEFAULT_DB_ALIAS, store: str = "default", **options: Unpack[Options]
     ) -> None:
-        values: Sequence[Any] = parts
-        self.fence: TableFence = TABLE_FENCE
-        if not names.are_plain(parts):
-            try:
-                values, self.fence = identify(parts)
-            except DLockError as error:
-                reraise(error, as_database_error)
-        super().__init__(names.join(*values), **options)
+        name, self.fence = _identified(parts)
+        super().__init__(name, **options)
         self.using, self.store = using, store
+        self._refuse_shared_row()
+
+    def renamed(self, *parts: Any) -> Lock:
+        """Return a lock of another name, with the options of this one, which are not checked again."""
+        name, fence = _identified(parts)
+        other = object.__new__(type(self))
+        vars(other).update(vars(self), name=name, fence=fence, _blocks=Blocks())
+        other._refuse_shared_row()
+        return other
+
+    def _refuse_shared_row(self) -> None:
         if self.shared and self._form and not self.fence.supports_shared:
             raise NotSupported(not_shared(self.name), name=self.name)
 
@@ -170,6 +175,17 @@ class Lock(TiedLock, BlockExit, AsyncBlockExit):
             lease_type=Lease,
             **together,
         )
+
+
+def _identified(parts: tuple[Any, ...]) -> tuple[str, TableFence]:
+    """Return the name of a lock, and its fence."""
+    if names.are_plain(parts):
+        return names.join(*parts), TABLE_FENCE
+    try:
+        values, fence = identify(parts)
+    except DLockError as error:
+        reraise(error, as_database_error)
+    return names.join(*values), fence
 
 
 class Leases(TiedLeases[Lease]):

@@ -13,6 +13,7 @@ from django.db.transaction import TransactionManagementError
 from django_dlock.connections import (
     for_each_connection,
     in_transaction,
+    initialized,
     open_transaction,
     tracker_for,
     wrap_statements,
@@ -101,7 +102,7 @@ def _aliases(using: Any) -> tuple[str, ...]:
 def _attempt_in_new_transaction(
     function: Callable[..., Any], aliases: tuple[str, ...], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    for connection in connections.all(initialized_only=True):
+    for connection in initialized():
         wrap_statements(connection, _statement)
     _refuse_inside(aliases)
     with ExitStack() as transactions:

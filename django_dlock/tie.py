@@ -12,7 +12,7 @@ import threading
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from asgiref.sync import AsyncToSync
 from django.db import connections
@@ -23,6 +23,7 @@ from django.utils.connection import ConnectionDoesNotExist
 
 from django_dlock.connections import (
     in_transaction,
+    initialized,
     leases_of_context,
     listening_tracker,
     open_transaction,
@@ -86,7 +87,7 @@ class TiedDatabases:
         if self.home is not None:
             self.tie.supersede(other.tie for other in current())
         transaction = self._protect(using, form)
-        for connection in connections.all(initialized_only=True):
+        for connection in initialized():
             # A lock in a transaction ends with it. So a transaction elsewhere is tied only when work is done in it
             # under the lock: one that just happens to be open, and ends later, is not refused its COMMIT.
             is_needed = self.home in (None, connection.alias)
@@ -170,7 +171,7 @@ class TiedDatabases:
         if (tie.held.ended is not None or tie.state is TieState.ABANDONED) and not self.is_aborted:
             return
         if transaction is not None:
-            if tie.handles or self._is_cut_off or transaction in tie.open:
+            if transaction in tie.open or tie.handles or self._is_cut_off:
                 self._enter(connection, transaction)
             is_tied = transaction in tie.open or connection.alias in self.gate.forms
             if is_tied and (";" in sql or not sql.startswith(DATA_STATEMENTS)) and ends_transaction(sql):
@@ -208,7 +209,7 @@ class TiedDatabases:
 
     def forget(self) -> None:
         """Hold the lease no more in this context."""
-        others = (other for other in _of_context() if other is not self and other.held.ended is None)
+        others = [other for other in leases_of_context.get() if other is not self and other.held.ended is None]
         leases_of_context.set(tuple(others))
         if _kept.get():
             _kept.set(tuple(each for each in _kept.get() if each[0] is not self and each[0].held.ended is None))
@@ -239,7 +240,7 @@ class TiedDatabases:
         if runtime is not BLOCKING:
             self.is_aborted = self.is_aborted or not others
         elif tie.open and tie.are_bound(others):
-            here = {tracker_for(connection).current for connection in connections.all(initialized_only=True)}
+            here = {tracker_for(connection).current for connection in initialized()}
             if (tie.open & here) - self._around_block:
                 self.held.abandon()
 
@@ -275,16 +276,12 @@ class TiedDatabases:
 
 def current() -> list[TiedDatabases]:
     """Return the leases that this context holds."""
-    return [each for each in _of_context() if _is_held(each)]
+    return [each for each in leases_of_context.get() if _is_held(each)]
 
 
 def _is_held(each: TiedDatabases) -> bool:
     tie = each.tie
     return tie.held.ended is None and tie.state is not TieState.ABANDONED and not tie.is_over
-
-
-def _of_context() -> tuple[TiedDatabases, ...]:
-    return cast("tuple[TiedDatabases, ...]", leases_of_context.get())
 
 
 @contextmanager
@@ -322,11 +319,12 @@ class DatabaseAcquire(LockAcquire):
         return self.joined(ties, inside=inside)  # type: ignore[no-any-return]
 
     async def find_or_prepare(self) -> TiedDatabases | None:
-        if self.database not in connections.settings:
-            raise ConnectionDoesNotExist(f"there is no database {self.database!r}, only: {', '.join(connections)}")
+        using = self.lock.using
+        if using not in connections.settings:
+            raise ConnectionDoesNotExist(f"there is no database {using!r}, only: {', '.join(connections)}")
         found = self.find()
         # A store that locks inside the transaction of that database looks at its snapshot in the same request.
-        is_home = self.database == self.store.backend.capabilities.transaction_database
+        is_home = using == self.store.backend.capabilities.transaction_database
         looks = found is None and self.lock.snapshot == "raise" and not is_home
         if looks and (self.runtime is BLOCKING or _may_be_inside()):
             await self.runtime.call_database(self._refuse_old_snapshot)
@@ -361,7 +359,7 @@ def _may_be_inside() -> bool:
 def open_sessions() -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Return the database sessions that no other thread uses, and those of a pool, in whose transaction we are."""
     found: tuple[list[str], list[str]] = [], []
-    for connection in () if in_task() else connections.all(initialized_only=True):
+    for connection in () if in_task() else initialized():
         if connection.connection is None or connection.vendor not in ("postgresql", "mysql"):
             continue
         settings = connection.settings_dict

@@ -116,7 +116,7 @@ def _locked_function(
     function: Callable[..., Any], parts: tuple[Any, ...], options: dict[str, Any], *, is_async: bool = False
 ) -> Callable[..., Any]:
     refuse_late(function)
-    make = functools.partial(Lock, **options)
+    make = Lock("kind", **options).renamed
     name = NameTemplate(function, parts, kind_of, _url_arguments)
 
     def lock_for(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Lock:
@@ -205,10 +205,16 @@ class _Plan(NamedTuple):
 
     def plus(self, aliases: Iterable[str]) -> _Plan:
         """Return the plan with transactions on these databases, too."""
-        return self._replace(aliases=self.aliases | {*aliases})
+        return _Plan(self.function, self.aliases.union(aliases), self.locks)
 
     def carry_out(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call the function in these transactions, under these locks."""
+        if not self.locks and len(self.aliases) == 1:
+            (alias,) = self.aliases
+            if in_transaction(alias):
+                return function(*args, **kwargs)
+            with transaction.atomic(using=alias):
+                return function(*args, **kwargs)
         homes = [_home(lock) for lock in self.locks]
         for alias in sorted(connections, key=lambda alias: alias not in homes):  # the outermost is committed last
             if alias in self.aliases and not in_transaction(alias):
