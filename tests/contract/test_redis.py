@@ -23,5 +23,5 @@ def backend(any_redis: Server) -> Iterator[RedisBackend]:
 def left_over(url: str, prefix: str) -> list[str]:
     """The keys that outlive every lease and every waiter, but for the counter and the list that is tidied by renewals."""
     with redis.Redis.from_url(url, decode_responses=True) as client:
-        keys = set(client.scan_iter(f"{prefix}*")) - {f"{prefix}token", f"{prefix}held"}
+        keys = set(client.scan_iter(f"{prefix}*")) - {f"{prefix}token", f"{prefix}locks"}
         return sorted(key for key in keys if not 0 <= client.pttl(key) <= 2000 and client.exists(key))

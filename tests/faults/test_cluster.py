@@ -33,8 +33,8 @@ from tests.waiting import until
 WAIT = 60.0
 LIMIT = 0.5
 RIGHTS = (
-    "+eval +evalsha +blpop +time +exists +get +getrange +set +del +pttl +pexpire +hget +hset +hdel +rpush +zadd +zrem +zrange "
-    "+zrangebyscore +zscore +zremrangebyscore +cluster|slots +asking"
+    "+eval +evalsha +blpop +time +exists +get +getrange +mget +set +del +pttl +pexpire +hget +hset +hdel +rpush "
+    "+sadd +srem +smembers +sscan +zadd +zrem +zrange +zrangebyscore +zscore +cluster|slots +asking"
 )
 """What docs/howto/operations.md and docs/stores.md give to the user of dlock."""
 ACQUIRE, RELEASE = (load_script(name).sha.encode() for name in ("acquire", "release"))
@@ -130,7 +130,7 @@ def test_all_keys_of_a_name_are_in_one_slot(harness: Harness, nodes: Cluster, pr
     harness.acquire("a:b", ttl=60, shared=True)
     found = nodes.keys(prefix)
     assert len({nodes.slot(key) for key in found if "{a}" in key}) == 1
-    slots = {nodes.slot(key) for key in found if key.endswith(("}token", "}held"))}
+    slots = {nodes.slot(key) for key in found if key.endswith(("}token", "}locks"))}
     assert {nodes.slot(key) for key in found} == slots
     harness.do(lease.release)
     harness.do(pending.result(WAIT).release)
@@ -139,7 +139,7 @@ def test_all_keys_of_a_name_are_in_one_slot(harness: Harness, nodes: Cluster, pr
 @threads
 def test_names_that_differ_by_a_companions_ending_are_apart(harness: Harness) -> None:
     """The queue of "a" is no lock of anybody."""
-    leases = [harness.acquire(name) for name in ("a", "a:q", "a:wake", "token", "held", "never")]
+    leases = [harness.acquire(name) for name in ("a", "a:q", "a:wake", "token", "locks", "never")]
     assert len({lease.token for lease in leases}) == 6
     assert all(harness.try_acquire(lease.name) is None for lease in leases)
 

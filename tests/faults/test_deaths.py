@@ -24,7 +24,7 @@ def test_killed_holder_is_followed_when_its_ttl_is_over_and_leaves_nothing(
     assert lease.token > token
     lease.release()
     assert is_untouched(direct, "a")
-    assert keys(redis_server.url, prefix) <= {"held"}
+    assert keys(redis_server.url, prefix) <= {"locks"}
 
 
 def test_killed_waiter_stalls_nobody_for_long_and_leaves_nothing(

@@ -164,8 +164,8 @@ def test_value_of_another_program_is_shown_and_hides_no_other_lock(
     harness: Harness, client: redis.Redis, backend: RedisBackend, prefix: str, value: bytes
 ) -> None:
     client.set(backend.lock_key("a"), value)
-    held = f"{prefix}held"
-    client.zadd(held, {backend.lock_key("a"): 1e14, b"\xff\xfe": 1e14})
+    held = f"{prefix}locks"
+    client.sadd(held, backend.lock_key("a"), b"\xff\xfe")
     lease = harness.acquire("b")
     try:
         found = {state.name: state.holders for state in run(backend.inspect(BLOCKING))}
@@ -173,4 +173,4 @@ def test_value_of_another_program_is_shown_and_hides_no_other_lock(
         assert [holder.token for holder in found["b"]] == [lease.token]
     finally:
         client.delete(backend.lock_key("a"))
-        client.zrem(held, backend.lock_key("a"), b"\xff\xfe")
+        client.srem(held, backend.lock_key("a"), b"\xff\xfe")

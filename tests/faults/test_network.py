@@ -247,5 +247,5 @@ def test_nothing_is_left_over_after_all_of_it(
                 harness.acquire("a", wait=0.02)
             harness.do(first.release)
             harness.do(pending.result(WITHIN).release)
-    assert keys(redis_server.url, prefix) <= {"held"}
+    assert keys(redis_server.url, prefix) <= {"locks"}
     assert is_untouched(direct, "a")

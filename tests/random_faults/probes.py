@@ -173,7 +173,7 @@ class Probes:
 
     def _keys(self, name: str) -> list[str]:
         with redis.Redis.from_url(self.world.servers[name].url, decode_responses=True) as client:
-            found = set(client.scan_iter("dlock:*")) - {"dlock:token", "dlock:held"}
+            found = set(client.scan_iter("dlock:*")) - {"dlock:token", "dlock:locks"}
             return sorted(key for key in found if not 0 <= client.pttl(key) <= 2000 and client.exists(key))
 
     def _transactions(self) -> list[str]:

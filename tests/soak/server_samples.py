@@ -28,7 +28,7 @@ MARIADB: Final = {
     "connections": "SELECT count(*) FROM information_schema.processlist WHERE user = 'root'",
     "rows of dlock_fence": "SELECT count(*) FROM dlock_fence",
 }
-COUNTERS: Final = (b"token", b"held")
+COUNTERS: Final = (b"token", b"locks")
 """The ends of the keys that stay: two of a server, two of each of a cluster's 256 tags."""
 Values = dict[str, float]
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any, Final
 
-from dlock_core.backend import Capabilities, Granted, RenewalFailure
+from dlock_core.backend import Capabilities, Granted, Released, RenewalFailure
 from dlock_core.backends.redis import sentinel
 from dlock_core.backends.redis.addresses import pool_from_url, transports
 from dlock_core.backends.redis.protocol import (
@@ -22,6 +22,7 @@ from dlock_core.backends.redis.protocol import (
     parse_acquire,
     parse_state,
     renewal_limit,
+    run_together,
     shown,
 )
 from dlock_core.backends.redis.transport import raise_for_error, retry_once, run_script, send_commands
@@ -32,7 +33,7 @@ from dlock_core.runtime import RNG, Asyncio
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from dlock_core.backend import AcquireRequest, Busy, LockState, Released, Renewal, RenewalResult
+    from dlock_core.backend import AcquireRequest, Busy, LockState, Renewal, RenewalResult
     from dlock_core.backends.redis.protocol import Command
     from dlock_core.backends.redis.transport import Transport
     from dlock_core.doctor.finding import Finding
@@ -148,16 +149,23 @@ class RedisBackend:
         return [Granted(token, request.ttl) for token, request in zip(tokens, requests, strict=True)]
 
     async def release_many(self, runtime: Runtime, requests: Sequence[AcquireRequest]) -> list[Released]:
-        commands = [self._release.by_digest(self.keyspace.of(request.name), (request.holder,)) for request in requests]
-        replies = await send_commands(self.transport(runtime), runtime, requests[0].name, commands, self._timeout)
-        return [
-            RELEASE_REPLIES[raise_for_error(request.name, reply)]
-            for request, reply in zip(requests, replies, strict=True)
-        ]
+        keys = (self.keyspace.held_locks, *[self.keyspace.lock(request.name) for request in requests])
+        ended = await self._run(runtime, requests[0].name, "release_many", keys, (run_together(requests),))
+        waited_for = [request for request, was_ours in zip(requests, ended, strict=True) if not was_ours]
+        found = dict.fromkeys([request.holder for request in requests], Released.RELEASED)
+        if waited_for:
+            commands = [
+                self._release.by_digest(self.keyspace.of(request.name), (request.holder,)) for request in waited_for
+            ]
+            transport = self.transport(runtime)
+            replies = await send_commands(transport, runtime, requests[0].name, commands, self._timeout)
+            for request, reply in zip(waited_for, replies, strict=True):
+                found[request.holder] = RELEASE_REPLIES[raise_for_error(request.name, reply)]
+        return [*found.values()]
 
     async def renew(self, runtime: Runtime, renewals: Sequence[Renewal]) -> list[RenewalResult]:
         requests = [renewal.request for renewal in renewals]
-        keys = (self.keyspace.held_locks, *[self.keyspace.lock(request.name) for request in requests])
+        keys = tuple([self.keyspace.lock(request.name) for request in requests])
         args, limit = holders_and_ttls(requests), renewal_limit(self._timeout, requests)
         transport, name, script = self.transport(runtime), requests[0].name, load_script("renew")
         renewed = await retry_once(lambda: run_script(transport, runtime, name, script, keys, args, limit))
@@ -206,7 +214,7 @@ class RedisBackend:
         have come over another one. So the leases are first written once more, by a renewal, over this connection.
         """
         name = requests[0].name
-        keys = (self.keyspace.held_locks, *[self.keyspace.lock(request.name) for request in requests])
+        keys = tuple([self.keyspace.lock(request.name) for request in requests])
         rewrite = load_script("renew").by_text(keys, holders_and_ttls(requests))
         wait = ("WAIT", str(self._replicas), str(math.ceil(self._timeout * REPLICATION_SHARE * 1000)))
         ours, count = await send_commands(self.transport(runtime), runtime, name, [rewrite, wait], self._timeout)

@@ -1,7 +1,7 @@
 """Leases in a Redis Cluster: the names are spread over 256 hash tags, each of which is like a separate server.
 
-All keys of a name, the counter its tokens come from and the list it is found by when it is held have one hash tag, so
-that they are in one slot and move together. A listing reads 256 lists, however many other keys the cluster has.
+All keys of a name, the counter its tokens come from and the set it is found in when it is held have one hash tag, so
+that they are in one slot and move together. A listing reads 256 sets, however many other keys the cluster has.
 (Source: the Redis Cluster specification.)
 """
 
@@ -128,7 +128,7 @@ class ClusterBackend:
         self._slots.close()
 
     async def _held_locks(self, runtime: Runtime) -> list[tuple[Shard, list[bytes], list[Any]]]:
-        """Read the list of held locks of every shard, then the locks in batches: keys and replies of each batch."""
+        """Read the set of held locks of every shard, then the locks in batches: keys and replies of each batch."""
         held, inspect = load_script("held"), load_script("inspect")
         commands = [
             ClusterCommand(shard.slot, held.by_digest((shard.keyspace.held_locks,), ()), held) for shard in self._shards
@@ -203,11 +203,8 @@ class Shard(RedisBackend):
 
     def renewal(self, requests: Sequence[AcquireRequest], *, shared: bool) -> Command:
         """Return the command that renews these leases; shared leases are kept in several keys."""
-        held = self.keyspace.held_locks
-        before = (self._never, held) if shared else (held,)
-        return RENEW.by_digest(
-            (*before, *[self.lock_key(request.name) for request in requests]), holders_and_ttls(requests)
-        )
+        keys = [self.lock_key(request.name) for request in requests]
+        return RENEW.by_digest((*keys, self._never) if shared else tuple(keys), holders_and_ttls(requests))
 
     async def _drop(self, runtime: Runtime, request: AcquireRequest) -> int:
         """End an exclusive lease by its key alone. Its waiters ask again by themselves, once the slot has arrived."""

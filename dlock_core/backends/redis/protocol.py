@@ -32,6 +32,7 @@ __all__ = [
     "parse_acquire",
     "parse_state",
     "renewal_limit",
+    "run_together",
     "shown",
 ]
 
@@ -83,12 +84,12 @@ def _with_includes(file: str, included: set[str]) -> str:
 
 
 class Keyspace:
-    """The keys with one prefix: each lock's, the counter that tokens are drawn from, and the list of held locks."""
+    """The keys with one prefix: each lock's, the counter that tokens are drawn from, and the set of held locks."""
 
     __slots__ = ("common", "held_locks", "prefix")
 
     def __init__(self, prefix: str, *more: str) -> None:
-        self.prefix, self.held_locks = prefix, f"{prefix}held"
+        self.prefix, self.held_locks = prefix, f"{prefix}locks"
         self.common = (f"{prefix}token", self.held_locks, *more)
         """The keys that most scripts take after the lock's."""
 
@@ -133,13 +134,20 @@ def parse_acquire(request: AcquireRequest, reply: Any) -> Granted | Busy:
 
 
 def holders_and_ttls(requests: Sequence[AcquireRequest]) -> tuple[str, ...]:
-    """Return the arguments of a script for many locks: holder and ttl in ms of each."""
-    return tuple(item for request in requests for item in (request.holder, str(math.ceil(request.ttl * 1000))))
+    """Return the arguments of a script for many locks: the holders run together, and the ttl in ms, of all or each."""
+    ttls = [request.ttl for request in requests]
+    of_each = ttls[:1] if len({*ttls}) == 1 else ttls
+    return (run_together(requests), *[str(math.ceil(ttl * 1000)) for ttl in of_each])
+
+
+def run_together(requests: Sequence[AcquireRequest]) -> str:
+    """Return the holders as one text, of which each takes 32 characters: a thousand arguments would cost more."""
+    return "".join([request.holder for request in requests])
 
 
 def renewal_limit(timeout: float, requests: Sequence[AcquireRequest]) -> float:
     """Return the time limit of a renewal, in seconds: an answer after a third of a ttl would come too late."""
-    return min(timeout, *[request.ttl / 3 for request in requests])
+    return min(timeout, min([request.ttl for request in requests]) / 3)
 
 
 def parse_state(name: str, reply: list[Any]) -> LockState:

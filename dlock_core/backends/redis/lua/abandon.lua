@@ -1,5 +1,5 @@
 -- abandon.lua: leave the queue and undo a grant that may have happened; idempotent by holder.
--- KEYS  lock, token counter[, list of held locks]
+-- KEYS  lock, token counter, set of held locks
 -- ARGV  holder
 -- reply 1 there was something to undo | 0 nothing
 local lock, tokens, index, holder = KEYS[1], KEYS[2], KEYS[3], ARGV[1]
@@ -13,6 +13,6 @@ if value == 'shared' then
 elseif type(value) == 'string' and string.sub(value, 1, 33) == holder .. '|' then
   found = found + redis.call('DEL', lock)
 end
-if index and redis.call('EXISTS', lock) == 0 then redis.call('ZREM', index, lock) end
+if redis.call('EXISTS', lock) == 0 then redis.call('SREM', index, lock) end
 serve()
 return math.min(found, 1)

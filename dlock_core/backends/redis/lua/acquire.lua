@@ -1,26 +1,23 @@
 -- acquire.lua: take the lock, or a position in its queue; idempotent by holder.
--- KEYS  lock, token counter[, list of held locks]
+-- KEYS  lock, token counter, set of held locks
 -- ARGV  holder, ttl ms, mode x|s, owner, ms for which a waiter keeps its position (0: take none), floor, barge 0|1
 --       [, smallest new token (Redlock's forecast)]
 -- reply token (granted, for the whole ttl) | {ms until it makes sense to ask again, owner} (busy)
 local lock, tokens, index = KEYS[1], KEYS[2], KEYS[3]
-local holder, ttl, mode = ARGV[1], tonumber(ARGV[2]), ARGV[3]
+local holder, ttl, mode = ARGV[1], ARGV[2], ARGV[3]
 --#include tokens.lua
+--#include held_locks.lua
 
 -- The usual case, a free lock that nobody waits for, needs none of the functions below.
 if mode == 'x' and redis.call('EXISTS', lock, lock .. ':q') == 0 then
   local at = redis.call('TIME')
-  local clock = at[1] * 1000000 + at[2]
-  local token = math.max(counted(clock) + 1, clock, ARGV[6] + 1, ARGV[8] or 0)
-  local text = string.format('%.0f', token)
-  redis.call('SET', lock, holder .. '|' .. text .. '|' .. at[1] .. '|' .. ARGV[4], 'PX', ARGV[2])
-  redis.call('SET', tokens, text)
-  if index then
-    redis.call('ZADD', index, at[1] * 1000 + ttl, lock)
-    if token % 64 == 0 then redis.call('ZREMRANGEBYSCORE', index, '-inf', at[1] * 1000 - 60000) end
-  end
+  local token, text = draw(at[1] * 1000000 + at[2], math.max(ARGV[6] + 1, ARGV[8] or 0), 1)
+  redis.call('SET', lock, holder .. '|' .. text .. '|' .. at[1] .. '|' .. ARGV[4], 'PX', ttl)
+  redis.call('SADD', index, lock)
+  tidy(token)
   return token
 end
+ttl = tonumber(ttl)
 --#include queue.lua
 local value, token = redis.pcall('GET', lock)
 if type(value) == 'table' then
@@ -53,7 +50,7 @@ local function confirm(token)
       redis.call('PEXPIRE', key, math.max(ttl, redis.call('PTTL', key)))
     end
   end
-  note(ttl)
+  note()
   return token
 end
 
@@ -87,7 +84,7 @@ if ARGV[5] == '0' and waits then
   value = redis.call('GET', lock)
 end
 local left, ours = redis.call('PTTL', lock), value and (value == 'shared' or string.match(value, '^%x+|%d+|%d+|'))
-if not ours and ARGV[5] ~= '0' then note(tonumber(ARGV[5])) end
+if not ours and ARGV[5] ~= '0' then note() end
 if value == 'shared' then
   left = tonumber(redis.call('ZRANGE', sharers, 0, 0, 'WITHSCORES')[2]) - now
   value = redis.call('HGET', owners, redis.call('ZRANGE', sharers, 0, 0)[1])

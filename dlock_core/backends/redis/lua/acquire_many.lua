@@ -1,22 +1,31 @@
 -- acquire_many.lua: take several free locks exclusively, all or none; takes no position in any queue.
--- KEYS  token counter, list of held locks, then the locks
--- ARGV  owner, then for each lock: holder, ttl ms
+-- KEYS  token counter, set of held locks, then the locks
+-- ARGV  owner, the holders run together (32 characters each), then ttl ms: one for all, or one for each
 -- reply {token, token, ...} all granted | {} none
 local tokens, index, drawn, at = KEYS[1], KEYS[2], {}, redis.call('TIME')
-local clock = at[1] * 1000000 + at[2]
 --#include tokens.lua
-for i = 3, #KEYS do
-  local mine = redis.pcall('GETRANGE', KEYS[i], 0, 32) == ARGV[2 * i - 4] .. '|'
-  if not mine and (redis.call('EXISTS', KEYS[i], KEYS[i] .. ':q') > 0) then return {} end
+--#include held_locks.lua
+local function holder(i) return string.sub(ARGV[2], 32 * i - 95, 32 * i - 64) end
+
+-- Usually nothing is there of any of them. If something is, it must be our own grant, whose reply was lost.
+for first = 3, #KEYS, 1000 do
+  local last, found = math.min(first + 999, #KEYS), {unpack(KEYS, first, math.min(first + 999, #KEYS))}
+  for i = first, last do found[#found + 1] = KEYS[i] .. ':q' end
+  for i = first, redis.call('EXISTS', unpack(found)) > 0 and last or 0 do
+    local value = redis.pcall('GET', KEYS[i])
+    local is_ours = type(value) == 'string' and string.find(value, holder(i) .. '|', 1, true) == 1
+    if not is_ours and redis.call('EXISTS', KEYS[i], KEYS[i] .. ':q') > 0 then return {} end
+  end
 end
-local token = math.max(counted(clock) + 1, clock)
-if token % 64 < #KEYS then redis.call('ZREMRANGEBYSCORE', index, '-inf', at[1] * 1000 - 60000) end
+
+local token = draw(at[1] * 1000000 + at[2], 0, #KEYS - 2)
 for i = 3, #KEYS do
-  local holder, ttl, text = ARGV[2 * i - 4], tonumber(ARGV[2 * i - 3]), string.format('%.0f', token)
-  redis.call('SET', KEYS[i], holder .. '|' .. text .. '|' .. at[1] .. '|' .. ARGV[1], 'PX', ttl)
-  redis.call('ZADD', index, at[1] * 1000 + ttl, KEYS[i])
-  drawn[i - 2] = token
-  token = token + 1
+  local text = string.format('|%.0f|', token + i - 3) .. at[1] .. '|' .. ARGV[1]
+  redis.call('SET', KEYS[i], holder(i) .. text, 'PX', ARGV[i] or ARGV[3])
+  drawn[i - 2] = token + i - 3
 end
-redis.call('SET', tokens, string.format('%.0f', token))
+for first = 3, #KEYS, 1000 do
+  redis.call('SADD', index, unpack(KEYS, first, math.min(first + 999, #KEYS)))
+end
+tidy(token)
 return drawn

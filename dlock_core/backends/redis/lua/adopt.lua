@@ -11,5 +11,5 @@ local clock = at[1] * 1000000 + at[2]
 if tonumber(drawn) < token then
   redis.call('SET', KEYS[1], ARGV[1] .. '|' .. ARGV[2] .. '|' .. rest, 'KEEPTTL')
 end
-if counted(clock) < token then redis.call('SET', tokens, ARGV[2]) end
+if counted(redis.pcall('GET', tokens), clock) < token then redis.call('SET', tokens, ARGV[2]) end
 return clock

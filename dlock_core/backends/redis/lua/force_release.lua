@@ -1,5 +1,5 @@
 -- force_release.lua: end the grant with this token, and no newer one; the next waiter is served.
--- KEYS  lock, token counter[, list of held locks]
+-- KEYS  lock, token counter, set of held locks
 -- ARGV  token
 -- reply 1 ended | 0 there is no such grant
 local lock, tokens, index, token = KEYS[1], KEYS[2], KEYS[3], ARGV[1]
@@ -14,6 +14,6 @@ if value == 'shared' then
 elseif has(value) then
   found = redis.call('DEL', lock)
 end
-if index and redis.call('EXISTS', lock) == 0 then redis.call('ZREM', index, lock) end
+if redis.call('EXISTS', lock) == 0 then redis.call('SREM', index, lock) end
 serve()
 return found

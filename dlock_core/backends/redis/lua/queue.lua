@@ -1,8 +1,9 @@
 -- queue.lua: the waiters of a lock, included by the scripts that grant or end a lease.
--- Expects `lock` (key), `tokens` (key of the counter) and `index` (key of the list of held locks, or nil).
+-- Expects `lock`, `tokens` (the counter) and `index` (the set of held locks): their keys.
 -- All keys of a lock carry its hash tag, so they live in one slot; `wake` begins those of the private wake-up lists.
 -- CLAIM: ms within which a hand-over must be confirmed. LINGER: ms that a queue stays without a request of a waiter.
 --#include tokens.lua
+--#include held_locks.lua
 local LINGER = 10000
 local CLAIM, queue, entries, sharers, owners = 2000, lock .. ':q', lock .. ':w', lock .. ':s', lock .. ':o'
 local wake = lock .. ':wake:'
@@ -10,18 +11,7 @@ local time = redis.call('TIME')
 local clock = time[1] * 1000000 + time[2]
 local now = math.floor(clock / 1000)
 
--- A new token: above every earlier one, also when the counter was lost, unless the clock went back as well.
-local function draw(floor)
-  local token = math.max(counted(clock) + 1, clock, floor + 1)
-  redis.call('SET', tokens, string.format('%.0f', token))
-  if index and token % 64 == 0 then redis.call('ZREMRANGEBYSCORE', index, '-inf', now - 60000) end
-  return token
-end
-
--- Put the lock into the list of held locks, for listings.
-local function note(ttl)
-  if index then redis.call('ZADD', index, 'GT', now + ttl, lock) end
-end
+local function note() redis.call('SADD', index, lock) end
 
 local function unshare(holder)
   local found = redis.call('ZREM', sharers, holder)
@@ -37,8 +27,8 @@ local function prune()
 end
 
 local function grant(holder, mode, owner, ttl, floor)
-  local token = draw(tonumber(floor))
-  local text = holder .. '|' .. string.format('%.0f', token) .. '|' .. time[1] .. '|' .. owner
+  local token, text = draw(clock, floor + 1, 1)
+  text = holder .. '|' .. text .. '|' .. time[1] .. '|' .. owner
   if mode == 'x' then
     redis.call('SET', lock, text, 'PX', ttl)
   else
@@ -49,7 +39,8 @@ local function grant(holder, mode, owner, ttl, floor)
     redis.call('PEXPIRE', sharers, longest)
     redis.call('PEXPIRE', owners, longest)
   end
-  note(ttl)
+  note()
+  tidy(token)
   return token
 end
 

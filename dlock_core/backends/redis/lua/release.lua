@@ -1,5 +1,5 @@
 -- release.lua: end our lease and hand the lock to the first live waiter, in one step; idempotent by holder.
--- KEYS  lock, token counter[, list of held locks]
+-- KEYS  lock, token counter, set of held locks
 -- ARGV  holder[, 1 to leave the queue as well]
 -- reply 1 it was ours | 0 the lock is free | 2 another holder has it
 local lock, tokens, index, holder = KEYS[1], KEYS[2], KEYS[3], ARGV[1]
@@ -9,7 +9,7 @@ if not value then return 0 end
 if type(value) == 'table' then return 2 end
 if string.sub(value, 1, 33) == holder .. '|' then
   redis.call('DEL', lock)
-  if index then redis.call('ZREM', index, lock) end
+  redis.call('SREM', index, lock)
   if redis.call('EXISTS', lock .. ':q') == 0 then return 1 end
 elseif value ~= 'shared' then
   return 2
@@ -18,7 +18,7 @@ end
 if value == 'shared' then
   prune()
   if unshare(holder) == 0 then found = 2 * redis.call('EXISTS', lock) end
-  if index and redis.call('EXISTS', lock) == 0 then redis.call('ZREM', index, lock) end
+  if redis.call('EXISTS', lock) == 0 then redis.call('SREM', index, lock) end
 end
 serve()
 return found

@@ -1,22 +1,27 @@
 -- renew.lua: push the expiry of many leases that are still ours; never re-creates one.
--- KEYS  [any others,] [list of held locks,] then one lock per lease
--- ARGV  for each lease: holder, ttl ms
+-- KEYS  one lock per lease[, any others]
+-- ARGV  the leases' holders, run together (32 characters each), then ttl ms: one for all, or one for each
 -- reply for each lease: 1 renewed | 0 gone
-local time, answers, before = redis.call('TIME'), {}, #KEYS - #ARGV / 2
-local now, index = time[1] * 1000 + math.floor(time[2] / 1000), KEYS[before]
-if index then redis.call('ZREMRANGEBYSCORE', index, '-inf', now - 60000) end
-for i = 1, #ARGV / 2 do
-  local lock, holder, ttl = KEYS[before + i], ARGV[2 * i - 1], tonumber(ARGV[2 * i])
-  local head, ours = redis.pcall('GETRANGE', lock, 0, 32), 0
-  if head == holder .. '|' then
-    ours = redis.call('PEXPIRE', lock, ttl)
-  elseif head == 'shared' and (tonumber(redis.call('ZSCORE', lock .. ':s', holder)) or 0) > now then
-    ours = redis.call('ZADD', lock .. ':s', 'CH', now + ttl, holder) and 1
-    for _, key in ipairs({lock, lock .. ':s', lock .. ':o'}) do
-      redis.call('PEXPIRE', key, math.max(ttl, redis.call('PTTL', key)))
+local answers, clock = {}, nil
+local function now()
+  clock = clock or redis.call('TIME')
+  return clock[1] * 1000 + math.floor(clock[2] / 1000)
+end
+for first = 1, #ARGV[1] / 32, 1000 do
+  local last = math.min(first + 999, #ARGV[1] / 32)
+  local values = redis.call('MGET', unpack(KEYS, first, last))
+  for i = first, last do
+    local lock, holder, ttl = KEYS[i], string.sub(ARGV[1], 32 * i - 31, 32 * i), ARGV[i + 1] or ARGV[2]
+    local value, ours = values[i - first + 1], 0
+    if value and string.find(value, holder .. '|', 1, true) == 1 then
+      ours = redis.call('PEXPIRE', lock, ttl)
+    elseif value == 'shared' and (tonumber(redis.call('ZSCORE', lock .. ':s', holder)) or 0) > now() then
+      ours = redis.call('ZADD', lock .. ':s', 'CH', now() + ttl, holder) and 1
+      for _, key in ipairs({lock, lock .. ':s', lock .. ':o'}) do
+        redis.call('PEXPIRE', key, math.max(ttl, redis.call('PTTL', key)))
+      end
     end
+    answers[i] = ours
   end
-  if index and ours == 1 then redis.call('ZADD', index, 'XX', 'GT', now + ttl, lock) end
-  answers[i] = ours
 end
 return answers

@@ -1,5 +1,5 @@
 -- restore.lua: take leases at a node that forgot or never had them, while a majority of other nodes keeps them.
--- KEYS  token counter, list of held locks, then one lock per lease
+-- KEYS  token counter, set of held locks, then one lock per lease
 -- ARGV  for each lease: holder, ttl ms, token, owner
 -- reply the number of leases that were taken; what is not free stays as it is
 local tokens, time, taken = KEYS[1], redis.call('TIME'), 0
@@ -8,8 +8,8 @@ local clock = time[1] * 1000000 + time[2]
 for i = 3, #KEYS do
   local holder, ttl, token, owner = unpack(ARGV, 4 * i - 11, 4 * i - 8)
   if redis.call('SET', KEYS[i], holder .. '|' .. token .. '|' .. time[1] .. '|' .. owner, 'NX', 'PX', ttl) then
-    if counted(clock) < tonumber(token) then redis.call('SET', tokens, token) end
-    redis.call('ZADD', KEYS[2], time[1] * 1000 + ttl, KEYS[i])
+    if counted(redis.pcall('GET', tokens), clock) < tonumber(token) then redis.call('SET', tokens, token) end
+    redis.call('SADD', KEYS[2], KEYS[i])
     taken = taken + 1
   end
 end

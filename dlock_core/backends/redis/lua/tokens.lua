@@ -1,7 +1,25 @@
--- tokens.lua: the counter that tokens are drawn from, included by the scripts that draw them.
--- Expects `tokens` (its key). A value that no clock will show within ten years, or that is no number, does not count:
+-- tokens.lua: draw tokens, included by the scripts that grant. Expects `tokens` (the key of the counter).
+
+-- The counter, unless no clock will show its value within ten years, or it is no number: such a value does not count and
 -- the next token replaces it, so that a spoiled key heals.
-local function counted(now)  -- now: the server's clock in us
-  local counter = tonumber(redis.pcall('GET', tokens))
-  return counter and counter >= 0 and counter < now + 315576000000000 and math.floor(counter) or 0
+local function counted(value, clock)  -- clock: the server's, in us
+  local counter = tonumber(value)
+  return counter and counter >= 0 and counter < clock + 315576000000000 and math.floor(counter) or 0
+end
+
+-- Draw so many tokens, one after the other; returns the first, and its text. It is above every earlier one and not below
+-- `least`; also when the counter was lost, unless the clock went back as well. Mostly the clock is ahead of the counter.
+local function draw(clock, least, count)
+  local token = math.max(clock, least)
+  local text = string.format('%.0f', token)
+  local last = count == 1 and text or string.format('%.0f', token + count - 1)
+  local before = redis.pcall('SET', tokens, last, 'GET')
+  if not before then return token, text end
+  local counter = counted(before, clock)
+  if counter >= token or type(before) == 'table' then
+    token = math.max(token, counter + 1)
+    text = string.format('%.0f', token)
+    redis.call('SET', tokens, string.format('%.0f', token + count - 1))
+  end
+  return token, text
 end
