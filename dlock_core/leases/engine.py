@@ -10,7 +10,7 @@ import logging
 import math
 import os
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from dlock_core import owner as owners
 from dlock_core.backend import AcquireRequest, Busy, Granted, Released, Renewal, RenewalFailure
@@ -21,7 +21,7 @@ from dlock_core.options import LockOptions, Seconds, ttl_seconds
 from dlock_core.runtime import RNG
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Coroutine
+    from collections.abc import Callable, Coroutine
 
     from dlock_core.backend import Backend
     from dlock_core.runtime import Runtime
@@ -42,9 +42,26 @@ MAX_OVERTIME_S: Final = 0.25
 """Seconds after the end of a wait for which a caller is still kept by a store that does not answer."""
 
 
+class Options(Protocol):
+    """What of a lock's options concerns one acquire: a LockOptions, or a lock itself."""
+
+    @property
+    def ttl(self) -> float: ...
+    @property
+    def wait(self) -> float | None: ...
+    @property
+    def shared(self) -> bool: ...
+    @property
+    def renew(self) -> bool: ...
+    @property
+    def fair(self) -> bool: ...
+    @property
+    def on_lost(self) -> Callable[[], None] | None: ...
+
+
 def new_request(
     name: str,
-    options: LockOptions = LockOptions(),  # noqa: B008 - it is immutable
+    options: Options = LockOptions(),  # noqa: B008 - it is immutable
     *,
     queue: bool = True,
     owner: str | None = None,
@@ -127,16 +144,13 @@ async def release(runtime: Runtime, held: LeaseRecord) -> Released:
 
 
 async def _release(runtime: Runtime, held: LeaseRecord) -> None:
-    try:
-        found = await _ask_release(runtime, held)
-    except BackendUnavailable:
-        found = await _ask_release(runtime, held)
-    held.end(found)
-
-
-def _ask_release(runtime: Runtime, held: LeaseRecord) -> Awaitable[Released]:
     held.begin_release()
-    return held.backend.release(runtime, held.request, held.granted)
+    try:
+        found = await held.backend.release(runtime, held.request, held.granted)
+    except BackendUnavailable:
+        held.begin_release()
+        found = await held.backend.release(runtime, held.request, held.granted)
+    held.end(found)
 
 
 def released(held: LeaseRecord) -> None:
@@ -174,7 +188,7 @@ class Acquisition:
     the store recognizes the holder and repeats its answer, so that a grant whose reply was lost is found at once.
 
     Args:
-        options: How long to wait for the lock, and what is done with its lease.
+        options: How long to wait for the lock, and what is done with its lease; they are read here only.
         since: The time on the runtime's clock at which the wait began; left out, it begins with the first request.
     """
 
@@ -184,7 +198,8 @@ class Acquisition:
         "broken",
         "deadline",
         "held",
-        "options",
+        "on_lost",
+        "renew",
         "request",
         "runtime",
         "sent",
@@ -199,11 +214,12 @@ class Acquisition:
         runtime: Runtime,
         backend: Backend,
         request: AcquireRequest,
-        options: LockOptions,
+        options: Options,
         *,
         since: float | None = None,
     ) -> None:
-        self.runtime, self.backend, self.request, self.options = runtime, backend, request, options
+        self.runtime, self.backend, self.request = runtime, backend, request
+        self.renew, self.on_lost = options.renew, options.on_lost
         self.started = self.sent = runtime.now()
         wait = options.wait if request.queue else 0.0
         self.deadline = math.inf if wait is None else (self.started if since is None else since) + wait
@@ -251,13 +267,13 @@ class Acquisition:
 
         Returns None for a grant that has run out already.
         """
-        options = self.options
-        held = LeaseRecord(self.backend, self.request, granted, sent, self.runtime.now, on_lost=options.on_lost)
-        if held.until <= self.runtime.now():
+        now = self.runtime.now
+        held = LeaseRecord(self.backend, self.request, granted, sent, now, self.on_lost)
+        if held.until <= now():
             return None
         if hooks.subscribed:
             hooks.emit("acquired", self.request.name, granted.token, self.seconds(), "", self.waited, held)
-        if options.renew:
+        if self.renew:
             renew_in_background(held)
         self.held = held
         return held

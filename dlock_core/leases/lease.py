@@ -110,21 +110,20 @@ class LeaseRecord:
         "until",
     )
 
-    def __init__(
+    def __init__(  # noqa: PLR0917 - the hot path: keywords cost
         self,
         backend: Backend,
         request: AcquireRequest,
         granted: Granted,
         sent: float,
         now: Callable[[], float] = clock,
-        *,
         on_lost: Callable[[], None] | None = None,
     ) -> None:
         self.backend, self.request, self.granted, self.now = backend, request, granted, now
         self.since, self.until = sent, valid_until(sent, granted.valid_for)
         self.pid = os.getpid()
-        self.handles: set[int] = set()
-        """The ids of the handles that have not left. A set, so that joining or leaving again changes nothing."""
+        self.handles: list[int] = []
+        """The ids of the handles that have not left, each once: joining or leaving again changes nothing."""
         self.renewal_tick = 0
         self._renewal_bucket: set[ref[LeaseRecord]] | None = None
         self.ended: Released | None = None
@@ -196,7 +195,8 @@ class LeaseRecord:
 
     def join(self, handle: object) -> None:
         """Count one more handle that needs the lease."""
-        self.handles.add(id(handle))
+        if id(handle) not in self.handles:
+            self.handles.append(id(handle))
 
     def leave(self, handle: object) -> bool:
         """Count a handle no more; returns True when none is left and the lease is still to be released.
@@ -205,7 +205,7 @@ class LeaseRecord:
         """
         if self.pid != os.getpid():
             self.ensure_own_process()
-        self.handles.discard(id(handle))
+        self.note_collected(handle)
         if self.handles or self.ended is not None:
             return False
         # A handle that joins meets this, or is met below, or both: it asks `is_joinable` once more after it has joined.
@@ -217,9 +217,10 @@ class LeaseRecord:
 
     def note_collected(self, handle: object) -> bool:
         """Count a handle no more that is thrown away, perhaps by the garbage collector; returns whether it counted."""
-        if id(handle) not in self.handles:
+        try:
+            self.handles.remove(id(handle))
+        except ValueError:
             return False
-        self.handles.discard(id(handle))
         return True
 
     def plan_renewal(self, tick: int, bucket: set[ref[LeaseRecord]]) -> None:
@@ -259,8 +260,10 @@ class LeaseRecord:
 
         Raises NotHeld in a forked child.
         """
-        self.ensure_own_process()
-        self._was_released_in_time = self._was_released_in_time or self.remaining() > 0.0
+        if self.remaining() > 0.0:
+            self._was_released_in_time = True
+        else:
+            self.ensure_own_process()
         self._release_requests += 1
 
     def end(self, found: Released) -> Released:

@@ -11,7 +11,7 @@ import threading
 import warnings
 from collections.abc import Hashable
 from typing import TYPE_CHECKING, Any, Generic, Never, TypeVar
-from weakref import WeakValueDictionary, ref
+from weakref import ref
 
 from dlock_core.backend import Released
 from dlock_core.errors import AlreadyHeld, BackendUnavailable, DLockError, NotHeld, NotSupported
@@ -37,13 +37,28 @@ logger = logging.getLogger("dlock")
 
 T = TypeVar("T")
 Key = tuple[Hashable, int, str]
-held_by_caller: WeakValueDictionary[Key, LeaseRecord] = WeakValueDictionary()
-"""What each thread or task holds, so that a second acquire raises at once instead of waiting for itself."""
+held_by_caller: dict[Key, ref[LeaseRecord]] = {}
+"""What each thread or task holds, so that a second acquire raises at once instead of waiting for itself.
+
+Weak, so that a lease which is thrown away is renewed no more; a handle removes the entry at its end."""
 
 
 def key_of(caller: object, backend: Backend, name: str) -> Key:
     """Return the key under which a thread or task holds; weak, or a task would keep the lease it returned."""
     return ref(caller), id(backend), name
+
+
+def find_held(key: Key) -> LeaseRecord | None:
+    """Return the lease that a thread or task holds already, unless it is lost or being released."""
+    known = held_by_caller.get(key)
+    held = None if known is None else known()
+    return None if held is None or not held.is_joinable() else held
+
+
+def forget_held(key: Key, held: LeaseRecord) -> None:
+    """Remove the entry of a lease that has ended; the caller may hold a later one of the same name."""
+    if held_by_caller.get(key) is ref(held):
+        held_by_caller.pop(key, None)
 
 
 class LeaseView:
@@ -155,8 +170,7 @@ class LeaseHandle(LeaseView):
             try:
                 return await engine.release(runtime, held)
             finally:
-                if held_by_caller.get(self._key) is held:
-                    del held_by_caller[self._key]
+                forget_held(self._key, held)
         return held.ended or Released.RELEASED
 
     async def _leave_block(self, runtime: Runtime, error: BaseException | None) -> None:
@@ -169,7 +183,11 @@ class LeaseHandle(LeaseView):
 
     def __del__(self) -> None:
         held = getattr(self, "_held", None)  # None: an interrupt came while it was made
-        if held is not None and held.handles and held.note_collected(self) and held.remaining() > 0.0:
+        if held is None or not held.handles or not held.note_collected(self):
+            return
+        if not held.handles:
+            forget_held(self._key, held)
+        if held.remaining() > 0.0:
             text = f"{self!r} was never released: it runs out by itself"
             warnings.warn(text, ResourceWarning, stacklevel=2, source=self)
 
@@ -376,18 +394,17 @@ class _Lock:
         and nothing is called any more, here or in `run`, once the lease has been handed out.
         """
         key, acquisition, lease = key_of(caller, self.backend, self.name), None, None
-        held = self._joined(key)
+        held = self._joined(key) if key in held_by_caller else None
         try:
             if held is None:
-                options = LockOptions(
-                    self.ttl, self.wait, self.shared, self.renew, self.reentrant, self.fair, self.on_lost
-                )
-                request = new_request(self.name, options, queue=not once)
-                acquisition = Acquisition(runtime, self.backend, request, options)
-                held = await (acquisition.run() if once else acquisition.acquire())
+                request = new_request(self.name, self, queue=not once)
+                acquisition = Acquisition(runtime, self.backend, request, self)
+                held = await acquisition.run()
                 if held is None:
-                    return None
-                held_by_caller[key] = held
+                    if once:
+                        return None
+                    raise acquisition.timeout()
+                held_by_caller[key] = ref(held)
             lease = kind(held, key)
             held.join(lease)
             if acquisition is None and not held.is_joinable():  # Another thread has just released it.
@@ -400,16 +417,16 @@ class _Lock:
                 held.leave(lease)
                 self._blocks.forget(caller, lease)
             if acquisition is not None:
+                if held is not None:
+                    forget_held(key, held)
                 await acquisition.undo()
             raise
         return lease
 
     def _joined(self, key: Key) -> LeaseRecord | None:
         """Return the lease that the caller holds already; raises AlreadyHeld where it cannot be joined."""
-        held = held_by_caller.get(key)
-        if held is None or not held.is_joinable():
-            return None
-        if not self.reentrant or (held.request.shared and not self.shared):
+        held = find_held(key)
+        if held is not None and (not self.reentrant or (held.request.shared and not self.shared)):
             raise AlreadyHeld(self.name)
         return held
 

@@ -11,6 +11,7 @@ import threading
 from contextlib import suppress
 from itertools import groupby
 from typing import TYPE_CHECKING, Never, Protocol, TypeVar
+from weakref import ref
 
 from dlock_core.backend import Released, supports_many
 from dlock_core.errors import AlreadyHeld, BackendUnavailable, NotHeld
@@ -23,6 +24,7 @@ from dlock_core.leases.lock import (
     LeaseHandle,
     LeaseView,
     Releasing,
+    find_held,
     held_by_caller,
     key_of,
     let_expire,
@@ -239,8 +241,7 @@ class _MultiLock:
 
     def _requests(self, caller: Hashable, options: LockOptions) -> list[AcquireRequest]:
         for name in self.names:
-            held = held_by_caller.get(key_of(caller, self.backend, name))
-            if held is not None and held.is_joinable():
+            if find_held(key_of(caller, self.backend, name)) is not None:
                 raise AlreadyHeld(name)
         return [new_request(name, options) for name in self.names]
 
@@ -263,7 +264,7 @@ class _MultiLock:
                 one.ensure()
             lease = kind(map(LeaseHandle, held, keys))
             for key, one, handle in zip(keys, held, lease, strict=True):
-                held_by_caller[key] = one
+                held_by_caller[key] = ref(one)
                 one.join(handle)
             return self._blocks.enter(caller, lease) if enters else lease
 

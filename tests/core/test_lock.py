@@ -84,7 +84,7 @@ def test_lease_that_is_joined_while_its_last_handle_leaves_is_not_released(store
     first = Lock(store, "a").acquire()
     record, second = first._held, LeaseHandle(first._held, first._key)
 
-    class JoinedAfterTheFirstLook(set[int]):
+    class JoinedAfterTheFirstLook(list[int]):
         looks = 0
 
         def __len__(self) -> int:
@@ -93,7 +93,7 @@ def test_lease_that_is_joined_while_its_last_handle_leaves_is_not_released(store
                 record.join(second)
             return found
 
-    record.handles = JoinedAfterTheFirstLook({id(first)})
+    record.handles = JoinedAfterTheFirstLook([id(first)])
     assert not record.leave(first)
     assert record.is_joinable()
     assert record.leave(second)

@@ -96,11 +96,19 @@ async def run_script(  # noqa: PLR0917 - the hot path: keywords cost
 
     A server that was flushed or replaced does not know the script's digest, and learns the script with the request.
     """
-    by_digest = ("EVALSHA", script.sha, str(len(keys)), *keys, *args)  # Script.by_digest, without its frame
-    (reply,) = await send_commands(transport, runtime, name, [by_digest], limit)
-    if isinstance(reply, NoScriptError):
-        (reply,) = await send_commands(transport, runtime, name, [script.by_text(keys, args)], limit)
-    return raise_for_error(name, reply)
+    data = _pack(("EVALSHA", script.sha, str(len(keys)), *keys, *args))
+    connection = transport.checkout()
+    try:
+        (reply,) = await transport.exchange(runtime, connection, data, 1, limit)
+    except BaseException as error:
+        failed(transport, name, connection, error)
+        raise
+    transport.checkin(connection)
+    if isinstance(reply, RedisError):
+        if isinstance(reply, NoScriptError):
+            (reply,) = await send_commands(transport, runtime, name, [script.by_text(keys, args)], limit)
+        raise_for_error(name, reply)
+    return reply
 
 
 async def retry_once(step: Callable[[], Awaitable[T]]) -> T:
@@ -143,15 +151,20 @@ async def exchange(  # noqa: PLR0917 - the hot path: keywords cost
     try:
         answers = await transport.exchange(runtime, connection, data, replies, limit, nudge_after)
     except BaseException as error:
-        transport.discard(connection)  # closed at once: the server must not run this request after the abandon
-        if not isinstance(error, RedisError | OSError):
-            raise
+        failed(transport, name, connection, error)
+        raise
+    transport.checkin(connection)
+    return answers
+
+
+def failed(transport: Transport, name: str, connection: Any, error: BaseException) -> None:
+    """Close the connection of a request that failed; raises BackendUnavailable if there was no proper answer."""
+    transport.discard(connection)  # closed at once: the server must not run this request after the abandon
+    if isinstance(error, RedisError | OSError):
         failure = unavailable(name, error, reused=connection.dlock_is_reused)
         if failure.broken:
             transport.forget()
         raise failure from error
-    transport.checkin(connection)
-    return answers
 
 
 def pack_commands(commands: Iterable[Command]) -> bytes:
@@ -191,6 +204,8 @@ NUDGE: Final = pack_commands([("PING",)])
 
 Redis checks these times when it handles an event, or else ten times a second. A command on the sleeping connection is
 such an event, so that the BLPOP ends at once instead of up to 0.1 s late."""
+RECEIVED_BYTES: Final = 4096
+"""Bytes that are taken from a socket at once: mostly the whole reply. What is missing then is read by redis-py."""
 MAX_CLOSING_TURNS: Final = 5
 """Turns of the event loop after which a closed asyncio transport has told its reader why; TLS takes three."""
 TRUSTED_IDLE_S: Final = 1.0
@@ -226,7 +241,7 @@ class BlockingTransport:
 def _new(connect: Callable[[], Any]) -> Any:
     """Return a connection that has never been used: an error on it says something about the server."""
     connection = connect()
-    connection.dlock_is_reused, connection.dlock_limit = False, None
+    connection.dlock_is_reused, connection.dlock_limit, connection.dlock_feed = False, None, None
     return connection
 
 
@@ -247,6 +262,7 @@ def exchange_blocking(connection: Any, data: bytes, replies: int, limit: float, 
     if connection._sock is None:
         connection.socket_timeout = connection.socket_connect_timeout = min(limit, connection.socket_connect_timeout)
         connection.connect()
+        connection.dlock_feed = getattr(getattr(connection._parser, "_reader", None), "feed", None)
     if connection.dlock_limit != limit:
         connection._sock.settimeout(limit)
         connection.dlock_limit = limit
@@ -254,7 +270,12 @@ def exchange_blocking(connection: Any, data: bytes, replies: int, limit: float, 
     if nudge_after and not _is_readable(connection, nudge_after):
         connection._sock.sendall(NUDGE)
         return [read_reply(connection) for _ in range(replies + 1)][:-1]
-    return [read_reply(connection) for _ in range(replies)]
+    if connection.dlock_feed is not None:  # hiredis: redis-py would read into a buffer of its own, in several calls
+        if not (received := connection._sock.recv(RECEIVED_BYTES)):
+            raise RedisConnectionError("the server closed the connection")
+        connection.dlock_feed(received)
+    read = connection._parser.read_response  # past `Connection.read_response`, which costs more
+    return [read()] if replies == 1 else [read() for _ in range(replies)]
 
 
 def _is_readable(connection: Any, seconds: float) -> bool:
@@ -265,7 +286,7 @@ def _is_readable(connection: Any, seconds: float) -> bool:
 
 
 def read_reply(connection: Any) -> Any:
-    """Read one reply, an error reply as an exception object; past `Connection.read_response`, which costs more."""
+    """Read one reply, an error reply as an exception object."""
     return connection._parser.read_response()
 
 

@@ -16,10 +16,11 @@ for first = 1, #ARGV[1] / 32, 1000 do
     if value and string.find(value, holder .. '|', 1, true) == 1 then
       ours = redis.call('PEXPIRE', lock, ttl)
     elseif value == 'shared' and (tonumber(redis.call('ZSCORE', lock .. ':s', holder)) or 0) > now() then
-      ours = redis.call('ZADD', lock .. ':s', 'CH', now() + ttl, holder) and 1
       for _, key in ipairs({lock, lock .. ':s', lock .. ':o'}) do
         redis.call('PEXPIRE', key, math.max(ttl, redis.call('PTTL', key)))
       end
+      -- Only now: a server without memory refuses this, unless the script has written before.
+      ours = redis.call('ZADD', lock .. ':s', 'CH', now() + ttl, holder) and 1
     end
     answers[i] = ours
   end
