@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
 __all__ = [
-    "LockOptions", "Seconds", "check_prefix", "check_seconds", "check_switches", "deadline", "has_swallowed_options",
-    "masked", "tells_secret", "ttl_seconds", "unknown_option", "wait_seconds",
+    "LockOptions", "Seconds", "check_flags", "check_prefix", "check_seconds", "check_switches", "deadline",
+    "has_swallowed_options", "masked", "store_ttl", "tells_secret", "ttl_seconds", "unknown_option", "wait_seconds",
 ]  # fmt: skip
 
 Seconds = float | int | timedelta
@@ -86,18 +86,30 @@ class LockOptions(NamedTuple):
         on_lost: Callable[[], None] | None,
     ) -> LockOptions:
         """Return the options that a caller has passed; raises TypeError or ValueError for those that make no sense."""
-        switches: tuple[object, ...] = (shared, renew, reentrant, fair)
-        for switch in switches:
-            if switch is not True and switch is not False:
-                check_switches(shared=shared, renew=renew, reentrant=reentrant, fair=fair)
-        if on_lost is not None:
-            _check_callback("on_lost", on_lost)
+        check_flags(shared, renew, reentrant, fair, on_lost)
         return cls(ttl_seconds(ttl), wait_seconds(wait), shared, renew, reentrant, fair, on_lost)
 
     def for_store(self, can: _Capabilities) -> LockOptions:
         """Return the options with a ttl rounded up to what the store can do."""
-        ttl = max(can.ttl_min, math.ceil(self.ttl / can.ttl_step - 1e-9) * can.ttl_step)
+        ttl = store_ttl(self.ttl, can)
         return self if ttl == self.ttl else self._replace(ttl=ttl)
+
+
+def store_ttl(ttl: float, can: _Capabilities) -> float:
+    """Return a ttl rounded up to what the store can do."""
+    ttl = math.ceil(ttl / can.ttl_step - 1e-9) * can.ttl_step
+    return ttl if ttl > can.ttl_min else can.ttl_min
+
+
+def check_flags(
+    shared: object, renew: object, reentrant: object, fair: object, on_lost: Callable[[], None] | None
+) -> None:
+    """Raise TypeError for switches that are neither True nor False, and for a callback that cannot be called."""
+    for switch in (shared, renew, reentrant, fair):
+        if switch is not True and switch is not False:
+            check_switches(shared=shared, renew=renew, reentrant=reentrant, fair=fair)
+    if on_lost is not None:
+        _check_callback("on_lost", on_lost)
 
 
 def check_switches(**given: object) -> None:
@@ -124,7 +136,7 @@ def unknown_option(names: Iterable[str], known: Iterable[str]) -> TypeError:
 
 def ttl_seconds(ttl: Seconds) -> float:
     """Return a checked ttl in seconds: finite, greater than 0, at most a year; renewal makes a lease last longer."""
-    seconds = _number("ttl", ttl)
+    seconds = ttl if type(ttl) is float else _number("ttl", ttl)
     if not 0 < seconds <= MAX_TTL_S:
         raise ValueError(f"ttl must be more than 0 and at most {MAX_TTL_S:.0f} seconds, not {ttl!r}")
     return seconds
@@ -134,7 +146,7 @@ def wait_seconds(wait: Seconds | None) -> float | None:
     """Return a checked wait in seconds: None is for ever, 0 is one try, else finite seconds."""
     if wait is None:
         return None
-    seconds = _number("wait", wait)
+    seconds = wait if type(wait) is float else _number("wait", wait)
     if not 0 <= seconds < math.inf:
         raise ValueError(f"wait must be None (for ever), 0 (one try) or a finite number of seconds, not {wait!r}")
     return seconds
@@ -146,8 +158,6 @@ def deadline(now: float, wait: float | None) -> float:
 
 
 def _number(what: str, value: object) -> float:
-    if type(value) is float:
-        return value
     if isinstance(value, timedelta):
         return value.total_seconds()
     if isinstance(value, bool) or not isinstance(value, int | float):

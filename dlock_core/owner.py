@@ -54,7 +54,12 @@ def text(own: tuple[str, ...] = (), inside: tuple[str, ...] = ()) -> str:
     It has app, host, pid, thread or task, its number `id`, and request; and the database sessions that belong to it:
     those that are its `own`, and those `in` whose open transaction it asks for a lock (see `database_session`).
     """
-    return _text(os.getpid(), _worker(), request_line.get(), _application, (own, inside))
+    pid, request = os.getpid(), request_line.get()
+    task = asyncio.current_task() if in_task() else None
+    if task is None:
+        thread = threading.current_thread()
+        return _text(pid, "thread", thread.name, _numbered(thread), request, _application, own, inside)
+    return _text(pid, "task", task.get_name(), _numbered(task), request, _application, own, inside)
 
 
 def in_task() -> bool:
@@ -62,19 +67,13 @@ def in_task() -> bool:
     return asyncio._get_running_loop() is not None  # noqa: SLF001 - documented for event loops; it raises nothing
 
 
-def _worker() -> tuple[str, str, int]:
-    """Return what waits for a lock here: a thread or a task, its name, and a number that no other has in this process.
+def _numbered(worker: object) -> int:
+    """Return a number that no other thread or task has in this process.
 
     The main thread, of which there is one, has none: the text is stored with every lease.
     """
-    task = asyncio.current_task() if in_task() else None
-    if task is None:
-        thread = threading.current_thread()
-        return "thread", thread.name, 0 if thread is threading.main_thread() else _numbered(thread)
-    return "task", task.get_name(), _numbered(task)
-
-
-def _numbered(worker: object) -> int:
+    if worker is threading.main_thread():
+        return 0
     number = _known.get(worker)
     if number is None:
         _known[worker] = number = next(_numbers)
@@ -82,14 +81,20 @@ def _numbered(worker: object) -> int:
 
 
 @lru_cache(maxsize=1024)
-def _text(
-    pid: int, worker: tuple[str, str, int], request: str, app: str, sessions: tuple[tuple[str, ...], tuple[str, ...]]
+def _text(  # noqa: PLR0917 - the hot path: keywords cost
+    pid: int,
+    kind: str,
+    name: str,
+    number: int,
+    request: str,
+    app: str,
+    own: tuple[str, ...],
+    inside: tuple[str, ...],
 ) -> str:
-    kind, name, number = worker
     app = app or Path(sys.argv[0] if sys.argv else "").name or "python"
     words = {"app": app, "host": socket.gethostname(), "pid": pid, kind: name, "id": number, "request": request}
     data = {key: _clean(value) for key, value in words.items() if value}
-    data |= {key: some for key, some in zip(("own", "in"), sessions, strict=True) if some}
+    data |= {key: some for key, some in (("own", own), ("in", inside)) if some}
     return json.dumps(data, separators=(",", ":"))
 
 

@@ -18,7 +18,15 @@ from dlock_core.errors import AlreadyHeld, BackendUnavailable, DLockError, NotHe
 from dlock_core.leases import engine
 from dlock_core.leases.engine import Acquisition, new_request
 from dlock_core.names import canonical
-from dlock_core.options import LockOptions, Seconds, unknown_option
+from dlock_core.options import (
+    LockOptions,
+    Seconds,
+    check_flags,
+    store_ttl,
+    ttl_seconds,
+    unknown_option,
+    wait_seconds,
+)
 from dlock_core.runtime import ASYNCIO, BLOCKING, refuse_in_loop, run
 
 if TYPE_CHECKING:
@@ -374,8 +382,9 @@ class _Lock:
         if unknown:
             raise unknown_option(unknown, LockOptions._fields)
         can, self._blocks = backend.capabilities, Blocks()
-        options = LockOptions.checked(ttl, wait, shared, renew, reentrant, fair, on_lost).for_store(can)
-        self.ttl, self.wait, self.shared, self.renew, self.reentrant, self.fair, self.on_lost = options
+        check_flags(shared, renew, reentrant, fair, on_lost)
+        self.ttl, self.wait = store_ttl(ttl_seconds(ttl), can), wait_seconds(wait)
+        self.shared, self.renew, self.reentrant, self.fair, self.on_lost = shared, renew, reentrant, fair, on_lost
         if not isinstance(name, str):
             raise TypeError(f"a lock's name is text, not {type(name).__name__}: {name!r:.80}; MultiLock takes several")
         self.name, self.backend = canonical(name), backend

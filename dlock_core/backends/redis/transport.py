@@ -274,8 +274,7 @@ def exchange_blocking(connection: Any, data: bytes, replies: int, limit: float, 
         if not (received := connection._sock.recv(RECEIVED_BYTES)):
             raise RedisConnectionError("the server closed the connection")
         connection.dlock_feed(received)
-    read = connection._parser.read_response  # past `Connection.read_response`, which costs more
-    return [read()] if replies == 1 else [read() for _ in range(replies)]
+    return [read_reply(connection) for _ in range(replies)]
 
 
 def _is_readable(connection: Any, seconds: float) -> bool:
@@ -286,7 +285,7 @@ def _is_readable(connection: Any, seconds: float) -> bool:
 
 
 def read_reply(connection: Any) -> Any:
-    """Read one reply, an error reply as an exception object."""
+    """Read one reply, an error reply as an exception object; past `Connection.read_response`, which costs more."""
     return connection._parser.read_response()
 
 
