@@ -22,7 +22,7 @@ import logging
 import math
 import os
 from contextlib import suppress
-from typing import TYPE_CHECKING, Final, Literal
+from typing import TYPE_CHECKING, Final
 from weakref import WeakKeyDictionary, ref
 
 from dlock_core.backend import Released, Renewal, RenewalFailure
@@ -121,7 +121,7 @@ class LeaseRecord:
     ) -> None:
         self.backend, self.request, self.granted, self.now = backend, request, granted, now
         self.since, self.until = sent, valid_until(sent, granted.valid_for)
-        self.pid = os.getpid()
+        self.pid = _own_pid
         self.handles: list[int] = []
         """The ids of the handles that have not left, each once: joining or leaving again changes nothing."""
         self.renewal_tick = 0
@@ -156,9 +156,13 @@ class LeaseRecord:
             return LeaseState.RELEASING
         return LeaseState.ABANDONED if self._is_abandoned else LeaseState.HELD
 
+    def is_to_be_renewed(self) -> bool:
+        """Return whether its state is HELD."""
+        return self.ended is None and not (self.loss_reason or self._release_requests or self._is_abandoned)
+
     def remaining(self) -> float:
         """Return the seconds for which the lease surely holds; 0.0 once it is lost, released or another process's."""
-        if self.loss_reason or self.ended is not None or self.pid != os.getpid():
+        if self.loss_reason or self.ended is not None or self.pid != _own_pid:
             return 0.0
         left = self.until - self.now()
         return left if left > 0.0 else 0.0
@@ -184,12 +188,12 @@ class LeaseRecord:
 
     def ensure_own_process(self) -> None:
         """Raise NotHeld in a forked child: the lease is its parent's."""
-        if self.pid != os.getpid():
+        if self.pid != _own_pid:
             raise NotHeld(self.name, reason=f"it belongs to process {self.pid}, which forked this one")
 
     def why(self) -> str:
         """Return why the lease does not hold, for an error message."""
-        if self.pid != os.getpid():
+        if self.pid != _own_pid:
             return f"it belongs to process {self.pid}, which forked this one"
         return "it was released" if self.ended is not None else self.loss_reason or self.renewal_trouble
 
@@ -203,7 +207,7 @@ class LeaseRecord:
 
         Raises NotHeld in a forked child.
         """
-        if self.pid != os.getpid():
+        if self.pid != _own_pid:
             self.ensure_own_process()
         self.note_collected(handle)
         if self.handles or self.ended is not None:
@@ -232,8 +236,8 @@ class LeaseRecord:
         """Record a renewal that was asked for at `sent`; an answer after the lease ran out does not heal it."""
         if self.is_lost():
             self.lose()
-        else:
-            self.until = max(self.until, valid_until(sent, valid_for))
+        elif (until := valid_until(sent, valid_for)) > self.until:
+            self.until = until
 
     def change_ttl(self, sent: float, ttl: float) -> None:
         """Record that a renewal for another ttl is about to be sent: a shorter one counts at once, answered or not."""
@@ -322,14 +326,15 @@ class Watchdog:
         """Leases by the tick at which they are due. Any thread may add; only the thread removes a bucket."""
         self.scheduler = Scheduler("dlock-watchdog", "to renew leases: they run out", self._next_due, self._run_due)
 
-    def plan(self, held: LeaseRecord, seconds: float) -> None:
-        """Renew this lease in so many seconds."""
+    def plan(self, seconds: float, *leases: LeaseRecord) -> None:
+        """Renew these leases in so many seconds."""
         while True:
             tick = int((clock() + seconds) * TICKS_PER_S)
             bucket = self._due.get(tick)
             if bucket is None:
                 bucket = self._due.setdefault(tick, set())
-            held.plan_renewal(tick, bucket)
+            for held in leases:
+                held.plan_renewal(tick, bucket)
             if self._due.get(tick) is bucket:  # Otherwise the thread has just taken the bucket, perhaps without us.
                 break
         if tick / TICKS_PER_S < self.scheduler.sleeps_until:
@@ -358,9 +363,7 @@ class Watchdog:
         ticks = [tick for tick in [*self._due] if tick <= now or (clean and not self._due[tick])]
         leases = [(tick, known()) for tick in ticks for known in [*self._due.pop(tick)]]
         return [
-            held
-            for tick, held in leases
-            if held is not None and held.state is LeaseState.HELD and self._is_due(held, tick)
+            held for tick, held in leases if held is not None and held.is_to_be_renewed() and self._is_due(held, tick)
         ]
 
     def _is_due(self, held: LeaseRecord, tick: int) -> bool:
@@ -390,39 +393,35 @@ class Watchdog:
             reason = f"{reason}: {error.reason}"
         except BaseException as error:  # noqa: BLE001 - every other lease depends on this thread
             call_in_background(logger.error, "dlock: a renewal failed", exc_info=error)
-        if answers:
-            for held, renewal, result in zip(leases, renewals, answers, strict=True):
-                if result is RenewalFailure.UNKNOWN:
-                    self._unknown(held, reason)
-                else:
-                    self._renewed(held, renewal, sent, result)
-        else:
-            for held in leases:
+        renewed: dict[float, list[LeaseRecord]] = {}
+        """The leases by how long they are valid now: those of one ttl are due together again."""
+        answers = answers or [RenewalFailure.UNKNOWN] * len(leases)
+        for held, renewal, result in zip(leases, renewals, answers, strict=True):
+            if result is RenewalFailure.UNKNOWN:
                 self._unknown(held, reason)
-
-    def _renewed(
-        self, held: LeaseRecord, renewal: Renewal, sent: float, result: float | Literal[RenewalFailure.LOST]
-    ) -> None:
-        if held.state is not LeaseState.HELD:
-            return
-        if result is RenewalFailure.LOST:
-            held.lose("the store gave it to another, or forgot it")
-            return
-        if held.request is renewal.request:  # Otherwise the caller has renewed it for another ttl since.
-            held.extend(sent, result)
-        self.plan(held, result / 3)
+            elif held.is_to_be_renewed():
+                if result is RenewalFailure.LOST:
+                    held.lose("the store gave it to another, or forgot it")
+                else:
+                    if held.request is renewal.request:  # Otherwise the caller has renewed it for another ttl since.
+                        held.extend(sent, result)
+                    renewed.setdefault(result, []).append(held)
+        for valid_for, together in renewed.items():
+            self.plan(valid_for / 3, *together)
 
     def _unknown(self, held: LeaseRecord, reason: str) -> None:
         held.note_trouble(reason)
-        if held.state is not LeaseState.HELD:
+        if not held.is_to_be_renewed():
             return
         if held.is_lost():
             held.lose()
         else:
-            self.plan(held, min(held.remaining(), max(held.request.ttl / 20, 1 / TICKS_PER_S)))
+            self.plan(min(held.remaining(), max(held.request.ttl / 20, 1 / TICKS_PER_S)), held)
 
 
 _watchdogs: WeakKeyDictionary[Backend, Watchdog] = WeakKeyDictionary()
+_own_pid = os.getpid()
+"""The number of this process: one int for all leases, and no system call on the way of each."""
 
 
 def renew_in_background(held: LeaseRecord) -> None:
@@ -432,9 +431,11 @@ def renew_in_background(held: LeaseRecord) -> None:
     watchdog = _watchdogs.get(held.backend)
     if watchdog is None:
         watchdog = _watchdogs.setdefault(held.backend, Watchdog())
-    watchdog.plan(held, (held.until - clock()) / 3)
+    watchdog.plan((held.until - clock()) / 3, held)
 
 
 @after_fork_in_child
-def _forget_watchdogs() -> None:
+def _begin_anew() -> None:
+    global _own_pid  # noqa: PLW0603 - a process has one number
+    _own_pid = os.getpid()
     _watchdogs.clear()  # The threads did not come along: the child makes its own.

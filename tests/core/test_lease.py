@@ -8,6 +8,7 @@ import pytest
 
 from dlock_core.backend import Granted, Released
 from dlock_core.errors import LeaseLost, NotHeld
+from dlock_core.leases import lease
 from dlock_core.leases.engine import new_request
 from dlock_core.leases.lease import LeaseRecord, valid_until
 from dlock_core.observability import hooks
@@ -90,7 +91,7 @@ def test_released_lease_is_not_lost_and_cannot_be_lost_any_more(held: LeaseRecor
 
 def test_lease_of_another_process_is_not_ours(held: LeaseRecord, monkeypatch: pytest.MonkeyPatch) -> None:
     parent = os.getpid()
-    monkeypatch.setattr(os, "getpid", lambda: parent + 1)
+    monkeypatch.setattr(lease, "_own_pid", parent + 1)
     assert held.remaining() == 0.0
     with pytest.raises(LeaseLost, match=f"process {parent}"):
         held.ensure()

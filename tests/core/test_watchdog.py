@@ -60,8 +60,8 @@ def eager(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leases of a minute are renewed five times a second: no pause of a loaded machine loses one."""
     watch = watchdog.Watchdog.plan
 
-    def soon(dog: watchdog.Watchdog, held: LeaseRecord, seconds: float) -> None:
-        watch(dog, held, seconds / 100)
+    def soon(dog: watchdog.Watchdog, seconds: float, *leases: LeaseRecord) -> None:
+        watch(dog, seconds / 100, *leases)
 
     monkeypatch.setattr(watchdog.Watchdog, "plan", soon)
 
@@ -382,9 +382,9 @@ def test_step_that_is_interrupted_at_any_bytecode_stops_no_renewal_and_locks_nob
     other = Lock(store, "b", ttl=60, renew=False).acquire()
     interrupts = 0
     for at in range(1, 200):
-        dog.plan(other._held, 30.0)
-        dog.plan(held._held, 30.0)
-        call = (lambda: dog.plan(held._held, 40.0)) if step == "plan" else held._held.abandon
+        dog.plan(30.0, other._held)
+        dog.plan(30.0, held._held)
+        call = (lambda: dog.plan(40.0, held._held)) if step == "plan" else held._held.abandon
         interrupted = interrupted_at(at, call)
         interrupts += interrupted
         left = [known() for bucket in dog._due.values() for known in bucket]
@@ -463,7 +463,7 @@ def test_released_leases_leave_nothing_behind_in_the_watchdog(store: Flaky) -> N
     dog = watchdog.Watchdog()
     with Lock(store, "a", ttl=60, renew=False) as lease:
         for seconds in range(1, 50):
-            dog.plan(lease._held, seconds)
+            dog.plan(seconds, lease._held)
             lease._held.abandon()
     assert dog._take(clean=True) == []
     assert not dog._due

@@ -139,7 +139,7 @@ class RedisBackend:
         ]
 
     async def try_acquire_many(self, runtime: Runtime, requests: Sequence[AcquireRequest]) -> list[Granted] | None:
-        keys = (*self.keyspace.common, *[self.keyspace.lock(request.name) for request in requests])
+        keys = (*self.keyspace.common, *self.keyspace.locks(requests))
         args = (requests[0].owner, *holders_and_ttls(requests))
         tokens = await self._run(runtime, requests[0].name, "acquire_many", keys, args)
         if not tokens:
@@ -149,7 +149,7 @@ class RedisBackend:
         return [Granted(token, request.ttl) for token, request in zip(tokens, requests, strict=True)]
 
     async def release_many(self, runtime: Runtime, requests: Sequence[AcquireRequest]) -> list[Released]:
-        keys = (self.keyspace.held_locks, *[self.keyspace.lock(request.name) for request in requests])
+        keys = (self.keyspace.held_locks, *self.keyspace.locks(requests))
         ended = await self._run(runtime, requests[0].name, "release_many", keys, (run_together(requests),))
         waited_for = [request for request, was_ours in zip(requests, ended, strict=True) if not was_ours]
         found = dict.fromkeys([request.holder for request in requests], Released.RELEASED)
@@ -165,7 +165,7 @@ class RedisBackend:
 
     async def renew(self, runtime: Runtime, renewals: Sequence[Renewal]) -> list[RenewalResult]:
         requests = [renewal.request for renewal in renewals]
-        keys = tuple([self.keyspace.lock(request.name) for request in requests])
+        keys = self.keyspace.locks(requests)
         args, limit = holders_and_ttls(requests), renewal_limit(self._timeout, requests)
         transport, name, script = self.transport(runtime), requests[0].name, load_script("renew")
         renewed = await retry_once(lambda: run_script(transport, runtime, name, script, keys, args, limit))
@@ -214,7 +214,7 @@ class RedisBackend:
         have come over another one. So the leases are first written once more, by a renewal, over this connection.
         """
         name = requests[0].name
-        keys = tuple([self.keyspace.lock(request.name) for request in requests])
+        keys = self.keyspace.locks(requests)
         rewrite = load_script("renew").by_text(keys, holders_and_ttls(requests))
         wait = ("WAIT", str(self._replicas), str(math.ceil(self._timeout * REPLICATION_SHARE * 1000)))
         ours, count = await send_commands(self.transport(runtime), runtime, name, [rewrite, wait], self._timeout)

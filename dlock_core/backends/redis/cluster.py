@@ -203,8 +203,8 @@ class Shard(RedisBackend):
 
     def renewal(self, requests: Sequence[AcquireRequest], *, shared: bool) -> Command:
         """Return the command that renews these leases; shared leases are kept in several keys."""
-        keys = [self.lock_key(request.name) for request in requests]
-        return RENEW.by_digest((*keys, self._never) if shared else tuple(keys), holders_and_ttls(requests))
+        keys = self.keyspace.locks(requests)
+        return RENEW.by_digest((*keys, self._never) if shared else keys, holders_and_ttls(requests))
 
     async def _drop(self, runtime: Runtime, request: AcquireRequest) -> int:
         """End an exclusive lease by its key alone. Its waiters ask again by themselves, once the slot has arrived."""

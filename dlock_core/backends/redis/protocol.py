@@ -97,6 +97,11 @@ class Keyspace:
         """Return a lock's key. Its companions begin with it, and so have the same hash tag."""
         return f"{self.prefix}{{{name}}}"
 
+    def locks(self, requests: Sequence[AcquireRequest]) -> tuple[str, ...]:
+        """Return the key of each of these locks."""
+        prefix = self.prefix
+        return tuple([f"{prefix}{{{request.name}}}" for request in requests])
+
     def of(self, name: str) -> tuple[str, ...]:
         """Return the keys of a script for one lock."""
         return (f"{self.prefix}{{{name}}}", *self.common)

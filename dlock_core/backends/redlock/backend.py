@@ -215,7 +215,7 @@ class RedlockBackend:
 async def renew(nodes: NodeSet, runtime: Runtime, renewals: Sequence[Renewal]) -> list[RenewalResult]:
     """Renew the leases at every node; raises BackendUnavailable when too few nodes answered for any verdict."""
     requests = [renewal.request for renewal in renewals]
-    keys = tuple([nodes.keyspace.lock(request.name) for request in requests])
+    keys = nodes.keyspace.locks(requests)
     limit = renewal_limit(nodes.timeout, requests)
     renewal_request = nodes.request(requests[0].name, "renew", keys, holders_and_ttls(requests))
     answers = await nodes.ask(runtime, renewal_request._replace(limit=limit))
