@@ -262,9 +262,10 @@ class Acquisition:
             raise BackendUnavailable(self.request.name, reason=reason)
         return None
 
-    def accept(self, granted: Granted, sent: float) -> LeaseRecord | None:
+    def accept(self, granted: Granted, sent: float, *, renewed: bool = True) -> LeaseRecord | None:
         """Make the lease out of a grant that was asked for at `sent`, and have it renewed from now on.
 
+        `renewed`: False where the caller sees to the renewal of several leases at once.
         Returns None for a grant that has run out already.
         """
         now = self.runtime.now
@@ -273,7 +274,7 @@ class Acquisition:
             return None
         if hooks.subscribed:
             hooks.emit("acquired", self.request.name, granted.token, self.seconds(), "", self.waited, held)
-        if self.renew:
+        if self.renew and renewed:
             renew_in_background(held)
         self.held = held
         return held

@@ -424,14 +424,19 @@ _own_pid = os.getpid()
 """The number of this process: one int for all leases, and no system call on the way of each."""
 
 
-def renew_in_background(held: LeaseRecord) -> None:
-    """Renew the lease, from a third of its ttl on, until it is released, lost, abandoned or thrown away."""
-    if held.until == math.inf:
+def renew_in_background(*leases: LeaseRecord) -> None:
+    """Renew leases of one store, each from a third of its ttl on, until it is released, lost, abandoned or thrown away.
+
+    All are looked at when the first of them is due.
+    """
+    due = min([held.until for held in leases], default=math.inf)
+    if due == math.inf:
         return
-    watchdog = _watchdogs.get(held.backend)
+    backend = leases[0].backend
+    watchdog = _watchdogs.get(backend)
     if watchdog is None:
-        watchdog = _watchdogs.setdefault(held.backend, Watchdog())
-    watchdog.plan((held.until - clock()) / 3, held)
+        watchdog = _watchdogs.setdefault(backend, Watchdog())
+    watchdog.plan((due - clock()) / 3, *leases)
 
 
 @after_fork_in_child

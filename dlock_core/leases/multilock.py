@@ -13,9 +13,11 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Never, Protocol, TypeVar
 from weakref import ref
 
+from dlock_core import owner as owners
 from dlock_core.backend import Released, supports_many
 from dlock_core.errors import AlreadyHeld, BackendUnavailable, NotHeld
 from dlock_core.leases.engine import MAX_OVERTIME_S, Acquisition, clean_up, new_request, note_released, release
+from dlock_core.leases.lease import renew_in_background
 from dlock_core.leases.lock import (
     AsyncBlockExit,
     AsyncReleasing,
@@ -38,6 +40,7 @@ if TYPE_CHECKING:
 
     from dlock_core.backend import AcquireRequest, Backend, SupportsMany
     from dlock_core.leases.lease import LeaseRecord
+    from dlock_core.leases.lock import Key
     from dlock_core.runtime import Runtime
 
 __all__ = [
@@ -116,8 +119,8 @@ async def _acquire_in_one_request(runtime: Runtime, members: Sequence[GroupMembe
         return  # It may have worked. Each is asked for by the same request now, which then finds its own grant.
     for each in asked:
         each.touched = granted is not None
-    for each, grant in zip(asked, granted or (), strict=False):
-        each.accept(grant, sent)
+    leases = [each.accept(grant, sent, renewed=False) for each, grant in zip(asked, granted or (), strict=False)]
+    renew_in_background(*[held for each, held in zip(asked, leases, strict=False) if held is not None and each.renew])
 
 
 async def _undo_all(members: Sequence[GroupMember]) -> None:
@@ -141,7 +144,7 @@ async def _release_all(runtime: Runtime, held: Sequence[LeaseRecord]) -> list[Re
     if still_held and supports_many(backend := still_held[0].backend):
         await _release_in_one_request(runtime, backend, still_held)
     failure: BackendUnavailable | None = None
-    for one in held:
+    for one in [one for one in held if one.ended is None]:
         try:
             await release(runtime, one)
         except BackendUnavailable as error:  # The others may be on another node of the store.
@@ -239,11 +242,12 @@ class _MultiLock:
         self.ttl, self.wait, self.shared, *_ = options.for_store(backend.capabilities)
         self._blocks = Blocks()
 
-    def _requests(self, caller: Hashable, options: LockOptions) -> list[AcquireRequest]:
-        for name in self.names:
-            if find_held(key_of(caller, self.backend, name)) is not None:
+    def _requests(self, keys: Sequence[Key], options: LockOptions) -> list[AcquireRequest]:
+        for name, key in zip(self.names, keys, strict=True):
+            if key in held_by_caller and find_held(key) is not None:
                 raise AlreadyHeld(name)
-        return [new_request(name, options) for name in self.names]
+        owner = owners.text()
+        return [new_request(name, options, owner=owner) for name in self.names]
 
     async def _hold(self, runtime: Runtime, caller: Hashable, kind: type[L], *, enters: bool = False) -> L:
         """Acquire all; `enters` a `with` block. See `Lock._hold` for what happens when it is interrupted.
@@ -251,15 +255,15 @@ class _MultiLock:
         Raises LeaseLost when one is lost while the others are waited for.
         """
         since, lease, options = runtime.now(), None, LockOptions(self.ttl, self.wait, self.shared)
+        keys = [key_of(caller, self.backend, name) for name in self.names]
         acquisitions = [
             Acquisition(runtime, self.backend, request, options, since=since)
-            for request in self._requests(caller, options)
+            for request in self._requests(keys, options)
         ]
 
         async def hand_out() -> L:
             nonlocal lease
-            keys = [key_of(caller, self.backend, name) for name in self.names]
-            held = [await acquisition.acquire() for acquisition in acquisitions]
+            held = [each.held or await each.acquire() for each in acquisitions]
             for one in held:
                 one.ensure()
             lease = kind(map(LeaseHandle, held, keys))
