@@ -163,7 +163,7 @@ def parse_state(name: str, reply: list[Any]) -> LockState:
         holders = [_holder(text, int(expiry) / 1000 - now, now, shared=True) for _, expiry, text in sharers]
     else:
         holders = [_holder(value, left_ms / 1000, now, shared=False)] if value and left_ms != -2 else []
-    return LockState(name, tuple(holders), tuple(_waiter(*waiter, now=now) for waiter in waiters))
+    return LockState(name, tuple(holders), tuple([_waiter(*waiter, now=now) for waiter in waiters]))
 
 
 def shown(states: Sequence[LockState]) -> list[LockState]:

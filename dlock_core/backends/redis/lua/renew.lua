@@ -13,7 +13,7 @@ for first = 1, #ARGV[1] / 32, 1000 do
   for i = first, last do
     local lock, holder, ttl = KEYS[i], string.sub(ARGV[1], 32 * i - 31, 32 * i), ARGV[i + 1] or ARGV[2]
     local value, ours = values[i - first + 1], 0
-    if value and string.find(value, holder .. '|', 1, true) == 1 then
+    if value and string.sub(value, 1, 32) == holder then
       ours = redis.call('PEXPIRE', lock, ttl)
     elseif value == 'shared' and (tonumber(redis.call('ZSCORE', lock .. ':s', holder)) or 0) > now() then
       for _, key in ipairs({lock, lock .. ':s', lock .. ':o'}) do
