@@ -42,7 +42,7 @@ MAX_OVERTIME_S: Final = 0.25
 """Seconds after the end of a wait for which a caller is still kept by a store that does not answer."""
 
 
-class Options(Protocol):
+class AcquireOptions(Protocol):
     """What of a lock's options concerns one acquire: a LockOptions, or a lock itself."""
 
     @property
@@ -61,7 +61,7 @@ class Options(Protocol):
 
 def new_request(
     name: str,
-    options: Options = LockOptions(),  # noqa: B008 - it is immutable
+    options: AcquireOptions = LockOptions(),  # noqa: B008 - it is immutable
     *,
     queue: bool = True,
     owner: str | None = None,
@@ -214,7 +214,7 @@ class Acquisition:
         runtime: Runtime,
         backend: Backend,
         request: AcquireRequest,
-        options: Options,
+        options: AcquireOptions,
         *,
         since: float | None = None,
     ) -> None:
