@@ -14,7 +14,7 @@ from django_dlock.row_sql import waiting
 from dlock_core.errors import StaleToken as CoreStaleToken
 from dlock_core.sql.database import pyformat
 from dlock_core.transactions import fence_sql, fencing
-from dlock_core.transactions.fence_sql import DIALECTS, HAS_FUNCTIONS, POSTGRESQL_FUNCTIONS
+from dlock_core.transactions.fence_sql import DIALECTS, SCHEMA_OF_FUNCTIONS, functions_in
 from dlock_core.transactions.fencing import refusal
 
 if TYPE_CHECKING:
@@ -166,8 +166,8 @@ class Cursor:
 def dialect(connection: BaseDatabaseWrapper) -> fencing.FenceDialect:
     """Return the statements for a database; raises NotSupported where there is no fence (Oracle)."""
     vendor = _vendor(connection)
-    if vendor == "postgresql" and (server := _server_of(connection)) is not None and server.has_functions:
-        return POSTGRESQL_FUNCTIONS
+    if vendor == "postgresql" and (server := _server_of(connection)) is not None and server.functions is not None:
+        return functions_in(server.functions)
     try:
         return DIALECTS[vendor]
     except KeyError:
@@ -204,8 +204,8 @@ class _Server(NamedTuple):
 
     default_isolation: str
     """The level with which transactions begin."""
-    has_functions: bool
-    """The migration has made the fence's functions, and we may call them."""
+    functions: str | None
+    """The quoted schema in which the migration has made the fence's functions; None where there are none for us."""
 
 
 _servers: Final[WeakKeyDictionary[Any, _Server]] = WeakKeyDictionary()
@@ -221,7 +221,7 @@ def _server_of(connection: BaseDatabaseWrapper) -> _Server | None:
     return known
 
 
-_ASK_SERVER: Final = f"SELECT current_setting('default_transaction_isolation'), {HAS_FUNCTIONS}"
+_ASK_SERVER: Final = f"SELECT current_setting('default_transaction_isolation'), {SCHEMA_OF_FUNCTIONS}"
 
 
 def keeps_snapshot(connection: BaseDatabaseWrapper) -> bool:

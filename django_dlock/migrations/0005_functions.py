@@ -57,7 +57,8 @@ def function(name: str, change: str) -> OnPostgreSQL:
 class Migration(migrations.Migration):
     """The statements of the fence that exclusive leases send, whose plans PostgreSQL then keeps.
 
-    Where the functions are missing the fence sends the statements themselves.
+    Where the functions are missing the fence sends the statements themselves. Functions that do anything else need
+    other names: a release may run before its migration, and must not call those of the release before.
     """
 
     dependencies = [("django_dlock", "0004_lock")]

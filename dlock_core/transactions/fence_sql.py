@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from dlock_core.transactions.fencing import FenceEntry, StatementExecutor
 
-__all__ = ["BIGINT", "DIALECTS", "FOR", "HAS_FUNCTIONS", "POSTGRESQL_FUNCTIONS", "limited"]
+__all__ = ["BIGINT", "DIALECTS", "FOR", "SCHEMA_OF_FUNCTIONS", "functions_in", "limited"]
 
 _IS_MARKED: Final = "SELECT CASE WHEN s_token > token THEN 1 ELSE 0 END FROM dlock_fence WHERE name = :name"
 _MARKED_TOKEN: Final = "SELECT token FROM dlock_fence WHERE name = :name AND s_token > token"
@@ -102,19 +102,28 @@ POSTGRESQL: Final = FenceDialect(
     confirm_shared=_postgres_locked("1", _NOT_NEWER, "SHARE"),
 )
 
-POSTGRESQL_FUNCTIONS: Final = replace(
-    POSTGRESQL,
-    admit=("SELECT dlock_admit(:name, :token, :holder, :milliseconds)",),
-    confirm="SELECT dlock_confirm(:name, :token, :holder, :milliseconds)",
-)
-"""What an exclusive lease sends where the functions of `django_dlock`'s migration are there.
 
-They do the same as the long statements, which PostgreSQL would plan anew for each transaction where the driver does not
-prepare them, as in Django. See docs/adr/0017-fence-functions.md.
-"""
-HAS_FUNCTIONS: Final = """\
-coalesce(has_function_privilege(to_regprocedure('dlock_admit(varchar, bigint, varchar, text)'), 'EXECUTE')
-AND has_function_privilege(to_regprocedure('dlock_confirm(varchar, bigint, varchar, text)'), 'EXECUTE'), false)"""
+@lru_cache
+def functions_in(schema: str) -> FenceDialect:
+    """Return what is sent on PostgreSQL where the functions of `django_dlock`'s migration are in this quoted schema.
+
+    They do the same as the long statements, which PostgreSQL would plan anew for each transaction where the driver does
+    not prepare them, as in Django. The schema is named, because the search path may change after it was looked for.
+    See docs/adr/0017-fence-functions.md.
+    """
+    arguments = "(:name, :token, :holder, :milliseconds)"
+    admit, confirm = f"SELECT {schema}.dlock_admit{arguments}", f"SELECT {schema}.dlock_confirm{arguments}"
+    return replace(POSTGRESQL, admit=(admit,), confirm=confirm)
+
+
+_SIGNATURE: Final = "(varchar, bigint, varchar, text)"
+SCHEMA_OF_FUNCTIONS: Final = f"""\
+(SELECT quote_ident(n.nspname) FROM pg_proc AS a, pg_proc AS c, pg_namespace AS n
+WHERE a.oid = to_regprocedure('dlock_admit{_SIGNATURE}') AND c.oid = to_regprocedure('dlock_confirm{_SIGNATURE}')
+AND n.oid = a.pronamespace AND n.oid = c.pronamespace AND position(':' IN n.nspname) = 0
+AND has_schema_privilege(n.oid, 'USAGE')
+AND has_function_privilege(a.oid, 'EXECUTE') AND has_function_privilege(c.oid, 'EXECUTE'))"""  # noqa: S608
+"""The quoted schema that has the functions; NULL where they are missing, or may not be called."""
 
 # The INSERT comes first: an UPDATE of a row that is not there would lock its gap, and two new names each other out.
 # Assignments are made from left to right; the row count cannot tell a refusal from an unchanged row.

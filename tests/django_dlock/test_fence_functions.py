@@ -11,7 +11,7 @@ from django.test.utils import CaptureQueriesContext
 from django_dlock import lock
 from django_dlock.fencing import Cursor
 from dlock_core.transactions import fencing
-from dlock_core.transactions.fence_sql import POSTGRESQL, POSTGRESQL_FUNCTIONS
+from dlock_core.transactions.fence_sql import POSTGRESQL, functions_in
 from dlock_core.transactions.fencing import FenceEntry
 from tests.django_dlock.sessions import rows, second_session
 from tests.testapp.models import Counter
@@ -21,6 +21,7 @@ pytestmark = pytest.mark.usefixtures("store")
 NOW = 2_000_000_000_000_000
 US = "a" * 32
 ROW, FLOOR = "order:42", ""
+FUNCTIONS = functions_in("public")
 
 
 @pytest.fixture(autouse=True)
@@ -54,7 +55,9 @@ def leased():
 
 
 def calls(statements):
-    return [name for name in ("dlock_admit", "dlock_confirm") if any(f"SELECT {name}(" in sql for sql in statements)]
+    return [
+        name for name in ("dlock_admit", "dlock_confirm") if any(f"SELECT public.{name}(" in sql for sql in statements)
+    ]
 
 
 def test_locks_call_them():
@@ -90,6 +93,54 @@ def test_before_their_migration_the_statements_are_sent():
         call_command("migrate", "django_dlock", database="postgresql", verbosity=0)
         connections["postgresql"].close()
     assert calls(sent(fenced)) == ["dlock_admit"]
+
+
+def test_role_that_may_not_call_them_sends_the_statements():
+    def of_everybody(change):
+        for name in ("dlock_admit", "dlock_confirm"):
+            rows(connections["postgresql"], f"{change.format(name)} public")
+
+    rows(connections["postgresql"], "CREATE ROLE clerk")
+    try:
+        of_everybody("REVOKE EXECUTE ON FUNCTION {} FROM")
+        rows(connections["postgresql"], "GRANT ALL ON ALL TABLES IN SCHEMA public TO clerk")
+        connections["postgresql"].close()
+        rows(connections["postgresql"], "SET ROLE clerk")
+        assert not calls(sent(fenced) + sent(leased))
+    finally:
+        rows(connections["postgresql"], "RESET ROLE")
+        of_everybody("GRANT EXECUTE ON FUNCTION {} TO")
+        rows(connections["postgresql"], "DROP OWNED BY clerk")
+        rows(connections["postgresql"], "DROP ROLE clerk")
+        connections["postgresql"].close()
+
+
+def test_each_tenant_has_its_own_fence_on_one_connection():
+    """The functions are found once, and the table by the search path of each transaction, also with a plan that is kept."""
+
+    def tokens(schema):
+        return dict(rows(connections["postgresql"], f"SELECT name, token FROM {schema}.dlock_fence WHERE name <> ''"))
+
+    fenced()
+    before = tokens("public")
+    for schema in ("one", "two"):
+        rows(connections["postgresql"], f"CREATE SCHEMA {schema}")
+        rows(connections["postgresql"], f"CREATE TABLE {schema}.dlock_fence (LIKE public.dlock_fence INCLUDING ALL)")
+    try:
+        for schema in ("one", "two") * 8:
+            rows(connections["postgresql"], f"SET search_path = {schema}")
+            with lock("order", 42, using="postgresql") as lease, atomic("postgresql"):
+                rows(connections["postgresql"], "UPDATE public.testapp_counter SET value = 1")
+            assert tokens(schema) == {"order:42": lease.token}
+            with lock("order", 43, using="postgresql", fence="lease") as lease, atomic("postgresql"):
+                rows(connections["postgresql"], "UPDATE public.testapp_counter SET value = 1")
+            assert tokens(schema)["order:43"] == lease.token
+            rows(connections["postgresql"], f"DELETE FROM {schema}.dlock_fence")
+        assert tokens("public") == before
+    finally:
+        rows(connections["postgresql"], "SET search_path = public")
+        rows(connections["postgresql"], "DROP SCHEMA one CASCADE")
+        rows(connections["postgresql"], "DROP SCHEMA two CASCADE")
 
 
 @pytest.mark.parametrize("step", ["admit", "confirm"])
@@ -132,16 +183,16 @@ def test_they_do_what_the_statements_do(step, state, token):
             )
         return answer, found, limit, mark if answer else "what is refused is rolled back"
 
-    assert outcome(POSTGRESQL_FUNCTIONS) == outcome(POSTGRESQL)
+    assert outcome(FUNCTIONS) == outcome(POSTGRESQL)
 
 
 def test_their_wait_for_a_row_is_limited():
     port, params = Cursor(connections["postgresql"]), fencing.params(FenceEntry("order:42", NOW, US, limit=0.05))
-    port.execute(POSTGRESQL_FUNCTIONS.admit[0], params)
+    port.execute(FUNCTIONS.admit[0], params)
     with second_session("postgresql") as other:
         other.set_autocommit(False)
         rows(other, "UPDATE dlock_fence SET token = token WHERE name = 'order:42'")
-        for statement in (POSTGRESQL_FUNCTIONS.admit[0], POSTGRESQL_FUNCTIONS.confirm):
+        for statement in (FUNCTIONS.admit[0], FUNCTIONS.confirm):
             with pytest.raises(DatabaseError, match="lock timeout"):
                 port.execute(statement, params)
         other.rollback()
