@@ -190,14 +190,24 @@ def crowd(results: Results) -> Figure:
             told = (
                 [against(row[column], goal) for column, goal in CROWD.items()] if role(name) == "ours" else ["", "", ""]
             )
-            cells = [row["connections"], row["commands per s"], row["hand-over p50 ms"], row["p99 ms"]]
+            cells = [row["connections"], row["commands per s"], row["hand-over p50 ms"], row["p99 ms"], row["served"]]
             lines.append([f"{short(name)}, {where}", *cells, *told])
         panels += [
             bars(f"{column}, {where}", rows, column, {"dlock": goal}, floor=None)
             for column, goal in CROWD.items()
             if rows
         ]
-    header = ["", "connections", "commands/s", "hand-over p50 ms", "p99 ms", "goal: connections", "commands/s", "p99"]
+    header = [
+        "",
+        "connections",
+        "commands/s",
+        "hand-over p50 ms",
+        "p99 ms",
+        "served in 10 s",
+        "goal: connections",
+        "commands/s",
+        "p99",
+    ]
     return Figure("crowd", "1,000 tasks of one process wait", table(header, lines), panels, 3)
 
 
