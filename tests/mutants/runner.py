@@ -64,6 +64,9 @@ class Sandbox:
         self._folder = folder
         self._written = 0
 
+    def read(self, file: str) -> str:
+        return (self._folder / file).read_text()
+
     def write(self, file: str, text: str) -> None:
         path = self._folder / file
         path.write_text(text)
@@ -115,9 +118,10 @@ def run(part: Part, mutants: Sequence[Mutant], results: Results) -> Iterator[tup
     with sandbox() as place:
         limits = {stage: PATIENCE * _seconds(place, stage) + LEAST_S for stage in part.stages}
         for mutant in todo:
+            original = place.read(mutant.file)
             place.write(mutant.file, mutant.source)
             outcome = _outcome(place, limits)
-            place.write(mutant.file, (ROOT / mutant.file).read_text())
+            place.write(mutant.file, original)
             results.add(mutant, outcome)
             yield mutant, outcome
 

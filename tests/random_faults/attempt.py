@@ -14,7 +14,7 @@ from dlock_core import DLockError
 from tests.random_faults import sections
 from tests.random_faults.history import Recorder, now
 from tests.random_faults.items import STORES, Item, items_of
-from tests.random_faults.sections import Steps, Work
+from tests.random_faults.sections import Statement, Steps, Work
 
 Outcome = Literal["ok", "refused", "unknown"]
 FENCES: Final = (True, "lease")
@@ -41,6 +41,10 @@ class Wish:
     @property
     def database(self) -> str:
         return self.items[0].database
+
+    @property
+    def has_version(self) -> bool:
+        return self.items[0].traits.has_version
 
     @property
     def is_inside(self) -> bool:
@@ -71,6 +75,9 @@ class Chooser:
 
     def _with_options(self, store: str, items: tuple[Item, ...]) -> Wish:
         traits, chance = STORES[store], self.chance
+        if traits.has_version:
+            retries = chance.random() < RETRY_RATE
+            return Wish(items[:1], chance.choice(sections.BY_VERSION), {"wait": 0.0}, retries)
         shared = traits.has_shared and chance.random() < SHARED_RATE
         act = chance.choice(sections.SHARED if shared else sections.ALONE)
         options: dict[str, Any] = {"wait": chance.choice(WAITS), "ttl": traits.ttl}
@@ -152,6 +159,18 @@ class Attempt:
         parts = self.wish.act(Work(self.section, list(self.wish.items), lambda item: self.leases[item.key].token))
         self.parts_left = len(parts)
         return parts
+
+    def read(self) -> None:
+        """Begin, or begin again, to change a row that has a version; nothing is asked for but the row."""
+        self.is_granted = True
+        self.work()
+
+    def wrote(self, seen: int, version: int) -> Statement:
+        """Return the line of the journal for a row that was saved with a version."""
+        self.stage("written")
+        [item] = self.wish.items
+        row = {"item": item.key, "value": seen + 1, "seen": seen, "section": self.section, "token": version}
+        return sections.JOURNAL, row | {"shared": 0}
 
     def commits(self) -> None:
         self.stage("before COMMIT")

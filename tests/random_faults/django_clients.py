@@ -10,7 +10,7 @@ from django.conf import settings
 from django.db import connections
 
 from tests.random_faults.attempt import Attempt
-from tests.random_faults.sections import Steps
+from tests.random_faults.sections import Statement, Steps
 
 HAS_MYSQLCLIENT = importlib.util.find_spec("MySQLdb") is not None
 """It needs a C compiler, so it may be missing on a laptop: then Django's workers leave MariaDB out."""
@@ -58,6 +58,9 @@ class DjangoClient:
         from django_dlock import retry_on_conflict
 
         wish, alias = attempt.wish, attempt.wish.database
+        if wish.has_version:
+            change_row(attempt)
+            return
         if wish.is_inside:
             with atomic(alias), _lock(attempt) as lease:
                 attempt.granted(lease)
@@ -94,6 +97,9 @@ class AsyncDjangoClient(DjangoClient):
     async def aplay(self, attempt: Attempt) -> None:
         from asgiref.sync import sync_to_async
 
+        if attempt.wish.has_version:
+            await sync_to_async(change_row)(attempt)
+            return
         async with _lock(attempt) as lease:
             attempt.granted(lease)
             await sync_to_async(in_transactions)(attempt)
@@ -105,6 +111,27 @@ class AsyncDjangoClient(DjangoClient):
 
     async def aclose(self) -> None:
         await self.aclean_up()
+
+
+def change_row(attempt: Attempt) -> None:
+    """Save, or make anew, a row that has a version: read in the transaction that is repeated, or before it, as a form is."""
+    from django.db.transaction import atomic
+
+    from django_dlock import retry_on_conflict
+    from tests.random_faults.django_models import read, write
+
+    if attempt.wish.retries:
+        retry_on_conflict(using=attempt.wish.database)(lambda: write(attempt, read(attempt)))()
+    else:
+        row = read(attempt)
+        with atomic(attempt.wish.database):
+            write(attempt, row)
+    attempt.committed()
+
+
+def execute(alias: str, statement: Statement) -> None:
+    with connections[alias].cursor() as cursor:
+        cursor.execute(_in_python_format(statement[0]), statement[1])
 
 
 def in_transactions(attempt: Attempt) -> None:

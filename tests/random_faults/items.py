@@ -14,6 +14,8 @@ class Traits:
     has_shared: bool = True
     ends_with_connection: bool = False
     """Whether a lock is free as soon as its connection breaks, before its holder knows."""
+    has_version: bool = False
+    """Whether no lock is taken: the row has a version, which every write checks."""
     is_inside: bool = False
     """Whether the lock is a part of the transaction, which begins before it."""
     ttl: float = 1.5
@@ -33,8 +35,9 @@ STORES: Final = {
     "table": Traits(_MIXED, is_fair=False, has_shared=False),
     "session": Traits(_MIXED, ends_with_connection=True),
     "advisory": Traits(("postgresql", "postgresql"), ends_with_connection=True, is_inside=True),
+    "version": Traits(("postgresql", "mariadb", "sqlite"), has_shared=False, has_version=True),
 }
-"""By the names under which the workers configure them; `turned` is a Redis whose clock is stepped."""
+"""By the names under which the workers configure them; `turned` is a Redis whose clock is stepped, `version` is no store at all."""
 
 ZOOKEEPER_SESSION_S: Final = 4.0
 
@@ -61,7 +64,7 @@ def every_item(stores: list[str] | None = None) -> dict[str, Item]:
 
 
 TABLES: Final = (
-    "CREATE TABLE item (name VARCHAR(40) PRIMARY KEY, value INT NOT NULL, current INT NOT NULL)",
+    "CREATE TABLE item (name VARCHAR(40) PRIMARY KEY, value INT NOT NULL, current INT NOT NULL, version BIGINT NOT NULL)",
     "CREATE TABLE orders (item VARCHAR(40), number INT, state VARCHAR(20) NOT NULL, PRIMARY KEY (item, number))",
     "CREATE TABLE event (item VARCHAR(40), number INT, what VARCHAR(20), section VARCHAR(60))",
     "CREATE TABLE journal (item VARCHAR(40), value INT, seen INT, section VARCHAR(60), token BIGINT, shared INT)",

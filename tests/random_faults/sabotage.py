@@ -3,12 +3,14 @@
 Each is a function that changes something in the worker that calls it.
 """
 
+import contextlib
 import re
 import time
 from collections.abc import Callable
 from typing import Any, Final
 
 from sqlalchemy import Engine, event
+from sqlalchemy.exc import DBAPIError
 
 
 def no_fence(config: dict[str, Any]) -> None:
@@ -76,6 +78,54 @@ def no_mark(config: dict[str, Any]) -> None:
         return re.sub(r"(f\.)?\bs_token < (%\(token\)s|[\w.:$]+)", "0 < 1", statement), parameters
 
 
+def versions_from_1(config: dict[str, Any]) -> None:
+    """Begin every new row's version at 1, as before it began at the clock: a row that is made anew gets its predecessor's versions."""
+    from dlock_core.sql import versions
+
+    class NoClock:
+        time_ns = staticmethod(lambda: 1000)
+
+    versions.time = NoClock  # type: ignore[assignment]
+
+
+def newest_version_expected(config: dict[str, Any]) -> None:
+    """Make Django expect the version that the row has by now, whatever version was read."""
+    from django.conf import settings
+
+    if not settings.configured:
+        return
+    from django_dlock.versions import VersionField
+
+    def newest(field: VersionField, instance: Any, _: str) -> int:
+        rows = type(instance).objects.using(instance._state.db).filter(pk=instance.pk)
+        return rows.values_list(field.name, flat=True).first() or 0
+
+    VersionField.expected_version = newest  # type: ignore[method-assign]
+
+
+def fence_rows_removed(config: dict[str, Any]) -> None:
+    """Remove the rows of the fence after each COMMIT, without a floor that keeps older tokens out.
+
+    The store grants every request, so that older holders are there: with the rows the data bear that.
+    """
+    from sqlalchemy import text
+
+    from tests.random_faults import attempt
+    from tests.random_faults.sqla_clients import engine_of
+
+    attempt.FENCES = (True,)  # type: ignore[misc]
+    _replace_store(lambda floor: max(time.time_ns() // 1000, floor + 1))
+    engines = {name: engine_of(name, config) for name in config["databases"]}
+    committed = attempt.Attempt.committed
+
+    def commit_and_remove(one: attempt.Attempt) -> None:
+        committed(one)
+        with contextlib.suppress(DBAPIError), engines[one.wish.database].begin() as connection:
+            connection.execute(text("DELETE FROM dlock_fence"))
+
+    attempt.Attempt.committed = commit_and_remove  # type: ignore[method-assign]
+
+
 def _replace_store(token: Callable[[int], int]) -> None:
     """Make every Redis of this process a store that grants everything."""
     from dlock_core.backends.redis import RedisBackend
@@ -95,6 +145,9 @@ SABOTAGES: Final[dict[str, Callable[[dict[str, Any]], None]]] = {
     "dice-for-tokens": dice_for_tokens,
     "retried-though-unknown": retried_though_unknown,
     "no-mark": no_mark,
+    "versions-from-1": versions_from_1,
+    "newest-version-expected": newest_version_expected,
+    "fence-rows-removed": fence_rows_removed,
 }
 
 

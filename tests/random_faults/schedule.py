@@ -26,7 +26,7 @@ OF_STORE: Final[dict[str, tuple[str, ...]]] = {
     "redlock": ("stop server", "restart", "restart empty", "flush", "clock", *NETWORK),
     "etcd": ("stop server", "restart", *NETWORK),
     "zookeeper": ("stop server", "restart", *NETWORK),
-    "table": (), "session": (), "advisory": (),
+    "table": (), "session": (), "advisory": (), "version": (),
 }  # fmt: skip
 OF_DATABASE: Final = (
     "kill sessions", "kill sessions", "crash", "lock rows", "lock rows", "lose COMMIT", "lose COMMIT", "drop COMMIT",

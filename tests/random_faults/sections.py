@@ -83,7 +83,22 @@ def cancel(work: Work) -> list[Steps]:
     return [_decide(work, "cancelled")]
 
 
+def save(work: Work) -> list[Steps]:
+    """Change a row that has a version: its client reads and saves it through its ORM."""
+    return [_of_client()]
+
+
+def remake(work: Work) -> list[Steps]:
+    """Delete a row that has a version, and make it anew under the same key: an older reader must not save over it."""
+    return [_of_client()]
+
+
+def _of_client() -> Steps:
+    yield from ()
+
+
 SHARED: Final = (post,)
+BY_VERSION: Final = (save, save, remake)
 ALONE: Final = (add, add, add_later, ship, ship, cancel, cancel)
 
 

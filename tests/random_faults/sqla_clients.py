@@ -5,12 +5,20 @@ from typing import Any
 
 from sqlalchemy import Engine, create_engine, event, text
 from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, create_async_engine
-from sqlalchemy.orm import Session, sessionmaker
+from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column, sessionmaker
 
-from sqla_dlock import alock, configure, lock, retry_on_conflict
+from sqla_dlock import (
+    VersionedMixin,
+    alock,
+    configure,
+    delete_with_version,
+    lock,
+    retry_on_conflict,
+    save_with_version,
+)
 from sqla_dlock.backends.advisory import from_engine
 from tests.random_faults.attempt import Attempt
-from tests.random_faults.sections import Steps
+from tests.random_faults.sections import Steps, remake
 
 POSTGRESQL = {"connect_timeout": 5, "options": "-c lock_timeout=8000"}
 MARIADB = {"connect_timeout": 5, "read_timeout": 12, "write_timeout": 12}
@@ -57,6 +65,9 @@ class SqlaClient:
 
     def play(self, attempt: Attempt) -> None:
         engine = self.engines[attempt.wish.database]
+        if attempt.wish.has_version:
+            self._change_row(sessionmaker(engine), attempt)
+            return
         if attempt.wish.retries:
             retry_on_conflict(sessionmaker(engine))(self._once)(attempt)
             attempt.committed()
@@ -68,6 +79,14 @@ class SqlaClient:
                 attempt.commits()
                 session.commit()
                 attempt.committed()
+
+    def _change_row(self, maker: sessionmaker[Session], attempt: Attempt) -> None:
+        if attempt.wish.retries:
+            retry_on_conflict(maker)(change_row)(attempt)
+        else:
+            with maker.begin() as session:
+                change_row(session, attempt)
+        attempt.committed()
 
     def _once(self, session: Session, attempt: Attempt) -> None:
         attempt.granted(_lock(session, attempt, lock).acquire())
@@ -102,6 +121,11 @@ class AsyncpgClient:
         configure(**stores(config), **own)
 
     async def aplay(self, attempt: Attempt) -> None:
+        if attempt.wish.has_version:
+            async with AsyncSession(self.engine) as session, session.begin():
+                await session.run_sync(change_row, attempt)
+            attempt.committed()
+            return
         async with AsyncSession(self.engine) as session, _lock(session, attempt, alock) as lease:
             attempt.granted(lease)
             for part in attempt.work():
@@ -116,6 +140,39 @@ class AsyncpgClient:
     async def aclose(self) -> None:
         with contextlib.suppress(Exception):
             await self.engine.dispose()
+
+
+class Base(DeclarativeBase):
+    pass
+
+
+class Item(VersionedMixin, Base):
+    """The row that has a version, as SQLAlchemy knows it."""
+
+    __tablename__ = "item"
+    name: Mapped[str] = mapped_column(primary_key=True)
+    value: Mapped[int]
+    current: Mapped[int] = mapped_column(default=0)
+
+
+def change_row(session: Session, attempt: Attempt) -> None:
+    """Save, or make anew, a row that has a version."""
+    attempt.read()
+    [item] = attempt.wish.items
+    row = session.get_one(Item, item.key)
+    seen = row.value
+    attempt.stage("read")
+    if attempt.wish.act is remake:
+        delete_with_version(session, row)
+        row = Item(name=item.key, value=seen + 1)
+        session.add(row)
+        session.flush()
+    else:
+        row.value = seen + 1
+        save_with_version(session, row)
+    statement, values = attempt.wrote(seen, row.version)
+    session.execute(text(statement), values)
+    attempt.commits()
 
 
 def stores(config: dict[str, Any]) -> dict[str, Any]:

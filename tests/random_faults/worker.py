@@ -70,7 +70,7 @@ class Worker:
 
     def next_attempt(self) -> Attempt | None:
         is_core = self.kind.startswith("core")
-        stores = [store for store in self.phase.stores if store != "advisory" or self.kind not in NO_ADVISORY]
+        stores = [store for store in self.phase.stores if self.kind not in LEFT_OUT.get(store, ())]
         wish = self.chooser.wish(stores, only_one=is_core) if stores else None
         if wish is None:
             time.sleep(0.01)
@@ -200,7 +200,8 @@ class TaskWorker(Worker):
             self.recorder.write("cancel")
 
 
-NO_ADVISORY: Final = ("core", "core-async", "django-async")
+LEFT_OUT: Final = {"advisory": ("core", "core-async", "django-async"), "version": ("core", "core-async")}
+"""The kinds of workers that cannot use a store."""
 
 
 def client_of(kind: str, config: dict[str, Any]) -> Any:

@@ -17,7 +17,7 @@ from tests.zookeeper_servers import zookeeper
 
 CLOCK_SOURCE: Final = Path(__file__).parents[1] / "faults" / "clock.c"
 DATABASES: Final = ("postgresql", "mariadb")
-IN_DATABASE: Final = ("table", "session", "advisory")
+IN_DATABASE: Final = ("table", "session", "advisory", "version")
 TIMEOUT_S: Final = 0.5
 NODES: Final = 3
 
@@ -173,7 +173,7 @@ class World:
                     connection.execute(text(table))
                 for item in items:
                     if item.database == name:
-                        connection.execute(text("INSERT INTO item VALUES (:key, 0, 0)"), {"key": item.key})
+                        connection.execute(text("INSERT INTO item VALUES (:key, 0, 0, 1)"), {"key": item.key})
                         connection.execute(text("INSERT INTO orders VALUES (:key, 0, 'paid')"), {"key": item.key})
             if name == "postgresql":
                 tables.lease_metadata.create_all(engine)

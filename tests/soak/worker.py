@@ -23,7 +23,7 @@ from typing import Any, Final
 from dlock_core import DLockError
 from tests.random_faults.attempt import Attempt, Chooser
 from tests.random_faults.items import Item
-from tests.random_faults.worker import NO_ADVISORY, client_of, is_expected
+from tests.random_faults.worker import LEFT_OUT, client_of, is_expected
 
 KINDS: Final = ("django", "django-async", "sqla", "sqla-asyncpg", "core", "core-async")
 PARTIES: Final = 2
@@ -90,7 +90,7 @@ class Worker:
 
     def next_attempt(self, chooser: Chooser) -> Attempt | None:
         is_core = self.kind.startswith("core")
-        stores = [store for store in self.config["used"] if store != "advisory" or self.kind not in NO_ADVISORY]
+        stores = [store for store in self.config["used"] if self.kind not in LEFT_OUT.get(store, ())]
         wish = chooser.wish(stores, only_one=is_core)
         if wish is None:
             return None
