@@ -11,7 +11,7 @@ from benchmarks.panels import Bar, Bars, Panel, Role, number
 Row = dict[str, Any]
 OURS: Final = (
     "dlock", "@locked", "lock(", "lock_row(", "save_with_version", "retry_on_conflict", "Versioned", "django_dlock",
-    "sqla_dlock",
+    "sqla_dlock", "the same, lock_row()",
 )  # fmt: skip
 REFERENCES: Final = ("floor", "bare", "no lock", "no version", "Model.save()", "select_for_update by hand", "the bare")
 

@@ -78,7 +78,7 @@ def more_names(results: Results) -> Figure:
 
 def more_tasks(results: Results) -> Figure:
     found = [(tasks, results.rows("crowd", f"{tasks} tasks wait for one lock")) for tasks in (1, 10, 100, 1000)]
-    names = list(found[-1][1])
+    names = list(found[0][1])
     return growth_figure(
         "more_tasks", "More tasks of one process wait for one lock",
         [curves(column, "tasks", found, column, names) for column in CROWD], 3,

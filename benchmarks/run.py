@@ -27,10 +27,10 @@ PEERS: Final = "dlock,redis-py,python-redis-lock"
 PARTS: Final[dict[str, tuple[str, Options]]] = {
     "uncontended": ("uncontended", {"rounds": 15, "count": 300}),
     "uncontended-network": ("uncontended", {"rounds": 9, "count": 60, "latency": 0.5}),
-    "contended": ("contended", {"rounds": 3, "seconds": 1.5, "only": PEERS}),
+    "contended": ("contended", {"rounds": 3, "seconds": 1.2, "only": PEERS}),
     "contended-growth": (
         "contended",
-        {"rounds": 3, "seconds": 1.0, "only": "dlock", "processes": "4,16,64", "think": "0"},
+        {"rounds": 2, "seconds": 1.0, "only": "dlock", "processes": "4,16,64", "think": "0"},
     ),
     "held": ("held", {"sizes": "10,100,1000,10000,100000"}),
     "many": ("many", {"rounds": 9, "count": 60, "sizes": "10"}),
@@ -41,12 +41,12 @@ PARTS: Final[dict[str, tuple[str, Options]]] = {
     "sqlalchemy_lock": ("sqlalchemy_lock", {"rounds": 15, "count": 60}),
     "sqlalchemy_lock-network": ("sqlalchemy_lock", {"rounds": 7, "count": 30, "latency": 0.5}),
     "sqlalchemy_flush": ("sqlalchemy_flush", {"rounds": 9, "count": 40}),
-    "counter": ("counter", {"repeat": 3, "seconds": 2.0}),
+    "counter": ("counter", {"repeat": 3, "seconds": 1.5}),
     "crowd": ("crowd", {"tasks": "1,10,100,1000", "seconds": 1.5}),
     "imports": ("imports", {"rounds": 15}),
     "advisory": ("advisory", {"rounds": 15, "count": 100}),
     "stores": ("stores", {"rounds": 9, "count": 60}),
-    "load": ("load", {"customers": "1,4,16,64", "orders": 150, "wait": 3.0}),
+    "load": ("load", {"customers": "1,4,16,64", "orders": 100, "wait": 3.0}),
 }
 """What is measured, in this order: the name of the results, the module, its options."""
 
