@@ -25,6 +25,7 @@ from django.dispatch import receiver
 
 from django_dlock.transactions import SAVEPOINT, Transaction, text_of
 from dlock_core.sql.driver_errors import is_refusal, warn_unless_known
+from dlock_core.sql.statement_kinds import is_data_statement
 from dlock_core.transactions.tie import Outcome, call_all
 
 if TYPE_CHECKING:
@@ -125,7 +126,7 @@ class ConnectionTracker:
         except Exception as error:
             transaction.note_failure(self.connection, error)
             raise
-        if transaction.undo and SAVEPOINT.search(text):
+        if transaction.undo and not is_data_statement(text) and SAVEPOINT.search(text):
             transaction.note_savepoints(text)
         return answer
 

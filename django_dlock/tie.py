@@ -37,7 +37,7 @@ from dlock_core.owner import in_task
 from dlock_core.runtime import BLOCKING
 from dlock_core.sql import database
 from dlock_core.sql.database import comment
-from dlock_core.sql.statement_kinds import DATA_STATEMENTS, ends_transaction, surely_reads
+from dlock_core.sql.statement_kinds import ends_transaction, surely_reads
 from dlock_core.transactions.tie import TieState
 from dlock_core.transactions.transaction_lock import LockAcquire
 
@@ -174,7 +174,7 @@ class TiedDatabases:
             if transaction in tie.open or tie.handles or self._is_cut_off:
                 self._enter(connection, transaction)
             is_tied = transaction in tie.open or connection.alias in self.gate.forms
-            if is_tied and (";" in sql or not sql.startswith(DATA_STATEMENTS)) and ends_transaction(sql):
+            if is_tied and ends_transaction(sql):
                 raise TransactionManagementError(
                     f"{sql.strip():.40} ends a transaction under the lock {tie.held.name!r} past Django, unchecked: "
                     "leave the atomic() block, or call transaction.commit() or rollback()"

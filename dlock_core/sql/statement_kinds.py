@@ -11,7 +11,7 @@ from functools import lru_cache
 from itertools import takewhile
 from typing import Final
 
-__all__ = ["DATA_STATEMENTS", "ends_transaction", "surely_reads"]
+__all__ = ["ends_transaction", "is_data_statement", "surely_reads"]
 
 _COMMENT: Final = r"--[^\n]*|/\*.*?\*/"
 _DOLLARS: Final = r"(?<![\w$])(?P<quote>\$(?:[A-Za-z_]\w*)?\$).*?(?P=quote)"
@@ -24,8 +24,7 @@ _SKIPPED: Final = (
 
 Which of the two a server takes depends on its settings, so both readings must agree.
 """
-DATA_STATEMENTS: Final = ("SELECT", "INSERT", "UPDATE", "DELETE")
-"""A text that begins with one of these, and has no semicolon, surely ends no transaction."""
+_DATA_STATEMENTS: Final = ("SELECT", "INSERT", "UPDATE", "DELETE")
 _READS: Final = re.compile(
     r"[\s(]*(?:(?:SELECT|WITH|VALUES|TABLE|SHOW|DESCRIBE|DESC|PRAGMA|FETCH|MOVE|DECLARE|CLOSE|LISTEN|UNLISTEN|USE|RESET|DISCARD"
     r"|BEGIN|START\s+TRANSACTION|COMMIT|END|ROLLBACK|ABORT|SAVEPOINT|RELEASE)\b"
@@ -68,9 +67,17 @@ def _surely_reads(sql: str) -> bool:
     return all(_reads(part) for skipped in _SKIPPED for part in _parts(sql, skipped))
 
 
+def is_data_statement(sql: str) -> bool:
+    """Return whether a text is surely one statement that reads or writes rows; most are, and few steps tell.
+
+    Such a statement ends no transaction, and makes or ends no savepoint.
+    """
+    return sql.startswith(_DATA_STATEMENTS) and ";" not in sql
+
+
 def ends_transaction(sql: str) -> bool:
     """Return whether a text has a statement that ends the open transaction, or begins another one."""
-    if ";" not in sql and sql.startswith(DATA_STATEMENTS):
+    if is_data_statement(sql):
         return False
     texts = {sql, _EXECUTED.sub(" ", sql)}
     readings = (takewhile(_is_no_routine, _parts(text, skipped)) for text in texts for skipped in _SKIPPED)

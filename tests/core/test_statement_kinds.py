@@ -2,7 +2,7 @@
 
 import pytest
 
-from dlock_core.sql.statement_kinds import ends_transaction, surely_reads
+from dlock_core.sql.statement_kinds import ends_transaction, is_data_statement, surely_reads
 
 READS = [
     "SELECT 1",
@@ -106,3 +106,25 @@ def test_block_of_a_function_or_trigger_ends_no_transaction(sql: str) -> None:
 )
 def test_end_of_a_transaction_is_not_hidden_by_what_looks_like_a_function(sql: str) -> None:
     assert ends_transaction(sql)
+
+
+@pytest.mark.parametrize(
+    "sql",
+    [
+        "SAVEPOINT x",
+        "SELECT 1; SAVEPOINT x",
+        "/* SELECT */ ROLLBACK TO x",
+        " SELECT 1",
+        "select 1",
+        "WITH a AS (SELECT 1) SELECT 1",
+    ],
+)
+def test_what_may_be_more_than_one_statement_on_rows_is_looked_at_closely(sql: str) -> None:
+    assert not is_data_statement(sql)
+
+
+@pytest.mark.parametrize(
+    "sql", ["SELECT 1", "UPDATE t SET a = 'SAVEPOINT x'", "INSERT INTO t VALUES (1)", "DELETE FROM t"]
+)
+def test_plain_statement_on_rows_needs_no_closer_look(sql: str) -> None:
+    assert is_data_statement(sql)
