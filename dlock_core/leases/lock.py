@@ -9,13 +9,13 @@ import asyncio
 import logging
 import threading
 import warnings
-from collections.abc import Hashable
 from typing import TYPE_CHECKING, Any, Generic, Never, TypeVar
 from weakref import ref
 
 from dlock_core.backend import Released
 from dlock_core.errors import AlreadyHeld, BackendUnavailable, DLockError, NotHeld, NotSupported
 from dlock_core.leases import engine
+from dlock_core.leases.callers import Key, find_held, forget_held, held_by_caller, key_of
 from dlock_core.leases.engine import Acquisition, new_request
 from dlock_core.names import canonical
 from dlock_core.options import (
@@ -30,7 +30,7 @@ from dlock_core.options import (
 from dlock_core.runtime import ASYNCIO, BLOCKING, refuse_in_loop, run
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Hashable
 
     from dlock_core.backend import Backend
     from dlock_core.leases.lease import LeaseRecord
@@ -38,35 +38,12 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AsyncBlockExit", "AsyncLease", "AsyncLock", "AsyncReleasing", "BlockExit", "Blocks", "Lease",
-    "LeaseHandle", "LeaseView", "Lock", "Releasing", "held_by_caller", "key_of", "let_expire",
+    "LeaseHandle", "LeaseView", "Lock", "Releasing", "let_expire",
 ]  # fmt: skip
 
 logger = logging.getLogger("dlock")
 
 T = TypeVar("T")
-Key = tuple[Hashable, int, str]
-held_by_caller: dict[Key, ref[LeaseRecord]] = {}
-"""What each thread or task holds, so that a second acquire raises at once instead of waiting for itself.
-
-Weak, so that a lease which is thrown away is renewed no more; a handle removes the entry at its end."""
-
-
-def key_of(caller: object, backend: Backend, name: str) -> Key:
-    """Return the key under which a thread or task holds; weak, or a task would keep the lease it returned."""
-    return ref(caller), id(backend), name
-
-
-def find_held(key: Key) -> LeaseRecord | None:
-    """Return the lease that a thread or task holds already, unless it is lost or being released."""
-    known = held_by_caller.get(key)
-    held = None if known is None else known()
-    return None if held is None or not held.is_joinable() else held
-
-
-def forget_held(key: Key, held: LeaseRecord) -> None:
-    """Remove the entry of a lease that has ended; the caller may hold a later one of the same name."""
-    if held_by_caller.get(key) is ref(held):
-        held_by_caller.pop(key, None)
 
 
 class LeaseView:

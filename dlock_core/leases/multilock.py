@@ -16,6 +16,7 @@ from weakref import ref
 from dlock_core import owner as owners
 from dlock_core.backend import Released, supports_many
 from dlock_core.errors import AlreadyHeld, BackendUnavailable, NotHeld
+from dlock_core.leases.callers import find_held, held_by_caller, key_of
 from dlock_core.leases.engine import MAX_OVERTIME_S, Acquisition, clean_up, new_request, note_released, release
 from dlock_core.leases.lease import renew_in_background
 from dlock_core.leases.lock import (
@@ -26,9 +27,6 @@ from dlock_core.leases.lock import (
     LeaseHandle,
     LeaseView,
     Releasing,
-    find_held,
-    held_by_caller,
-    key_of,
     let_expire,
 )
 from dlock_core.names import canonical
@@ -39,8 +37,8 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Hashable, Iterable, Sequence
 
     from dlock_core.backend import AcquireRequest, Backend, SupportsMany
+    from dlock_core.leases.callers import Key
     from dlock_core.leases.lease import LeaseRecord
-    from dlock_core.leases.lock import Key
     from dlock_core.runtime import Runtime
 
 __all__ = [

@@ -13,6 +13,7 @@ import pytest
 
 from dlock_core import AcquireTimeout, AlreadyHeld, AsyncLock, BackendUnavailable, LeaseLost, Lock, MultiLock, Released
 from dlock_core.backend import Capabilities
+from dlock_core.leases.callers import held_by_caller
 from dlock_core.leases.lease import LeaseRecord
 from dlock_core.leases.lock import LeaseHandle
 from dlock_core.testing import MemoryBackend
@@ -361,3 +362,13 @@ def test_own_block_is_left_although_blocks_of_others_are_doubtful(store: MemoryB
     again = second(lock.__enter__)
     second(lambda: lock.__exit__(None, None, None))
     assert again._held.ended is Released.RELEASED
+
+
+def test_lease_that_has_ended_or_was_thrown_away_is_not_remembered(store: MemoryBackend) -> None:
+    with Lock(store, "left:0"):
+        assert [name for _, _, name in held_by_caller if name.startswith("left:")] == ["left:0"]
+    with pytest.warns(ResourceWarning, match="never released"):  # noqa: PT031
+        Lock(store, "left:1").acquire()
+        gc.collect()
+    MultiLock(store, ["left:2", "left:3"]).acquire().release()
+    assert [name for _, _, name in held_by_caller if name.startswith("left:")] == []
