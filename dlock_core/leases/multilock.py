@@ -16,7 +16,7 @@ from weakref import ref
 from dlock_core import owner as owners
 from dlock_core.backend import Released, supports_many
 from dlock_core.errors import AlreadyHeld, BackendUnavailable, NotHeld
-from dlock_core.leases.callers import find_held, held_by_caller, key_of
+from dlock_core.leases.callers import find_held, forget_held, held_by_caller, key_of
 from dlock_core.leases.engine import MAX_OVERTIME_S, Acquisition, clean_up, new_request, note_released, release
 from dlock_core.leases.lease import renew_in_background
 from dlock_core.leases.lock import (
@@ -198,10 +198,14 @@ class _MultiLease(Leases[LeaseHandle]):
         held = [lease._held for lease in self]  # noqa: SLF001 - the handles of one package
         for one in held:
             one.ensure_own_process()
-        unneeded = [one for one, lease in zip(held, self, strict=True) if one.leave(lease)]
-        for one in unneeded:
+        unneeded = [(one, lease) for one, lease in zip(held, self, strict=True) if one.leave(lease)]
+        for one, _ in unneeded:
             one.abandon()
-        await release_all(runtime, unneeded)
+        try:
+            await release_all(runtime, [one for one, _ in unneeded])
+        finally:
+            for one, lease in unneeded:
+                forget_held(lease._key, one)  # noqa: SLF001 - the handles of one package
         return [one.ended or Released.RELEASED for one in held]
 
     async def _leave_block(self, runtime: Runtime, error: BaseException | None) -> None:
@@ -277,6 +281,9 @@ class _MultiLock:
                 for handle in lease:
                     handle._held.leave(handle)  # noqa: SLF001 - the handles of one package
                 self._blocks.forget(caller, lease)
+            for key, each in zip(keys, acquisitions, strict=True):
+                if each.held is not None:
+                    forget_held(key, each.held)
             raise
 
 
