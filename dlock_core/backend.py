@@ -71,6 +71,8 @@ class Granted(NamedTuple):
     valid_for: float
     handle: Any = None
     """Private to the backend: a node path, a lease id, a connection."""
+    age: float | None = None
+    """Seconds since the request was sent that was granted, when that is not the caller's (`Backend.wait`)."""
 
 
 class Busy(NamedTuple):

@@ -115,7 +115,8 @@ class Cluster:
     def left_over(self, prefix: str) -> list[str]:
         """What outlives every lease and every waiter, but for the counters and the lists that renewals tidy."""
         found = {key for key in self.keys(prefix) if not key.endswith(("}token", "}locks"))}
-        return sorted(key for key in found if not 0 <= self._life(key) <= 2000)
+        moments = {key: 5000 if key.endswith(":alive") else 2000 for key in found}
+        return sorted(key for key in found if not 0 <= self._life(key) <= moments[key])
 
     def begin_to_move(self, key: str, target: Server) -> "Move":
         """Open the slot of a key towards another master; no key moves yet."""

@@ -38,4 +38,5 @@ def keys(node: Server, prefix: str) -> list[str]:
     """What outlives every lease and every waiter, but for the counter and the list that is tidied by renewals."""
     with redis.Redis.from_url(node.url, decode_responses=True) as client:
         found = set(client.scan_iter(f"{prefix}*")) - {f"{prefix}token", f"{prefix}locks"}
-        return sorted(key for key in found if not 0 <= client.pttl(key) <= 2000 and client.exists(key))
+        moments = {key: 5000 if key.endswith(":alive") else 2000 for key in found}
+        return sorted(key for key in found if not 0 <= client.pttl(key) <= moments[key] and client.exists(key))

@@ -268,7 +268,7 @@ def test_permissions_for_redis_are_those_of_the_scripts() -> None:
     scripts = "".join(file.read_text() for file in ROOT.glob("dlock_core/backends/redis/lua/*.lua"))
     called = {name.lower() for name in re.findall(r"redis\.p?call\('(\w+)'", scripts)}
     line = re.search(r"ACL SETUSER .*", read("howto/operations.md"))[0]
-    assert set(re.findall(r"\+(\w+)", line)) >= called | {"eval", "evalsha", "blpop"}
+    assert set(re.findall(r"\+(\w+)", line)) >= called | {"eval", "evalsha", "blpop", "blmove"}
 
 
 def test_json_of_the_commands_has_exactly_the_documented_fields() -> None:

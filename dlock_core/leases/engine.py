@@ -326,6 +326,8 @@ class Acquisition:
             await self.pause(error)
         if isinstance(self.answer, Busy):
             self.sent = self.runtime.now()  # a last look was taken at the end of the wait, not at its start
+        elif self.answer is not None and self.answer.age is not None:
+            self.sent = self.runtime.now() - self.answer.age
         return self.answer is not None
 
     async def ask(self) -> None:

@@ -128,7 +128,7 @@ def test_acquire_never_overtakes_the_queue_of_a_lock_that_expired(server: redis.
     assert owner.endswith("owner of b")
     assert server.get(LOCK).startswith(BOB)
     assert 0 < server.pttl(LOCK) <= 2000
-    assert server.lrange(f"{LOCK}:wake:{BOB}", 0, -1) == ["1"]
+    assert server.lrange(f"wake:{BOB}", 0, -1) == [f"{BOB}|30000|{LOCK}"]
 
 
 def test_acquire_that_barges_is_served_before_the_queue(server: redis.Redis) -> None:
@@ -202,12 +202,12 @@ def test_release_hands_over_to_the_first_live_waiter_and_wakes_only_it(server: r
     assert holder == EVE
     assert int(token) > first
     assert 0 < server.pttl(LOCK) <= 2000, "until it is confirmed, the time to claim it"
-    assert server.keys(f"{LOCK}:wake:*") == [f"{LOCK}:wake:{EVE}"]
-    assert 0 < server.pttl(f"{LOCK}:wake:{EVE}") <= 2000
+    assert server.keys("wake:*") == [f"wake:{EVE}"]
+    assert 0 < server.pttl(f"wake:{EVE}") <= 2000
     assert waiting(server) == ["d" * 32]
     assert acquire(server, EVE) == int(token)
     assert server.pttl(LOCK) > 2000
-    assert server.exists(f"{LOCK}:wake:{EVE}") == 0
+    assert server.exists(f"wake:{EVE}") == 0
 
 
 def test_release_lets_all_shared_waiters_in_up_to_the_next_exclusive(server: redis.Redis) -> None:
@@ -359,7 +359,7 @@ def test_inspect_shows_holders_sharers_and_waiters_and_writes_nothing(server: re
     acquire(server, BOB)
     acquire(server, EVE, mode="s")
     before = contents(server)
-    (state,) = call(server, "inspect", keys=(LOCK,))
+    (state,) = call(server, "inspect", "wake:", keys=(LOCK,))
     value, left, sharers, waiters, now = state
     assert value.startswith(ANN)
     assert 0 < left <= 30_000
@@ -374,7 +374,7 @@ def test_inspect_hides_shares_that_ran_out_and_shows_strangers(server: redis.Red
     acquire(server, BOB, mode="s")
     expire_share(server, ANN)
     server.rpush("{b}", "a list")
-    shared, other, free = call(server, "inspect", keys=(LOCK, "{b}", "{c}"))
+    shared, other, free = call(server, "inspect", "wake:", keys=(LOCK, "{b}", "{c}"))
     assert [holder for holder, _, _ in shared[2]] == [BOB]
     assert other[0] == "a key of another type"
     assert (free[0], free[2], free[3]) == ("", [], [])
@@ -520,7 +520,7 @@ def test_inspect_hides_waiters_that_died(server: redis.Redis) -> None:
     for waiter in (BOB, EVE):
         acquire(server, waiter)
     die(server, BOB)
-    ((_, _, _, waiters, _),) = call(server, "inspect", keys=(LOCK,))
+    ((_, _, _, waiters, _),) = call(server, "inspect", "wake:", keys=(LOCK,))
     assert [holder for holder, _, _ in waiters] == [EVE]
 
 

@@ -33,7 +33,7 @@ def keys(url: str, prefix: str) -> set[str]:
     """Every key of a store, without the counter and without what only lives for a moment."""
     with redis.Redis.from_url(url, decode_responses=True) as client:
         found = {key.removeprefix(prefix) for key in client.scan_iter(f"{prefix}*")}
-        return {key for key in found if ":wake:" not in key} - {"token"}
+        return {key for key in found if "wake:" not in key} - {"token"}
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from dlock_core.backends.redis.backend import RedisBackend
 from dlock_core.backends.redis.protocol import load_script
 from dlock_core.errors import AcquireTimeout, BackendUnavailable
 from dlock_core.runtime import clock
-from dlock_core.testing.contract.harness import Harness
+from dlock_core.testing.contract.harness import Harness, Tasks
 from tests.faults.conftest import LIMIT
 from tests.faults.looking import holders, is_untouched, keys, waiters
 from tests.proxy import Proxy
@@ -74,12 +74,17 @@ def test_several_idle_connections_that_died_cost_one_more_question(harness: Harn
     assert harness.try_acquire("b") is not None
 
 
+def sleep_of(harness: Harness) -> bytes:
+    """The command in which a waiter sleeps, or the listener of all waiting tasks."""
+    return b"BLMOVE" if isinstance(harness, Tasks) else b"BLPOP"
+
+
 @pytest.mark.parametrize("fault", ["drop_reply", "cut_reply"])
 def test_waiter_whose_wake_up_was_lost_is_one_grant(
     harness: Harness, proxy: Proxy, direct: RedisBackend, fault: str
 ) -> None:
     first = harness.acquire("a", ttl=30)
-    lost = getattr(proxy, fault)(matching=b"BLPOP")
+    lost = getattr(proxy, fault)(matching=sleep_of(harness))
     pending = harness.queue_up("a", ttl=1.0)
     harness.do(first.release)
     lost.wait()
@@ -239,7 +244,7 @@ def test_nothing_is_left_over_after_all_of_it(
     harness: Harness, proxy: Proxy, direct: RedisBackend, prefix: str, redis_server: Server
 ) -> None:
     for fault in (proxy.drop_reply, proxy.cut_reply, proxy.cut_request):
-        for matching in (ACQUIRE, RELEASE, WITHDRAW, b"BLPOP"):
+        for matching in (ACQUIRE, RELEASE, WITHDRAW, sleep_of(harness)):
             fault(matching=matching)
             first = harness.acquire("a", ttl=2.0)
             pending = harness.queue_up("a", ttl=2.0)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 from dlock_core.backend import Capabilities, Granted, Released, RenewalFailure
 from dlock_core.backends.redis import sentinel
 from dlock_core.backends.redis.addresses import pool_from_url, transports
+from dlock_core.backends.redis.line import LineTransport
 from dlock_core.backends.redis.protocol import (
     INSPECT_BATCH,
     RELEASE_REPLIES,
@@ -26,6 +27,7 @@ from dlock_core.backends.redis.protocol import (
     shown,
 )
 from dlock_core.backends.redis.transport import raise_for_error, retry_once, run_script, send_commands
+from dlock_core.backends.redis.waiting import MAX_SLEEP_S, NUDGE_DELAY_S, Listeners
 from dlock_core.errors import BackendUnavailable
 from dlock_core.options import check_prefix, check_seconds
 from dlock_core.runtime import RNG, Asyncio
@@ -43,10 +45,6 @@ __all__ = ["RedisBackend", "check_options"]
 
 MIN_SLEEP_S: Final = 0.002
 """Redis 6.2 takes a BLPOP of 0.001 seconds for one without end: it calculates 0.9999 milliseconds and cuts them off."""
-MAX_SLEEP_S: Final = 2.5
-"""A waiter's longest sleep before it shows that it lives; a wake-up that was lost costs no more than this."""
-NUDGE_DELAY_S: Final = 0.002
-"""How long after the end of a sleep the server is reminded of it: it counts in milliseconds."""
 FOREIGN_POLL_S: Final = (0.05, 0.1)
 """Range of the pause before a lock is asked for again that another library holds, which will not wake us."""
 REPLICATION_SHARE: Final = 0.25
@@ -71,13 +69,20 @@ class RedisBackend:
     def __init__(self, client: Any, *, prefix: str = "dlock:", timeout: float = 2.0, replicas: int = 0) -> None:
         check_options(prefix, timeout, replicas)
         blocking, awaiting = sentinel.transports_to_master(client, timeout) or transports(client, timeout)
-        self._reach(blocking, awaiting, Keyspace(prefix), timeout, replicas)
+        self._reach(blocking, awaiting, LineTransport(awaiting), Keyspace(prefix), timeout, replicas)
 
-    def _reach(
-        self, blocking: Transport, awaiting: Transport, keyspace: Keyspace, timeout: float, replicas: int
+    def _reach(  # noqa: PLR0917
+        self,
+        blocking: Transport,
+        awaiting: Transport,
+        line: Transport,
+        keyspace: Keyspace,
+        timeout: float,
+        replicas: int,
     ) -> None:
-        self._blocking, self._asyncio, self.keyspace = blocking, awaiting, keyspace
+        self._blocking, self._asyncio, self._line, self.keyspace = blocking, awaiting, line, keyspace
         self._timeout, self._replicas = timeout, replicas
+        self._listeners = Listeners(awaiting, keyspace, timeout)
         self._acquire, self._release = load_script("acquire"), load_script("release")
 
     @classmethod
@@ -97,7 +102,8 @@ class RedisBackend:
     async def try_acquire(
         self, runtime: Runtime, request: AcquireRequest, ticket: Any = None, *, unsure: bool = False
     ) -> Granted | Busy:
-        keys, args = self.keyspace.of(request.name), acquire_args(request)
+        listener = self._listeners.here().id if request.queue and isinstance(runtime, Asyncio) else ""
+        keys, args = self.keyspace.of(request.name), acquire_args(request, listener)
         reply = await run_script(
             self.transport(runtime), runtime, request.name, self._acquire, keys, args, self._timeout
         )
@@ -110,14 +116,22 @@ class RedisBackend:
     ) -> Granted | Busy | None:
         """Sleep on the waiter's own wake-up list; the next attempt is sent along, and made when the list wakes us.
 
-        So a hand-over takes one round trip: BLPOP returns, and the acquire behind it confirms the grant.
+        So a hand-over takes one round trip: BLPOP returns, and the acquire behind it confirms the grant. A task leaves
+        that to the listener of its event loop.
         """
         seconds = min(timeout, MAX_SLEEP_S, request.ttl / 4)
         if busy.ticket is None:
             await runtime.sleep(min(seconds, RNG.uniform(*FOREIGN_POLL_S)))
             return None
+        if isinstance(runtime, Asyncio):
+            handed = await self._listeners.here().wait(request, timeout)
+            if handed is None:
+                return None
+            if self._replicas:
+                await self._replicate(runtime, [request])
+            return Granted(handed.token, request.ttl, age=runtime.now() - handed.sent)
         keys = self.keyspace.of(request.name)
-        sleep = ("BLPOP", f"{keys[0]}:wake:{request.holder}", f"{max(seconds, MIN_SLEEP_S):.3f}")
+        sleep = ("BLPOP", f"{self.keyspace.wake_lists}{request.holder}", f"{max(seconds, MIN_SLEEP_S):.3f}")
         attempt = self._acquire.by_digest(keys, acquire_args(request))
         transport, limit = self.transport(runtime), seconds + self._timeout
         woken, reply = await send_commands(
@@ -129,6 +143,8 @@ class RedisBackend:
         return None if isinstance(reply, Exception) else parse_acquire(request, reply)
 
     async def abandon(self, runtime: Runtime, request: AcquireRequest, ticket: Any = None) -> None:
+        if isinstance(runtime, Asyncio):
+            self._listeners.here().forget(request.holder)
         await self._run(runtime, request.name, "abandon", self.keyspace.of(request.name), (request.holder,))
 
     async def release(self, runtime: Runtime, request: AcquireRequest, granted: Granted) -> Released:
@@ -179,7 +195,7 @@ class RedisBackend:
         states: list[LockState] = []
         for start in range(0, len(keys), INSPECT_BATCH):
             batch = keys[start : start + INSPECT_BATCH]
-            replies = await self._run(runtime, name or "", "inspect", tuple(batch), ())
+            replies = await self._run(runtime, name or "", "inspect", tuple(batch), (self.keyspace.wake_lists,))
             states += [
                 parse_state(self.keyspace.name_of(key), reply) for key, reply in zip(batch, replies, strict=True)
             ]
@@ -200,7 +216,11 @@ class RedisBackend:
         self._asyncio.close()
 
     def transport(self, runtime: Runtime) -> Transport:
-        """Return the connections for threads or for tasks."""
+        """Return the connections for threads, or the one for the tasks of each loop."""
+        return self._line if isinstance(runtime, Asyncio) else self._blocking
+
+    def wire(self, runtime: Runtime) -> Transport:
+        """Return a transport that gives each request a connection to itself: one that sleeps delays no other."""
         return self._asyncio if isinstance(runtime, Asyncio) else self._blocking
 
     async def _run(self, runtime: Runtime, name: str, script: str, keys: Command, args: Command) -> Any:
@@ -217,7 +237,8 @@ class RedisBackend:
         keys = self.keyspace.locks(requests)
         rewrite = load_script("renew").by_text(keys, holders_and_ttls(requests))
         wait = ("WAIT", str(self._replicas), str(math.ceil(self._timeout * REPLICATION_SHARE * 1000)))
-        ours, count = await send_commands(self.transport(runtime), runtime, name, [rewrite, wait], self._timeout)
+        wire, limit = self.wire(runtime), self._timeout
+        ours, count = await send_commands(wire, runtime, name, [rewrite, wait], limit, limit)
         if not all(raise_for_error(name, ours)):
             raise BackendUnavailable(name, reason="the grant was forgotten before enough replicas had it")
         if raise_for_error(name, count) < self._replicas:

@@ -139,7 +139,10 @@ class ClusterBackend:
             for shard, keys in zip(self._shards, lists, strict=True)
             for start in range(0, len(keys), INSPECT_BATCH)
         ]
-        commands = [ClusterCommand(shard.slot, inspect.by_digest(tuple(keys), ()), inspect) for shard, keys in batches]
+        commands = [
+            ClusterCommand(shard.slot, inspect.by_digest(tuple(keys), (shard.keyspace.wake_lists,)), inspect)
+            for shard, keys in batches
+        ]
         replies = await self._pipeline(runtime, commands)
         return [(shard, keys, reply) for (shard, keys), reply in zip(batches, replies, strict=True)]
 
@@ -166,7 +169,7 @@ class Shard(RedisBackend):
 
     def __init__(self, slot: SlotTransport, prefix: str, timeout: float, replicas: int) -> None:
         self._never = f"{prefix}never"
-        self._reach(slot, slot, Keyspace(prefix, self._never), timeout, replicas)
+        self._reach(slot, slot, slot, Keyspace(prefix, self._never), timeout, replicas)
         self.slot = slot
 
     async def wait(

@@ -18,6 +18,7 @@ from redis.exceptions import (
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from dlock_core.backends.redis.addresses import title, transports
+from dlock_core.backends.redis.line import LineTransport
 from dlock_core.backends.redis.transport import Refused, raise_for_error, retry_once, send_commands, unavailable
 from dlock_core.errors import BackendUnavailable
 from dlock_core.runtime import RNG, Asyncio, clock
@@ -149,17 +150,20 @@ class ClusterNode:
     def __init__(self, pool: Any, address: NodeAddress, limit: float) -> None:
         self.host, self.title = address[0], title(pool)
         self._threads, self._tasks = transports(pool, limit)
+        self._line = LineTransport(self._tasks)
         self.failed_at = 0.0
         """When its last request failed; 0.0 if that was answered."""
 
     def transport(self, runtime: Runtime) -> Transport:
-        return self._tasks if isinstance(runtime, Asyncio) else self._threads
+        return self._line if isinstance(runtime, Asyncio) else self._threads
 
     async def exchange(
         self, runtime: Runtime, data: bytes, replies: int, limit: float, nudge_after: float = 0.0
     ) -> list[Any]:
         """Send, and read so many replies; raises RedisError, whose text names this node."""
         transport = self.transport(runtime)
+        if nudge_after and isinstance(runtime, Asyncio):
+            transport = self._tasks  # It sleeps, and must not delay the others.
         connection = transport.checkout()
         try:
             answers = await transport.exchange(runtime, connection, data, replies, limit, nudge_after)

@@ -12,6 +12,7 @@ from dlock_core.doctor.finding import Finding, ok, unsafe, warning
 from dlock_core.errors import BackendUnavailable
 
 if TYPE_CHECKING:
+    from dlock_core.backends.redis.backend import RedisBackend
     from dlock_core.backends.redis.transport import Transport
     from dlock_core.doctor.clocks import Timing
     from dlock_core.runtime import Runtime
@@ -33,10 +34,10 @@ class Server(Protocol):
         """Return its connections."""
 
 
-async def diagnose(backend: Server, runtime: Runtime) -> list[Finding]:
+async def diagnose(backend: RedisBackend, runtime: Runtime) -> list[Finding]:
     """Examine one server, and the Sentinels that lead to it, if any; raises BackendUnavailable."""
     found = judge(*await measure(backend, runtime))
-    sentinels = getattr(backend.transport(runtime), "sentinels", None)
+    sentinels = getattr(backend.wire(runtime), "sentinels", None)
     return found if sentinels is None else [*_sentinels(await sentinels.ask_all(runtime)), *found]
 
 

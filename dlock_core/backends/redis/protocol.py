@@ -86,10 +86,10 @@ def _with_includes(file: str, included: set[str]) -> str:
 class Keyspace:
     """The keys with one prefix: each lock's, the counter that tokens are drawn from, and the set of held locks."""
 
-    __slots__ = ("common", "held_locks", "prefix")
+    __slots__ = ("common", "held_locks", "prefix", "wake_lists")
 
     def __init__(self, prefix: str, *more: str) -> None:
-        self.prefix, self.held_locks = prefix, f"{prefix}locks"
+        self.prefix, self.held_locks, self.wake_lists = prefix, f"{prefix}locks", f"{prefix}wake:"
         self.common = (f"{prefix}token", self.held_locks, *more)
         """The keys that most scripts take after the lock's."""
 
@@ -111,9 +111,12 @@ class Keyspace:
         return key.decode(errors="replace")[len(self.prefix) + 1 : -1]
 
 
-def acquire_args(request: AcquireRequest) -> tuple[str, ...]:
-    """Return the arguments of acquire.lua: holder, ttl in ms, mode, owner, ms in the queue, floor, barging."""
-    return (
+def acquire_args(request: AcquireRequest, listener: str = "") -> tuple[str, ...]:
+    """Return the arguments of acquire.lua: holder, ttl in ms, mode, owner, ms in the queue, floor, barging.
+
+    With a `listener`, two more: no forecast of a token, and whom a hand-over wakes instead of the holder.
+    """
+    args = (
         request.holder,
         str(math.ceil(request.ttl * 1000)),
         "s" if request.shared else "x",
@@ -122,6 +125,7 @@ def acquire_args(request: AcquireRequest) -> tuple[str, ...]:
         str(request.floor),
         "0" if request.fair else "1",
     )
+    return (*args, "0", listener) if listener else args
 
 
 def parse_acquire(request: AcquireRequest, reply: Any) -> Granted | Busy:
@@ -182,6 +186,6 @@ def _holder(value: bytes, left: float, now: float, *, shared: bool) -> Holder:
 
 
 def _waiter(holder: bytes, arrival_us: bytes, entry: bytes, *, now: float) -> Waiter:
-    parts = entry.decode(errors="replace").split("|", 4)
-    shared, owner = (parts[1] == "s", parts[4]) if len(parts) == 5 else (False, "")
+    parts = entry.decode(errors="replace").split("|", 5)
+    shared, owner = (parts[1] == "s", parts[5]) if len(parts) == 6 else (False, "")
     return Waiter(holder.decode(errors="replace"), shared, owner, max(0.0, now - float(arrival_us) / 1_000_000))

@@ -198,7 +198,7 @@ class RedlockBackend:
         for start in range(0, len(names), INSPECT_BATCH):
             batch = names[start : start + INSPECT_BATCH]
             keys = tuple(self._keyspace.lock(each) for each in batch)
-            inspection = self._nodes.request(name or "", "inspect", keys, ())
+            inspection = self._nodes.request(name or "", "inspect", keys, (self._keyspace.wake_lists,))
             answers = self._nodes.of_majority(name or "", await self._nodes.ask(runtime, inspection), list)
             states += [
                 merge_states(each, [parse_state(each, reply) for reply in replies])

@@ -58,7 +58,7 @@ class RedlockNode:
     def __init__(self, client: Any, prefix: str, timeout: float) -> None:
         self.backend = RedisBackend(client, prefix=prefix, timeout=timeout)
         self.threads = self.backend.transport(BLOCKING)
-        self.tasks = cast("AsyncioTransport", self.backend.transport(ASYNCIO))
+        self.tasks = cast("AsyncioTransport", self.backend.wire(ASYNCIO))
         self.title = title(client)
         self.is_healthy = True
         """Whether it answered its last request."""

@@ -1,7 +1,7 @@
 -- acquire.lua: take the lock, or a position in its queue; idempotent by holder.
 -- KEYS  lock, token counter, set of held locks
 -- ARGV  holder, ttl ms, mode x|s, owner, ms for which a waiter keeps its position (0: take none), floor, barge 0|1
---       [, smallest new token (Redlock's forecast)]
+--       [, smallest new token (Redlock's forecast)[, listener that is told of a hand-over instead of the holder]]
 -- reply token (granted, for the whole ttl) | {ms until it makes sense to ask again, owner} (busy)
 local lock, tokens, index = KEYS[1], KEYS[2], KEYS[3]
 local holder, ttl, mode = ARGV[1], ARGV[2], ARGV[3]
@@ -62,15 +62,19 @@ token = mine(value)
 local waits = ARGV[5] ~= '0' or not value or value == 'shared'
 -- Even a single try of a lock that may be free queues for a moment: so the queue alone decides who is next.
 if not token and waits then
-  local entry = string.format('%.0f|%s|%.0f|%s|%s', now + math.max(tonumber(ARGV[5]), 1), mode, ttl, ARGV[6], ARGV[4])
+  local alive, listener = now + math.max(tonumber(ARGV[5]), 1), ARGV[9] or ''
+  local entry = string.format('%.0f|%s|%.0f|%s|%s|%s', alive, mode, ttl, ARGV[6], listener, ARGV[4])
   if not redis.call('ZSCORE', queue, holder) then
     local last = tonumber(redis.call('ZRANGE', queue, -1, -1, 'WITHSCORES')[2]) or 0
     local arrival = math.max(clock, last + 1)  -- last in the queue even if the clock was set back
     redis.call('ZADD', queue, ARGV[7] == '1' and 0 or arrival, holder)
   end
   redis.call('HSET', entries, holder, entry)
-  redis.call('PEXPIRE', queue, LINGER)
-  redis.call('PEXPIRE', entries, LINGER)
+  local linger = listener == '' and LINGER or 6 * LINGER  -- a listener looks after one waiter after the other
+  if redis.call('PTTL', queue) < linger * 0.8 then
+    redis.call('PEXPIRE', queue, linger)
+    redis.call('PEXPIRE', entries, linger)
+  end
   if not value or value == 'shared' then
     serve()
     value = redis.call('GET', lock)

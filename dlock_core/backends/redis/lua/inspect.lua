@@ -1,5 +1,6 @@
 -- inspect.lua: show who holds and who waits for some locks; reads only.
 -- KEYS  locks
+-- ARGV  what the keys of wake-up lists begin with
 -- reply for each lock: {value, ms left, {sharer, expiry ms, text, ...}, {waiter, arrival us, entry, ...}, server's ms}
 local time, answers, none = redis.call('TIME'), {}, {}
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
@@ -17,8 +18,10 @@ local function waiters_of(lock)
   local found, queued = {}, redis.call('ZRANGE', lock .. ':q', 0, -1, 'WITHSCORES')
   for j = 1, #queued, 2 do
     local entry = redis.call('HGET', lock .. ':w', queued[j]) or ''
-    local alive = tonumber(string.match(entry, '^(%d+)|'))
-    if alive and alive >= now then found[#found + 1] = {queued[j], queued[j + 1], entry} end
+    local alive, listener = string.match(entry, '^(%d+)|%a|%d+|%d+|(%x*)|')
+    if alive and (tonumber(alive) >= now or redis.call('EXISTS', ARGV[1] .. listener .. ':alive') == 1) then
+      found[#found + 1] = {queued[j], queued[j + 1], entry}
+    end
   end
   return found
 end

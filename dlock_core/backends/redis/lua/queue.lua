@@ -1,12 +1,14 @@
 -- queue.lua: the waiters of a lock, included by the scripts that grant or end a lease.
 -- Expects `lock`, `tokens` (the counter) and `index` (the set of held locks): their keys.
--- All keys of a lock carry its hash tag, so they live in one slot; `wake` begins those of the private wake-up lists.
+-- All keys of a lock carry its hash tag, so they live in one slot, and so do `wake` and what begins with it: the lists
+-- that waiters listen to, each its own (named by its holder) or one for all waiters of an event loop (by the listener).
+-- A waiter is alive for as long as its entry says, and for as long as its listener is.
 -- CLAIM: ms within which a hand-over must be confirmed. LINGER: ms that a queue stays without a request of a waiter.
 --#include tokens.lua
 --#include held_locks.lua
 local LINGER = 10000
 local CLAIM, queue, entries, sharers, owners = 2000, lock .. ':q', lock .. ':w', lock .. ':s', lock .. ':o'
-local wake = lock .. ':wake:'
+local wake = string.sub(tokens, 1, -6) .. 'wake:'
 local time = redis.call('TIME')
 local clock = time[1] * 1000000 + time[2]
 local now = math.floor(clock / 1000)
@@ -56,16 +58,18 @@ local function serve()
   while not value or value == 'shared' do
     local head = redis.call('ZRANGE', queue, 0, 0)[1]
     if not head then return end
-    local alive, mode, ttl, floor, owner = string.match(redis.call('HGET', entries, head) or '', '^(%d+)|(%a)|(%d+)|(%d+)|(.*)$')
-    if not alive or tonumber(alive) < now then
+    local entry = redis.call('HGET', entries, head) or ''
+    local alive, mode, ttl, floor, listener, owner = string.match(entry, '^(%d+)|(%a)|(%d+)|(%d+)|(%x*)|(.*)$')
+    local list = wake .. (listener == '' and head or listener or '')
+    if not alive or (tonumber(alive) < now and redis.call('EXISTS', list .. ':alive') == 0) then
       leave(head)
     elseif value and mode == 'x' then
       return
     else
       leave(head)
       grant(head, mode, owner, math.min(CLAIM, tonumber(ttl)), floor)
-      redis.call('RPUSH', wake .. head, 1)
-      redis.call('PEXPIRE', wake .. head, CLAIM)
+      redis.call('RPUSH', list, head .. '|' .. ttl .. '|' .. lock)
+      redis.call('PEXPIRE', list, CLAIM)
       value = mode == 'x' and 'taken' or 'shared'
     end
   end

@@ -1,0 +1,209 @@
+"""One connection of an event loop, on which the requests of its tasks stand in line: a crowd needs no more of them.
+
+A request that finds the connection idle uses it at once, as a thread does. Those that come while it is busy are sent
+together, in one write, when the replies before theirs were read. So a request is carried out after every earlier one of
+its loop: what undoes a request whose task was cancelled never overtakes it, and need not close the connection.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import weakref
+from typing import TYPE_CHECKING, Any, Final
+
+from redis.exceptions import ConnectionError as RedisConnectionError
+from redis.exceptions import RedisError
+from redis.exceptions import TimeoutError as RedisTimeoutError
+
+from dlock_core.backends.idle import inherited
+from dlock_core.errors import format_seconds
+from dlock_core.runtime import ASYNCIO
+from dlock_core.scheduler import after_fork_in_child
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable
+
+    from dlock_core.backends.redis.transport import Transport
+    from dlock_core.runtime import Runtime
+
+__all__ = ["LineTransport"]
+
+MAX_TURNS: Final = 64
+"""Requests that are sent in one write: the first of them waits for the reply to the last."""
+MIN_LIMIT_S: Final = 0.001
+"""The time limit of requests whose callers have just stopped waiting."""
+
+
+class LineTransport:
+    """A transport for tasks that uses one connection of `wire` for each event loop."""
+
+    def __init__(self, wire: Transport) -> None:
+        self.wire = wire
+        self.forget, self.close = wire.forget, wire.close
+        self._lines: dict[asyncio.AbstractEventLoop, _Line] = {}
+        after_fork_in_child(self._after_fork)
+
+    def checkout(self) -> Any:
+        """Return the loop's connection if it is idle, or else a place in the line for it."""
+        loop = asyncio.get_running_loop()
+        line = self._lines.get(loop)
+        if line is None:
+            line = self._begin(loop)
+        return line.enter()
+
+    def checkin(self, connection: Any) -> None:
+        if connection.__class__ is not Turn:
+            self.wire.checkin(connection)
+            self._leave(connection)
+
+    def discard(self, connection: Any) -> None:
+        if connection.__class__ is not Turn:
+            self.wire.discard(connection)
+            self._leave(connection)
+
+    def exchange(  # noqa: PLR0917 - the hot path: keywords cost
+        self, runtime: Runtime, connection: Any, data: bytes, replies: int, limit: float, nudge_after: float = 0.0
+    ) -> Awaitable[list[Any]]:
+        if connection.__class__ is Turn:
+            answers: Awaitable[list[Any]] = connection.exchange(data, replies, limit)
+            return answers
+        return self.wire.exchange(runtime, connection, data, replies, limit, nudge_after)
+
+    def _leave(self, connection: Any) -> None:
+        line = self._lines.get(asyncio._get_running_loop())  # type: ignore[arg-type] # noqa: SLF001 - None at its end
+        if line is not None:
+            line.leave(connection)
+
+    def _begin(self, loop: asyncio.AbstractEventLoop) -> _Line:
+        for ended in [known for known in list(self._lines) if known.is_closed()]:
+            self._lines.pop(ended, None)
+        line = self._lines[loop] = _Line(self.wire)
+        return line
+
+    def _after_fork(self) -> None:
+        inherited.append(self._lines)
+        self._lines = {}
+
+
+class _Line:
+    """The line of one event loop."""
+
+    def __init__(self, wire: Transport) -> None:
+        self.wire = wire
+        self.turns: list[Turn] = []
+        """Requests that are to be sent."""
+        self.in_use: weakref.ref[Any] | None = None
+        """The connection of a request that did not have to wait; dead if an interrupt has lost it."""
+        self.sender: asyncio.Task[None] | None = None
+
+    def enter(self) -> Any:
+        if self.turns or self.is_busy():
+            return Turn(self)
+        connection = self.wire.checkout()
+        self.in_use = weakref.ref(connection, self._lost)
+        return connection
+
+    def is_busy(self) -> bool:
+        return (self.in_use is not None and self.in_use() is not None) or (
+            self.sender is not None and not self.sender.done()
+        )
+
+    def leave(self, connection: Any) -> None:
+        if self.in_use is not None and self.in_use() is connection:
+            self.in_use = None
+            self.advance()
+
+    def advance(self) -> None:
+        """Send what has come, unless the connection is in use."""
+        if self.turns and not self.is_busy():
+            self.in_use = None
+            self.sender = asyncio.get_running_loop().create_task(self._send(), name="dlock-line")
+            self.sender.add_done_callback(self._sent)
+
+    def give_up(self, turn: Turn) -> None:
+        """Use another connection if a request has waited in vain: whoever has this one does not give it back."""
+        if turn in self.turns:
+            self.turns.remove(turn)
+            self.in_use = None
+            self.advance()
+
+    def _lost(self, gone: weakref.ref[Any]) -> None:
+        if self.in_use is gone and asyncio._get_running_loop() is not None:  # noqa: SLF001
+            self.in_use = None
+            self.advance()
+
+    async def _send(self) -> None:
+        """Send what has come, as often as something has."""
+        turns: list[Turn] = []
+        try:
+            while self.turns:
+                turns, self.turns = self.turns[:MAX_TURNS], self.turns[MAX_TURNS:]
+                turns = [turn for turn in turns if not turn.answers.done()]
+                if turns:
+                    await self._exchange(turns)
+        except BaseException as error:
+            _fail(turns, error)
+            if not isinstance(error, Exception):
+                raise
+
+    def _sent(self, sender: asyncio.Task[None]) -> None:
+        if self.sender is sender:
+            self.sender = None
+        if not sender.cancelled():
+            sender.exception()  # It was raised in a caller's task, or ends the loop.
+        self.advance()
+
+    async def _exchange(self, turns: list[Turn]) -> None:
+        """Send these requests over one connection, and give each its replies."""
+        limit = max(turn.until for turn in turns) - ASYNCIO.now()
+        data, count = b"".join([turn.data for turn in turns]), sum(turn.replies for turn in turns)
+        connection = self.wire.checkout()
+        try:
+            answers = iter(await self.wire.exchange(ASYNCIO, connection, data, count, max(limit, MIN_LIMIT_S)))
+        except BaseException:
+            for turn in turns:
+                turn.dlock_is_reused = connection.dlock_is_reused
+            self.wire.discard(connection)
+            raise
+        self.wire.checkin(connection)
+        for turn in turns:
+            own = [next(answers) for _ in range(turn.replies)]
+            if not turn.answers.done():
+                turn.answers.set_result(own)
+
+
+def _fail(turns: list[Turn], error: BaseException) -> None:
+    """Raise a connection's error for each request; any other, such as a signal handler's, for one of them."""
+    for turn in turns:
+        if turn.answers.done():
+            continue
+        if isinstance(error, Exception):
+            turn.answers.set_exception(error)
+        if not isinstance(error, RedisError | OSError):
+            error = RedisConnectionError("the task that read the replies was interrupted")
+        if not turn.answers.done():
+            turn.dlock_is_reused = True  # The server may be well, and is asked once more.
+            turn.answers.set_exception(error)
+
+
+class Turn:
+    """A request's place in the line; it takes the place of a connection that was checked out."""
+
+    __slots__ = ("answers", "data", "dlock_is_reused", "line", "replies", "until")
+
+    def __init__(self, line: _Line) -> None:
+        self.line, self.data, self.replies, self.until = line, b"", 0, 0.0
+        self.answers: asyncio.Future[list[Any]] = asyncio.get_running_loop().create_future()
+        self.dlock_is_reused = False
+
+    async def exchange(self, data: bytes, replies: int, limit: float) -> list[Any]:
+        """Wait for the turn, and for the replies: for `limit` seconds together."""
+        self.data, self.replies, self.until = data, replies, ASYNCIO.now() + limit
+        self.line.turns.append(self)
+        self.line.advance()
+        try:
+            async with asyncio.timeout(limit):
+                return await self.answers
+        except TimeoutError as error:
+            self.line.give_up(self)
+            raise RedisTimeoutError(f"no answer within {format_seconds(limit)}") from error

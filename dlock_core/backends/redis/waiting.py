@@ -1,0 +1,237 @@
+"""One connection of an event loop listens for the hand-overs to all its waiters: a crowd of waiters needs one.
+
+A release grants the lock to the first waiter, and puts that waiter into the wake-up list of its listener. The listener
+sleeps on this list in a BLMOVE, which leaves the list as it is. Behind it stands confirm.lua, which empties the list
+and confirms each grant named in it, so that a hand-over takes one round trip. The same script keeps all waiters of the
+listener alive, and looks after some of them: does each still have its position, and does a lease of ours keep it
+waiting? Otherwise that waiter asks again, as all do when the listener's connection is lost.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from itertools import islice
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+from redis.exceptions import NoScriptError
+
+from dlock_core.backends.idle import inherited
+from dlock_core.backends.redis.protocol import load_script
+from dlock_core.backends.redis.transport import raise_for_error, run_script, send_commands
+from dlock_core.errors import BackendUnavailable
+from dlock_core.runtime import ASYNCIO
+from dlock_core.scheduler import after_fork_in_child
+
+if TYPE_CHECKING:
+    from dlock_core.backend import AcquireRequest
+    from dlock_core.backends.redis.protocol import Command, Keyspace
+    from dlock_core.backends.redis.transport import Transport
+
+__all__ = ["MAX_SLEEP_S", "NUDGE_DELAY_S", "HandedOver", "Listener", "Listeners"]
+
+MIN_SLEEP_S: Final = 0.05
+"""Shortest sleep of a listener. A grant is confirmed once more if much of its ttl may be over since the sleep began."""
+MAX_SLEEP_S: Final = 2.5
+"""Longest sleep before the waiters show that they live; a wake-up that was lost costs no more than this."""
+NUDGE_DELAY_S: Final = 0.002
+"""How long after the end of a sleep the server is reminded of it: it counts in milliseconds."""
+LISTENER_TTL_MS: Final = "5000"
+"""Milliseconds after the listener's last request for which its waiters keep their positions."""
+QUEUE_TTL_MS: Final = "60000"
+"""Milliseconds for which a queue stays after a waiter of it was looked after (as long as in acquire.lua)."""
+MAX_LOOKED_AFTER: Final = 500
+"""Waiters that are looked after at once, or a tenth of a crowd that is larger still, so that the server is not held up:
+each waiter has its turn long before its queue would end."""
+MAX_UNCLAIMED_S: Final = 2.0
+"""How long a grant is kept that came for no waiter, until one waits for it."""
+MAX_MEMORY_S: Final = 10.0
+"""How long a holder is remembered whose wait has ended: a hand-over is on its way for a shorter time."""
+
+CONFIRM, ABANDON = load_script("confirm"), load_script("abandon")
+
+
+class HandedOver(NamedTuple):
+    """A grant that was confirmed, for the whole ttl from some moment between `sent` and `came`."""
+
+    token: int
+    sent: float
+    came: float
+    lock: bytes
+    """The lock's key."""
+
+
+class Listeners:
+    """The listener of each event loop."""
+
+    def __init__(self, wire: Transport, keyspace: Keyspace, timeout: float) -> None:
+        self._wire, self._keyspace, self._timeout = wire, keyspace, timeout
+        self._known: dict[asyncio.AbstractEventLoop, Listener] = {}
+        after_fork_in_child(self._after_fork)
+
+    def here(self) -> Listener:
+        """Return the listener of the running loop."""
+        loop = asyncio.get_running_loop()
+        return self._known.get(loop) or self._begin(loop)
+
+    def _begin(self, loop: asyncio.AbstractEventLoop) -> Listener:
+        for ended in [known for known in list(self._known) if known.is_closed()]:
+            self._known.pop(ended, None)
+        listener = self._known[loop] = Listener(self._wire, self._keyspace, self._timeout)
+        return listener
+
+    def _after_fork(self) -> None:
+        inherited.append(self._known)
+        self._known = {}
+
+
+class Listener:
+    """Waits for all waiters of one event loop, in a task that ends when there are none."""
+
+    def __init__(self, wire: Transport, keyspace: Keyspace, timeout: float) -> None:
+        self._wire, self._keyspace, self._timeout = wire, keyspace, timeout
+        self.id = os.urandom(8).hex()
+        self._list = f"{keyspace.wake_lists}{self.id}"
+        self._waiters: dict[str, _Waiter] = {}
+        """By holder; the one that was looked after last stands last."""
+        self._unclaimed: dict[str, HandedOver] = {}
+        """What came for a holder that does not wait: not yet, not any more, or never."""
+        self._waited: dict[str, float] = {}
+        """Holders whose wait has ended, and when. They ask again, or abandon their requests, by themselves."""
+        self._looked_after_at = 0.0
+        self._sleep_s = MAX_SLEEP_S
+        self._task: asyncio.Task[None] | None = None
+
+    async def wait(self, request: AcquireRequest, seconds: float) -> HandedOver | None:
+        """Return what is handed over, or None after `seconds`, or when it makes sense to ask again.
+
+        The request must have been queued with the listener's id. Raises BackendUnavailable.
+        """
+        if request.holder in self._unclaimed:
+            return self._unclaimed.pop(request.holder)
+        waiter = _Waiter(request)
+        try:
+            self._waiters[request.holder] = waiter
+            self._sleep_s = min(self._sleep_s, max(request.ttl / 4, MIN_SLEEP_S))
+            if self._task is None or self._task.done():
+                self._listen()
+            waiter.ask_within(seconds)
+            return await waiter.handed
+        finally:
+            self._waited[request.holder] = ASYNCIO.now()
+            self._waiters.pop(request.holder, None)
+            waiter.end()
+
+    def forget(self, holder: str) -> None:
+        """Give back whatever is handed over to this holder from now on: it has abandoned its request."""
+        self._waited.pop(holder, None)
+
+    def _listen(self) -> None:
+        self._task = asyncio.get_running_loop().create_task(self._serve(), name="dlock-waiting")
+        self._task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        """Have the waiters ask again that came meanwhile, or that the task had when it was cancelled."""
+        if self._task is task:
+            self._task = None
+        if not task.cancelled():
+            task.exception()  # It was raised in a waiter, or ends the loop.
+        for waiter in self._waiters.values():
+            waiter.ask_within(0.0)
+
+    async def _serve(self) -> None:
+        try:
+            while self._waiters or self._unclaimed:
+                await self._sleep()
+                await self._give_back()
+        except BackendUnavailable as error:
+            for waiter in self._waiters.values():
+                waiter.fail(error)
+        except Exception as error:  # noqa: BLE001 - what a signal handler has raised belongs to one of them
+            for waiter in [each for each in self._waiters.values() if not each.handed.done()][:1]:
+                waiter.handed.set_exception(error)
+        finally:
+            self._sleep_s = MAX_SLEEP_S
+
+    async def _sleep(self) -> None:
+        """Sleep until something is handed over, or for a while; then wake whom it concerns."""
+        sent, cared_for, seconds = ASYNCIO.now(), self._next_looked_after(), self._sleep_s
+        keys = (self._list, *self._keyspace.common, *[self._keyspace.lock(each.request.name) for each in cared_for])
+        args = (LISTENER_TTL_MS, QUEUE_TTL_MS, *[each.request.holder for each in cared_for])
+        sleep = ("BLMOVE", self._list, self._list, "LEFT", "RIGHT", f"{seconds:.3f}")
+        limit, commands = seconds + self._timeout, [sleep, CONFIRM.by_digest(keys, args)]
+        woken, reply = await send_commands(self._wire, ASYNCIO, "", commands, limit, seconds + NUDGE_DELAY_S)
+        raise_for_error("", woken)
+        if isinstance(reply, NoScriptError):
+            by_text = [CONFIRM.by_text(keys, args)]
+            (reply,) = await send_commands(self._wire, ASYNCIO, "", by_text, self._timeout, self._timeout)
+        confirmed, left = raise_for_error("", reply)
+        for holder, token, lock in confirmed:
+            self._hand_over(holder.decode(), HandedOver(token, sent, ASYNCIO.now(), lock))
+        for waiter, ms in zip(cared_for, left, strict=True):
+            waiter.ask_within(ms / 1000)
+
+    def _next_looked_after(self) -> list[_Waiter]:
+        """Return the waiters whose turn it is to be looked after; none while the last ones were a short time ago."""
+        now = ASYNCIO.now()
+        if now < self._looked_after_at + self._sleep_s:
+            return []
+        self._looked_after_at = now
+        self._waited = {holder: at for holder, at in self._waited.items() if at > now - MAX_MEMORY_S}
+        # An interrupt may have kept a wait that has ended from removing itself.
+        self._waiters = {holder: waiter for holder, waiter in self._waiters.items() if not waiter.handed.done()}
+        holders = list(islice(self._waiters, max(MAX_LOOKED_AFTER, len(self._waiters) // 10)))
+        for holder in holders:
+            self._waiters[holder] = self._waiters.pop(holder)
+        return [self._waiters[holder] for holder in holders]
+
+    def _hand_over(self, holder: str, handed: HandedOver) -> None:
+        waiter = self._waiters.get(holder)
+        if waiter is None or waiter.handed.done():
+            self._unclaimed[holder] = handed
+        else:
+            waiter.handed.set_result(handed)
+
+    async def _give_back(self) -> None:
+        """End the grants for which nobody waits: their requests were lost, and nobody else would end them."""
+        now = ASYNCIO.now()
+        for holder, handed in list(self._unclaimed.items()):
+            if handed.came < now - MAX_UNCLAIMED_S:
+                del self._unclaimed[holder]
+                if holder not in self._waited:
+                    keys: Command = (handed.lock, *self._keyspace.common)
+                    await run_script(self._wire, ASYNCIO, "", ABANDON, keys, (holder,), self._timeout)
+
+
+class _Waiter:
+    """One waiting task."""
+
+    def __init__(self, request: AcquireRequest) -> None:
+        self.request = request
+        self._loop = asyncio.get_running_loop()
+        self.handed: asyncio.Future[HandedOver | None] = self._loop.create_future()
+        self._timer: asyncio.TimerHandle | None = None
+
+    def ask_within(self, seconds: float) -> None:
+        """Have it ask again after so many seconds, unless it does so earlier."""
+        at, before = self._loop.time() + seconds, self._timer
+        if before is None or at < before.when():
+            self._timer = self._loop.call_at(at, self._ask)
+            if before is not None:
+                before.cancel()
+
+    def fail(self, error: BackendUnavailable) -> None:
+        if not self.handed.done():
+            failure = BackendUnavailable(
+                self.request.name, reason=error.reason, broken=error.broken, refused=error.refused
+            )
+            failure.__cause__ = error.__cause__
+            self.handed.set_exception(failure)
+
+    def end(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _ask(self) -> None:
+        if not self.handed.done():
+            self.handed.set_result(None)

@@ -1,0 +1,326 @@
+"""Many tasks of one process wait on Redis: over two connections, with few requests, and none of them harms another."""
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+import redis
+import redis.asyncio
+
+from dlock_core import AcquireTimeout, AsyncLock, Lock
+from dlock_core.backends.redis import waiting
+from dlock_core.backends.redis.backend import RedisBackend
+from tests.faults.looking import holders, is_untouched, waiters
+from tests.proxy import Proxy
+from tests.servers import Server
+from tests.waiting import auntil, until
+
+CROWD = 300
+SENT = ("eval", "evalsha", "blpop", "blmove", "ping")
+
+
+@pytest.fixture
+def admin(redis_server: Server) -> Iterator[redis.Redis]:
+    with redis.Redis.from_url(redis_server.url, decode_responses=True) as client:
+        yield client
+
+
+@pytest.fixture
+def store(redis_server: Server, prefix: str) -> Iterator[RedisBackend]:
+    backend = RedisBackend.from_url(f"{redis_server.url}?client_name=crowd{prefix.rstrip(':')}", prefix=prefix)
+    yield backend
+    backend.close()
+
+
+@asynccontextmanager
+async def crowd(
+    store: RedisBackend, direct: RedisBackend, names: list[str], **options: Any
+) -> AsyncIterator[tuple[list[asyncio.Task[Any]], list[Any]]]:
+    """One waiting task for each name, in this order, and the leases for which they wait."""
+    held = [await asyncio.to_thread(Lock(direct, name, ttl=60).acquire) for name in dict.fromkeys(names)]
+    tasks: list[asyncio.Task[Any]] = []
+    try:
+        for name in names:
+            tasks.append(asyncio.create_task(AsyncLock(store, name, **{"ttl": 60, "wait": None, **options}).acquire()))
+            await asyncio.sleep(0)
+        await until_all_wait(direct, names)
+        yield tasks, held
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for lease in held:
+            await release(lease)
+
+
+async def until_all_wait(direct: RedisBackend, names: list[str]) -> None:
+    def count() -> int:
+        return sum(len(waiters(direct, name)) for name in dict.fromkeys(names))
+
+    async def all_wait() -> bool:
+        return await asyncio.to_thread(count) == len(names)
+
+    await eventually(all_wait)
+
+
+async def eventually(condition: Callable[[], Awaitable[bool]]) -> None:
+    async with asyncio.timeout(60):
+        while not await condition():
+            await asyncio.sleep(0.02)
+
+
+def connections(admin: redis.Redis, prefix: str) -> list[dict[str, str]]:
+    return [each for each in admin.client_list() if each["name"] == f"crowd{prefix.rstrip(':')}"]
+
+
+async def pass_on(task: asyncio.Task[Any]) -> None:
+    await (await task).release()
+
+
+async def release(lease: Any) -> None:
+    await asyncio.to_thread(lease.release)
+
+
+@pytest.mark.parametrize("names", [[f"a{n}" for n in range(CROWD)], ["a"] * CROWD], ids=["own", "one"])
+def test_crowd_waits_over_two_connections_with_few_requests(
+    store: RedisBackend, direct: RedisBackend, admin: redis.Redis, prefix: str, names: list[str]
+) -> None:
+    async def main() -> None:
+        async with crowd(store, direct, names):
+            before = requests(admin)
+            await asyncio.sleep(2 * waiting.MAX_SLEEP_S)
+            assert len(connections(admin, prefix)) <= 2
+            assert 2 <= requests(admin) - before <= 10
+
+    asyncio.run(main())
+    assert all(not waiters(direct, name) for name in names)
+
+
+def requests(admin: redis.Redis) -> int:
+    """How many requests of ours the server has had; no script calls any of these commands."""
+    stats = admin.info("commandstats")
+    return sum(stats[f"cmdstat_{word}"]["calls"] for word in SENT if f"cmdstat_{word}" in stats)
+
+
+def test_crowd_is_served_in_order(store: RedisBackend, direct: RedisBackend) -> None:
+    async def main() -> None:
+        async with crowd(store, direct, ["a"] * 50) as (tasks, held):
+            order = await asyncio.to_thread(waiters, direct, "a")
+            await release(held[0])
+            got = []
+            for task in tasks:
+                lease = await task
+                got.append(lease.holder)
+                await lease.release()
+            assert got == order
+
+    asyncio.run(main())
+    assert is_untouched(direct, "a")
+
+
+def test_one_that_is_cancelled_disturbs_no_other(
+    store: RedisBackend, direct: RedisBackend, admin: redis.Redis, prefix: str
+) -> None:
+    async def main() -> None:
+        async with crowd(store, direct, ["a"] * 50) as (tasks, held):
+            before = {each["id"] for each in connections(admin, prefix)}
+            order = await asyncio.to_thread(waiters, direct, "a")
+            for task in tasks[::2]:
+                task.cancel()
+            await asyncio.gather(*tasks[::2], return_exceptions=True)
+            assert await asyncio.to_thread(waiters, direct, "a") == order[1::2]
+            assert {each["id"] for each in connections(admin, prefix)} == before
+            await release(held[0])
+            await asyncio.gather(*[pass_on(task) for task in tasks[1::2]])
+
+    asyncio.run(main())
+    assert is_untouched(direct, "a")
+
+
+def test_one_that_is_cancelled_while_its_request_is_under_way_leaves_nothing(
+    store: RedisBackend, direct: RedisBackend
+) -> None:
+    """In a crowd nobody closes the connection, so that the undo must come after the request."""
+
+    async def main() -> None:
+        for turns in range(12):
+            tasks = [asyncio.create_task(AsyncLock(store, f"b{n}", ttl=60).acquire()) for n in range(40)]
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            for task in tasks[::2]:
+                task.cancel()
+            ended = await asyncio.gather(*tasks, return_exceptions=True)
+            leases = [lease for lease in ended if not isinstance(lease, BaseException)]
+            assert len(leases) >= 20
+            await asyncio.gather(*[lease.release() for lease in leases])
+
+    asyncio.run(main())
+    assert all(is_untouched(direct, f"b{number}") for number in range(40))
+
+
+def test_lost_connection_costs_nobody_the_position(backend: RedisBackend, proxy: Proxy, direct: RedisBackend) -> None:
+    async def main() -> None:
+        async with crowd(backend, direct, ["a"] * 30) as (tasks, held):
+            order = await asyncio.to_thread(waiters, direct, "a")
+            await asyncio.to_thread(proxy.cut)
+            await release(held[0])
+            got = []
+            for task in tasks:
+                lease = await task
+                got.append(lease.holder)
+                await lease.release()
+            assert got == order
+
+    asyncio.run(main())
+    assert is_untouched(direct, "a")
+
+
+@pytest.mark.parametrize("lost", [":q", ":w", ""])
+def test_waiters_of_whom_the_store_knows_nothing_ask_again(
+    store: RedisBackend, direct: RedisBackend, admin: redis.Redis, prefix: str, lost: str
+) -> None:
+    async def main() -> None:
+        async with crowd(store, direct, ["a"] * 30) as (tasks, held):
+            admin.delete(f"{prefix}{{a}}{lost}")
+            begun = time.monotonic()
+            if lost:
+                await until_all_wait(direct, ["a"] * 30)
+                await release(held[0])
+            await asyncio.gather(*[pass_on(task) for task in tasks])  # their order is another now
+            assert time.monotonic() - begun < 20
+
+    asyncio.run(main())
+
+
+def test_listener_that_is_cancelled_is_replaced(store: RedisBackend, direct: RedisBackend) -> None:
+    async def main() -> None:
+        async with crowd(store, direct, ["a"] * 10) as (tasks, held):
+            for task in asyncio.all_tasks():
+                if task.get_name() in {"dlock-waiting", "dlock-line"}:
+                    task.cancel()
+            await release(held[0])
+            await asyncio.gather(*[pass_on(task) for task in tasks])
+
+    asyncio.run(main())
+    assert is_untouched(direct, "a")
+
+
+def test_what_a_signal_handler_raises_while_the_listener_reads_ends_one_wait_only(
+    store: RedisBackend, direct: RedisBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Interrupt(Exception):
+        pass
+
+    real, interrupted = waiting.send_commands, False
+
+    async def send(*args: Any) -> Any:
+        nonlocal interrupted
+        answers = await real(*args)
+        if not interrupted:
+            interrupted = True
+            raise Interrupt
+        return answers
+
+    async def main() -> None:
+        monkeypatch.setattr(waiting, "send_commands", send)
+        async with crowd(store, direct, ["a"] * 10) as (tasks, held):
+            await release(held[0])
+            ended = []
+            for task in tasks:
+                try:
+                    lease = await task
+                except Interrupt as error:
+                    ended.append(error)
+                else:
+                    await lease.release()
+            assert len(ended) == 1
+
+    asyncio.run(main())
+    assert interrupted
+    assert is_untouched(direct, "a")
+
+
+def test_forked_child_leaves_the_connections_of_waiting_tasks_alone(store: RedisBackend, direct: RedisBackend) -> None:
+    async def main() -> None:
+        async with crowd(store, direct, ["a"] * 10) as (tasks, held):
+            if (child := os.fork()) == 0:
+                try:
+                    asyncio._set_running_loop(None)
+                    asyncio.set_event_loop(None)
+                    asyncio.run(AsyncLock(store, "b", ttl=60).acquire(), debug=False)
+                    os._exit(0)
+                finally:
+                    os._exit(1)
+            _, status = await asyncio.to_thread(os.waitpid, child, 0)
+            assert os.waitstatus_to_exitcode(status) == 0
+            await release(held[0])
+            await asyncio.gather(*[pass_on(task) for task in tasks])
+
+    asyncio.run(main())
+    assert len(holders(direct, "b")) == 1
+
+
+def test_loop_that_ends_with_waiters_leaves_none_of_them(
+    store: RedisBackend, direct: RedisBackend, admin: redis.Redis, prefix: str
+) -> None:
+    async def main() -> None:
+        kept.append(await asyncio.to_thread(Lock(direct, "a", ttl=60).acquire))
+        kept.extend(asyncio.create_task(AsyncLock(store, "a", wait=None).acquire()) for _ in range(20))
+        await until_all_wait(direct, ["a"] * 20)
+
+    kept: list[Any] = []
+    asyncio.run(main())
+    kept[0].release()
+    assert waiters(direct, "a") == []
+    until(lambda: not connections(admin, prefix))
+
+
+def test_interrupted_program_leaves_no_waiter(store: RedisBackend, direct: RedisBackend) -> None:
+    """A real Ctrl-C in an event loop that mostly listens."""
+
+    async def main() -> None:
+        async with crowd(store, direct, ["a"] * 10):
+            await asyncio.sleep(0.05)
+            os.kill(os.getpid(), signal.SIGINT)
+            await asyncio.sleep(60)
+
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            asyncio.run(main())
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert waiters(direct, "a") == []
+
+
+@pytest.mark.parametrize("is_kept", [False, True], ids=["lost", "kept by a traceback"])
+def test_connection_that_an_interrupt_has_lost_blocks_nobody(store: RedisBackend, is_kept: bool) -> None:
+    async def main() -> None:
+        lost = store._line.checkout()
+        late = asyncio.create_task(AsyncLock(store, "a", wait=None).acquire())
+        await asyncio.sleep(0.01)
+        assert not late.done()
+        if not is_kept:
+            del lost
+        await (await late).release()
+
+    asyncio.run(main())
+
+
+def test_stale_wait_ends_on_time_in_a_crowd(store: RedisBackend, direct: RedisBackend) -> None:
+    """Each has a deadline of its own, whatever the listener does."""
+
+    async def main() -> None:
+        async with crowd(store, direct, ["a"] * 5):
+            begun = time.monotonic()
+            with pytest.raises(AcquireTimeout):
+                await AsyncLock(store, "a", wait=0.3).acquire()
+            assert 0.29 < time.monotonic() - begun < 1.0
+            await auntil(lambda: len(waiters(direct, "a")) == 5)
+
+    asyncio.run(main())
