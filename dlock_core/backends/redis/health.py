@@ -12,7 +12,6 @@ from dlock_core.doctor.finding import Finding, ok, unsafe, warning
 from dlock_core.errors import BackendUnavailable
 
 if TYPE_CHECKING:
-    from dlock_core.backends.redis.backend import RedisBackend
     from dlock_core.backends.redis.transport import Transport
     from dlock_core.doctor.clocks import Timing
     from dlock_core.runtime import Runtime
@@ -34,7 +33,14 @@ class Server(Protocol):
         """Return its connections."""
 
 
-async def diagnose(backend: RedisBackend, runtime: Runtime) -> list[Finding]:
+class Store(Server, Protocol):
+    """A server that Sentinels may lead to."""
+
+    def wire(self, runtime: Runtime) -> Transport:
+        """Return the transport that knows these Sentinels."""
+
+
+async def diagnose(backend: Store, runtime: Runtime) -> list[Finding]:
     """Examine one server, and the Sentinels that lead to it, if any; raises BackendUnavailable."""
     found = judge(*await measure(backend, runtime))
     sentinels = getattr(backend.wire(runtime), "sentinels", None)
