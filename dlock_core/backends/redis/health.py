@@ -33,14 +33,14 @@ class Server(Protocol):
         """Return its connections."""
 
 
-class Store(Server, Protocol):
+class LedServer(Server, Protocol):
     """A server that Sentinels may lead to."""
 
     def wire(self, runtime: Runtime) -> Transport:
         """Return the transport that knows these Sentinels."""
 
 
-async def diagnose(backend: Store, runtime: Runtime) -> list[Finding]:
+async def diagnose(backend: LedServer, runtime: Runtime) -> list[Finding]:
     """Examine one server, and the Sentinels that lead to it, if any; raises BackendUnavailable."""
     found = judge(*await measure(backend, runtime))
     sentinels = getattr(backend.wire(runtime), "sentinels", None)
