@@ -142,14 +142,24 @@ def growth(axis: Axes, panel: Growth, colours: dict[str, str]) -> None:
 def names_of_lines(axis: Axes, panel: Growth, colours: dict[str, str]) -> None:
     """Write a name and the last value at the end of each line, and move names apart that would overlap."""
     low, high = map(log, axis.get_ylim())
-    bottom = float("-inf")
-    for line in sorted(panel.lines, key=lambda line: line.points[-1][1]):
+    lines = sorted(panel.lines, key=lambda line: line.points[-1][1])
+    heights = [(log(line.points[-1][1]) - low) / (high - low) * PLOT_PT for line in lines]
+    for line, height, place in zip(lines, heights, apart(heights), strict=True):
         last, ours = line.points[-1], line.role == "ours"
-        height = (log(last[1]) - low) / (high - low) * PLOT_PT
-        place = bottom = max(height, bottom + NAME_PT)
         name = f"{line.label} {number(last[1])}"
         axis.annotate(
-            name, last, xytext=(6, place - height), textcoords="offset points", va="center",
-            fontsize=8, color=colours["ours" if ours else "text"], weight="bold" if ours else "normal",
-            annotation_clip=False,
+            name, last, xytext=(6, place - height), textcoords="offset points", va="center", fontsize=8,
+            color=colours["ours" if ours else "text"], weight="bold" if ours else "normal", annotation_clip=False,
         )  # fmt: skip
+
+
+def apart(heights: Sequence[float]) -> list[float]:
+    """Return places for names near these ascending heights: none overlaps another, none leaves the panel at its top."""
+    places, bottom, top = [], float("-inf"), PLOT_PT
+    for height in heights:
+        bottom = max(height, bottom + NAME_PT)
+        places.append(bottom)
+    for index in reversed(range(len(places))):
+        places[index] = min(places[index], top)
+        top = places[index] - NAME_PT
+    return places

@@ -13,7 +13,11 @@ from benchmarks.rows import CROWD, HELD
 
 def curve(results: Iterable[tuple[float, Mapping[str, Row]]], name: str, column: str) -> Line | None:
     """Return the line of one contestant: a point for each number of things that it was measured with."""
-    points = [(size, float(rows[name][column])) for size, rows in results if name in rows and rows[name].get(column)]
+    points = [
+        (size, float(rows[name][column]))
+        for size, rows in results
+        if name in rows and (rows[name].get(column) or 0) > 0
+    ]
     return Line(short(name).partition(":")[0], points, role(name)) if points else None
 
 

@@ -49,4 +49,6 @@ def number(value: float | None) -> str:
         return "-"
     if abs(value) >= 100 or value == int(value):
         return f"{value:,.0f}"
-    return f"{value:.1f}" if abs(value) >= 10 else f"{value:.2f}"
+    if abs(value) >= 10:
+        return f"{value:.1f}"
+    return f"{value:.2f}" if abs(value) >= 0.05 else f"{value:.2g}"

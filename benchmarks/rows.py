@@ -46,7 +46,7 @@ def wanted_lock(results: Results) -> Figure:
     lines, panels = [], []
     names: list[str] = []
     for processes, think in cells:
-        rows = results.rows("contended", f"{processes} processes, sections of 1 ms, think {think} ms")
+        rows = results.rows("contended", f" {processes} processes, sections of 1 ms, think {think} ms")
         if not rows:
             continue
         floor = next(iter(rows.values()))
