@@ -129,7 +129,7 @@ class Lock(TiedLock, BlockExit, AsyncBlockExit):
         self.using, self.store = using, store
         self._refuse_shared_row()
 
-    def renamed(self, *parts: Any) -> Lock:
+    def _renamed(self, *parts: Any) -> Lock:
         """Return a lock of another name, with the options of this one, which are not checked again."""
         name, fence = _identified(parts)
         other = object.__new__(type(self))

@@ -116,7 +116,7 @@ def _locked_function(
     function: Callable[..., Any], parts: tuple[Any, ...], options: dict[str, Any], *, is_async: bool = False
 ) -> Callable[..., Any]:
     refuse_late(function)
-    make = Lock("kind", **options).renamed
+    make = Lock("kind", **options)._renamed  # noqa: SLF001 - not for applications, which are offered what Lock has
     name = NameTemplate(function, parts, kind_of, _url_arguments)
 
     def lock_for(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Lock:
