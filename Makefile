@@ -72,8 +72,7 @@ format: $(VENV)/lint.stamp ## Repair what style can repair
 	$(BIN)/ruff format .
 
 bench: $(VENV)/bench.stamp servers ## What dlock costs, compared with its peers and the wire: docs/benchmarks.md with its charts; twenty minutes
-	$(BIN)/python -m benchmarks.run
-	$(BIN)/python -m benchmarks.report
+	$(BIN)/python -m benchmarks.run; status=$$?; $(BIN)/python -m benchmarks.report && exit $$status
 
 load: $(VENV)/bench.stamp servers ## The shop under load on gunicorn and uvicorn, also while Redis is slow or dead: are the promises kept? Five minutes
 	$(BIN)/python -m benchmarks.load
