@@ -15,6 +15,8 @@ import redis.asyncio
 from dlock_core import AcquireTimeout, AsyncLock, Lock
 from dlock_core.backends.redis import waiting
 from dlock_core.backends.redis.backend import RedisBackend
+from dlock_core.backends.redis.transport import send_commands
+from dlock_core.runtime import ASYNCIO
 from tests.faults.looking import holders, is_untouched, waiters
 from tests.proxy import Proxy
 from tests.servers import Server
@@ -163,6 +165,25 @@ def test_one_that_is_cancelled_while_its_request_is_under_way_leaves_nothing(
     assert all(is_untouched(direct, f"b{number}") for number in range(40))
 
 
+def test_each_request_of_a_write_gets_its_own_reply_although_one_is_cancelled(store: RedisBackend) -> None:
+    async def echo(word: str) -> Any:
+        (reply,) = await send_commands(store._line, ASYNCIO, "", [("ECHO", word)], 10.0)
+        return reply
+
+    async def main() -> None:
+        first = asyncio.create_task(echo("first"))
+        await asyncio.sleep(0)
+        tasks = [asyncio.create_task(echo(str(number))) for number in range(5)]
+        await first
+        (line,) = store._line._lines.values()  # type: ignore[attr-defined]
+        await auntil(lambda: not line.turns, every=0)
+        assert line.sender is not None  # all five were sent in one write, and are not answered
+        tasks[2].cancel()
+        assert await asyncio.gather(*tasks[:2], *tasks[3:]) == [b"0", b"1", b"3", b"4"]
+
+    asyncio.run(main())
+
+
 def test_lost_connection_costs_nobody_the_position(backend: RedisBackend, proxy: Proxy, direct: RedisBackend) -> None:
     async def main() -> None:
         async with crowd(backend, direct, ["a"] * 30) as (tasks, held):
@@ -204,7 +225,8 @@ def test_listener_that_is_cancelled_is_replaced(store: RedisBackend, direct: Red
                 if task.get_name() in {"dlock-waiting", "dlock-line"}:
                     task.cancel()
             await release(held[0])
-            await asyncio.gather(*[pass_on(task) for task in tasks])
+            async with asyncio.timeout(20):  # far less than the ttl, after which each asks by itself
+                await asyncio.gather(*[pass_on(task) for task in tasks])
 
     asyncio.run(main())
     assert is_untouched(direct, "a")
@@ -216,7 +238,7 @@ def test_what_a_signal_handler_raises_while_the_listener_reads_ends_one_wait_onl
     class Interrupt(Exception):
         pass
 
-    real, interrupted = waiting.send_commands, False
+    real, interrupted = waiting.send_commands, False  # type: ignore[attr-defined]
 
     async def send(*args: Any) -> Any:
         nonlocal interrupted
