@@ -74,6 +74,7 @@ def test_a_database_that_disagrees_is_found(tally):
     assert list(of_data(tally, GOOD))
 
 
+@pytest.mark.usefixtures("redis_server", "postgresql")  # skipped where they are not installed
 def test_the_shop_keeps_its_promises_while_redis_is_killed_and_comes_back_empty():
     command = ["-m", "benchmarks.load", "--ladder=0", "--wait=1", "--slack=5", "--only=data lost"]
     done = subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True, check=False)
