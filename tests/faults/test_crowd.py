@@ -16,6 +16,8 @@ from dlock_core import AcquireTimeout, AsyncLock, Lock
 from dlock_core.backends.redis import waiting
 from dlock_core.backends.redis.backend import RedisBackend
 from dlock_core.backends.redis.transport import send_commands
+from dlock_core.leases.engine import new_request
+from dlock_core.options import LockOptions
 from dlock_core.runtime import ASYNCIO
 from tests.faults.looking import holders, is_untouched, waiters
 from tests.proxy import Proxy
@@ -346,3 +348,65 @@ def test_stale_wait_ends_on_time_in_a_crowd(store: RedisBackend, direct: RedisBa
             await auntil(lambda: len(waiters(direct, "a")) == 5)
 
     asyncio.run(main())
+
+
+async def several_sleeps(store: RedisBackend) -> None:
+    """Let the listener see to everything that it has to."""
+    for _ in range(4):
+        before = store._listeners.here()._looked_after_at
+        await auntil(lambda before=before: store._listeners.here()._looked_after_at > before)  # type: ignore[misc]
+
+
+def test_shared_lease_that_was_granted_at_once_is_not_given_back(
+    store: RedisBackend, direct: RedisBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server serves its caller through the queue, as it serves a waiter."""
+
+    async def main() -> None:
+        async with crowd(store, direct, ["a"], ttl=0.4):
+            lease = await AsyncLock(store, "shared", ttl=60, shared=True).acquire()
+            await several_sleeps(store)
+            assert await asyncio.to_thread(holders, direct, "shared") == [lease.holder]
+            other = asyncio.create_task(AsyncLock(store, "shared").try_acquire())  # type: ignore[arg-type]
+            assert await other is None
+            await lease.release()
+
+    monkeypatch.setattr(waiting, "MAX_UNCLAIMED_S", 0.0)
+    asyncio.run(main())
+
+
+def test_hand_over_that_its_holder_knows_of_already_is_not_given_back(
+    store: RedisBackend, direct: RedisBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its request found the grant by itself, before the listener read of it, however much later that is."""
+
+    async def main() -> None:
+        async with crowd(store, direct, ["a"], ttl=0.4):
+            lease = await AsyncLock(store, "b", ttl=60).acquire()
+            now = ASYNCIO.now()
+            handed = waiting.HandedOver(lease.token, now, now, store.lock_key("b").encode())
+            store._listeners.here()._hand_over(lease.holder, handed)
+            await several_sleeps(store)
+            assert await asyncio.to_thread(holders, direct, "b") == [lease.holder]
+            await lease.release()
+
+    monkeypatch.setattr(waiting, "MAX_UNCLAIMED_S", 0.0)
+    asyncio.run(main())
+
+
+def test_hand_over_to_a_request_that_came_after_its_undo_is_given_back(
+    store: RedisBackend, direct: RedisBackend
+) -> None:
+    """Of two connections, the server may read the one that was closed last of all."""
+
+    async def main() -> None:
+        async with crowd(store, direct, ["a"], ttl=0.4):
+            held = await asyncio.to_thread(Lock(direct, "b", ttl=60).acquire)
+            late = new_request("b", LockOptions(ttl=60))
+            await store.abandon(ASYNCIO, late)
+            await store.try_acquire(ASYNCIO, late)
+            await release(held)
+            await (await AsyncLock(store, "b", wait=20).acquire()).release()
+
+    asyncio.run(main())
+    assert is_untouched(direct, "b")

@@ -15,6 +15,7 @@ from tests.random_faults import nursery
 from tests.random_faults.history import Recorder, now
 
 CREW: Final = ("django", "django", "django-async", "sqla", "sqla", "sqla-asyncpg", "core", "core-async")
+TASK_KINDS: Final = ("django-async", "sqla-asyncpg", "core-async")
 MAX_DEATHS: Final = 20
 LOOK_EVERY_S: Final = 0.05
 STOPS_S: Final = (0.3, 4.0)
@@ -126,10 +127,14 @@ class Crew:
         self._begin(member)
 
     def dump_stacks(self, member: Member) -> str:
-        """Return what each thread of a worker is doing."""
+        """Return what each thread and each task of a worker is doing."""
         os.kill(member.pid, signal.SIGUSR1)
+        tasks = self._directory / f"{member.name}.tasks"
+        if member.kind in TASK_KINDS:
+            os.kill(member.pid, signal.SIGUSR2)
         threading.Event().wait(1.0)
-        return (self._directory / f"{member.name}.stacks").read_text()
+        stacks = (self._directory / f"{member.name}.stacks").read_text()
+        return f"{stacks}\n{tasks.read_text()}" if tasks.exists() else stacks
 
     def end(self, within: float) -> list[str]:
         """Wait until all have ended, and return the names of those who had not."""

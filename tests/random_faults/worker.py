@@ -172,6 +172,7 @@ class TaskWorker(Worker):
         asyncio.run(self._work())
 
     async def _work(self) -> None:
+        asyncio.get_running_loop().add_signal_handler(signal.SIGUSR2, self._dump_tasks)
         await asyncio.gather(*[self._one() for _ in range(TASKS)])
         await self.client.aclose()
 
@@ -194,6 +195,11 @@ class TaskWorker(Worker):
         self.ended(attempt, error)
         if error is not None and not isinstance(error, DLockError):
             await self.client.aclean_up()
+
+    def _dump_tasks(self) -> None:
+        """Write down where each task waits: the stacks of the threads only show that the event loop does."""
+        path = Path(self.config["directory"], f"{self.name}.tasks")
+        path.write_text("\n".join(f"{task.get_name()}: {_awaits(task.get_coro())}" for task in asyncio.all_tasks()))
 
     def _cancel(self, task: asyncio.Future[Any]) -> None:
         if task.cancel():
@@ -218,6 +224,16 @@ def client_of(kind: str, config: dict[str, Any]) -> Any:
     from tests.random_faults import core_clients
 
     return (core_clients.AsyncCoreClient if kind == "core-async" else core_clients.CoreClient)(config)
+
+
+def _awaits(coroutine: Any) -> str:
+    """Return where a coroutine waits, and what it waits for, from the outermost to the innermost."""
+    frames: list[str] = []
+    while coroutine is not None:
+        frame = getattr(coroutine, "cr_frame", None) or getattr(coroutine, "gi_frame", None)
+        frames.append(f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}" if frame else repr(coroutine))
+        coroutine = getattr(coroutine, "cr_await", None) or getattr(coroutine, "gi_yieldfrom", None)
+    return " > ".join(frames)
 
 
 def is_expected(error: BaseException) -> bool:

@@ -44,9 +44,9 @@ MAX_LOOKED_AFTER: Final = 500
 """Waiters that are looked after at once, or a tenth of a crowd that is larger still, so that the server is not held up:
 each waiter has its turn long before its queue would end."""
 MAX_UNCLAIMED_S: Final = 2.0
-"""How long a grant is kept that came for no waiter, until one waits for it."""
-MAX_MEMORY_S: Final = 10.0
-"""How long a holder is remembered whose wait has ended: a hand-over is on its way for a shorter time."""
+"""How long a grant is kept that came for no waiter, until one waits for it. Its request finds it by itself later on."""
+MAX_MEMORY_S: Final = 60.0
+"""How long a holder is remembered that has abandoned its request, in case the request comes to the server after that."""
 
 CONFIRM, ABANDON = load_script("confirm"), load_script("abandon")
 
@@ -95,9 +95,9 @@ class Listener:
         self._waiters: dict[str, _Waiter] = {}
         """By holder; the one that was looked after last stands last."""
         self._unclaimed: dict[str, HandedOver] = {}
-        """What came for a holder that does not wait: not yet, not any more, or never."""
-        self._waited: dict[str, float] = {}
-        """Holders whose wait has ended, and when. They ask again, or abandon their requests, by themselves."""
+        """What came for a holder that does not wait: it asks just now, has found its grant by itself, or has given up."""
+        self._abandoned: dict[str, float] = {}
+        """Holders that have abandoned their requests, and when; the oldest stands first."""
         self._looked_after_at = 0.0
         self._sleep_s = MAX_SLEEP_S
         self._task: asyncio.Task[None] | None = None
@@ -118,13 +118,14 @@ class Listener:
             waiter.ask_within(seconds)
             return await waiter.handed
         finally:
-            self._waited[request.holder] = ASYNCIO.now()
             self._waiters.pop(request.holder, None)
             waiter.end()
 
     def forget(self, holder: str) -> None:
         """Give back whatever is handed over to this holder from now on: it has abandoned its request."""
-        self._waited.pop(holder, None)
+        self._abandoned[holder] = now = ASYNCIO.now()
+        while self._abandoned[oldest := next(iter(self._abandoned))] < now - MAX_MEMORY_S:
+            del self._abandoned[oldest]
 
     def _listen(self) -> None:
         self._task = asyncio.get_running_loop().create_task(self._serve(), name="dlock-waiting")
@@ -177,7 +178,6 @@ class Listener:
         if now < self._looked_after_at + self._sleep_s:
             return []
         self._looked_after_at = now
-        self._waited = {holder: at for holder, at in self._waited.items() if at > now - MAX_MEMORY_S}
         # An interrupt may have kept a wait that has ended from removing itself.
         self._waiters = {holder: waiter for holder, waiter in self._waiters.items() if not waiter.handed.done()}
         holders = list(islice(self._waiters, max(MAX_LOOKED_AFTER, len(self._waiters) // 10)))
@@ -193,14 +193,18 @@ class Listener:
             waiter.handed.set_result(handed)
 
     async def _give_back(self) -> None:
-        """End the grants for which nobody waits: their requests were lost, and nobody else would end them."""
+        """End the grants whose requests came to the server after they were abandoned: nobody else would end them.
+
+        No others: the holder of any other may have found its grant by itself, and hold the lock.
+        """
         now = ASYNCIO.now()
         for holder, handed in list(self._unclaimed.items()):
-            if handed.came < now - MAX_UNCLAIMED_S:
+            if holder in self._abandoned:
                 del self._unclaimed[holder]
-                if holder not in self._waited:
-                    keys: Command = (handed.lock, *self._keyspace.common)
-                    await run_script(self._wire, ASYNCIO, "", ABANDON, keys, (holder,), self._timeout)
+                keys: Command = (handed.lock, *self._keyspace.common)
+                await run_script(self._wire, ASYNCIO, "", ABANDON, keys, (holder,), self._timeout)
+            elif handed.came < now - MAX_UNCLAIMED_S:
+                del self._unclaimed[holder]
 
 
 class _Waiter:

@@ -76,7 +76,7 @@ if not token and waits then
     redis.call('PEXPIRE', entries, linger)
   end
   if not value or value == 'shared' then
-    serve()
+    serve(holder)
     value = redis.call('GET', lock)
     token = mine(value)
   end

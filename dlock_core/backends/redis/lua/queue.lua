@@ -52,8 +52,9 @@ local function leave(holder)
 end
 
 -- Hand the lock over to the first waiters that are alive, as many as may hold it together, and wake each. The grant
--- lasts for CLAIM only: the waiter confirms it, which starts its full ttl, or else the next one is served.
-local function serve()
+-- lasts for CLAIM only: the waiter confirms it, which starts its full ttl, or else the next one is served. The caller of
+-- the script is not woken: it has the reply.
+local function serve(caller)
   local value = redis.pcall('GET', lock)
   while not value or value == 'shared' do
     local head = redis.call('ZRANGE', queue, 0, 0)[1]
@@ -68,8 +69,10 @@ local function serve()
     else
       leave(head)
       grant(head, mode, owner, math.min(CLAIM, tonumber(ttl)), floor)
-      redis.call('RPUSH', list, head .. '|' .. ttl .. '|' .. lock)
-      redis.call('PEXPIRE', list, CLAIM)
+      if head ~= caller then
+        redis.call('RPUSH', list, head .. '|' .. ttl .. '|' .. lock)
+        redis.call('PEXPIRE', list, CLAIM)
+      end
       value = mode == 'x' and 'taken' or 'shared'
     end
   end
