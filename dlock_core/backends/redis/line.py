@@ -95,6 +95,7 @@ class _Line:
         self.in_use: weakref.ref[Any] | None = None
         """The connection of a request that did not have to wait; dead if an interrupt has lost it."""
         self.sender: asyncio.Task[None] | None = None
+        self._loop = asyncio.get_running_loop()
 
     def enter(self) -> Any:
         if self.turns or self.is_busy():
@@ -128,9 +129,10 @@ class _Line:
             self.advance()
 
     def _lost(self, gone: weakref.ref[Any]) -> None:
-        if self.in_use is gone and asyncio._get_running_loop() is not None:  # noqa: SLF001
+        if self.in_use is gone:
             self.in_use = None
-            self.advance()
+            if asyncio._get_running_loop() is self._loop:  # noqa: SLF001 - garbage is collected in any thread
+                self.advance()
 
     async def _send(self) -> None:
         """Send what has come, as often as something has."""
@@ -174,16 +176,15 @@ class _Line:
 
 def _fail(turns: list[Turn], error: BaseException) -> None:
     """Raise a connection's error for each request; any other, such as a signal handler's, for one of them."""
-    for turn in turns:
-        if turn.answers.done():
-            continue
-        if isinstance(error, Exception):
-            turn.answers.set_exception(error)
-        if not isinstance(error, RedisError | OSError):
-            error = RedisConnectionError("the task that read the replies was interrupted")
-        if not turn.answers.done():
+    waiting = [turn for turn in turns if not turn.answers.done()]
+    if not isinstance(error, RedisError | OSError):
+        if waiting and isinstance(error, Exception):
+            waiting.pop(0).answers.set_exception(error)
+        error = RedisConnectionError("the task that read the replies was interrupted")
+        for turn in waiting:
             turn.dlock_is_reused = True  # The server may be well, and is asked once more.
-            turn.answers.set_exception(error)
+    for turn in waiting:
+        turn.answers.set_exception(error)
 
 
 class Turn:
