@@ -33,7 +33,7 @@ from tests.waiting import until
 WAIT = 60.0
 LIMIT = 0.5
 RIGHTS = (
-    "+eval +evalsha +blpop +blmove +time +exists +get +getrange +mget +set +del +pttl +pexpire +hget +hset +hdel +rpush +lrange "
+    "+eval +evalsha +blpop +blmove +time +exists +get +getrange +mget +set +del +pttl +pexpire +hget +hset +hdel +rpush +lrange +lrem "
     "+sadd +srem +smembers +sscan +zadd +zrem +zrange +zrangebyscore +zscore +cluster|slots +asking"
 )
 """What docs/howto/operations.md and docs/stores.md give to the user of dlock."""

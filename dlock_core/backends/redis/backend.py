@@ -102,11 +102,15 @@ class RedisBackend:
     async def try_acquire(
         self, runtime: Runtime, request: AcquireRequest, ticket: Any = None, *, unsure: bool = False
     ) -> Granted | Busy:
-        listener = self._listeners.here().id if request.queue and isinstance(runtime, Asyncio) else ""
-        keys, args = self.keyspace.of(request.name), acquire_args(request, listener)
+        listener = self._listeners.here() if request.queue and isinstance(runtime, Asyncio) else None
+        if listener is not None:
+            listener.asks(request.holder)
+        keys, args = self.keyspace.of(request.name), acquire_args(request, listener.id if listener else "")
         reply = await run_script(
             self.transport(runtime), runtime, request.name, self._acquire, keys, args, self._timeout
         )
+        if listener is not None:
+            listener.replied(request.holder, granted=isinstance(reply, int))
         if self._replicas and isinstance(reply, int):
             await self._replicate(runtime, [request])
         return parse_acquire(request, reply)

@@ -44,9 +44,9 @@ MAX_LOOKED_AFTER: Final = 500
 """Waiters that are looked after at once, or a tenth of a crowd that is larger still, so that the server is not held up:
 each waiter has its turn long before its queue would end."""
 MAX_UNCLAIMED_S: Final = 2.0
-"""How long a grant is kept that came for no waiter, until one waits for it. Its request finds it by itself later on."""
+"""How long a grant is kept that came for no waiter, until one waits for it."""
 MAX_MEMORY_S: Final = 60.0
-"""How long a holder is remembered that has abandoned its request, in case the request comes to the server after that."""
+"""How long a holder is remembered that asks for its lock; one that is done is forgotten at once, if we are told."""
 
 CONFIRM, ABANDON = load_script("confirm"), load_script("abandon")
 
@@ -95,9 +95,11 @@ class Listener:
         self._waiters: dict[str, _Waiter] = {}
         """By holder; the one that was looked after last stands last."""
         self._unclaimed: dict[str, HandedOver] = {}
-        """What came for a holder that does not wait: it asks just now, has found its grant by itself, or has given up."""
-        self._abandoned: dict[str, float] = {}
-        """Holders that have abandoned their requests, and when; the oldest stands first."""
+        """What came for a holder that does not wait: not yet, not any more, or never."""
+        self._asking: dict[str, float] = {}
+        """Holders that are asking and know of no reply, and since when: they find their grants by themselves."""
+        self._found: set[str] = set()
+        """Holders that have found their grants since the sleep began, whose reply may name them all the same."""
         self._looked_after_at = 0.0
         self._sleep_s = MAX_SLEEP_S
         self._task: asyncio.Task[None] | None = None
@@ -116,16 +118,32 @@ class Listener:
             if self._task is None or self._task.done():
                 self._listen()
             waiter.ask_within(seconds)
-            return await waiter.handed
+            handed = await waiter.handed
+        except BaseException:
+            self.asks(request.holder)
+            raise
+        else:
+            if handed is None:
+                self.asks(request.holder)
+            return handed
         finally:
             self._waiters.pop(request.holder, None)
             waiter.end()
 
+    def asks(self, holder: str) -> None:
+        """Leave its grant to this holder until it has a reply, or has abandoned its request."""
+        self._asking[holder] = ASYNCIO.now()
+
+    def replied(self, holder: str, *, granted: bool) -> None:
+        """Record that a holder has the reply to its request; what is handed over to it after a grant is the same."""
+        self._asking.pop(holder, None)
+        if granted and self._task is not None:
+            self._unclaimed.pop(holder, None)
+            self._found.add(holder)
+
     def forget(self, holder: str) -> None:
         """Give back whatever is handed over to this holder from now on: it has abandoned its request."""
-        self._abandoned[holder] = now = ASYNCIO.now()
-        while self._abandoned[oldest := next(iter(self._abandoned))] < now - MAX_MEMORY_S:
-            del self._abandoned[oldest]
+        self._asking.pop(holder, None)
 
     def _listen(self) -> None:
         self._task = asyncio.get_running_loop().create_task(self._serve(), name="dlock-waiting")
@@ -157,6 +175,7 @@ class Listener:
     async def _sleep(self) -> None:
         """Sleep until something is handed over, or for a while; then wake whom it concerns."""
         sent, cared_for, seconds = ASYNCIO.now(), self._next_looked_after(), self._sleep_s
+        self._found.clear()  # Their requests have taken them off the list.
         keys = (self._list, *self._keyspace.common, *[self._keyspace.lock(each.request.name) for each in cared_for])
         args = (LISTENER_TTL_MS, QUEUE_TTL_MS, *[each.request.holder for each in cared_for])
         sleep = ("BLMOVE", self._list, self._list, "LEFT", "RIGHT", f"{seconds:.3f}")
@@ -178,6 +197,7 @@ class Listener:
         if now < self._looked_after_at + self._sleep_s:
             return []
         self._looked_after_at = now
+        self._asking = {holder: since for holder, since in self._asking.items() if since > now - MAX_MEMORY_S}
         # An interrupt may have kept a wait that has ended from removing itself.
         self._waiters = {holder: waiter for holder, waiter in self._waiters.items() if not waiter.handed.done()}
         holders = list(islice(self._waiters, max(MAX_LOOKED_AFTER, len(self._waiters) // 10)))
@@ -187,24 +207,20 @@ class Listener:
 
     def _hand_over(self, holder: str, handed: HandedOver) -> None:
         waiter = self._waiters.get(holder)
-        if waiter is None or waiter.handed.done():
-            self._unclaimed[holder] = handed
-        else:
+        if waiter is not None and not waiter.handed.done():
             waiter.handed.set_result(handed)
+        elif holder not in self._found:
+            self._unclaimed[holder] = handed
 
     async def _give_back(self) -> None:
-        """End the grants whose requests came to the server after they were abandoned: nobody else would end them.
-
-        No others: the holder of any other may have found its grant by itself, and hold the lock.
-        """
+        """End the grants whose holders are gone: their requests came late, and nobody else would end them."""
         now = ASYNCIO.now()
         for holder, handed in list(self._unclaimed.items()):
-            if holder in self._abandoned:
+            if handed.came < now - MAX_UNCLAIMED_S and holder in self._unclaimed:  # Not found during another's undo.
                 del self._unclaimed[holder]
-                keys: Command = (handed.lock, *self._keyspace.common)
-                await run_script(self._wire, ASYNCIO, "", ABANDON, keys, (holder,), self._timeout)
-            elif handed.came < now - MAX_UNCLAIMED_S:
-                del self._unclaimed[holder]
+                if holder not in self._asking:
+                    keys: Command = (handed.lock, *self._keyspace.common)
+                    await run_script(self._wire, ASYNCIO, "", ABANDON, keys, (holder,), self._timeout)
 
 
 class _Waiter:

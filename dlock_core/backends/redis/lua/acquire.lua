@@ -31,7 +31,11 @@ local function mine(text)
     text = redis.call('ZSCORE', sharers, holder) and redis.call('HGET', owners, holder)
   end
   if not text or string.sub(text, 1, 33) ~= holder .. '|' then return nil end
-  redis.call('DEL', wake .. holder)
+  if ARGV[9] then
+    redis.call('LREM', wake .. ARGV[9], 1, string.format('%s|%.0f|%s', holder, ttl, lock))
+  else
+    redis.call('DEL', wake .. holder)
+  end
   return tonumber(string.match(text, '^%x+|(%d+)|'))
 end
 
