@@ -166,13 +166,13 @@ def test_stale_lock_on_one_of_two_engines_commits_on_neither(engine, ledger, bro
     with Session(engine, binds={Stock: ledger}) as session:
         locks = [
             lock(session, "order", 1, store=broken, fence=form),
-            lock(session, "stock", 1, store=broken, fence=form, bind=ledger),
+            lock(session, "shelf", 1, store=broken, fence=form, bind=ledger),
         ]
         with locks[0], locks[1]:
             if form == "lease":
-                overtake(engine if stale == 1 else ledger, "order:1" if stale == 1 else "stock:1")
+                overtake(engine if stale == 1 else ledger, "order:1" if stale == 1 else "shelf:1")
             else:
-                add_fence(engine if stale == 1 else ledger, name="order:1" if stale == 1 else "stock:1", token=99)
+                add_fence(engine if stale == 1 else ledger, name="order:1" if stale == 1 else "shelf:1", token=99)
             for bind in (engine, ledger):
                 with contextlib.suppress(StaleToken):
                     session.execute(update(Counter).values(value=1), bind_arguments={"bind": bind})
@@ -192,12 +192,12 @@ def test_two_leases_on_two_engines_protect_one_each(engine, ledger, broken):
     broken.tokens = iter([10, 11])
     add_counter(ledger)
     with Session(engine) as session:
-        locks = lock(session, "order", 1, store=broken), lock(session, "stock", 1, store=broken, bind=ledger)
+        locks = lock(session, "order", 1, store=broken), lock(session, "shelf", 1, store=broken, bind=ledger)
         with locks[0], locks[1]:
             for bind in (engine, ledger):
                 session.execute(update(Counter).values(value=1), bind_arguments={"bind": bind})
             session.commit()
-    assert (fences(engine), fences(ledger)) == ([("order:1", 10)], [("stock:1", 11)])
+    assert (fences(engine), fences(ledger)) == ([("order:1", 10)], [("shelf:1", 11)])
     assert (value(engine), value(ledger)) == (1, 1)
 
 
