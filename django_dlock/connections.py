@@ -178,10 +178,22 @@ class ConnectionTracker:
             if not autocommit or turned_on is None or turned_on is not self.connection.connection:
                 self.django._set_autocommit(autocommit)
         elif ending.is_manual:
-            self._finish(ending, partial(self.django._set_autocommit, autocommit))
+            self._commit_by_autocommit(ending)
         else:  # an interrupt has kept atomic() from ending it
             self._roll_back(ending)
             self.django._set_autocommit(autocommit)
+
+    def _commit_by_autocommit(self, ending: Transaction) -> None:
+        """End a transaction that was begun by hand: autocommit, which commits it, stays on after it."""
+
+        def commit() -> None:
+            self.django._set_autocommit(True)
+            ending.is_manual = False
+
+        try:
+            self._finish(ending, commit)
+        finally:
+            self._turned_on = None  # this was Django's last call for it
 
     def _finish(self, ending: Transaction, commit: Callable[[], None]) -> None:
         was_lost = getattr(self.connection.connection, "closed", False)

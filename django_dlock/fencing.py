@@ -191,6 +191,8 @@ def _run(step: Callable[[Cursor, fencing.FenceDialect, FenceEntry], T], connecti
     except DatabaseError as error:
         meant = refusal(error, entry, connection.vendor)
         if meant is None:  # its driver's code says it best
+            if connection.vendor == "postgresql" and connection.connection is not None:
+                _servers.pop(connection.connection, None)  # the functions may have been dropped, or forbidden to us
             raise
         raise as_database_error(meant) from error
 

@@ -1,6 +1,7 @@
 """The functions that the fence calls on PostgreSQL: they do what its statements do, which are sent where they are not."""
 
 import contextlib
+from importlib import import_module
 
 import pytest
 from django.core.management import call_command
@@ -9,6 +10,7 @@ from django.db.transaction import atomic, set_rollback
 from django.test.utils import CaptureQueriesContext
 
 from django_dlock import lock
+from django_dlock.errors import StaleToken
 from django_dlock.fencing import Cursor
 from dlock_core.transactions import fencing
 from dlock_core.transactions.fence_sql import POSTGRESQL, functions_in
@@ -141,6 +143,136 @@ def test_each_tenant_has_its_own_fence_on_one_connection():
         rows(connections["postgresql"], "SET search_path = public")
         rows(connections["postgresql"], "DROP SCHEMA one CASCADE")
         rows(connections["postgresql"], "DROP SCHEMA two CASCADE")
+
+
+@pytest.fixture
+def tenant():
+    """The search path of this session, in which the schema `ten` stands before `public`, and is empty."""
+    rows(connections["postgresql"], "CREATE SCHEMA ten")
+    rows(connections["postgresql"], "SET search_path = ten, public")
+    yield
+    connections["postgresql"].close()
+    with second_session("postgresql") as other:
+        rows(other, "DROP SCHEMA IF EXISTS ten CASCADE")
+
+
+def elsewhere(*statements):
+    with second_session("postgresql") as other:
+        for each in statements:
+            rows(other, each)
+
+
+NEW_FENCE = "CREATE TABLE ten.dlock_fence (LIKE public.dlock_fence INCLUDING ALL)"
+
+
+@pytest.mark.usefixtures("tenant")
+@pytest.mark.parametrize("fence", ["transaction", "lease"])
+def test_table_that_comes_earlier_in_the_search_path_is_used_from_the_next_statement_on(fence):
+    """As with a plain statement, though PostgreSQL keeps the plans of the functions: the path itself is unchanged."""
+
+    def token_in_tenant():
+        with lock("order", 42, using="postgresql", fence=fence) as lease, atomic("postgresql"):
+            rows(connections["postgresql"], "UPDATE testapp_counter SET value = 1")
+        return lease.token
+
+    for _ in range(8):
+        token_in_tenant()
+    elsewhere(NEW_FENCE)
+    token = token_in_tenant()
+    ask = "SELECT name, token FROM ten.dlock_fence"
+    assert rows(connections["postgresql"], ask) == [("order:42", token)]
+    with pytest.raises(StaleToken), lock("order", 42, using="postgresql", fence=fence):
+        with atomic("postgresql"):
+            rows(connections["postgresql"], "UPDATE testapp_counter SET value = 1")
+        elsewhere("UPDATE ten.dlock_fence SET token = token + 1000, holder = 'a newer one' WHERE name = 'order:42'")
+        with atomic("postgresql"):
+            rows(connections["postgresql"], "UPDATE testapp_counter SET value = 2")
+    elsewhere("DROP TABLE ten.dlock_fence")
+    assert token_in_tenant() > token
+
+
+@pytest.mark.usefixtures("tenant")
+def test_table_that_comes_within_the_transaction_is_used_by_its_admit():
+    """What the session remembers of missing tables is older than the lock on the table that its plan is for."""
+    for _ in range(8):
+        fenced()
+    port, params = Cursor(connections["postgresql"]), fencing.params(FenceEntry("order:44", NOW, US, limit=1.5))
+    with atomic("postgresql"):
+        rows(connections["postgresql"], "SELECT to_regclass('dlock_fence')")
+        elsewhere(NEW_FENCE)
+        port.execute(FUNCTIONS.admit[0], params)
+    assert rows(connections["postgresql"], "SELECT name FROM ten.dlock_fence") == [("order:44",)]
+
+
+@pytest.mark.parametrize("schema", ["ten", '"T e.n"'])
+def test_functions_whose_schema_is_renamed_work_on_the_table_that_the_search_path_has(schema, tenant):
+    rows(connections["postgresql"], f"ALTER SCHEMA ten RENAME TO {schema}" if schema != "ten" else "SELECT 1")
+    rows(connections["postgresql"], f"SET search_path = {schema}, public")
+    elsewhere(NEW_FENCE.replace("ten.", f"{schema}."))
+    for operation in import_module("django_dlock.migrations.0005_functions").Migration.operations:
+        with connections["postgresql"].schema_editor() as editor:
+            operation.database_forwards("django_dlock", editor, None, None)
+    with second_session("postgresql") as fresh:
+        rows(fresh, f"SET search_path = {schema}, public")
+        port, dialect = Cursor(fresh), functions_in(schema)
+        for token in (NOW, NOW + 1):
+            port.execute(dialect.admit[0], fencing.params(FenceEntry("order:42", token, US, limit=1.5)))
+        assert rows(fresh, f"SELECT token FROM {schema}.dlock_fence") == [(NOW + 1,)]
+        elsewhere(f"ALTER SCHEMA {schema} RENAME TO eleven", f"CREATE SCHEMA {schema}")
+        rows(fresh, "SET search_path = eleven, public")
+        try:
+            entry = FenceEntry("order:42", NOW + 2, US, limit=1.5)
+            _, answer = port.execute(functions_in("eleven").admit[0], fencing.params(entry))
+            assert answer == (1,)
+            assert rows(fresh, "SELECT token FROM eleven.dlock_fence") == [(NOW + 2,)]
+        finally:
+            rows(fresh, "DROP SCHEMA eleven CASCADE")
+            rows(fresh, f"DROP SCHEMA {schema} CASCADE")
+
+
+@pytest.mark.usefixtures("tenant")
+@pytest.mark.parametrize(
+    "loss",
+    [
+        ("DROP SCHEMA ten CASCADE",),
+        ("ALTER FUNCTION ten.dlock_admit RENAME TO former_admit",),
+        ("DROP FUNCTION ten.dlock_admit",),
+        ("REVOKE EXECUTE ON FUNCTION ten.dlock_admit FROM public",),
+        ("REVOKE USAGE ON SCHEMA ten FROM clerk",),
+    ],
+    ids=lambda loss: loss[0],
+)
+def test_session_that_loses_the_functions_heals_with_the_next_transaction(loss):
+    for operation in import_module("django_dlock.migrations.0005_functions").Migration.operations:
+        with connections["postgresql"].schema_editor() as editor:
+            operation.database_forwards("django_dlock", editor, None, None)
+    elsewhere(
+        "CREATE ROLE clerk",
+        "GRANT USAGE ON SCHEMA ten TO clerk",
+        "GRANT ALL ON ALL TABLES IN SCHEMA public TO clerk",
+    )
+    try:
+        connections["postgresql"].close()
+        rows(connections["postgresql"], "SET search_path = ten, public")
+        rows(connections["postgresql"], "SET ROLE clerk")
+        assert any("SELECT ten.dlock_admit(" in sql for sql in sent(fenced))
+        elsewhere(*loss)
+        with pytest.raises(DatabaseError, match=r"dlock_admit|ten"):
+            fenced()
+        assert any("INSERT INTO dlock_fence" in sql for sql in sent(fenced)) or calls(sent(fenced))
+    finally:
+        connections["postgresql"].close()
+        elsewhere("DROP OWNED BY clerk", "DROP ROLE clerk")
+
+
+def test_migration_that_was_faked_is_undone():
+    call_command("migrate", "django_dlock", "0004", database="postgresql", verbosity=0)
+    call_command("migrate", "django_dlock", "0005", database="postgresql", verbosity=0, fake=True)
+    try:
+        call_command("migrate", "django_dlock", "0004", database="postgresql", verbosity=0)
+    finally:
+        call_command("migrate", "django_dlock", database="postgresql", verbosity=0)
+        connections["postgresql"].close()
 
 
 @pytest.mark.parametrize("step", ["admit", "confirm"])

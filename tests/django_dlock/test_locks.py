@@ -437,6 +437,20 @@ def test_autocommit_that_is_turned_on_in_a_transaction_is_its_commit(database, s
 
 
 @without_refusal
+def test_autocommit_that_is_turned_on_in_a_transaction_stays_on(database, store):
+    transaction.set_autocommit(False, using=database)
+    with lock("order", 42, using=database):
+        add(database, "ours")
+        transaction.set_autocommit(True, using=database)
+    add(database, "after")
+    assert "after" in committed(database)
+    with lock("order", 42, using=database), atomic(database):
+        add(database, "in a block")
+    add(database, "after the block")
+    assert {"in a block", "after the block"} <= committed(database)
+
+
+@without_refusal
 def test_autocommit_that_is_turned_on_commits_nothing_under_a_lost_lease(database, store):
     transaction.set_autocommit(False, using=database)
     lease = order(database).acquire()

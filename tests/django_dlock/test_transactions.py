@@ -259,6 +259,17 @@ def test_settler_that_queries_leaves_no_transaction_open_in_manual_mode(manual, 
     assert heard == [1]
 
 
+def test_autocommit_that_is_turned_on_settles_the_transaction_and_stays_on(manual, heard):
+    on_end(lambda _: heard.append(len(rows(connections[manual], "SELECT 1"))), using=manual)
+    transaction.set_autocommit(True, using=manual)
+    assert heard == [1]
+    add(manual, "after it")
+    assert committed(manual) == {"after it"}
+    with atomic(manual):
+        add(manual, "in a block")
+    assert committed(manual) == {"after it", "in a block"}
+
+
 def test_check_that_fails_rolls_a_manual_transaction_back(manual, heard):
     on_end(heard.append, using=manual, before_commit=fail_with(DatabaseError("no")))
     add(manual, "a")
