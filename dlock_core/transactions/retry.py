@@ -143,7 +143,7 @@ def is_retry() -> bool:
     other again and again. A function that locks the row when it runs again waits in the row's queue instead, and then
     cannot lose it: under READ COMMITTED its second attempt is its last one.
     """
-    return any(attempt.number > 1 for attempt in current_attempts.get())
+    return any(attempt.number > 1 and not attempt.is_over for attempt in current_attempts.get())
 
 
 def report(key: object, make: Callable[[], AttemptedWork]) -> None:

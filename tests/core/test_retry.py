@@ -1,5 +1,6 @@
 import asyncio
 from collections.abc import Callable, Iterator
+from contextvars import Context, copy_context
 from datetime import timedelta
 from typing import Any
 
@@ -176,6 +177,18 @@ def test_work_knows_whether_it_runs_again() -> None:
     run(retry(ByHand(), work, Policy()))
     assert seen == [False, True, True]
     assert is_retry() is False
+
+
+def test_what_outlives_the_work_with_its_context_does_not_run_again() -> None:
+    contexts: list[Context] = []
+
+    async def work() -> None:
+        contexts.append(copy_context())
+        if len(contexts) < 2:
+            raise stale()
+
+    run(retry(ByHand(), work, Policy()))
+    assert [context.run(is_retry) for context in contexts] == [False, False]
 
 
 def test_work_inside_a_retry_of_another_database_runs_again() -> None:
