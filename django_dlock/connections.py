@@ -23,7 +23,7 @@ from django.db.backends.signals import connection_created
 from django.db.transaction import TransactionManagementError
 from django.dispatch import receiver
 
-from django_dlock.transactions import SAVEPOINT, Transaction, text_of
+from django_dlock.transactions import Transaction, text_of
 from dlock_core.sql.driver_errors import is_refusal, warn_unless_known
 from dlock_core.sql.statement_kinds import is_data_statement
 from dlock_core.transactions.tie import Outcome, call_all
@@ -126,7 +126,7 @@ class ConnectionTracker:
         except Exception as error:
             transaction.note_failure(self.connection, error)
             raise
-        if transaction.undo and not is_data_statement(text) and SAVEPOINT.search(text):
+        if transaction.undo and not is_data_statement(text):
             transaction.note_savepoints(text)
         return answer
 
@@ -280,7 +280,7 @@ class ConnectionTracker:
     def _release(self, sid: str) -> None:
         if not isinstance(sid, _NoSavepoint):
             self.django.savepoint_commit(sid)
-        if self.current is not None:
+        if self.current is not None and sid in self.current.undo:  # the statement was not heard, or none was sent
             self.current.note_release(sid)
 
     def savepoint_rollback(self, sid: str) -> None:

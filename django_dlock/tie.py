@@ -31,13 +31,20 @@ from django_dlock.connections import (
 )
 from django_dlock.errors import LeaseLost, NotSupported, SnapshotTooOld, as_database_error
 from django_dlock.fencing import READ_COMMITTED, isolation_of
+from django_dlock.transactions import is_idle
 from dlock_core.backend import Released
 from dlock_core.errors import DLockError
 from dlock_core.owner import in_task
 from dlock_core.runtime import BLOCKING
 from dlock_core.sql import database
 from dlock_core.sql.database import comment
-from dlock_core.sql.statement_kinds import ends_transaction, surely_reads
+from dlock_core.sql.statement_kinds import (
+    commits_implicitly,
+    ends_transaction,
+    is_data_statement,
+    may_run_another,
+    surely_reads,
+)
 from dlock_core.transactions.tie import TieState
 from dlock_core.transactions.transaction_lock import LockAcquire
 
@@ -79,6 +86,8 @@ class TiedDatabases:
         """That transaction; another thread's, in the same database, is none of it."""
         self._not_admitted: set[object] = set()
         """The tied transactions into which the token is to be admitted before their next statement."""
+        self._maybe_ended: set[object] = set()
+        """Those of them whose last statement has run others, one of which may have ended the transaction."""
         self._around_block: frozenset[object] = frozenset()
         """The transactions inside which the lease was taken."""
 
@@ -140,15 +149,19 @@ class TiedDatabases:
         elif transaction not in self._not_admitted:
             return
         if self.gate.forms.get(connection.alias) == "transaction":
+            if transaction in self._maybe_ended:
+                self._refuse_ended(connection)
             self.gate.admit(connection, connection.alias)
             transaction.undo.append(partial(self._admit_before_next, transaction))
         self._not_admitted.discard(transaction)
+        self._maybe_ended.discard(transaction)
 
     def _begin(self, connection: BaseDatabaseWrapper, transaction: Transaction) -> None:
         ends_lock = transaction is self._around
         transaction.checks.append(partial(self._before_commit, connection, transaction))
         transaction.settlers.append(partial(self.tie.settle, transaction, forget=self.forget, ends_lock=ends_lock))
         self._not_admitted &= self.tie.open
+        self._maybe_ended &= self.tie.open
         self._not_admitted.add(transaction)
         self.tie.begin(transaction)
         if ends_lock:
@@ -160,6 +173,7 @@ class TiedDatabases:
         """Admit again before the next statement: a savepoint's rollback took the admit along, or it was not fenced."""
         if transaction in self.tie.open:
             self._not_admitted.add(transaction)
+            self._maybe_ended.discard(transaction)
 
     def before_statement(self, tracker: ConnectionTracker, transaction: Transaction | None, sql: str) -> None:
         """Admit the lease into the transaction in which a statement is about to be sent, or refuse the statement.
@@ -174,14 +188,31 @@ class TiedDatabases:
             if transaction in tie.open or tie.handles or self._is_cut_off:
                 self._enter(connection, transaction)
             is_tied = transaction in tie.open or connection.alias in self.gate.forms
-            if is_tied and ends_transaction(sql):
-                raise TransactionManagementError(
-                    f"{sql.strip():.40} ends a transaction under the lock {tie.held.name!r} past Django, unchecked: "
-                    "leave the atomic() block, or call transaction.commit() or rollback()"
-                )
+            if is_tied and not is_data_statement(sql):
+                self._refuse_end(connection, transaction, sql)
         elif connection.alias in self.gate.forms and not surely_reads(sql):
             self._refuse_aborted()
             self._refuse_unfenced(connection)
+
+    def _refuse_end(self, connection: BaseDatabaseWrapper, transaction: Transaction, sql: str) -> None:
+        """Refuse a statement that ends a transaction; one that may run such a statement is looked into afterwards."""
+        is_mysql = connection.vendor == "mysql"
+        if ends_transaction(sql) or (is_mysql and commits_implicitly(sql)):
+            raise TransactionManagementError(
+                f"{sql.strip():.40} ends a transaction under the lock {self.held.name!r} past Django, unchecked: "
+                "leave the atomic() block, or call transaction.commit() or rollback()"
+            )
+        if is_mysql and may_run_another(sql):
+            self._admit_before_next(transaction)
+            if transaction in self.tie.open:
+                self._maybe_ended.add(transaction)
+
+    def _refuse_ended(self, connection: BaseDatabaseWrapper) -> None:
+        if is_idle(connection):
+            raise TransactionManagementError(
+                f"the transaction under the lock {self.held.name!r} was ended past Django, by a procedure or by the "
+                "driver, and what was done in it before is committed or rolled back already"
+            )
 
     def _before_commit(self, connection: BaseDatabaseWrapper, transaction: Transaction) -> None:
         """Refuse a COMMIT that the lease no longer protects: raises LeaseLost, StaleToken.
@@ -198,6 +229,8 @@ class TiedDatabases:
             self.gate.confirm(connection, connection.alias)
         elif form and (transaction in self._not_admitted or transaction not in self.tie.open):
             self._enter_apart(connection, transaction)
+        elif form and connection.vendor != "mysql":
+            self._refuse_ended(connection)
 
     def note_detached(self, runtime: Runtime) -> None:
         """Hold the lease no more in this context, if nothing needs it here.

@@ -6,12 +6,12 @@ database whether an error has rolled everything back.
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 from weakref import ref
 
 from dlock_core.sql.driver_errors import MAY_ROLL_BACK, DatabaseFailure, classify
+from dlock_core.sql.statement_kinds import savepoint_changes
 from dlock_core.transactions.tie import Outcome, call_all
 
 if TYPE_CHECKING:
@@ -22,16 +22,7 @@ if TYPE_CHECKING:
 
     Step: TypeAlias = Callable[[], object]
 
-__all__ = ["ABSENT", "SAVEPOINT", "AttributeValues", "Transaction", "text_of"]
-
-_GAP: Final = r"(?>(?:\s|/\*.*?\*/|--[^\n]*\n)+)"
-"""White space and comments."""
-SAVEPOINT: Final = re.compile(
-    rf"\b(?:(ROLLBACK)(?:{_GAP}(?:WORK|TRANSACTION))?{_GAP}TO(?:{_GAP}SAVEPOINT\b)?|(RELEASE)(?:{_GAP}SAVEPOINT\b)?|SAVEPOINT)"
-    rf"{_GAP}(?:[\"`]([^\"`]+)|(\w+))",
-    re.IGNORECASE | re.DOTALL,
-)
-"""What makes or ends a savepoint, in a statement of any length."""
+__all__ = ["ABSENT", "AttributeValues", "Transaction", "is_idle", "text_of"]
 
 ABSENT: Final = object()
 """Stands for the value of an attribute that was not there."""
@@ -120,29 +111,32 @@ class Transaction:
                 steps.append(step)
         return steps
 
-    def note_release(self, savepoint: str) -> None:
-        """Remove a savepoint that was released; what came after it belongs to the outer block now."""
-        index = next((n for n in range(len(self.undo) - 1, -1, -1) if self.undo[n] == savepoint), None)
-        if index is None:
-            return
-        del self.undo[index]
-        older, newer = self.undo[index - 1 : index], self.undo[index : index + 1]
-        if older and newer and isinstance(older[0], AttributeValues) and isinstance(newer[0], AttributeValues):
-            older[0].take_over(newer[0])
-            del self.undo[index]
+    def note_release(self, savepoint: str | None) -> None:
+        """Remove a savepoint that was released, and those after it; what came after it belongs to the outer block now.
+
+        A savepoint that is not in the list is older than all of it.
+        """
+        index = next((n for n in range(len(self.undo) - 1, -1, -1) if self.undo[n] == savepoint), 0)
+        newer = self.undo[index:]
+        del self.undo[index:]
+        for each in newer:
+            before = self.undo[-1] if self.undo else None
+            if isinstance(each, AttributeValues) and isinstance(before, AttributeValues):
+                before.take_over(each)
+            elif not isinstance(each, str):
+                self.undo.append(each)
 
     def note_savepoints(self, sql: str) -> None:
         """Record the savepoints that a statement has made or ended, as programs may do by hand.
 
-        A name that is not known is older than all there is to undo; words in a literal do no harm, either.
+        A name that is not known, or cannot be read, is older than all there is to undo.
         """
-        for rollback, release, quoted, plain in SAVEPOINT.findall(sql):
-            name = (quoted or plain).lower()
-            if rollback:
+        for verb, name in savepoint_changes(sql):
+            if verb == "ROLLBACK":
                 call_all(self.undo_to(name))
-            elif release:
+            elif verb == "RELEASE":
                 self.note_release(name)
-            else:
+            elif name is not None:
                 self.undo.append(name)
 
     def note_failure(self, connection: BaseDatabaseWrapper, error: Exception) -> None:
@@ -167,6 +161,21 @@ def _has_rolled_back(connection: Any, error: Exception) -> bool:
             return bool(cursor.fetchone()[0])
     except connection.Database.Error:
         return True  # it is safe to admit a token twice
+
+
+def is_idle(connection: Any) -> bool:
+    """Return whether a connection is in no transaction, although Django began one; only MariaDB has to be asked."""
+    if connection.connection is None:
+        return False
+    if connection.vendor == "sqlite":
+        return not connection.connection.in_transaction
+    if connection.vendor == "postgresql":
+        return int(connection.connection.info.transaction_status) == 0
+    if not getattr(connection, "mysql_is_mariadb", False):
+        return False
+    with connection.connection.cursor() as cursor:  # the driver's: nobody else is to hear of it
+        cursor.execute("SELECT NOT @@in_transaction")
+        return bool(cursor.fetchone()[0])
 
 
 def text_of(sql: Any) -> str:

@@ -8,22 +8,38 @@ from __future__ import annotations
 
 import re
 from functools import lru_cache
-from itertools import takewhile
-from typing import Final
+from typing import TYPE_CHECKING, Final, TypeAlias
 
-__all__ = ["ends_transaction", "is_data_statement", "surely_reads"]
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+__all__ = [
+    "commits_implicitly",
+    "ends_transaction",
+    "is_data_statement",
+    "may_run_another",
+    "savepoint_changes",
+    "surely_reads",
+]
 
 _COMMENT: Final = r"--[^\n]*|/\*.*?\*/"
 _DOLLARS: Final = r"(?<![\w$])(?P<quote>\$(?:[A-Za-z_]\w*)?\$).*?(?P=quote)"
 """A literal of PostgreSQL, in which the body of a function is written."""
-_SKIPPED: Final = (
-    re.compile(rf"""({_COMMENT})|'(?:[^']|'')*'|"(?:[^"]|"")*"|`[^`]*`|{_DOLLARS}""", re.DOTALL),
-    re.compile(rf"""({_COMMENT})|'(?:[^'\\]|''|\\.)*'|"(?:[^"\\]|""|\\.)*"|`[^`]*`|{_DOLLARS}""", re.DOTALL),
+_QUOTED: Final = (
+    r"""'(?:[^']|'')*'|"(?:[^"]|"")*"|`[^`]*`""",
+    r"""'(?:[^'\\]|''|\\.)*'|"(?:[^"\\]|""|\\.)*"|`[^`]*`""",
 )
-"""Comments, literals and quoted names, once with a backslash as a plain character and once as an escape.
+_SKIPPED: Final = tuple(
+    re.compile(rf"({comment})|{quoted}|{_DOLLARS}", re.DOTALL)
+    for comment in (_COMMENT, rf"{_COMMENT}|\#[^\n]*")
+    for quoted in _QUOTED
+)
+"""Comments, literals and quoted names, with a backslash as a plain character and as an escape.
 
-Which of the two a server takes depends on its settings, so both readings must agree.
+The last two patterns take # for the beginning of a comment, as MySQL does. Which reading a server takes depends on its
+kind and settings, so all of them must agree.
 """
+_INNER_COMMENT: Final = re.compile(r"/\*(?:(?!/\*|\*/).)*\*/", re.DOTALL)
 _DATA_STATEMENTS: Final = ("SELECT", "INSERT", "UPDATE", "DELETE")
 _READS: Final = re.compile(
     r"[\s(]*(?:(?:SELECT|WITH|VALUES|TABLE|SHOW|DESCRIBE|DESC|PRAGMA|FETCH|MOVE|DECLARE|CLOSE|LISTEN|UNLISTEN|USE|RESET|DISCARD"
@@ -40,6 +56,29 @@ _ENDS: Final = re.compile(
     r"[\s\ufeff]*(?:COMMIT|END|ABORT|BEGIN|START\s+TRANSACTION|PREPARE\s+TRANSACTION|ROLLBACK(?!(?:\s+\w+)?\s+TO\b))\b",
     re.IGNORECASE,
 )
+_COMMITS: Final = re.compile(
+    r"[\s\ufeff]*(?:SET\s+STATEMENT\b.*?\bFOR\s+)?(?:"
+    r"COMMIT|ROLLBACK(?!(?:\s+\w+)?\s+TO\b)|BEGIN|START|STOP|CHANGE|ALTER|CREATE(?!\s+(?:OR\s+REPLACE\s+)?TEMPORARY\b)"
+    r"|DROP(?!\s+(?:TEMPORARY|PREPARE)\b)|TRUNCATE|RENAME|GRANT|REVOKE|FLUSH|RESET|BACKUP|XA|INSTALL|UNINSTALL"
+    r"|(?:UN)?LOCK\s+TABLES?|(?:ANALYZE|OPTIMIZE|REPAIR|CHECK)\s+(?:(?:NO_WRITE_TO_BINLOG|LOCAL)\s+)?(?:TABLES?|VIEW)"
+    r"|CACHE\s+INDEX|LOAD\s+INDEX|SET\s+PASSWORD)\b|[\s\ufeff]*SET\b.*\bautocommit\b\W*=(?!\s*(?:0|OFF|FALSE)\b)",
+    re.IGNORECASE,
+)
+_IS_COMPLETE: Final = re.compile(
+    r"[\s\ufeff(]*(?:SELECT|INSERT|UPDATE|DELETE|REPLACE|WITH|VALUES|TABLE|SHOW|DESCRIBE|DESC|EXPLAIN|ANALYZE|USE|LOAD|DO"
+    r"|HANDLER|KILL|HELP|CHECKSUM|PREPARE|DEALLOCATE|SAVEPOINT|RELEASE|ROLLBACK|CREATE|DROP|SET(?!\s+STATEMENT\b))\b",
+    re.IGNORECASE,
+)
+"""A statement of MySQL and MariaDB that runs no other: neither CALL nor EXECUTE, nor a compound statement."""
+_PLAIN_COMMENT: Final = re.compile(r"--[^\r\n]*|/\*(?!M?!)(?:(?!/\*).)*?\*/", re.DOTALL)
+"""A comment for every server."""
+_SAVEPOINT: Final = re.compile(
+    r"\s*(?P<verb>(?i:SAVEPOINT|RELEASE(?:\s+SAVEPOINT)?|ROLLBACK(?:\s+(?:WORK|TRANSACTION))?\s+TO(?:\s+SAVEPOINT)?))"
+    r"\s+(?:(?P<plain>[A-Za-z_][A-Za-z0-9_]*)|(?P<quote>[\"`])(?P<quoted>[a-z_][a-z0-9_]*)(?P=quote))\s*",
+    re.ASCII,
+)
+"""What makes or ends a savepoint, as one statement with a plain name."""
+_ENDS_SAVEPOINT: Final = re.compile(r"[\s\ufeff]*(RELEASE|ROLLBACK)\b", re.IGNORECASE)
 _ROUTINE: Final = re.compile(r"CREATE\b.*\b(?:TRIGGER|FUNCTION|PROCEDURE|EVENT)\b.*\bBEGIN\b", re.IGNORECASE)
 """The head of a routine; in the body that follows, BEGIN and END enclose a block and end no transaction."""
 
@@ -64,7 +103,7 @@ def _remembered(sql: str) -> bool:
 def _surely_reads(sql: str) -> bool:
     if _EXECUTED.search(sql):
         return False
-    return all(_reads(part) for skipped in _SKIPPED for part in _parts(sql, skipped))
+    return all(_reads(part) for parts in _readings(sql) for part in parts)
 
 
 def is_data_statement(sql: str) -> bool:
@@ -79,18 +118,70 @@ def ends_transaction(sql: str) -> bool:
     """Return whether a text has a statement that ends the open transaction, or begins another one."""
     if is_data_statement(sql):
         return False
-    texts = {sql, _EXECUTED.sub(" ", sql)}
-    readings = (takewhile(_is_no_routine, _parts(text, skipped)) for text in texts for skipped in _SKIPPED)
-    return any(_ENDS.match(part) for parts in readings for part in parts)
+    return any(_ENDS.match(part) for part in _statements(sql))
+
+
+def commits_implicitly(sql: str) -> bool:
+    """Return whether MySQL and MariaDB commit the open transaction with a statement of this text.
+
+    The list is their manuals': https://dev.mysql.com/doc/refman/8.4/en/implicit-commit.html,
+    https://mariadb.com/kb/en/sql-statements-that-cause-an-implicit-commit/
+    """
+    return not is_data_statement(sql) and any(_COMMITS.match(part) for part in _statements(sql))
+
+
+def may_run_another(sql: str) -> bool:
+    """Return whether MySQL and MariaDB may run statements that are not in this text, such as those of a procedure."""
+    if is_data_statement(sql):
+        return False
+    return _EXECUTED.search(sql) is not None or not all(_IS_COMPLETE.match(part) for part in _statements(sql))
+
+
+SavepointChange: TypeAlias = tuple[str, str | None]
+
+
+def savepoint_changes(sql: str) -> list[SavepointChange]:
+    """Return what a text does to savepoints: SAVEPOINT, RELEASE or ROLLBACK, each with the savepoint's name.
+
+    Two names are equal only if every server takes them for equal. None stands for any name: the text, or the name in
+    it, cannot be read with certainty. A savepoint that is made under such a name is left out.
+    """
+    parts = [part for part in _PLAIN_COMMENT.sub(" ", sql).split(";") if part.strip()]
+    found = [each for part in parts if (each := _SAVEPOINT.fullmatch(part))]
+    if len(found) == len(parts):
+        return [(each["verb"].split()[0].upper(), (each["plain"] or "").lower() or each["quoted"]) for each in found]
+    ends = {begun[1].upper() for part in _statements(sql) if (begun := _ENDS_SAVEPOINT.match(part))}
+    return [(verb, None) for verb in ("ROLLBACK", "RELEASE") if verb in ends]
+
+
+def _statements(sql: str) -> Iterator[str]:
+    """Return each statement in a text, in every reading, with the executed comments as comments and as statements."""
+    for text in {sql, _EXECUTED.sub(" ", sql)}:
+        for parts in _readings(text):
+            for part in parts:
+                yield part
+                if _ROUTINE.match(part):
+                    break
+
+
+def _readings(sql: str) -> Iterator[list[str]]:
+    """Return the parts of a text in every reading; PostgreSQL's comments can be nested."""
+    for text in {sql, _without_nested_comments(sql)}:
+        for skipped in _SKIPPED if "#" in text else _SKIPPED[:2]:
+            yield _parts(text, skipped)
+
+
+def _without_nested_comments(sql: str) -> str:
+    if sql.count("/*") < 2:
+        return sql
+    while (shorter := _INNER_COMMENT.sub(" ", sql)) != sql:
+        sql = shorter
+    return sql
 
 
 def _parts(sql: str, skipped: re.Pattern[str]) -> list[str]:
     plain = skipped.sub(lambda found: " " if found[1] else " q ", sql)
     return [part for each in plain.split(";") if (part := " ".join(each.split()))]
-
-
-def _is_no_routine(part: str) -> bool:
-    return _ROUTINE.match(part) is None
 
 
 def _reads(part: str) -> bool:

@@ -2,7 +2,14 @@
 
 import pytest
 
-from dlock_core.sql.statement_kinds import ends_transaction, is_data_statement, surely_reads
+from dlock_core.sql.statement_kinds import (
+    commits_implicitly,
+    ends_transaction,
+    is_data_statement,
+    may_run_another,
+    savepoint_changes,
+    surely_reads,
+)
 
 READS = [
     "SELECT 1",
@@ -38,6 +45,8 @@ WRITES = [
     "SET STATEMENT max_statement_time = 1 FOR UPDATE t SET a = 1",
     "/*! UPDATE t SET a = 1 */",
     "SELECT '\\'; DELETE FROM t; --'",
+    "/* a /* b */ SELECT 1 -- */ DELETE FROM t",
+    "# x\nDELETE FROM t",
     "CREATE TABLE u (a int)",
     "TRUNCATE t",
     "COPY t FROM STDIN",
@@ -60,6 +69,7 @@ def test_no_disguise_of_a_write_passes_for_a_read(sql: str) -> None:
         *("COMMIT", "/* c */ commit;", "ROLLBACK", "SELECT 1; COMMIT", "BEGIN", "START TRANSACTION"),
         *("/*!COMMIT*/", "/*!50000 COMMIT */", "/*M!100100 COMMIT*/", "\ufeffCOMMIT"),
         "/*! don't */ ; COMMIT; SELECT 'x'",
+        *("# x\nCOMMIT", "# don't\nCOMMIT", "/* a /* nested */ */ COMMIT", "/* /* */ -- */ COMMIT"),
     ],
 )
 def test_end_of_a_transaction_is_known(sql: str) -> None:
@@ -128,3 +138,69 @@ def test_what_may_be_more_than_one_statement_on_rows_is_looked_at_closely(sql: s
 )
 def test_plain_statement_on_rows_needs_no_closer_look(sql: str) -> None:
     assert is_data_statement(sql)
+
+
+@pytest.mark.parametrize(
+    "sql",
+    [
+        *("# x\nCOMMIT", "SET STATEMENT max_statement_time=1 FOR COMMIT", "/*!FLUSH TABLES*/", "START SLAVE"),
+        *("SET autocommit=1", "set @@session.autocommit := ON", "SET sql_mode = '', autocommit = 'ON'"),
+        *("LOCK TABLES t WRITE", "FLUSH TABLES", "ANALYZE TABLE t", "OPTIMIZE LOCAL TABLE t", "CHECK TABLE t"),
+        *("CREATE TABLE t (a int)", "alter table t add b int", "TRUNCATE t", "DROP VIEW v", "RENAME TABLE t TO u"),
+        "CREATE PROCEDURE p() BEGIN SELECT 1; END",
+    ],
+)
+def test_statement_with_which_mysql_commits_is_known(sql: str) -> None:
+    assert commits_implicitly(sql)
+
+
+@pytest.mark.parametrize(
+    "sql",
+    [
+        *("SET autocommit = 0", "SET foreign_key_checks = 0", "ANALYZE SELECT 1", "ROLLBACK TO a", "SAVEPOINT a"),
+        *("CREATE TEMPORARY TABLE t (a int)", "CREATE OR REPLACE TEMPORARY TABLE t (a int)", "DROP PREPARE p"),
+        *("SET STATEMENT max_statement_time=1 FOR UPDATE t SET a = 1", "SELECT 1 # COMMIT", "SHOW TABLES"),
+    ],
+)
+def test_statement_with_which_mysql_does_not_commit_is_let_through(sql: str) -> None:
+    assert not commits_implicitly(sql)
+
+
+@pytest.mark.parametrize(
+    "sql",
+    [
+        *("CALL p()", "EXECUTE p", "EXECUTE IMMEDIATE 'COMMIT'", "SET STATEMENT max_statement_time=1 FOR CALL p()"),
+        *("/*!ROLLBACK*/ /*!TO a */", "IF 1 THEN COMMIT", "SELECT 1 # x\n; CALL p()", "MYSTERY"),
+    ],
+)
+def test_statement_of_mysql_that_may_run_another_is_known(sql: str) -> None:
+    assert may_run_another(sql)
+
+
+@pytest.mark.parametrize("sql", ["select 1", "(SELECT 1)", "REPLACE INTO t VALUES (1)", "SAVEPOINT `a b`", "SET a = 1"])
+def test_statement_of_mysql_that_runs_no_other_is_known(sql: str) -> None:
+    assert not may_run_another(sql)
+
+
+@pytest.mark.parametrize(
+    ("sql", "changes"),
+    [
+        ("SAVEPOINT a1", [("SAVEPOINT", "a1")]),
+        ('savepoint "a1" ;', [("SAVEPOINT", "a1")]),
+        ("RELEASE SAVEPOINT A1", [("RELEASE", "a1")]),
+        ("release a1", [("RELEASE", "a1")]),
+        ("ROLLBACK /* x */ WORK TO -- x\n `a1`", [("ROLLBACK", "a1")]),
+        ("ROLLBACK TO x; ROLLBACK TRANSACTION TO SAVEPOINT y", [("ROLLBACK", "x"), ("ROLLBACK", "y")]),
+        *((f"SAVEPOINT {name}", []) for name in ("a$1", '"A"', '"a""1"', "'a1'", "[a1]", 'U&"a"', "ä")),
+        *((f"ROLLBACK TO {name}", [("ROLLBACK", None)]) for name in ("a$1", '"A"', '"a""1"', "'a1'", "[a 1]", "ä")),
+        ("RELEASE 'a1'", [("RELEASE", None)]),
+        ("SELECT 1; ROLLBACK TO x", [("ROLLBACK", None)]),
+        ("ROLLBACK # x\n TO a1", [("ROLLBACK", None)]),
+        ("ROLLBACK TO /* /* */ b -- */ a", [("ROLLBACK", None)]),
+        ("/*!ROLLBACK*/ /*!TO a1 */", [("ROLLBACK", None)]),
+        ("WITH a AS (SELECT release FROM t) SELECT rollback FROM a", []),
+        ("DO $$ BEGIN ROLLBACK; END $$", []),
+    ],
+)
+def test_savepoints_name_is_read_only_where_it_is_certain(sql: str, changes: list[tuple[str, str | None]]) -> None:
+    assert savepoint_changes(sql) == changes

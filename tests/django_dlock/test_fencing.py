@@ -31,6 +31,9 @@ EVERY = [*SERVERS, ("default", "IMMEDIATE"), ("default", "DEFERRED")]
 FORMS = ["transaction", "lease"]
 
 
+PG, MARIADB, SQLITE = ("postgresql", "read committed"), ("mariadb", "read committed"), ("default", "IMMEDIATE")
+
+
 def levels(pairs):
     return pytest.mark.parametrize("alias", pairs, ids=lambda pair: "-".join(pair).replace(" ", "_"), indirect=True)
 
@@ -135,6 +138,32 @@ def test_admit_made_before_a_savepoint_by_hand_stays(alias, store):
             Counter.objects.using(alias).update(value=1)
             rows(connections[alias], "RELEASE SAVEPOINT x")
         assert len(sent) == 3
+
+
+@pytest.mark.parametrize(
+    ("alias", "before", "after", "undo"),
+    [
+        (PG, "SAVEPOINT a$1", "SAVEPOINT a$2", "ROLLBACK TO a$1"),
+        (MARIADB, "SAVEPOINT a$1", "SAVEPOINT a$2", "ROLLBACK TO a$1"),
+        (PG, 'SAVEPOINT "A"', "SAVEPOINT a", 'ROLLBACK TO "A"'),
+        (PG, 'SAVEPOINT "a""1"', 'SAVEPOINT "a""2"', 'ROLLBACK TO "a""1"'),
+        (PG, "SAVEPOINT a", "RELEASE b", "ROLLBACK TO a"),
+        (MARIADB, "SAVEPOINT a1", "SELECT 1", "EXECUTE IMMEDIATE 'ROLLBACK TO a1'"),
+        (SQLITE, "SAVEPOINT 'a1'", "SELECT 1", "ROLLBACK TO 'a1'"),
+        (SQLITE, "SAVEPOINT [a 1]", "SAVEPOINT [a 2]", "ROLLBACK TO [a 1]"),
+    ],
+    indirect=["alias"],
+)
+def test_admit_undone_by_a_rollback_whose_savepoint_is_hard_to_read_is_made_again(alias, store, before, after, undo):
+    with atomic(alias):
+        rows(connections[alias], before)
+        lease = lock("order", 42, using=alias).acquire()
+        if after.startswith("RELEASE"):  # which takes the newer savepoint of the same name along
+            rows(connections[alias], "SAVEPOINT b")
+            rows(connections[alias], before)
+        rows(connections[alias], after)
+        rows(connections[alias], undo)
+    assert Fence.objects.using(alias).get(name="order:42").token == lease.token
 
 
 def change(alias, name):

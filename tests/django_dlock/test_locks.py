@@ -419,6 +419,64 @@ def test_transaction_under_a_lock_is_not_ended_past_django(database, store, sql)
 
 
 @pytest.mark.parametrize(
+    ("database", "sql"),
+    [
+        ("postgresql", "/* a /* nested */ */ COMMIT"),
+        ("postgresql", "ROLLBACK /* x /* y */ z */ TO a"),
+        ("mariadb", "# x\nCOMMIT"),
+        ("mariadb", "ROLLBACK # x\n TO a"),
+        ("mariadb", "/*!ROLLBACK*/ /*!TO a */"),
+        ("mariadb", "SET STATEMENT max_statement_time=1 FOR COMMIT"),
+        ("mariadb", "SET autocommit=1"),
+        ("mariadb", "FLUSH TABLES"),
+        ("mariadb", "LOCK TABLES testapp_counter WRITE"),
+        ("mariadb", "ANALYZE TABLE testapp_counter"),
+        ("mariadb", "CREATE TABLE no_such_table (a int)"),
+    ],
+    indirect=["database"],
+)
+def test_disguised_or_implicit_end_of_a_transaction_under_a_lock_is_refused(database, store, sql):
+    with order(database), atomic(database):
+        add(database, "a")
+        with pytest.raises(TransactionManagementError, match="past Django"), connections[database].cursor() as cursor:
+            cursor.execute(sql)
+        assert committed(database) == set()
+    assert committed(database) == {"a"}
+
+
+@pytest.mark.parametrize("database", ["mariadb"], indirect=True)
+@pytest.mark.parametrize("goes_on", [True, False])
+def test_commit_that_a_procedure_may_have_sent_is_raised_by_the_next_statement_or_the_commit(database, store, goes_on):
+    with order(database), atomic(database), connections[database].cursor() as cursor:
+        add(database, "a")
+        cursor.execute("EXECUTE IMMEDIATE 'SELECT 1'")  # ends nothing
+        cursor.fetchall()
+        add(database, "b")
+    with (
+        pytest.raises(TransactionManagementError, match="ended past Django"),
+        order(database),
+        atomic(database),
+        connections[database].cursor() as cursor,
+    ):
+        add(database, "c")
+        cursor.execute("EXECUTE IMMEDIATE 'COMMIT'")
+        if goes_on:
+            add(database, "d")
+    assert committed(database) == {"a", "b", "c"}
+
+
+@pytest.mark.parametrize("database", ["default", "postgresql"], indirect=True)
+def test_commit_that_the_driver_has_sent_under_a_lock_is_raised_by_djangos_commit(database, store):
+    with (
+        pytest.raises(TransactionManagementError, match="ended past Django"),
+        order(database),
+        atomic(database),
+    ):
+        add(database, "a")
+        connections[database].connection.commit()
+
+
+@pytest.mark.parametrize(
     "sql", ["/* job */ UPDATE {0} SET value = 1", "SELECT 1; UPDATE {0} SET value = 1", "CALL f()"]
 )
 def test_disguised_write_without_a_transaction_is_refused(database, store, sql):
