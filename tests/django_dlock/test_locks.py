@@ -969,3 +969,20 @@ def test_watchdog_keeps_to_the_shorter_ttl_of_a_renewal(store):
         before = lease._held.renewal_tick
         lease.renew(ttl=1)
         assert lease._held.renewal_tick < before
+
+
+@pytest.mark.parametrize("database", ["mariadb"], indirect=True)
+def test_procedure_with_an_answer_can_be_called_under_a_lock(database, store):
+    with connections[database].cursor() as cursor:
+        cursor.execute("CREATE OR REPLACE PROCEDURE answering() BEGIN SELECT 1; SELECT 2; END")
+    try:
+        with order(database), atomic(database), connections[database].cursor() as cursor:
+            add(database, "a")
+            cursor.execute("CALL answering()")
+            assert cursor.fetchall() == ((1,),)
+            cursor.execute("SELECT 3")  # on the same cursor, which leaves out the other answers
+            assert cursor.fetchall() == ((3,),)
+        assert committed(database) == {"a"}
+    finally:
+        with connections[database].cursor() as cursor:
+            cursor.execute("DROP PROCEDURE answering")
