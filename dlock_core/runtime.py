@@ -8,6 +8,7 @@ test can turn it by hand.
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import os
 import random
 import threading
@@ -28,6 +29,7 @@ __all__ = [
     "DatabaseRuntime",
     "Runtime",
     "Signal",
+    "begin_task",
     "clock",
     "refuse_in_loop",
     "run",
@@ -213,6 +215,17 @@ class Asyncio:
 
 BLOCKING = Blocking()
 ASYNCIO = Asyncio()
+
+
+def begin_task(coroutine: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
+    """Begin a task that serves many callers of the running loop, in a context of its own.
+
+    It does not keep what the first caller's context holds, such as a request, for as long as it runs; and asyncio does
+    not complain when the loop is closed while it waits.
+    """
+    task = asyncio.get_running_loop().create_task(coroutine, name=name, context=contextvars.Context())
+    task._log_destroy_pending = False  # type: ignore[attr-defined]  # noqa: SLF001 - as asyncio.gather does it
+    return task
 
 
 def run(coroutine: Coroutine[Any, Any, T]) -> T:

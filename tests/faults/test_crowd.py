@@ -1,6 +1,7 @@
 """Many tasks of one process wait on Redis: over two connections, with few requests, and none of them harms another."""
 
 import asyncio
+import gc
 import os
 import signal
 import time
@@ -410,3 +411,28 @@ def test_hand_over_to_a_request_that_came_after_its_undo_is_given_back(
 
     asyncio.run(main())
     assert is_untouched(direct, "b")
+
+
+async def wait_for_one_hand_over(store: RedisBackend) -> None:
+    held = await AsyncLock(store, "n", ttl=60).acquire()
+    waiter = asyncio.create_task(AsyncLock(store, "n", ttl=60).acquire())
+    await eventually(lambda: asyncio.to_thread(lambda: bool(waiters(store, "n"))))
+    await held.release()
+    await (await waiter).release()
+
+
+async def test_after_the_last_wait_no_task_is_left_for_long(store: RedisBackend) -> None:
+    await wait_for_one_hand_over(store)
+    begin = time.monotonic()
+    await asyncio.gather(*asyncio.all_tasks() - {asyncio.current_task()})
+    assert time.monotonic() - begin < waiting.MAX_SLEEP_S / 2
+
+
+def test_loop_may_be_closed_as_soon_as_the_last_wait_is_over(
+    store: RedisBackend, caplog: pytest.LogCaptureFixture
+) -> None:
+    loop = asyncio.new_event_loop()
+    loop.run_until_complete(wait_for_one_hand_over(store))
+    loop.close()
+    gc.collect()
+    assert [record.message for record in caplog.records if record.name == "asyncio"] == []

@@ -17,7 +17,7 @@ from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from dlock_core.backends.idle import inherited
 from dlock_core.errors import format_seconds
-from dlock_core.runtime import ASYNCIO
+from dlock_core.runtime import ASYNCIO, begin_task
 from dlock_core.scheduler import after_fork_in_child
 
 if TYPE_CHECKING:
@@ -118,7 +118,7 @@ class _Line:
         """Send what has come, unless the connection is in use."""
         if self.turns and not self.is_busy():
             self.in_use = None
-            self.sender = asyncio.get_running_loop().create_task(self._send(), name="dlock-line")
+            self.sender = begin_task(self._send(), name="dlock-line")
             self.sender.add_done_callback(self._sent)
 
     def give_up(self, turn: Turn) -> None:

@@ -20,7 +20,7 @@ from dlock_core.backends.idle import inherited
 from dlock_core.backends.redis.protocol import load_script
 from dlock_core.backends.redis.transport import raise_for_error, run_script, send_commands
 from dlock_core.errors import BackendUnavailable
-from dlock_core.runtime import ASYNCIO
+from dlock_core.runtime import ASYNCIO, begin_task
 from dlock_core.scheduler import after_fork_in_child
 
 if TYPE_CHECKING:
@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
 __all__ = ["MAX_SLEEP_S", "NUDGE_DELAY_S", "HandedOver", "Listener", "Listeners"]
 
+MAX_IDLE_S: Final = 0.1
+"""How long a listener goes on without a waiter: a new one may come at once, and a new connection costs more."""
 MIN_SLEEP_S: Final = 0.05
 """Shortest sleep of a listener. A grant is confirmed once more if much of its ttl may be over since the sleep began."""
 MAX_SLEEP_S: Final = 2.5
@@ -102,6 +104,7 @@ class Listener:
         """Holders that have found their grants since the sleep began, whose reply may name them all the same."""
         self._looked_after_at = 0.0
         self._sleep_s = MAX_SLEEP_S
+        self._is_asleep = False
         self._task: asyncio.Task[None] | None = None
 
     async def wait(self, request: AcquireRequest, seconds: float) -> HandedOver | None:
@@ -129,6 +132,8 @@ class Listener:
         finally:
             self._waiters.pop(request.holder, None)
             waiter.end()
+            if self._is_idle():
+                asyncio.get_running_loop().call_later(MAX_IDLE_S, self._end_if_idle)
 
     def asks(self, holder: str) -> None:
         """Leave its grant to this holder until it has a reply, or has abandoned its request."""
@@ -146,8 +151,16 @@ class Listener:
         self._asking.pop(holder, None)
 
     def _listen(self) -> None:
-        self._task = asyncio.get_running_loop().create_task(self._serve(), name="dlock-waiting")
+        self._task = begin_task(self._serve(), name="dlock-waiting")
         self._task.add_done_callback(self._ended)
+
+    def _is_idle(self) -> bool:
+        return not (self._waiters or self._unclaimed)
+
+    def _end_if_idle(self) -> None:
+        """Wake the task from its sleep, so that nobody who waits for all tasks of the loop waits for this one."""
+        if self._is_asleep and self._is_idle() and not self._asking and self._task is not None:
+            self._task.cancel()
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         """Have the waiters ask again that came meanwhile, or that the task had when it was cancelled."""
@@ -160,9 +173,12 @@ class Listener:
 
     async def _serve(self) -> None:
         try:
-            while self._waiters or self._unclaimed:
+            while not self._is_idle():
                 await self._sleep()
                 await self._give_back()
+        except asyncio.CancelledError:
+            if not self._is_idle():  # Otherwise it has ended because it was idle, or might as well.
+                raise
         except BackendUnavailable as error:
             for waiter in self._waiters.values():
                 waiter.fail(error)
@@ -180,7 +196,11 @@ class Listener:
         args = (LISTENER_TTL_MS, QUEUE_TTL_MS, *[each.request.holder for each in cared_for])
         sleep = ("BLMOVE", self._list, self._list, "LEFT", "RIGHT", f"{seconds:.3f}")
         limit, commands = seconds + self._timeout, [sleep, CONFIRM.by_digest(keys, args)]
-        woken, reply = await send_commands(self._wire, ASYNCIO, "", commands, limit, seconds + NUDGE_DELAY_S)
+        self._is_asleep = True
+        try:
+            woken, reply = await send_commands(self._wire, ASYNCIO, "", commands, limit, seconds + NUDGE_DELAY_S)
+        finally:
+            self._is_asleep = False
         raise_for_error("", woken)
         if isinstance(reply, NoScriptError):
             by_text = [CONFIRM.by_text(keys, args)]
