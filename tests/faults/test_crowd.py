@@ -428,6 +428,7 @@ async def test_after_the_last_wait_no_task_is_left_for_long(store: RedisBackend)
     assert time.monotonic() - begin < waiting.MAX_SLEEP_S / 2
 
 
+@pytest.mark.filterwarnings("ignore:unclosed Connection", "ignore::pytest.PytestUnraisableExceptionWarning")
 def test_loop_may_be_closed_as_soon_as_the_last_wait_is_over(
     store: RedisBackend, caplog: pytest.LogCaptureFixture
 ) -> None:
