@@ -16,7 +16,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -138,7 +138,8 @@ def unpin(*servers: int) -> None:
 
 def set_cpus(pid: int, cpus: set[int]) -> None:
     for task in Path(f"/proc/{pid}/task").iterdir():
-        os.sched_setaffinity(int(task.name), cpus)
+        with suppress(ProcessLookupError):  # a thread may end meanwhile
+            os.sched_setaffinity(int(task.name), cpus)
 
 
 @contextmanager
