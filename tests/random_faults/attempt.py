@@ -78,7 +78,8 @@ class Chooser:
         if traits.has_version:
             retries = chance.random() < RETRY_RATE
             return Wish(items[:1], chance.choice(sections.BY_VERSION), {"wait": 0.0}, retries)
-        shared = traits.has_shared and chance.random() < SHARED_RATE
+        has_shared = traits.has_shared and not any(item.is_fenced for item in items)
+        shared = has_shared and chance.random() < SHARED_RATE
         act = chance.choice(sections.SHARED if shared else sections.ALONE)
         options: dict[str, Any] = {"wait": chance.choice(WAITS), "ttl": traits.ttl}
         if shared:

@@ -66,6 +66,8 @@ class Facts:
     """What the databases say that each item is at."""
     changes: list[Change] = field(default_factory=list)
     events: list[Event] = field(default_factory=list)
+    fences: dict[str, int] = field(default_factory=dict)
+    """The token in each row that carries its own fence."""
 
     def of(self, *events: str) -> Iterator[Record]:
         return (record for record in self.records if record.event in events)
@@ -130,6 +132,16 @@ def commits_are_in_the_order_of_tokens(facts: Facts) -> Iterator[Violation]:
                 yield Violation("committed out of token order", key, text)
             if not change.shared:
                 last = change
+
+
+def rows_remember_their_newest_holder(facts: Facts) -> Iterator[Violation]:
+    """A row that carries its own fence has at least the greatest token under which it was changed, whoever saved it since."""
+    unfenced = {record.section for record in facts.of("begin") if not record.values["options"].get("fence")}
+    for key, token in facts.fences.items():
+        for change in facts.changes:
+            if change.item == key and change.token > token and change.section not in unfenced:
+                text = f"it has token {token}, {change.section} had committed with {change.token}"
+                yield Violation("fence that went back", key, text)
 
 
 def tokens_grow(facts: Facts) -> Iterator[Violation]:
@@ -241,6 +253,7 @@ def descriptors_are_closed(facts: Facts) -> Iterator[Violation]:
 
 RULES: Final[tuple[Callable[[Facts], Iterator[Violation]], ...]] = (
     no_update_is_lost, outcomes_are_true, no_order_has_two_ends, commits_are_in_the_order_of_tokens, tokens_grow,
+    rows_remember_their_newest_holder,
     leases_do_not_overlap, errors_are_explained, nobody_waits_beyond_the_bound,
     descriptors_are_closed,
 )  # fmt: skip

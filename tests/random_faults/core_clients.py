@@ -27,7 +27,7 @@ def _options(attempt: Attempt) -> dict[str, Any]:
 
 
 def _name(attempt: Attempt) -> str:
-    return f"item:{attempt.wish.items[0].key}"
+    return attempt.wish.items[0].lock
 
 
 class CoreClient:

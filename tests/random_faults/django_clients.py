@@ -10,7 +10,8 @@ from django.conf import settings
 from django.db import connections
 
 from tests.random_faults.attempt import Attempt
-from tests.random_faults.sections import Statement, Steps
+from tests.random_faults.items import Item
+from tests.random_faults.sections import Save, Statement, Steps
 
 HAS_MYSQLCLIENT = importlib.util.find_spec("MySQLdb") is not None
 """It needs a C compiler, so it may be missing on a laptop: then Django's workers leave MariaDB out."""
@@ -147,6 +148,8 @@ def in_transactions(attempt: Attempt) -> None:
 
 def run(steps: Steps, alias: str, attempt: Attempt) -> None:
     """Carry out the steps of one transaction."""
+    from tests.random_faults.django_models import save
+
     rows = None
     with contextlib.suppress(StopIteration), connections[alias].cursor() as cursor:
         while True:
@@ -154,6 +157,8 @@ def run(steps: Steps, alias: str, attempt: Attempt) -> None:
             rows = None
             if isinstance(step, str):
                 attempt.stage(step)
+            elif isinstance(step, Save):
+                save(alias, step)
             else:
                 cursor.execute(_in_python_format(step[0]), step[1])
                 rows = cursor.fetchall() if cursor.description else None
@@ -173,5 +178,11 @@ def _lock(attempt: Attempt) -> Any:
     from django_dlock import lock
 
     wish = attempt.wish
-    locks = [lock("item", item.key, using=wish.database, store=item.store, **wish.options) for item in wish.items]
+    locks = [lock(*_parts(item), using=wish.database, store=item.store, **wish.options) for item in wish.items]
     return locks[0] if len(locks) == 1 else lock(*locks)
+
+
+def _parts(item: Item) -> tuple[Any, ...]:
+    from tests.random_faults import django_models
+
+    return (django_models.Item if item.is_fenced else "item", item.key)

@@ -1,16 +1,17 @@
-"""The row that has a version, as Django knows it; imported when Django is configured."""
+"""The rows that have a version, or their own fence, as Django knows them; imported when Django is configured."""
 
 from typing import ClassVar
 
 from django.db import models
 
+from django_dlock.fencing import FencedMixin
 from django_dlock.versions import VersionedMixin, VersionField
 from tests.random_faults.attempt import Attempt
 from tests.random_faults.django_clients import execute
-from tests.random_faults.sections import remake
+from tests.random_faults.sections import Save, remake
 
 
-class Item(VersionedMixin, models.Model):
+class Versioned(VersionedMixin, models.Model):
     name = models.CharField(max_length=40, primary_key=True)
     value = models.IntegerField()
     current = models.IntegerField(default=0)
@@ -21,19 +22,35 @@ class Item(VersionedMixin, models.Model):
         db_table: ClassVar[str] = "item"
 
 
-def read(attempt: Attempt) -> Item:
+class Item(FencedMixin, models.Model):
+    name = models.CharField(max_length=40, primary_key=True)
+    value = models.IntegerField()
+    current = models.IntegerField(default=0)
+
+    class Meta:
+        app_label: ClassVar[str] = "fenced"
+        db_table: ClassVar[str] = "item"
+
+
+def save(alias: str, step: Save) -> None:
+    """Save a row whose instance has never seen the fence's columns."""
+    row = Item(name=step.key, value=step.value, current=step.current)
+    row.save(using=alias, force_update=True)
+
+
+def read(attempt: Attempt) -> Versioned:
     attempt.read()
     [item] = attempt.wish.items
-    row: Item = Item.objects.using(item.database).get(name=item.key)
+    row: Versioned = Versioned.objects.using(item.database).get(name=item.key)
     attempt.stage("read")
     return row
 
 
-def write(attempt: Attempt, row: Item) -> None:
+def write(attempt: Attempt, row: Versioned) -> None:
     [item], alias, seen = attempt.wish.items, attempt.wish.database, row.value
     if attempt.wish.act is remake:
         row.delete_with_version(using=alias)
-        row = Item(name=item.key, value=seen + 1)
+        row = Versioned(name=item.key, value=seen + 1)
         row.save(using=alias, force_insert=True)
     else:
         row.value = seen + 1

@@ -10,6 +10,8 @@ class Traits:
 
     databases: tuple[str, ...]
     """Where its items are."""
+    row_database: str = "postgresql"
+    """Where one more item is, whose row carries its own fence; nowhere if the store needs none."""
     is_fair: bool = True
     has_shared: bool = True
     ends_with_connection: bool = False
@@ -26,29 +28,38 @@ class Traits:
 _MIXED: Final = ("postgresql", "postgresql", "mariadb")
 STORES: Final = {
     "redis": Traits(("postgresql", "postgresql", "postgresql")),
-    "turned": Traits(("postgresql", "postgresql", "sqlite")),
-    "sentinel": Traits(_MIXED),
+    "turned": Traits(("postgresql", "postgresql", "sqlite"), "sqlite"),
+    "sentinel": Traits(_MIXED, "mariadb"),
     "cluster": Traits(_MIXED),
-    "redlock": Traits(("postgresql", "postgresql", "sqlite"), is_fair=False, has_shared=False),
-    "etcd": Traits(_MIXED, ttl=2.0, held_after_death=5.5),
+    "redlock": Traits(("postgresql", "postgresql", "sqlite"), "sqlite", is_fair=False, has_shared=False),
+    "etcd": Traits(_MIXED, "mariadb", ttl=2.0, held_after_death=5.5),
     "zookeeper": Traits(_MIXED, held_after_death=5.0),
-    "table": Traits(_MIXED, is_fair=False, has_shared=False),
+    "table": Traits(_MIXED, "mariadb", is_fair=False, has_shared=False),
     "session": Traits(_MIXED, ends_with_connection=True),
-    "advisory": Traits(("postgresql", "postgresql"), ends_with_connection=True, is_inside=True),
-    "version": Traits(("postgresql", "mariadb", "sqlite"), has_shared=False, has_version=True),
+    "advisory": Traits(("postgresql", "postgresql"), "", ends_with_connection=True, is_inside=True),
+    "version": Traits(("postgresql", "mariadb", "sqlite"), "", has_shared=False, has_version=True),
 }
 """By the names under which the workers configure them; `turned` is a Redis whose clock is stepped, `version` is no store at all."""
 
 ZOOKEEPER_SESSION_S: Final = 4.0
+FENCED: Final = "fenced.item"
+"""How the names of locks begin whose fence is the row: in Django the label of the model, in SQLAlchemy the schema and the table."""
 
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """One row, and the lock `("item", key)` that protects it."""
+    """One row, and the lock that protects it, by `("item", key)` or, if the row carries its own fence, by `(Fenced, key)`."""
 
     key: str
     store: str
     database: str
+    is_fenced: bool = False
+    """Whether its row carries the fence, by `FencedMixin`."""
+
+    @property
+    def lock(self) -> str:
+        """The name of its lock, which both frameworks make of the class and the key."""
+        return f"{FENCED if self.is_fenced else 'item'}:{self.key}"
 
     @property
     def traits(self) -> Traits:
@@ -56,7 +67,9 @@ class Item:
 
 
 def items_of(store: str) -> list[Item]:
-    return [Item(f"{store}-{place}", store, database) for place, database in enumerate(STORES[store].databases)]
+    traits = STORES[store]
+    items = [Item(f"{store}-{place}", store, database) for place, database in enumerate(traits.databases)]
+    return [*items, Item(f"{store}-row", store, traits.row_database, is_fenced=True)] if traits.row_database else items
 
 
 def every_item(stores: list[str] | None = None) -> dict[str, Item]:
@@ -64,7 +77,9 @@ def every_item(stores: list[str] | None = None) -> dict[str, Item]:
 
 
 TABLES: Final = (
-    "CREATE TABLE item (name VARCHAR(40) PRIMARY KEY, value INT NOT NULL, current INT NOT NULL, version BIGINT NOT NULL)",
+    """\
+CREATE TABLE item (name VARCHAR(40) PRIMARY KEY, value INT NOT NULL, current INT NOT NULL, version BIGINT NOT NULL,
+dlock_token BIGINT NOT NULL DEFAULT 0, dlock_holder VARCHAR(32) NOT NULL DEFAULT '')""",
     "CREATE TABLE orders (item VARCHAR(40), number INT, state VARCHAR(20) NOT NULL, PRIMARY KEY (item, number))",
     "CREATE TABLE event (item VARCHAR(40), number INT, what VARCHAR(20), section VARCHAR(60))",
     "CREATE TABLE journal (item VARCHAR(40), value INT, seen INT, section VARCHAR(60), token BIGINT, shared INT)",

@@ -72,7 +72,7 @@ class Probes:
     def _items_are_free(self, store: str) -> None:
         """Every holder of the storm is dead or done: each item can be taken."""
         for item in items_of(store):
-            self._get(self._backends[store], f"item:{item.key}", "held on after the storm", now(), store)
+            self._get(self._backends[store], item.lock, "held on after the storm", now(), store)
 
     def _dead_holders_are_followed(self, stores: list[str]) -> None:
         said = self.world.directory / f"held-{now()}"

@@ -27,6 +27,8 @@ class Report:
     counts: dict[str, int] = field(default_factory=dict)
     sections: Counter[str] = field(default_factory=Counter)
     """By integration and outcome."""
+    fenced: Counter[str] = field(default_factory=Counter)
+    """Changes of rows that carry their own fence, by integration."""
     errors: Counter[str] = field(default_factory=Counter)
 
     def count(self, facts: Facts) -> None:
@@ -35,6 +37,7 @@ class Report:
         ended = {record.section for record in facts.of("end")}
         self.sections = Counter(f"{kinds[record.section]} {record.values['outcome']}" for record in facts.of("end"))
         self.sections.update(f"{kind} killed" for section, kind in kinds.items() if section not in ended)
+        self.fenced = Counter(kinds[change.section] for change in facts.changes if facts.items[change.item].is_fenced)
         for section, seconds in times_over_wait(facts):
             self.longest.setdefault("time beyond an acquire's wait", Measured()).note(seconds, WAIT_OVER_S, section)
         self.errors = Counter(record.values["error"] for record in facts.of("end") if record.values["error"])
@@ -50,6 +53,9 @@ class Report:
         found += [f"{sum(self.sections.values())} sections" + "".join(f"{one:>10}" for one in outcomes)]
         for client in clients:
             found.append(f"  {client:<16}" + "".join(f"{self.sections[f'{client} {one}']:>10}" for one in outcomes))
+        found += [
+            "changes of rows that are the fence: " + ", ".join(f"{who} {n}" for who, n in sorted(self.fenced.items()))
+        ]
         found += ["errors: " + ", ".join(f"{name} {times}" for name, times in self.errors.most_common(14))]
         for what, one in sorted(self.longest.items()):
             found.append(f"longest {what}: {one.seconds:.2f} s ({one.where}; bound {one.promise:.1f} s)")

@@ -1,6 +1,7 @@
 """What a section does in its database: generators that yield statements and get rows, for blocking and asynchronous drivers alike.
 
-A text that is yielded instead of a statement names the stage that the section has reached: there it may be stopped.
+A text that is yielded instead of a statement names the stage that the section has reached: there it may be stopped. A `Save` is
+carried out by the client with its ORM.
 """
 
 from collections.abc import Callable, Generator
@@ -10,7 +11,18 @@ from typing import Any, Final
 from tests.random_faults.items import Item
 
 Statement = tuple[str, dict[str, Any]]
-Steps = Generator[Statement | str, Any, None]
+
+
+@dataclass(frozen=True, slots=True)
+class Save:
+    """Write a row that carries its own fence through the ORM, from an instance that knows nothing of the fence's present state."""
+
+    key: str
+    value: int
+    current: int
+
+
+Steps = Generator[Statement | Save | str, Any, None]
 
 READ: Final = "SELECT value, current FROM item WHERE name = :item"
 WRITE: Final = "UPDATE item SET value = :value, current = :current WHERE name = :item"
@@ -129,7 +141,10 @@ def _read(work: Work) -> Steps:
 def _write(work: Work) -> Steps:
     for item in work.items:
         value, current = work.seen[item.key]
-        yield WRITE, {"item": item.key, "value": value + 1, "current": current}
+        if item.is_fenced:
+            yield Save(item.key, value + 1, current)
+        else:
+            yield WRITE, {"item": item.key, "value": value + 1, "current": current}
         yield _journal(work, item, value + 1, value, shared=0)
 
 

@@ -8,6 +8,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, create_async_engin
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column, sessionmaker
 
 from sqla_dlock import (
+    FencedMixin,
     VersionedMixin,
     alock,
     configure,
@@ -18,9 +19,12 @@ from sqla_dlock import (
 )
 from sqla_dlock.backends.advisory import from_engine
 from tests.random_faults.attempt import Attempt
-from tests.random_faults.sections import Steps, remake
+from tests.random_faults.items import FENCED
+from tests.random_faults.sections import Save, Steps, remake
 
 POSTGRESQL = {"connect_timeout": 5, "options": "-c lock_timeout=8000"}
+SCHEMA = FENCED.partition(".")[0]
+NO_SCHEMA = {"schema_translate_map": {SCHEMA: None}}
 MARIADB = {"connect_timeout": 5, "read_timeout": 12, "write_timeout": 12}
 
 
@@ -28,11 +32,11 @@ def engine_of(database: str, config: dict[str, Any]) -> Engine:
     where = config["databases"][database]
     if database == "postgresql":
         url = f"postgresql+psycopg://postgres@127.0.0.1:{where}/postgres"
-        return create_engine(url, connect_args=POSTGRESQL, pool_timeout=5)
+        return create_engine(url, connect_args=POSTGRESQL, pool_timeout=5, execution_options=NO_SCHEMA)
     if database == "mariadb":
         url = f"mariadb+pymysql://root@127.0.0.1:{where}/dlock?charset=utf8mb4"
-        return create_engine(url, connect_args=MARIADB, pool_timeout=5)
-    engine = create_engine(f"sqlite:///{where}", connect_args={"timeout": 20})
+        return create_engine(url, connect_args=MARIADB, pool_timeout=5, execution_options=NO_SCHEMA)
+    engine = create_engine(f"sqlite:///{where}", connect_args={"timeout": 20}, execution_options=NO_SCHEMA)
     _begin_immediate(engine)
     return engine
 
@@ -112,7 +116,7 @@ class AsyncpgClient:
     def __init__(self, config: dict[str, Any]) -> None:
         url = f"postgresql+asyncpg://postgres@127.0.0.1:{config['databases']['postgresql']}/postgres"
         arguments = {"timeout": 5, "command_timeout": 12, "server_settings": {"application_name": config["name"]}}
-        self.engine: AsyncEngine = create_async_engine(url, connect_args=arguments)
+        self.engine: AsyncEngine = create_async_engine(url, connect_args=arguments, execution_options=NO_SCHEMA)
         own = {
             "table": self.engine,
             "session": from_engine(self.engine, session=True),
@@ -146,7 +150,7 @@ class Base(DeclarativeBase):
     pass
 
 
-class Item(VersionedMixin, Base):
+class Versioned(VersionedMixin, Base):
     """The row that has a version, as SQLAlchemy knows it."""
 
     __tablename__ = "item"
@@ -155,16 +159,25 @@ class Item(VersionedMixin, Base):
     current: Mapped[int] = mapped_column(default=0)
 
 
+class Fenced(FencedMixin, Base):
+    """The row that carries its own fence. It is in no schema: one in its name makes that of its lock the one that Django makes."""
+
+    __tablename__, __table_args__ = "item", {"schema": SCHEMA}
+    name: Mapped[str] = mapped_column(primary_key=True)
+    value: Mapped[int]
+    current: Mapped[int]
+
+
 def change_row(session: Session, attempt: Attempt) -> None:
     """Save, or make anew, a row that has a version."""
     attempt.read()
     [item] = attempt.wish.items
-    row = session.get_one(Item, item.key)
+    row = session.get_one(Versioned, item.key)
     seen = row.value
     attempt.stage("read")
     if attempt.wish.act is remake:
         delete_with_version(session, row)
-        row = Item(name=item.key, value=seen + 1)
+        row = Versioned(name=item.key, value=seen + 1)
         session.add(row)
         session.flush()
     else:
@@ -192,6 +205,9 @@ def run(steps: Steps, session: Session, attempt: Attempt) -> None:
             rows = None
             if isinstance(step, str):
                 attempt.stage(step)
+            elif isinstance(step, Save):
+                session.merge(Fenced(name=step.key, value=step.value, current=step.current, dlock_token=0))
+                session.flush()
             else:
                 result = session.execute(text(step[0]), step[1])
                 rows = [tuple(row) for row in result] if result.returns_rows else None
@@ -199,5 +215,9 @@ def run(steps: Steps, session: Session, attempt: Attempt) -> None:
 
 def _lock(session: Any, attempt: Attempt, make: Any) -> Any:
     wish = attempt.wish
-    locks = [make(session, "item", item.key, store=item.store, **wish.options) for item in wish.items]
+    kinds = [Fenced if item.is_fenced else "item" for item in wish.items]
+    locks = [
+        make(session, kind, item.key, store=item.store, **wish.options)
+        for kind, item in zip(kinds, wish.items, strict=True)
+    ]
     return locks[0] if len(locks) == 1 else make(*locks)

@@ -121,6 +121,17 @@ def test_shared_holders_commit_in_any_order_among_themselves_but_not_after_a_new
     assert rules(facts(begun, changes=late)) == {"committed out of token order"}
 
 
+def test_a_row_whose_fence_went_back_unless_it_was_changed_without_a_fence() -> None:
+    begun = record("begin", "a", kind="django", items=[KEY], options={"wait": 0, "fence": True})
+    found = facts([begun], changes=[change("a", 1, 10)])
+    found.fences[KEY] = 10
+    assert not check(found)
+    found.fences[KEY] = 9
+    assert rules(found) == {"fence that went back"}
+    begun.values["options"]["fence"] = False
+    assert not check(found)
+
+
 def test_a_token_that_does_not_grow() -> None:
     both = section("a", 10), section("b", 10, outcome="refused")
     assert rules(facts(*both, changes=[change("a", 1, 10)])) == {"token does not grow"}

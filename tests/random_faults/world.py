@@ -173,7 +173,10 @@ class World:
                     connection.execute(text(table))
                 for item in items:
                     if item.database == name:
-                        connection.execute(text("INSERT INTO item VALUES (:key, 0, 0, 1)"), {"key": item.key})
+                        connection.execute(
+                            text("INSERT INTO item (name, value, current, version) VALUES (:key, 0, 0, 1)"),
+                            {"key": item.key},
+                        )
                         connection.execute(text("INSERT INTO orders VALUES (:key, 0, 'paid')"), {"key": item.key})
             if name == "postgresql":
                 tables.lease_metadata.create_all(engine)
