@@ -178,7 +178,7 @@ def sqlalchemy_flush(results: Results) -> Figure:
 # Rows 11 and 12: a process with many tasks; imports
 
 
-CROWD: Final = {"connections": 2.0, "commands per s": 5.0, "p99 ms": 2.0}
+CROWD: Final = {"connections": 2.0, "requests per s": 5.0, "p99 ms": 2.0}
 
 
 def crowd(results: Results) -> Figure:
@@ -190,7 +190,7 @@ def crowd(results: Results) -> Figure:
             told = (
                 [against(row[column], goal) for column, goal in CROWD.items()] if role(name) == "ours" else ["", "", ""]
             )
-            cells = [row["connections"], row["commands per s"], row["hand-over p50 ms"], row["p99 ms"], row["served"]]
+            cells = [row["connections"], row["requests per s"], row["hand-over p50 ms"], row["p99 ms"], row["served"]]
             lines.append([f"{short(name)}, {where}", *cells, *told])
         panels += [
             bars(f"{column}, {where}", rows, column, {"dlock": goal}, floor=None)
@@ -200,12 +200,12 @@ def crowd(results: Results) -> Figure:
     header = [
         "",
         "connections",
-        "commands/s",
+        "requests/s",
         "hand-over p50 ms",
         "p99 ms",
         "served in 10 s",
         "goal: connections",
-        "commands/s",
+        "requests/s",
         "p99",
     ]
     return Figure("crowd", "1,000 tasks of one process wait", table(header, lines), panels, 3)

@@ -42,7 +42,7 @@ PARTS: Final[dict[str, tuple[str, Options]]] = {
     "sqlalchemy_lock-network": ("sqlalchemy_lock", {"rounds": 7, "count": 30, "latency": 0.5}),
     "sqlalchemy_flush": ("sqlalchemy_flush", {"rounds": 9, "count": 40}),
     "counter": ("counter", {"repeat": 3, "seconds": 1.5}),
-    "crowd": ("crowd", {"tasks": "1,10,100,1000", "seconds": 1.5}),
+    "crowd": ("crowd", {"tasks": "1,10,100,1000", "seconds": 5.0}),
     "imports": ("imports", {"rounds": 15}),
     "advisory": ("advisory", {"rounds": 15, "count": 100}),
     "stores": ("stores", {"rounds": 9, "count": 60}),
