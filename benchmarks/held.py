@@ -82,7 +82,7 @@ class Ours:
         for start in range(0, len(leases), watchdog.MAX_BATCH):
             held = [lease._held for lease in leases[start : start + watchdog.MAX_BATCH]]
             for one in held:
-                one._renewal_bucket.discard(ref(one))
+                one.bucket.discard(ref(one))
             dog._renew(held)
         assert not any(lease.lost for lease in leases)
 

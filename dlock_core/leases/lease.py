@@ -38,7 +38,7 @@ from dlock_core.scheduler import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from dlock_core.backend import AcquireRequest, Backend, Granted, RenewalResult
 
@@ -54,6 +54,8 @@ MAX_CLOCK_DRIFT: Final = 0.01
 """How much faster our clock may run than the store's: one percent, far more than quartz does."""
 EXPIRY_MARGIN_S: Final = 0.002
 """Allowance for the coarseness of expiry in the store."""
+MOMENT_S: Final = 1.0
+"""The clock is read once for a batch of leases, and again for each of them that runs out within such a time."""
 
 
 class LeaseState(enum.Enum):
@@ -83,7 +85,8 @@ class LeaseRecord:
     """One grant: shared by every handle that joined it, known to the watchdog, released once.
 
     Others only read: `request` and `granted` (what was asked, and what the store answered), `until` (the end of its
-    validity on our clock), `ended` (what the release found, None before), `loss_reason` and `renewal_tick`.
+    validity on our clock), `ended` (what the release found, None before), `loss_reason`, and `bucket`, in which the
+    watchdog finds it when its renewal is due.
     """
 
     __slots__ = (
@@ -94,16 +97,15 @@ class LeaseRecord:
         "_is_loss_untold",
         "_on_lost",
         "_release_requests",
-        "_renewal_bucket",
         "_was_released_in_time",
         "backend",
+        "bucket",
         "ended",
         "granted",
         "handles",
         "loss_reason",
         "now",
         "pid",
-        "renewal_tick",
         "renewal_trouble",
         "request",
         "since",
@@ -124,8 +126,7 @@ class LeaseRecord:
         self.pid = _own_pid
         self.handles: list[int] = []
         """The ids of the handles that have not left, each once: joining or leaving again changes nothing."""
-        self.renewal_tick = 0
-        self._renewal_bucket: set[ref[LeaseRecord]] | None = None
+        self.bucket: Bucket | None = None
         self.ended: Released | None = None
         self.loss_reason, self.renewal_trouble = "", "it ran out before it was renewed"
         self._is_abandoned, self._release_requests, self._was_released_in_time = False, 0, False
@@ -144,6 +145,11 @@ class LeaseRecord:
     @property
     def token(self) -> int:
         return self.granted.token
+
+    @property
+    def renewal_tick(self) -> int:
+        """When it is renewed next; 0 when it never was to be."""
+        return 0 if self.bucket is None else self.bucket.tick
 
     @property
     def state(self) -> LeaseState:
@@ -227,16 +233,15 @@ class LeaseRecord:
             return False
         return True
 
-    def plan_renewal(self, tick: int, bucket: set[ref[LeaseRecord]]) -> None:
-        """Record when the watchdog renews the lease next, and where the watchdog finds it then."""
-        self.renewal_tick, self._renewal_bucket = tick, bucket
-        bucket.add(ref(self))
-
     def extend(self, sent: float, valid_for: float) -> None:
         """Record a renewal that was asked for at `sent`; an answer after the lease ran out does not heal it."""
-        if self.is_lost():
+        self.extend_until(valid_until(sent, valid_for), self.now())
+
+    def extend_until(self, until: float, now: float) -> None:
+        """Record a renewal that is valid so long; the clock is asked again if `now`, a moment ago, leaves a doubt."""
+        if self.until - now < MOMENT_S and self.remaining() == 0.0:
             self.lose()
-        elif (until := valid_until(sent, valid_for)) > self.until:
+        elif until > self.until:
             self.until = until
 
     def change_ttl(self, sent: float, ttl: float) -> None:
@@ -256,8 +261,8 @@ class LeaseRecord:
     def abandon(self) -> None:
         """Stop its renewal: it runs out unless it is released before. May be called from a finalizer."""
         self._is_abandoned = True
-        if self._renewal_bucket is not None:
-            self._renewal_bucket.discard(ref(self))
+        if self.bucket is not None:
+            self.bucket.discard(ref(self))
 
     def begin_release(self) -> None:
         """Record that a release is about to be sent: it is renewed no more; and whether it surely holds still.
@@ -276,8 +281,8 @@ class LeaseRecord:
             # An earlier request has released it and its reply was lost: a present holder was let in by that.
             found = Released.RELEASED
         self.ended = self.ended or found
-        if self._renewal_bucket is not None:  # Only now: the next waiter has the lock already.
-            self._renewal_bucket.discard(ref(self))
+        if self.bucket is not None:  # Only now: the next waiter has the lock already.
+            self.bucket.discard(ref(self))
         return self.ended
 
     def lose(self, reason: str = "") -> None:
@@ -313,6 +318,21 @@ class LeaseRecord:
                     logger.exception("dlock: on_lost of lock %r failed", self.name)
 
 
+class Bucket(set["ref[LeaseRecord]"]):
+    """The leases that are due in the same tick."""
+
+    __slots__ = ("tick",)
+
+    def __init__(self, tick: int) -> None:
+        self.tick = tick
+
+    def take_in(self, leases: Sequence[LeaseRecord]) -> None:
+        """Have these leases renewed when this bucket is due, and not before."""
+        for held in leases:
+            held.bucket = self
+        self.update(map(ref, leases))
+
+
 class Watchdog:
     """The thread that renews the leases of one store, in batches: one request for any number of leases.
 
@@ -322,7 +342,7 @@ class Watchdog:
     """
 
     def __init__(self) -> None:
-        self._due: dict[int, set[ref[LeaseRecord]]] = {}
+        self._due: dict[int, Bucket] = {}
         """Leases by the tick at which they are due. Any thread may add; only the thread removes a bucket."""
         self.scheduler = Scheduler("dlock-watchdog", "to renew leases: they run out", self._next_due, self._run_due)
 
@@ -332,9 +352,8 @@ class Watchdog:
             tick = int((clock() + seconds) * TICKS_PER_S)
             bucket = self._due.get(tick)
             if bucket is None:
-                bucket = self._due.setdefault(tick, set())
-            for held in leases:
-                held.plan_renewal(tick, bucket)
+                bucket = self._due.setdefault(tick, Bucket(tick))
+            bucket.take_in(leases)
             if self._due.get(tick) is bucket:  # Otherwise the thread has just taken the bucket, perhaps without us.
                 break
         if tick / TICKS_PER_S < self.scheduler.sleeps_until:
@@ -361,9 +380,11 @@ class Watchdog:
         """Take what is due; `clean` removes empty buckets as well."""
         now = clock() * TICKS_PER_S
         ticks = [tick for tick in [*self._due] if tick <= now or (clean and not self._due[tick])]
-        leases = [(tick, known()) for tick in ticks for known in [*self._due.pop(tick)]]
         return [
-            held for tick, held in leases if held is not None and held.is_to_be_renewed() and self._is_due(held, tick)
+            held
+            for bucket in [self._due.pop(tick) for tick in ticks]
+            for known in [*bucket]
+            if (held := known()) is not None and (held.bucket is bucket or self._is_due(held, bucket.tick))
         ]
 
     def _is_due(self, held: LeaseRecord, tick: int) -> bool:
@@ -374,19 +395,20 @@ class Watchdog:
         return held.renewal_tick == tick or ref(held) not in self._due.get(held.renewal_tick, ())
 
     def _renew(self, leases: list[LeaseRecord]) -> None:
-        valid = []
+        valid, now = [], leases[0].now()
         for held in leases:
-            if held.remaining() > 0.0:
-                valid.append(held)
-            else:
-                held.lose()
+            if held.is_to_be_renewed():
+                if held.until - now > MOMENT_S or held.remaining() > 0.0:
+                    valid.append(held)
+                else:
+                    held.lose()
         if valid:
             self._ask(valid)
 
     def _ask(self, leases: list[LeaseRecord]) -> None:
         sent, reason = clock(), "it could not be renewed in time"
         renewals = [Renewal(held.request, held.granted) for held in leases]
-        answers: list[RenewalResult] = []
+        answers: Sequence[RenewalResult] = ()
         try:
             answers = run(leases[0].backend.renew(BLOCKING, renewals))
         except BackendUnavailable as error:
@@ -395,17 +417,21 @@ class Watchdog:
             call_in_background(logger.error, "dlock: a renewal failed", exc_info=error)
         renewed: dict[float, list[LeaseRecord]] = {}
         """The leases by how long they are valid now: those of one ttl are due together again."""
-        answers = answers or [RenewalFailure.UNKNOWN] * len(leases)
+        answers, now = answers or [RenewalFailure.UNKNOWN] * len(leases), leases[0].now()
+        valid_for, until, together = 0.0, 0.0, list[LeaseRecord]()
         for held, renewal, result in zip(leases, renewals, answers, strict=True):
             if result is RenewalFailure.UNKNOWN:
                 self._unknown(held, reason)
             elif held.is_to_be_renewed():
                 if result is RenewalFailure.LOST:
                     held.lose("the store gave it to another, or forgot it")
-                else:
-                    if held.request is renewal.request:  # Otherwise the caller has renewed it for another ttl since.
-                        held.extend(sent, result)
-                    renewed.setdefault(result, []).append(held)
+                    continue
+                if result != valid_for:
+                    valid_for, until = result, valid_until(sent, result)
+                    together = renewed.setdefault(result, [])
+                if held.request is renewal.request:  # Otherwise the caller has renewed it for another ttl since.
+                    held.extend_until(until, now)
+                together.append(held)
         for valid_for, together in renewed.items():
             self.plan(valid_for / 3, *together)
 

@@ -171,6 +171,12 @@ def test_lease_whose_time_is_over_is_lost_without_a_question(held: LeaseRecord, 
     assert held.backend.calls == []  # type: ignore[attr-defined]
 
 
+def test_lease_that_was_released_while_others_were_renewed_is_not_asked_for(held: LeaseRecord) -> None:
+    held.begin_release()
+    watchdog.Watchdog()._renew([held])
+    assert held.backend.calls == []  # type: ignore[attr-defined]
+
+
 def test_renewal_answered_after_the_lease_ran_out_does_not_heal_it(held: LeaseRecord, runtime: ManualRuntime) -> None:
     held.backend.takes = 31.0  # type: ignore[attr-defined]
     watchdog.Watchdog()._renew([held])
@@ -454,7 +460,8 @@ def test_lease_that_is_due_at_another_time_by_now_is_renewed_then_and_once(store
     with Lock(store, "a", ttl=60) as lease:
         dog, held = watchdog._watchdogs[store], lease._held
         early = int(clock() * watchdog.TICKS_PER_S) - 1
-        dog._due[early] = {weakref.ref(held)}
+        dog._due[early] = watchdog.Bucket(early)
+        dog._due[early].add(weakref.ref(held))
         assert held.renewal_tick > early
         assert dog._take() == []
 
