@@ -7,7 +7,7 @@ only through the runtime it is given.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeGuard
 
@@ -106,8 +106,7 @@ RenewalResult = float | RenewalFailure
 """The validity of a renewed lease, in seconds from when the store handled the request, or why it was not renewed."""
 
 
-@dataclass(frozen=True, slots=True)
-class Holder:
+class Holder(NamedTuple):
     """A holder as an operator sees it; times in seconds, None when the store does not know."""
 
     holder: str
@@ -118,8 +117,7 @@ class Holder:
     held_for: float | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Waiter:
+class Waiter(NamedTuple):
     """A waiter as an operator sees it; the waiters of a lock are listed first come first."""
 
     holder: str
@@ -128,13 +126,12 @@ class Waiter:
     waited_for: float | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class LockState:
+class LockState(NamedTuple):
     """The holders and the waiters of a lock: a snapshot for people, never a basis for decisions."""
 
     name: str
     holders: tuple[Holder, ...] = ()
-    waiters: tuple[Waiter, ...] = field(default=())
+    waiters: tuple[Waiter, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

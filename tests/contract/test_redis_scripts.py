@@ -359,8 +359,8 @@ def test_inspect_shows_holders_sharers_and_waiters_and_writes_nothing(server: re
     acquire(server, BOB)
     acquire(server, EVE, mode="s")
     before = contents(server)
-    (state,) = call(server, "inspect", "wake:", keys=(LOCK,))
-    value, left, sharers, waiters, now = state
+    now, (value,), (left,), (number, sharers, waiters) = call(server, "inspect", "wake:", keys=(LOCK,))
+    assert number == 1
     assert value.startswith(ANN)
     assert 0 < left <= 30_000
     assert sharers == []
@@ -374,10 +374,9 @@ def test_inspect_hides_shares_that_ran_out_and_shows_strangers(server: redis.Red
     acquire(server, BOB, mode="s")
     expire_share(server, ANN)
     server.rpush("{b}", "a list")
-    shared, other, free = call(server, "inspect", "wake:", keys=(LOCK, "{b}", "{c}"))
-    assert [holder for holder, _, _ in shared[2]] == [BOB]
-    assert other[0] == "a key of another type"
-    assert (free[0], free[2], free[3]) == ("", [], [])
+    _, values, _, (number, sharers, waiters) = call(server, "inspect", "wake:", keys=("{b}", LOCK, "{c}"))
+    assert values == ["a key of another type", "shared", ""]
+    assert (number, [holder for holder, _, _ in sharers], waiters) == (2, [BOB], [])
 
 
 def test_acquire_many_takes_all_or_none(server: redis.Redis) -> None:
@@ -520,7 +519,7 @@ def test_inspect_hides_waiters_that_died(server: redis.Redis) -> None:
     for waiter in (BOB, EVE):
         acquire(server, waiter)
     die(server, BOB)
-    ((_, _, _, waiters, _),) = call(server, "inspect", "wake:", keys=(LOCK,))
+    *_, (_, _, waiters) = call(server, "inspect", "wake:", keys=(LOCK,))
     assert [holder for holder, _, _ in waiters] == [EVE]
 
 

@@ -21,7 +21,7 @@ from dlock_core.backends.redis.protocol import (
     holders_and_ttls,
     load_script,
     parse_acquire,
-    parse_state,
+    parse_states,
     renewal_limit,
     run_together,
     shown,
@@ -199,10 +199,8 @@ class RedisBackend:
         states: list[LockState] = []
         for start in range(0, len(keys), INSPECT_BATCH):
             batch = keys[start : start + INSPECT_BATCH]
-            replies = await self._run(runtime, name or "", "inspect", tuple(batch), (self.keyspace.wake_lists,))
-            states += [
-                parse_state(self.keyspace.name_of(key), reply) for key, reply in zip(batch, replies, strict=True)
-            ]
+            reply = await self._run(runtime, name or "", "inspect", tuple(batch), (self.keyspace.wake_lists,))
+            states += parse_states([self.keyspace.name_of(key) for key in batch], reply)
         return states if name is not None else shown(states)
 
     async def force_release(self, runtime: Runtime, name: str, token: int) -> bool:

@@ -22,7 +22,7 @@ from dlock_core.backends.redis.protocol import (
     Keyspace,
     holders_and_ttls,
     load_script,
-    parse_state,
+    parse_states,
     renewal_limit,
     shown,
 )
@@ -104,9 +104,9 @@ class ClusterBackend:
         if name is not None:
             return await self.shard(name).inspect(runtime, name)
         found = [
-            parse_state(shard.keyspace.name_of(key), reply)
-            for shard, keys, replies in await self._held_locks(runtime)
-            for key, reply in zip(keys, replies, strict=True)
+            state
+            for shard, keys, reply in await self._held_locks(runtime)
+            for state in parse_states([shard.keyspace.name_of(key) for key in keys], reply)
         ]
         return shown(sorted(found, key=lambda state: state.name))
 
@@ -128,7 +128,7 @@ class ClusterBackend:
         self._slots.close()
 
     async def _held_locks(self, runtime: Runtime) -> list[tuple[Shard, list[bytes], list[Any]]]:
-        """Read the set of held locks of every shard, then the locks in batches: keys and replies of each batch."""
+        """Read the set of held locks of every shard, then the locks in batches: keys and reply of each batch."""
         held, inspect = load_script("held"), load_script("inspect")
         commands = [
             ClusterCommand(shard.slot, held.by_digest((shard.keyspace.held_locks,), ()), held) for shard in self._shards

@@ -30,7 +30,7 @@ __all__ = [
     "holders_and_ttls",
     "load_script",
     "parse_acquire",
-    "parse_state",
+    "parse_states",
     "renewal_limit",
     "run_together",
     "shown",
@@ -159,15 +159,25 @@ def renewal_limit(timeout: float, requests: Sequence[AcquireRequest]) -> float:
     return min(timeout, min([request.ttl for request in requests]) / 3)
 
 
-def parse_state(name: str, reply: list[Any]) -> LockState:
-    """Return one lock's state out of the reply of inspect.lua."""
-    value, left_ms, sharers, waiters, server_ms = reply
-    now = int(server_ms) / 1000
+def parse_states(names: Sequence[str], reply: Sequence[Any]) -> list[LockState]:
+    """Return the state of each of these locks out of the reply of inspect.lua."""
+    now, values, lefts, *crowds = reply
+    crowded = {number - 1: (sharers, waiters) for number, sharers, waiters in crowds}
+    now, nobody = int(now) / 1000, ((), ())
+    return [
+        _state(name, value, left, *crowded.get(index, nobody), now)
+        for index, (name, value, left) in enumerate(zip(names, values, lefts, strict=True))
+    ]
+
+
+def _state(  # noqa: PLR0917 - a listing of many: keywords cost
+    name: str, value: bytes, left_ms: int, sharers: Sequence[Any], waiters: Sequence[Any], now: float
+) -> LockState:
     if value == b"shared":
-        holders = [_holder(text, int(expiry) / 1000 - now, now, shared=True) for _, expiry, text in sharers]
+        holders = tuple([_holder(text, int(expiry) / 1000 - now, now, shared=True) for _, expiry, text in sharers])
     else:
-        holders = [_holder(value, left_ms / 1000, now, shared=False)] if value and left_ms != -2 else []
-    return LockState(name, tuple(holders), tuple([_waiter(*waiter, now=now) for waiter in waiters]))
+        holders = (_holder(value, left_ms / 1000, now, shared=False),) if value and left_ms != -2 else ()
+    return LockState(name, holders, tuple([_waiter(*waiter, now=now) for waiter in waiters]))
 
 
 def shown(states: Sequence[LockState]) -> list[LockState]:
@@ -176,7 +186,7 @@ def shown(states: Sequence[LockState]) -> list[LockState]:
 
 
 def _holder(value: bytes, left: float, now: float, *, shared: bool) -> Holder:
-    expires_in = max(0.0, left) if left >= 0 else None
+    expires_in = left if left >= 0 else None
     text = value.decode(errors="replace")
     ours = _EXCLUSIVE_VALUE.fullmatch(text)
     if ours is None:

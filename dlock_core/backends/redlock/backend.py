@@ -19,7 +19,7 @@ from dlock_core.backends.redis.protocol import (
     holders_and_ttls,
     load_script,
     parse_acquire,
-    parse_state,
+    parse_states,
     renewal_limit,
     shown,
 )
@@ -201,8 +201,8 @@ class RedlockBackend:
             inspection = self._nodes.request(name or "", "inspect", keys, (self._keyspace.wake_lists,))
             answers = self._nodes.of_majority(name or "", await self._nodes.ask(runtime, inspection), list)
             states += [
-                merge_states(each, [parse_state(each, reply) for reply in replies])
-                for each, replies in zip(batch, zip(*answers, strict=True), strict=True)
+                merge_states(each, known)
+                for each, *known in zip(batch, *[parse_states(batch, answer) for answer in answers], strict=True)
             ]
         return states if name is not None else shown(states)
 

@@ -6,7 +6,6 @@ alone for a while, unless it is needed for a majority.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
 from redis.exceptions import NoScriptError, RedisError
@@ -163,7 +162,7 @@ def _merge_holder(entries: Sequence[Holder], needed: int) -> Holder:
     tokens = [entry.token for entry in entries]
     lasting = sorted((entry.expires_in for entry in entries if entry.expires_in is not None), reverse=True)
     expires_in = lasting[needed - 1] if len(lasting) >= needed else None
-    return replace(entries[0], token=max(tokens, key=tokens.count), expires_in=expires_in)
+    return entries[0]._replace(token=max(tokens, key=tokens.count), expires_in=expires_in)
 
 
 _BAD_URL: Final = (

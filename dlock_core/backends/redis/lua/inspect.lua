@@ -1,10 +1,10 @@
 -- inspect.lua: show who holds and who waits for some locks; reads only.
--- KEYS  locks
+-- KEYS  locks, a thousand at most
 -- ARGV  what the keys of wake-up lists begin with
--- reply for each lock: {value, ms left, {sharer, expiry ms, text, ...}, {waiter, arrival us, entry, ...}, server's ms}
-local time, answers, none = redis.call('TIME'), {}, {}
+-- reply {server's ms, {value, ...}, {ms left, ...}, and for each lock that several hold or wait for:
+--   {its number, {{sharer, expiry ms, text}, ...}, {{waiter, arrival us, entry}, ...}}, ...}
+local time, none = redis.call('TIME'), {}
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
-local now_text = string.format('%.0f', now)
 
 local function sharers_of(lock)
   local found, live = {}, redis.call('ZRANGEBYSCORE', lock .. ':s', now, '+inf', 'WITHSCORES')
@@ -26,16 +26,13 @@ local function waiters_of(lock)
   return found
 end
 
-for first = 1, #KEYS, 1000 do
-  local last = math.min(first + 999, #KEYS)
-  local values, queues = redis.call('MGET', unpack(KEYS, first, last)), {}
-  for i = first, last do queues[i - first + 1] = KEYS[i] .. ':q' end
-  local queued = redis.call('EXISTS', unpack(queues)) > 0
-  for i = first, last do
-    local lock, value = KEYS[i], values[i - first + 1]
-    if not value then value = redis.call('EXISTS', lock) == 1 and 'a key of another type' or '' end
-    local sharers, waiters = value == 'shared' and sharers_of(lock) or none, queued and waiters_of(lock) or none
-    answers[i] = {value, redis.call('PTTL', lock), sharers, waiters, now_text}
-  end
+local values, lefts, queues = redis.call('MGET', unpack(KEYS)), {}, {}
+for i, lock in ipairs(KEYS) do queues[i] = lock .. ':q' end
+local answers, queued = {string.format('%.0f', now), values, lefts}, redis.call('EXISTS', unpack(queues)) > 0
+for i, lock in ipairs(KEYS) do
+  if not values[i] then values[i] = redis.call('EXISTS', lock) == 1 and 'a key of another type' or '' end
+  lefts[i] = redis.call('PTTL', lock)
+  local sharers, waiters = values[i] == 'shared' and sharers_of(lock) or none, queued and waiters_of(lock) or none
+  if #sharers + #waiters > 0 then answers[#answers + 1] = {i, sharers, waiters} end
 end
 return answers
