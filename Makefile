@@ -40,7 +40,7 @@ soak: MINUTES = 60
 soak: $(VENV)/test.stamp servers $(VENV)/mariadb.stamp ## An hour of constant load: does anything grow? make soak MINUTES=60 RESTART=60 restarts a server every minute
 	$(BIN)/python -m tests.soak --minutes $(MINUTES) --restart-every $(RESTART)
 
-sabotage: $(VENV)/test.stamp servers $(VENV)/mariadb.stamp ## Does the checker of the faults find what is broken on purpose? Ten minutes
+sabotage: $(VENV)/test.stamp servers $(VENV)/mariadb.stamp ## Does the checker of the faults find what is broken on purpose? A quarter of an hour
 	DLOCK_TEST_SABOTAGE=1 $(BIN)/python -m pytest tests/random_faults/test_sabotage.py
 
 PART ?=

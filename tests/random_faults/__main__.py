@@ -24,7 +24,13 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument("--sabotage", choices=SABOTAGES, default="", help="break dlock: something has to be found")
     parser.add_argument("--stop-rate", type=float, default=0.01, help="how often a worker stops itself at a stage")
-    parser.add_argument("--until-found", action="store_true", help="end with the first violation")
+    parser.add_argument(
+        "--until-found",
+        nargs="?",
+        const="",
+        metavar="RULE",
+        help="end with the first violation, or the first of a rule",
+    )
     parser.add_argument("--keep", action="store_true", help="keep the directory of the run, and say where it is")
     parser.add_argument("--plan", action="store_true", help="only show which faults the seed draws")
     given = parser.parse_args()

@@ -8,9 +8,9 @@ import time
 from asyncio import CancelledError
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, Never
 
-from dlock_core import DLockError
+from dlock_core import DLockError, StaleObject
 from tests.random_faults import sections
 from tests.random_faults.history import Recorder, now
 from tests.random_faults.items import STORES, Item, items_of
@@ -19,6 +19,14 @@ from tests.random_faults.sections import Statement, Steps, Work
 Outcome = Literal["ok", "refused", "unknown"]
 FENCES: Final = (True, "lease")
 WAITS: Final = (0.0, 0.5, 3.0, 3.0, 3.0)
+MANNERS: Final = ("", "", "", "", "inside", "by hand", "raises", "elsewhere")
+"""How the section is put around its work: as the documents advise, or
+
+- inside: the lock is asked for in a transaction that has read already, and its block ends before COMMIT;
+- by hand: Django's transaction is begun and ended by turning autocommit off and on;
+- raises: a function that Django calls on commit raises what counts as a conflict;
+- elsewhere: the work, which `retry_on_conflict` repeats, also writes into a second database of Django's.
+"""
 SHARED_RATE, RETRY_RATE, SEVERAL_RATE = 0.3, 0.2, 0.2
 PAUSE_S: Final = 0.01
 """How long a section thinks at each stage, at most."""
@@ -26,6 +34,10 @@ PAUSE_S: Final = 0.01
 
 class TimeLimit(Exception):
     """What a signal handler raises, as Celery's soft time limit does."""
+
+
+class Refused(Exception):
+    """A COMMIT by hand was refused, as it has to be."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +49,10 @@ class Wish:
     options: dict[str, Any]
     retries: bool
     """Whether the work is repeated after a conflict, by `retry_on_conflict`."""
+    manner: str = ""
+    """One of MANNERS; a client leaves out those that it does not know."""
+    by_text: bool = False
+    """Whether a lock whose fence is the row is named by a text, and not by its class: it is the same lock."""
 
     @property
     def database(self) -> str:
@@ -94,7 +110,11 @@ class Chooser:
         options["fence"] = chance.choice(FENCES)
         if chance.random() < 0.1:
             options["renew"] = False
-        return Wish(items, act, options, retries=act is sections.add and chance.random() < RETRY_RATE)
+        retries = act is sections.add and chance.random() < RETRY_RATE
+        by_text, manner = chance.random() < 0.5, chance.choice(MANNERS)
+        if manner == "inside" and (retries or act is sections.add_later or items[0].database == "sqlite"):
+            manner = ""  # two transactions; or one that would keep all others from writing while it waits for its lock
+        return Wish(items, act, options, retries, manner, by_text)
 
 
 @dataclass
@@ -173,6 +193,11 @@ class Attempt:
         row = {"item": item.key, "value": seen + 1, "seen": seen, "section": self.section, "token": version}
         return sections.JOURNAL, row | {"shared": 0}
 
+    def fails_on_commit(self) -> Never:
+        """Fail in a function that is called when the transaction is committed, with an error that looks like a conflict."""
+        self.committed()
+        raise StaleObject(self, expected=1)
+
     def commits(self) -> None:
         self.stage("before COMMIT")
         self.is_committing = True
@@ -190,6 +215,7 @@ class Attempt:
             return "ok"
         if self.is_committing and self.parts_left == 1 and not isinstance(error, DLockError):
             return "unknown"
-        if self.goes_on_when_cancelled and self.is_granted and isinstance(error, CancelledError):
+        all_in_thread = self.wish.has_version or self.wish.manner == "inside"  # it may not have got that far yet
+        if self.goes_on_when_cancelled and (self.is_granted or all_in_thread) and isinstance(error, CancelledError):
             return "unknown"
         return "refused"

@@ -9,9 +9,9 @@ import django
 from django.conf import settings
 from django.db import connections
 
-from tests.random_faults.attempt import Attempt
-from tests.random_faults.items import Item
-from tests.random_faults.sections import Save, Statement, Steps
+from tests.random_faults.attempt import Attempt, Refused, Wish
+from tests.random_faults.items import FENCED, Item
+from tests.random_faults.sections import NOTE, READ, Save, Statement, Steps, Turn, add_anew
 
 HAS_MYSQLCLIENT = importlib.util.find_spec("MySQLdb") is not None
 """It needs a C compiler, so it may be missing on a laptop: then Django's workers leave MariaDB out."""
@@ -70,11 +70,18 @@ class DjangoClient:
                 attempt.commits()
             attempt.committed()
             return
+        if wish.manner == "inside":
+            inside(attempt)
+            return
         with _lock(attempt) as lease:
             attempt.granted(lease)
             if wish.retries:
-                retry_on_conflict(using=alias)(_once)(attempt)
-                attempt.committed()
+                using = (alias, other_than(alias)) if wish.manner == "elsewhere" else alias
+                retry_on_conflict(using=using)(_once)(attempt)
+                if not attempt.is_committed:
+                    attempt.committed()
+            elif wish.manner == "by hand":
+                by_hand(attempt)
             else:
                 in_transactions(attempt)
 
@@ -100,6 +107,9 @@ class AsyncDjangoClient(DjangoClient):
 
         if attempt.wish.has_version:
             await sync_to_async(change_row)(attempt)
+            return
+        if attempt.wish.manner == "inside":
+            await sync_to_async(inside)(attempt)
             return
         async with _lock(attempt) as lease:
             attempt.granted(lease)
@@ -130,24 +140,70 @@ def change_row(attempt: Attempt) -> None:
     attempt.committed()
 
 
+def inside(attempt: Attempt) -> None:
+    """Ask for the lock in a transaction that has read already, and leave its block before COMMIT."""
+    from django.db.transaction import atomic
+
+    wish, alias = attempt.wish, attempt.wish.database
+    with atomic(alias):
+        execute(alias, (READ, {"item": wish.items[0].key}))
+        savepoint = connections[alias].savepoint() or "" if wish.act is add_anew else ""
+        with _lock(attempt) as lease:
+            attempt.granted(lease)
+            [part] = attempt.work()
+            run(part, alias, attempt, savepoint)
+        attempt.stage("block left")
+        attempt.commits()
+    attempt.committed()
+
+
+def by_hand(attempt: Attempt) -> None:
+    """Begin each transaction by turning autocommit off; turning it on commits, except on PostgreSQL."""
+    from django.db.transaction import commit, rollback, set_autocommit
+
+    alias = attempt.wish.database
+    for part in attempt.work():
+        try:
+            set_autocommit(False, alias)
+            run(part, alias, attempt)
+            attempt.commits()
+            if alias == "postgresql":
+                commit(alias)
+            set_autocommit(True, alias)
+        except BaseException:
+            try:
+                rollback(alias)
+                set_autocommit(True, alias)
+            except Exception:
+                connections[alias].close()
+            raise
+        attempt.committed()
+
+
+def other_than(alias: str) -> str:
+    return "postgresql" if alias == "sqlite" else "sqlite"
+
+
 def execute(alias: str, statement: Statement) -> None:
     with connections[alias].cursor() as cursor:
         cursor.execute(_in_python_format(statement[0]), statement[1])
 
 
 def in_transactions(attempt: Attempt) -> None:
-    from django.db.transaction import atomic
+    from django.db.transaction import atomic, on_commit
 
     alias = attempt.wish.database
     for part in attempt.work():
         with atomic(alias):
             run(part, alias, attempt)
+            if attempt.wish.manner == "raises" and attempt.parts_left == 1:
+                on_commit(attempt.fails_on_commit, alias)
             attempt.commits()
         attempt.committed()
 
 
-def run(steps: Steps, alias: str, attempt: Attempt) -> None:
-    """Carry out the steps of one transaction."""
+def run(steps: Steps, alias: str, attempt: Attempt, savepoint: str = "") -> None:
+    """Carry out the steps of one transaction; a savepoint may be older than the lock."""
     from tests.random_faults.django_models import save
 
     rows = None
@@ -159,14 +215,45 @@ def run(steps: Steps, alias: str, attempt: Attempt) -> None:
                 attempt.stage(step)
             elif isinstance(step, Save):
                 save(alias, step)
+            elif isinstance(step, Turn):
+                savepoint = _turn(step, alias, attempt, savepoint)
             else:
                 cursor.execute(_in_python_format(step[0]), step[1])
                 rows = cursor.fetchall() if cursor.description else None
 
 
+def _turn(turn: Turn, alias: str, attempt: Attempt, savepoint: str) -> str:
+    """Take a turn; return the savepoint that is open then."""
+    from django.db.transaction import TransactionManagementError
+
+    connection = connections[alias]
+    if turn is Turn.SAVEPOINT:
+        return savepoint or connection.savepoint() or ""
+    if turn is Turn.UNDO:
+        connection.savepoint_rollback(savepoint)
+    elif turn is Turn.ENTER:
+        with _lock(attempt):
+            attempt.stage("inner block")
+    elif turn is Turn.ACQUIRE:
+        _lock(attempt).acquire()
+    else:
+        try:
+            execute(alias, ("COMMIT", {}))
+        except TransactionManagementError as error:
+            raise Refused from error
+    return ""
+
+
 def _once(attempt: Attempt) -> None:
+    from django.db.transaction import on_commit
+
+    alias, manner = attempt.wish.database, attempt.wish.manner
     [part] = attempt.work()
-    run(part, attempt.wish.database, attempt)
+    run(part, alias, attempt)
+    if manner == "elsewhere":
+        execute(other_than(alias), (NOTE, {"section": attempt.section}))
+    if manner == "raises":
+        on_commit(attempt.fails_on_commit, alias)
     attempt.commits()
 
 
@@ -178,11 +265,12 @@ def _lock(attempt: Attempt) -> Any:
     from django_dlock import lock
 
     wish = attempt.wish
-    locks = [lock(*_parts(item), using=wish.database, store=item.store, **wish.options) for item in wish.items]
+    locks = [lock(*_parts(item, wish), using=wish.database, store=item.store, **wish.options) for item in wish.items]
     return locks[0] if len(locks) == 1 else lock(*locks)
 
 
-def _parts(item: Item) -> tuple[Any, ...]:
-    from tests.random_faults import django_models
+def _parts(item: Item, wish: Wish) -> tuple[Any, ...]:
+    from tests.random_faults import django_models  # also where the text names its model
 
-    return (django_models.Item if item.is_fenced else "item", item.key)
+    kind = FENCED if wish.by_text else django_models.Item
+    return (kind if item.is_fenced else "item", item.key)

@@ -40,8 +40,8 @@ class Options:
     """The kinds of faults to draw from; all when it is empty."""
     sabotage: str = ""
     stop_rate: float = 0.01
-    until_found: bool = False
-    """End with the first storm after which a violation is found."""
+    until_found: str | None = None
+    """End with the first storm after which a violation of this rule is found, or any if it is empty."""
     keep: bool = False
     """Leave the directory of the run, for a look at it."""
 
@@ -86,7 +86,7 @@ class Run:
             for storm in storms:
                 self._storm(storm, crew, nemesis)
                 self._quiet(storm, crew, nemesis, probes)
-                if now() > end - STORM_S or (self.options.until_found and self.report.violations):
+                if now() > end - STORM_S or self._has_found(self.options.until_found):
                     break
             crew.say(len(storms), "end", [])
             self.found += [Violation("stuck", "at the end", late) for late in crew.end(END_WITHIN_S)]
@@ -94,6 +94,9 @@ class Run:
         finally:
             crew.kill_all()
             nemesis.end()
+
+    def _has_found(self, rule: str | None) -> bool:
+        return rule is not None and any(rule in violation.rule for violation in self.report.violations)
 
     def _storm(self, storm: Storm, crew: Crew, nemesis: Nemesis) -> None:
         crew.is_storm = True
@@ -159,6 +162,7 @@ class Run:
                         facts.fences[name] = token
                 columns = "item, value, seen, section, token, shared"
                 facts.changes += [Change(*row) for row in connection.execute(text(f"SELECT {columns} FROM journal"))]
+                facts.notes += connection.scalars(text("SELECT section FROM note"))
                 events = connection.execute(text("SELECT item, number, what, section FROM event"))
                 facts.events += [Event(*row) for row in events]
         return facts

@@ -12,6 +12,9 @@ from typing import Any, Final
 from sqlalchemy import Engine, event
 from sqlalchemy.exc import DBAPIError
 
+from dlock_core import DLockError
+from dlock_core.transactions.tie import Tie
+
 
 def no_fence(config: dict[str, Any]) -> None:
     """Take every lock with `fence=False`: a lease alone, which a pause outlives."""
@@ -42,7 +45,7 @@ def early_release(config: dict[str, Any]) -> None:
 def grants_twice(config: dict[str, Any]) -> None:
     """Make the store grant every request, and drop the fence."""
     no_fence(config)
-    _replace_store(lambda floor: max(time.time_ns() // 1000, floor + 1))
+    _grant_everything()
 
 
 def dice_for_tokens(config: dict[str, Any]) -> None:
@@ -71,7 +74,7 @@ def no_mark(config: dict[str, Any]) -> None:
     from tests.random_faults import attempt
 
     attempt.FENCES, attempt.SHARED_RATE = ("lease",), 0.6  # type: ignore[misc]
-    _replace_store(lambda floor: max(time.time_ns() // 1000, floor + 1))
+    _grant_everything()
 
     @event.listens_for(Engine, "before_cursor_execute", retval=True)
     def forget(_: Any, __: Any, statement: str, parameters: Any, *___: Any) -> tuple[str, Any]:
@@ -114,7 +117,7 @@ def fence_rows_removed(config: dict[str, Any]) -> None:
     from tests.random_faults.sqla_clients import engine_of
 
     attempt.FENCES = (True,)  # type: ignore[misc]
-    _replace_store(lambda floor: max(time.time_ns() // 1000, floor + 1))
+    _grant_everything()
     engines = {name: engine_of(name, config) for name in config["databases"]}
     committed = attempt.Attempt.committed
 
@@ -124,6 +127,209 @@ def fence_rows_removed(config: dict[str, Any]) -> None:
             connection.execute(text("DELETE FROM dlock_fence"))
 
     attempt.Attempt.committed = commit_and_remove  # type: ignore[method-assign]
+
+
+def inner_block_releases(config: dict[str, Any]) -> None:
+    """Release the lease as soon as the first of several blocks that hold it is left."""
+    from tests.random_faults import attempt, sections
+
+    no_fence(config)
+    sections.ALONE, attempt.MANNERS = (sections.add_within,), ("",)  # type: ignore[misc]
+    release, detach = _releaser(config), Tie.detach
+
+    def detach_and_release(tie: Tie, handle: object) -> bool:
+        is_last = detach(tie, handle)
+        if tie.handles:
+            release(tie)
+        return is_last
+
+    Tie.detach = detach_and_release  # type: ignore[method-assign]
+
+
+def block_end_releases(config: dict[str, Any]) -> None:
+    """Release the lease at the end of its block, although a transaction under it is still open."""
+    from tests.random_faults import attempt
+
+    no_fence(config)
+    attempt.MANNERS = ("inside",)  # type: ignore[misc]
+    release, detach = _releaser(config), Tie.detach
+
+    def detach_and_release(tie: Tie, handle: object) -> bool:
+        is_last = detach(tie, handle)
+        if tie.open and not tie.handles:
+            release(tie)
+        return is_last
+
+    Tie.detach = detach_and_release  # type: ignore[method-assign]
+
+
+def never_left(config: dict[str, Any]) -> None:
+    """Forget in Django that a lease was acquired again inside a transaction, so that nothing leaves it."""
+    from tests.random_faults import sections
+
+    sections.ALONE = (sections.add_within,)  # type: ignore[misc]
+    Tie.bind_to = lambda *_: None  # type: ignore[method-assign]
+
+
+def readers_apart(config: dict[str, Any]) -> None:
+    """Admit an exclusive holder beside shared ones, which have a lock of their own; without a fence."""
+    from dlock_core.transactions import transaction_lock
+    from tests.random_faults import attempt
+
+    no_fence(config)
+    attempt.SHARED_RATE = 0.6  # type: ignore[misc]
+    new_request = transaction_lock.new_request
+
+    def apart(name: str, options: Any, **more: Any) -> Any:
+        return new_request(f"shared:{name}" if options.shared else name, options, **more)
+
+    transaction_lock.new_request = apart
+
+
+def stale_reader_commits(config: dict[str, Any]) -> None:
+    """Let a shared holder commit whatever newer exclusive one has been there; the store grants every request."""
+    from dlock_core.transactions import fencing
+    from tests.random_faults import attempt
+
+    attempt.SHARED_RATE = 0.6  # type: ignore[misc]
+    _grant_everything()
+    confirm = fencing.confirm
+
+    def confirm_exclusive(database: Any, dialect: Any, entry: Any) -> None:
+        if not entry.shared:
+            confirm(database, dialect, entry)
+
+    fencing.confirm = confirm_exclusive
+    fencing._admit_shared = lambda *_: 0
+
+
+def savepoint_takes_admit(config: dict[str, Any]) -> None:
+    """Do not admit again after the rollback to a savepoint, which took the admit along; the store grants every request."""
+    from sqla_dlock.connections import FirstStatementHooks
+    from tests.random_faults import attempt, sections
+
+    sections.ALONE, attempt.MANNERS = (sections.add_anew,), ("inside",)  # type: ignore[misc]
+    _grant_everything()
+    FirstStatementHooks.note_savepoint_undone = lambda _: None  # type: ignore[method-assign]
+    if (tied := _tied_databases()) is not None:
+        tied._admit_before_next = lambda *_: None
+
+
+def autocommit_passes_by(config: dict[str, Any]) -> None:
+    """Do not see that autocommit is turned on, with which SQLite and MariaDB commit; the store grants every request."""
+    from tests.random_faults import attempt
+
+    attempt.FENCES, attempt.MANNERS = ("lease",), ("by hand",)  # type: ignore[misc]
+    _grant_everything()
+    if _tied_databases() is not None:
+        from django_dlock.connections import ConnectionTracker
+
+        def pass_by(tracker: ConnectionTracker, autocommit: bool) -> None:
+            tracker.django._set_autocommit(autocommit)
+            if autocommit:
+                tracker.current = None
+
+        ConnectionTracker._set_autocommit = pass_by  # type: ignore[method-assign]
+
+
+def raw_commit_passes_by(config: dict[str, Any]) -> None:
+    """Do not refuse a COMMIT that Django's user sends by hand; the store grants every request."""
+    from tests.random_faults import attempt, sections
+
+    attempt.FENCES, attempt.MANNERS = (True,), ("",)  # type: ignore[misc]
+    sections.ALONE = (sections.commit_by_hand,)  # type: ignore[misc]
+    _grant_everything()
+    if _tied_databases() is not None:
+        from django_dlock import tie
+
+        tie.ends_transaction = lambda _: False
+
+
+def committed_though_repeated(config: dict[str, Any]) -> None:
+    """Start over although the work is committed: a function that Django calls on commit has failed."""
+    _start_over_always("raises")
+
+
+def half_repeated(config: dict[str, Any]) -> None:
+    """Start over although one of two databases has committed; the store grants every request, so that the other refuses."""
+    from tests.random_faults import attempt
+
+    _start_over_always("elsewhere")
+    attempt.FENCES = ("lease",)  # type: ignore[misc]
+    _grant_everything()
+
+
+def _start_over_always(manner: str) -> None:
+    from dlock_core.transactions import retry
+    from tests.random_faults import attempt, sections
+
+    sections.ALONE, attempt.MANNERS, attempt.RETRY_RATE = (sections.add,), (manner,), 1.0  # type: ignore[misc]
+    retry.AttemptedWork.obstacle = lambda work: ""  # type: ignore[method-assign]
+
+
+def old_snapshot(config: dict[str, Any]) -> None:
+    """Grant locks inside transactions of SQLAlchemy whose snapshot is older than the lock."""
+    from sqla_dlock.tie import SessionAcquire
+    from tests.random_faults import attempt
+
+    attempt.MANNERS = ("inside",)  # type: ignore[misc]
+    SessionAcquire._refuse_old_snapshot = lambda *_: None  # type: ignore[method-assign]
+
+
+def two_fences(config: dict[str, Any]) -> None:
+    """Look for the fence in the table where the lock of a row that carries its own is named by a text.
+
+    The store grants every request, so that holders of both spellings meet.
+    """
+    from sqla_dlock import locks
+
+    _grant_everything()
+    locks.with_class = lambda parts: parts
+    if _tied_databases() is not None:
+        from django_dlock import names
+
+        names._with_model = lambda parts: parts
+
+
+def stale_columns_saved(config: dict[str, Any]) -> None:
+    """Let Django's save() write what an instance knows of the fence that its row carries."""
+    if _tied_databases() is not None:
+        from django.db.models import Field
+
+        from django_dlock.fencing import FenceHolderField, FenceTokenField
+
+        FenceTokenField.pre_save = FenceHolderField.pre_save = Field.pre_save  # type: ignore[method-assign,assignment]
+
+
+def _tied_databases() -> Any:
+    """Return Django's class of a tied lease; None in a worker that does not use Django."""
+    from django.conf import settings
+
+    if not settings.configured:
+        return None
+    from django_dlock.tie import TiedDatabases
+
+    return TiedDatabases
+
+
+def _releaser(config: dict[str, Any]) -> Callable[[Tie], None]:
+    """Return what releases a lease behind its holder's back, as if it were not counted who needs it; then others have time."""
+    from dlock_core.stores import force_release
+    from tests.random_faults.core_clients import backends
+
+    made = backends(config)
+
+    def release(tie: Tie) -> None:
+        store = tie.held.name.partition(":")[2].partition("-")[0]
+        with contextlib.suppress(DLockError):
+            force_release(made[store], tie.held.name, tie.held.token, by="sabotage")
+        time.sleep(0.05)
+
+    return release
+
+
+def _grant_everything() -> None:
+    _replace_store(lambda floor: max(time.time_ns() // 1000, floor + 1))
 
 
 def _replace_store(token: Callable[[int], int]) -> None:
@@ -148,6 +354,19 @@ SABOTAGES: Final[dict[str, Callable[[dict[str, Any]], None]]] = {
     "versions-from-1": versions_from_1,
     "newest-version-expected": newest_version_expected,
     "fence-rows-removed": fence_rows_removed,
+    "inner-block-releases": inner_block_releases,
+    "block-end-releases": block_end_releases,
+    "never-left": never_left,
+    "readers-apart": readers_apart,
+    "stale-reader-commits": stale_reader_commits,
+    "savepoint-takes-admit": savepoint_takes_admit,
+    "autocommit-passes-by": autocommit_passes_by,
+    "raw-commit-passes-by": raw_commit_passes_by,
+    "committed-though-repeated": committed_though_repeated,
+    "half-repeated": half_repeated,
+    "old-snapshot": old_snapshot,
+    "two-fences": two_fences,
+    "stale-columns-saved": stale_columns_saved,
 }
 
 

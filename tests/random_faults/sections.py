@@ -1,11 +1,12 @@
 """What a section does in its database: generators that yield statements and get rows, for blocking and asynchronous drivers alike.
 
-A text that is yielded instead of a statement names the stage that the section has reached: there it may be stopped. A `Save` is
-carried out by the client with its ORM.
+A text that is yielded instead of a statement names the stage that the section has reached: there it may be stopped. What else is
+yielded, a `Save` or a `Turn`, each client carries out in its own way.
 """
 
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import Any, Final
 
 from tests.random_faults.items import Item
@@ -22,7 +23,17 @@ class Save:
     current: int
 
 
-Steps = Generator[Statement | Save | str, Any, None]
+class Turn(Enum):
+    """What a program does with its transaction or its lock in the middle of the work."""
+
+    SAVEPOINT = "begin a savepoint"
+    UNDO = "roll back to the savepoint, which takes along what was admitted in it"
+    ENTER = "enter and leave a block of the same lock"
+    ACQUIRE = "acquire the same lock without a block: it ends with the transaction"
+    COMMIT = "send COMMIT by hand, which is refused under a lock; SQLAlchemy documents that it cannot see it, and leaves it out"
+
+
+Steps = Generator[Statement | Save | Turn | str, Any, None]
 
 READ: Final = "SELECT value, current FROM item WHERE name = :item"
 WRITE: Final = "UPDATE item SET value = :value, current = :current WHERE name = :item"
@@ -31,6 +42,7 @@ STATE: Final = "SELECT state FROM orders WHERE item = :item AND number = :number
 DECIDE: Final = "UPDATE orders SET state = :what WHERE item = :item AND number = :number"
 OPEN: Final = "INSERT INTO orders (item, number, state) VALUES (:item, :number, 'paid')"
 TELL: Final = "INSERT INTO event (item, number, what, section) VALUES (:item, :number, :what, :section)"
+NOTE: Final = "INSERT INTO note (section) VALUES (:section)"
 JOURNAL: Final = (
     "INSERT INTO journal (item, value, seen, section, token, shared)"
     " VALUES (:item, :value, :seen, :section, :token, :shared)"
@@ -74,6 +86,48 @@ def add_later(work: Work) -> list[Steps]:
     return [first(), second()]
 
 
+def add_anew(work: Work) -> list[Steps]:
+    """Read in a savepoint that is rolled back, then read again and write."""
+
+    def steps() -> Steps:
+        yield Turn.SAVEPOINT
+        yield from _read(work)
+        yield Turn.UNDO
+        yield from _read(work)
+        yield "read"
+        yield from _write(work)
+        yield "written"
+
+    return [steps()]
+
+
+def add_within(work: Work) -> list[Steps]:
+    """Call code that takes the same lock for itself, between reading and writing."""
+
+    def steps() -> Steps:
+        yield from _read(work)
+        yield Turn.ENTER
+        yield "inner block left"
+        yield Turn.ACQUIRE
+        yield from _write(work)
+        yield "written"
+
+    return [steps()]
+
+
+def commit_by_hand(work: Work) -> list[Steps]:
+    """Send COMMIT between reading and writing."""
+
+    def steps() -> Steps:
+        yield from _read(work)
+        yield Turn.COMMIT
+        yield "read"
+        yield from _write(work)
+        yield "written"
+
+    return [steps()]
+
+
 def post(work: Work) -> list[Steps]:
     """Count up without having read, which shared holders may do side by side."""
 
@@ -111,7 +165,7 @@ def _of_client() -> Steps:
 
 SHARED: Final = (post,)
 BY_VERSION: Final = (save, save, remake)
-ALONE: Final = (add, add, add_later, ship, ship, cancel, cancel)
+ALONE: Final = (add, add, add_later, ship, ship, cancel, cancel, add_anew, add_within, commit_by_hand)
 
 
 def _decide(work: Work, what: str) -> Steps:

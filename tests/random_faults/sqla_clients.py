@@ -20,7 +20,7 @@ from sqla_dlock import (
 from sqla_dlock.backends.advisory import from_engine
 from tests.random_faults.attempt import Attempt
 from tests.random_faults.items import FENCED
-from tests.random_faults.sections import Save, Steps, remake
+from tests.random_faults.sections import READ, Save, Steps, Turn, add_anew, remake
 
 POSTGRESQL = {"connect_timeout": 5, "options": "-c lock_timeout=8000"}
 SCHEMA = FENCED.partition(".")[0]
@@ -76,6 +76,18 @@ class SqlaClient:
             retry_on_conflict(sessionmaker(engine))(self._once)(attempt)
             attempt.committed()
             return
+        if attempt.wish.manner == "inside":
+            with Session(engine) as session:
+                savepoint = _begun(session, attempt)
+                with _lock(session, attempt, lock) as lease:
+                    attempt.granted(lease)
+                    [part] = attempt.work()
+                    run(part, session, attempt, savepoint)
+                attempt.stage("block left")
+                attempt.commits()
+                session.commit()
+                attempt.committed()
+            return
         with Session(engine) as session, _lock(session, attempt, lock) as lease:
             attempt.granted(lease)
             for part in attempt.work():
@@ -129,6 +141,18 @@ class AsyncpgClient:
             async with AsyncSession(self.engine) as session, session.begin():
                 await session.run_sync(change_row, attempt)
             attempt.committed()
+            return
+        if attempt.wish.manner == "inside":
+            async with AsyncSession(self.engine) as session:
+                savepoint = await session.run_sync(_begun, attempt)
+                async with _lock(session, attempt, alock) as lease:
+                    attempt.granted(lease)
+                    [part] = attempt.work()
+                    await session.run_sync(lambda session: run(part, session, attempt, savepoint))
+                attempt.stage("block left")
+                attempt.commits()
+                await session.commit()
+                attempt.committed()
             return
         async with AsyncSession(self.engine) as session, _lock(session, attempt, alock) as lease:
             attempt.granted(lease)
@@ -196,8 +220,8 @@ def stores(config: dict[str, Any]) -> dict[str, Any]:
     return {name: Store(name, connect(one["url"], **one["options"])) for name, one in config["stores"].items()}
 
 
-def run(steps: Steps, session: Session, attempt: Attempt) -> None:
-    """Carry out the steps of one transaction."""
+def run(steps: Steps, session: Session, attempt: Attempt, savepoint: Any = None) -> None:
+    """Carry out the steps of one transaction; a savepoint may be older than the lock."""
     rows = None
     with contextlib.suppress(StopIteration):
         while True:
@@ -208,14 +232,37 @@ def run(steps: Steps, session: Session, attempt: Attempt) -> None:
             elif isinstance(step, Save):
                 session.merge(Fenced(name=step.key, value=step.value, current=step.current, dlock_token=0))
                 session.flush()
+            elif isinstance(step, Turn):
+                savepoint = _turn(step, session, attempt, savepoint)
             else:
                 result = session.execute(text(step[0]), step[1])
                 rows = [tuple(row) for row in result] if result.returns_rows else None
 
 
+def _turn(turn: Turn, session: Session, attempt: Attempt, savepoint: Any) -> Any:
+    """Take a turn; return the savepoint that is open then."""
+    if turn is Turn.SAVEPOINT:
+        return savepoint or session.begin_nested()
+    if turn is Turn.UNDO:
+        savepoint.rollback()
+    elif turn is Turn.ENTER:
+        with _lock(session, attempt, lock):
+            attempt.stage("inner block")
+    elif turn is Turn.ACQUIRE:
+        _lock(session, attempt, lock).acquire()
+    return None
+
+
+def _begun(session: Session, attempt: Attempt) -> Any:
+    """Begin a transaction by reading; return the savepoint in which its lock is to be taken, or None."""
+    session.execute(text(READ), {"item": attempt.wish.items[0].key})
+    return session.begin_nested() if attempt.wish.act is add_anew else None
+
+
 def _lock(session: Any, attempt: Attempt, make: Any) -> Any:
     wish = attempt.wish
-    kinds = [Fenced if item.is_fenced else "item" for item in wish.items]
+    fenced = FENCED if wish.by_text else Fenced
+    kinds = [fenced if item.is_fenced else "item" for item in wish.items]
     locks = [
         make(session, kind, item.key, store=item.store, **wish.options)
         for kind, item in zip(kinds, wish.items, strict=True)

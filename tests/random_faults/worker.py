@@ -23,7 +23,7 @@ from typing import Any, Final
 
 from dlock_core import DLockError, NotHeld
 from tests.random_faults import sabotage
-from tests.random_faults.attempt import Attempt, Chooser, TimeLimit
+from tests.random_faults.attempt import Attempt, Chooser, Refused, TimeLimit
 from tests.random_faults.history import Recorder
 
 KINDS: Final = ("django", "django-async", "sqla", "sqla-asyncpg", "core", "core-async")
@@ -82,7 +82,9 @@ class Worker:
         attempt.goes_on_when_cancelled = self.kind == "django-async"
         items = [item.key for item in wish.items]
         options = {key: value for key, value in wish.options.items() if key != "ttl"}
-        self.recorder.write("begin", section, kind=self.kind, items=items, act=wish.act.__name__, options=options)
+        self.recorder.write(
+            "begin", section, kind=self.kind, items=items, act=wish.act.__name__, options=options, manner=wish.manner
+        )
         return attempt
 
     def ended(self, attempt: Attempt, error: BaseException | None) -> None:
@@ -242,7 +244,7 @@ def is_expected(error: BaseException) -> bool:
         return False
     if isinstance(error.__context__, TimeLimit) and _was_raised_by(threading, error):
         return True  # Python's own: a signal handler that raises inside Thread.start() arrives as KeyError
-    if isinstance(error, DLockError | TimeLimit | OSError | asyncio.CancelledError):
+    if isinstance(error, DLockError | TimeLimit | Refused | OSError | asyncio.CancelledError):
         return True
     return any(base.__module__.startswith(DRIVERS) for base in type(error).__mro__)
 
