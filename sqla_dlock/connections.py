@@ -381,8 +381,10 @@ def _is_told_by_driver(connection: Connection) -> bool:
 
 def has_begun(connection: Connection) -> bool:
     """Return, after a write, whether it is part of a transaction: SQLite can be told to begin none. No I/O."""
+    if connection.dialect.name != "sqlite":
+        return True
     driver: Any = connection.connection.driver_connection
-    return connection.dialect.name != "sqlite" or bool(driver.in_transaction)
+    return bool(driver.in_transaction)
 
 
 def refuse_autocommit(connection: Connection, name: str) -> None:

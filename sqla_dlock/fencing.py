@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from contextlib import contextmanager
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Final, TypeVar
-from weakref import WeakValueDictionary
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 from sqlalchemy import (
     BigInteger,
     Column,
+    Connection,
     Integer,
     String,
-    TextClause,
     Uuid,
     bindparam,
+    column,
     event,
     inspect,
     text,
@@ -26,7 +27,8 @@ from sqlalchemy.orm.attributes import set_committed_value
 from dlock_core.errors import NotSupported
 from dlock_core.sql.driver_errors import DatabaseFailure, classify
 from dlock_core.transactions import fence_sql, fencing
-from dlock_core.transactions.fence_sql import DIALECTS
+from dlock_core.transactions.fence_functions import CREATE_BOTH as CREATE_FUNCTIONS
+from dlock_core.transactions.fence_sql import DIALECTS, MYSQL, POSTGRESQL, SCHEMA_OF_FUNCTIONS, functions_in
 from dlock_core.transactions.fencing import refusal
 from sqla_dlock.connections import note_xid
 from sqla_dlock.row_sql import waiting_on_mysql
@@ -36,12 +38,14 @@ from sqla_dlock.tables import fence_table as table
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
-    from sqlalchemy import BindParameter, Connection, Engine
+    from sqlalchemy import Dialect, Engine, TextualSelect
     from sqlalchemy.orm import Mapped, Mapper
+    from sqlalchemy.types import TypeEngine
 
     from dlock_core.transactions.fencing import FenceEntry
 
 __all__ = [
+    "CREATE_FUNCTIONS",
     "READ_COMMITTED",
     "FencedMixin",
     "RowFence",
@@ -157,7 +161,7 @@ class RowFence(TableFence):
     def _run_on_row(
         self, ask: Callable[[fence_sql.FencedRow, FenceEntry], None], connection: Connection, entry: FenceEntry
     ) -> None:
-        port = Port(connection, bindparam("key", self.key, type_=self.column.type))
+        port = Port(connection, self.key, self.column.type)
         row = fence_sql.FencedRow(port, self._statements(connection), _dialect(connection))
         _run(lambda _port, _dialect, entry: ask(row, entry), connection, entry)
 
@@ -190,14 +194,13 @@ def fence_for(parts: tuple[Any, ...]) -> TableFence:
 class Port:
     """Sends the fence's statements in the connection's transaction."""
 
-    def __init__(self, connection: Connection, key: BindParameter[Any] | None = None) -> None:
-        self._connection, self._key = connection, key
+    def __init__(self, connection: Connection, key: Any = None, key_type: TypeEngine[Any] | None = None) -> None:
+        self._connection, self._key, self._key_type = connection, key, key_type
 
     def execute(self, sql: str, params: Mapping[str, Any]) -> tuple[int, tuple[Any, ...] | None]:
-        statement = _text(sql)
-        if self._key is not None and "key" in statement._bindparams:  # noqa: SLF001 - compile() would list them publicly, at a cost
-            statement = statement.bindparams(self._key)
-        return _answer(self._connection, statement, params)
+        if self._key_type is not None:
+            params = {**params, "key": self._key}
+        return _statement(sql, self._key_type).execute(self._connection, params)
 
 
 class _OwnTransactions:
@@ -208,20 +211,34 @@ class _OwnTransactions:
 
     def execute(self, sql: str, params: Mapping[str, Any]) -> tuple[int, tuple[Any, ...] | None]:
         with _own_transaction(self._bind) as connection:
-            return _explained(lambda: _answer(connection, _text(sql), params), connection, self._entry)
+            return _run(lambda port, _dialect, _entry: port.execute(sql, params), connection, self._entry)
 
 
-def _answer(connection: Connection, sql: TextClause, params: Mapping[str, Any]) -> tuple[int, tuple[Any, ...] | None]:
-    result = connection.execute(sql, params)
-    row = result.first() if result.returns_rows else None
-    if row is not None and len(row) > 1:
-        note_xid(connection, row[1])
-    return result.rowcount, None if row is None else tuple(row)
+class _Statement:
+    """One statement, and how SQLAlchemy reads its answer, which it works out anew each time for a plain text."""
+
+    def __init__(self, sql: str, key_type: TypeEngine[Any] | None) -> None:
+        keys = [bindparam("key", type_=key_type)] if key_type is not None and ":key" in sql else []
+        self._text = text(sql).bindparams(*keys)
+        self._answer: TextualSelect | None = None
+
+    def execute(self, connection: Connection, params: Mapping[str, Any]) -> tuple[int, tuple[Any, ...] | None]:
+        result = connection.execute(self._text if self._answer is None else self._answer, params)
+        if not result.returns_rows:
+            return result.rowcount, None
+        if self._answer is None:  # Any server gives the answer to one text the same columns.
+            self._answer = self._text.columns(*map(column, result.keys()))
+        row = result.first()
+        if row is None:
+            return result.rowcount, None
+        if len(row) > 1:
+            note_xid(connection, row[1])
+        return 1, tuple(row)
 
 
 @lru_cache(maxsize=256)
-def _text(sql: str) -> TextClause:
-    return text(sql)
+def _statement(sql: str, key_type: TypeEngine[Any] | None) -> _Statement:
+    return _Statement(sql, key_type)
 
 
 def _vendor(connection: Engine | Connection) -> str:
@@ -229,31 +246,55 @@ def _vendor(connection: Engine | Connection) -> str:
 
 
 def _run(step: Callable[[Port, fencing.FenceDialect, FenceEntry], T], connection: Connection, entry: FenceEntry) -> T:
-    return _explained(partial(step, Port(connection), _dialect(connection), entry), connection, entry)
-
-
-def _explained(ask: Callable[[], T], connection: Connection, entry: FenceEntry) -> T:
-    """Ask the fence; an error of the database that has a meaning here is raised as what it means."""
+    """Carry out a step of the fence; an error of the database that has a meaning here is raised as what it means."""
     try:
-        if entry.limit is not None and _vendor(connection) == "mysql":  # the other statements say it themselves
+        dialect = _dialect(connection)
+        if entry.limit is not None and dialect is MYSQL:  # the other statements say it themselves
             with waiting_on_mysql(connection, entry.limit):
-                return ask()
-        return ask()
+                return step(Port(connection), dialect, entry)
+        return step(Port(connection), dialect, entry)
     except DBAPIError as error:
         meant = refusal(error, entry, connection.dialect.name)
         if meant is None:  # its driver's code says it best
-            if classify(error) in (None, DatabaseFailure.MISSING_TABLE, DatabaseFailure.NO_ACCESS):
+            failure = classify(error)
+            if failure in (DatabaseFailure.MISSING_FUNCTION, DatabaseFailure.NO_ACCESS):
+                _forget_functions(connection.dialect)
+            if failure in (None, DatabaseFailure.MISSING_TABLE, DatabaseFailure.NO_ACCESS):
                 error.add_note(_WHAT_TO_DO)
             raise
         raise meant from error
 
 
-def _dialect(connection: Engine | Connection) -> fencing.FenceDialect:
-    vendor = _vendor(connection)
+_postgresql: Final[WeakKeyDictionary[Dialect, fencing.FenceDialect]] = WeakKeyDictionary()
+"""What is sent to PostgreSQL, by the engine's dialect: calls of the functions where they are, or the statements."""
+_ASK_SCHEMA: Final = text(f"SELECT {SCHEMA_OF_FUNCTIONS}")
+
+
+def _dialect(bind: Engine | Connection) -> fencing.FenceDialect:
+    if (known := _postgresql.get(bind.dialect)) is not None:
+        return known
+    vendor = _vendor(bind)
     if vendor not in DIALECTS:
-        known = ", ".join(DIALECTS)
-        raise NotSupported(f"no fence on {vendor}: use one of {known}, or pass fence=False")
+        known_ones = ", ".join(DIALECTS)
+        raise NotSupported(f"no fence on {vendor}: use one of {known_ones}, or pass fence=False")
+    if vendor == "postgresql" and isinstance(bind, Connection) and not keeps_snapshot(bind):
+        return _postgresql.setdefault(bind.dialect, _ask_postgresql(bind))
     return DIALECTS[vendor]
+
+
+def _ask_postgresql(connection: Connection) -> fencing.FenceDialect:
+    """Ask, once for each engine, where the functions are; not in a snapshot, which would be older than the admit."""
+    schema = connection.scalar(_ASK_SCHEMA)
+    return POSTGRESQL if schema is None else functions_in(schema, with_xid=True)
+
+
+def _forget_functions(dialect: Dialect) -> None:
+    """Send the statements from now on: the functions were dropped, or forbidden, or one database does not have them.
+
+    Not asked again, because the next connection might lead to another database, or another role, than that after it.
+    """
+    if dialect in _postgresql:
+        _postgresql[dialect] = POSTGRESQL
 
 
 @contextmanager
@@ -275,7 +316,12 @@ def keeps_snapshot(bind: Engine | Connection) -> bool:
         return False
     # Nothing public tells the level that create_engine(isolation_level=…) sets.
     level = bind.get_execution_options().get("isolation_level") or bind.dialect._on_connect_isolation_level  # noqa: SLF001
-    return str(level or _default_level(bind)).upper().replace("_", " ") not in READ_COMMITTED
+    return _is_snapshot(level or _default_level(bind))
+
+
+@lru_cache
+def _is_snapshot(level: str) -> bool:
+    return str(level).upper().replace("_", " ") not in READ_COMMITTED
 
 
 def _default_level(bind: Engine | Connection) -> Any:

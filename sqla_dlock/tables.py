@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
-from sqlalchemy import BigInteger, Column, Connection, MetaData, String, Table, Text, event
+from sqlalchemy import BigInteger, Column, Connection, MetaData, String, Table, Text, event, text
 
 __all__ = ["fence_metadata", "fence_table", "lease_metadata", "lease_table"]
 
@@ -32,6 +32,8 @@ fence_table: Final = Table(
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     lease_metadata: MetaData
     lease_table: Table
 
@@ -65,3 +67,42 @@ def _lease_table() -> Table:
 def _add_floor(_: Table, connection: Connection, **options: Any) -> None:
     """Add the row of the floor: each new name reads it, and if it is missing, MariaDB locks a gap instead of a row."""
     connection.execute(fence_table.insert().values(name="", token=0, holder="", s_token=0))
+
+
+@event.listens_for(fence_table, "after_create")
+def _add_functions(_: Table, connection: Connection, **options: Any) -> None:
+    """Make PostgreSQL's functions, unless the search path has them, or this role may not: the fence works without."""
+    if connection.dialect.name == "postgresql":
+        from dlock_core.transactions import fence_functions, fence_sql
+
+        missing, create = fence_sql.SCHEMA_OF_FUNCTIONS, fence_functions.CREATE_BOTH
+        connection.execute(text(_IF_MISSING.format(schema=missing, create=create)))
+
+
+# Another process may be making them, too, and creates them first.
+_IF_MISSING: Final = """\
+DO $dlock$ BEGIN IF {schema} IS NULL THEN EXECUTE $create$
+{create}
+$create$; END IF;
+EXCEPTION WHEN insufficient_privilege OR unique_violation OR read_only_sql_transaction THEN NULL; END $dlock$"""
+
+
+@event.listens_for(fence_metadata, "after_create")
+def _add_functions_to_table(_: MetaData, connection: Connection, tables: Iterable[Table], **options: Any) -> None:
+    """Make them also for a table that was there before."""
+    if fence_table not in tables:
+        _add_functions(fence_table, connection)
+
+
+@event.listens_for(fence_table, "after_drop")
+def _drop_functions(_: Table, connection: Connection, **options: Any) -> None:
+    """Drop the functions of the table's schema; those of another one in the search path may have other users."""
+    if connection.dialect.name == "postgresql":
+        connection.execute(text(_DROP))
+
+
+_DROP: Final = """\
+DO $dlock$ BEGIN EXECUTE format(
+'DROP FUNCTION IF EXISTS %1$I.dlock_admit(varchar, bigint, varchar, text), '
+'%1$I.dlock_confirm(varchar, bigint, varchar, text)', current_schema());
+EXCEPTION WHEN insufficient_privilege THEN NULL; END $dlock$"""

@@ -32,6 +32,8 @@ class DatabaseFailure(enum.Enum):
     UNKNOWN_OUTCOME = "unknown outcome"
     """The server, or its client, does not know whether the statement was carried out."""
     MISSING_TABLE = "missing table"
+    MISSING_FUNCTION = "missing function"
+    """Or the schema that was named."""
     NO_ACCESS = "no access"
     """A wrong user, password or database, or a missing permission."""
     REFUSED = "refused"
@@ -55,6 +57,8 @@ _SQLSTATES: Final = {
     "57P05": DatabaseFailure.SESSION_TIMEOUT,  # idle_session_timeout
     "40003": DatabaseFailure.UNKNOWN_OUTCOME,
     "42P01": DatabaseFailure.MISSING_TABLE,
+    "42883": DatabaseFailure.MISSING_FUNCTION,
+    "3F000": DatabaseFailure.MISSING_FUNCTION,
     "28": DatabaseFailure.NO_ACCESS,
     "3D000": DatabaseFailure.NO_ACCESS,
     "42501": DatabaseFailure.NO_ACCESS,

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from dlock_core.transactions.fencing import FenceEntry, StatementExecutor
 
-__all__ = ["BIGINT", "DIALECTS", "FOR", "SCHEMA_OF_FUNCTIONS", "functions_in", "limited"]
+__all__ = ["BIGINT", "DIALECTS", "FOR", "MYSQL", "POSTGRESQL", "SCHEMA_OF_FUNCTIONS", "functions_in", "limited"]
 
 _IS_MARKED: Final = "SELECT CASE WHEN s_token > token THEN 1 ELSE 0 END FROM dlock_fence WHERE name = :name"
 _MARKED_TOKEN: Final = "SELECT token FROM dlock_fence WHERE name = :name AND s_token > token"
@@ -104,15 +104,15 @@ POSTGRESQL: Final = FenceDialect(
 
 
 @lru_cache
-def functions_in(schema: str) -> FenceDialect:
-    """Return what is sent on PostgreSQL where the functions of `django_dlock`'s migration are in this quoted schema.
+def functions_in(schema: str, *, with_xid: bool = False) -> FenceDialect:
+    """Return what is sent on PostgreSQL where the functions of `fence_functions` are in this quoted schema.
 
     They do the same as the long statements, which PostgreSQL would plan anew for each transaction where the driver does
-    not prepare them, as in Django. The schema is named, because the search path may change after it was looked for.
-    See docs/adr/0017-fence-functions.md.
+    not prepare them. The schema is named, because the search path may change after it was looked for. `with_xid`: the
+    answer has the transaction's id as well, as those of the long statements.
     """
-    arguments = "(:name, :token, :holder, :milliseconds)"
-    admit, confirm = f"SELECT {schema}.dlock_admit{arguments}", f"SELECT {schema}.dlock_confirm{arguments}"
+    rest = "(:name, :token, :holder, :milliseconds)" + (", CAST(pg_current_xact_id() AS text)" if with_xid else "")
+    admit, confirm = f"SELECT {schema}.dlock_admit{rest}", f"SELECT {schema}.dlock_confirm{rest}"
     return replace(POSTGRESQL, admit=(admit,), confirm=confirm)
 
 
