@@ -7,14 +7,15 @@ one it lives, like a row lock, until that transaction's COMMIT or ROLLBACK is kn
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 from contextlib import AsyncExitStack, ExitStack
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, TypeVar, overload
 
 from asgiref.sync import sync_to_async
+from django.core.exceptions import SynchronousOnlyOperation
 from django.db import DEFAULT_DB_ALIAS
-from django.utils.asyncio import async_unsafe
 
 from django_dlock.conf import stores
 from django_dlock.connections import listen_to_all
@@ -26,6 +27,7 @@ from dlock_core import names
 from dlock_core.errors import BackendUnavailable, DLockError, NotHeld
 from dlock_core.leases import engine
 from dlock_core.leases.lock import AsyncBlockExit, BlockExit, Blocks, let_expire
+from dlock_core.owner import in_task
 from dlock_core.runtime import ASYNCIO, BLOCKING, Asyncio, run
 from dlock_core.transactions.fence_sql import not_shared
 from dlock_core.transactions.tie import Tie, TiedLease, TiedLeases, reraise
@@ -127,18 +129,20 @@ class Lock(TiedLock, BlockExit, AsyncBlockExit):
         name, self.fence = _identified(parts)
         super().__init__(name, **options)
         self.using, self.store = using, store
-        self._refuse_shared_row()
+        if self.shared:
+            self._refuse_shared_row()
 
     def _renamed(self, *parts: Any) -> Lock:
         """Return a lock of another name, with the options of this one, which are not checked again."""
         name, fence = _identified(parts)
         other = object.__new__(type(self))
         vars(other).update(vars(self), name=name, fence=fence, _blocks=Blocks())
-        other._refuse_shared_row()
+        if self.shared:
+            other._refuse_shared_row()
         return other
 
     def _refuse_shared_row(self) -> None:
-        if self.shared and self._form and not self.fence.supports_shared:
+        if self._form and not self.fence.supports_shared:
             raise NotSupported(not_shared(self.name), name=self.name)
 
     def __repr__(self) -> str:
@@ -260,12 +264,13 @@ def lock(*parts: Any, **options: Any) -> Lock | Locks:
     return Lock(*parts, **options)
 
 
-@async_unsafe(
-    "a blocking lock would stop the event loop while it waits, and every task, its holder, too: use "
-    "`async with lock(...)` or `await lock(...).aacquire()`, or a thread, with sync_to_async."
-)
 def _refuse_in_loop() -> None:
     """Raise SynchronousOnlyOperation where Django's own database calls do."""
+    if in_task() and not os.environ.get("DJANGO_ALLOW_ASYNC_UNSAFE"):
+        raise SynchronousOnlyOperation(
+            "a blocking lock would stop the event loop while it waits, and every task, its holder, too: use "
+            "`async with lock(...)` or `await lock(...).aacquire()`, or a thread, with sync_to_async."
+        )
 
 
 class _DjangoAsyncio(Asyncio):

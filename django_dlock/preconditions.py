@@ -120,14 +120,14 @@ class _ConditionalView:
         return view
 
     def _wrap(self, view: Callable[..., Any]) -> Callable[..., Any]:
-        find = finder(view, [self.key])
+        find = finder(view, self.key)
 
         @wraps(view)
         def wrapper(*args: Any, **kwargs: Any) -> Any:
             request = next(each for each in args[:2] if hasattr(each, "META"))
             if request.method in UNCONDITIONAL_METHODS:
                 return view(*args, **kwargs)
-            value = find(self.key, args, kwargs)
+            value = find(args, kwargs)
             if request.method in READ_METHODS:
                 return self._read(request, value, lambda: view(*args, **kwargs))
             alias = self.using or router.db_for_write(self.model)

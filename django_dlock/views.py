@@ -36,7 +36,7 @@ from dlock_core.web.decorators import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterator
 
     from django.db.models import Model
 
@@ -97,10 +97,6 @@ class _NonAtomic(set[str]):
     def __contains__(self, alias: object) -> bool:
         return True
 
-    def exempts(self, alias: str) -> bool:
-        """Return whether the view asked for no transaction on a database."""
-        return super().__contains__(alias)
-
 
 def _locked_class(view: type, parts: tuple[Any, ...], options: dict[str, Any]) -> type:
     if not callable(getattr(view, "dispatch", None)):
@@ -132,10 +128,13 @@ def _locked_function(
     @functools.wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         lock = lock_for(args, kwargs)
-        home = _home(lock)
-        fenced = {home, lock.using if is_fenced else home}
-        aliases = {alias for alias in (*fenced, *_atomic_requests(args)) if alias and not non_atomic.exempts(alias)}
-        plan = _Plan.so_far(undecorated).plus(aliases)
+        home, aliases = _home(lock), _atomic_requests(args)
+        if is_fenced:
+            aliases.add(lock.using)
+        if home is not None:
+            aliases.add(home)
+        aliases -= non_atomic  # its members, of which `in` tells Django nothing
+        plan = _Plan.beyond_outer(undecorated, aliases)
         if home is not None:  # It locks inside a transaction, which the innermost `@locked` opens.
             return go_on(plan._replace(locks=(*plan.locks, lock)), args, kwargs)
         with lock:
@@ -174,16 +173,18 @@ def _url_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[An
             yield from (*match.args, *match.kwargs.values())
 
 
-def _atomic_requests(args: tuple[Any, ...]) -> list[str]:
+def _atomic_requests(args: tuple[Any, ...]) -> set[str]:
     """Return the databases on which a view runs in a transaction, by ATOMIC_REQUESTS; none if this is no view."""
-    if not any(isinstance(arg, HttpRequest) or hasattr(arg, "_request") for arg in args[:2]):
-        return []
-    return [alias for alias in connections if connections.settings[alias]["ATOMIC_REQUESTS"]]
+    for each in args[:2]:
+        if isinstance(each, HttpRequest) or hasattr(each, "_request"):
+            return {alias for alias, settings in connections.settings.items() if settings["ATOMIC_REQUESTS"]}
+    return set()
 
 
 def _home(lock: Lock) -> str | None:
     """Return the database in whose transaction the store locks, for a store that does."""
-    database: str | None = stores[lock.store].backend.capabilities.transaction_database
+    store = stores.created.get(lock.store) or stores[lock.store]
+    database: str | None = store.backend.capabilities.transaction_database
     return database
 
 
@@ -192,20 +193,18 @@ class _Plan(NamedTuple):
 
     function: Any
     """The function that the stack is on."""
-    aliases: frozenset[str] = frozenset()
+    aliases: frozenset[str]
     """The databases on which a transaction is opened."""
     locks: tuple[Lock, ...] = ()
     """The locks that live in a transaction, from the outermost decorator to the innermost."""
 
     @classmethod
-    def so_far(cls, function: Any) -> _Plan:
-        """Return the plan of the outer `@locked` of this call; an empty one for the outermost."""
+    def beyond_outer(cls, function: Any, aliases: set[str]) -> _Plan:
+        """Return the plan of a `@locked` with these databases, and with what the outer one of this call has planned."""
         outer = _plan_of_outer.get()
-        return outer if outer is not None and outer.function is function else cls(function)
-
-    def plus(self, aliases: Iterable[str]) -> _Plan:
-        """Return the plan with transactions on these databases, too."""
-        return _Plan(self.function, self.aliases.union(aliases), self.locks)
+        if outer is None or outer.function is not function:
+            return cls(function, frozenset(aliases))
+        return cls(function, outer.aliases | aliases, outer.locks)
 
     def carry_out(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call the function in these transactions, under these locks."""

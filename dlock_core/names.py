@@ -28,6 +28,7 @@ MAX_NAME_BYTES: Final = 512
 _PLAIN: Final = re.compile(r"[A-Za-z0-9_.~:-]+")
 _UNRESERVED: Final = re.compile(r"[A-Za-z0-9_.~-]+")
 """What percent-encoding leaves as it is."""
+_JOINED: Final = re.compile(r"[A-Za-z0-9_.~-]+(?::[A-Za-z0-9_.~-]+)*")
 _ADDRESS: Final = re.compile(r"\bat 0x[0-9A-Fa-f]+")
 _EXACT_TYPES: Final = frozenset({str, int, UUID})
 """Types whose `str` is their text. Subclasses are not among them, because they may define another `__str__`."""
@@ -44,6 +45,10 @@ def join(*parts: object) -> str:
     objects that only have a `__repr__`). Raises ValueError if a part is empty, the first part contains ":", or the name
     is longer than 512 bytes.
     """
+    if _EXACT_TYPES.issuperset(map(type, parts)):  # Most names: nothing in them has to be encoded.
+        name = ":".join(map(str, parts))
+        if _JOINED.fullmatch(name) and name.count(":") == len(parts) - 1:
+            return _checked(name) if len(name) > MAX_NAME_BYTES else name
     if not parts:
         raise ValueError("a lock needs a name: pass at least one part, such as lock('order', 42)")
     encoded = [_encoded(part) for part in parts]
@@ -57,7 +62,7 @@ def are_plain(parts: Sequence[object]) -> bool:
 
     Texts, integers and UUIDs are; but a text with a dot may be a model's label.
     """
-    return all(type(part) in _EXACT_TYPES for part in parts) and bool(parts) and "." not in str(parts[0])
+    return bool(parts) and _EXACT_TYPES.issuperset(map(type, parts)) and "." not in str(parts[0])
 
 
 @dataclass(frozen=True, slots=True)

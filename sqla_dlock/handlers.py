@@ -140,7 +140,7 @@ class Locked:
     def _session_finder(self, function: Callable[..., Any]) -> Callable[[tuple[Any, ...], dict[str, Any]], Any]:
         given, title = self._session, getattr(function, "__qualname__", repr(function))
         if isinstance(given, str):
-            return functools.partial(finder(function, [given]), given)
+            return finder(function, given)
         if given is None:
             if inspect.signature(function).parameters.keys() <= {part.root for part in self._wanted}:
                 raise TypeError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
 import warnings
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
@@ -27,8 +28,8 @@ __all__ = [
     "refuse_late",
 ]
 
-Find = Callable[[str, tuple[Any, ...], dict[str, Any]], Any]
-"""A function that finds an argument by its name in a call."""
+Read = Callable[[tuple[Any, ...], dict[str, Any]], Any]
+"""A function that reads a value out of the arguments of a call."""
 
 
 class Argument:
@@ -108,14 +109,17 @@ class NameTemplate:
     ) -> None:
         self._title = getattr(function, "__qualname__", repr(function))
         self._parts, self._from_url = parts, from_url
-        self._find = finder(function, [part.name for part in parts if isinstance(part, Argument)])
         self._untyped = set(_untyped(parts, kind_of))
         kind = kind_of(parts[0])
         self._label = str(parts[0]) if kind is None else kind.label
+        readers = [self._reader(function, position) for position in range(len(parts))]
+        self._readers = [(position, read) for position, read in enumerate(readers) if read is not None]
 
     def __call__(self, make: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return `make(*parts)` for a call; a TypeError or ValueError names the function and the argument at fault."""
-        values = [self._value(position, part, args, kwargs) for position, part in enumerate(self._parts)]
+        values = [*self._parts]
+        for position, read in self._readers:
+            values[position] = read(args, kwargs)
         try:
             return make(*values)
         except (TypeError, ValueError) as error:
@@ -124,15 +128,24 @@ class NameTemplate:
             kind = TypeError if isinstance(error, TypeError) else ValueError
             raise kind(f"@locked on {self._title}: {self._at_fault(values)}{error}") from error
 
-    def _value(self, position: int, part: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if isinstance(part, Argument):
-            value = self._find(part.name, args, kwargs)
-            if position in self._untyped and isinstance(value, str):
-                self._warn_of_text(part, value, args, kwargs)
-            return part.converted(value, self._label)
+    def _reader(self, function: Callable[..., Any], position: int) -> Read | None:
+        """Return what reads a part out of a call; None if it is the same for all calls."""
+        part = self._parts[position]
         if is_function(part):
-            return refuse_coroutine(part, part(*args, **kwargs), "use a plain function that returns a key")
-        return part
+            return lambda args, kwargs: refuse_coroutine(
+                part, part(*args, **kwargs), "use a plain function that returns a key"
+            )
+        if not isinstance(part, Argument):
+            return None
+        find = finder(function, part.name)
+
+        def read(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            value = find(args, kwargs)
+            if isinstance(value, str) and position in self._untyped:
+                self._warn_of_text(part, value, args, kwargs)
+            return value if part.kind is None else part.converted(value, self._label)
+
+        return read
 
     def _warn_of_text(self, part: Argument, value: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not any(value is each for each in self._from_url(args, kwargs)):
@@ -194,28 +207,29 @@ def refuse_coroutine(function: Callable[..., Any], answer: Any, instead: str) ->
     return answer
 
 
-def finder(function: Callable[..., Any], wanted: Iterable[str]) -> Find:
-    """Return a function that finds arguments in calls; raises TypeError if a wanted argument cannot exist."""
+def finder(function: Callable[..., Any], name: str) -> Read:
+    """Return a function that finds an argument in a call; raises TypeError if there cannot be such an argument."""
+    root, *path = name.split(".")
     parameters = list(inspect.signature(_without_partial(function)).parameters.values())
-    positional = [each for each in parameters if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
-    positions = {each.name: position for position, each in enumerate(positional)}
-    defaults = {each.name: each.default for each in parameters if each.default is not each.empty}
-    names = [each.name for each in parameters if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)]
     title = getattr(function, "__qualname__", repr(function))
-    open_ended = any(each.kind is each.VAR_KEYWORD for each in parameters)
-    if not open_ended and (unknown := [name for name in wanted if Argument(name).root not in names]):
-        raise TypeError(f"@locked: {title} has no argument {unknown[0]!r}, only: {', '.join(names) or 'none'}")
+    names = [each.name for each in parameters if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)]
+    if root not in names and not any(each.kind is each.VAR_KEYWORD for each in parameters):
+        raise TypeError(f"@locked: {title} has no argument {name!r}, only: {', '.join(names) or 'none'}")
+    positional = [each.name for each in parameters if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
+    position = positional.index(root) if root in positional else sys.maxsize
+    defaults = {each.name: each.default for each in parameters if each.default is not each.empty}
 
-    def find(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        root, *path = name.split(".")
+    def find(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if root in kwargs:
-            return _follow(kwargs[root], path)
-        if root in positions and positions[root] < len(args):
-            return _follow(args[positions[root]], path)
-        if root in defaults:
-            return _follow(defaults[root], path)
-        known = ", ".join(kwargs) or "none"
-        raise TypeError(f"@locked: {title} was called without an argument {root!r}; its named arguments: {known}")
+            value = kwargs[root]
+        elif position < len(args):
+            value = args[position]
+        elif root in defaults:
+            value = defaults[root]
+        else:
+            known = ", ".join(kwargs) or "none"
+            raise TypeError(f"@locked: {title} was called without an argument {root!r}; its named arguments: {known}")
+        return _follow(value, path) if path else value
 
     return find
 
