@@ -10,7 +10,6 @@ from django.db.models import F
 
 from django_dlock.connections import tracker_for
 from django_dlock.errors import NotSupported, as_database_error
-from django_dlock.row_sql import waiting
 from dlock_core.errors import StaleToken as CoreStaleToken
 from dlock_core.sql.database import pyformat
 from dlock_core.transactions import fence_sql, fencing
@@ -183,6 +182,8 @@ def _run(step: Callable[[Cursor, fencing.FenceDialect, FenceEntry], T], connecti
     """Carry out a step of the fence; an error of the database that has a meaning here is raised as what it means."""
     try:
         if entry.limit is not None and _vendor(connection) == "mysql":  # the other statements say it themselves
+            from django_dlock.row_sql import waiting
+
             with waiting(connection, max(0.001, entry.limit)):  # 0 would be no limit
                 return step(Cursor(connection), dialect(connection), entry)
         return step(Cursor(connection), dialect(connection), entry)

@@ -9,7 +9,8 @@ from django.conf import settings
 from django.core import checks
 from django.db import connections
 
-from django_dlock.checks.settings import MIDDLEWARE, TAG
+from django_dlock.apps import TAG
+from django_dlock.checks.settings import MIDDLEWARE
 from dlock_core.doctor.finding import Finding, Level, ok, warning
 from dlock_core.transactions import fence_sql
 

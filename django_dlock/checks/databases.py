@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
-from django.core.checks import CheckMessage, Info, Tags, Warning, register  # noqa: A004 - Django's own name
+from django.core.checks import CheckMessage, Info, Warning  # noqa: A004 - Django's own name
 from django.db import connections, router
 
 from django_dlock.checks.models import models_of
-from django_dlock.checks.settings import TAG
 from django_dlock.conf import is_declared
 
 if TYPE_CHECKING:
@@ -21,8 +20,7 @@ SNAPSHOT_LEVELS: Final = ("REPEATABLE READ", "SERIALIZABLE")
 """Isolation levels at which a transaction reads from a snapshot that may be older than its lock."""
 
 
-@register(TAG)
-def check_transactions(**_: Any) -> list[CheckMessage]:
+def check_transactions() -> list[CheckMessage]:
     """Check DATABASES (W005-W007): transactions begin in a way that a lock can protect. Only settings are read."""
     checks = {"sqlite": _sqlite, "mysql": _mysql, "postgresql": _postgresql}
     return [
@@ -80,8 +78,7 @@ def _isolation(alias: str, level: str, wanted: str, check_id: str) -> Iterator[C
         )
 
 
-@register(TAG, deploy=True)
-def check_atomic_requests(**_: Any) -> list[CheckMessage]:
+def check_atomic_requests() -> list[CheckMessage]:
     """Check for deployment (I001): ATOMIC_REQUESTS opens the transaction before a lock in the body of a view."""
     return [
         Info(
@@ -94,8 +91,7 @@ def check_atomic_requests(**_: Any) -> list[CheckMessage]:
     ]
 
 
-@register(Tags.database)  # Only this tag: since Django 6.1, ours would connect even without --database.
-def check_fence_table(databases: Sequence[str] | None = None, **_: Any) -> list[CheckMessage]:
+def check_fence_table(databases: Sequence[str] | None = None) -> list[CheckMessage]:
     """Check the fence table (W010): it exists in each database; one without any tables is not a mistake."""
     return [
         Warning(

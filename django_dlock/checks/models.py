@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from django.apps import apps
-from django.core.checks import CheckMessage, Error, Tags, Warning, register  # noqa: A004 - Django's own name
+from django.core.checks import CheckMessage, Error, Warning  # noqa: A004 - Django's own name
 from django.db.models import SET_DEFAULT, SET_NULL
-
-from django_dlock.checks.settings import TAG
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -17,8 +15,7 @@ if TYPE_CHECKING:
     from django.db.models import Model
 
 
-@register(TAG, Tags.models)
-def check_models(app_configs: Sequence[AppConfig] | None = None, **_: Any) -> list[CheckMessage]:
+def check_models(app_configs: Sequence[AppConfig] | None = None) -> list[CheckMessage]:
     """Check models (E006, E007, W008, W009, W012, W014): no write bypasses the version of a row."""
     from django_dlock.models import VersionedMixin
 
@@ -109,8 +106,7 @@ def _parents(model: type[Model]) -> Iterator[CheckMessage]:
         )
 
 
-@register(TAG)
-def check_admin(**_: Any) -> list[CheckMessage]:
+def check_admin() -> list[CheckMessage]:
     """Check the admin (W013): a plain ModelAdmin reads a row anew when it saves, and so overwrites changes."""
     return list(_unguarded_admins()) if apps.is_installed("django.contrib.admin") else []
 

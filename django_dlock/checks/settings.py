@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 from django.conf import settings
-from django.core.checks import CheckMessage, Error, Warning, register  # noqa: A004 - Django's own name
+from django.core.checks import CheckMessage, Error, Warning  # noqa: A004 - Django's own name
 from django.utils.module_loading import import_string
 
 from django_dlock.conf import EXAMPLE, InvalidStore, is_declared, stores
@@ -14,8 +14,6 @@ from django_dlock.middleware import LockMiddleware
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-TAG: Final = "dlock"
-"""The tag of all checks of this package."""
 MIN_SAFE_TTL_S: Final = 1.0
 """A shorter ttl is likely to run out during an ordinary pause of the process."""
 MIDDLEWARE: Final = "django_dlock.middleware.LockMiddleware"
@@ -24,8 +22,7 @@ OUTER_MIDDLEWARE: Final = ("django.middleware.security.SecurityMiddleware", "cor
 _STORE_IDS: Final = {"TTL": "dlock.E004", "WAIT": "dlock.E005"}
 
 
-@register(TAG)
-def check_stores(**_: Any) -> list[CheckMessage]:
+def check_stores() -> list[CheckMessage]:
     """Check DLOCK (E001-E005, W004): every store can be created. No connection is opened."""
     if not is_declared():
         return []
@@ -62,8 +59,7 @@ def _store_error(error: InvalidStore) -> Error:
     return Error(str(error), hint=hint, id=_STORE_IDS.get(error.key, "dlock.E001"))
 
 
-@register(TAG, deploy=True)
-def check_shared_store(**_: Any) -> list[CheckMessage]:
+def check_shared_store() -> list[CheckMessage]:
     """Check for deployment (W011): every store is shared by all processes."""
     try:
         entries = stores.settings.items() if is_declared() else ()
@@ -80,8 +76,7 @@ def check_shared_store(**_: Any) -> list[CheckMessage]:
     ]
 
 
-@register(TAG)
-def check_middleware(**_: Any) -> list[CheckMessage]:
+def check_middleware() -> list[CheckMessage]:
     """Check MIDDLEWARE (W001-W003): LockMiddleware is in it, once, in the right position, and DLOCK is set."""
     ours = [index for index, path in enumerate(settings.MIDDLEWARE) if _is_ours(path)]
     if ours:

@@ -27,7 +27,6 @@ from dlock_core.errors import (
     StaleToken,
 )
 from dlock_core.owner import request_line
-from dlock_core.web.preconditions import as_precondition
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -122,7 +121,10 @@ def answer(error: DLockError, accept: str = "") -> Answer | None:
 
     Returns None for errors that are mistakes of the program, such as NotSupported: let them propagate.
     """
-    error = as_precondition(error)
+    if isinstance(error, StaleObject):
+        from dlock_core.web.preconditions import as_precondition
+
+        error = as_precondition(error)
     problem = next((_PROBLEMS[kind] for kind in type(error).__mro__ if kind in _PROBLEMS), None)
     if isinstance(error, RowLocked) and error.is_database:
         problem = _BUSY_DATABASE

@@ -169,6 +169,12 @@ def test_schemes_are_listed() -> None:
     assert {"memory", "redis", "rediss", "unix"} <= set(schemes())
 
 
+DJANGO = (
+    "import django; from django.conf import settings; settings.configure(INSTALLED_APPS=['django.contrib.contenttypes', "
+    "'django_dlock']); django.setup(); import django_dlock.middleware; from django_dlock import lock, locked"
+)
+
+
 @pytest.mark.parametrize(
     ("imports", "foreign"),
     [
@@ -178,6 +184,7 @@ def test_schemes_are_listed() -> None:
         ("from dlock_core import Lock, connect; connect('memory://')", "importlib.metadata"),
         ("import django_dlock, dlock_core.stores", "dlock_core.backends"),
         ("import sqlalchemy.orm; from sqla_dlock import lock", "dlock_core.backends"),
+        (DJANGO, "django_dlock.checks"),
         ("import sqlalchemy.orm; from sqla_dlock import lock", "sqlalchemy.dialects.mysql"),
     ],
 )

@@ -434,6 +434,19 @@ def test_the_checks_are_registered_under_our_tag():
 
 
 @pytest.mark.usefixtures("installed")
+def test_every_check_is_registered(monkeypatch):
+    run, checks = set(), set()
+    for module in (databases, model_checks, setting_checks):
+        for name in (name for name in vars(module) if name.startswith("check_")):
+            checks.add(name)
+            monkeypatch.setattr(module, name, lambda *_, name=name: run.add(name) or [])
+
+    run_checks(tags=["dlock", "database"], databases=[], include_deployment_checks=True)
+
+    assert run == checks
+
+
+@pytest.mark.usefixtures("installed")
 def test_manage_check_runs_them(capsys):
     with override_settings(DLOCK=MEMORY, MIDDLEWARE=[SECURITY, OURS]):
         call_command("check", tags=["dlock"])
