@@ -34,9 +34,8 @@ class DlockConfig(AppConfig):
         register(check_project, TAG)
         register(check_models, TAG, Tags.models)
         register(check_deployment, TAG, deploy=True)
-        register(
-            check_fence_table, Tags.database
-        )  # No other tag: since Django 6.1, it would connect without --database.
+        # Only this tag: since Django 6.1, ours would connect even without --database.
+        register(check_fence_table, Tags.database)
 
 
 def check_project(**_: Any) -> list[CheckMessage]:

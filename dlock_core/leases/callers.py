@@ -15,14 +15,14 @@ if TYPE_CHECKING:
 
 __all__ = ["Key", "find_held", "forget_held", "held_by_caller", "key_of"]
 
-Key = tuple[Hashable, int, str]
+Key = tuple[Hashable, object, str]
 held_by_caller: Final[dict[Key, ref[LeaseRecord]]] = {}
 """A handle removes the entry at its end, or when it is thrown away; a dictionary of weak values would cost more."""
 
 
 def key_of(caller: object, backend: Backend, name: str) -> Key:
     """Return the key under which a thread or task holds; weak, or a task would keep the lease it returned."""
-    return ref(caller), id(backend), name
+    return ref(caller), backend, name
 
 
 def find_held(key: Key) -> LeaseRecord | None:
