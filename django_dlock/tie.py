@@ -269,7 +269,7 @@ class TiedDatabases:
         so that nothing is going to end it: the lease expires. Should it commit before that, it is checked as any other.
         """
         tie = self.tie
-        others = {*tie.handles} - {handle}
+        others = {*tie.handles} - {id(handle)}
         if runtime is not BLOCKING:
             self.is_aborted = self.is_aborted or not others
         elif tie.open and tie.are_bound(others):

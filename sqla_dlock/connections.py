@@ -11,6 +11,7 @@ import re
 import threading
 from contextlib import suppress
 from functools import cache, partial
+from operator import attrgetter
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias
 
@@ -40,6 +41,7 @@ _INTERCEPTED: Final = (
     "_rollback_twophase_impl",
     "_handle_dbapi_exception",
 )
+_methods_of: Final = attrgetter(*_INTERCEPTED)
 
 
 class Participant(Protocol):
@@ -67,8 +69,8 @@ class ConnectionTracker:
         self.undo: list[tuple[set[str], Callable[[], None]]] = []
         """What to call when one of these savepoints is rolled back, and the names of those that were open."""
         self._is_in_doubt = False
-        self.sqlalchemy = SimpleNamespace(**{name: getattr(connection, name) for name in _INTERCEPTED})
-        vars(connection).update({name: getattr(self, name) for name in _INTERCEPTED}, _dlock_tracker=self)
+        self.sqlalchemy = SimpleNamespace(**dict(zip(_INTERCEPTED, _methods_of(connection), strict=True)))
+        vars(connection).update(zip(_INTERCEPTED, _methods_of(self), strict=True), _dlock_tracker=self)
 
     def _commit_impl(self) -> None:
         self._finish(self.sqlalchemy._commit_impl)
@@ -156,8 +158,10 @@ class ConnectionTracker:
         self._roll_back(partial(self.sqlalchemy._rollback_twophase_impl, xid, is_prepared))
 
     def _end(self, outcome: Outcome, *, failed: bool = False, in_commit: bool = False) -> None:
-        for name in (*_INTERCEPTED, "_dlock_tracker"):
-            vars(self.connection).pop(name, None)
+        forget = vars(self.connection).pop
+        for name in _INTERCEPTED:
+            forget(name, None)
+        forget("_dlock_tracker", None)
         self.hooks.end()
         while self.participants:  # each is removed only when it was told: an interrupt may bring us here again
             self.participants[0].ended(self.connection, outcome, failed=failed, in_commit=in_commit)

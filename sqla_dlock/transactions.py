@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 
 
 _CLOSING: Final = ("close", "reset", "invalidate")
+_OURS: Final = ("_dlock_hooks", *_CLOSING)
 
 
 def in_transaction(session: Session) -> bool:
@@ -146,9 +147,8 @@ def settle_ended(session: Session) -> None:
 
 def _intercept_close(session: Session) -> None:
     """Put ourselves before the session's close: SQLAlchemy has no event for it where no transaction is open."""
-    for name in _CLOSING:
-        if hasattr(session, name):
-            vars(session)[name] = partial(_close, ref(session), name)
+    found = ref(session)
+    vars(session).update([(name, partial(_close, found, name)) for name in _CLOSING])
 
 
 def _close(found: ref[Session], name: str) -> None:
@@ -159,18 +159,19 @@ def _close(found: ref[Session], name: str) -> None:
     try:
         getattr(type(session), name)(session)
     finally:
-        closings = [] if hooks is None else hooks.closings
-        call_all([*closings, partial(settle_ended, session)])
-        closings.clear()
+        if hooks is not None and (hooks.closings or hooks.root is not None):
+            call_all([*hooks.closings, partial(settle_ended, session)])
+            hooks.closings.clear()
         _forget(session)
 
 
 def _forget(session: Session) -> None:
     """Listen no more to a session that has no hooks left."""
-    hooks: _SessionHooks | None = vars(session).get("_dlock_hooks")
+    own = vars(session)
+    hooks: _SessionHooks | None = own.get("_dlock_hooks")
     if hooks is None or not (hooks.root or hooks.beginnings or hooks.work or hooks.closings):
-        for name in ("_dlock_hooks", *_CLOSING):
-            vars(session).pop(name, None)
+        for name in _OURS:
+            own.pop(name, None)
 
 
 class _SessionHooks:
@@ -206,15 +207,14 @@ def _close_transaction(root: RootTransaction, invalidate: bool = False) -> None:
 
 def _hooks_of(session: Session) -> _SessionHooks:
     """What is wanted of a session, with its open root transaction."""
-    hooks: _SessionHooks = vars(session).get("_dlock_hooks") or vars(session).setdefault(
-        "_dlock_hooks", _SessionHooks()
-    )
-    if _CLOSING[-1] not in vars(session):
+    own = vars(session)
+    hooks: _SessionHooks = own.get("_dlock_hooks") or own.setdefault("_dlock_hooks", _SessionHooks())
+    if "close" not in own:
         _intercept_close(session)
-    transaction = session.get_transaction()
-    root = hooks.root
+    transaction, root = session.get_transaction(), hooks.root
     if transaction is None:
-        settle_ended(session)
+        if root is not None:
+            settle_ended(session)
     elif root is None or root.is_over or root.transaction is not transaction:
         hooks.begin(session, transaction)
     return hooks

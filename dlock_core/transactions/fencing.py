@@ -17,7 +17,7 @@ its own token.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, Protocol
 
 from dlock_core.errors import DLockError, RowLocked, SnapshotTooOld, StaleToken
 from dlock_core.leases import engine
@@ -53,8 +53,7 @@ MAX_TRIES_TO_MARK: Final = 3
 """How often a shared lease looks for the mark, and leaves it, before its transaction."""
 
 
-@dataclass(frozen=True, slots=True)
-class FenceEntry:
+class FenceEntry(NamedTuple):
     """What a lease shows to the fence; `limit` bounds the wait for another's row lock, in seconds (None: for ever).
 
     `found` is the exclusive token that the first admit of a shared lease has found in the row; None before.

@@ -12,7 +12,6 @@ from collections import deque
 from contextlib import AsyncExitStack
 from functools import partial
 from typing import TYPE_CHECKING, Any, Never, Protocol, TypeVar
-from weakref import WeakSet
 
 from dlock_core.backend import Released
 from dlock_core.errors import BackendUnavailable, DLockError, LeaseLost, NotHeld
@@ -83,18 +82,18 @@ class Tie:
     def __init__(self, held: LeaseRecord, runtime: DatabaseRuntime) -> None:
         self.held, self.runtime = held, runtime
         self.state = TieState.HELD
-        self.handles: WeakSet[Any] = WeakSet()
-        """What callers have; a handle may join when those before it were left to a transaction."""
+        self.handles: set[int] = set()
+        """The ids of what callers have; a handle may join when those before it were left to a transaction."""
         self.open: set[object] = set()
         """The transactions that work under the lease and have not ended."""
         self.transactions = 0
         """How many transactions have ever worked under the lease."""
-        self._bound: dict[object, set[Any]] = {}
-        """The handles that are detached when a transaction ends, by that transaction."""
+        self._bound: dict[object, dict[int, object]] = {}
+        """The handles that are detached when a transaction ends, by that transaction and their ids."""
 
     def bind_to(self, transaction: object, handle: object) -> None:
         """Detach a handle when a transaction ends, if it was not detached before."""
-        self._bound.setdefault(transaction, set()).add(handle)
+        self._bound.setdefault(transaction, {})[id(handle)] = handle
 
     def begin(self, transaction: object) -> None:
         """Record that a transaction works under the lease."""
@@ -116,7 +115,7 @@ class Tie:
         """Only transactions that are still open need the lease: it ends with them."""
         return self.are_bound({*self.handles})
 
-    def are_bound(self, handles: set[Any]) -> bool:
+    def are_bound(self, handles: set[int]) -> bool:
         """Return whether each of these handles is detached when a transaction that is still open ends."""
         return handles <= set().union(*list(self._bound.values()))
 
@@ -140,7 +139,7 @@ class Tie:
         if outcome is Outcome.UNKNOWN and not ends_lock and self.state is not TieState.ABANDONED:
             self.state = TieState.UNCERTAIN
         if transaction in self._bound:
-            self.handles -= self._bound[transaction]
+            self.handles.difference_update(self._bound[transaction])
             self._bound.pop(transaction, None)
         self.open.discard(transaction)
         if held.loss_reason and self.is_inside:
@@ -169,8 +168,8 @@ class Tie:
     def detach(self, handle: object) -> bool:
         """Record that a handle needs the lease no more; return True when the caller has to release the lease now."""
         for bound in list(self._bound.values()):
-            bound.discard(handle)
-        self.handles.discard(handle)
+            bound.pop(id(handle), None)
+        self.handles.discard(id(handle))
         return not self.handles and not self.open and self._is_to_be_released()
 
     def detach_all(self) -> bool:
@@ -208,7 +207,7 @@ class Tie:
 
         It does no I/O: a release inside the garbage collector could meet any lock that the interrupted code holds.
         """
-        self.handles.discard(handle)
+        self.handles.discard(id(handle))
         if not self.is_over or self.held.ended is not None or self.state is TieState.ABANDONED:
             return
         is_uncertain = self.state in (TieState.UNCERTAIN, TieState.EXPIRING)
