@@ -210,6 +210,62 @@ def test_release_hands_over_to_the_first_live_waiter_and_wakes_only_it(server: r
     assert server.exists(f"wake:{EVE}") == 0
 
 
+def claim(server: redis.Redis, holder: str, ttl: int = 30_000) -> Any:
+    return call(server, "claim", holder, ttl, keys=(LOCK,))
+
+
+def test_claim_starts_the_full_ttl_of_what_was_handed_over_and_of_nothing_else(server: redis.Redis) -> None:
+    acquire(server, ANN, ttl=60_000)
+    acquire(server, BOB)
+    assert claim(server, BOB) is None
+    assert claim(server, ANN[:-1]) is None
+    assert server.pttl(LOCK) > 50_000
+    call(server, "release", ANN)
+    assert claim(server, ANN) is None
+    assert server.pttl(LOCK) <= 2000
+    assert claim(server, BOB) == int(server.get(LOCK).split("|")[1])  # type: ignore[union-attr]
+    assert server.pttl(LOCK) > 20_000
+    call(server, "release", BOB)
+    assert claim(server, BOB) is None
+    server.rpush(LOCK, "a list")
+    assert claim(server, BOB) is None
+
+
+def test_hand_over_keeps_the_lock_listed_and_leaves_nothing_of_its_waiter(server: redis.Redis) -> None:
+    acquire(server, ANN)
+    acquire(server, BOB)
+    call(server, "release", ANN)
+    assert server.smembers(INDEX) == {LOCK}
+    assert server.exists(f"{LOCK}:q", f"{LOCK}:w") == 0
+
+
+@pytest.mark.parametrize("how", ["release", "abandon", "force_release"])
+def test_lock_whose_last_waiter_has_died_is_free_and_not_listed(server: redis.Redis, how: str) -> None:
+    token = acquire(server, ANN)
+    acquire(server, BOB)
+    die(server, BOB)
+    assert call(server, how, token if how == "force_release" else ANN) == 1
+    assert set(server.keys()) == {TOKENS}
+
+
+@pytest.mark.parametrize("mode", ["x", "s"])
+def test_hand_over_of_a_short_lease_lasts_no_longer_than_its_ttl(server: redis.Redis, mode: str) -> None:
+    acquire(server, ANN, ttl=60_000)
+    acquire(server, BOB, ttl=500, mode=mode)
+    call(server, "release", ANN)
+    assert 0 < server.pttl(LOCK) <= 500
+    assert server.exists(f"{LOCK}:s") == (mode == "s")
+
+
+@pytest.mark.parametrize("mode", ["x", "s"])
+def test_lock_that_is_taken_after_it_ran_out_under_its_waiters_is_listed(server: redis.Redis, mode: str) -> None:
+    acquire(server, ANN)
+    acquire(server, BOB)
+    server.delete(LOCK, INDEX)
+    acquire(server, EVE, mode=mode)
+    assert server.smembers(INDEX) == {LOCK}
+
+
 def test_release_lets_all_shared_waiters_in_up_to_the_next_exclusive(server: redis.Redis) -> None:
     acquire(server, ANN)
     acquire(server, BOB, mode="s")

@@ -27,7 +27,7 @@ def test_time_limit_of_a_request_holds_on_a_connection_that_was_idle() -> None:
     ours, servers = socket.socketpair()
     kind: Any = redis.Connection
     connection = kind(socket_timeout=0.05, parser_class=_RESP2Parser)  # It looks as redis-py 6 and 7 do.
-    connection._sock, connection.dlock_limit, connection.dlock_feed = ours, None, None
+    connection._sock, connection.dlock_limit, connection.dlock_reader = ours, None, None
     connection._parser.on_connect(connection)
     limits = []
     with ours, servers:

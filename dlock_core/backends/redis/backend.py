@@ -9,6 +9,8 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any, Final
 
+from redis.exceptions import NoScriptError
+
 from dlock_core.backend import Capabilities, Granted, Released, RenewalFailure
 from dlock_core.backends.redis import sentinel
 from dlock_core.backends.redis.addresses import pool_from_url, transports
@@ -25,6 +27,7 @@ from dlock_core.backends.redis.protocol import (
     renewal_limit,
     run_together,
     shown,
+    ttl_ms,
 )
 from dlock_core.backends.redis.transport import raise_for_error, retry_once, run_script, send_commands
 from dlock_core.backends.redis.waiting import MAX_SLEEP_S, NUDGE_DELAY_S, Listeners
@@ -36,7 +39,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from dlock_core.backend import AcquireRequest, Busy, LockState, Renewal, RenewalResult
-    from dlock_core.backends.redis.protocol import Command
+    from dlock_core.backends.redis.protocol import Command, Script
     from dlock_core.backends.redis.transport import Transport
     from dlock_core.doctor.finding import Finding
     from dlock_core.runtime import Runtime
@@ -83,7 +86,7 @@ class RedisBackend:
         self._blocking, self._asyncio, self._line, self.keyspace = blocking, awaiting, line, keyspace
         self._timeout, self._replicas = timeout, replicas
         self._listeners = Listeners(awaiting, keyspace, timeout)
-        self._acquire, self._release = load_script("acquire"), load_script("release")
+        self._acquire, self._claim, self._release = map(load_script, ("acquire", "claim", "release"))
 
     @classmethod
     def from_url(cls, url: str, **options: Any) -> RedisBackend:
@@ -118,9 +121,9 @@ class RedisBackend:
     async def wait(
         self, runtime: Runtime, request: AcquireRequest, busy: Busy, timeout: float
     ) -> Granted | Busy | None:
-        """Sleep on the waiter's own wake-up list; the next attempt is sent along, and made when the list wakes us.
+        """Sleep on the waiter's own wake-up list; the confirmation is sent along, and made when the list wakes us.
 
-        So a hand-over takes one round trip: BLPOP returns, and the acquire behind it confirms the grant. A task leaves
+        So a hand-over takes one round trip: BLPOP returns, and the script behind it confirms the grant. A task leaves
         that to the listener of its event loop.
         """
         seconds = min(timeout, MAX_SLEEP_S, request.ttl / 4)
@@ -134,17 +137,26 @@ class RedisBackend:
             if self._replicas:
                 await self._replicate(runtime, [request])
             return Granted(handed.token, request.ttl, age=runtime.now() - handed.sent)
-        keys = self.keyspace.of(request.name)
         sleep = ("BLPOP", f"{self.keyspace.wake_lists}{request.holder}", f"{max(seconds, MIN_SLEEP_S):.3f}")
-        attempt = self._acquire.by_digest(keys, acquire_args(request))
-        transport, limit = self.transport(runtime), seconds + self._timeout
+        script, keys, args = self._confirmation(request)
+        commands, limit = [sleep, script.by_digest(keys, args)], seconds + self._timeout
         woken, reply = await send_commands(
-            transport, runtime, request.name, [sleep, attempt], limit, seconds + NUDGE_DELAY_S
+            self._blocking, runtime, request.name, commands, limit, seconds + NUDGE_DELAY_S
         )
         raise_for_error(request.name, woken)
-        if self._replicas and isinstance(reply, int):
-            await self._replicate(runtime, [request])
-        return None if isinstance(reply, Exception) else parse_acquire(request, reply)
+        if isinstance(reply, NoScriptError):
+            reply = await run_script(self._blocking, runtime, request.name, script, keys, args, self._timeout)
+        if isinstance(reply, int):
+            if self._replicas:
+                await self._replicate(runtime, [request])
+            return Granted(reply, request.ttl)
+        return parse_acquire(request, reply) if isinstance(reply, list) else None
+
+    def _confirmation(self, request: AcquireRequest) -> tuple[Script, Command, Command]:
+        """Return what starts the full ttl of a grant that was handed over; claim.lua knows the common case only."""
+        if request.shared or request.floor:
+            return self._acquire, self.keyspace.of(request.name), acquire_args(request)
+        return self._claim, (self.lock_key(request.name),), (request.holder, ttl_ms(request))
 
     async def abandon(self, runtime: Runtime, request: AcquireRequest, ticket: Any = None) -> None:
         if isinstance(runtime, Asyncio):

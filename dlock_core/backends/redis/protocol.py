@@ -34,6 +34,7 @@ __all__ = [
     "renewal_limit",
     "run_together",
     "shown",
+    "ttl_ms",
 ]
 
 Command = tuple[str | bytes, ...]
@@ -111,6 +112,11 @@ class Keyspace:
         return key.decode(errors="replace")[len(self.prefix) + 1 : -1]
 
 
+def ttl_ms(request: AcquireRequest) -> str:
+    """Return a request's ttl as the scripts take it."""
+    return str(math.ceil(request.ttl * 1000))
+
+
 def acquire_args(request: AcquireRequest, listener: str = "") -> tuple[str, ...]:
     """Return the arguments of acquire.lua: holder, ttl in ms, mode, owner, ms in the queue, floor, barging.
 
@@ -118,7 +124,7 @@ def acquire_args(request: AcquireRequest, listener: str = "") -> tuple[str, ...]
     """
     args = (
         request.holder,
-        str(math.ceil(request.ttl * 1000)),
+        ttl_ms(request),
         "s" if request.shared else "x",
         request.owner,
         WAITER_TTL_MS if request.queue else "0",

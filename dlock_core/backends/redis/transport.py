@@ -206,6 +206,8 @@ Redis checks these times when it handles an event, or else ten times a second. A
 such an event, so that the BLPOP ends at once instead of up to 0.1 s late."""
 RECEIVED_BYTES: Final = 4096
 """Bytes that are taken from a socket at once: mostly the whole reply. What is missing then is read by redis-py."""
+REPLIES: Final = frozenset({int, bytes, list, type(None), str, bool, float, dict, set})
+"""The types that a reply has; an error reply is an exception."""
 MAX_CLOSING_TURNS: Final = 5
 """Turns of the event loop after which a closed asyncio transport has told its reader why; TLS takes three."""
 TRUSTED_IDLE_S: Final = 1.0
@@ -241,7 +243,7 @@ class BlockingTransport:
 def _new(connect: Callable[[], Any]) -> Any:
     """Return a connection that has never been used: an error on it says something about the server."""
     connection = connect()
-    connection.dlock_is_reused, connection.dlock_limit, connection.dlock_feed = False, None, None
+    connection.dlock_is_reused, connection.dlock_limit, connection.dlock_reader = False, None, None
     return connection
 
 
@@ -262,18 +264,20 @@ def exchange_blocking(connection: Any, data: bytes, replies: int, limit: float, 
     if connection._sock is None:
         connection.socket_timeout = connection.socket_connect_timeout = min(limit, connection.socket_connect_timeout)
         connection.connect()
-        connection.dlock_feed = getattr(getattr(connection._parser, "_reader", None), "feed", None)
-    if connection.dlock_limit != limit:
+        connection.dlock_reader = getattr(connection._parser, "_reader", None)
+    if connection.dlock_limit != limit and not (nudge_after and connection.dlock_limit):  # It is sleeps that take long.
         connection._sock.settimeout(limit)
         connection.dlock_limit = limit
     connection._sock.sendall(data)
     if nudge_after and not _is_readable(connection, nudge_after):
         connection._sock.sendall(NUDGE)
         return [read_reply(connection) for _ in range(replies + 1)][:-1]
-    if connection.dlock_feed is not None:  # hiredis: redis-py would read into a buffer of its own, in several calls
+    if connection.dlock_reader is not None:  # redis-py would read into a buffer of its own, in several calls
         if not (received := connection._sock.recv(RECEIVED_BYTES)):
             raise RedisConnectionError("the server closed the connection")
-        connection.dlock_feed(received)
+        connection.dlock_reader.feed(received)
+    if replies == 1:
+        return [read_reply(connection)]
     return [read_reply(connection) for _ in range(replies)]
 
 
@@ -285,8 +289,16 @@ def _is_readable(connection: Any, seconds: float) -> bool:
 
 
 def read_reply(connection: Any) -> Any:
-    """Read one reply, an error reply as an exception object; past `Connection.read_response`, which costs more."""
-    return connection._parser.read_response()
+    """Read one reply, an error reply as an exception object; past redis-py's methods, which cost more."""
+    if connection.dlock_reader is not None:
+        reply = connection.dlock_reader.gets()
+        if type(reply) in REPLIES:
+            return reply
+        if isinstance(reply, RedisError):
+            if isinstance(reply, RedisConnectionError):
+                raise reply
+            return reply
+    return connection._parser.read_response()  # It has not all arrived; or it was a push message, which is no reply.
 
 
 class AsyncioTransport:

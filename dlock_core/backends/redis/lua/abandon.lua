@@ -10,9 +10,10 @@ local value = redis.pcall('GET', lock)
 if value == 'shared' then
   found = found + unshare(holder)
   prune()
+  value = redis.call('GET', lock)
 elseif type(value) == 'string' and string.sub(value, 1, 33) == holder .. '|' then
   found = found + redis.call('DEL', lock)
+  value = nil
 end
-if redis.call('EXISTS', lock) == 0 then redis.call('SREM', index, lock) end
-serve()
+if not serve(value) then redis.call('SREM', index, lock) end
 return math.min(found, 1)

@@ -11,13 +11,12 @@ local holder, ttl, mode = ARGV[1], ARGV[2], ARGV[3]
 -- The usual case, a free lock that nobody waits for, needs none of the functions below.
 if mode == 'x' and redis.call('EXISTS', lock, lock .. ':q') == 0 then
   local at = redis.call('TIME')
-  local token, text = draw(at[1] * 1000000 + at[2], math.max(ARGV[6] + 1, ARGV[8] or 0), 1)
+  local token, text = draw(at, math.max(ARGV[6] + 1, ARGV[8] or 0), 1)
   redis.call('SET', lock, holder .. '|' .. text .. '|' .. at[1] .. '|' .. ARGV[4], 'PX', ttl)
   redis.call('SADD', index, lock)
   tidy(token)
   return token
 end
-ttl = tonumber(ttl)
 --#include queue.lua
 local value, token = redis.pcall('GET', lock)
 if type(value) == 'table' then
@@ -32,7 +31,7 @@ local function mine(text)
   end
   if not text or string.sub(text, 1, 33) ~= holder .. '|' then return nil end
   if ARGV[9] then
-    redis.call('LREM', wake .. ARGV[9], 1, string.format('%s|%.0f|%s', holder, ttl, lock))
+    redis.call('LREM', wake .. ARGV[9], 1, holder .. '|' .. ttl .. '|' .. lock)
   else
     redis.call('DEL', wake .. holder)
   end
@@ -54,7 +53,6 @@ local function confirm(token)
       redis.call('PEXPIRE', key, math.max(ttl, redis.call('PTTL', key)))
     end
   end
-  note()
   return token
 end
 
@@ -66,13 +64,15 @@ token = mine(value)
 local waits = ARGV[5] ~= '0' or not value or value == 'shared'
 -- Even a single try of a lock that may be free queues for a moment: so the queue alone decides who is next.
 if not token and waits then
-  local alive, listener = now + math.max(tonumber(ARGV[5]), 1), ARGV[9] or ''
-  local entry = string.format('%.0f|%s|%.0f|%s|%s|%s', alive, mode, ttl, ARGV[6], listener, ARGV[4])
-  if not redis.call('ZSCORE', queue, holder) then
-    local last = tonumber(redis.call('ZRANGE', queue, -1, -1, 'WITHSCORES')[2]) or 0
-    local arrival = math.max(clock, last + 1)  -- last in the queue even if the clock was set back
-    redis.call('ZADD', queue, ARGV[7] == '1' and 0 or arrival, holder)
+  local listener, arrival = ARGV[9] or '', '0'
+  if ARGV[7] ~= '1' then
+    arrival = micros(time)
+    local last = tonumber(redis.call('ZRANGE', queue, '-1', '-1', 'WITHSCORES')[2]) or 0
+    if last >= tonumber(arrival) then arrival = last + 1 end  -- last in the queue even if the clock was set back
   end
+  redis.call('ZADD', queue, 'NX', arrival, holder)
+  local alive = string.format('%.0f', now + math.max(ARGV[5], 1))
+  local entry = alive .. '|' .. mode .. '|' .. ttl .. '|' .. ARGV[6] .. '|' .. listener .. '|' .. ARGV[4]
   redis.call('HSET', entries, holder, entry)
   local linger = listener == '' and LINGER or 6 * LINGER  -- a listener looks after one waiter after the other
   if redis.call('PTTL', queue) < linger * 0.8 then
@@ -80,19 +80,21 @@ if not token and waits then
     redis.call('PEXPIRE', entries, linger)
   end
   if not value or value == 'shared' then
-    serve(holder)
+    redis.call('SADD', index, lock)
+    serve(value, holder)
     value = redis.call('GET', lock)
     token = mine(value)
   end
 end
 if token then return confirm(token) end
 if ARGV[5] == '0' and waits then
-  leave(holder)
-  serve()
+  redis.call('ZREM', queue, holder)
+  redis.call('HDEL', entries, holder)
+  serve(value)
   value = redis.call('GET', lock)
 end
 local left, ours = redis.call('PTTL', lock), value and (value == 'shared' or string.match(value, '^%x+|%d+|%d+|'))
-if not ours and ARGV[5] ~= '0' then note() end
+if not ours and ARGV[5] ~= '0' then redis.call('SADD', index, lock) end
 if value == 'shared' then
   left = tonumber(redis.call('ZRANGE', sharers, 0, 0, 'WITHSCORES')[2]) - now
   value = redis.call('HGET', owners, redis.call('ZRANGE', sharers, 0, 0)[1])

@@ -11,9 +11,10 @@ if value == 'shared' then
     if has(redis.call('HGET', owners, holder)) then found = unshare(holder) end
   end
   prune()
+  value = redis.call('GET', lock)
 elseif has(value) then
   found = redis.call('DEL', lock)
+  value = nil
 end
-if redis.call('EXISTS', lock) == 0 then redis.call('SREM', index, lock) end
-serve()
+if not serve(value) then redis.call('SREM', index, lock) end
 return found

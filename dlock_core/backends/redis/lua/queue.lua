@@ -3,17 +3,16 @@
 -- All keys of a lock carry its hash tag, so they live in one slot, and so do `wake` and what begins with it: the lists
 -- that waiters listen to, each its own (named by its holder) or one for all waiters of an event loop (by the listener).
 -- A waiter is alive for as long as its entry says, and for as long as its listener is.
+-- A lock with a queue is in the set of held locks, so that a hand-over need not add it.
 -- CLAIM: ms within which a hand-over must be confirmed. LINGER: ms that a queue stays without a request of a waiter.
+-- What is a number in a command is text wherever it can be: Redis formats a Lua number as slowly as it runs a command.
 --#include tokens.lua
 --#include held_locks.lua
 local LINGER = 10000
-local CLAIM, queue, entries, sharers, owners = 2000, lock .. ':q', lock .. ':w', lock .. ':s', lock .. ':o'
+local CLAIM, queue, entries, sharers, owners = '2000', lock .. ':q', lock .. ':w', lock .. ':s', lock .. ':o'
 local wake = string.sub(tokens, 1, -6) .. 'wake:'
 local time = redis.call('TIME')
-local clock = time[1] * 1000000 + time[2]
-local now = math.floor(clock / 1000)
-
-local function note() redis.call('SADD', index, lock) end
+local now = time[1] * 1000 + math.floor(time[2] / 1000)
 
 local function unshare(holder)
   local found = redis.call('ZREM', sharers, holder)
@@ -29,7 +28,7 @@ local function prune()
 end
 
 local function grant(holder, mode, owner, ttl, floor)
-  local token, text = draw(clock, floor + 1, 1)
+  local token, text = draw(time, floor + 1, 1)
   text = holder .. '|' .. text .. '|' .. time[1] .. '|' .. owner
   if mode == 'x' then
     redis.call('SET', lock, text, 'PX', ttl)
@@ -41,39 +40,35 @@ local function grant(holder, mode, owner, ttl, floor)
     redis.call('PEXPIRE', sharers, longest)
     redis.call('PEXPIRE', owners, longest)
   end
-  note()
   tidy(token)
   return token
 end
 
-local function leave(holder)
-  redis.call('ZREM', queue, holder)
-  redis.call('HDEL', entries, holder)
-end
-
 -- Hand the lock over to the first waiters that are alive, as many as may hold it together, and wake each. The grant
 -- lasts for CLAIM only: the waiter confirms it, which starts its full ttl, or else the next one is served. The caller of
--- the script is not woken: it has the reply.
-local function serve(caller)
-  local value = redis.pcall('GET', lock)
+-- the script is not woken: it has the reply. `value`: what the key of the lock holds, nothing if that has just ended;
+-- `head`: the first waiter, if the script knows it already. Returns whether somebody has the lock now.
+local function serve(value, caller, head)
   while not value or value == 'shared' do
-    local head = redis.call('ZRANGE', queue, 0, 0)[1]
-    if not head then return end
+    head = head or redis.call('ZRANGE', queue, '0', '0')[1]
+    if not head then return value end
     local entry = redis.call('HGET', entries, head) or ''
     local alive, mode, ttl, floor, listener, owner = string.match(entry, '^(%d+)|(%a)|(%d+)|(%d+)|(%x*)|(.*)$')
     local list = wake .. (listener == '' and head or listener or '')
-    if not alive or (tonumber(alive) < now and redis.call('EXISTS', list .. ':alive') == 0) then
-      leave(head)
-    elseif value and mode == 'x' then
-      return
-    else
-      leave(head)
-      grant(head, mode, owner, math.min(CLAIM, tonumber(ttl)), floor)
+    local lives = alive and (tonumber(alive) >= now or redis.call('EXISTS', list .. ':alive') == 1)
+    if lives and value and mode == 'x' then return value end
+    redis.call('ZREM', queue, head)
+    redis.call('HDEL', entries, head)
+    if lives then
+      if mode == 's' and not value then redis.call('DEL', lock) end
+      grant(head, mode, owner, tonumber(ttl) < tonumber(CLAIM) and ttl or CLAIM, floor)
       if head ~= caller then
         redis.call('RPUSH', list, head .. '|' .. ttl .. '|' .. lock)
         redis.call('PEXPIRE', list, CLAIM)
       end
       value = mode == 'x' and 'taken' or 'shared'
     end
+    head = nil
   end
+  return value
 end

@@ -3,22 +3,28 @@
 -- ARGV  holder[, 1 to leave the queue as well]
 -- reply 1 it was ours | 0 the lock is free | 2 another holder has it
 local lock, tokens, index, holder = KEYS[1], KEYS[2], KEYS[3], ARGV[1]
-local value, found = redis.pcall('GET', lock), 1
+local value, found, head = redis.pcall('GET', lock), 1, nil
 if ARGV[2] and redis.call('ZREM', lock .. ':q', holder) == 1 then redis.call('HDEL', lock .. ':w', holder) end
 if not value then return 0 end
 if type(value) == 'table' then return 2 end
 if string.sub(value, 1, 33) == holder .. '|' then
-  redis.call('DEL', lock)
-  redis.call('SREM', index, lock)
-  if redis.call('EXISTS', lock .. ':q') == 0 then return 1 end
+  value, head = nil, redis.call('ZRANGE', lock .. ':q', '0', '0')[1]
+  if not head then
+    redis.call('DEL', lock)
+    redis.call('SREM', index, lock)
+    return 1
+  end
 elseif value ~= 'shared' then
   return 2
 end
 --#include queue.lua
-if value == 'shared' then
+if value then
   prune()
   if unshare(holder) == 0 then found = 2 * redis.call('EXISTS', lock) end
-  if redis.call('EXISTS', lock) == 0 then redis.call('SREM', index, lock) end
+  value = redis.call('GET', lock)
 end
-serve()
+if not serve(value, nil, head) then
+  redis.call('DEL', lock)
+  redis.call('SREM', index, lock)
+end
 return found

@@ -1,5 +1,8 @@
 -- tokens.lua: draw tokens, included by the scripts that grant. Expects `tokens` (the key of the counter).
 
+-- The time in microseconds, as text.
+local function micros(time) return time[1] .. string.sub('00000' .. time[2], -6) end
+
 -- The counter, unless no clock will show its value within ten years, or it is no number: such a value does not count and
 -- the next token replaces it, so that a spoiled key heals.
 local function counted(value, clock)  -- clock: the server's, in us
@@ -9,9 +12,11 @@ end
 
 -- Draw so many tokens, one after the other; returns the first, and its text. It is above every earlier one and not below
 -- `least`; also when the counter was lost, unless the clock went back as well. Mostly the clock is ahead of the counter.
-local function draw(clock, least, count)
+local function draw(time, least, count)
+  local text = micros(time)
+  local clock = tonumber(text)
   local token = math.max(clock, least)
-  local text = string.format('%.0f', token)
+  if token > clock then text = string.format('%.0f', token) end
   local last = count == 1 and text or string.format('%.0f', token + count - 1)
   local before = redis.pcall('SET', tokens, last, 'GET')
   if not before then return token, text end

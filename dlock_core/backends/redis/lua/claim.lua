@@ -1,0 +1,8 @@
+-- claim.lua: start the full ttl of an exclusive grant that was handed over to one waiter.
+-- KEYS  lock
+-- ARGV  holder, ttl ms
+-- reply token | nil it was not handed over
+local value = redis.pcall('GET', KEYS[1])
+if type(value) ~= 'string' or string.sub(value, 1, 33) ~= ARGV[1] .. '|' then return false end
+redis.call('PEXPIRE', KEYS[1], ARGV[2])
+return tonumber(string.match(value, '^%x+|(%d+)|'))
