@@ -11,9 +11,11 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from http.client import HTTPConnection, HTTPException, HTTPResponse
 from http.cookies import SimpleCookie
+from multiprocessing.pool import Pool
 
 from . import RaceFailed, Shop
 
@@ -44,28 +46,33 @@ class Answer:
     retries: int = 0
 
 
-def race(shop: Shop, port: int, orders: list[int], workers: int, seed: int) -> Iterator[list[Answer]]:
-    """Send a ship and a cancel for every order, `workers` orders at a time; returns the answers of each."""
+@contextmanager
+def customers(workers: int) -> Iterator[Pool]:
+    """Run the processes of the customers, who come again for every strategy."""
+    processes = multiprocessing.get_context("spawn")
+    all_here = processes.Barrier(workers + 1)
+    with processes.Pool(workers, initializer=arrive, initargs=(all_here,)) as pool:
+        try:
+            all_here.wait(PATIENCE)
+        except threading.BrokenBarrierError:
+            raise RaceFailed(f"a client process has not started within {PATIENCE} s") from None
+        yield pool
+
+
+def race(shop: Shop, customers: Pool, port: int, orders: list[int], seed: int) -> Iterator[list[Answer]]:
+    """Send a ship and a cancel for every order, as many orders at a time as there are customers; gives the answers."""
     chance = random.Random(seed)
     csrf = csrf_cookie(port, shop.order_path.format(order=orders[0]))
     pairs = [
         Pair(port, csrf, order, {action: shop.action_path.format(order=order, action=action) for action in both})
         for order, both in ((order, chance.sample(ACTIONS, 2)) for order in orders)
     ]
+    reports = customers.imap_unordered(send_both, chance.sample(pairs, len(pairs)))
     try:
-        yield from answers(chance.sample(pairs, len(pairs)), workers)
-    except (multiprocessing.TimeoutError, threading.BrokenBarrierError):
-        raise RaceFailed(f"a client process has not reported within {PATIENCE} s") from None
-
-
-def answers(pairs: list[Pair], workers: int) -> Iterator[list[Answer]]:
-    processes = multiprocessing.get_context("spawn")
-    all_here = processes.Barrier(workers + 1)
-    with processes.Pool(workers, initializer=arrive, initargs=(all_here,)) as pool:
-        all_here.wait(PATIENCE)
-        reports = pool.imap_unordered(send_both, pairs)
         for _ in pairs:
             yield reports.next(PATIENCE)
+    except multiprocessing.TimeoutError:
+        raise RaceFailed(f"a client process has not reported within {PATIENCE} s") from None
 
 
 def arrive(all_here: multiprocessing.synchronize.Barrier) -> None:

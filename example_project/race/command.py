@@ -8,6 +8,7 @@ from collections.abc import Callable
 from contextlib import closing
 from dataclasses import asdict
 from itertools import chain
+from multiprocessing.pool import Pool
 from pathlib import Path
 
 from rich.console import Console
@@ -49,8 +50,12 @@ def race(shop: Shop, *, strategy: list[str], orders: int, workers: int, seed: in
     """Race under each strategy and print the report; raises RaceFailed for what must not have happened."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
-        with scratch.place(shop, with_redis="lease" in strategy) as (home, database), onlooker(format) as follow:
-            rounds = [run(shop, name, home, follow, orders, workers, seed) for name in strategy]
+        with (
+            scratch.place(shop, with_redis="lease" in strategy) as (home, database),
+            onlooker(format) as follow,
+            clients.customers(workers) as customers,
+        ):
+            rounds = [run(shop, name, home, follow, orders, workers, customers, seed) for name in strategy]
     except KeyboardInterrupt:
         sys.exit(128 + signal.SIGINT)
     show([result for result, _ in rounds], format, title=f"Cancel vs ship on {database}")
@@ -59,13 +64,13 @@ def race(shop: Shop, *, strategy: list[str], orders: int, workers: int, seed: in
 
 
 def run(
-    shop: Shop, strategy: str, home: Path, follow: Follow, orders: int, workers: int, seed: int
+    shop: Shop, strategy: str, home: Path, follow: Follow, orders: int, workers: int, customers: Pool, seed: int
 ) -> tuple[report.Result, list[str]]:
     """Race under one strategy; returns the result, and what must not have happened."""
     with shop.paid_orders(orders) as (numbers, count):
         with (
             servers.serving(shop, strategy, max(2, workers), home) as port,
-            closing(clients.race(shop, port, numbers, workers, seed)) as pairs,
+            closing(clients.race(shop, customers, port, numbers, seed)) as pairs,
         ):
             answers = list(chain.from_iterable(follow(strategy, numbers, pairs)))
             log = servers.last_lines(home / f"{strategy}.log")

@@ -94,11 +94,9 @@ def test_the_report_has_the_shape_of_djangos(report):
     assert [list(result) for result in report.values()] == [KEYS] * 4
 
 
-@pytest.fixture(scope="module", params=STRATEGIES)
-def pages(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, redis_server: Server
-) -> Iterator[httpx.Client]:
-    """A browser's view of a shop with the twelve orders of `seed`, under each strategy."""
+@pytest.fixture(scope="module")
+def seeded(tmp_path_factory: pytest.TempPathFactory, redis_server: Server) -> Iterator[Path]:
+    """A shop with the twelve orders of `seed`, as the environment names it."""
     home = tmp_path_factory.mktemp("pages")
     environment = {"DATABASE_URL": f"sqlite:///{home / 'shop.sqlite3'}", "REDIS_URL": redis_server.url}
     assert shop("seed", **environment).returncode == 0
@@ -106,47 +104,55 @@ def pages(
         for name, value in environment.items():
             patch.setenv(name, value)
         patch.chdir(ROOT)
-        with (
-            serving(SqlaShop(), request.param, 2, home) as port,
-            httpx.Client(base_url=f"http://127.0.0.1:{port}", headers={"Accept": "text/html"}) as client,
-        ):
-            client.strategy = request.param
-            yield client
+        yield home
+
+
+@pytest.fixture(scope="module", params=STRATEGIES)
+def pages(request: pytest.FixtureRequest, seeded: Path) -> Iterator[httpx.Client]:
+    """A browser's view of the shop under each strategy, and two orders that are nobody else's: `pages.orders`."""
+    with (
+        serving(SqlaShop(), request.param, 1, seeded) as port,
+        httpx.Client(base_url=f"http://127.0.0.1:{port}", headers={"Accept": "text/html"}) as client,
+    ):
+        client.strategy, place = request.param, STRATEGIES.index(request.param)
+        client.orders = [2 * place + 1, 2 * place + 2]
+        yield client
 
 
 def test_a_browser_ships_an_order_and_is_told_that_it_is_too_late_to_cancel(pages):
+    order = pages.orders[0]
     listed = pages.get("/")
     assert listed.text.count('href="/orders/') == 12
     assert f"<strong>{pages.strategy}</strong>" in listed.text
-    assert re.findall(r'formaction="([^"]+)"', pages.get("/orders/1").text) == ["/orders/1/ship", "/orders/1/cancel"]
+    actions = re.findall(r'formaction="([^"]+)"', pages.get(f"/orders/{order}").text)
+    assert actions == [f"/orders/{order}/ship", f"/orders/{order}/cancel"]
 
-    shipped = pages.post("/orders/1/ship")
-    assert (shipped.status_code, shipped.headers["Location"]) == (303, "/orders/1")
-    late = pages.post("/orders/1/cancel")
+    shipped = pages.post(f"/orders/{order}/ship")
+    assert (shipped.status_code, shipped.headers["Location"]) == (303, f"/orders/{order}")
+    late = pages.post(f"/orders/{order}/cancel")
     assert late.status_code == 409
     assert 'role="alert">Not cancelled: already shipped.' in late.text
     assert "formaction" not in late.text
-    assert pages.get("/orders/1").text.count("<li>") == 3  # paid, shipped, not cancelled
+    assert pages.get(f"/orders/{order}").text.count("<li>") == 3  # paid, shipped, not cancelled
 
 
 def test_other_clients_get_json_and_mistakes_are_told(pages):
-    done, late = (pages.post(f"/orders/2/{action}", headers={"Accept": "*/*"}) for action in ("cancel", "ship"))
+    order = pages.orders[1]
+    done, late = (pages.post(f"/orders/{order}/{action}", headers={"Accept": "*/*"}) for action in ("cancel", "ship"))
     assert (done.status_code, done.json()["event"]) == (200, "cancelled")
     assert (late.status_code, late.json()["text"]) == (409, "Not shipped: already cancelled")
     assert pages.post("/orders/99/ship").status_code == pages.get("/orders/99").status_code == 404
-    assert pages.post("/orders/2/burn").status_code == 422
+    assert pages.post(f"/orders/{order}/burn").status_code == 422
 
 
-@pytest.mark.parametrize(
+@pytest.mark.parametrize(  # what the shops share, `race`, meets more of it in the race of Django
     ("arguments", "environment", "message"),
     [
         (["--orders", "0"], {}, "--orders: must be a whole number of at least 1"),
-        (["--strategy", "luck"], {}, "invalid choice: 'luck'"),
         ([], {"DATABASE_URL": "postgres://me:hush@127.0.0.1:1/shop"}, "DATABASE_URL: connection failed"),
         ([], {"DATABASE_URL": "oracle://me:hush@127.0.0.1/shop"}, "DATABASE_URL must begin with one of"),
         ([], {"DATABASE_URL": "hush"}, "DATABASE_URL must begin with one of"),
         ([], {"REDIS_URL": "redis://:hush@127.0.0.1:1/0"}, "REDIS_URL: "),
-        ([], {"REDIS_URL": "redis://:hu/sh@127.0.0.1:1/0"}, "REDIS_URL: "),
     ],
 )
 def test_bad_input_is_told_in_one_line_without_traceback_or_password(arguments, environment, message):

@@ -35,7 +35,9 @@ class Flaky(Observed):
     async def renew(self, runtime: Any, renewals: Any) -> list[RenewalResult]:
         answers = await super().renew(runtime, renewals)
         if self.failure is not None:
-            raise self.failure
+            raise self.failure.with_traceback(
+                None
+            )  # it is raised again and again, and would keep the frames of each time
         return answers
 
 
@@ -61,7 +63,7 @@ def eager(monkeypatch: pytest.MonkeyPatch) -> None:
     watch = watchdog.Watchdog.plan
 
     def soon(dog: watchdog.Watchdog, seconds: float, *leases: LeaseRecord) -> None:
-        watch(dog, seconds / 100, *leases)
+        watch(dog, max(seconds / 100, 1 / watchdog.TICKS_PER_S), *leases)  # no earlier than the next look
 
     monkeypatch.setattr(watchdog.Watchdog, "plan", soon)
 

@@ -40,7 +40,8 @@ def sqla_tables(request: pytest.FixtureRequest) -> Callable[[str], Engine]:
             if server is not None:
                 request.getfixturevalue(server)
                 run_sql(server, CREATE[server])
-            MADE[server] = new_engine(TABLES[server])
+            # A test may have restarted the server since, or ended its sessions.
+            MADE[server] = new_engine(TABLES[server], pool_pre_ping=True)
             request.addfinalizer(MADE[server].dispose)
             for metadata in METADATA:
                 metadata.create_all(MADE[server])
