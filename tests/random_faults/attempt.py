@@ -190,7 +190,14 @@ class Attempt:
         """Return the line of the journal for a row that was saved with a version."""
         self.stage("written")
         [item] = self.wish.items
-        row = {"item": item.key, "value": seen + 1, "seen": seen, "section": self.section, "token": version}
+        row = {
+            "item": item.key,
+            "row": item.key,
+            "value": seen + 1,
+            "seen": seen,
+            "section": self.section,
+            "token": version,
+        }
         return sections.JOURNAL, row | {"shared": 0}
 
     def fails_on_commit(self) -> Never:

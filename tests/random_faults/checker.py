@@ -44,6 +44,8 @@ class Change:
     section: str
     token: int
     shared: bool
+    fence: int = 0
+    """The token in the row after the change, if it carries its own fence."""
 
 
 @dataclass(frozen=True)
@@ -66,8 +68,6 @@ class Facts:
     """What the databases say that each item is at."""
     changes: list[Change] = field(default_factory=list)
     events: list[Event] = field(default_factory=list)
-    fences: dict[str, int] = field(default_factory=dict)
-    """The token in each row that carries its own fence."""
     notes: list[str] = field(default_factory=list)
     """The sections that have written into a second database."""
 
@@ -140,13 +140,13 @@ def commits_are_in_the_order_of_tokens(facts: Facts) -> Iterator[Violation]:
 
 
 def rows_remember_their_newest_holder(facts: Facts) -> Iterator[Violation]:
-    """A row that carries its own fence has at least the greatest token under which it was changed, whoever saved it since."""
+    """A row that carries its own fence still has, when it was saved, at least the token under which that was done."""
     unfenced = {record.section for record in facts.of("begin") if not record.values["options"].get("fence")}
-    for key, token in facts.fences.items():
-        for change in facts.changes:
-            if change.item == key and change.token > token and change.section not in unfenced:
-                text = f"it has token {token}, {change.section} had committed with {change.token}"
-                yield Violation("fence that went back", key, text)
+    for change in facts.changes:
+        is_behind = facts.items[change.item].is_fenced and change.fence < change.token
+        if is_behind and change.section not in unfenced:
+            text = f"{change.section} with token {change.token} left it with {change.fence}"
+            yield Violation("fence that went back", change.item, text)
 
 
 def tokens_grow(facts: Facts) -> Iterator[Violation]:

@@ -83,6 +83,6 @@ dlock_token BIGINT NOT NULL DEFAULT 0, dlock_holder VARCHAR(32) NOT NULL DEFAULT
     "CREATE TABLE orders (item VARCHAR(40), number INT, state VARCHAR(20) NOT NULL, PRIMARY KEY (item, number))",
     "CREATE TABLE event (item VARCHAR(40), number INT, what VARCHAR(20), section VARCHAR(60))",
     "CREATE TABLE note (section VARCHAR(60))",
-    "CREATE TABLE journal (item VARCHAR(40), value INT, seen INT, section VARCHAR(60), token BIGINT, shared INT)",
+    "CREATE TABLE journal (item VARCHAR(40), value INT, seen INT, section VARCHAR(60), token BIGINT, shared INT, fence BIGINT)",
 )
 """`note` is for work in a second database; `journal` has a row for each committed change of an item: what the section had seen, what it wrote, and its token."""

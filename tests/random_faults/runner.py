@@ -156,11 +156,9 @@ class Run:
         facts = Facts(list(self._records()), every_item(self.options.stores))
         for database in (*self.world.databases, "sqlite"):
             with connected(self.world, database) as connection:
-                for name, value, token in connection.execute(text("SELECT name, value, dlock_token FROM item")):
+                for name, value in connection.execute(text("SELECT name, value FROM item")):
                     facts.values[name] = value
-                    if facts.items[name].is_fenced:
-                        facts.fences[name] = token
-                columns = "item, value, seen, section, token, shared"
+                columns = "item, value, seen, section, token, shared, fence"
                 facts.changes += [Change(*row) for row in connection.execute(text(f"SELECT {columns} FROM journal"))]
                 facts.notes += connection.scalars(text("SELECT section FROM note"))
                 events = connection.execute(text("SELECT item, number, what, section FROM event"))

@@ -71,8 +71,11 @@ def no_mark(config: dict[str, Any]) -> None:
 
     The store grants every request, so that they meet: with the mark the data bear that.
     """
+    from dlock_core.transactions.fence_sql import POSTGRESQL
+    from sqla_dlock import fencing
     from tests.random_faults import attempt
 
+    fencing._ask_postgresql = lambda _: POSTGRESQL  # the mark is in the statements, not in calls of the functions
     attempt.FENCES, attempt.SHARED_RATE = ("lease",), 0.6  # type: ignore[misc]
     _grant_everything()
 
@@ -168,6 +171,7 @@ def never_left(config: dict[str, Any]) -> None:
     from tests.random_faults import sections
 
     sections.ALONE = (sections.add_within,)  # type: ignore[misc]
+    config["stop_rate"] = 0.0  # a holder that stands still loses its lease, and then it is left
     Tie.bind_to = lambda *_: None  # type: ignore[method-assign]
 
 

@@ -44,8 +44,9 @@ OPEN: Final = "INSERT INTO orders (item, number, state) VALUES (:item, :number, 
 TELL: Final = "INSERT INTO event (item, number, what, section) VALUES (:item, :number, :what, :section)"
 NOTE: Final = "INSERT INTO note (section) VALUES (:section)"
 JOURNAL: Final = (
-    "INSERT INTO journal (item, value, seen, section, token, shared)"
-    " VALUES (:item, :value, :seen, :section, :token, :shared)"
+    "INSERT INTO journal (item, value, seen, section, token, shared, fence)"
+    " VALUES (:item, :value, :seen, :section, :token, :shared,"
+    " (SELECT dlock_token FROM item WHERE name = :row))"
 )
 
 
@@ -203,5 +204,5 @@ def _write(work: Work) -> Steps:
 
 
 def _journal(work: Work, item: Item, value: int, seen: int, shared: int) -> Statement:
-    row = {"item": item.key, "value": value, "seen": seen, "section": work.section, "shared": shared}
+    row = {"item": item.key, "row": item.key, "value": value, "seen": seen, "section": work.section, "shared": shared}
     return JOURNAL, row | {"token": work.token(item)}

@@ -122,14 +122,13 @@ def test_shared_holders_commit_in_any_order_among_themselves_but_not_after_a_new
 
 
 def test_a_row_whose_fence_went_back_unless_it_was_changed_without_a_fence() -> None:
-    begun = record("begin", "a", kind="django", items=[KEY], options={"wait": 0, "fence": True})
-    found = facts([begun], changes=[change("a", 1, 10)])
-    found.fences[KEY] = 10
-    assert not check(found)
-    found.fences[KEY] = 9
-    assert rules(found) == {"fence that went back"}
+    key = "redis-row"
+    begun = record("begin", "a", kind="django", items=[key], options={"wait": 0, "fence": True})
+    kept, lost = (dataclasses.replace(change("a", 1, 10, key=key), fence=fence) for fence in (10, 9))
+    assert not check(facts([begun], changes=[kept], value=0))
+    assert rules(facts([begun], changes=[lost], value=0)) == {"fence that went back"}
     begun.values["options"]["fence"] = False
-    assert not check(found)
+    assert not check(facts([begun], changes=[lost], value=0))
 
 
 def test_a_token_that_does_not_grow() -> None:

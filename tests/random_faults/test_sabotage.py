@@ -13,6 +13,7 @@ from tests.random_faults.sabotage import SABOTAGES
 FAULTS = {
     "no-fence": ("flush", "late COMMIT", "stop worker"),
     "retried-though-unknown": ("lose COMMIT",),
+    "never-left": ("lose reply",),
 }
 """Faults under which each shows soon, if they are others than workers that are stopped."""
 STORE = {
