@@ -17,12 +17,13 @@ def main() -> None:
     parser.add_argument("part", nargs="?", choices=PARTS)
     parser.add_argument("--sample", type=int, default=0, metavar="N", help="so many at random (default: all)")
     parser.add_argument("--seed", type=int, default=1, metavar="S", help="of that choice (default: 1)")
+    parser.add_argument("--jobs", type=int, default=2, metavar="J", help="so many side by side (default: 2)")
     options = parser.parse_args()
     if options.part:
         part, results = PARTS[options.part], Results(RESULTS / f"{options.part}.jsonl")
         chosen = sample(mutants_of(part), options.sample, options.seed)
-        for number, (mutant, outcome) in enumerate(run(part, chosen, results), 1):
-            write(f"{number:5} {outcome:8} {mutant}")
+        for number, (mutant, outcome, by) in enumerate(run(part, chosen, results, options.jobs), 1):
+            write(f"{number:5} {outcome:8} {mutant}   [{' '.join(by.split())[:150]}]")
     write(
         "| part | mutants | tried | killed | timeout | explained | survived | noticed |\n|---|---|---|---|---|---|---|---|"
     )

@@ -1,7 +1,7 @@
 """The mutants of a Lua script: one word, number or command of one line is changed."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Final
 
 from tests.mutants.mutant import Mutant
@@ -27,6 +27,8 @@ COMMAND: Final = re.compile(r"^(\s*)(redis\.call\(.*\)|[a-z_]+\(.*\)|[A-Za-z_.\[
 """A line that is one command: it is taken out. A local that is declared there is needed to compile."""
 CONDITION: Final = re.compile(r"\bif (.+) then\b")
 STRING: Final = re.compile(r"'[^']*'|\"[^\"]*\"")
+OPENS: Final = re.compile(r"(\bthen|\belse|\bdo|\bfunction\b[^)]*\))\s*(--.*)?$")
+"""A line after which a block begins, where a statement may be put."""
 COMMENT: Final = re.compile(r"--.*$")
 
 
@@ -36,8 +38,21 @@ def mutants(path: str, text: str) -> list[Mutant]:
     for at, line in enumerate(lines):
         for changed in _of_line(line.rstrip("\n")):
             source = "".join([*lines[:at], f"{changed}\n", *lines[at + 1 :]])
-            found.append(Mutant(path, at + 1, len(found), line.strip(), changed.strip() or "(nothing)", source))
+            after = changed.strip() or "(nothing)"
+            found.append(Mutant(path, at + 1, len(found), line.strip(), after, source, (block(lines, at), at + 1)))
     return found
+
+
+def block(lines: Sequence[str], at: int) -> int:
+    """The number of the line that opens the block in which this line stands; 0 outside of all blocks."""
+    depth = _depth(lines[at])
+    return next(
+        (line + 1 for line in range(at - 1, -1, -1) if OPENS.search(lines[line]) and _depth(lines[line]) < depth), 0
+    )
+
+
+def _depth(line: str) -> int:
+    return len(line) - len(line.lstrip())
 
 
 def _of_line(line: str) -> Iterator[str]:

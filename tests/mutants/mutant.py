@@ -16,6 +16,8 @@ class Mutant:
     after: str
     source: str
     """The whole text of the file with the fault in it."""
+    lines: tuple[int, int] = (0, 0)
+    """The first and the last line of the statement it is in: the tests that run it are those to try."""
 
     @property
     def key(self) -> str:

@@ -45,13 +45,14 @@ def mutants(path: str, text: str) -> list[Mutant]:
         old = change.swap(change.value)
         source = ast.unparse(tree)
         change.swap(old)
-        found.append(Mutant(path, change.line, len(found), *_difference(original, source), source))
+        found.append(Mutant(path, change.line, len(found), *_difference(original, source), source, change.statement))
     return found
 
 
 @dataclass(frozen=True)
 class _Change:
     line: int
+    statement: tuple[int, int]
     place: Any
     """A node, or a list of nodes."""
     key: str | int
@@ -70,9 +71,12 @@ class _Change:
 
 def _changes(tree: ast.Module) -> Iterator[_Change]:
     for body, at, statement in _statements(tree):
-        yield from _of_expressions(statement)
+        lines = statement.lineno, statement.end_lineno or statement.lineno
+        for node in _own_expressions(statement):
+            for place, key, value in _faults(node):
+                yield _Change(getattr(node, "lineno", 0), lines, place, key, value)
         if (instead := _instead(statement)) is not None:
-            yield _Change(statement.lineno, body, at, instead)
+            yield _Change(statement.lineno, lines, body, at, instead)
 
 
 def _statements(node: ast.AST) -> Iterator[tuple[list[ast.stmt], int, ast.stmt]]:
@@ -93,17 +97,19 @@ def _is_told_only(node: ast.AST) -> bool:
     """Whether it is for the reader, the type checker or the log."""
     if isinstance(node, ast.Import | ast.ImportFrom | ast.Pass):
         return True
+    if isinstance(node, ast.Assign) and re.match(r"(TypeVar|ParamSpec)\(", ast.unparse(node.value)):
+        return True
     if isinstance(node, ast.Expr) and (isinstance(node.value, ast.Constant) or IS_LOGGED.search(ast.unparse(node))):
         return True
     return isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
 
 
-def _of_expressions(statement: ast.stmt) -> Iterator[_Change]:
-    """The changes of expressions that belong to this statement itself, not to those inside it."""
+def _own_expressions(statement: ast.stmt) -> Iterator[ast.AST]:
+    """The statement and the expressions that belong to itself, not to statements inside it."""
     todo: list[ast.AST] = [statement]
     while todo:
         node = todo.pop(0)
-        yield from _of_node(node)
+        yield node
         if isinstance(node, ast.Raise) or (isinstance(node, ast.Subscript) and ast.unparse(node.value) == "Literal"):
             continue  # the message of an error; a type
         for name, value in ast.iter_fields(node):
@@ -113,11 +119,6 @@ def _of_expressions(statement: ast.stmt) -> Iterator[_Change]:
 
 def _is_expression(node: object) -> bool:
     return isinstance(node, ast.AST) and not isinstance(node, ast.stmt | ast.ExceptHandler | ast.match_case)
-
-
-def _of_node(node: ast.AST) -> Iterator[_Change]:
-    for place, key, value in _faults(node):
-        yield _Change(getattr(node, "lineno", 0), place, key, value)
 
 
 def _faults(node: ast.AST) -> Iterator[tuple[object, str | int, object]]:

@@ -1,37 +1,52 @@
-"""Puts the mutants into a copy of the project, one after the other, and runs the tests of their part on each."""
+"""Puts the mutants into a copy of the project, one after the other, and runs on each the tests that can notice it.
+
+Which these are is recorded first. They run in a fork of a process that has imported everything else, the quickest first, one of each
+function before the second of any, and before all of them those that have just killed a mutant.
+"""
 
 import json
 import os
 import random
-import shlex
 import shutil
-import signal
 import subprocess
 import sys
-import time
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from hashlib import sha256
 from pathlib import Path
+from queue import SimpleQueue
 from tempfile import TemporaryDirectory
-from typing import Final
+from typing import Any, Final
 
-from tests.mutants import lua, python
+from tests.mutants import lua, python, recording
 from tests.mutants.mutant import Mutant
 from tests.mutants.parts import Part
+from tests.mutants.recording import Test
 
 ROOT: Final = Path(__file__).parents[2]
 RESULTS: Final = ROOT / ".mutants"
 NOT_COPIED: Final = shutil.ignore_patterns(".git", ".venv", ".mutants", ".nox", ".*_cache", "__pycache__", "*.egg-info")
 LANGUAGES: Final = {".py": python.mutants, ".lua": lua.mutants}
-PATIENCE: Final = 4
-"""A stage may take so many times as long as it takes without a mutant, and `LEAST_S` more."""
-LEAST_S: Final = 20.0
+FIRST: Final = 12
+"""So many tests are tried before the rest is even collected."""
+BUDGET_S: Final = 90.0
+"""A mutant that has survived one test of each function, and so many seconds of tests in all, has survived."""
+PYTEST: Final = ("-qx", "-p", "no:randomly", "--assert=plain", "--tb=line")
 
 
 def mutants_of(part: Part) -> list[Mutant]:
-    paths = sorted({path for pattern in part.files for path in ROOT.glob(pattern)})
-    return [each for path in paths for each in LANGUAGES[path.suffix](str(path.relative_to(ROOT)), path.read_text())]
+    return [each for path in files_of(part) for each in LANGUAGES[path.suffix](_name(path), path.read_text())]
+
+
+def files_of(part: Part) -> list[Path]:
+    return sorted({path for pattern in part.files for path in ROOT.glob(pattern)})
+
+
+def _name(path: Path) -> str:
+    return str(path.relative_to(ROOT))
 
 
 def sample(mutants: Sequence[Mutant], size: int, seed: int) -> list[Mutant]:
@@ -51,53 +66,88 @@ class Results:
         told = [json.loads(line) for line in self.path.read_text().splitlines()]
         return {each["key"]: each["outcome"] for each in told}
 
-    def add(self, mutant: Mutant, outcome: str) -> None:
+    def add(self, mutant: Mutant, outcome: str, by: str = "") -> None:
         self.path.parent.mkdir(exist_ok=True)
         with self.path.open("a") as file:
-            file.write(json.dumps({"key": mutant.key, "outcome": outcome, "mutant": str(mutant)}) + "\n")
+            file.write(json.dumps({"key": mutant.key, "outcome": outcome, "mutant": str(mutant), "by": by}) + "\n")
 
 
+@dataclass
 class Sandbox:
     """A copy of the project, in which tests are run."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._written = 0
-
-    def read(self, file: str) -> str:
-        return (self._folder / file).read_text()
+    folder: Path
+    _written: int = 0
+    _zygote: subprocess.Popen[str] | None = None
 
     def write(self, file: str, text: str) -> None:
-        path = self._folder / file
+        path = self.folder / file
         path.write_text(text)
         # Python takes a compiled file for the same by its size and its second: no two texts have the same second.
         self._written += 1
         os.utime(path, (1e9 + self._written, 1e9 + self._written))
 
-    def passes(self, stage: str, within: float | None = None) -> bool | None:
-        """Run the tests until one fails; None when they took too long."""
-        command = [sys.executable, "-m", "pytest", "-qx", "-p", "no:randomly", *shlex.split(stage)]
-        environment = {name: value for name, value in os.environ.items() if not name.startswith("DLOCK_TEST_")}
-        environment |= {"PYTHONPATH": str(self._folder), "PYTHONPYCACHEPREFIX": str(self._folder / ".pycache")}
-        environment.pop("PYTHONDONTWRITEBYTECODE", None)
-        with (self._folder / "output.txt").open("w") as output:
-            process = subprocess.Popen(
-                command, cwd=self._folder, env=environment, stdout=output, stderr=output, start_new_session=True
-            )
-            try:
-                status = process.wait(within)
-            except subprocess.TimeoutExpired:
-                return None
-            finally:
-                with suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
-        if status in {4, 5}:
-            raise RuntimeError(f"there are no such tests: {stage}\n{self.output()}")
-        return status == 0
+    def environment(self) -> dict[str, str]:
+        kept = {name: value for name, value in os.environ.items() if not name.startswith("DLOCK_TEST_")}
+        kept.pop("PYTHONDONTWRITEBYTECODE", None)
+        return kept | {"PYTHONPATH": str(self.folder), "PYTHONPYCACHEPREFIX": str(self.folder / ".pycache")}
 
-    def output(self) -> str:
-        return (self._folder / "output.txt").read_text()[-2000:]
+    def record(self, files: Sequence[Path], tests: Sequence[Path]) -> list[Test]:
+        """Run these tests on files with notes in them; returns which of them runs which line."""
+        for path in files:
+            self.write(_name(path), recording.noting(_name(path), path.read_text()))
+        told = self.folder / "told"
+        told.mkdir()
+        command = [sys.executable, "-m", "pytest", "-p", "tests.mutants.recording", "-q", "-p", "no:randomly"]
+        command += ["-n", "2", "--dist", "loadfile", *map(_name, tests)]
+        done = subprocess.run(
+            command,
+            cwd=self.folder,
+            env=self.environment() | {recording.FOLDER: str(told)},
+            capture_output=True,
+            stdin=subprocess.DEVNULL,
+            text=True,
+            check=False,
+        )
+        sys.stdout.write(f"{done.stdout[-3000:]}\n")
+        if done.returncode not in {0, 1}:
+            raise RuntimeError(f"the tests of this part cannot be recorded:\n{done.stdout}{done.stderr}")
+        for path in files:
+            self.write(_name(path), path.read_text())
+        return recording.read(told.glob("*.jsonl"))
+
+    def run(self, tests: Sequence[Test]) -> dict[str, Any]:
+        """Run these tests, in this order, until one fails."""
+        files = list(dict.fromkeys(test.file for test in tests))
+        self._written += 1
+        order = {
+            "home": str(self.folder.parent / f"r{self._written}"),
+            "arguments": [*PYTEST, "-p", "tests.mutants.chosen", *files],
+            "chosen": {test.name: test.seconds for test in tests},
+            "within": 30 + 4 * sum(test.seconds for test in tests),
+        }
+        assert self._zygote
+        assert self._zygote.stdin
+        assert self._zygote.stdout
+        self._zygote.stdin.write(json.dumps(order) + "\n")
+        self._zygote.stdin.flush()
+        answer: dict[str, Any] = json.loads(self._zygote.stdout.readline())
+        return answer
+
+    @contextmanager
+    def alive(self, modules: Sequence[str]) -> Iterator[None]:
+        with subprocess.Popen(
+            [sys.executable, "-m", "tests.mutants.zygote"],
+            cwd=self.folder,
+            env=self.environment(),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        ) as self._zygote:
+            assert self._zygote.stdin
+            self._zygote.stdin.write(json.dumps(modules) + "\n")
+            yield
+            self._zygote.stdin.close()
 
 
 @contextmanager
@@ -109,36 +159,119 @@ def sandbox() -> Iterator[Sandbox]:
         yield Sandbox(folder)
 
 
-def run(part: Part, mutants: Sequence[Mutant], results: Results) -> Iterator[tuple[Mutant, str]]:
-    """Yield what becomes of each mutant that has no result yet: "killed", "timeout" or "survived"."""
+def recorded(part: Part) -> list[Test]:
+    """Which test runs which line of the part; recorded anew where the part's files, or the tests of a file, have changed."""
+    files = files_of(part)
+    texts = "".join(path.read_text() for path in files)
+    folder = RESULTS / "recorded"
+    known = {path: folder / f"{_digest(texts + path.read_text())}.jsonl" for path in tests_of(part)}
+    if missing := [path for path, record in known.items() if not record.exists()]:
+        with sandbox() as place:
+            found = place.record(files, missing)
+        folder.mkdir(parents=True, exist_ok=True)
+        for path in missing:
+            recording.write(known[path], [test for test in found if test.file == _name(path)])
+    return recording.read(known.values())
+
+
+def tests_of(part: Part) -> list[Path]:
+    named = [ROOT / name for name in " ".join(part.tests).split()]
+    return [path for each in named for path in (sorted(each.rglob("test_*.py")) if each.is_dir() else [each])]
+
+
+def _digest(text: str) -> str:
+    return sha256(text.encode()).hexdigest()[:16]
+
+
+@dataclass
+class Choice:
+    """Which tests to try on a mutant, and in which order."""
+
+    tests: Sequence[Test]
+    killers: dict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
+    """Of each file, the tests that have killed mutants, and how many."""
+
+    def of(self, mutant: Mutant) -> list[Test]:
+        able = self._able(mutant)
+        killers, turn = self.killers[mutant.file], Counter[str]()
+        able.sort(key=lambda test: (test.needs_server, test.seconds))
+        places: dict[str, tuple[int, ...]] = {}
+        for at, test in enumerate(able):
+            places[test.name] = (-killers[test.name], turn[test.function], at)
+            turn[test.function] += 1
+        able.sort(key=lambda test: places[test.name])
+        spent, chosen = 0.0, list[Test]()
+        for test in able:
+            if (spent := spent + test.seconds) > BUDGET_S and places[test.name][1]:
+                break
+            chosen.append(test)
+        return chosen
+
+    def _able(self, mutant: Mutant) -> list[Test]:
+        first, last = mutant.lines
+        exactly = [test for test in self.tests if f"{mutant.file}:{first}" in test.lines]
+        if exactly:
+            return exactly
+        inside = {f"{mutant.file}:{line}" for line in range(first, last + 1)}
+        somewhere = [test for test in self.tests if inside & test.lines]
+        is_whole_file = all(not inside & test.lines for test in self.tests) and first == last
+        if somewhere or not is_whole_file:
+            return somewhere
+        return [test for test in self.tests if any(line.startswith(f"{mutant.file}:") for line in test.lines)]
+
+
+def run(part: Part, mutants: Sequence[Mutant], results: Results, jobs: int = 1) -> Iterator[tuple[Mutant, str, str]]:
+    """Yield what becomes of each mutant that has no result yet: "killed", "timeout" or "survived", and by which test."""
     known = results.read()
     todo = [each for each in mutants if each.key not in known]
     if not todo:
         return
-    with sandbox() as place:
-        limits = {stage: PATIENCE * _seconds(place, stage) + LEAST_S for stage in part.stages}
-        for mutant in todo:
-            original = place.read(mutant.file)
-            place.write(mutant.file, mutant.source)
-            outcome = _outcome(place, limits)
-            place.write(mutant.file, original)
-            results.add(mutant, outcome)
-            yield mutant, outcome
+    choice = Choice(recorded(part))
+    free: SimpleQueue[Sandbox] = SimpleQueue()
+    with ExitStack() as stack, ThreadPoolExecutor(jobs) as pool:
+        for _ in range(jobs):
+            place = stack.enter_context(sandbox())
+            stack.enter_context(place.alive(_beforehand()))
+            free.put(place)
+
+        def try_one(mutant: Mutant) -> tuple[Mutant, str, str]:
+            place = free.get()
+            try:
+                original = (place.folder / mutant.file).read_text()
+                place.write(mutant.file, mutant.source)
+                outcome, by = _outcome(place, choice.of(mutant))
+                place.write(mutant.file, original)
+            finally:
+                free.put(place)
+            if by:
+                choice.killers[mutant.file][by.partition("\n")[0]] += 1
+            results.add(mutant, outcome, by)
+            return mutant, outcome, by
+
+        for done in as_completed([pool.submit(try_one, mutant) for mutant in todo]):
+            yield done.result()
 
 
-def _seconds(place: Sandbox, stage: str) -> float:
-    """How long the tests take on the code as it is, which they have to pass."""
-    started = time.monotonic()
-    if not place.passes(stage):
-        raise RuntimeError(f"without any mutant this fails: pytest {stage}\n{place.output()}")
-    return time.monotonic() - started
+def _beforehand() -> list[str]:
+    """The modules that tests import, as one process that has run some of them knows them."""
+    code = "import tests.preloaded, sys, json, httpx, hypothesis, pytest_django, xdist; print(json.dumps(sorted(sys.modules)))"
+    answer = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    names: list[str] = json.loads(answer.stdout)
+    return names
 
 
-def _outcome(place: Sandbox, limits: dict[str, float]) -> str:
-    for stage, limit in limits.items():
-        passed = place.passes(stage, limit)
-        if passed is None:
-            return "timeout"
-        if not passed:
-            return "killed"
-    return "survived"
+def _outcome(place: Sandbox, tests: list[Test]) -> tuple[str, str]:
+    for some in (tests[:FIRST], tests[FIRST:]):
+        if not some:
+            continue
+        answer = place.run(some)
+        match answer["status"]:
+            case None:
+                return "timeout", answer["failed"]
+            case 0 | 5:
+                continue
+            case 1 if "Timeout (>" in answer["failed"]:
+                return "timeout", answer["failed"]
+            case _:
+                return "killed", answer["failed"] or answer["output"][-200:]
+    return "survived", ""
