@@ -182,6 +182,18 @@ def test_conflict_of_an_on_commit_function_is_raised_at_once(database):
     assert count(database) == 1
 
 
+def test_work_done_with_the_driver_s_own_cursor_is_not_repeated_after_its_commit(database):
+    @retry_on_conflict(using=database)
+    def pay() -> None:
+        with contextlib.closing(connections[database].connection.cursor()) as cursor:
+            cursor.execute(f"INSERT INTO {Counter._meta.db_table} (name, value) VALUES ('paid', 1)")
+        transaction.on_commit(Attempts(stale()).make, using=database)
+
+    with pytest.raises(StaleObject):
+        pay()
+    assert count(database) == 1
+
+
 def test_conflict_at_a_commit_after_that_of_another_database_is_raised_at_once(database, use_database):
     other, runs = use_database("other"), []
 

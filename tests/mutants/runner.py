@@ -187,9 +187,12 @@ def _digest(text: str) -> str:
 class Choice:
     """Which tests to try on a mutant, and in which order."""
 
-    tests: Sequence[Test]
+    tests: list[Test]
     killers: dict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
     """Of each file, the tests that have killed mutants, and how many."""
+
+    sound: dict[str, bool] = field(default_factory=dict)
+    """Of each test that has failed on a mutant, whether it passes without any."""
 
     def of(self, mutant: Mutant) -> list[Test]:
         able = self._able(mutant)
@@ -237,14 +240,9 @@ def run(part: Part, mutants: Sequence[Mutant], results: Results, jobs: int = 1) 
         def try_one(mutant: Mutant) -> tuple[Mutant, str, str]:
             place = free.get()
             try:
-                original = (place.folder / mutant.file).read_text()
-                place.write(mutant.file, mutant.source)
-                outcome, by = _outcome(place, choice.of(mutant))
-                place.write(mutant.file, original)
+                outcome, by = _outcome(place, mutant, choice)
             finally:
                 free.put(place)
-            if by:
-                choice.killers[mutant.file][by.partition("\n")[0]] += 1
             results.add(mutant, outcome, by)
             return mutant, outcome, by
 
@@ -254,13 +252,32 @@ def run(part: Part, mutants: Sequence[Mutant], results: Results, jobs: int = 1) 
 
 def _beforehand() -> list[str]:
     """The modules that tests import, as one process that has run some of them knows them."""
-    code = "import tests.preloaded, sys, json, httpx, hypothesis, pytest_django, xdist; print(json.dumps(sorted(sys.modules)))"
+    code = "import tests.preloaded, sys, json, httpx, hypothesis, pytest_django, xdist; print(json.dumps(list(sys.modules)))"
     answer = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     names: list[str] = json.loads(answer.stdout)
     return names
 
 
-def _outcome(place: Sandbox, tests: list[Test]) -> tuple[str, str]:
+def _outcome(place: Sandbox, mutant: Mutant, choice: Choice) -> tuple[str, str]:
+    while True:
+        original = (place.folder / mutant.file).read_text()
+        place.write(mutant.file, mutant.source)
+        outcome, by = _try(place, choice.of(mutant))
+        place.write(mutant.file, original)
+        name = by.partition("\n")[0]
+        failed = next((test for test in choice.tests if test.name == name), None)
+        if failed is None:
+            return outcome, by
+        if name not in choice.sound:
+            choice.sound[name] = place.run([failed])["status"] == 0
+        if choice.sound[name]:
+            choice.killers[mutant.file][name] += 1
+            return outcome, by
+        sys.stdout.write(f"fails without a mutant: {name}\n")
+        choice.tests = [test for test in choice.tests if test.name != name]
+
+
+def _try(place: Sandbox, tests: list[Test]) -> tuple[str, str]:
     for some in (tests[:FIRST], tests[FIRST:]):
         if not some:
             continue
