@@ -33,6 +33,8 @@ ARITHMETIC: Final[dict[type[ast.operator], type[ast.operator]]] = {
 }
 IS_LOGGED: Final = re.compile(r"\b(log|logger|warnings)\.")
 NOT_OURS: Final = {"annotation", "returns", "decorator_list"}
+FALSE: Final = {"None", "False", "0.0", "''", "()", "frozenset()"}
+"""What is returned to be found false, as None would be. False becomes True in another mutant."""
 SHOWN: Final = 90
 """Characters of the code that a report shows."""
 
@@ -136,7 +138,7 @@ def _faults(node: ast.AST) -> Iterator[tuple[object, str | int, object]]:
         case ast.Constant(value=value):
             for changed in _other_constants(value):
                 yield node, "value", changed
-        case ast.Return(value=ast.expr() as value) if ast.unparse(value) != "None":
+        case ast.Return(value=ast.expr() as value) if ast.unparse(value) not in FALSE:
             yield node, "value", ast.Constant(None)
         case _:
             pass
