@@ -37,6 +37,8 @@ class Scripted:
         self.tickets: list[Any] = []
         self.abandoned: list[str] = []
         self.on_abandon: Callable[[], None] = lambda: None
+        self.news: Granted | Busy | None = None
+        """What the store says at the end of a wait."""
 
     def answer(self, what: str) -> Any:
         self.calls.append((what, self.runtime.now()))
@@ -56,9 +58,10 @@ class Scripted:
         self.tickets.append(ticket)
         return self.answer("try_acquire")
 
-    async def wait(self, runtime: Any, request: AcquireRequest, busy: Busy, timeout: float) -> None:
+    async def wait(self, runtime: Any, request: AcquireRequest, busy: Busy, timeout: float) -> Any:
         self.calls.append(("wait", runtime.now()))
         await runtime.sleep(timeout)
+        return self.news
 
     async def abandon(self, runtime: Any, request: AcquireRequest, ticket: Any = None) -> None:
         self.abandoned.append(request.holder)

@@ -1,6 +1,7 @@
 """The algorithm itself, in no time: a clock turned by hand and a store with written answers."""
 
 import logging
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -23,6 +24,14 @@ BUSY = Busy(2.0, owner='{"app":"shop","host":"h","pid":1,"thread":"t"}', ticket=
 @pytest.fixture
 def runtime() -> ManualRuntime:
     return ManualRuntime()
+
+
+@pytest.fixture
+def events() -> Iterator[list[hooks.Event]]:
+    told: list[hooks.Event] = []
+    hooks.subscribe(told.append)
+    yield told
+    hooks.unsubscribe(told.append)
 
 
 def ask(
@@ -65,6 +74,14 @@ def test_store_slower_than_the_ttl_is_unavailable_and_never_a_lease(runtime: Man
     assert len(store.abandoned) == 1
 
 
+def test_store_slower_than_the_ttl_is_told_to_the_hooks(runtime: ManualRuntime, events: list[hooks.Event]) -> None:
+    with pytest.raises(BackendUnavailable):
+        ask(runtime, Scripted(runtime, GRANTED, takes=40.0), wait=100.0)
+    assert [(event.kind, event.reason) for event in events] == [
+        ("unavailable", "it answers slower than the ttl, 30.0 s")
+    ]
+
+
 def test_last_question_is_asked_at_the_deadline(runtime: ManualRuntime) -> None:
     store, start = Scripted(runtime, BUSY), runtime.now()
     with pytest.raises(AcquireTimeout):
@@ -84,6 +101,13 @@ def test_wake_ups_do_not_restart_the_wait(runtime: ManualRuntime) -> None:
     assert caught.value.waited == pytest.approx(2.0)
 
 
+def test_grant_that_comes_with_the_wake_up_costs_no_further_question(runtime: ManualRuntime) -> None:
+    store = Scripted(runtime, BUSY)
+    store.news = GRANTED
+    assert ask(runtime, store).token == 7
+    assert [what for what, _ in store.calls] == ["try_acquire", "wait"]
+
+
 def test_wait_of_zero_asks_once_and_never_waits(runtime: ManualRuntime) -> None:
     store = Scripted(runtime, BUSY)
     with pytest.raises(AcquireTimeout):
@@ -95,19 +119,22 @@ def test_waiting_for_ever_ends_when_the_lock_is_free(runtime: ManualRuntime) -> 
     assert ask(runtime, Scripted(runtime, *[BUSY] * 1000, GRANTED), wait=None).token == 7
 
 
-def test_timeout_carries_name_owner_and_advice(runtime: ManualRuntime) -> None:
-    events: list[hooks.Event] = []
-    hooks.subscribe(events.append)
-    try:
-        with pytest.raises(
-            AcquireTimeout, match=r"lock 'a' was not acquired within 1 s because it is held by shop@h pid 1 t: try"
-        ) as caught:
-            ask(runtime, Scripted(runtime, BUSY), wait=1.0)
-    finally:
-        hooks.unsubscribe(events.append)
+def test_timeout_carries_name_owner_and_advice(runtime: ManualRuntime, events: list[hooks.Event]) -> None:
+    with pytest.raises(
+        AcquireTimeout, match=r"lock 'a' was not acquired within 1 s because it is held by shop@h pid 1 t: try"
+    ) as caught:
+        ask(runtime, Scripted(runtime, BUSY), wait=1.0)
     assert (caught.value.name, caught.value.held_by) == ("a", "shop@h pid 1 t")
-    assert 0 < caught.value.retry_after <= 2.0
     assert [(event.kind, event.name) for event in events] == [("timeout", "a")]
+
+
+@pytest.mark.parametrize(("free_in", "advice"), [(0.3, 0.3), (1.5, 1.0)])
+def test_advice_is_to_come_back_when_the_lock_may_be_free_and_after_a_second_at_most(
+    runtime: ManualRuntime, free_in: float, advice: float
+) -> None:
+    with pytest.raises(AcquireTimeout) as caught:
+        ask(runtime, Scripted(runtime, Busy(free_in)), wait=0.0)
+    assert caught.value.retry_after == advice
 
 
 def test_timeout_of_a_single_try_says_so_and_no_time_that_nobody_waited(runtime: ManualRuntime) -> None:
@@ -270,6 +297,18 @@ def test_first_answer_of_a_release_stands(runtime: ManualRuntime) -> None:
     answers = [runtime.run(engine.release(runtime, lease)) for _ in range(3)]
     assert answers == [Released.RELEASED] * 3
     assert len(store.asked("release")) == 1
+
+
+def test_lease_that_has_ended_with_its_transaction_is_released_and_told_so_once(
+    runtime: ManualRuntime, events: list[hooks.Event]
+) -> None:
+    store = Scripted(runtime, Released.STOLEN)
+    lease = held(runtime, store)
+    for _ in range(2):
+        engine.released(lease)
+    assert (lease.ended, runtime.run(engine.release(runtime, lease))) == (Released.RELEASED, Released.RELEASED)
+    assert [(event.kind, event.reason) for event in events] == [("released", "released")]
+    assert store.calls == []
 
 
 @pytest.mark.parametrize("found", [Released.EXPIRED, Released.STOLEN])

@@ -476,3 +476,22 @@ def test_released_leases_leave_nothing_behind_in_the_watchdog(store: Flaky) -> N
             lease._held.abandon()
     assert dog._take(clean=True) == []
     assert not dog._due
+
+
+def test_lease_that_is_released_waits_for_no_renewal(store: Flaky) -> None:
+    dog, lease = watchdog.Watchdog(), Lock(store, "a", ttl=60, renew=False).acquire()
+    dog.plan(30.0, lease._held)
+    assert list(map(len, dog._due.values())) == [1]
+    lease.release()
+    assert list(map(len, dog._due.values())) == [0]
+
+
+def test_lease_is_renewed_after_each_third_of_its_time(
+    store: Flaky, held: LeaseRecord, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    planned: list[float] = []
+    monkeypatch.setattr(watchdog.Watchdog, "plan", lambda _, seconds, *leases: planned.append(seconds))
+    with Lock(store, "a", ttl=60):
+        pass
+    watchdog.Watchdog()._renew([held])
+    assert planned == pytest.approx([20.0, 10.0], rel=0.02)
