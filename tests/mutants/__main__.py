@@ -4,7 +4,6 @@ Without a part it prints the table of what earlier runs have found.
 """
 
 import argparse
-import re
 import sys
 from collections import Counter
 
@@ -40,15 +39,14 @@ def write(line: str) -> None:
 def summary(name: str) -> str:
     """Return the line of the table, and the survivors that nobody has explained."""
     known, mutants = Results(RESULTS / f"{name}.jsonl").read(), mutants_of(PARTS[name])
-    tried = [(each, known[each.key]) for each in mutants if each.key in known]
-    survivors = [re.sub(r":\d+: ", ": ", str(each), count=1) for each, outcome in tried if outcome == "survived"]
-    found = Counter(outcome for _, outcome in tried)
+    told = [(each, known[each.key]) for each in mutants if each.key in known]
+    found = Counter("explained" if each.name in EXPLAINED else outcome for each, outcome in told)
+    open_ones = [each.name for each, outcome in told if outcome == "survived" and each.name not in EXPLAINED]
     noticed = found["killed"] + found["timeout"]
-    open_ones = [each for each in survivors if each not in EXPLAINED]
-    share = f"{noticed / len(tried):.1%}" if tried else "-"
+    share = f"{noticed / len(told):.1%}" if told else "-"
     line = (
-        f"| {name} | {len(mutants)} | {len(tried)} | {found['killed']} | {found['timeout']} |"
-        f" {len(survivors) - len(open_ones)} | {len(open_ones)} | {share} |"
+        f"| {name} | {len(mutants)} | {len(told)} | {found['killed']} | {found['timeout']} |"
+        f" {found['explained']} | {len(open_ones)} | {share} |"
     )
     return "\n".join([line, *(f"    survived: {each}" for each in open_ones)])
 

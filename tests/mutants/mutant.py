@@ -24,6 +24,11 @@ class Mutant:
         """The same for the same fault in the same text, and another one as soon as the file changes."""
         return sha256(f"{self.file}\0{self.number}\0{self.source}".encode()).hexdigest()[:16]
 
+    @property
+    def name(self) -> str:
+        """How a report names it, but without the line's number, which changes soon."""
+        return f"{self.file}: {self.before} → {self.after}"
+
     def __str__(self) -> str:
         return f"{self.file}:{self.line}: {self.before} → {self.after}"
 

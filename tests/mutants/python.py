@@ -187,12 +187,15 @@ def _instead(statement: ast.stmt) -> ast.stmt | None:
 
 
 def _difference(before: str, after: str) -> tuple[str, str]:
-    """The first line that differs, before and after."""
+    """The first line that differs, before and after; of a long one what stands around the difference."""
     pairs = zip(before.splitlines(), after.splitlines(), strict=False)
-    old, new = next((pair for pair in pairs if pair[0] != pair[1]), (before, after))
-    return _short(old), _short(new)
+    old, new = next(((old.strip(), new.strip()) for old, new in pairs if old != new), (before, after))
+    at = next((at for at, (one, other) in enumerate(zip(old, new, strict=False)) if one != other), 0)
+    return _around(old, at), _around(new, at)
 
 
-def _short(text: str) -> str:
-    line = " ".join(text.split())
-    return line if len(line) <= SHOWN else f"{line[:SHOWN]}…"
+def _around(line: str, at: int) -> str:
+    if len(line) <= SHOWN:
+        return line
+    begin = max(0, at - SHOWN // 2)
+    return "…" * (begin > 0) + line[begin : begin + SHOWN] + "…" * (begin + SHOWN < len(line))

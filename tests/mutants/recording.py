@@ -20,7 +20,8 @@ from tests.mutants import lua
 
 NOTES: Final = "__dlock_lines__"
 FOLDER: Final = "DLOCK_MUTANTS_RECORD"
-SERVER: Final = re.compile(r"redis|postgresql|psycopg|asyncpg|mariadb|mysql|asyncmy|Django|Sqla|native")
+SERVER: Final = re.compile(r"redis|postgresql|psycopg|asyncpg|mariadb|mysql|asyncmy")
+DATABASE: Final = re.compile(r"postgresql|mariadb|mysql|psycopg|asyncpg|pymysql|asyncmy")
 LOGGED: Final = re.compile(r"runs (\S+\.lua:\d+)")
 SETUP_S: Final = 0.3
 """What a test is charged for its fixtures at most: the first one that asks for a server starts it for all."""
@@ -83,7 +84,9 @@ class Test:
 
     @property
     def function(self) -> str:
-        return self.name.partition("[")[0]
+        """Which promise it tests, on which database."""
+        name, _, parameters = self.name.partition("[")
+        return f"{name}{DATABASE.findall(parameters)}"
 
     @property
     def file(self) -> str:

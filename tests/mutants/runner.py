@@ -1,7 +1,7 @@
 """Puts the mutants into a copy of the project, one after the other, and runs on each the tests that can notice it.
 
 Which these are is recorded first. They run in a fork of a process that has imported everything else, the quickest first, one of each
-function before the second of any, and before all of them those that have just killed a mutant.
+function on each database before the second of any, and before all of them those that have just killed a mutant.
 """
 
 import json
@@ -23,7 +23,7 @@ from typing import Any, Final
 
 from tests.mutants import lua, python, recording
 from tests.mutants.mutant import Mutant
-from tests.mutants.parts import Part
+from tests.mutants.parts import EXPLAINED, Part
 from tests.mutants.recording import Test
 
 ROOT: Final = Path(__file__).parents[2]
@@ -217,16 +217,19 @@ class Choice:
             return exactly
         inside = {f"{mutant.file}:{line}" for line in range(first, last + 1)}
         somewhere = [test for test in self.tests if inside & test.lines]
-        is_whole_file = all(not inside & test.lines for test in self.tests) and first == last
-        if somewhere or not is_whole_file:
-            return somewhere
-        return [test for test in self.tests if any(line.startswith(f"{mutant.file}:") for line in test.lines)]
+        # What is run only when the file is imported, a constant, is noticed by anybody who uses the file.
+        return somewhere or [
+            test for test in self.tests if any(line.startswith(f"{mutant.file}:") for line in test.lines)
+        ]
 
 
 def run(part: Part, mutants: Sequence[Mutant], results: Results, jobs: int = 1) -> Iterator[tuple[Mutant, str, str]]:
-    """Yield what becomes of each mutant that has no result yet: "killed", "timeout" or "survived", and by which test."""
+    """Yield what becomes of each mutant that has not been killed before: "killed", "timeout" or "survived", and by which test."""
     known = results.read()
-    todo = [each for each in mutants if each.key not in known]
+    todo = [each for each in mutants if known.get(each.key, "survived") == "survived"]
+    for each in [each for each in todo if each.name in EXPLAINED]:
+        todo.remove(each)
+        results.add(each, "explained")
     if not todo:
         return
     choice = Choice(recorded(part))
