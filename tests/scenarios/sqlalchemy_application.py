@@ -281,8 +281,17 @@ class AsyncSqlalchemyApplication(SqlalchemyApplication):
         self._close_sessions()
         self._sessions.clear()
         self.run(self._async_engine.dispose())
-        self.run(self._loop.shutdown_asyncgens())  # as asyncio.run() does: stores close their connections
+        self.run(shut_down())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(WITHIN)
         self._loop.close()
         super().close()
+
+
+async def shut_down() -> None:
+    """End what is left in the running loop as `asyncio.run` does: tasks are cancelled, and stores close their connections."""
+    tasks = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    await asyncio.get_running_loop().shutdown_asyncgens()
