@@ -309,7 +309,8 @@ class TiedDatabases:
 
 def current() -> list[TiedDatabases]:
     """Return the leases that this context holds."""
-    return [each for each in leases_of_context.get() if _is_held(each)]
+    known = leases_of_context.get()
+    return [each for each in known if _is_held(each)] if known else []
 
 
 def _is_held(each: TiedDatabases) -> bool:

@@ -170,7 +170,8 @@ def is_idle(connection: Any) -> bool:
     if connection.vendor == "sqlite":
         return not connection.connection.in_transaction
     if connection.vendor == "postgresql":
-        return int(connection.connection.info.transaction_status) == 0
+        driver = connection.connection
+        return int((driver.pgconn if hasattr(driver, "pgconn") else driver.info).transaction_status) == 0
     if not getattr(connection, "mysql_is_mariadb", False):
         return False
     with connection.connection.cursor() as cursor:  # the driver's: nobody else is to hear of it

@@ -309,7 +309,7 @@ class TiedLease(LeaseView):
             if tie.open and tied.settle_ended is not None:
                 tied.settle_ended()
             if tie.detach(self) and held.ended is None:
-                if runtime is BLOCKING:
+                if runtime is BLOCKING and tie.runtime is not BLOCKING:
                     tie.runtime.finish(engine.release, held)
                 else:
                     await engine.release(runtime, held)
