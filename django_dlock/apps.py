@@ -30,7 +30,9 @@ class DlockConfig(AppConfig):
     default_auto_field = "django.db.models.BigAutoField"
 
     def ready(self) -> None:
-        """Register the system checks, and nothing else."""
+        """Have every connection that is opened from now on followed, and register the system checks."""
+        from django_dlock import connections  # noqa: F401
+
         register(check_project, TAG)
         register(check_models, TAG, Tags.models)
         register(check_deployment, TAG, deploy=True)

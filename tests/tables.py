@@ -26,12 +26,15 @@ def create(alias: str) -> None:
     done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:
         raise RuntimeError(f"no tables in {alias}: {done.stdout}{done.stderr}")
+    _emptiers[alias] = Emptier(alias)
+    when_done(_emptiers[alias].close)
 
 
 class Emptier:
     """Deletes every row of one database, on a connection of its own that stays open.
 
-    It asks in one statement which tables have rows. A new connection for each test, whose server process has nothing in its caches, and
+    It is made with the tables: a test may later let the alias stand for another database. It asks in one statement which
+    tables have rows. A new connection for each test, whose server process has nothing in its caches, and
     a DELETE for each table took as long as most tests.
     """
 
@@ -74,13 +77,10 @@ _emptiers: Final[dict[str, Emptier]] = {}
 
 def empty(alias: str) -> None:
     """Delete every row of a database."""
-    if alias not in _emptiers:
-        _emptiers[alias] = Emptier(alias)
-        when_done(_emptiers[alias].close)
     _emptiers[alias].empty()
 
 
 if __name__ == "__main__":
     django.setup()
     call_command("migrate", database=sys.argv[1], run_syncdb=True, interactive=False, verbosity=0, skip_checks=True)
-    empty(sys.argv[1])
+    Emptier(sys.argv[1]).empty()

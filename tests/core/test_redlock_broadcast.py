@@ -19,7 +19,7 @@ class Peer:
     def __init__(self) -> None:
         ours, self.socket = socket.socketpair()
         self.connection = redis.Connection()
-        self.connection._sock = ours
+        self.connection._sock, self.connection.dlock_reader = ours, None
         self.connection._parser.on_connect(self.connection)
         self.dropped: list[Any] = []
         self.threads = SimpleNamespace(discard=self.discard)

@@ -112,9 +112,11 @@ def sent_by(database):
 def test_marks_cost_no_statement(database, store):
     engine, sent = create_engine(URLS[database]), []
     event.listen(engine, "before_cursor_execute", lambda *args: sent.append(args[2]))
-    with Session(engine) as session, lock(session, "order", 1, store=store):
-        session.execute(text("SELECT 1"))
-        session.commit()
+    for _ in range(2):
+        sent.clear()  # The first transaction of an engine looks for the fence's functions.
+        with Session(engine) as session, lock(session, "order", 1, store=store):
+            session.execute(text("SELECT 1"))
+            session.commit()
     engine.dispose()
     admit = 4 if database == "mariadb" and MYSQLD else 1
     assert len(sent) == admit + 1, "the admit and the statement"
