@@ -20,7 +20,7 @@ demo: $(VENV)/demo.stamp ## The race on SQLite and an embedded Redis: what goes 
 	cd example_project && ../$(BIN)/python manage.py race --orders 200 --workers 8
 
 test: $(VENV)/test.stamp servers $(VENV)/mariadb.stamp ## All tests; as root on Debian, servers that are missing are installed first
-	$(BIN)/python -m pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest --numprocesses 6 --dist loadfile --no-loadscope-reorder
 
 QUICK := core contract/test_memory.py scenarios/test_tie.py sqla_dlock/test_locks.py \
 	$(foreach part,locks transactions fencing versions,django_dlock/test_$(part).py)
