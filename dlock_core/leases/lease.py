@@ -434,6 +434,13 @@ class Watchdog:
                 together.append(held)
         for valid_for, together in renewed.items():
             self.plan(valid_for / 3, *together)
+        self._plan_changed(leases, renewals)
+
+    def _plan_changed(self, leases: list[LeaseRecord], renewals: list[Renewal]) -> None:
+        """Plan those again that their callers have renewed for another ttl since: our plan may have replaced theirs."""
+        for held, renewal in zip(leases, renewals, strict=True):
+            if held.request is not renewal.request and held.is_to_be_renewed():
+                self.plan(held.remaining() / 3, held)
 
     def _unknown(self, held: LeaseRecord, reason: str) -> None:
         held.note_trouble(reason)

@@ -197,6 +197,21 @@ def test_renewal_for_an_earlier_ttl_does_not_stretch_a_lease_that_was_shortened(
     assert held.remaining() <= 1.0
 
 
+def test_lease_that_was_shortened_during_a_renewal_is_renewed_in_time_for_its_new_ttl(
+    held: LeaseRecord, runtime: ManualRuntime
+) -> None:
+    dog = watchdog.Watchdog()
+
+    def shorten() -> None:
+        held.change_ttl(runtime.now(), 1.0)
+        dog.plan(1 / 3, held)
+
+    runtime.at(runtime.now() + 0.5, shorten)
+    held.backend.takes = 0.6  # type: ignore[attr-defined]
+    dog._renew([held])
+    assert held.renewal_tick / watchdog.TICKS_PER_S < clock() + 1.0
+
+
 def test_release_during_a_renewal_is_not_a_loss(held: LeaseRecord, runtime: ManualRuntime) -> None:
     def release() -> None:
         held.begin_release()
