@@ -295,6 +295,32 @@ def test_release_leaves_a_key_of_another_type_alone(server: redis.Redis) -> None
     assert server.lrange(LOCK, 0, -1) == ["a list"]
 
 
+def test_release_frees_a_lock_whose_queue_is_a_key_of_another_type(server: redis.Redis) -> None:
+    acquire(server, ANN)
+    server.set(f"{LOCK}:q", "text")
+    assert call(server, "release", ANN) == 1
+    assert not server.exists(LOCK)
+
+
+def test_key_of_another_type_keeps_no_other_lease_from_its_renewal(server: redis.Redis) -> None:
+    acquire(server, ANN, mode="s")
+    server.delete(f"{LOCK}:s")
+    server.set(f"{LOCK}:s", "text")
+    server.set("{b}", f"{BOB}|1|1|", px=1000)
+    assert renew(server, (LOCK, ANN, 60_000), ("{b}", BOB, 60_000)) == [0, 1]
+
+
+@pytest.mark.parametrize("part", ["s", "o", "q", "w"])
+def test_key_of_another_type_hides_no_other_lock(server: redis.Redis, part: str) -> None:
+    acquire(server, ANN, mode="s")
+    acquire(server, BOB)
+    server.delete(f"{LOCK}:{part}")
+    server.set(f"{LOCK}:{part}", "text")
+    server.set("{b}", f"{BOB}|1|1|", px=1000)
+    _, values, *_ = call(server, "inspect", "wake:", keys=(LOCK, "{b}"))
+    assert values == ["shared", f"{BOB}|1|1|"]
+
+
 def renew(server: redis.Redis, *pairs: tuple[str, str, int]) -> list[int]:
     keys = tuple(lock for lock, _, _ in pairs)
     holders, ttls = "".join(holder for _, holder, _ in pairs), [ttl for _, _, ttl in pairs]

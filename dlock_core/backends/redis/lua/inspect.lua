@@ -6,18 +6,24 @@
 local time, none = redis.call('TIME'), {}
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
 
+-- A key of another type shows nothing: it must not hide the other locks.
+local function field(key, name)
+  local found = redis.pcall('HGET', key, name)
+  return type(found) == 'string' and found or ''
+end
+
 local function sharers_of(lock)
-  local found, live = {}, redis.call('ZRANGEBYSCORE', lock .. ':s', now, '+inf', 'WITHSCORES')
+  local found, live = {}, redis.pcall('ZRANGEBYSCORE', lock .. ':s', now, '+inf', 'WITHSCORES')
   for j = 1, #live, 2 do
-    found[#found + 1] = {live[j], live[j + 1], redis.call('HGET', lock .. ':o', live[j]) or ''}
+    found[#found + 1] = {live[j], live[j + 1], field(lock .. ':o', live[j])}
   end
   return found
 end
 
 local function waiters_of(lock)
-  local found, queued = {}, redis.call('ZRANGE', lock .. ':q', 0, -1, 'WITHSCORES')
+  local found, queued = {}, redis.pcall('ZRANGE', lock .. ':q', 0, -1, 'WITHSCORES')
   for j = 1, #queued, 2 do
-    local entry = redis.call('HGET', lock .. ':w', queued[j]) or ''
+    local entry = field(lock .. ':w', queued[j])
     local alive, listener = string.match(entry, '^(%d+)|%a|%d+|%d+|(%x*)|')
     if alive and (tonumber(alive) >= now or redis.call('EXISTS', ARGV[1] .. listener .. ':alive') == 1) then
       found[#found + 1] = {queued[j], queued[j + 1], entry}

@@ -8,7 +8,7 @@ if ARGV[2] and redis.call('ZREM', lock .. ':q', holder) == 1 then redis.call('HD
 if not value then return 0 end
 if type(value) == 'table' then return 2 end
 if string.sub(value, 1, 33) == holder .. '|' then
-  value, head = nil, redis.call('ZRANGE', lock .. ':q', '0', '0')[1]
+  value, head = nil, redis.pcall('ZRANGE', lock .. ':q', '0', '0')[1]  -- none in a key of another type
   if not head then
     redis.call('DEL', lock)
     redis.call('SREM', index, lock)

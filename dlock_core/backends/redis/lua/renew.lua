@@ -1,7 +1,7 @@
 -- renew.lua: push the expiry of many leases that are still ours; never re-creates one.
 -- KEYS  one lock per lease[, any others]
 -- ARGV  the leases' holders, run together (32 characters each), then ttl ms: one for all, or one for each
--- reply for each lease: 1 renewed | 0 gone
+-- reply for each lease: 1 renewed | 0 gone, also where somebody has put a key of another type: the others are renewed
 local answers, clock = {}, nil
 local function now()
   clock = clock or redis.call('TIME')
@@ -13,7 +13,7 @@ for i = 1, #ARGV[1] / 32 do
   local value, ours = redis.pcall('GETRANGE', lock, '0', '31'), 0
   if value == holder then
     ours = redis.call('PEXPIRE', lock, ttl)
-  elseif value == 'shared' and (tonumber(redis.call('ZSCORE', lock .. ':s', holder)) or 0) > now() then
+  elseif value == 'shared' and (tonumber(redis.pcall('ZSCORE', lock .. ':s', holder)) or 0) > now() then
     for _, key in ipairs({lock, lock .. ':s', lock .. ':o'}) do
       redis.call('PEXPIRE', key, math.max(ttl, redis.call('PTTL', key)))
     end
