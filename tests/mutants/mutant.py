@@ -17,7 +17,7 @@ class Mutant:
     source: str
     """The whole text of the file with the fault in it."""
     lines: tuple[int, int] = (0, 0)
-    """The first and the last line of the statement it is in: the tests that run it are those to try."""
+    """The first and the last line of the statement it is in: the tests that run it are those to try. Zeros where the import runs it."""
 
     @property
     def key(self) -> str:

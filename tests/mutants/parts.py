@@ -41,14 +41,16 @@ PARTS: Final = {
             "tests/django_dlock/test_transactions_in_testcases.py tests/django_dlock/test_displaced.py",
             "tests/django_dlock/test_blocks_elsewhere.py tests/django_dlock/test_transactions_statements.py",
             "tests/sqla_dlock/test_transactions.py tests/sqla_dlock/test_transactions_async.py",
-            "tests/sqla_dlock/test_transactions_lost.py",
+            "tests/sqla_dlock/test_transactions_lost.py tests/scenarios/test_fence_in_transaction.py",
+            "tests/scenarios/test_fence_of_leases.py tests/django_dlock/test_async.py tests/django_dlock/test_together.py",
+            "tests/django_dlock/test_advisory.py",
         ),
     ),
     "fencing": Part(
         ("dlock_core/transactions/fencing.py", "dlock_core/transactions/fence_sql.py"),
         (
             "tests/core/test_row_fence.py tests/scenarios/test_fence_in_transaction.py tests/scenarios/test_fence_of_leases.py",
-            "tests/django_dlock/test_fencing.py tests/django_dlock/test_fence_functions.py",
+            "tests/django_dlock/test_fencing.py tests/django_dlock/test_fence_functions.py tests/django_dlock/test_command.py",
             "tests/sqla_dlock/test_fencing.py tests/sqla_dlock/test_fencing_rows.py tests/sqla_dlock/test_fencing_async.py",
         ),
     ),

@@ -32,6 +32,7 @@ ARITHMETIC: Final[dict[type[ast.operator], type[ast.operator]]] = {
     ast.FloorDiv: ast.Mult,
 }
 IS_LOGGED: Final = re.compile(r"\b(log|logger|warnings)\.")
+DECLARES: Final = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 NOT_OURS: Final = {"annotation", "returns", "decorator_list"}
 FALSE: Final = {"None", "False", "0.0", "''", "()", "frozenset()"}
 """What is returned to be found false, as None would be. False becomes True in another mutant."""
@@ -72,8 +73,8 @@ class _Change:
 
 
 def _changes(tree: ast.Module) -> Iterator[_Change]:
-    for body, at, statement in _statements(tree):
-        lines = statement.lineno, statement.end_lineno or statement.lineno
+    for body, at, statement, is_called in _statements(tree):
+        lines = _lines(statement) if is_called or isinstance(statement, DECLARES) else (0, 0)
         for node in _own_expressions(statement):
             for place, key, value in _faults(node):
                 yield _Change(getattr(node, "lineno", 0), lines, place, key, value)
@@ -81,8 +82,15 @@ def _changes(tree: ast.Module) -> Iterator[_Change]:
             yield _Change(statement.lineno, lines, body, at, instead)
 
 
-def _statements(node: ast.AST) -> Iterator[tuple[list[ast.stmt], int, ast.stmt]]:
-    """Every statement that runs, with the list it stands in."""
+def _lines(statement: ast.stmt) -> tuple[int, int]:
+    """The statement's first and last line; of a declaration those of what is declared: itself it runs at the import only."""
+    first = statement.body[0] if isinstance(statement, DECLARES) else statement
+    return first.lineno, statement.end_lineno or statement.lineno
+
+
+def _statements(node: ast.AST, *, is_called: bool = False) -> Iterator[tuple[list[ast.stmt], int, ast.stmt, bool]]:
+    """Every statement that runs, with the list it stands in, and whether a call runs it and not the import."""
+    is_called = is_called or isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
     for name in ("body", "orelse", "finalbody", "handlers", "cases"):
         body = getattr(node, name, None)
         if not isinstance(body, list):
@@ -91,8 +99,8 @@ def _statements(node: ast.AST) -> Iterator[tuple[list[ast.stmt], int, ast.stmt]]
             if _is_told_only(each):
                 continue
             if isinstance(each, ast.stmt):
-                yield body, at, each
-            yield from _statements(each)
+                yield body, at, each, is_called
+            yield from _statements(each, is_called=is_called)
 
 
 def _is_told_only(node: ast.AST) -> bool:

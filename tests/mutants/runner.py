@@ -217,7 +217,7 @@ class Choice:
             return exactly
         inside = {f"{mutant.file}:{line}" for line in range(first, last + 1)}
         somewhere = [test for test in self.tests if inside & test.lines]
-        # What is run only when the file is imported, a constant, is noticed by anybody who uses the file.
+        # What the import runs, such as a constant, may be noticed by every test that uses the file.
         return somewhere or [
             test for test in self.tests if any(line.startswith(f"{mutant.file}:") for line in test.lines)
         ]
