@@ -88,6 +88,18 @@ def test_announce_behind_a_newer_holder_is_refused(application, broken, holder):
         b.acquire()
 
 
+@where(once(EVERY))
+@pytest.mark.parametrize(("first", "second"), [(False, False), (False, True), (True, False)])
+def test_token_that_the_store_gives_twice_lets_in_one_holder_or_shared_ones_only(
+    application, broken, holder, first, second
+):
+    broken.tokens, broken.forgetful = iter([10, 10]), True
+    a, b = holder(fence="lease", shared=first), holder(fence="lease", shared=second)
+    a.acquire()
+    with pytest.raises(StaleToken):
+        b.acquire()
+
+
 @where([place for place in EVERY if place.level != "DEFERRED"])
 @pytest.mark.parametrize("first", FORMS)
 @pytest.mark.parametrize("second", FORMS)
