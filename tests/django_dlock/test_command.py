@@ -241,13 +241,21 @@ def test_purge_keeps_what_is_raised_above_the_floor_meanwhile(database):
     def work_meanwhile(execute, sql, params, many, context):
         answer = execute(sql, params, many, context)
         if sql.startswith("INSERT"):  # the floor stands, and nothing is deleted so far
-            Fence.objects.using(database).filter(name="at work").update(token=now - 40 * DAY)
+            Fence.objects.using(database).filter(name="at work").update(token=now - 50 * DAY + 1)
         return answer
 
     with connections[database].execute_wrapper(work_meanwhile):
         assert purge(database, 30) == 1
     left = dict(Fence.objects.using(database).values_list("name", "token"))
-    assert left == {"": now - 50 * DAY, "at work": now - 40 * DAY}
+    assert left == {"": now - 50 * DAY, "at work": now - 50 * DAY + 1}
+
+
+def test_purge_never_lowers_the_floor_of_an_earlier_one(database):
+    now = int(time.time() * 1_000_000)
+    Fence.objects.using(database).create(name="", token=now - 40 * DAY, holder="")
+    Fence.objects.using(database).create(name="was at work then", token=now - 50 * DAY, holder="a")
+    assert (purge(database, 30), purge(database, 30)) == (1, 0)
+    assert dict(Fence.objects.using(database).values_list("name", "token")) == {"": now - 40 * DAY}
 
 
 def test_purge_counts_shared_holders_as_well(database):
