@@ -3,7 +3,7 @@
 from typing import Any, ClassVar
 
 import pytest
-from sqlalchemy import Engine, ForeignKey, SmallInteger, create_engine, insert, select, text, update
+from sqlalchemy import Engine, ForeignKey, Integer, SmallInteger, create_engine, insert, select, text, update
 from sqlalchemy.exc import ArgumentError
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, declared_attr, mapped_column
 
@@ -224,18 +224,19 @@ def test_version_in_a_subclass_s_table_that_is_read_later_than_its_parent_s_is_n
         session.flush()
 
 
-def test_small_version_begins_within_its_column(base, engine, monkeypatch):
+@pytest.mark.parametrize(("kind", "highest"), [(SmallInteger, 2**14), (Integer, 2**30)])
+def test_small_version_begins_in_the_lower_half_of_its_column(base, engine, monkeypatch, kind, highest):
     monkeypatch.undo()
 
     class Doc(VersionedMixin, base):
         __tablename__ = "doc"
         id: Mapped[int] = mapped_column(primary_key=True)
-        version: Mapped[int] = mapped_column(SmallInteger)
+        version: Mapped[int] = mapped_column(kind)
 
     session = stored(base, engine, Doc(id=0))
     session.add_all([Doc() for _ in range(100)])
     session.flush()
-    assert all(0 < each.version <= 2**14 for each in session.query(Doc))
+    assert all(0 < each.version <= highest for each in session.query(Doc))
 
 
 def test_list_of_updates_that_is_core_only_counts_and_writes_no_version(base, engine):
