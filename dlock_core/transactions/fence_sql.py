@@ -82,12 +82,21 @@ def limited(change: str) -> str:
     return _LIMITED.format(mark=_MARK, more=f",\nwon AS ({change} RETURNING 1)", result="SELECT count(*) AS n FROM won")
 
 
+_IS_CURRENT: Final = "CAST('dlock_fence' AS regclass) = to_regclass('dlock_fence')"
+"""A prepared statement's table is still the one that the search path leads to.
+
+The cast is carried out when the statement is analyzed, the function when it is executed. PostgreSQL does not analyze it
+anew for a table of the same name that was created later, in an earlier schema of an unchanged search path.
+"""
+
+
 def _postgres(upsert: str) -> str:
-    return limited(_filled(upsert, BIGINT, "FROM lim ", "CAST(:name AS varchar)"))
+    template = upsert.replace("{above_floor}", f"{_IS_CURRENT} AND {{above_floor}}")
+    return limited(_filled(template, BIGINT, "FROM lim ", "CAST(:name AS varchar)"))
 
 
 def _postgres_locked(column: str, condition: str, lock: str) -> str:
-    found = f"SELECT {column} AS n FROM dlock_fence AS f, lim WHERE {condition} FOR {lock} OF f"  # noqa: S608
+    found = f"SELECT {column} AS n FROM dlock_fence AS f, lim WHERE {_IS_CURRENT} AND {condition} FOR {lock} OF f"  # noqa: S608
     return _LIMITED.format(mark=_MARK, more="", result=found)
 
 
@@ -98,8 +107,9 @@ POSTGRESQL: Final = FenceDialect(
     mark=_postgres(_UPSERT_MARK),
     announce=(_postgres(_UPSERT_SHARED),),
     # It changes the row: a plain lock would be invisible to one who waits for it in a snapshot, and misses our COMMIT.
-    confirm=limited(f"UPDATE dlock_fence SET holder = holder FROM lim WHERE {_OURS}"),  # noqa: S608
+    confirm=limited(f"UPDATE dlock_fence SET holder = holder FROM lim WHERE {_IS_CURRENT} AND {_OURS}"),  # noqa: S608
     confirm_shared=_postgres_locked("1", _NOT_NEWER, "SHARE"),
+    analyze_anew="DISCARD PLANS",
 )
 
 

@@ -91,6 +91,11 @@ class FenceDialect:
     announce: tuple[str, ...]
     confirm: str
     confirm_shared: str
+    analyze_anew: str | None = None
+    """What has prepared statements analyzed again, where they may be of a table that is no longer the fence.
+
+    They admit nothing then, so no refusal is believed before it was asked for once more.
+    """
 
 
 def admit(database: StatementExecutor, dialect: FenceDialect, entry: FenceEntry) -> int | None:
@@ -102,7 +107,7 @@ def admit(database: StatementExecutor, dialect: FenceDialect, entry: FenceEntry)
     """
     if entry.shared:
         return _admit_shared(database, dialect, entry)
-    if not _ask(database, dialect.admit, entry):
+    if not _ask(database, dialect, dialect.admit, entry):
         raise _stale(database, entry)
     return None
 
@@ -128,25 +133,33 @@ def prepare(database: StatementExecutor, dialect: FenceDialect, entry: FenceEntr
 
 def announce(database: StatementExecutor, dialect: FenceDialect, entry: FenceEntry) -> None:
     """Raise the row for a lease of several transactions, in a separate transaction; raises StaleToken."""
-    if not _ask(database, dialect.announce if entry.shared else dialect.admit, entry):
+    if not _ask(database, dialect, dialect.announce if entry.shared else dialect.admit, entry):
         raise _stale(database, entry)
 
 
 def confirm(database: StatementExecutor, dialect: FenceDialect, entry: FenceEntry) -> None:
     """Prove, as the last statement before COMMIT, that the row is still ours, and keep it so; raises StaleToken."""
-    if not _ask(database, (dialect.confirm_shared if entry.shared else dialect.confirm,), entry):
+    if not _ask(database, dialect, (dialect.confirm_shared if entry.shared else dialect.confirm,), entry):
         raise _stale(database, entry)
 
 
 def _admit_shared(database: StatementExecutor, dialect: FenceDialect, entry: FenceEntry) -> int:
-    newest = _share(database, dialect, entry)
-    if newest is None:  # nothing was prepared, or an exclusive one came between: this transaction leaves the mark
-        database.execute(dialect.mark, params(entry))
-        newest = _share(database, dialect, entry)
+    newest = _share_or_mark(database, dialect, entry)
+    if newest is None and dialect.analyze_anew is not None:
+        database.execute(dialect.analyze_anew, {})
+        newest = _share_or_mark(database, dialect, entry)
     if newest is None or newest >= entry.token:
         raise _stale(database, entry)
     if entry.found is not None and newest != entry.found:  # it may have changed what this lease has read
         raise StaleToken(entry.name, token=entry.token, highest=newest)
+    return newest
+
+
+def _share_or_mark(database: StatementExecutor, dialect: FenceDialect, entry: FenceEntry) -> int | None:
+    newest = _share(database, dialect, entry)
+    if newest is None:  # nothing was prepared, or an exclusive one came between: this transaction leaves the mark
+        database.execute(dialect.mark, params(entry))
+        newest = _share(database, dialect, entry)
     return newest
 
 
@@ -155,10 +168,15 @@ def _share(database: StatementExecutor, dialect: FenceDialect, entry: FenceEntry
     return None if row is None else row[0]
 
 
-def _ask(database: StatementExecutor, statements: tuple[str, ...], entry: FenceEntry) -> bool:
+def _ask(database: StatementExecutor, dialect: FenceDialect, statements: tuple[str, ...], entry: FenceEntry) -> bool:
     *before, last = statements
     for sql in before:
         database.execute(sql, params(entry))
+    if is_yes(*database.execute(last, params(entry))):
+        return True
+    if dialect.analyze_anew is None:
+        return False
+    database.execute(dialect.analyze_anew, {})
     return is_yes(*database.execute(last, params(entry)))
 
 

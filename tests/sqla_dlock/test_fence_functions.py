@@ -246,6 +246,45 @@ async def test_table_that_comes_earlier_is_used_also_with_asyncio(make_engine, m
         await tenant.dispose()
 
 
+@pytest.mark.parametrize(("shared", "functions"), [(True, True), (True, False), (False, False)])
+@pytest.mark.parametrize("driver", ["asyncpg", "psycopg_async"])
+async def test_prepared_statement_of_the_fence_never_passes_a_table_that_is_no_longer_it(
+    make_engine, make_async_engine, driver, shared, functions
+):
+    """Shared leases, and all where the functions are missing, send statements, which drivers prepare."""
+    admin = make_engine("postgresql")
+    path = (
+        {"server_settings": {"search_path": "ten,public"}}
+        if driver == "asyncpg"
+        else {"options": "-c search_path=ten,public"}
+    )
+    tenant = make_async_engine(driver, pool_size=1, connect_args=path)
+    with contextlib.ExitStack() as stack:
+        run(admin, "CREATE SCHEMA ten")
+        stack.callback(fencing.metadata.create_all, admin)
+        stack.callback(run, admin, "DROP SCHEMA ten CASCADE")
+        if not functions:
+            run(admin, "DROP FUNCTION dlock_admit, dlock_confirm")
+
+        async def fenced(fence):
+            async with AsyncSession(tenant) as session, alock(session, "order", 42, shared=shared, fence=fence):
+                await session.execute(WORK)
+                await session.commit()
+
+        for fence in ["transaction"] * 8 + ["lease"] * 8:
+            await fenced(fence)
+        async with AsyncSession(tenant) as session, alock(session, "order", 42, shared=shared, fence="lease"):
+            await session.execute(WORK)
+            run(admin, NEW_FENCE, "INSERT INTO ten.dlock_fence VALUES ('order:42', 1000000, 'newer', 0)")
+            with pytest.raises(StaleToken):
+                await session.commit()
+        run(admin, "DELETE FROM ten.dlock_fence")
+        for fence in ["transaction", "lease"]:
+            await fenced(fence)
+        assert committed(admin, "SELECT name FROM ten.dlock_fence") == [("order:42",)]
+        await tenant.dispose()
+
+
 def test_transaction_has_its_number_from_them(engine):
     """By which a COMMIT that was not answered is looked up."""
     from sqla_dlock.connections import tracker_of
