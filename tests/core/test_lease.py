@@ -10,7 +10,7 @@ from dlock_core.backend import Granted, Released
 from dlock_core.errors import LeaseLost, NotHeld
 from dlock_core.leases import lease
 from dlock_core.leases.engine import new_request
-from dlock_core.leases.lease import LeaseRecord, valid_until
+from dlock_core.leases.lease import LeaseRecord, LeaseState, valid_until
 from dlock_core.observability import hooks
 from dlock_core.options import LockOptions
 from dlock_core.testing import ManualRuntime, MemoryBackend
@@ -56,7 +56,7 @@ def test_a_loss_is_final(held: LeaseRecord, runtime: ManualRuntime) -> None:
 
 
 def test_loss_is_told_once_and_a_failing_callback_stops_nobody(
-    held: LeaseRecord, caplog: pytest.LogCaptureFixture
+    held: LeaseRecord, runtime: ManualRuntime, caplog: pytest.LogCaptureFixture
 ) -> None:
     told: list[str] = []
     events: list[hooks.Event] = []
@@ -69,6 +69,7 @@ def test_loss_is_told_once_and_a_failing_callback_stops_nobody(
     hooks.subscribe(events.append)
     try:
         with caplog.at_level(logging.WARNING, logger="dlock"):
+            runtime.advance(5.0)
             held.lose("the first reason")
             held.lose("the second reason")
             until(lambda: told)  # In another thread.
@@ -76,8 +77,32 @@ def test_loss_is_told_once_and_a_failing_callback_stops_nobody(
         hooks.unsubscribe(events.append)
     assert told == ["on_lost"]
     assert [(event.kind, event.reason) for event in events] == [("lost", "the first reason")]
+    assert (events[0].seconds, events[0].contended) == (5.0, False)
     assert held.why() == "the first reason"
     assert "'a' (token 7) is lost: the first reason" in caplog.text
+
+
+def test_state_is_that_of_what_happened_last_and_an_end_is_final(held: LeaseRecord) -> None:
+    assert held.state is LeaseState.HELD
+    held.abandon()
+    assert held.state is LeaseState.ABANDONED
+    held.begin_release()
+    assert held.state is LeaseState.RELEASING
+    held.lose("another has it")
+    assert held.state is LeaseState.LOST
+    held.end(Released.STOLEN)
+    assert held.state is LeaseState.ENDED
+
+
+def test_release_is_told_with_how_long_the_lease_was_held(held: LeaseRecord, runtime: ManualRuntime) -> None:
+    events: list[hooks.Event] = []
+    hooks.subscribe(events.append)
+    try:
+        runtime.advance(3.0)
+        held.emit("released", "released")
+    finally:
+        hooks.unsubscribe(events.append)
+    assert [(event.seconds, event.contended, event.lease) for event in events] == [(3.0, False, held)]
 
 
 def test_released_lease_is_not_lost_and_cannot_be_lost_any_more(held: LeaseRecord) -> None:
@@ -97,6 +122,15 @@ def test_lease_of_another_process_is_not_ours(held: LeaseRecord, monkeypatch: py
         held.ensure()
     with pytest.raises(NotHeld, match="forked"):
         held.ensure_own_process()
+
+
+def test_forked_child_leaves_the_lease_of_its_parent_alone(held: LeaseRecord, monkeypatch: pytest.MonkeyPatch) -> None:
+    handle = object()
+    held.join(handle)
+    monkeypatch.setattr(lease, "_own_pid", os.getpid() + 1)
+    with pytest.raises(NotHeld, match="forked"):
+        held.leave(handle)
+    assert held.handles == [id(handle)]
 
 
 def test_errors_carry_the_token(held: LeaseRecord, runtime: ManualRuntime) -> None:

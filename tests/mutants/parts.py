@@ -72,6 +72,12 @@ PARTS: Final = {
 EXPLAINED: Final[dict[str, str]] = {
     "dlock_core/leases/engine.py: if isinstance(error, BackendUnavailable) and runtime.now() > until + MAX_OVERTIME_S: "
     "→ if isinstance(error, BackendUnavailable) and runtime.now() >= until + MAX_OVERTIME_S:": "both keep the bound",
+    "dlock_core/leases/lease.py: …ks = [tick for tick in [*self._due] if tick <= now or (clean and (not self._due[tick]))] "
+    "→ ticks = [tick for tick in [*self._due] if tick < now or (clean and (not self._due[tick]))]": (
+        "what is due at this very moment is found at the next look"
+    ),
+    "dlock_core/leases/lease.py: self.plan(min(held.remaining(), max(held.request.ttl / 20, 1 / TICKS_PER_S)), held) "
+    "→ self.plan(min(held.remaining(), max(held.request.ttl / 20, 2 / TICKS_PER_S)), held)": "it is asked a tick later",
     "sqla_dlock/versions/conflicts.py: if len(expected) > MAX_ROWS_PER_QUERY: → if len(expected) >= MAX_ROWS_PER_QUERY:": (
         "exactly as many rows as one query takes are sorted without need"
     ),
