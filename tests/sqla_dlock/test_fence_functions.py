@@ -211,16 +211,17 @@ def test_table_that_comes_earlier_in_the_search_path_is_used_though_the_driver_h
         session.commit()
 
 
+TENANT_PATH = {
+    "asyncpg": {"server_settings": {"search_path": "ten,public"}},
+    "psycopg_async": {"options": "-c search_path=ten,public"},
+}
+
+
 @pytest.mark.parametrize("fence", ["transaction", "lease"])
 @pytest.mark.parametrize("driver", ["asyncpg", "psycopg_async"])
 async def test_table_that_comes_earlier_is_used_also_with_asyncio(make_engine, make_async_engine, driver, fence):
     admin = make_engine("postgresql")
-    path = (
-        {"server_settings": {"search_path": "ten,public"}}
-        if driver == "asyncpg"
-        else {"options": "-c search_path=ten,public"}
-    )
-    tenant = make_async_engine(driver, pool_size=1, connect_args=path)
+    tenant = make_async_engine(driver, pool_size=1, connect_args=TENANT_PATH[driver])
     with contextlib.ExitStack() as stack:
         run(admin, "CREATE SCHEMA ten")
         stack.callback(run, admin, "DROP SCHEMA ten CASCADE")
@@ -253,12 +254,7 @@ async def test_prepared_statement_of_the_fence_never_passes_a_table_that_is_no_l
 ):
     """Shared leases, and all where the functions are missing, send statements, which drivers prepare."""
     admin = make_engine("postgresql")
-    path = (
-        {"server_settings": {"search_path": "ten,public"}}
-        if driver == "asyncpg"
-        else {"options": "-c search_path=ten,public"}
-    )
-    tenant = make_async_engine(driver, pool_size=1, connect_args=path)
+    tenant = make_async_engine(driver, pool_size=1, connect_args=TENANT_PATH[driver])
     with contextlib.ExitStack() as stack:
         run(admin, "CREATE SCHEMA ten")
         stack.callback(fencing.metadata.create_all, admin)
