@@ -16,18 +16,26 @@ from tests.testapp.models import Counter, Stock
 
 pytestmark = pytest.mark.parametrize("database", ["postgresql"], indirect=True)
 WITHIN = 60.0
+WHERE = f"host=127.0.0.1 port={settings.POSTGRESQL_PORT} user=postgres dbname=postgres"
 
 
 @pytest.fixture
 def sessions(database):
-    """Connections that are closed after the test: `sessions("psql")`."""
+    """Connections whose sessions have ended before the tables are emptied: `sessions("psql")`."""
     with contextlib.ExitStack() as stack:
 
         def connect(name):
-            where = f"host=127.0.0.1 port={settings.POSTGRESQL_PORT} user=postgres dbname=postgres"
-            return stack.enter_context(contextlib.closing(psycopg.connect(where, application_name=name)))
+            connection = stack.enter_context(contextlib.closing(psycopg.connect(WHERE, application_name=name)))
+            stack.callback(end, connection.info.backend_pid)
+            return connection
 
         yield connect
+
+
+def end(session):
+    """End a session and wait for it: one that waits does not notice that its client has gone, and would still write."""
+    with contextlib.closing(psycopg.connect(WHERE, autocommit=True)) as connection:
+        connection.execute("SELECT pg_terminate_backend(%s, %s)", [session, int(WITHIN * 1000)])
 
 
 @pytest.fixture
