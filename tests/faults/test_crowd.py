@@ -171,7 +171,7 @@ def test_one_that_is_cancelled_while_its_request_is_under_way_leaves_nothing(
 
 def test_each_request_of_a_write_gets_its_own_reply_although_one_is_cancelled(store: RedisBackend) -> None:
     async def echo(word: str) -> Any:
-        (reply,) = await send_commands(store._line, ASYNCIO, "", [("ECHO", word)], 10.0)
+        (reply,) = await send_commands(store._pipelined, ASYNCIO, "", [("ECHO", word)], 10.0)
         return reply
 
     async def main() -> None:
@@ -179,9 +179,9 @@ def test_each_request_of_a_write_gets_its_own_reply_although_one_is_cancelled(st
         await asyncio.sleep(0)
         tasks = [asyncio.create_task(echo(str(number))) for number in range(5)]
         await first
-        (line,) = store._line._lines.values()  # type: ignore[attr-defined]
-        await auntil(lambda: not line.turns, every=0)
-        assert line.sender is not None  # all five were sent in one write, and are not answered
+        (pipeline,) = store._pipelined._pipelines.values()  # type: ignore[attr-defined]
+        await auntil(lambda: not pipeline.queued, every=0)
+        assert pipeline.sender is not None  # all five were sent in one write, and are not answered
         tasks[2].cancel()
         assert await asyncio.gather(*tasks[:2], *tasks[3:]) == [b"0", b"1", b"3", b"4"]
 
@@ -226,7 +226,7 @@ def test_listener_that_is_cancelled_is_replaced(store: RedisBackend, direct: Red
     async def main() -> None:
         async with crowd(store, direct, ["a"] * 10) as (tasks, held):
             for task in asyncio.all_tasks():
-                if task.get_name() in {"dlock-waiting", "dlock-line"}:
+                if task.get_name() in {"dlock-waiting", "dlock-pipeline"}:
                     task.cancel()
             await release(held[0])
             async with asyncio.timeout(20):  # far less than the ttl, after which each asks by itself
@@ -327,7 +327,7 @@ def test_interrupted_program_leaves_no_waiter(store: RedisBackend, direct: Redis
 @pytest.mark.parametrize("is_kept", [False, True], ids=["lost", "kept by a traceback"])
 def test_connection_that_an_interrupt_has_lost_blocks_nobody(store: RedisBackend, is_kept: bool) -> None:
     async def main() -> None:
-        lost = store._line.checkout()
+        lost = store._pipelined.checkout()
         late = asyncio.create_task(AsyncLock(store, "a", wait=None).acquire())
         await asyncio.sleep(0.01)
         assert not late.done()

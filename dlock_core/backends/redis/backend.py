@@ -14,7 +14,7 @@ from redis.exceptions import NoScriptError
 from dlock_core.backend import Capabilities, Granted, Released, RenewalFailure
 from dlock_core.backends.redis import sentinel
 from dlock_core.backends.redis.addresses import pool_from_url, transports
-from dlock_core.backends.redis.line import LineTransport
+from dlock_core.backends.redis.pipeline import PipelinedTransport
 from dlock_core.backends.redis.protocol import (
     INSPECT_BATCH,
     RELEASE_REPLIES,
@@ -72,18 +72,18 @@ class RedisBackend:
     def __init__(self, client: Any, *, prefix: str = "dlock:", timeout: float = 2.0, replicas: int = 0) -> None:
         check_options(prefix, timeout, replicas)
         blocking, awaiting = sentinel.transports_to_master(client, timeout) or transports(client, timeout)
-        self._reach(blocking, awaiting, LineTransport(awaiting), Keyspace(prefix), timeout, replicas)
+        self._reach(blocking, awaiting, PipelinedTransport(awaiting), Keyspace(prefix), timeout, replicas)
 
     def _reach(  # noqa: PLR0917
         self,
         blocking: Transport,
         awaiting: Transport,
-        line: Transport,
+        pipelined: Transport,
         keyspace: Keyspace,
         timeout: float,
         replicas: int,
     ) -> None:
-        self._blocking, self._asyncio, self._line, self.keyspace = blocking, awaiting, line, keyspace
+        self._blocking, self._asyncio, self._pipelined, self.keyspace = blocking, awaiting, pipelined, keyspace
         self._timeout, self._replicas = timeout, replicas
         self._listeners = Listeners(awaiting, keyspace, timeout)
         self._acquire, self._claim, self._release = map(load_script, ("acquire", "claim", "release"))
@@ -231,7 +231,7 @@ class RedisBackend:
 
     def transport(self, runtime: Runtime) -> Transport:
         """Return the connections for threads, or the one for the tasks of each loop."""
-        return self._line if isinstance(runtime, Asyncio) else self._blocking
+        return self._pipelined if isinstance(runtime, Asyncio) else self._blocking
 
     def wire(self, runtime: Runtime) -> Transport:
         """Return a transport that gives each request a connection to itself: one that sleeps delays no other."""

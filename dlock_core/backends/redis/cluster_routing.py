@@ -18,7 +18,7 @@ from redis.exceptions import (
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from dlock_core.backends.redis.addresses import title, transports
-from dlock_core.backends.redis.line import LineTransport
+from dlock_core.backends.redis.pipeline import PipelinedTransport
 from dlock_core.backends.redis.transport import Refused, raise_for_error, retry_once, send_commands, unavailable
 from dlock_core.errors import BackendUnavailable
 from dlock_core.runtime import RNG, Asyncio, clock
@@ -150,12 +150,12 @@ class ClusterNode:
     def __init__(self, pool: Any, address: NodeAddress, limit: float) -> None:
         self.host, self.title = address[0], title(pool)
         self._threads, self._tasks = transports(pool, limit)
-        self._line = LineTransport(self._tasks)
+        self._pipelined = PipelinedTransport(self._tasks)
         self.failed_at = 0.0
         """When its last request failed; 0.0 if that was answered."""
 
     def transport(self, runtime: Runtime) -> Transport:
-        return self._line if isinstance(runtime, Asyncio) else self._threads
+        return self._pipelined if isinstance(runtime, Asyncio) else self._threads
 
     async def exchange(
         self, runtime: Runtime, data: bytes, replies: int, limit: float, nudge_after: float = 0.0

@@ -1,4 +1,4 @@
-"""One connection of an event loop, on which the requests of its tasks stand in line: a crowd needs no more of them.
+"""One connection of an event loop, on which the requests of its tasks are pipelined: a crowd needs no more of them.
 
 A request that finds the connection idle uses it at once, as a thread does. Those that come while it is busy are sent
 together, in one write, when the replies before theirs were read. So a request is carried out after every earlier one of
@@ -26,71 +26,72 @@ if TYPE_CHECKING:
     from dlock_core.backends.redis.transport import Transport
     from dlock_core.runtime import Runtime
 
-__all__ = ["LineTransport"]
+__all__ = ["PipelinedTransport"]
 
-MAX_TURNS: Final = 64
+MAX_REQUESTS: Final = 64
 """Requests that are sent in one write: the first of them waits for the reply to the last."""
 MIN_LIMIT_S: Final = 0.001
 """The time limit of requests whose callers have just stopped waiting."""
 
 
-class LineTransport:
+class PipelinedTransport:
     """A transport for tasks that uses one connection of `wire` for each event loop."""
 
     def __init__(self, wire: Transport) -> None:
         self.wire = wire
         self.forget, self.close = wire.forget, wire.close
-        self._lines: dict[asyncio.AbstractEventLoop, _Line] = {}
+        self._pipelines: dict[asyncio.AbstractEventLoop, _Pipeline] = {}
         after_fork_in_child(self._after_fork)
 
     def checkout(self) -> Any:
-        """Return the loop's connection if it is idle, or else a place in the line for it."""
+        """Return the loop's connection if it is idle, or else a request that is queued for it."""
         loop = asyncio.get_running_loop()
-        line = self._lines.get(loop)
-        if line is None:
-            line = self._begin(loop)
-        return line.enter()
+        pipeline = self._pipelines.get(loop)
+        if pipeline is None:
+            pipeline = self._begin(loop)
+        return pipeline.enter()
 
     def checkin(self, connection: Any) -> None:
-        if connection.__class__ is not Turn:
+        if connection.__class__ is not QueuedRequest:
             self.wire.checkin(connection)
             self._leave(connection)
 
     def discard(self, connection: Any) -> None:
-        if connection.__class__ is not Turn:
+        if connection.__class__ is not QueuedRequest:
             self.wire.discard(connection)
             self._leave(connection)
 
     def exchange(  # noqa: PLR0917 - the hot path: keywords cost
         self, runtime: Runtime, connection: Any, data: bytes, replies: int, limit: float, nudge_after: float = 0.0
     ) -> Awaitable[list[Any]]:
-        if connection.__class__ is Turn:
+        if connection.__class__ is QueuedRequest:
             answers: Awaitable[list[Any]] = connection.exchange(data, replies, limit)
             return answers
         return self.wire.exchange(runtime, connection, data, replies, limit, nudge_after)
 
     def _leave(self, connection: Any) -> None:
-        line = self._lines.get(asyncio._get_running_loop())  # type: ignore[arg-type] # noqa: SLF001 - None at its end
-        if line is not None:
-            line.leave(connection)
+        loop = asyncio._get_running_loop()  # noqa: SLF001 - None at its end
+        pipeline = self._pipelines.get(loop)  # type: ignore[arg-type]
+        if pipeline is not None:
+            pipeline.leave(connection)
 
-    def _begin(self, loop: asyncio.AbstractEventLoop) -> _Line:
-        for ended in [known for known in list(self._lines) if known.is_closed()]:
-            self._lines.pop(ended, None)
-        line = self._lines[loop] = _Line(self.wire)
-        return line
+    def _begin(self, loop: asyncio.AbstractEventLoop) -> _Pipeline:
+        for ended in [known for known in list(self._pipelines) if known.is_closed()]:
+            self._pipelines.pop(ended, None)
+        pipeline = self._pipelines[loop] = _Pipeline(self.wire)
+        return pipeline
 
     def _after_fork(self) -> None:
-        inherited.append(self._lines)
-        self._lines = {}
+        inherited.append(self._pipelines)
+        self._pipelines = {}
 
 
-class _Line:
-    """The line of one event loop."""
+class _Pipeline:
+    """The connection of one event loop, and the requests that wait for it."""
 
     def __init__(self, wire: Transport) -> None:
         self.wire = wire
-        self.turns: list[Turn] = []
+        self.queued: list[QueuedRequest] = []
         """Requests that are to be sent."""
         self.in_use: weakref.ref[Any] | None = None
         """The connection of a request that did not have to wait; dead if an interrupt has lost it."""
@@ -98,8 +99,8 @@ class _Line:
         self._loop = asyncio.get_running_loop()
 
     def enter(self) -> Any:
-        if self.turns or self.is_busy():
-            return Turn(self)
+        if self.queued or self.is_busy():
+            return QueuedRequest(self)
         connection = self.wire.checkout()
         self.in_use = weakref.ref(connection, self._lost)
         return connection
@@ -116,15 +117,15 @@ class _Line:
 
     def advance(self) -> None:
         """Send what has come, unless the connection is in use."""
-        if self.turns and not self.is_busy():
+        if self.queued and not self.is_busy():
             self.in_use = None
-            self.sender = begin_task(self._send(), name="dlock-line")
+            self.sender = begin_task(self._send(), name="dlock-pipeline")
             self.sender.add_done_callback(self._sent)
 
-    def give_up(self, turn: Turn) -> None:
-        """Use another connection if a request has waited in vain: whoever has this one does not give it back."""
-        if turn in self.turns:
-            self.turns.remove(turn)
+    def withdraw(self, request: QueuedRequest) -> None:
+        """Use another connection if a request was never sent: the caller that has this one does not give it back."""
+        if request in self.queued:
+            self.queued.remove(request)
             self.in_use = None
             self.advance()
 
@@ -136,15 +137,15 @@ class _Line:
 
     async def _send(self) -> None:
         """Send what has come, as often as something has."""
-        turns: list[Turn] = []
+        requests: list[QueuedRequest] = []
         try:
-            while self.turns:
-                turns, self.turns = self.turns[:MAX_TURNS], self.turns[MAX_TURNS:]
-                turns = [turn for turn in turns if not turn.answers.done()]
-                if turns:
-                    await self._exchange(turns)
+            while self.queued:
+                requests, self.queued = self.queued[:MAX_REQUESTS], self.queued[MAX_REQUESTS:]
+                requests = [request for request in requests if not request.answers.done()]
+                if requests:
+                    await self._exchange(requests)
         except BaseException as error:
-            _fail(turns, error)
+            _fail(requests, error)
             if not isinstance(error, Exception):
                 raise
 
@@ -155,56 +156,56 @@ class _Line:
             sender.exception()  # It was raised in a caller's task, or ends the loop.
         self.advance()
 
-    async def _exchange(self, turns: list[Turn]) -> None:
+    async def _exchange(self, requests: list[QueuedRequest]) -> None:
         """Send these requests over one connection, and give each its replies."""
-        limit = max(turn.until for turn in turns) - ASYNCIO.now()
-        data, count = b"".join([turn.data for turn in turns]), sum(turn.replies for turn in turns)
+        limit = max(request.until for request in requests) - ASYNCIO.now()
+        data, count = b"".join([request.data for request in requests]), sum(request.replies for request in requests)
         connection = self.wire.checkout()
         try:
             answers = iter(await self.wire.exchange(ASYNCIO, connection, data, count, max(limit, MIN_LIMIT_S)))
         except BaseException:
-            for turn in turns:
-                turn.dlock_is_reused = connection.dlock_is_reused
+            for request in requests:
+                request.dlock_is_reused = connection.dlock_is_reused
             self.wire.discard(connection)
             raise
         self.wire.checkin(connection)
-        for turn in turns:
-            own = [next(answers) for _ in range(turn.replies)]
-            if not turn.answers.done():
-                turn.answers.set_result(own)
+        for request in requests:
+            own = [next(answers) for _ in range(request.replies)]
+            if not request.answers.done():
+                request.answers.set_result(own)
 
 
-def _fail(turns: list[Turn], error: BaseException) -> None:
+def _fail(requests: list[QueuedRequest], error: BaseException) -> None:
     """Raise a connection's error for each request; any other, such as a signal handler's, for one of them."""
-    waiting = [turn for turn in turns if not turn.answers.done()]
+    waiting = [request for request in requests if not request.answers.done()]
     if not isinstance(error, RedisError | OSError):
         if waiting and isinstance(error, Exception):
             waiting.pop(0).answers.set_exception(error)
         error = RedisConnectionError("the task that read the replies was interrupted")
-        for turn in waiting:
-            turn.dlock_is_reused = True  # The server may be well, and is asked once more.
-    for turn in waiting:
-        turn.answers.set_exception(error)
+        for request in waiting:
+            request.dlock_is_reused = True  # The server may be well, and is asked once more.
+    for request in waiting:
+        request.answers.set_exception(error)
 
 
-class Turn:
-    """A request's place in the line; it takes the place of a connection that was checked out."""
+class QueuedRequest:
+    """A request that waits for the loop's connection, and stands for a connection that was checked out."""
 
-    __slots__ = ("answers", "data", "dlock_is_reused", "line", "replies", "until")
+    __slots__ = ("answers", "data", "dlock_is_reused", "pipeline", "replies", "until")
 
-    def __init__(self, line: _Line) -> None:
-        self.line, self.data, self.replies, self.until = line, b"", 0, 0.0
+    def __init__(self, pipeline: _Pipeline) -> None:
+        self.pipeline, self.data, self.replies, self.until = pipeline, b"", 0, 0.0
         self.answers: asyncio.Future[list[Any]] = asyncio.get_running_loop().create_future()
         self.dlock_is_reused = False
 
     async def exchange(self, data: bytes, replies: int, limit: float) -> list[Any]:
-        """Wait for the turn, and for the replies: for `limit` seconds together."""
+        """Wait until it is sent, and for the replies: for `limit` seconds together."""
         self.data, self.replies, self.until = data, replies, ASYNCIO.now() + limit
-        self.line.turns.append(self)
-        self.line.advance()
+        self.pipeline.queued.append(self)
+        self.pipeline.advance()
         try:
             async with asyncio.timeout(limit):
                 return await self.answers
         except TimeoutError as error:
-            self.line.give_up(self)
+            self.pipeline.withdraw(self)
             raise RedisTimeoutError(f"no answer within {format_seconds(limit)}") from error
