@@ -20,6 +20,10 @@ STOP_SEEN_S: Final = 1.0
 """How late the runner may see that a process has been stopped."""
 MAX_FILES: Final = 150
 """Of a worker that knows ten stores and three databases."""
+ENOUGH_SECTIONS: Final = 60
+"""From how many sections on it can be judged whether a kind of worker gets anything done."""
+MIN_DONE_SHARE: Final = 0.1
+"""Of the sections of one kind of worker on one database: a quarter and more are done in the worst storms."""
 
 
 @dataclass(frozen=True)
@@ -211,16 +215,17 @@ def _overlaps(spans: list[Any]) -> Iterator[tuple[Any, Any]]:
 
 def errors_are_explained(facts: Facts) -> Iterator[Violation]:
     """Workers see no error but those of dlock, drivers and the network."""
-    inside = {record.section for record in facts.of("begin") if record.values.get("manner") == "inside"}
+    begun = {record.section: record.values for record in facts.of("begin")}
     disturbed = {record.pid for record in facts.of("interrupt", "cancel")}
     for record in facts.of("end"):
         error, detail = record.values["error"], record.values["detail"]
         if record.values["strange"]:
             yield Violation("unexpected error", record.section, f"{error}: {detail}\n{record.values['strange']}")
-        elif error == "SnapshotTooOld" and record.section in inside:
-            pass  # its database keeps snapshots, and it had read before it asked
+        elif error == "SnapshotTooOld" and _asked_after_reading(begun[record.section], record.values["is_granted"]):
+            pass  # its database keeps snapshots
         elif error in MISTAKES and not (error == "AlreadyHeld" and record.pid in disturbed):
-            yield Violation("unexpected error", record.section, f"{error}: {detail}")
+            act = begun[record.section].get("act")
+            yield Violation("unexpected error", record.section, f"{error}, in {act}: {detail}")
     for record in facts.of("died"):
         yield Violation("worker died", record.values["worker"], f"with exit code {record.values['code']}")
     for record in facts.of("fork"):
@@ -228,6 +233,11 @@ def errors_are_explained(facts: Facts) -> Iterator[Violation]:
             yield Violation(
                 "fork", record.section, f"a child that tried to release ended with {record.values['status']}"
             )
+
+
+def _asked_after_reading(begun: dict[str, Any], is_granted: bool) -> bool:
+    """Return whether a section asked inside its transaction: by its manner, or once more, when its first lease was lost."""
+    return begun.get("manner") == "inside" or (is_granted and begun.get("act") == "add_within")
 
 
 def nobody_waits_beyond_the_bound(facts: Facts) -> Iterator[Violation]:
@@ -251,6 +261,19 @@ def times_over_wait(facts: Facts) -> Iterator[tuple[str, float]]:
             yield section, at - begin.at - begin.values["options"]["wait"]
 
 
+def every_kind_of_worker_gets_work_done(facts: Facts) -> Iterator[Violation]:
+    """Each kind of worker has done some of its sections on each database: if all fail alike, nothing is tested."""
+    where = {
+        record.section: (record.values["kind"], facts.items[record.values["items"][0]].database)
+        for record in facts.of("begin")
+    }
+    ended = Counter(where[record.section] for record in facts.of("end"))
+    done = Counter(where[record.section] for record in facts.of("end") if record.values["outcome"] == "ok")
+    for (kind, database), times in ended.items():
+        if times >= ENOUGH_SECTIONS and done[kind, database] < MIN_DONE_SHARE * times:
+            yield Violation("nothing done", kind, f"of {times} sections on {database} only {done[kind, database]} were")
+
+
 def descriptors_are_closed(facts: Facts) -> Iterator[Violation]:
     """An idle worker has few files and sockets open, whatever it has been through."""
     for record in facts.of("idle"):
@@ -263,7 +286,7 @@ RULES: Final[tuple[Callable[[Facts], Iterator[Violation]], ...]] = (
     no_update_is_lost, outcomes_are_true, no_order_has_two_ends, commits_are_in_the_order_of_tokens, tokens_grow,
     rows_remember_their_newest_holder,
     leases_do_not_overlap, errors_are_explained, nobody_waits_beyond_the_bound,
-    descriptors_are_closed,
+    every_kind_of_worker_gets_work_done, descriptors_are_closed,
 )  # fmt: skip
 
 

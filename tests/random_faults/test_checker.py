@@ -166,12 +166,36 @@ def test_errors_that_no_fault_explains() -> None:
     assert rules(facts([record("fork", "a", status=256)], changes=[])) == {"fork"}
 
 
+@pytest.mark.parametrize(
+    ("act", "manner", "is_explained"), [("add", "", False), ("add", "inside", True), ("add_within", "", True)]
+)
+def test_a_snapshot_is_too_old_only_for_a_section_that_asks_after_it_has_read(
+    act: str, manner: str, is_explained: bool
+) -> None:
+    refused = section("a", 10, outcome="refused", error="SnapshotTooOld")
+    refused[0].values.update(act=act, manner=manner)
+    assert rules(facts(refused, changes=[])) == (set() if is_explained else {"unexpected error"})
+
+
 def test_an_acquire_that_takes_longer_than_its_wait_unless_its_process_stood_still() -> None:
     stuck = section("a", 10, outcome="refused")
     late = [stuck[0], dataclasses.replace(stuck[1], at=stuck[0].at + 120), stuck[2]]
     assert rules(facts(late, changes=[])) == {"stuck"}
     stop = Record(stuck[0].at + 1, "stop", "", 1, {"stopped": 1})
     assert not check(facts([stop], late, changes=[]))
+
+
+@pytest.mark.parametrize(("done", "is_wrong"), [(0, True), (5, True), (6, False)])
+def test_a_kind_of_worker_that_gets_next_to_nothing_done(done: int, is_wrong: bool) -> None:
+    key = "version-0"  # no grants are judged
+    ended = [
+        section(f"a{n}", n, key=key, outcome="ok" if n < done else "refused", error="DLockError") for n in range(60)
+    ]
+    changes = [change(f"a{n}", n + 1, n, key=key) for n in range(done)]
+    found = Facts(
+        [each for one in ended for each in one if each.event != "granted"], every_item(), {key: done}, changes
+    )
+    assert rules(found) == ({"nothing done"} if is_wrong else set())
 
 
 def test_files_that_stay_open() -> None:

@@ -37,8 +37,9 @@ NOT_OF_DRIVERS: Final = (
     "InvalidRequestError",
     "IllegalStateChangeError",
     "TransactionManagementError",
+    "ProgrammingError",
 )
-"""Errors of the frameworks that tell of a mistake in a program, not of a database."""
+"""Errors of frameworks and drivers that tell of a mistake in a program, such as a wrong statement, and not of a fault."""
 
 
 class Phase:
