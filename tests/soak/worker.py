@@ -4,6 +4,7 @@ The first of them also samples, between two sections, what the process has.
 """
 
 import asyncio
+import ctypes
 import gc
 import itertools
 import json
@@ -21,6 +22,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from dlock_core import DLockError
+from dlock_core.names import canonical
 from tests.random_faults.attempt import Attempt, Chooser
 from tests.random_faults.items import Item
 from tests.random_faults.worker import LEFT_OUT, client_of, is_expected
@@ -29,6 +31,7 @@ KINDS: Final = ("django", "django-async", "sqla", "sqla-asyncpg", "core", "core-
 PARTIES: Final = 2
 """Threads or tasks in each process."""
 PAGE: Final = os.sysconf("SC_PAGE_SIZE")
+ALLOCATOR: Final = ctypes.CDLL(None)
 WARM_UP_FACTOR: Final = 4
 NEW_NAME_RATE: Final = 0.5
 """How many sections of the core take a name that nobody has ever used, as strangers may who choose the names."""
@@ -79,6 +82,8 @@ class Worker:
         self._sample_at = 0.0
         self._numbers = itertools.count()
         self._recorder: Any = Silent()
+        for number in range(canonical.cache_info().maxsize or 0):
+            canonical(f"visit:{number}")  # The hour's new names would fill this cache only at its end.
 
     def chooser(self, party: int) -> Chooser:
         return Chooser(f"{self.name} {party}", self.client.databases)
@@ -115,6 +120,7 @@ class Worker:
             return
         self._sample_at = time.monotonic() + self.config["every"]
         gc.collect()
+        ALLOCATOR.malloc_trim(0)  # What is free inside the C library's allocator is not held by dlock.
         pages = int(Path("/proc/self/statm").read_text().split()[1])
         values = {
             "memory, KiB": pages * PAGE / 1024,
