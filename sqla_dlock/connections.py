@@ -6,28 +6,24 @@ SQLAlchemy's own events come before COMMIT and ROLLBACK, and say nothing of how 
 
 from __future__ import annotations
 
-import asyncio
 import re
-import threading
 from contextlib import suppress
 from functools import cache, partial
 from operator import attrgetter
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias
 
-from sqlalchemy import event, text
+from sqlalchemy import event
 from sqlalchemy.exc import InvalidRequestError
-from sqlalchemy.util.concurrency import greenlet_spawn
 
 from dlock_core.errors import NotSupported
 from dlock_core.sql.driver_errors import MAY_ROLL_BACK, classify, is_refusal, warn_unless_known
 from dlock_core.transactions.tie import Outcome, call_all
-from sqla_dlock.greenlets import await_
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
-    from sqlalchemy import Connection, Engine
+    from sqlalchemy import Connection
 
 __all__ = ["ConnectionTracker", "Participant", "mark", "note_xid", "tracker_for", "tracker_of"]
 
@@ -69,13 +65,19 @@ class ConnectionTracker:
         self.undo: list[tuple[set[str], Callable[[], None]]] = []
         """What to call when one of these savepoints is rolled back, and the names of those that were open."""
         self._is_in_doubt = False
-        self.sqlalchemy = SimpleNamespace(**dict(zip(_INTERCEPTED, _methods_of(connection), strict=True)))
-        vars(connection).update(zip(_INTERCEPTED, _methods_of(self), strict=True), _dlock_tracker=self)
+        own = self.sqlalchemy = SimpleNamespace(**dict(zip(_INTERCEPTED, _methods_of(connection), strict=True)))
+        vars(connection).update(
+            _dlock_tracker=self,
+            _commit_impl=partial(self._finish, own._commit_impl),
+            _rollback_impl=partial(self._roll_back, own._rollback_impl),
+            _rollback_to_savepoint_impl=self._roll_back_to_savepoint,
+            _prepare_twophase_impl=self._prepare,
+            _commit_twophase_impl=partial(self._finish, own._commit_twophase_impl),
+            _rollback_twophase_impl=partial(self._roll_back, own._rollback_twophase_impl),
+            _handle_dbapi_exception=self._handle_dbapi_exception,
+        )
 
-    def _commit_impl(self) -> None:
-        self._finish(self.sqlalchemy._commit_impl)
-
-    def _finish(self, commit: Callable[[], None]) -> None:
+    def _finish(self, commit: Callable[..., None], *xid: Any) -> None:
         """Check, commit, and tell the participants how that went, whatever comes in between.
 
         From the moment at which COMMIT is sent until the driver has returned, the outcome is unknown: only the server
@@ -87,7 +89,7 @@ class ConnectionTracker:
             self._check()
             if self._is_in_doubt or _is_alive(self.connection):
                 outcome = Outcome.UNKNOWN
-            commit()
+            commit(*xid)
             outcome = Outcome.COMMITTED
             self._end(outcome, in_commit=True)
         except BaseException as error:  # an interrupt may come anywhere
@@ -99,7 +101,8 @@ class ConnectionTracker:
             raise
 
     def _check(self) -> None:
-        self.hooks.run()
+        if self.hooks.due:
+            self.hooks.run()
         for participant in self.participants:
             participant.check()
 
@@ -112,17 +115,18 @@ class ConnectionTracker:
     def _outcome_after(self, error: BaseException) -> Outcome:
         if self._is_in_doubt:
             return Outcome.UNKNOWN  # still prepared, or committed
-        return Outcome.ROLLED_BACK if is_refusal(error) else outcome_of(self.connection.engine, self.xid)
+        if is_refusal(error):
+            return Outcome.ROLLED_BACK
+        from sqla_dlock.commit_status import outcome_of  # hardly a process ever needs it
 
-    def _rollback_impl(self) -> None:
-        self._roll_back(self.sqlalchemy._rollback_impl)
+        return outcome_of(self.connection.engine, self.xid)
 
-    def _roll_back(self, rollback: Callable[[], None]) -> None:
+    def _roll_back(self, rollback: Callable[..., None], *xid: Any) -> None:
         is_left = self._is_in_doubt and not _is_alive(self.connection)  # a prepared transaction outlives its connection
         is_done = False
         try:
             self.hooks.clear()
-            rollback()
+            rollback(*xid)
             is_done = True
             self._end(Outcome.UNKNOWN if is_left else Outcome.ROLLED_BACK)
         except BaseException:
@@ -130,7 +134,7 @@ class ConnectionTracker:
             self._end(Outcome.UNKNOWN if is_unknown else Outcome.ROLLED_BACK, failed=not is_done)
             raise
 
-    def _rollback_to_savepoint_impl(self, name: str) -> None:
+    def _roll_back_to_savepoint(self, name: str) -> None:
         self.sqlalchemy._rollback_to_savepoint_impl(name)
         self.hooks.note_savepoint_undone()
         undone = [each for each in self.undo if name in each[0]]
@@ -142,7 +146,7 @@ class ConnectionTracker:
             self.hooks.note_rolled_back()
         self.sqlalchemy._handle_dbapi_exception(error, *rest, **more)
 
-    def _prepare_twophase_impl(self, xid: Any) -> None:
+    def _prepare(self, xid: Any) -> None:
         self._check()
         self._is_in_doubt = _is_alive(self.connection)
         try:
@@ -151,18 +155,13 @@ class ConnectionTracker:
             self._is_in_doubt &= not is_refusal(error)
             raise
 
-    def _commit_twophase_impl(self, xid: Any, is_prepared: bool) -> None:  # noqa: FBT001 - SQLAlchemy's form
-        self._finish(partial(self.sqlalchemy._commit_twophase_impl, xid, is_prepared))
-
-    def _rollback_twophase_impl(self, xid: Any, is_prepared: bool) -> None:  # noqa: FBT001 - SQLAlchemy's form
-        self._roll_back(partial(self.sqlalchemy._rollback_twophase_impl, xid, is_prepared))
-
     def _end(self, outcome: Outcome, *, failed: bool = False, in_commit: bool = False) -> None:
         forget = vars(self.connection).pop
         for name in _INTERCEPTED:
             forget(name, None)
         forget("_dlock_tracker", None)
-        self.hooks.end()
+        if self.hooks.listens:
+            self.hooks.end()
         while self.participants:  # each is removed only when it was told: an interrupt may bring us here again
             self.participants[0].ended(self.connection, outcome, failed=failed, in_commit=in_commit)
             self.participants.pop(0)
@@ -170,7 +169,7 @@ class ConnectionTracker:
 
 def tracker_for(connection: Connection) -> ConnectionTracker:
     """Return the tracker of a Connection's transaction, set up when it is first asked for."""
-    return tracker_of(connection) or ConnectionTracker(connection)
+    return vars(connection).get("_dlock_tracker") or ConnectionTracker(connection)
 
 
 def tracker_of(connection: Connection) -> ConnectionTracker | None:
@@ -193,7 +192,7 @@ def mark(connection: Connection, comment: str) -> None:
 
 def _is_alive(connection: Connection) -> bool:
     """Return whether the connection is usable, as far as SQLAlchemy knows."""
-    return not (connection.closed or connection.invalidated)
+    return connection._dbapi_connection is not None  # without one it is closed or invalidated
 
 
 if TYPE_CHECKING:
@@ -215,41 +214,49 @@ class FirstStatementHooks:
 
     def __init__(self, connection: Connection) -> None:
         self.connection = connection
-        self._due: list[Hook] = []
+        self.due: list[Hook] = []
+        """The hooks that are to be called."""
         self._done: list[Hook] = []
         self._in_savepoint: list[Hook] = []
         """The hooks that were called inside a savepoint, whose rollback would undo their work."""
-        self._is_busy = self._listens = False
+        self._is_busy = False
+        self.listens = False
+        """Statements of the connection are looked at."""
         self._is_held: Callable[[], bool] = _never
         self._comment = ""
 
     def add(self, hook: Hook) -> None:
         """Call a hook in the next `run()`, once."""
         self.discard(hook)
-        self._due.append(hook)
+        self.due.append(hook)
 
-    def postpone(self, hooks: list[Hook], is_held: Callable[[], bool]) -> None:
+    def run_first(self, hooks: Iterable[Hook]) -> None:
+        """Call hooks now, and again where their work may have been undone."""
+        for hook in hooks:
+            self.add(hook)
+        self.run()
+
+    def postpone(self, hooks: Iterable[Hook], is_held: Callable[[], bool]) -> None:
         """Call hooks before the first statement that is sent when `is_held()` is no longer true, or before COMMIT."""
         for hook in hooks:
             self.add(hook)
         self._is_held = is_held
-        if hooks:
-            self._listen()
+        self._listen()
 
     def discard(self, hook: Hook) -> None:
         """Remove a hook."""
-        for hooks in (self._due, self._done, self._in_savepoint):
+        for hooks in (self.due, self._done, self._in_savepoint):
             while hook in hooks:
                 hooks.remove(hook)
 
     def run(self) -> None:
         """Call the hooks that are due. A hook that raises stays due: no statement passes before it has succeeded."""
-        if self._is_busy or not self._due:
+        if self._is_busy or not self.due:
             return
         self._is_busy = True
         try:
-            while self._due:
-                self._call(self._due[0])
+            while self.due:
+                self._call(self.due[0])
         except BaseException:
             self._listen()
             raise
@@ -263,38 +270,37 @@ class FirstStatementHooks:
 
     def clear(self) -> None:
         """Remove all hooks, because everything is being rolled back, and the statements for that must pass."""
-        self._due, self._done, self._in_savepoint = [], [], []
+        self.due, self._done, self._in_savepoint = [], [], []
 
     def note_rolled_back(self) -> None:
         """Call all hooks again: the database may have rolled everything back, and a program may swallow its error."""
-        self._due += self._done
+        self.due += self._done
         self._done = []
         self.note_savepoint_undone()
 
     def note_savepoint_undone(self) -> None:
         """Call again the hooks whose work a savepoint's rollback has undone."""
-        self._due += self._in_savepoint
+        self.due += self._in_savepoint
         self._in_savepoint = []
-        if self._due:
+        if self.due:
             self._listen()
 
     def end(self) -> None:
         """Listen no more: the transaction has ended, and its connection may be used on."""
-        if self._listens:
-            with suppress(InvalidRequestError):  # it was removed already, before an interrupt came
-                event.remove(self.connection, "before_cursor_execute", self._before_statement)
-            self._listens = False
+        with suppress(InvalidRequestError):  # it was removed already, before an interrupt came
+            event.remove(self.connection, "before_cursor_execute", self._before_statement)
+        self.listens = False
 
     def _call(self, hook: Hook) -> None:
         may_be_undone = self.connection.in_nested_transaction()
         hook(self.connection)
-        if hook in self._due:  # it may have removed itself
-            self._due.remove(hook)
+        if hook in self.due:  # it may have removed itself
+            self.due.remove(hook)
             (self._in_savepoint if may_be_undone else self._done).append(hook)
 
     def _listen(self) -> None:
-        if not self._listens:
-            self._listens = True
+        if not self.listens:
+            self.listens = True
             event.listen(self.connection, "before_cursor_execute", self._before_statement, retval=True)
 
     def _before_statement(
@@ -312,57 +318,6 @@ class FirstStatementHooks:
 
 def _never() -> bool:
     return False
-
-
-MAX_STATUS_WAIT_S: Final = 5.0
-"""Seconds that a failed COMMIT may take longer, because the server is asked how it ended."""
-_STATUS_POLL_INTERVAL_S: Final = 0.02
-
-# pg_xact_status: https://www.postgresql.org/docs/current/functions-info.html#FUNCTIONS-PG-SNAPSHOT
-_STATUS_OF: Final = text("SELECT pg_xact_status(CAST(CAST(:xid AS text) AS xid8))")
-_SLEEP: Final = text("SELECT pg_sleep(:pause)")
-_OUTCOMES: Final = {"committed": Outcome.COMMITTED, "aborted": Outcome.ROLLED_BACK, None: Outcome.UNKNOWN}
-
-
-def outcome_of(engine: Engine, xid: str | None) -> Outcome:
-    """Ask on another connection how a transaction has ended; UNKNOWN without its number, or without a timely answer."""
-    if xid is None or engine.dialect.name != "postgresql":
-        return Outcome.UNKNOWN
-    if engine.dialect.is_async:
-        return _outcome_awaited(engine, xid)
-    return _outcome_from_thread(engine, xid)
-
-
-def _outcome_awaited(engine: Engine, xid: str) -> Outcome:
-    try:
-        return await_(asyncio.wait_for(greenlet_spawn(_ask_status, engine, xid), MAX_STATUS_WAIT_S))
-    except Exception:  # noqa: BLE001 - no answer is an answer: UNKNOWN
-        return Outcome.UNKNOWN
-
-
-def _outcome_from_thread(engine: Engine, xid: str) -> Outcome:
-    """Ask in a thread: a server that cannot be reached may keep `connect()` for minutes."""
-    answers: list[Outcome] = []
-
-    def ask() -> None:
-        try:
-            answers.append(_ask_status(engine, xid))
-        except Exception:  # noqa: BLE001
-            answers.append(Outcome.UNKNOWN)
-
-    thread = threading.Thread(target=ask, name="dlock-commit-status", daemon=True)
-    thread.start()
-    thread.join(MAX_STATUS_WAIT_S)
-    return answers[0] if answers else Outcome.UNKNOWN
-
-
-def _ask_status(engine: Engine, xid: str) -> Outcome:
-    with engine.connect() as connection:
-        while (status := connection.scalar(_STATUS_OF, {"xid": xid})) == "in progress":
-            connection.execute(
-                _SLEEP, {"pause": _STATUS_POLL_INTERVAL_S}
-            )  # the server's: one way to wait, with asyncio or without
-    return _OUTCOMES[status]
 
 
 def is_autocommit(connection: Connection) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import contextmanager
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Final, TypeVar
-from weakref import WeakKeyDictionary, WeakValueDictionary
+from weakref import WeakKeyDictionary, ref
 
 from sqlalchemy import (
     BigInteger,
@@ -92,19 +92,20 @@ def _keep_out_of_flush(_mapper: Mapper[Any], _connection: Connection, instance: 
             set_committed_value(instance, name, (history.deleted or history.added)[0])
 
 
-_classes: Final[WeakValueDictionary[str, type]] = WeakValueDictionary()
+_classes: Final[dict[str, ref[type]]] = {}
 """The classes whose rows carry the fence, by the name of the table, which begins the names of their locks."""
 
 
 @event.listens_for(FencedMixin, "instrument_class", propagate=True)
 def _remember(mapper: Mapper[Any], cls: type) -> None:
     if mapper.inherits is None or not issubclass(mapper.inherits.class_, FencedMixin):
-        _classes[getattr(mapper.local_table, "fullname", "")] = cls
+        _classes[getattr(mapper.local_table, "fullname", "")] = ref(cls)
 
 
 def class_of(label: Any) -> type | None:
     """Find the `FencedMixin` class whose locks have names that begin with this text."""
-    return _classes.get(label) if type(label) is str else None
+    found = _classes.get(label) if type(label) is str else None
+    return None if found is None else found()
 
 
 class TableFence:
@@ -132,6 +133,10 @@ class TableFence:
     def confirm(self, connection: Connection, entry: FenceEntry) -> None:
         """Prove just before COMMIT that no newer holder was announced; raises StaleToken, RowLocked."""
         _run(fencing.confirm, connection, entry)
+
+
+TABLE_FENCE: Final = TableFence()
+"""It has no state, so that one serves all locks."""
 
 
 class RowFence(TableFence):
@@ -188,7 +193,7 @@ def fence_for(parts: tuple[Any, ...]) -> TableFence:
     """Choose the fence of a lock by its parts: (class, key) of a `FencedMixin` class, or anything else."""
     if len(parts) == 2 and isinstance(parts[0], type) and issubclass(parts[0], FencedMixin):
         return RowFence(inspect(parts[0]), parts[1])
-    return TableFence()
+    return TABLE_FENCE
 
 
 class Port:

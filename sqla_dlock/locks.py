@@ -12,6 +12,8 @@ from contextlib import AsyncExitStack, ExitStack
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Final, overload
 
+from sqlalchemy.orm import Session
+
 from dlock_core import names
 from dlock_core.errors import NotSupported
 from dlock_core.leases import engine
@@ -20,11 +22,11 @@ from dlock_core.runtime import ASYNCIO, BLOCKING, refuse_in_loop, run
 from dlock_core.transactions.fence_sql import not_shared
 from dlock_core.transactions.tie import TiedLease, TiedLeases
 from dlock_core.transactions.transaction_lock import Options, TiedLock, TiedLocks
-from sqla_dlock.fencing import fence_for
+from sqla_dlock.fencing import TABLE_FENCE, fence_for
 from sqla_dlock.greenlets import GreenletAsyncio, await_, in_greenlet
 from sqla_dlock.names import is_mapped, plain, with_class
 from sqla_dlock.stores import plain_async_session, plain_session, store_of
-from sqla_dlock.tie import SessionAcquire
+from sqla_dlock.tie import InsideAcquire, SessionAcquire
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -32,7 +34,7 @@ if TYPE_CHECKING:
     from typing import Unpack
 
     from sqlalchemy.ext.asyncio import AsyncSession, async_scoped_session
-    from sqlalchemy.orm import Session, scoped_session
+    from sqlalchemy.orm import scoped_session
 
     from dlock_core.backend import Backend, Released
     from dlock_core.options import Seconds
@@ -108,26 +110,25 @@ class SessionLock(TiedLock):
         store: str | Backend = "default",
         **options: Unpack[Options],
     ) -> None:
-        values = plain(parts := with_class(parts))
+        parts = with_class(parts)
+        values = plain(parts)
         super().__init__(names.join(*values), **options)
-        self.session, self.store, self.fence = session, store, fence_for((*parts[:1], *values[1:]))
+        self.session, self.store, self.bind = session, store, bind
+        """`bind`: what the caller says of the database, or the mapped class that it is the database of."""
+        self.fence = TABLE_FENCE
+        if values is not parts:  # a mapped class is among them
+            self.fence = fence_for((*parts[:1], *values[1:]))
+            self.bind = bind if bind is not None else next(filter(is_mapped, parts), None)
         if self.shared and self._form and not self.fence.supports_shared:
             raise NotSupported(not_shared(self.name), name=self.name)
-        self._bind = bind if bind is not None else next(filter(is_mapped, parts), None)
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.name!r} of a session>"
 
     def _new_acquire(self, runtime: DatabaseRuntime, **together: Any) -> SessionAcquire:
-        return SessionAcquire(
-            self,
-            store_of(self.store),
-            runtime,
-            form=self._form,
-            lease_type=self._lease_type,
-            bind=self._bind,
-            **together,
-        )
+        store = store_of(self.store)
+        kind = SessionAcquire if store.backend.capabilities.transaction_database is None else InsideAcquire
+        return kind(self, store, runtime, form=self._form, lease_type=self._lease_type, **together)
 
 
 class Lock(SessionLock, BlockExit):
@@ -149,9 +150,10 @@ class Lock(SessionLock, BlockExit):
 
     def _acquire(self, enter: Callable[[Any], object] | None = None) -> Lease:
         """Acquire the lock; inside an AsyncSession's `run_sync` the greenlet waits, so that the event loop does not."""
-        if in_greenlet():
-            return await_(self._new_acquire(GreenletAsyncio()).hold(enter))  # type: ignore[no-any-return]
-        refuse_in_loop(_ASYNC_ADVICE)
+        if asyncio._get_running_loop() is not None:  # noqa: SLF001 - documented for event loops: no exception, no cost
+            if in_greenlet():
+                return await_(self._new_acquire(GreenletAsyncio()).hold(enter))  # type: ignore[no-any-return]
+            refuse_in_loop(_ASYNC_ADVICE)
         return self._new_acquire(BLOCKING).hold_in_thread(enter)  # type: ignore[no-any-return]
 
 
@@ -183,7 +185,7 @@ def lock(session: Any, *parts: Any, **options: Any) -> Lock | Locks:
     """
     if isinstance(session, Lock):
         return Locks((session, *parts), Lock, **options)
-    return Lock(plain_session(session, "alock()"), parts, **options)
+    return Lock(session if type(session) is Session else plain_session(session, "alock()"), parts, **options)
 
 
 class Leases(TiedLeases[Lease]):

@@ -52,7 +52,7 @@ def plain(parts: Sequence[Any]) -> Sequence[Any]:
     Raises NoSuchKey for a value that cannot be a key of its class. Raises TypeError for an instance where no key is
     expected, and for SQL expressions.
     """
-    if all(type(part) in _PLAIN_TYPES for part in parts):
+    if _PLAIN_TYPES.issuperset(map(type, parts)):
         return parts
     found = names.with_keys(parts, kind_of)
     for part in found:

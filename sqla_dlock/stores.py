@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 from sqlalchemy import Engine
 from sqlalchemy.exc import InvalidRequestError
 from sqlalchemy.orm import Session, scoped_session
+from sqlalchemy.orm.session import _SessionCloseState
 
 from dlock_core.stores import Store, connect, scheme_of
 
@@ -30,6 +31,7 @@ __all__ = ["configure", "store_of"]
 
 _stores: dict[str, Store] = {}
 _IN_DATABASE: Final = {"advisory": "sqla_dlock.backends.advisory", "database": "sqla_dlock.backends.table"}
+_CLOSED: Final = _SessionCloseState.CLOSED
 _configuring: Final = threading.Lock()
 
 
@@ -86,11 +88,13 @@ def _unnamed(given: Any) -> Store:
 
     A new backend would be made of those at each call, and it would not know which locks the session holds already.
     """
-    if not isinstance(given, Store) and not _is_backend(given):
+    if isinstance(given, Store):
+        return given
+    if not _is_backend(given):
         raise TypeError(
             f"store= is a name given to configure(), or a backend made once with connect(), not {type(given).__name__}"
         )
-    return _as_store("", given)
+    return Store("", given)
 
 
 def _is_backend(given: Any) -> bool:
@@ -121,7 +125,7 @@ def plain_async_session(session: AsyncSession | async_scoped_session[Any], inste
 def refuse_closed(session: Session) -> None:
     """Raise InvalidRequestError for a session that was closed for good (`close_resets_only=False`)."""
     # Nothing public says so; until it is used it looks like a session that has begun no transaction yet.
-    if getattr(session._close_state, "name", "") == "CLOSED":  # noqa: SLF001
+    if session._close_state is _CLOSED:  # noqa: SLF001
         raise InvalidRequestError("this Session has been closed for good: acquire the lock with a new one")
 
 

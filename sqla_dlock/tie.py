@@ -6,7 +6,7 @@ Ownership belongs to the session, never to a thread or task: requests begin in o
 
 from __future__ import annotations
 
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 from weakref import ref
 
@@ -39,30 +39,20 @@ if TYPE_CHECKING:
     from sqlalchemy import Dialect, Engine
     from sqlalchemy.orm import Session
 
-    from dlock_core.backend import Backend
     from dlock_core.leases.lease import LeaseRecord
     from dlock_core.runtime import Runtime
     from dlock_core.transactions.fencing import FenceForm, FenceGate
     from dlock_core.transactions.tie import Tie, TiedLease
 
-__all__ = ["SessionAcquire", "TiedSession", "current"]
-
-
-_KEY = "dlock_ties"
-
-
-def home_of(backend: Backend) -> Dialect | None:
-    """Return the dialect of the engine in whose transactions a store locks; None for every other store."""
-    engine = backend.capabilities.transaction_database
-    return None if engine is None else engine.dialect
+__all__ = ["InsideAcquire", "SessionAcquire", "TiedSession", "current"]
 
 
 class TiedSession:
     """The session under one lease: reports its transactions to the tie, and lets each connection pass the fence."""
 
-    def __init__(self, tie: Tie, gate: FenceGate, session: Session) -> None:
+    def __init__(self, tie: Tie, gate: FenceGate, session: Session, home: Dialect | None) -> None:
         self.tie, self.held, self.gate = tie, tie.held, gate
-        self.home = home_of(self.held.backend)
+        self.home = home
         """The database in whose transaction the lock is: no fence is needed there, one COMMIT ends both."""
         self._session = ref(session)  # the session's own listeners keep us: it has to go when nobody needs it
         self._refused: dict[Connection, BaseException] = {}
@@ -77,8 +67,9 @@ class TiedSession:
         session = self._owner()
         if self.home is not None:
             self.tie.supersede(other.tie for other in current(session))
-        session.info.setdefault(_KEY, []).append(self)
-        self._protect(bind, form)
+        vars(session).setdefault("_dlock_ties", []).append(self)
+        if form:
+            self._protect(bind, form, session)
         self._stop.append(on_transaction(session, self._began))
         if self.home is not None:
             for connection in connections_of(session):
@@ -88,9 +79,9 @@ class TiedSession:
     def join(self, bind: Engine | Connection | None, form: FenceForm, handle: TiedLease) -> None:
         """Take in a handle that has joined the lease, and protect a database that was not protected so far."""
         del handle
-        self._protect(bind, form)
+        self._protect(bind, form, self._owner())
 
-    def _protect(self, bind: Engine | Connection | None, form: FenceForm) -> None:
+    def _protect(self, bind: Engine | Connection | None, form: FenceForm, session: Session) -> None:
         """Protect a database from now on: the open transaction, and those that begin under the lease.
 
         Not the one in whose transaction the lock is: no fence is needed there, one COMMIT ends both. An engine has one
@@ -101,9 +92,8 @@ class TiedSession:
         dialect = bind.dialect
         if self.gate.forms.get(dialect) or dialect is self.home:
             return
-        session = self._owner()
-        given = (bind, session.bind, *connections_of(session))
-        is_inside = any(isinstance(each, Connection) and each.dialect is dialect for each in given)
+        given = [bind, session.bind, *connections_of(session)]
+        is_inside = dialect in [each.dialect for each in given if isinstance(each, Connection)]
         self.gate.protect(dialect, form, bind, is_inside=is_inside)
         try:
             self._stop.append(before_work(session, self._before_work))
@@ -119,7 +109,8 @@ class TiedSession:
         else:
             self._pending.append(handle)
             on_unbegun_close(session, self._closed)
-        self._forget_if_over()
+        if self.tie.is_over:
+            self.forget()
 
     def begin_failed_exit(self, runtime: Runtime, handle: TiedLease) -> None:
         """Do nothing: the session's transaction is ended by the session, and is checked at its COMMIT."""
@@ -132,10 +123,7 @@ class TiedSession:
     def note_detached(self, runtime: Runtime) -> None:
         """Let go of the session, if nothing needs the lease any more; in whatever thread or task that is."""
         del runtime
-        self._forget_if_over()
-
-    def _forget_if_over(self) -> None:
-        if self.tie.is_over:
+        if not self.tie.handles and not self.tie.open:
             self.forget()
 
     def _began(self) -> None:
@@ -143,7 +131,8 @@ class TiedSession:
         if not self.tie.handles and not self.tie.open:  # its block was torn off, and this is none of its work
             self.forget()
             return
-        self._refused.clear()
+        if self._refused:
+            self._refused.clear()
         transaction = object()
         settle = partial(self.tie.settle, transaction, forget=self.forget, ends_lock=self.home is not None)
         on_end(self._owner(), settle, before_commit=self._before_commit)
@@ -213,7 +202,8 @@ class TiedSession:
         """Detach the handles of acquires: the session was closed before any statement, so no transaction holds them."""
         if self._detach_pending():
             self.tie.release()
-        self._forget_if_over()
+        if self.tie.is_over:
+            self.forget()
 
     def _owner(self) -> Session:
         session = self._session()
@@ -227,58 +217,62 @@ class TiedSession:
             stop()
         self._stop = []
         session = self._session()
-        if session is not None and self in current(session):
-            session.info[_KEY].remove(self)
+        ties = [] if session is None else vars(session).get("_dlock_ties", [])
+        if self in ties:
+            ties.remove(self)
 
 
 def current(session: Session) -> list[TiedSession]:
     """Return the leases that a session holds."""
-    return list(session.info.get(_KEY, ()))
+    return list(vars(session).get("_dlock_ties", ()))
 
 
 class SessionAcquire(LockAcquire):
     """One acquire of a lock by a session, from wherever that is used."""
 
-    def __init__(self, *args: Any, bind: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
-        self.session: Session = self.lock.session
-        self.home = home_of(self.store.backend)
-        self._bind = bind
+    home: Dialect | None = None
+    """The database in whose transaction the lock is; None of a lease beside it."""
 
     @property
     def owner_key(self) -> int:
-        return id(self.session)
+        return id(self.lock.session)
 
-    @property
+    @cached_property
     def database(self) -> Any:
         """The engine or connection in whose database the fence stands; None without a fence."""
         if not self.form:
             return None
-        if self._bind is None or is_mapped(self._bind):
-            return self.session.get_bind(self._bind and inspect(self._bind))  # an override may read the mapper
-        connection = getattr(self._bind, "sync_connection", None)  # an AsyncConnection has one, and an engine, too
-        return connection or getattr(self._bind, "sync_engine", self._bind)
+        bind, session = self.lock.bind, self.lock.session
+        if bind is None or is_mapped(bind):
+            return session.get_bind(bind and inspect(bind))  # an override may read the mapper
+        connection = getattr(bind, "sync_connection", None)  # an AsyncConnection has one, and an engine, too
+        return connection or getattr(bind, "sync_engine", bind)
 
     def find(self) -> TiedSession | None:
-        if not (ties := current(self.session)):
+        if not (ties := current(self.lock.session)):
             return None
-        return self.joined(ties, inside=in_transaction(self.session))  # type: ignore[no-any-return]
+        return self.joined(ties, inside=in_transaction(self.lock.session))  # type: ignore[no-any-return]
 
     async def find_or_prepare(self) -> TiedSession | None:
-        refuse_closed(self.session)
-        bind = self.database
+        session = self.lock.session
+        refuse_closed(session)
+        database = self.database
         found = self.find()
         if found is None and self.lock.snapshot == "raise":
-            await self.runtime.call_database(self._refuse_old_snapshot, bind)
+            connections = connections_of(session)
+            for given in (session.bind, database):
+                if isinstance(given, Connection) and given not in connections and given.in_transaction():
+                    connections.append(given)
+            if connections:
+                await self.runtime.call_database(self._refuse_old_snapshot, connections)
         return found
 
-    def _refuse_old_snapshot(self, bind: Any) -> None:
+    def _refuse_old_snapshot(self, connections: list[Connection]) -> None:
         """Raise SnapshotTooOld when a transaction of the session may read from before the lock; asks the database.
 
         A store that locks inside the transaction of its database looks at that snapshot itself.
         """
-        given = [each for each in (self.session.bind, bind) if isinstance(each, Connection) and each.in_transaction()]
-        for connection in {*connections_of(self.session), *given}:
+        for connection in connections:
             dialect = connection.dialect
             if dialect.name not in ("postgresql", "mysql", "mariadb") or dialect is self.home or is_of_test(connection):
                 continue
@@ -286,26 +280,34 @@ class SessionAcquire(LockAcquire):
             if isolation not in READ_COMMITTED:
                 raise SnapshotTooOld(self.lock.name, isolation=isolation)
 
+    def new_tied(self, tie: Tie, gate: FenceGate) -> TiedSession:
+        return TiedSession(tie, gate, self.lock.session, self.home)
+
+    def sessions(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        return (), tuple(filter(None, map(_database_session, connections_of(self.lock.session))))
+
+
+class InsideAcquire(SessionAcquire):
+    """One acquire from a store that locks inside the session's transaction.
+
+    It asks on the session's own connection, where that may be used.
+    """
+
+    @property
+    def home(self) -> Dialect:  # type: ignore[override]
+        return self.store.backend.capabilities.transaction_database.dialect  # type: ignore[no-any-return]
+
     async def acquire_lease(self) -> tuple[LeaseRecord, float]:
-        if self.home is None:
-            return await super().acquire_lease()
-        # A store that locks inside the transaction asks on the session's own connection, where that may be used.
         return await self.runtime.call_database(run, super().acquire_lease())  # type: ignore[no-any-return]
 
     @property
     def store_runtime(self) -> Runtime:
-        return self.runtime if self.home is None else BLOCKING
-
-    def new_tied(self, tie: Tie, gate: FenceGate) -> TiedSession:
-        return TiedSession(tie, gate, self.session)
-
-    def sessions(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        return (), tuple(filter(None, map(_database_session, connections_of(self.session))))
+        return BLOCKING
 
     def caller_transaction(self) -> Any:
         from sqla_dlock.backends.advisory import transaction_of  # loads what only such a store needs
 
-        return transaction_of(self.session, self.store.backend, old_snapshot=self.lock.snapshot == "ignore")
+        return transaction_of(self.lock.session, self.store.backend, old_snapshot=self.lock.snapshot == "ignore")
 
 
 def _database_session(connection: Connection) -> str | None:

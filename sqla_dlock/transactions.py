@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections import deque
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, TypeAlias
+from itertools import repeat
+from typing import TYPE_CHECKING, Final, TypeAlias
 from weakref import ref
 
-from sqlalchemy import event
+from sqlalchemy import Connection, event
 from sqlalchemy.orm import Session
 
 from dlock_core.transactions.retry import AttemptedWork, current_attempts, report
@@ -21,7 +22,6 @@ from sqla_dlock.connections import tracker_for, tracker_of
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from sqlalchemy import Connection
     from sqlalchemy.orm import SessionTransaction
 
 __all__ = [
@@ -51,6 +51,8 @@ def in_transaction(session: Session) -> bool:
 
 def connections_of(session: Session) -> list[Connection]:
     """Return the connections of the open root transaction in the order in which they joined; never acquires one."""
+    if session._transaction is None:  # noqa: SLF001 - the public way costs a call
+        return []
     transaction = session.get_transaction()
     return [] if transaction is None else connections_in(transaction)
 
@@ -61,8 +63,8 @@ def on_transaction(session: Session, hook: Callable[[], None]) -> Stop:
     What it raises reaches the caller, and the transaction has not begun. Returns the function that stops it.
     """
     hooks = _hooks_of(session)
-    hooks.beginnings.append(hook)
-    stop = partial(_discard, hooks.beginnings, hook)
+    hooks.beginnings[hook] = None
+    stop: Stop = partial(hooks.beginnings.pop, hook, None)
     if hooks.root is not None:
         _try(hook, stop)
     return stop
@@ -79,16 +81,16 @@ def before_work(session: Session, hook: Callable[[Connection], None]) -> Stop:
     Returns the function that stops it.
     """
     hooks = _hooks_of(session)
-    hooks.work.append(hook)
+    hooks.work[hook] = None
 
     def stop() -> None:
-        _discard(hooks.work, hook)
+        hooks.work.pop(hook, None)
         for connection in hooks.root.connections if hooks.root is not None else ():
             if (found := tracker_of(connection)) is not None:
                 found.hooks.discard(hook)
 
-    for connection in connections_of(session):
-        _try(partial(_call_before_work, connection, [hook]), stop)
+    for connection in hooks.root.connections if hooks.root is not None else ():
+        _try(partial(tracker_for(connection).hooks.run_first, [hook]), stop)
     return stop
 
 
@@ -145,12 +147,6 @@ def settle_ended(session: Session) -> None:
         hooks.root = None
 
 
-def _intercept_close(session: Session) -> None:
-    """Put ourselves before the session's close: SQLAlchemy has no event for it where no transaction is open."""
-    found = ref(session)
-    vars(session).update([(name, partial(_close, found, name)) for name in _CLOSING])
-
-
 def _close(found: ref[Session], name: str) -> None:
     session = found()
     if session is None:
@@ -178,18 +174,17 @@ class _SessionHooks:
     """The hooks on one session: at a begin, before work, at an unbegun close, and what its root transaction has."""
 
     def __init__(self) -> None:
-        self.beginnings: list[Callable[[], None]] = []
-        self.work: list[Callable[[Connection], None]] = []
+        self.beginnings: dict[Callable[[], None], None] = {}
+        self.work: dict[Callable[[Connection], None], None] = {}
         self.closings: list[Callable[[], None]] = []
         self.root: RootTransaction | None = None
 
-    def begin(self, session: Session, transaction: SessionTransaction) -> None:
+    def begin(self, session: Session, transaction: SessionTransaction) -> RootTransaction:
         if self.root is not None and not self.root.is_over:
             self.root.leave()  # an interrupt has kept SQLAlchemy from telling
-        self.root = RootTransaction(session, transaction)
-        vars(transaction)["close"] = partial(_close_transaction, self.root)
-        for connection in connections_in(transaction):
-            self.root.join(connection)
+        self.root = root = RootTransaction(session, transaction)
+        vars(transaction)["close"] = partial(_close_transaction, root)
+        return root
 
 
 def _close_transaction(root: RootTransaction, invalidate: bool = False) -> None:  # noqa: FBT001, FBT002 - SQLAlchemy's form
@@ -209,22 +204,22 @@ def _hooks_of(session: Session) -> _SessionHooks:
     """What is wanted of a session, with its open root transaction."""
     own = vars(session)
     hooks: _SessionHooks = own.get("_dlock_hooks") or own.setdefault("_dlock_hooks", _SessionHooks())
-    if "close" not in own:
-        _intercept_close(session)
-    transaction, root = session.get_transaction(), hooks.root
+    if "close" not in own:  # SQLAlchemy has no event for it where no transaction is open
+        close = partial(_close, ref(session))
+        own.update(
+            close=partial(close, "close"), reset=partial(close, "reset"), invalidate=partial(close, "invalidate")
+        )
+    root, transaction = hooks.root, session._transaction  # noqa: SLF001 - the public way costs a call for each look
+    if transaction is not None and (root is None or root.transaction is not transaction):
+        transaction = session.get_transaction()
     if transaction is None:
         if root is not None:
             settle_ended(session)
     elif root is None or root.is_over or root.transaction is not transaction:
-        hooks.begin(session, transaction)
+        root = hooks.begin(session, transaction)
+        for connection in connections_in(transaction):
+            root.join(connection)
     return hooks
-
-
-def _call_before_work(connection: Connection, hooks: list[Callable[[Connection], None]]) -> None:
-    first = tracker_for(connection).hooks
-    for hook in hooks:
-        first.add(hook)
-    first.run()
 
 
 def _try(step: Callable[[], None], stop: Stop) -> None:
@@ -233,11 +228,6 @@ def _try(step: Callable[[], None], stop: Stop) -> None:
     except BaseException:
         stop()
         raise
-
-
-def _discard(hooks: list[Callable[[], None]] | list[Callable[[Connection], None]], hook: object) -> None:
-    if hook in hooks:
-        hooks.remove(hook)  # type: ignore[arg-type]
 
 
 def _attempted_work(root: RootTransaction) -> AttemptedWork:
@@ -252,15 +242,14 @@ def _attempted_work(root: RootTransaction) -> AttemptedWork:
 @event.listens_for(Session, "after_transaction_create", insert=True)
 def _begun(session: Session, transaction: SessionTransaction) -> None:
     hooks: _SessionHooks | None = vars(session).get("_dlock_hooks")
-    if transaction.parent is not None:
+    attempts = current_attempts.get()
+    if (hooks is None and not attempts) or transaction.parent is not None:
         return
-    if hooks is None and current_attempts.get():
-        hooks = vars(session).setdefault("_dlock_hooks", _SessionHooks())
     if hooks is None:
-        return
-    hooks.begin(session, transaction)
-    if current_attempts.get() and hooks.root is not None:
-        report(transaction, partial(_attempted_work, hooks.root))
+        hooks = vars(session).setdefault("_dlock_hooks", _SessionHooks())
+    root = hooks.begin(session, transaction)
+    if attempts:
+        report(transaction, partial(_attempted_work, root))
     try:
         for hook in list(hooks.beginnings):
             hook()
@@ -276,8 +265,10 @@ def _joined(session: Session, transaction: SessionTransaction, connection: Conne
     if hooks is None or transaction.parent is not None or hooks.root is None:
         return
     hooks.root.join(connection)
+    if not hooks.work:
+        return
     if len(session.dispatch.after_begin) == 1:
-        _call_before_work(connection, hooks.work)
+        tracker_for(connection).hooks.run_first(hooks.work)
     else:  # the program's own listeners come first: they choose the schema, or the tenant, whose row is fenced
         tracker_for(connection).hooks.postpone(hooks.work, partial(_is_beginning, transaction))
 
@@ -301,8 +292,8 @@ def _before_commit(session: Session) -> None:
 @event.listens_for(Session, "after_commit")
 def _committed(session: Session) -> None:
     hooks: _SessionHooks | None = vars(session).get("_dlock_hooks")
-    if hooks is not None and hooks.root is not None and not session.in_nested_transaction():
-        hooks.root.was_committed = True
+    if hooks is not None and hooks.root is not None and hooks.root.transaction is session._transaction:  # noqa: SLF001
+        hooks.root.was_committed = True  # it is no savepoint
 
 
 @event.listens_for(Session, "after_transaction_end")
@@ -316,7 +307,8 @@ def _ended(session: Session, transaction: SessionTransaction) -> None:
         hooks.root.leave()
         raise
     hooks.root = None
-    _forget(session)
+    if not hooks.beginnings:
+        _forget(session)
 
 
 class RootTransaction:
@@ -351,7 +343,7 @@ class RootTransaction:
         self._is_checked = False  # there is more to commit now
         if not is_of_test(connection):
             self.outcomes[connection] = None
-            self._owns_connection |= _is_owned(self.transaction, connection)
+            self._owns_connection |= self._owns(connection)
             tracker_for(connection).participants.append(self)
 
     def check(self) -> None:
@@ -380,9 +372,7 @@ class RootTransaction:
     def note_interrupted(self) -> None:
         """Record that the session was interrupted as it left: nothing will end its connections that are still open."""
         self.leave()
-        is_open = any(
-            outcome is None and _is_owned(self.transaction, connection) for connection, outcome in self.outcomes.items()
-        )
+        is_open = any(outcome is None and self._owns(connection) for connection, outcome in self.outcomes.items())
         if is_open and not self.is_over:
             self._settle(Outcome.UNKNOWN)
 
@@ -396,9 +386,15 @@ class RootTransaction:
             # Unknown, whatever it is: a release would be I/O in the garbage collector, perhaps inside itself.
             self._settle(Outcome.UNKNOWN)
 
+    def _owns(self, connection: Connection) -> bool:
+        part = self.transaction._connections.get(connection)  # noqa: SLF001 - nothing public tells
+        return part is not None and part[3]
+
     def _settle_if_ended(self) -> None:
-        if all(outcome is not None or not connection.in_transaction() for connection, outcome in self.outcomes.items()):
-            self._settle()
+        for connection, outcome in self.outcomes.items():
+            if outcome is None and connection.in_transaction():
+                return
+        self._settle()
 
     def _settle(self, known: Outcome | None = None) -> None:
         """Call the settlers, once each; a repeated call goes on with those that an interrupt has kept from it.
@@ -408,31 +404,23 @@ class RootTransaction:
         """
         if self._pending is None:
             outcome = known or self._outcome()
-            self._pending = deque(partial(settle, outcome) for settle in reversed(self.settlers))
+            self._pending = deque(map(partial, reversed(self.settlers), repeat(outcome)))
         self.is_over = True
         call_all(self._pending)
 
     def _outcome(self) -> Outcome:
-        known = {outcome or Outcome.ROLLED_BACK for outcome in self.outcomes.values()}
-        if not known:
+        if not self.outcomes:
             return Outcome.COMMITTED if self.was_committed else Outcome.ROLLED_BACK
-        return known.pop() if len(known) == 1 else Outcome.UNKNOWN
+        known = [outcome or Outcome.ROLLED_BACK for outcome in self.outcomes.values()]
+        return known[0] if known.count(known[0]) == len(known) else Outcome.UNKNOWN
 
 
 def connections_in(transaction: SessionTransaction) -> list[Connection]:
     """Return the connections of a root transaction, in order; SQLAlchemy 2.0 has nothing public for it."""
-    return list(dict.fromkeys([part[0] for part in _parts(transaction)]))
+    parts = transaction._connections  # noqa: SLF001 - each is there by itself and by its engine
+    return [each for each in parts if isinstance(each, Connection)] if parts else []
 
 
 def is_of_test(connection: Connection) -> bool:
     """Return whether the connection's own transaction is a test's, inside which sessions have theirs."""
     return bool(connection.get_execution_options().get("dlock_test_transaction"))
-
-
-def _is_owned(transaction: SessionTransaction, connection: Connection) -> bool:
-    return any(part[0] is connection and part[3] for part in _parts(transaction))
-
-
-def _parts(transaction: SessionTransaction) -> list[tuple[Any, ...]]:
-    """Return for each connection: it, its transaction, whether the session commits it, and whether it closes it."""
-    return list(transaction._connections.values())  # noqa: SLF001 - nothing public lists them

@@ -33,6 +33,7 @@ from sqla_dlock import stores
 from sqla_dlock.handlers import locked
 from sqla_dlock.locks import lock
 from sqla_dlock.middleware import LockMiddleware, WSGILockMiddleware, answer_flask
+from sqla_dlock.tie import current
 from tests import leases
 from tests.processes import worker
 from tests.sqla_dlock.engines import new_async_engine, new_engine
@@ -381,7 +382,7 @@ async def test_lost_lease_is_answered_409_and_nothing_is_written(make_engine, jo
         def ship(order_id: int, db: Annotated[Session, session]):
             db.add(Counter(name="late"))
             db.flush()
-            until(lambda: not db.info["dlock_ties"][0].held.remaining())
+            until(lambda: not current(db)[0].held.remaining())
 
     response = await post(site(maker, wire, "function", None, journal))
     assert response.status_code == 409

@@ -14,7 +14,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, async_sessionmaker
 from sqlalchemy.pool import NullPool
 
 from dlock_core.transactions.tie import Outcome
-from sqla_dlock import connections
+from sqla_dlock import commit_status
 from sqla_dlock.connections import note_xid
 from sqla_dlock.greenlets import await_
 from sqla_dlock.transactions import before_work, in_transaction, on_end, on_transaction
@@ -389,7 +389,7 @@ async def test_lost_commit_is_known_when_postgresql_can_be_asked(sound, network,
 
 @postgresql_only
 async def test_server_that_does_not_answer_in_time_leaves_it_unknown(sound, network, far, heard, monkeypatch):
-    monkeypatch.setattr(connections, "MAX_STATUS_WAIT_S", 0.2)
+    monkeypatch.setattr(commit_status, "MAX_STATUS_WAIT_S", 0.2)
     note(far)
     await add(far, "a")
     on_end(far.sync_session, heard.append)

@@ -14,7 +14,7 @@ from sqlalchemy.orm import Session
 from sqlalchemy.pool import NullPool
 
 from dlock_core.transactions.tie import Outcome
-from sqla_dlock import connections
+from sqla_dlock import commit_status
 from sqla_dlock.connections import note_xid
 from sqla_dlock.transactions import before_work, on_end
 from tests.proxy import Proxy
@@ -347,7 +347,7 @@ def test_server_that_cannot_be_asked_leaves_it_unknown(sound, network, far, hear
 
 @postgresql_only
 def test_server_that_does_not_answer_in_time_leaves_it_unknown(sound, network, far, heard, monkeypatch):
-    monkeypatch.setattr(connections, "MAX_STATUS_WAIT_S", 0.2)
+    monkeypatch.setattr(commit_status, "MAX_STATUS_WAIT_S", 0.2)
     note(far)
     add(far, "a")
     on_end(far, heard.append)

@@ -1,0 +1,68 @@
+"""How a COMMIT without an answer has ended: PostgreSQL knows it by the transaction's number, and is asked for it."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from typing import TYPE_CHECKING, Final
+
+from sqlalchemy import text
+from sqlalchemy.util.concurrency import greenlet_spawn
+
+from dlock_core.transactions.tie import Outcome
+from sqla_dlock.greenlets import await_
+
+if TYPE_CHECKING:
+    from sqlalchemy import Engine
+
+__all__ = ["outcome_of"]
+
+MAX_STATUS_WAIT_S: Final = 5.0
+"""Seconds that a failed COMMIT may take longer, because the server is asked how it ended."""
+_STATUS_POLL_INTERVAL_S: Final = 0.02
+
+# pg_xact_status: https://www.postgresql.org/docs/current/functions-info.html#FUNCTIONS-PG-SNAPSHOT
+_STATUS_OF: Final = text("SELECT pg_xact_status(CAST(CAST(:xid AS text) AS xid8))")
+_SLEEP: Final = text("SELECT pg_sleep(:pause)")
+_OUTCOMES: Final = {"committed": Outcome.COMMITTED, "aborted": Outcome.ROLLED_BACK, None: Outcome.UNKNOWN}
+
+
+def outcome_of(engine: Engine, xid: str | None) -> Outcome:
+    """Ask on another connection how a transaction has ended; UNKNOWN without its number, or without a timely answer."""
+    if xid is None or engine.dialect.name != "postgresql":
+        return Outcome.UNKNOWN
+    if engine.dialect.is_async:
+        return _outcome_awaited(engine, xid)
+    return _outcome_from_thread(engine, xid)
+
+
+def _outcome_awaited(engine: Engine, xid: str) -> Outcome:
+    try:
+        return await_(asyncio.wait_for(greenlet_spawn(_ask_status, engine, xid), MAX_STATUS_WAIT_S))
+    except Exception:  # noqa: BLE001 - no answer is an answer: UNKNOWN
+        return Outcome.UNKNOWN
+
+
+def _outcome_from_thread(engine: Engine, xid: str) -> Outcome:
+    """Ask in a thread: a server that cannot be reached may keep `connect()` for minutes."""
+    answers: list[Outcome] = []
+
+    def ask() -> None:
+        try:
+            answers.append(_ask_status(engine, xid))
+        except Exception:  # noqa: BLE001
+            answers.append(Outcome.UNKNOWN)
+
+    thread = threading.Thread(target=ask, name="dlock-commit-status", daemon=True)
+    thread.start()
+    thread.join(MAX_STATUS_WAIT_S)
+    return answers[0] if answers else Outcome.UNKNOWN
+
+
+def _ask_status(engine: Engine, xid: str) -> Outcome:
+    with engine.connect() as connection:
+        while (status := connection.scalar(_STATUS_OF, {"xid": xid})) == "in progress":
+            connection.execute(
+                _SLEEP, {"pause": _STATUS_POLL_INTERVAL_S}
+            )  # the server's: one way to wait, with asyncio or without
+    return _OUTCOMES[status]
