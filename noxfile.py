@@ -1,8 +1,14 @@
-"""The tests on each Python, Django and SQLAlchemy that we promise: `nox`, or one of them: `nox -s tests-3.12`."""
+"""The whole suite on each Python, Django and SQLAlchemy that we promise: `nox`, or one of them: `nox -s tests-3.12`.
+
+What stands after `--` replaces the whole suite in six processes: `nox -s lowest -- tests/core -k name`. Servers that
+are missing are skipped with their reason; `make test` installs them on Debian.
+"""
 
 import nox
 
 nox.options.default_venv_backend = "venv"
+
+WHOLE_SUITE = ("--numprocesses", "6", "--dist", "loadfile", "--no-loadscope-reorder")
 
 FRAMEWORKS_OF_PYTHON = {
     "3.11": ("django~=5.2.0", "sqlalchemy~=2.0.51"),
@@ -13,16 +19,19 @@ FRAMEWORKS_OF_PYTHON = {
 
 @nox.session(python=list(FRAMEWORKS_OF_PYTHON))
 def tests(session: nox.Session) -> None:
-    """Servers that are missing are skipped with their reason; `make test` installs them on Debian."""
+    """The newest of everything but for Django and SQLAlchemy, which go with the Python."""
     frameworks = FRAMEWORKS_OF_PYTHON[str(session.python)]
     session.install("--upgrade", "pip>=25.1")
     session.install("--editable", ".", "--group", "test", "--group", "mariadb", *frameworks)
-    session.run("python", "-m", "pytest", *session.posargs)
+    session.run("python", "-m", "pytest", *(session.posargs or WHOLE_SUITE))
 
 
 @nox.session(python="3.11", venv_backend="uv")
 def lowest(session: nox.Session) -> None:
-    """The tests with the lowest version of each direct dependency that pyproject.toml names; needs uv."""
+    """The lowest version of each dependency that pyproject.toml names; needs uv.
+
+    The extras are named here: what only a group's `dlock-orm[django]` asks for counts as indirect, and comes new.
+    """
     groups = ("--group", "pyproject.toml:test", "--group", "pyproject.toml:mariadb")
-    session.run_install("uv", "pip", "install", "--resolution", "lowest-direct", "--editable", ".", *groups)
-    session.run("python", "-m", "pytest", *(session.posargs or ("tests/core", "tests/sqla_dlock", "tests/cli")))
+    session.run_install("uv", "pip", "install", "--resolution", "lowest-direct", "--editable", ".[all]", *groups)
+    session.run("python", "-m", "pytest", *(session.posargs or WHOLE_SUITE))
