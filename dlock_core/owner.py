@@ -27,6 +27,7 @@ request_line: ContextVar[str] = ContextVar("dlock_request_line", default="")
 _application = ""
 
 _MAX_TEXT_LENGTH: Final = 200
+_MAIN_THREAD: Final = "MainThread"
 
 _numbers: Final = itertools.count(1)
 _known: Final[WeakKeyDictionary[object, int]] = WeakKeyDictionary()
@@ -53,12 +54,15 @@ def text(own: tuple[str, ...] = (), inside: tuple[str, ...] = ()) -> str:
 
     It has app, host, pid, thread or task, its number `id`, and request; and the database sessions that belong to it:
     those that are its `own`, and those `in` whose open transaction it asks for a lock (see `database_session`).
+    The main thread is left out: without a thread and a task, it is meant.
     """
     pid, request = os.getpid(), request_line.get()
     task = asyncio.current_task() if in_task() else None
     if task is None:
         thread = threading.current_thread()
-        return _text(pid, "thread", thread.name, _numbered(thread), request, _application, own, inside)
+        number, name = _numbered(thread), thread.name
+        name = "" if number == 0 and name == _MAIN_THREAD else name  # As `parsed` knows: 22 bytes less for each lease.
+        return _text(pid, "thread", name, number, request, _application, own, inside)
     return _text(pid, "task", task.get_name(), _numbered(task), request, _application, own, inside)
 
 
@@ -113,7 +117,11 @@ def parsed(owner: str) -> dict[str, Any] | None:
         data = json.loads(owner)
     except (ValueError, RecursionError):
         return None
-    return data if isinstance(data, dict) else None
+    if not isinstance(data, dict):
+        return None
+    if "pid" in data and "task" not in data:
+        data.setdefault("thread", _MAIN_THREAD)
+    return data
 
 
 def describe(owner: str) -> str:

@@ -13,9 +13,10 @@ from dlock_core import owner
 def test_owner_names_process_thread_and_request() -> None:
     mark = owner.request_line.set("POST /orders/42/ship")
     try:
-        data = json.loads(owner.text())
+        data = owner.parsed(owner.text())
     finally:
         owner.request_line.reset(mark)
+    assert data is not None
     assert data["pid"] == os.getpid()
     assert data["thread"] == threading.current_thread().name
     assert data["request"] == "POST /orders/42/ship"
@@ -46,6 +47,8 @@ def test_owner_text_has_no_line_breaks_and_is_short() -> None:
     [
         ('{"app":"shop","host":"h","pid":7,"thread":"t"}', "shop@h pid 7 t"),
         ('{"app":"shop","host":"h","pid":7,"thread":"t","request":"GET /"}', "GET / (shop@h pid 7 t)"),
+        ('{"app":"shop","host":"h","pid":7}', "shop@h pid 7 MainThread"),
+        ('{"app":"shop","host":"h","pid":7,"task":"t"}', "shop@h pid 7 t"),
         ("{}", "?@? pid ?"),
         ("another library", "another library"),
         ("17", "17"),
@@ -55,6 +58,23 @@ def test_owner_text_has_no_line_breaks_and_is_short() -> None:
 )
 def test_owner_is_described_in_words(text: str, words: str) -> None:
     assert owner.describe(text) == words
+
+
+def test_main_thread_is_left_out_of_the_text_and_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "thread" not in json.loads(owner.text())
+    assert owner.describe(owner.text()).endswith(f"pid {os.getpid()} MainThread")
+    monkeypatch.setattr(threading.main_thread(), "name", "renamed")
+    assert json.loads(owner.text())["thread"] == "renamed"
+    assert owner.describe(owner.text()).endswith(" renamed")
+
+
+def test_another_thread_that_is_called_as_the_main_thread_is_told_apart() -> None:
+    found: list[str] = []
+    thread = threading.Thread(target=lambda: found.append(owner.text()), name=threading.main_thread().name)
+    thread.start()
+    thread.join()
+    assert json.loads(found[0])["thread"] == "MainThread"
+    assert "id" in json.loads(found[0])
 
 
 def test_our_own_text_is_described() -> None:
