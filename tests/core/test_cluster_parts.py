@@ -70,7 +70,7 @@ def test_every_key_of_a_name_has_the_slot_of_its_part(backend: ClusterBackend) -
         keys = (*shard.keyspace.of(name), f"{shard.lock_key(name)}:q", f"{shard.lock_key(name)}:wake:{'f' * 32}")
         assert {key_slot(key.encode()) for key in keys} == {shard.slot.number}
         assert backend.lock_key(name) == keys[0]
-        assert shard.keyspace.name_of(keys[0].encode()) == name
+        assert shard.keyspace.names_of([keys[0].encode()]) == [name]
 
 
 def test_slots_of_the_parts_are_spread_evenly(backend: ClusterBackend) -> None:

@@ -212,7 +212,7 @@ class RedisBackend:
         for start in range(0, len(keys), INSPECT_BATCH):
             batch = keys[start : start + INSPECT_BATCH]
             reply = await self._run(runtime, name or "", "inspect", tuple(batch), (self.keyspace.wake_lists,))
-            states += parse_states([self.keyspace.name_of(key) for key in batch], reply)
+            states += parse_states(self.keyspace.names_of(batch), reply)
         return states if name is not None else shown(states)
 
     async def force_release(self, runtime: Runtime, name: str, token: int) -> bool:

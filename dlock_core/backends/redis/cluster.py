@@ -106,7 +106,7 @@ class ClusterBackend:
         found = [
             state
             for shard, keys, reply in await self._held_locks(runtime)
-            for state in parse_states([shard.keyspace.name_of(key) for key in keys], reply)
+            for state in parse_states(shard.keyspace.names_of(keys), reply)
         ]
         return shown(sorted(found, key=lambda state: state.name))
 

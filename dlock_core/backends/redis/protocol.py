@@ -49,8 +49,12 @@ RELEASE_REPLIES: Final = {1: Released.RELEASED, 0: Released.EXPIRED, 2: Released
 FOREIGN_OWNER: Final = "a client that is not dlock"
 
 _INCLUDE: Final = re.compile(r"^--#include (\S+)\n", re.MULTILINE)
-_EXCLUSIVE_VALUE: Final = re.compile(r"([0-9a-f]+)\|([0-9]+)\|([0-9]+)\|(.*)", re.DOTALL)
-"""holder, token, since (s), owner; any other value of a lock's key was written by another program."""
+_EXCLUSIVE_VALUE: Final = re.compile(rb"[0-9a-f]+\|[0-9]+\|[0-9]+\|")
+"""holder, token, since (s), and then the owner; any other value of a lock's key was written by another program."""
+SHARED: Final = b"shared"
+"""The value of the key of a lock that is held shared; who the holders are is kept elsewhere."""
+NO_HOLDER: Final = (b"", SHARED)
+"""Values that name no holder by themselves."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,9 +111,10 @@ class Keyspace:
         """Return the keys of a script for one lock."""
         return (f"{self.prefix}{{{name}}}", *self.common)
 
-    def name_of(self, key: bytes) -> str:
-        """Return the name of the lock that has this key."""
-        return key.decode(errors="replace")[len(self.prefix) + 1 : -1]
+    def names_of(self, keys: Sequence[bytes]) -> list[str]:
+        """Return the names of the locks that have these keys."""
+        before = len(self.prefix) + 1
+        return [key.decode("utf-8", "replace")[before:-1] for key in keys]
 
 
 def ttl_ms(request: AcquireRequest) -> str:
@@ -168,22 +173,17 @@ def renewal_limit(timeout: float, requests: Sequence[AcquireRequest]) -> float:
 def parse_states(names: Sequence[str], reply: Sequence[Any]) -> list[LockState]:
     """Return the state of each of these locks out of the reply of inspect.lua."""
     now, values, lefts, *crowds = reply
-    crowded = {number - 1: (sharers, waiters) for number, sharers, waiters in crowds}
-    now, nobody = int(now) / 1000, ((), ())
-    return [
-        _state(name, value, left, *crowded.get(index, nobody), now)
-        for index, (name, value, left) in enumerate(zip(names, values, lefts, strict=True))
+    now, owners = int(now) / 1000, dict[bytes, str]()
+    states = [
+        LockState(name, (_holder(value, left / 1000, now, owners),) if left != -2 and value not in NO_HOLDER else ())
+        for name, value, left in zip(names, values, lefts, strict=True)
     ]
-
-
-def _state(  # noqa: PLR0917 - a listing of many: keywords cost
-    name: str, value: bytes, left_ms: int, sharers: Sequence[Any], waiters: Sequence[Any], now: float
-) -> LockState:
-    if value == b"shared":
-        holders = tuple([_holder(text, int(expiry) / 1000 - now, now, shared=True) for _, expiry, text in sharers])
-    else:
-        holders = (_holder(value, left_ms / 1000, now, shared=False),) if value and left_ms != -2 else ()
-    return LockState(name, holders, tuple([_waiter(*waiter, now=now) for waiter in waiters]))
+    for number, sharers, waiters in crowds:
+        name, holders, _ = states[number - 1]
+        if values[number - 1] == SHARED:
+            holders = tuple([_holder(text, int(expiry) / 1000 - now, now, owners, True) for _, expiry, text in sharers])
+        states[number - 1] = LockState(name, holders, tuple([_waiter(*waiter, now=now) for waiter in waiters]))
+    return states
 
 
 def shown(states: Sequence[LockState]) -> list[LockState]:
@@ -191,14 +191,19 @@ def shown(states: Sequence[LockState]) -> list[LockState]:
     return [state for state in states if state.holders or state.waiters]
 
 
-def _holder(value: bytes, left: float, now: float, *, shared: bool) -> Holder:
+def _holder(  # noqa: PLR0917 - a listing of many: keywords cost
+    value: bytes, left: float, now: float, owners: dict[bytes, str], shared: bool = False
+) -> Holder:
+    """Return who holds; `owners` are the texts that were met before, because one process has mostly the same for all."""
     expires_in = left if left >= 0 else None
-    text = value.decode(errors="replace")
-    ours = _EXCLUSIVE_VALUE.fullmatch(text)
-    if ours is None:
-        return Holder(text, 0, shared, FOREIGN_OWNER, expires_in)
-    holder, token, since, owner = ours.groups()
-    return Holder(holder, int(token), shared, owner, expires_in, max(0.0, now - int(since)))
+    if _EXCLUSIVE_VALUE.match(value) is None:
+        return Holder(value.decode(errors="replace"), 0, shared, FOREIGN_OWNER, expires_in)
+    holder, token, since, text = value.split(b"|", 3)
+    owner = owners.get(text)
+    if owner is None:
+        owner = owners[text] = text.decode(errors="replace")
+    held_for = now - int(since)
+    return Holder(holder.decode(), int(token), shared, owner, expires_in, held_for if held_for > 0 else 0.0)
 
 
 def _waiter(holder: bytes, arrival_us: bytes, entry: bytes, *, now: float) -> Waiter:

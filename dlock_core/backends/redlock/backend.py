@@ -209,7 +209,7 @@ class RedlockBackend:
     async def _held_locks(self, runtime: Runtime) -> list[str]:
         listing = self._nodes.request("", "held", (self._keyspace.held_locks,), ())
         lists = self._nodes.of_majority("", await self._nodes.ask(runtime, listing), list)
-        return sorted({self._keyspace.name_of(key) for keys in lists for key in keys})
+        return sorted({name for keys in lists for name in self._keyspace.names_of(keys)})
 
 
 async def renew(nodes: NodeSet, runtime: Runtime, renewals: Sequence[Renewal]) -> list[RenewalResult]:
