@@ -82,6 +82,8 @@ class IdlePool(Generic[T]):
         """
         idle, now = self._idle, clock()
         idle.append((connection, now))
+        if len(idle) == 1 <= self._size:  # Alone, and new.
+            return
         try:
             while len(idle) > self._size or idle[0][1] <= now - MAX_IDLE_S:
                 self._close(idle.popleft()[0])

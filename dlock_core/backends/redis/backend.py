@@ -143,14 +143,15 @@ class RedisBackend:
         woken, reply = await send_commands(
             self._blocking, runtime, request.name, commands, limit, seconds + NUDGE_DELAY_S
         )
-        raise_for_error(request.name, woken)
-        if isinstance(reply, NoScriptError):
-            reply = await run_script(self._blocking, runtime, request.name, script, keys, args, self._timeout)
-        if isinstance(reply, int):
-            if self._replicas:
-                await self._replicate(runtime, [request])
-            return Granted(reply, request.ttl)
-        return parse_acquire(request, reply) if isinstance(reply, list) else None
+        if not isinstance(reply, int):
+            raise_for_error(request.name, woken)
+            if isinstance(reply, NoScriptError):
+                reply = await run_script(self._blocking, runtime, request.name, script, keys, args, self._timeout)
+            if not isinstance(reply, int):
+                return parse_acquire(request, reply) if isinstance(reply, list) else None
+        if self._replicas:
+            await self._replicate(runtime, [request])
+        return Granted(reply, request.ttl)
 
     def _confirmation(self, request: AcquireRequest) -> tuple[Script, Command, Command]:
         """Return what starts the full ttl of a grant that was handed over; claim.lua knows the common case only."""

@@ -181,7 +181,9 @@ def parse_states(names: Sequence[str], reply: Sequence[Any]) -> list[LockState]:
     for number, sharers, waiters in crowds:
         name, holders, _ = states[number - 1]
         if values[number - 1] == SHARED:
-            holders = tuple([_holder(text, int(expiry) / 1000 - now, now, owners, True) for _, expiry, text in sharers])
+            holders = tuple(
+                [_holder(text, int(expiry) / 1000 - now, now, owners, shared=True) for _, expiry, text in sharers]
+            )
         states[number - 1] = LockState(name, holders, tuple([_waiter(*waiter, now=now) for waiter in waiters]))
     return states
 
@@ -191,10 +193,8 @@ def shown(states: Sequence[LockState]) -> list[LockState]:
     return [state for state in states if state.holders or state.waiters]
 
 
-def _holder(  # noqa: PLR0917 - a listing of many: keywords cost
-    value: bytes, left: float, now: float, owners: dict[bytes, str], shared: bool = False
-) -> Holder:
-    """Return who holds; `owners` are the texts that were met before, because one process has mostly the same for all."""
+def _holder(value: bytes, left: float, now: float, owners: dict[bytes, str], *, shared: bool = False) -> Holder:
+    """Return who holds. `owners` has the texts that were met before: a process has mostly one for all its leases."""
     expires_in = left if left >= 0 else None
     if _EXCLUSIVE_VALUE.match(value) is None:
         return Holder(value.decode(errors="replace"), 0, shared, FOREIGN_OWNER, expires_in)

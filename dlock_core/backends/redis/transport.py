@@ -278,6 +278,8 @@ def exchange_blocking(connection: Any, data: bytes, replies: int, limit: float, 
         connection.dlock_reader.feed(received)
     if replies == 1:
         return [read_reply(connection)]
+    if replies == 2:  # A wake-up with its confirmation: a waiter's first steps after a sleep are slow ones.
+        return [read_reply(connection), read_reply(connection)]
     return [read_reply(connection) for _ in range(replies)]
 
 

@@ -11,7 +11,7 @@ local holder, ttl, mode = ARGV[1], ARGV[2], ARGV[3]
 -- The usual case, a free lock that nobody waits for, needs none of the functions below.
 if mode == 'x' and redis.call('EXISTS', lock, lock .. ':q') == 0 then
   local at = redis.call('TIME')
-  local token, text = draw(at, math.max(ARGV[6] + 1, ARGV[8] or 0), 1)
+  local token, text = draw(micros(at), math.max(ARGV[6] + 1, ARGV[8] or 0), 1)
   redis.call('SET', lock, holder .. '|' .. text .. '|' .. at[1] .. '|' .. ARGV[4], 'PX', ttl)
   redis.call('SADD', index, lock)
   tidy(token)
@@ -35,7 +35,7 @@ local function mine(text)
   else
     redis.call('DEL', wake .. holder)
   end
-  return tonumber(string.match(text, '^%x+|(%d+)|'))
+  return string.match(text, '^%x+|(%d+)|') + 0
 end
 
 -- Start the full ttl of our own grant. A caller that needs a token above its floor is granted the lock anew.
@@ -66,9 +66,9 @@ local waits = ARGV[5] ~= '0' or not value or value == 'shared'
 if not token and waits then
   local listener, arrival = ARGV[9] or '', '0'
   if ARGV[7] ~= '1' then
-    arrival = micros(time)
+    arrival = moment
     local last = tonumber(redis.call('ZRANGE', queue, '-1', '-1', 'WITHSCORES')[2]) or 0
-    if last >= tonumber(arrival) then arrival = last + 1 end  -- last in the queue even if the clock was set back
+    if last >= arrival + 0 then arrival = last + 1 end  -- last in the queue even if the clock was set back
   end
   redis.call('ZADD', queue, 'NX', arrival, holder)
   local alive = string.format('%.0f', now + math.max(ARGV[5], 1))

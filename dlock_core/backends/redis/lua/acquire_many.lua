@@ -18,7 +18,7 @@ for first = 3, #KEYS, 1000 do
   end
 end
 
-local token = draw(at, 0, #KEYS - 2)
+local token = draw(micros(at), 0, #KEYS - 2)
 for i = 3, #KEYS do
   local text = string.format('|%.0f|', token + i - 3) .. at[1] .. '|' .. ARGV[1]
   redis.call('SET', KEYS[i], holder(i) .. text, 'PX', ARGV[i] or ARGV[3])

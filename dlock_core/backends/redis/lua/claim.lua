@@ -5,4 +5,4 @@
 local value = redis.pcall('GET', KEYS[1])
 if type(value) ~= 'string' or string.sub(value, 1, 33) ~= ARGV[1] .. '|' then return false end
 redis.call('PEXPIRE', KEYS[1], ARGV[2])
-return tonumber(string.match(value, '^%x+|(%d+)|'))
+return string.match(value, '^%x+|(%d+)|') + 0

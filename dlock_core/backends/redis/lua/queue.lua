@@ -12,7 +12,8 @@ local LINGER = 10000
 local CLAIM, queue, entries, sharers, owners = '2000', lock .. ':q', lock .. ':w', lock .. ':s', lock .. ':o'
 local wake = string.sub(tokens, 1, -6) .. 'wake:'
 local time = redis.call('TIME')
-local now = time[1] * 1000 + math.floor(time[2] / 1000)
+local moment = micros(time)
+local now = math.floor(moment / 1000)
 
 local function unshare(holder)
   local found = redis.call('ZREM', sharers, holder)
@@ -28,7 +29,7 @@ local function prune()
 end
 
 local function grant(holder, mode, owner, ttl, floor)
-  local token, text = draw(time, floor + 1, 1)
+  local token, text = draw(moment, floor + 1, 1)
   text = holder .. '|' .. text .. '|' .. time[1] .. '|' .. owner
   if mode == 'x' then
     redis.call('SET', lock, text, 'PX', ttl)
@@ -55,13 +56,13 @@ local function serve(value, caller, head)
     local entry = redis.call('HGET', entries, head) or ''
     local alive, mode, ttl, floor, listener, owner = string.match(entry, '^(%d+)|(%a)|(%d+)|(%d+)|(%x*)|(.*)$')
     local list = wake .. (listener == '' and head or listener or '')
-    local lives = alive and (tonumber(alive) >= now or redis.call('EXISTS', list .. ':alive') == 1)
+    local lives = alive and (alive + 0 >= now or redis.call('EXISTS', list .. ':alive') == 1)
     if lives and value and mode == 'x' then return value end
     redis.call('ZREM', queue, head)
     redis.call('HDEL', entries, head)
     if lives then
       if mode == 's' and not value then redis.call('DEL', lock) end
-      grant(head, mode, owner, tonumber(ttl) < tonumber(CLAIM) and ttl or CLAIM, floor)
+      grant(head, mode, owner, ttl + 0 < CLAIM + 0 and ttl or CLAIM, floor)
       if head ~= caller then
         redis.call('RPUSH', list, head .. '|' .. ttl .. '|' .. lock)
         redis.call('PEXPIRE', list, CLAIM)
