@@ -261,8 +261,9 @@ class RedisBackend:
             raise BackendUnavailable(name, reason=reason)
 
     async def _held_locks(self, runtime: Runtime) -> list[bytes]:
-        keys: list[bytes] = await self._run(runtime, "", "held", (self.keyspace.held_locks,), ())
-        return sorted(keys)
+        commands: list[Command] = [self.keyspace.listing]
+        (keys,) = await send_commands(self.transport(runtime), runtime, "", commands, self._timeout)
+        return sorted(raise_for_error("", keys))
 
 
 def check_options(prefix: str, timeout: float, replicas: int) -> None:

@@ -129,11 +129,9 @@ class ClusterBackend:
 
     async def _held_locks(self, runtime: Runtime) -> list[tuple[Shard, list[bytes], list[Any]]]:
         """Read the set of held locks of every shard, then the locks in batches: keys and reply of each batch."""
-        held, inspect = load_script("held"), load_script("inspect")
-        commands = [
-            ClusterCommand(shard.slot, held.by_digest((shard.keyspace.held_locks,), ()), held) for shard in self._shards
-        ]
-        lists = await self._pipeline(runtime, commands)
+        inspect = load_script("inspect")
+        commands = [ClusterCommand(shard.slot, shard.keyspace.listing) for shard in self._shards]
+        lists = [[*keys] for keys in await self._pipeline(runtime, commands)]
         batches = [
             (shard, keys[start : start + INSPECT_BATCH])
             for shard, keys in zip(self._shards, lists, strict=True)

@@ -98,6 +98,14 @@ class Keyspace:
         self.common = (f"{prefix}token", self.held_locks, *more)
         """The keys that most scripts take after the lock's."""
 
+    @property
+    def listing(self) -> Command:
+        """The command that lists the keys of the locks that are held or waited for, and of some that have run out.
+
+        Not a script, which would hold up the server four times as long: Lua keeps a copy of every key.
+        """
+        return ("SMEMBERS", self.held_locks)
+
     def lock(self, name: str) -> str:
         """Return a lock's key. Its companions begin with it, and so have the same hash tag."""
         return f"{self.prefix}{{{name}}}"

@@ -32,13 +32,16 @@ local function waiters_of(lock)
   return found
 end
 
-local values, lefts, queues = redis.call('MGET', unpack(KEYS)), {}, {}
+local call, values, lefts, queues = redis.call, redis.call('MGET', unpack(KEYS)), {}, {}
 for i, lock in ipairs(KEYS) do queues[i] = lock .. ':q' end
 local answers, queued = {string.format('%.0f', now), values, lefts}, redis.call('EXISTS', unpack(queues)) > 0
 for i, lock in ipairs(KEYS) do
-  if not values[i] then values[i] = redis.call('EXISTS', lock) == 1 and 'a key of another type' or '' end
-  lefts[i] = redis.call('PTTL', lock)
-  local sharers, waiters = values[i] == 'shared' and sharers_of(lock) or none, queued and waiters_of(lock) or none
-  if #sharers + #waiters > 0 then answers[#answers + 1] = {i, sharers, waiters} end
+  local value = values[i]
+  lefts[i] = call('PTTL', lock)
+  if not value then values[i] = call('EXISTS', lock) == 1 and 'a key of another type' or '' end
+  if queued or value == 'shared' then
+    local sharers, waiters = value == 'shared' and sharers_of(lock) or none, queued and waiters_of(lock) or none
+    if #sharers + #waiters > 0 then answers[#answers + 1] = {i, sharers, waiters} end
+  end
 end
 return answers
