@@ -244,6 +244,36 @@ def test_missing_permission_is_told_at_once(own_redis: Server, admin: redis.Redi
     assert SECRET not in str(caught.value)
 
 
+@pytest.mark.parametrize("command", ["get", "getrange", "set", "time", "zadd"])
+def test_permission_that_only_a_script_needs_is_told_at_once_and_never_as_another_holder(
+    any_redis: Server, command: str
+) -> None:
+    with redis.Redis.from_url(any_redis.url) as admin:
+        admin.script_flush()
+        always, _ = documented_acl()
+        admin.execute_command(  # type: ignore[no-untyped-call]
+            "ACL", "SETUSER", "shop", "reset", "on", f">{SECRET}", "~dlock:*", *always, f"-{command}"
+        )
+        store = RedisBackend.from_url(f"redis://shop:{SECRET}@127.0.0.1:{any_redis.port}/0")
+        try:
+            with pytest.raises(BackendUnavailable, match="our user lacks a permission"):
+                hold_renewed_and_contended(store)
+        finally:
+            store.close()
+            admin.acl_deluser("shop")
+            admin.delete(*admin.keys("dlock:*"), "dlock:token")
+
+
+def hold_renewed_and_contended(store: RedisBackend) -> None:
+    lease = Lock(store, "a", wait=None).acquire()
+    try:
+        lease.renew()
+        with ThreadPoolExecutor(1) as pool, pytest.raises(AcquireTimeout):
+            pool.submit(Lock(store, "a", wait=0.01).acquire).result()
+    finally:
+        lease.release()
+
+
 def documented_acl() -> tuple[list[str], dict[str, str]]:
     """Read what a user needs in the operators' page: always, and for what else."""
     page = (Path(__file__).parents[2] / "docs" / "howto" / "operations.md").read_text()

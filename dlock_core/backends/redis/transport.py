@@ -58,6 +58,10 @@ except ImportError:
     _pack = _in_python
 
 
+DENIED_TO_SCRIPT: Final = ("The user executing the script can't", "ACL failure in script")
+"""What errors, which have no code, say of a permission that a script lacks: Redis up to 7.0, and later ones."""
+
+
 class Refused(RedisError):
     """The server answers, but not with what a store needs, and asking again will not help."""
 
@@ -188,9 +192,10 @@ def unavailable(name: str, error: RedisError | OSError, *, reused: bool) -> Back
             name, reason="the server is a node of a Redis Cluster: use redis+cluster://", refused=True
         )
     broken = reused and isinstance(error, RedisConnectionError | OSError) and not isinstance(error, TimeoutError)
-    refused = isinstance(error, AuthenticationError | AuthorizationError | NoPermissionError)
+    lacks_permission = isinstance(error, NoPermissionError) or any(text in str(error) for text in DENIED_TO_SCRIPT)
+    refused = lacks_permission or isinstance(error, AuthenticationError | AuthorizationError)
     reason = f"{type(error).__name__}: {error}"
-    if isinstance(error, NoPermissionError):
+    if lacks_permission:
         reason = f"our user lacks a permission, see the ACL in docs/howto/operations.md: {error}"
     elif refused:
         reason = f"the server refused our credentials: {error}"
