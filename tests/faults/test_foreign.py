@@ -1,5 +1,6 @@
 """Other libraries on the same key, here redis-py's Lock: they exclude us and we them, whoever comes first."""
 
+import math
 import threading
 from collections.abc import Iterator
 
@@ -174,3 +175,12 @@ def test_value_of_another_program_is_shown_and_hides_no_other_lock(
     finally:
         client.delete(backend.lock_key("a"))
         client.srem(held, backend.lock_key("a"), b"\xff\xfe")
+
+
+@pytest.mark.parametrize("score", [1e300, math.inf])
+def test_expiry_that_is_no_time_hides_no_lock(client: redis.Redis, backend: RedisBackend, score: float) -> None:
+    with Lock(backend, "a", shared=True), Lock(backend, "b"):
+        client.zadd(f"{backend.lock_key('a')}:s", {"stranger": score})
+        assert {state.name for state in run(backend.inspect(BLOCKING))} == {"a", "b"}
+        assert len(holders(backend, "a")) == 2
+        client.zrem(f"{backend.lock_key('a')}:s", "stranger")

@@ -190,7 +190,7 @@ def parse_states(names: Sequence[str], reply: Sequence[Any]) -> list[LockState]:
         name, holders, _ = states[number - 1]
         if values[number - 1] == SHARED:
             holders = tuple(
-                [_holder(text, int(expiry) / 1000 - now, now, owners, shared=True) for _, expiry, text in sharers]
+                [_holder(text, float(expiry) / 1000 - now, now, owners, shared=True) for _, expiry, text in sharers]
             )
         states[number - 1] = LockState(name, holders, tuple([_waiter(*waiter, now=now) for waiter in waiters]))
     return states
