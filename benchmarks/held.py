@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final
-from weakref import ref
 
 import redis
 import redis_lock
@@ -24,7 +23,7 @@ from benchmarks import measure
 from benchmarks.floors import RawRedis
 from dlock_core import Lock
 from dlock_core.backends.redis.backend import RedisBackend
-from dlock_core.leases import lease as watchdog
+from dlock_core.leases import watchdog
 from dlock_core.runtime import BLOCKING, run
 from tests.servers import Server
 
@@ -82,7 +81,7 @@ class Ours:
         for start in range(0, len(leases), watchdog.MAX_BATCH):
             held = [lease._held for lease in leases[start : start + watchdog.MAX_BATCH]]
             for one in held:
-                one.bucket.discard(ref(one))
+                one.bucket.pop(one.request.holder, None)
             dog._renew(held)
 
     def names(self) -> int:

@@ -10,6 +10,7 @@ import inspect
 import math
 import re
 from datetime import timedelta
+from functools import lru_cache
 from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 from urllib.parse import unquote
 
@@ -97,8 +98,12 @@ class LockOptions(NamedTuple):
 
 def store_ttl(ttl: float, can: _Capabilities) -> float:
     """Return a ttl rounded up to what the store can do."""
-    ttl = math.ceil(ttl / can.ttl_step - 1e-9) * can.ttl_step
-    return ttl if ttl > can.ttl_min else can.ttl_min
+    return _rounded_ttl(ttl, can.ttl_step, can.ttl_min)
+
+
+@lru_cache(maxsize=256)  # One object for all leases of a ttl, of which there are few.
+def _rounded_ttl(ttl: float, step: float, least: float) -> float:
+    return max(math.ceil(ttl / step - 1e-9) * step, least)
 
 
 def check_flags(

@@ -5,34 +5,57 @@ Nothing here keeps a lease alive: one that is thrown away is renewed no more, an
 
 from __future__ import annotations
 
-from collections.abc import Hashable
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 from weakref import ref
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from dlock_core.backend import Backend
     from dlock_core.leases.lease import LeaseRecord
 
-__all__ = ["Key", "find_held", "forget_held", "held_by_caller", "key_of"]
+__all__ = ["find_held", "forget_held", "held_names", "note_held"]
 
-Key = tuple[Hashable, object, str]
-held_by_caller: Final[dict[Key, ref[LeaseRecord]]] = {}
-"""A handle removes the entry at its end, or when it is thrown away; a dictionary of weak values would cost more."""
+_held: Final[dict[str, ref[LeaseRecord]]] = {}
+"""The leases of this process by name: a dictionary whose keys are all texts takes a third less than another.
 
-
-def key_of(caller: object, backend: Backend, name: str) -> Key:
-    """Return the key under which a thread or task holds; weak, or a task would keep the lease it returned."""
-    return ref(caller), backend, name
+A handle removes the entry at its end, or when it is thrown away; a dictionary of weak values would cost more."""
+_held_besides: Final[dict[tuple[ref[Any], Backend, str], ref[LeaseRecord]]] = {}
+"""Those whose name is taken there: by another thread or task, in another store, or by a lease that was lost."""
 
 
-def find_held(key: Key) -> LeaseRecord | None:
+def find_held(caller: object, backend: Backend, name: str) -> LeaseRecord | None:
     """Return the lease that a thread or task holds already, unless it is lost or being released."""
-    known = held_by_caller.get(key)
-    held = None if known is None else known()
-    return None if held is None or not held.is_joinable() else held
+    known = _held.get(name)
+    if known is None and not _held_besides:
+        return None
+    own = ref(caller)
+    for each in (known, _held_besides.get((own, backend, name))):
+        held = None if each is None else each()
+        if held is not None and held.caller is own and held.backend is backend and held.is_joinable():
+            return held
+    return None
 
 
-def forget_held(key: Key, held: LeaseRecord) -> None:
-    """Remove the entry of a lease that has ended; the caller may hold a later one of the same name."""
-    if held_by_caller.get(key) is ref(held):
-        held_by_caller.pop(key, None)
+def note_held(caller: object, leases: Sequence[LeaseRecord]) -> None:
+    """Remember what a thread or task holds; weakly, or a task would keep the lease it returned."""
+    own = ref(caller)
+    for held in leases:
+        held.caller, mine = own, ref(held)
+        if _held.setdefault(held.request.name, mine) is not mine:
+            _held_besides[own, held.backend, held.request.name] = mine
+
+
+def forget_held(leases: Sequence[LeaseRecord]) -> None:
+    """Forget leases that have ended; their callers may hold later ones of the same names."""
+    for held in leases:
+        name, mine = held.request.name, ref(held)
+        if _held.get(name) is mine:
+            _held.pop(name, None)
+        elif held.caller is not None and _held_besides.get(key := (held.caller, held.backend, name)) is mine:
+            _held_besides.pop(key, None)
+
+
+def held_names() -> set[str]:
+    """Return the names of all leases that are remembered, for tests."""
+    return {*_held, *[name for _, _, name in _held_besides]}

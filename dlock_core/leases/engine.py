@@ -15,19 +15,21 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 from dlock_core import owner as owners
 from dlock_core.backend import AcquireRequest, Busy, Granted, Released, Renewal, RenewalFailure
 from dlock_core.errors import AcquireTimeout, BackendUnavailable, LeaseLost, NotHeld
-from dlock_core.leases.lease import LeaseRecord, LeaseState, renew_in_background
+from dlock_core.leases.lease import LeaseRecord, LeaseState
+from dlock_core.leases.watchdog import renew_in_background
 from dlock_core.observability import hooks
 from dlock_core.options import LockOptions, Seconds, ttl_seconds
 from dlock_core.runtime import RNG
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine
+    from collections.abc import Callable, Coroutine, Sequence
 
     from dlock_core.backend import Backend
     from dlock_core.runtime import Runtime
 
 __all__ = [
-    "Acquisition", "clean_up", "new_request", "note_released", "raise_token", "release", "released", "renew",
+    "Acquisition", "clean_up", "new_request", "new_requests", "note_released", "raise_token", "release", "released",
+    "renew",
 ]  # fmt: skip
 
 logger = logging.getLogger("dlock")
@@ -79,6 +81,17 @@ def new_request(
     owner = owners.text() if owner is None else owner
     queues, holder = queue and options.wait != 0.0, os.urandom(16).hex()
     return AcquireRequest(name, holder, options.ttl, options.shared, queues, options.fair, owner, 0, transaction)
+
+
+def new_requests(names: Sequence[str], options: AcquireOptions) -> list[AcquireRequest]:
+    """Return the requests of one acquire call for several locks, each with a fresh holder."""
+    ttl, shared, queues, fair, owner = options.ttl, options.shared, options.wait != 0.0, options.fair, owners.text()
+    drawn = os.urandom(16 * len(names)).hex()
+    holders = [drawn[start : start + 32] for start in range(0, len(drawn), 32)]
+    return [
+        AcquireRequest(name, holder, ttl, shared, queues, fair, owner)
+        for name, holder in zip(names, holders, strict=True)
+    ]
 
 
 async def renew(runtime: Runtime, held: LeaseRecord, ttl: Seconds | None = None) -> None:

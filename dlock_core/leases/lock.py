@@ -10,13 +10,13 @@ import logging
 import threading
 import warnings
 from typing import TYPE_CHECKING, Any, Generic, Never, TypeVar
-from weakref import ref
 
 from dlock_core.backend import Released
 from dlock_core.errors import AlreadyHeld, BackendUnavailable, DLockError, NotHeld, NotSupported
 from dlock_core.leases import engine
-from dlock_core.leases.callers import Key, find_held, forget_held, held_by_caller, key_of
+from dlock_core.leases.callers import find_held, forget_held, note_held
 from dlock_core.leases.engine import Acquisition, new_request
+from dlock_core.leases.lease import Seat
 from dlock_core.names import canonical
 from dlock_core.options import (
     LockOptions,
@@ -142,20 +142,25 @@ class AsyncReleasing(Generic[T]):
 
 
 class LeaseHandle(LeaseView):
-    """A handle of a grant, alone or one of several; the grant ends with the last handle that has joined it."""
+    """A handle of a grant, alone or one of several; the grant ends with the last handle that has joined it.
 
-    __slots__ = ("_key",)
+    Args:
+        held: The grant.
+        seat: With which it has joined; None for the handle of the one who has acquired the grant.
+    """
 
-    def __init__(self, held: LeaseRecord, key: Key) -> None:
-        self._held, self._key = held, key
+    __slots__ = ("_seat",)
+
+    def __init__(self, held: LeaseRecord, seat: Seat | None = None) -> None:
+        self._seat, self._held = seat, held
 
     async def _end(self, runtime: Runtime) -> Released:
         held = self._held
-        if held.leave(self):
+        if held.leave(self._seat):
             try:
                 return await engine.release(runtime, held)
             finally:
-                forget_held(self._key, held)
+                forget_held((held,))
         return held.ended or Released.RELEASED
 
     async def _leave_block(self, runtime: Runtime, error: BaseException | None) -> None:
@@ -168,10 +173,10 @@ class LeaseHandle(LeaseView):
 
     def __del__(self) -> None:
         held = getattr(self, "_held", None)  # None: an interrupt came while it was made
-        if held is None or not held.handles or not held.note_collected(self):
+        if held is None or held.ended is not None or not held.count_out(self._seat):
             return
-        if not held.handles:
-            forget_held(self._key, held)
+        if not held.has_handles:
+            forget_held((held,))
         if held.remaining() > 0.0:
             text = f"{self!r} was never released: it runs out by itself"
             warnings.warn(text, ResourceWarning, stacklevel=2, source=self)
@@ -379,8 +384,8 @@ class _Lock:
         A signal handler may raise after any call. So what was granted is known here at every moment, and is given back;
         and nothing is called any more, here or in `run`, once the lease has been handed out.
         """
-        key, acquisition, lease = key_of(caller, self.backend, self.name), None, None
-        held = self._joined(key) if key in held_by_caller else None
+        acquisition, lease, held = None, None, find_held(caller, self.backend, self.name)
+        seat = None if held is None else self._seat_in(held)
         try:
             if held is None:
                 request = new_request(self.name, self, queue=not once)
@@ -390,31 +395,37 @@ class _Lock:
                     if once:
                         return None
                     raise acquisition.timeout()
-                held_by_caller[key] = ref(held)
-            lease = kind(held, key)
-            held.join(lease)
-            if acquisition is None and not held.is_joinable():  # Another thread has just released it.
+                note_held(caller, (held,))
+            if seat is not None:
+                held.join(seat)
+            lease = kind(held, seat)
+            if seat is not None and not held.is_joinable():  # Another thread has just released it.
                 await lease._end(runtime)
                 return await self._hold(runtime, caller, kind, once=once, enters=enters)
             if enters:
                 self._blocks.enter(caller, lease)
         except BaseException:
-            if held is not None and lease is not None:
-                held.leave(lease)
+            if lease is not None:
                 self._blocks.forget(caller, lease)
-            if acquisition is not None:
-                if held is not None:
-                    forget_held(key, held)
-                await acquisition.undo()
+            await _give_back(held, seat, acquisition)
             raise
         return lease
 
-    def _joined(self, key: Key) -> LeaseRecord | None:
-        """Return the lease that the caller holds already; raises AlreadyHeld where it cannot be joined."""
-        held = find_held(key)
-        if held is not None and (not self.reentrant or (held.request.shared and not self.shared)):
+    def _seat_in(self, held: LeaseRecord) -> Seat:
+        """Return a seat in a lease that the caller holds already; raises AlreadyHeld where it cannot be joined."""
+        if not self.reentrant or (held.request.shared and not self.shared):
             raise AlreadyHeld(self.name)
-        return held
+        return Seat()
+
+
+async def _give_back(held: LeaseRecord | None, seat: Seat | None, acquisition: Acquisition | None) -> None:
+    """Undo what an acquire has done that was stopped: leave a lease that it has joined, or end its own."""
+    if held is not None:
+        held.leave(seat)
+    if acquisition is not None:
+        if held is not None:
+            forget_held((held,))
+        await acquisition.undo()
 
 
 class Lock(_Lock, BlockExit):

@@ -10,15 +10,13 @@ import asyncio
 import threading
 from contextlib import suppress
 from itertools import groupby
+from operator import attrgetter
 from typing import TYPE_CHECKING, Never, Protocol, TypeVar
-from weakref import ref
 
-from dlock_core import owner as owners
 from dlock_core.backend import Released, supports_many
 from dlock_core.errors import AlreadyHeld, BackendUnavailable, NotHeld
-from dlock_core.leases.callers import find_held, forget_held, held_by_caller, key_of
-from dlock_core.leases.engine import MAX_OVERTIME_S, Acquisition, clean_up, new_request, note_released, release
-from dlock_core.leases.lease import renew_in_background
+from dlock_core.leases.callers import find_held, forget_held, note_held
+from dlock_core.leases.engine import MAX_OVERTIME_S, Acquisition, clean_up, new_requests, note_released, release
 from dlock_core.leases.lock import (
     AsyncBlockExit,
     AsyncReleasing,
@@ -29,15 +27,16 @@ from dlock_core.leases.lock import (
     Releasing,
     let_expire,
 )
+from dlock_core.leases.watchdog import renew_in_background
 from dlock_core.names import canonical
+from dlock_core.observability import hooks
 from dlock_core.options import LockOptions, Seconds, deadline, unknown_option
 from dlock_core.runtime import ASYNCIO, BLOCKING, refuse_in_loop, run
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Hashable, Iterable, Sequence
 
-    from dlock_core.backend import AcquireRequest, Backend, SupportsMany
-    from dlock_core.leases.callers import Key
+    from dlock_core.backend import Backend, SupportsMany
     from dlock_core.leases.lease import LeaseRecord
     from dlock_core.runtime import Runtime
 
@@ -82,7 +81,7 @@ async def acquire_all(
     the waits is over.
     """
     try:
-        for _, neighbours in groupby(members, key=lambda member: id(member.backend)):
+        for _, neighbours in groupby(members, key=attrgetter("backend")):
             of_one_store = [*neighbours]
             await _acquire_in_one_request(runtime, of_one_store, until)
             for member in of_one_store:
@@ -117,8 +116,9 @@ async def _acquire_in_one_request(runtime: Runtime, members: Sequence[GroupMembe
         return  # It may have worked. Each is asked for by the same request now, which then finds its own grant.
     for each in asked:
         each.touched = granted is not None
-    leases = [each.accept(grant, sent, renewed=False) for each, grant in zip(asked, granted or (), strict=False)]
-    renew_in_background(*[held for each, held in zip(asked, leases, strict=False) if held is not None and each.renew])
+    for each, grant in zip(asked, granted or (), strict=False):
+        each.accept(grant, sent, renewed=False)
+    renew_in_background(*[each.held for each in asked if each.held is not None and each.renew])
 
 
 async def _undo_all(members: Sequence[GroupMember]) -> None:
@@ -129,15 +129,12 @@ async def _undo_all(members: Sequence[GroupMember]) -> None:
 async def release_all(runtime: Runtime, held: Sequence[LeaseRecord]) -> list[Released]:
     """End all of the grants: in one request where the store can, and one by one what that left open.
 
-    Raises BackendUnavailable for the first whose end is unknown, when all were tried; NotHeld in a
-    forked child.
+    Raises BackendUnavailable for the first whose end is unknown, when all were tried; NotHeld in a forked child.
     """
     return await runtime.shield(_release_all(runtime, held))
 
 
 async def _release_all(runtime: Runtime, held: Sequence[LeaseRecord]) -> list[Released]:
-    for one in held:
-        one.ensure_own_process()
     still_held = [one for one in held if one.ended is None]
     if still_held and supports_many(backend := still_held[0].backend):
         await _release_in_one_request(runtime, backend, still_held)
@@ -159,7 +156,10 @@ async def _release_in_one_request(runtime: Runtime, backend: SupportsMany, held:
         found = await backend.release_many(runtime, [one.request for one in held])
         for one, what in zip(held, found, strict=True):
             one.end(what)
-            note_released(one)
+    if hooks.subscribed:
+        for one in held:
+            if one.ended is not None:
+                note_released(one)
 
 
 MemberLease = TypeVar("MemberLease", bound=LeaseView)
@@ -196,16 +196,11 @@ class _MultiLease(Leases[LeaseHandle]):
     async def _end(self, runtime: Runtime) -> list[Released]:
         """Leave all, and release those that no other handle has joined; may be repeated after an interrupt."""
         held = [lease._held for lease in self]  # noqa: SLF001 - the handles of one package
-        for one in held:
-            one.ensure_own_process()
-        unneeded = [(one, lease) for one, lease in zip(held, self, strict=True) if one.leave(lease)]
-        for one, _ in unneeded:
-            one.abandon()
+        unneeded = [one for one, lease in zip(held, self, strict=True) if one.leave(lease._seat)]  # noqa: SLF001
         try:
-            await release_all(runtime, [one for one, _ in unneeded])
+            await release_all(runtime, unneeded)
         finally:
-            for one, lease in unneeded:
-                forget_held(lease._key, one)  # noqa: SLF001 - the handles of one package
+            forget_held(unneeded)
         return [one.ended or Released.RELEASED for one in held]
 
     async def _leave_block(self, runtime: Runtime, error: BaseException | None) -> None:
@@ -244,34 +239,28 @@ class _MultiLock:
         self.ttl, self.wait, self.shared, *_ = options.for_store(backend.capabilities)
         self._blocks = Blocks()
 
-    def _requests(self, keys: Sequence[Key], options: LockOptions) -> list[AcquireRequest]:
-        for name, key in zip(self.names, keys, strict=True):
-            if key in held_by_caller and find_held(key) is not None:
-                raise AlreadyHeld(name)
-        owner = owners.text()
-        return [new_request(name, options, owner=owner) for name in self.names]
-
     async def _hold(self, runtime: Runtime, caller: Hashable, kind: type[L], *, enters: bool = False) -> L:
         """Acquire all; `enters` a `with` block. See `Lock._hold` for what happens when it is interrupted.
 
         Raises LeaseLost when one is lost while the others are waited for.
         """
         since, lease, options = runtime.now(), None, LockOptions(self.ttl, self.wait, self.shared)
-        keys = [key_of(caller, self.backend, name) for name in self.names]
+        for name in self.names:
+            if find_held(caller, self.backend, name) is not None:
+                raise AlreadyHeld(name)
         acquisitions = [
             Acquisition(runtime, self.backend, request, options, since=since)
-            for request in self._requests(keys, options)
+            for request in new_requests(self.names, options)
         ]
 
         async def hand_out() -> L:
             nonlocal lease
             held = [each.held or await each.acquire() for each in acquisitions]
             for one in held:
-                one.ensure()
-            lease = kind(map(LeaseHandle, held, keys))
-            for key, one, handle in zip(keys, held, lease, strict=True):
-                held_by_caller[key] = ref(one)
-                one.join(handle)
+                if not one.remaining():
+                    one.ensure()
+            note_held(caller, held)
+            lease = kind(map(LeaseHandle, held))
             return self._blocks.enter(caller, lease) if enters else lease
 
         try:
@@ -279,11 +268,9 @@ class _MultiLock:
         except BaseException:
             if lease is not None:
                 for handle in lease:
-                    handle._held.leave(handle)  # noqa: SLF001 - the handles of one package
+                    handle._held.leave(handle._seat)  # noqa: SLF001 - the handles of one package
                 self._blocks.forget(caller, lease)
-            for key, each in zip(keys, acquisitions, strict=True):
-                if each.held is not None:
-                    forget_held(key, each.held)
+            forget_held([each.held for each in acquisitions if each.held is not None])
             raise
 
 

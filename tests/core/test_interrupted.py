@@ -12,12 +12,14 @@ import threading
 from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
+from weakref import ref
 
 import pytest
 
 from dlock_core import AsyncLock, AsyncMultiLock, Lock, MultiLock
-from dlock_core.leases.lease import _watchdogs
+from dlock_core.backend import Released
 from dlock_core.leases.lock import Lease
+from dlock_core.leases.watchdog import _watchdogs
 from dlock_core.runtime import BLOCKING, run
 from dlock_core.testing import MemoryBackend
 
@@ -185,11 +187,54 @@ def test_lease_stays_renewed_when_its_renewal_is_interrupted_at_any_moment() -> 
         with Lock(store, "a", ttl=30) as lease:
             interrupt = interrupted(lambda _, lease=lease: lease.renew(60), store, moment)  # type: ignore[misc]
             dog = _watchdogs[store]
-            due = [tick for tick, bucket in dog._due.items() if any(known() is lease._held for known in bucket)]
+            due = [tick for tick, bucket in dog._due.items() if lease.holder in bucket]
             assert any(dog._is_due(lease._held, tick) for tick in due), (moment, interrupt.where)
         if interrupt.left > 0:
             break
     assert moment > 20
+
+
+def finalizer_interrupted(frame: FrameType, event: str, argument: object) -> None:
+    """A signal handler that raises before the first line of a handle's finalizer."""
+    if event == "call" and frame.f_code.co_name == "__del__" and is_ours(frame):
+        raise Interrupted
+
+
+def throw_away(handles: list[Lease], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drop the last handle; pytest's own hook would keep it, with the traceback of what its finalizer raised."""
+    raised: list[Any] = []
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "unraisablehook", lambda found: raised.append(found.exc_type))
+        sys.setprofile(finalizer_interrupted)
+        try:
+            handles.pop()
+        finally:
+            sys.setprofile(None)
+    assert raised == [Interrupted]
+
+
+def test_handle_that_joined_a_lease_does_not_keep_it_when_its_finalizer_is_interrupted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    store = MemoryBackend()
+    lock = Lock(store, "a", reentrant=True)
+    first, joined = lock.acquire(), [lock.acquire()]
+    throw_away(joined, monkeypatch)
+    assert first.release() is Released.RELEASED
+    assert run(store.inspect(BLOCKING)) == []
+
+
+def test_lease_is_renewed_no_longer_than_a_handle_of_it_exists_when_a_finalizer_is_interrupted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    store = MemoryBackend()
+    lock = Lock(store, "a", reentrant=True)
+    handles = [lock.acquire(), lock.acquire()]
+    held = ref(handles[0]._held)
+    handles.reverse()
+    throw_away(handles, monkeypatch)
+    handles.pop().release()
+    assert held() is None
 
 
 @pytest.mark.parametrize(

@@ -13,9 +13,8 @@ import pytest
 
 from dlock_core import AcquireTimeout, AlreadyHeld, AsyncLock, BackendUnavailable, LeaseLost, Lock, MultiLock, Released
 from dlock_core.backend import Capabilities
-from dlock_core.leases.callers import held_by_caller
-from dlock_core.leases.lease import LeaseRecord
-from dlock_core.leases.lock import LeaseHandle
+from dlock_core.leases.callers import held_names
+from dlock_core.leases.lease import LeaseRecord, Seat
 from dlock_core.testing import MemoryBackend
 from tests.waiting import auntil
 
@@ -61,10 +60,10 @@ def test_lease_that_another_thread_releases_while_it_is_joined_is_acquired_anew(
     lock, join = Lock(store, "a", reentrant=True), LeaseRecord.join
     released = [lock.acquire()]
 
-    def join_late(record: LeaseRecord, handle: object) -> None:
+    def join_late(record: LeaseRecord, seat: Seat) -> None:
         if released[0].remaining():
             in_thread(released[0].release)
-        join(record, handle)
+        join(record, seat)
 
     monkeypatch.setattr(LeaseRecord, "join", join_late)
     with lock as lease:
@@ -76,28 +75,28 @@ def test_lease_whose_last_handle_has_left_is_joined_no_more(store: MemoryBackend
     """Its release is about to be sent, perhaps by another thread."""
     lease = Lock(store, "a").acquire()
     record = lease._held
-    assert record.leave(lease)
+    assert record.leave(None)
     assert not record.is_joinable()
     lease.release()
 
 
 def test_lease_that_is_joined_while_its_last_handle_leaves_is_not_released(store: MemoryBackend) -> None:
     first = Lock(store, "a").acquire()
-    record, second = first._held, LeaseHandle(first._held, first._key)
+    record, seat = first._held, Seat()
 
-    class JoinedAfterTheFirstLook(list[int]):
+    class JoinedAfterTheFirstLook(list[Any]):
         looks = 0
 
         def __len__(self) -> int:
             found, self.looks = super().__len__(), self.looks + 1
             if self.looks == 1:
-                record.join(second)
+                record.join(seat)
             return found
 
-    record.handles = JoinedAfterTheFirstLook([id(first)])
-    assert not record.leave(first)
+    record._seats = JoinedAfterTheFirstLook()
+    assert not record.leave(None)
     assert record.is_joinable()
-    assert record.leave(second)
+    assert record.leave(seat)
     first.release()
 
 
@@ -366,9 +365,9 @@ def test_own_block_is_left_although_blocks_of_others_are_doubtful(store: MemoryB
 
 def test_lease_that_has_ended_or_was_thrown_away_is_not_remembered(store: MemoryBackend) -> None:
     with Lock(store, "left:0"):
-        assert [name for _, _, name in held_by_caller if name.startswith("left:")] == ["left:0"]
+        assert [name for name in held_names() if name.startswith("left:")] == ["left:0"]
     with pytest.warns(ResourceWarning, match="never released"):  # noqa: PT031
         Lock(store, "left:1").acquire()
         gc.collect()
     MultiLock(store, ["left:2", "left:3"]).acquire().release()
-    assert [name for _, _, name in held_by_caller if name.startswith("left:")] == []
+    assert [name for name in held_names() if name.startswith("left:")] == []

@@ -15,7 +15,8 @@ import pytest
 from dlock_core import Lock, scheduler
 from dlock_core.backend import Granted, RenewalFailure, RenewalResult
 from dlock_core.errors import BackendUnavailable
-from dlock_core.leases import lease as watchdog
+from dlock_core.leases import lease as records
+from dlock_core.leases import watchdog
 from dlock_core.leases.engine import new_request
 from dlock_core.leases.lease import LeaseRecord
 from dlock_core.observability import hooks
@@ -410,10 +411,10 @@ def test_step_that_is_interrupted_at_any_bytecode_stops_no_renewal_and_locks_nob
         call = (lambda: dog.plan(40.0, held._held)) if step == "plan" else held._held.abandon
         interrupted = interrupted_at(at, call)
         interrupts += interrupted
-        left = [known() for bucket in dog._due.values() for known in bucket]
+        left = [known() for bucket in dog._due.values() for known in bucket.values()]
         assert other._held in left
         if step == "plan":
-            due = [tick for tick in dog._due if weakref.ref(held._held) in dog._due[tick]]
+            due = [tick for tick in dog._due if held.holder in dog._due[tick]]
             assert any(dog._is_due(held._held, tick) for tick in due)
         if not interrupted:
             break
@@ -433,7 +434,7 @@ def interrupted_at(number: int, call: Callable[[], object]) -> bool:
     def trace(frame: Any, event: str, argument: object) -> Any:
         nonlocal count
         frame.f_trace_opcodes = True
-        if event == "opcode" and frame.f_code.co_filename == watchdog.__file__:
+        if event == "opcode" and frame.f_code.co_filename in {watchdog.__file__, records.__file__}:
             count += 1
             if count == number:
                 raise Interrupted
@@ -477,8 +478,8 @@ def test_lease_that_is_due_at_another_time_by_now_is_renewed_then_and_once(store
     with Lock(store, "a", ttl=60) as lease:
         dog, held = watchdog._watchdogs[store], lease._held
         early = int(clock() * watchdog.TICKS_PER_S) - 1
-        dog._due[early] = watchdog.Bucket(early)
-        dog._due[early].add(weakref.ref(held))
+        dog._due[early] = records.Bucket(early)
+        dog._due[early][lease.holder] = weakref.ref(held)
         assert held.renewal_tick > early
         assert dog._take() == []
 

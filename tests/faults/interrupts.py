@@ -28,7 +28,7 @@ import redis
 from dlock_core import AsyncLock, AsyncMultiLock, Lock, MultiLock
 from dlock_core.backends.redis.backend import RedisBackend
 from dlock_core.backends.redis.transport import Packer
-from dlock_core.leases.lease import renew_in_background
+from dlock_core.leases.watchdog import renew_in_background
 from tests.waiting import until
 
 if TYPE_CHECKING:

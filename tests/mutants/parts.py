@@ -25,7 +25,7 @@ PARTS: Final = {
         ),
     ),
     "leases": Part(
-        ("dlock_core/leases/engine.py", "dlock_core/leases/lease.py"),
+        ("dlock_core/leases/engine.py", "dlock_core/leases/lease.py", "dlock_core/leases/watchdog.py"),
         (
             "tests/core/test_engine.py tests/core/test_lease.py tests/core/test_lock.py tests/core/test_watchdog.py",
             "tests/core/test_many.py tests/core/test_interrupted.py tests/core/test_stateful.py tests/core/test_hooks.py",
@@ -72,11 +72,11 @@ PARTS: Final = {
 EXPLAINED: Final[dict[str, str]] = {
     "dlock_core/leases/engine.py: if isinstance(error, BackendUnavailable) and runtime.now() > until + MAX_OVERTIME_S: "
     "→ if isinstance(error, BackendUnavailable) and runtime.now() >= until + MAX_OVERTIME_S:": "both keep the bound",
-    "dlock_core/leases/lease.py: …ks = [tick for tick in [*self._due] if tick <= now or (clean and (not self._due[tick]))] "
+    "dlock_core/leases/watchdog.py: …ks = [tick for tick in [*self._due] if tick <= now or (clean and (not self._due[tick]))] "
     "→ ticks = [tick for tick in [*self._due] if tick < now or (clean and (not self._due[tick]))]": (
         "what is due at this very moment is found at the next look"
     ),
-    "dlock_core/leases/lease.py: self.plan(min(held.remaining(), max(held.request.ttl / 20, 1 / TICKS_PER_S)), held) "
+    "dlock_core/leases/watchdog.py: self.plan(min(held.remaining(), max(held.request.ttl / 20, 1 / TICKS_PER_S)), held) "
     "→ self.plan(min(held.remaining(), max(held.request.ttl / 20, 2 / TICKS_PER_S)), held)": "it is asked a tick later",
     "sqla_dlock/versions/conflicts.py: if len(expected) > MAX_ROWS_PER_QUERY: → if len(expected) >= MAX_ROWS_PER_QUERY:": (
         "exactly as many rows as one query takes are sorted without need"

@@ -1,0 +1,182 @@
+"""The watchdog: one thread for each store renews all of its leases, in batches, at a third of their time.
+
+Work reaches it through dictionaries that are changed by single operations, which cannot be half done: there is no lock
+that a signal handler or a finalizer could meet.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from operator import attrgetter
+from typing import TYPE_CHECKING, Final
+from weakref import WeakKeyDictionary, ref
+
+from dlock_core.backend import Renewal, RenewalFailure
+from dlock_core.errors import BackendUnavailable
+from dlock_core.leases.lease import MOMENT_S, Bucket, valid_until
+from dlock_core.runtime import BLOCKING, clock, run
+from dlock_core.scheduler import Scheduler, after_fork_in_child, call_in_background
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from dlock_core.backend import Backend, RenewalResult
+    from dlock_core.leases.lease import LeaseRecord
+
+__all__ = ["Watchdog", "renew_in_background"]
+
+logger = logging.getLogger("dlock")
+
+TICKS_PER_S: Final = 32
+"""Leases that are due in the same 1/32 s share a bucket, so that watching one costs the same whatever their number."""
+MAX_BATCH: Final = 1000
+"""Leases that are renewed by one request, at most."""
+
+
+class Watchdog:
+    """The thread that renews the leases of one store, in batches: one request for any number of leases.
+
+    A renewal is answered renewed, lost, or not at all. No answer is not a loss: it is asked again soon, and becomes one
+    when the lease's own validity is over. Leases are known by weak reference, so one that was thrown away runs out.
+    (Idea: the lease monitor of madelson/DistributedLock.)
+    """
+
+    def __init__(self) -> None:
+        self._due: dict[int, Bucket] = {}
+        """Leases by the tick at which they are due. Any thread may add; only the thread removes a bucket."""
+        self.scheduler = Scheduler("dlock-watchdog", "to renew leases: they run out", self._next_due, self._run_due)
+
+    def plan(self, seconds: float, *leases: LeaseRecord) -> None:
+        """Renew these leases in so many seconds, and not before."""
+        while True:
+            tick = int((clock() + seconds) * TICKS_PER_S)
+            bucket = self._due.get(tick)
+            if bucket is None:
+                bucket = self._due.setdefault(tick, Bucket(tick))
+            for held in leases:
+                held.bucket = bucket
+                bucket[held.request.holder] = ref(held)
+            if self._due.get(tick) is bucket:  # Otherwise the thread has just taken the bucket, perhaps without us.
+                break
+        if tick / TICKS_PER_S < self.scheduler.sleeps_until:
+            self.scheduler.plan(tick / TICKS_PER_S)
+
+    def _next_due(self) -> float | None:
+        return min(due) / TICKS_PER_S if (due := [*self._due]) else None
+
+    def _run_due(self) -> None:
+        # No lease is kept here beyond the call: one that the sleeping thread held could not be thrown away.
+        # After an early wake-up the bucket of a lease that was released at once stays: the next such lease falls into
+        # it and need not wake the thread again. After a full sleep empty buckets go, so that the thread can end.
+        leases = self._take(clean=not self.scheduler.was_woken)
+        for start in range(0, len(leases), MAX_BATCH):
+            batch = leases[start : start + MAX_BATCH]
+            try:
+                self._renew(batch)
+            except BaseException as error:  # noqa: BLE001 - every other lease depends on this thread
+                call_in_background(logger.error, "dlock: a renewal failed", exc_info=error)
+                for held in batch:
+                    self._unknown(held, "its renewal failed")
+
+    def _take(self, *, clean: bool = True) -> list[LeaseRecord]:
+        """Take what is due; `clean` removes empty buckets as well."""
+        now = clock() * TICKS_PER_S
+        ticks = [tick for tick in [*self._due] if tick <= now or (clean and not self._due[tick])]
+        return [
+            held
+            for bucket in [self._due.pop(tick) for tick in ticks]
+            for known in [*bucket.values()]
+            if (held := known()) is not None and (held.bucket is bucket or self._is_due(held, bucket.tick))
+        ]
+
+    def _is_due(self, held: LeaseRecord, tick: int) -> bool:
+        """Return whether a lease found in a tick's bucket is to be renewed now, and not later from another bucket.
+
+        A caller that was interrupted while it changed the time may have added the lease to no other bucket.
+        """
+        return held.renewal_tick == tick or held.request.holder not in self._due.get(held.renewal_tick, ())
+
+    def _renew(self, leases: list[LeaseRecord]) -> None:
+        valid, now = [], leases[0].now()
+        for held in leases:
+            if held.is_to_be_renewed():
+                if held.until - now > MOMENT_S or held.remaining() > 0.0:
+                    valid.append(held)
+                else:
+                    held.lose()
+        if valid:
+            self._ask(valid)
+
+    def _ask(self, leases: list[LeaseRecord]) -> None:
+        sent, reason = clock(), "it could not be renewed in time"
+        renewals = [Renewal(held.request, held.granted) for held in leases]
+        answers: Sequence[RenewalResult] = ()
+        try:
+            answers = run(leases[0].backend.renew(BLOCKING, renewals))
+        except BackendUnavailable as error:
+            reason = f"{reason}: {error.reason}"
+        except BaseException as error:  # noqa: BLE001 - every other lease depends on this thread
+            call_in_background(logger.error, "dlock: a renewal failed", exc_info=error)
+        renewed: dict[float, list[LeaseRecord]] = {}
+        """The leases by how long they are valid now: those of one ttl are due together again."""
+        answers, now = answers or [RenewalFailure.UNKNOWN] * len(leases), leases[0].now()
+        valid_for, until = 0.0, 0.0
+        together: list[LeaseRecord] = []
+        for held, renewal, result in zip(leases, renewals, answers, strict=True):
+            if result is RenewalFailure.UNKNOWN:
+                self._unknown(held, reason)
+            elif held.is_to_be_renewed():
+                if result is RenewalFailure.LOST:
+                    held.lose("the store gave it to another, or forgot it")
+                    continue
+                if result != valid_for:
+                    valid_for, until = result, valid_until(sent, result)
+                    together = renewed.setdefault(result, [])
+                if held.request is renewal.request:  # Otherwise the caller has renewed it for another ttl since.
+                    held.extend_until(until, now)
+                together.append(held)
+        for valid_for, together in renewed.items():
+            self.plan(valid_for / 3, *together)
+        self._plan_changed(leases, renewals)
+
+    def _plan_changed(self, leases: list[LeaseRecord], renewals: list[Renewal]) -> None:
+        """Plan those again that their callers have renewed for another ttl since: our plan may have replaced theirs."""
+        for held, renewal in zip(leases, renewals, strict=True):
+            if held.request is not renewal.request and held.is_to_be_renewed():
+                self.plan(held.remaining() / 3, held)
+
+    def _unknown(self, held: LeaseRecord, reason: str) -> None:
+        held.note_trouble(reason)
+        if not held.is_to_be_renewed():
+            return
+        if held.is_lost():
+            held.lose()
+        else:
+            self.plan(min(held.remaining(), max(held.request.ttl / 20, 1 / TICKS_PER_S)), held)
+
+
+_watchdogs: WeakKeyDictionary[Backend, Watchdog] = WeakKeyDictionary()
+
+
+_UNTIL: Final = attrgetter("until")
+
+
+def renew_in_background(*leases: LeaseRecord) -> None:
+    """Renew leases of one store, each from a third of its ttl on, until it is released, lost, abandoned or thrown away.
+
+    All are looked at when the first of them is due.
+    """
+    due = min(map(_UNTIL, leases), default=math.inf)
+    if due == math.inf:
+        return
+    backend = leases[0].backend
+    watchdog = _watchdogs.get(backend)
+    if watchdog is None:
+        watchdog = _watchdogs.setdefault(backend, Watchdog())
+    watchdog.plan((due - clock()) / 3, *leases)
+
+
+@after_fork_in_child
+def _begin_anew() -> None:
+    _watchdogs.clear()  # The threads did not come along: the child makes its own.
