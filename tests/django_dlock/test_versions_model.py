@@ -112,12 +112,15 @@ class Versions(RuleBasedStateMachine):
     replica = ""
     is_sqlite = False
 
-    @initialize(rows=st.integers(1, 2))
-    def start(self, rows: int) -> None:
+    def __init__(self) -> None:
+        super().__init__()
         self.rows: dict[Any, Row] = {}
         self.blocks: list[list[Block]] = [[] for _ in self.aliases]
         self.held: list[Held] = []
         self.last_key = 0
+
+    @initialize(rows=st.integers(1, 2))
+    def start(self, rows: int) -> None:
         Sessions.at_work, Sessions.replica = self.aliases[0], self.replica
         self.team = Team(pk=1) if self.shape.model is Job else None
         for table in {self.shape.model, Team}:
