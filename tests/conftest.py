@@ -20,11 +20,13 @@ import trustme
 from django.conf import settings
 from django.db import connections
 
+from dlock_core import scheduler
 from dlock_core.backends.redis import transport
 from dlock_core.sql import versions
 from tests import servers, tables
 from tests.mysql_server import MYSQLD, mysql
 from tests.servers import Server, ServerMissing
+from tests.waiting import until
 
 DIRECTORY: Final = Path(__file__).parent
 QUICK = bool(os.environ.get("DLOCK_TEST_QUICK"))
@@ -138,6 +140,13 @@ def only_text_is_packed() -> None:
 def interrupts_are_heard() -> None:
     """A shell starts what runs in its background deaf to SIGINT; here Ctrl-C is a part of what is tested."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture(autouse=True)
+def what_is_told_in_the_background_is_told_before_the_next_test() -> Iterator[None]:
+    """A loss is reported by another thread; on a loaded machine it reached the hooks of the next test."""
+    yield
+    until(lambda: not any(thread.pending() for thread in scheduler._callback_threads))
 
 
 @pytest.fixture(scope="session")
