@@ -180,7 +180,8 @@ def tracker_of(connection: Connection) -> ConnectionTracker | None:
 
 def note_xid(connection: Connection, xid: str) -> None:
     """Record PostgreSQL's number of the connection's transaction (`pg_current_xact_id()`), to resolve a lost COMMIT."""
-    if (found := tracker_of(connection)) is not None:
+    found: ConnectionTracker | None = vars(connection).get("_dlock_tracker")
+    if found is not None:
         found.xid = xid
 
 
@@ -225,21 +226,16 @@ class FirstStatementHooks:
         self._is_held: Callable[[], bool] = _never
         self._comment = ""
 
-    def add(self, hook: Hook) -> None:
-        """Call a hook in the next `run()`, once."""
-        self.discard(hook)
-        self.due.append(hook)
-
-    def run_first(self, hooks: Iterable[Hook]) -> None:
-        """Call hooks now, and again where their work may have been undone."""
-        for hook in hooks:
-            self.add(hook)
-        self.run()
+    def add(self, *hooks: Hook) -> None:
+        """Call hooks in the next `run()`, once, and again where their work may have been undone."""
+        if self.due or self._done or self._in_savepoint:
+            for hook in hooks:
+                self.discard(hook)
+        self.due.extend(hooks)
 
     def postpone(self, hooks: Iterable[Hook], is_held: Callable[[], bool]) -> None:
         """Call hooks before the first statement that is sent when `is_held()` is no longer true, or before COMMIT."""
-        for hook in hooks:
-            self.add(hook)
+        self.add(*hooks)
         self._is_held = is_held
         self._listen()
 
@@ -256,7 +252,11 @@ class FirstStatementHooks:
         self._is_busy = True
         try:
             while self.due:
-                self._call(self.due[0])
+                hook, may_be_undone = self.due[0], self.connection.in_nested_transaction()
+                hook(self.connection)
+                if hook in self.due:  # it may have removed itself
+                    self.due.remove(hook)
+                    (self._in_savepoint if may_be_undone else self._done).append(hook)
         except BaseException:
             self._listen()
             raise
@@ -291,13 +291,6 @@ class FirstStatementHooks:
             event.remove(self.connection, "before_cursor_execute", self._before_statement)
         self.listens = False
 
-    def _call(self, hook: Hook) -> None:
-        may_be_undone = self.connection.in_nested_transaction()
-        hook(self.connection)
-        if hook in self.due:  # it may have removed itself
-            self.due.remove(hook)
-            (self._in_savepoint if may_be_undone else self._done).append(hook)
-
     def _listen(self) -> None:
         if not self.listens:
             self.listens = True
@@ -325,12 +318,11 @@ def is_autocommit(connection: Connection) -> bool:
 
     No I/O. On SQLite, and before SQLAlchemy 2.0.43, the isolation level is all that can be known.
     """
-    return connection._is_autocommit_isolation() or _is_told_by_driver(connection)  # the public way asks the server
-
-
-def _is_told_by_driver(connection: Connection) -> bool:
-    detect: Any = getattr(connection.dialect, "detect_autocommit_setting", None)
-    if detect is None or connection.dialect.name == "sqlite":  # whose `isolation_level` says nothing about BEGIN
+    dialect: Any = connection.dialect
+    if connection._is_autocommit_isolation():  # the public way asks the server
+        return True
+    detect: Any = getattr(dialect, "detect_autocommit_setting", None)
+    if detect is None or dialect.name == "sqlite":  # whose `isolation_level` says nothing about BEGIN
         return False
     try:
         return bool(detect(connection.connection.dbapi_connection))
@@ -346,14 +338,13 @@ def has_begun(connection: Connection) -> bool:
     return bool(driver.in_transaction)
 
 
-def refuse_autocommit(connection: Connection, name: str) -> None:
-    """Raise NotSupported where every statement commits by itself: what it writes could not be fenced."""
-    if is_autocommit(connection):
-        raise NotSupported(
-            f"a session in AUTOCOMMIT cannot be fenced by the lock {name!r}: give it an engine with transactions, "
-            "or pass fence=False if something else protects the data",
-            name=name,
-        )
+def no_fence_in_autocommit(name: str) -> NotSupported:
+    """Return the error for a lock where every statement commits by itself: what it writes could not be fenced."""
+    return NotSupported(
+        f"a session in AUTOCOMMIT cannot be fenced by the lock {name!r}: give it an engine with transactions, "
+        "or pass fence=False if something else protects the data",
+        name=name,
+    )
 
 
 def refuse_unbegun(connection: Connection, name: str) -> None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from contextlib import contextmanager
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, Final, TypeVar
-from weakref import WeakKeyDictionary, ref
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
+from weakref import ref
 
 from sqlalchemy import (
     BigInteger,
@@ -25,6 +26,7 @@ from sqlalchemy.orm import mapped_column
 from sqlalchemy.orm.attributes import set_committed_value
 
 from dlock_core.errors import NotSupported
+from dlock_core.runtime import clock
 from dlock_core.sql.driver_errors import DatabaseFailure, classify
 from dlock_core.transactions import fence_sql, fencing
 from dlock_core.transactions.fence_functions import CREATE_BOTH as CREATE_FUNCTIONS
@@ -38,7 +40,7 @@ from sqla_dlock.tables import fence_table as table
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
-    from sqlalchemy import Dialect, Engine, TextualSelect
+    from sqlalchemy import CursorResult, Dialect, Engine, TextClause, TextualSelect
     from sqlalchemy.orm import Mapped, Mapper
     from sqlalchemy.types import TypeEngine
 
@@ -62,8 +64,8 @@ T = TypeVar("T")
 READ_COMMITTED: Final = ("READ COMMITTED", "READ UNCOMMITTED", "AUTOCOMMIT")
 """Isolation levels in which each statement sees what was committed before it."""
 _WHAT_TO_DO: Final = (
-    "dlock: this was the fence of a lock: create its table with sqla_dlock.fencing.metadata.create_all(), "
-    "in a database that may be written, or pass fence=False"
+    "dlock: this was the fence of a lock, which needs its table in a database that may be written: create it with "
+    "sqla_dlock.fencing.metadata.create_all() if it is missing, or pass fence=False"
 )
 
 
@@ -108,14 +110,36 @@ def class_of(label: Any) -> type | None:
     return None if found is None else found()
 
 
+def keeps_snapshot(bind: Engine | Connection) -> bool:
+    """Return whether its transactions read from a snapshot that is older than the row locks they wait for.
+
+    On MySQL and MariaDB the snapshot comes later, and on SQLite there is one writer. No I/O once the engine has
+    connected.
+    """
+    dialect: Any = bind.dialect
+    if dialect.name != "postgresql":
+        return False
+    # Nothing public tells the level that create_engine(isolation_level=…) sets; the options' public way costs a call.
+    level = bind._execution_options.get("isolation_level") or dialect._on_connect_isolation_level  # noqa: SLF001
+    return _is_snapshot(level or getattr(dialect, "default_isolation_level", None) or _ask_level(bind))
+
+
+@lru_cache
+def _is_snapshot(level: str) -> bool:
+    return str(level).upper().replace("_", " ") not in READ_COMMITTED
+
+
+def _ask_level(bind: Engine | Connection) -> Any:
+    """Ask the server, as an engine's first connection does; a second one may be open before that has the answer."""
+    with bind.engine.connect() as connection:
+        return connection.get_isolation_level()
+
+
 class TableFence:
     """The row of a lock in `dlock_fence`."""
 
     supports_shared = True
-
-    def keeps_snapshot(self, bind: Engine | Connection) -> bool:
-        """Return whether its transactions read from a snapshot that is older than the row locks they wait for."""
-        return keeps_snapshot(bind)
+    keeps_snapshot = staticmethod(keeps_snapshot)
 
     def admit(self, connection: Connection, entry: FenceEntry) -> int | None:
         """Admit the lease into the open transaction; raises StaleToken, RowLocked, SnapshotTooOld."""
@@ -203,9 +227,22 @@ class Port:
         self._connection, self._key, self._key_type = connection, key, key_type
 
     def execute(self, sql: str, params: Mapping[str, Any]) -> tuple[int, tuple[Any, ...] | None]:
+        statement = _statement(sql, self._key_type)
         if self._key_type is not None:
             params = {**params, "key": self._key}
-        return _statement(sql, self._key_type).execute(self._connection, params)
+        result = self._connection.execute(statement.form, params, execution_options=_AT_ONCE)
+        if not statement.answers and not statement.learns_from(result):
+            return result.rowcount, None
+        row = result.first()
+        if row is None:
+            return result.rowcount, None
+        if statement.xid_at is not None and (xid := row[statement.xid_at]):
+            note_xid(self._connection, str(xid))
+        return 1, tuple(row)
+
+
+_AT_ONCE: Final = {"stream_results": False, "yield_per": None}
+"""Execution options: no cursor of the server, which takes only plain queries, whatever the connection's options are."""
 
 
 class _OwnTransactions:
@@ -224,21 +261,21 @@ class _Statement:
 
     def __init__(self, sql: str, key_type: TypeEngine[Any] | None) -> None:
         keys = [bindparam("key", type_=key_type)] if key_type is not None and ":key" in sql else []
-        self._text = text(sql).bindparams(*keys)
-        self._answer: TextualSelect | None = None
+        self.form: TextClause | TextualSelect = text(sql).bindparams(*keys)
+        self._text = self.form
+        self.answers = False
+        """It is known to answer with rows."""
+        self.xid_at: int | None = None
+        """The column that tells the transaction's number, if one does."""
 
-    def execute(self, connection: Connection, params: Mapping[str, Any]) -> tuple[int, tuple[Any, ...] | None]:
-        result = connection.execute(self._text if self._answer is None else self._answer, params)
-        if not result.returns_rows:
-            return result.rowcount, None
-        if self._answer is None:  # Any server gives the answer to one text the same columns.
-            self._answer = self._text.columns(*map(column, result.keys()))
-        row = result.first()
-        if row is None:
-            return result.rowcount, None
-        if len(row) > 1:
-            note_xid(connection, row[1])
-        return 1, tuple(row)
+    def learns_from(self, result: CursorResult[Any]) -> bool:
+        """Return whether there are rows; any server gives the answer to one text the same columns."""
+        if result.returns_rows:
+            keys = list(result.keys())
+            self.xid_at = keys.index("xid") if "xid" in keys else None
+            self.form = self._text.columns(*map(column, keys))
+            self.answers = True
+        return self.answers
 
 
 @lru_cache(maxsize=256)
@@ -270,26 +307,38 @@ def _run(step: Callable[[Port, fencing.FenceDialect, FenceEntry], T], connection
         raise meant from error
 
 
-_postgresql: Final[WeakKeyDictionary[Dialect, fencing.FenceDialect]] = WeakKeyDictionary()
-"""What is sent to PostgreSQL, by the engine's dialect: calls of the functions where they are, or the statements."""
+ASK_AGAIN_S: Final = 60.0
+"""Seconds after which an engine looks again for functions that were missing: a migration may have made them."""
+
 _ASK_SCHEMA: Final = text(f"SELECT {SCHEMA_OF_FUNCTIONS}")
 
 
+class _Known(NamedTuple):
+    """What an engine sends: calls of the functions where they are, or the statements; and until when that counts."""
+
+    statements: fencing.FenceDialect
+    until: float = math.inf
+
+
 def _dialect(bind: Engine | Connection) -> fencing.FenceDialect:
-    if (known := _postgresql.get(bind.dialect)) is not None:
-        return known
+    known: _Known | None = vars(bind.dialect).get("_dlock_fence")  # An engine has one dialect, and its own, for life.
+    if known is not None and clock() < known.until:
+        return known.statements
     vendor = _vendor(bind)
     if vendor not in DIALECTS:
         known_ones = ", ".join(DIALECTS)
         raise NotSupported(f"no fence on {vendor}: use one of {known_ones}, or pass fence=False")
-    if vendor == "postgresql" and isinstance(bind, Connection) and not keeps_snapshot(bind):
-        return _postgresql.setdefault(bind.dialect, _ask_postgresql(bind))
-    return DIALECTS[vendor]
+    if not isinstance(bind, Connection) or keeps_snapshot(bind):  # It may not have connected, or may not be asked.
+        return DIALECTS[vendor]
+    statements = _ask_postgresql(bind) if vendor == "postgresql" else DIALECTS[vendor]
+    until = clock() + ASK_AGAIN_S if statements is POSTGRESQL else math.inf
+    vars(bind.dialect)["_dlock_fence"] = _Known(statements, until)
+    return statements
 
 
 def _ask_postgresql(connection: Connection) -> fencing.FenceDialect:
-    """Ask, once for each engine, where the functions are; not in a snapshot, which would be older than the admit."""
-    schema = connection.scalar(_ASK_SCHEMA)
+    """Ask where the functions are; not in a snapshot, which would be older than the admit."""
+    schema = connection.scalar(_ASK_SCHEMA, execution_options=_AT_ONCE)
     return POSTGRESQL if schema is None else functions_in(schema, with_xid=True)
 
 
@@ -298,8 +347,9 @@ def _forget_functions(dialect: Dialect) -> None:
 
     Not asked again, because the next connection might lead to another database, or another role, than that after it.
     """
-    if dialect in _postgresql:
-        _postgresql[dialect] = POSTGRESQL
+    known: _Known | None = vars(dialect).get("_dlock_fence")
+    if dialect.name == "postgresql" and known is not None and known.statements is not POSTGRESQL:
+        vars(dialect)["_dlock_fence"] = _Known(POSTGRESQL)
 
 
 @contextmanager
@@ -309,29 +359,3 @@ def _own_transaction(bind: Engine | Connection) -> Iterator[Connection]:
             connection.execution_options(isolation_level="READ COMMITTED")
         with connection.begin():
             yield connection
-
-
-def keeps_snapshot(bind: Engine | Connection) -> bool:
-    """Return whether its transactions read from a snapshot that is older than the row locks they wait for.
-
-    On MySQL and MariaDB the snapshot comes later, and on SQLite there is one writer. No I/O once the engine has
-    connected.
-    """
-    if bind.dialect.name != "postgresql":
-        return False
-    # Nothing public tells the level that create_engine(isolation_level=…) sets.
-    level = bind.get_execution_options().get("isolation_level") or bind.dialect._on_connect_isolation_level  # noqa: SLF001
-    return _is_snapshot(level or _default_level(bind))
-
-
-@lru_cache
-def _is_snapshot(level: str) -> bool:
-    return str(level).upper().replace("_", " ") not in READ_COMMITTED
-
-
-def _default_level(bind: Engine | Connection) -> Any:
-    if hasattr(bind.dialect, "default_isolation_level"):
-        return bind.dialect.default_isolation_level
-    # The first connection of an engine asks the server, once; a second one may be open before it has the answer.
-    with bind.engine.connect() as connection:
-        return connection.get_isolation_level()

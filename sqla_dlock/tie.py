@@ -17,7 +17,7 @@ from dlock_core.runtime import BLOCKING, run
 from dlock_core.sql.database import comment, session_id
 from dlock_core.transactions.tie import TieState
 from dlock_core.transactions.transaction_lock import LockAcquire
-from sqla_dlock.connections import mark, refuse_autocommit, refuse_unbegun
+from sqla_dlock.connections import is_autocommit, mark, no_fence_in_autocommit, refuse_unbegun
 from sqla_dlock.fencing import READ_COMMITTED
 from sqla_dlock.names import is_mapped
 from sqla_dlock.stores import refuse_closed
@@ -92,8 +92,9 @@ class TiedSession:
         dialect = bind.dialect
         if self.gate.forms.get(dialect) or dialect is self.home:
             return
-        given = [bind, session.bind, *connections_of(session)]
-        is_inside = dialect in [each.dialect for each in given if isinstance(each, Connection)]
+        is_inside = False
+        for each in (bind, session.bind, *connections_of(session)):
+            is_inside |= isinstance(each, Connection) and each.dialect is dialect
         self.gate.protect(dialect, form, bind, is_inside=is_inside)
         try:
             self._stop.append(before_work(session, self._before_work))
@@ -128,6 +129,7 @@ class TiedSession:
 
     def _began(self) -> None:
         """Tie the outermost transaction that has just begun."""
+        session: Any = self._session()
         if not self.tie.handles and not self.tie.open:  # its block was torn off, and this is none of its work
             self.forget()
             return
@@ -135,7 +137,7 @@ class TiedSession:
             self._refused.clear()
         transaction = object()
         settle = partial(self.tie.settle, transaction, forget=self.forget, ends_lock=self.home is not None)
-        on_end(self._owner(), settle, before_commit=self._before_commit)
+        on_end(session, settle, before_commit=self._before_commit)
         self.tie.begin(transaction)
         if self._pending:
             self._detach_pending()
@@ -166,18 +168,16 @@ class TiedSession:
         dialect, name = connection.dialect, self.held.request.name
         if dialect.name in ("mysql", "mariadb"):
             mark(connection, comment(self.held.request.holder))
-        refuse_autocommit(connection, name)
+        if is_autocommit(connection):
+            raise no_fence_in_autocommit(name)
         if form == "transaction":
-            if self._would_miss_shared(connection):
-                self.gate.announce(connection, dialect)
-            self.gate.admit(connection, dialect)
-            refuse_unbegun(connection, name)
-
-    def _would_miss_shared(self, connection: Connection) -> bool:
-        """Return whether the admit would not see what shared holders commit while it waits for them. No I/O."""
-        if self.held.request.shared or not self.gate.fence.supports_shared:
-            return False
-        return connection.dialect not in self.gate.announced and self.gate.fence.keeps_snapshot(connection)
+            gate = self.gate
+            may_miss_shared = not self.held.request.shared and gate.fence.supports_shared
+            if may_miss_shared and dialect not in gate.announced and gate.fence.keeps_snapshot(connection):
+                gate.announce(connection, dialect)  # the admit would not see what they commit while it waits for them
+            gate.admit(connection, dialect)
+            if dialect.name == "sqlite":
+                refuse_unbegun(connection, name)
 
     def _before_commit(self) -> None:
         """Refuse a COMMIT that the lease no longer protects: raises LeaseLost, StaleToken, or why an admit failed."""

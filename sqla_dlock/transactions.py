@@ -81,16 +81,19 @@ def before_work(session: Session, hook: Callable[[Connection], None]) -> Stop:
     Returns the function that stops it.
     """
     hooks = _hooks_of(session)
-    hooks.work[hook] = None
+    hooks.work.append(hook)
 
     def stop() -> None:
-        hooks.work.pop(hook, None)
+        if hook in hooks.work:
+            hooks.work.remove(hook)
         for connection in hooks.root.connections if hooks.root is not None else ():
             if (found := tracker_of(connection)) is not None:
                 found.hooks.discard(hook)
 
     for connection in hooks.root.connections if hooks.root is not None else ():
-        _try(partial(tracker_for(connection).hooks.run_first, [hook]), stop)
+        first = tracker_for(connection).hooks
+        first.add(hook)
+        _try(first.run, stop)
     return stop
 
 
@@ -175,7 +178,7 @@ class _SessionHooks:
 
     def __init__(self) -> None:
         self.beginnings: dict[Callable[[], None], None] = {}
-        self.work: dict[Callable[[Connection], None], None] = {}
+        self.work: list[Callable[[Connection], None]] = []
         self.closings: list[Callable[[], None]] = []
         self.root: RootTransaction | None = None
 
@@ -243,7 +246,7 @@ def _attempted_work(root: RootTransaction) -> AttemptedWork:
 def _begun(session: Session, transaction: SessionTransaction) -> None:
     hooks: _SessionHooks | None = vars(session).get("_dlock_hooks")
     attempts = current_attempts.get()
-    if (hooks is None and not attempts) or transaction.parent is not None:
+    if (hooks is None and not attempts) or transaction._parent is not None:  # noqa: SLF001 - as quick as can be
         return
     if hooks is None:
         hooks = vars(session).setdefault("_dlock_hooks", _SessionHooks())
@@ -262,15 +265,17 @@ def _begun(session: Session, transaction: SessionTransaction) -> None:
 @event.listens_for(Session, "after_begin", insert=True)
 def _joined(session: Session, transaction: SessionTransaction, connection: Connection) -> None:
     hooks: _SessionHooks | None = vars(session).get("_dlock_hooks")
-    if hooks is None or transaction.parent is not None or hooks.root is None:
-        return
+    if hooks is None or hooks.root is None or hooks.root.transaction is not transaction:
+        return  # nobody asks, or it is a savepoint
     hooks.root.join(connection)
     if not hooks.work:
         return
+    first = tracker_for(connection).hooks
     if len(session.dispatch.after_begin) == 1:
-        tracker_for(connection).hooks.run_first(hooks.work)
+        first.add(*hooks.work)
+        first.run()
     else:  # the program's own listeners come first: they choose the schema, or the tenant, whose row is fenced
-        tracker_for(connection).hooks.postpone(hooks.work, partial(_is_beginning, transaction))
+        first.postpone(hooks.work, partial(_is_beginning, transaction))
 
 
 def _is_beginning(transaction: SessionTransaction) -> bool:
@@ -423,4 +428,4 @@ def connections_in(transaction: SessionTransaction) -> list[Connection]:
 
 def is_of_test(connection: Connection) -> bool:
     """Return whether the connection's own transaction is a test's, inside which sessions have theirs."""
-    return bool(connection.get_execution_options().get("dlock_test_transaction"))
+    return bool(connection._execution_options.get("dlock_test_transaction"))  # noqa: SLF001 - as quick as can be

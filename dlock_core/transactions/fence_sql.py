@@ -65,11 +65,11 @@ WITH old AS MATERIALIZED (SELECT current_setting('lock_timeout') AS v),
 lim AS MATERIALIZED (SELECT set_config('lock_timeout', :milliseconds, true),
 set_config('application_name', left(replace(current_setting('application_name'), {mark}, ''), 48) || {mark}, true)
 FROM old){more}
-SELECT c.n, CAST(pg_current_xact_id_if_assigned() AS text), set_config('lock_timeout', old.v, true)
+SELECT c.n, CAST(pg_current_xact_id_if_assigned() AS text) AS xid, set_config('lock_timeout', old.v, true)
 FROM old LEFT JOIN ({result}) AS c ON true"""
 """Limit the wait for row locks, and restore the session's own limit, in one statement.
 
-The second column is the transaction's id, by which `pg_xact_status` tells how a COMMIT of unknown outcome has ended.
+The column `xid` is the transaction's id, by which `pg_xact_status` tells how a COMMIT of unknown outcome has ended.
 Until then the session's application_name tells the inspector under whose lease it works.
 """
 
@@ -119,11 +119,16 @@ def functions_in(schema: str, *, with_xid: bool = False) -> FenceDialect:
 
     They do the same as the long statements, which PostgreSQL would plan anew for each transaction where the driver does
     not prepare them. The schema is named, because the search path may change after it was looked for. `with_xid`: the
-    answer has the transaction's id as well, as those of the long statements.
+    answer is the transaction's id, in one column `xid`, which costs a client less than two; 0 is a refusal.
     """
-    rest = "(:name, :token, :holder, :milliseconds)" + (", CAST(pg_current_xact_id() AS text)" if with_xid else "")
-    admit, confirm = f"SELECT {schema}.dlock_admit{rest}", f"SELECT {schema}.dlock_confirm{rest}"
+    ask = _WITH_XID if with_xid else "SELECT {call}"
+    calls = [f"{schema}.{name}(:name, :token, :holder, :milliseconds)" for name in ("dlock_admit", "dlock_confirm")]
+    admit, confirm = (ask.format(call=call) for call in calls)
     return replace(POSTGRESQL, admit=(admit,), confirm=confirm)
+
+
+_WITH_XID: Final = """\
+SELECT CASE WHEN {call} > 0 THEN CAST(CAST(pg_current_xact_id() AS text) AS bigint) ELSE 0 END AS xid"""
 
 
 _SIGNATURE: Final = "(varchar, bigint, varchar, text)"

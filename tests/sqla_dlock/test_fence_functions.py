@@ -127,7 +127,7 @@ def test_one_line_in_a_migration_makes_them(engine, sent):
     assert calls(sent) == ["dlock_admit"]
 
 
-def test_where_they_are_missing_the_statements_are_sent_and_nothing_is_asked_again(engine, sent):
+def test_where_they_are_missing_the_statements_are_sent_and_nothing_is_asked_again_at_once(engine, sent):
     run(engine, "DROP FUNCTION dlock_admit, dlock_confirm")
     for _ in range(3):
         token = fenced(engine)
@@ -135,6 +135,18 @@ def test_where_they_are_missing_the_statements_are_sent_and_nothing_is_asked_aga
     assert not calls(sent)
     assert questions(sent) == 1
     assert committed(engine, "SELECT name FROM dlock_fence WHERE token >= :token", token=token) == [("order:42",)]
+
+
+def test_process_that_runs_before_the_migration_calls_them_soon_after_it(engine, sent, monkeypatch):
+    run(engine, "DROP FUNCTION dlock_admit, dlock_confirm")
+    monkeypatch.setattr(fencing, "ASK_AGAIN_S", 0.0)
+    fenced(engine)
+    assert not calls(sent)
+    run(engine, fencing.CREATE_FUNCTIONS.replace(":", "\\:"))
+    fenced(engine)
+    fenced(engine)
+    assert calls(sent) == ["dlock_admit"] * 2
+    assert questions(sent) == 2
 
 
 @pytest.mark.parametrize("level", ["REPEATABLE READ", "SERIALIZABLE"])
@@ -175,7 +187,7 @@ def test_engine_that_loses_them_fails_one_transaction_and_then_sends_the_stateme
     try:
         run(engine, "SET LOCAL search_path = ten, public", fencing.CREATE_FUNCTIONS)
         fenced(tenant)
-        assert "SELECT ten.dlock_admit(" in "\n".join(sent)
+        assert "ten.dlock_admit(" in "\n".join(sent)
         run(engine, "SET LOCAL search_path = ten, public", loss)
         with pytest.raises(DBAPIError, match=r"dlock_admit|ten"):
             fenced(tenant)

@@ -43,6 +43,7 @@ COMMITTED = [pair for pair in SERVERS if pair[1] == "read committed"]
 ONCE = [*COMMITTED, ("pymysql", "repeatable read"), ("sqlite", "IMMEDIATE")]
 OUTER = [*COMMITTED, ("pymysql", "read committed"), ("sqlite", "IMMEDIATE")]
 FORMS = ["transaction", "lease"]
+AT_ONCE = {"stream_results": False, "yield_per": None}
 
 
 def levels(pairs):
@@ -336,6 +337,27 @@ def test_database_that_may_not_be_written_says_so_and_the_lease_is_given_back(an
     assert not is_held(store)
     with Session(read_only) as session, lock(session, "order", 42, fence=False):
         assert session.scalars(select(Counter.value)).one() == 0
+
+
+@levels(ONCE)
+@pytest.mark.parametrize("option", [{"stream_results": True}, {"yield_per": 10}], ids=lambda option: next(iter(option)))
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("shared", [False, True])
+def test_session_whose_connection_streams_its_results_is_fenced(engine, broken, option, form, shared):
+    """A cursor of the server takes plain queries only, so the fence's statements have none."""
+    engine = engine.execution_options(**option)
+
+    def set_to(number, **options):
+        with Session(engine) as session, lock(session, "a", store=broken, fence=form, **options):
+            session.execute(update(Counter).values(value=number), execution_options=AT_ONCE)
+            session.commit()
+
+    broken.tokens = iter([5])
+    set_to(1, shared=shared)
+    broken.tokens, broken.forgetful = iter([4]), True
+    with pytest.raises(StaleToken):
+        set_to(2)
+    assert value(engine) == 1
 
 
 @levels(ONCE)

@@ -70,6 +70,20 @@ async def test_lock_of_code_inside_run_sync_is_fenced_as_well(async_engine, othe
     assert value(others) == 0
 
 
+@servers
+@pytest.mark.parametrize("form", FORMS)
+async def test_session_whose_connection_streams_its_results_is_fenced(async_engine, others, broken, form):
+    broken.tokens = iter([10])
+    streaming = async_engine.execution_options(stream_results=True)
+    async with AsyncSession(streaming) as session, alock(session, "a", store=broken, fence=form):
+        await session.execute(
+            update(Counter).values(value=Counter.value + 1), execution_options={"stream_results": False}
+        )
+        await session.commit()
+    assert value(others) == 1
+    assert fences(others) == [("a", 10)]
+
+
 @pytest.mark.parametrize("form", FORMS)
 async def test_engine_in_autocommit_is_refused_before_anything_is_written(async_engine, others, broken, form):
     broken.tokens = itertools.count(10)
