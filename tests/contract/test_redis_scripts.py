@@ -181,6 +181,22 @@ def test_acquire_takes_any_other_value_for_a_stranger(server: redis.Redis) -> No
     assert server.lrange(LOCK, 0, -1) == ["a list"]
 
 
+@pytest.mark.parametrize("mode", ["x", "s"])
+def test_waiter_for_a_lease_whose_expiry_another_program_took_away_is_told_to_take_its_time(
+    server: redis.Redis, mode: str
+) -> None:
+    acquire(server, ANN, mode=mode)
+    if mode == "x":
+        server.persist(LOCK)
+    else:
+        server.zadd(f"{LOCK}:s", {ANN: 1e300})
+    for place in (ALIVE, 0):
+        assert acquire(server, BOB, place=place) == [
+            100,
+            server.get(LOCK) if mode == "x" else server.hget(f"{LOCK}:o", ANN),
+        ]
+
+
 def test_release_ends_our_lease_and_nobody_elses(server: redis.Redis) -> None:
     assert call(server, "release", ANN) == 0
     acquire(server, ANN)

@@ -100,4 +100,5 @@ if value == 'shared' then
   left = tonumber(redis.call('ZRANGE', sharers, 0, 0, 'WITHSCORES')[2]) - now
   value = redis.call('HGET', owners, redis.call('ZRANGE', sharers, 0, 0)[1])
 end
-return {ours and math.max(left, 0) + 1 or 100, value or ''}
+-- Another program may have taken away our expiry, or written one of its own: then it tells nothing.
+return {ours and left >= 0 and left < 1e15 and left + 1 or 100, value or ''}
