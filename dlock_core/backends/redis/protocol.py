@@ -48,7 +48,7 @@ INSPECT_BATCH: Final = 500
 RELEASE_REPLIES: Final = {1: Released.RELEASED, 0: Released.EXPIRED, 2: Released.STOLEN}
 FOREIGN_OWNER: Final = "a client that is not dlock"
 
-_INCLUDE: Final = re.compile(r"^--#include (\S+)\n", re.MULTILINE)
+_INCLUDE: Final = re.compile(r"^ *--#include (\S+)\n", re.MULTILINE)
 _EXCLUSIVE_VALUE: Final = re.compile(rb"[0-9a-f]+\|[0-9]+\|[0-9]+\|")
 """holder, token, since (s), and then the owner; any other value of a lock's key was written by another program."""
 SHARED: Final = b"shared"

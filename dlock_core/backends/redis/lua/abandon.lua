@@ -8,6 +8,7 @@ local found = redis.call('ZREM', queue, holder) + redis.call('DEL', wake .. hold
 redis.call('HDEL', entries, holder)
 local value = redis.pcall('GET', lock)
 if value == 'shared' then
+  --#include shared.lua
   found = found + unshare(holder)
   prune()
   value = redis.call('GET', lock)

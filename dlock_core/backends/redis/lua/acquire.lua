@@ -58,6 +58,7 @@ local function confirm(token)
 end
 
 if value == 'shared' then
+  --#include shared.lua
   prune()
   value = redis.call('GET', lock)
 end

@@ -3,6 +3,7 @@
 -- ARGV  holder, ttl ms
 -- reply token | nil it was not handed over
 local value = redis.pcall('GET', KEYS[1])
-if type(value) ~= 'string' or string.sub(value, 1, 33) ~= ARGV[1] .. '|' then return false end
+local holder, token = string.match(type(value) == 'string' and value or '', '^(%x+)|(%d+)|')
+if holder ~= ARGV[1] then return false end
 redis.call('PEXPIRE', KEYS[1], ARGV[2])
-return string.match(value, '^%x+|(%d+)|') + 0
+return token + 0

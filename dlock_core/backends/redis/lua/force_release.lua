@@ -7,6 +7,7 @@ local lock, tokens, index, token = KEYS[1], KEYS[2], KEYS[3], ARGV[1]
 local function has(text) return type(text) == 'string' and string.match(text, '^%x+|(%d+)|') == token end
 local value, found = redis.pcall('GET', lock), 0
 if value == 'shared' then
+  --#include shared.lua
   for _, holder in ipairs(redis.call('ZRANGE', sharers, 0, -1)) do
     if has(redis.call('HGET', owners, holder)) then found = unshare(holder) end
   end

@@ -15,19 +15,6 @@ local time = redis.call('TIME')
 local moment = micros(time)
 local now = math.floor(moment / 1000)
 
-local function unshare(holder)
-  local found = redis.call('ZREM', sharers, holder)
-  redis.call('HDEL', owners, holder)
-  if redis.call('EXISTS', sharers) == 0 then redis.call('DEL', lock, owners) end
-  return found
-end
-
--- End the shared grants whose ttl is over: only the longest of them is the ttl of the key.
-local function prune()
-  for _, gone in ipairs(redis.call('ZRANGEBYSCORE', sharers, '-inf', now)) do unshare(gone) end
-  if redis.call('EXISTS', sharers) == 0 then redis.call('DEL', lock, owners) end
-end
-
 local function grant(holder, mode, owner, ttl, floor)
   local token, text = draw(moment, floor + 1, 1)
   text = holder .. '|' .. text .. '|' .. time[1] .. '|' .. owner

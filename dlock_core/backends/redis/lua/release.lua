@@ -3,12 +3,12 @@
 -- ARGV  holder[, 1 to leave the queue as well]
 -- reply 1 it was ours | 0 the lock is free | 2 another holder has it
 local lock, tokens, index, holder = KEYS[1], KEYS[2], KEYS[3], ARGV[1]
-local value, found, head = redis.pcall('GET', lock), 1, nil
+local value, found, head = redis.pcall('GETRANGE', lock, '0', '32'), 1, nil
 if ARGV[2] and redis.call('ZREM', lock .. ':q', holder) == 1 then redis.call('HDEL', lock .. ':w', holder) end
-if not value then return 0 end
+if value == '' then return 0 end
 -- Any error but that of a key of another type, such as a missing permission, says nothing about the lock.
 if type(value) == 'table' then return string.find(value.err, 'WRONGTYPE', 1, true) and 2 or value end
-if string.sub(value, 1, 33) == holder .. '|' then
+if value == holder .. '|' then
   value, head = nil, redis.pcall('ZRANGE', lock .. ':q', '0', '0')[1]  -- none in a key of another type
   if not head then
     redis.call('DEL', lock)
@@ -20,6 +20,7 @@ elseif value ~= 'shared' then
 end
 --#include queue.lua
 if value then
+  --#include shared.lua
   prune()
   if unshare(holder) == 0 then found = 2 * redis.call('EXISTS', lock) end
   value = redis.call('GET', lock)
