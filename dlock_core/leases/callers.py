@@ -24,22 +24,22 @@ _held_besides: Final[dict[tuple[ref[Any], Backend, str], ref[LeaseRecord]]] = {}
 """Those whose name is taken there: by another thread or task, in another store, or by a lease that was lost."""
 
 
-def find_held(caller: object, backend: Backend, name: str) -> LeaseRecord | None:
-    """Return the lease that a thread or task holds already, unless it is lost or being released."""
-    known = _held.get(name)
-    if known is None and not _held_besides:
-        return None
+def find_held(caller: object, backend: Backend, *names: str) -> LeaseRecord | None:
+    """Return the first lease of these names that a thread or task holds already, unless lost or being released."""
     own = ref(caller)
-    for each in (known, _held_besides.get((own, backend, name))):
-        held = None if each is None else each()
-        if held is not None and held.caller is own and held.backend is backend and held.is_joinable():
-            return held
+    for name in names:
+        if name in _held or _held_besides:
+            for known in (_held.get(name), _held_besides.get((own, backend, name))):
+                held = None if known is None else known()
+                if held is not None and held.caller is own and held.backend is backend and held.is_joinable():
+                    return held
     return None
 
 
 def note_held(caller: object, leases: Sequence[LeaseRecord]) -> None:
     """Remember what a thread or task holds; weakly, or a task would keep the lease it returned."""
     own = ref(caller)
+    hash(own)  # Kept by the reference, which can be looked for then even when the thread has ended.
     for held in leases:
         held.caller, mine = own, ref(held)
         if _held.setdefault(held.request.name, mine) is not mine:
@@ -49,11 +49,16 @@ def note_held(caller: object, leases: Sequence[LeaseRecord]) -> None:
 def forget_held(leases: Sequence[LeaseRecord]) -> None:
     """Forget leases that have ended; their callers may hold later ones of the same names."""
     for held in leases:
-        name, mine = held.request.name, ref(held)
-        if _held.get(name) is mine:
-            _held.pop(name, None)
-        elif held.caller is not None and _held_besides.get(key := (held.caller, held.backend, name)) is mine:
-            _held_besides.pop(key, None)
+        name = held.request.name
+        _forget(_held, name, held)
+        if _held_besides:
+            _forget(_held_besides, (held.caller, held.backend, name), held)
+
+
+def _forget(known: dict[Any, ref[LeaseRecord]], key: object, held: LeaseRecord) -> None:
+    """Remove an entry if it is this lease's, or leads nowhere: the collector clears it before it calls a finalizer."""
+    if (entry := known.get(key)) is not None and ((found := entry()) is held or found is None):
+        known.pop(key, None)
 
 
 def held_names() -> set[str]:

@@ -233,7 +233,10 @@ class LeaseRecord:
         """
         if self.pid != _own_pid:
             self.ensure_own_process()
-        self.count_out(seat)
+        if seat is not None:
+            self.count_out(seat)
+        elif not self._left:
+            self._left = 1
         if self.ended is not None or not self._left or self._seats:
             return False
         # A handle that joins meets this, or is met below, or both: it asks `is_joinable` once more after it has joined.

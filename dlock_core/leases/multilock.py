@@ -30,7 +30,7 @@ from dlock_core.leases.lock import (
 from dlock_core.leases.watchdog import renew_in_background
 from dlock_core.names import canonical
 from dlock_core.observability import hooks
-from dlock_core.options import LockOptions, Seconds, deadline, unknown_option
+from dlock_core.options import Seconds, check_flags, deadline, store_ttl, ttl_seconds, unknown_option, wait_seconds
 from dlock_core.runtime import ASYNCIO, BLOCKING, refuse_in_loop, run
 
 if TYPE_CHECKING:
@@ -223,34 +223,34 @@ class AsyncMultiLease(_MultiLease, AsyncReleasing["list[Released]"]):
 class _MultiLock:
     """Several names in a store, held all or none; arguments as for `Lock`."""
 
+    renew, fair, on_lost = True, True, None
+    """As for `Lock`, which can be given others."""
+
     def __init__(
         self, backend: Backend, names: Iterable[str], *, ttl: Seconds = 30.0, wait: Seconds | None = 10.0,
         shared: bool = False, **unknown: Never,
     ) -> None:  # fmt: skip
         if unknown:
             raise unknown_option(unknown, ("ttl", "wait", "shared"))
-        options = LockOptions.checked(ttl, wait, shared, True, False, True, None)
+        check_flags(shared, True, False, True, None)
+        self.ttl, self.wait, self.shared = store_ttl(ttl_seconds(ttl), backend.capabilities), wait_seconds(wait), shared
         if isinstance(names, str):
             raise TypeError(f"a MultiLock takes several names, not the letters of one: give [{names!r:.80}]")
         self.names = tuple(sorted({canonical(name) for name in names}))
         if not self.names:
             raise ValueError("a MultiLock needs at least one name")
-        self.backend = backend
-        self.ttl, self.wait, self.shared, *_ = options.for_store(backend.capabilities)
-        self._blocks = Blocks()
+        self.backend, self._blocks = backend, Blocks()
 
     async def _hold(self, runtime: Runtime, caller: Hashable, kind: type[L], *, enters: bool = False) -> L:
         """Acquire all; `enters` a `with` block. See `Lock._hold` for what happens when it is interrupted.
 
         Raises LeaseLost when one is lost while the others are waited for.
         """
-        since, lease, options = runtime.now(), None, LockOptions(self.ttl, self.wait, self.shared)
-        for name in self.names:
-            if find_held(caller, self.backend, name) is not None:
-                raise AlreadyHeld(name)
+        since, lease = runtime.now(), None
+        if (known := find_held(caller, self.backend, *self.names)) is not None:
+            raise AlreadyHeld(known.name)
         acquisitions = [
-            Acquisition(runtime, self.backend, request, options, since=since)
-            for request in new_requests(self.names, options)
+            Acquisition(runtime, self.backend, request, self, since=since) for request in new_requests(self.names, self)
         ]
 
         async def hand_out() -> L:
@@ -264,7 +264,7 @@ class _MultiLock:
             return self._blocks.enter(caller, lease) if enters else lease
 
         try:
-            return await acquire_all(runtime, acquisitions, deadline(since, options.wait), hand_out)
+            return await acquire_all(runtime, acquisitions, deadline(since, self.wait), hand_out)
         except BaseException:
             if lease is not None:
                 for handle in lease:

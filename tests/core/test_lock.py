@@ -134,6 +134,22 @@ def test_lease_that_only_a_cycle_keeps_is_missed_when_the_cycle_is_collected(sto
     with pytest.warns(ResourceWarning, match="never released"):  # noqa: PT031
         del cycle
         gc.collect()
+    assert "a" not in held_names()
+
+
+def test_lease_of_a_thread_that_has_ended_can_be_released_again_when_its_store_is_back(store: MemoryBackend) -> None:
+    lease = in_thread(Lock(store, "a").acquire)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(store, "release", unreachable)
+        with pytest.raises(BackendUnavailable):
+            lease.release()
+    with Lock(store, "b"), Lock(MemoryBackend(), "b"):
+        gc.collect()
+        assert lease.release() is Released.RELEASED
+
+
+async def unreachable(*question: object) -> Any:
+    raise BackendUnavailable("a", reason="it is away")
 
 
 def test_lease_that_was_released_or_lost_is_thrown_away_in_silence(store: MemoryBackend) -> None:
@@ -361,6 +377,21 @@ def test_own_block_is_left_although_blocks_of_others_are_doubtful(store: MemoryB
     again = second(lock.__enter__)
     second(lambda: lock.__exit__(None, None, None))
     assert again._held.ended is Released.RELEASED
+
+
+def test_each_holder_of_a_name_is_refused_a_second_time_while_others_hold_it_too(store: MemoryBackend) -> None:
+    elsewhere, lock = MemoryBackend(), Lock(store, "beside", shared=True, wait=0)
+    other = Stay()
+    first, second, third = lock.acquire(), other(lock.acquire), Lock(elsewhere, "beside", wait=0).acquire()
+    for lease, again in (
+        (first, lock.acquire),
+        (second, lambda: other(lock.acquire)),
+        (third, MultiLock(elsewhere, ["a", "beside"], wait=0).acquire),
+    ):
+        with pytest.raises(AlreadyHeld):
+            again()
+        lease.release()
+    assert "beside" not in held_names()
 
 
 def test_lease_that_has_ended_or_was_thrown_away_is_not_remembered(store: MemoryBackend) -> None:
