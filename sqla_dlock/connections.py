@@ -21,11 +21,11 @@ from dlock_core.sql.driver_errors import MAY_ROLL_BACK, classify, is_refusal, wa
 from dlock_core.transactions.tie import Outcome, call_all
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable
 
     from sqlalchemy import Connection
 
-__all__ = ["ConnectionTracker", "Participant", "mark", "note_xid", "tracker_for", "tracker_of"]
+__all__ = ["EVADED", "ConnectionTracker", "Participant", "mark", "note_xid", "tracker_for", "tracker_of"]
 
 
 _INTERCEPTED: Final = (
@@ -50,6 +50,10 @@ class Participant(Protocol):
         """Take in how the connection's transaction has ended; `failed` means by an error of ROLLBACK."""
 
 
+EVADED: Final = (
+    "dlock: an exception that came while this transaction began has kept the lock from protecting it: roll it back"
+)
+"""Why a COMMIT is refused."""
 _warn_once_unless_known: Final = cache(warn_unless_known)
 
 
@@ -102,7 +106,7 @@ class ConnectionTracker:
 
     def _check(self) -> None:
         if self.hooks.due:
-            self.hooks.run()
+            self.hooks.run_last()
         for participant in self.participants:
             participant.check()
 
@@ -135,8 +139,8 @@ class ConnectionTracker:
             raise
 
     def _roll_back_to_savepoint(self, name: str) -> None:
+        self.hooks.note_savepoint_undone()  # first: an interrupt may come as soon as the database has done it
         self.sqlalchemy._rollback_to_savepoint_impl(name)
-        self.hooks.note_savepoint_undone()
         undone = [each for each in self.undo if name in each[0]]
         self.undo = [each for each in self.undo if each not in undone]
         call_all([restore for _, restore in undone])
@@ -222,7 +226,9 @@ class FirstStatementHooks:
         """The hooks that were called inside a savepoint, whose rollback would undo their work."""
         self._is_busy = False
         self.listens = False
-        """Statements of the connection are looked at."""
+        """Statements of the connection are looked at, or are about to be."""
+        self._hears = False
+        """They surely are: nothing has come between."""
         self._is_held: Callable[[], bool] = _never
         self._comment = ""
 
@@ -233,9 +239,8 @@ class FirstStatementHooks:
                 self.discard(hook)
         self.due.extend(hooks)
 
-    def postpone(self, hooks: Iterable[Hook], is_held: Callable[[], bool]) -> None:
-        """Call hooks before the first statement that is sent when `is_held()` is no longer true, or before COMMIT."""
-        self.add(*hooks)
+    def postpone(self, is_held: Callable[[], bool]) -> None:
+        """Call the hooks before the first statement that is sent when `is_held()` is not true, or before COMMIT."""
         self._is_held = is_held
         self._listen()
 
@@ -249,19 +254,25 @@ class FirstStatementHooks:
         """Call the hooks that are due. A hook that raises stays due: no statement passes before it has succeeded."""
         if self._is_busy or not self.due:
             return
-        self._is_busy = True
         try:
+            self._is_busy = True
             while self.due:
                 hook, may_be_undone = self.due[0], self.connection.in_nested_transaction()
                 hook(self.connection)
                 if hook in self.due:  # it may have removed itself
-                    self.due.remove(hook)
                     (self._in_savepoint if may_be_undone else self._done).append(hook)
+                    self.due.remove(hook)  # last, or an interrupt between could lose it
         except BaseException:
             self._listen()
             raise
         finally:
             self._is_busy = False
+
+    def run_last(self) -> None:
+        """Call the hooks that are due, before COMMIT, unless statements may have gone past one of them."""
+        if self._is_busy or not self._hears:
+            raise InvalidRequestError(EVADED)
+        self.run()
 
     def mark(self, comment: str) -> None:
         """Put a comment before each statement, except for executemany: drivers read how those statements begin."""
@@ -287,14 +298,18 @@ class FirstStatementHooks:
 
     def end(self) -> None:
         """Listen no more: the transaction has ended, and its connection may be used on."""
-        with suppress(InvalidRequestError):  # it was removed already, before an interrupt came
+        self._hears = False
+        with suppress(InvalidRequestError, ValueError):  # an interrupt has come in the middle of this, or of `_listen`
             event.remove(self.connection, "before_cursor_execute", self._before_statement)
         self.listens = False
 
     def _listen(self) -> None:
-        if not self.listens:
+        if not self._hears:
+            if self.listens:
+                self.end()
             self.listens = True
             event.listen(self.connection, "before_cursor_execute", self._before_statement, retval=True)
+            self._hears = True
 
     def _before_statement(
         self, _connection: Connection, _cursor: object, statement: str, parameters: Any, *rest: Any

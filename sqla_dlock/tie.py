@@ -26,6 +26,7 @@ from sqla_dlock.transactions import (
     connections_of,
     in_transaction,
     is_of_test,
+    note_past,
     on_end,
     on_savepoint_rollback,
     on_transaction,
@@ -213,10 +214,12 @@ class TiedSession:
 
     def forget(self) -> None:
         """Let go of the session, whose later transactions are none of this lease's."""
+        session = self._session()
+        if session is not None and self.tie.transactions == 0 and self.tie.state is not TieState.ABANDONED:
+            note_past(session)
         for stop in self._stop:
             stop()
         self._stop = []
-        session = self._session()
         ties = [] if session is None else vars(session).get("_dlock_ties", [])
         if self in ties:
             ties.remove(self)

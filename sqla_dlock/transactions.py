@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING, Final, TypeAlias
 from weakref import ref
 
 from sqlalchemy import Connection, event
+from sqlalchemy.exc import InvalidRequestError
 from sqlalchemy.orm import Session
 
 from dlock_core.transactions.retry import AttemptedWork, current_attempts, report
 from dlock_core.transactions.tie import Outcome, call_all
-from sqla_dlock.connections import tracker_for, tracker_of
+from sqla_dlock.connections import EVADED, tracker_for, tracker_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -28,6 +29,7 @@ __all__ = [
     "before_work",
     "connections_of",
     "in_transaction",
+    "note_past",
     "on_end",
     "on_savepoint_rollback",
     "on_transaction",
@@ -142,6 +144,13 @@ def on_unbegun_close(session: Session, hook: Callable[[], None]) -> None:
     _hooks_of(session).closings.append(hook)
 
 
+def note_past(session: Session) -> None:
+    """Have the COMMIT of the open transaction refused, if it has gone past a lease that is about to be forgotten."""
+    hooks: _SessionHooks | None = vars(session).get("_dlock_hooks")
+    if hooks is not None and hooks.is_evaded(session):
+        hooks.is_past = True
+
+
 def settle_ended(session: Session) -> None:
     """Settle a transaction that has ended, although an interrupt has kept SQLAlchemy from telling so."""
     hooks: _SessionHooks | None = vars(session).get("_dlock_hooks")
@@ -181,13 +190,28 @@ class _SessionHooks:
         self.work: list[Callable[[Connection], None]] = []
         self.closings: list[Callable[[], None]] = []
         self.root: RootTransaction | None = None
+        self.is_past = False
+        """The open transaction has gone past a lease that was held then, and is held no more."""
 
     def begin(self, session: Session, transaction: SessionTransaction) -> RootTransaction:
         if self.root is not None and not self.root.is_over:
             self.root.leave()  # an interrupt has kept SQLAlchemy from telling
+        self.is_past = False
         self.root = root = RootTransaction(session, transaction)
         vars(transaction)["close"] = partial(_close_transaction, root)
         return root
+
+    def is_evaded(self, session: Session) -> bool:
+        """Return whether the open transaction, or a connection's part in it, has begun without a hook.
+
+        An exception can keep us from hearing of it: a signal handler's, or that of another listener before ours.
+        """
+        root, transaction = self.root, session.get_transaction()
+        if transaction is None or self.is_past or not (self.beginnings or self.work):
+            return self.is_past
+        if root is None or root.transaction is not transaction:
+            return True
+        return not root.is_over and not (root.is_begun and root.followed == len(connections_in(transaction)))
 
 
 def _close_transaction(root: RootTransaction, invalidate: bool = False) -> None:  # noqa: FBT001, FBT002 - SQLAlchemy's form
@@ -222,6 +246,8 @@ def _hooks_of(session: Session) -> _SessionHooks:
         root = hooks.begin(session, transaction)
         for connection in connections_in(transaction):
             root.join(connection)
+            root.followed += 1
+        root.is_begun = not hooks.beginnings  # else these should have been called when it began
     return hooks
 
 
@@ -259,6 +285,7 @@ def _begun(session: Session, transaction: SessionTransaction) -> None:
     except BaseException:
         transaction.close()
         raise
+    root.is_begun = True
     hooks.closings.clear()  # The transaction holds what they wanted to end.
 
 
@@ -267,15 +294,18 @@ def _joined(session: Session, transaction: SessionTransaction, connection: Conne
     hooks: _SessionHooks | None = vars(session).get("_dlock_hooks")
     if hooks is None or hooks.root is None or hooks.root.transaction is not transaction:
         return  # nobody asks, or it is a savepoint
-    hooks.root.join(connection)
+    root = hooks.root
+    root.join(connection)
     if not hooks.work:
+        root.followed += 1
         return
     first = tracker_for(connection).hooks
+    first.add(*hooks.work)
+    root.followed += 1  # whatever comes now, COMMIT is refused unless they are called before the next statement
     if len(session.dispatch.after_begin) == 1:
-        first.add(*hooks.work)
         first.run()
     else:  # the program's own listeners come first: they choose the schema, or the tenant, whose row is fenced
-        first.postpone(hooks.work, partial(_is_beginning, transaction))
+        first.postpone(partial(_is_beginning, transaction))
 
 
 def _is_beginning(transaction: SessionTransaction) -> bool:
@@ -285,9 +315,13 @@ def _is_beginning(transaction: SessionTransaction) -> bool:
 
 @event.listens_for(Session, "before_commit")
 def _before_commit(session: Session) -> None:
-    """Check a transaction without a connection here, because no COMMIT will be sent for it."""
+    """Refuse what has evaded the hooks. Check a transaction without a connection: no COMMIT will be sent for it."""
     hooks: _SessionHooks | None = vars(session).get("_dlock_hooks")
-    if hooks is None or hooks.root is None or hooks.root.outcomes or session.in_nested_transaction():
+    if hooks is None:
+        return
+    if hooks.is_evaded(session):
+        raise InvalidRequestError(EVADED)
+    if hooks.root is None or hooks.root.outcomes or session.in_nested_transaction():
         return
     session.flush()
     if not hooks.root.outcomes:
@@ -328,7 +362,9 @@ class RootTransaction:
         self.connections: list[Connection] = []
         self.outcomes: dict[Connection, Outcome | None] = {}
         """How the transaction has ended on each connection, None while it has not."""
-        self.is_over = False
+        self.is_over = self.is_begun = False
+        self.followed = 0
+        """How many connections have joined, each with all hooks that are wanted before its first statement."""
         self.was_committed = False
         """The session says that it has committed; it knows nothing of lost connections, nor of who owns them."""
         self.settlers: list[Callable[[Outcome], None]] = []

@@ -5,10 +5,11 @@ import logging
 import sqlite3
 import uuid
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import Any
 
 import pytest
-from sqlalchemy import Engine, create_engine
+from sqlalchemy import Connection, Engine, create_engine, event, text
 from sqlalchemy.exc import InvalidRequestError
 from sqlalchemy.orm import Session
 from sqlalchemy.pool import NullPool, StaticPool
@@ -17,7 +18,7 @@ from dlock_core.backends.memory import MemoryBackend
 from dlock_core.stores import Store
 from sqla_dlock import lock, locked, stores
 from sqla_dlock.fencing import metadata as fence_metadata
-from tests.interrupts import OURS, TELLS_OTHERS, SoftLimit, each_line, renewed
+from tests.interrupts import OURS, TELLS_OTHERS, SoftLimit, Tracer, each_line, renewed
 from tests.sqla_dlock.engines import begin_immediate
 from tests.sqla_dlock.models import Base, Counter
 
@@ -159,3 +160,57 @@ def test_interrupt_at_any_line_leaves_no_lease_that_is_renewed(
             left.append(line.function)
         memory._states.clear()
     assert len(left) < 50, left  # nearly always it is released at once
+
+
+def first_statement(session: Session) -> None:
+    session.execute(text("SELECT 1"))
+
+
+def undone_savepoint(session: Session) -> None:
+    with pytest.raises(Sorry), session.begin_nested():
+        session.execute(text("SELECT 1"))
+        raise Sorry
+
+
+@pytest.mark.parametrize("has_listener", [False, True], ids=["", "listener"])
+@pytest.mark.parametrize("work", [first_statement, undone_savepoint])
+def test_program_that_goes_on_after_an_interrupt_commits_nothing_that_was_not_fenced(
+    engine: Engine, memory: MemoryBackend, work: Callable[[Session], None], has_listener: bool
+) -> None:
+    class OwnSession(Session):
+        """One whose listeners no other session has."""
+
+    if has_listener:
+        event.listen(OwnSession, "after_begin", lambda *_: None)
+    unfenced: list[str] = []
+
+    def note(connection: Connection, _cursor: object, statement: str, *_: object) -> None:
+        driver: Any = connection.connection.driver_connection
+        is_own = statement.startswith(("BEGIN", "SAVEPOINT", "RELEASE", "ROLLBACK")) or "dlock_fence" in statement
+        if not is_own and not driver.execute("SELECT 1 FROM dlock_fence WHERE name = 'order:42'").fetchall():
+            unfenced.append(statement)
+
+    def committed(tracer: Tracer) -> bool:
+        unfenced.clear()
+        try:
+            with OwnSession(engine) as session, lock(session, "order", 42):
+                with suppress(SoftLimit), tracer:
+                    work(session)
+                write(session)
+                session.commit()
+        except Exception:  # of SQLAlchemy, too, whose own state may be spoiled
+            return False
+        finally:
+            memory._states.clear()
+        return True
+
+    event.listen(engine, "after_cursor_execute", note)
+    try:
+        files = (*OURS, "sqlalchemy/orm/session.py", "sqlalchemy/engine/base.py")
+        counting = Tracer(files)
+        assert committed(counting)
+        for at in counting.first.values():
+            tracer = Tracer(files, at)
+            assert not committed(tracer) or not unfenced, tracer.hit
+    finally:
+        event.remove(engine, "after_cursor_execute", note)
