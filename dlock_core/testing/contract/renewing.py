@@ -25,7 +25,7 @@ __all__ = [
 
 
 def test_renewal_by_hand_pushes_the_expiry(harness: Harness, name: str) -> None:
-    lease = harness.acquire(name, ttl=harness.short_ttl, renew=False)
+    lease = harness.acquire(name, ttl=20.0, renew=False)
     harness.do(lambda: lease.renew(60))
     assert 30 < lease.remaining() <= 60
     assert not lease.lost
