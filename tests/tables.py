@@ -40,6 +40,7 @@ class Emptier:
 
     def __init__(self, alias: str) -> None:
         self._connection = connections.create_connection(alias)
+        self._connection.inc_thread_sharing()  # the first test that asks for the database may ask in a thread
         quote = self._connection.ops.quote_name
         models = apps.get_models(include_auto_created=True)
         self._tables = sorted({quote(each._meta.db_table) for each in models if each._meta.can_migrate(alias)})
