@@ -113,8 +113,13 @@ class ConnectionTracker:
     def _statement(self, execute: Callable[..., Any], sql: Any, params: Any, many: Any, context: Any) -> Any:
         """Stand in for Django's execute(sql, params, many, context)."""
         text, transaction = sql if type(sql) is str else text_of(sql), self.transaction()
-        if not self.suspended.depth and (self.hooks or leases_of_context.get()):
-            self._before_statement(text, transaction)
+        leases, is_data = leases_of_context.get(), False
+        if leases and transaction is not None:
+            is_data = is_data_statement(text)
+            if is_data and transaction.passed.issuperset(leases):
+                leases = ()
+        if (leases or self.hooks) and not self.suspended.depth:
+            self._before_statement(text, transaction, leases)
         if transaction is None:
             return execute(sql, params, many, context)
         if not transaction.has_spoken:
@@ -126,22 +131,22 @@ class ConnectionTracker:
         except Exception as error:
             transaction.note_failure(self.connection, error)
             raise
-        if transaction.undo and not is_data_statement(text):
+        if transaction.undo and not (is_data or is_data_statement(text)):
             transaction.note_savepoints(text)
         return answer
 
-    def _before_statement(self, sql: str, transaction: Transaction | None) -> None:
+    def _before_statement(self, sql: str, transaction: Transaction | None, leases: tuple[Any, ...]) -> None:
         """Call the hooks and the leases; statements that one of them sends are reported to none of them."""
         is_inside = transaction is not None
         if sql.startswith("SAVEPOINT") and not is_inside:  # of a test case
             return
         if sql.startswith(_DJANGOS_OWN) and ";" not in sql and not (is_inside and sql.startswith("BEGIN")):
             return
-        with self.suspended:
-            for hook in self.hooks:
+        for hook in self.hooks:
+            with self.suspended:
                 hook(self.connection, sql, is_inside)
-            for lease in leases_of_context.get():
-                lease.before_statement(self, transaction, sql)
+        for lease in leases:
+            lease.before_statement(self, transaction, sql)
 
     def _may_take_snapshot(self, sql: str) -> bool:
         if sql.startswith("SET STATEMENT"):  # MariaDB: a statement of any kind
@@ -159,6 +164,8 @@ class ConnectionTracker:
             if current.driver is None or current.driver is connection.connection:
                 return current
             self._settle(current)  # the driver's connection was replaced behind our back, and the transaction with it
+        elif connection.autocommit and not connection.in_atomic_block and connection.connection is not None:
+            return None  # as `_is_open` says
         if self.current is None and _is_open(connection):
             is_manual = not (connection.in_atomic_block and connection.commit_on_exit)
             self.current = Transaction(_anchor(connection), is_manual, driver=connection.connection)
@@ -262,7 +269,8 @@ class ConnectionTracker:
         # Django says so next; now, because settlers may ask.
         self.connection.closed_in_transaction = self.connection.in_atomic_block
         if ending is not None:
-            self._forget(ending)
+            if self.current is ending:
+                self.current = None
             call_all(_pending_steps(ending))
 
     def savepoint(self) -> str | None:
@@ -298,10 +306,6 @@ class ConnectionTracker:
             if ending is None and self.current is not None:
                 call_all(self.current.undo_to(sid))
 
-    def _forget(self, ending: Transaction) -> None:
-        if self.current is ending:
-            self.current = None
-
     def _settle(self, ending: Transaction | None) -> None:
         """Undo what was rolled back and report the end; once more for what was interrupted. Leases are released here.
 
@@ -310,7 +314,8 @@ class ConnectionTracker:
         """
         if ending is None:
             return
-        self._forget(ending)
+        if self.current is ending:
+            self.current = None
         try:
             if ending.undo or ending.settlers:
                 self._call_between_transactions(_pending_steps(ending), is_manual=ending.is_manual)
@@ -326,7 +331,11 @@ class ConnectionTracker:
         hooks = connection.run_on_commit, connection.run_commit_hooks_on_set_autocommit_on
         try:
             connection.run_on_commit, connection.run_commit_hooks_on_set_autocommit_on = [], False
-            self._turn_autocommit_on()
+            try:  # What Django's `set_autocommit` does, without its checks of a connection that has just been used.
+                self.django._set_autocommit(True)
+                connection.autocommit, self._turned_on = True, connection.connection
+            except Error:
+                self._turned_on = None
             call_all(steps)
         finally:
             if is_manual:
@@ -334,15 +343,6 @@ class ConnectionTracker:
                 with suppress(Error):
                     connection.set_autocommit(False)
             connection.run_on_commit, connection.run_commit_hooks_on_set_autocommit_on = hooks
-
-    def _turn_autocommit_on(self) -> None:
-        """Do what Django's `set_autocommit` does, without its checks of a connection that has just been used."""
-        connection = self.connection
-        try:
-            self.django._set_autocommit(True)
-        except Error:
-            return
-        connection.autocommit, self._turned_on = True, connection.connection
 
 
 _guard: Final = RLock()
@@ -369,17 +369,21 @@ def wrap_statements(connection: BaseDatabaseWrapper, wrapper: Callable[..., Any]
             connection.execute_wrappers.insert(0, wrapper)
 
 
-def initialized() -> list[BaseDatabaseWrapper]:
-    """Return the connections of this thread, as `connections.all(initialized_only=True)` does, in half the time."""
+def initialized() -> dict[str, BaseDatabaseWrapper]:
+    """Return the connections of this thread by alias: `connections.all(initialized_only=True)` in half the time."""
     local: Any = connections._connections  # type: ignore[attr-defined]
-    found = [getattr(local, alias, None) for alias in connections.settings]
-    return [connection for connection in found if connection is not None]
+    found: dict[str, BaseDatabaseWrapper] = {}
+    for alias in connections.settings:
+        if (connection := getattr(local, alias, None)) is not None:
+            found[alias] = connection
+    return found
 
 
 def listening_tracker(connection: BaseDatabaseWrapper) -> tuple[ConnectionTracker, Transaction | None]:
     """Return the tracker of a connection, which hears of every statement from now on, and the open transaction."""
-    tracker = tracker_for(connection)
-    tracker.listen()
+    tracker: ConnectionTracker = vars(connection).get("_dlock_tracker") or tracker_for(connection)
+    if tracker._statement not in connection.execute_wrappers:
+        tracker.listen()
     return tracker, tracker.transaction()
 
 
@@ -445,8 +449,10 @@ def _anchor(connection: BaseDatabaseWrapper) -> str | None:
 def _pending_steps(ending: Transaction) -> deque[Step]:
     """Return what is still to be called, now that a transaction has ended; a called step is taken out."""
     if ending.pending is None:
-        undone = ending.undo_to(None) if ending.outcome is Outcome.ROLLED_BACK else []
-        ending.pending = deque(undone + [partial(settle, ending.outcome) for settle in reversed(ending.settlers)])
+        steps = deque(ending.undo_to(None) if ending.outcome is Outcome.ROLLED_BACK else ())
+        for settle in reversed(ending.settlers):
+            steps.append(partial(settle, ending.outcome))
+        ending.pending = steps
     return ending.pending
 
 

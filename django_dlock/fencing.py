@@ -75,10 +75,7 @@ class FencedMixin(models.Model):
 
 
 class TableFence:
-    """The row of a lock in `dlock_fence`. No lease hears of the fence's own statements.
-
-    An admit is sent where the tracker of the connection has suspended itself already.
-    """
+    """The row of a lock in `dlock_fence`. Each step is taken where the tracker of the connection is suspended."""
 
     supports_shared = True
 
@@ -92,18 +89,15 @@ class TableFence:
 
     def prepare(self, connection: BaseDatabaseWrapper, entry: FenceEntry) -> None:
         """Leave the mark of shared holders, committed on its own, so that they do not wait for each other."""
-        with tracker_for(connection).suspended:
-            _run(fencing.prepare, connection, entry)
+        _run(fencing.prepare, connection, entry)
 
     def announce(self, connection: BaseDatabaseWrapper, entry: FenceEntry) -> None:
         """Raise the row, committed on its own, for a lease of several transactions; raises StaleToken, RowLocked."""
-        with tracker_for(connection).suspended:
-            _run(fencing.announce, connection, entry)
+        _run(fencing.announce, connection, entry)
 
     def confirm(self, connection: BaseDatabaseWrapper, entry: FenceEntry) -> None:
         """Prove just before COMMIT that no newer holder was announced; raises StaleToken, RowLocked."""
-        with tracker_for(connection).suspended:
-            _run(fencing.confirm, connection, entry)
+        _run(fencing.confirm, connection, entry)
 
 
 TABLE_FENCE: Final = TableFence()
@@ -123,12 +117,11 @@ class RowFence(TableFence):
 
     def announce(self, connection: BaseDatabaseWrapper, entry: FenceEntry) -> None:
         # The row, and the table in its place, are raised together.
-        with tracker_for(connection).suspended, transaction.atomic(using=connection.alias):
+        with transaction.atomic(using=connection.alias):
             self._run_on_row(fence_sql.admit, connection, entry)
 
     def confirm(self, connection: BaseDatabaseWrapper, entry: FenceEntry) -> None:
-        with tracker_for(connection).suspended:
-            self._run_on_row(fence_sql.confirm, connection, entry)
+        self._run_on_row(fence_sql.confirm, connection, entry)
 
     def _run_on_row(
         self, ask: Callable[[fence_sql.FencedRow, FenceEntry], None], connection: BaseDatabaseWrapper, entry: FenceEntry

@@ -102,7 +102,7 @@ def _aliases(using: Any) -> tuple[str, ...]:
 def _attempt_in_new_transaction(
     function: Callable[..., Any], aliases: tuple[str, ...], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    for connection in initialized():
+    for connection in initialized().values():
         wrap_statements(connection, _statement)
     _refuse_inside(aliases)
     with ExitStack() as transactions:

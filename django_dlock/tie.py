@@ -74,8 +74,10 @@ class TiedDatabases:
     settle_ended = None
     """The tracker of each connection settles its transactions, and repeats what was interrupted."""
 
-    def __init__(self, tie: Tie, gate: FenceGate) -> None:
+    def __init__(self, tie: Tie, gate: FenceGate, here: dict[str, BaseDatabaseWrapper] | None = None) -> None:
         self.tie, self.held, self.gate = tie, tie.held, gate
+        self._here = here
+        """This thread's connections, if they were looked up for the acquire."""
         self.is_aborted = False
         """Its block ended with an error: what still runs in a thread must not begin another transaction."""
         self._thread = threading.get_ident()
@@ -84,10 +86,8 @@ class TiedDatabases:
         """The database in whose transaction the lock is: no fence is needed there, one COMMIT ends both."""
         self._around = None if self.home is None else open_transaction(connections[self.home])
         """That transaction; another thread's, in the same database, is none of it."""
-        self._not_admitted: set[object] = set()
-        """The tied transactions into which the token is to be admitted before their next statement."""
         self._maybe_ended: set[object] = set()
-        """Those of them whose last statement has run others, one of which may have ended the transaction."""
+        """The tied transactions whose last statement has run others, one of which may have ended the transaction."""
         self._around_block: frozenset[object] = frozenset()
         """The transactions inside which the lease was taken."""
 
@@ -95,20 +95,24 @@ class TiedDatabases:
         """Tie every transaction that is open in this thread to a new lease, and protect a database."""
         if self.home is not None:
             self.tie.supersede(other.tie for other in current())
-        transaction = self._protect(using, form)
-        for connection in initialized():
+        here = initialized() if self._here is None else self._here
+        transaction = self._protect(here.get(using) or connections[using], form)
+        for alias, connection in here.items():
             # A lock in a transaction ends with it. So a transaction elsewhere is tied only when work is done in it
             # under the lock: one that just happens to be open, and ends later, is not refused its COMMIT.
-            is_needed = self.home in (None, connection.alias)
-            if is_needed and connection.alias != using and (other := open_transaction(connection)) is not None:
-                self._enter_apart(connection, other)
-        self._around_block = frozenset(self.tie.open)
-        self._end_with_transaction(transaction, handle)
-        leases_of_context.set((*current(), self))
+            if alias != using and self.home in (None, alias):
+                tracker = tracker_for(connection)
+                if (other := tracker.transaction()) is not None:
+                    self._enter(tracker, other)
+        self._here = None
+        if self.tie.open:
+            self._around_block = frozenset(self.tie.open)
+            self._end_with_transaction(transaction, handle)
+        leases_of_context.set((*current(), self) if leases_of_context.get() else (self,))
 
     def join(self, using: str, form: FenceForm, handle: TiedLease) -> None:
         """Take in a handle that has joined the lease."""
-        self._end_with_transaction(self._protect(using, form), handle)
+        self._end_with_transaction(self._protect(connections[using], form), handle)
 
     def keep(self, handle: TiedLease) -> None:
         """Let a handle last as long as its transaction or else this context, whatever its caller does with it."""
@@ -122,47 +126,47 @@ class TiedDatabases:
         if transaction in self.tie.open:
             self.tie.bind_to(transaction, handle)
 
-    def _protect(self, using: str, form: FenceForm) -> Transaction | None:
+    def _protect(self, connection: BaseDatabaseWrapper, form: FenceForm) -> Transaction | None:
         """Protect a database from now on; returns its open transaction, which is tied to the lease."""
-        connection, forms = connections[using], self.gate.forms
-        _, transaction = listening_tracker(connection)
+        tracker, transaction = listening_tracker(connection)
+        using, forms = connection.alias, self.gate.forms
         form = False if using == self.home else form
-        if using not in forms or (form and not forms[using]):
-            self.gate.protect(using, form, connection, is_inside=transaction is not None)
-            if form and transaction is not None:
+        if form and not forms.get(using):
+            with tracker.suspended:
+                self.gate.protect(using, form, connection, is_inside=transaction is not None)
+            if transaction is not None:
                 self._admit_before_next(transaction)
+        else:
+            forms.setdefault(using, False)
         if transaction is not None:
-            self._enter_apart(connection, transaction)
+            self._enter(tracker, transaction)
         return transaction
 
-    def _enter_apart(self, connection: BaseDatabaseWrapper, transaction: Transaction) -> None:
-        """As `_enter`, when it is not the tracker of the connection that asks."""
-        with tracker_for(connection).suspended:
-            self._enter(connection, transaction)
-
-    def _enter(self, connection: BaseDatabaseWrapper, transaction: Transaction) -> None:
+    def _enter(self, tracker: ConnectionTracker, transaction: Transaction) -> None:
         """Tie an open transaction to the lease, and admit the token into it."""
+        connection = tracker.connection
         if transaction not in self.tie.open:
-            self._refuse_aborted()
-            self._refuse_lost()
+            if self.is_aborted or self.tie.state is not TieState.HELD:
+                self._refuse_aborted()
+            if self.held.remaining() == 0.0:
+                self._refuse_lost()
             self._begin(connection, transaction)
-        elif transaction not in self._not_admitted:
+        elif self in transaction.passed:
             return
         if self.gate.forms.get(connection.alias) == "transaction":
             if transaction in self._maybe_ended:
                 self._refuse_ended(connection)
-            self.gate.admit(connection, connection.alias)
+            with tracker.suspended:
+                self.gate.admit(connection, connection.alias)
             transaction.undo.append(partial(self._admit_before_next, transaction))
-        self._not_admitted.discard(transaction)
         self._maybe_ended.discard(transaction)
+        transaction.passed.add(self)
 
     def _begin(self, connection: BaseDatabaseWrapper, transaction: Transaction) -> None:
         ends_lock = transaction is self._around
         transaction.checks.append(partial(self._before_commit, connection, transaction))
         transaction.settlers.append(partial(self.tie.settle, transaction, forget=self.forget, ends_lock=ends_lock))
-        self._not_admitted &= self.tie.open
         self._maybe_ended &= self.tie.open
-        self._not_admitted.add(transaction)
         self.tie.begin(transaction)
         if ends_lock:
             transaction.undo.append(partial(self._savepoint_undone, connection, transaction))
@@ -171,9 +175,8 @@ class TiedDatabases:
 
     def _admit_before_next(self, transaction: Transaction) -> None:
         """Admit again before the next statement: a savepoint's rollback took the admit along, or it was not fenced."""
-        if transaction in self.tie.open:
-            self._not_admitted.add(transaction)
-            self._maybe_ended.discard(transaction)
+        transaction.passed.discard(self)
+        self._maybe_ended.discard(transaction)
 
     def before_statement(self, tracker: ConnectionTracker, transaction: Transaction | None, sql: str) -> None:
         """Admit the lease into the transaction in which a statement is about to be sent, or refuse the statement.
@@ -186,7 +189,7 @@ class TiedDatabases:
             return
         if transaction is not None:
             if transaction in tie.open or tie.handles or self._is_cut_off:
-                self._enter(connection, transaction)
+                self._enter(tracker, transaction)
             is_tied = transaction in tie.open or connection.alias in self.gate.forms
             if is_tied and not is_data_statement(sql):
                 self._refuse_end(connection, transaction, sql)
@@ -223,12 +226,14 @@ class TiedDatabases:
         """
         if self.tie.state is TieState.ABANDONED:
             return
-        self._refuse_lost()
+        if self.held.remaining() == 0.0:
+            self._refuse_lost()
         form = self.gate.forms.get(connection.alias)
         if form == "lease":
-            self.gate.confirm(connection, connection.alias)
-        elif form and (transaction in self._not_admitted or transaction not in self.tie.open):
-            self._enter_apart(connection, transaction)
+            with tracker_for(connection).suspended:
+                self.gate.confirm(connection, connection.alias)
+        elif form and self not in transaction.passed:
+            self._enter(tracker_for(connection), transaction)
         elif form and connection.vendor != "mysql":
             self._refuse_ended(connection)
 
@@ -242,8 +247,9 @@ class TiedDatabases:
 
     def forget(self) -> None:
         """Hold the lease no more in this context."""
-        others = [other for other in leases_of_context.get() if other is not self and other.held.ended is None]
-        leases_of_context.set(tuple(others))
+        known = leases_of_context.get()
+        others = (each for each in known if each is not self and each.held.ended is None)
+        leases_of_context.set(() if known == (self,) else tuple(others))
         if _kept.get():
             _kept.set(tuple(each for each in _kept.get() if each[0] is not self and each[0].held.ended is None))
 
@@ -273,7 +279,7 @@ class TiedDatabases:
         if runtime is not BLOCKING:
             self.is_aborted = self.is_aborted or not others
         elif tie.open and tie.are_bound(others):
-            here = {tracker_for(connection).current for connection in initialized()}
+            here = {tracker_for(connection).current for connection in initialized().values()}
             if (tie.open & here) - self._around_block:
                 self.held.abandon()
 
@@ -338,8 +344,9 @@ def _before_migrations(using: str, **_: object) -> None:
 class DatabaseAcquire(LockAcquire):
     """One acquire of a lock by this context: what it holds already, and the transaction that it asks in."""
 
-    new_tied = TiedDatabases
     own_error = staticmethod(as_database_error)
+    _here: dict[str, BaseDatabaseWrapper] | None = None
+    """The connections of the thread that waits for this acquire."""
 
     @property
     def database(self) -> str:
@@ -356,24 +363,32 @@ class DatabaseAcquire(LockAcquire):
         using = self.lock.using
         if using not in connections.settings:
             raise ConnectionDoesNotExist(f"there is no database {using!r}, only: {', '.join(connections)}")
-        found = self.find()
+        found = self.find() if leases_of_context.get() else None
+        if self.runtime is BLOCKING:
+            self._here = initialized()
         # A store that locks inside the transaction of that database looks at its snapshot in the same request.
         is_home = using == self.store.backend.capabilities.transaction_database
         looks = found is None and self.lock.snapshot == "raise" and not is_home
-        if looks and (self.runtime is BLOCKING or _may_be_inside()):
+        if looks and self.runtime is BLOCKING:
+            self._refuse_old_snapshot()
+        elif looks and _may_be_inside():
             await self.runtime.call_database(self._refuse_old_snapshot)
         return found
 
     def _refuse_old_snapshot(self) -> None:
         """Raise SnapshotTooOld when this thread's transaction may read from before the lock; may ask the database."""
-        connection = connections[self.database]
+        using = self.lock.using
+        connection = (self._here or {}).get(using) or connections[using]
         _, transaction = listening_tracker(connection)
         isolation = isolation_of(connection) if transaction is not None and transaction.has_spoken else None
         if isolation is not None and isolation not in READ_COMMITTED:
             raise SnapshotTooOld(self.lock.name, isolation=isolation.upper())
 
+    def new_tied(self, tie: Tie, gate: FenceGate) -> TiedDatabases:
+        return TiedDatabases(tie, gate, self._here)
+
     def sessions(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        return open_sessions()
+        return open_sessions(self._here)
 
     def caller_transaction(self) -> Any:
         from django_dlock.backends.advisory import transaction_of  # loads what only such a store needs
@@ -390,15 +405,21 @@ def _may_be_inside() -> bool:
     return hasattr(AsyncToSync.executors, "current") or asyncio.get_running_loop() in waiting
 
 
-def open_sessions() -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return the database sessions that no other thread uses, and those of a pool, in whose transaction we are."""
-    found: tuple[list[str], list[str]] = [], []
-    for connection in () if in_task() else initialized():
-        if connection.connection is None or connection.vendor not in ("postgresql", "mysql"):
-            continue
-        settings = connection.settings_dict
-        session = database.session_id(connection.vendor, connection.connection, settings["NAME"])
-        if session is not None:
-            is_pooled = bool(settings["OPTIONS"].get("pool"))
-            found[is_pooled].append(session)
-    return tuple(found[0]), tuple(found[1])
+def open_sessions(
+    here: dict[str, BaseDatabaseWrapper] | None = None,
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return the database sessions that no other thread uses, and those of a pool, in whose transaction we are.
+
+    `here`: this thread's connections; left out, they are looked up. A task has none of its own.
+    """
+    if here is None:
+        here = {} if in_task() else initialized()
+    own: list[str] = []
+    pooled: list[str] = []
+    for connection in here.values():
+        if connection.connection is not None and connection.vendor in ("postgresql", "mysql"):
+            settings = connection.settings_dict
+            session = database.session_id(connection.vendor, connection.connection, settings["NAME"])
+            if session is not None:
+                (pooled if settings["OPTIONS"].get("pool") else own).append(session)
+    return tuple(own), tuple(pooled)

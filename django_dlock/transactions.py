@@ -70,6 +70,8 @@ class Transaction:
     """A statement was sent in it, which may have taken its snapshot."""
     comment: str = ""
     """Stands before each of its statements."""
+    passed: set[object] = field(default_factory=set)
+    """The leases that it is tied to and that are admitted: they have no more to do with statements that move data."""
     settlers: list[Callable[[Outcome], object]] = field(default_factory=list)
     """Each is called exactly once as `settle(outcome)`, the last first, as soon as it is known how it has ended.
 

@@ -49,9 +49,9 @@ def session_id(vendor: str, connection: Any, database: str | None) -> str | None
 
 def _number(connection: Any) -> int | None:
     """Return the session's number from a connection of psycopg, psycopg2, asyncpg, mysqlclient, PyMySQL or aiomysql."""
-    info = getattr(connection, "info", None)  # a method in mysqlclient, which has no backend_pid
-    if (number := getattr(info, "backend_pid", None)) is not None:
-        return int(number)
+    for part in ("pgconn", "info"):  # of psycopg, and of psycopg2; a method in mysqlclient, which has no backend_pid
+        if (number := getattr(getattr(connection, part, None), "backend_pid", None)) is not None:
+            return int(number)
     for method in ("get_server_pid", "thread_id"):
         if (number := getattr(connection, method, None)) is not None:
             return int(number())
