@@ -461,7 +461,9 @@ def in_transaction(using: str = "default") -> bool:
 
     Atomic blocks of a test case do not count, nor does a block whose connection has been closed inside it.
     """
-    return tracker_for(connections[using]).is_open()
+    connection = connections[using]
+    tracker: ConnectionTracker | None = vars(connection).get("_dlock_tracker")
+    return (tracker is not None and tracker.current is not None) or _is_open(connection)
 
 
 def restore_on_rollback(instance: object, values: dict[str, object], *, using: str = "default") -> None:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
-from weakref import WeakKeyDictionary
 
 from django.db import DatabaseError, models, transaction
 from django.db.models import F
 
 from django_dlock.connections import tracker_for
 from django_dlock.errors import NotSupported, as_database_error
+from django_dlock.own_statements import send
 from dlock_core.errors import StaleToken as CoreStaleToken
 from dlock_core.sql.database import pyformat
 from dlock_core.transactions import fence_sql, fencing
@@ -21,19 +21,18 @@ if TYPE_CHECKING:
 
     from django.db.backends.base.base import BaseDatabaseWrapper
 
-    from dlock_core.transactions.fencing import FenceEntry
+    from dlock_core.transactions.fencing import FenceDialect, FenceEntry
 
 __all__ = [
     "READ_COMMITTED",
     "TABLE_FENCE",
-    "Cursor",
+    "FencePort",
     "FencedMixin",
     "RowFence",
     "TableFence",
-    "dialect",
     "fence_for",
     "isolation_of",
-    "keeps_snapshot",
+    "port_for",
 ]
 
 T = TypeVar("T")
@@ -81,7 +80,7 @@ class TableFence:
 
     def keeps_snapshot(self, connection: BaseDatabaseWrapper) -> bool:
         """Return whether its transactions read from a snapshot that is older than the row locks they wait for."""
-        return keeps_snapshot(connection)
+        return port_for(connection).keeps_snapshot
 
     def admit(self, connection: BaseDatabaseWrapper, entry: FenceEntry) -> int | None:
         """Admit the lease into the open transaction; raises StaleToken, RowLocked, SnapshotTooOld."""
@@ -127,12 +126,15 @@ class RowFence(TableFence):
         self, ask: Callable[[fence_sql.FencedRow, FenceEntry], None], connection: BaseDatabaseWrapper, entry: FenceEntry
     ) -> None:
         key: Any = self.model._meta.pk
-        port = Cursor(connection, key=key.get_db_prep_value(self.key, connection))
         quoted = connection.ops.quote_name
         condition = f"{quoted(key.column)} = :key"
         statements = fence_sql.statements(_vendor(connection), quoted(self.model._meta.db_table), condition)
-        row = fence_sql.FencedRow(port, statements, dialect(connection))
-        _run(lambda _port, _dialect, entry: ask(row, entry), connection, entry)
+        value = key.get_db_prep_value(self.key, connection)
+
+        def ask_row(port: FencePort, dialect: FenceDialect, entry: FenceEntry) -> None:
+            ask(fence_sql.FencedRow(_Keyed(port, value), statements, dialect), entry)
+
+        _run(ask_row, connection, entry)
 
 
 def fence_for(parts: tuple[Any, ...]) -> TableFence:
@@ -142,26 +144,51 @@ def fence_for(parts: tuple[Any, ...]) -> TableFence:
     return TABLE_FENCE
 
 
-class Cursor:
-    """Sends the fence's statements in the connection's transaction."""
+class FencePort:
+    """Where the statements of the fence are sent on one connection to a server, and what that server is."""
 
-    def __init__(self, connection: BaseDatabaseWrapper, **more: Any) -> None:
-        self._connection, self._more = connection, more
+    def __init__(self, connection: Any, server: _Server | None) -> None:
+        self._connection, self.driver = connection, connection.connection
+        self.vendor = _vendor(connection)
+        self.dialect = _dialect(connection, server)
+        self.keeps_snapshot = _keeps_snapshot(connection, server)
 
     def execute(self, sql: str, params: Mapping[str, Any]) -> tuple[int, tuple[Any, ...] | None]:
-        with self._connection.cursor() as cursor:
-            cursor.execute(pyformat(sql), {**params, **self._more} if self._more else params)
-            answer = cursor.cursor  # The driver's: it has the whole answer, so that no error is left to be translated.
-            return answer.rowcount, answer.fetchone() if answer.description else None
+        return send(self._connection, pyformat(sql), params)
 
 
-def dialect(connection: BaseDatabaseWrapper) -> fencing.FenceDialect:
-    """Return the statements for a database; raises NotSupported where there is no fence (Oracle)."""
-    vendor = _vendor(connection)
-    if vendor == "postgresql" and (server := _server_of(connection)) is not None and server.functions is not None:
+class _Keyed:
+    """Gives every statement the key of a row."""
+
+    def __init__(self, port: FencePort, key: Any) -> None:
+        self._port, self._key = port, key
+
+    def execute(self, sql: str, params: Mapping[str, Any]) -> tuple[int, tuple[Any, ...] | None]:
+        return self._port.execute(sql, {**params, "key": self._key})
+
+
+def port_for(connection: BaseDatabaseWrapper) -> FencePort:
+    """Return the port of a connection; it is kept for as long as that is connected to the same server.
+
+    Raises NotSupported where there is no fence (Oracle). Asks PostgreSQL what it has, once for each connection to it;
+    not inside a transaction, whose snapshot the question would take.
+    """
+    port: FencePort | None = vars(connection).get("_dlock_fence")
+    if port is None or port.driver is not connection.connection:
+        server = None
+        if connection.vendor == "postgresql" and not tracker_for(connection).is_open():
+            server = _Server(*_first_row(connection, _ASK_SERVER))
+        port = FencePort(connection, server)
+        if server is not None or connection.vendor != "postgresql":
+            vars(connection)["_dlock_fence"] = port
+    return port
+
+
+def _dialect(connection: BaseDatabaseWrapper, server: _Server | None) -> FenceDialect:
+    if server is not None and server.functions is not None:
         return functions_in(server.functions)
     try:
-        return DIALECTS[vendor]
+        return DIALECTS[_vendor(connection)]
     except KeyError:
         known = ", ".join(DIALECTS)
         raise NotSupported(f"no fence on {connection.vendor}: use one of {known}, or pass fence=False") from None
@@ -171,22 +198,22 @@ def _vendor(connection: BaseDatabaseWrapper) -> str:
     return "mariadb" if getattr(connection, "mysql_is_mariadb", False) else connection.vendor
 
 
-def _run(step: Callable[[Cursor, fencing.FenceDialect, FenceEntry], T], connection: Any, entry: FenceEntry) -> T:
+def _run(step: Callable[[FencePort, FenceDialect, FenceEntry], T], connection: Any, entry: FenceEntry) -> T:
     """Carry out a step of the fence; an error of the database that has a meaning here is raised as what it means."""
     try:
-        if entry.limit is not None and _vendor(connection) == "mysql":  # the other statements say it themselves
+        port = port_for(connection)
+        if entry.limit is not None and port.vendor == "mysql":  # the other statements say it themselves
             from django_dlock.row_sql import waiting
 
             with waiting(connection, max(0.001, entry.limit)):  # 0 would be no limit
-                return step(Cursor(connection), dialect(connection), entry)
-        return step(Cursor(connection), dialect(connection), entry)
+                return step(port, port.dialect, entry)
+        return step(port, port.dialect, entry)
     except CoreStaleToken as error:
         raise as_database_error(error) from None
     except DatabaseError as error:
         meant = refusal(error, entry, connection.vendor)
         if meant is None:  # its driver's code says it best
-            if connection.vendor == "postgresql" and connection.connection is not None:
-                _servers.pop(connection.connection, None)  # the functions may have been dropped, or forbidden to us
+            vars(connection).pop("_dlock_fence", None)  # the functions may have been dropped, or forbidden to us
             raise
         raise as_database_error(meant) from error
 
@@ -204,31 +231,16 @@ class _Server(NamedTuple):
     """The quoted schema in which the migration has made the fence's functions; None where there are none for us."""
 
 
-_servers: Final[WeakKeyDictionary[Any, _Server]] = WeakKeyDictionary()
-"""By the driver's connection, each of which is asked once."""
-
-
-def _server_of(connection: BaseDatabaseWrapper) -> _Server | None:
-    """Ask PostgreSQL, once for each connection to it; None inside a transaction, whose snapshot the question takes."""
-    known = _servers.get(connection.connection) if connection.connection is not None else None
-    if known is None and not tracker_for(connection).is_open():
-        known = _Server(*_first_row(connection, _ASK_SERVER))
-        _servers[connection.connection] = known
-    return known
-
-
 _ASK_SERVER: Final = f"SELECT current_setting('default_transaction_isolation'), {SCHEMA_OF_FUNCTIONS}"
 
 
-def keeps_snapshot(connection: BaseDatabaseWrapper) -> bool:
+def _keeps_snapshot(connection: BaseDatabaseWrapper, server: _Server | None) -> bool:
     """Return whether its transactions read from a snapshot that is older than the row locks they wait for.
 
-    On MySQL and MariaDB the snapshot comes later, and on SQLite there is one writer. Asks the server, once for each
-    connection to it; not inside a transaction.
+    On MySQL and MariaDB the snapshot comes later, and on SQLite there is one writer.
     """
     if connection.vendor != "postgresql":
         return False
-    server = _server_of(connection)
     given = connection.settings_dict["OPTIONS"].get("isolation_level")
     if given is not None:
         from django.db.backends.postgresql.psycopg_any import IsolationLevel  # type: ignore[import-untyped]

@@ -134,7 +134,7 @@ class Lock(TiedLock, BlockExit, AsyncBlockExit):
 
     def _renamed(self, *parts: Any) -> Lock:
         """Return a lock of another name, with the options of this one, which are not checked again."""
-        name, fence = _identified(parts)
+        name, fence = (names.join(*parts), TABLE_FENCE) if names.are_plain(parts) else _identified(parts)
         other = object.__new__(type(self))
         vars(other).update(vars(self), name=name, fence=fence, _blocks=Blocks())
         if self.shared:
@@ -154,7 +154,7 @@ class Lock(TiedLock, BlockExit, AsyncBlockExit):
         Raises AcquireTimeout, AlreadyHeld, BackendUnavailable, SnapshotTooOld; inside a transaction also StaleToken and
         RowLocked, when a newer or a paused older holder stands in the way at the fence.
         """
-        _refuse_in_loop()
+        refuse_in_loop()
         return self._new_acquire(BLOCKING).hold_in_thread()  # type: ignore[no-any-return]
 
     async def aacquire(self) -> Lease:
@@ -162,7 +162,7 @@ class Lock(TiedLock, BlockExit, AsyncBlockExit):
         return await self._new_acquire(DJANGO_ASYNCIO).hold()  # type: ignore[no-any-return]
 
     def __enter__(self) -> Lease:
-        _refuse_in_loop()
+        refuse_in_loop()
         enter = partial(self._blocks.enter, threading.current_thread())
         return self._new_acquire(BLOCKING).hold_in_thread(enter)  # type: ignore[no-any-return]
 
@@ -221,7 +221,7 @@ class Locks(TiedLocks, BlockExit, AsyncBlockExit):
         Also LeaseLost, when one is lost while the others are waited for. What a store locks inside the caller's
         transaction (`advisory://`) stays locked to its end, or to the rollback of a savepoint.
         """
-        _refuse_in_loop()
+        refuse_in_loop()
         return run(self._hold(BLOCKING))  # type: ignore[no-any-return]
 
     async def aacquire(self) -> Leases:
@@ -229,7 +229,7 @@ class Locks(TiedLocks, BlockExit, AsyncBlockExit):
         return await self._hold(DJANGO_ASYNCIO)  # type: ignore[no-any-return]
 
     def __enter__(self) -> Leases:
-        _refuse_in_loop()
+        refuse_in_loop()
         return run(self._hold(BLOCKING, partial(self._blocks.enter, threading.current_thread())))  # type: ignore[no-any-return]
 
     async def __aenter__(self) -> Leases:
@@ -264,7 +264,7 @@ def lock(*parts: Any, **options: Any) -> Lock | Locks:
     return Lock(*parts, **options)
 
 
-def _refuse_in_loop() -> None:
+def refuse_in_loop() -> None:
     """Raise SynchronousOnlyOperation where Django's own database calls do."""
     if in_task() and not os.environ.get("DJANGO_ALLOW_ASYNC_UNSAFE"):
         raise SynchronousOnlyOperation(

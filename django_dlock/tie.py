@@ -84,7 +84,9 @@ class TiedDatabases:
         """Where it was acquired: what goes on there after its block was torn off is none of its work."""
         self.home: str | None = self.held.backend.capabilities.transaction_database
         """The database in whose transaction the lock is: no fence is needed there, one COMMIT ends both."""
-        self._around = None if self.home is None else open_transaction(connections[self.home])
+        self._around = None
+        if self.home is not None:
+            self._around = open_transaction((here or {}).get(self.home) or connections[self.home])
         """That transaction; another thread's, in the same database, is none of it."""
         self._maybe_ended: set[object] = set()
         """The tied transactions whose last statement has run others, one of which may have ended the transaction."""
@@ -247,9 +249,10 @@ class TiedDatabases:
 
     def forget(self) -> None:
         """Hold the lease no more in this context."""
-        known = leases_of_context.get()
-        others = (each for each in known if each is not self and each.held.ended is None)
-        leases_of_context.set(() if known == (self,) else tuple(others))
+        others: tuple[TiedDatabases, ...] = ()
+        if (known := leases_of_context.get()) != (self,):
+            others = tuple(each for each in known if each is not self and each.held.ended is None)
+        leases_of_context.set(others)
         if _kept.get():
             _kept.set(tuple(each for each in _kept.get() if each[0] is not self and each[0].held.ended is None))
 
@@ -393,7 +396,9 @@ class DatabaseAcquire(LockAcquire):
     def caller_transaction(self) -> Any:
         from django_dlock.backends.advisory import transaction_of  # loads what only such a store needs
 
-        return transaction_of(self.store.backend, old_snapshot=self.lock.snapshot == "ignore")
+        home = self.store.backend.capabilities.transaction_database
+        connection = (self._here or {}).get(home) or connections[home]
+        return transaction_of(connection, old_snapshot=self.lock.snapshot == "ignore")
 
 
 def _may_be_inside() -> bool:

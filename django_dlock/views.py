@@ -20,9 +20,10 @@ from django.http import HttpRequest
 from django_dlock.conf import stores
 from django_dlock.connections import in_transaction
 from django_dlock.errors import as_database_error
-from django_dlock.locks import Lock
+from django_dlock.locks import Lock, refuse_in_loop
 from django_dlock.names import kind_of
 from dlock_core.errors import DLockError
+from dlock_core.runtime import BLOCKING
 from dlock_core.transactions.tie import reraise
 from dlock_core.web.decorators import (
     Argument,
@@ -137,7 +138,8 @@ def _locked_function(
         plan = _Plan.beyond_outer(undecorated, aliases)
         if home is not None:  # It locks inside a transaction, which the innermost `@locked` opens.
             return go_on(plan._replace(locks=(*plan.locks, lock)), args, kwargs)
-        with lock:
+        refuse_in_loop()
+        with lock._new_acquire(BLOCKING):  # noqa: SLF001 - a block of our own needs nothing that tells blocks apart
             return go_on(plan, args, kwargs)
 
     def go_on(plan: _Plan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -175,10 +177,14 @@ def _url_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[An
 
 def _atomic_requests(args: tuple[Any, ...]) -> set[str]:
     """Return the databases on which a view runs in a transaction, by ATOMIC_REQUESTS; none if this is no view."""
+    found: set[str] = set()
     for each in args[:2]:
         if isinstance(each, HttpRequest) or hasattr(each, "_request"):
-            return {alias for alias, settings in connections.settings.items() if settings["ATOMIC_REQUESTS"]}
-    return set()
+            for alias, settings in connections.settings.items():
+                if settings["ATOMIC_REQUESTS"]:
+                    found.add(alias)
+            break
+    return found
 
 
 def _home(lock: Lock) -> str | None:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from django.db import connections
-
 from django_dlock.backends.connector import pool_of
 from django_dlock.connections import tracker_for
+from django_dlock.own_statements import send
 from dlock_core.backends.advisory import CallerTransaction, advisory
 from dlock_core.sql.database import pyformat
 
@@ -16,6 +15,7 @@ if TYPE_CHECKING:
 
     from django.db.backends.base.base import BaseDatabaseWrapper
 
+    from django_dlock.connections import ConnectionTracker
     from dlock_core.backend import Backend
 
 __all__ = ["from_url", "transaction_of"]
@@ -27,22 +27,22 @@ def from_url(url: str, *, timeout: float = 5.0, **options: Any) -> Backend:
     return advisory(pool_of(alias, timeout=timeout), alias, **options)
 
 
-def transaction_of(backend: Backend, *, old_snapshot: bool) -> CallerTransaction | None:
-    """Return this thread's open transaction in the database of such a store."""
-    connection = connections[backend.capabilities.transaction_database]
-    return CallerTransaction(_Connection(connection), old_snapshot) if tracker_for(connection).is_open() else None
+def transaction_of(connection: BaseDatabaseWrapper, *, old_snapshot: bool) -> CallerTransaction | None:
+    """Return the open transaction of a connection to the database of such a store."""
+    tracker = tracker_for(connection)
+    return CallerTransaction(_Connection(tracker), old_snapshot) if tracker.is_open() else None
 
 
 class _Connection:
     """Sends statements of ours, of which no lease has to hear."""
 
-    def __init__(self, connection: BaseDatabaseWrapper) -> None:
-        self._connection, self._quietly = connection, tracker_for(connection).suspended
+    def __init__(self, tracker: ConnectionTracker) -> None:
+        self._connection, self._quietly = tracker.connection, tracker.suspended
 
     async def row(self, sql: str, params: Mapping[str, Any]) -> tuple[Any, ...] | None:
-        with self._quietly, self._connection.cursor() as cursor:
-            cursor.execute(pyformat(sql), params)
-            return cursor.fetchone()  # type: ignore[no-any-return]
+        with self._quietly:
+            _, row = send(self._connection, pyformat(sql), params)
+            return row
 
     async def tell(self, sql: str) -> None:
         with self._quietly, self._connection.cursor() as cursor:

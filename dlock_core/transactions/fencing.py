@@ -169,15 +169,16 @@ def _share(database: StatementExecutor, dialect: FenceDialect, entry: FenceEntry
 
 
 def _ask(database: StatementExecutor, dialect: FenceDialect, statements: tuple[str, ...], entry: FenceEntry) -> bool:
-    *before, last = statements
-    for sql in before:
-        database.execute(sql, params(entry))
-    if is_yes(*database.execute(last, params(entry))):
+    values = params(entry)
+    for sql in statements[:-1]:
+        database.execute(sql, values)
+    last = statements[-1]
+    if is_yes(*database.execute(last, values)):
         return True
     if dialect.analyze_anew is None:
         return False
     database.execute(dialect.analyze_anew, {})
-    return is_yes(*database.execute(last, params(entry)))
+    return is_yes(*database.execute(last, values))
 
 
 def is_yes(changed: int, row: tuple[Any, ...] | None) -> bool:

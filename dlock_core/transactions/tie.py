@@ -11,6 +11,7 @@ import logging
 from collections import deque
 from contextlib import AsyncExitStack
 from functools import partial
+from os import getpid
 from typing import TYPE_CHECKING, Any, Never, Protocol, TypeVar
 
 from dlock_core.backend import Released
@@ -287,7 +288,7 @@ class TiedLease(LeaseView):
 
     def __del__(self) -> None:
         tied: Tied | None = getattr(self, "_tied", None)  # None: its making was interrupted
-        if tied is not None:
+        if tied is not None and self._held.ended is None:
             tied.tie.note_collected(self)
 
     @staticmethod
@@ -304,7 +305,8 @@ class TiedLease(LeaseView):
     async def _end(self, runtime: Runtime) -> Released | None:
         """Detach the handle, and release the lease if nothing else needs it; None if something does."""
         tied, tie, held = self._tied, self._tied.tie, self._held
-        held.ensure_own_process()
+        if held.pid != getpid():
+            held.ensure_own_process()
         try:
             if tie.open and tied.settle_ended is not None:
                 tied.settle_ended()
@@ -337,7 +339,7 @@ class TiedLease(LeaseView):
             let_expire(failure)
         except DLockError as failure:
             reraise(failure, self._own_error)
-        if error is None and (lost := self._tied.tie.loss_of_block()) is not None:
+        if error is None and self._held.ended is not Released.RELEASED and (lost := self._tied.tie.loss_of_block()):
             raise self._own_error(lost)
 
 

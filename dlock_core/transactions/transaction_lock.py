@@ -12,8 +12,17 @@ from dlock_core.errors import AlreadyHeld, DLockError, LeaseLost, NotSupported
 from dlock_core.leases.engine import Acquisition, new_request
 from dlock_core.leases.lock import Blocks
 from dlock_core.leases.multilock import acquire_all
-from dlock_core.options import LockOptions, Seconds, deadline, unknown_option, wait_seconds
-from dlock_core.runtime import clock, run
+from dlock_core.options import (
+    LockOptions,
+    Seconds,
+    check_flags,
+    deadline,
+    store_ttl,
+    ttl_seconds,
+    unknown_option,
+    wait_seconds,
+)
+from dlock_core.runtime import BLOCKING, clock, run
 from dlock_core.transactions.fencing import FenceGate
 from dlock_core.transactions.tie import Tie, reraise
 
@@ -72,18 +81,10 @@ class TiedLock:
     ) -> None:
         if unknown:
             raise unknown_option(unknown, self._options)
-        checked = LockOptions.checked(
-            LockOptions().ttl if ttl is None else ttl,
-            None if isinstance(wait, EllipsisType) else wait,
-            shared,
-            renew,
-            reentrant,
-            fair,
-            on_lost,
-        )
+        check_flags(shared, renew, reentrant, fair, on_lost)
+        self.ttl = None if ttl is None else ttl_seconds(ttl)
+        self.wait = wait if isinstance(wait, EllipsisType) else wait_seconds(wait)
         self.name, self._form = name, _form(fence)
-        self.ttl = None if ttl is None else checked.ttl
-        self.wait = wait if isinstance(wait, EllipsisType) else checked.wait
         if snapshot not in ("raise", "ignore"):
             raise ValueError(f"snapshot must be 'raise' or 'ignore', not {snapshot!r}")
         self.shared, self.snapshot = shared, snapshot
@@ -208,6 +209,20 @@ class LockAcquire:
             run(self.undo())
             raise
 
+    def __enter__(self) -> Any:
+        """Begin a block that ends in the function that began it: no other caller shares it, so it needs no `Blocks`."""
+        return self.hold_in_thread(bool)  # called with the handle, and does nothing
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        lease: Any = self.lease
+        try:
+            run(lease._leave_block(BLOCKING, error))  # noqa: SLF001 - the user of a lease is not to call it
+        except DLockError:
+            raise
+        except BaseException:  # A signal handler has raised, at whatever step; each may be repeated.
+            run(lease._leave_block(BLOCKING, error))  # noqa: SLF001 - the user of a lease is not to call it
+            raise
+
     async def hold(self, enter: Callable[[Any], object] | None = None) -> Any:
         """Acquire the lock and return its handle; whatever is raised on the way, and wherever, leaves nothing behind.
 
@@ -221,19 +236,16 @@ class LockAcquire:
                 await self.acquire()
                 tie = self.take_handle()
             await self.bind()
-            return self._hand_out(enter)
+            if enter is None:
+                self.keep()
+            else:
+                enter(self.lease)
+            return self.lease  # noqa: TRY300 - what comes between is undone, too
         except BaseException as error:
             await self.runtime.shield(self.undo())
             if isinstance(error, DLockError):
                 reraise(error, self.own_error)
             raise
-
-    def _hand_out(self, enter: Callable[[Any], object] | None) -> Any:
-        if enter is None:
-            self.keep()
-        else:
-            enter(self.lease)
-        return self.lease
 
     async def acquire(self) -> None:
         """Join the lease that the caller holds, or acquire one from the store."""
@@ -264,7 +276,10 @@ class LockAcquire:
         """Tie the lease to the caller's open transactions, or join it."""
         tied: Any = self.tied
         step = tied.join if self.acquisition is None else tied.bind
-        await self.runtime.call_database(step, self.database, self.form, self.lease)
+        if self.runtime is BLOCKING:
+            step(self.database, self.form, self.lease)
+        else:
+            await self.runtime.call_database(step, self.database, self.form, self.lease)
 
     def keep(self) -> None:
         """Let the handle last without a block."""
@@ -301,11 +316,12 @@ class LockAcquire:
     def _new_acquisition(self) -> Acquisition:
         """Return what is asked of the store, made when it is first needed."""
         if self.acquisition is None:
-            runtime, backend, lock = self.store_runtime, self.backend, self.lock
-            options = LockOptions(
-                lock.ttl or self.store.ttl, self.wait, lock.shared, lock.renew, lock.reentrant, lock.fair, lock.on_lost
-            ).for_store(backend.capabilities)
-            self.acquisition = Acquisition(runtime, backend, self._request(options), options, since=self.since)
+            backend, lock = self.store.backend, self.lock
+            ttl = store_ttl(lock.ttl or self.store.ttl, backend.capabilities)
+            options = LockOptions(ttl, self.wait, lock.shared, lock.renew, lock.reentrant, lock.fair, lock.on_lost)
+            self.acquisition = Acquisition(
+                self.store_runtime, backend, self._request(options), options, since=self.since
+            )
         return self.acquisition
 
     def _request(self, options: LockOptions) -> AcquireRequest:

@@ -7,6 +7,7 @@ import inspect
 import sys
 import warnings
 from collections.abc import Callable, Mapping
+from types import CoroutineType
 from typing import TYPE_CHECKING, Any
 
 from dlock_core.errors import NoSuchKey
@@ -201,7 +202,7 @@ def refuse_late(function: Callable[..., Any]) -> None:
 
 def refuse_coroutine(function: Callable[..., Any], answer: Any, instead: str) -> Any:
     """Return the answer of a blocking function; raises TypeError, with advice, if it is a coroutine."""
-    if inspect.iscoroutine(answer):
+    if isinstance(answer, CoroutineType):
         answer.close()
         raise TypeError(f"@locked took {function!r} for a blocking function, but it returned a coroutine: {instead}")
     return answer

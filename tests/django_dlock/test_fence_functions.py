@@ -11,7 +11,7 @@ from django.test.utils import CaptureQueriesContext
 
 from django_dlock import lock
 from django_dlock.errors import StaleToken
-from django_dlock.fencing import Cursor
+from django_dlock.fencing import FencePort
 from dlock_core.transactions import fencing
 from dlock_core.transactions.fence_sql import POSTGRESQL, functions_in
 from dlock_core.transactions.fencing import FenceEntry
@@ -196,7 +196,10 @@ def test_table_that_comes_within_the_transaction_is_used_by_its_admit():
     """What the session remembers of missing tables is older than the lock on the table that its plan is for."""
     for _ in range(8):
         fenced()
-    port, params = Cursor(connections["postgresql"]), fencing.params(FenceEntry("order:44", NOW, US, limit=1.5))
+    port, params = (
+        FencePort(connections["postgresql"], None),
+        fencing.params(FenceEntry("order:44", NOW, US, limit=1.5)),
+    )
     with atomic("postgresql"):
         rows(connections["postgresql"], "SELECT to_regclass('dlock_fence')")
         elsewhere(NEW_FENCE)
@@ -214,7 +217,7 @@ def test_functions_whose_schema_is_renamed_work_on_the_table_that_the_search_pat
             operation.database_forwards("django_dlock", editor, None, None)
     with second_session("postgresql") as fresh:
         rows(fresh, f"SET search_path = {schema}, public")
-        port, dialect = Cursor(fresh), functions_in(schema)
+        port, dialect = FencePort(fresh, None), functions_in(schema)
         for token in (NOW, NOW + 1):
             port.execute(dialect.admit[0], fencing.params(FenceEntry("order:42", token, US, limit=1.5)))
         assert rows(fresh, f"SELECT token FROM {schema}.dlock_fence") == [(NOW + 1,)]
@@ -308,7 +311,7 @@ def test_they_do_what_the_statements_do(step, state, token):
                 )
             statement = dialect.confirm if step == "confirm" else dialect.admit[0]
             entry = FenceEntry("order:42", token, US, limit=1.5)
-            answer = fencing.is_yes(*Cursor(connection).execute(statement, fencing.params(entry)))
+            answer = fencing.is_yes(*FencePort(connection, None).execute(statement, fencing.params(entry)))
             found = rows(connection, "SELECT name, token, holder, s_token FROM dlock_fence ORDER BY name")
             ((limit, mark),) = rows(
                 connection, "SELECT current_setting('lock_timeout'), current_setting('application_name')"
@@ -319,7 +322,10 @@ def test_they_do_what_the_statements_do(step, state, token):
 
 
 def test_their_wait_for_a_row_is_limited():
-    port, params = Cursor(connections["postgresql"]), fencing.params(FenceEntry("order:42", NOW, US, limit=0.05))
+    port, params = (
+        FencePort(connections["postgresql"], None),
+        fencing.params(FenceEntry("order:42", NOW, US, limit=0.05)),
+    )
     port.execute(FUNCTIONS.admit[0], params)
     with second_session("postgresql") as other:
         other.set_autocommit(False)
