@@ -34,12 +34,13 @@ def _cursor_of(connection: Any) -> Any:
     A new one is made where that would examine the connection, or where it would be of another kind: one that logs, or
     what a tool has put in the place of `connection.cursor`.
     """
+    if "cursor" in vars(connection):
+        return connection.cursor()
     driver, cursor = vars(connection).get("_dlock_cursor", (None, None))
     if (
         cursor is None
         or driver is not connection.connection
         or (connection.health_check_enabled and not connection.health_check_done)
-        or "cursor" in vars(connection)
         or isinstance(cursor, CursorDebugWrapper) is not connection.queries_logged
     ):
         cursor = connection.cursor()

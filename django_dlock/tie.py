@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
 from typing import TYPE_CHECKING, Any
+from weakref import ref
 
 from asgiref.sync import AsyncToSync
 from django.db import connections
@@ -278,7 +279,7 @@ class TiedDatabases:
         so that nothing is going to end it: the lease expires. Should it commit before that, it is checked as any other.
         """
         tie = self.tie
-        others = {*tie.handles} - {id(handle)}
+        others = tie.handles - {ref(handle)}
         if runtime is not BLOCKING:
             self.is_aborted = self.is_aborted or not others
         elif tie.open and tie.are_bound(others):

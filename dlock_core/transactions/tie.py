@@ -13,6 +13,7 @@ from contextlib import AsyncExitStack
 from functools import partial
 from os import getpid
 from typing import TYPE_CHECKING, Any, Never, Protocol, TypeVar
+from weakref import ref
 
 from dlock_core.backend import Released
 from dlock_core.errors import BackendUnavailable, DLockError, LeaseLost, NotHeld
@@ -83,18 +84,25 @@ class Tie:
     def __init__(self, held: LeaseRecord, runtime: DatabaseRuntime) -> None:
         self.held, self.runtime = held, runtime
         self.state = TieState.HELD
-        self.handles: set[int] = set()
-        """The ids of what callers have; a handle may join when those before it were left to a transaction."""
+        self.handles: set[ref[TiedLease]] = set()
+        """What callers have; a handle may join when those before it were left to a transaction.
+
+        One that is thrown away leaves by itself: `set.discard` is no code of Python, so no interrupt can stop it.
+        """
         self.open: set[object] = set()
         """The transactions that work under the lease and have not ended."""
         self.transactions = 0
         """How many transactions have ever worked under the lease."""
-        self._bound: dict[object, dict[int, object]] = {}
-        """The handles that are detached when a transaction ends, by that transaction and their ids."""
+        self._bound: dict[object, dict[ref[TiedLease], TiedLease]] = {}
+        """The handles that are detached when a transaction ends, by that transaction."""
 
-    def bind_to(self, transaction: object, handle: object) -> None:
+    def attach(self, handle: TiedLease) -> None:
+        """Record that a handle needs the lease, until it is detached or thrown away."""
+        self.handles.add(ref(handle, self.handles.discard))
+
+    def bind_to(self, transaction: object, handle: TiedLease) -> None:
         """Detach a handle when a transaction ends, if it was not detached before."""
-        self._bound.setdefault(transaction, {})[id(handle)] = handle
+        self._bound.setdefault(transaction, {})[ref(handle)] = handle
 
     def begin(self, transaction: object) -> None:
         """Record that a transaction works under the lease."""
@@ -114,9 +122,9 @@ class Tie:
     @property
     def is_bound(self) -> bool:
         """Only transactions that are still open need the lease: it ends with them."""
-        return self.are_bound({*self.handles})
+        return self.are_bound(self.handles.copy())
 
-    def are_bound(self, handles: set[int]) -> bool:
+    def are_bound(self, handles: set[ref[TiedLease]]) -> bool:
         """Return whether each of these handles is detached when a transaction that is still open ends."""
         return handles <= set().union(*list(self._bound.values()))
 
@@ -166,11 +174,12 @@ class Tie:
         except (BackendUnavailable, NotHeld) as error:
             let_expire(error)
 
-    def detach(self, handle: object) -> bool:
+    def detach(self, handle: TiedLease) -> bool:
         """Record that a handle needs the lease no more; return True when the caller has to release the lease now."""
+        known = ref(handle)
         for bound in list(self._bound.values()):
-            bound.pop(id(handle), None)
-        self.handles.discard(id(handle))
+            bound.pop(known, None)
+        self.handles.discard(known)
         return not self.handles and not self.open and self._is_to_be_released()
 
     def detach_all(self) -> bool:
@@ -203,12 +212,12 @@ class Tie:
             )
         return False
 
-    def note_collected(self, handle: object) -> None:
+    def note_collected(self, handle: TiedLease) -> None:
         """Record, perhaps in the garbage collector, that a handle was thrown away before it was released.
 
         It does no I/O: a release inside the garbage collector could meet any lock that the interrupted code holds.
         """
-        self.handles.discard(id(handle))
+        self.handles.discard(ref(handle))
         if not self.is_over or self.held.ended is not None or self.state is TieState.ABANDONED:
             return
         is_uncertain = self.state in (TieState.UNCERTAIN, TieState.EXPIRING)

@@ -269,7 +269,7 @@ class LockAcquire:
         """Make the handle that the caller gets, and return the tie that it needs."""
         tied: Any = self.tied
         self.lease = self.lease_type(tied)
-        tied.tie.handles.add(id(self.lease))  # Only now, when `detach` knows it.
+        tied.tie.attach(self.lease)  # Only now, when `detach` knows it.
         return tied.tie  # type: ignore[no-any-return]
 
     async def bind(self) -> None:

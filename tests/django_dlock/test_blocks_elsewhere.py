@@ -5,6 +5,7 @@ import contextvars
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
+from weakref import ref
 
 import pytest
 from asgiref.sync import sync_to_async
@@ -144,16 +145,16 @@ def test_lease_that_is_joined_while_its_last_handle_leaves_is_not_released(store
     tied = current()[0]
     second = type(first)(tied)
 
-    class JoinedAfterTheFirstLook(set[int]):
+    class JoinedAfterTheFirstLook(set[Any]):
         looks = 0
 
         def __len__(self) -> int:
             found, self.looks = super().__len__(), self.looks + 1
             if self.looks == 1:
-                self.add(id(second))
+                self.add(ref(second))
             return found
 
-    tied.tie.handles = JoinedAfterTheFirstLook([id(first)])
+    tied.tie.handles = JoinedAfterTheFirstLook([ref(first)])
     assert first.release() is None
     assert tied.tie.is_joinable
     assert held(store) == 1
