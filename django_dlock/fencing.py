@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
+from weakref import WeakKeyDictionary
 
 from django.db import DatabaseError, models, transaction
+from django.db.backends.utils import CursorDebugWrapper
 from django.db.models import F
 
 from django_dlock.connections import tracker_for
 from django_dlock.errors import NotSupported, as_database_error
-from django_dlock.own_statements import send
 from dlock_core.errors import StaleToken as CoreStaleToken
 from dlock_core.sql.database import pyformat
 from dlock_core.transactions import fence_sql, fencing
@@ -33,6 +34,7 @@ __all__ = [
     "fence_for",
     "isolation_of",
     "port_for",
+    "send",
 ]
 
 T = TypeVar("T")
@@ -168,16 +170,13 @@ class _Keyed:
 
 
 def port_for(connection: BaseDatabaseWrapper) -> FencePort:
-    """Return the port of a connection; it is kept for as long as that is connected to the same server.
+    """Return the port of a connection; it is kept until that has another connection of the driver.
 
-    Raises NotSupported where there is no fence (Oracle). Asks PostgreSQL what it has, once for each connection to it;
-    not inside a transaction, whose snapshot the question would take.
+    Raises NotSupported where there is no fence (Oracle).
     """
     port: FencePort | None = vars(connection).get("_dlock_fence")
     if port is None or port.driver is not connection.connection:
-        server = None
-        if connection.vendor == "postgresql" and not tracker_for(connection).is_open():
-            server = _Server(*_first_row(connection, _ASK_SERVER))
+        server = _server_of(connection) if connection.vendor == "postgresql" else None
         port = FencePort(connection, server)
         if server is not None or connection.vendor != "postgresql":
             vars(connection)["_dlock_fence"] = port
@@ -213,9 +212,47 @@ def _run(step: Callable[[FencePort, FenceDialect, FenceEntry], T], connection: A
     except DatabaseError as error:
         meant = refusal(error, entry, connection.vendor)
         if meant is None:  # its driver's code says it best
-            vars(connection).pop("_dlock_fence", None)  # the functions may have been dropped, or forbidden to us
+            if connection.vendor == "postgresql" and connection.connection is not None:
+                _servers.pop(connection.connection, None)  # the functions may have been dropped, or forbidden to us
+            vars(connection).pop("_dlock_fence", None)
             raise
         raise as_database_error(meant) from error
+
+
+def send(connection: Any, sql: str, params: Mapping[str, Any]) -> tuple[int, tuple[Any, ...] | None]:
+    """Send a statement of ours with `%(name)s` parameters; return the number of rows changed, and the first row.
+
+    Django logs and wraps it as the application's. The number counts only where the statement has no answer.
+    """
+    if connection.vendor == "postgresql":
+        cursor = _cursor_of(connection)
+        cursor.execute(sql, params)
+        answer = cursor.cursor  # The driver's: it has the whole answer, so that no error is left to be translated.
+        return (0, answer.fetchone()) if sql.startswith(("SELECT", "WITH")) else (answer.rowcount, None)
+    with connection.cursor() as cursor:
+        cursor.execute(sql, params)
+        answer = cursor.cursor
+        return answer.rowcount, answer.fetchone() if answer.description else None
+
+
+def _cursor_of(connection: Any) -> Any:
+    """Return a cursor that is kept for the next statement: to make one costs as much as all the rest.
+
+    A new one is made where that would examine the connection, or where it would be of another kind: one that logs, or
+    what a tool has put in the place of `connection.cursor`.
+    """
+    if "cursor" in vars(connection):
+        return connection.cursor()
+    driver, cursor = vars(connection).get("_dlock_cursor", (None, None))
+    if (
+        cursor is None
+        or driver is not connection.connection
+        or (connection.health_check_enabled and not connection.health_check_done)
+        or isinstance(cursor, CursorDebugWrapper) is not connection.queries_logged
+    ):
+        cursor = connection.cursor()
+        vars(connection)["_dlock_cursor"] = connection.connection, cursor
+    return cursor
 
 
 READ_COMMITTED: Final = ("read committed", "read uncommitted")
@@ -229,6 +266,19 @@ class _Server(NamedTuple):
     """The level with which transactions begin."""
     functions: str | None
     """The quoted schema in which the migration has made the fence's functions; None where there are none for us."""
+
+
+_servers: Final[WeakKeyDictionary[Any, _Server]] = WeakKeyDictionary()
+"""By the driver's connection, each of which is asked once, also those of a pool."""
+
+
+def _server_of(connection: BaseDatabaseWrapper) -> _Server | None:
+    """Ask PostgreSQL, once for each connection to it; None inside a transaction, whose snapshot the question takes."""
+    known = _servers.get(connection.connection) if connection.connection is not None else None
+    if known is None and not tracker_for(connection).is_open():
+        known = _Server(*_first_row(connection, _ASK_SERVER))
+        _servers[connection.connection] = known
+    return known
 
 
 _ASK_SERVER: Final = f"SELECT current_setting('default_transaction_isolation'), {SCHEMA_OF_FUNCTIONS}"

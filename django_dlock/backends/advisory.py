@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from django_dlock.backends.connector import pool_of
 from django_dlock.connections import tracker_for
-from django_dlock.own_statements import send
+from django_dlock.fencing import send
 from dlock_core.backends.advisory import CallerTransaction, advisory
 from dlock_core.sql.database import pyformat
 

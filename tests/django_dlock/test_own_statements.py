@@ -86,3 +86,17 @@ def test_a_connection_that_was_closed_or_has_died_is_replaced_where_django_repla
         cursor.execute("SELECT pg_terminate_backend(%s, 5000)", [connection.connection.info.backend_pid])
     connection.close_if_unusable_or_obsolete()  # a new request
     work(database, fence)
+
+
+def test_each_connection_of_a_pool_is_asked_for_the_functions_once(database: str, fence: Form) -> None:
+    connection = connections[database]
+    work(database, fence)
+    first, connection.connection = connection.connection, None
+    work(database, fence)
+    second, connection.connection = connection.connection, first
+    with closing(second), CaptureQueriesContext(connection) as logged:
+        work(database, fence)
+        connection.connection = second
+        work(database, fence)
+        connection.connection = first
+    assert not [query for query in logged.captured_queries if "to_regprocedure" in query["sql"]]
