@@ -31,7 +31,7 @@ from dlock_core.runtime import clock
 from dlock_core.scheduler import CallbackThread, after_fork_in_child, callback_thread
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Collection
 
     from dlock_core.backend import AcquireRequest, Backend
 
@@ -109,6 +109,7 @@ class LeaseRecord:
         "ended",
         "in_store",
         "loss_reason",
+        "needed_by",
         "now",
         "pid",
         "renewal_trouble",
@@ -133,6 +134,8 @@ class LeaseRecord:
         self.pid = _own_pid
         self.caller: ref[Any] | None = None
         self.bucket: Bucket | None = None
+        self.needed_by: tuple[Collection[object], ...] | None = None
+        """Where those are who need a lease that is tied to transactions: it is not renewed for none."""
         self._left = 0
         """1: its first handle has left. 2: so have all others, and it is about to be released."""
         self._seats: list[ref[Seat]] | None = None
@@ -173,7 +176,9 @@ class LeaseRecord:
         return LeaseState.ABANDONED if self._is_abandoned else LeaseState.HELD
 
     def is_to_be_renewed(self) -> bool:
-        """Return whether its state is HELD."""
+        """Return whether its state is HELD, and somebody needs it."""
+        if self.needed_by is not None and not any(self.needed_by):
+            return False
         return self.ended is None and not (self.loss_reason or self._releases or self._is_abandoned)
 
     def remaining(self) -> float:

@@ -99,6 +99,7 @@ class Tie:
     def attach(self, handle: TiedLease) -> None:
         """Record that a handle needs the lease, until it is detached or thrown away."""
         self.handles.add(ref(handle, self.handles.discard))
+        self.held.needed_by = (self.handles, self.open)
 
     def bind_to(self, transaction: object, handle: TiedLease) -> None:
         """Detach a handle when a transaction ends, if it was not detached before."""

@@ -17,6 +17,7 @@ from django_dlock.errors import LeaseLost
 from django_dlock.tie import DatabaseAcquire, current
 from dlock_core.backends.memory import MemoryBackend
 from dlock_core.runtime import BLOCKING, run
+from dlock_core.transactions.tie import TiedLease
 from tests.testapp.models import Counter
 
 
@@ -160,3 +161,19 @@ def test_lease_that_is_joined_while_its_last_handle_leaves_is_not_released(store
     assert held(store) == 1
     second.release()
     assert held(store) == 0
+
+
+def test_lease_whose_handle_was_thrown_away_is_not_renewed_though_the_finalizer_was_interrupted(
+    store: MemoryBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        TiedLease, "__del__", lambda _: None
+    )  # as a signal handler that raises at its first instruction
+    block = lock("order", 42)
+    block.__enter__()
+    (tied,) = current()
+    assert tied.held.is_to_be_renewed()
+    del block
+    assert not tied.held.is_to_be_renewed()
+    assert current() == []
+    assert held(store) == 1
