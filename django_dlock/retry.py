@@ -38,8 +38,8 @@ from dlock_core.transactions.tie import Outcome
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from django.db.backends.base.base import BaseDatabaseWrapper
-
+    from django_dlock.connections import ConnectionTracker
+    from django_dlock.transactions import Transaction
     from dlock_core.options import Seconds
 
 __all__ = ["is_retry", "retry_on_conflict"]
@@ -103,12 +103,14 @@ def _attempt_in_new_transaction(
     function: Callable[..., Any], aliases: tuple[str, ...], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     for connection in initialized().values():
-        wrap_statements(connection, _statement)
+        if _statement not in connection.execute_wrappers:
+            wrap_statements(connection, _statement)
     _refuse_inside(aliases)
     with ExitStack() as transactions:
         for alias in aliases:
             transactions.enter_context(transaction.atomic(using=alias, durable=True))
-            _follow(connections[alias])
+            if (open_one := open_transaction(connections[alias])) is not None:
+                _follow(alias, open_one)
         return check_answer(function(*args, **kwargs))
 
 
@@ -137,13 +139,11 @@ def _refuse_nested(aliases: tuple[str, ...]) -> None:
         )
 
 
-def _follow(connection: BaseDatabaseWrapper) -> None:
-    """Report to the attempts how the open transaction ends."""
-    if (open_one := open_transaction(connection)) is None:
-        return
+def _follow(alias: str, open_one: Transaction) -> None:
+    """Report to the attempts how an open transaction ends."""
 
     def followed() -> AttemptedWork:
-        part = AttemptedWork(f"work on {connection.alias!r}")
+        part = AttemptedWork(f"work on {alias!r}")
         open_one.settlers.append(part.settle)
         return part
 
@@ -152,23 +152,23 @@ def _follow(connection: BaseDatabaseWrapper) -> None:
 
 def _statement(execute: Callable[..., Any], sql: Any, params: Any, *rest: Any) -> Any:
     """Stand in for Django's execute(sql, params, many, context)."""
-    connection = rest[1]["connection"]
-    if (
-        not current_attempts.get() or tracker_for(connection).suspended.depth
-    ):  # or a statement of ours, such as the fence's
+    connection, attempts = rest[1]["connection"], current_attempts.get()
+    if not attempts or (tracker := tracker_for(connection)).suspended.depth:  # or it is ours, such as the fence's
         return execute(sql, params, *rest)
-    _follow(connection)
+    open_one = tracker.transaction()
+    if open_one is not None and open_one not in attempts[-1].parts:  # what the innermost knows, the others know
+        _follow(connection.alias, open_one)
     answer = execute(sql, params, *rest)
     cursor = rest[1]["cursor"]
     has_changed = cursor.rowcount != 0 or cursor.description  # SQLite counts what it returns only when it is fetched
-    if has_changed and not surely_reads(text_of(sql)):
-        report((tracker_for(connection).current or object(), "writes"), partial(_write, connection))
+    if has_changed and not surely_reads(sql if type(sql) is str else text_of(sql)):
+        report((tracker.current or object(), "writes"), partial(_write, tracker))
     return answer
 
 
-def _write(connection: BaseDatabaseWrapper) -> AttemptedWork:
+def _write(tracker: ConnectionTracker) -> AttemptedWork:
     """In a transaction that goes on after the attempt it stands until that ends; outside of any it is committed."""
-    tracker, part = tracker_for(connection), AttemptedWork(f"work on {connection.alias!r}")
+    part = AttemptedWork(f"work on {tracker.connection.alias!r}")
     if (begun := tracker.current) is None:
         part.settle(Outcome.COMMITTED)
     else:
