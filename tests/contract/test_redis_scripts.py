@@ -576,7 +576,7 @@ def test_set_of_held_locks_does_not_grow_by_locks_that_ran_out(server: redis.Red
     server.sadd(INDEX, *[f"{{over{number}}}" for number in range(3000)])
     for number in range(2000):  # one in 64 tidies up, by chance
         acquire(server, ANN, ttl=1, keys=(f"{{over{number}}}", TOKENS, INDEX))
-    assert server.scard(INDEX) < 600
+    assert server.scard(INDEX) < 1500
     assert server.sismember(INDEX, LOCK), "it is held"
 
 
