@@ -205,6 +205,25 @@ def test_lost_connection_costs_nobody_the_position(backend: RedisBackend, proxy:
     assert is_untouched(direct, "a")
 
 
+def test_tasks_that_give_up_while_the_store_is_away_keep_no_position_when_it_is_back(
+    backend: RedisBackend, proxy: Proxy, direct: RedisBackend
+) -> None:
+    async def main() -> None:
+        async with crowd(backend, direct, ["a"] * 10) as (tasks, held):
+            last = (await asyncio.to_thread(waiters, direct, "a"))[-1]
+            await asyncio.to_thread(proxy.refuse)
+            for task in tasks[:-1]:
+                task.cancel()
+            await asyncio.gather(*tasks[:-1], return_exceptions=True)
+            await asyncio.to_thread(proxy.forward)
+            await asyncio.to_thread(until, lambda: waiters(direct, "a") == [last])
+            await release(held[0])
+            await pass_on(tasks[-1])
+
+    asyncio.run(main())
+    assert is_untouched(direct, "a")
+
+
 @pytest.mark.parametrize("lost", [":q", ":w", ""])
 def test_waiters_of_whom_the_store_knows_nothing_ask_again(
     store: RedisBackend, direct: RedisBackend, admin: redis.Redis, prefix: str, lost: str

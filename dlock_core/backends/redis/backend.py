@@ -160,9 +160,15 @@ class RedisBackend:
         return self._claim, (self.lock_key(request.name),), (request.holder, ttl_ms(request))
 
     async def abandon(self, runtime: Runtime, request: AcquireRequest, ticket: Any = None) -> None:
-        if isinstance(runtime, Asyncio):
-            self._listeners.here().forget(request.holder)
-        await self._run(runtime, request.name, "abandon", self.keyspace.of(request.name), (request.holder,))
+        listener = self._listeners.here() if isinstance(runtime, Asyncio) else None
+        if listener is not None:
+            listener.forget(request.holder)
+        try:
+            await self._run(runtime, request.name, "abandon", self.keyspace.of(request.name), (request.holder,))
+        except BackendUnavailable:
+            if listener is not None:
+                listener.leave_behind(request)
+            raise
 
     async def release(self, runtime: Runtime, request: AcquireRequest, granted: Granted) -> Released:
         keys, args = self.keyspace.of(request.name), (request.holder,)

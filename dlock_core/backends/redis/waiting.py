@@ -102,6 +102,8 @@ class Listener:
         """Holders that are asking and know of no reply, and since when: they find their grants by themselves."""
         self._found: set[str] = set()
         """Holders that have found their grants since the sleep began, whose reply may name them all the same."""
+        self._left_behind: dict[str, tuple[str, float]] = {}
+        """Holders that could not abandon their requests, as the store did not answer: their locks, and since when."""
         self._looked_after_at = 0.0
         self._sleep_s = MAX_SLEEP_S
         self._is_asleep = False
@@ -149,6 +151,14 @@ class Listener:
     def forget(self, holder: str) -> None:
         """Give back whatever is handed over to this holder from now on: it has abandoned its request."""
         self._asking.pop(holder, None)
+        self._left_behind.pop(holder, None)
+
+    def leave_behind(self, request: AcquireRequest) -> None:
+        """Abandon a request as soon as the store answers: as long as the listener lives, so does its position."""
+        now, known = ASYNCIO.now(), self._left_behind
+        known[request.holder] = self._keyspace.lock(request.name), now
+        while (oldest := next(iter(known), None)) and known[oldest][1] < now - MAX_MEMORY_S:
+            del known[oldest]
 
     def _listen(self) -> None:
         self._task = begin_task(self._serve(), name="dlock-waiting")
@@ -173,6 +183,7 @@ class Listener:
 
     async def _serve(self) -> None:
         try:
+            await self._give_back()
             while not self._is_idle():
                 await self._sleep()
                 await self._give_back()
@@ -233,14 +244,21 @@ class Listener:
             self._unclaimed[holder] = handed
 
     async def _give_back(self) -> None:
-        """End the grants whose holders are gone: their requests came late, and nobody else would end them."""
+        """End the grants and positions whose holders are gone: nobody else would end them."""
         now = ASYNCIO.now()
+        for holder, (lock, since) in list(self._left_behind.items()):
+            if since > now - MAX_MEMORY_S:
+                await self._abandon(lock, holder)
+            self._left_behind.pop(holder, None)
         for holder, handed in list(self._unclaimed.items()):
             if handed.came < now - MAX_UNCLAIMED_S and holder in self._unclaimed:  # Not found during another's undo.
                 del self._unclaimed[holder]
                 if holder not in self._asking:
-                    keys: Command = (handed.lock, *self._keyspace.common)
-                    await run_script(self._wire, ASYNCIO, "", ABANDON, keys, (holder,), self._timeout)
+                    await self._abandon(handed.lock, holder)
+
+    async def _abandon(self, lock: str | bytes, holder: str) -> None:
+        keys: Command = (lock, *self._keyspace.common)
+        await run_script(self._wire, ASYNCIO, "", ABANDON, keys, (holder,), self._timeout)
 
 
 class _Waiter:
