@@ -95,6 +95,8 @@ class ConnectionTracker:
     def __init__(self, connection: BaseDatabaseWrapper) -> None:
         self.connection: Any = connection
         self.current: Transaction | None = None
+        self._unsettled: Transaction | None = None
+        """It has ended, but an interrupt may have kept us from telling all of its settlers."""
         self.hooks: list[StatementHook] = []
         self._turned_on: object = None
         """The driver's connection whose autocommit was turned on for settlers: Django is about to ask for it again."""
@@ -268,6 +270,9 @@ class ConnectionTracker:
     def _closed(self, ending: Transaction | None) -> None:
         # Django says so next; now, because settlers may ask.
         self.connection.closed_in_transaction = self.connection.in_atomic_block
+        if self._unsettled is not None:
+            call_all(_pending_steps(self._unsettled))
+            self._unsettled = None
         if ending is not None:
             if self.current is ending:
                 self.current = None
@@ -321,6 +326,9 @@ class ConnectionTracker:
                 self._call_between_transactions(_pending_steps(ending), is_manual=ending.is_manual)
         except Error:  # Django would roll back, and forget the on_commit functions of a COMMIT that was carried out
             logger.exception("dlock: a callback at the end of a transaction failed")
+        except BaseException:  # what is repeated now may be interrupted, too: then the connection's close goes on
+            self._unsettled = ending
+            raise
 
     def _call_between_transactions(self, steps: deque[Step], *, is_manual: bool) -> None:
         """Call them where they may use the connection like any code after the transaction; Django's hooks wait."""

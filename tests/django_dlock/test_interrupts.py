@@ -13,7 +13,7 @@ from django.test import override_settings
 from django_dlock import lock, locked, tie
 from django_dlock.connections import leases_of_context
 from dlock_core.backends.memory import MemoryBackend
-from tests.interrupts import OURS, TELLS_OTHERS, SoftLimit, each_line, renewed
+from tests.interrupts import OURS, TELLS_OTHERS, SoftLimit, each_line, grants, renewed
 from tests.testapp.models import Counter
 
 pytestmark = [
@@ -142,3 +142,17 @@ def test_release_by_hand_that_was_interrupted_at_once_can_be_repeated(memory):
         leases.clear()
         assert not renewed(granted), line
         start_over(memory)
+
+
+def test_lease_whose_release_was_interrupted_again_and_again_ends_when_the_connection_is_closed(memory, monkeypatch):
+    def interrupted(_: object) -> None:
+        raise SoftLimit
+
+    with grants() as granted:
+        with pytest.raises(SoftLimit), monkeypatch.context() as patch:
+            patch.setattr("django_dlock.connections._pending_steps", interrupted)
+            acquire()
+        assert renewed(granted)
+        connections["default"].close()
+        assert not renewed(granted)
+    start_over(memory)
