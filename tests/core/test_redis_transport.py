@@ -12,6 +12,8 @@ from redis._parsers import _RESP2Parser
 
 from dlock_core.backends.redis import transport
 from dlock_core.backends.redis.transport import AsyncioTransport
+from dlock_core.backends.redis.waiting import _Waiter
+from dlock_core.leases.engine import new_request
 
 
 @pytest.mark.parametrize("command", [("PING",), ("SET", "clé:1", "30000", b"\x00\r\n", "", "0.5")])
@@ -97,3 +99,22 @@ def test_lock_that_is_held_by_a_generator_is_released_when_its_loop_is_shut_down
     asyncio.run(main())
     assert closed == [True, True]
     assert left[0].cancelled()
+
+
+def test_waiter_whose_timer_was_interrupted_is_woken_by_the_next_one() -> None:
+    async def main() -> None:
+        called, waiter = asyncio.Event(), _Waiter(new_request("a"))
+        asyncio.get_running_loop().set_exception_handler(lambda loop, context: None)
+
+        def interrupted() -> None:
+            called.set()
+            raise TimeoutError
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(waiter, "_ask", interrupted)
+            waiter.ask_within(0.0)
+            await called.wait()
+        waiter.ask_within(0.001)
+        assert await asyncio.wait_for(waiter.handed, 10) is None
+
+    asyncio.run(main())

@@ -272,10 +272,12 @@ class _Waiter:
 
     def ask_within(self, seconds: float) -> None:
         """Have it ask again after so many seconds, unless it does so earlier."""
-        at, before = self._loop.time() + seconds, self._timer
-        if before is None or at < before.when():
-            self._timer = self._loop.call_at(at, self._ask)
-            if before is not None:
+        now, before = self._loop.time(), self._timer
+        # A timer whose time has come was called, or soon is; but an interrupt may have kept it from waking the waiter.
+        runs = before is not None and before.when() > now
+        if before is None or not runs or now + seconds < before.when():
+            self._timer = self._loop.call_at(now + seconds, self._ask)
+            if before is not None and runs:
                 before.cancel()
 
     def fail(self, error: BackendUnavailable) -> None:
