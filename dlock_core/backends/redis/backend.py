@@ -143,8 +143,8 @@ class RedisBackend:
         woken, reply = await send_commands(
             self._blocking, runtime, request.name, commands, limit, seconds + NUDGE_DELAY_S
         )
+        raise_for_error(request.name, woken)
         if not isinstance(reply, int):
-            raise_for_error(request.name, woken)
             if isinstance(reply, NoScriptError):
                 reply = await run_script(self._blocking, runtime, request.name, script, keys, args, self._timeout)
             if not isinstance(reply, int):
