@@ -21,7 +21,7 @@ from benchmarks import measure
 from benchmarks.distance import away
 from dlock_core.backend import Backend
 from dlock_core.stores import connect
-from sqla_dlock import lock, lock_row
+from sqla_dlock import configure, lock, lock_row
 from sqla_dlock.fencing import metadata
 from tests import servers
 
@@ -40,6 +40,8 @@ class Counter(Base):
 
 
 def contestants(engine: Engine, backend: Backend, client: "Redis[bytes]") -> dict[str, measure.Operation]:
+    configure(default=backend)
+
     def add(session: Session) -> None:
         session.get_one(Counter, 1).value += 1
         session.commit()
@@ -55,7 +57,7 @@ def contestants(engine: Engine, backend: Backend, client: "Redis[bytes]") -> dic
 
     def leased(*, fence: bool) -> Callable[[], None]:
         def operation() -> None:
-            with Session(engine) as session, lock(session, "counter", 1, fence=fence, store=backend):
+            with Session(engine) as session, lock(session, "counter", 1, fence=fence):
                 add(session)
 
         return operation

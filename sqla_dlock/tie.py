@@ -259,6 +259,8 @@ class SessionAcquire(LockAcquire):
     async def find_or_prepare(self) -> TiedSession | None:
         session = self.lock.session
         refuse_closed(session)
+        if not self.form:
+            self.database = None  # nothing has to be looked up
         database = self.database
         found = self.find()
         if found is None and self.lock.snapshot == "raise":
