@@ -33,7 +33,6 @@ from dlock_core.transactions.fence_functions import CREATE_BOTH as CREATE_FUNCTI
 from dlock_core.transactions.fence_sql import DIALECTS, MYSQL, POSTGRESQL, SCHEMA_OF_FUNCTIONS, functions_in
 from dlock_core.transactions.fencing import refusal
 from sqla_dlock.connections import note_xid
-from sqla_dlock.row_sql import waiting_on_mysql
 from sqla_dlock.tables import fence_metadata as metadata
 from sqla_dlock.tables import fence_table as table
 
@@ -292,6 +291,8 @@ def _run(step: Callable[[Port, fencing.FenceDialect, FenceEntry], T], connection
     try:
         dialect = _dialect(connection)
         if entry.limit is not None and dialect is MYSQL:  # the other statements say it themselves
+            from sqla_dlock.row_sql import waiting_on_mysql  # loads what no other database needs here
+
             with waiting_on_mysql(connection, entry.limit):
                 return step(Port(connection), dialect, entry)
         return step(Port(connection), dialect, entry)
