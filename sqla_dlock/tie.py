@@ -20,12 +20,12 @@ from dlock_core.transactions.transaction_lock import LockAcquire
 from sqla_dlock.connections import is_autocommit, mark, no_fence_in_autocommit, refuse_unbegun
 from sqla_dlock.fencing import READ_COMMITTED
 from sqla_dlock.names import is_mapped
+from sqla_dlock.root_transaction import is_of_test
 from sqla_dlock.stores import refuse_closed
 from sqla_dlock.transactions import (
     before_work,
     connections_of,
     in_transaction,
-    is_of_test,
     note_past,
     on_end,
     on_savepoint_rollback,

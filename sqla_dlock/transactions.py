@@ -6,23 +6,23 @@ class, and return at once for a session without hooks. A process that uses no lo
 
 from __future__ import annotations
 
-from collections import deque
 from functools import partial
-from itertools import repeat
 from typing import TYPE_CHECKING, Final, TypeAlias
 from weakref import ref
 
-from sqlalchemy import Connection, event
+from sqlalchemy import event
 from sqlalchemy.exc import InvalidRequestError
 from sqlalchemy.orm import Session
 
 from dlock_core.transactions.retry import AttemptedWork, current_attempts, report
 from dlock_core.transactions.tie import Outcome, call_all
 from sqla_dlock.connections import EVADED, tracker_for, tracker_of
+from sqla_dlock.root_transaction import RootTransaction, connections_in
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from sqlalchemy import Connection
     from sqlalchemy.orm import SessionTransaction
 
 __all__ = [
@@ -348,120 +348,3 @@ def _ended(session: Session, transaction: SessionTransaction) -> None:
     hooks.root = None
     if not hooks.beginnings:
         _forget(session)
-
-
-class RootTransaction:
-    """A root transaction, which has ended when the session has left it and every connection's part has ended.
-
-    A Connection that the user has given to the session goes on without it: then the end is the Connection's.
-    """
-
-    def __init__(self, session: Session, transaction: SessionTransaction) -> None:
-        self.session, self.transaction = session, transaction
-        self.checks: list[Callable[[], None]] = []
-        self.connections: list[Connection] = []
-        self.outcomes: dict[Connection, Outcome | None] = {}
-        """How the transaction has ended on each connection, None while it has not."""
-        self.is_over = self.is_begun = False
-        self.followed = 0
-        """How many connections have joined, each with all hooks that are wanted before its first statement."""
-        self.was_committed = False
-        """The session says that it has committed; it knows nothing of lost connections, nor of who owns them."""
-        self.settlers: list[Callable[[Outcome], None]] = []
-        self._is_checked = self._owns_connection = False
-        self._pending: deque[Callable[[], None]] | None = None
-        """What is still to be called, now that it has ended."""
-
-    def join(self, connection: Connection) -> None:
-        """Take a connection in; joining again changes nothing.
-
-        One with the execution option `dlock_test_transaction` has a transaction that is a test's, not the program's:
-        there the end is the session's own.
-        """
-        if connection in self.connections:
-            return
-        self.connections.append(connection)
-        self._is_checked = False  # there is more to commit now
-        if not is_of_test(connection):
-            self.outcomes[connection] = None
-            self._owns_connection |= self._owns(connection)
-            tracker_for(connection).participants.append(self)
-
-    def check(self) -> None:
-        """Refuse the COMMIT that is next on one of the connections: nothing has been committed on any so far."""
-        if not self._is_checked:
-            for check in self.checks:
-                check()
-            self._is_checked = True
-
-    def ended(self, connection: Connection, outcome: Outcome, *, failed: bool, in_commit: bool) -> None:
-        """Record how the transaction has ended on a connection; the session then returns its own connections.
-
-        After a COMMIT that failed it does not: it waits for a rollback() that may never come. So the end is settled
-        here, as soon as no connection has an open transaction.
-        """
-        self.outcomes[connection] = outcome
-        is_abandoned = failed and self.session.get_transaction() is not self.transaction  # close() will say no more
-        if is_abandoned or not self._owns_connection or (in_commit and outcome is not Outcome.COMMITTED):
-            self._settle_if_ended()
-
-    def leave(self) -> None:
-        """Record that the session has left the transaction, and does nothing more with it."""
-        self._owns_connection = False
-        self._settle_if_ended()
-
-    def note_interrupted(self) -> None:
-        """Record that the session was interrupted as it left: nothing will end its connections that are still open."""
-        self.leave()
-        is_open = any(outcome is None and self._owns(connection) for connection, outcome in self.outcomes.items())
-        if is_open and not self.is_over:
-            self._settle(Outcome.UNKNOWN)
-
-    def may_stand(self) -> bool:
-        """Return, of a transaction whose end was not reported, whether its work is kept or may still be."""
-        return self.was_committed or self.session.get_transaction() is self.transaction
-
-    def __del__(self) -> None:
-        """Settle what the session has forgotten in the middle: nothing more will be reported of its connections."""
-        if getattr(self, "settlers", None) and not self.is_over:  # its making may have been interrupted
-            # Unknown, whatever it is: a release would be I/O in the garbage collector, perhaps inside itself.
-            self._settle(Outcome.UNKNOWN)
-
-    def _owns(self, connection: Connection) -> bool:
-        part = self.transaction._connections.get(connection)  # noqa: SLF001 - nothing public tells
-        return part is not None and part[3]
-
-    def _settle_if_ended(self) -> None:
-        for connection, outcome in self.outcomes.items():
-            if outcome is None and connection.in_transaction():
-                return
-        self._settle()
-
-    def _settle(self, known: Outcome | None = None) -> None:
-        """Call the settlers, once each; a repeated call goes on with those that an interrupt has kept from it.
-
-        This is where leases are released, so it must come only when every connection's transaction has ended. Two
-        engines that have ended differently make one unknown outcome: nothing may be released then.
-        """
-        if self._pending is None:
-            outcome = known or self._outcome()
-            self._pending = deque(map(partial, reversed(self.settlers), repeat(outcome)))
-        self.is_over = True
-        call_all(self._pending)
-
-    def _outcome(self) -> Outcome:
-        if not self.outcomes:
-            return Outcome.COMMITTED if self.was_committed else Outcome.ROLLED_BACK
-        known = [outcome or Outcome.ROLLED_BACK for outcome in self.outcomes.values()]
-        return known[0] if known.count(known[0]) == len(known) else Outcome.UNKNOWN
-
-
-def connections_in(transaction: SessionTransaction) -> list[Connection]:
-    """Return the connections of a root transaction, in order; SQLAlchemy 2.0 has nothing public for it."""
-    parts = transaction._connections  # noqa: SLF001 - each is there by itself and by its engine
-    return [each for each in parts if isinstance(each, Connection)] if parts else []
-
-
-def is_of_test(connection: Connection) -> bool:
-    """Return whether the connection's own transaction is a test's, inside which sessions have theirs."""
-    return bool(connection._execution_options.get("dlock_test_transaction"))  # noqa: SLF001 - as quick as can be

@@ -39,7 +39,7 @@ from sqlalchemy.exc import ArgumentError
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, load_only, mapped_column
 from sqlalchemy.orm.exc import StaleDataError
 
-from sqla_dlock.transactions import connections_in
+from sqla_dlock.root_transaction import connections_in
 from sqla_dlock.versions import StaleObject, VersionedMixin, delete_with_version, save_with_version, touch
 from tests.sqla_dlock import conftest
 
