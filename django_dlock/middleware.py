@@ -16,7 +16,6 @@ from django_dlock.conf import stores
 from django_dlock.tie import apart
 from dlock_core.errors import DLockError
 from dlock_core.owner import serving
-from dlock_core.web.http import respond
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -72,6 +71,8 @@ class LockMiddleware:
         """Answer a lock error of the view; Django calls this outside the view's transaction."""
         if not isinstance(exception, DLockError) or isinstance(exception, Http404):  # which has the project's own page
             return None
+        from dlock_core.web.http import respond  # a process that meets no error needs none of it
+
         found = respond(exception, request.headers.get("Accept", ""))
         return None if found is None else HttpResponse(found.body, status=found.status, headers=found.headers)
 
