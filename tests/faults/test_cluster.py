@@ -537,6 +537,7 @@ def test_leases_of_a_node_are_renewed_in_one_request(through: Harness, proxies: 
     assert sum(proxy.requests for proxy in proxies.values()) <= before + 3
 
 
+@pytest.mark.filterwarnings("ignore:.*cluster_error_retry_attempts:DeprecationWarning")  # redis-py 6.0 warns of itself
 def test_thousand_leases_among_many_other_keys_are_listed_without_a_scan(
     nodes: Cluster, direct: ClusterBackend, prefix: str
 ) -> None:

@@ -220,12 +220,13 @@ def test_batch_of_renewals_survives_a_full_server(admin: redis.Redis, backend: R
 @pytest.mark.parametrize(
     "credentials", [f":{SECRET}", f"app:{SECRET}", ""], ids=["wrong password", "wrong user", "none"]
 )
+@pytest.mark.parametrize("protocol", [2, 3])
 def test_refused_credentials_are_told_at_once_and_never_shown(
-    start_redis: StartServer, prefix: str, caplog: pytest.LogCaptureFixture, credentials: str
+    start_redis: StartServer, prefix: str, caplog: pytest.LogCaptureFixture, credentials: str, protocol: int
 ) -> None:
     server = start_redis("--requirepass", "something else")
     at = f"{credentials}@" if credentials else ""
-    store = RedisBackend.from_url(f"redis://{at}127.0.0.1:{server.port}/0", prefix=prefix)
+    store = RedisBackend.from_url(f"redis://{at}127.0.0.1:{server.port}/0?protocol={protocol}", prefix=prefix)
     with caplog.at_level(logging.DEBUG), pytest.raises(BackendUnavailable, match="refused our credentials") as caught:
         Lock(store, "a", wait=None).acquire()
     error: Any = caught.value

@@ -58,6 +58,10 @@ except ImportError:
     _pack = _in_python
 
 
+LAST_WORD: Final = "Protocol error"
+"""Begins the last reply of a server that reads no further, and closes the connection."""
+UNAUTHENTICATED: Final = f"{LAST_WORD}: unauthenticated"
+"""What a server that wants a password says of a command with more than ten parts; clients of RESP2 hear it first."""
 DENIED_TO_SCRIPT: Final = ("The user executing the script can't", "ACL failure in script")
 """What errors, which have no code, say of a permission that a script lacks: Redis up to 7.0, and later ones."""
 
@@ -193,7 +197,8 @@ def unavailable(name: str, error: RedisError | OSError, *, reused: bool) -> Back
         )
     broken = reused and isinstance(error, RedisConnectionError | OSError) and not isinstance(error, TimeoutError)
     lacks_permission = isinstance(error, NoPermissionError) or any(text in str(error) for text in DENIED_TO_SCRIPT)
-    refused = lacks_permission or isinstance(error, AuthenticationError | AuthorizationError)
+    is_stranger = isinstance(error, AuthenticationError | AuthorizationError) or UNAUTHENTICATED in str(error)
+    refused = lacks_permission or is_stranger
     reason = f"{type(error).__name__}: {error}"
     if lacks_permission:
         reason = f"our user lacks a permission, see the ACL in docs/howto/operations.md: {error}"
@@ -302,10 +307,15 @@ def read_reply(connection: Any) -> Any:
         if type(reply) in REPLIES:
             return reply
         if isinstance(reply, RedisError):
-            if isinstance(reply, RedisConnectionError):
-                raise reply
-            return reply
-    return connection._parser.read_response()  # It has not all arrived; or it was a push message, which is no reply.
+            return _listen_on(reply)
+    return _listen_on(connection._parser.read_response())  # It has not all arrived; or it was a push message, no reply.
+
+
+def _listen_on(reply: Any) -> Any:
+    """Return a reply; raises one after which nothing comes: the end of the connection would hide why it ended."""
+    if isinstance(reply, RedisConnectionError) or (isinstance(reply, RedisError) and LAST_WORD in str(reply)):
+        raise reply
+    return reply
 
 
 class AsyncioTransport:
@@ -348,7 +358,7 @@ class AsyncioTransport:
                     await _raise_what_closed(connection._reader)
                 read = connection._parser.read_response
                 if not nudge_after:
-                    return [await read() for _ in range(replies)]
+                    return [await read()] if replies == 1 else [_listen_on(await read()) for _ in range(replies)]
                 try:
                     async with asyncio.timeout(nudge_after):
                         first = await read()
