@@ -1,12 +1,7 @@
-"""Whatever call of ours a signal handler raises after, no lease stays behind, and nobody is locked out.
-
-CPython runs signal handlers when a function begins and after each call of a function in C. A profile function is called
-at just these moments, and what it raises goes on as what a signal handler raises. So every moment is tried, one by one.
-"""
+"""Whatever call of ours a signal handler raises after, no lease stays behind, and nobody is locked out."""
 
 import asyncio
 import gc
-import logging
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -22,6 +17,7 @@ from dlock_core.leases.lock import Lease
 from dlock_core.leases.watchdog import _watchdogs
 from dlock_core.runtime import BLOCKING, run
 from dlock_core.testing import MemoryBackend
+from tests.moments import FOR_EVER, UNGUARDED, Interrupt, Interrupted, is_ours
 
 pytestmark = [
     pytest.mark.usefixtures("garbage_is_collected"),
@@ -36,42 +32,6 @@ def _collected() -> Iterator[None]:
     """Coroutines that an interrupt has cut short end here, where their warnings are expected, and in no later test."""
     yield
     gc.collect()
-
-
-UNGUARDED = {"__exit__", "__aexit__", "release"}
-"""Their first bytecode: no code of ours runs before it."""
-FOR_EVER = 2000
-"""No operation has so many moments."""
-
-
-class Interrupted(BaseException):
-    """What a signal handler raises."""
-
-
-class Interrupt:
-    """Raises at the given moment of whatever our code does in this thread."""
-
-    def __init__(self, moment: int) -> None:
-        self.left, self.where = moment, ""
-
-    def __call__(self, frame: FrameType, event: str, argument: object) -> None:
-        if event not in {"call", "c_return"} or not is_ours(frame):
-            return
-        self.left -= 1
-        if self.left == 0:
-            self.where = frame.f_code.co_name if event == "call" and "dlock_core" in frame.f_code.co_filename else "-"
-            raise Interrupted
-
-
-def is_ours(frame: FrameType | None) -> bool:
-    """Whether code of ours is running, itself or through others; not in `logging`, which an exception leaves locked for ever."""
-    while frame is not None:
-        if frame.f_code.co_filename == logging.__file__:
-            return False
-        if "dlock_core" in frame.f_code.co_filename:
-            return True
-        frame = frame.f_back
-    return False
 
 
 def block(store: MemoryBackend) -> None:
@@ -142,14 +102,8 @@ async def ajoin_many(store: MemoryBackend) -> None:
 
 
 def interrupted(step: Callable[[MemoryBackend], None], store: MemoryBackend, moment: int) -> Interrupt:
-    interrupt = Interrupt(moment)
-    sys.setprofile(interrupt)
-    try:
+    with Interrupt(moment) as interrupt:
         step(store)
-    except Interrupted:
-        pass
-    finally:
-        sys.setprofile(None)
     return interrupt
 
 
@@ -244,14 +198,8 @@ def test_coroutine_that_is_interrupted_at_any_moment_leaves_nothing_behind(step:
     async def main() -> None:
         store, moments = MemoryBackend(), 0
         for moment in range(1, FOR_EVER):
-            interrupt = Interrupt(moment)
-            sys.setprofile(interrupt)
-            try:
+            with Interrupt(moment) as interrupt:
                 await step(store)
-            except Interrupted:
-                pass
-            finally:
-                sys.setprofile(None)
             if interrupt.left > 0:
                 break
             moments += 1

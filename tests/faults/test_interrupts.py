@@ -4,12 +4,13 @@ DLOCK_TEST_INTERRUPTS sets the number of interrupts; `make interrupts` runs 50,0
 """
 
 import asyncio
+import gc
 import json
 import os
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from typing import Any
 
 import pytest
@@ -18,9 +19,15 @@ from dlock_core import AsyncLock, AsyncMultiLock
 from dlock_core.backends.redis.backend import RedisBackend
 from dlock_core.runtime import BLOCKING, run
 from tests.interrupts import SoftLimit
+from tests.moments import FOR_EVER, Interrupt
+from tests.moments import UNGUARDED as AT_ONCE
 from tests.servers import Server
 
+Step = Callable[[RedisBackend], Coroutine[Any, Any, None]]
+
 COUNT = int(os.environ.get("DLOCK_TEST_INTERRUPTS", "0"))
+LIMIT_S = max(120, COUNT)
+"""A loaded machine needs a good second for each interrupt under asyncio, which begins an event loop in each round."""
 SEED = int(os.environ.get("DLOCK_TEST_SEED", "1"))
 UNGUARDED = {
     "lock.py __exit__ RESUME", "lock.py __aexit__ RESUME", "lock.py release RESUME",
@@ -28,12 +35,13 @@ UNGUARDED = {
 """Where a signal handler runs before any code of ours does. Under asyncio, too, there is no other place."""
 
 
+@pytest.mark.timeout(LIMIT_S + 60)
 @pytest.mark.parametrize(("mode", "few"), [("threads", 400), ("asyncio", 50)])
 def test_process_whose_signal_handlers_raise_hangs_nowhere_renews_and_leaves_no_orphans(
     redis_server: Server, mode: str, few: int
 ) -> None:
     command = [sys.executable, "-m", "tests.faults.interrupts", mode, redis_server.url, str(COUNT or few), str(SEED)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=max(120, COUNT), check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False)
     assert done.returncode == 0, done.stderr[-5000:] + done.stdout
     found: dict[str, Any] = json.loads(done.stdout)
     sys.stdout.write(done.stdout)
@@ -88,6 +96,66 @@ async def blocks(store: RedisBackend) -> None:
     await (await AsyncLock(store, "two", ttl=20, shared=True).acquire()).release()
     async with AsyncMultiLock(store, ["one", "two"], ttl=20):
         pass
+
+
+async def block(store: RedisBackend) -> None:
+    async with AsyncLock(store, "one"):
+        pass
+
+
+async def by_hand(store: RedisBackend) -> None:
+    await (await AsyncLock(store, "one").acquire()).release()
+
+
+async def renewal(store: RedisBackend) -> None:
+    async with AsyncLock(store, "one") as lease:
+        await lease.renew(60)
+
+
+async def joined(store: RedisBackend) -> None:
+    async with AsyncLock(store, "one"), AsyncLock(store, "one", reentrant=True):
+        pass
+
+
+async def several(store: RedisBackend) -> None:
+    async with AsyncMultiLock(store, ["one", "two"]):
+        pass
+
+
+async def left_by(step: Step, store: RedisBackend, direct: RedisBackend, interrupt: Interrupt) -> list[str]:
+    """Carry out a step that is interrupted, and return the locks that are held afterwards."""
+    with interrupt:
+        # In a task of its own: asyncio.timeout, if interrupted at its end, cancels its task when the time is over.
+        await asyncio.create_task(step(store))
+    left = await asyncio.to_thread(run, direct.inspect(BLOCKING))
+    for state in left:
+        await asyncio.to_thread(run, direct.force_release(BLOCKING, state.name, state.holders[0].token))
+    return [state.name for state in left]
+
+
+@pytest.mark.filterwarnings("ignore:coroutine .* was never awaited", "ignore::ResourceWarning")
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("step", [block, by_hand, renewal, joined, several])
+def test_task_that_is_interrupted_at_any_moment_ends_the_lease_that_it_was_granted(
+    redis_server: Server, prefix: str, step: Step
+) -> None:
+    store = RedisBackend.from_url(redis_server.url, prefix=prefix, timeout=30)
+    direct = RedisBackend.from_url(redis_server.url, prefix=prefix)
+
+    async def main() -> int:
+        asyncio.get_running_loop().set_exception_handler(lambda _loop, _context: None)
+        await step(store)
+        for moment in range(1, FOR_EVER):
+            interrupt = Interrupt(moment)
+            left = await left_by(step, store, direct, interrupt)
+            if interrupt.left > 0:
+                return moment
+            assert not left or interrupt.where in AT_ONCE, (moment, interrupt.where)
+        raise AssertionError("the step has no end")
+
+    assert asyncio.run(main()) > 200
+    store.close()
+    gc.collect()
 
 
 @pytest.mark.parametrize("is_sent", [True, False], ids=["sent", "unsent"])

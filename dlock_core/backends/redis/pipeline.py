@@ -53,13 +53,17 @@ class PipelinedTransport:
 
     def checkin(self, connection: Any) -> None:
         if connection.__class__ is not QueuedRequest:
-            self.wire.checkin(connection)
-            self._leave(connection)
+            try:
+                self.wire.checkin(connection)
+            finally:
+                self._leave(connection)
 
     def discard(self, connection: Any) -> None:
         if connection.__class__ is not QueuedRequest:
-            self.wire.discard(connection)
-            self._leave(connection)
+            try:
+                self.wire.discard(connection)
+            finally:
+                self._leave(connection)
 
     def exchange(  # noqa: PLR0917 - the hot path: keywords cost
         self, runtime: Runtime, connection: Any, data: bytes, replies: int, limit: float, nudge_after: float = 0.0
@@ -67,7 +71,10 @@ class PipelinedTransport:
         if connection.__class__ is QueuedRequest:
             answers: Awaitable[list[Any]] = connection.exchange(data, replies, limit)
             return answers
-        return self.wire.exchange(runtime, connection, data, replies, limit, nudge_after)
+        connection.dlock_exchange = exchanging = self.wire.exchange(
+            runtime, connection, data, replies, limit, nudge_after
+        )
+        return exchanging
 
     def _leave(self, connection: Any) -> None:
         loop = asyncio._get_running_loop()  # noqa: SLF001 - None at its end
@@ -94,7 +101,11 @@ class _Pipeline:
         self.queued: list[QueuedRequest] = []
         """Requests that are to be sent."""
         self.in_use: weakref.ref[Any] | None = None
-        """The connection of a request that did not have to wait; dead if an interrupt has lost it."""
+        """The connection of a request that did not have to wait; dead if an interrupt has lost it.
+
+        It is busy only while that request's coroutine is under way: an interrupt may have kept its caller from giving
+        it back, and the traceback keeps it alive for as long as that caller waits for what undoes the request.
+        """
         self.sender: asyncio.Task[None] | None = None
         self._loop = asyncio.get_running_loop()
 
@@ -106,9 +117,11 @@ class _Pipeline:
         return connection
 
     def is_busy(self) -> bool:
-        return (self.in_use is not None and self.in_use() is not None) or (
-            self.sender is not None and not self.sender.done()
-        )
+        connection = None if self.in_use is None else self.in_use()
+        exchanging = None if connection is None else connection.dlock_exchange
+        if exchanging is not None and (exchanging.cr_suspended or exchanging.cr_running):
+            return True
+        return self.sender is not None and not self.sender.done()
 
     def leave(self, connection: Any) -> None:
         if self.in_use is not None and self.in_use() is connection:

@@ -254,6 +254,7 @@ def _new(connect: Callable[[], Any]) -> Any:
     """Return a connection that has never been used: an error on it says something about the server."""
     connection = connect()
     connection.dlock_is_reused, connection.dlock_limit, connection.dlock_reader = False, None, None
+    connection.dlock_exchange = None
     return connection
 
 
