@@ -875,6 +875,7 @@ def test_second_lock_after_the_first_one_was_admitted_is_granted_where_the_admit
             assert read(alias) == [("a", 1)]
 
 
+@mariadb_only
 def test_read_behind_set_statement_is_a_read(isolated, store):
     alias = isolated("mariadb", "repeatable read")
     with pytest.raises(SnapshotTooOld), atomic(alias):
