@@ -151,9 +151,9 @@ class ConnectionTracker:
             lease.before_statement(self, transaction, sql)
 
     def _may_take_snapshot(self, sql: str) -> bool:
-        if sql.startswith("SET STATEMENT"):  # MariaDB: a statement of any kind
-            return not self.suspended.depth  # ours locks a row, which takes no snapshot there
-        return not sql.startswith(_WITHOUT_SNAPSHOT)
+        if self.suspended.depth and self.connection.vendor == "mysql":
+            return False  # ours locks a row, which takes no snapshot there
+        return sql.startswith("SET STATEMENT") or not sql.startswith(_WITHOUT_SNAPSHOT)  # MariaDB's, of any kind
 
     def is_open(self) -> bool:
         """Return whether a transaction is open, from its first statement until its COMMIT or ROLLBACK is done."""
