@@ -115,6 +115,8 @@ class ConnectionTracker:
     def _statement(self, execute: Callable[..., Any], sql: Any, params: Any, many: Any, context: Any) -> Any:
         """Stand in for Django's execute(sql, params, many, context)."""
         text, transaction = sql if type(sql) is str else text_of(sql), self.transaction()
+        if transaction is not None and transaction.is_unanswered:
+            transaction.make_up(self.connection)
         leases, is_data = leases_of_context.get(), False
         if leases and transaction is not None:
             is_data = is_data_statement(text)
@@ -130,7 +132,8 @@ class ConnectionTracker:
             sql = transaction.comment + sql
         try:
             answer = execute(sql, params, many, context)
-        except Exception as error:
+        except BaseException as error:
+            transaction.is_unanswered = True  # no signal handler runs before this: nothing is called
             transaction.note_failure(self.connection, error)
             raise
         if transaction.undo and not (is_data or is_data_statement(text)):
@@ -207,6 +210,8 @@ class ConnectionTracker:
     def _finish(self, ending: Transaction, commit: Callable[[], None]) -> None:
         was_lost = getattr(self.connection.connection, "closed", False)
         try:
+            if ending.is_unanswered:
+                ending.make_up(self.connection)
             for check in ending.checks:
                 check()
             if self.current is not ending:

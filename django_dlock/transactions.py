@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 from weakref import ref
 
+from django.db import Error
+
 from dlock_core.sql.driver_errors import MAY_ROLL_BACK, DatabaseFailure, classify
 from dlock_core.sql.statement_kinds import savepoint_changes
 from dlock_core.transactions.tie import Outcome, call_all
@@ -68,6 +70,8 @@ class Transaction:
     """What has happened if it ends by anything but a successful COMMIT."""
     has_spoken: bool = False
     """A statement was sent in it, which may have taken its snapshot."""
+    is_unanswered: bool = False
+    """A statement has failed, or was interrupted, and we have not asked yet whether everything was rolled back."""
     comment: str = ""
     """Stands before each of its statements."""
     passed: set[object] = field(default_factory=set)
@@ -141,12 +145,25 @@ class Transaction:
             elif name is not None:
                 self.undo.append(name)
 
-    def note_failure(self, connection: BaseDatabaseWrapper, error: Exception) -> None:
+    def note_failure(self, connection: BaseDatabaseWrapper, error: BaseException) -> None:
         """Undo all work if the database has rolled it back with a failed statement, and has begun anew."""
+        if not isinstance(error, Error):  # it may have come in the place of one
+            return
         if (self.undo or self.settlers) and _has_rolled_back(connection, error):
-            if connection.vendor == "sqlite" and connection.in_atomic_block:
-                connection.needs_rollback = True  # otherwise each statement would now commit on its own
-            call_all(self.undo_to(None))
+            self._note_rolled_back(connection)
+        self.is_unanswered = False
+
+    def make_up(self, connection: BaseDatabaseWrapper) -> None:
+        """Do what an interrupt has kept `note_failure` from doing, before the next statement or COMMIT is sent."""
+        if _may_be_idle(connection):
+            self._note_rolled_back(connection)
+        self.passed.clear()  # MySQL cannot be asked; it is safe to admit a token twice
+        self.is_unanswered = False
+
+    def _note_rolled_back(self, connection: BaseDatabaseWrapper) -> None:
+        if connection.vendor == "sqlite" and connection.in_atomic_block:
+            connection.needs_rollback = True  # otherwise each statement would now commit on its own
+        call_all(self.undo_to(None))
 
 
 def _has_rolled_back(connection: Any, error: Exception) -> bool:
@@ -179,6 +196,13 @@ def is_idle(connection: Any) -> bool:
     with connection.connection.cursor() as cursor:  # the driver's: nobody else is to hear of it
         cursor.execute("SELECT NOT @@in_transaction")
         return bool(cursor.fetchone()[0])
+
+
+def _may_be_idle(connection: Any) -> bool:
+    try:
+        return is_idle(connection)
+    except connection.Database.Error:
+        return True
 
 
 def text_of(sql: Any) -> str:

@@ -17,7 +17,7 @@ from sqlalchemy import event
 from sqlalchemy.exc import InvalidRequestError
 
 from dlock_core.errors import NotSupported
-from dlock_core.sql.driver_errors import MAY_ROLL_BACK, classify, is_refusal, warn_unless_known
+from dlock_core.sql.driver_errors import is_refusal, warn_unless_known
 from dlock_core.transactions.tie import Outcome, call_all
 
 if TYPE_CHECKING:
@@ -36,6 +36,7 @@ _INTERCEPTED: Final = (
     "_commit_twophase_impl",
     "_rollback_twophase_impl",
     "_handle_dbapi_exception",
+    "_execute_context",
 )
 _methods_of: Final = attrgetter(*_INTERCEPTED)
 
@@ -78,8 +79,11 @@ class ConnectionTracker:
             _prepare_twophase_impl=self._prepare,
             _commit_twophase_impl=partial(self._finish, own._commit_twophase_impl),
             _rollback_twophase_impl=partial(self._roll_back, own._rollback_twophase_impl),
-            _handle_dbapi_exception=self._handle_dbapi_exception,
         )
+        if connection.dialect.name != "postgresql":  # which accepts nothing after an error
+            vars(connection).update(
+                _handle_dbapi_exception=self._handle_dbapi_exception, _execute_context=self._execute_context
+            )
 
     def _finish(self, commit: Callable[..., None], *xid: Any) -> None:
         """Check, commit, and tell the participants how that went, whatever comes in between.
@@ -105,6 +109,8 @@ class ConnectionTracker:
             raise
 
     def _check(self) -> None:
+        if self.hooks.is_unanswered:
+            self.hooks.make_up()
         if self.hooks.due:
             self.hooks.run_last()
         for participant in self.participants:
@@ -145,10 +151,19 @@ class ConnectionTracker:
         self.undo = [each for each in self.undo if each not in undone]
         call_all([restore for _, restore in undone])
 
-    def _handle_dbapi_exception(self, error: BaseException, *rest: Any, **more: Any) -> None:
-        if self.connection.dialect.name in ("mysql", "mariadb") and classify(error) in MAY_ROLL_BACK:
-            self.hooks.note_rolled_back()
-        self.sqlalchemy._handle_dbapi_exception(error, *rest, **more)
+    def _execute_context(self, *args: Any, **more: Any) -> Any:
+        """Send a statement. An error may mean that everything is rolled back, and an interrupt may hide that error."""
+        if self.hooks.is_unanswered:
+            self.hooks.make_up()
+        try:
+            return self.sqlalchemy._execute_context(*args, **more)
+        except BaseException:
+            self.hooks.is_unanswered = True  # no signal handler runs before this: nothing is called
+            raise
+
+    def _handle_dbapi_exception(self, *error: Any, **more: Any) -> None:
+        self.hooks.is_unanswered = True  # also where rows are fetched
+        self.sqlalchemy._handle_dbapi_exception(*error, **more)
 
     def _prepare(self, xid: Any) -> None:
         self._check()
@@ -225,6 +240,8 @@ class FirstStatementHooks:
         self._in_savepoint: list[Hook] = []
         """The hooks that were called inside a savepoint, whose rollback would undo their work."""
         self._is_busy = False
+        self.is_unanswered = False
+        """A statement has failed, or was interrupted: the database may have rolled everything back."""
         self.listens = False
         """Statements of the connection are looked at, or are about to be."""
         self._hears = False
@@ -283,11 +300,12 @@ class FirstStatementHooks:
         """Remove all hooks, because everything is being rolled back, and the statements for that must pass."""
         self.due, self._done, self._in_savepoint = [], [], []
 
-    def note_rolled_back(self) -> None:
-        """Call all hooks again: the database may have rolled everything back, and a program may swallow its error."""
+    def make_up(self) -> None:
+        """Call all hooks again: the database may have rolled everything back, and a program has swallowed its error."""
         self.due += self._done
         self._done = []
         self.note_savepoint_undone()
+        self.is_unanswered = False
 
     def note_savepoint_undone(self) -> None:
         """Call again the hooks whose work a savepoint's rollback has undone."""
@@ -353,6 +371,12 @@ def has_begun(connection: Connection) -> bool:
     return bool(driver.in_transaction)
 
 
+def begins_by_itself(connection: Connection) -> bool:
+    """Return whether SQLite's driver begins a transaction before the first write, as it does unless told otherwise."""
+    driver: Any = connection.connection.driver_connection
+    return driver.isolation_level is not None and getattr(driver, "autocommit", -1) != True  # noqa: E712 - -1 is true, too
+
+
 def no_fence_in_autocommit(name: str) -> NotSupported:
     """Return the error for a lock where every statement commits by itself: what it writes could not be fenced."""
     return NotSupported(
@@ -366,7 +390,8 @@ def refuse_unbegun(connection: Connection, name: str) -> None:
     """Raise NotSupported when the admit was no part of a transaction: SQLite's driver was told to begin none."""
     if not has_begun(connection):
         raise NotSupported(
-            f"this SQLite connection begins no transactions, so the lock {name!r} cannot fence what it writes: "
-            "send BEGIN IMMEDIATE in the engine's event 'begin', or leave the driver's isolation_level alone",
+            f"this SQLite connection is in no transaction, so the lock {name!r} cannot fence its writes: roll back, "
+            "if an error has ended it; if none has begun, send BEGIN IMMEDIATE in the engine's event 'begin', or leave "
+            "the driver's isolation_level alone",
             name=name,
         )

@@ -21,6 +21,9 @@ _LOCK_NAME: Final = (
     .with_variant(String(512, collation="ascii_bin"), "mysql", "mariadb")
 )
 
+_INNODB: Final = "InnoDB"
+"""MyISAM and Aria have neither transactions nor row locks, and a server may have one of them as its default."""
+
 fence_metadata: Final = MetaData()
 fence_table: Final = Table(
     "dlock_fence",
@@ -29,6 +32,8 @@ fence_table: Final = Table(
     Column("token", BigInteger, nullable=False, autoincrement=False),
     Column("holder", String(32), nullable=False),
     Column("s_token", BigInteger, nullable=False, server_default="0"),
+    mysql_engine=_INNODB,
+    mariadb_engine=_INNODB,
 )
 
 if TYPE_CHECKING:
@@ -60,6 +65,8 @@ def _lease_table() -> Table:
         Column("since", BigInteger, nullable=False),
         Column("expires_at", BigInteger, nullable=False, index=True),
         Column("wanted_until", BigInteger, nullable=False, server_default="0"),
+        mysql_engine=_INNODB,
+        mariadb_engine=_INNODB,
     )
 
 

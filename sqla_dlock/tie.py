@@ -17,7 +17,7 @@ from dlock_core.runtime import BLOCKING, run
 from dlock_core.sql.database import comment, session_id
 from dlock_core.transactions.tie import TieState
 from dlock_core.transactions.transaction_lock import LockAcquire
-from sqla_dlock.connections import is_autocommit, mark, no_fence_in_autocommit, refuse_unbegun
+from sqla_dlock.connections import begins_by_itself, is_autocommit, mark, no_fence_in_autocommit, refuse_unbegun
 from sqla_dlock.fencing import READ_COMMITTED
 from sqla_dlock.names import is_mapped
 from sqla_dlock.root_transaction import is_of_test
@@ -177,8 +177,8 @@ class TiedSession:
             if may_miss_shared and dialect not in gate.announced and gate.fence.keeps_snapshot(connection):
                 gate.announce(connection, dialect)  # the admit would not see what they commit while it waits for them
             gate.admit(connection, dialect)
-            if dialect.name == "sqlite":
-                refuse_unbegun(connection, name)
+        if dialect.name == "sqlite" and (form == "transaction" or not begins_by_itself(connection)):
+            refuse_unbegun(connection, name)
 
     def _before_commit(self) -> None:
         """Refuse a COMMIT that the lease no longer protects: raises LeaseLost, StaleToken, or why an admit failed."""

@@ -19,6 +19,9 @@ DIALECT: Final = "mysql" if MYSQLD else "mariadb"
 
 mariadb_only = pytest.mark.skipif(bool(MYSQLD), reason="what MariaDB only does; this is a run on MySQL")
 
+LIKE_A_DEADLOCK: Final = "BEGIN NOT ATOMIC ROLLBACK; SIGNAL SQLSTATE '40001' SET MYSQL_ERRNO = 1213; END"
+"""What MariaDB does with the victim of a deadlock."""
+
 _INIT: Final = """\
 CREATE DATABASE IF NOT EXISTS dlock CHARACTER SET utf8mb4 COLLATE utf8mb4_general_ci;
 CREATE USER IF NOT EXISTS 'root'@'127.0.0.1';

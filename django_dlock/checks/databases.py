@@ -92,16 +92,39 @@ def check_atomic_requests() -> list[CheckMessage]:
 
 
 def check_fence_table(databases: Sequence[str] | None = None) -> list[CheckMessage]:
-    """Check the fence table (W010): it exists in each database; one without any tables is not a mistake."""
+    """Check the fence table (W010, W015): it exists in each database, unless that has no tables, and can refuse."""
     return [
-        Warning(
+        message
+        for alias in databases or ()
+        if router.allow_migrate(alias, "django_dlock")
+        for message in _fence(alias, connections[alias])
+    ]
+
+
+def _fence(alias: str, connection: BaseDatabaseWrapper) -> Iterator[CheckMessage]:
+    if _lacks_fence(connection):
+        yield Warning(
             f"Database {alias!r} has no table {FENCE_TABLE}, so fenced locks fail there.",
             hint=f"Run `manage.py migrate django_dlock --database {alias}`.",
             id="dlock.W010",
         )
-        for alias in databases or ()
-        if router.allow_migrate(alias, "django_dlock") and _lacks_fence(connections[alias])
-    ]
+    elif connection.vendor == "mysql" and (engine := _engine_without_transactions(connection)):
+        yield Warning(
+            f"The table {FENCE_TABLE} of database {alias!r} is {engine}, which has no transactions: it refuses nobody.",
+            hint=f"Run `ALTER TABLE {FENCE_TABLE} ENGINE = InnoDB`.",
+            id="dlock.W015",
+        )
+
+
+def _engine_without_transactions(connection: BaseDatabaseWrapper) -> str | None:
+    with connection.cursor() as cursor:
+        cursor.execute(
+            "SELECT engine FROM information_schema.tables JOIN information_schema.engines USING (engine) "
+            "WHERE table_schema = DATABASE() AND table_name = %s AND transactions <> 'YES'",
+            [FENCE_TABLE],
+        )
+        row = cursor.fetchone()
+        return row[0] if row else None
 
 
 def _lacks_fence(connection: BaseDatabaseWrapper) -> bool:

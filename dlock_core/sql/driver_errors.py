@@ -67,6 +67,7 @@ _SQLSTATES: Final = {
 _MYSQL_NUMBERS: Final = {
     1213: DatabaseFailure.DEADLOCK,
     3058: DatabaseFailure.DEADLOCK,  # among GET_LOCKs, MySQL 8
+    1206: DatabaseFailure.DEADLOCK,  # too many row locks for its memory: everything is rolled back, too
     1020: DatabaseFailure.SERIALIZATION,  # innodb_snapshot_isolation
     1205: DatabaseFailure.LOCK_TIMEOUT,
     3572: DatabaseFailure.LOCK_TIMEOUT,  # NOWAIT, MySQL 8

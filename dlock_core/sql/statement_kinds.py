@@ -61,7 +61,7 @@ _COMMITS: Final = re.compile(
     r"COMMIT|ROLLBACK(?!(?:\s+\w+)?\s+TO\b)|BEGIN|START|STOP|CHANGE|ALTER|CREATE(?!\s+(?:OR\s+REPLACE\s+)?TEMPORARY\b)"
     r"|DROP(?!\s+(?:TEMPORARY|PREPARE)\b)|TRUNCATE|RENAME|GRANT|REVOKE|FLUSH|RESET|BACKUP|XA|INSTALL|UNINSTALL"
     r"|(?:UN)?LOCK\s+TABLES?|(?:ANALYZE|OPTIMIZE|REPAIR|CHECK)\s+(?:(?:NO_WRITE_TO_BINLOG|LOCAL)\s+)?(?:TABLES?|VIEW)"
-    r"|CACHE\s+INDEX|LOAD\s+INDEX|SET\s+PASSWORD)\b|[\s\ufeff]*SET\b.*\bautocommit\b\W*=(?!\s*(?:0|OFF|FALSE)\b)",
+    r"|CACHE\s+INDEX|LOAD\s+INDEX|SET\s+(?:PASSWORD|DEFAULT\s+ROLE))\b|[\s\ufeff]*SET\b.*\bautocommit\b\W*=(?!\s*(?:0|OFF|FALSE)\b)",
     re.IGNORECASE,
 )
 _IS_COMPLETE: Final = re.compile(

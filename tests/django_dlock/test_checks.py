@@ -8,7 +8,7 @@ import pytest
 from django.contrib import admin
 from django.core.checks import run_checks
 from django.core.management import call_command
-from django.db import connection, models
+from django.db import connection, connections, models
 from django.db.utils import ConnectionHandler
 from django.test import override_settings
 from django.test.utils import isolate_apps
@@ -452,3 +452,14 @@ def test_manage_check_runs_them(capsys):
         call_command("check", tags=["dlock"])
 
     assert "no issues" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("database", ["mariadb"], indirect=True)
+def test_w015_a_fence_without_transactions_is_found_and_the_migration_cures_it(database):
+    with connections[database].cursor() as cursor:
+        cursor.execute("ALTER TABLE dlock_fence ENGINE = MyISAM")
+    assert "dlock.W015" in ids(databases.check_fence_table(databases=[database]))
+    migration = importlib.import_module("django_dlock.migrations.0006_engine")
+    with connections[database].schema_editor() as editor:
+        migration.to_innodb(None, editor)
+    assert databases.check_fence_table(databases=[database]) == []

@@ -1,8 +1,10 @@
 """An interrupt at each executed line of acquire, block, COMMIT, ROLLBACK and release leaves nothing that is renewed."""
 
+import linecache
 import logging
 import uuid
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -12,8 +14,10 @@ from django.test import override_settings
 
 from django_dlock import lock, locked, tie
 from django_dlock.connections import leases_of_context
+from django_dlock.models import Fence
 from dlock_core.backends.memory import MemoryBackend
-from tests.interrupts import OURS, TELLS_OTHERS, SoftLimit, each_line, grants, renewed
+from tests.interrupts import OURS, TELLS_OTHERS, SoftLimit, Tracer, each_line, grants, renewed
+from tests.mysql_server import LIKE_A_DEADLOCK, mariadb_only
 from tests.testapp.models import Counter
 
 pytestmark = [
@@ -22,6 +26,7 @@ pytestmark = [
     pytest.mark.usefixtures("garbage_is_collected"),
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
 ]
+HAS_NO_CALL = ("except BaseException as error:", "transaction.is_unanswered = True")
 DJANGOS = ("django/db/transaction.py", "django/db/backends/base/base.py")
 
 
@@ -156,3 +161,38 @@ def test_lease_whose_release_was_interrupted_again_and_again_ends_when_the_conne
         connections["default"].close()
         assert not renewed(granted)
     start_over(memory)
+
+
+def send(sql: str) -> None:
+    with connections["mariadb"].cursor() as cursor:
+        cursor.execute(sql)
+
+
+@mariadb_only
+@pytest.mark.parametrize("files", [OURS, ("django/db/",)], ids=["ours", "django"])
+def test_deadlock_whose_error_gives_way_to_an_interrupt_lets_nothing_be_committed_that_was_not_fenced(
+    memory, use_database, monkeypatch, files
+):
+    use_database("mariadb")
+    for name in ("may_run_another", "ends_transaction", "commits_implicitly"):
+        monkeypatch.setattr(tie, name, lambda _: False)  # what does it is a statement like any other
+    fences = Fence.objects.using("mariadb").exclude(name="")
+
+    def committed(tracer: Tracer) -> tuple[int, int]:
+        with suppress(Exception), lock("order", 42, using="mariadb"), atomic("mariadb"):
+            send("SELECT 1")
+            with suppress(Exception), tracer:
+                send(LIKE_A_DEADLOCK)
+            send("INSERT INTO testapp_counter (name, value) VALUES ('a', 0)")
+        connections["mariadb"].close()
+        start_over(memory)
+        return Counter.objects.using("mariadb").all().delete()[0], fences.delete()[0]
+
+    counting = Tracer(files)
+    assert committed(counting) == (1, 1)
+    for at in counting.first.values():
+        tracer = Tracer(files, at)
+        written, admitted = committed(tracer)
+        if written > admitted:  # a signal handler cannot run where nothing is called
+            assert tracer.hit is not None
+            assert linecache.getline(tracer.hit.file, tracer.hit.number).strip().startswith(HAS_NO_CALL), tracer.hit

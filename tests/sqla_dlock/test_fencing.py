@@ -12,7 +12,7 @@ from sqlalchemy.exc import DBAPIError
 from sqlalchemy.orm import Session
 
 from dlock_core.errors import NotSupported, StaleToken
-from sqla_dlock import fencing, lock
+from sqla_dlock import fencing, lock, tables
 from tests.chaos import EverybodyIn
 from tests.leases import is_held
 from tests.mysql_server import DIALECT
@@ -24,6 +24,7 @@ from tests.sqla_dlock.adders import (
     isolated,
     value,
 )
+from tests.sqla_dlock.engines import URLS
 from tests.sqla_dlock.models import Counter, Delivery, Stock
 from tests.sqla_dlock.parties import until_blocked
 
@@ -111,6 +112,57 @@ def test_transaction_that_a_deadlock_has_rolled_back_is_admitted_again_before_it
         assert session.scalar(select(fencing.table.c.token).where(fencing.table.c.name == "order:42")) == 10
         session.commit()
     assert fences(engine) == [("order:42", 10)]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_transaction_that_sqlite_has_rolled_back_by_itself_commits_nothing_that_is_not_fenced(
+    make_engine, broken, form
+):
+    """INSERT OR ROLLBACK does that, and so does a full disk; here a transaction begins by the engine's event only."""
+    broken.tokens = iter([10])
+    engine = make_engine("sqlite")
+    add_counter(engine)
+    with Session(engine) as session, lock(session, "order", 42, store=broken, fence=form):
+        be_rolled_back(session)
+        with pytest.raises(NotSupported, match="in no transaction"):
+            set_to(session, 2)
+    assert value(engine) == 0
+
+
+def test_transaction_that_sqlite_has_rolled_back_is_admitted_again_where_the_driver_begins_another(make_engine, broken):
+    broken.tokens = iter([10])
+    add_counter(make_engine("sqlite"))
+    engine = create_engine(URLS["sqlite"])
+    with Session(engine) as session, lock(session, "order", 42, store=broken):
+        be_rolled_back(session)
+        set_to(session, 2)
+        session.commit()
+    assert value(engine) == 2
+    assert fences(engine) == [("order:42", 10)]
+    engine.dispose()
+
+
+@pytest.mark.parametrize("name", ["mariadb", "pymysql"])
+def test_tables_have_transactions_where_those_of_the_server_have_none(make_engine, name):
+    engine = make_engine(name)
+    with engine.connect() as connection:
+        connection.execute(text("CREATE DATABASE IF NOT EXISTS without_transactions"))
+        connection.execute(text("USE without_transactions"))
+        connection.execute(text("SET default_storage_engine = MyISAM"))
+        try:
+            for table in (tables.fence_table, tables.lease_table):
+                table.create(connection)
+            engines = "SELECT DISTINCT engine FROM information_schema.tables WHERE table_schema = DATABASE()"
+            assert connection.execute(text(engines)).all() == [("InnoDB",)]
+        finally:
+            connection.execute(text("DROP DATABASE without_transactions"))
+            connection.invalidate()
+
+
+def be_rolled_back(session):
+    set_to(session, 1)
+    with pytest.raises(DBAPIError):
+        session.execute(text("INSERT OR ROLLBACK INTO counter SELECT * FROM counter"))
 
 
 @levels(ONCE)

@@ -9,16 +9,17 @@ from contextlib import suppress
 from typing import Any
 
 import pytest
-from sqlalchemy import Connection, Engine, create_engine, event, text
+from sqlalchemy import Connection, Engine, create_engine, delete, event, text
 from sqlalchemy.exc import InvalidRequestError
 from sqlalchemy.orm import Session
 from sqlalchemy.pool import NullPool, StaticPool
 
 from dlock_core.backends.memory import MemoryBackend
 from dlock_core.stores import Store
-from sqla_dlock import lock, locked, stores
+from sqla_dlock import fencing, lock, locked, stores
 from sqla_dlock.fencing import metadata as fence_metadata
 from tests.interrupts import OURS, TELLS_OTHERS, SoftLimit, Tracer, each_line, renewed
+from tests.mysql_server import LIKE_A_DEADLOCK, mariadb_only
 from tests.sqla_dlock.engines import begin_immediate
 from tests.sqla_dlock.models import Base, Counter
 
@@ -214,3 +215,39 @@ def test_program_that_goes_on_after_an_interrupt_commits_nothing_that_was_not_fe
             assert not committed(tracer) or not unfenced, tracer.hit
     finally:
         event.remove(engine, "after_cursor_execute", note)
+
+
+@mariadb_only
+@pytest.mark.parametrize("name", ["pymysql", "mariadb"])
+def test_deadlock_whose_error_gives_way_to_an_interrupt_lets_nothing_be_committed_that_was_not_fenced(
+    make_engine: Callable[..., Engine], memory: MemoryBackend, name: str
+) -> None:
+    engine = make_engine(name)
+
+    def committed(tracer: Tracer) -> bool:
+        with suppress(Exception), Session(engine) as session, lock(session, "order", 42):
+            session.execute(text("SELECT 1"))
+            with suppress(Exception), tracer:
+                session.execute(text(LIKE_A_DEADLOCK))
+            write(session)
+            session.commit()
+        memory._states.clear()
+        with engine.begin() as connection:
+            connection.execute(delete(fencing.table).where(fencing.table.c.name != ""))
+            return bool(connection.execute(delete(Counter)).rowcount)
+
+    fenced: list[bool] = []
+
+    @event.listens_for(engine, "commit")
+    def note(connection: Connection) -> None:
+        rows = "SELECT COUNT(*) FROM counter", "SELECT COUNT(*) FROM dlock_fence WHERE name = 'order:42'"
+        written, admitted = (connection.exec_driver_sql(sql).scalar() for sql in rows)
+        fenced.append(not written or bool(admitted))
+
+    files = (*OURS, "sqlalchemy/engine/base.py")
+    counting = Tracer(files)
+    assert committed(counting)
+    for at in counting.first.values():
+        tracer = Tracer(files, at)
+        committed(tracer)
+        assert all(fenced), tracer.hit
