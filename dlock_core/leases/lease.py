@@ -144,7 +144,7 @@ class LeaseRecord:
         self.loss_reason, self.renewal_trouble = "", "it ran out before it was renewed"
         self._is_abandoned = False
         self._releases: tuple[bool, ...] = ()
-        """For each time that the store was asked to end it, whether it surely held then."""
+        """Whether it surely held when the store was first asked to end it, and when it was last asked again."""
         self._on_lost = on_lost
         """Deleted by the thread that tells of the loss: deleting an attribute succeeds only once."""
         self._callback_thread: CallbackThread | None = None
@@ -303,7 +303,7 @@ class LeaseRecord:
         holds = self.remaining() > 0.0
         if not holds:
             self.ensure_own_process()
-        self._releases = (*self._releases, holds)
+        self._releases = (*self._releases[:1], holds)
 
     def end(self, found: Released) -> Released:
         """Record what a release found, and return it; the first answer stands."""

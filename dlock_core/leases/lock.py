@@ -109,8 +109,9 @@ class Releasing(Generic[T]):
 
         RELEASED: it was ours until now. EXPIRED: it had ended by itself. STOLEN: another holds it. A handle that
         joined a lease only leaves it; of several leases that are held together each has its answer, in their order.
-        Raises NotHeld in a forked child, BackendUnavailable when the store cannot be asked: the lease then runs out by
-        itself, and release may be tried again.
+        Raises NotHeld in a forked child, BackendUnavailable when the store cannot be asked. Further attempts are then
+        made in the background until it answers, unless it has refused, or is closed; and release may be called again.
+        A lease that nothing releases runs out by itself.
         """
         try:
             return run(self._end(BLOCKING))
@@ -322,7 +323,7 @@ async def end_block(
 def let_expire(error: BackendUnavailable | NotHeld) -> None:
     """Accept that a lease was not released where its work has ended well, or by a forked child: it then expires."""
     if isinstance(error, BackendUnavailable):
-        logger.warning("dlock: %s; the lease runs out by itself", error)
+        logger.warning("dlock: %s; unless a later attempt releases the lease, it runs out by itself", error)
 
 
 L = TypeVar("L", Lease, AsyncLease)

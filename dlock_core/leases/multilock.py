@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Never, Protocol, TypeVar
 from dlock_core.backend import Released, supports_many
 from dlock_core.errors import AlreadyHeld, BackendUnavailable, NotHeld
 from dlock_core.leases.callers import find_held, forget_held, note_held
-from dlock_core.leases.engine import MAX_OVERTIME_S, Acquisition, clean_up, new_requests, note_released, release
+from dlock_core.leases.engine import MAX_OVERTIME_S, Acquisition, clean_up, new_requests
 from dlock_core.leases.lock import (
     AsyncBlockExit,
     AsyncReleasing,
@@ -27,6 +27,7 @@ from dlock_core.leases.lock import (
     Releasing,
     let_expire,
 )
+from dlock_core.leases.releases import note_released, release
 from dlock_core.leases.watchdog import renew_in_background
 from dlock_core.names import canonical
 from dlock_core.observability import hooks

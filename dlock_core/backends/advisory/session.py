@@ -15,6 +15,7 @@ from dlock_core.backends.advisory.labels import PREFIX, checked_prefix
 from dlock_core.backends.advisory.mysql import MySQL
 from dlock_core.backends.advisory.postgresql import PostgreSQL
 from dlock_core.errors import BackendUnavailable
+from dlock_core.leases.releases import forget_releases
 from dlock_core.runtime import clock
 
 if TYPE_CHECKING:
@@ -117,6 +118,7 @@ class SessionBackend:
 
     def close(self) -> None:
         """Close idle connections; leases are not released."""
+        forget_releases(self)
         self._clear()
         self._connections.close()
         self._pool.close()

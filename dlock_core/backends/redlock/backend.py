@@ -27,6 +27,7 @@ from dlock_core.backends.redis.transport import retry_once
 from dlock_core.backends.redlock import quorum
 from dlock_core.backends.redlock.nodes import NodeSet, all_of, merge_states, pools_from_url
 from dlock_core.errors import BackendUnavailable
+from dlock_core.leases.releases import forget_releases
 from dlock_core.runtime import RNG
 
 if TYPE_CHECKING:
@@ -138,6 +139,7 @@ class RedlockBackend:
 
     def close(self) -> None:
         """Close the idle connections; leases stay as they are."""
+        forget_releases(self)
         self._nodes.close()
 
     def _acquire(self, request: AcquireRequest, now: float) -> Broadcast:

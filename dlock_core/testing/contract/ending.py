@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import gc
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import pytest
 
 from dlock_core.backend import Released
-from dlock_core.errors import LeaseLost
+from dlock_core.errors import BackendUnavailable, LeaseLost
 from dlock_core.observability import hooks
 
 if TYPE_CHECKING:
+    from dlock_core.backend import AcquireRequest, Granted
+    from dlock_core.runtime import Runtime
     from dlock_core.testing.contract.harness import Harness
 
 __all__ = [
@@ -23,8 +25,14 @@ __all__ = [
     "test_release_answers_expired_when_the_time_was_over",
     "test_release_answers_stolen_when_another_holds",
     "test_release_by_another_actor_is_a_release",
+    "test_release_that_could_not_be_carried_out_is_repeated_until_it_is",
     "test_second_release_gives_the_first_answer",
 ]
+
+LONG_TTL_S: Final = 1000.0
+"""No test waits for so long."""
+FAILURES: Final = 4
+"""The releases that fail: two for the caller, and more in the background."""
 
 
 def test_second_release_gives_the_first_answer(harness: Harness, name: str) -> None:
@@ -55,6 +63,25 @@ def test_release_answers_stolen_when_another_holds(harness: Harness, name: str) 
     second = harness.acquire(name, wait=None)
     assert harness.do(first.release) is Released.STOLEN
     assert harness.holders(name) == [second.holder]
+
+
+def test_release_that_could_not_be_carried_out_is_repeated_until_it_is(harness: Harness, name: str) -> None:
+    """The lock is free long before its ttl is over, and before anybody asks for its release again."""
+    lease, asked, answer = harness.acquire(name, ttl=LONG_TTL_S), [], harness.observed.release
+
+    async def release(runtime: Runtime, request: AcquireRequest, granted: Granted) -> Any:
+        asked.append(request.holder)
+        if len(asked) <= FAILURES:
+            raise BackendUnavailable(name, reason="a test keeps it from the store")
+        return await answer(runtime, request, granted)
+
+    harness.observed.release = release  # type: ignore[method-assign]
+    with pytest.raises(BackendUnavailable):
+        harness.do(lease.release)
+    assert not lease.lost
+    harness.until(lambda: harness.holders(name) == [])
+    assert harness.do(lease.release) is Released.RELEASED
+    assert {*asked} == {lease.holder}
 
 
 def test_a_block_releases_its_lock(harness: Harness, name: str) -> None:
