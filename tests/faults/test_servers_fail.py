@@ -109,6 +109,44 @@ def test_restart_that_kept_its_data_ends_no_lease(harness: Harness, own_redis: S
     assert pending.result(30).token > lease.token
 
 
+@pytest.mark.parametrize("shared", [False, True])
+def test_lock_that_was_to_be_released_while_the_server_restarted_is_free_when_it_is_back(
+    harness: Harness, own_redis: Server, shared: bool
+) -> None:
+    lease = harness.acquire("a", ttl=1000, shared=shared)
+    own_redis.stop()
+    with pytest.raises(BackendUnavailable):
+        harness.do(lease.release)
+    own_redis.restart(keep_data=True)
+    assert harness.acquire("a", wait=None, ttl=1000).token > lease.token
+
+
+def test_lock_that_was_to_be_released_while_a_script_kept_the_server_busy_is_free_when_it_has_ended(
+    harness: Harness, admin: redis.Redis, own_redis: Server
+) -> None:
+    lease = harness.acquire("a", ttl=1000)
+    admin.config_set(
+        "busy-reply-threshold" if b"busy" in repr(admin.config_get("busy*")).encode() else "lua-time-limit", 1
+    )
+    with ThreadPoolExecutor(1) as pool, redis.Redis.from_url(own_redis.url, socket_timeout=None) as busy:
+        running = pool.submit(busy.eval, "while true do end", 0)
+        until(lambda: is_busy(admin))
+        with pytest.raises(BackendUnavailable, match=r"(?i)busy"):
+            harness.do(lease.release)
+        admin.script_kill()
+        with pytest.raises(redis.ResponseError):
+            running.result()
+    assert harness.acquire("a", wait=None, ttl=1000).token > lease.token
+
+
+def is_busy(admin: redis.Redis) -> bool:
+    try:
+        admin.ping()
+    except redis.ResponseError as error:
+        return "BUSY" in str(error)
+    return False
+
+
 def test_restart_that_lost_its_data_ends_the_lease_and_tokens_still_grow(harness: Harness, own_redis: Server) -> None:
     lease = harness.acquire("a", ttl=60)
     own_redis.restart(keep_data=False)
@@ -247,22 +285,68 @@ def test_missing_permission_is_told_at_once(own_redis: Server, admin: redis.Redi
 
 @pytest.mark.parametrize("command", ["get", "getrange", "set", "time", "zadd"])
 def test_permission_that_only_a_script_needs_is_told_at_once_and_never_as_another_holder(
-    any_redis: Server, command: str
+    denied: Callable[[str], RedisBackend], command: str
 ) -> None:
+    with pytest.raises(BackendUnavailable, match="our user lacks a permission"):
+        hold_renewed_and_contended(denied(command))
+
+
+@pytest.fixture
+def denied(any_redis: Server) -> Iterator[Callable[[str], RedisBackend]]:
+    """Return the store of a user who may do what the operators' page says, but for one command."""
     with redis.Redis.from_url(any_redis.url) as admin:
         admin.script_flush()
         always, _ = documented_acl()
-        admin.execute_command(  # type: ignore[no-untyped-call]
-            "ACL", "SETUSER", "shop", "reset", "on", f">{SECRET}", "~dlock:*", *always, f"-{command}"
-        )
-        store = RedisBackend.from_url(f"redis://shop:{SECRET}@127.0.0.1:{any_redis.port}/0")
-        try:
-            with pytest.raises(BackendUnavailable, match="our user lacks a permission"):
-                hold_renewed_and_contended(store)
-        finally:
+        stores: list[RedisBackend] = []
+
+        def deny(command: str) -> RedisBackend:
+            admin.execute_command(  # type: ignore[no-untyped-call]
+                "ACL", "SETUSER", "shop", "reset", "on", f">{SECRET}", "~dlock:*", *always, f"-{command}"
+            )
+            stores.append(RedisBackend.from_url(f"redis://shop:{SECRET}@127.0.0.1:{any_redis.port}/0"))
+            return stores[-1]
+
+        yield deny
+        for store in stores:
             store.close()
-            admin.acl_deluser("shop")
-            admin.delete(*admin.keys("dlock:*"), "dlock:token")
+        admin.acl_deluser("shop")
+        admin.delete(*admin.keys("dlock:*"), "dlock:token")
+
+
+def test_release_that_lacks_a_permission_is_never_called_stolen_and_ends_nothing(
+    any_redis: Server, denied: Callable[[str], RedisBackend]
+) -> None:
+    store, permitted = denied("rpush"), RedisBackend.from_url(any_redis.url)
+    lease = Lock(store, "a").acquire()
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(Lock(permitted, "a").acquire)
+        until(lambda: waiters(permitted, "a"))
+        for _ in range(2):
+            with pytest.raises(BackendUnavailable, match="our user lacks a permission"):
+                lease.release()
+            assert holders(permitted, "a") == [lease.holder]
+            until(lambda: waiters(permitted, "a") or lease.ensure_held())
+        assert run(permitted.force_release(BLOCKING, "a", lease.token))
+        waiting.result().release()
+    permitted.close()
+
+
+@pytest.mark.parametrize("command", ["get", "zrange", "hget", "zrangebyscore"])
+def test_operator_who_lacks_a_permission_is_told_so_and_not_that_nothing_is_held(
+    any_redis: Server, denied: Callable[[str], RedisBackend], command: str
+) -> None:
+    permitted = RedisBackend.from_url(any_redis.url)
+    leases = [Lock(permitted, name, shared=name == "s").acquire() for name in "as"]
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(Lock(permitted, "a").acquire)
+        until(lambda: waiters(permitted, "a"))
+        store = denied(command)
+        with pytest.raises(BackendUnavailable, match="our user lacks a permission"):
+            run(store.force_release(BLOCKING, "a", leases[0].token) if command == "get" else store.inspect(BLOCKING))
+        for lease in leases:
+            assert lease.release() is Released.RELEASED
+        waiting.result().release()
+    permitted.close()
 
 
 def hold_renewed_and_contended(store: RedisBackend) -> None:

@@ -5,6 +5,7 @@
 local tokens, index, drawn, at = KEYS[1], KEYS[2], {}, redis.call('TIME')
 --#include tokens.lua
 --#include held_locks.lua
+--#include read.lua
 local function holder(i) return string.sub(ARGV[2], 32 * i - 95, 32 * i - 64) end
 
 -- Usually nothing is there of any of them. If something is, it must be our own grant, whose reply was lost.
@@ -12,7 +13,7 @@ for first = 3, #KEYS, 1000 do
   local last, found = math.min(first + 999, #KEYS), {unpack(KEYS, first, math.min(first + 999, #KEYS))}
   for i = first, last do found[#found + 1] = KEYS[i] .. ':q' end
   for i = first, redis.call('EXISTS', unpack(found)) > 0 and last or 0 do
-    local value = redis.pcall('GET', KEYS[i])
+    local value = read('GET', KEYS[i])
     local is_ours = type(value) == 'string' and string.find(value, holder(i) .. '|', 1, true) == 1
     if not is_ours and redis.call('EXISTS', KEYS[i], KEYS[i] .. ':q') > 0 then return {} end
   end

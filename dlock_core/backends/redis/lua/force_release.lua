@@ -4,8 +4,9 @@
 -- reply 1 ended | 0 there is no such grant
 local lock, tokens, index, token = KEYS[1], KEYS[2], KEYS[3], ARGV[1]
 --#include queue.lua
+--#include read.lua
 local function has(text) return type(text) == 'string' and string.match(text, '^%x+|(%d+)|') == token end
-local value, found = redis.pcall('GET', lock), 0
+local value, found = read('GET', lock), 0
 if value == 'shared' then
   --#include shared.lua
   for _, holder in ipairs(redis.call('ZRANGE', sharers, 0, -1)) do

@@ -6,14 +6,16 @@
 local time, none = redis.call('TIME'), {}
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
 
+--#include read.lua
+
 -- A key of another type shows nothing: it must not hide the other locks.
 local function field(key, name)
-  local found = redis.pcall('HGET', key, name)
+  local found = read('HGET', key, name)
   return type(found) == 'string' and found or ''
 end
 
 local function sharers_of(lock)
-  local found, live = {}, redis.pcall('ZRANGEBYSCORE', lock .. ':s', now, '+inf', 'WITHSCORES')
+  local found, live = {}, read('ZRANGEBYSCORE', lock .. ':s', now, '+inf', 'WITHSCORES')
   for j = 1, #live, 2 do
     found[#found + 1] = {live[j], live[j + 1], field(lock .. ':o', live[j])}
   end
@@ -21,7 +23,7 @@ local function sharers_of(lock)
 end
 
 local function waiters_of(lock)
-  local found, queued = {}, redis.pcall('ZRANGE', lock .. ':q', 0, -1, 'WITHSCORES')
+  local found, queued = {}, read('ZRANGE', lock .. ':q', 0, -1, 'WITHSCORES')
   for j = 1, #queued, 2 do
     local entry = field(lock .. ':w', queued[j])
     local alive, listener = string.match(entry, '^(%d+)|%a|%d+|%d+|(%x*)|')

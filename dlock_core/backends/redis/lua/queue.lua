@@ -48,12 +48,13 @@ local function serve(value, caller, head)
     redis.call('ZREM', queue, head)
     redis.call('HDEL', entries, head)
     if lives then
-      if mode == 's' and not value then redis.call('DEL', lock) end
-      grant(head, mode, owner, ttl + 0 < CLAIM + 0 and ttl or CLAIM, floor)
+      -- First, so that a user without this permission has handed over nothing when the script fails.
       if head ~= caller then
         redis.call('RPUSH', list, head .. '|' .. ttl .. '|' .. lock)
         redis.call('PEXPIRE', list, CLAIM)
       end
+      if mode == 's' and not value then redis.call('DEL', lock) end
+      grant(head, mode, owner, ttl + 0 < CLAIM + 0 and ttl or CLAIM, floor)
       value = mode == 'x' and 'taken' or 'shared'
     end
     head = nil

@@ -5,10 +5,11 @@
 local tokens, time, taken = KEYS[1], redis.call('TIME'), 0
 local clock = time[1] * 1000000 + time[2]
 --#include tokens.lua
+--#include read.lua
 for i = 3, #KEYS do
   local holder, ttl, token, owner = unpack(ARGV, 4 * i - 11, 4 * i - 8)
   if redis.call('SET', KEYS[i], holder .. '|' .. token .. '|' .. time[1] .. '|' .. owner, 'NX', 'PX', ttl) then
-    if counted(redis.pcall('GET', tokens), clock) < tonumber(token) then redis.call('SET', tokens, token) end
+    if counted(read('GET', tokens), clock) < tonumber(token) then redis.call('SET', tokens, token) end
     redis.call('SADD', KEYS[2], KEYS[i])
     taken = taken + 1
   end

@@ -1,0 +1,8 @@
+-- read.lua: read a key that may be of another type, included by scripts which then take it for nothing of ours.
+-- Returns the reply, a table with `err` for a key of another type. Any other error, such as a missing permission, says
+-- nothing about the key, and is the script's.
+local function read(...)
+  local found = redis.pcall(...)
+  if type(found) == 'table' and found.err and not string.find(found.err, 'WRONGTYPE', 1, true) then error(found.err) end
+  return found
+end
