@@ -143,7 +143,7 @@ def ttl_seconds(ttl: Seconds) -> float:
     """Return a checked ttl in seconds: finite, greater than 0, at most a year; renewal makes a lease last longer."""
     seconds = ttl if type(ttl) is float else _number("ttl", ttl)
     if not 0 < seconds <= MAX_TTL_S:
-        raise ValueError(f"ttl must be more than 0 and at most {MAX_TTL_S:.0f} seconds, not {ttl!r}")
+        raise ValueError(f"ttl must be more than 0 and at most {MAX_TTL_S:.0f} seconds, not {seconds:g}")
     return seconds
 
 
@@ -153,7 +153,7 @@ def wait_seconds(wait: Seconds | None) -> float | None:
         return None
     seconds = wait if type(wait) is float else _number("wait", wait)
     if not 0 <= seconds < math.inf:
-        raise ValueError(f"wait must be None (for ever), 0 (one try) or a finite number of seconds, not {wait!r}")
+        raise ValueError(f"wait must be None (for ever), 0 (one try) or a finite number of seconds, not {seconds:g}")
     return seconds
 
 

@@ -161,3 +161,11 @@ def test_good_options_are_taken(make: Any) -> None:
     make(
         ttl=timedelta(seconds=5), wait=None, renew=False, fair=False, reentrant=True, shared=True, on_lost=lambda: None
     )
+
+
+@pytest.mark.parametrize("seconds", [10**400, 10**5000], ids=["400 digits", "5000 digits"])
+@pytest.mark.parametrize("option", ["ttl", "wait"])
+def test_number_that_is_far_too_large_is_refused_in_a_few_words(option: str, seconds: int) -> None:
+    with pytest.raises(ValueError, match=option) as caught:
+        core(**{option: seconds})
+    assert len(str(caught.value)) < 100
