@@ -1,9 +1,9 @@
 """Events of locks, for logging, metrics, traces and tests: subscribe a hook, and it is called with each event.
 
 A hook runs in the thread and the task in which the event happens. It must be quick and cannot change the outcome: an
-exception that it raises is logged. Only the loss of a lease, later events of that lease, and a release that was repeated
-in the background are reported in a dedicated thread, so that a slow hook delays no renewal. Without a subscriber, events
-cost nothing that could be measured.
+exception that it raises is logged. Only the loss of a lease, later events of that lease, and a release that was
+repeated in the background are reported in a dedicated thread, so that a slow hook delays no renewal. Without a
+subscriber, events cost nothing that could be measured.
 """
 
 from __future__ import annotations
