@@ -19,7 +19,7 @@ from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine
+    from collections.abc import Awaitable, Callable, Coroutine
 
 __all__ = [
     "ASYNCIO",
@@ -33,6 +33,7 @@ __all__ = [
     "clock",
     "refuse_in_loop",
     "run",
+    "within",
 ]
 
 T = TypeVar("T")
@@ -190,8 +191,7 @@ class Asyncio:
 
     async def wait(self, signal: Any, seconds: float) -> bool:
         try:
-            async with asyncio.timeout(seconds):
-                return bool(await signal.wait())
+            return bool(await within(seconds, signal.wait()))
         except TimeoutError:
             return False
 
@@ -215,6 +215,30 @@ class Asyncio:
 
 BLOCKING = Blocking()
 ASYNCIO = Asyncio()
+
+
+class _Timeout(asyncio.Timeout):  # type: ignore[misc]
+    """One whose timer does nothing any more once it is over, even if it was not cancelled."""
+
+    is_over = False
+
+    def _on_timeout(self) -> None:
+        if not self.is_over:
+            super()._on_timeout()  # type: ignore[misc]
+
+
+async def within(seconds: float, awaited: Awaitable[T]) -> T:
+    """Await this for at most so many seconds; raises TimeoutError.
+
+    As `asyncio.timeout` does it, whose end may be interrupted: then its timer would cancel the task later, whatever
+    that is doing by then. Nothing is called in our `finally`, so no signal handler runs there.
+    """
+    timeout = _Timeout(asyncio.get_running_loop().time() + seconds)
+    try:
+        async with timeout:
+            return await awaited
+    finally:
+        timeout.is_over = True
 
 
 def begin_task(coroutine: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:

@@ -12,7 +12,7 @@ import socket
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 
 from dlock_core.extras import needed_by
-from dlock_core.runtime import Asyncio
+from dlock_core.runtime import Asyncio, within
 
 if TYPE_CHECKING:
     import ssl
@@ -218,17 +218,14 @@ class _AsyncioStream:
 
     @classmethod
     async def open(cls, member: Member, tls: ssl.SSLContext | None, limit: float) -> _AsyncioStream:
-        async with asyncio.timeout(limit):
-            return cls(*await asyncio.open_connection(*member, ssl=tls))
+        return cls(*await within(limit, asyncio.open_connection(*member, ssl=tls)))
 
     async def read(self, limit: float) -> bytes:
-        async with asyncio.timeout(limit):
-            return await self._reader.read(MAX_READ_BYTES)
+        return await within(limit, self._reader.read(MAX_READ_BYTES))
 
     async def write(self, data: bytes, limit: float) -> None:
-        async with asyncio.timeout(limit):
-            self._writer.write(data)
-            await self._writer.drain()
+        self._writer.write(data)
+        await within(limit, self._writer.drain())
 
     def is_usable(self) -> bool:
         if self._writer.transport.is_closing():

@@ -17,7 +17,7 @@ from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from dlock_core.backends.idle import inherited
 from dlock_core.errors import format_seconds
-from dlock_core.runtime import ASYNCIO, begin_task
+from dlock_core.runtime import ASYNCIO, begin_task, within
 from dlock_core.scheduler import after_fork_in_child
 
 if TYPE_CHECKING:
@@ -217,8 +217,7 @@ class QueuedRequest:
         self.pipeline.queued.append(self)
         self.pipeline.advance()
         try:
-            async with asyncio.timeout(limit):
-                return await self.answers
+            return await within(limit, self.answers)
         except TimeoutError as error:
             self.pipeline.withdraw(self)
             raise RedisTimeoutError(f"no answer within {format_seconds(limit)}") from error

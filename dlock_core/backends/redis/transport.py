@@ -23,7 +23,7 @@ from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from dlock_core.backends.idle import IdlePool, LoopPools
 from dlock_core.errors import BackendUnavailable, format_seconds
-from dlock_core.runtime import Asyncio, Runtime
+from dlock_core.runtime import Asyncio, Runtime, within
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Coroutine, Iterable
@@ -351,26 +351,27 @@ class AsyncioTransport:
         if not isinstance(runtime, Asyncio):
             raise TypeError("an asyncio connection needs the asyncio runtime")
         try:
-            async with asyncio.timeout(limit):
-                if not connection.is_connected:
-                    await connection.connect()
-                connection._writer.write(data)  # Nothing to drain: the next command is written after this reply.
-                if connection._writer.transport.is_closing():
-                    await _raise_what_closed(connection._reader)
-                read = connection._parser.read_response
-                if not nudge_after:
-                    return [await read()] if replies == 1 else [_listen_on(await read()) for _ in range(replies)]
-                try:
-                    async with asyncio.timeout(nudge_after):
-                        first = await read()
-                except TimeoutError:
-                    connection._writer.write(NUDGE)
-                    if connection._writer.transport.is_closing():
-                        await _raise_what_closed(connection._reader)
-                    return [await read() for _ in range(replies + 1)][:-1]
-                return [first, *[await read() for _ in range(replies - 1)]]
+            return await within(limit, self._exchange(connection, data, replies, nudge_after))
         except TimeoutError as error:
             raise RedisTimeoutError(f"no answer within {format_seconds(limit)}") from error
+
+    async def _exchange(self, connection: Any, data: bytes, replies: int, nudge_after: float) -> list[Any]:
+        if not connection.is_connected:
+            await connection.connect()
+        connection._writer.write(data)  # Nothing to drain: the next command is written after this reply.
+        if connection._writer.transport.is_closing():
+            await _raise_what_closed(connection._reader)
+        read = connection._parser.read_response
+        if not nudge_after:
+            return [await read()] if replies == 1 else [_listen_on(await read()) for _ in range(replies)]
+        try:
+            first = await within(nudge_after, read())
+        except TimeoutError:
+            connection._writer.write(NUDGE)
+            if connection._writer.transport.is_closing():
+                await _raise_what_closed(connection._reader)
+            return [await read() for _ in range(replies + 1)][:-1]
+        return [first, *[await read() for _ in range(replies - 1)]]
 
     def let_finish(self, task: asyncio.Task[Any]) -> None:
         """Let a request go on although its caller has gone: to its time limit, or the end of the loop."""
