@@ -246,21 +246,16 @@ class ConnectionTracker:
                 self.connection.savepoint_rollback(ending.anchor)
 
     def _rollback(self) -> None:
-        ending = self.current
-        try:
-            self._roll_back_or_close(ending)
-            self._settle(ending)
-        except BaseException:
-            self._settle(ending)  # again, or for the first time: an interrupt may come anywhere
-            raise
-
-    def _roll_back_or_close(self, ending: Transaction | None) -> None:
+        ending, is_done = self.current, False
         try:
             self.django._rollback()
-        except BaseException:
-            if ending is not None:
+            is_done = True
+            self._settle(ending)
+        except BaseException:  # an interrupt may come anywhere, also before anything was rolled back
+            if ending is not None and not is_done:
                 with suppress(Error):
                     self.connection.close()
+            self._settle(ending)
             raise
 
     def _close(self) -> None:

@@ -16,6 +16,7 @@ from django_dlock import lock, locked, tie
 from django_dlock.connections import leases_of_context
 from django_dlock.models import Fence
 from dlock_core.backends.memory import MemoryBackend
+from dlock_core.observability import hooks
 from tests.interrupts import OURS, TELLS_OTHERS, SoftLimit, Tracer, each_line, grants, renewed
 from tests.mysql_server import LIKE_A_DEADLOCK, mariadb_only
 from tests.testapp.models import Counter
@@ -124,6 +125,25 @@ def test_interrupt_at_any_line_leaves_no_lease_that_is_renewed(memory, work, err
             left.append(line.function)
         start_over(memory)
     assert len(left) < 50, left  # nearly always it is released at once
+
+
+def test_interrupt_while_work_is_rolled_back_commits_none_of_it_and_releases_nothing_before(memory):
+    too_early: list[object] = []
+
+    def hear(event: hooks.Event) -> None:
+        driver = connections["default"].connection
+        if event.kind == "released" and driver is not None and driver.in_transaction:
+            too_early.extend(driver.execute(f"SELECT 1 FROM {Counter._meta.db_table}"))
+
+    hooks.subscribe(hear)
+    try:
+        for line, _, _ in each_line(rollback, (*OURS, *DJANGOS)):
+            assert not too_early, line
+            connections["default"].close()
+            start_over(memory)
+            assert not Counter.objects.exists(), line
+    finally:
+        hooks.unsubscribe(hear)
 
 
 def start_over(store: MemoryBackend) -> None:
