@@ -23,7 +23,7 @@ from django.db.backends.signals import connection_created
 from django.db.transaction import TransactionManagementError
 from django.dispatch import receiver
 
-from django_dlock.transactions import Transaction, text_of
+from django_dlock.transactions import Transaction, is_undone, text_of
 from dlock_core.sql.driver_errors import is_refusal, warn_unless_known
 from dlock_core.sql.statement_kinds import is_data_statement
 from dlock_core.transactions.tie import Outcome, call_all
@@ -216,9 +216,10 @@ class ConnectionTracker:
                 check()
             if self.current is not ending:
                 raise TransactionManagementError("The transaction was ended by a check that ran before its COMMIT.")
+            has_ended = Outcome.ROLLED_BACK if is_undone(self.connection) else Outcome.COMMITTED
             ending.outcome = Outcome.UNKNOWN
             commit()
-            ending.outcome = Outcome.COMMITTED
+            ending.outcome = has_ended
             if ending.anchor is None:
                 # Django sets it next; now, so that its hooks run even if a settler is interrupted.
                 self.connection.run_commit_hooks_on_set_autocommit_on = True

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     Step: TypeAlias = Callable[[], object]
 
-__all__ = ["ABSENT", "AttributeValues", "Transaction", "is_idle", "text_of"]
+__all__ = ["ABSENT", "AttributeValues", "Transaction", "is_idle", "is_undone", "text_of"]
 
 ABSENT: Final = object()
 """Stands for the value of an attribute that was not there."""
@@ -189,8 +189,7 @@ def is_idle(connection: Any) -> bool:
     if connection.vendor == "sqlite":
         return not connection.connection.in_transaction
     if connection.vendor == "postgresql":
-        driver = connection.connection
-        return int((driver.pgconn if hasattr(driver, "pgconn") else driver.info).transaction_status) == 0
+        return _postgresql_status(connection) == _IDLE
     if not getattr(connection, "mysql_is_mariadb", False):
         return False
     with connection.connection.cursor() as cursor:  # the driver's: nobody else is to hear of it
@@ -203,6 +202,25 @@ def _may_be_idle(connection: Any) -> bool:
         return is_idle(connection)
     except connection.Database.Error:
         return True
+
+
+def is_undone(connection: Any) -> bool:
+    """Return whether PostgreSQL has undone the transaction after an error: it then takes COMMIT for a ROLLBACK.
+
+    No driver raises an error for that.
+    """
+    return connection.vendor == "postgresql" and _postgresql_status(connection) == _IN_ERROR
+
+
+_IDLE: Final = 0  # libpq's PQTRANS_IDLE and PQTRANS_INERROR
+_IN_ERROR: Final = 3
+
+
+def _postgresql_status(connection: Any) -> int | None:
+    driver = connection.connection
+    if driver is None:
+        return None
+    return int((driver.pgconn if hasattr(driver, "pgconn") else driver.info).transaction_status)
 
 
 def text_of(sql: Any) -> str:

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias
 
 from sqlalchemy import event
-from sqlalchemy.exc import InvalidRequestError
+from sqlalchemy.exc import DBAPIError, InvalidRequestError
 
 from dlock_core.errors import NotSupported
 from dlock_core.sql.driver_errors import is_refusal, warn_unless_known
@@ -70,6 +70,8 @@ class ConnectionTracker:
         self.undo: list[tuple[set[str], Callable[[], None]]] = []
         """What to call when one of these savepoints is rolled back, and the names of those that were open."""
         self._is_in_doubt = False
+        self._has_failed = False
+        """A statement has failed on PostgreSQL, which may have undone the whole transaction."""
         own = self.sqlalchemy = SimpleNamespace(**dict(zip(_INTERCEPTED, _methods_of(connection), strict=True)))
         vars(connection).update(
             _dlock_tracker=self,
@@ -80,7 +82,9 @@ class ConnectionTracker:
             _commit_twophase_impl=partial(self._finish, own._commit_twophase_impl),
             _rollback_twophase_impl=partial(self._roll_back, own._rollback_twophase_impl),
         )
-        if connection.dialect.name != "postgresql":  # which accepts nothing after an error
+        if connection.dialect.name == "postgresql":  # which accepts nothing after an error
+            vars(connection)["_handle_dbapi_exception"] = self._note_failure
+        else:
             vars(connection).update(
                 _handle_dbapi_exception=self._handle_dbapi_exception, _execute_context=self._execute_context
             )
@@ -95,10 +99,13 @@ class ConnectionTracker:
         outcome = Outcome.ROLLED_BACK
         try:
             self._check()
+            has_ended = Outcome.COMMITTED
+            if self._has_failed and is_undone(self.connection):
+                has_ended = Outcome.ROLLED_BACK
             if self._is_in_doubt or _is_alive(self.connection):
                 outcome = Outcome.UNKNOWN
             commit(*xid)
-            outcome = Outcome.COMMITTED
+            outcome = has_ended
             self._end(outcome, in_commit=True)
         except BaseException as error:  # an interrupt may come anywhere
             if outcome is not Outcome.COMMITTED:
@@ -163,6 +170,10 @@ class ConnectionTracker:
 
     def _handle_dbapi_exception(self, *error: Any, **more: Any) -> None:
         self.hooks.is_unanswered = True  # also where rows are fetched
+        self.sqlalchemy._handle_dbapi_exception(*error, **more)
+
+    def _note_failure(self, *error: Any, **more: Any) -> None:
+        self._has_failed = True
         self.sqlalchemy._handle_dbapi_exception(*error, **more)
 
     def _prepare(self, xid: Any) -> None:
@@ -361,6 +372,29 @@ def is_autocommit(connection: Connection) -> bool:
         return bool(detect(connection.connection.dbapi_connection))
     except NotImplementedError:
         return False
+
+
+def is_undone(connection: Connection) -> bool:
+    """Return, after an error, whether PostgreSQL has undone the transaction: it then takes COMMIT for a ROLLBACK.
+
+    No driver raises an error for that. asyncpg does not tell the state, so that the server is asked.
+    """
+    if connection.dialect.name != "postgresql" or not _is_alive(connection):
+        return False
+    driver: Any = connection.connection.driver_connection
+    if hasattr(driver, "info"):
+        return int(driver.info.transaction_status) == _IN_ERROR
+    try:
+        connection.exec_driver_sql("SELECT 1")
+    except DBAPIError as error:
+        if getattr(error.orig, "sqlstate", None) == _IN_FAILED_TRANSACTION:
+            return True
+        raise
+    return False
+
+
+_IN_ERROR: Final = 3  # libpq's PQTRANS_INERROR
+_IN_FAILED_TRANSACTION: Final = "25P02"
 
 
 def has_begun(connection: Connection) -> bool:

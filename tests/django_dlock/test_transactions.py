@@ -1,5 +1,6 @@
 """The promises of django_dlock.transactions about the endings of a transaction whose database answers."""
 
+import contextlib
 import gc
 import logging
 import threading
@@ -113,6 +114,20 @@ def test_constraint_refused_at_commit_is_rolled_back(database, heard):
         Note.objects.using(database).create(counter_id=12345)
     assert heard == [ROLLED_BACK, False]
     assert not Note.objects.using(database).exists()
+
+
+@pytest.mark.parametrize("database", ["postgresql"], indirect=True)
+@pytest.mark.parametrize("is_undone", [True, False], ids=["whole transaction", "savepoint"])
+def test_commit_that_postgresql_takes_for_a_rollback_is_rolled_back(database, heard, is_undone):
+    """It does after an error that the program has swallowed, and no driver says so."""
+    with atomic(database):
+        add(database, "a")
+        on_rollback(lambda: heard.append("undone"), using=database)
+        on_end(heard.append, using=database)
+        with contextlib.suppress(DatabaseError), contextlib.nullcontext() if is_undone else atomic(database):
+            rows(connections[database], "SELECT 1 / 0")
+    assert heard == (["undone", ROLLED_BACK] if is_undone else [COMMITTED])
+    assert committed(database) == (set() if is_undone else {"a"})
 
 
 @pytest.mark.parametrize("database", ["postgresql"], indirect=True)

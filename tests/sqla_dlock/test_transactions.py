@@ -242,6 +242,25 @@ def test_constraint_refused_at_commit_is_rolled_back(engine, session, heard, end
 
 
 @pytest.mark.parametrize("engine", ["postgresql", "psycopg2"], indirect=True)
+@pytest.mark.parametrize("is_undone", [True, False], ids=["whole transaction", "savepoint"])
+def test_commit_that_postgresql_takes_for_a_rollback_is_rolled_back(engine, session, heard, is_undone):
+    """It does after an error that the program has swallowed, and no driver says so."""
+    on_end_at_begin(session, heard)
+    add(session, "a")
+    savepoint = session.begin_nested() if not is_undone else None
+    with pytest.raises(DBAPIError):
+        session.execute(text("SELECT 1 / 0"))
+    if savepoint is not None:
+        savepoint.rollback()
+    session.commit()
+    assert heard == [ROLLED_BACK if is_undone else COMMITTED]
+    assert names(engine) == (set() if is_undone else {"a"})
+    add(session, "next")
+    session.commit()
+    assert heard[1:] == [COMMITTED]
+
+
+@pytest.mark.parametrize("engine", ["postgresql", "psycopg2"], indirect=True)
 def test_serialization_failure_at_commit_is_rolled_back(engine, heard):
     count = text("SELECT count(*) FROM counter")
     engine = engine.execution_options(isolation_level="SERIALIZABLE")

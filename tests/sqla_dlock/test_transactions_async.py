@@ -129,6 +129,27 @@ async def test_settle_hears_committed_when_other_sessions_can_see_the_work(sound
     assert heard == [COMMITTED, {"a"}]
 
 
+@postgresql_only
+@pytest.mark.parametrize("failing", ["SELECT 1 / 0", "SELECT CAST(:text AS integer)", "savepoint"])
+async def test_commit_that_postgresql_takes_for_a_rollback_is_rolled_back(sound, session, heard, failing):
+    """asyncpg does not tell the state of the transaction, and some errors come from the driver alone."""
+    await add(session, "a")
+    on_end(session.sync_session, heard.append)
+    savepoint = await session.begin_nested() if failing == "savepoint" else None
+    with pytest.raises(DBAPIError):
+        await session.execute(text("SELECT 1 / 0" if savepoint else failing), {} if savepoint else {"text": "x"})
+    if savepoint is not None:
+        await savepoint.rollback()
+    await session.commit()
+    assert heard == [COMMITTED if "a" in names(sound) else ROLLED_BACK]
+    assert ("a" in names(sound)) is (savepoint is not None or is_drivers_own(session, failing))
+
+
+def is_drivers_own(session: AsyncSession, statement: str) -> bool:
+    """asyncpg checks parameters before it sends them."""
+    return ":" in statement and session.get_bind().dialect.driver == "asyncpg"
+
+
 @every_driver
 @pytest.mark.parametrize("ending", ["rollback", "close", "reset", "invalidate"])
 async def test_settle_hears_rolled_back_when_the_session_lets_go(sound, session, heard, ending):
