@@ -174,11 +174,22 @@ class TiedSession:
         if form == "transaction":
             gate = self.gate
             may_miss_shared = not self.held.request.shared and gate.fence.supports_shared
-            if may_miss_shared and dialect not in gate.announced and gate.fence.keeps_snapshot(connection):
+            if may_miss_shared and dialect not in gate.announced and self._keeps_snapshot(connection):
                 gate.announce(connection, dialect)  # the admit would not see what they commit while it waits for them
             gate.admit(connection, dialect)
         if dialect.name == "sqlite" and (form == "transaction" or not begins_by_itself(connection)):
             refuse_unbegun(connection, name)
+
+    def _keeps_snapshot(self, connection: Connection) -> bool:
+        """Return whether the transaction reads from a snapshot that is older than the row locks it waits for.
+
+        PostgreSQL is asked where a listener of the program may have set the level of this one transaction.
+        """
+        if connection.dialect.name == "postgresql" and (
+            len(self._owner().dispatch.after_begin) > 1 or connection.dispatch.begin
+        ):
+            return str(connection.get_isolation_level()) not in READ_COMMITTED
+        return self.gate.fence.keeps_snapshot(connection)
 
     def _before_commit(self) -> None:
         """Refuse a COMMIT that the lease no longer protects: raises LeaseLost, StaleToken, or why an admit failed."""

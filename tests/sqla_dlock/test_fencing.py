@@ -17,6 +17,7 @@ from tests.chaos import EverybodyIn
 from tests.leases import is_held
 from tests.mysql_server import DIALECT
 from tests.sqla_dlock.adders import (
+    WITHIN,
     Adder,
     add_counter,
     add_fence,
@@ -82,6 +83,27 @@ def set_to(session, number):
 
 
 # fence="transaction"
+
+
+@levels([("postgresql", "read committed"), ("psycopg2", "read committed")])
+@pytest.mark.parametrize("where", ["session", "engine"])
+def test_holder_whose_level_a_listener_sets_sees_what_the_shared_one_that_it_waited_for_has_committed(
+    engine, another, broken, adder, where
+):
+    broken.tokens = iter([10, 11])
+    posting, closing = adder(engine, shared=True), adder(another())
+    target, name = (closing.session, "after_begin") if where == "session" else (closing.session.get_bind(), "begin")
+    set_level = "SET TRANSACTION ISOLATION LEVEL REPEATABLE READ"
+    event.listen(target, name, lambda *given: given[-1].exec_driver_sql(set_level))
+    posting.take()
+    posting.now(posting.read)
+    posting.write()
+    closing.take()
+    reading = closing.start()
+    until_blocked(engine)
+    posting.commit()
+    assert reading.result(WITHIN) == 1
+    closing.commit()
 
 
 @levels([("mariadb", "read committed"), ("pymysql", "repeatable read")])
