@@ -174,6 +174,7 @@ class ConnectionTracker:
         if self.current is None and _is_open(connection):
             is_manual = not (connection.in_atomic_block and connection.commit_on_exit)
             self.current = Transaction(_anchor(connection), is_manual, driver=connection.connection)
+            self._settle_interrupted()
         return self.current
 
     def _commit(self) -> None:
@@ -271,13 +272,17 @@ class ConnectionTracker:
     def _closed(self, ending: Transaction | None) -> None:
         # Django says so next; now, because settlers may ask.
         self.connection.closed_in_transaction = self.connection.in_atomic_block
-        if self._unsettled is not None:
-            call_all(_pending_steps(self._unsettled))
-            self._unsettled = None
+        self._settle_interrupted()
         if ending is not None:
             if self.current is ending:
                 self.current = None
             call_all(_pending_steps(ending))
+
+    def _settle_interrupted(self) -> None:
+        """Go on with the end of an earlier transaction that was interrupted again and again."""
+        if self._unsettled is not None:
+            call_all(_pending_steps(self._unsettled))
+            self._unsettled = None
 
     def savepoint(self) -> str | None:
         sid: str | None = self.django.savepoint()
@@ -327,7 +332,9 @@ class ConnectionTracker:
                 self._call_between_transactions(_pending_steps(ending), is_manual=ending.is_manual)
         except Error:  # Django would roll back, and forget the on_commit functions of a COMMIT that was carried out
             logger.exception("dlock: a callback at the end of a transaction failed")
-        except BaseException:  # what is repeated now may be interrupted, too: then the connection's close goes on
+        except (
+            BaseException
+        ):  # what is repeated now may be interrupted, too: the next transaction goes on, or the close
             self._unsettled = ending
             raise
 

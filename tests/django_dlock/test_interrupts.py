@@ -169,7 +169,21 @@ def test_release_by_hand_that_was_interrupted_at_once_can_be_repeated(memory):
         start_over(memory)
 
 
-def test_lease_whose_release_was_interrupted_again_and_again_ends_when_the_connection_is_closed(memory, monkeypatch):
+def close() -> None:
+    connections["default"].close()
+
+
+def next_transaction() -> None:
+    with atomic():
+        write()
+
+
+@pytest.mark.parametrize("then", [next_transaction, close])
+def test_lease_whose_release_was_interrupted_again_and_again_ends_with_the_next_use_of_the_connection(
+    memory, monkeypatch, then
+):
+    """A connection may be kept for as long as its process lives (CONN_MAX_AGE)."""
+
     def interrupted(_: object) -> None:
         raise SoftLimit
 
@@ -178,7 +192,7 @@ def test_lease_whose_release_was_interrupted_again_and_again_ends_when_the_conne
             patch.setattr("django_dlock.connections._pending_steps", interrupted)
             acquire()
         assert renewed(granted)
-        connections["default"].close()
+        then()
         assert not renewed(granted)
     start_over(memory)
 
