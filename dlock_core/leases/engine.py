@@ -13,10 +13,9 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from dlock_core import owner as owners
-from dlock_core.backend import AcquireRequest, Busy, Granted, Renewal, RenewalFailure
+from dlock_core.backend import AcquireRequest, Busy, Granted, Released, Renewal, RenewalFailure
 from dlock_core.errors import AcquireTimeout, BackendUnavailable, LeaseLost, NotHeld
 from dlock_core.leases.lease import LeaseRecord, LeaseState
-from dlock_core.leases.releases import release, released
 from dlock_core.leases.watchdog import renew_in_background
 from dlock_core.observability import hooks
 from dlock_core.options import LockOptions, Seconds, ttl_seconds
@@ -29,7 +28,8 @@ if TYPE_CHECKING:
     from dlock_core.runtime import Runtime
 
 __all__ = [
-    "Acquisition", "clean_up", "new_request", "new_requests", "raise_token", "release", "released", "renew",
+    "Acquisition", "clean_up", "new_request", "new_requests", "raise_token", "release",
+    "released", "renew",
 ]  # fmt: skip
 
 logger = logging.getLogger("dlock")
@@ -142,6 +142,42 @@ async def raise_token(runtime: Runtime, held: LeaseRecord, floor: int) -> bool:
         return False
     held.replace_grant(sent, answer)
     return True
+
+
+async def release(runtime: Runtime, held: LeaseRecord) -> Released:
+    """End the grant, once; a repeated call gives the first answer. Whatever happens, it is renewed no more.
+
+    A network error is retried once and then raised as BackendUnavailable; further attempts are made in the background,
+    until the store has answered or the lease has run out. What the store refuses, as without a permission, is raised
+    at once and not repeated. Raises NotHeld in a forked child.
+    """
+    if held.ended is None and await runtime.shield(_release(runtime, held)):
+        held.emit_released()
+    return held.ended or Released.EXPIRED
+
+
+async def _release(runtime: Runtime, held: LeaseRecord) -> bool:
+    """Return whether this call, and not another one meanwhile, has ended the grant."""
+    held.begin_release()
+    try:
+        found = await held.backend.release(runtime, held.request, held.granted)
+    except BackendUnavailable as error:
+        if error.refused:
+            raise
+        from dlock_core.leases.late_releases import release_again  # hardly a process ever needs it
+
+        return await release_again(runtime, held)
+    is_first = held.ended is None
+    held.end(found)
+    return is_first
+
+
+def released(held: LeaseRecord) -> None:
+    """Record that the grant has ended with the transaction in which it was taken; raises NotHeld in a forked child."""
+    held.ensure_own_process()
+    if held.ended is None:
+        held.end(Released.RELEASED)
+        held.emit_released()
 
 
 async def clean_up(

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
     from dlock_core.backend import AcquireRequest, Backend
 
-__all__ = ["Bucket", "LeaseRecord", "LeaseState", "Seat", "valid_until"]
+__all__ = ["Bucket", "LeaseRecord", "LeaseState", "Membership", "valid_until"]
 
 logger = logging.getLogger("dlock")
 
@@ -79,7 +79,7 @@ class Bucket(dict[str, "ref[LeaseRecord]"]):
         self.tick = tick
 
 
-class Seat:
+class Membership:
     """What a handle has that joined a lease; it goes with the handle, even if the handle's finalizer is interrupted."""
 
     __slots__ = ("__weakref__",)
@@ -100,9 +100,9 @@ class LeaseRecord:
         "_callback_thread",
         "_is_abandoned",
         "_left",
+        "_memberships",
         "_on_lost",
         "_releases",
-        "_seats",
         "backend",
         "bucket",
         "caller",
@@ -138,7 +138,7 @@ class LeaseRecord:
         """Where those are who need a lease that is tied to transactions: it is not renewed for none."""
         self._left = 0
         """1: its first handle has left. 2: so have all others, and it is about to be released."""
-        self._seats: list[ref[Seat]] | None = None
+        self._memberships: list[ref[Membership]] | None = None
         """Those of the handles that have joined the first one and have not left; made when there is one."""
         self.ended: Released | None = None
         self.loss_reason, self.renewal_trouble = "", "it ran out before it was renewed"
@@ -218,44 +218,44 @@ class LeaseRecord:
             return f"it belongs to process {self.pid}, which forked this one"
         return "it was released" if self.ended is not None else self.loss_reason or self.renewal_trouble
 
-    def join(self, seat: Seat) -> None:
-        """Count one more handle that needs the lease, until it leaves, or its seat is thrown away with it."""
-        seats = self._seats
-        if seats is None:
-            self._seats = seats = []
-        seats.append(ref(seat, seats.remove))
+    def join(self, membership: Membership) -> None:
+        """Count one more handle that needs the lease, until it leaves, or its membership is thrown away with it."""
+        memberships = self._memberships
+        if memberships is None:
+            self._memberships = memberships = []
+        memberships.append(ref(membership, memberships.remove))
 
     @property
     def has_handles(self) -> bool:
         """A handle has neither left nor been thrown away."""
-        return not self._left or bool(self._seats)
+        return not self._left or bool(self._memberships)
 
-    def leave(self, seat: Seat | None) -> bool:
+    def leave(self, membership: Membership | None) -> bool:
         """Count a handle no more; returns True when none is left and the lease is still to be released.
 
-        Leaving again changes nothing. `seat`: with which the handle has joined, None for the first.
+        Leaving again changes nothing. `membership`: with which the handle has joined, None for the first.
         Raises NotHeld in a forked child.
         """
         if self.pid != _own_pid:
             self.ensure_own_process()
-        if seat is not None:
-            self.count_out(seat)
+        if membership is not None:
+            self.count_out(membership)
         elif not self._left:
             self._left = 1
-        if self.ended is not None or not self._left or self._seats:
+        if self.ended is not None or not self._left or self._memberships:
             return False
         # A handle that joins meets this, or is met below, or both: it asks `is_joinable` once more after it has joined.
         self._left = 2
-        if self._seats:
+        if self._memberships:
             self._left = 1
             return False
         return True
 
-    def count_out(self, seat: Seat | None) -> bool:
+    def count_out(self, membership: Membership | None) -> bool:
         """Count a handle no more, and do nothing else; returns whether it counted until now."""
-        if seat is not None:
+        if membership is not None:
             try:
-                (self._seats or []).remove(ref(seat))
+                (self._memberships or []).remove(ref(membership))
             except ValueError:
                 return False
         elif self._left:
@@ -328,6 +328,11 @@ class LeaseRecord:
         thread = callback_thread()
         thread(self._tell_loss, self.loss_reason, on_lost)
         self._callback_thread = thread  # Only now: a later event is told in the same thread, and so after the loss.
+
+    def emit_released(self) -> None:
+        """Report to the hooks that it has been released."""
+        if hooks.subscribed:
+            self.emit("released", (self.ended or Released.EXPIRED).value)
 
     def emit(self, kind: hooks.Kind, reason: str = "") -> None:
         """Report an event of this lease to the hooks, after its loss if that is being reported."""

@@ -16,7 +16,7 @@ from dlock_core.errors import AlreadyHeld, BackendUnavailable, DLockError, NotHe
 from dlock_core.leases import engine
 from dlock_core.leases.callers import find_held, forget_held, note_held
 from dlock_core.leases.engine import Acquisition, new_request
-from dlock_core.leases.lease import Seat
+from dlock_core.leases.lease import Membership
 from dlock_core.names import canonical
 from dlock_core.options import (
     LockOptions,
@@ -147,17 +147,17 @@ class LeaseHandle(LeaseView):
 
     Args:
         held: The grant.
-        seat: With which it has joined; None for the handle of the one who has acquired the grant.
+        membership: With which it has joined; None for the handle of the one who has acquired the grant.
     """
 
-    __slots__ = ("_seat",)
+    __slots__ = ("_membership",)
 
-    def __init__(self, held: LeaseRecord, seat: Seat | None = None) -> None:
-        self._seat, self._held = seat, held
+    def __init__(self, held: LeaseRecord, membership: Membership | None = None) -> None:
+        self._membership, self._held = membership, held
 
     async def _end(self, runtime: Runtime) -> Released:
         held = self._held
-        if held.leave(self._seat):
+        if held.leave(self._membership):
             try:
                 return await engine.release(runtime, held)
             finally:
@@ -174,7 +174,7 @@ class LeaseHandle(LeaseView):
 
     def __del__(self) -> None:
         held = getattr(self, "_held", None)  # None: an interrupt came while it was made
-        if held is None or held.ended is not None or not held.count_out(self._seat):
+        if held is None or held.ended is not None or not held.count_out(self._membership):
             return
         if not held.has_handles:
             forget_held((held,))
@@ -386,7 +386,7 @@ class _Lock:
         and nothing is called any more, here or in `run`, once the lease has been handed out.
         """
         acquisition, lease, held = None, None, find_held(caller, self.backend, self.name)
-        seat = None if held is None else self._seat_in(held)
+        membership = None if held is None else self._membership_in(held)
         try:
             if held is None:
                 request = new_request(self.name, self, queue=not once)
@@ -397,10 +397,10 @@ class _Lock:
                         return None
                     raise acquisition.timeout()
                 note_held(caller, (held,))
-            if seat is not None:
-                held.join(seat)
-            lease = kind(held, seat)
-            if seat is not None and not held.is_joinable():  # Another thread has just released it.
+            if membership is not None:
+                held.join(membership)
+            lease = kind(held, membership)
+            if membership is not None and not held.is_joinable():  # Another thread has just released it.
                 await lease._end(runtime)
                 return await self._hold(runtime, caller, kind, once=once, enters=enters)
             if enters:
@@ -408,21 +408,21 @@ class _Lock:
         except BaseException:
             if lease is not None:
                 self._blocks.forget(caller, lease)
-            await _give_back(held, seat, acquisition)
+            await _give_back(held, membership, acquisition)
             raise
         return lease
 
-    def _seat_in(self, held: LeaseRecord) -> Seat:
-        """Return a seat in a lease that the caller holds already; raises AlreadyHeld where it cannot be joined."""
+    def _membership_in(self, held: LeaseRecord) -> Membership:
+        """Return a membership in a lease that the caller holds already; raises AlreadyHeld if it cannot be joined."""
         if not self.reentrant or (held.request.shared and not self.shared):
             raise AlreadyHeld(self.name)
-        return Seat()
+        return Membership()
 
 
-async def _give_back(held: LeaseRecord | None, seat: Seat | None, acquisition: Acquisition | None) -> None:
+async def _give_back(held: LeaseRecord | None, membership: Membership | None, acquisition: Acquisition | None) -> None:
     """Undo what an acquire has done that was stopped: leave a lease that it has joined, or end its own."""
     if held is not None:
-        held.leave(seat)
+        held.leave(membership)
     if acquisition is not None:
         if held is not None:
             forget_held((held,))

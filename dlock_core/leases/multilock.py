@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Never, Protocol, TypeVar
 from dlock_core.backend import Released, supports_many
 from dlock_core.errors import AlreadyHeld, BackendUnavailable, NotHeld
 from dlock_core.leases.callers import find_held, forget_held, note_held
-from dlock_core.leases.engine import MAX_OVERTIME_S, Acquisition, clean_up, new_requests
+from dlock_core.leases.engine import MAX_OVERTIME_S, Acquisition, clean_up, new_requests, release
 from dlock_core.leases.lock import (
     AsyncBlockExit,
     AsyncReleasing,
@@ -27,7 +27,6 @@ from dlock_core.leases.lock import (
     Releasing,
     let_expire,
 )
-from dlock_core.leases.releases import note_released, release
 from dlock_core.leases.watchdog import renew_in_background
 from dlock_core.names import canonical
 from dlock_core.observability import hooks
@@ -160,7 +159,7 @@ async def _release_in_one_request(runtime: Runtime, backend: SupportsMany, held:
     if hooks.subscribed:
         for one in held:
             if one.ended is not None:
-                note_released(one)
+                one.emit_released()
 
 
 MemberLease = TypeVar("MemberLease", bound=LeaseView)
@@ -197,7 +196,7 @@ class _MultiLease(Leases[LeaseHandle]):
     async def _end(self, runtime: Runtime) -> list[Released]:
         """Leave all, and release those that no other handle has joined; may be repeated after an interrupt."""
         held = [lease._held for lease in self]  # noqa: SLF001 - the handles of one package
-        unneeded = [one for one, lease in zip(held, self, strict=True) if one.leave(lease._seat)]  # noqa: SLF001
+        unneeded = [one for one, lease in zip(held, self, strict=True) if one.leave(lease._membership)]  # noqa: SLF001
         try:
             await release_all(runtime, unneeded)
         finally:
@@ -269,7 +268,7 @@ class _MultiLock:
         except BaseException:
             if lease is not None:
                 for handle in lease:
-                    handle._held.leave(handle._seat)  # noqa: SLF001 - the handles of one package
+                    handle._held.leave(handle._membership)  # noqa: SLF001 - the handles of one package
                 self._blocks.forget(caller, lease)
             forget_held([each.held for each in acquisitions if each.held is not None])
             raise

@@ -14,7 +14,7 @@ import pytest
 from dlock_core import AcquireTimeout, AlreadyHeld, AsyncLock, BackendUnavailable, LeaseLost, Lock, MultiLock, Released
 from dlock_core.backend import Capabilities
 from dlock_core.leases.callers import held_names
-from dlock_core.leases.lease import LeaseRecord, Seat
+from dlock_core.leases.lease import LeaseRecord, Membership
 from dlock_core.testing import MemoryBackend
 from tests.waiting import auntil
 
@@ -60,10 +60,10 @@ def test_lease_that_another_thread_releases_while_it_is_joined_is_acquired_anew(
     lock, join = Lock(store, "a", reentrant=True), LeaseRecord.join
     released = [lock.acquire()]
 
-    def join_late(record: LeaseRecord, seat: Seat) -> None:
+    def join_late(record: LeaseRecord, membership: Membership) -> None:
         if released[0].remaining():
             in_thread(released[0].release)
-        join(record, seat)
+        join(record, membership)
 
     monkeypatch.setattr(LeaseRecord, "join", join_late)
     with lock as lease:
@@ -82,7 +82,7 @@ def test_lease_whose_last_handle_has_left_is_joined_no_more(store: MemoryBackend
 
 def test_lease_that_is_joined_while_its_last_handle_leaves_is_not_released(store: MemoryBackend) -> None:
     first = Lock(store, "a").acquire()
-    record, seat = first._held, Seat()
+    record, membership = first._held, Membership()
 
     class JoinedAfterTheFirstLook(list[Any]):
         looks = 0
@@ -90,13 +90,13 @@ def test_lease_that_is_joined_while_its_last_handle_leaves_is_not_released(store
         def __len__(self) -> int:
             found, self.looks = super().__len__(), self.looks + 1
             if self.looks == 1:
-                record.join(seat)
+                record.join(membership)
             return found
 
-    record._seats = JoinedAfterTheFirstLook()
+    record._memberships = JoinedAfterTheFirstLook()
     assert not record.leave(None)
     assert record.is_joinable()
-    assert record.leave(seat)
+    assert record.leave(membership)
     first.release()
 
 

@@ -28,13 +28,13 @@ PARTS: Final = {
         (
             "dlock_core/leases/engine.py",
             "dlock_core/leases/lease.py",
-            "dlock_core/leases/releases.py",
+            "dlock_core/leases/late_releases.py",
             "dlock_core/leases/watchdog.py",
         ),
         (
             "tests/core/test_engine.py tests/core/test_lease.py tests/core/test_lock.py tests/core/test_watchdog.py",
             "tests/core/test_many.py tests/core/test_interrupted.py tests/core/test_stateful.py tests/core/test_hooks.py",
-            "tests/core/test_releases.py",
+            "tests/core/test_late_releases.py",
             "tests/core/test_observability.py tests/core/test_in_a_loop.py tests/core/test_scheduler.py",
             "tests/contract/test_memory.py tests/django_dlock/test_locks.py tests/sqla_dlock/test_locks.py",
         ),

@@ -15,7 +15,7 @@ from dlock_core.backends.advisory.labels import PREFIX, checked_prefix
 from dlock_core.backends.advisory.mysql import MySQL
 from dlock_core.backends.advisory.postgresql import PostgreSQL
 from dlock_core.errors import BackendUnavailable
-from dlock_core.leases.releases import forget_releases
+from dlock_core.leases.late_releases import forget_releases
 from dlock_core.runtime import clock
 
 if TYPE_CHECKING:

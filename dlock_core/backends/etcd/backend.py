@@ -18,7 +18,7 @@ from dlock_core.backends.etcd.gateway import Gateway
 from dlock_core.backends.etcd.keys import Keys, StoredKey
 from dlock_core.backends.etcd.steps import QUEUE_ENTRY_TTL_S, QueueEntry, Steps
 from dlock_core.errors import BackendUnavailable
-from dlock_core.leases.releases import forget_releases
+from dlock_core.leases.late_releases import forget_releases
 from dlock_core.options import check_prefix, check_seconds
 
 if TYPE_CHECKING:

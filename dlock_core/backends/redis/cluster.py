@@ -28,7 +28,7 @@ from dlock_core.backends.redis.protocol import (
 )
 from dlock_core.backends.redis.transport import run_script
 from dlock_core.errors import BackendUnavailable
-from dlock_core.leases.releases import forget_releases
+from dlock_core.leases.late_releases import forget_releases
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine, Sequence

@@ -18,7 +18,7 @@ from dlock_core.backends.zookeeper.own_nodes import MAX_WAIT_S, WAITER_GRACE_S, 
 from dlock_core.backends.zookeeper.session import EnsembleAddress, ZooKeeperSession, checked, read_url
 from dlock_core.errors import NotSupported
 from dlock_core.extras import needed_by
-from dlock_core.leases.releases import forget_releases
+from dlock_core.leases.late_releases import forget_releases
 from dlock_core.options import check_prefix, check_seconds
 from dlock_core.scheduler import after_fork_in_child, call_in_background
 

@@ -1,4 +1,4 @@
-"""The end of a lease: now, or as soon as a store that could not be asked answers again.
+"""Releases that failed, until a store that could not be asked answers again.
 
 A holder who is done must not keep others waiting for a whole ttl because its store was away for a moment: restarting,
 loading its data, busy with a script. So a release that failed is repeated behind the caller, until the store has
@@ -12,7 +12,6 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, Final
 from weakref import WeakKeyDictionary
 
-from dlock_core.backend import Released
 from dlock_core.errors import BackendUnavailable
 from dlock_core.observability import hooks
 from dlock_core.runtime import BLOCKING, clock, run
@@ -23,7 +22,7 @@ if TYPE_CHECKING:
     from dlock_core.leases.lease import LeaseRecord
     from dlock_core.runtime import Runtime
 
-__all__ = ["forget_releases", "note_released", "release", "released"]
+__all__ = ["forget_releases", "release_again"]
 
 logger = logging.getLogger("dlock")
 
@@ -32,53 +31,25 @@ MAX_PAUSE_S: Final = 1.0
 """Between two attempts to release in the background: the pause doubles while the store does not answer."""
 
 
-async def release(runtime: Runtime, held: LeaseRecord) -> Released:
-    """End the grant, once; a repeated call gives the first answer. Whatever happens, it is renewed no more.
+async def release_again(runtime: Runtime, held: LeaseRecord) -> bool:
+    """Repeat a release that has failed: at once, and if that fails, too, in the background.
 
-    A network error is retried once and then raised as BackendUnavailable; further attempts are made in the background,
-    until the store has answered or the lease has run out. What the store refuses, as without a permission, is raised
-    at once and not repeated. Raises NotHeld in a forked child.
+    Returns whether this call has ended the grant; raises BackendUnavailable when the store could not be asked now.
     """
-    if held.ended is None and await runtime.shield(_release(runtime, held)):
-        note_released(held)
-    return held.ended or Released.EXPIRED
-
-
-async def _release(runtime: Runtime, held: LeaseRecord, *, is_repeated: bool = False) -> bool:
-    """Return whether this call, and not another one meanwhile, has ended the grant."""
-    held.begin_release()
     try:
-        found = await held.backend.release(runtime, held.request, held.granted)
-    except BackendUnavailable as error:
-        if is_repeated or error.refused:
-            raise
-        return await _release_again(runtime, held)
-    is_first = held.ended is None
-    held.end(found)
-    return is_first
-
-
-async def _release_again(runtime: Runtime, held: LeaseRecord) -> bool:
-    try:
-        return await _release(runtime, held, is_repeated=True)
+        return await _repeat(runtime, held)
     except BackendUnavailable as error:
         if not error.refused:
             _release_in_background(held)
         raise
 
 
-def released(held: LeaseRecord) -> None:
-    """Record that the grant has ended with the transaction in which it was taken; raises NotHeld in a forked child."""
-    held.ensure_own_process()
-    if held.ended is None:
-        held.end(Released.RELEASED)
-        note_released(held)
-
-
-def note_released(held: LeaseRecord) -> None:
-    """Report to the hooks that a lease has been released."""
-    if hooks.subscribed:
-        held.emit("released", (held.ended or Released.EXPIRED).value)
+async def _repeat(runtime: Runtime, held: LeaseRecord) -> bool:
+    held.begin_release()
+    found = await held.backend.release(runtime, held.request, held.granted)
+    is_first = held.ended is None
+    held.end(found)
+    return is_first
 
 
 class _Late:
@@ -135,8 +106,8 @@ class _LateReleases:
             return True
         late.attempts += 1
         try:
-            if run(_release(BLOCKING, held, is_repeated=True)) and hooks.subscribed:
-                call_in_background(note_released, held)  # What a hook does delays no other release.
+            if run(_repeat(BLOCKING, held)) and hooks.subscribed:
+                call_in_background(held.emit_released)  # What a hook does delays no other release.
         except BackendUnavailable as error:
             return error.refused
         except BaseException as error:  # noqa: BLE001 - the other leases depend on this thread

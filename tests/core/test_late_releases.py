@@ -15,7 +15,7 @@ import pytest
 from dlock_core import Lock, MultiLock
 from dlock_core.backend import Granted, Released
 from dlock_core.errors import BackendUnavailable
-from dlock_core.leases import releases, watchdog
+from dlock_core.leases import late_releases, watchdog
 from dlock_core.leases.engine import new_request
 from dlock_core.leases.lease import LeaseRecord
 from dlock_core.observability import hooks
@@ -146,12 +146,12 @@ def test_release_that_the_store_refuses_is_told_at_once_and_not_repeated(
     backend.is_refused = True
     lease = harness.acquire("a", ttl=TTL_S)
     fail_to_release(harness, lease)
-    assert backend not in releases._late_releases
+    assert backend not in late_releases._late_releases
     assert backend.asked == ["a"]
 
 
 def test_release_that_comes_to_be_refused_is_given_up(backend: Away) -> None:
-    late = releases._LateReleases()
+    late = late_releases._LateReleases()
     backend.is_refused = True
     late.add(record_of(backend), TTL_S)
     until(lambda: not late._late)
@@ -164,7 +164,7 @@ def test_lease_that_has_run_out_is_neither_released_nor_kept(backend: Away) -> N
     with pytest.raises(BackendUnavailable):
         lease.release()
     del lease
-    late = releases._late_releases[backend]
+    late = late_releases._late_releases[backend]
     until(lambda: not late._late)
     backend.asked.clear()
     until(lambda: known() is None)
@@ -176,7 +176,7 @@ def test_lease_that_had_run_out_before_its_release_is_not_released_in_the_backgr
     lease._held.lose("a test")
     with pytest.raises(BackendUnavailable):
         lease.release()
-    assert backend not in releases._late_releases
+    assert backend not in late_releases._late_releases
 
 
 def test_lease_that_was_released_in_the_background_is_not_kept(backend: Away) -> None:
@@ -190,7 +190,7 @@ def test_lease_that_was_released_in_the_background_is_not_kept(backend: Away) ->
 
 
 def test_lease_that_its_caller_has_released_meanwhile_is_asked_for_no_more(backend: Away) -> None:
-    late = releases._LateReleases()
+    late = late_releases._LateReleases()
     held = record_of(backend)
     held.begin_release()
     held.end(Released.RELEASED)
@@ -202,20 +202,20 @@ def test_lease_that_its_caller_has_released_meanwhile_is_asked_for_no_more(backe
 def test_store_that_is_closed_is_asked_no_more() -> None:
     class Closable(Away):
         def close(self) -> None:
-            releases.forget_releases(self)
+            late_releases.forget_releases(self)
 
     store = Closable()
     lease = Lock(store, "a", ttl=TTL_S).acquire()
     with pytest.raises(BackendUnavailable):
         lease.release()
     store.close()
-    assert releases._late_releases[store]._late == {}
+    assert late_releases._late_releases[store]._late == {}
 
 
 def test_failure_ends_the_round_and_the_others_come_first_in_the_next(
     backend: Away, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    late = releases._LateReleases()
+    late = late_releases._LateReleases()
     monkeypatch.setattr(late._scheduler, "plan", lambda due: None)
     for name in "abc":
         late.add(record_of(backend, name), TTL_S)
@@ -230,7 +230,7 @@ def test_failure_ends_the_round_and_the_others_come_first_in_the_next(
     assert pauses[0] < 1.0 <= pauses[-1]
     backend.failure, late._due = None, 0.0
     late._run_due()
-    assert (late._late, late._pause) == ({}, releases.MIN_PAUSE_S)
+    assert (late._late, late._pause) == ({}, late_releases.MIN_PAUSE_S)
 
 
 def test_surprise_in_one_release_costs_no_other(backend: Away, caplog: pytest.LogCaptureFixture) -> None:
@@ -240,7 +240,7 @@ def test_surprise_in_one_release_costs_no_other(backend: Away, caplog: pytest.Lo
                 raise ZeroDivisionError
             return await super().release(runtime, request, granted)
 
-    store, late = Odd(), releases._LateReleases()
+    store, late = Odd(), late_releases._LateReleases()
     store.failure = None
     held = record_of(store, "b")
     late.add(record_of(store, "a"), TTL_S)
@@ -282,12 +282,12 @@ def test_forked_child_releases_nothing_of_its_parents(backend: Away) -> None:
     lease = MultiLock(backend, ["a", "b"], ttl=TTL_S).acquire()
     with pytest.raises(BackendUnavailable):
         lease.release()
-    assert len(releases._late_releases[backend]._late) == 2
+    assert len(late_releases._late_releases[backend]._late) == 2
     child = os.fork()
     if not child:
-        os._exit(len(releases._late_releases))
+        os._exit(len(late_releases._late_releases))
     assert os.waitpid(child, 0)[1] == 0
-    releases.forget_releases(backend)
+    late_releases.forget_releases(backend)
 
 
 def test_exit_of_the_interpreter_waits_for_no_release() -> None:
@@ -310,7 +310,7 @@ with Lock(Away(), "a", ttl=100000):
 def test_interrupt_at_any_moment_of_a_failing_release_leaves_it_to_be_repeated(
     backend: Away, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    known = releases._release_in_background
+    known = late_releases._release_in_background
     interrupts = iter([KeyboardInterrupt()])
 
     def interrupted(held: LeaseRecord) -> None:
@@ -318,7 +318,7 @@ def test_interrupt_at_any_moment_of_a_failing_release_leaves_it_to_be_repeated(
             raise interrupt
         known(held)
 
-    monkeypatch.setattr(releases, "_release_in_background", interrupted)
+    monkeypatch.setattr(late_releases, "_release_in_background", interrupted)
     lease = Lock(backend, "a", ttl=TTL_S).acquire()
     with pytest.raises((KeyboardInterrupt, BackendUnavailable)):
         lease.release()
