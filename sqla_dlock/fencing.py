@@ -33,8 +33,6 @@ from dlock_core.transactions.fence_functions import CREATE_BOTH as CREATE_FUNCTI
 from dlock_core.transactions.fence_sql import DIALECTS, MYSQL, POSTGRESQL, SCHEMA_OF_FUNCTIONS, functions_in
 from dlock_core.transactions.fencing import refusal
 from sqla_dlock.connections import note_xid
-from sqla_dlock.tables import fence_metadata as metadata
-from sqla_dlock.tables import fence_table as table
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -44,6 +42,8 @@ if TYPE_CHECKING:
     from sqlalchemy.types import TypeEngine
 
     from dlock_core.transactions.fencing import FenceEntry
+    from sqla_dlock.tables import fence_metadata as metadata
+    from sqla_dlock.tables import fence_table as table
 
 __all__ = [
     "CREATE_FUNCTIONS",
@@ -66,6 +66,16 @@ _WHAT_TO_DO: Final = (
     "dlock: this was the fence of a lock, which needs its table in a database that may be written: create it with "
     "sqla_dlock.fencing.metadata.create_all() if it is missing, or pass fence=False"
 )
+
+
+def __getattr__(name: str) -> Any:
+    """Make the table when it is first asked for: its engine for MySQL loads a dialect that few applications need."""
+    if name not in {"metadata", "table"}:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from sqla_dlock import tables
+
+    globals().update(metadata=tables.fence_metadata, table=tables.fence_table)
+    return globals()[name]
 
 
 class FencedMixin:

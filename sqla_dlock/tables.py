@@ -1,5 +1,8 @@
 """The tables of dlock in the application's database, each on its own MetaData, for `create_all` and for Alembic.
 
+This module is imported when a table is first asked for: what MySQL needs loads SQLAlchemy's dialect for it, which takes
+longer than all of dlock.
+
 Add the MetaData to Alembic's `target_metadata`, next to the application's. Every application whose locks have a fence
 needs `dlock_fence`; only a store in a database needs `dlock_lease`, and on SQLite not even that store does: there the
 leases have their own file next to the database.
@@ -10,11 +13,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Final
 
 from sqlalchemy import BigInteger, Column, Connection, MetaData, String, Table, Text, event, text
+from sqlalchemy.dialects.mysql import LONGTEXT
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
 
 __all__ = ["fence_metadata", "fence_table", "lease_metadata", "lease_table"]
 
 # ASCII, compared byte by byte, so that "order:A" and "order:a" are two locks on every database. The collation
-# implies MySQL's character set. (Its own VARCHAR would import that dialect, which takes longer than all of dlock.)
+# implies MySQL's character set.
 _LOCK_NAME: Final = (
     String(512)
     .with_variant(String(512, collation="C"), "postgresql")
@@ -36,38 +43,20 @@ fence_table: Final = Table(
     mariadb_engine=_INNODB,
 )
 
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    lease_metadata: MetaData
-    lease_table: Table
-
-
-def __getattr__(name: str) -> Any:
-    """Make the lease table when it is first used: few applications need it, and its MySQL type needs that dialect."""
-    if name not in {"lease_metadata", "lease_table"}:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    table = _lease_table()
-    globals().update(lease_metadata=table.metadata, lease_table=table)
-    return globals()[name]
-
-
-def _lease_table() -> Table:
-    from sqlalchemy.dialects.mysql import LONGTEXT
-
-    return Table(
-        "dlock_lease",
-        MetaData(),
-        Column("name", _LOCK_NAME, primary_key=True),
-        Column("token", BigInteger, nullable=False, autoincrement=False),
-        Column("holder", String(32), nullable=False),
-        Column("owner", Text().with_variant(LONGTEXT, "mysql", "mariadb"), nullable=False),
-        Column("since", BigInteger, nullable=False),
-        Column("expires_at", BigInteger, nullable=False, index=True),
-        Column("wanted_until", BigInteger, nullable=False, server_default="0"),
-        mysql_engine=_INNODB,
-        mariadb_engine=_INNODB,
-    )
+lease_metadata: Final = MetaData()
+lease_table: Final = Table(
+    "dlock_lease",
+    lease_metadata,
+    Column("name", _LOCK_NAME, primary_key=True),
+    Column("token", BigInteger, nullable=False, autoincrement=False),
+    Column("holder", String(32), nullable=False),
+    Column("owner", Text().with_variant(LONGTEXT, "mysql", "mariadb"), nullable=False),
+    Column("since", BigInteger, nullable=False),
+    Column("expires_at", BigInteger, nullable=False, index=True),
+    Column("wanted_until", BigInteger, nullable=False, server_default="0"),
+    mysql_engine=_INNODB,
+    mariadb_engine=_INNODB,
+)
 
 
 @event.listens_for(fence_table, "after_create")
