@@ -22,7 +22,7 @@ import logging
 import os
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final
-from weakref import ref
+from weakref import WeakKeyDictionary, ref
 
 from dlock_core.backend import Granted, Released
 from dlock_core.errors import LeaseLost, NotHeld
@@ -97,7 +97,6 @@ class LeaseRecord:
 
     __slots__ = (
         "__weakref__",
-        "_callback_thread",
         "_is_abandoned",
         "_left",
         "_memberships",
@@ -147,8 +146,6 @@ class LeaseRecord:
         """Whether it surely held when the store was first asked to end it, and when it was last asked again."""
         self._on_lost = on_lost
         """Deleted by the thread that tells of the loss: deleting an attribute succeeds only once."""
-        self._callback_thread: CallbackThread | None = None
-        """Where the events of a lost lease are told, so that they keep their order."""
 
     @property
     def name(self) -> str:
@@ -327,7 +324,7 @@ class LeaseRecord:
             return
         thread = callback_thread()
         thread(self._tell_loss, self.loss_reason, on_lost)
-        self._callback_thread = thread  # Only now: a later event is told in the same thread, and so after the loss.
+        _told_in[self] = thread  # Only now: a later event is told in the same thread, and so after the loss.
 
     def emit_released(self) -> None:
         """Report to the hooks that it has been released."""
@@ -337,10 +334,11 @@ class LeaseRecord:
     def emit(self, kind: hooks.Kind, reason: str = "") -> None:
         """Report an event of this lease to the hooks, after its loss if that is being reported."""
         event = (kind, self.name, self.token, self.now() - self.since, reason, False, self)
-        if self._callback_thread is None:
+        thread = _told_in.get(self) if self.loss_reason else None
+        if thread is None:
             hooks.emit(*event)
         else:
-            self._callback_thread(hooks.emit, *event)
+            thread(hooks.emit, *event)
 
     def _tell_loss(self, reason: str, on_lost: Callable[[], None] | None) -> None:
         with suppress(BaseException):  # A handler of the application's logging must not keep the callbacks from us.
@@ -353,6 +351,10 @@ class LeaseRecord:
                 with suppress(BaseException):
                     logger.exception("dlock: on_lost of lock %r failed", self.name)
 
+
+_told_in: Final[WeakKeyDictionary[LeaseRecord, CallbackThread]] = WeakKeyDictionary()
+"""Where the events of a lost lease are told, so that they keep their order. Few leases are lost, so the others have no
+room for it."""
 
 _own_pid = os.getpid()
 """The number of this process: one int for all leases, and no system call on the way of each."""

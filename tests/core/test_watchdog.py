@@ -18,7 +18,7 @@ from dlock_core.errors import BackendUnavailable
 from dlock_core.leases import lease as records
 from dlock_core.leases import watchdog
 from dlock_core.leases.engine import new_request
-from dlock_core.leases.lease import LeaseRecord
+from dlock_core.leases.lease import LeaseRecord, _told_in
 from dlock_core.observability import hooks
 from dlock_core.options import LockOptions
 from dlock_core.runtime import BLOCKING, clock, run
@@ -336,7 +336,7 @@ def test_loss_is_told_before_the_release_that_follows_it(store: Flaky) -> None:
     try:
         lease = Lock(store, "told-in-order", ttl=60).acquire()
         assert run(store.force_release(BLOCKING, lease.name, lease.token))
-        until(lambda: lease._held._callback_thread)
+        until(lambda: lease._held in _told_in)
         lease.release()
         free.set()
         until(lambda: len(events) == 3)
