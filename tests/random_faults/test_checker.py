@@ -11,6 +11,7 @@ from tests.random_faults.checker import Change, Event, Facts, check
 from tests.random_faults.history import History, Record, Recorder
 from tests.random_faults.items import every_item
 from tests.random_faults.schedule import FAULTS_PER_S, STORM_S, plan
+from tests.random_faults.worker import is_expected
 
 KEY = "redis-0"
 _moments: Iterator[int] = itertools.count(1)
@@ -164,6 +165,12 @@ def test_errors_that_no_fault_explains() -> None:
     assert not check(facts([record("interrupt")], mistake, changes=[]))
     assert rules(facts([record("died", worker="django-0.0", code=-11)], changes=[])) == {"worker died"}
     assert rules(facts([record("fork", "a", status=256)], changes=[])) == {"fork"}
+
+
+def test_a_wrong_statement_is_unexpected_and_a_connection_out_of_step_is_not() -> None:
+    wrong = type("ProgrammingError", (Exception,), {"__module__": "MySQLdb"})
+    assert not is_expected(wrong(1064, "You have an error in your SQL syntax"))
+    assert is_expected(wrong(2014, "Commands out of sync; you can't run this command now"))
 
 
 @pytest.mark.parametrize(

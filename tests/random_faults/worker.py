@@ -40,6 +40,8 @@ NOT_OF_DRIVERS: Final = (
     "ProgrammingError",
 )
 """Errors of frameworks and drivers that tell of a mistake in a program, such as a wrong statement, and not of a fault."""
+OUT_OF_STEP: Final = "Commands out of sync"
+"""mysqlclient's error 2014, a ProgrammingError, too: a signal handler has raised before an answer was read."""
 
 
 class Phase:
@@ -242,7 +244,7 @@ def _awaits(coroutine: Any) -> str:
 def is_expected(error: BaseException) -> bool:
     """Return whether an error is one that the faults explain; any other is worth a look."""
     if type(error).__name__ in NOT_OF_DRIVERS:
-        return False
+        return OUT_OF_STEP in str(error)
     if isinstance(error.__context__, TimeLimit) and _was_raised_by(threading, error):
         return True  # Python's own: a signal handler that raises inside Thread.start() arrives as KeyError
     if isinstance(error, DLockError | TimeLimit | Refused | OSError | asyncio.CancelledError):
