@@ -332,10 +332,10 @@ class ConnectionTracker:
                 self._call_between_transactions(_pending_steps(ending), is_manual=ending.is_manual)
         except Error:  # Django would roll back, and forget the on_commit functions of a COMMIT that was carried out
             logger.exception("dlock: a callback at the end of a transaction failed")
-        except (
-            BaseException
-        ):  # what is repeated now may be interrupted, too: the next transaction goes on, or the close
-            self._unsettled = ending
+        except BaseException:
+            self._unsettled = (
+                ending  # What is repeated now may be interrupted, too: the next one goes on, or the close.
+            )
             raise
 
     def _call_between_transactions(self, steps: deque[Step], *, is_manual: bool) -> None:

@@ -12,6 +12,7 @@ from weakref import ref
 
 from django.db import Error
 
+from dlock_core.sql.database import IDLE, IN_ERROR, transaction_status
 from dlock_core.sql.driver_errors import MAY_ROLL_BACK, DatabaseFailure, classify
 from dlock_core.sql.statement_kinds import savepoint_changes
 from dlock_core.transactions.tie import Outcome, call_all
@@ -189,7 +190,7 @@ def is_idle(connection: Any) -> bool:
     if connection.vendor == "sqlite":
         return not connection.connection.in_transaction
     if connection.vendor == "postgresql":
-        return _postgresql_status(connection) == _IDLE
+        return transaction_status(connection.connection) == IDLE
     if not getattr(connection, "mysql_is_mariadb", False):
         return False
     with connection.connection.cursor() as cursor:  # the driver's: nobody else is to hear of it
@@ -209,18 +210,7 @@ def is_undone(connection: Any) -> bool:
 
     No driver raises an error for that.
     """
-    return connection.vendor == "postgresql" and _postgresql_status(connection) == _IN_ERROR
-
-
-_IDLE: Final = 0  # libpq's PQTRANS_IDLE and PQTRANS_INERROR
-_IN_ERROR: Final = 3
-
-
-def _postgresql_status(connection: Any) -> int | None:
-    driver = connection.connection
-    if driver is None:
-        return None
-    return int((driver.pgconn if hasattr(driver, "pgconn") else driver.info).transaction_status)
+    return connection.vendor == "postgresql" and transaction_status(connection.connection) == IN_ERROR
 
 
 def text_of(sql: Any) -> str:

@@ -62,7 +62,6 @@ def _outcome_from_thread(engine: Engine, xid: str) -> Outcome:
 def _ask_status(engine: Engine, xid: str) -> Outcome:
     with engine.connect() as connection:
         while (status := connection.scalar(_STATUS_OF, {"xid": xid})) == "in progress":
-            connection.execute(
-                _SLEEP, {"pause": _STATUS_POLL_INTERVAL_S}
-            )  # the server's: one way to wait, with asyncio or without
+            # The server's sleep is one way to wait, with asyncio or without.
+            connection.execute(_SLEEP, {"pause": _STATUS_POLL_INTERVAL_S})
     return _OUTCOMES[status]

@@ -17,6 +17,7 @@ from sqlalchemy import event
 from sqlalchemy.exc import DBAPIError, InvalidRequestError
 
 from dlock_core.errors import NotSupported
+from dlock_core.sql.database import IN_ERROR, transaction_status
 from dlock_core.sql.driver_errors import is_refusal, warn_unless_known
 from dlock_core.transactions.tie import Outcome, call_all
 
@@ -381,9 +382,8 @@ def is_undone(connection: Connection) -> bool:
     """
     if connection.dialect.name != "postgresql" or not _is_alive(connection):
         return False
-    driver: Any = connection.connection.driver_connection
-    if hasattr(driver, "info"):
-        return int(driver.info.transaction_status) == _IN_ERROR
+    if (status := transaction_status(connection.connection.driver_connection)) is not None:
+        return status == IN_ERROR
     try:
         connection.exec_driver_sql("SELECT 1")
     except DBAPIError as error:
@@ -393,7 +393,6 @@ def is_undone(connection: Connection) -> bool:
     return False
 
 
-_IN_ERROR: Final = 3  # libpq's PQTRANS_INERROR
 _IN_FAILED_TRANSACTION: Final = "25P02"
 
 

@@ -58,6 +58,20 @@ def _number(connection: Any) -> int | None:
     return None
 
 
+IDLE: Final = 0
+"""libpq's PQTRANS_IDLE: no transaction is open."""
+IN_ERROR: Final = 3
+"""libpq's PQTRANS_INERROR: PostgreSQL has undone the transaction after an error, and takes COMMIT for a ROLLBACK."""
+
+
+def transaction_status(connection: Any) -> int | None:
+    """Return libpq's status of the transaction from a connection of psycopg or psycopg2, None from any other."""
+    for part in ("pgconn", "info"):
+        if (status := getattr(getattr(connection, part, None), "transaction_status", None)) is not None:
+            return int(status)
+    return None
+
+
 def comment(holder: str) -> str:
     """Return an SQL comment that marks statements under a lease, where the session has no better place for the mark."""
     return f"/* dlock:{holder[:8]} */ "
