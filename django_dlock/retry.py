@@ -18,10 +18,11 @@ from django_dlock.connections import (
     tracker_for,
     wrap_statements,
 )
-from django_dlock.transactions import text_of
+from django_dlock.transactions import is_undone, text_of
 from dlock_core.sql.statement_kinds import surely_reads
 from dlock_core.transactions.retry import (
     ATTEMPTS,
+    SWALLOWED,
     WITHIN_S,
     AttemptedWork,
     Policy,
@@ -73,6 +74,9 @@ def retry_on_conflict(
     a note, when something is or may be committed: by a COMMIT whose `on_commit` functions raised the conflict, by one
     of several databases, by another transaction inside the function, by a write in autocommit mode.
 
+    A function that swallows an error which has undone its transaction on PostgreSQL has done nothing: where the
+    database would take COMMIT for a ROLLBACK, TransactionManagementError is raised.
+
     `using` names the database, or several. Raises TransactionManagementError when a transaction is already open on one
     of them, since what it has read before would not be read again, and inside another `retry_on_conflict` of one of
     them. Put side effects into `transaction.on_commit`.
@@ -111,7 +115,11 @@ def _attempt_in_new_transaction(
             transactions.enter_context(transaction.atomic(using=alias, durable=True))
             if (open_one := open_transaction(connections[alias])) is not None:
                 _follow(alias, open_one)
-        return check_answer(function(*args, **kwargs))
+        answer = check_answer(function(*args, **kwargs))
+        for alias in aliases:
+            if is_undone(connections[alias]) and not transaction.get_rollback(alias):
+                raise TransactionManagementError(f"{SWALLOWED}, or run the statement in an atomic() of its own")
+        return answer
 
 
 async def _attempt_of_coroutine(

@@ -19,6 +19,7 @@ from sqlalchemy.exc import DBAPIError, InvalidRequestError
 from dlock_core.errors import NotSupported
 from dlock_core.sql.database import IN_ERROR, transaction_status
 from dlock_core.sql.driver_errors import is_refusal, warn_unless_known
+from dlock_core.transactions.retry import SWALLOWED, current_attempts
 from dlock_core.transactions.tie import Outcome, call_all
 
 if TYPE_CHECKING:
@@ -102,6 +103,8 @@ class ConnectionTracker:
             self._check()
             has_ended = Outcome.COMMITTED
             if self._has_failed and is_undone(self.connection):
+                if current_attempts.get():
+                    raise InvalidRequestError(f"{SWALLOWED}, or run the statement in a savepoint")
                 has_ended = Outcome.ROLLED_BACK
             if self._is_in_doubt or _is_alive(self.connection):
                 outcome = Outcome.UNKNOWN

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ATTEMPTS",
+    "SWALLOWED",
     "WITHIN_S",
     "AttemptedWork",
     "Policy",
@@ -49,6 +50,12 @@ ATTEMPTS: Final = 10
 """How often the work is done, at most, unless the caller says otherwise."""
 WITHIN_S: Final = 5.0
 """Seconds after the first attempt in which others may start, unless the caller says otherwise."""
+
+SWALLOWED: Final = (
+    "retry_on_conflict: the function has swallowed an error that undid its transaction, so that nothing would be "
+    "committed: let the error pass"
+)
+"""Why an attempt that ended without an error is refused."""
 
 MIN_FIRST_PAUSE_S: Final = 0.01
 """Seconds to which the first pause is limited, at least."""

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 from asgiref.sync import sync_to_async
-from django.db import OperationalError, connections, models, transaction
-from django.db.transaction import TransactionManagementError, atomic, set_autocommit
+from django.db import DatabaseError, OperationalError, connections, models, transaction
+from django.db.transaction import TransactionManagementError, atomic, set_autocommit, set_rollback
 from django.http import HttpRequest, HttpResponse
 from django.test import Client, TestCase, override_settings
 from django.urls import path
@@ -102,6 +102,39 @@ def test_what_is_no_conflict_is_raised_at_once_and_rolled_back(database, error):
         work()
     assert attempts.made == 1
     assert committed(database) == set()
+
+
+@on_postgresql
+def test_error_that_has_undone_everything_cannot_be_swallowed(database):
+    """PostgreSQL would take the COMMIT for a ROLLBACK, and no driver would say so."""
+
+    @retry_on_conflict(using=database)
+    def work() -> None:
+        add(database, "a")
+        with contextlib.suppress(DatabaseError):
+            rows(connections[database], "SELECT 1 / 0")
+
+    with pytest.raises(TransactionManagementError, match="swallowed an error that undid its transaction"):
+        work()
+    assert committed(database) == set()
+
+
+@on_postgresql
+@pytest.mark.parametrize("how", ["in a savepoint", "to be rolled back on purpose"])
+def test_error_that_has_undone_what_the_function_gives_up_can_be_swallowed(database, how):
+    in_savepoint = how == "in a savepoint"
+
+    @retry_on_conflict(using=database)
+    def work() -> str:
+        add(database, "a")
+        with contextlib.suppress(DatabaseError), atomic(database) if in_savepoint else contextlib.nullcontext():
+            rows(connections[database], "SELECT 1 / 0")
+        if not in_savepoint:
+            set_rollback(True, using=database)
+        return "done"
+
+    assert work() == "done"
+    assert committed(database) == ({"a"} if in_savepoint else set())
 
 
 def test_several_databases_are_rolled_back_together(database, use_database):

@@ -4,6 +4,7 @@ import asyncio
 import inspect
 import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -129,6 +130,50 @@ def test_what_is_no_conflict_is_raised_at_once_and_rolled_back(engine, error):
         work()
     assert attempts.made == 1
     assert names(engine) == []
+
+
+@on_postgresql
+def test_error_that_has_undone_everything_cannot_be_swallowed(engine):
+    """PostgreSQL would take the COMMIT for a ROLLBACK, and no driver would say so."""
+
+    @retry_on_conflict(sessionmaker(engine))
+    def work(session: Session) -> None:
+        session.add(Counter(name="a"))
+        session.flush()
+        with suppress(DBAPIError):
+            session.execute(text("SELECT 1 / 0"))
+
+    with pytest.raises(InvalidRequestError, match="swallowed an error that undid its transaction"):
+        work()
+    assert names(engine) == []
+
+
+@pytest.mark.parametrize("async_engine", ["asyncpg", "psycopg_async"], indirect=True)
+async def test_error_that_has_undone_everything_cannot_be_swallowed_async(async_engine):
+    @retry_on_conflict(async_sessionmaker(async_engine))
+    async def work(session: AsyncSession) -> None:
+        session.add(Counter(name="a"))
+        await session.flush()
+        with suppress(DBAPIError):
+            await session.execute(text("SELECT 1 / 0"))
+
+    with pytest.raises(InvalidRequestError, match="swallowed an error that undid its transaction"):
+        await work()
+    async with AsyncSession(async_engine) as session:
+        assert (await session.scalars(select(Counter.name))).all() == []
+
+
+@on_postgresql
+def test_error_in_a_savepoint_can_be_swallowed(engine):
+    @retry_on_conflict(sessionmaker(engine))
+    def work(session: Session) -> None:
+        session.add(Counter(name="a"))
+        session.flush()
+        with suppress(DBAPIError), session.begin_nested():
+            session.execute(text("SELECT 1 / 0"))
+
+    work()
+    assert names(engine) == ["a"]
 
 
 async def test_coroutine_function_gives_up_as_a_function_does(async_engine):
