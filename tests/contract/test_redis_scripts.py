@@ -305,6 +305,24 @@ def test_release_of_the_last_live_share_frees_the_lock(server: redis.Redis) -> N
     assert set(server.keys()) == {TOKENS}
 
 
+def test_release_after_all_shares_ran_out_finds_a_free_lock(server: redis.Redis) -> None:
+    acquire(server, ANN, mode="s")
+    expire_share(server, ANN)
+    assert call(server, "release", ANN) == 0
+    assert set(server.keys()) == {TOKENS}
+
+
+def test_release_leaves_the_queue_only_if_it_is_told_to(server: redis.Redis) -> None:
+    for holder in (ANN, BOB, EVE):
+        acquire(server, holder)
+    assert call(server, "release", BOB) == 2
+    assert waiting(server) == [BOB, EVE]
+    assert server.hexists(f"{LOCK}:w", BOB)
+    assert call(server, "release", BOB, 1) == 2
+    assert waiting(server) == [EVE]
+    assert server.hkeys(f"{LOCK}:w") == [EVE]
+
+
 def test_release_leaves_a_key_of_another_type_alone(server: redis.Redis) -> None:
     server.rpush(LOCK, "a list")
     assert call(server, "release", ANN) == 2

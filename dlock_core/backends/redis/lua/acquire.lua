@@ -20,7 +20,7 @@ end
 --#include queue.lua
 local value, token = redis.pcall('GET', lock)
 if type(value) == 'table' then
-  if not string.find(value.err, 'WRONGTYPE', 1, true) then return value end
+  if not string.find(value.err, 'WRONGTYPE') then return value end
   return {math.max(redis.call('PTTL', lock), 100), 'a key of another type'}
 end
 

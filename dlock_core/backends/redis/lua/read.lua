@@ -3,6 +3,6 @@
 -- nothing about the key, and is the script's.
 local function read(...)
   local found = redis.pcall(...)
-  if type(found) == 'table' and found.err and not string.find(found.err, 'WRONGTYPE', 1, true) then error(found.err) end
+  if type(found) == 'table' and found.err and not string.find(found.err, 'WRONGTYPE') then error(found.err) end
   return found
 end

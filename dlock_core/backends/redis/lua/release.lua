@@ -7,7 +7,7 @@ local value, found, head = redis.pcall('GETRANGE', lock, '0', '32'), 1, nil
 if ARGV[2] and redis.call('ZREM', lock .. ':q', holder) == 1 then redis.call('HDEL', lock .. ':w', holder) end
 if value == '' then return 0 end
 -- Any error but that of a key of another type, such as a missing permission, says nothing about the lock.
-if type(value) == 'table' then return string.find(value.err, 'WRONGTYPE', 1, true) and 2 or value end
+if type(value) == 'table' then return string.find(value.err, 'WRONGTYPE') and 2 or value end
 if value == holder .. '|' then
   value, head = nil, redis.pcall('ZRANGE', lock .. ':q', '0', '0')[1]  -- none in a key of another type
   if not head then

@@ -19,7 +19,7 @@ for i = 1, #ARGV[1] / 32 do
     end
     -- Only now: a server without memory refuses this, unless the script has written before.
     ours = redis.call('ZADD', lock .. ':s', 'CH', now() + ttl, holder) and 1
-  elseif type(value) == 'table' and not string.find(value.err, 'WRONGTYPE', 1, true) then
+  elseif type(value) == 'table' and not string.find(value.err, 'WRONGTYPE') then
     return value
   end
   answers[i] = ours
