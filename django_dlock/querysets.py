@@ -19,7 +19,7 @@ from django_dlock.errors import NotSupported, RowLocked, StaleObject
 from django_dlock.row_sql import RowLockQuery, own_tables, require_row_locks, set_lock_clause, waiting_in
 from dlock_core.observability.hooks import emit_conflict
 from dlock_core.sql import row_locks
-from dlock_core.sql.driver_errors import DatabaseFailure, classify
+from dlock_core.sql.driver_errors import DatabaseFailure, failure_of_statement
 from dlock_core.sql.row_locks import RowLockOptions
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ class RowLock(row_locks.RowLock):
             with waiting_in(locked, connection, self.limit):
                 return read(locked)
         except DatabaseError as error:
-            if classify(error) is DatabaseFailure.LOCK_TIMEOUT:
+            if failure_of_statement(error) is DatabaseFailure.LOCK_TIMEOUT:
                 is_database = connection.vendor == "sqlite"
                 raise RowLocked(name, waited=time.monotonic() - started, is_database=is_database) from error
             raise

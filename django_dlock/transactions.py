@@ -13,7 +13,7 @@ from weakref import ref
 from django.db import Error
 
 from dlock_core.sql.database import IDLE, IN_ERROR, transaction_status
-from dlock_core.sql.driver_errors import MAY_ROLL_BACK, DatabaseFailure, classify
+from dlock_core.sql.driver_errors import MAY_ROLL_BACK, DatabaseFailure, failure_of_statement
 from dlock_core.sql.statement_kinds import savepoint_changes
 from dlock_core.transactions.tie import Outcome, call_all
 
@@ -171,7 +171,7 @@ def _has_rolled_back(connection: Any, error: Exception) -> bool:
     """Return whether a failed statement has taken the whole transaction along; asks MariaDB or MySQL where it must."""
     if connection.vendor == "sqlite":
         return not connection.connection.in_transaction
-    trouble = classify(error) if connection.vendor == "mysql" else None
+    trouble = failure_of_statement(error) if connection.vendor == "mysql" else None
     if trouble not in MAY_ROLL_BACK or trouble is DatabaseFailure.DEADLOCK:
         return trouble is DatabaseFailure.DEADLOCK
     question = "NOT @@in_transaction" if connection.mysql_is_mariadb else "@@innodb_rollback_on_timeout"

@@ -27,7 +27,7 @@ from sqlalchemy.orm.attributes import set_committed_value
 
 from dlock_core.errors import NotSupported
 from dlock_core.runtime import clock
-from dlock_core.sql.driver_errors import DatabaseFailure, classify
+from dlock_core.sql.driver_errors import DatabaseFailure, failure_of_statement
 from dlock_core.transactions import fence_sql, fencing
 from dlock_core.transactions.fence_functions import CREATE_BOTH as CREATE_FUNCTIONS
 from dlock_core.transactions.fence_sql import DIALECTS, MYSQL, POSTGRESQL, SCHEMA_OF_FUNCTIONS, functions_in
@@ -309,7 +309,7 @@ def _run(step: Callable[[Port, fencing.FenceDialect, FenceEntry], T], connection
     except DBAPIError as error:
         meant = refusal(error, entry, connection.dialect.name)
         if meant is None:  # its driver's code says it best
-            failure = classify(error)
+            failure = failure_of_statement(error)
             if failure in (DatabaseFailure.MISSING_FUNCTION, DatabaseFailure.NO_ACCESS):
                 _forget_functions(connection.dialect)
             if failure in (None, DatabaseFailure.MISSING_TABLE, DatabaseFailure.NO_ACCESS):

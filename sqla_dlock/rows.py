@@ -17,7 +17,7 @@ from sqlalchemy.exc import DBAPIError, NoResultFound
 from sqlalchemy.orm import Mapper
 
 from dlock_core.errors import RowLocked
-from dlock_core.sql.driver_errors import DatabaseFailure, classify
+from dlock_core.sql.driver_errors import DatabaseFailure, failure_of_statement
 from dlock_core.sql.row_locks import RowLock
 from sqla_dlock.row_sql import locking, require_row_locks, require_transaction, waiting
 from sqla_dlock.stores import bound_for_writing, connection_for_writing, plain_async_session, plain_session
@@ -300,7 +300,7 @@ def _fetch(session: Session, mapper: Mapper[Any], statement: Select[Any], lock: 
     try:
         return _read(session, mapper, statement, lock)
     except DBAPIError as error:
-        if classify(error) is DatabaseFailure.LOCK_TIMEOUT:
+        if failure_of_statement(error) is DatabaseFailure.LOCK_TIMEOUT:
             is_database = session.get_bind(mapper).dialect.name == "sqlite"
             raise RowLocked(name, waited=time.monotonic() - started, is_database=is_database) from error
         raise

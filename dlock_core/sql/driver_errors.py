@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-__all__ = ["MAY_ROLL_BACK", "DatabaseFailure", "classify", "is_refusal", "warn_unless_known"]
+__all__ = ["MAY_ROLL_BACK", "DatabaseFailure", "classify", "failure_of_statement", "is_refusal", "warn_unless_known"]
 
 logger = logging.getLogger("dlock")
 
@@ -100,19 +100,31 @@ def classify(error: BaseException) -> DatabaseFailure | None:
     return None
 
 
-def is_refusal(error: BaseException | None) -> bool:
-    """Return whether the server itself refused a COMMIT, so that surely nothing was committed; False means unknown.
+def failure_of_statement(error: BaseException) -> DatabaseFailure | None:
+    """Return what the database has answered to this one statement, or None for any other answer and any other error.
 
-    In the chain of causes, the first error of a known driver decides.
+    Errors that were there before are not looked at, as `classify` does: that of an earlier statement, which the program
+    is just handling, or for which Django sends nothing more in the transaction.
     """
+    trouble = _answer(error)
+    return None if trouble is DatabaseFailure.REFUSED else trouble
+
+
+def is_refusal(error: BaseException | None) -> bool:
+    """Return whether the server itself refused a COMMIT, so that surely nothing was committed; False means unknown."""
+    return _answer(error) not in (None, DatabaseFailure.DISCONNECT, DatabaseFailure.UNKNOWN_OUTCOME)
+
+
+def _answer(error: BaseException | None) -> DatabaseFailure | None:
+    """Read the first error of a known driver in the chain of causes."""
     seen: set[int] = set()
-    while error is not None and id(error) not in seen:
+    while error is not None and id(error) not in seen and type(error).__module__ != _SENDS_NOTHING:
         if _driver_of(error) is not None:
-            return _by_driver(error) not in (None, DatabaseFailure.DISCONNECT, DatabaseFailure.UNKNOWN_OUTCOME)
+            return _by_driver(error)
         _warn_of_unknown_driver(error)
         seen.add(id(error))
         error = _cause(error)
-    return False
+    return None
 
 
 def _layers(error: BaseException | None) -> Iterator[BaseException]:
@@ -219,4 +231,6 @@ _DIALECTS: Final = ("mysqldb", "psycopg_async", "pysqlite", "pysqlite_numeric", 
 """The names that SQLAlchemy or Django have for drivers of the table, where they differ."""
 _KNOWN: Final = {*_DRIVERS, *_DIALECTS}
 _WRAPPERS: Final = ("django.db", "sqlalchemy", "django_dlock", "sqla_dlock", "dlock_core")
+_SENDS_NOTHING: Final = "django.db.transaction"
+"""Its errors name as their cause the one that has broken the transaction."""
 _warned: Final[set[str]] = set()

@@ -23,7 +23,7 @@ from dlock_core.errors import DLockError, RowLocked, SnapshotTooOld, StaleToken
 from dlock_core.leases import engine
 from dlock_core.observability import hooks
 from dlock_core.runtime import clock
-from dlock_core.sql.driver_errors import DatabaseFailure, classify
+from dlock_core.sql.driver_errors import DatabaseFailure, failure_of_statement
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -125,7 +125,7 @@ def prepare(database: StatementExecutor, dialect: FenceDialect, entry: FenceEntr
         try:
             database.execute(dialect.mark, params(entry))
         except Exception as error:
-            if classify(error) not in (DatabaseFailure.DEADLOCK, DatabaseFailure.SERIALIZATION):
+            if failure_of_statement(error) not in (DatabaseFailure.DEADLOCK, DatabaseFailure.SERIALIZATION):
                 raise
         else:
             return
@@ -315,7 +315,7 @@ class FenceGate:
 
 def refusal(error: BaseException, entry: FenceEntry, database: str) -> DLockError | None:
     """Return what an error of the database means at the fence: RowLocked, SnapshotTooOld; None: only itself."""
-    trouble = classify(error)
+    trouble = failure_of_statement(error)
     if trouble is DatabaseFailure.LOCK_TIMEOUT:
         return RowLocked(entry.name, waited=entry.limit or 0.0, is_database=database == "sqlite")
     if trouble is DatabaseFailure.SERIALIZATION and database == "sqlite":

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from dlock_core.sql.driver_errors import DatabaseFailure, classify, is_refusal, warn_unless_known
+from dlock_core.sql.driver_errors import DatabaseFailure, classify, failure_of_statement, is_refusal, warn_unless_known
 from tests.core.scripted import driver_error
 
 psycopg = pytest.importorskip("psycopg")
@@ -227,6 +227,14 @@ def test_mysql_error_without_a_number_is_no_answer():
     errors = pytest.importorskip("pymysql.err")
     assert not is_refusal(errors.InterfaceError())
     assert not is_refusal(errors.InterfaceError("text"))
+
+
+def test_answer_to_a_statement_is_not_what_was_answered_before() -> None:
+    earlier, answer = sqlstate_error("40P01"), sqlstate_error("25P02")
+    answer.__context__ = earlier
+    assert classify(answer) is DatabaseFailure.DEADLOCK
+    assert failure_of_statement(caused_by(answer)) is None
+    assert failure_of_statement(caused_by(earlier)) is DatabaseFailure.DEADLOCK
 
 
 def test_sqlite_always_answers_because_it_is_the_database():

@@ -4,15 +4,15 @@ import asyncio
 import pickle
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 
 import pytest
 from asgiref.sync import sync_to_async
-from django.db import DatabaseError, OperationalError, connections, models
+from django.db import DatabaseError, InternalError, OperationalError, connections, models
 from django.db.models.sql import Query
-from django.db.transaction import TransactionManagementError, atomic
+from django.db.transaction import TransactionManagementError, atomic, mark_for_rollback_on_error
 from django.test.utils import CaptureQueriesContext
 
 from django_dlock.errors import NotSupported, RowLocked
@@ -211,6 +211,28 @@ def test_locked_row_is_refused_at_once(stock, database, how):
     assert isinstance(caught.value, core.RowLocked)
     assert isinstance(caught.value, DatabaseError)
     assert isinstance(caught.value.__cause__, OperationalError)
+
+
+@on_postgresql
+def test_row_that_is_free_is_not_told_as_locked_while_the_error_of_another_is_handled(stock, database):
+    free = Stock.objects.using(database).create(pieces=1)
+    with other_transaction(database) as other, pytest.raises(InternalError), atomic(database):
+        lock_there(other, stock.pk)
+        try:
+            stocks(database).lock_row(stock.pk, nowait=True)
+        except RowLocked:
+            stocks(database).lock_row(free.pk)
+
+
+@with_row_locks
+def test_row_that_is_free_is_not_told_as_locked_in_a_transaction_that_django_has_given_up(stock, database):
+    """As after an update() whose error was swallowed."""
+    free = Stock.objects.using(database).create(pieces=1)
+    with other_transaction(database) as other, pytest.raises(TransactionManagementError), atomic(database):
+        lock_there(other, stock.pk)
+        with suppress(RowLocked), mark_for_rollback_on_error(database):
+            stocks(database).lock_row(stock.pk, nowait=True)
+        stocks(database).lock_row(free.pk)
 
 
 @with_row_locks

@@ -337,6 +337,28 @@ async def test_transaction_of_postgresql_has_failed_after_a_locked_row_outside_a
             await party.transact(work)
 
 
+@on_postgresql
+async def test_row_that_is_free_is_not_told_as_locked_while_the_error_of_another_is_handled(stock, party):
+    free = await party.transact(another_stock)
+
+    def work(session: Session) -> None:
+        try:
+            lock_row(session, Stock, stock.id, nowait=True)
+        except RowLocked:
+            lock_row(session, Stock, free)
+
+    with party.other_transaction() as other:
+        lock_there(other, stock)
+        with pytest.raises(DBAPIError, match="aborted"):
+            await party.transact(work)
+
+
+def another_stock(session: Session) -> int:
+    session.add(made := Stock())
+    session.flush()
+    return made.id
+
+
 @on_mariadb
 async def test_transaction_stays_usable_after_the_wait_ran_out_on_mariadb(stock, party):
     def work(session: Session) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from dlock_core.backend import Holder, LockState, Waiter
 from dlock_core.backends.advisory.labels import Told, comment, in_comment, in_label, key_of, label_of
 from dlock_core.errors import BackendUnavailable
-from dlock_core.sql.driver_errors import DatabaseFailure, classify
+from dlock_core.sql.driver_errors import DatabaseFailure, failure_of_statement
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -63,7 +63,7 @@ class PostgreSQL:
         try:
             rows = run(statement, params)
         except self._errors as error:
-            if classify(error) is DatabaseFailure.LOCK_TIMEOUT:
+            if failure_of_statement(error) is DatabaseFailure.LOCK_TIMEOUT:
                 return 0
             raise
         ((text, number),) = rows

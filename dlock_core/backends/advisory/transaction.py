@@ -16,7 +16,7 @@ from dlock_core.backends.advisory import postgresql
 from dlock_core.backends.advisory.labels import PREFIX, checked_prefix, label_of
 from dlock_core.backends.advisory.postgresql import LockRow, Sessions, owner_of
 from dlock_core.errors import NotSupported, SnapshotTooOld
-from dlock_core.sql.driver_errors import DatabaseFailure, classify
+from dlock_core.sql.driver_errors import DatabaseFailure, failure_of_statement
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -93,7 +93,7 @@ class TransactionBackend:
             with suppress(Exception):  # what has ended the connection is the error to be told
                 await connection.tell("ROLLBACK TO SAVEPOINT dlock_wait")
                 await connection.tell("RELEASE SAVEPOINT dlock_wait")
-            if classify(error) is not DatabaseFailure.LOCK_TIMEOUT:
+            if failure_of_statement(error) is not DatabaseFailure.LOCK_TIMEOUT:
                 raise
             return await self._busy(request, transaction)
         await connection.tell("RELEASE SAVEPOINT dlock_wait")

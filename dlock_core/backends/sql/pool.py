@@ -12,7 +12,7 @@ from dlock_core.errors import BackendUnavailable
 from dlock_core.options import check_seconds
 from dlock_core.owner import printable
 from dlock_core.runtime import clock
-from dlock_core.sql.driver_errors import DatabaseFailure, classify
+from dlock_core.sql.driver_errors import DatabaseFailure, failure_of_statement
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
@@ -74,7 +74,8 @@ class Pool:
             try:
                 return DEADLINES.call(connection, until - clock(), function)
             except self.connector.errors as error:
-                if not left or classify(error) not in (DatabaseFailure.DEADLOCK, DatabaseFailure.SERIALIZATION):
+                trouble = failure_of_statement(error)
+                if not left or trouble not in (DatabaseFailure.DEADLOCK, DatabaseFailure.SERIALIZATION):
                     raise
         raise AssertionError("the last attempt returns or raises")
 
@@ -86,7 +87,7 @@ class Pool:
 
     def _unavailable(self, name: str, error: BaseException, *, idle: bool) -> BackendUnavailable:
         """Return why the database gave no answer; if the connection was `idle`, a new one may work at once."""
-        trouble, connector = classify(error), self.connector
+        trouble, connector = failure_of_statement(error), self.connector
         words = str(error).strip() or type(error).__name__
         reason = f"{connector.title}: {printable(words.splitlines()[0])}"
         if trouble is DatabaseFailure.MISSING_TABLE:

@@ -17,7 +17,7 @@ from urllib.parse import parse_qs, unquote, urlsplit
 
 from dlock_core.backends.sql.threads import in_threads
 from dlock_core.runtime import clock
-from dlock_core.sql.driver_errors import DatabaseFailure, classify
+from dlock_core.sql.driver_errors import DatabaseFailure, failure_of_statement
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -137,7 +137,7 @@ def _set_up(driver: sqlite3.Connection, until: float) -> None:
             for sql in ("PRAGMA journal_mode = WAL", "PRAGMA synchronous = NORMAL", *_CREATE):
                 driver.execute(sql)
         except sqlite3.OperationalError as error:
-            if classify(error) is not DatabaseFailure.LOCK_TIMEOUT or clock() > until:
+            if failure_of_statement(error) is not DatabaseFailure.LOCK_TIMEOUT or clock() > until:
                 raise
             time.sleep(0.01)
         else:
