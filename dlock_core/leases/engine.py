@@ -10,6 +10,7 @@ import logging
 import math
 import os
 from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from dlock_core import owner as owners
@@ -20,6 +21,7 @@ from dlock_core.leases.watchdog import renew_in_background
 from dlock_core.observability import hooks
 from dlock_core.options import LockOptions, Seconds, ttl_seconds
 from dlock_core.runtime import RNG
+from dlock_core.scheduler import call_in_background
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Sequence
@@ -28,7 +30,7 @@ if TYPE_CHECKING:
     from dlock_core.runtime import Runtime
 
 __all__ = [
-    "Acquisition", "clean_up", "new_request", "new_requests", "raise_token", "release",
+    "Acquisition", "clean_up", "new_request", "new_requests", "raise_token", "release", "release_later",
     "released", "renew",
 ]  # fmt: skip
 
@@ -116,9 +118,8 @@ async def _renew(runtime: Runtime, held: LeaseRecord, ttl: float | None) -> None
     if result is RenewalFailure.UNKNOWN:
         raise BackendUnavailable(held.name, reason="the store learned nothing about this lease")
     if result is RenewalFailure.LOST:
-        if held.state is LeaseState.RELEASING:  # By another thread or task, which is no loss to tell of.
-            raise LeaseLost(held.name, token=held.token, reason="it is being released")
-        held.lose("the store gave it to another, or forgot it")
+        if held.state is not LeaseState.RELEASING:  # By another thread or task, which is no loss to tell of.
+            held.lose("the store gave it to another, or forgot it")
         raise LeaseLost(held.name, token=held.token, reason=held.why())
     held.extend(sent, result)
     held.ensure()
@@ -151,32 +152,49 @@ async def release(runtime: Runtime, held: LeaseRecord) -> Released:
     until the store has answered or the lease has run out. What the store refuses, as without a permission, is raised
     at once and not repeated. Raises NotHeld in a forked child.
     """
-    if held.ended is None and await runtime.shield(_release(runtime, held)):
-        held.emit_released()
+    if held.ended is None:
+        await runtime.shield(_release(runtime, held))
     return held.ended or Released.EXPIRED
 
 
-async def _release(runtime: Runtime, held: LeaseRecord) -> bool:
-    """Return whether this call, and not another one meanwhile, has ended the grant."""
-    held.begin_release()
+async def _release(runtime: Runtime, held: LeaseRecord) -> None:
     try:
-        found = await held.backend.release(runtime, held.request, held.granted)
+        await _release_once(runtime, held)
     except BackendUnavailable as error:
         if error.refused:
             raise
-        from dlock_core.leases.late_releases import release_again  # hardly a process ever needs it
+        try:
+            await _release_once(runtime, held)
+        except BackendUnavailable as again:
+            if not again.refused:
+                release_later(held)
+            raise
 
-        return await release_again(runtime, held)
-    is_first = held.ended is None
-    held.end(found)
-    return is_first
+
+async def _release_once(runtime: Runtime, held: LeaseRecord, tell: Callable[..., object] | None = None) -> None:
+    if held.ended is None:
+        held.begin_release()
+        if held.end(await held.backend.release(runtime, held.request, held.granted)) and hooks.subscribed:
+            held.emit_released() if tell is None else tell(held.emit_released)
+
+
+def release_later(held: LeaseRecord) -> None:
+    """Release a lease in the background, if that can be done before it runs out."""
+    held.begin_release()
+    step = partial(_release_once, held=held, tell=call_in_background)  # What a hook does delays no other release.
+    _repeat_later(held.backend, held.request.holder, step, held.time_left())
+
+
+def _repeat_later(*what: Any) -> None:
+    from dlock_core.leases.late_releases import repeat_in_background  # hardly a process ever needs it
+
+    repeat_in_background(*what)
 
 
 def released(held: LeaseRecord) -> None:
     """Record that the grant has ended with the transaction in which it was taken; raises NotHeld in a forked child."""
     held.ensure_own_process()
-    if held.ended is None:
-        held.end(Released.RELEASED)
+    if held.end(Released.RELEASED):
         held.emit_released()
 
 
@@ -377,12 +395,19 @@ class Acquisition:
 
     async def _abandon(self) -> None:
         ticket = self.answer.ticket if isinstance(self.answer, Busy) else self.ticket
+        backend, request = self.backend, self.request
+
+        async def leave(runtime: Runtime) -> None:
+            await backend.abandon(runtime, request, ticket)
+
         try:
-            await self.backend.abandon(self.runtime, self.request, ticket)
+            await leave(self.runtime)
         except BackendUnavailable as error:
             if error.broken:
-                with suppress(BackendUnavailable):  # the lease is finite: an orphan that we cannot reach ends by itself
-                    await self.backend.abandon(self.runtime, self.request, ticket)
+                with suppress(BackendUnavailable):
+                    return await leave(self.runtime)
+            if not error.refused and request.transaction is None:  # A grant that we cannot reach ends with its ttl.
+                _repeat_later(backend, request.holder, leave, request.ttl)
 
     def timeout(self) -> AcquireTimeout:
         waited = self.seconds()

@@ -179,7 +179,14 @@ class LeaseRecord:
         return self.ended is None and not (self.loss_reason or self._releases or self._is_abandoned)
 
     def remaining(self) -> float:
-        """Return the seconds for which the lease surely holds; 0.0 once it is lost, released or another process's."""
+        """Return the seconds for which the lease surely holds.
+
+        0.0 once it is lost, another process's, or was asked to be released: the store may have done so unheard.
+        """
+        return 0.0 if self._releases else self.time_left()
+
+    def time_left(self) -> float:
+        """Return the seconds until it runs out, whether or not a release that is unanswered has ended it before."""
         if self.loss_reason or self.ended is not None or self.pid != _own_pid:
             return 0.0
         left = self.until - self.now()
@@ -187,11 +194,11 @@ class LeaseRecord:
 
     def is_lost(self) -> bool:
         """Return whether the lease ended otherwise than by its release."""
-        return self.ended is None and self.remaining() == 0.0
+        return self.ended is None and self.time_left() == 0.0
 
     def is_joinable(self) -> bool:
         """Return whether the lease surely holds, and no handle has begun to release it."""
-        return self._left < 2 and not self._releases and self.remaining() > 0.0
+        return self._left < 2 and self.remaining() > 0.0
 
     def ensure(self) -> None:
         """Raise LeaseLost unless the lease surely holds."""
@@ -213,7 +220,10 @@ class LeaseRecord:
         """Return why the lease does not hold, for an error message."""
         if self.pid != _own_pid:
             return f"it belongs to process {self.pid}, which forked this one"
-        return "it was released" if self.ended is not None else self.loss_reason or self.renewal_trouble
+        if self.ended is not None:
+            return "it was released"
+        is_being_released = self._releases and not self.loss_reason
+        return "it is being released" if is_being_released else self.loss_reason or self.renewal_trouble
 
     def join(self, membership: Membership) -> None:
         """Count one more handle that needs the lease, until it leaves, or its membership is thrown away with it."""
@@ -267,7 +277,7 @@ class LeaseRecord:
 
     def extend_until(self, until: float, now: float) -> None:
         """Record a renewal that is valid so long; the clock is asked again if `now`, a moment ago, leaves a doubt."""
-        if self.until - now < MOMENT_S and self.remaining() == 0.0:
+        if self.until - now < MOMENT_S and self.time_left() == 0.0:
             self.lose()
         elif until > self.until:
             self.until = until
@@ -297,20 +307,22 @@ class LeaseRecord:
 
         Raises NotHeld in a forked child.
         """
-        holds = self.remaining() > 0.0
+        holds = self.time_left() > 0.0
         if not holds:
             self.ensure_own_process()
         self._releases = (*self._releases[:1], holds)
 
-    def end(self, found: Released) -> Released:
-        """Record what a release found, and return it; the first answer stands."""
+    def end(self, found: Released) -> bool:
+        """Record what a release found, and return whether that is the first answer, which stands."""
         if len(self._releases) > 1 and any(self._releases):
             # An earlier request has released it and its reply was lost: a present holder was let in by that.
             found = Released.RELEASED
-        self.ended = self.ended or found
+        is_first = False
+        if self.ended is None:  # No other thread comes between the question and the answer: nothing is called here.
+            self.ended, is_first = found, True
         if self.bucket is not None:  # Only now: the next waiter has the lock already.
             self.bucket.pop(self.request.holder, None)
-        return self.ended
+        return is_first
 
     def lose(self, reason: str = "") -> None:
         """Record the loss, and report it, once, in another thread: what callbacks do delays no renewal."""

@@ -110,7 +110,7 @@ class Releasing(Generic[T]):
         RELEASED: it was ours until now. EXPIRED: it had ended by itself. STOLEN: another holds it. A handle that
         joined a lease only leaves it; of several leases that are held together each has its answer, in their order.
         Raises NotHeld in a forked child, BackendUnavailable when the store cannot be asked. Further attempts are then
-        made in the background until it answers, unless it has refused, or is closed; and release may be called again.
+        made in the background until it answers, unless it has refused; and release may be called again.
         A lease that nothing releases runs out by itself.
         """
         try:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from contextlib import suppress
 from itertools import groupby
 from operator import attrgetter
 from typing import TYPE_CHECKING, Never, Protocol, TypeVar
@@ -16,7 +15,7 @@ from typing import TYPE_CHECKING, Never, Protocol, TypeVar
 from dlock_core.backend import Released, supports_many
 from dlock_core.errors import AlreadyHeld, BackendUnavailable, NotHeld
 from dlock_core.leases.callers import find_held, forget_held, note_held
-from dlock_core.leases.engine import MAX_OVERTIME_S, Acquisition, clean_up, new_requests, release
+from dlock_core.leases.engine import MAX_OVERTIME_S, Acquisition, clean_up, new_requests, release, release_later
 from dlock_core.leases.lock import (
     AsyncBlockExit,
     AsyncReleasing,
@@ -136,30 +135,35 @@ async def release_all(runtime: Runtime, held: Sequence[LeaseRecord]) -> list[Rel
 
 async def _release_all(runtime: Runtime, held: Sequence[LeaseRecord]) -> list[Released]:
     still_held = [one for one in held if one.ended is None]
+    began, failure = runtime.now(), None
     if still_held and supports_many(backend := still_held[0].backend):
-        await _release_in_one_request(runtime, backend, still_held)
-    failure: BackendUnavailable | None = None
-    for one in [one for one in held if one.ended is None]:
+        failure = await _release_in_one_request(runtime, backend, still_held)
+    for one in [one for one in still_held if one.ended is None]:
+        if failure is not None and not failure.refused and runtime.now() > began + MAX_OVERTIME_S:
+            release_later(one)  # A store that is silent would keep the caller once more for each.
+            continue
         try:
             await release(runtime, one)
         except BackendUnavailable as error:  # The others may be on another node of the store.
             failure = failure or error
-    if failure is not None:
+    if failure is not None and any(one.ended is None for one in held):
         raise failure
     return [one.ended for one in held if one.ended is not None]
 
 
-async def _release_in_one_request(runtime: Runtime, backend: SupportsMany, held: Sequence[LeaseRecord]) -> None:
+async def _release_in_one_request(
+    runtime: Runtime, backend: SupportsMany, held: Sequence[LeaseRecord]
+) -> BackendUnavailable | None:
     for one in held:
         one.begin_release()
-    with suppress(BackendUnavailable):
+    try:
         found = await backend.release_many(runtime, [one.request for one in held])
-        for one, what in zip(held, found, strict=True):
-            one.end(what)
-    if hooks.subscribed:
-        for one in held:
-            if one.ended is not None:
-                one.emit_released()
+    except BackendUnavailable as error:
+        return error
+    ended_now = [one for one, what in zip(held, found, strict=True) if one.end(what)]
+    for one in ended_now if hooks.subscribed else ():
+        one.emit_released()
+    return None
 
 
 MemberLease = TypeVar("MemberLease", bound=LeaseView)

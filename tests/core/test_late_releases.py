@@ -1,25 +1,29 @@
 """A release that could not be carried out is repeated behind the caller, until the store answers or the lease runs out."""
 
+import asyncio
 import gc
+import math
 import os
 import subprocess
 import sys
 import threading
 import weakref
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
 import pytest
 
-from dlock_core import Lock, MultiLock
+from dlock_core import AsyncLock, Lock, MultiLock
 from dlock_core.backend import Granted, Released
-from dlock_core.errors import BackendUnavailable
-from dlock_core.leases import late_releases, watchdog
+from dlock_core.errors import BackendUnavailable, LeaseLost
+from dlock_core.leases import engine, late_releases, multilock, watchdog
 from dlock_core.leases.engine import new_request
 from dlock_core.leases.lease import LeaseRecord
 from dlock_core.observability import hooks
 from dlock_core.options import LockOptions
+from dlock_core.runtime import BLOCKING, run
 from dlock_core.testing import MemoryBackend
 from dlock_core.testing.contract import harness  # noqa: F401 - a fixture
 from dlock_core.testing.contract.harness import Harness
@@ -48,8 +52,16 @@ class Away(MemoryBackend):
 
 
 @pytest.fixture
-def backend() -> Away:
-    return Away()
+def backend() -> Iterator[Away]:
+    store = Away()
+    yield store
+    end(store)
+
+
+def end(store: Away) -> None:
+    """Let the store answer, so that no later test hears of its leases."""
+    store.failure = None
+    until(lambda: store not in late_releases._late_steps or not late_releases._late_steps[store]._late)
 
 
 @pytest.fixture
@@ -73,6 +85,10 @@ def come_back(store: Away, *, after: int) -> None:
 
 def record_of(store: Any, name: str = "a") -> LeaseRecord:
     return LeaseRecord(store, new_request(name, LockOptions(TTL_S, 0.0)), Granted(7, TTL_S), watchdog.clock())
+
+
+def add(late: Any, held: LeaseRecord) -> None:
+    late.add(held.request.holder, partial(engine._release_once, held=held), TTL_S)
 
 
 @pytest.mark.parametrize("shared", [False, True])
@@ -146,14 +162,14 @@ def test_release_that_the_store_refuses_is_told_at_once_and_not_repeated(
     backend.is_refused = True
     lease = harness.acquire("a", ttl=TTL_S)
     fail_to_release(harness, lease)
-    assert backend not in late_releases._late_releases
+    assert backend not in late_releases._late_steps
     assert backend.asked == ["a"]
 
 
 def test_release_that_comes_to_be_refused_is_given_up(backend: Away) -> None:
-    late = late_releases._LateReleases()
+    late = late_releases._LateSteps()
     backend.is_refused = True
-    late.add(record_of(backend), TTL_S)
+    add(late, record_of(backend))
     until(lambda: not late._late)
     assert backend.asked == ["a"]
 
@@ -164,7 +180,7 @@ def test_lease_that_has_run_out_is_neither_released_nor_kept(backend: Away) -> N
     with pytest.raises(BackendUnavailable):
         lease.release()
     del lease
-    late = late_releases._late_releases[backend]
+    late = late_releases._late_steps[backend]
     until(lambda: not late._late)
     backend.asked.clear()
     until(lambda: known() is None)
@@ -176,7 +192,7 @@ def test_lease_that_had_run_out_before_its_release_is_not_released_in_the_backgr
     lease._held.lose("a test")
     with pytest.raises(BackendUnavailable):
         lease.release()
-    assert backend not in late_releases._late_releases
+    assert backend not in late_releases._late_steps
 
 
 def test_lease_that_was_released_in_the_background_is_not_kept(backend: Away) -> None:
@@ -190,47 +206,55 @@ def test_lease_that_was_released_in_the_background_is_not_kept(backend: Away) ->
 
 
 def test_lease_that_its_caller_has_released_meanwhile_is_asked_for_no_more(backend: Away) -> None:
-    late = late_releases._LateReleases()
+    late = late_releases._LateSteps()
     held = record_of(backend)
     held.begin_release()
     held.end(Released.RELEASED)
-    late.add(held, TTL_S)
+    add(late, held)
     until(lambda: not late._late)
     assert backend.asked == []
 
 
-def test_store_that_is_closed_is_asked_no_more() -> None:
-    class Closable(Away):
-        def close(self) -> None:
-            late_releases.forget_releases(self)
-
-    store = Closable()
-    lease = Lock(store, "a", ttl=TTL_S).acquire()
-    with pytest.raises(BackendUnavailable):
-        lease.release()
-    store.close()
-    assert late_releases._late_releases[store]._late == {}
-
-
-def test_failure_ends_the_round_and_the_others_come_first_in_the_next(
-    backend: Away, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    late = late_releases._LateReleases()
-    monkeypatch.setattr(late._scheduler, "plan", lambda due: None)
-    for name in "abc":
-        late.add(record_of(backend, name), TTL_S)
+def rounds(late: Any, number: int) -> list[float]:
+    """Make so many rounds of attempts, and return the pauses after them."""
     pauses = []
-    for _ in range(8):
+    for _ in range(number):
         late._due = 0.0
         before = watchdog.clock()
         late._run_due()
         pauses.append(late._due - before)
+    return pauses
+
+
+def test_store_that_fails_slowly_is_asked_once_a_round_and_the_others_come_first_in_the_next(
+    backend: Away, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    late = late_releases._LateSteps()
+    monkeypatch.setattr(late._scheduler, "plan", lambda due: None)
+    monkeypatch.setattr(late_releases, "MAX_FAILING_S", 0.0)
+    for name in "abc":
+        add(late, record_of(backend, name))
+    pauses = rounds(late, 8)
     assert backend.asked == [*"abc", *"abc", *"ab"]
     assert [round(pause, 1) for pause in pauses] == sorted(round(pause, 1) for pause in pauses)
     assert pauses[0] < 1.0 <= pauses[-1]
-    backend.failure, late._due = None, 0.0
-    late._run_due()
+    backend.failure = None
+    rounds(late, 1)
     assert (late._late, late._pause) == ({}, late_releases.MIN_PAUSE_S)
+
+
+def test_leases_of_a_node_that_is_away_keep_none_of_another_node(
+    backend: Away, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    there, late = Away(), late_releases._LateSteps()
+    there.failure = None
+    monkeypatch.setattr(late._scheduler, "plan", lambda due: None)
+    monkeypatch.setattr(late_releases, "MAX_FAILING_S", math.inf)
+    for _ in range(100):
+        add(late, record_of(backend))
+        add(late, record_of(there))
+    rounds(late, 1)
+    assert (len(late._late), len(there.asked)) == (100, 100)
 
 
 def test_surprise_in_one_release_costs_no_other(backend: Away, caplog: pytest.LogCaptureFixture) -> None:
@@ -240,11 +264,11 @@ def test_surprise_in_one_release_costs_no_other(backend: Away, caplog: pytest.Lo
                 raise ZeroDivisionError
             return await super().release(runtime, request, granted)
 
-    store, late = Odd(), late_releases._LateReleases()
+    store, late = Odd(), late_releases._LateSteps()
     store.failure = None
     held = record_of(store, "b")
-    late.add(record_of(store, "a"), TTL_S)
-    late.add(held, TTL_S)
+    add(late, record_of(store, "a"))
+    add(late, held)
     until(lambda: held.ended)
     until(lambda: "a release failed" in caplog.text)
     assert late._late == {}
@@ -282,18 +306,17 @@ def test_forked_child_releases_nothing_of_its_parents(backend: Away) -> None:
     lease = MultiLock(backend, ["a", "b"], ttl=TTL_S).acquire()
     with pytest.raises(BackendUnavailable):
         lease.release()
-    assert len(late_releases._late_releases[backend]._late) == 2
+    assert len(late_releases._late_steps[backend]._late) == 2
     child = os.fork()
     if not child:
-        os._exit(len(late_releases._late_releases))
+        os._exit(len(late_releases._late_steps))
     assert os.waitpid(child, 0)[1] == 0
-    late_releases.forget_releases(backend)
 
 
 def test_exit_of_the_interpreter_waits_for_no_release() -> None:
     program = """
 from dlock_core import Lock
-from dlock_core.errors import BackendUnavailable
+from dlock_core.errors import BackendUnavailable, LeaseLost
 from dlock_core.testing import MemoryBackend
 
 class Away(MemoryBackend):
@@ -310,17 +333,157 @@ with Lock(Away(), "a", ttl=100000):
 def test_interrupt_at_any_moment_of_a_failing_release_leaves_it_to_be_repeated(
     backend: Away, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    known = late_releases._release_in_background
+    known = late_releases.repeat_in_background
     interrupts = iter([KeyboardInterrupt()])
 
-    def interrupted(held: LeaseRecord) -> None:
+    def interrupted(*what: Any) -> None:
         for interrupt in interrupts:
             raise interrupt
-        known(held)
+        known(*what)
 
-    monkeypatch.setattr(late_releases, "_release_in_background", interrupted)
+    monkeypatch.setattr(late_releases, "repeat_in_background", interrupted)
     lease = Lock(backend, "a", ttl=TTL_S).acquire()
     with pytest.raises((KeyboardInterrupt, BackendUnavailable)):
         lease.release()
     come_back(backend, after=4)
     until(partial(getattr, lease._held, "ended"))
+
+
+def test_lease_whose_release_is_unanswered_neither_counts_as_held_nor_is_renewed(
+    harness: Harness,  # noqa: F811
+    backend: Away,
+) -> None:
+    lease = harness.acquire("a", ttl=TTL_S)
+    fail_to_release(harness, lease)
+    with pytest.raises(LeaseLost, match="it is being released"):
+        lease.ensure_held()
+    with pytest.raises(LeaseLost, match="it is being released"):
+        harness.do(lambda: lease.renew(2 * TTL_S))
+    assert (lease.remaining(), lease.lost) == (0.0, False)
+    assert harness.renewals(lease) == 0
+
+
+class Group(Away):
+    """Takes and releases several locks in one request; `answers` is set when it may answer that release."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_asked, self.answers = threading.Event(), threading.Event()
+
+    async def try_acquire_many(self, runtime: Any, requests: Any) -> Any:
+        return [await self.try_acquire(runtime, request) for request in requests]
+
+    async def release_many(self, runtime: Any, requests: Any) -> Any:
+        if self.failure is not None:
+            self.asked.append("all")
+            raise BackendUnavailable(requests[0].name, reason=self.failure)
+        self.is_asked.set()
+        self.answers.wait(WITHIN)
+        return [await MemoryBackend.release(self, runtime, request, None) for request in requests]
+
+
+def test_lease_that_is_released_in_the_background_meanwhile_is_told_once(events: list[hooks.Event]) -> None:
+    store = Group()
+    lease = MultiLock(store, ["a", "b"], ttl=TTL_S).acquire()
+    with pytest.raises(BackendUnavailable):
+        lease.release()
+    with ThreadPoolExecutor() as threads:
+        store.failure = None
+        again = threads.submit(lease.release)
+        until(lambda: sum(event.kind == "released" for event in events) == 2 or store.is_asked.is_set())
+        until(lambda: sum(event.kind == "released" for event in events) == 2)
+        store.answers.set()
+        assert again.result(WITHIN) == [Released.RELEASED] * 2
+    assert sorted(event.name for event in events if event.kind == "released") == ["a", "b"]
+
+
+@pytest.mark.parametrize("kind", [Away, Group])
+def test_silent_store_keeps_the_caller_no_longer_for_several_locks_than_for_one(
+    kind: type[Away], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(multilock, "MAX_OVERTIME_S", -1.0)  # every answer takes too long
+    monkeypatch.setattr(late_releases.Scheduler, "plan", lambda *_: None)
+    store = kind()
+    lease = MultiLock(store, [*"abcdefgh"], ttl=TTL_S).acquire()
+    with pytest.raises(BackendUnavailable):
+        lease.release()
+    assert len(store.asked) <= 2
+    assert len(late_releases._late_steps[store]._late) == 8
+
+
+async def test_release_whose_caller_is_cancelled_is_told(events: list[hooks.Event]) -> None:
+    is_asked, answers = asyncio.Event(), asyncio.Event()
+
+    class Slow(MemoryBackend):
+        async def release(self, runtime: Any, request: Any, granted: Any) -> Released:
+            is_asked.set()
+            await answers.wait()
+            return await super().release(runtime, request, granted)
+
+    lease = await AsyncLock(Slow(), "a").acquire()
+    task = asyncio.ensure_future(lease.release())
+    await is_asked.wait()
+    task.cancel()
+    answers.set()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert [event.kind for event in events] == ["acquired", "released"]
+
+
+class Losing(Away):
+    """Grants, and loses its answer; then it cannot be asked to abandon the request."""
+
+    transaction: Any = None
+
+    async def try_acquire(self, runtime: Any, request: Any, ticket: Any = None, *, unsure: bool = False) -> Any:
+        answer = await super().try_acquire(runtime, request, ticket, unsure=unsure)
+        if self.failure is not None:
+            raise BackendUnavailable(request.name, reason=self.failure, refused=self.is_refused)
+        return answer
+
+    async def abandon(self, runtime: Any, request: Any, ticket: Any = None) -> None:
+        self.asked.append(request.name)
+        if self.failure is not None:
+            raise BackendUnavailable(request.name, reason=self.failure, refused=self.is_refused)
+        await super().abandon(runtime, request, ticket)
+
+
+class TestGrantWhoseAnswerWasLost:
+    @pytest.fixture
+    def backend(self) -> Iterator[Losing]:
+        store = Losing()
+        yield store
+        end(store)
+
+    def test_is_abandoned_as_soon_as_the_store_answers(self, harness: Harness, backend: Losing) -> None:  # noqa: F811
+        with pytest.raises(BackendUnavailable):
+            harness.acquire("a", ttl=TTL_S, wait=0)
+        assert len(harness.holders("a")) == 1
+        come_back(backend, after=3)
+        harness.until(lambda: harness.holders("a") == [])
+
+    def test_is_not_abandoned_in_the_background_where_that_is_refused(
+        self,
+        harness: Harness,  # noqa: F811
+        backend: Losing,
+    ) -> None:
+        backend.is_refused = True
+        with pytest.raises(BackendUnavailable):
+            harness.acquire("a", ttl=TTL_S, wait=0)
+        assert backend not in late_releases._late_steps
+
+    def test_is_left_to_the_transaction_in_which_the_lock_was_asked_for(self, backend: Losing) -> None:
+        options = LockOptions(TTL_S, 0.0)
+        request = new_request("a", options, transaction=object())
+        with pytest.raises(BackendUnavailable):
+            run(engine.Acquisition(BLOCKING, backend, request, options).acquire())
+        assert backend not in late_releases._late_steps
+
+
+def test_store_that_is_away_for_long_is_left_no_endless_list(backend: Away, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(late_releases, "MAX_LATE", 3)
+    monkeypatch.setattr(late_releases.Scheduler, "plan", lambda *_: None)
+    late = late_releases._LateSteps()
+    for _ in range(10):
+        add(late, record_of(backend))
+    assert len(late._late) == 3

@@ -106,9 +106,10 @@ def test_release_is_told_with_how_long_the_lease_was_held(held: LeaseRecord, run
 
 
 def test_released_lease_is_not_lost_and_cannot_be_lost_any_more(held: LeaseRecord) -> None:
-    assert held.end(Released.RELEASED) is Released.RELEASED
+    assert held.end(Released.RELEASED)
     held.lose("too late")
-    assert held.end(Released.STOLEN) is Released.RELEASED
+    assert not held.end(Released.STOLEN)
+    assert held.ended is Released.RELEASED
     assert held.remaining() == 0.0
     assert not held.is_lost()
     assert held.why() == "it was released"

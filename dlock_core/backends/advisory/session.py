@@ -15,7 +15,6 @@ from dlock_core.backends.advisory.labels import PREFIX, checked_prefix
 from dlock_core.backends.advisory.mysql import MySQL
 from dlock_core.backends.advisory.postgresql import PostgreSQL
 from dlock_core.errors import BackendUnavailable
-from dlock_core.leases.late_releases import forget_releases
 from dlock_core.runtime import clock
 
 if TYPE_CHECKING:
@@ -118,7 +117,6 @@ class SessionBackend:
 
     def close(self) -> None:
         """Close idle connections; leases are not released."""
-        forget_releases(self)
         self._clear()
         self._connections.close()
         self._pool.close()

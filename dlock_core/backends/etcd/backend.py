@@ -18,7 +18,6 @@ from dlock_core.backends.etcd.gateway import Gateway
 from dlock_core.backends.etcd.keys import Keys, StoredKey
 from dlock_core.backends.etcd.steps import QUEUE_ENTRY_TTL_S, QueueEntry, Steps
 from dlock_core.errors import BackendUnavailable
-from dlock_core.leases.late_releases import forget_releases
 from dlock_core.options import check_prefix, check_seconds
 
 if TYPE_CHECKING:
@@ -153,7 +152,6 @@ class EtcdBackend:
 
     def close(self) -> None:
         """Close the idle connections; leases stay as they are."""
-        forget_releases(self)
         self._gateway.close()
 
     def _revocations(self, request: AcquireRequest) -> list[GatewayCall]:

@@ -32,7 +32,6 @@ from dlock_core.backends.redis.protocol import (
 from dlock_core.backends.redis.transport import raise_for_error, retry_once, run_script, send_commands
 from dlock_core.backends.redis.waiting import MAX_SLEEP_S, NUDGE_DELAY_S, Listeners
 from dlock_core.errors import BackendUnavailable
-from dlock_core.leases.late_releases import forget_releases
 from dlock_core.options import check_prefix, check_seconds
 from dlock_core.runtime import RNG, Asyncio
 
@@ -234,7 +233,6 @@ class RedisBackend:
 
     def close(self) -> None:
         """Close the idle connections; leases stay as they are."""
-        forget_releases(self)
         self._blocking.close()
         self._asyncio.close()
 

@@ -28,7 +28,6 @@ from dlock_core.backends.redis.protocol import (
 )
 from dlock_core.backends.redis.transport import run_script
 from dlock_core.errors import BackendUnavailable
-from dlock_core.leases.late_releases import forget_releases
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine, Sequence
@@ -126,7 +125,6 @@ class ClusterBackend:
 
     def close(self) -> None:
         """Close the idle connections; leases stay as they are."""
-        forget_releases(self)
         self._slots.close()
 
     async def _held_locks(self, runtime: Runtime) -> list[tuple[Shard, list[bytes], list[Any]]]:

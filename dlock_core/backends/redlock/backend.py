@@ -27,7 +27,6 @@ from dlock_core.backends.redis.transport import retry_once
 from dlock_core.backends.redlock import quorum
 from dlock_core.backends.redlock.nodes import NodeSet, all_of, merge_states, pools_from_url
 from dlock_core.errors import BackendUnavailable
-from dlock_core.leases.late_releases import forget_releases
 from dlock_core.runtime import RNG
 
 if TYPE_CHECKING:
@@ -139,7 +138,6 @@ class RedlockBackend:
 
     def close(self) -> None:
         """Close the idle connections; leases stay as they are."""
-        forget_releases(self)
         self._nodes.close()
 
     def _acquire(self, request: AcquireRequest, now: float) -> Broadcast:

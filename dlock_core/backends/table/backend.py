@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, Final
 from dlock_core.backend import Busy, Capabilities, Granted, Holder, LockState, Released, RenewalFailure
 from dlock_core.backends.table.statements import MARIADB, MYSQL, POSTGRESQL, SQLITE
 from dlock_core.backends.table.waiting import LocalWaiters, NotifyListener
-from dlock_core.leases.late_releases import forget_releases
 from dlock_core.runtime import RNG
 from dlock_core.scheduler import after_fork_in_child
 
@@ -153,7 +152,6 @@ class TableBackend:
         return ended > 0
 
     def close(self) -> None:
-        forget_releases(self)
         _close(self._listener, self.pool)
 
     async def _look(self, runtime: Runtime, name: str) -> float:

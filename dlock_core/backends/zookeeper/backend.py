@@ -18,7 +18,6 @@ from dlock_core.backends.zookeeper.own_nodes import MAX_WAIT_S, WAITER_GRACE_S, 
 from dlock_core.backends.zookeeper.session import EnsembleAddress, ZooKeeperSession, checked, read_url
 from dlock_core.errors import NotSupported
 from dlock_core.extras import needed_by
-from dlock_core.leases.late_releases import forget_releases
 from dlock_core.options import check_prefix, check_seconds
 from dlock_core.scheduler import after_fork_in_child, call_in_background
 
@@ -173,7 +172,6 @@ class ZooKeeperBackend:
 
     def close(self) -> None:
         """End the session, unless a lease still needs it: leases stay as they are."""
-        forget_releases(self)
         if not len(self._own_nodes):
             self._session.close()
             self._own_nodes.clear()
