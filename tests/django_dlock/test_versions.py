@@ -15,10 +15,11 @@ from django.db.migrations.writer import MigrationWriter
 from django.db.models import F
 from django.db.models.signals import post_save
 from django.db.transaction import atomic
-from django.test.utils import CaptureQueriesContext
+from django.test.utils import CaptureQueriesContext, isolate_apps
 
 from django_dlock.errors import NotSupported, StaleObject
-from django_dlock.versions import VersionField
+from django_dlock.querysets import LockManager
+from django_dlock.versions import VersionedMixin, VersionField
 from dlock_core import errors as core
 from tests import processes
 from tests.testapp.models import (
@@ -428,6 +429,26 @@ def test_base_manager_of_an_inheriting_model_counts_too(database):
     Shop._base_manager.using(database).update(owner="d")
     assert [place.version for place in Place.objects.using(database).order_by("pk")] == [1, 2]
     assert place.version == 1
+
+
+def test_base_manager_that_a_model_names_is_kept_and_a_field_alone_needs_none():
+    with isolate_apps("tests.testapp"):
+
+        class Named(VersionedMixin):
+            named = LockManager()
+
+            class Meta:
+                app_label = "testapp"
+                base_manager_name = "named"
+
+        class WithinMigration(models.Model):
+            version = VersionField()
+
+            class Meta:
+                app_label = "testapp"
+
+    assert Named._base_manager.name == "named"
+    assert type(WithinMigration._base_manager) is models.Manager
 
 
 def test_update_may_set_a_version_on_purpose(article, database):
