@@ -177,3 +177,23 @@ def test_lease_whose_handle_was_thrown_away_is_not_renewed_though_the_finalizer_
     assert not tied.held.is_to_be_renewed()
     assert current() == []
     assert held(store) == 1
+
+
+def test_work_in_another_thread_is_refused_after_the_handle_was_thrown_away(store: MemoryBackend) -> None:
+    """It may be work of the block that lost its handle; in the same thread, what comes after the block is none."""
+    block = lock("order", 42)
+    block.__enter__()
+    context = contextvars.copy_context()
+    del block
+    with transaction.atomic():
+        Counter.objects.create(name="after the block")
+
+    def work() -> Any:
+        try:
+            with transaction.atomic():
+                Counter.objects.create(name="in the block")
+        except LeaseLost as error:
+            return error
+
+    assert isinstance(in_thread(lambda: context.run(work)), LeaseLost)
+    assert [each.name for each in Counter.objects.all()] == ["after the block"]

@@ -4,6 +4,7 @@ import gc
 import logging
 import os
 import unittest
+import weakref
 from contextlib import suppress
 
 import pytest
@@ -761,6 +762,17 @@ def test_store_lost_after_the_commit_does_not_spoil_it(database, flaky, dlock_lo
         flaky.refuse()
     assert committed(database) == {"a"}
     assert any("runs out" in line for line in dlock_log())
+
+
+def test_handle_whose_release_failed_is_not_kept_by_its_context(database, flaky):
+    lease = lock("flaky", database, using=database).acquire()
+    flaky.refuse()
+    with suppress(BackendUnavailable):
+        lease.release()
+    handle = weakref.ref(lease)
+    del lease
+    gc.collect()
+    assert handle() is None
 
 
 # A failed acquire leaves no duty

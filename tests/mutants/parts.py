@@ -64,7 +64,8 @@ PARTS: Final = {
             "tests/sqla_dlock/test_transactions_async.py tests/sqla_dlock/test_transactions_lost.py",
             "tests/sqla_dlock/test_transactions_statements.py tests/sqla_dlock/test_blocks_elsewhere.py",
             "tests/sqla_dlock/test_together.py tests/sqla_dlock/test_advisory.py",
-            "tests/sqla_dlock/test_snapshots.py",
+            "tests/sqla_dlock/test_snapshots.py tests/django_dlock/test_fencing.py tests/sqla_dlock/test_fencing.py",
+            "tests/django_dlock/test_retry.py tests/sqla_dlock/test_retry.py tests/inspect/test_marks.py",
         ),
     ),
     "fencing": Part(
@@ -99,6 +100,9 @@ EXPLAINED: Final[dict[str, str]] = {
     ),
     "dlock_core/leases/watchdog.py: self.plan(min(held.remaining(), max(held.request.ttl / 20, 1 / TICKS_PER_S)), held) "
     "→ self.plan(min(held.remaining(), max(held.request.ttl / 20, 2 / TICKS_PER_S)), held)": "it is asked a tick later",
+    "sqla_dlock/connections.py: self.listens = False → self.listens = True": (
+        "a connection that nobody listens to is told once more that nobody does"
+    ),
     "sqla_dlock/versions/conflicts.py: if len(expected) > MAX_ROWS_PER_QUERY: → if len(expected) >= MAX_ROWS_PER_QUERY:": (
         "exactly as many rows as one query takes are sorted without need"
     ),

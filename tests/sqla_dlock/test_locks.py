@@ -17,7 +17,7 @@ from sqlalchemy.orm import Session, scoped_session, sessionmaker
 
 from dlock_core.backend import Capabilities, Released
 from dlock_core.backends.memory import MemoryBackend
-from dlock_core.errors import BackendUnavailable, LeaseLost, NotSupported, StaleToken
+from dlock_core.errors import BackendUnavailable, LeaseLost, NotHeld, NotSupported, StaleToken
 from dlock_core.leases.lease import LeaseState
 from dlock_core.stores import Store, connect
 from sqla_dlock import configure, lock, stores
@@ -91,6 +91,26 @@ def test_forked_child_walks_out_of_the_block_and_leaves_its_parents_lease_alone(
         _, status = os.waitpid(child, 0)
         assert os.waitstatus_to_exitcode(status) == 0
         assert is_held(store)
+    assert not is_held(store)
+
+
+@sqlite_only
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_forked_child_is_told_that_it_cannot_release_also_while_a_transaction_needs_the_lease(engine, session, store):
+    with order(session) as lease:
+        add(session, "a")
+        if (child := os.fork()) == 0:
+            status = 1
+            try:
+                lease.release()
+            except NotHeld:
+                status = 0
+            finally:
+                os._exit(status)
+        _, status = os.waitpid(child, 0)
+        assert os.waitstatus_to_exitcode(status) == 0
+        session.commit()
+    assert names(engine) == {"a"}
     assert not is_held(store)
 
 
@@ -602,6 +622,12 @@ def test_store_down_leaves_the_transaction_usable(engine, session):
     add(session, "b")
     session.commit()
     assert names(engine) == {"a", "b"}
+
+
+def test_lock_without_a_fence_needs_no_connection_that_is_usable(session, store):
+    session.connection().invalidate()
+    with order(session, fence=False, snapshot="ignore"):
+        assert is_held(store)
 
 
 def test_store_lost_after_the_commit_does_not_spoil_it(engine, session, redis_server, monkeypatch, dlock_log):

@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -308,6 +309,21 @@ def test_connection_that_goes_on_keeps_no_listener(engine):
                 session.commit()
             connection.rollback()
         assert len(connection.dispatch.before_cursor_execute) == before
+
+
+@pytest.mark.parametrize("engine", ["sqlite", "mariadb"], indirect=True)
+def test_hook_of_several_transactions_of_a_session_in_one_of_the_connection_is_called_once_after_an_error(engine, sent):
+    with engine.connect() as connection, connection.begin(), Session(connection) as session:
+        before_work(session, lambda _: sent.append("hook"))
+        for _ in range(2):
+            session.execute(text("SELECT 1"))
+            session.commit()
+        session.connection()
+        sent.clear()
+        with suppress(DBAPIError), connection.begin_nested():
+            connection.execute(text("SELECT nothing"))
+        session.execute(text("SELECT 1"))
+    assert sent.count("hook") == 1
 
 
 def test_hook_is_called_on_every_engine(engine, make_engine, sent):
