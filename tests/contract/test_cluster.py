@@ -26,7 +26,7 @@ def nodes(servers_directory: Path) -> Iterator[Cluster]:
 @pytest.fixture
 def backend(nodes: Cluster) -> Iterator[Backend]:
     prefix = f"{secrets.token_hex(4)}:"
-    backend = connect(nodes.url, prefix=prefix)
+    backend = connect(nodes.url, prefix=prefix, timeout=20.0)
     yield backend
     backend.close()
     assert nodes.left_over(prefix) == []

@@ -26,7 +26,7 @@ def etcd(servers_directory: Path) -> Iterator[Cluster]:
 @pytest.fixture
 def backend(etcd: Cluster) -> Iterator[EtcdBackend]:
     prefix = f"{secrets.token_hex(4)}/"
-    backend = EtcdBackend(etcd.url, prefix=prefix)
+    backend = EtcdBackend(etcd.url, prefix=prefix, timeout=20.0)
     yield backend
     backend.close()
     assert left_over(etcd, f"{prefix}lock/") == 0

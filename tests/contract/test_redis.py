@@ -14,7 +14,7 @@ from tests.servers import Server
 @pytest.fixture
 def backend(any_redis: Server) -> Iterator[RedisBackend]:
     prefix = f"{secrets.token_hex(4)}:"
-    backend = RedisBackend.from_url(any_redis.url, prefix=prefix)
+    backend = RedisBackend.from_url(any_redis.url, prefix=prefix, timeout=20.0)
     yield backend
     backend.close()
     assert left_over(any_redis.url, prefix) == []

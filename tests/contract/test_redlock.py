@@ -26,7 +26,7 @@ def nodes(servers_directory: Path) -> Iterator[list[Server]]:
 @pytest.fixture
 def backend(nodes: list[Server]) -> Iterator[Backend]:
     prefix = f"{secrets.token_hex(4)}:"
-    backend = connect(url_of(nodes), prefix=prefix)
+    backend = connect(url_of(nodes), prefix=prefix, timeout=20.0)
     yield backend
     backend.close()
     assert [keys(node, prefix) for node in nodes] == [[]] * len(nodes)

@@ -32,7 +32,7 @@ def url(request: pytest.FixtureRequest) -> str:
 @pytest.fixture
 def backend(url: str) -> Iterator[ZooKeeperBackend]:
     """Its session is longer than any ttl that the suite asks to be sure of."""
-    backend = ZooKeeperBackend.from_url(url, session=60.0)
+    backend = ZooKeeperBackend.from_url(url, timeout=20.0, session=60.0)
     yield backend
     assert left_over(url) == []
     backend.close()
