@@ -16,7 +16,9 @@ from sqlalchemy.pool import NullPool
 from dlock_core.backend import Released, Renewal, RenewalFailure
 from dlock_core.backends.advisory import session
 from dlock_core.errors import BackendUnavailable, LeaseLost
+from dlock_core.leases.engine import new_request
 from dlock_core.leases.lock import AsyncLock, Lock
+from dlock_core.options import LockOptions
 from dlock_core.runtime import BLOCKING, Blocking, run
 from dlock_core.testing.contract.observed import WITHIN
 from sqla_dlock.backends.advisory import from_engine
@@ -73,6 +75,24 @@ def test_lock_of_a_process_that_stands_still_ends_with_its_ttl_and_it_learns_of_
             holder.resume()
             holder.say("are you still there?")
             assert holder.hear() is True
+
+
+@both
+def test_request_that_could_not_be_abandoned_is_abandoned_when_the_server_answers_again(store, alias, monkeypatch):
+    async def fail(*_: object) -> None:
+        raise BackendUnavailable(NAME, reason="it is away")
+
+    request = new_request(NAME, LockOptions(3600.0))
+    run(store.try_acquire(BLOCKING, request))
+    connection = store._reservations[request.holder].connection
+    with monkeypatch.context() as away:
+        away.setattr(connection, "step", fail)
+        with pytest.raises(BackendUnavailable):
+            run(store.abandon(BLOCKING, request))
+    run(store.abandon(BLOCKING, request))
+    lease = Lock(store, NAME).try_acquire()
+    assert lease is not None
+    lease.release()
 
 
 @both

@@ -71,13 +71,18 @@ class SessionBackend:
         return await self._ask(runtime, request, reservation, timeout)
 
     async def abandon(self, runtime: Runtime, request: AcquireRequest, ticket: Any = None) -> None:
-        reservation = self._reservations.pop(request.holder, None)
+        reservation, is_free = self._reservations.get(request.holder), False
         if reservation is None:
             return
+        reservation.extend(clock(), request.ttl)  # so long it is kept if this fails: it may be tried again
         if not reservation.connection.is_open:  # it was cut off: the server may not have noticed
             await self._server.end(runtime, request.name, reservation.connection.number)
-        elif not reservation.token or await self._unlock(runtime, reservation):
-            self._connections.keep(reservation.connection)
+        else:
+            is_free = not reservation.token or await self._unlock(runtime, reservation)
+        if self._reservations.pop(request.holder, None) is not None and is_free:
+            self._connections.keep(
+                reservation.connection
+            )  # Only now: the next one to abandon it must not meet another's.
 
     async def renew(self, runtime: Runtime, renewals: Sequence[Renewal]) -> list[RenewalResult]:
         """Prove each connection; once the server has let us wait for long, the others get what is left to them."""
