@@ -247,6 +247,73 @@ def test_claim_starts_the_full_ttl_of_what_was_handed_over_and_of_nothing_else(s
     assert claim(server, BOB) is None
 
 
+EAR = "f" * 32
+"""A listener: an event loop whose waiters share one wake-up list."""
+
+
+def wait_with_listener(
+    server: redis.Redis, holder: str, ttl: int = 30_000, mode: str = "x", keys: tuple[str, ...] = (LOCK, TOKENS, INDEX)
+) -> Any:
+    return call(server, "acquire", holder, ttl, mode, f"owner of {holder[0]}", ALIVE, 0, 0, 0, EAR, keys=keys)
+
+
+def confirm(server: redis.Redis, **looked_after: str) -> Any:
+    """Confirm what was handed over to the listener's waiters; `looked_after`: locks, in braces, by holder's letter."""
+    locks = tuple(f"{{{lock}}}" for lock in looked_after.values())
+    holders = [letter * 32 for letter in looked_after]
+    return call(server, "confirm", 4000, 9000, *holders, keys=(f"wake:{EAR}", TOKENS, INDEX, *locks))
+
+
+@pytest.mark.parametrize("mode", ["x", "s"])
+def test_confirm_starts_the_full_ttl_of_all_that_was_handed_over_to_a_listener(server: redis.Redis, mode: str) -> None:
+    locks = [(f"{{{letter}}}", TOKENS, INDEX) for letter in "abc"]
+    for keys in locks:
+        acquire(server, ANN, keys=keys)
+        wait_with_listener(server, BOB, mode=mode, keys=keys)
+        call(server, "release", ANN, keys=keys)
+    call(server, "abandon", BOB, keys=locks[1])  # it is no more what was handed over
+    acquire(server, EVE, ttl=50, keys=locks[1])
+    confirmed, left = confirm(server)
+    assert [(holder, lock) for holder, _, lock in confirmed] == [(BOB, "{a}"), (BOB, "{c}")]
+    assert left == []
+    for _, token, lock in confirmed:
+        assert 20_000 < server.pttl(lock) <= 30_000
+        if mode == "s":
+            seconds, micros = server.time()
+            now = seconds * 1000 + micros // 1000
+            assert 20_000 < server.zscore(f"{lock}:s", BOB) - now <= 30_000
+            assert min(server.pttl(f"{lock}:s"), server.pttl(f"{lock}:o")) > 20_000
+            assert server.hget(f"{lock}:o", BOB).startswith(f"{BOB}|{token}|")
+        else:
+            assert server.get(lock).startswith(f"{BOB}|{token}|")
+    assert server.pttl("{b}") <= 50
+    assert not server.exists(f"wake:{EAR}")
+    assert 3000 < server.pttl(f"wake:{EAR}:alive") <= 4000
+
+
+def test_confirm_tells_a_listener_when_its_waiters_should_ask_again_and_keeps_their_queues(server: redis.Redis) -> None:
+    acquire(server, ANN, ttl=20_000)
+    acquire(server, ANN, ttl=50_000, mode="s", keys=("{b}", TOKENS, INDEX))
+    acquire(server, BOB, ttl=20_000, mode="s", keys=("{b}", TOKENS, INDEX))
+    server.set("{c}", "of another program", px=20_000)
+    for letter, lock in zip("cde", "abc", strict=True):
+        wait_with_listener(server, letter * 32, keys=(f"{{{lock}}}", TOKENS, INDEX))
+        server.pexpire(f"{{{lock}}}:q", 100)
+        server.pexpire(f"{{{lock}}}:w", 100)
+    server.rpush("{d}", "a list")
+    server.zadd("{d}:q", {ANN: 1})
+    server.hset("{d}:w", ANN, "1|x|1|1||")
+    server.set("{e}", f"{BOB}|1|1|", px=20_000)
+    confirmed, left = confirm(server, c="a", d="b", e="c", a="d", b="e")
+    assert confirmed == []
+    held, shared, *others = left
+    assert 10_000 < held <= 20_000
+    assert 10_000 < shared <= 20_000, "the first share that runs out may be what is waited for"
+    assert others == [0, 0, 0], "a stranger's lock, a key of another type, and a waiter without a position"
+    for key in ("{a}:q", "{a}:w", "{b}:q", "{b}:w", "{c}:q"):
+        assert 8000 < server.pttl(key) <= 9000
+
+
 def test_hand_over_keeps_the_lock_listed_and_leaves_nothing_of_its_waiter(server: redis.Redis) -> None:
     acquire(server, ANN)
     acquire(server, BOB)
@@ -546,6 +613,19 @@ def test_release_many_ends_what_is_ours(server: redis.Redis) -> None:
     assert server.exists("{c}", "{d}", "{e}") == 3
     assert server.smembers(INDEX) == {"{e}"}
     assert release_many(server, ANN, BOB, keys=five[:2]) == [0, 0]
+
+
+def test_more_locks_than_a_command_takes_are_taken_and_ended_together(server: redis.Redis) -> None:
+    count = 2500
+    keys, holders = tuple(f"{{n{number}}}" for number in range(count)), "".join(f"{n:032x}" for n in range(count))
+    taken = [call(server, "acquire_many", "owner", holders, 60_000, keys=(TOKENS, INDEX, *keys)) for _ in range(2)]
+    assert [len(set(tokens)) for tokens in taken] == [count, count]
+    assert server.scard(INDEX) == count
+    acquire(server, ANN, keys=(keys[1700], TOKENS, INDEX))
+    assert [number for number, ended in enumerate(release_many(server, holders, keys=keys)) if not ended] == [1700]
+    assert server.smembers(INDEX) == {keys[1700]}
+    call(server, "release", f"{1700:032x}", keys=(keys[1700], TOKENS, INDEX))
+    assert call(server, "acquire_many", "owner", holders, 60_000, keys=(TOKENS, INDEX, *keys)) == []
 
 
 def test_release_many_leaves_what_is_waited_for(server: redis.Redis) -> None:

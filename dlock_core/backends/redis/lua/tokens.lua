@@ -8,7 +8,7 @@ local function micros(time) return time[1] .. string.sub('00000' .. time[2], -6)
 -- the next token replaces it, so that a spoiled key heals.
 local function counted(value, clock)  -- clock: the server's, in us
   local counter = tonumber(value)
-  return counter and counter >= 0 and counter < clock + 315576000000000 and math.floor(counter) or 0
+  return counter and counter < clock + 315576000000000 and math.floor(counter) or 0
 end
 
 -- Draw so many tokens at a time (micros), one after the other; returns the first, and its text. It is above every earlier one and not below
