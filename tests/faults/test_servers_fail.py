@@ -267,10 +267,7 @@ def test_refused_credentials_are_told_at_once_and_never_shown(
     store = RedisBackend.from_url(f"redis://{at}127.0.0.1:{server.port}/0?protocol={protocol}", prefix=prefix)
     with caplog.at_level(logging.DEBUG), pytest.raises(BackendUnavailable, match="refused our credentials") as caught:
         Lock(store, "a", wait=None).acquire()
-    error: Any = caught.value
-    while error is not None:
-        assert SECRET not in f"{error!s} {error!r} {vars(error)}"
-        error = error.__cause__ or error.__context__
+    assert_no_secret_in(caught.value)
     assert SECRET not in caplog.text
     assert SECRET not in repr(store)
 
@@ -281,6 +278,37 @@ def test_missing_permission_is_told_at_once(own_redis: Server, admin: redis.Redi
     with pytest.raises(BackendUnavailable, match=r"our user lacks a permission") as caught:
         Lock(store, "a", wait=None).acquire()
     assert SECRET not in str(caught.value)
+
+
+def assert_no_secret_in(error: Any) -> None:
+    while error is not None:
+        assert SECRET not in f"{error!s} {error!r} {vars(error)}"
+        error = error.__cause__ or error.__context__
+
+
+@pytest.mark.parametrize("command", ["HELLO", "AUTH"])
+@pytest.mark.parametrize("credentials", [f":{SECRET}", f"app:{SECRET}"])
+def test_password_is_not_shown_where_the_server_does_not_know_the_command_that_has_it(
+    start_redis: StartServer, prefix: str, caplog: pytest.LogCaptureFixture, command: str, credentials: str
+) -> None:
+    server = start_redis("--rename-command", command, "another")
+    protocol = 3 if command == "HELLO" else 2
+    store = RedisBackend.from_url(f"redis://{credentials}@127.0.0.1:{server.port}/0?protocol={protocol}", prefix=prefix)
+    with caplog.at_level(logging.DEBUG), pytest.raises(BackendUnavailable, match=command) as caught:
+        Lock(store, "a", wait=2).acquire()
+    assert_no_secret_in(caught.value)
+    assert SECRET not in caplog.text
+
+
+@pytest.mark.parametrize("command", ["EVALSHA", "SET"], ids=["sent", "in a script"])
+def test_command_that_operators_have_renamed_is_told_at_once(
+    start_redis: StartServer, prefix: str, command: str
+) -> None:
+    server = start_redis("--rename-command", command, "another")
+    store = RedisBackend.from_url(f"redis://127.0.0.1:{server.port}/0", prefix=prefix)
+    with pytest.raises(BackendUnavailable, match="does not know a command") as caught:
+        Lock(store, "a", wait=2).acquire()
+    assert caught.value.refused
 
 
 @pytest.mark.parametrize("command", ["get", "getrange", "set", "time", "zadd"])

@@ -65,6 +65,9 @@ UNAUTHENTICATED: Final = f"{LAST_WORD}: unauthenticated"
 DENIED_TO_SCRIPT: Final = ("The user executing the script can't", "ACL failure in script")
 """What errors, which have no code, say of a permission that a script lacks: Redis up to 7.0, and later ones."""
 
+UNKNOWN_COMMAND: Final = ("unknown command", "Unknown Redis command")
+"""What errors say of a command that the server does not have, sent by itself or called by a script."""
+
 
 class Refused(RedisError):
     """The server answers, but not with what a store needs, and asking again will not help."""
@@ -198,10 +201,15 @@ def unavailable(name: str, error: RedisError | OSError, *, reused: bool) -> Back
     broken = reused and isinstance(error, RedisConnectionError | OSError) and not isinstance(error, TimeoutError)
     lacks_permission = isinstance(error, NoPermissionError) or any(text in str(error) for text in DENIED_TO_SCRIPT)
     is_stranger = isinstance(error, AuthenticationError | AuthorizationError) or UNAUTHENTICATED in str(error)
-    refused = lacks_permission or is_stranger
+    is_other = any(text in str(error) for text in UNKNOWN_COMMAND) and not isinstance(error, Refused)
+    if is_other:
+        error.args = (str(error).partition(", with args")[0],)  # of AUTH and HELLO one is the password
+    refused = lacks_permission or is_stranger or is_other
     reason = f"{type(error).__name__}: {error}"
     if lacks_permission:
         reason = f"our user lacks a permission, see the ACL in docs/howto/operations.md: {error}"
+    elif is_other:
+        reason = f"the server does not know a command: it was renamed, or this is a Sentinel or no Redis: {error}"
     elif refused:
         reason = f"the server refused our credentials: {error}"
     return BackendUnavailable(name, reason=reason, broken=broken, refused=refused or isinstance(error, Refused))
