@@ -92,6 +92,20 @@ PARTS: Final = {
 }
 
 EXPLAINED: Final[dict[str, str]] = {
+    f"{LUA}/queue.lua: local lives = alive and (alive + 0 >= now or redis.call('EXISTS', list .. ':alive') == 1) "
+    "→ local lives = alive and (alive + 1 >= now or redis.call('EXISTS', list .. ':alive') == 1)": (
+        "a waiter counts as alive for a millisecond more"
+    ),
+    f"{LUA}/queue.lua: local LINGER = 10000 → local LINGER = 10001": "a queue stays for a millisecond more",
+    f"{LUA}/acquire.lua: if redis.call('PTTL', queue) < linger * 0.8 then "
+    "→ if redis.call('PTTL', queue) <= linger * 0.8 then": "the queue's ttl is pushed a millisecond earlier",
+    f"{LUA}/confirm.lua: local now = at[1] * 1000 + math.floor(at[2] / 1000) "
+    "→ local now = at[1] * 1000 + math.floor(at[2] / 1001)": "the clock is a millisecond slow at most",
+    f"{LUA}/tokens.lua: local clock = text + 0 → local clock = text - 0": "either makes the text a number",
+    f"{LUA}/held_locks.lua: local found, over = redis.call('SSCAN', index, cursor, 'COUNT', 16), 0 "
+    "→ local found, over = redis.call('SSCAN', index, cursor, 'COUNT', 17), 0": "one lock more is looked at each time",
+    f"{LUA}/held_locks.lua: if token % 64 ~= 0 then return end "
+    "→ if token % 65 ~= 0 then return end": "one draw in 65 tidies up",
     "dlock_core/leases/engine.py: if isinstance(error, BackendUnavailable) and runtime.now() > until + MAX_OVERTIME_S: "
     "→ if isinstance(error, BackendUnavailable) and runtime.now() >= until + MAX_OVERTIME_S:": "both keep the bound",
     "dlock_core/leases/watchdog.py: …ks = [tick for tick in [*self._due] if tick <= now or (clean and (not self._due[tick]))] "
