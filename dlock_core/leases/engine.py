@@ -185,10 +185,10 @@ def release_later(held: LeaseRecord) -> None:
     _repeat_later(held.backend, held.request.holder, step, held.time_left())
 
 
-def _repeat_later(*what: Any) -> None:
+def _repeat_later(*what: Any, is_release: bool = True) -> None:
     from dlock_core.leases.late_releases import repeat_in_background  # hardly a process ever needs it
 
-    repeat_in_background(*what)
+    repeat_in_background(*what, is_release=is_release)
 
 
 def released(held: LeaseRecord) -> None:
@@ -407,7 +407,7 @@ class Acquisition:
                 with suppress(BackendUnavailable):
                     return await leave(self.runtime)
             if not error.refused and request.transaction is None:  # A grant that we cannot reach ends with its ttl.
-                _repeat_later(backend, request.holder, leave, request.ttl)
+                _repeat_later(backend, request.holder, leave, request.ttl, is_release=False)
 
     def timeout(self) -> AcquireTimeout:
         waited = self.seconds()

@@ -33,8 +33,9 @@ MAX_PAUSE_S: Final = 1.0
 """Between two rounds of attempts: the pause doubles while the store does not answer."""
 MAX_FAILING_S: Final = 0.05
 """A round in which an attempt has failed ends when it has taken so long."""
-MAX_LATE: Final = 10_000
-"""So many are repeated for one store, at most: while it is away, each acquire that fails may leave another one."""
+MAX_ABANDONED: Final = 20
+"""While so many steps are repeated for a store, no abandon is added: every acquire that fails would leave one.
+A lease that is to be released always is added."""
 
 
 class _Late:
@@ -61,8 +62,6 @@ class _LateSteps:
 
     def add(self, holder: str, step: Step, seconds: float) -> None:
         """Repeat a step for so many seconds."""
-        if len(self._late) >= MAX_LATE:
-            return
         now = clock()
         soon = now + MIN_PAUSE_S
         self._due = min(self._due, soon) if self._late else soon
@@ -105,13 +104,14 @@ class _LateSteps:
 _late_steps: WeakKeyDictionary[Backend, _LateSteps] = WeakKeyDictionary()
 
 
-def repeat_in_background(backend: Backend, holder: str, step: Step, seconds: float) -> None:
+def repeat_in_background(backend: Backend, holder: str, step: Step, seconds: float, *, is_release: bool = True) -> None:
     """Repeat `step(runtime)`, which could not be carried out, while the lease lasts: for so many seconds."""
     if seconds > 0.0:
         known = _late_steps.get(backend)
         if known is None:
             known = _late_steps.setdefault(backend, _LateSteps())
-        known.add(holder, step, seconds)
+        if is_release or len(known._late) < MAX_ABANDONED:  # noqa: SLF001 - it is of this module
+            known.add(holder, step, seconds)
 
 
 @after_fork_in_child

@@ -336,10 +336,10 @@ def test_interrupt_at_any_moment_of_a_failing_release_leaves_it_to_be_repeated(
     known = late_releases.repeat_in_background
     interrupts = iter([KeyboardInterrupt()])
 
-    def interrupted(*what: Any) -> None:
+    def interrupted(*what: Any, **more: Any) -> None:
         for interrupt in interrupts:
             raise interrupt
-        known(*what)
+        known(*what, **more)
 
     monkeypatch.setattr(late_releases, "repeat_in_background", interrupted)
     lease = Lock(backend, "a", ttl=TTL_S).acquire()
@@ -480,10 +480,11 @@ class TestGrantWhoseAnswerWasLost:
         assert backend not in late_releases._late_steps
 
 
-def test_store_that_is_away_for_long_is_left_no_endless_list(backend: Away, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(late_releases, "MAX_LATE", 3)
+def test_acquires_that_fail_while_the_store_is_away_leave_no_endless_list(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(late_releases, "MAX_ABANDONED", 3)
     monkeypatch.setattr(late_releases.Scheduler, "plan", lambda *_: None)
-    late = late_releases._LateSteps()
-    for _ in range(10):
-        add(late, record_of(backend))
-    assert len(late._late) == 3
+    store = Losing()
+    for number in range(10):
+        with pytest.raises(BackendUnavailable):
+            Lock(store, str(number), wait=0).acquire()
+    assert len(late_releases._late_steps[store]._late) == 3
