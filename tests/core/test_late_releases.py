@@ -135,11 +135,15 @@ def test_release_is_told_once_and_only_when_the_store_has_answered_it(
     lease = harness.acquire("a", ttl=TTL_S)
     fail_to_release(harness, lease)
     until(lambda: len(backend.asked) >= 4)
-    assert [event.kind for event in events] == ["acquired"]
+
+    def told() -> list[tuple[str, str]]:  # An earlier test's lease may be told of as well.
+        return [(event.kind, event.reason) for event in events if event.lease is lease._held]
+
+    assert told() == [("acquired", "")]
     backend.failure = None
-    until(lambda: len(events) > 1)
+    until(lambda: len(told()) > 1)
     assert harness.do(lease.release) is Released.RELEASED
-    assert [(event.kind, event.reason) for event in events[1:]] == [("released", "released")]
+    assert told()[1:] == [("released", "released")]
 
 
 def test_repeated_release_leaves_the_lease_of_a_later_holder_alone(
