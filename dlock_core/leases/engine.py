@@ -131,7 +131,6 @@ async def raise_token(runtime: Runtime, held: LeaseRecord, floor: int) -> bool:
     Returns False when the store does not know us as the holder any more, or cannot be asked.
     """
     request = held.request._replace(floor=floor, queue=False)
-    sent = runtime.now()
     try:
         (result,) = await held.backend.renew(runtime, [Renewal(held.request, held.granted)])
         if result is RenewalFailure.LOST:
@@ -141,7 +140,7 @@ async def raise_token(runtime: Runtime, held: LeaseRecord, floor: int) -> bool:
         return False
     if not isinstance(answer, Granted) or answer.token <= floor:
         return False
-    held.replace_grant(sent, answer)
+    held.replace_grant(answer)
     return True
 
 

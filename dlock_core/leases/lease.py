@@ -287,10 +287,9 @@ class LeaseRecord:
         self.request = self.request._replace(ttl=ttl)
         self.until = min(self.until, valid_until(sent, ttl))
 
-    def replace_grant(self, sent: float, granted: Granted) -> None:
+    def replace_grant(self, granted: Granted) -> None:
         """Record that the store has granted the same lease again, with a greater token."""
         self.in_store, self.token = granted.handle, granted.token
-        self.extend(sent, granted.valid_for)
 
     def note_trouble(self, reason: str) -> None:
         """Record why the last renewal went unanswered: the reason of the loss, should there be one."""

@@ -511,3 +511,15 @@ def test_lease_is_renewed_after_each_third_of_its_time(
         pass
     watchdog.Watchdog()._renew([held])
     assert planned == pytest.approx([20.0, 10.0], rel=0.02)
+
+
+@pytest.mark.parametrize("ttl", [0.5, 1.0, 2.0])
+def test_lease_of_any_ttl_is_renewed_and_planned_again(
+    runtime: ManualRuntime, monkeypatch: pytest.MonkeyPatch, ttl: float
+) -> None:
+    planned: list[float] = []
+    monkeypatch.setattr(watchdog.Watchdog, "plan", lambda _, seconds, *leases: planned.extend([seconds] * len(leases)))
+    request = new_request("a", LockOptions(ttl, 0.0))
+    held = LeaseRecord(Scripted(runtime, [ttl]), request, Granted(7, ttl), runtime.now() - ttl / 2, runtime.now)
+    watchdog.Watchdog()._renew([held])
+    assert planned == [ttl / 3]
