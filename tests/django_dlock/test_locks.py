@@ -765,7 +765,7 @@ def test_store_lost_after_the_commit_does_not_spoil_it(database, flaky, dlock_lo
 
 
 def test_handle_whose_release_failed_is_not_kept_by_its_context(database, flaky):
-    lease = lock("flaky", database, using=database).acquire()
+    lease = lock("forgotten handle", database, using=database).acquire()
     flaky.refuse()
     with suppress(BackendUnavailable):
         lease.release()
