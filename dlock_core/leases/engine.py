@@ -284,11 +284,11 @@ class Acquisition:
         except BaseException as error:
             await self.abandon(error)
             if isinstance(error, BackendUnavailable):
-                hooks.emit("unavailable", self.request.name, 0, self.seconds(), error.reason)
+                hooks.emit("unavailable", self.request.name, seconds=self.seconds(), reason=error.reason)
             raise
         if isinstance(self.answer, Granted):
             reason = f"it answers slower than the ttl, {self.request.ttl} s"
-            hooks.emit("unavailable", self.request.name, 0, self.seconds(), reason)
+            hooks.emit("unavailable", self.request.name, seconds=self.seconds(), reason=reason)
             raise BackendUnavailable(self.request.name, reason=reason)
         return None
 
@@ -410,7 +410,7 @@ class Acquisition:
 
     def timeout(self) -> AcquireTimeout:
         waited = self.seconds()
-        hooks.emit("timeout", self.request.name, 0, waited, "", True)
+        hooks.emit("timeout", self.request.name, seconds=waited, contended=True)
         busy = self.answer if isinstance(self.answer, Busy) else Busy(1.0)
         owner = owners.describe(busy.owner) if busy.owner else ""
         return AcquireTimeout(

