@@ -4,7 +4,7 @@ import asyncio
 import logging
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -38,8 +38,8 @@ WITHIN = 30.0
 LIMIT = 0.25
 SECRET = "s3cr3t/p:ss@w"
 QUOTED = "s3cr3t%2Fp%3Ass%40w"
-ACQUIRE, RELEASE, RENEW, WITHDRAW, ADOPT = (
-    load_script(name).sha.encode() for name in ("acquire", "release", "renew", "abandon", "adopt")
+ACQUIRE, RELEASE, RENEW, WITHDRAW, ADOPT, RESTORE = (
+    load_script(name).sha.encode() for name in ("acquire", "release", "renew", "abandon", "adopt", "restore")
 )
 
 
@@ -119,6 +119,26 @@ def insist(step: Callable[[], Any]) -> Any:
 
     until(answered)
     return found[0]
+
+
+def test_lease_that_is_released_while_a_node_takes_it_again_stays_nowhere(
+    harness: Harness, nodes: list[Server], proxies: list[Proxy], prefix: str
+) -> None:
+    behind = connect(redlock_nodes.url([proxy.port for proxy in proxies]), prefix=prefix, timeout=WITHIN)
+    through = type(harness)(behind)
+    lease = through.acquire("a", renew=False)
+    with redis.Redis.from_url(nodes[4].url) as client:
+        client.delete(*keys(nodes[4], prefix))
+    restoration = proxies[4].hold_request(matching=RESTORE)
+    renewal = through.start(lease.renew)
+    restoration.wait()
+    assert through.do(lease.release) is Released.RELEASED
+    restoration.release()
+    with suppress(LeaseLost):  # It may have been answered before the release.
+        renewal.result(WITHIN)
+    assert [here(node, prefix) for node in nodes] == [[]] * 5
+    through.close()
+    behind.close()
 
 
 @pytest.mark.parametrize("how", ["kill", "pause"])

@@ -30,7 +30,7 @@ from dlock_core.errors import BackendUnavailable
 from dlock_core.runtime import RNG
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Container, Iterable, Sequence
 
     from dlock_core.backend import AcquireRequest, LockState, Released, Renewal, RenewalResult
     from dlock_core.backends.redlock.broadcast import Broadcast
@@ -63,6 +63,8 @@ class RedlockBackend:
         self._nodes = NodeSet(list(clients), prefix, timeout)
         self._keyspace = self._nodes.keyspace
         self._forecast = quorum.Forecast()
+        self._renewing: dict[object, set[str]] = {}
+        """For each renewal that is under way the holders whose release has begun meanwhile."""
 
     @classmethod
     def from_url(cls, url: str, *, tls: bool = False, **options: Any) -> RedlockBackend:
@@ -109,6 +111,8 @@ class RedlockBackend:
         self._nodes.of_majority(request.name, await self._nodes.ask(runtime, to_all))
 
     async def release(self, runtime: Runtime, request: AcquireRequest, granted: Granted) -> Released:
+        for ending in list(self._renewing.values()):
+            ending.add(request.holder)
         keys, args = self._keyspace.of(request.name), (request.holder, "1")
         to_all = self._nodes.request(request.name, "release", keys, args, must_arrive=True)
         answers = await self._nodes.ask(runtime, to_all)
@@ -119,7 +123,12 @@ class RedlockBackend:
         return verdict
 
     async def renew(self, runtime: Runtime, renewals: Sequence[Renewal]) -> list[RenewalResult]:
-        return await retry_once(lambda: renew(self._nodes, runtime, renewals))
+        mine, ending = object(), set[str]()
+        self._renewing[mine] = ending
+        try:
+            return await retry_once(lambda: renew(self._nodes, runtime, renewals, ending))
+        finally:
+            del self._renewing[mine]
 
     async def inspect(self, runtime: Runtime, name: str | None = None) -> list[LockState]:
         return await retry_once(lambda: self._inspect(runtime, name))
@@ -212,8 +221,13 @@ class RedlockBackend:
         return sorted({name for keys in lists for name in self._keyspace.names_of(keys)})
 
 
-async def renew(nodes: NodeSet, runtime: Runtime, renewals: Sequence[Renewal]) -> list[RenewalResult]:
-    """Renew the leases at every node; raises BackendUnavailable when too few nodes answered for any verdict."""
+async def renew(
+    nodes: NodeSet, runtime: Runtime, renewals: Sequence[Renewal], ending: Container[str]
+) -> list[RenewalResult]:
+    """Renew the leases at every node; raises BackendUnavailable when too few nodes answered for any verdict.
+
+    `ending`: the holders whose release has begun, also in the course of this call.
+    """
     requests = [renewal.request for renewal in renewals]
     keys = nodes.keyspace.locks(requests)
     limit = renewal_limit(nodes.timeout, requests)
@@ -234,19 +248,35 @@ async def renew(nodes: NodeSet, runtime: Runtime, renewals: Sequence[Renewal]) -
     ]
     if gaps:
         forgetful = frozenset(index for index, each in answered.items() if not all(each))
-        await _restore(nodes, runtime, gaps, forgetful, limit)
+        await _restore(nodes, runtime, gaps, forgetful, ending)
     return results
 
 
 async def _restore(
-    nodes: NodeSet, runtime: Runtime, renewals: Sequence[Renewal], indexes: frozenset[int], limit: float
+    nodes: NodeSet,
+    runtime: Runtime,
+    renewals: Sequence[Renewal],
+    indexes: frozenset[int],
+    ending: Container[str],
 ) -> None:
-    """Write leases that a majority has just renewed to nodes that were away or forgot them, so that others may fail."""
+    """Write leases that a majority has just renewed to nodes that were away or forgot them, so that others may fail.
+
+    A release that begins meanwhile may come to such a node first, and what is written after it would be no one's.
+    """
+    renewals = [renewal for renewal in renewals if renewal.request.holder not in ending]
+    if not renewals:
+        return
     locks = [nodes.keyspace.lock(renewal.request.name) for renewal in renewals]
     args = [
         (request.holder, str(math.ceil(request.ttl * 1000)), str(granted.token), request.owner)
         for request, granted in renewals
     ]
     keys, name = (*nodes.keyspace.common, *locks), renewals[0].request.name
+    limit = renewal_limit(nodes.timeout, [renewal.request for renewal in renewals])
     restoration = nodes.request(name, "restore", keys, tuple(chain.from_iterable(args)), all_of(indexes))
     await nodes.ask(runtime, restoration._replace(limit=limit, among=indexes))
+    for request, _ in renewals:
+        if request.holder in ending:
+            keys = nodes.keyspace.of(request.name)
+            abandoned = nodes.request(request.name, "abandon", keys, (request.holder,), all_of(indexes))
+            await nodes.ask(runtime, abandoned._replace(among=indexes))
