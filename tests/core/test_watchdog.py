@@ -4,6 +4,7 @@ import asyncio
 import gc
 import logging
 import math
+import os
 import sys
 import threading
 import weakref
@@ -83,6 +84,26 @@ def test_lease_that_comes_while_the_watchdog_is_idle_is_renewed(store: Flaky) ->
     with Lock(store, "a", ttl=60) as lease:
         store.until(lambda _: renewals(store) >= 1)
         assert not lease.lost
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_lease_of_a_forked_child_is_renewed_though_its_parents_watchdog_did_not_come_along(
+    store: Flaky, request: pytest.FixtureRequest
+) -> None:
+    with Lock(store, "parent's", ttl=60):
+        until(lambda: clock() < watchdog._watchdogs[store].scheduler.sleeps_until < math.inf)
+        if (child := os.fork()) == 0:
+            status = 1
+            try:
+                request.getfixturevalue("eager")
+                with Lock(store, "child's", ttl=60):
+                    until(lambda: renewals(store) >= 1)
+                status = 0
+            finally:
+                os._exit(status)
+        _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == 0
 
 
 @often
