@@ -80,6 +80,21 @@ def test_lease_whose_last_handle_has_left_is_joined_no_more(store: MemoryBackend
     lease.release()
 
 
+@pytest.mark.parametrize("how", ["released", "thrown away"])
+def test_lease_that_its_first_handle_has_left_is_joined_while_another_holds_it(store: MemoryBackend, how: str) -> None:
+    lock = Lock(store, "a", reentrant=True, wait=0)
+    handles = [lock.acquire(), lock.acquire()]
+    if how == "released":
+        handles.pop(0).release()
+    else:
+        with pytest.warns(ResourceWarning, match="never released"):  # noqa: PT031
+            del handles[0]
+            gc.collect()
+    with lock as third:
+        assert third.token == handles[0].token
+    handles[0].release()
+
+
 def test_lease_that_is_joined_while_its_last_handle_leaves_is_not_released(store: MemoryBackend) -> None:
     first = Lock(store, "a").acquire()
     record, membership = first._held, Membership()

