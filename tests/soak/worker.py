@@ -21,7 +21,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
-from dlock_core import DLockError
+from dlock_core import DLockError, owner
+from dlock_core.backends.advisory.labels import label_of
 from dlock_core.names import canonical
 from tests.random_faults.attempt import Attempt, Chooser
 from tests.random_faults.items import Item
@@ -66,6 +67,16 @@ class Pace:
         return self.due - now
 
 
+def fill_caches() -> None:
+    """Fill what is kept of names and of owners: an hour's new names, threads and tasks would do so only at its end."""
+    for number in range(canonical.cache_info().maxsize or 0):
+        canonical(f"visit:{number}")
+    for number in range(label_of.cache_info().maxsize or 0):
+        label_of(f"visit:{number}", "dlock:")
+    for number in range(owner._text.cache_info().maxsize or 0):
+        owner._text(os.getpid(), "task", f"Task-{number}", number, "", "", (), ())
+
+
 class Worker:
     """What both kinds of worker have in common."""
 
@@ -82,8 +93,7 @@ class Worker:
         self._sample_at = 0.0
         self._numbers = itertools.count()
         self._recorder: Any = Silent()
-        for number in range(canonical.cache_info().maxsize or 0):
-            canonical(f"visit:{number}")  # The hour's new names would fill this cache only at its end.
+        fill_caches()
 
     def chooser(self, party: int) -> Chooser:
         return Chooser(f"{self.name} {party}", self.client.databases)
