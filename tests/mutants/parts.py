@@ -74,6 +74,7 @@ PARTS: Final = {
             "tests/core/test_row_fence.py tests/scenarios/test_fence_in_transaction.py tests/scenarios/test_fence_of_leases.py",
             "tests/django_dlock/test_fencing.py tests/django_dlock/test_fence_functions.py tests/django_dlock/test_command.py",
             "tests/sqla_dlock/test_fencing.py tests/sqla_dlock/test_fencing_rows.py tests/sqla_dlock/test_fencing_async.py",
+            "tests/sqla_dlock/test_fence_functions.py",
         ),
     ),
     "retry": Part(
@@ -138,6 +139,11 @@ EXPLAINED: Final[dict[str, str]] = {
     "dlock_core/transactions/fence_sql.py: …IT, f'SELECT 1 FROM dlock_fence WHERE {_OURS} FOR UPDATE'), share=f'{_MARKED_TOKEN} LOCK I… → …IT, f'SELECT 1 FROM dlock_fence WHERE {_OURS}'), share=f'{_MARKED_TOKEN} LOCK IN SHARE MOD…": "only MySQL is sent it, which the run did not have: DLOCK_TEST_MYSQLD",
     "dlock_core/transactions/fence_sql.py: …'SELECT 1 FROM dlock_fence WHERE {_NOT_NEWER} FOR UPDATE'), confirm=f'SELECT 1 FROM dlock_… → …'SELECT 1 FROM dlock_fence WHERE {_NOT_NEWER}'), confirm=f'SELECT 1 FROM dlock_fence WHERE…": "only MySQL is sent it, which the run did not have: DLOCK_TEST_MYSQLD",
     "dlock_core/transactions/fence_sql.py: …CT 1 FROM dlock_fence WHERE {_NOT_NEWER} FOR UPDATE'), confirm=f'SELECT 1 FROM dlock_fence… → …CT 1 FROM dlock_fence WHERE {_NOT_NEWER} FOR SHARE'), confirm=f'SELECT 1 FROM dlock_fence …": "only MySQL is sent it, which the run did not have: DLOCK_TEST_MYSQLD",
+    "dlock_core/transactions/fence_sql.py: PURGE_BATCH_SIZE: Final = 500 → PURGE_BATCH_SIZE: Final = 501": (
+        "one row more is deleted at a time"
+    ),
+    "dlock_core/transactions/fence_sql.py: before = int(time.time() * 1000000) - days * MICROSECONDS_PER_DAY "
+    "→ before = int(time.time() * 1000001) - days * MICROSECONDS_PER_DAY": "half an hour in a limit that is given in days",
     "dlock_core/transactions/fencing.py: MAX_TRIES_TO_MARK: Final = 3 → MAX_TRIES_TO_MARK: Final = 4": "one try more to leave a mark is as good",
     'dlock_core/transactions/fencing.py: …HEST: Final = "SELECT MAX(CASE WHEN s_token > token THEN s_token ELSE token END) FROM dloc… → …HEST: Final = "SELECT MAX(CASE WHEN s_token >= token THEN s_token ELSE token END) FROM dlo…': "a mark is never equal to a token: what has the same one is refused",
 }

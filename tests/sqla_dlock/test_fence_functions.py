@@ -293,6 +293,29 @@ async def test_prepared_statement_of_the_fence_never_passes_a_table_that_is_no_l
         await tenant.dispose()
 
 
+@pytest.mark.parametrize("driver", ["asyncpg", "psycopg_async"])
+async def test_holder_is_not_refused_for_a_table_that_comes_earlier_between_two_of_its_transactions(
+    make_engine, make_async_engine, driver
+):
+    """The prepared statement is asked once more; a holder that was admitted before may get no greater token."""
+    admin = make_engine("postgresql")
+    tenant = make_async_engine(driver, pool_size=1, connect_args=TENANT_PATH[driver])
+    with contextlib.ExitStack() as stack:
+        run(admin, "CREATE SCHEMA ten")
+        stack.callback(fencing.metadata.create_all, admin)
+        stack.callback(run, admin, "DROP SCHEMA ten CASCADE")
+        run(admin, "DROP FUNCTION dlock_admit, dlock_confirm")
+        async with AsyncSession(tenant) as session, alock(session, "order", 42) as lease:
+            for _ in range(8):
+                await session.execute(WORK)
+                await session.commit()
+            run(admin, NEW_FENCE)
+            await session.execute(WORK)
+            await session.commit()
+        assert committed(admin, "SELECT name, token FROM ten.dlock_fence") == [("order:42", lease.token)]
+        await tenant.dispose()
+
+
 def test_transaction_has_its_number_from_them(engine):
     """By which a COMMIT that was not answered is looked up."""
     from sqla_dlock.connections import tracker_of
