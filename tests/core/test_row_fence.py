@@ -2,11 +2,15 @@
 
 import re
 import sqlite3
+from types import SimpleNamespace
 
 import pytest
 
+from dlock_core.backend import Granted
+from dlock_core.errors import RowLocked
+from dlock_core.runtime import clock
 from dlock_core.transactions import fence_sql, fencing
-from dlock_core.transactions.fencing import FenceEntry
+from dlock_core.transactions.fencing import FenceEntry, FenceGate
 
 DATABASES = ["sqlite", "postgresql", "mysql", "mariadb"]
 CLAIM = FenceEntry("order:42", 10, "us", limit=1.5)
@@ -33,6 +37,31 @@ def test_every_wait_for_the_row_is_limited(database):
     waiting = vars_of(statements) if database == "mariadb" else vars_of(statements)[:2]
     for sql in waiting:
         assert names(sql) & {"seconds", "milliseconds"}
+
+
+@pytest.mark.parametrize(
+    ("limit", "milliseconds", "seconds"), [(None, "0", 100_000_000), (0.0, "1", 0), (0.4, "400", 0), (1.6, "1600", 2)]
+)
+def test_limit_of_a_wait_is_told_in_the_unit_of_each_database(limit, milliseconds, seconds):
+    """0 ms would be no limit on PostgreSQL, and MariaDB counts whole seconds."""
+    told = fencing.params(CLAIM._replace(limit=limit))
+    assert (told["milliseconds"], told["seconds"]) == (milliseconds, seconds)
+
+
+@pytest.mark.parametrize(("limit", "waited"), [(None, 0.0), (0.0, 0.0), (1.5, 1.5)])
+def test_wait_for_the_row_that_ran_out_says_how_long_it_was(limit, waited):
+    busy = sqlite3.OperationalError("database is locked")
+    busy.sqlite_errorcode = sqlite3.SQLITE_BUSY
+    error = fencing.refusal(busy, CLAIM._replace(limit=limit), "sqlite")
+    assert isinstance(error, RowLocked)
+    assert error.waited == waited
+
+
+def test_first_wait_for_the_row_ends_with_that_for_the_lock():
+    held = SimpleNamespace(request=SimpleNamespace(name="a", holder="us", shared=False), granted=Granted(7, 30.0))
+    for wait, left in ((None, None), (5.0, 0.0)):
+        gate = FenceGate(held, None, wait=wait, deadline=clock() - 1.0, runtime=None)
+        assert gate.entry().limit == left
 
 
 @pytest.mark.parametrize("database", ["mysql", "mariadb"])
