@@ -462,6 +462,7 @@ def interrupted_at(number: int, call: Callable[[], object]) -> bool:
         return trace
 
     before = sys.gettrace()
+    sys._getframe().f_trace_opcodes = True  # Python 3.12 traces bytecodes only if a frame asked for it before settrace.
     sys.settrace(trace)
     try:
         call()
