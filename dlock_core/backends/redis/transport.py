@@ -66,7 +66,7 @@ DENIED_TO_SCRIPT: Final = ("The user executing the script can't", "ACL failure i
 """What errors, which have no code, say of a permission that a script lacks: Redis up to 7.0, and later ones."""
 
 UNKNOWN_COMMAND: Final = ("unknown command", "Unknown command", "Unknown Redis command")
-"""What errors say of a command that the server does not have, sent by itself or called by a script of Valkey or Redis."""
+"""What errors say of a command that the server does not know, sent or called by a script; Valkey has its own words."""
 
 
 class Refused(RedisError):
