@@ -52,8 +52,11 @@ async def attempts(backend: Backend, numbers: range) -> None:
 
 
 def is_growing(work: Callable[[], object]) -> bool:
-    """Tell whether there are more objects each time that this is done: what fills up once, as threads do, is no growth."""
-    return all(_more_after(work) >= KEPT for _ in range(3))
+    """Tell whether there are more objects each time that this is done: what fills up, as threads do, is no growth.
+
+    What is abandoned in the background, of at most twenty requests, comes and goes meanwhile.
+    """
+    return all(_more_after(work) >= KEPT for _ in range(8))
 
 
 def _more_after(work: Callable[[], object]) -> int:
