@@ -14,6 +14,7 @@ from dlock_core.errors import NotSupported, StaleToken
 from sqla_dlock import alock, fencing, lock
 from tests.chaos import EverybodyIn
 from tests.leases import is_held
+from tests.mysql_server import DIALECT
 from tests.sqla_dlock.adders import add_counter, add_fence, fences, value
 from tests.sqla_dlock.models import Counter, Delivery, Letter, Parcel, Ticket
 from tests.sqla_dlock.parties import until_blocked
@@ -27,7 +28,8 @@ WITHIN = 60.0
 @pytest.fixture
 def others(async_engine, make_engine):
     """An engine for threads on the same database, with a counter "a" at 0: it shows what was committed."""
-    engine = make_engine(async_engine.dialect.name)
+    name = async_engine.dialect.name
+    engine = make_engine({DIALECT: "mariadb"}.get(name, name))
     add_counter(engine)
     return engine
 
@@ -115,7 +117,7 @@ async def test_missing_table_says_how_to_make_it_and_the_lease_is_given_back(asy
 OPEN = {
     "postgresql": """SELECT count(*) FROM pg_stat_activity
         WHERE xact_start IS NOT NULL AND datname = current_database() AND pid <> pg_backend_pid()""",
-    "mariadb": "SELECT count(*) FROM information_schema.innodb_trx",
+    DIALECT: "SELECT count(*) FROM information_schema.innodb_trx",
 }
 
 
