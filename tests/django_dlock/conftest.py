@@ -9,12 +9,20 @@ import pytest
 from django.db import connections
 from django.test import override_settings
 
+from django_dlock.tie import apart
 from dlock_core.backends.memory import MemoryBackend
 from dlock_core.observability import hooks
 from tests.django_dlock import isolation
 from tests.django_dlock.admin_fixtures import admin_pages, browser, late_replica, on_postgresql, ticket  # noqa: F401 - fixtures
 from tests.django_dlock.parties import Party
 from tests.servers import Server
+
+
+@pytest.fixture(autouse=True)
+def own_context() -> Iterator[None]:
+    """Leave no lease to the tests that follow, which run in the same context."""
+    with apart():
+        yield
 
 
 @pytest.fixture
