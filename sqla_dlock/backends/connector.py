@@ -142,7 +142,7 @@ class AsyncEngineConnection(EngineConnection):
     def __init__(self, dialect: Dialect, connection: Any, loop: Loop) -> None:
         super().__init__(dialect, connection)
         self._loop = loop
-        loop.enter()
+        loop.enter(self)
 
     def listen(self, channel: str, heard: Callable[[str], None], ended: Callable[[], None]) -> None:
         def closed(*_: object) -> None:
@@ -159,7 +159,7 @@ class AsyncEngineConnection(EngineConnection):
     def close(self) -> None:
         with suppress(Exception):
             self._loop.here(self._dialect.do_close, self._connection)
-        self._loop.leave()
+        self._loop.leave(self)
 
     def abort(self) -> None:
         """Only psycopg shows its socket, and only psycopg cannot be terminated."""

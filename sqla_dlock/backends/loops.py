@@ -38,7 +38,8 @@ class Loop:
 
     def begin(self) -> None:
         """Start empty; also in a forked child, which has none of its parent's threads."""
-        self._guard, self._inside = threading.Lock(), 0
+        self._guard = threading.Lock()
+        self._inside: set[object] = set()
         self._loop: asyncio.AbstractEventLoop | None = None
 
     async def call(self, runtime: Runtime, function: Callable[..., T], *args: Any) -> T:
@@ -82,26 +83,30 @@ class Loop:
 
         loop.add_reader(number, read)
 
-    def enter(self) -> asyncio.AbstractEventLoop:
-        """Keep the loop running until `leave`."""
+    def enter(self, guest: object) -> asyncio.AbstractEventLoop:
+        """Keep the loop running until this guest, a connection or a call, leaves."""
         with self._guard:
             if self._loop is None:
                 self._loop = _started()
-            self._inside += 1
+            self._inside.add(guest)
             return self._loop
 
-    def leave(self, _: object = None) -> None:
-        """Leave the loop, which ends when it is empty."""
+    def leave(self, guest: object) -> None:
+        """Leave the loop, which ends when it is empty.
+
+        A connection may be closed twice, by a step that failed on it and by the driver, which tells of its end. Were
+        the guests only counted, the loop would end while another is inside, and nobody would hear of that one again.
+        """
         with self._guard:
-            self._inside -= 1
+            self._inside.discard(guest)
             if not self._inside and self._loop is not None:
                 self._loop.call_soon_threadsafe(self._loop.stop)
                 self._loop = None
 
     def _begin(self, function: Callable[..., T], *args: Any) -> Future[T]:
         coroutine: Coroutine[Any, Any, T] = greenlet_spawn(function, *args)
-        future = asyncio.run_coroutine_threadsafe(coroutine, self.enter())
-        future.add_done_callback(self.leave)
+        future = asyncio.run_coroutine_threadsafe(coroutine, self.enter(coroutine))
+        future.add_done_callback(lambda _: self.leave(coroutine))
         return future
 
     def _finish(self, future: Future[T]) -> T:

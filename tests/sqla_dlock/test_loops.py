@@ -10,10 +10,10 @@ WITHIN = 10.0
 def test_finalizer_in_the_loops_own_thread_does_not_wait_for_the_loop() -> None:
     """The garbage collector runs in any thread: a store that it finds there is closed soon, and nothing hangs."""
     loop, closed = Loop(), threading.Event()
-    loop.enter()
+    loop.enter(closed)
     loop.call_soon(lambda: loop.here(closed.set))
     try:
         assert closed.wait(WITHIN)
         assert loop.here(lambda: "alive") == "alive"
     finally:
-        loop.leave()
+        loop.leave(closed)

@@ -1,0 +1,74 @@
+"""The connections of asyncio drivers, which share an event loop of ours: what becomes of one ends no other."""
+
+import secrets
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import pytest
+from sqlalchemy.ext.asyncio import create_async_engine
+
+from dlock_core.backend import LockState
+from dlock_core.backends.table import waiting
+from dlock_core.backends.table.backend import TableBackend
+from dlock_core.runtime import BLOCKING, run
+from sqla_dlock.backends.table import from_engine
+from tests import settings
+from tests.proxy import Proxy
+from tests.table_stores import URLS, server_of
+
+LISTEN, LISTING = b"LISTEN", b"FROM dlock_lease"
+WITHIN = 20.0
+
+
+@pytest.fixture
+def name() -> str:
+    return f"asyncio:{secrets.token_hex(4)}"
+
+
+@pytest.fixture(params=["asyncpg", "psycopg_async"])
+def driver(request: pytest.FixtureRequest) -> str:
+    request.getfixturevalue(server_of(request.param))
+    return str(request.param)
+
+
+@pytest.fixture
+def proxy(driver: str) -> Iterator[Proxy]:
+    with Proxy(settings.POSTGRESQL_PORT) as proxy:
+        yield proxy
+
+
+@pytest.fixture
+def store(driver: str, proxy: Proxy) -> Iterator[TableBackend]:
+    store = from_engine(create_async_engine(URLS[driver].replace(f":{proxy.target}/", f":{proxy.port}/")), timeout=1.0)
+    yield store
+    proxy.cut()
+    store.close()
+
+
+@pytest.fixture
+def threads() -> Iterator[ThreadPoolExecutor]:
+    threads = ThreadPoolExecutor(4)
+    yield threads
+    threads.shutdown(wait=False)
+
+
+def look(store: TableBackend, name: str) -> list[LockState]:
+    return run(store.inspect(BLOCKING, name))
+
+
+def test_step_that_is_under_way_ends_although_listeners_were_cut(
+    store: TableBackend, proxy: Proxy, threads: ThreadPoolExecutor, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The step closes such a connection, and so does the driver's word that it has ended."""
+    monkeypatch.setattr(waiting, "RECONNECT_DELAY_S", -1.0)
+    held = proxy.hold_reply(matching=LISTING)
+    answer: Future[Any] = threads.submit(look, store, name)
+    held.wait()
+    for _ in range(2):
+        cut = proxy.cut_reply(matching=LISTEN)
+        run(store._listener.open(BLOCKING))
+        cut.wait()
+    store.pool.close()
+    held.release()
+    assert answer.result(WITHIN) == [LockState(name)]
