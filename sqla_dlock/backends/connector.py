@@ -29,6 +29,8 @@ __all__ = ["as_driver_takes", "pool_of"]
 VENDORS: Final = {"postgresql": "postgresql", "mysql": "mysql", "mariadb": "mysql", "sqlite": "sqlite"}
 SOCKET_PATHS: Final = ("/", "%2F", "%2f")
 """How the path of a socket begins where PostgreSQL's drivers also take a host."""
+CLOSE_LIMIT_S: Final = 1.0
+"""Seconds for which an asyncio driver may wait for its server when it closes a connection."""
 REMEDY: Final = "sqla_dlock.tables.lease_metadata.create_all(engine), or your own migration"
 
 
@@ -84,9 +86,12 @@ class EngineConnector:
             self._dialect.do_commit(connection)  # what an event of the engine has begun, such as SET search_path
             self._dialect.set_isolation_level(connection, "AUTOCOMMIT")
         except BaseException:
-            self._dialect.do_close(connection)
+            self._close(connection)
             raise
         return connection
+
+    def _close(self, connection: Any) -> None:
+        self._dialect.do_close(connection)
 
 
 class AsyncEngineConnector(EngineConnector):
@@ -103,6 +108,9 @@ class AsyncEngineConnector(EngineConnector):
 
     def _open(self) -> Connection:
         return AsyncEngineConnection(self._dialect, self._connected(), self._loop)
+
+    def _close(self, connection: Any) -> None:
+        _close_soon(self._loop, self._dialect, connection)
 
 
 class EngineConnection:
@@ -146,7 +154,7 @@ class AsyncEngineConnection(EngineConnection):
 
     def listen(self, channel: str, heard: Callable[[str], None], ended: Callable[[], None]) -> None:
         def closed(*_: object) -> None:
-            self._loop.spawn(self.close)
+            self.close()
             ended()
 
         if hasattr(self.driver, "add_listener"):  # asyncpg
@@ -157,15 +165,32 @@ class AsyncEngineConnection(EngineConnection):
             self._loop.read(self._socket, partial(notifications, self.driver), heard, closed)
 
     def close(self) -> None:
+        self._socket = -1  # from now on the number may be another's
         with suppress(Exception):
-            self._loop.here(self._dialect.do_close, self._connection)
+            _close_soon(self._loop, self._dialect, self._connection)
         self._loop.leave(self)
 
     def abort(self) -> None:
         """Only psycopg shows its socket, and only psycopg cannot be terminated."""
         shut_socket(self._socket)
-        if hasattr(self._connection, "terminate"):
-            self._loop.call_soon(self._connection.terminate)
+        _terminate(self._loop, self._connection)
+
+
+def _close_soon(loop: Loop, dialect: Dialect, connection: Any) -> None:
+    """Close a connection in the background: asyncpg waits until its server does so, too, which may be never."""
+
+    def close() -> None:
+        try:
+            loop.within(CLOSE_LIMIT_S, partial(dialect.do_close, connection))
+        except Exception:  # noqa: BLE001 - there is no answer, or the connection was broken
+            _terminate(loop, connection)
+
+    loop.spawn(close)
+
+
+def _terminate(loop: Loop, connection: Any) -> None:
+    if hasattr(connection, "terminate"):
+        loop.call_soon(connection.terminate)
 
 
 def as_driver_takes(sql: str, params: Mapping[str, Any], dialect: Dialect) -> tuple[str, Any]:

@@ -16,7 +16,7 @@ from sqlalchemy.util import greenlet_spawn
 from dlock_core.backends.sql import finished
 from dlock_core.runtime import Asyncio
 from dlock_core.scheduler import after_fork_in_child
-from sqla_dlock.greenlets import await_, in_greenlet
+from sqla_dlock.greenlets import await_
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
@@ -46,12 +46,6 @@ class Loop:
         """Call a blocking function in SQLAlchemy's greenlet, to its end even when the task is cancelled."""
         if isinstance(runtime, Asyncio):
             return await finished(runtime, self._begin(function, *args))
-        return self._finish(self._begin(function, *args))
-
-    def here(self, function: Callable[..., T], *args: Any) -> T:
-        """Call a function in the loop, from within its greenlets or from anywhere else."""
-        if in_greenlet() and asyncio.get_running_loop() is self._loop:
-            return function(*args)
         return self._finish(self._begin(function, *args))
 
     def within(self, limit: float, function: Callable[[], T]) -> T:

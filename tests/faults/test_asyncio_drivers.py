@@ -6,11 +6,13 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import pytest
+from sqlalchemy import event
 from sqlalchemy.ext.asyncio import create_async_engine
 
 from dlock_core.backend import LockState
 from dlock_core.backends.table import waiting
 from dlock_core.backends.table.backend import TableBackend
+from dlock_core.errors import BackendUnavailable
 from dlock_core.runtime import BLOCKING, run
 from sqla_dlock.backends.table import from_engine
 from tests import settings
@@ -72,3 +74,35 @@ def test_step_that_is_under_way_ends_although_listeners_were_cut(
     store.pool.close()
     held.release()
     assert answer.result(WITHIN) == [LockState(name)]
+
+
+def test_step_fails_in_time_although_idle_connections_are_half_open(
+    store: TableBackend, proxy: Proxy, threads: ThreadPoolExecutor, name: str
+) -> None:
+    """It closes them, too, and asyncpg waits for the server to do the same."""
+    held = proxy.hold_reply(matching=LISTING)
+    first = threads.submit(look, store, name)
+    held.wait()
+    look(store, name)
+    held.release()
+    first.result(WITHIN)
+    proxy.strand()
+    failed = threads.submit(look, store, name)
+    assert isinstance(failed.exception(WITHIN), BackendUnavailable)
+
+
+def test_step_fails_in_time_although_its_new_connection_is_half_open(
+    store: TableBackend, proxy: Proxy, threads: ThreadPoolExecutor, name: str
+) -> None:
+    """An event of the engine has begun a transaction, whose COMMIT nobody answers."""
+    engine = store.pool.connector._source  # type: ignore[attr-defined]
+
+    @event.listens_for(engine, "connect")
+    def ask(connection: Any, _: object) -> None:
+        cursor = connection.cursor()
+        cursor.execute("SELECT 1")
+        cursor.close()
+        proxy.drop_reply(matching=b"COMMIT")
+
+    failed = threads.submit(look, store, name)
+    assert isinstance(failed.exception(WITHIN), BackendUnavailable)

@@ -31,7 +31,7 @@ def name() -> str:
 @pytest.fixture
 def postgres(request: pytest.FixtureRequest, django_db_blocker: Any) -> Iterator[TableBackend]:
     with django_db_blocker.unblock():
-        backend = table(request, "postgresql")
+        backend = table(request, getattr(request, "param", "postgresql"))
         yield backend
     backend.close()
 
@@ -87,6 +87,7 @@ def with_waiter(backend: TableBackend, name: str, look: Callable[[], Any]) -> No
         waiting.join()
 
 
+@pytest.mark.parametrize("postgres", ["postgresql", "psycopg_async"], indirect=True)
 def test_closing_a_connection_that_has_ended_leaves_whoever_got_its_number(postgres: TableBackend, name: str) -> None:
     with_waiter(postgres, name, lambda: until(lambda: postgres._listener.is_listening))
     kept = postgres._listener._dedicated
