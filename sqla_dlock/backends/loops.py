@@ -9,11 +9,12 @@ from __future__ import annotations
 import asyncio
 import threading
 from concurrent.futures import wait
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from sqlalchemy.util import greenlet_spawn
 
 from dlock_core.backends.sql import finished
+from dlock_core.errors import format_seconds
 from dlock_core.runtime import Asyncio
 from dlock_core.scheduler import after_fork_in_child
 from sqla_dlock.greenlets import await_
@@ -27,6 +28,9 @@ if TYPE_CHECKING:
 __all__ = ["Loop"]
 
 T = TypeVar("T")
+
+CANCEL_AGAIN_S: Final = 0.5
+"""Seconds after which what was cancelled, and still waits, is cancelled once more."""
 
 
 class Loop:
@@ -50,7 +54,7 @@ class Loop:
 
     def within(self, limit: float, function: Callable[[], T]) -> T:
         """Call a function inside a greenlet, within `limit` seconds; raises TimeoutError."""
-        return await_(asyncio.wait_for(greenlet_spawn(function), limit))
+        return await_(_within(limit, greenlet_spawn(function)))
 
     def call_soon(self, function: Callable[[], object]) -> None:
         """Call a function that does not wait in the loop, soon."""
@@ -113,6 +117,21 @@ class Loop:
         except BaseException:
             wait([future])  # Interrupted: what was begun is finished before it can be undone.
             raise
+
+
+async def _within(limit: float, coroutine: Coroutine[Any, Any, T]) -> T:
+    """As `asyncio.wait_for`, but cancel again and again: what cleans up may wait for the same silent server."""
+    task = asyncio.ensure_future(coroutine)
+    await asyncio.wait([task], timeout=limit)
+    if task.done():
+        return task.result()
+    while not task.done():
+        task.cancel()
+        await asyncio.wait([task], timeout=CANCEL_AGAIN_S)
+    try:
+        return task.result()  # it came this very moment
+    except (Exception, asyncio.CancelledError) as error:
+        raise TimeoutError(f"no answer within {format_seconds(limit)}") from error
 
 
 def _started() -> asyncio.AbstractEventLoop:

@@ -106,3 +106,21 @@ def test_step_fails_in_time_although_its_new_connection_is_half_open(
 
     failed = threads.submit(look, store, name)
     assert isinstance(failed.exception(WITHIN), BackendUnavailable)
+
+
+def test_step_fails_in_time_although_an_event_cleans_up_on_a_silent_connection(
+    store: TableBackend, proxy: Proxy, threads: ThreadPoolExecutor, name: str
+) -> None:
+    engine = store.pool.connector._source  # type: ignore[attr-defined]
+
+    @event.listens_for(engine, "connect")
+    def ask(connection: Any, _: object) -> None:
+        cursor = connection.cursor()
+        proxy.deaf()
+        try:
+            cursor.execute("SELECT 1")
+        finally:
+            cursor.execute("SELECT 2")
+
+    failed = threads.submit(look, store, name)
+    assert isinstance(failed.exception(WITHIN), BackendUnavailable)
