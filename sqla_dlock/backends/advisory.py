@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
+from weakref import ref
 
 from dlock_core.backends import advisory as core
 from dlock_core.backends.advisory import PREFIX, CallerTransaction
@@ -53,14 +54,18 @@ def transaction_of(session: Session, backend: Backend, *, old_snapshot: bool) ->
 
 
 class _Connection:
-    """Sends statements in the session's transaction."""
+    """Sends statements in the session's transaction, or none once the session has forgotten it."""
 
     def __init__(self, connection: Connection) -> None:
-        self._connection = connection
+        # A lease may be kept for longer than its transaction, which only the collector ends when a ROLLBACK has failed.
+        self._connection = ref(connection)
 
     async def row(self, sql: str, params: Mapping[str, Any]) -> tuple[Any, ...] | None:
-        statement, given = as_driver_takes(sql, params, self._connection.dialect)
-        return self._connection.exec_driver_sql(statement, given).first()
+        if (connection := self._connection()) is None:
+            return None
+        statement, given = as_driver_takes(sql, params, connection.dialect)
+        return connection.exec_driver_sql(statement, given).first()
 
     async def tell(self, sql: str) -> None:
-        self._connection.exec_driver_sql(sql)
+        if (connection := self._connection()) is not None:
+            connection.exec_driver_sql(sql)

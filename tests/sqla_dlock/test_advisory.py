@@ -1,6 +1,7 @@
 """Locks inside the session's own transaction, on PostgreSQL: they last exactly as long as it does."""
 
 import asyncio
+import gc
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -101,6 +102,16 @@ def test_another_process_has_the_lock_as_soon_as_the_transaction_is_over(session
         else:
             holder.say("end")
         assert next_one.result(60) > token
+
+
+def test_lease_that_is_kept_does_not_keep_a_transaction_that_could_not_be_rolled_back(engine, order, is_free):
+    """As after a signal handler that raised while an answer was awaited: psycopg then refuses the ROLLBACK."""
+    leases = []
+    with pytest.raises(DBAPIError), Session(engine) as session, order(session) as lease:
+        leases.append(lease)
+        session.connection().connection.driver_connection.pgconn.send_query(b"SELECT 1")
+    gc.collect()
+    until(is_free)
 
 
 def test_lock_is_released_by_commit_itself(engine, session, order, is_free, journal):
