@@ -13,6 +13,7 @@ import os
 import threading
 import time
 import weakref
+from collections import deque
 from contextlib import suppress
 from functools import partial
 from inspect import ismethod
@@ -185,17 +186,19 @@ class CallbackThread:
 
     def __init__(self) -> None:
         self._jobs: SimpleQueue[tuple[Callable[..., object], tuple[Any, ...], dict[str, Any]]] = SimpleQueue()
-        self._is_busy = False
+        self._unfinished: deque[None] = deque()
+        """One for each callback that has not returned."""
         self._thread = Background("dlock-callbacks", "to call callbacks", self._serve, self._has_jobs)
 
     def __call__(self, function: Callable[..., object], *args: Any, **options: Any) -> None:
         """Call the function after those before it; returns at once."""
+        self._unfinished.append(None)
         self._jobs.put((function, args, options))
         self._thread.ensure()
 
     def pending(self) -> int:
         """Return how many callbacks have not returned."""
-        return self._jobs.qsize() + self._is_busy
+        return len(self._unfinished)
 
     def _has_jobs(self) -> bool:
         return not self._jobs.empty()
@@ -204,14 +207,13 @@ class CallbackThread:
         with suppress(Empty):
             while True:
                 function, args, options = self._jobs.get(timeout=MAX_IDLE_S)
-                self._is_busy = True
                 try:
                     function(*args, **options)
                 except BaseException:
                     with suppress(BaseException):
                         logger.exception("dlock: a callback failed: %r", function)
                 finally:
-                    self._is_busy = False
+                    self._unfinished.pop()
                     del function, args, options  # They may keep a lease alive.
 
 
