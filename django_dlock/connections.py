@@ -333,9 +333,8 @@ class ConnectionTracker:
         except Error:  # Django would roll back, and forget the on_commit functions of a COMMIT that was carried out
             logger.exception("dlock: a callback at the end of a transaction failed")
         except BaseException:
-            self._unsettled = (
-                ending  # What is repeated now may be interrupted, too: the next one goes on, or the close.
-            )
+            # What is repeated now may be interrupted, too: the next one goes on, or the close.
+            self._unsettled = ending
             raise
 
     def _call_between_transactions(self, steps: deque[Step], *, is_manual: bool) -> None:

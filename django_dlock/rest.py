@@ -103,9 +103,8 @@ class PreconditionMixin(_View):
         response = super().finalize_response(request, response, *args, **kwargs)
         self._require_any_check(request, response)
         if response.status_code == 201 and self._dlock_object is None:
-            instance = getattr(
-                getattr(response.data, "serializer", None), "instance", None
-            )  # With many=True it is a list.
+            # With many=True it is a list.
+            instance = getattr(getattr(response.data, "serializer", None), "instance", None)
             self._dlock_object = instance if isinstance(instance, Model) else None
         shows_it = getattr(self, "action", None) in _OBJECT_ACTIONS and response.status_code in {200, 201}
         if self._dlock_object is not None and shows_it:

@@ -41,6 +41,8 @@ _INTERCEPTED: Final = (
     "_execute_context",
 )
 _methods_of: Final = attrgetter(*_INTERCEPTED)
+_IN_FAILED_TRANSACTION: Final = "25P02"
+"""PostgreSQL's code for a statement after an error, before the rollback."""
 
 
 class Participant(Protocol):
@@ -394,9 +396,6 @@ def is_undone(connection: Connection) -> bool:
             return True
         raise
     return False
-
-
-_IN_FAILED_TRANSACTION: Final = "25P02"
 
 
 def has_begun(connection: Connection) -> bool:

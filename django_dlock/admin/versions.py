@@ -256,9 +256,8 @@ def conflict_page(admin: ModelAdmin[Any], request: HttpRequest, form: Any, forms
 
 
 def _last_entry(instance: Any) -> LogEntry | None:
-    kind = ContentType.objects.get_for_model(
-        instance, for_concrete_model=False
-    )  # The admin logs proxies under their own types.
+    # The admin logs proxies under their own types.
+    kind = ContentType.objects.get_for_model(instance, for_concrete_model=False)
     return LogEntry.objects.filter(content_type=kind, object_id=instance.pk).select_related("user").first()
 
 

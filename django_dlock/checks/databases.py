@@ -55,9 +55,8 @@ def _sqlite(alias: str, connection: BaseDatabaseWrapper) -> Iterator[CheckMessag
 
 
 def _mysql(alias: str, connection: BaseDatabaseWrapper) -> Iterator[CheckMessage]:
-    level = (
-        _options(connection).get("isolation_level", "read committed") or "repeatable read"
-    )  # None leaves it to the server.
+    # None leaves it to the server.
+    level = _options(connection).get("isolation_level", "read committed") or "repeatable read"
     yield from _isolation(alias, str(level).upper(), "'read committed'", "dlock.W006")
 
 

@@ -91,9 +91,8 @@ class MemoryBackend:
             if entry is None:
                 return
             entry.signal, entry.alive_until = signal, self._now() + timeout + WAITER_TTL_S
-        await runtime.wait(
-            signal, min(timeout, CLAIM_S)
-        )  # the waiter that was handed the lock may be dead, and wakes no other
+        # The waiter that was handed the lock may be dead, and wakes no other.
+        await runtime.wait(signal, min(timeout, CLAIM_S))
 
     async def abandon(self, runtime: Runtime, request: AcquireRequest, ticket: Any = None) -> None:
         with self._guard:

@@ -220,9 +220,8 @@ def _entry(entry: Entry) -> Iterator[Text]:
         facts["ttl left"] = f"{seconds(entry.expires_in)} (renewed while its process lives)"
     for key, value in {**facts, **entry.owner}.items():
         if value not in (None, ""):
-            yield Text(
-                f"    {plain(str(key))}: {plain(' '.join(str(value).split()))}"
-            )  # A query may have several lines.
+            # A query may have several lines.
+            yield Text(f"    {plain(str(key))}: {plain(' '.join(str(value).split()))}")
 
 
 def _related(entries: Sequence[Entry], actors: set[str]) -> set[str]:

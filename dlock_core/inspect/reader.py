@@ -126,8 +126,7 @@ def _run_within(seconds: float, function: Callable[[], T]) -> T:
 
 
 def _reason(error: BaseException) -> str:
-    original = (
-        getattr(error, "orig", None) or error.__cause__ or error
-    )  # The driver's own words, without our statement.
+    # The driver's own words, without our statement.
+    original = getattr(error, "orig", None) or error.__cause__ or error
     words = " ".join(str(original).split()) or type(original).__name__
     return printable(words)

@@ -129,9 +129,8 @@ def _entry(
     role: Literal["holder", "waiter"],
     position: int | None,
 ) -> Entry:
-    session = sessions.get(one.actor) or DatabaseSession(
-        one.actor, f"session {one.actor}", {}
-    )  # It ended between two queries.
+    # It ended between two queries.
+    session = sessions.get(one.actor) or DatabaseSession(one.actor, f"session {one.actor}", {})
     seconds = None if one.seconds is None else max(0.0, one.seconds)
     return Entry(
         one.kind, source, one.name, role, one.mode, session.owner, session.described(), None, seconds, None, position,

@@ -60,8 +60,10 @@ class _LateSteps:
         self._due, self._pause = 0.0, MIN_PAUSE_S
         self._scheduler = Scheduler("dlock-releases", "to release leases: they run out", self._next_due, self._run_due)
 
-    def add(self, holder: str, step: Step, seconds: float) -> None:
-        """Repeat a step for so many seconds."""
+    def add(self, holder: str, step: Step, seconds: float, *, is_release: bool = True) -> None:
+        """Repeat a step for so many seconds, unless it is the abandon that is one too many."""
+        if not is_release and len(self._late) >= MAX_ABANDONED:
+            return
         now = clock()
         soon = now + MIN_PAUSE_S
         self._due = min(self._due, soon) if self._late else soon
@@ -110,8 +112,7 @@ def repeat_in_background(backend: Backend, holder: str, step: Step, seconds: flo
         known = _late_steps.get(backend)
         if known is None:
             known = _late_steps.setdefault(backend, _LateSteps())
-        if is_release or len(known._late) < MAX_ABANDONED:  # noqa: SLF001 - it is of this module
-            known.add(holder, step, seconds)
+        known.add(holder, step, seconds, is_release=is_release)
 
 
 @after_fork_in_child

@@ -37,9 +37,8 @@ class Flaky(Observed):
     async def renew(self, runtime: Any, renewals: Any) -> list[RenewalResult]:
         answers = await super().renew(runtime, renewals)
         if self.failure is not None:
-            raise self.failure.with_traceback(
-                None
-            )  # it is raised again and again, and would keep the frames of each time
+            # It is raised again and again, and would keep the frames of each time.
+            raise self.failure.with_traceback(None)
         return answers
 
 

@@ -166,9 +166,8 @@ def test_lease_that_is_joined_while_its_last_handle_leaves_is_not_released(store
 def test_lease_whose_handle_was_thrown_away_is_not_renewed_though_the_finalizer_was_interrupted(
     store: MemoryBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        TiedLease, "__del__", lambda _: None
-    )  # as a signal handler that raises at its first instruction
+    # As a signal handler that raises at its first instruction.
+    monkeypatch.setattr(TiedLease, "__del__", lambda _: None)
     block = lock("order", 42)
     block.__enter__()
     (tied,) = current()

@@ -59,6 +59,11 @@ def look(store: TableBackend, name: str) -> list[LockState]:
     return run(store.inspect(BLOCKING, name))
 
 
+def assert_step_fails_in_time(store: TableBackend, threads: ThreadPoolExecutor, name: str) -> None:
+    failed = threads.submit(look, store, name)
+    assert isinstance(failed.exception(WITHIN), BackendUnavailable)
+
+
 def test_step_that_is_under_way_ends_although_listeners_were_cut(
     store: TableBackend, proxy: Proxy, threads: ThreadPoolExecutor, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -87,8 +92,7 @@ def test_step_fails_in_time_although_idle_connections_are_half_open(
     held.release()
     first.result(WITHIN)
     proxy.strand()
-    failed = threads.submit(look, store, name)
-    assert isinstance(failed.exception(WITHIN), BackendUnavailable)
+    assert_step_fails_in_time(store, threads, name)
 
 
 def test_step_fails_in_time_although_its_new_connection_is_half_open(
@@ -104,8 +108,7 @@ def test_step_fails_in_time_although_its_new_connection_is_half_open(
         cursor.close()
         proxy.drop_reply(matching=b"COMMIT")
 
-    failed = threads.submit(look, store, name)
-    assert isinstance(failed.exception(WITHIN), BackendUnavailable)
+    assert_step_fails_in_time(store, threads, name)
 
 
 def test_step_fails_in_time_although_an_event_cleans_up_on_a_silent_connection(
@@ -122,5 +125,4 @@ def test_step_fails_in_time_although_an_event_cleans_up_on_a_silent_connection(
         finally:
             cursor.execute("SELECT 2")
 
-    failed = threads.submit(look, store, name)
-    assert isinstance(failed.exception(WITHIN), BackendUnavailable)
+    assert_step_fails_in_time(store, threads, name)

@@ -259,6 +259,17 @@ async def test_table_that_comes_earlier_is_used_also_with_asyncio(make_engine, m
         await tenant.dispose()
 
 
+@contextlib.contextmanager
+def schema_ten(admin):
+    """A tenant's empty schema; afterwards the functions of the fence are there again, whatever was dropped."""
+    run(admin, "CREATE SCHEMA ten")
+    try:
+        yield
+    finally:
+        run(admin, "DROP SCHEMA ten CASCADE")
+        fencing.metadata.create_all(admin)
+
+
 @pytest.mark.parametrize(("shared", "functions"), [(True, True), (True, False), (False, False)])
 @pytest.mark.parametrize("driver", ["asyncpg", "psycopg_async"])
 async def test_prepared_statement_of_the_fence_never_passes_a_table_that_is_no_longer_it(
@@ -267,10 +278,7 @@ async def test_prepared_statement_of_the_fence_never_passes_a_table_that_is_no_l
     """Shared leases, and all where the functions are missing, send statements, which drivers prepare."""
     admin = make_engine("postgresql")
     tenant = make_async_engine(driver, pool_size=1, connect_args=TENANT_PATH[driver])
-    with contextlib.ExitStack() as stack:
-        run(admin, "CREATE SCHEMA ten")
-        stack.callback(fencing.metadata.create_all, admin)
-        stack.callback(run, admin, "DROP SCHEMA ten CASCADE")
+    with schema_ten(admin):
         if not functions:
             run(admin, "DROP FUNCTION dlock_admit, dlock_confirm")
 
@@ -300,10 +308,7 @@ async def test_holder_is_not_refused_for_a_table_that_comes_earlier_between_two_
     """The prepared statement is asked once more; a holder that was admitted before may get no greater token."""
     admin = make_engine("postgresql")
     tenant = make_async_engine(driver, pool_size=1, connect_args=TENANT_PATH[driver])
-    with contextlib.ExitStack() as stack:
-        run(admin, "CREATE SCHEMA ten")
-        stack.callback(fencing.metadata.create_all, admin)
-        stack.callback(run, admin, "DROP SCHEMA ten CASCADE")
+    with schema_ten(admin):
         run(admin, "DROP FUNCTION dlock_admit, dlock_confirm")
         async with AsyncSession(tenant) as session, alock(session, "order", 42) as lease:
             for _ in range(8):

@@ -80,9 +80,8 @@ class SessionBackend:
         else:
             is_free = not reservation.token or await self._unlock(runtime, reservation)
         if self._reservations.pop(request.holder, None) is not None and is_free:
-            self._connections.keep(
-                reservation.connection
-            )  # Only now: the next one to abandon it must not meet another's.
+            # Only now: the next one to abandon it must not meet another's.
+            self._connections.keep(reservation.connection)
 
     async def renew(self, runtime: Runtime, renewals: Sequence[Renewal]) -> list[RenewalResult]:
         """Prove each connection; once the server has let us wait for long, the others get what is left to them."""
@@ -108,9 +107,8 @@ class SessionBackend:
         except BackendUnavailable:
             if reservation is None:
                 raise
-            return (
-                Released.EXPIRED
-            )  # The lock ended with its connection, before this release; only the next holder is unknown.
+            # The lock ended with its connection, before this release; only the next holder is unknown.
+            return Released.EXPIRED
 
     async def inspect(self, runtime: Runtime, name: str | None = None) -> list[LockState]:
         """Return holders and waiters; on MySQL and MariaDB only holders of this process show their owner."""
@@ -174,9 +172,8 @@ class SessionBackend:
             return RenewalFailure.LOST
 
         def prove(_: Connection) -> bool:
-            is_ours = (
-                self._reservations.get(request.holder) is reservation
-            )  # Otherwise it was released, and the connection may hold another lock.
+            # If it is not, it was released, and the connection may hold another lock.
+            is_ours = self._reservations.get(request.holder) is reservation
             return is_ours and self._server.prove(reservation.connection, request, reservation.token)
 
         with suppress(BackendUnavailable):
