@@ -26,6 +26,7 @@ from django.dispatch import receiver
 from django_dlock.transactions import Transaction, is_undone, text_of
 from dlock_core.sql.driver_errors import is_refusal, warn_unless_known
 from dlock_core.sql.statement_kinds import is_data_statement
+from dlock_core.transactions.retry import SWALLOWED, current_attempts
 from dlock_core.transactions.tie import Outcome, call_all
 
 if TYPE_CHECKING:
@@ -218,6 +219,8 @@ class ConnectionTracker:
             if self.current is not ending:
                 raise TransactionManagementError("The transaction was ended by a check that ran before its COMMIT.")
             has_ended = Outcome.ROLLED_BACK if is_undone(self.connection) else Outcome.COMMITTED
+            if current_attempts.get() and (ending.is_begun_anew or has_ended is Outcome.ROLLED_BACK):
+                raise TransactionManagementError(SWALLOWED)
             ending.outcome = Outcome.UNKNOWN
             commit()
             ending.outcome = has_ended

@@ -18,7 +18,7 @@ from django_dlock.connections import (
     tracker_for,
     wrap_statements,
 )
-from django_dlock.transactions import is_undone, text_of
+from django_dlock.transactions import text_of
 from dlock_core.sql.statement_kinds import surely_reads
 from dlock_core.transactions.retry import (
     ATTEMPTS,
@@ -74,15 +74,17 @@ def retry_on_conflict(
     a note, when something is or may be committed: by a COMMIT whose `on_commit` functions raised the conflict, by one
     of several databases, by another transaction inside the function, by a write in autocommit mode.
 
-    A function that swallows an error which has undone its transaction on PostgreSQL has done nothing: where the
-    database would take COMMIT for a ROLLBACK, TransactionManagementError is raised.
+    TransactionManagementError is raised when the function swallows an error that has undone its transaction: on PostgreSQL
+    any error outside of a savepoint, on MySQL and MariaDB a deadlock, also in a savepoint. What it did before would not
+    be committed, and what it does after that would be.
 
     `using` names the database, or several. Raises TransactionManagementError when a transaction is already open on one
     of them, since what it has read before would not be read again, and inside another `retry_on_conflict` of one of
     them. Put side effects into `transaction.on_commit`.
 
     A coroutine function is just run again: no transaction can be opened around a coroutine, so open one in the function
-    that it gives to `sync_to_async`. After a second one it would not run again: the first is committed.
+    that it gives to `sync_to_async`. After a second one it would not run again: the first is committed. An error that
+    was swallowed is seen at the COMMIT of that one; after a deadlock in a savepoint Django rolls back without one.
     """
     policy = Policy(attempts=attempts, within=within)
     aliases = _aliases(using)
@@ -116,9 +118,9 @@ def _attempt_in_new_transaction(
             if (open_one := open_transaction(connections[alias])) is not None:
                 _follow(alias, open_one)
         answer = check_answer(function(*args, **kwargs))
-        for alias in aliases:
-            if is_undone(connections[alias]) and not transaction.get_rollback(alias):
-                raise TransactionManagementError(f"{SWALLOWED}, or run the statement in an atomic() of its own")
+        for alias in aliases:  # Where Django cannot undo a savepoint, it rolls back without a word.
+            if (open_one := open_transaction(connections[alias])) is not None and open_one.is_begun_anew:
+                raise TransactionManagementError(SWALLOWED)
         return answer
 
 
@@ -166,7 +168,12 @@ def _statement(execute: Callable[..., Any], sql: Any, params: Any, *rest: Any) -
     open_one = tracker.transaction()
     if open_one is not None and open_one not in attempts[-1].parts:  # what the innermost knows, the others know
         _follow(connection.alias, open_one)
-    answer = execute(sql, params, *rest)
+    try:
+        answer = execute(sql, params, *rest)
+    except BaseException as error:
+        if open_one is not None:
+            open_one.note_failure(connection, error)
+        raise
     cursor = rest[1]["cursor"]
     has_changed = cursor.rowcount != 0 or cursor.description  # SQLite counts what it returns only when it is fetched
     if has_changed and not surely_reads(sql if type(sql) is str else text_of(sql)):

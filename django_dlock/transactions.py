@@ -73,6 +73,8 @@ class Transaction:
     """A statement was sent in it, which may have taken its snapshot."""
     is_unanswered: bool = False
     """A statement has failed, or was interrupted, and we have not asked yet whether everything was rolled back."""
+    is_begun_anew: bool = False
+    """The database has rolled it back with a failed statement, and takes what comes next for a new one."""
     comment: str = ""
     """Stands before each of its statements."""
     passed: set[object] = field(default_factory=set)
@@ -151,6 +153,7 @@ class Transaction:
         if not isinstance(error, Error):  # it may have come in the place of one
             return
         if (self.undo or self.settlers) and _has_rolled_back(connection, error):
+            self.is_begun_anew = True
             self._note_rolled_back(connection)
         self.is_unanswered = False
 

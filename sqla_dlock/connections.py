@@ -17,8 +17,14 @@ from sqlalchemy import event
 from sqlalchemy.exc import DBAPIError, InvalidRequestError
 
 from dlock_core.errors import NotSupported
-from dlock_core.sql.database import IN_ERROR, transaction_status
-from dlock_core.sql.driver_errors import is_refusal, warn_unless_known
+from dlock_core.sql.database import IN_ERROR, cursor_of, transaction_status
+from dlock_core.sql.driver_errors import (
+    MAY_ROLL_BACK,
+    DatabaseFailure,
+    failure_of_statement,
+    is_refusal,
+    warn_unless_known,
+)
 from dlock_core.transactions.retry import SWALLOWED, current_attempts
 from dlock_core.transactions.tie import Outcome, call_all
 
@@ -76,6 +82,8 @@ class ConnectionTracker:
         self._is_in_doubt = False
         self._has_failed = False
         """A statement has failed on PostgreSQL, which may have undone the whole transaction."""
+        self._is_begun_anew = False
+        """MySQL or MariaDB has undone all of it with a failed statement in a retry, and takes what follows for new."""
         own = self.sqlalchemy = SimpleNamespace(**dict(zip(_INTERCEPTED, _methods_of(connection), strict=True)))
         vars(connection).update(
             _dlock_tracker=self,
@@ -105,9 +113,9 @@ class ConnectionTracker:
             self._check()
             has_ended = Outcome.COMMITTED
             if self._has_failed and is_undone(self.connection):
-                if current_attempts.get():
-                    raise InvalidRequestError(f"{SWALLOWED}, or run the statement in a savepoint")
                 has_ended = Outcome.ROLLED_BACK
+            if current_attempts.get() and (self._is_begun_anew or has_ended is Outcome.ROLLED_BACK):
+                raise InvalidRequestError(SWALLOWED)
             if self._is_in_doubt or _is_alive(self.connection):
                 outcome = Outcome.UNKNOWN
             commit(*xid)
@@ -176,6 +184,8 @@ class ConnectionTracker:
 
     def _handle_dbapi_exception(self, *error: Any, **more: Any) -> None:
         self.hooks.is_unanswered = True  # also where rows are fetched
+        if current_attempts.get():
+            self._is_begun_anew |= _has_rolled_back(self.connection, error[0])
         self.sqlalchemy._handle_dbapi_exception(*error, **more)
 
     def _note_failure(self, *error: Any, **more: Any) -> None:
@@ -396,6 +406,22 @@ def is_undone(connection: Connection) -> bool:
             return True
         raise
     return False
+
+
+def _has_rolled_back(connection: Connection, error: BaseException) -> bool:
+    """Return whether a failed statement has taken the whole transaction along; asks MariaDB or MySQL where it must."""
+    trouble = failure_of_statement(error) if connection.dialect.name in ("mysql", "mariadb") else None
+    if trouble not in MAY_ROLL_BACK or trouble is DatabaseFailure.DEADLOCK:
+        return trouble is DatabaseFailure.DEADLOCK
+    dialect: Any = connection.dialect
+    question = "NOT @@in_transaction" if dialect.is_mariadb else "@@innodb_rollback_on_timeout"
+    try:
+        # The driver's cursor: nobody else is to hear of it.
+        with cursor_of(connection.connection) as cursor:
+            cursor.execute(f"SELECT {question}")
+            return bool(cursor.fetchone()[0])
+    except dialect.dbapi.Error:
+        return True
 
 
 def has_begun(connection: Connection) -> bool:

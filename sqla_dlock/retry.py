@@ -80,8 +80,9 @@ def retry_on_conflict(
     a note, when the transaction of this session, or of another that began in the function, is or may be committed. What
     a Connection without a session commits is not seen.
 
-    A function that swallows an error which has undone its transaction on PostgreSQL has done nothing: where the
-    database would take COMMIT for a ROLLBACK, InvalidRequestError is raised.
+    InvalidRequestError is raised when the function swallows an error that has undone its transaction: on PostgreSQL
+    any error outside of a savepoint, on MySQL and MariaDB a deadlock, also in a savepoint. What it did before would not
+    be committed, and what it does after that would be.
 
     Raises InvalidRequestError, before the function runs, inside another `retry_on_conflict` of the same engine, and
     where a transaction is already open: of a session among the arguments, of the current session of a

@@ -52,8 +52,8 @@ WITHIN_S: Final = 5.0
 """Seconds after the first attempt in which others may start, unless the caller says otherwise."""
 
 SWALLOWED: Final = (
-    "retry_on_conflict: the function has swallowed an error that undid its transaction, so that nothing would be "
-    "committed: let the error pass"
+    "retry_on_conflict: the function has swallowed an error that undid its transaction, so that nothing of what came "
+    "before it would be committed: let the error pass, or, unless it is a deadlock, run the statement in a savepoint"
 )
 """Why an attempt that ended without an error is refused."""
 

@@ -24,6 +24,7 @@ from dlock_core.sql.driver_errors import DatabaseFailure, classify
 from tests import processes
 from tests.django_dlock.sessions import add, committed, rows, second_session
 from tests.django_dlock.tracking import on_end
+from tests.mysql_server import LIKE_A_DEADLOCK, mariadb_only
 from tests.testapp.models import Article, Counter, Stock
 
 on_postgresql = pytest.mark.parametrize("database", ["postgresql"], indirect=True)
@@ -135,6 +136,66 @@ def test_error_that_has_undone_what_the_function_gives_up_can_be_swallowed(datab
 
     assert work() == "done"
     assert committed(database) == ({"a"} if in_savepoint else set())
+
+
+@pytest.mark.parametrize("database", ["mariadb"], indirect=True)
+@mariadb_only
+@pytest.mark.parametrize("how", ["goes on", "ends", "in a savepoint"])
+def test_deadlock_cannot_be_swallowed(database, how):
+    """MariaDB and MySQL roll everything back, and commit what comes after that."""
+
+    @retry_on_conflict(using=database)
+    def work() -> None:
+        add(database, "a")
+        with (
+            contextlib.suppress(DatabaseError),
+            atomic(database) if how == "in a savepoint" else contextlib.nullcontext(),
+        ):
+            rows(connections[database], LIKE_A_DEADLOCK)
+        if how == "goes on":
+            add(database, "b")
+
+    with pytest.raises(TransactionManagementError, match="swallowed an error that undid its transaction"):
+        work()
+    assert committed(database) == set()
+
+
+@pytest.mark.parametrize("database", ["mariadb"], indirect=True)
+def test_lock_timeout_that_has_undone_only_its_statement_can_be_swallowed(database):
+    taken = Counter.objects.using(database).filter(pk=add(database, "a").pk)
+
+    @retry_on_conflict(using=database)
+    def work() -> None:
+        with contextlib.suppress(OperationalError):
+            taken.select_for_update(nowait=True).get()
+        add(database, "b")
+
+    with second_session(database) as other:
+        rows(other, "BEGIN")
+        rows(other, "SELECT * FROM testapp_counter FOR UPDATE")
+        work()
+        rows(other, "ROLLBACK")
+    assert committed(database) == {"a", "b"}
+
+
+@pytest.mark.parametrize("alias", ["postgresql", pytest.param("mariadb", marks=mariadb_only)])
+async def test_error_that_has_undone_everything_cannot_be_swallowed_in_a_coroutine(use_database, alias):
+    await sync_to_async(use_database)(alias)
+
+    @sync_to_async
+    def step() -> None:
+        with atomic(alias):
+            add(alias, "a")
+            with contextlib.suppress(DatabaseError):
+                rows(connections[alias], LIKE_A_DEADLOCK if alias == "mariadb" else "SELECT 1 / 0")
+
+    @retry_on_conflict(using=alias)
+    async def work() -> None:
+        await step()
+
+    with pytest.raises(TransactionManagementError, match="swallowed an error that undid its transaction"):
+        await work()
+    assert await sync_to_async(committed)(alias) == set()
 
 
 def test_several_databases_are_rolled_back_together(database, use_database):

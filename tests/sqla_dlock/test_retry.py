@@ -4,7 +4,7 @@ import asyncio
 import inspect
 import threading
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import pytest
@@ -20,6 +20,7 @@ from dlock_core.transactions.retry import is_conflict
 from sqla_dlock.retry import is_retry, retry_on_conflict
 from sqla_dlock.rows import alock_row, lock_row
 from tests import processes
+from tests.mysql_server import LIKE_A_DEADLOCK, mariadb_only
 from tests.sqla_dlock.engines import ASYNC, SYNC, new_async_engine, new_engine, server_of
 from tests.sqla_dlock.models import Article, Counter, Stock
 from tests.sqla_dlock.sessions import kill_session, session_id
@@ -174,6 +175,78 @@ def test_error_in_a_savepoint_can_be_swallowed(engine):
 
     work()
     assert names(engine) == ["a"]
+
+
+@mariadb_only
+@pytest.mark.parametrize("engine", ["mariadb", "pymysql"], indirect=True)
+@pytest.mark.parametrize("how", ["goes on", "ends", "in a savepoint"])
+def test_deadlock_cannot_be_swallowed(engine, how):
+    """MariaDB and MySQL roll everything back, and commit what comes after that."""
+
+    @retry_on_conflict(sessionmaker(engine))
+    def work(session: Session) -> None:
+        session.add(Counter(name="a"))
+        session.flush()
+        with suppress(DBAPIError), session.begin_nested() if how == "in a savepoint" else nullcontext():
+            session.execute(text(LIKE_A_DEADLOCK))
+        if how == "goes on":
+            session.add(Counter(name="b"))
+
+    with pytest.raises(InvalidRequestError, match="swallowed an error that undid its transaction"):
+        work()
+    assert names(engine) == []
+
+
+@mariadb_only
+@pytest.mark.parametrize("async_engine", ["aiomysql", "asyncmy"], indirect=True)
+async def test_deadlock_cannot_be_swallowed_async(async_engine):
+    @retry_on_conflict(async_sessionmaker(async_engine))
+    async def work(session: AsyncSession) -> None:
+        session.add(Counter(name="a"))
+        await session.flush()
+        with suppress(DBAPIError):
+            await session.execute(text(LIKE_A_DEADLOCK))
+
+    with pytest.raises(InvalidRequestError, match="swallowed an error that undid its transaction"):
+        await work()
+    async with AsyncSession(async_engine) as session:
+        assert (await session.scalars(select(Counter.name))).all() == []
+
+
+@pytest.mark.parametrize("engine", ["mariadb", "pymysql"], indirect=True)
+def test_lock_timeout_that_has_undone_only_its_statement_can_be_swallowed(engine):
+    with Session(engine) as session, session.begin():
+        session.add(Counter(name="a"))
+
+    @retry_on_conflict(sessionmaker(engine))
+    def work(session: Session) -> None:
+        with suppress(DBAPIError):
+            session.scalars(select(Counter).with_for_update(nowait=True)).all()
+        session.add(Stock(id=1))
+
+    with Session(engine) as other, other.begin():
+        other.scalars(select(Counter).with_for_update()).all()
+        work()
+    with Session(engine) as session:
+        assert session.scalars(select(Stock.id)).all() == [1]
+
+
+@pytest.mark.parametrize("async_engine", ["aiomysql", "asyncmy"], indirect=True)
+async def test_lock_timeout_that_has_undone_only_its_statement_can_be_swallowed_async(async_engine):
+    async with AsyncSession(async_engine) as session, session.begin():
+        session.add(Counter(name="a"))
+
+    @retry_on_conflict(async_sessionmaker(async_engine))
+    async def work(session: AsyncSession) -> None:
+        with suppress(DBAPIError):
+            (await session.scalars(select(Counter).with_for_update(nowait=True))).all()
+        session.add(Stock(id=1))
+
+    async with AsyncSession(async_engine) as other, other.begin():
+        (await other.scalars(select(Counter).with_for_update())).all()
+        await work()
+    async with AsyncSession(async_engine) as session:
+        assert (await session.scalars(select(Stock.id))).all() == [1]
 
 
 async def test_coroutine_function_gives_up_as_a_function_does(async_engine):
