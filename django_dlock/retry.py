@@ -74,7 +74,7 @@ def retry_on_conflict(
     a note, when something is or may be committed: by a COMMIT whose `on_commit` functions raised the conflict, by one
     of several databases, by another transaction inside the function, by a write in autocommit mode.
 
-    TransactionManagementError is raised when the function swallows an error that has undone its transaction: on PostgreSQL
+    Raises TransactionManagementError when the function swallows an error that has undone its transaction: on PostgreSQL
     any error outside of a savepoint, on MySQL and MariaDB a deadlock, also in a savepoint. What it did before would not
     be committed, and what it does after that would be.
 

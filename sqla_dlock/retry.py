@@ -80,7 +80,7 @@ def retry_on_conflict(
     a note, when the transaction of this session, or of another that began in the function, is or may be committed. What
     a Connection without a session commits is not seen.
 
-    InvalidRequestError is raised when the function swallows an error that has undone its transaction: on PostgreSQL
+    Raises InvalidRequestError when the function swallows an error that has undone its transaction: on PostgreSQL
     any error outside of a savepoint, on MySQL and MariaDB a deadlock, also in a savepoint. What it did before would not
     be committed, and what it does after that would be.
 
