@@ -18,7 +18,7 @@ from django_dlock.connections import (
     tracker_for,
     wrap_statements,
 )
-from django_dlock.transactions import text_of
+from django_dlock.transactions import is_undone, text_of
 from dlock_core.sql.statement_kinds import surely_reads
 from dlock_core.transactions.retry import (
     ATTEMPTS,
@@ -118,10 +118,17 @@ def _attempt_in_new_transaction(
             if (open_one := open_transaction(connections[alias])) is not None:
                 _follow(alias, open_one)
         answer = check_answer(function(*args, **kwargs))
-        for alias in aliases:  # Where Django cannot undo a savepoint, it rolls back without a word.
-            if (open_one := open_transaction(connections[alias])) is not None and open_one.is_begun_anew:
-                raise TransactionManagementError(SWALLOWED)
+        for alias in aliases:  # before the first of them is committed
+            _refuse_undone(alias)
         return answer
+
+
+def _refuse_undone(alias: str) -> None:
+    open_one = open_transaction(connections[alias])
+    # Where Django cannot undo a savepoint, it would roll back without a word, as it does on purpose.
+    has_begun_anew = open_one is not None and open_one.is_begun_anew
+    if has_begun_anew or (is_undone(connections[alias]) and not transaction.get_rollback(alias)):
+        raise TransactionManagementError(SWALLOWED)
 
 
 async def _attempt_of_coroutine(

@@ -178,6 +178,24 @@ def test_lock_timeout_that_has_undone_only_its_statement_can_be_swallowed(databa
     assert committed(database) == {"a", "b"}
 
 
+@pytest.mark.parametrize("undone", ["postgresql", pytest.param("mariadb", marks=mariadb_only)])
+@pytest.mark.parametrize("is_first", [True, False])
+def test_error_that_has_undone_everything_on_one_of_several_databases_leaves_nothing_on_the_others(
+    use_database, undone, is_first
+):
+    use_database(undone), use_database("other")
+
+    @retry_on_conflict(using=(undone, "other") if is_first else ("other", undone))
+    def work() -> None:
+        add(undone, "a"), add("other", "a")
+        with contextlib.suppress(DatabaseError):
+            rows(connections[undone], LIKE_A_DEADLOCK if undone == "mariadb" else "SELECT 1 / 0")
+
+    with pytest.raises(TransactionManagementError, match="swallowed an error that undid its transaction"):
+        work()
+    assert committed(undone) == committed("other") == set()
+
+
 @pytest.mark.parametrize("alias", ["postgresql", pytest.param("mariadb", marks=mariadb_only)])
 async def test_error_that_has_undone_everything_cannot_be_swallowed_in_a_coroutine(use_database, alias):
     await sync_to_async(use_database)(alias)
