@@ -59,9 +59,13 @@ def backend() -> Iterator[Away]:
 
 
 def end(store: Away) -> None:
-    """Let the store answer, so that no later test hears of its leases."""
+    """Let the store answer, so that no later test hears of its leases: the harness has put another store before it."""
     store.failure = None
-    until(lambda: store not in late_releases._late_steps or not late_releases._late_steps[store]._late)
+    until(lambda: not is_any_repeated())
+
+
+def is_any_repeated() -> bool:
+    return any(late._late for late in list(late_releases._late_steps.values()))
 
 
 @pytest.fixture
@@ -240,8 +244,8 @@ def test_store_that_fails_slowly_is_asked_once_a_round_and_the_others_come_first
         add(late, record_of(backend, name))
     pauses = rounds(late, 8)
     assert backend.asked == [*"abc", *"abc", *"ab"]
-    assert [round(pause, 1) for pause in pauses] == sorted(round(pause, 1) for pause in pauses)
-    assert pauses[0] < 1.0 <= pauses[-1]
+    assert all(pause >= least for pause, least in zip(pauses, [0.05, 0.1, 0.2, 0.4, 0.8, 1.0, 1.0, 1.0], strict=True))
+    assert pauses[0] < 1.0
     backend.failure = None
     rounds(late, 1)
     assert (late._late, late._pause) == ({}, late_releases.MIN_PAUSE_S)
@@ -274,8 +278,7 @@ def test_surprise_in_one_release_costs_no_other(backend: Away, caplog: pytest.Lo
     add(late, record_of(store, "a"))
     add(late, held)
     until(lambda: held.ended)
-    until(lambda: "a release failed" in caplog.text)
-    assert late._late == {}
+    until(lambda: "a release failed" in caplog.text and not late._late)
 
 
 def test_store_that_is_silent_for_a_release_delays_no_renewal(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -412,7 +415,7 @@ def test_silent_store_keeps_the_caller_no_longer_for_several_locks_than_for_one(
     with pytest.raises(BackendUnavailable):
         lease.release()
     assert len(store.asked) <= 2
-    assert len(late_releases._late_steps[store]._late) == 8
+    assert len(late_releases._late_steps.pop(store)._late) == 8
 
 
 async def test_release_whose_caller_is_cancelled_is_told(events: list[hooks.Event]) -> None:
@@ -474,14 +477,14 @@ class TestGrantWhoseAnswerWasLost:
         backend.is_refused = True
         with pytest.raises(BackendUnavailable):
             harness.acquire("a", ttl=TTL_S, wait=0)
-        assert backend not in late_releases._late_steps
+        assert not is_any_repeated()
 
     def test_is_left_to_the_transaction_in_which_the_lock_was_asked_for(self, backend: Losing) -> None:
         options = LockOptions(TTL_S, 0.0)
         request = new_request("a", options, transaction=object())
         with pytest.raises(BackendUnavailable):
             run(engine.Acquisition(BLOCKING, backend, request, options).acquire())
-        assert backend not in late_releases._late_steps
+        assert not is_any_repeated()
 
 
 def test_acquires_that_fail_while_the_store_is_away_leave_no_endless_list(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -491,4 +494,4 @@ def test_acquires_that_fail_while_the_store_is_away_leave_no_endless_list(monkey
     for number in range(10):
         with pytest.raises(BackendUnavailable):
             Lock(store, str(number), wait=0).acquire()
-    assert len(late_releases._late_steps[store]._late) == 3
+    assert len(late_releases._late_steps.pop(store)._late) == 3
