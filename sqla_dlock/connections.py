@@ -111,11 +111,10 @@ class ConnectionTracker:
         outcome = Outcome.ROLLED_BACK
         try:
             self._check()
-            has_ended = Outcome.COMMITTED
-            if self._has_failed and is_undone(self.connection):
-                has_ended = Outcome.ROLLED_BACK
-            if current_attempts.get() and (self._is_begun_anew or has_ended is Outcome.ROLLED_BACK):
-                raise InvalidRequestError(SWALLOWED)
+            if current_attempts.get():
+                self.refuse_undone()
+            is_rolled_back = self._has_failed and is_undone(self.connection)
+            has_ended = Outcome.ROLLED_BACK if is_rolled_back else Outcome.COMMITTED
             if self._is_in_doubt or _is_alive(self.connection):
                 outcome = Outcome.UNKNOWN
             commit(*xid)
@@ -128,6 +127,11 @@ class ConnectionTracker:
                 outcome = self._outcome_after(error)
             self._end(outcome, in_commit=True)
             raise
+
+    def refuse_undone(self) -> None:
+        """Raise InvalidRequestError when the database has undone what was done, by an error that was swallowed."""
+        if self._is_begun_anew or (self._has_failed and is_undone(self.connection)):
+            raise InvalidRequestError(SWALLOWED)
 
     def _check(self) -> None:
         if self.hooks.is_unanswered:

@@ -267,6 +267,13 @@ def _attempted_work(root: RootTransaction) -> AttemptedWork:
     return work
 
 
+def _refuse_undone(connections: list[Connection]) -> None:
+    """Refuse the first COMMIT of several when what was done on one of the connections is undone."""
+    for connection in connections:
+        if (tracker := tracker_of(connection)) is not None:
+            tracker.refuse_undone()
+
+
 # First among the listeners: what others do there may need it.
 @event.listens_for(Session, "after_transaction_create", insert=True)
 def _begun(session: Session, transaction: SessionTransaction) -> None:
@@ -279,6 +286,7 @@ def _begun(session: Session, transaction: SessionTransaction) -> None:
     root = hooks.begin(session, transaction)
     if attempts:
         report(transaction, partial(_attempted_work, root))
+        root.checks.append(partial(_refuse_undone, root.connections))
     try:
         for hook in list(hooks.beginnings):
             hook()

@@ -213,6 +213,30 @@ async def test_deadlock_cannot_be_swallowed_async(async_engine):
         assert (await session.scalars(select(Counter.name))).all() == []
 
 
+@pytest.mark.parametrize("undone", ["postgresql", pytest.param("mariadb", marks=mariadb_only)])
+@pytest.mark.parametrize("is_first", [True, False])
+def test_error_that_has_undone_everything_on_one_of_several_databases_leaves_nothing_on_the_others(
+    make_engine, undone, is_first
+):
+    engine, other = make_engine(undone), make_engine("sqlite")
+
+    @retry_on_conflict(sessionmaker(binds={Counter: engine, Stock: other}))
+    def work(session: Session) -> None:
+        first, second = Counter(name="a"), Stock(id=1)
+        for each in (first, second) if is_first else (second, first):
+            session.add(each)
+            session.flush()
+        with suppress(DBAPIError):
+            failing = LIKE_A_DEADLOCK if undone == "mariadb" else "SELECT 1 / 0"
+            session.execute(text(failing), bind_arguments={"mapper": Counter})
+
+    with pytest.raises(InvalidRequestError, match="swallowed an error that undid its transaction"):
+        work()
+    with Session(other) as session:
+        assert session.scalars(select(Stock)).all() == []
+    assert names(engine) == []
+
+
 @pytest.mark.parametrize("engine", ["mariadb", "pymysql"], indirect=True)
 def test_lock_timeout_that_has_undone_only_its_statement_can_be_swallowed(engine):
     with Session(engine) as session, session.begin():
