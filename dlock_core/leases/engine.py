@@ -158,16 +158,16 @@ async def release(runtime: Runtime, held: LeaseRecord) -> Released:
 
 async def _release(runtime: Runtime, held: LeaseRecord) -> None:
     try:
-        await _release_once(runtime, held)
-    except BackendUnavailable as error:
-        if error.refused:
-            raise
         try:
             await _release_once(runtime, held)
-        except BackendUnavailable as again:
-            if not again.refused:
-                release_later(held)
-            raise
+        except BackendUnavailable as error:
+            if error.refused:
+                raise
+            await _release_once(runtime, held)
+    except BaseException as error:  # An interrupt, too: the caller's event loop may end before the store answers.
+        if not (isinstance(error, NotHeld) or getattr(error, "refused", False)):
+            release_later(held)
+        raise
 
 
 async def _release_once(runtime: Runtime, held: LeaseRecord, tell: Callable[..., object] | None = None) -> None:
@@ -206,6 +206,7 @@ async def clean_up(
     """
     if isinstance(error, BackendUnavailable) and runtime.now() > until + MAX_OVERTIME_S:
         runtime.run_in_background(coroutine)
+        await runtime.sleep(0.0)  # It has begun now: of a task that has not, the end of its loop leaves no trace.
     else:
         await runtime.shield(coroutine)
 
@@ -399,13 +400,19 @@ class Acquisition:
         async def leave(runtime: Runtime) -> None:
             await backend.abandon(runtime, request, ticket)
 
+        is_done = request.transaction is not None  # Its end takes along what was granted.
         try:
-            await leave(self.runtime)
+            try:
+                await leave(self.runtime)
+            except BackendUnavailable as error:
+                if not error.broken:
+                    raise
+                await leave(self.runtime)
+            is_done = True
         except BackendUnavailable as error:
-            if error.broken:
-                with suppress(BackendUnavailable):
-                    return await leave(self.runtime)
-            if not error.refused and request.transaction is None:  # A grant that we cannot reach ends with its ttl.
+            is_done = is_done or error.refused
+        finally:
+            if not is_done:  # Also where the caller's event loop ends before the store has answered.
                 _repeat_later(backend, request.holder, leave, request.ttl, is_release=False)
 
     def timeout(self) -> AcquireTimeout:

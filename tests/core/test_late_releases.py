@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from dlock_core import AsyncLock, Lock, MultiLock
+from dlock_core import AsyncLock, AsyncMultiLock, Lock, MultiLock
 from dlock_core.backend import Granted, Released
 from dlock_core.errors import BackendUnavailable, LeaseLost
 from dlock_core.leases import engine, late_releases, multilock, watchdog
@@ -79,6 +79,12 @@ def events() -> Iterator[list[hooks.Event]]:
 def fail_to_release(harness: Harness, lease: Any) -> None:  # noqa: F811
     with pytest.raises(BackendUnavailable):
         harness.do(lease.release)
+
+
+async def silence(runtime: Any) -> None:
+    """Keep a task waiting, but not what is done in the background."""
+    if runtime is not BLOCKING:
+        await asyncio.sleep(TTL_S)
 
 
 def come_back(store: Away, *, after: int) -> None:
@@ -468,6 +474,33 @@ class TestGrantWhoseAnswerWasLost:
         assert len(harness.holders("a")) == 1
         come_back(backend, after=3)
         harness.until(lambda: harness.holders("a") == [])
+
+    @pytest.mark.parametrize("lock", [partial(AsyncLock, name="c"), partial(AsyncMultiLock, names=["a", "c"])])
+    def test_is_abandoned_although_the_loop_of_its_caller_ends_before_the_store_answers(
+        self, monkeypatch: pytest.MonkeyPatch, lock: Any
+    ) -> None:
+        """As async_to_sync ends its loop after each call; a lock that was granted before is released, too."""
+
+        class Silent(Losing):
+            async def try_acquire(self, runtime: Any, request: Any, ticket: Any = None, *, unsure: bool = False) -> Any:
+                kind = Losing if request.name == "c" else MemoryBackend
+                return await kind.try_acquire(self, runtime, request, ticket, unsure=unsure)
+
+            async def abandon(self, runtime: Any, request: Any, ticket: Any = None) -> None:
+                await silence(runtime)
+                await super().abandon(runtime, request, ticket)
+
+            async def release(self, runtime: Any, request: Any, granted: Any) -> Released:
+                await silence(runtime)
+                return await super().release(runtime, request, granted)
+
+        monkeypatch.setattr(engine, "MAX_OVERTIME_S", -1.0)  # every answer takes too long
+        store = Silent()
+        with pytest.raises(BackendUnavailable):
+            asyncio.run(lock(store, ttl=TTL_S, wait=0).acquire())
+        assert "c" in [state.name for state in run(store.inspect(BLOCKING))]
+        store.failure = None
+        until(lambda: not run(store.inspect(BLOCKING)))
 
     def test_is_not_abandoned_in_the_background_where_that_is_refused(
         self,
