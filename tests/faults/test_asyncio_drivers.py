@@ -28,7 +28,10 @@ def name() -> str:
     return f"asyncio:{secrets.token_hex(4)}"
 
 
-@pytest.fixture(params=["asyncpg", "psycopg_async"])
+LISTENING = ["asyncpg", "psycopg_async"]
+
+
+@pytest.fixture(params=[*LISTENING, "aiomysql", "asyncmy"])
 def driver(request: pytest.FixtureRequest) -> str:
     request.getfixturevalue(server_of(request.param))
     return str(request.param)
@@ -36,7 +39,7 @@ def driver(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def proxy(driver: str) -> Iterator[Proxy]:
-    with Proxy(settings.POSTGRESQL_PORT) as proxy:
+    with Proxy(settings.POSTGRESQL_PORT if driver in LISTENING else settings.MARIADB_PORT) as proxy:
         yield proxy
 
 
@@ -64,6 +67,7 @@ def assert_step_fails_in_time(store: TableBackend, threads: ThreadPoolExecutor, 
     assert isinstance(failed.exception(WITHIN), BackendUnavailable)
 
 
+@pytest.mark.parametrize("driver", LISTENING, indirect=True)
 def test_step_that_is_under_way_ends_although_listeners_were_cut(
     store: TableBackend, proxy: Proxy, threads: ThreadPoolExecutor, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
