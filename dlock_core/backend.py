@@ -78,12 +78,14 @@ class Granted(NamedTuple):
 class Busy(NamedTuple):
     """Another holder has the lock: ask again after at most `retry_after` seconds.
 
-    `owner` is the holder's metadata, if known. `ticket` is private to the backend, for its `wait`.
+    `owner` is the holder's metadata, if known. `ticket` is private to the backend, for its `wait`. `is_late` means the
+    same as in BackendUnavailable.
     """
 
     retry_after: float
     owner: str = ""
     ticket: Any = None
+    is_late: bool = False
 
 
 class Renewal(NamedTuple):

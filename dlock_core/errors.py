@@ -182,6 +182,8 @@ class BackendUnavailable(DLockError):
     """
 
     retry_after = 1.0
+    is_late = False
+    """What undoes the attempt may still be on its way, and would also end a later grant of the same holder."""
 
     def __init__(self, name: str, *, reason: str, broken: bool = False, refused: bool = False) -> None:
         of = f" for lock {name!r}" if name else ""

@@ -81,8 +81,12 @@ def new_request(
         transaction: The caller's open transaction, for a store that locks inside it.
     """
     owner = owners.text() if owner is None else owner
-    queues, holder = queue and options.wait != 0.0, os.urandom(16).hex()
+    queues, holder = queue and options.wait != 0.0, _new_holder()
     return AcquireRequest(name, holder, options.ttl, options.shared, queues, options.fair, owner, 0, transaction)
+
+
+def _new_holder() -> str:
+    return os.urandom(16).hex()
 
 
 def new_requests(names: Sequence[str], options: AcquireOptions) -> list[AcquireRequest]:
@@ -216,7 +220,8 @@ class Acquisition:
 
     It records at every moment what the store may hold of it, so that `undo` leaves nothing behind wherever an interrupt
     or an error has stopped the caller. The request is repeated unchanged, with the same holder: when a reply was lost,
-    the store recognizes the holder and repeats its answer, so that a grant whose reply was lost is found at once.
+    the store recognizes the holder and repeats its answer, so that a grant whose reply was lost is found at once. Only
+    where the store has undone an attempt, and the undo may come late, the next one has a holder of its own.
 
     Args:
         options: How long to wait for the lock, and what is done with its lease; they are read here only.
@@ -367,10 +372,14 @@ class Acquisition:
         try:
             self.answer = await self.backend.try_acquire(self.runtime, self.request, self.ticket, unsure=unsure)
         except BackendUnavailable as error:
+            is_late = error.is_late
             await self.pause(error)
         else:
+            is_late = isinstance(self.answer, Busy) and self.answer.is_late
             self.broken = None
             self.touched = isinstance(self.answer, Granted) or self.request.queue
+        if is_late:
+            self.request = self.request._replace(holder=_new_holder())
 
     async def pause(self, error: BackendUnavailable) -> None:
         """Decide whether to ask an unreachable store again, and when."""

@@ -106,6 +106,12 @@ def here(node: Server, prefix: str, name: str = "a") -> list[str]:
         alone.close()
 
 
+def undone(node: Server) -> int:
+    """How many undos a node has carried out; only they are sent as a script's text."""
+    with redis.Redis.from_url(node.url) as client:
+        return client.info("commandstats").get("cmdstat_eval", {"calls": 0})["calls"]
+
+
 def insist(step: Callable[[], Any]) -> Any:
     """Ask until the store answers."""
     found: list[Any] = []
@@ -139,6 +145,37 @@ def test_lease_that_is_released_while_a_node_takes_it_again_stays_nowhere(
     assert [here(node, prefix) for node in nodes] == [[]] * 5
     through.close()
     behind.close()
+
+
+@pytest.mark.parametrize("is_contended", [False, True])
+def test_undo_that_comes_late_ends_no_later_grant_of_the_same_call(
+    harness: Harness, nodes: list[Server], proxies: list[Proxy], through: Harness, prefix: str, is_contended: bool
+) -> None:
+    """Two of five nodes are away, or another has them, and one is slow; what was sent to it comes when we hold."""
+    other = [RedisBackend.from_url(node.url, prefix=prefix) for node in nodes[:2]]
+    if is_contended:
+        held = [Lock(each, "a", ttl=WITHIN, renew=False).acquire() for each in other]
+    else:
+        for node, proxy in zip(nodes[:2], proxies, strict=False):
+            node.pause()
+            proxy.refuse()
+    attempt = proxies[4].hold_request(matching=ACQUIRE)
+    lease = through.acquire("a", wait=WITHIN, ttl=WITHIN, renew=False)
+    before = undone(nodes[4])
+    attempt.release()
+    until(lambda: undone(nodes[4]) > before)
+    assert [here(node, prefix) for node in nodes[2:]] == [[lease.holder]] * 3
+    if is_contended:
+        for each in held:
+            each.release()
+    else:
+        for node in nodes[:2]:
+            node.resume()
+    assert harness.try_acquire("a") is None
+    through.do(lease.release)
+    assert [here(node, prefix) for node in nodes] == [[]] * 5
+    for each in other:
+        each.close()
 
 
 @pytest.mark.parametrize("how", ["kill", "pause"])

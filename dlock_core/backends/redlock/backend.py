@@ -25,6 +25,7 @@ from dlock_core.backends.redis.protocol import (
 )
 from dlock_core.backends.redis.transport import retry_once
 from dlock_core.backends.redlock import quorum
+from dlock_core.backends.redlock.broadcast import is_late
 from dlock_core.backends.redlock.nodes import NodeSet, all_of, merge_states, pools_from_url
 from dlock_core.errors import BackendUnavailable
 from dlock_core.runtime import RNG
@@ -82,9 +83,12 @@ class RedlockBackend:
             token = await self._adopt(runtime, request, drawn)
         if token is not None:
             return Granted(token, request.ttl)
-        if not request.floor:
-            await runtime.shield(self._give_back(runtime, request, answers))
-        return self._busy(request, answers)
+        late = not request.floor and await runtime.shield(self._give_back(runtime, request, answers))
+        try:
+            return self._busy(request, answers)._replace(is_late=late)
+        except BackendUnavailable as error:
+            error.is_late = late
+            raise
 
     async def wait(self, runtime: Runtime, request: AcquireRequest, busy: Busy, timeout: float) -> None:
         """Wait in the queue of one node, the last of those where the holder is; a woken waiter asks all nodes.
@@ -172,14 +176,21 @@ class RedlockBackend:
         self._forecast = quorum.Forecast(max(clocks), runtime.now())
         return token
 
-    async def _give_back(self, runtime: Runtime, request: AcquireRequest, answers: Sequence[Any]) -> None:
-        """End what some nodes granted, or may have granted; positions in queues are kept."""
+    async def _give_back(self, runtime: Runtime, request: AcquireRequest, answers: Sequence[Any]) -> bool:
+        """End what some nodes granted, or may have granted; return whether that, or an undo, may still be on its way.
+
+        Positions in queues are kept, unless the next attempt will have another holder.
+        """
+        late = any(map(is_late, answers))
         granted = frozenset(index for index, answer in enumerate(answers) if isinstance(answer, int))
-        indexes = granted | {index for index, answer in enumerate(answers) if not isinstance(answer, list)}
-        if indexes:
-            keys, args = self._keyspace.of(request.name), (request.holder,)
-            release = self._nodes.request(request.name, "release", keys, args, all_of(granted), must_arrive=True)
-            await self._nodes.ask(runtime, release._replace(among=indexes))
+        asked = [index for index, answer in enumerate(answers) if answer is not None]
+        indexes = frozenset(index for index in asked if late or not isinstance(answers[index], list))
+        if not indexes:
+            return False
+        keys, args = self._keyspace.of(request.name), (request.holder, "1") if late else (request.holder,)
+        release = self._nodes.request(request.name, "release", keys, args, all_of(granted), must_arrive=True)
+        given_back = await self._nodes.ask(runtime, release._replace(among=indexes))
+        return late or any(map(is_late, given_back))
 
     def _busy(self, request: AcquireRequest, answers: Sequence[Any]) -> Busy:
         """Return the owner that most nodes name, and as the ticket the index of a node at which to wait.

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
 
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import RedisError
+from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from dlock_core.backends.idle import IdlePool
 from dlock_core.backends.redis.addresses import title
@@ -44,7 +45,7 @@ if TYPE_CHECKING:
     from dlock_core.backends.redis.transport import AsyncioTransport
     from dlock_core.runtime import Runtime
 
-__all__ = ["Broadcast", "Enough", "RedlockNode", "broadcast_async", "broadcast_blocking"]
+__all__ = ["LATE", "Broadcast", "Enough", "RedlockNode", "broadcast_async", "broadcast_blocking", "is_late"]
 
 LATE_REPLY_GRACE_S: Final = 0.1
 """How long slower nodes are waited for after a majority has decided."""
@@ -69,6 +70,15 @@ class RedlockNode:
     def fail(self) -> None:
         """Suspend the node, which did not answer."""
         self.is_healthy, self.suspended_until = False, clock() + FAILED_NODE_PAUSE_S
+
+
+LATE: Final = object()
+"""The answer of a node that was asked and has not answered in time: it may carry the request out at any later time."""
+
+
+def is_late(answer: Any) -> bool:
+    """Return whether a node may still carry the request out, or what was sent behind it."""
+    return answer is LATE or isinstance(getattr(answer, "__cause__", None), TimeoutError | RedisTimeoutError)
 
 
 Enough = Callable[[Sequence[Any]], bool]
@@ -99,7 +109,7 @@ class Broadcast(NamedTuple):
 def broadcast_blocking(
     nodes: Sequence[RedlockNode], pool: IdlePool[NodeConnections], asked: Iterable[int], request: Broadcast
 ) -> list[Any]:
-    """Return an answer for each node, None where none came in time."""
+    """Return an answer for each node: LATE where none came in time, None where it was not asked."""
     connections = pool.take() or NodeConnections(nodes)
     running = _BlockingBroadcast(nodes, connections, request)
     try:
@@ -153,6 +163,8 @@ class _BlockingBroadcast:
     def end(self) -> None:
         """Stop waiting for the outstanding answers: send the undo, and close these connections."""
         self.is_over = True
+        for index in (*self.sent, *self.connecting):
+            self.answers[index] = LATE
         for index in self.sent:
             self.nodes[index].fail()
             self._undo(index)
@@ -228,6 +240,7 @@ class _BlockingBroadcast:
             node.fail()
             failure = error if isinstance(error, RedisError | OSError) else OSError(type(error).__name__)
             answer = unavailable(self.request.name, failure, reused=False)
+            answer.__cause__ = failure
         else:
             node.is_healthy = True
             node.threads.checkin(connection)
@@ -248,7 +261,7 @@ class _BlockingBroadcast:
 async def broadcast_async(
     runtime: Runtime, nodes: Sequence[RedlockNode], asked: Iterable[int], request: Broadcast
 ) -> list[Any]:
-    """Return an answer for each node, None where none came in time."""
+    """Return an answer for each node: LATE where none came in time, None where it was not asked."""
     answers: list[Any] = [None] * len(nodes)
     connections: list[Any] = [None] * len(nodes)
     data = pack_commands([request.command])
@@ -267,6 +280,7 @@ async def broadcast_async(
     finally:
         for task, index in pending.items():
             if not task.done():  # If it is done, another task may have its connection by now.
+                answers[index] = LATE
                 nodes[index].fail()
                 _stop_waiting(task, nodes[index], connections[index], request)
     return answers

@@ -1,7 +1,7 @@
 """The nodes of a Redlock: their addresses, one request to all of them, and their answers as one.
 
-An answer is a value, or BackendUnavailable, or None when it did not come in time. A node that was too slow is left
-alone for a while, unless it is needed for a majority.
+An answer is a value, or BackendUnavailable, or LATE when it did not come in time, or None from a node that was not
+asked. A node that was too slow is left alone for a while, unless it is needed for a majority.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dlock_core.backends.redis.addresses import PORT, pool_from_url, split_hosts
 from dlock_core.backends.redis.protocol import Keyspace, load_script
 from dlock_core.backends.redis.transport import unavailable
 from dlock_core.backends.redlock import broadcast
-from dlock_core.backends.redlock.broadcast import Broadcast, RedlockNode, idle_connections
+from dlock_core.backends.redlock.broadcast import LATE, Broadcast, RedlockNode, idle_connections
 from dlock_core.backends.redlock.quorum import majority
 from dlock_core.errors import BackendUnavailable
 from dlock_core.runtime import Asyncio, clock
@@ -94,7 +94,7 @@ class NodeSet:
     def unavailable(self, name: str, answers: Sequence[Any]) -> BackendUnavailable:
         """Return the error that says of each node why there is no majority."""
         failures = {index: each for index, each in enumerate(answers) if isinstance(each, BackendUnavailable)}
-        reasons = {index: "no answer in time" for index, each in enumerate(answers) if each is None}
+        reasons = {index: "no answer in time" for index, each in enumerate(answers) if each in (None, LATE)}
         reasons |= {index: failure.reason for index, failure in failures.items()}
         text = "; ".join(f"{self.all[index].title}: {reason}" for index, reason in sorted(reasons.items()))
         refused = sum(failure.refused for failure in failures.values())
