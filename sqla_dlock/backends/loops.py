@@ -42,7 +42,7 @@ class Loop:
 
     def begin(self) -> None:
         """Start empty; also in a forked child, which has none of its parent's threads."""
-        self._guard = threading.Lock()
+        self._guard = threading.RLock()  # A signal handler may ask for a lock, too, in the middle of a method of ours.
         self._inside: set[object] = set()
         self._loop: asyncio.AbstractEventLoop | None = None
 
@@ -85,7 +85,10 @@ class Loop:
         """Keep the loop running until this guest, a connection or a call, leaves."""
         with self._guard:
             if self._loop is None:
-                self._loop = _started()
+                started = _started()
+                self._loop = loop = self._loop or started  # A signal handler may have started another meanwhile.
+                if loop is not started:
+                    started.call_soon_threadsafe(started.stop)
             self._inside.add(guest)
             return self._loop
 
@@ -98,8 +101,8 @@ class Loop:
         with self._guard:
             self._inside.discard(guest)
             if not self._inside and self._loop is not None:
-                self._loop.call_soon_threadsafe(self._loop.stop)
-                self._loop = None
+                loop, self._loop = self._loop, None  # Nothing is called before that: whoever comes now starts another.
+                loop.call_soon_threadsafe(loop.stop)
 
     def _begin(self, function: Callable[..., T], *args: Any) -> Future[T]:
         coroutine: Coroutine[Any, Any, T] = greenlet_spawn(function, *args)

@@ -1,8 +1,13 @@
 """The event loop in which the connections of asyncio drivers live."""
 
 import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
 
 from dlock_core.runtime import BLOCKING, run
+from sqla_dlock.backends import loops
 from sqla_dlock.backends.loops import Loop
 
 WITHIN = 10.0
@@ -18,3 +23,37 @@ def test_finalizer_in_the_loops_own_thread_does_not_wait_for_the_loop() -> None:
         assert run(loop.call(BLOCKING, lambda: "alive")) == "alive"
     finally:
         loop.leave(closed)
+
+
+def interrupt(monkeypatch: pytest.MonkeyPatch, owner: object, method: str, handler: Callable[[], object]) -> None:
+    """Call what stands for a signal handler, once, in the middle of a function."""
+    known = getattr(owner, method)
+
+    def interrupted(*args: object) -> object:
+        result = known(*args)
+        monkeypatch.setattr(owner, method, known)
+        handler()
+        return result
+
+    monkeypatch.setattr(owner, method, interrupted)
+
+
+def test_signal_handler_may_use_the_loop_while_it_is_being_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    loop, threads, seen = Loop(), ThreadPoolExecutor(1), []
+    interrupt(monkeypatch, loops, "_started", lambda: seen.append(loop.enter("a connection of the handler")))
+    assert threads.submit(loop.enter, "a connection").result(WITHIN) is seen[0]
+    assert run(loop.call(BLOCKING, lambda: "alive")) == "alive"
+    for guest in ("a connection", "a connection of the handler"):
+        loop.leave(guest)
+    threads.shutdown()
+
+
+def test_signal_handler_may_use_the_loop_while_it_is_being_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    loop, threads, seen = Loop(), ThreadPoolExecutor(1), []
+    ended = loop.enter("a connection")
+    interrupt(
+        monkeypatch, ended, "call_soon_threadsafe", lambda: seen.append(run(loop.call(BLOCKING, lambda: "alive")))
+    )
+    threads.submit(loop.leave, "a connection").result(WITHIN)
+    assert seen == ["alive"]
+    threads.shutdown()
