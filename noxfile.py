@@ -19,11 +19,15 @@ FRAMEWORKS_OF_PYTHON = {
 
 @nox.session(python=list(FRAMEWORKS_OF_PYTHON))
 def tests(session: nox.Session) -> None:
-    """The newest of everything but for Django and SQLAlchemy, which go with the Python."""
+    """The newest of everything but for Django and SQLAlchemy, which go with the Python.
+
+    On 3.12, Django uses psycopg2.
+    """
     frameworks = FRAMEWORKS_OF_PYTHON[str(session.python)]
     session.install("--upgrade", "pip>=25.1")
     session.install("--editable", ".", "--group", "test", "--group", "mariadb", *frameworks)
-    session.run("python", "-m", "pytest", *(session.posargs or WHOLE_SUITE))
+    driver = {"DLOCK_TEST_DJANGO_PSYCOPG2": "1"} if session.python == "3.12" else {}
+    session.run("python", "-m", "pytest", *(session.posargs or WHOLE_SUITE), env=driver)
 
 
 @nox.session(python="3.11", venv_backend="uv")

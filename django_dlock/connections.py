@@ -115,7 +115,7 @@ class ConnectionTracker:
 
     def _statement(self, execute: Callable[..., Any], sql: Any, params: Any, many: Any, context: Any) -> Any:
         """Stand in for Django's execute(sql, params, many, context)."""
-        text, transaction = sql if type(sql) is str else text_of(sql), self.transaction()
+        text, transaction = sql if type(sql) is str else text_of(sql, self.connection), self.transaction()
         if transaction is not None and transaction.is_unanswered:
             transaction.make_up(self.connection)
         leases, is_data = leases_of_context.get(), False
@@ -236,10 +236,12 @@ class ConnectionTracker:
         """Come to an end after an error or interrupt, wherever it came."""
         if ending.outcome is Outcome.COMMITTED:
             self._settle(ending)
-        elif ending.outcome is Outcome.UNKNOWN and isinstance(error, DatabaseError):
+            return
+        is_unanswered = ending.outcome is Outcome.UNKNOWN
+        if is_unanswered and isinstance(error, Error):
             if was_lost or isinstance(error, ProgrammingError) or is_refusal(error):
-                ending.outcome = Outcome.ROLLED_BACK  # Django rolls back
-        else:
+                ending.outcome = Outcome.ROLLED_BACK
+        if not (is_unanswered and isinstance(error, DatabaseError)):  # after which Django rolls back
             self._roll_back(ending)
 
     def _roll_back(self, ending: Transaction) -> None:

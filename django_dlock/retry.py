@@ -183,7 +183,7 @@ def _statement(execute: Callable[..., Any], sql: Any, params: Any, *rest: Any) -
         raise
     cursor = rest[1]["cursor"]
     has_changed = cursor.rowcount != 0 or cursor.description  # SQLite counts what it returns only when it is fetched
-    if has_changed and not surely_reads(sql if type(sql) is str else text_of(sql)):
+    if has_changed and not surely_reads(sql if type(sql) is str else text_of(sql, connection)):
         report((tracker.current or object(), "writes"), partial(_write, tracker))
     return answer
 

@@ -216,8 +216,8 @@ def is_undone(connection: Any) -> bool:
     return connection.vendor == "postgresql" and transaction_status(connection.connection) == IN_ERROR
 
 
-def text_of(sql: Any) -> str:
-    """Return a statement as text: psycopg also takes bytes and its own composed objects."""
+def text_of(sql: Any, connection: BaseDatabaseWrapper) -> str:
+    """Return a statement as text: psycopg and psycopg2 also take bytes and composed objects of their own."""
     if isinstance(sql, bytes):
         return sql.decode(errors="replace")
-    return str(sql.as_string(None) if hasattr(sql, "as_string") else sql)
+    return str(sql.as_string(connection.connection) if hasattr(sql, "as_string") else sql)

@@ -4,9 +4,11 @@ The first process to import them picks ports and a directory and leaves them in 
 talks to the same servers and the same SQLite files. Servers are started by fixtures, when a test asks for them.
 """
 
+import importlib
 import importlib.util
 import os
 import shutil
+import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -27,6 +29,18 @@ def _new_directory() -> Path:
     return directory
 
 
+def _use_psycopg2() -> None:
+    """Have Django use psycopg2 although psycopg is there, which Django prefers and other tests need."""
+    psycopg = sys.modules.pop("psycopg", None)
+    sys.modules["psycopg"] = None  # type: ignore[assignment]  # It cannot be imported now.
+    try:
+        importlib.import_module("django.db.backends.postgresql.base")
+    finally:
+        del sys.modules["psycopg"]
+    if psycopg is not None:
+        sys.modules["psycopg"] = psycopg
+
+
 def _sqlite(name: str) -> dict[str, object]:
     pragmas = "PRAGMA journal_mode=WAL; PRAGMA synchronous=OFF"
     options = {"transaction_mode": "IMMEDIATE", "timeout": 20, "init_command": pragmas}
@@ -36,6 +50,9 @@ def _sqlite(name: str) -> dict[str, object]:
 TEST_DIRECTORY = Path(_shared("DLOCK_TEST_DIRECTORY", _new_directory))
 POSTGRESQL_PORT = int(_shared("DLOCK_TEST_POSTGRESQL_PORT", servers.free_port))
 MARIADB_PORT = int(_shared("DLOCK_TEST_MARIADB_PORT", servers.free_port))
+
+if os.environ.get("DLOCK_TEST_DJANGO_PSYCOPG2"):
+    _use_psycopg2()
 
 DATABASES = {"default": _sqlite("default.sqlite3"), "other": _sqlite("other.sqlite3")}
 if importlib.util.find_spec("psycopg"):

@@ -9,7 +9,7 @@ def alias(database: str, level: str | None) -> tuple[str, dict[str, Any]]:
     """Return the name and the settings of an alias; None is what the server has by default."""
     settings = {**connections.settings[database], "OPTIONS": dict(connections.settings[database]["OPTIONS"])}
     if database == "postgresql":
-        from psycopg import IsolationLevel
+        from django.db.backends.postgresql.psycopg_any import IsolationLevel
 
         settings["OPTIONS"]["isolation_level"] = IsolationLevel[str(level).upper().replace(" ", "_")]
     elif database == "mariadb":

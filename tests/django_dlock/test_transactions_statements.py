@@ -139,7 +139,7 @@ def test_hook_can_tell_transactions_apart_by_their_key(database):
 
 @pytest.mark.parametrize("database", ["postgresql"], indirect=True)
 def test_hook_gets_the_text_of_statements_that_are_no_strings(database, heard):
-    sql = pytest.importorskip("psycopg.sql")
+    sql = pytest.importorskip("django.db.backends.postgresql.psycopg_any").sql
     rows(connections[database], sql.SQL("SELECT {}").format(sql.Literal(1)))
     rows(connections[database], b"SELECT 2")
     assert heard == [("SELECT 1", False), ("SELECT 2", False)]
