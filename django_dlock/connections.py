@@ -238,9 +238,8 @@ class ConnectionTracker:
             self._settle(ending)
             return
         is_unanswered = ending.outcome is Outcome.UNKNOWN
-        if is_unanswered and isinstance(error, Error):
-            if was_lost or isinstance(error, ProgrammingError) or is_refusal(error):
-                ending.outcome = Outcome.ROLLED_BACK
+        if is_unanswered and isinstance(error, Error) and (was_lost or _is_refused(error)):
+            ending.outcome = Outcome.ROLLED_BACK
         if not (is_unanswered and isinstance(error, DatabaseError)):  # after which Django rolls back
             self._roll_back(ending)
 
@@ -464,6 +463,11 @@ def _anchor(connection: BaseDatabaseWrapper) -> str | None:
     index = first - (len(blocks) - len(savepoints))
     savepoints[index] = savepoints[index] or _NoSavepoint("none")
     return savepoints[index]
+
+
+def _is_refused(error: Error) -> bool:
+    """Return whether an answer to COMMIT says that nothing was committed."""
+    return isinstance(error, ProgrammingError) or is_refusal(error)
 
 
 def _pending_steps(ending: Transaction) -> deque[Step]:
