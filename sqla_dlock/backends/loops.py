@@ -42,7 +42,6 @@ class Loop:
 
     def begin(self) -> None:
         """Start empty; also in a forked child, which has none of its parent's threads."""
-        self._guard = threading.RLock()  # A signal handler may ask for a lock, too, in the middle of a method of ours.
         self._inside: set[object] = set()
         self._loop: asyncio.AbstractEventLoop | None = None
 
@@ -83,14 +82,14 @@ class Loop:
 
     def enter(self, guest: object) -> asyncio.AbstractEventLoop:
         """Keep the loop running until this guest, a connection or a call, leaves."""
-        with self._guard:
-            if self._loop is None:
-                started = _started()
-                self._loop = loop = self._loop or started  # A signal handler may have started another meanwhile.
-                if loop is not started:
-                    started.call_soon_threadsafe(started.stop)
-            self._inside.add(guest)
-            return self._loop
+        # No lock: a signal handler that interrupted its owner would wait for the loop, and the loop for that lock.
+        self._inside.add(guest)  # From now on nobody ends the loop.
+        if self._loop is None:
+            started = _started()
+            self._loop = loop = self._loop or started  # A thread or a signal handler may have started another.
+            if loop is not started:
+                started.call_soon_threadsafe(started.stop)
+        return self._loop
 
     def leave(self, guest: object) -> None:
         """Leave the loop, which ends when it is empty.
@@ -98,11 +97,10 @@ class Loop:
         A connection may be closed twice, by a step that failed on it and by the driver, which tells of its end. Were
         the guests only counted, the loop would end while another is inside, and nobody would hear of that one again.
         """
-        with self._guard:
-            self._inside.discard(guest)
-            if not self._inside and self._loop is not None:
-                loop, self._loop = self._loop, None  # Nothing is called before that: whoever comes now starts another.
-                loop.call_soon_threadsafe(loop.stop)
+        self._inside.discard(guest)
+        if not self._inside and self._loop is not None:
+            loop, self._loop = self._loop, None  # Nothing is called before that: whoever comes now starts another.
+            loop.call_soon_threadsafe(loop.stop)
 
     def _begin(self, function: Callable[..., T], *args: Any) -> Future[T]:
         coroutine: Coroutine[Any, Any, T] = greenlet_spawn(function, *args)

@@ -40,7 +40,13 @@ def interrupt(monkeypatch: pytest.MonkeyPatch, owner: object, method: str, handl
 
 def test_signal_handler_may_use_the_loop_while_it_is_being_started(monkeypatch: pytest.MonkeyPatch) -> None:
     loop, threads, seen = Loop(), ThreadPoolExecutor(1), []
-    interrupt(monkeypatch, loops, "_started", lambda: seen.append(loop.enter("a connection of the handler")))
+
+    def handler() -> None:
+        seen.append(loop.enter("a connection of the handler"))
+        for _ in range(2):  # The second waits for the end of the first.
+            run(loop.call(BLOCKING, lambda: None))
+
+    interrupt(monkeypatch, loops, "_started", handler)
     assert threads.submit(loop.enter, "a connection").result(WITHIN) is seen[0]
     assert run(loop.call(BLOCKING, lambda: "alive")) == "alive"
     for guest in ("a connection", "a connection of the handler"):
