@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
+import psycopg
 import pytest
 from sqlalchemy import event
 from sqlalchemy.ext.asyncio import create_async_engine
@@ -21,6 +22,8 @@ from tests.table_stores import URLS, server_of
 
 LISTEN, LISTING = b"LISTEN", b"FROM dlock_lease"
 WITHIN = 20.0
+CANCELS_WITHOUT_BLOCKING = 170000
+"""The first version of libpq whose PQcancel need not be called: psycopg's C code keeps Python's lock in it."""
 
 
 @pytest.fixture
@@ -33,6 +36,8 @@ LISTENING = ["asyncpg", "psycopg_async"]
 
 @pytest.fixture(params=[*LISTENING, "aiomysql", "asyncmy"])
 def driver(request: pytest.FixtureRequest) -> str:
+    if request.param == "psycopg_async" and psycopg.pq.version() < CANCELS_WITHOUT_BLOCKING:
+        pytest.skip("this psycopg stops the whole process, our proxy too, while it asks a silent server to cancel")
     request.getfixturevalue(server_of(request.param))
     return str(request.param)
 
