@@ -167,6 +167,19 @@ def test_shorter_renewal_whose_reply_was_lost_is_believed(harness: Harness, prox
     assert lease.remaining() <= 1
 
 
+def test_longer_ttl_that_an_earlier_renewal_overtook_is_asked_for_again(harness: Harness, proxy: Proxy) -> None:
+    lease = harness.acquire("a", ttl=1.5)
+    earlier = proxy.hold_request(matching=RENEW)
+    earlier.wait()
+    harness.do(lambda: lease.renew(60))
+    before = harness.renewals(lease)
+    earlier.release()
+    harness.observed.until(lambda _: harness.renewals(lease) > before)
+    until(lambda: lease.remaining() > 30)
+    (holder,) = harness.state("a").holders
+    assert (holder.expires_in or 0) > 30
+
+
 def test_abandon_whose_reply_was_lost_has_still_abandoned(harness: Harness, proxy: Proxy, direct: RedisBackend) -> None:
     harness.acquire("a")
     lost = proxy.drop_reply(matching=WITHDRAW)
