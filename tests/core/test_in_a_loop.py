@@ -12,7 +12,7 @@ from django.test import override_settings
 from sqlalchemy.orm import Session
 
 import django_dlock
-import sqla_dlock
+import sqla_dlock.stores
 from dlock_core import AsyncLock, Lock, MultiLock
 from dlock_core.backends.memory import MemoryBackend
 from dlock_core.stores import Store
