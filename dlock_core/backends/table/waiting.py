@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import secrets
-import threading
 from contextlib import contextmanager, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Final
@@ -23,38 +22,29 @@ __all__ = ["LocalWaiters"]
 
 
 class LocalWaiters:
-    """The signals of the waiters of this process, by the name of the lock."""
+    """The signals of the waiters of this process, each with the name of its lock."""
 
     def __init__(self) -> None:
-        self._guard = threading.Lock()
-        self._waiting: dict[str, set[Signal]] = {}
+        # No lock: a signal handler or a finalizer may release a lock, too, in the middle of a method of ours. So each
+        # changes the dict in one step, and reads a copy of it.
+        self._waiting: dict[Signal, str] = {}
 
     @contextmanager
     def on(self, name: str, signal: Signal) -> Iterator[None]:
         """Set the signal whenever the lock may be free, until the block is left."""
-        with self._guard:
-            self._waiting.setdefault(name, set()).add(signal)
         try:
+            self._waiting[signal] = name
             yield
         finally:
-            with self._guard:
-                waiting = self._waiting[name]
-                waiting.discard(signal)
-                if not waiting:
-                    del self._waiting[name]
+            self._waiting.pop(signal, None)
 
     def notify(self, name: str) -> None:
         """Wake every waiter for this lock."""
-        if name in self._waiting:
-            with self._guard:
-                signals = list(self._waiting.get(name, ()))
-            _set(signals)
+        _set([signal for signal, waited_for in self._waiting.copy().items() if waited_for == name])
 
     def notify_all(self) -> None:
         """Wake every waiter, because releases are not reported any more."""
-        with self._guard:
-            signals = [signal for waiting in self._waiting.values() for signal in waiting]
-        _set(signals)
+        _set([*self._waiting.copy()])
 
 
 def _set(signals: list[Signal]) -> None:
@@ -73,7 +63,7 @@ class NotifyListener:
     """The connection that listens for NOTIFY; `open` it when there is a waiter."""
 
     def __init__(self, pool: Pool, waiters: LocalWaiters) -> None:
-        self._pool, self._waiters, self._guard = pool, waiters, threading.Lock()
+        self._pool, self._waiters = pool, waiters
         self._dedicated: DedicatedConnection | None = None
         self._proof, self._next = "", -math.inf
         self.is_listening = False
@@ -81,10 +71,12 @@ class NotifyListener:
 
     async def open(self, runtime: Runtime) -> None:
         """Begin to listen, unless it was done or tried a short time ago; never raises for the database."""
-        with self._guard:
-            if self.is_listening or clock() < self._next:
-                return
-            self._next = clock() + RELISTEN_DELAY_S
+        now = clock()
+        if self.is_listening or now < self._next:
+            return
+        # Nothing is called before this, so that no other thread or signal handler opens it, too; a lock would be held
+        # when a signal handler comes that waits for one of ours.
+        self._next = now + RELISTEN_DELAY_S
         self.close()
         try:
             await self._listen(runtime)
