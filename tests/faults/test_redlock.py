@@ -178,6 +178,32 @@ def test_undo_that_comes_late_ends_no_later_grant_of_the_same_call(
         each.close()
 
 
+@pytest.mark.parametrize("is_granted", [False, True])
+def test_undo_that_comes_after_a_renewal_has_given_the_lease_to_that_node_leaves_it_there(
+    through: Harness,
+    nodes: list[Server],
+    proxies: list[Proxy],
+    prefix: str,
+    monkeypatch: pytest.MonkeyPatch,
+    is_granted: bool,
+) -> None:
+    """The node may be needed for the majority by then."""
+    monkeypatch.setattr(broadcast, "FAILED_NODE_PAUSE_S", 0.0)
+    attempt = (proxies[4].hold_reply if is_granted else proxies[4].hold_request)(matching=ACQUIRE)
+    undo = proxies[4].hold_request(matching=b"abandon.lua")
+    lease = through.acquire("a", ttl=WITHIN, renew=False)
+    while lease._held.in_store:  # A node that was slow is not waited for.
+        through.do(lease.renew)
+    attempt.release()
+    undo.wait()
+    before = undone(nodes[4])
+    undo.release()
+    until(lambda: undone(nodes[4]) > before)
+    assert [here(node, prefix) for node in nodes] == [[lease.holder]] * 5
+    through.do(lease.release)
+    assert [here(node, prefix) for node in nodes] == [[]] * 5
+
+
 @pytest.mark.parametrize("how", ["kill", "pause"])
 def test_minority_that_goes_away_while_we_hold_changes_nothing(harness: Harness, nodes: list[Server], how: str) -> None:
     lease = harness.acquire("a", ttl=1.5)

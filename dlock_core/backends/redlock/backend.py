@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from collections.abc import Container, Iterable, Sequence
 
     from dlock_core.backend import AcquireRequest, LockState, Released, Renewal, RenewalResult
+    from dlock_core.backends.redis.protocol import Command
     from dlock_core.backends.redlock.broadcast import Broadcast
     from dlock_core.doctor.finding import Finding
     from dlock_core.runtime import Runtime
@@ -78,11 +79,12 @@ class RedlockBackend:
         """Ask all nodes; if a majority grants different tokens, a second round makes the greatest of them common."""
         answers = await self._nodes.ask(runtime, self._acquire(request, runtime.now()))
         drawn = {index: answer for index, answer in enumerate(answers) if isinstance(answer, int)}
-        token = quorum.agreed(list(drawn.values()), self._nodes.needed)
-        if token is None and len(drawn) >= self._nodes.needed:
-            token = await self._adopt(runtime, request, drawn)
-        if token is not None:
-            return Granted(token, request.ttl)
+        token = quorum.common([*drawn.values()], self._nodes.needed)
+        if token and list(drawn.values()).count(token) < self._nodes.needed:
+            token = await self._adopt(runtime, request, drawn, token)
+        if token:
+            slow = {index for index, answer in enumerate(answers) if is_late(answer)}
+            return Granted(token, request.ttl, slow or None)
         late = not request.floor and await runtime.shield(self._give_back(runtime, request, answers))
         try:
             return self._busy(request, answers)._replace(is_late=late)
@@ -156,23 +158,29 @@ class RedlockBackend:
     def _acquire(self, request: AcquireRequest, now: float) -> Broadcast:
         """Return the request for a grant at all nodes.
 
-        It takes no position in any queue: `wait` does, at one node. A node that is too slow is sent the undo behind it.
+        It takes no position in any queue: `wait` does, at one node. A node that is too slow is sent the undo behind it,
+        which may come when a renewal has given the lease to that node: with the token of the grant, it stays there.
         But a request with a floor is made under a lease that is held, and whatever comes of it, nothing may end that
         lease.
         """
         keys, args = self._keyspace.of(request.name), acquire_args(request._replace(queue=False))
-        undo = None if request.floor else load_script("abandon").by_text(keys, (request.holder,))
-        args = (*args, str(self._forecast.token(now)))
-        return self._nodes.request(request.name, "acquire", keys, args, self._nodes.have_decided, undo=undo)
+        args, needed = (*args, str(self._forecast.token(now))), self._nodes.needed
 
-    async def _adopt(self, runtime: Runtime, request: AcquireRequest, drawn: dict[int, int]) -> int | None:
-        """Write the greatest drawn token to the nodes that granted; return it if a majority has taken it."""
-        token, keys = max(drawn.values()), self._keyspace.of(request.name)[:2]
+        def undo(answers: Sequence[Any]) -> Command:
+            token = quorum.common([answer for answer in answers if isinstance(answer, int)], needed)
+            return load_script("abandon").by_text(keys, (request.holder, str(token)))
+
+        to_all = self._nodes.request(request.name, "acquire", keys, args, self._nodes.have_decided)
+        return to_all if request.floor else to_all._replace(undo=undo)
+
+    async def _adopt(self, runtime: Runtime, request: AcquireRequest, drawn: dict[int, int], token: int) -> int:
+        """Write a token to the nodes that granted; return it if a majority has taken it, else 0."""
+        keys = self._keyspace.of(request.name)[:2]
         adoption = self._nodes.request(request.name, "adopt", keys, (request.holder, str(token)))
         answers = await self._nodes.ask(runtime, adoption._replace(among=frozenset(drawn)))
         clocks = [answer for answer in answers if isinstance(answer, int) and answer > 0]
         if len(clocks) < self._nodes.needed:
-            return None
+            return 0
         self._forecast = quorum.Forecast(max(clocks), runtime.now())
         return token
 
@@ -237,6 +245,8 @@ async def renew(
 ) -> list[RenewalResult]:
     """Renew the leases at every node; raises BackendUnavailable when too few nodes answered for any verdict.
 
+    A grant's handle is the set of the nodes to which its undo may be on its way. What such a node says of the lease
+    counts when it has been restored there: then the undo leaves it alone.
     `ending`: the holders whose release has begun, also in the course of this call.
     """
     requests = [renewal.request for renewal in renewals]
@@ -245,9 +255,10 @@ async def renew(
     renewal_request = nodes.request(requests[0].name, "renew", keys, holders_and_ttls(requests))
     answers = await nodes.ask(runtime, renewal_request._replace(limit=limit))
     answered = {index: answer for index, answer in enumerate(answers) if isinstance(answer, list)}
+    answered = {index: _sure(index, answer, renewals) for index, answer in answered.items()}
     votes, unanswered = list(zip(*answered.values(), strict=True)), len(answers) - len(answered)
     results = [
-        quorum.renewal_result(sum(each), unanswered, nodes.needed, request.ttl)
+        quorum.renewal_result(each.count(1), unanswered + each.count(None), nodes.needed, request.ttl)
         for each, request in zip(votes, requests, strict=False)
     ]
     if all(result is RenewalFailure.UNKNOWN for result in results):
@@ -261,6 +272,14 @@ async def renew(
         forgetful = frozenset(index for index, each in answered.items() if not all(each))
         await _restore(nodes, runtime, gaps, forgetful, ending)
     return results
+
+
+def _sure(index: int, answer: Sequence[int], renewals: Sequence[Renewal]) -> list[int | None]:
+    """Return what a node says of each lease, None for a lease that an undo may end there."""
+    return [
+        None if ours and renewal.granted.handle and index in renewal.granted.handle else ours
+        for ours, renewal in zip(answer, renewals, strict=True)
+    ]
 
 
 async def _restore(
@@ -285,8 +304,11 @@ async def _restore(
     keys, name = (*nodes.keyspace.common, *locks), renewals[0].request.name
     limit = renewal_limit(nodes.timeout, [renewal.request for renewal in renewals])
     restoration = nodes.request(name, "restore", keys, tuple(chain.from_iterable(args)), all_of(indexes))
-    await nodes.ask(runtime, restoration._replace(limit=limit, among=indexes))
-    for request, _ in renewals:
+    answers = await nodes.ask(runtime, restoration._replace(limit=limit, among=indexes))
+    restored = {index for index, answer in enumerate(answers) if answer == len(renewals)}
+    for request, granted in renewals:
+        if granted.handle:
+            granted.handle.difference_update(restored)
         if request.holder in ending:
             keys = nodes.keyspace.of(request.name)
             abandoned = nodes.request(request.name, "abandon", keys, (request.holder,), all_of(indexes))
