@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from collections.abc import Container, Iterable, Sequence
 
     from dlock_core.backend import AcquireRequest, LockState, Released, Renewal, RenewalResult
-    from dlock_core.backends.redis.protocol import Command
     from dlock_core.backends.redlock.broadcast import Broadcast
     from dlock_core.doctor.finding import Finding
     from dlock_core.runtime import Runtime
@@ -79,10 +78,10 @@ class RedlockBackend:
         """Ask all nodes; if a majority grants different tokens, a second round makes the greatest of them common."""
         answers = await self._nodes.ask(runtime, self._acquire(request, runtime.now()))
         drawn = {index: answer for index, answer in enumerate(answers) if isinstance(answer, int)}
-        token = quorum.common([*drawn.values()], self._nodes.needed)
-        if token and list(drawn.values()).count(token) < self._nodes.needed:
-            token = await self._adopt(runtime, request, drawn, token)
-        if token:
+        token = quorum.agreed(list(drawn.values()), self._nodes.needed)
+        if token is None and len(drawn) >= self._nodes.needed:
+            token = await self._adopt(runtime, request, drawn)
+        if token is not None:
             slow = {index for index, answer in enumerate(answers) if is_late(answer)}
             return Granted(token, request.ttl, slow or None)
         late = not request.floor and await runtime.shield(self._give_back(runtime, request, answers))
@@ -159,28 +158,23 @@ class RedlockBackend:
         """Return the request for a grant at all nodes.
 
         It takes no position in any queue: `wait` does, at one node. A node that is too slow is sent the undo behind it,
-        which may come when a renewal has given the lease to that node: with the token of the grant, it stays there.
+        which may come when a renewal has given the lease to that node, and leaves it there.
         But a request with a floor is made under a lease that is held, and whatever comes of it, nothing may end that
         lease.
         """
         keys, args = self._keyspace.of(request.name), acquire_args(request._replace(queue=False))
-        args, needed = (*args, str(self._forecast.token(now))), self._nodes.needed
+        undo = None if request.floor else load_script("abandon").by_text(keys, (request.holder, "1"))
+        args = (*args, str(self._forecast.token(now)))
+        return self._nodes.request(request.name, "acquire", keys, args, self._nodes.have_decided, undo=undo)
 
-        def undo(answers: Sequence[Any]) -> Command:
-            token = quorum.common([answer for answer in answers if isinstance(answer, int)], needed)
-            return load_script("abandon").by_text(keys, (request.holder, str(token)))
-
-        to_all = self._nodes.request(request.name, "acquire", keys, args, self._nodes.have_decided)
-        return to_all if request.floor else to_all._replace(undo=undo)
-
-    async def _adopt(self, runtime: Runtime, request: AcquireRequest, drawn: dict[int, int], token: int) -> int:
-        """Write a token to the nodes that granted; return it if a majority has taken it, else 0."""
-        keys = self._keyspace.of(request.name)[:2]
+    async def _adopt(self, runtime: Runtime, request: AcquireRequest, drawn: dict[int, int]) -> int | None:
+        """Write the greatest drawn token to the nodes that granted; return it if a majority has taken it."""
+        token, keys = max(drawn.values()), self._keyspace.of(request.name)[:2]
         adoption = self._nodes.request(request.name, "adopt", keys, (request.holder, str(token)))
         answers = await self._nodes.ask(runtime, adoption._replace(among=frozenset(drawn)))
         clocks = [answer for answer in answers if isinstance(answer, int) and answer > 0]
         if len(clocks) < self._nodes.needed:
-            return 0
+            return None
         self._forecast = quorum.Forecast(max(clocks), runtime.now())
         return token
 

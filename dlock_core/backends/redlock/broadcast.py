@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from dlock_core.backends.redis.transport import AsyncioTransport
     from dlock_core.runtime import Runtime
 
-__all__ = ["LATE", "Broadcast", "Enough", "RedlockNode", "Undo", "broadcast_async", "broadcast_blocking", "is_late"]
+__all__ = ["LATE", "Broadcast", "Enough", "RedlockNode", "broadcast_async", "broadcast_blocking", "is_late"]
 
 LATE_REPLY_GRACE_S: Final = 0.1
 """How long slower nodes are waited for after a majority has decided."""
@@ -83,8 +83,6 @@ def is_late(answer: Any) -> bool:
 
 Enough = Callable[[Sequence[Any]], bool]
 """Whether the answers so far are enough; an answer that has not come yet is None."""
-Undo = Callable[[Sequence[Any]], "Command"]
-"""Returns what undoes a request, out of the answers of the nodes that were fast enough."""
 
 
 class Broadcast(NamedTuple):
@@ -104,7 +102,7 @@ class Broadcast(NamedTuple):
     """The indexes of the nodes that are asked; None for all."""
     script: Script | None = None
     """The script that the command runs by digest."""
-    undo: Undo | None = None
+    undo: Command | None = None
     """Sent to slow nodes behind the command, over the same connection, when their answers are no longer waited for."""
 
 
@@ -207,7 +205,7 @@ class _BlockingBroadcast:
     def _undo(self, index: int) -> None:
         if self.request.undo is not None:
             with suppress(OSError):
-                self.connections.send(index, pack_commands([self.request.undo(self.answers)]))
+                self.connections.send(index, pack_commands([self.request.undo]))
 
     def _open(self, index: int) -> bool:
         """Take an open connection from the node's transport; without one, ask from a thread that connects first."""
@@ -236,8 +234,7 @@ class _BlockingBroadcast:
             if self.request.must_arrive or not self.is_over:
                 (answer,) = exchange_blocking(connection, self.data, 1, self.request.limit)
             if self.is_over and answer is not None and self.request.undo is not None:
-                undo = pack_commands([self.request.undo(self.answers)])
-                exchange_blocking(connection, undo, 1, self.request.limit)
+                exchange_blocking(connection, pack_commands([self.request.undo]), 1, self.request.limit)
         except Exception as error:  # noqa: BLE001 - whatever it is, it is this node's answer
             node.threads.discard(connection)
             node.fail()
@@ -285,19 +282,17 @@ async def broadcast_async(
             if not task.done():  # If it is done, another task may have its connection by now.
                 answers[index] = LATE
                 nodes[index].fail()
-                _stop_waiting(task, nodes[index], connections[index], request, answers)
+                _stop_waiting(task, nodes[index], connections[index], request)
     return answers
 
 
-def _stop_waiting(
-    task: asyncio.Task[Any], node: RedlockNode, connection: Any, request: Broadcast, answers: Sequence[Any]
-) -> None:
+def _stop_waiting(task: asyncio.Task[Any], node: RedlockNode, connection: Any, request: Broadcast) -> None:
     """Stop waiting for the answer of a node that is too slow."""
     if request.must_arrive:
         node.tasks.let_finish(task)
         return
     if request.undo is not None and connection is not None and connection._writer is not None:
-        connection._writer.write(pack_commands([request.undo(answers)]))
+        connection._writer.write(pack_commands([request.undo]))
     task.cancel()  # This closes the connection, so that its late reply is read by no later request.
 
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from dlock_core.backends.redis.protocol import Command
-    from dlock_core.backends.redlock.broadcast import Enough, Undo
+    from dlock_core.backends.redlock.broadcast import Enough
     from dlock_core.runtime import Runtime
 
 __all__ = ["NodeSet", "all_of", "merge_states", "pools_from_url"]
@@ -51,7 +51,7 @@ class NodeSet:
         enough: Enough | None = None,
         *,
         must_arrive: bool = False,
-        undo: Undo | None = None,
+        undo: Command | None = None,
     ) -> Broadcast:
         """Return the request that runs a script at all nodes; by default the answers of a majority are enough."""
         known = load_script(script)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from dlock_core.backend import RenewalResult
 
-__all__ = ["FORECAST_LEAD_US", "Forecast", "agreed", "common", "free_in", "majority", "released", "renewal_result"]
+__all__ = ["FORECAST_LEAD_US", "Forecast", "agreed", "free_in", "majority", "released", "renewal_result"]
 
 FORECAST_LEAD_US: Final = 50_000
 """Microseconds by which a forecast is ahead of the nodes' clocks: more than the time of a request's way."""
@@ -31,11 +31,6 @@ def majority(nodes: int) -> int:
 def agreed(drawn: Sequence[int], needed: int) -> int | None:
     """Return the token that at least `needed` nodes have drawn, if there is one: then no second round is needed."""
     return next((token for token in set(drawn) if drawn.count(token) >= needed), None)
-
-
-def common(drawn: Sequence[int], needed: int) -> int:
-    """Return the token that a grant is to have out of those drawn for it; 0 when they are too few for a grant."""
-    return agreed(drawn, needed) or max(drawn) if len(drawn) >= needed else 0
 
 
 def free_in(waits: Sequence[float], free: int, needed: int) -> float:

@@ -1,6 +1,6 @@
 -- abandon.lua: leave the queue and undo a grant that may have happened; idempotent by holder.
 -- KEYS  lock, token counter, set of held locks
--- ARGV  holder[, the token of a grant that stays]
+-- ARGV  holder[, 1 to leave alone what restore.lua has written]
 -- reply 1 there was something to undo | 0 nothing
 local lock, tokens, index, holder = KEYS[1], KEYS[2], KEYS[3], ARGV[1]
 --#include queue.lua
@@ -13,7 +13,7 @@ if value == 'shared' then
   prune()
   value = redis.call('GET', lock)
 elseif type(value) == 'string' and string.sub(value, 1, 33) == holder .. '|'
-    and not (ARGV[2] and string.find(value, ARGV[2] .. '|', 34, true) == 34) then
+    and not (ARGV[2] and string.find(value, '^%d+|0', 34)) then
   found = found + redis.call('DEL', lock)
   value = nil
 end

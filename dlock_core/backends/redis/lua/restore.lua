@@ -1,14 +1,15 @@
 -- restore.lua: take leases at a node that forgot or never had them, while a majority of other nodes keeps them.
 -- KEYS  token counter, set of held locks, then one lock per lease
 -- ARGV  for each lease: holder, ttl ms, token, owner
--- reply the number of leases that were taken; what is not free stays as it is, but for another token of the same lease
+-- reply the number of leases that were taken; what is another's stays as it is
+-- The time since when begins with a zero, so that the undo of an attempt, which may come later, leaves the lease alone.
 local tokens, time, taken = KEYS[1], redis.call('TIME'), 0
 local clock = time[1] * 1000000 + time[2]
 --#include tokens.lua
 --#include read.lua
 for i = 3, #KEYS do
   local holder, ttl, token, owner = unpack(ARGV, 4 * i - 11, 4 * i - 8)
-  local text = holder .. '|' .. token .. '|' .. time[1] .. '|' .. owner
+  local text = holder .. '|' .. token .. '|0' .. time[1] .. '|' .. owner
   local known = redis.pcall('GETRANGE', KEYS[i], '0', '32') == holder .. '|'
   if known and redis.call('SET', KEYS[i], text, 'KEEPTTL') or redis.call('SET', KEYS[i], text, 'NX', 'PX', ttl) then
     if counted(read('GET', tokens), clock) < tonumber(token) then redis.call('SET', tokens, token) end
