@@ -145,6 +145,10 @@ class Proxy:
     def hold_reply(self, k: int = 1, *, matching: bytes = b"") -> Fault:
         return self._plan(What.HOLD_REPLY, k, matching)
 
+    def hang_up(self) -> None:
+        """Reset every connection for its client only: what is held still comes to the server."""
+        self._run(self._hang_up())
+
     def forget(self, fault: Fault) -> None:
         """Cancel a fault that has not happened yet."""
         self._run(self._forget(fault))
@@ -196,6 +200,10 @@ class Proxy:
     async def _cut(self) -> None:
         for link in list(self._links):
             link.reset()
+
+    async def _hang_up(self) -> None:
+        for link in list(self._links):
+            link.client[1].transport.abort()
 
     async def _close(self) -> None:
         for _ in range(5):  # what was accepted a moment ago has no link yet, and nobody else would close it

@@ -178,6 +178,30 @@ def test_undo_that_comes_late_ends_no_later_grant_of_the_same_call(
         each.close()
 
 
+def test_release_that_comes_after_its_connection_has_ended_ends_no_later_grant_of_the_same_call(
+    nodes: list[Server], proxies: list[Proxy], through: Harness, prefix: str
+) -> None:
+    """What gave back a failed attempt is still in the network, which has ended the connection."""
+    others = [RedisBackend.from_url(node.url, prefix=prefix) for node in nodes[:3]]
+    held = [Lock(each, "a", ttl=WITHIN, renew=False).acquire() for each in others]
+    given_back = proxies[4].hold_request(matching=RELEASE)
+    pending = through.start(through.lock("a", ttl=WITHIN, wait=WITHIN, renew=False).acquire)
+    given_back.wait()
+    proxies[4].hang_up()
+    held[0].release()
+    lease = pending.result(WITHIN)
+    with redis.Redis.from_url(nodes[4].url) as client:
+        calls = client.info("commandstats")["cmdstat_evalsha"]["calls"]
+        given_back.release()
+        until(lambda: client.info("commandstats")["cmdstat_evalsha"]["calls"] > calls)
+    assert here(nodes[4], prefix) == [lease.holder]
+    for each in held[1:]:
+        each.release()
+    through.do(lease.release)
+    for each in others:
+        each.close()
+
+
 @pytest.mark.parametrize("is_granted", [False, True])
 def test_undo_that_comes_after_a_renewal_has_given_the_lease_to_that_node_leaves_it_there(
     through: Harness,

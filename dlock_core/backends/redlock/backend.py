@@ -192,6 +192,9 @@ class RedlockBackend:
         keys, args = self._keyspace.of(request.name), (request.holder, "1") if late else (request.holder,)
         release = self._nodes.request(request.name, "release", keys, args, all_of(granted), must_arrive=True)
         given_back = await self._nodes.ask(runtime, release._replace(among=indexes))
+        ended = frozenset(index for index in granted if isinstance(given_back[index], BackendUnavailable))
+        if ended:  # With its connection, so that the grant may stay, and keep the next attempt from the lock.
+            await self._nodes.ask(runtime, release._replace(among=ended, enough=all_of(ended)))
         return late or any(map(is_late, given_back))
 
     def _busy(self, request: AcquireRequest, answers: Sequence[Any]) -> Busy:

@@ -77,8 +77,14 @@ LATE: Final = object()
 
 
 def is_late(answer: Any) -> bool:
-    """Return whether a node may still carry the request out, or what was sent behind it."""
-    return answer is LATE or isinstance(getattr(answer, "__cause__", None), TimeoutError | RedisTimeoutError)
+    """Return whether a node may still carry the request out, or what was sent behind it.
+
+    So it may after the end of the connection, which the network, too, can end; not if it has refused the connection.
+    """
+    failure = getattr(answer, "__cause__", None)
+    if isinstance(failure, OSError | RedisConnectionError | RedisTimeoutError):
+        return not isinstance(failure.__context__, ConnectionRefusedError)
+    return answer is LATE
 
 
 Enough = Callable[[Sequence[Any]], bool]
@@ -197,6 +203,7 @@ class _BlockingBroadcast:
         self.sent.discard(index)
         self.connections.drop(index)
         self.answers[index] = failure = unavailable(self.request.name, error, reused=True)
+        failure.__cause__ = error
         if failure.broken:
             self.nodes[index].threads.forget()  # One idle connection was dead, so the others may be.
         else:
