@@ -87,7 +87,7 @@ class Stores(Handler):
         self._connections = SimpleNamespace()
         self.created: dict[str, Store] = vars(self._connections)
         """The stores that were used already, by alias: every acquire looks here first."""
-        self._create_lock = threading.Lock()
+        self._create_lock = threading.RLock()  # A signal handler may ask for the same store in the middle.
         self._own_backends: list[Backend] = []
 
     def configure_settings(self, settings: dict[str, Any] | None) -> dict[str, Any]:
@@ -104,7 +104,10 @@ class Stores(Handler):
             if alias not in self.settings:
                 known = ", ".join(map(repr, self.settings)) or "none"
                 raise UnknownStore(f"there is no store {alias!r}, only: {known}")
-            return super().__getitem__(alias)
+            if alias not in self.created:
+                made = self.create_connection(alias)
+                self.created.setdefault(alias, made)
+            return self.created[alias]
 
     def create_connection(self, alias: str) -> Store:
         entry = _entry(alias, self.settings[alias])

@@ -32,7 +32,8 @@ __all__ = ["configure", "store_of"]
 _stores: dict[str, Store] = {}
 _IN_DATABASE: Final = {"advisory": "sqla_dlock.backends.advisory", "database": "sqla_dlock.backends.table"}
 _CLOSED: Final = _SessionCloseState.CLOSED
-_configuring: Final = threading.Lock()
+_configuring: Final = threading.RLock()
+"""Reentrant, as a signal handler may ask for the same store in the middle."""
 
 
 def configure(**stores: Any) -> None:
@@ -58,7 +59,7 @@ def store_of(store: Any) -> Store:
 def _from_environment(alias: str) -> Store:
     with _configuring:
         if alias == "default" and alias not in _stores and (url := os.environ.get("DLOCK_URL")):
-            configure(default=url)
+            _stores.setdefault(alias, _as_store(alias, url))
     if alias not in _stores:
         known = ", ".join(map(repr, _stores)) or "none"
         example = "configure(default='redis://localhost:6379/0'), or set DLOCK_URL"

@@ -98,6 +98,24 @@ def test_the_backend_is_shared_by_all_threads_and_made_once():
     assert len({id(store) for store in found}) == len(FakeBackend.made) == 1
 
 
+class InterruptedBackend(FakeBackend):
+    """While it is made, a signal handler asks for the same store."""
+
+    asked: list[Store] = []
+
+    def __init__(self):
+        super().__init__()
+        if not self.asked:
+            self.asked.append(None)
+            self.asked[:] = [stores["default"]]
+
+
+def test_a_signal_handler_that_asks_for_a_store_while_it_is_made_shares_it(monkeypatch):
+    monkeypatch.setattr(InterruptedBackend, "asked", [])
+    with only(BACKEND=f"{__name__}.InterruptedBackend"):
+        assert [stores["default"]] == InterruptedBackend.asked
+
+
 def test_options_reach_a_dotted_path():
     with only(BACKEND=FAKE, OPTIONS={"prefix": "shop:"}):
         assert stores["default"].backend.options == {"prefix": "shop:"}

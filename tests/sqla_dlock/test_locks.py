@@ -600,6 +600,21 @@ def test_store_of_the_environment_is_the_default(session, monkeypatch):
         assert lease.remaining() > 0
 
 
+def test_signal_handler_that_asks_for_the_store_of_the_environment_while_it_is_made_shares_it(monkeypatch):
+    monkeypatch.setattr(stores, "_stores", {})
+    monkeypatch.setenv("DLOCK_URL", "memory://")
+    asked, connect_once = [], stores.connect
+
+    def interrupted(url):
+        if not asked:
+            asked.append(None)
+            asked[:] = [stores.store_of("default")]
+        return connect_once(url)
+
+    monkeypatch.setattr(stores, "connect", interrupted)
+    assert [stores.store_of("default")] == asked
+
+
 def test_wrong_store_changes_nothing(monkeypatch):
     monkeypatch.setattr(stores, "_stores", {})
     with pytest.raises(ValueError, match="scheme"):
