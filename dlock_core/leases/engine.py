@@ -36,6 +36,7 @@ __all__ = [
 
 logger = logging.getLogger("dlock")
 
+_OVER: Final = (LeaseState.RELEASING, LeaseState.LOST, LeaseState.ENDED)
 MAX_GRANT_AGE_SHARE: Final = 0.75
 """A grant that was asked for longer ago than this share of its ttl is confirmed with one more request."""
 MAX_RETRY_AFTER_S: Final = 1.0
@@ -143,6 +144,10 @@ async def raise_token(runtime: Runtime, held: LeaseRecord, floor: int) -> bool:
     except BackendUnavailable:
         return False
     if not isinstance(answer, Granted) or answer.token <= floor:
+        return False
+    if held.state in _OVER:  # It was released or lost meanwhile, maybe before this grant.
+        with suppress(BackendUnavailable):
+            await held.backend.release(runtime, request, answer)
         return False
     held.replace_grant(answer)
     return True

@@ -15,6 +15,7 @@ from dlock_core.leases.engine import Acquisition, new_request
 from dlock_core.leases.lease import LeaseRecord
 from dlock_core.observability import hooks
 from dlock_core.options import LockOptions
+from dlock_core.runtime import BLOCKING, run
 from dlock_core.testing import ManualRuntime
 from tests.core.scripted import BROKEN, DOWN, REFUSED, Ahead, Answer, Scripted
 
@@ -401,6 +402,22 @@ def test_store_that_lost_its_time_is_asked_for_a_greater_token(runtime: ManualRu
     assert lease.token == 100
     assert not runtime.run(engine.raise_token(runtime, lease, 100))
     assert lease.token == 100
+
+
+def test_lease_that_is_released_while_a_greater_token_is_asked_for_leaves_nothing() -> None:
+    class Overtaken(MemoryBackend):
+        """The release overtakes the request."""
+
+        async def try_acquire(self, runtime: Any, request: Any, ticket: Any = None, *, unsure: bool = False) -> Any:
+            if request.floor:
+                await engine.release(runtime, lease)
+            return await super().try_acquire(runtime, request, ticket, unsure=unsure)
+
+    store, runtime = Overtaken(), BLOCKING
+    request, options = new_request("a", LockOptions(30.0, 0.0)), LockOptions(30.0, 0.0, renew=False)
+    lease = run(Acquisition(runtime, store, request, options).acquire())
+    assert not run(engine.raise_token(runtime, lease, lease.token))
+    assert [state.holders for state in run(store.inspect(runtime, "a"))] == [()]
 
 
 def test_two_holders_of_one_memory_store_take_turns_in_no_time(runtime: ManualRuntime) -> None:
