@@ -14,12 +14,13 @@ from dlock_core.transactions.retry import is_conflict
 from tests.chaos import Dice
 from tests.processes import Worker
 from tests.scenarios.places import open_application
+from tests.waiting import until
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from tests.processes import Link
-    from tests.scenarios.application import Place, Session
+    from tests.scenarios.application import Application, Place, Session
 
 SECONDS: Final = 1.5
 SHORTEST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 0.4
@@ -150,8 +151,11 @@ def is_committed(work: Callable[[Session], None], session: Session, options: dic
 # What the test does to them
 
 
-def stop_at_random(crew: Crew, workers: Sequence[Worker]) -> int:
-    """Let them work, and always stop one of them for longer than a lease lasts; return how often they have committed."""
+def stop_at_random(crew: Crew, workers: Sequence[Worker], application: Application) -> int:
+    """Let them work, and always stop one of them for longer than a lease lasts; return how often they have committed.
+
+    They go on until one of them has: on a busy machine that can take longer than everything else here.
+    """
     draw, over = random.Random(4711), threading.Event()
     for worker in workers:
         assert worker.hear() == "ready"
@@ -163,6 +167,7 @@ def stop_at_random(crew: Crew, workers: Sequence[Worker]) -> int:
         over.wait(draw.uniform(SHORTEST_PAUSE_S, LONGEST_PAUSE_S))
         worker.resume()
         over.wait(SHORTEST_PAUSE_S)
+    until(lambda: application.value() > 0)
     for worker in workers:
         worker.say("stop")
     return sum(crew.end(worker) for worker in workers)

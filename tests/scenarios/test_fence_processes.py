@@ -139,7 +139,7 @@ def add_in_both_forms(application, crew, url):
         crew.start(work_until_told, application.place, url, add, {"fence": form})
         for form in ("transaction", "lease") * 2
     ]
-    return stop_at_random(crew, workers)
+    return stop_at_random(crew, workers, application)
 
 
 @where(EVERY)
@@ -162,7 +162,7 @@ def test_no_posting_is_lost_by_a_closing_when_the_lock_service_grants_everybody_
         for form in ("transaction", "lease")
         for work, shared in ((close, False), (post, True))
     ]
-    committed = stop_at_random(crew, workers)
+    committed = stop_at_random(crew, workers, application)
     assert application.value() == committed > 0
 
 
@@ -170,5 +170,5 @@ def test_no_posting_is_lost_by_a_closing_when_the_lock_service_grants_everybody_
 def test_updates_are_lost_without_a_fence_when_the_lock_service_is_broken(application, crew):
     """So that the scenarios above can fail."""
     workers = [crew.start(work_until_told, application.place, None, add, {"fence": False}) for _ in range(4)]
-    committed = stop_at_random(crew, workers)
+    committed = stop_at_random(crew, workers, application)
     assert application.value() < committed
