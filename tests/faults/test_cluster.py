@@ -249,15 +249,14 @@ def test_free_lock_is_had_when_its_slot_has_arrived(harness: Harness, move: Call
     assert harness.keep(pending.result(WAIT)).token > 0
 
 
-def test_slot_that_has_moved_is_found_by_one_redirection(
-    harness: Harness, nodes: Cluster, move: Callable[[], Move]
-) -> None:
+def test_slot_that_has_moved_is_looked_for_once(harness: Harness, nodes: Cluster, move: Callable[[], Move]) -> None:
     harness.do(harness.acquire("a").release)
     move().finish()
+    harness.do(harness.acquire("a", wait=0).release)
     before = refusals(nodes, "MOVED")
     for _ in range(5):
         harness.do(harness.acquire("a", wait=0).release)
-    assert refusals(nodes, "MOVED") == before + 1
+    assert refusals(nodes, "MOVED") == before > 0
 
 
 def test_lease_on_its_way_is_asked_for_where_it_goes(
