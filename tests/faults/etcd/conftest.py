@@ -41,6 +41,12 @@ def backend(proxy: Proxy, prefix: str) -> Iterator[EtcdBackend]:
 
 
 @pytest.fixture
+def patience(backend: EtcdBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wait for the server for long: on a busy machine many requests one after the other meet a short limit by chance."""
+    monkeypatch.setattr(backend._gateway, "limit", 30.0)
+
+
+@pytest.fixture
 def direct(one: Cluster, prefix: str) -> Iterator[EtcdBackend]:
     """The same store over a good network."""
     backend = EtcdBackend(one.url, prefix=prefix)

@@ -246,6 +246,7 @@ def test_unused_lease_that_the_server_forgot_costs_no_grant(harness: Harness, on
     assert harness.try_acquire("a") is not None
 
 
+@pytest.mark.usefixtures("patience")
 def test_many_leases_are_renewed_in_few_requests(harness: Harness, proxy: Proxy) -> None:
     leases = [harness.acquire(f"a:{number}", ttl=60, renew=False) for number in range(130)]
     renewals = [Renewal(lease._held.request, lease._held.granted) for lease in leases]
@@ -279,6 +280,7 @@ def test_renewal_for_a_longer_ttl_that_fails_does_not_hide_the_renewal_of_others
     assert harness.call_store("renew", [longer, *others]) == [60.0, 20.0, 20.0]
 
 
+@pytest.mark.usefixtures("patience")
 def test_leases_that_the_gateway_forgot_in_a_long_stream_are_asked_for_again(
     harness: Harness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
