@@ -242,9 +242,12 @@ def _asked_after_reading(begun: dict[str, Any], is_granted: bool) -> bool:
 
 def nobody_waits_beyond_the_bound(facts: Facts) -> Iterator[Violation]:
     """An acquire ends with its `wait`, and what databases and stores may take on top, whatever fails meanwhile."""
+    begun = {record.section: record.values for record in facts.of("begin")}
+    ended = {record.section: record.values for record in facts.of("end")}
     for section, seconds in times_over_wait(facts):
         if seconds > WAIT_OVER_S:
-            yield Violation("stuck", section, f"asking for the lock took {seconds:.1f} s longer than its wait")
+            text = f"asking for the lock took {seconds:.1f} s longer than its wait"
+            yield Violation("stuck", section, f"{text}: {begun[section]}, and then {ended.get(section)}")
 
 
 def times_over_wait(facts: Facts) -> Iterator[tuple[str, float]]:
