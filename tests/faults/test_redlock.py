@@ -420,7 +420,7 @@ def test_acquire_whose_reply_one_node_lost_is_one_grant(
     through: Harness, proxies: list[Proxy], nodes: list[Server], prefix: str, fault: str
 ) -> None:
     broken = getattr(proxies[0], fault)(matching=ACQUIRE)
-    lease = through.acquire("a", wait=0)
+    lease = through.acquire("a", wait=20)
     assert broken.happened
     assert through.do(lease.release) is Released.RELEASED
     until(lambda: [keys(node, prefix) for node in nodes] == [[]] * 5)
