@@ -9,8 +9,8 @@ from django.db import DatabaseError, models, transaction
 from django.db.backends.utils import CursorDebugWrapper
 from django.db.models import F
 
-from django_dlock.connections import tracker_for
 from django_dlock.errors import NotSupported, as_database_error
+from django_dlock.tracker import tracker_for
 from dlock_core.errors import StaleToken as CoreStaleToken
 from dlock_core.sql.database import pyformat
 from dlock_core.transactions import fence_sql, fencing

@@ -10,14 +10,8 @@ from asgiref.sync import iscoroutinefunction
 from django.db import connections, transaction
 from django.db.transaction import TransactionManagementError
 
-from django_dlock.connections import (
-    for_each_connection,
-    in_transaction,
-    initialized,
-    open_transaction,
-    tracker_for,
-    wrap_statements,
-)
+from django_dlock.connections import for_each_connection, in_transaction, initialized, open_transaction
+from django_dlock.tracker import tracker_for, wrap_statements
 from django_dlock.transactions import is_undone, text_of
 from dlock_core.sql.statement_kinds import surely_reads
 from dlock_core.transactions.retry import (
@@ -39,7 +33,7 @@ from dlock_core.transactions.tie import Outcome
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from django_dlock.connections import ConnectionTracker
+    from django_dlock.tracker import ConnectionTracker
     from django_dlock.transactions import Transaction
     from dlock_core.options import Seconds
 

@@ -22,16 +22,10 @@ from django.db.transaction import TransactionManagementError
 from django.dispatch import receiver
 from django.utils.connection import ConnectionDoesNotExist
 
-from django_dlock.connections import (
-    in_transaction,
-    initialized,
-    leases_of_context,
-    listening_tracker,
-    open_transaction,
-    tracker_for,
-)
+from django_dlock.connections import in_transaction, initialized, listening_tracker, open_transaction
 from django_dlock.errors import LeaseLost, NotSupported, SnapshotTooOld, as_database_error
 from django_dlock.fencing import READ_COMMITTED, isolation_of
+from django_dlock.tracker import leases_of_context, tracker_for
 from django_dlock.transactions import is_idle
 from dlock_core.backend import Released
 from dlock_core.errors import DLockError
@@ -54,7 +48,7 @@ if TYPE_CHECKING:
 
     from django.db.backends.base.base import BaseDatabaseWrapper
 
-    from django_dlock.connections import ConnectionTracker
+    from django_dlock.tracker import ConnectionTracker
     from django_dlock.transactions import Transaction
     from dlock_core.runtime import Runtime
     from dlock_core.transactions.fencing import FenceForm, FenceGate

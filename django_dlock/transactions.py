@@ -1,12 +1,14 @@
 """One outermost transaction of the program: what happens at its end, and what is restored when work is undone.
 
-`connections` finds out when it begins and how it ends; nothing here touches Django's connection, except to ask the
+`tracker` finds out when it begins and how it ends; nothing here touches Django's connection, except to ask the
 database whether an error has rolled everything back.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 from weakref import ref
 
@@ -18,7 +20,6 @@ from dlock_core.sql.statement_kinds import savepoint_changes
 from dlock_core.transactions.tie import Outcome, call_all
 
 if TYPE_CHECKING:
-    from collections import deque
     from collections.abc import Callable
 
     from django.db.backends.base.base import BaseDatabaseWrapper
@@ -97,7 +98,7 @@ class Transaction:
     driver: object = None
     """The driver's connection that it is on, if that was open when it began."""
     pending: deque[Step] | None = None
-    """What is still to be called, now that it has ended."""
+    """See `pending_steps`; None until it is first asked."""
 
     def restore_on_rollback(self, instance: object, values: dict[str, object]) -> None:
         """See `connections.restore_on_rollback`."""
@@ -119,6 +120,15 @@ class Transaction:
             elif not isinstance(step, str):
                 steps.append(step)
         return steps
+
+    def pending_steps(self) -> deque[Step]:
+        """Return what is still to be called, now that it has ended; whoever calls a step takes it out."""
+        if self.pending is None:
+            steps = deque(self.undo_to(None) if self.outcome is Outcome.ROLLED_BACK else ())
+            for settle in reversed(self.settlers):
+                steps.append(partial(settle, self.outcome))
+            self.pending = steps
+        return self.pending
 
     def note_release(self, savepoint: str | None) -> None:
         """Remove a savepoint that was released, and those after it; what came after it belongs to the outer block now.

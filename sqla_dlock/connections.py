@@ -6,14 +6,12 @@ SQLAlchemy's own events come before COMMIT and ROLLBACK, and say nothing of how 
 
 from __future__ import annotations
 
-import re
 from contextlib import suppress
 from functools import cache, partial
 from operator import attrgetter
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
-from sqlalchemy import event
 from sqlalchemy.exc import DBAPIError, InvalidRequestError
 
 from dlock_core.errors import NotSupported
@@ -27,13 +25,14 @@ from dlock_core.sql.driver_errors import (
 )
 from dlock_core.transactions.retry import SWALLOWED, current_attempts
 from dlock_core.transactions.tie import Outcome, call_all
+from sqla_dlock.first_statement import FirstStatementHooks
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from sqlalchemy import Connection
 
-__all__ = ["EVADED", "ConnectionTracker", "Participant", "mark", "note_xid", "tracker_for", "tracker_of"]
+__all__ = ["ConnectionTracker", "Participant", "mark", "note_xid", "tracker_for", "tracker_of"]
 
 
 _INTERCEPTED: Final = (
@@ -61,10 +60,6 @@ class Participant(Protocol):
         """Take in how the connection's transaction has ended; `failed` means by an error of ROLLBACK."""
 
 
-EVADED: Final = (
-    "dlock: an exception that came while this transaction began has kept the lock from protecting it: roll it back"
-)
-"""Why a COMMIT is refused."""
 _warn_once_unless_known: Final = cache(warn_unless_known)
 
 
@@ -244,137 +239,6 @@ def mark(connection: Connection, comment: str) -> None:
 def _is_alive(connection: Connection) -> bool:
     """Return whether the connection is usable, as far as SQLAlchemy knows."""
     return connection._dbapi_connection is not None  # without one it is closed or invalidated
-
-
-if TYPE_CHECKING:
-    Hook: TypeAlias = Callable[[Connection], None]
-
-
-# After an error PostgreSQL accepts nothing before the rollback to a savepoint.
-_ENDS_SAVEPOINT: Final = ("RELEASE SAVEPOINT", "ROLLBACK TO SAVEPOINT")
-# On MySQL and MariaDB any other statement may take the transaction's snapshot, which must not be older than the hooks.
-_WITHOUT_SNAPSHOT: Final = re.compile(r"\s*(?:SET(?!\s+STATEMENT\b)|USE)\b", re.IGNORECASE)
-
-
-class FirstStatementHooks:
-    """Hooks that are called once, before the first statement of one connection's transaction: the fence's admit.
-
-    A hook that has succeeded is called again when its work may have been undone: by a savepoint that was rolled back,
-    or by a database that has rolled back everything and goes on. Hooks are not called for statements that hooks send.
-    """
-
-    def __init__(self, connection: Connection) -> None:
-        self.connection = connection
-        self.due: list[Hook] = []
-        """The hooks that are to be called."""
-        self._done: list[Hook] = []
-        self._in_savepoint: list[Hook] = []
-        """The hooks that were called inside a savepoint, whose rollback would undo their work."""
-        self._is_busy = False
-        self.is_unanswered = False
-        """A statement has failed, or was interrupted: the database may have rolled everything back."""
-        self.listens = False
-        """Statements of the connection are looked at, or are about to be."""
-        self._hears = False
-        """They surely are: nothing has come between."""
-        self._is_held: Callable[[], bool] = _never
-        self._comment = ""
-
-    def add(self, *hooks: Hook) -> None:
-        """Call hooks in the next `run()`, once, and again where their work may have been undone."""
-        if self.due or self._done or self._in_savepoint:
-            for hook in hooks:
-                self.discard(hook)
-        self.due.extend(hooks)
-
-    def postpone(self, is_held: Callable[[], bool]) -> None:
-        """Call the hooks before the first statement that is sent when `is_held()` is not true, or before COMMIT."""
-        self._is_held = is_held
-        self._listen()
-
-    def discard(self, hook: Hook) -> None:
-        """Remove a hook."""
-        for hooks in (self.due, self._done, self._in_savepoint):
-            while hook in hooks:
-                hooks.remove(hook)
-
-    def run(self) -> None:
-        """Call the hooks that are due. A hook that raises stays due: no statement passes before it has succeeded."""
-        if self._is_busy or not self.due:
-            return
-        try:
-            self._is_busy = True
-            while self.due:
-                hook, may_be_undone = self.due[0], self.connection.in_nested_transaction()
-                hook(self.connection)
-                if hook in self.due:  # it may have removed itself
-                    (self._in_savepoint if may_be_undone else self._done).append(hook)
-                    self.due.remove(hook)  # last, or an interrupt between could lose it
-        except BaseException:
-            self._listen()
-            raise
-        finally:
-            self._is_busy = False
-
-    def run_last(self) -> None:
-        """Call the hooks that are due, before COMMIT, unless statements may have gone past one of them."""
-        if self._is_busy or not self._hears:
-            raise InvalidRequestError(EVADED)
-        self.run()
-
-    def mark(self, comment: str) -> None:
-        """Put a comment before each statement, except for executemany: drivers read how those statements begin."""
-        self._comment = comment
-        self._listen()
-
-    def clear(self) -> None:
-        """Remove all hooks, because everything is being rolled back, and the statements for that must pass."""
-        self.due, self._done, self._in_savepoint = [], [], []
-
-    def make_up(self) -> None:
-        """Call all hooks again: the database may have rolled everything back, and a program has swallowed its error."""
-        self.due += self._done
-        self._done = []
-        self.note_savepoint_undone()
-        self.is_unanswered = False
-
-    def note_savepoint_undone(self) -> None:
-        """Call again the hooks whose work a savepoint's rollback has undone."""
-        self.due += self._in_savepoint
-        self._in_savepoint = []
-        if self.due:
-            self._listen()
-
-    def end(self) -> None:
-        """Listen no more: the transaction has ended, and its connection may be used on."""
-        self._hears = False
-        with suppress(InvalidRequestError, ValueError):  # an interrupt has come in the middle of this, or of `_listen`
-            event.remove(self.connection, "before_cursor_execute", self._before_statement)
-        self.listens = False
-
-    def _listen(self) -> None:
-        if not self._hears:
-            if self.listens:
-                self.end()
-            self.listens = True
-            event.listen(self.connection, "before_cursor_execute", self._before_statement, retval=True)
-            self._hears = True
-
-    def _before_statement(
-        self, _connection: Connection, _cursor: object, statement: str, parameters: Any, *rest: Any
-    ) -> tuple[str, Any]:
-        if not statement.startswith(_ENDS_SAVEPOINT) and not self._may_pass(statement):
-            self.run()
-        _context, many = rest
-        return statement if many else self._comment + statement, parameters
-
-    def _may_pass(self, statement: str) -> bool:
-        may_take_snapshot = self.connection.dialect.name in ("mysql", "mariadb")
-        return self._is_held() and not (may_take_snapshot and not _WITHOUT_SNAPSHOT.match(statement))
-
-
-def _never() -> bool:
-    return False
 
 
 def is_autocommit(connection: Connection) -> bool:

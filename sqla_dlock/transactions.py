@@ -16,7 +16,8 @@ from sqlalchemy.orm import Session
 
 from dlock_core.transactions.retry import AttemptedWork, current_attempts, report
 from dlock_core.transactions.tie import Outcome, call_all
-from sqla_dlock.connections import EVADED, tracker_for, tracker_of
+from sqla_dlock.connections import tracker_for, tracker_of
+from sqla_dlock.first_statement import EVADED
 from sqla_dlock.root_transaction import RootTransaction, connections_in
 
 if TYPE_CHECKING:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from django_dlock.backends.connector import pool_of
-from django_dlock.connections import tracker_for
 from django_dlock.fencing import send
+from django_dlock.tracker import tracker_for
 from dlock_core.backends.advisory import CallerTransaction, advisory
 from dlock_core.sql.database import pyformat
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from django.db.backends.base.base import BaseDatabaseWrapper
 
-    from django_dlock.connections import ConnectionTracker
+    from django_dlock.tracker import ConnectionTracker
     from dlock_core.backend import Backend
 
 __all__ = ["from_url", "transaction_of"]

@@ -13,8 +13,8 @@ from django.db.transaction import atomic
 from django.test import override_settings
 
 from django_dlock import lock, locked, tie
-from django_dlock.connections import leases_of_context
 from django_dlock.models import Fence
+from django_dlock.tracker import leases_of_context
 from dlock_core.backends.memory import MemoryBackend
 from dlock_core.observability import hooks
 from tests.interrupts import OURS, TELLS_OTHERS, SoftLimit, Tracer, each_line, grants, renewed
@@ -189,7 +189,7 @@ def test_lease_whose_release_was_interrupted_again_and_again_ends_with_the_next_
 
     with grants() as granted:
         with pytest.raises(SoftLimit), monkeypatch.context() as patch:
-            patch.setattr("django_dlock.connections._pending_steps", interrupted)
+            patch.setattr("django_dlock.transactions.Transaction.pending_steps", interrupted)
             acquire()
         assert renewed(granted)
         then()

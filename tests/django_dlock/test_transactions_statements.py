@@ -7,7 +7,8 @@ import pytest
 from django.db import DatabaseError, connections, transaction
 from django.db.transaction import atomic
 
-from django_dlock import connections as trackers
+from django_dlock import connections as known
+from django_dlock import tracker
 from django_dlock.connections import restore_on_rollback
 from tests.django_dlock.sessions import add, committed, rows
 from tests.django_dlock.tracking import before_statements, transaction_key
@@ -151,7 +152,7 @@ def test_hook_gets_the_text_of_statements_that_are_no_strings(database, heard):
 @pytest.fixture
 def without_locks(database, monkeypatch):
     """A new connection, as in a process that has not loaded the code of locks."""
-    monkeypatch.setattr(trackers, "_visitors", [])
+    monkeypatch.setattr(known, "_visitors", [])
     connections[database].close()
     former = connections[database]
     connections[database] = former.copy()
@@ -163,7 +164,7 @@ def without_locks(database, monkeypatch):
 def test_process_without_locks_sends_its_statements_past_us(without_locks):
     rows(without_locks, "SELECT 1")
     assert without_locks.execute_wrappers == []
-    trackers.listen_to_all()
+    known.listen_to_all()
     assert len(without_locks.execute_wrappers) == 1
 
 
@@ -184,25 +185,25 @@ def test_connection_that_is_opened_while_all_are_visited_is_visited_too(database
         connections[database].close()
 
     opened = []
-    trackers.for_each_connection(visit)
+    known.for_each_connection(visit)
     assert without_locks in visited
     assert opened[0] in visited
 
 
 def test_two_threads_that_ask_at_once_get_the_same_tracker(without_locks, monkeypatch):
     found = []
-    second = threading.Thread(target=lambda: found.append(trackers.tracker_for(without_locks)))
+    second = threading.Thread(target=lambda: found.append(tracker.tracker_for(without_locks)))
 
     def interrupted(_: str) -> None:
         if second.ident is None:
             second.start()
             second.join(0.2)  # without a guard it makes one of its own
 
-    monkeypatch.setattr(trackers, "warn_unless_known", interrupted)
-    first = trackers.tracker_for(without_locks)
+    monkeypatch.setattr(tracker, "warn_unless_known", interrupted)
+    first = tracker.tracker_for(without_locks)
     second.join()
     assert found == [first]
-    assert trackers.tracker_for(without_locks) is first
+    assert tracker.tracker_for(without_locks) is first
 
 
 def test_process_without_locks_restores_values_after_a_savepoint_that_was_made_by_hand(database, without_locks):

@@ -5,7 +5,8 @@ from collections.abc import Callable
 from django.db import connections
 from django.db.backends.base.base import BaseDatabaseWrapper
 
-from django_dlock.connections import open_transaction, tracker_for
+from django_dlock.connections import open_transaction
+from django_dlock.tracker import tracker_for
 from dlock_core.transactions.tie import Outcome
 
 

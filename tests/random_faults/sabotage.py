@@ -209,7 +209,7 @@ def stale_reader_commits(config: dict[str, Any]) -> None:
 
 def savepoint_takes_admit(config: dict[str, Any]) -> None:
     """Do not admit again after the rollback to a savepoint, which took the admit along; the store grants every request."""
-    from sqla_dlock.connections import FirstStatementHooks
+    from sqla_dlock.first_statement import FirstStatementHooks
     from tests.random_faults import attempt, sections
 
     sections.ALONE, attempt.MANNERS = (sections.add_anew,), ("inside",)  # type: ignore[misc]
@@ -226,7 +226,7 @@ def autocommit_passes_by(config: dict[str, Any]) -> None:
     attempt.FENCES, attempt.MANNERS = ("lease",), ("by hand",)  # type: ignore[misc]
     _grant_everything()
     if _tied_databases() is not None:
-        from django_dlock.connections import ConnectionTracker
+        from django_dlock.tracker import ConnectionTracker
 
         def pass_by(tracker: ConnectionTracker, autocommit: bool) -> None:
             tracker.django._set_autocommit(autocommit)
