@@ -384,7 +384,16 @@ class Acquisition:
             self.broken = None
             self.touched = isinstance(self.answer, Granted) or self.request.queue
         if is_late:
-            self.request = self.request._replace(holder=_new_holder())
+            self.change_holder()
+
+    def change_holder(self) -> None:
+        """Go on under another holder, and repeat in the background what ends the grants of the present one.
+
+        That may come late, and so nothing else may have that holder; or it was lost, and the lock, perhaps granted by
+        then, would be kept from everybody for a whole ttl, and first of all from this call.
+        """
+        _repeat_later(self.backend, self.request.holder, self.leaving(), self.request.ttl, is_release=False)
+        self.request = self.request._replace(holder=_new_holder())
 
     async def pause(self, error: BackendUnavailable) -> None:
         """Decide whether to ask an unreachable store again, and when."""
@@ -407,13 +416,18 @@ class Acquisition:
                 raise
             self.touched = False
 
-    async def _abandon(self) -> None:
+    def leaving(self) -> Callable[[Runtime], Coroutine[Any, Any, None]]:
+        """Return a function that leaves nothing of the present holder in the store."""
         ticket = self.answer.ticket if isinstance(self.answer, Busy) else self.ticket
         backend, request = self.backend, self.request
 
         async def leave(runtime: Runtime) -> None:
             await backend.abandon(runtime, request, ticket)
 
+        return leave
+
+    async def _abandon(self) -> None:
+        leave, request = self.leaving(), self.request
         is_done = request.transaction is not None  # Its end takes along what was granted.
         try:
             try:
@@ -427,7 +441,7 @@ class Acquisition:
             is_done = is_done or error.refused
         finally:
             if not is_done:  # Also where the caller's event loop ends before the store has answered.
-                _repeat_later(backend, request.holder, leave, request.ttl, is_release=False)
+                _repeat_later(self.backend, request.holder, leave, request.ttl, is_release=False)
 
     def timeout(self) -> AcquireTimeout:
         waited = self.seconds()

@@ -159,6 +159,8 @@ def test_undo_that_comes_late_ends_no_later_grant_of_the_same_call(
         for node, proxy in zip(nodes[:2], proxies, strict=False):
             node.pause()
             proxy.refuse()
+    with redis.Redis.from_url(nodes[4].url) as client:  # So that only the undo is sent as text.
+        client.script_load(load_script("abandon").text)
     attempt = proxies[4].hold_request(matching=ACQUIRE)
     lease = through.acquire("a", wait=WITHIN, ttl=WITHIN, renew=False)
     before = undone(nodes[4])
@@ -201,6 +203,30 @@ def test_release_that_comes_after_its_connection_has_ended_ends_no_later_grant_o
     through.do(lease.release)
     for each in others:
         each.close()
+
+
+@pytest.mark.parametrize("is_given_up", [False, True])
+def test_grant_that_is_lost_with_its_undo_keeps_the_lock_from_nobody(
+    harness: Harness, nodes: list[Server], proxies: list[Proxy], through: Harness, prefix: str, is_given_up: bool
+) -> None:
+    """The network fails after it has delivered the request to all nodes; the call goes on under another holder."""
+    for proxy in proxies:
+        proxy.mute()
+    lock = through.lock("a", ttl=10 * WITHIN, wait=0 if is_given_up else WITHIN, renew=False)
+    pending = through.start(lock.acquire)
+    until(lambda: all(here(node, prefix) for node in nodes))
+    for proxy in proxies:
+        proxy.refuse()
+    if is_given_up:
+        with pytest.raises(BackendUnavailable):
+            pending.result(WITHIN)
+    else:
+        through.observed.until(lambda calls: len({call.holders for call in calls if call.name == "a"}) > 1)
+    for proxy in proxies:
+        proxy.forward()
+    if not is_given_up:
+        through.do(pending.result(WITHIN).release)
+    harness.acquire("a", wait=WITHIN)
 
 
 @pytest.mark.parametrize("is_granted", [False, True])
