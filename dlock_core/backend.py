@@ -186,7 +186,9 @@ class Backend(Protocol):
         """Leave the queue and undo a grant that may have happened. Idempotent."""
 
     async def renew(self, runtime: Runtime, renewals: Sequence[Renewal]) -> list[RenewalResult]:
-        """Push the expiry of each lease, and return one result for each, in order. Never re-creates a lease.
+        """Push the expiry of each lease, and return one result for each, in order.
+
+        Never re-creates a lease. Never shortens one: it may come late, after another renewal that was answered.
 
         Raises BackendUnavailable when nothing was learned about any of them.
         """

@@ -81,7 +81,7 @@ class MemoryBackend:
             state.queue.pop(request.holder, None)
             if grant.token <= request.floor:
                 grant.token = self._token(request.floor)
-            grant.until = self._now() + request.ttl
+            grant.until = max(grant.until, self._now() + request.ttl)
             return Granted(grant.token, request.ttl)
 
     async def wait(self, runtime: Runtime, request: AcquireRequest, busy: Busy, timeout: float) -> None:
@@ -180,7 +180,7 @@ class MemoryBackend:
         grant = self._current(request.name).holders.get(request.holder)
         if grant is None:
             return RenewalFailure.LOST
-        grant.until = self._now() + request.ttl
+        grant.until = max(grant.until, self._now() + request.ttl)
         return request.ttl
 
     def _remove(self, request: AcquireRequest) -> bool:

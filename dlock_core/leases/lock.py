@@ -191,6 +191,7 @@ class Lease(LeaseHandle, Releasing[Released]):
     def renew(self, ttl: Seconds | None = None) -> None:
         """Push the expiry of a lease that is still ours, to `ttl` seconds from now (None: its ttl).
 
+        A shorter `ttl` counts for this process at once; the store keeps the lock until the longer one is over.
         Raises LeaseLost when another holder may already be at work: stop, do not retry.
         A network error raises BackendUnavailable and says nothing about the lease; it stays valid as before.
         """

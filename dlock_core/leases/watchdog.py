@@ -138,17 +138,13 @@ class Watchdog:
                 together.append(held)
         for valid_for, together in renewed.items():
             self.plan(valid_for / 3, *together)
-        self._renew_changed(leases, renewals, sent)
+        self._plan_changed(leases, renewals)
 
-    def _renew_changed(self, leases: list[LeaseRecord], renewals: list[Renewal], sent: float) -> None:
-        """Renew those at once that their callers have renewed for another ttl since.
-
-        Of the two requests ours may have come last: then the store keeps the lease for the earlier ttl only.
-        """
+    def _plan_changed(self, leases: list[LeaseRecord], renewals: list[Renewal]) -> None:
+        """Plan those again that their callers have renewed for another ttl since: our plan may have replaced theirs."""
         for held, renewal in zip(leases, renewals, strict=True):
             if held.request is not renewal.request and held.is_to_be_renewed():
-                held.until = min(held.until, valid_until(sent, renewal.request.ttl))
-                self.plan(0.0, held)
+                self.plan(held.remaining() / 3, held)
 
     def _unknown(self, held: LeaseRecord, reason: str) -> None:
         held.note_trouble(reason)

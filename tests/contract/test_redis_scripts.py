@@ -443,10 +443,42 @@ def test_renew_answers_each_and_pushes_only_what_is_ours(server: redis.Redis) ->
     assert server.exists("{c}") == 0
 
 
-def test_renew_may_shorten(server: redis.Redis) -> None:
-    acquire(server, ANN, ttl=60_000)
+@pytest.mark.parametrize("mode", ["x", "s"])
+def test_what_comes_late_never_shortens(server: redis.Redis, mode: str) -> None:
+    def left() -> float:
+        seconds, fraction = server.time()
+        share = (server.zscore(f"{LOCK}:s", ANN) or 0) - (seconds * 1000 + fraction // 1000)
+        return min(server.pttl(LOCK), share) if mode == "s" else server.pttl(LOCK)
+
+    token = acquire(server, ANN, ttl=1000, mode=mode)
+    assert renew(server, (LOCK, ANN, 60_000)) == [1]
     assert renew(server, (LOCK, ANN, 1000)) == [1]
-    assert server.pttl(LOCK) <= 1000
+    assert left() > 50_000
+    assert acquire(server, ANN, ttl=1000, mode=mode) == token
+    assert left() > 50_000
+    assert acquire(server, ANN, ttl=1000, mode=mode, floor=token) > token
+    assert left() > 50_000
+    if mode == "x":
+        claim(server, ANN, ttl=1000)
+        call(server, "acquire_many", "owner", ANN, 1000, keys=(TOKENS, INDEX, LOCK))
+        assert left() > 50_000
+
+
+@pytest.mark.parametrize("mode", ["x", "s"])
+def test_renew_heals_the_expiry_of_a_lease_that_was_granted_by_a_clock_that_has_gone_back(
+    server: redis.Redis, mode: str
+) -> None:
+    acquire(server, ANN, ttl=3_600_000, mode=mode)
+    text = f"{ANN}|7|{server.time()[0] + 3600}|owner"
+    if mode == "x":
+        server.set(LOCK, text, keepttl=True)
+    else:
+        server.hset(f"{LOCK}:o", ANN, text)
+    assert renew(server, (LOCK, ANN, 1000)) == [1]
+    if mode == "x":
+        assert server.pttl(LOCK) <= 1000
+    else:
+        assert server.zscore(f"{LOCK}:s", ANN) <= server.time()[0] * 1000 + 2000
 
 
 def test_renew_of_a_share_pushes_its_own_expiry_and_never_brings_one_back(server: redis.Redis) -> None:

@@ -233,24 +233,6 @@ def test_lease_that_was_shortened_during_a_renewal_is_renewed_in_time_for_its_ne
     assert held.renewal_tick / watchdog.TICKS_PER_S < clock() + 1.0
 
 
-def test_lease_that_was_lengthened_during_a_renewal_is_renewed_at_once(
-    held: LeaseRecord, runtime: ManualRuntime, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The store may have carried out the renewal last."""
-    monkeypatch.setattr(watchdog, "clock", runtime.now)
-    dog, began = watchdog.Watchdog(), runtime.now()
-
-    def lengthen() -> None:
-        held.change_ttl(runtime.now(), 600.0)
-        held.extend(runtime.now(), 600.0)
-
-    runtime.at(began + 0.5, lengthen)
-    held.backend.takes = 0.6  # type: ignore[attr-defined]
-    dog._renew([held])
-    assert held.until <= began + 30.0
-    assert held.renewal_tick / watchdog.TICKS_PER_S <= runtime.now()
-
-
 def test_release_during_a_renewal_is_not_a_loss(held: LeaseRecord, runtime: ManualRuntime) -> None:
     def release() -> None:
         held.begin_release()

@@ -43,7 +43,7 @@ class Dialect:
     other: str
     """name → a row while the lock is held."""
     renew: str
-    """leases → the holders that were renewed, or as many rows changed."""
+    """leases → the holders that were renewed, or as many rows changed. None is shortened: this may come late."""
     ours: str
     """leases → the holders that hold still."""
     unused: str
@@ -120,7 +120,7 @@ UPDATE dlock_lease AS l SET
 token = CASE WHEN l.expires_at > {_POSTGRESQL_NOW} AND l.token > {_FLOOR} THEN l.token
 ELSE GREATEST({counted("l.token", _POSTGRESQL_NOW)}, {_FLOOR} + 1, {_POSTGRESQL_NOW}) END,
 since = CASE WHEN l.expires_at > {_POSTGRESQL_NOW} THEN l.since ELSE {_POSTGRESQL_NOW} END,
-holder = {_HOLDER}, owner = {_OWNER}, expires_at = {_POSTGRESQL_NOW} + {_TTL}
+holder = {_HOLDER}, owner = {_OWNER}, expires_at = GREATEST(l.expires_at, {_POSTGRESQL_NOW} + {_TTL})
 WHERE l.name = {_NAME} AND (l.expires_at <= {_POSTGRESQL_NOW} OR l.holder = {_HOLDER})
 RETURNING true, l.token, 0, ''"""  # noqa: S608
 _MAKE: Final = f"""\
@@ -150,7 +150,8 @@ WHERE name = {_NAME} AND {{which}} AND expires_at > {_POSTGRESQL_NOW} RETURNING 
 SELECT count(*), count(pg_notify('{CHANNEL}', name)) FILTER (WHERE wanted_until > {_POSTGRESQL_NOW}) FROM ended"""  # noqa: S608
 
 _POSTGRESQL_RENEW: Final = (
-    "UPDATE dlock_lease AS l SET expires_at = {now} + r.ttl FROM {given} WHERE {held} RETURNING l.holder"
+    "UPDATE dlock_lease AS l SET expires_at = GREATEST(l.expires_at, {now} + r.ttl) "
+    "FROM {given} WHERE {held} RETURNING l.holder"
 )
 _POSTGRESQL_GIVEN: Final = (
     "json_to_recordset(CAST(CAST(:leases AS text) AS json)) AS r(name text, holder text, ttl bigint)"
@@ -184,7 +185,7 @@ GREATEST({counted("token", _MYSQL_NOW)}, VALUES(token)), token),
 owner = IF({_FREE}, VALUES(owner), owner),
 since = IF({_FREE}, VALUES(since), since),
 holder = IF({_FREE}, VALUES(holder), holder),
-expires_at = IF(holder = VALUES(holder), VALUES(expires_at), expires_at)"""  # noqa: S608
+expires_at = IF(holder = VALUES(holder), GREATEST(expires_at, VALUES(expires_at)), expires_at)"""  # noqa: S608
 _ANSWER: Final = f"holder = :holder, token, expires_at - {_MYSQL_NOW}, owner"
 _MYSQL_END: Final = f"""\
 UPDATE dlock_lease SET holder = '', owner = '', expires_at = -{_MYSQL_NOW}
@@ -201,7 +202,8 @@ MYSQL: Final = Dialect(
     end=_MYSQL_END.format(which="holder = :holder"),
     force=_MYSQL_END.format(which="token = :token"),
     other=other(_MYSQL_NOW),
-    renew=f"UPDATE {_MYSQL_GIVEN} SET l.expires_at = {_MYSQL_NOW} + r.ttl WHERE l.expires_at > {_MYSQL_NOW}",  # noqa: S608
+    renew=f"UPDATE {_MYSQL_GIVEN} SET l.expires_at = GREATEST(l.expires_at, {_MYSQL_NOW} + r.ttl) "  # noqa: S608
+    f"WHERE l.expires_at > {_MYSQL_NOW}",
     ours=f"SELECT l.holder FROM {_MYSQL_GIVEN} WHERE l.expires_at > {_MYSQL_NOW}",  # noqa: S608
     unused=unused(_MYSQL_NOW),
     forget=forget(_MYSQL_NOW, ":name"),
@@ -232,7 +234,8 @@ ON CONFLICT (name) DO UPDATE SET
 token = CASE WHEN l.expires_at > {_SQLITE_NOW} AND l.token > :floor THEN l.token
 ELSE max({counted("l.token", _SQLITE_NOW)}, excluded.token) END,
 since = CASE WHEN l.expires_at > {_SQLITE_NOW} THEN l.since ELSE excluded.since END,
-holder = excluded.holder, owner = excluded.owner, expires_at = excluded.expires_at
+holder = excluded.holder, owner = excluded.owner,
+expires_at = max(l.expires_at, excluded.expires_at)
 WHERE (l.expires_at <= {_SQLITE_NOW} AND (l.wanted_until <= {_SQLITE_NOW} OR NOT :newcomer))
 OR l.holder = excluded.holder
 RETURNING 1, token, 0, ''"""  # noqa: S608
@@ -240,7 +243,8 @@ _SQLITE_END: Final = f"""\
 UPDATE dlock_lease SET holder = '', owner = '', expires_at = -{_SQLITE_NOW}
 WHERE name = :name AND {{which}} AND expires_at > {_SQLITE_NOW} RETURNING 1"""  # noqa: S608
 _SQLITE_RENEW: Final = (
-    "UPDATE dlock_lease AS l SET expires_at = {now} + r.ttl FROM {given} WHERE {held} RETURNING holder"
+    "UPDATE dlock_lease AS l SET expires_at = max(l.expires_at, {now} + r.ttl) "
+    "FROM {given} WHERE {held} RETURNING holder"
 )
 _SQLITE_GIVEN: Final = """\
 (SELECT json_extract(value, '$.name') AS name, json_extract(value, '$.holder') AS holder,

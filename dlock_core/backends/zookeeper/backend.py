@@ -19,6 +19,7 @@ from dlock_core.backends.zookeeper.session import EnsembleAddress, ZooKeeperSess
 from dlock_core.errors import NotSupported
 from dlock_core.extras import needed_by
 from dlock_core.options import check_prefix, check_seconds
+from dlock_core.runtime import clock
 from dlock_core.scheduler import after_fork_in_child, call_in_background
 
 if TYPE_CHECKING:
@@ -203,7 +204,8 @@ class ZooKeeperBackend:
         if checked(request.name, answer).ephemeralOwner != self._session.id:
             return RenewalFailure.LOST
         valid_for = self._session.surely(request.ttl, sent)
-        return valid_for if valid_for > 0 and self._own_nodes.keep(own_node, valid_for) else RenewalFailure.LOST
+        kept_for = max(valid_for, own_node.due - clock())  # Another thread's renewal may have been for longer.
+        return valid_for if valid_for > 0 and self._own_nodes.keep(own_node, kept_for) else RenewalFailure.LOST
 
 
 def _close(own_nodes: OwnNodes, session: ZooKeeperSession) -> None:

@@ -19,6 +19,7 @@ __all__ = [
     "test_released_lease_is_not_renewed_any_more",
     "test_renewal_after_the_end_never_takes_the_lock_again",
     "test_renewal_by_hand_pushes_the_expiry",
+    "test_renewal_that_comes_late_shortens_no_lease",
     "test_renewals_are_answered_one_by_one",
     "test_watchdog_keeps_a_lease_for_many_times_its_ttl",
 ]
@@ -43,6 +44,20 @@ def test_renewal_after_the_end_never_takes_the_lock_again(harness: Harness, name
     harness.call_store("release", request, granted)
     assert harness.call_store("renew", [Renewal(request, granted)]) == [RenewalFailure.LOST]
     assert harness.holders(name) == []
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_renewal_that_comes_late_shortens_no_lease(harness: Harness, name: str, *, shared: bool) -> None:
+    """One that went unanswered may come to the store after another one, for a longer ttl, which was answered."""
+    if shared and not harness.store.capabilities.shared:
+        pytest.skip("this store has no shared locks")
+    request = new_request(name, LockOptions(20.0, 0.0, shared))
+    granted = harness.call_store("try_acquire", request)
+    (valid_for,) = harness.call_store("renew", [Renewal(request._replace(ttl=60.0), granted)])
+    assert harness.call_store("renew", [Renewal(request, granted)])[0] <= 20.0
+    (holder,) = harness.state(name).holders
+    assert holder.expires_in is None or holder.expires_in > valid_for - 20.0
+    harness.call_store("abandon", request)
 
 
 def test_renewals_are_answered_one_by_one(harness: Harness, name: str) -> None:

@@ -39,9 +39,11 @@ local function mine(text)
   return string.match(text, '^%x+|(%d+)|') + 0
 end
 
--- Start the full ttl of our own grant. A caller that needs a token above its floor is granted the lock anew.
+-- Start the full ttl of our own grant, and never shorten it: this may come late, after a renewal for longer. A caller
+-- that needs a token above its floor is granted the lock anew.
 local function confirm(token)
   local floor = tonumber(ARGV[6])
+  ttl = math.max(ttl, mode == 'x' and redis.call('PTTL', lock) or redis.call('ZSCORE', sharers, holder) - now)
   if token <= floor then
     redis.call('ZREM', sharers, holder)
     return grant(holder, mode, ARGV[4], ttl, floor)

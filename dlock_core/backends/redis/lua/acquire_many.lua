@@ -2,13 +2,14 @@
 -- KEYS  token counter, set of held locks, then the locks
 -- ARGV  owner, the holders run together (32 characters each), then ttl ms: one for all, or one for each
 -- reply {token, token, ...} all granted | {} none
-local tokens, index, drawn, at = KEYS[1], KEYS[2], {}, redis.call('TIME')
+local tokens, index, drawn, left, at = KEYS[1], KEYS[2], {}, {}, redis.call('TIME')
 --#include tokens.lua
 --#include held_locks.lua
 --#include read.lua
 local function holder(i) return string.sub(ARGV[2], 32 * i - 95, 32 * i - 64) end
 
--- Usually nothing is there of any of them. If something is, it must be our own grant, whose reply was lost.
+-- Usually nothing is there of any of them. If something is, it must be our own grant, whose reply was lost, and
+-- which has perhaps been renewed for longer since, if this comes late.
 for first = 3, #KEYS, 1000 do
   local last, found = math.min(first + 999, #KEYS), {unpack(KEYS, first, math.min(first + 999, #KEYS))}
   for i = first, last do found[#found + 1] = KEYS[i] .. ':q' end
@@ -16,13 +17,14 @@ for first = 3, #KEYS, 1000 do
     local value = read('GET', KEYS[i])
     local is_ours = type(value) == 'string' and string.find(value, holder(i) .. '|', 1, true) == 1
     if not is_ours and redis.call('EXISTS', KEYS[i], KEYS[i] .. ':q') > 0 then return {} end
+    left[i] = redis.call('PTTL', KEYS[i])
   end
 end
 
 local token = draw(micros(at), 0, #KEYS - 2)
 for i = 3, #KEYS do
   local text = string.format('|%.0f|', token + i - 3) .. at[1] .. '|' .. ARGV[1]
-  redis.call('SET', KEYS[i], holder(i) .. text, 'PX', ARGV[i] or ARGV[3])
+  redis.call('SET', KEYS[i], holder(i) .. text, 'PX', math.max(ARGV[i] or ARGV[3], left[i] or 0))
   drawn[i - 2] = token + i - 3
 end
 for first = 3, #KEYS, 1000 do
