@@ -20,7 +20,8 @@ from dlock_core.backends.redis.transport import send_commands
 from dlock_core.backends.redlock import broadcast
 from dlock_core.backends.redlock.backend import RedlockBackend
 from dlock_core.errors import AcquireTimeout, BackendUnavailable, LeaseLost
-from dlock_core.runtime import ASYNCIO, clock
+from dlock_core.leases.engine import raise_token
+from dlock_core.runtime import ASYNCIO, BLOCKING, clock, run
 from dlock_core.testing.contract.harness import Harness, Tasks
 from tests import processes, redlock_nodes, servers
 from tests.conftest import give_up
@@ -102,6 +103,16 @@ def here(node: Server, prefix: str, name: str = "a") -> list[str]:
     alone = RedisBackend.from_url(node.url, prefix=prefix)
     try:
         return holders(alone, name)
+    finally:
+        alone.close()
+
+
+def token_at(node: Server, prefix: str) -> int:
+    """The token of the lock's only holder at one node."""
+    alone = RedisBackend.from_url(node.url, prefix=prefix)
+    try:
+        ((only,),) = (state.holders for state in run(alone.inspect(BLOCKING, "a")))
+        return only.token
     finally:
         alone.close()
 
@@ -230,6 +241,7 @@ def test_grant_that_is_lost_with_its_undo_keeps_the_lock_from_nobody(
 
 
 @pytest.mark.parametrize("is_granted", [False, True])
+@pytest.mark.parametrize("is_raised", [False, True])
 def test_undo_that_comes_after_a_renewal_has_given_the_lease_to_that_node_leaves_it_there(
     through: Harness,
     nodes: list[Server],
@@ -237,6 +249,7 @@ def test_undo_that_comes_after_a_renewal_has_given_the_lease_to_that_node_leaves
     prefix: str,
     monkeypatch: pytest.MonkeyPatch,
     is_granted: bool,
+    is_raised: bool,
 ) -> None:
     """The node may be needed for the majority by then."""
     monkeypatch.setattr(broadcast, "FAILED_NODE_PAUSE_S", 0.0)
@@ -245,6 +258,9 @@ def test_undo_that_comes_after_a_renewal_has_given_the_lease_to_that_node_leaves
     lease = through.acquire("a", ttl=WITHIN, renew=False)
     while lease._held.in_store:  # A node that was slow is not waited for.
         through.do(lease.renew)
+    if is_raised:  # The fence has asked for a greater token, and the lease was granted anew.
+        assert run(raise_token(BLOCKING, lease._held, lease.token + 10**9))
+        until(lambda: len({token_at(node, prefix) for node in nodes}) == 1)
     attempt.release()
     undo.wait()
     before = undone(nodes[4])

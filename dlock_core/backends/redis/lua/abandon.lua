@@ -1,6 +1,6 @@
 -- abandon.lua: leave the queue and undo a grant that may have happened; idempotent by holder.
 -- KEYS  lock, token counter, set of held locks
--- ARGV  holder[, 1 to leave alone what restore.lua has written]
+-- ARGV  holder[, 1 to leave alone what restore.lua has written, or was granted with a floor]
 -- reply 1 there was something to undo | 0 nothing
 local lock, tokens, index, holder = KEYS[1], KEYS[2], KEYS[3], ARGV[1]
 --#include queue.lua

@@ -12,7 +12,8 @@ local holder, ttl, mode = ARGV[1], ARGV[2], ARGV[3]
 if mode == 'x' and redis.call('EXISTS', lock, lock .. ':q') == 0 then
   local at = redis.call('TIME')
   local token, text = draw(micros(at), math.max(ARGV[6] + 1, ARGV[8] or 0), 1)
-  redis.call('SET', lock, holder .. '|' .. text .. '|' .. at[1] .. '|' .. ARGV[4], 'PX', ttl)
+  local since = ARGV[6] == '0' and at[1] or '0' .. at[1]
+  redis.call('SET', lock, holder .. '|' .. text .. '|' .. since .. '|' .. ARGV[4], 'PX', ttl)
   redis.call('SADD', index, lock)
   tidy(token)
   return token

@@ -15,9 +15,11 @@ local time = redis.call('TIME')
 local moment = micros(time)
 local now = math.floor(moment / 1000)
 
+-- A lease that is granted anew, with a token above its floor, is marked as restore.lua does: the undo of its first
+-- attempt may still be on its way.
 local function grant(holder, mode, owner, ttl, floor)
   local token, text = draw(moment, floor + 1, 1)
-  text = holder .. '|' .. text .. '|' .. time[1] .. '|' .. owner
+  text = holder .. '|' .. text .. '|' .. (floor + 0 > 0 and '0' or '') .. time[1] .. '|' .. owner
   if mode == 'x' then
     redis.call('SET', lock, text, 'PX', ttl)
   else
