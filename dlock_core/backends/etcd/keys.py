@@ -95,28 +95,40 @@ class Keys:
 
     def enter(self, request: AcquireRequest, lease: int, queue_lease: int = 0) -> GatewayCall:
         """Take the lock if no other key must go first; else join the queue, on the lease `queue_lease`."""
-        queue = self._queue(request, queue_lease) if queue_lease else self._see(request)
-        return _txn([_none(self._rivals(request))], self._take(request, lease), queue)
+        otherwise = self._see(request)
+        if queue_lease:  # This may come late, when our key is there already, and must not take it from its lease.
+            _, queue = _txn([_there(self.own(request))], otherwise, self._queue(request, queue_lease))
+            otherwise = [{"request_txn": queue}]
+        return _txn([_none(self._rivals(request))], self._take(request, lease), otherwise)
 
     def queue(self, request: AcquireRequest, lease: int) -> GatewayCall:
         """Take a place in the queue, once."""
         put, *see = self._queue(request, lease)
         return _txn([_created(self.own(request), 0)], [put, *see], see)
 
-    def promote(self, request: AcquireRequest, created: int, lease: int) -> GatewayCall:
+    def promote(self, request: AcquireRequest, created: int, queue_lease: int, lease: int) -> GatewayCall:
         """Take the lock if our place, as old as this, is the first: the key moves to the lease of the full ttl."""
-        own, rivals = _created(self.own(request), created), self._rivals(request)
+        own, rivals = self._ours(request, created, queue_lease), self._rivals(request)
         see = [*self._see(request), _youngest(rivals, max_create_revision=str(created - 1))]
         take = self._take(request, lease)
-        path, none_older = _txn([own, _all_younger(rivals, created - 1)], take, see)
+        path, none_older = _txn([*own, _all_younger(rivals, created - 1)], take, see)
         if not request.shared:
             return path, none_older
-        return _txn([own, _none(rivals)], take, [{"request_txn": none_older}])  # of none, nothing is true, not all
+        return _txn([*own, _none(rivals)], take, [{"request_txn": none_older}])  # of none, nothing is true, not all
 
-    def move(self, request: AcquireRequest, created: int, lease: int) -> GatewayCall:
-        """Put a grant that is still ours on another lease."""
+    def move(self, request: AcquireRequest, created: int, old: int, new: int) -> GatewayCall:
+        """Put a grant that is still ours on another lease; tell whether it is there if it is not on the old one."""
         own = self.own(request)
-        return _txn([_created(own, created)], [_put(own, request.owner, lease)], [])
+        see = [_range(own, keys_only=True)]
+        return _txn(self._ours(request, created, old), [_put(own, request.owner, new)], see)
+
+    def _ours(self, request: AcquireRequest, created: int, lease: int) -> list[Json]:
+        """Check that our key is on the lease on which we have seen it.
+
+        A request that comes late must not take it away from the lease that a later one has put it on.
+        """
+        own = self.own(request)
+        return [_created(own, created), {"key": text(own), "target": "LEASE", "lease": str(lease)}]
 
     def raise_base(self, request: AcquireRequest, view: LockView, base: int) -> GatewayCall:
         """Add so much to the tokens of this lock, beginning with our own grant, unless another was faster."""
@@ -172,7 +184,7 @@ def view(answer: Answer, own: str) -> LockView:
     (mine, base), others = found[:2], found[2:]
     first, before = [*others, [], []][:2]
     return LockView(
-        bool(answer.get("succeeded")),
+        bool(answer.get("succeeded")) and has_put,
         has_put,
         int(responses[-1]["response_range"]["header"]["revision"]),
         next(iter(mine), NOTHING),
@@ -246,6 +258,10 @@ def _created(key: str, revision: int) -> Json:
 
 def _none(start: str) -> Json:
     return {**_created(start, 0), "range_end": text(_end(start))}
+
+
+def _there(key: str) -> Json:
+    return {**_created(key, 0), "result": "GREATER"}
 
 
 def _all_younger(start: str, revision: int) -> Json:

@@ -88,7 +88,7 @@ class Steps:
         """Take the lock if our queue entry is the first; else return what it waits for."""
 
         def call(request: AcquireRequest, lease: int, _: int) -> GatewayCall:
-            return self.keys.promote(request, queue_entry.created, lease)
+            return self.keys.promote(request, queue_entry.created, queue_entry.lease.id, lease)
 
         view, lease = await self._put(runtime, request, call, request.ttl)
         if view.has_taken:
@@ -97,8 +97,8 @@ class Steps:
         self.spares.give(lease)
         if not view.own.created:  # Our queue entry expired, for example because the process was stopped.
             return await self._queue(runtime, request) if request.queue else busy(view)
-        if view.own.created != queue_entry.created:
-            return QueueEntry(view)
+        if (view.own.created, view.own.lease) != (queue_entry.created, queue_entry.lease.id):
+            return QueueEntry(view)  # So it is, too, where an attempt whose answer was lost has taken the lock.
         queue_entry.view(view)
         return busy(view, queue_entry)
 
@@ -130,9 +130,13 @@ class Steps:
         results: list[RenewalResult | BackendUnavailable] = []
         for renewal, lease, entry in zip(renewals, leases, held, strict=True):
             ttl, held_key = self._ttl(name, left[lease]), renewal.granted.handle
-            is_ours = ttl > 0 and entry and entry[0].created == held_key.created
             held_key.lease.until = sent + ttl
-            results.append(await self._renewed(runtime, renewal, ttl, limit) if is_ours else RenewalFailure.LOST)
+            if not entry or entry[0].created != held_key.created:
+                results.append(RenewalFailure.LOST)
+            elif entry[0].lease == lease and ttl >= renewal.request.ttl:
+                results.append(renewal.request.ttl)
+            else:  # It has to last longer, or a request that came late or unheard has put it on another lease.
+                results.append(await self._moved(runtime, renewal, entry[0].lease, limit))
         return results
 
     async def ask(self, runtime: Runtime, name: str, *calls: GatewayCall) -> list[Answer]:
@@ -193,25 +197,25 @@ class Steps:
                 return QueueEntry(view)
         return Granted(token, max(0.0, lease.until - runtime.now()), HeldKey(created, lease))
 
-    async def _renewed(
-        self, runtime: Runtime, renewal: Renewal, ttl: float, limit: float
+    async def _moved(
+        self, runtime: Runtime, renewal: Renewal, old: int, limit: float
     ) -> RenewalResult | BackendUnavailable:
-        if ttl >= renewal.request.ttl:
-            return renewal.request.ttl
         try:
-            return await self._move(runtime, renewal, limit)
+            return await self._move(runtime, renewal, old, limit)
         except BackendUnavailable as error:
             return error
 
-    async def _move(self, runtime: Runtime, renewal: Renewal, limit: float) -> RenewalResult:
-        """Put our key on a new lease with a longer ttl: the ttl of a lease cannot be changed."""
+    async def _move(self, runtime: Runtime, renewal: Renewal, old: int, limit: float) -> RenewalResult:
+        """Put our key on a new lease, of the ttl that is wanted: that of a lease cannot be changed."""
         request, held_key = renewal.request, renewal.granted.handle
         lease, sent = new_lease(request.ttl), runtime.now()
-        calls = [keys.grant(lease.id, lease.ttl), self.keys.move(request, held_key.created, lease.id)]
+        calls = [keys.grant(lease.id, lease.ttl), self.keys.move(request, held_key.created, old, lease.id)]
         (granted,), (moved,) = await self.gateway.ask(runtime, request.name, calls, limit)
         lease.until, lease.is_known = sent + self._ttl(request.name, granted), True
         if not self.checked(request.name, moved).get("succeeded"):
-            return RenewalFailure.LOST
+            found = keys.entries(moved["responses"][0]["response_range"])
+            is_ours = bool(found) and found[0].created == held_key.created
+            return RenewalFailure.UNKNOWN if is_ours else RenewalFailure.LOST
         held_key.lease.id, held_key.lease.ttl, held_key.lease.until = lease.id, lease.ttl, lease.until
         return lease.until - sent
 

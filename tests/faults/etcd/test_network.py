@@ -6,12 +6,14 @@ from base64 import b64encode
 import pytest
 
 from dlock_core import AsyncLock, Lock
-from dlock_core.backend import Released, Renewal, RenewalFailure
+from dlock_core.backend import Granted, Released, Renewal, RenewalFailure
 from dlock_core.backends.etcd import backend as etcd
-from dlock_core.backends.etcd import steps
+from dlock_core.backends.etcd import keys, steps
 from dlock_core.backends.etcd.backend import EtcdBackend
 from dlock_core.errors import AcquireTimeout, BackendUnavailable, LeaseLost
-from dlock_core.runtime import clock
+from dlock_core.leases.engine import new_request
+from dlock_core.options import LockOptions
+from dlock_core.runtime import BLOCKING, clock, run
 from dlock_core.testing.contract.harness import Harness, Tasks
 from tests.etcd_servers import Cluster, ask
 from tests.faults.etcd.conftest import TIMEOUT_S
@@ -170,6 +172,44 @@ def test_longer_ttl_whose_reply_was_lost_says_nothing_about_the_lease(harness: H
     assert not lease.lost
     harness.do(lambda: lease.renew(60))
     assert lease.remaining() > 30
+
+
+def test_lease_whose_longer_ttl_was_carried_out_unheard_is_kept_for_a_shorter_one(
+    harness: Harness, proxy: Proxy
+) -> None:
+    lease = harness.acquire("a", ttl=3)
+    harness.do(lambda: lease.renew(3))
+    proxy.drop_reply(matching=LEASE)
+    with pytest.raises(BackendUnavailable):
+        harness.do(lambda: lease.renew(6))
+    harness.do(lambda: lease.renew(3))
+    before = harness.renewals(lease)
+    harness.observed.until(lambda _: lease.lost or harness.renewals(lease) >= before + 10)
+    assert not lease.lost
+
+
+@pytest.mark.parametrize("which", ["enter", "promote", "move"])
+def test_request_that_comes_late_moves_no_grant_to_another_lease(direct: EtcdBackend, which: str) -> None:
+    request = new_request("a", LockOptions(20.0))
+    granted = run(direct.try_acquire(BLOCKING, request))
+    assert isinstance(granted, Granted)
+    created, first, late = granted.handle.created, granted.handle.lease.id, steps.new_lease(6.0)
+    run(direct.renew(BLOCKING, [Renewal(request._replace(ttl=60.0), granted)]))
+    comes = {
+        "enter": direct._keys.enter(request, late.id, late.id),
+        "promote": direct._keys.promote(request, created, first, late.id),
+        "move": direct._keys.move(request, created, first, late.id),
+    }
+    run(direct._steps.ask(BLOCKING, "a", keys.grant(late.id, late.ttl), comes[which]))
+    assert expires_in(direct, "a") > 40
+    assert run(direct.renew(BLOCKING, [Renewal(request._replace(ttl=60.0), granted)])) == [60.0]
+    run(direct.abandon(BLOCKING, request))
+
+
+def expires_in(direct: EtcdBackend, name: str) -> float:
+    ((holder,),) = [state.holders for state in run(direct.inspect(BLOCKING, name))]
+    assert holder.expires_in is not None
+    return holder.expires_in
 
 
 @pytest.mark.parametrize("wait", [0, 0.3])
