@@ -41,17 +41,18 @@ A lease that is to be released always is added."""
 class _Late:
     """A step that has failed, kept here until the store has answered or what it would end has run out."""
 
-    __slots__ = ("attempts", "holder", "step", "until")
+    __slots__ = ("holder", "step", "tried", "until")
 
-    def __init__(self, holder: str, step: Step, until: float) -> None:
-        self.holder, self.step, self.until, self.attempts = holder, step, until, 0
+    def __init__(self, holder: str, step: Step, tried: float, until: float) -> None:
+        self.holder, self.step, self.tried, self.until = holder, step, tried, until
 
 
 class _LateSteps:
     """The thread that repeats what has failed at one store: not the watchdog's, because renewals cannot wait for it.
 
     A store that is silent keeps it for the time limit of a request. So a round does not go on for long after a failure,
-    and those that it did not reach come first in the next one: only some of them may be on a node that is away.
+    and what was tried longest ago comes first: only some of them may be on a node that is away, and new failures there
+    must not keep the others waiting.
     """
 
     def __init__(self) -> None:
@@ -67,7 +68,7 @@ class _LateSteps:
         now = clock()
         soon = now + MIN_PAUSE_S
         self._due = min(self._due, soon) if self._late else soon
-        self._late[holder] = _Late(holder, step, now + seconds)
+        self._late[holder] = _Late(holder, step, now, now + seconds)
         self._scheduler.plan(self._due)
 
     def _next_due(self) -> float | None:
@@ -77,7 +78,7 @@ class _LateSteps:
         began, is_away = clock(), False
         if began < self._due:
             return
-        for late in sorted([*self._late.values()], key=attrgetter("attempts")):
+        for late in sorted([*self._late.values()], key=attrgetter("tried")):
             if self._is_over(late):
                 self._late.pop(late.holder, None)
             else:
@@ -91,9 +92,9 @@ class _LateSteps:
 
     def _is_over(self, late: _Late) -> bool:
         """Try a step once more, unless its time is over; False: the store cannot be asked yet."""
-        if clock() >= late.until:
+        late.tried = clock()
+        if late.tried >= late.until:
             return True
-        late.attempts += 1
         try:
             run(late.step(BLOCKING))
         except BackendUnavailable as error:

@@ -262,6 +262,19 @@ def test_store_that_fails_slowly_is_asked_once_a_round_and_the_others_come_first
     assert (late._late, late._pause) == ({}, late_releases.MIN_PAUSE_S)
 
 
+def test_stream_of_new_failures_keeps_no_older_release_waiting(backend: Away, monkeypatch: pytest.MonkeyPatch) -> None:
+    late = late_releases._LateSteps()
+    monkeypatch.setattr(late._scheduler, "plan", lambda due: None)
+    monkeypatch.setattr(late_releases, "MAX_FAILING_S", 0.0)
+    add(late, record_of(backend, "old"))
+    for name in "abcd":
+        add(late, record_of(backend, name))
+        rounds(late, 1)
+    assert backend.asked == ["old", "a", "old", "b"]
+    backend.failure = None
+    rounds(late, 1)
+
+
 def test_leases_of_a_node_that_is_away_keep_none_of_another_node(
     backend: Away, monkeypatch: pytest.MonkeyPatch
 ) -> None:
