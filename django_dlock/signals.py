@@ -29,7 +29,7 @@ __all__ = [
     "write_refused",
 ]
 
-_subscription_lock = threading.Lock()
+_subscription_lock = threading.RLock()  # A signal handler may connect a receiver, too, in the middle.
 
 
 class EventSignal(Signal):

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from dlock_core.backend import Busy, Capabilities, Granted, Holder, LockState, Released, RenewalFailure, Waiter
+from dlock_core.errors import BackendUnavailable
 from dlock_core.runtime import clock
 
 if TYPE_CHECKING:
@@ -56,7 +57,8 @@ class MemoryBackend:
     capabilities = Capabilities(fair=True, shared=True, lists_waiters=True, ttl_min=0.001)
 
     def __init__(self, now: Callable[[], float] = clock) -> None:
-        self._now, self._guard = now, threading.Lock()
+        self._now = now
+        self._guard: Any = threading.RLock()
         self._states: dict[str, _State] = {}
         self._tokens = itertools.count(1)
 
@@ -70,7 +72,7 @@ class MemoryBackend:
     async def try_acquire(
         self, runtime: Runtime, request: AcquireRequest, ticket: Any = None, *, unsure: bool = False
     ) -> Granted | Busy:
-        with self._guard:
+        with self._alone:
             state = self._states[request.name] = self._current(request.name)
             if request.holder not in state.holders:
                 self._enqueue(state, request)
@@ -86,7 +88,7 @@ class MemoryBackend:
 
     async def wait(self, runtime: Runtime, request: AcquireRequest, busy: Busy, timeout: float) -> None:
         signal = runtime.signal()
-        with self._guard:
+        with self._alone:
             entry = self._current(request.name).queue.get(request.holder)
             if entry is None:
                 return
@@ -95,27 +97,27 @@ class MemoryBackend:
         await runtime.wait(signal, min(timeout, CLAIM_S))
 
     async def abandon(self, runtime: Runtime, request: AcquireRequest, ticket: Any = None) -> None:
-        with self._guard:
+        with self._alone:
             self._remove(request)
 
     async def release(self, runtime: Runtime, request: AcquireRequest, granted: Granted) -> Released:
-        with self._guard:
+        with self._alone:
             if self._remove(request):
                 return Released.RELEASED
             return Released.STOLEN if self._current(request.name).holders else Released.EXPIRED
 
     async def renew(self, runtime: Runtime, renewals: Sequence[Renewal]) -> list[RenewalResult]:
-        with self._guard:
+        with self._alone:
             return [self._renew(renewal.request) for renewal in renewals]
 
     async def inspect(self, runtime: Runtime, name: str | None = None) -> list[LockState]:
-        with self._guard:
+        with self._alone:
             names = sorted(self._states) if name is None else [name]
             states = [self._state(each) for each in names]
             return states if name is not None else [state for state in states if state.holders or state.waiters]
 
     async def force_release(self, runtime: Runtime, name: str, token: int) -> bool:
-        with self._guard:
+        with self._alone:
             found = [grant for grant in self._current(name).holders.values() if grant.token == token]
             return any(self._remove(grant.request) for grant in found)
 
@@ -128,6 +130,13 @@ class MemoryBackend:
 
     def close(self) -> None:
         """Nothing to close: the leases stay."""
+
+    @property
+    def _alone(self) -> Any:
+        """Return the guard; a signal handler that has interrupted its owner would wait for ever, and gets an error."""
+        if self._guard._is_owned():  # noqa: SLF001 - threading.Condition asks its lock so, too
+            raise BackendUnavailable("", reason="a signal handler asks in the middle of another call of its thread")
+        return self._guard
 
     def _current(self, name: str) -> _State:
         """Return the state of a lock without what has expired, and forget a lock without holders and waiters."""

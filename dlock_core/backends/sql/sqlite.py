@@ -89,7 +89,8 @@ class _Memory:
     """The only connection to a sibling in memory: with it its leases would be gone."""
 
     def __init__(self, driver: sqlite3.Connection) -> None:
-        self.driver, self.guard = driver, threading.Lock()
+        self.driver = driver
+        self.guard = threading.RLock()  # A signal handler may ask for a lock, too, in the middle of a statement.
 
     def __del__(self) -> None:
         self.driver.close()

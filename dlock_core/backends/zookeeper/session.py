@@ -58,7 +58,7 @@ class ZooKeeperSession:
 
     def __init__(self, address: EnsembleAddress, timeout: float, length: float) -> None:
         self._address, self._timeout, self._length = address, timeout, length
-        self._guard = threading.Lock()
+        self._guard = threading.RLock()  # A signal handler may ask for a session, too, while one is started.
         self._kazoo: Any = None
         self._waiting: set[Signal] = set()
         self._connections = self._dropped = 0
@@ -169,9 +169,11 @@ class ZooKeeperSession:
             return client
         with self._guard:
             if self._kazoo is client:
-                self._kazoo = self._start()
-                if client is not None:
-                    threading.Thread(target=_end, args=(client,), daemon=True).start()
+                unused = started = self._start()
+                if self._kazoo is client:  # otherwise a signal handler has started another
+                    self._kazoo, unused = started, client
+                if unused is not None:
+                    threading.Thread(target=_end, args=(unused,), daemon=True).start()
             return self._kazoo
 
     def _is_over(self, client: Any) -> bool:
