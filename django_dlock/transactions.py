@@ -122,7 +122,7 @@ class Transaction:
         return steps
 
     def pending_steps(self) -> deque[Step]:
-        """Return what is still to be called, now that it has ended; whoever calls a step takes it out."""
+        """Return the steps that are still to be called, now that it has ended; `call_all` removes what it called."""
         if self.pending is None:
             steps = deque(self.undo_to(None) if self.outcome is Outcome.ROLLED_BACK else ())
             for settle in reversed(self.settlers):
