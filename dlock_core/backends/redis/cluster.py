@@ -51,7 +51,7 @@ class ClusterBackend:
         client: names the cluster.
         prefix: what every key begins with.
         timeout: the time limit of each request with all its redirections, in seconds.
-        replicas: how many replicas of its master must have a grant before it counts, so that a failover does not lose it.
+        replicas: how many replicas of its master must have a grant before it counts: a failover then keeps it.
     """
 
     capabilities = RedisBackend.capabilities
