@@ -108,8 +108,8 @@ class ZooKeeperSession:
         client = await self._connected(runtime, name, limit)
         session, connection = self.id, self._connections
         done = runtime.signal()
-        # ZooKeeper answers the requests of a session in their order, so only the last reply has to wake us. Each wake-
-        # up of a thread or a loop costs more than the request.
+        # ZooKeeper answers the requests of a session in order, so only the last reply has to wake us. Waking a thread
+        # or a loop costs more than the request.
         replies = [*[KazooReply() for _ in requests[1:]], KazooReply(done)]
         for request, reply in zip(requests, replies, strict=True):
             client._call(request, reply)
