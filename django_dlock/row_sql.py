@@ -98,7 +98,7 @@ def _strength(connection: Any, query: Any) -> str:
         return f"FOR {query.dlock_strength}"
     if connection.vendor == "mysql":
         return "LOCK IN SHARE MODE" if connection.mysql_is_mariadb else "FOR SHARE"
-    raise NotSupported(f"{connection.display_name} has no shared row locks that dlock knows of")
+    raise NotSupported(f"{connection.display_name} has no shared row locks that dlock supports")
 
 
 def require_row_locks(connection: Any) -> None:

@@ -121,7 +121,7 @@ class RowLockMixin(models.Model):
         if saved is None:
             raise ValueError(
                 f"{row_name(type(self), self.pk)} was not read or saved as an instance, so unsaved changes cannot "
-                "be told: read it before lock_row()"
+                "be detected: read it before lock_row()"
             )
         changed = [
             field.name

@@ -200,7 +200,7 @@ class TiedDatabases:
         is_mysql = connection.vendor == "mysql"
         if ends_transaction(sql) or (is_mysql and commits_implicitly(sql)):
             raise TransactionManagementError(
-                f"{sql.strip():.40} ends a transaction under the lock {self.held.name!r} past Django, unchecked: "
+                f"{sql.strip():.40} ends a transaction under the lock {self.held.name!r} unchecked, bypassing Django: "
                 "leave the atomic() block, or call transaction.commit() or rollback()"
             )
         if is_mysql and may_run_another(sql):
@@ -211,8 +211,8 @@ class TiedDatabases:
     def _refuse_ended(self, connection: BaseDatabaseWrapper) -> None:
         if is_idle(connection):
             raise TransactionManagementError(
-                f"the transaction under the lock {self.held.name!r} was ended past Django, by a procedure or by the "
-                "driver, and what was done in it before is committed or rolled back already"
+                f"the transaction under the lock {self.held.name!r} was ended without Django, by a procedure or by "
+                "the driver, and its earlier work is already committed or rolled back"
             )
 
     def _before_commit(self, connection: BaseDatabaseWrapper, transaction: Transaction) -> None:
@@ -261,8 +261,8 @@ class TiedDatabases:
         if self.tie.handles and self.gate.forms.get(using):
             name = self.held.name
             raise NotSupported(
-                f"migrations cannot be fenced by the lock {name!r}: Django notes outside of their "
-                "transactions that they were made; take it with fence=False around migrate",
+                f"migrations cannot be fenced by the lock {name!r}: Django records outside of "
+                "their transactions that they were applied; take it with fence=False around migrate",
                 name=name,
             )
 

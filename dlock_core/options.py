@@ -33,7 +33,7 @@ MAX_PREFIX_LENGTH: Final = 512
 
 _TTL: Final = "ttl= says how long a lease outlives a dead holder"
 _WAIT: Final = "wait= says how long to wait for other holders"
-_NO_POLLING: Final = "nothing is to be said: a waiter is woken, it does not ask again and again"
+_NO_POLLING: Final = "no option is needed: a waiter is woken, it does not poll"
 _OTHER_WORDS: Final = {
     "timeout": f"{_WAIT}, and {_TTL}",
     **dict.fromkeys(("blocking_timeout", "acquire_timeout", "lock_timeout", "wait_timeout", "max_wait"), _WAIT),
@@ -129,7 +129,7 @@ def _check_callback(name: str, value: object) -> None:
     if not callable(value):
         raise TypeError(f"{name} is a function without arguments or None, not {type(value).__name__}: {value!r:.80}")
     if inspect.iscoroutinefunction(value):
-        raise TypeError(f"{name} is called from another thread, where nobody awaits it: give a plain function")
+        raise TypeError(f"{name} is called from another thread, where it is not awaited: pass a plain function")
 
 
 def unknown_option(names: Iterable[str], known: Iterable[str]) -> TypeError:

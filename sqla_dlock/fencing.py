@@ -63,7 +63,7 @@ T = TypeVar("T")
 READ_COMMITTED: Final = ("READ COMMITTED", "READ UNCOMMITTED", "AUTOCOMMIT")
 """Isolation levels in which each statement sees what was committed before it."""
 _WHAT_TO_DO: Final = (
-    "dlock: this was the fence of a lock, which needs its table in a database that may be written: create it with "
+    "dlock: this statement was the fence of a lock, which needs its table in a writable database: create it with "
     "sqla_dlock.fencing.metadata.create_all() if it is missing, or pass fence=False"
 )
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 __all__ = ["EVADED", "FirstStatementHooks"]
 
 EVADED: Final = (
-    "dlock: an exception that came while this transaction began has kept the lock from protecting it: roll it back"
+    "dlock: because of an exception while this transaction began, the lock does not protect it: roll it back"
 )
 """Why a COMMIT is refused."""
 

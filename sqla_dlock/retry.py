@@ -46,7 +46,7 @@ _FOREIGN: Final = (
 
 _NESTED: Final = (
     "retry_on_conflict inside another one on the same database, which would repeat what this one commits: decorate "
-    "only the outer function, and give its session on"
+    "only the outer function, and pass its session on"
 )
 
 
@@ -175,7 +175,7 @@ def _refuse_given(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
 def _refuse_no_factory(factory: Any) -> None:
     is_session = isinstance(factory, Session) or hasattr(factory, "sync_session")
     if is_session or not callable(factory) or inspect.iscoroutinefunction(factory):
-        raise TypeError(f"retry_on_conflict() needs what makes a new session for every run, not {factory!r:.80}")
+        raise TypeError(f"retry_on_conflict() needs a factory of a new session for every run, not {factory!r:.80}")
     try:
         with suppress(ValueError):  # functions written in C have no signature
             inspect.signature(factory).bind()
@@ -191,7 +191,7 @@ def _without_session(function: Callable[..., Any]) -> tuple[int, inspect.Signatu
     parameters = list(signature.parameters.values())
     by_name_only = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.VAR_KEYWORD)
     if len(names) <= position or parameters[position].kind in by_name_only:
-        raise TypeError(f"{function!r} has no argument for the session: it is given first")
+        raise TypeError(f"{function!r} has no argument for the session, which is passed first")
     if parameters[position].kind is not inspect.Parameter.VAR_POSITIONAL:
         del parameters[position]
     return position, signature.replace(parameters=parameters)

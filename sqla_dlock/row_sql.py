@@ -30,7 +30,7 @@ _MYSQL_RESTORE: Final = text(row_locks.MYSQL_RESTORE)
 def require_row_locks(dialect: Dialect) -> None:
     """Raise NotSupported for a database whose row locks dlock does not support."""
     if dialect.name not in ("postgresql", "sqlite", *_MYSQL):
-        raise NotSupported(f"dlock knows no row locks of {dialect.name}, and SQLAlchemy might silently leave them out")
+        raise NotSupported(f"dlock has no row locks for {dialect.name}, and SQLAlchemy might silently leave them out")
 
 
 def require_transaction(connection: Connection) -> None:

@@ -109,7 +109,7 @@ def _fence(alias: str, connection: BaseDatabaseWrapper) -> Iterator[CheckMessage
         )
     elif connection.vendor == "mysql" and (engine := _engine_without_transactions(connection)):
         yield Warning(
-            f"The table {FENCE_TABLE} of database {alias!r} is {engine}, which has no transactions: it refuses nobody.",
+            f"The table {FENCE_TABLE} of database {alias!r} is {engine}, without transactions: it refuses no holder.",
             hint=f"Run `ALTER TABLE {FENCE_TABLE} ENGINE = InnoDB`.",
             id="dlock.W015",
         )

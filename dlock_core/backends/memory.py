@@ -66,7 +66,7 @@ class MemoryBackend:
     def from_url(cls, url: str) -> MemoryBackend:
         """Return a new, empty store for `memory://`."""
         if url.rstrip("/") not in ("memory:", "memory"):
-            raise ValueError("the URL of the store in memory is memory://, without anything behind it")
+            raise ValueError("the URL of the store in memory is memory://, with nothing after it")
         return cls()
 
     async def try_acquire(
@@ -125,7 +125,7 @@ class MemoryBackend:
         """Warn that no other process sees these leases."""
         from dlock_core.doctor.finding import unsafe
 
-        reason = "other processes are not excluded, and a restart forgets every lease"
+        reason = "other processes are not excluded, and a restart loses every lease"
         return [unsafe("scope", "the memory of one process", reason, "use a store that all processes share: redis://")]
 
     def close(self) -> None:
@@ -135,7 +135,7 @@ class MemoryBackend:
     def _alone(self) -> Any:
         """Return the guard; a signal handler that has interrupted its owner would wait for ever, and gets an error."""
         if self._guard._is_owned():  # noqa: SLF001 - threading.Condition asks its lock so, too
-            raise BackendUnavailable("", reason="a signal handler asks in the middle of another call of its thread")
+            raise BackendUnavailable("", reason="a signal handler has called it during another call of its thread")
         return self._guard
 
     def _current(self, name: str) -> _State:

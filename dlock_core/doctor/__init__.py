@@ -74,5 +74,5 @@ def _database(database: Database) -> list[Finding]:
     look = _DATABASES.get(database.vendor)
     if look is None:
         known = ", ".join(_DATABASES)
-        return [warning("vendor", database.vendor, "dlock does not know this database", f"use one of {known}")]
+        return [warning("vendor", database.vendor, "dlock does not support this database", f"use one of {known}")]
     return look(database)

@@ -247,9 +247,9 @@ def check_answer(answer: T) -> T:
     """Return the result of a blocking function; raise TypeError if it would do its work after COMMIT."""
     if inspect.iscoroutine(answer):
         answer.close()
-        raise TypeError("a blocking function answered with a coroutine, which would run after COMMIT: make it async")
+        raise TypeError("a blocking function returned a coroutine, which would run after COMMIT: make it async")
     if inspect.isgenerator(answer) or inspect.isasyncgen(answer):
-        raise TypeError("a function answered with a generator, which would run after COMMIT: return a list")
+        raise TypeError("a function returned a generator, which would run after COMMIT: return a list")
     return answer
 
 

@@ -457,8 +457,8 @@ def _refuse_impossible(first: LockAcquire, *others: LockAcquire) -> None:
     name, alias = first.lock.name, first.store.alias
     if any(each.backend is not first.backend for each in others):
         raise ValueError(
-            f"the lock {name!r} is asked for in two stores that both go by {alias!r}, and so in no order that "
-            "everybody keeps: configure the stores under names of their own, and ask for them by these"
+            f"the lock {name!r} is requested in two stores that both have the alias {alias!r}, so in no order that all "
+            "callers use: configure the stores under different names, and refer to them by these"
         )
     if not first.lock.shared and any(each.owner_key != first.owner_key for each in others):
-        raise ValueError(f"two sessions cannot hold the lock {name!r} together, unless it is shared: ask for one")
+        raise ValueError(f"two sessions cannot hold the lock {name!r} together, unless it is shared: pass one of them")

@@ -91,7 +91,7 @@ def refuse_bare(kind: Any, *, is_model: bool) -> None:
     """Raise TypeError for a decorator without parentheses, which would take the function for the thing to be locked."""
     if callable(kind) and not is_model:
         name = getattr(kind, "__name__", type(kind).__name__)
-        raise TypeError(f'@locked needs to be told what to lock: write @locked("order", "order_id") above {name}')
+        raise TypeError(f'@locked does not say what to lock: write @locked("order", "order_id") above {name}')
 
 
 class NameTemplate:

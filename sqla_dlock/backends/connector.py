@@ -54,7 +54,7 @@ def _connector(engine: Engine | AsyncEngine) -> Connector:
         raise ValueError(f"no leases on {engine.dialect.name} ({title}): use one of {', '.join(VENDORS)}")
     host = engine.url.host or ""
     if not (is_host(host) or host.startswith(SOCKET_PATHS)):
-        raise ValueError(f"{host!r:.80} is no name of a host ({title:.80})")
+        raise ValueError(f"{host!r:.80} is not a valid host name ({title:.80})")
     if vendor == "sqlite":
         file = file_of(engine.url.database or "")  # now: a process may change its directory
         return SQLiteConnector(title, lambda: str(file or ""))

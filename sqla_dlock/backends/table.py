@@ -41,7 +41,7 @@ def engine_of(url: str) -> Engine | AsyncEngine:
     store, plus, rest = url.partition("+")
     if not plus or not store.isalpha():
         raise ValueError(
-            "give an engine to sqla_dlock.configure(), or write its URL behind the store's scheme: "
+            "pass an engine to sqla_dlock.configure(), or append its URL to the store's scheme: "
             f"{store.partition(':')[0]}+{EXAMPLE}"
         )
     try:
@@ -54,7 +54,7 @@ def engine_of(url: str) -> Engine | AsyncEngine:
         return _made(parsed)
     except (ArgumentError, ValueError) as error:
         reason = type(error).__name__  # its text may contain a password
-        raise ValueError(f"SQLAlchemy cannot use what follows {store}+ ({reason}): such as {EXAMPLE}") from None
+        raise ValueError(f"SQLAlchemy cannot use the URL after {store}+ ({reason}): try {EXAMPLE}") from None
 
 
 def _made(url: URL) -> Engine | AsyncEngine:

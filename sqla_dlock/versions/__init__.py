@@ -146,7 +146,7 @@ def _versioned_state(session: Session, instance: Any) -> InstanceState[Any]:
         state = None
     name = type(instance).__name__
     if getattr(state, "mapper", None) is None or state.mapper is state:
-        raise TypeError(f"an instance of a mapped class is needed, and {name} is none")
+        raise TypeError(f"an instance of a mapped class is needed, and {name} is not one")
     if state.mapper.version_id_col is None:
         raise TypeError(f"{name} has no version: add VersionedMixin to its bases")
     if state.session is not session:

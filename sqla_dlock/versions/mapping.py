@@ -139,7 +139,7 @@ def _check_mapping(mapper: Mapper[Any], cls: type) -> None:
         )
     if version.table not in mapper.tables:
         raise ArgumentError(
-            f"{cls.__name__} is concrete, with a table of its own, and has no version there: give it one, "
+            f"{cls.__name__} is concrete, with a separate table, and has no version there: give it one, "
             '__mapper_args__ = {"concrete": True, "version_id_col": version}, or share an __abstract__ class'
         )
     for parent in mapper.iterate_to_root():

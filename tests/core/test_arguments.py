@@ -125,7 +125,7 @@ def test_text_that_is_converted_or_from_elsewhere_is_not_warned_of():
 
 def test_decorator_without_parentheses_is_refused():
     for bare in (ship, lambda: None, SimpleNamespace, functools.partial(ship)):
-        with pytest.raises(TypeError, match=r"needs to be told what to lock: write @locked\("):
+        with pytest.raises(TypeError, match=r"does not say what to lock: write @locked\("):
             refuse_bare(bare, is_model=False)
     refuse_bare("order", is_model=False)
     refuse_bare(SimpleNamespace, is_model=True)

@@ -414,7 +414,10 @@ without_refusal = pytest.mark.parametrize("database", ["default", "mariadb"], in
 def test_transaction_under_a_lock_is_not_ended_past_django(database, store, sql):
     with order(database), atomic(database):
         add(database, "a")
-        with pytest.raises(TransactionManagementError, match="past Django"), connections[database].cursor() as cursor:
+        with (
+            pytest.raises(TransactionManagementError, match="bypassing Django"),
+            connections[database].cursor() as cursor,
+        ):
             cursor.execute(sql)
         assert is_held(store)
     assert committed(database) == {"a"}
@@ -440,7 +443,10 @@ def test_transaction_under_a_lock_is_not_ended_past_django(database, store, sql)
 def test_disguised_or_implicit_end_of_a_transaction_under_a_lock_is_refused(database, store, sql):
     with order(database), atomic(database):
         add(database, "a")
-        with pytest.raises(TransactionManagementError, match="past Django"), connections[database].cursor() as cursor:
+        with (
+            pytest.raises(TransactionManagementError, match="bypassing Django"),
+            connections[database].cursor() as cursor,
+        ):
             cursor.execute(sql)
         assert committed(database) == set()
     assert committed(database) == {"a"}
@@ -456,7 +462,7 @@ def test_commit_that_a_procedure_may_have_sent_is_raised_by_the_next_statement_o
         cursor.fetchall()
         add(database, "b")
     with (
-        pytest.raises(TransactionManagementError, match="ended past Django"),
+        pytest.raises(TransactionManagementError, match="ended without Django"),
         order(database),
         atomic(database),
         connections[database].cursor() as cursor,
@@ -471,7 +477,7 @@ def test_commit_that_a_procedure_may_have_sent_is_raised_by_the_next_statement_o
 @pytest.mark.parametrize("database", ["default", "postgresql"], indirect=True)
 def test_commit_that_the_driver_has_sent_under_a_lock_is_raised_by_djangos_commit(database, store):
     with (
-        pytest.raises(TransactionManagementError, match="ended past Django"),
+        pytest.raises(TransactionManagementError, match="ended without Django"),
         order(database),
         atomic(database),
     ):

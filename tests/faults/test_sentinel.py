@@ -216,7 +216,7 @@ def test_lease_that_the_replica_had_not_heard_of_is_lost_and_told(harness: Harne
     shop.fail_over(patience=2000)
     other = harness.acquire("a", wait=WAIT)
     assert other.token > lease.token
-    with pytest.raises(LeaseLost, match="another, or forgot it"):
+    with pytest.raises(LeaseLost, match="another holder, or lost it"):
         insist(lambda: harness.do(lease.renew))
     until(lambda: told)
     assert told == [True]
@@ -318,7 +318,7 @@ def revive(shop: Group) -> None:
 @threads
 def test_unknown_service_is_told_at_once(harness: Harness, shop: Group, prefix: str) -> None:
     for backend in store(shop.url.replace(f"/{SERVICE}", "/stop"), prefix):
-        with pytest.raises(BackendUnavailable, match=r"master of 'stop' is: .*does not know this service") as caught:
+        with pytest.raises(BackendUnavailable, match=r"master of 'stop': .*does not know this service") as caught:
             harness.do(type(harness)(backend).lock("a", wait=None).acquire)
         assert caught.value.refused
 

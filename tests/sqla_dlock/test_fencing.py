@@ -407,7 +407,7 @@ def test_database_that_may_not_be_written_says_so_and_the_lease_is_given_back(an
     make_read_only(read_only)
     with Session(read_only) as session, pytest.raises(DBAPIError) as caught, lock(session, "order", 42, fence=form):
         session.scalars(select(Counter)).all()
-    assert "that may be written" in caught.value.__notes__[0]
+    assert "in a writable database" in caught.value.__notes__[0]
     assert not is_held(store)
     with Session(read_only) as session, lock(session, "order", 42, fence=False):
         assert session.scalars(select(Counter.value)).one() == 0

@@ -186,7 +186,7 @@ def test_no_client_gets_past_a_lock_by_another_spelling(make_engine, cls):
 
 
 def test_decorator_without_parentheses_is_refused_where_it_stands():
-    with pytest.raises(TypeError, match=r"@locked needs to be told what to lock.*above ship"):
+    with pytest.raises(TypeError, match=r"@locked does not say what to lock.*above ship"):
 
         @locked
         def ship(order_id, session):

@@ -103,10 +103,10 @@ def test_table_of_a_django_migration_is_the_same(engine: Any) -> None:
 @pytest.mark.parametrize(
     ("url", "told"),
     [
-        ("database://default", "give an engine to"),
-        ("database+nonsense", "cannot use what follows"),
-        ("database+nonsense://u:s3cr3t@h/d", "cannot use what follows"),
-        ("database+postgresql+psycopg://user:s3cr3t/d", "cannot use what follows"),
+        ("database://default", "pass an engine to"),
+        ("database+nonsense", "cannot use the URL after"),
+        ("database+nonsense://u:s3cr3t@h/d", "cannot use the URL after"),
+        ("database+postgresql+psycopg://user:s3cr3t/d", "cannot use the URL after"),
         ("database+mssql+pyodbc://u:s3cr3t@h/d", "no leases on mssql|pyodbc"),
     ],
 )

@@ -222,7 +222,7 @@ def test_two_sessions_cannot_hold_one_lock_together_unless_it_is_shared(held, en
 def test_stores_without_names_have_no_order_for_locks_of_one_name(make_engine):
     one, another = MemoryBackend(), MemoryBackend()
     with Session(make_engine("sqlite")) as session:
-        with pytest.raises(ValueError, match="two stores that both go by ''"):
+        with pytest.raises(ValueError, match="two stores that both have the alias ''"):
             lock(account(session, 1, store=one), account(session, 1, store=another)).acquire()
         with lock(account(session, 2, store=one), account(session, 1, store=another)) as leases:
             assert [lease.name for lease in leases] == ["account:2", "account:1"]

@@ -74,7 +74,7 @@ def test_concrete_class_without_a_version_of_its_own_is_refused(base):
         __tablename__ = "doc"
         id: Mapped[int] = mapped_column(primary_key=True)
 
-    with pytest.raises(ArgumentError, match="Contract is concrete, with a table of its own, and has no version there"):
+    with pytest.raises(ArgumentError, match="Contract is concrete, with a separate table, and has no version there"):
 
         class Contract(Doc):
             __tablename__ = "contract"

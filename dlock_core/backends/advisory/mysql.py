@@ -112,7 +112,7 @@ class MySQL:
         reservation = next((reservation for reservation in ours if reservation.connection.number == number), None)
         if number is not None and reservation is None:
             raise NotSupported(
-                f"the lock {name!r} is held by session {number} of another process, and this server does not tell "
+                f"the lock {name!r} is held by session {number} of another process, and this server does not report "
                 f"its token: end that session with KILL {number}, if it is the right one",
                 name=name,
             )
@@ -154,7 +154,7 @@ class MySQL:
         await self._ask(runtime, name, f"KILL {number:d}")
         while await self._ask(runtime, name, _WHO, number=number):
             if runtime.now() >= until:
-                raise BackendUnavailable(name, reason="its holder was told to end, and goes on")
+                raise BackendUnavailable(name, reason="its holder was asked to end, but is still running")
             await runtime.sleep(0.005)
 
     async def _ask(self, runtime: Runtime, name: str, sql: str, **params: Any) -> list[tuple[Any, ...]]:

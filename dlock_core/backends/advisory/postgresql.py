@@ -107,7 +107,7 @@ def _milliseconds(seconds: float) -> str:
 
 
 def _behind_pooler(name: str) -> BackendUnavailable:
-    reason = "its session is not ours alone, as behind PgBouncer in transaction mode: connect directly"
+    reason = "its session is shared with other clients, as behind PgBouncer in transaction mode: connect directly"
     return BackendUnavailable(name, reason=reason, refused=True)
 
 
@@ -283,7 +283,7 @@ class Sessions:
         while await self._ask(runtime, name, sql, **params):
             found = True
             if runtime.now() >= until:
-                raise BackendUnavailable(name, reason="its holder was told to end, and goes on")
+                raise BackendUnavailable(name, reason="its holder was asked to end, but is still running")
             await runtime.sleep(0.005)
         return found
 

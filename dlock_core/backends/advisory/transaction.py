@@ -125,7 +125,7 @@ class TransactionBackend:
     def _transaction_of(self, request: AcquireRequest) -> CallerTransaction:
         if self._connector.vendor != "postgresql":
             raise NotSupported(
-                f"{self._connector.title} is no PostgreSQL and has no locks that end with a transaction: "
+                f"{self._connector.title} is not PostgreSQL and has no locks that end with a transaction: "
                 "give the store the option session=True (MySQL, MariaDB), or use a row lock",
                 name=request.name,
             )

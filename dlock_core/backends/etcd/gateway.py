@@ -198,7 +198,7 @@ def _read(reply: HTTPReply) -> list[Answer]:
     except ValueError:
         documents = []
     if not documents or not all(isinstance(document, dict) for document in documents):
-        raise HTTPError(f"HTTP {reply.status}: not the JSON gateway of an etcd")
+        raise HTTPError(f"HTTP {reply.status}: not etcd's JSON gateway")
     if reply.status != 200 and "code" not in documents[0]:
         raise HTTPError(f"HTTP {reply.status}")
     return documents

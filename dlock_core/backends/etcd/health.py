@@ -68,8 +68,8 @@ def _members(number: int) -> Finding:
     if number >= 3 and number % 2:
         return ok("members", measured)
     if number == 1:
-        return warning("members", measured, "while it is away no lock can be taken", "run three or five")
-    return warning("members", measured, "an even number survives no more failures than one less", "add or remove one")
+        return warning("members", measured, "while it is down no lock can be taken", "run three or five")
+    return warning("members", measured, "an even number survives no more failures than one fewer", "add or remove one")
 
 
 def _alarms(alarms: Sequence[dict[str, Any]]) -> list[Finding]:
@@ -87,7 +87,7 @@ def _member(status: dict[str, Any] | BackendUnavailable) -> list[Finding]:
 def _version(text: str) -> Finding:
     if tuple(map(int, re.findall(r"\d+", text)[:2])) >= MIN_VERSION:
         return ok("version", f"etcd {text}")
-    return unsafe("version", f"etcd {text}", "its gateway lacks what dlock asks", "upgrade to 3.4 or newer")
+    return unsafe("version", f"etcd {text}", "its gateway lacks requests that dlock makes", "upgrade to 3.4 or newer")
 
 
 def _leader(status: dict[str, Any]) -> Finding:

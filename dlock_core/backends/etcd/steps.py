@@ -167,7 +167,7 @@ class Steps:
             lease = new_lease(ttl)
             view = await self._put_on(runtime, request, call, lease, None)
         if view is None:
-            raise self.gateway.failure(request.name, {"message": "it forgot a lease that it had just granted"})
+            raise self.gateway.failure(request.name, {"message": "it lost a lease that it had just granted"})
         del self.unsettled_leases[request.holder]
         return view, lease
 

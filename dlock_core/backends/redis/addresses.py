@@ -84,7 +84,7 @@ def title(client: Any) -> str:
     """Return a server's name for people: its host and port, or its socket."""
     pool = getattr(client, "connection_pool", client)
     if hasattr(pool, "sentinel_manager"):
-        raise TypeError("a client that follows Sentinels has no fixed address: give a client of the server itself")
+        raise TypeError("a client that follows Sentinels has no fixed address: pass a client of the server itself")
     given = getattr(pool, "connection_kwargs", {})
     return str(given["path"]) if "path" in given else f"{given.get('host', 'localhost')}:{given.get('port', PORT)}"
 

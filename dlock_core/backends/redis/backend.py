@@ -261,9 +261,9 @@ class RedisBackend:
         wire, limit = self.wire(runtime), self._timeout
         ours, count = await send_commands(wire, runtime, name, [rewrite, wait], limit, limit)
         if not all(raise_for_error(name, ours)):
-            raise BackendUnavailable(name, reason="the grant was forgotten before enough replicas had it")
+            raise BackendUnavailable(name, reason="the grant was lost before enough replicas had it")
         if raise_for_error(name, count) < self._replicas:
-            reason = f"{count} of at least {self._replicas} replicas have the grant, so a failover could forget it"
+            reason = f"{count} of at least {self._replicas} replicas have the grant, so a failover could lose it"
             raise BackendUnavailable(name, reason=reason)
 
     async def _held_locks(self, runtime: Runtime) -> list[bytes]:

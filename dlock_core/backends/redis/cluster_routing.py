@@ -135,7 +135,7 @@ async def _slots(runtime: Runtime, node: ClusterNode, limit: float) -> Any:
         refused = failure.refused or "cluster support disabled" in failure.reason
         raise BackendUnavailable("", reason=f"{node.title}: {failure.reason}", refused=refused)
     if not reply:
-        raise BackendUnavailable("", reason=f"{node.title}: it knows no slots")
+        raise BackendUnavailable("", reason=f"{node.title}: it reports no slots")
     return reply
 
 

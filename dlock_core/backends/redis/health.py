@@ -97,8 +97,8 @@ def _role(info: Info) -> Finding:
         return unsafe("replication", f"a replica of {info.get('master_host')}", reason, "name the primary")
     if not replicas:
         return ok("replication", "a primary without replicas")
-    reason = "replicas follow later: after a failover a lease may be forgotten, and two may believe that they hold it"
-    remedy = "protect data with the fence (the default); or take a store that decides by majority"
+    reason = "replicas follow later: after a failover a lease may be lost, and two holders may work at once"
+    remedy = "protect data with the fence (the default); or use a store that decides by majority"
     return warning("replication", f"a primary with {replicas} replicas", reason, remedy)
 
 
@@ -107,7 +107,7 @@ def _eviction(info: Info) -> Finding:
     measured = f"maxmemory-policy {policy}, maxmemory {limit or 'unlimited'}, {info.get('evicted_keys', '?')} evicted"
     if policy == "noeviction":
         return ok("eviction", measured)
-    reason = "leases have an expiry: under memory pressure Redis may throw one away while it is held"
+    reason = "leases have an expiry: under memory pressure Redis may evict one while it is held"
     remedy = "CONFIG SET maxmemory-policy noeviction, or an instance for locks alone"
     return (unsafe if limit else warning)("eviction", measured, reason, remedy)
 
@@ -117,7 +117,7 @@ def _memory(info: Info) -> Finding:
     measured = f"{used / 1e6:.1f} MB of {f'{limit / 1e6:.1f} MB' if limit else 'unlimited memory'}"
     if used < FULL_SHARE * (limit or used + 1) or not limit:
         return ok("memory", measured)
-    return warning("memory", measured, "a full server grants no lease (OOM)", "raise maxmemory, or tidy up")
+    return warning("memory", measured, "a full server grants no lease (OOM)", "raise maxmemory, or delete data")
 
 
 def _persistence(info: Info) -> Finding:
@@ -125,11 +125,11 @@ def _persistence(info: Info) -> Finding:
     writes = info.get("aof_last_write_status", "ok") if append else saved
     measured = f"append-only file {'on' if append else 'off'}, last write {writes}"
     if writes != "ok":
-        reason = "it may refuse to write what it cannot save, and it forgets every lease when it restarts"
-        return unsafe("persistence", measured, reason, "look at its log and its disk")
+        reason = "it may refuse writes that it cannot save, and it loses every lease when it restarts"
+        return unsafe("persistence", measured, reason, "check its log and its disk")
     if append:
         return ok("persistence", measured)
-    reason = "a restart forgets every lease: others are let in while holders are at work, and only the fence stops them"
+    reason = "a restart loses every lease: others get the lock while holders work, and only the fence stops them"
     return warning("persistence", measured, reason, "appendonly yes; appendfsync everysec is enough")
 
 
@@ -139,7 +139,7 @@ def _clients(info: Info) -> Finding:
     if used < FULL_SHARE * most:
         return ok("connections", measured)
     reason = "every waiter keeps a connection; a process that gets none can neither wait nor renew"
-    return warning("connections", measured, reason, "raise maxclients, or find out which client keeps so many")
+    return warning("connections", measured, reason, "raise maxclients, or find the client that keeps so many")
 
 
 def _sentinels(answers: dict[str, tuple[str, int] | BackendUnavailable]) -> list[Finding]:
@@ -147,10 +147,10 @@ def _sentinels(answers: dict[str, tuple[str, int] | BackendUnavailable]) -> list
     answering = sum(isinstance(address, tuple) for address in answers.values())
     measured = f"{answering} of {len(answers)} Sentinels answer"
     if len(masters) > 1:
-        remedy = "look again in a minute; if it stays, compare what they log"
-        one = unsafe("sentinels", measured, "they do not agree on the master: two servers may take writes", remedy)
+        remedy = "check again in a minute; if it persists, compare their logs"
+        one = unsafe("sentinels", measured, "they do not agree on the master: two servers may accept writes", remedy)
     elif answering < 3:
-        reason = "with fewer than three, no failover happens while one of them is away"
+        reason = "with fewer than three, no failover happens while one of them is down"
         one = warning("sentinels", measured, reason, "run three, apart from each other, and name all of them")
     else:
         one = ok("sentinels", measured)

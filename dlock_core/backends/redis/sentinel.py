@@ -88,9 +88,9 @@ def _service_of_client(client: Any) -> Service | None:
     if manager is None:
         return None
     if not manager.sentinels:
-        raise ValueError(f"the client of {pool.service_name!r} knows no Sentinel: give Sentinel(...) their addresses")
+        raise ValueError(f"the client of {pool.service_name!r} has no Sentinels: pass their addresses to Sentinel(...)")
     if not pool.is_master:
-        raise ValueError("leases live on the master, and replicas are never asked: use Sentinel.master_for(...)")
+        raise ValueError("leases live on the master, and replicas are never used: use Sentinel.master_for(...)")
     return Service(pool.service_name, manager.sentinels, pool, getattr(manager, "_force_master_ip", None))
 
 
@@ -133,7 +133,7 @@ class Sentinels:
 
     def _no_master(self, failures: Sequence[tuple[str, BackendUnavailable]]) -> RedisError:
         said = "; ".join(f"{name}: {error.reason}" for name, error in failures)
-        text = f"no Sentinel tells where the master of {self._service.name!r} is: {said}"
+        text = f"no Sentinel reports the master of {self._service.name!r}: {said}"
         return Refused(text) if all(error.refused for _, error in failures) else MasterNotFoundError(text)
 
     def close(self) -> None:

@@ -209,7 +209,7 @@ def unavailable(name: str, error: RedisError | OSError, *, reused: bool) -> Back
     if lacks_permission:
         reason = f"our user lacks a permission, see the ACL in docs/howto/operations.md: {error}"
     elif is_other:
-        reason = f"the server does not know a command: it was renamed, or this is a Sentinel or no Redis: {error}"
+        reason = f"the server does not know a command: it was renamed, or this is a Sentinel, or not Redis: {error}"
     elif refused:
         reason = f"the server refused our credentials: {error}"
     return BackendUnavailable(name, reason=reason, broken=broken, refused=refused or isinstance(error, Refused))

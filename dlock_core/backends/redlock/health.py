@@ -40,7 +40,7 @@ def _majority(reached: int, of: int, needed: int) -> Finding:
     measured = f"{reached} of {of} nodes answer, {needed} are needed"
     if reached == of:
         return ok("majority", measured)
-    remedy = "start the others; what each says is below"
+    remedy = "start the others; the error of each is below"
     if reached < needed:
         return unsafe("majority", measured, "no lock can be taken, and leases run out", remedy)
     return warning("majority", measured, f"{reached - needed} more may fail before no lock can be taken", remedy)
@@ -56,5 +56,5 @@ def _judge(info: Any, timing: Timing) -> list[Finding]:
 
 
 def _failover(one: Finding) -> Finding:
-    reason = "a failover inside a node forgets leases behind the majority's back: two holders may be let in"
+    reason = "a failover inside a node loses leases unnoticed by the majority: two holders may work at once"
     return warning(one.check, one.measured, reason, "let a node that died stay away for a ttl, without a failover")

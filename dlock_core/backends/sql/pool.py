@@ -180,7 +180,7 @@ class DedicatedConnection:
     def _step(self, name: str, function: Callable[[Connection], T], limit: float | None) -> T:
         connection = self.connection
         if connection is None or not self.is_open:
-            raise BackendUnavailable(name, reason="the connection that was kept for it is closed")
+            raise BackendUnavailable(name, reason="its dedicated connection is closed")
         try:
             return self._pool.run(connection, function, limit)
         except BaseException as error:  # noqa: BLE001 - it is raised again

@@ -53,7 +53,7 @@ class ZooKeeperBackend:
         self, address: EnsembleAddress, *, prefix: str = "dlock", timeout: float = 2.0, session: float = 15.0
     ) -> None:
         if not hasattr(select, "poll"):
-            raise NotSupported("zookeeper:// needs select.poll, which Windows lacks and eventlet takes away")
+            raise NotSupported("zookeeper:// needs select.poll, which Windows lacks and eventlet removes")
         check_seconds("timeout", timeout)
         check_seconds("session", session)
         check_prefix(prefix)

@@ -57,12 +57,12 @@ def _servers(told: dict[str, str | OSError]) -> Finding:
     if answering < number:
         return warning("majority", measured, "without a majority no lock can be taken", "start the others")
     if number == 1:
-        return warning("majority", measured, "while it is away no lock can be taken", "name three or five servers")
+        return warning("majority", measured, "while it is down no lock can be taken", "name three or five servers")
     return ok("majority", measured)
 
 
 def _session(seconds: float) -> Finding:
-    measured = f"{seconds:.1f} s: so long does a dead process keep its locks"
+    measured = f"{seconds:.1f} s: a dead process keeps its locks for this long"
     if seconds >= MIN_SESSION_S:
         return ok("session", measured)
     return warning("session", measured, "a short pause of a living process ends all its leases", "raise the session")
@@ -74,7 +74,7 @@ def _server(text: str | OSError) -> list[Finding]:
         return [warning("reach", f"{type(text).__name__}: {text}", reason, "start it, or correct the address")]
     version, mode = re.search(r"version: (\d+)\.(\d+)[\w.]*", text), re.search(r"Mode: (\w+)", text)
     if version is None:
-        return [ok("version", "not told", "the server's 4lw.commands.whitelist leaves out srvr")]
+        return [ok("version", "not reported", "the server's 4lw.commands.whitelist leaves out srvr")]
     return [_version(version), ok("role", mode[1] if mode else "unknown")]
 
 

@@ -238,7 +238,7 @@ def checked(name: str, answer: Any) -> Any:
     """Return an answer; raise BackendUnavailable for an unexpected error of the server, which is not a no."""
     if isinstance(answer, Exception):
         refused = isinstance(answer, _REFUSED)
-        reason = "the server refused our credentials" if refused else "the server could not do it"
+        reason = "the server refused our credentials" if refused else "the server could not execute the request"
         raise BackendUnavailable(name, reason=f"{reason}: {type(answer).__name__}", refused=refused) from answer
     return answer
 
