@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import pytest
 
@@ -49,6 +50,11 @@ class Away(MemoryBackend):
         if self.failure is not None:
             raise BackendUnavailable(request.name, reason=self.failure, refused=self.is_refused)
         return await super().release(runtime, request, granted)
+
+
+@pytest.fixture(autouse=True)
+def no_late_releases_of_earlier_tests(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(late_releases, "_late_steps", WeakKeyDictionary())
 
 
 @pytest.fixture
