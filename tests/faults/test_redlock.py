@@ -107,6 +107,12 @@ def here(node: Server, prefix: str, name: str = "a") -> list[str]:
         alone.close()
 
 
+def queued(node: Server, prefix: str) -> int:
+    """How many wait for the lock at one node, alive or not."""
+    with redis.Redis.from_url(node.url) as client:
+        return client.zcard(f"{prefix}{{a}}:q")  # type: ignore[return-value]
+
+
 def token_at(node: Server, prefix: str) -> int:
     """The token of the lock's only holder at one node."""
     alone = RedisBackend.from_url(node.url, prefix=prefix)
@@ -214,6 +220,30 @@ def test_release_that_comes_after_its_connection_has_ended_ends_no_later_grant_o
     through.do(lease.release)
     for each in others:
         each.close()
+
+
+@pytest.mark.parametrize("what", ["lease", "waiter"])
+def test_what_is_over_stays_at_no_node_whose_connection_has_ended(
+    harness: Harness, nodes: list[Server], proxies: list[Proxy], through: Harness, prefix: str, what: str
+) -> None:
+    """As when a node is restarted with its data: it would keep the lease for a ttl, or hand the lock to nobody."""
+    if what == "lease":
+        lease = through.acquire("a", ttl=10 * WITHIN, renew=False)
+        until(lambda: [here(node, prefix) for node in nodes] == [[lease.holder]] * 5)
+        ended = proxies[4].cut_request(matching=RELEASE)
+        assert through.do(lease.release) is Released.RELEASED
+    else:
+        lease = harness.acquire("a", ttl=10 * WITHIN, renew=False)
+        pending = through.start(through.lock("a", ttl=10 * WITHIN, wait=1, renew=False).acquire)
+        until(lambda: queued(nodes[4], prefix))
+        ended = proxies[4].cut_request(matching=WITHDRAW)
+        with pytest.raises(AcquireTimeout):
+            pending.result(WITHIN)
+    assert ended.happened
+    assert not queued(nodes[4], prefix)
+    if what == "waiter":
+        harness.do(lease.release)
+    assert [here(node, prefix) for node in nodes] == [[]] * 5
 
 
 @pytest.mark.parametrize("is_given_up", [False, True])
