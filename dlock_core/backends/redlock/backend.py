@@ -204,7 +204,7 @@ class RedlockBackend:
         given_back = await self._nodes.ask(runtime, release._replace(among=indexes))
         ended = frozenset(index for index in granted if isinstance(given_back[index], BackendUnavailable))
         if ended:  # With its connection, so that the grant may stay, and keep the next attempt from the lock.
-            await self._nodes.ask(runtime, release._replace(among=ended, enough=all_of(ended)))
+            given_back += await self._nodes.ask(runtime, release._replace(among=ended, enough=all_of(ended)))
         return late or any(map(is_late, given_back))
 
     def _busy(self, request: AcquireRequest, answers: Sequence[Any]) -> Busy:
