@@ -287,6 +287,28 @@ def test_what_was_held_before_one_failed_is_released_and_never_called_lost(many,
     store.close()
 
 
+def test_interrupt_while_what_was_taken_is_given_back_leaves_none_of_it():
+    class Interrupting(MemoryBackend):
+        interrupts = 1
+
+        async def release(self, *args):
+            if self.interrupts:
+                self.interrupts -= 1
+                raise KeyboardInterrupt
+            return await super().release(*args)
+
+    store = Interrupting()
+    taken = Lock(store, "d").acquire()
+
+    def work():
+        with pytest.raises(KeyboardInterrupt):
+            MultiLock(store, ["a", "b", "c", "d"], ttl=1000, wait=0).acquire()
+
+    in_thread(work)
+    assert held(store) == ["d"]
+    taken.release()
+
+
 async def test_release_is_finished_while_its_task_is_cancelled():
     store = MemoryBackend()
     lease = await AsyncMultiLock(store, ["a", "b", "c"]).acquire()

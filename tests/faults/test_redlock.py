@@ -117,6 +117,12 @@ def here(node: Server, prefix: str, name: str = "a") -> list[str]:
         alone.close()
 
 
+def queued(node: Server, prefix: str) -> int:
+    """How many wait for the lock at one node, alive or not."""
+    with redis.Redis.from_url(node.url) as client:
+        return client.zcard(f"{prefix}{{a}}:q")  # type: ignore[return-value]
+
+
 def token_at(node: Server, prefix: str) -> int:
     """The token of the lock's only holder at one node."""
     alone = RedisBackend.from_url(node.url, prefix=prefix)
@@ -209,6 +215,62 @@ def test_release_that_comes_after_its_connection_has_ended_ends_no_later_grant_o
     through.do(lease.release)
     for each in others:
         each.close()
+
+
+def test_release_that_a_node_had_refused_and_that_comes_late_when_it_is_repeated_ends_no_later_grant_of_the_same_call(
+    harness: Harness, nodes: list[Server], proxies: list[Proxy], prefix: str
+) -> None:
+    behind = connect(redlock_nodes.url([proxy.port for proxy in proxies]), prefix=prefix, timeout=WITHIN)
+    through = type(harness)(behind)
+    for _ in range(2):
+        through.do(through.acquire("warm-up").release)
+    others = [RedisBackend.from_url(node.url, prefix=prefix) for node in nodes[:3]]
+    held = [Lock(each, "a", ttl=WITHIN, renew=False).acquire() for each in others]
+    refused, given_back = proxies[4].hold_request(matching=RELEASE), proxies[4].hold_request(2, matching=RELEASE)
+    pending = through.start(through.lock("a", ttl=WITHIN, wait=WITHIN, renew=False).acquire)
+    refused.wait()
+    with redis.Redis.from_url(nodes[4].url) as client:
+        client.config_set("min-replicas-to-write", 1)
+        refused.release()
+        given_back.wait()
+        client.config_set("min-replicas-to-write", 0)
+        proxies[4].hang_up()
+        held[0].release()
+        lease = pending.result(WITHIN)
+        calls = client.info("commandstats")["cmdstat_evalsha"]["calls"]
+        given_back.release()
+        until(lambda: client.info("commandstats")["cmdstat_evalsha"]["calls"] > calls)
+    assert here(nodes[4], prefix) == [lease.holder]
+    for each in held[1:]:
+        each.release()
+    through.do(lease.release)
+    through.close()
+    for store in (behind, *others):
+        store.close()
+
+
+@pytest.mark.parametrize("what", ["lease", "waiter"])
+def test_what_is_over_stays_at_no_node_whose_connection_has_ended(
+    harness: Harness, nodes: list[Server], proxies: list[Proxy], through: Harness, prefix: str, what: str
+) -> None:
+    """As when a node is restarted with its data: it would keep the lease for a ttl, or hand the lock to nobody."""
+    if what == "lease":
+        lease = through.acquire("a", ttl=10 * WITHIN, renew=False)
+        until(lambda: [here(node, prefix) for node in nodes] == [[lease.holder]] * 5)
+        ended = proxies[4].cut_request(matching=RELEASE)
+        assert through.do(lease.release) is Released.RELEASED
+    else:
+        lease = harness.acquire("a", ttl=10 * WITHIN, renew=False)
+        pending = through.start(through.lock("a", ttl=10 * WITHIN, wait=1, renew=False).acquire)
+        until(lambda: queued(nodes[4], prefix))
+        ended = proxies[4].cut_request(matching=WITHDRAW)
+        with pytest.raises(AcquireTimeout):
+            pending.result(WITHIN)
+    assert ended.happened
+    assert not queued(nodes[4], prefix)
+    if what == "waiter":
+        harness.do(lease.release)
+    assert [here(node, prefix) for node in nodes] == [[]] * 5
 
 
 @pytest.mark.parametrize("is_given_up", [False, True])
