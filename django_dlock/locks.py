@@ -98,7 +98,7 @@ async def release_forgotten_async() -> list[str]:
     for tie in forgotten:
         if tie.detach_all():
             try:
-                await engine.release_at_end(ASYNCIO, tie.held)
+                await engine.release(ASYNCIO, tie.held)
             except (BackendUnavailable, NotHeld) as error:
                 let_expire(error)
     return [tie.held.name for tie in forgotten]

@@ -9,11 +9,9 @@ from __future__ import annotations
 import logging
 import math
 import os
-import threading
 from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Protocol
-from weakref import ref
 
 from dlock_core import owner as owners
 from dlock_core.backend import AcquireRequest, Busy, Granted, Released, Renewal, RenewalFailure
@@ -32,8 +30,8 @@ if TYPE_CHECKING:
     from dlock_core.runtime import Runtime
 
 __all__ = [
-    "Acquisition", "clean_up", "new_request", "new_requests", "raise_token", "release", "release_at_end",
-    "release_later", "released", "renew",
+    "Acquisition", "clean_up", "new_request", "new_requests", "raise_token", "release", "release_later",
+    "released", "renew",
 ]  # fmt: skip
 
 logger = logging.getLogger("dlock")
@@ -47,9 +45,6 @@ MAX_RETRY_PAUSE_S: Final = 0.25
 """Longest pause before an unreachable store is asked again."""
 MAX_OVERTIME_S: Final = 0.25
 """Seconds after the end of a wait for which a caller is still kept by a store that does not answer."""
-
-SILENCE_S: Final = 1.0
-"""Seconds for which a store counts as silent after it has kept a caller waiting for a release."""
 
 
 class AcquireOptions(Protocol):
@@ -189,35 +184,6 @@ async def _release_once(runtime: Runtime, held: LeaseRecord, tell: Callable[...,
         held.begin_release()
         if held.end(await held.backend.release(runtime, held.request, held.granted)) and hooks.subscribed:
             held.emit_released() if tell is None else tell(held.emit_released)
-
-
-class _Silence(threading.local):
-    """The store that has kept this thread waiting in vain, and until when it counts as silent."""
-
-    backend: ref[Backend] | None = None
-    until = 0.0
-
-
-_silence = _Silence()
-
-
-async def release_at_end(runtime: Runtime, held: LeaseRecord) -> None:
-    """Release a lease at the end of a transaction, a block or a failed acquire, where nothing depends on the answer.
-
-    A silent store keeps the caller for one of several leases only: the others are released in the background. Raises
-    what `release` does, and BackendUnavailable also for these.
-    """
-    began, known = runtime.now(), _silence.backend
-    if held.ended is None and began < _silence.until and known is not None and known() is held.backend:
-        release_later(held)
-        raise BackendUnavailable(held.name, reason="the store was silent a moment ago")
-    try:
-        await release(runtime, held)
-    except BackendUnavailable as error:
-        now = runtime.now()
-        if now > began + MAX_OVERTIME_S and not error.refused:
-            _silence.backend, _silence.until = ref(held.backend), now + SILENCE_S
-        raise
 
 
 def release_later(held: LeaseRecord) -> None:
@@ -371,7 +337,7 @@ class Acquisition:
             await self.abandon()
             return
         with suppress(BackendUnavailable, NotHeld):  # It is renewed no more, and runs out.
-            await release_at_end(self.runtime, self.held)
+            await release(self.runtime, self.held)
 
     def undo_later(self) -> None:
         """Leave nothing of it in the store, in the background; it was detached before."""

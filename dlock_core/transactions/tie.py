@@ -23,7 +23,7 @@ from dlock_core.leases.multilock import Leases
 from dlock_core.runtime import BLOCKING
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine, Iterable
+    from collections.abc import Callable, Iterable
 
     from dlock_core.leases.lease import LeaseRecord
     from dlock_core.options import Seconds
@@ -171,7 +171,7 @@ class Tie:
             if is_released:
                 engine.released(self.held)
             else:
-                self.runtime.finish(engine.release_at_end, self.held)
+                self.runtime.finish(engine.release, self.held)
         except (BackendUnavailable, NotHeld) as error:
             let_expire(error)
 
@@ -312,9 +312,7 @@ class TiedLease(LeaseView):
         except DLockError as error:
             reraise(error, self._own_error)
 
-    async def _end(
-        self, runtime: Runtime, release: Callable[[Any, LeaseRecord], Coroutine[Any, Any, object]] = engine.release
-    ) -> Released | None:
+    async def _end(self, runtime: Runtime) -> Released | None:
         """Detach the handle, and release the lease if nothing else needs it; None if something does."""
         tied, tie, held = self._tied, self._tied.tie, self._held
         if held.pid != getpid():
@@ -324,9 +322,9 @@ class TiedLease(LeaseView):
                 tied.settle_ended()
             if tie.detach(self) and held.ended is None:
                 if runtime is BLOCKING and tie.runtime is not BLOCKING:
-                    tie.runtime.finish(release, held)
+                    tie.runtime.finish(engine.release, held)
                 else:
-                    await release(runtime, held)
+                    await engine.release(runtime, held)
         finally:
             tied.note_detached(runtime)
         return held.ended
@@ -346,7 +344,7 @@ class TiedLease(LeaseView):
         if error is not None:
             self._tied.begin_failed_exit(runtime, self)
         try:
-            await self._end(runtime, engine.release_at_end)
+            await self._end(runtime)
         except (BackendUnavailable, NotHeld) as failure:
             let_expire(failure)
         except DLockError as failure:

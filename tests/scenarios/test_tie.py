@@ -1,23 +1,20 @@
 """`lock(...)` of both ORMs: the lease lives until the transactions that worked under it have ended, however they end."""
 
 import logging
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 
 import pytest
 
 from dlock_core.backend import Released
 from dlock_core.backends.memory import MemoryBackend
-from dlock_core.errors import AlreadyHeld, BackendUnavailable, LeaseLost
-from dlock_core.leases import engine, late_releases
+from dlock_core.errors import AlreadyHeld, LeaseLost
 from dlock_core.leases.lease import LeaseState
-from dlock_core.runtime import BLOCKING, run
 from tests.actors import WITHIN
 from tests.databases import SESSION_ID, kill_session
 from tests.leases import events, is_held, until_expired, until_waited_for
 from tests.proxy import Proxy
 from tests.scenarios.application import Place, in_order
 from tests.scenarios.places import ASYNC, EVERY, once, where
-from tests.waiting import until
 
 EACH = [*once(EVERY), *ASYNC]
 """Each database of each ORM, and with asyncio."""
@@ -125,41 +122,6 @@ def test_second_holder_waits_until_the_first_has_committed(session, store, holde
 
 
 # Each ending of a transaction
-
-
-@where(once(EVERY))
-@pytest.mark.parametrize("is_inside", [True, False], ids=["commit", "block"])
-def test_silent_store_keeps_the_end_of_several_leases_no_longer_than_that_of_one(
-    application, session, monkeypatch, is_inside
-):
-    class Silent(MemoryBackend):
-        is_silent, asked = True, 0
-
-        async def release(self, *args):
-            self.asked += 1
-            if self.is_silent:
-                raise BackendUnavailable("a", reason="no answer within 2 s")
-            return await super().release(*args)
-
-    monkeypatch.setattr(engine, "MAX_OVERTIME_S", -1.0)  # every answer takes too long
-    monkeypatch.setattr(engine, "SILENCE_S", WITHIN)
-    plan = late_releases.Scheduler.plan
-    monkeypatch.setattr(late_releases.Scheduler, "plan", lambda *_: None)
-    store = Silent()
-    application.use_store(store)
-    with ExitStack() as blocks:
-        if is_inside:
-            blocks.enter_context(session.transaction())
-            for number in range(5):
-                with session.lock("order", number):
-                    session.add(str(number))
-        else:
-            for number in range(5):
-                blocks.enter_context(session.lock("order", number))
-    assert store.asked == 2
-    late, store.is_silent = late_releases._late_steps[store], False
-    plan(late._scheduler, 0.0)
-    until(lambda: not run(store.inspect(BLOCKING)))
 
 
 @where(WIDE)
