@@ -12,6 +12,8 @@ class Part:
     """Patterns, from the root of the project."""
     tests: tuple[str, ...]
     """Arguments of pytest."""
+    users: tuple[str, ...] = ()
+    """Patterns of files that use those of the part, where these are run by the import alone: who runs a line there uses the part."""
 
 
 PARTS: Final = {
@@ -77,6 +79,36 @@ PARTS: Final = {
             "tests/django_dlock/test_fencing.py tests/django_dlock/test_fence_functions.py tests/django_dlock/test_command.py",
             "tests/sqla_dlock/test_fencing.py tests/sqla_dlock/test_fencing_rows.py tests/sqla_dlock/test_fencing_async.py",
             "tests/sqla_dlock/test_fence_functions.py",
+        ),
+    ),
+    "table": Part(
+        ("dlock_core/backends/table/statements.py",),
+        (
+            "tests/contract/test_table.py tests/contract/test_table_drivers.py tests/core/test_table_waiting.py",
+            "tests/django_dlock/test_lease_table.py tests/sqla_dlock/test_lease_table.py",
+        ),
+        users=("dlock_core/backends/table/backend.py",),
+    ),
+    "rows": Part(
+        ("dlock_core/sql/row_locks.py", "django_dlock/row_sql.py", "sqla_dlock/row_sql.py"),
+        (
+            "tests/core/test_options.py tests/core/test_http.py tests/django_dlock/test_rows.py tests/sqla_dlock/test_rows.py",
+            "tests/django_dlock/test_errors.py tests/sqla_dlock/test_fencing_rows.py",
+        ),
+    ),
+    "advisory": Part(
+        ("dlock_core/backends/advisory/postgresql.py", "dlock_core/backends/advisory/mysql.py"),
+        (
+            "tests/contract/test_advisory.py tests/core/test_advisory.py tests/django_dlock/test_advisory.py",
+            "tests/sqla_dlock/test_advisory.py tests/inspect/test_advisory.py tests/faults/test_advisory.py",
+        ),
+    ),
+    "locks": Part(
+        ("dlock_core/leases/lock.py", "dlock_core/leases/multilock.py"),
+        (
+            "tests/core/test_lock.py tests/core/test_many.py tests/core/test_interrupted.py tests/core/test_lease.py",
+            "tests/core/test_options.py tests/core/test_in_a_loop.py tests/core/test_observability.py",
+            "tests/core/test_late_releases.py tests/contract/test_memory.py tests/contract/test_redis.py",
         ),
     ),
     "retry": Part(

@@ -128,6 +128,8 @@ def _own_expressions(statement: ast.stmt) -> Iterator[ast.AST]:
         for name, value in ast.iter_fields(node):
             if name not in NOT_OURS:
                 todo += [each for each in (value if isinstance(value, list) else [value]) if _is_expression(each)]
+        if isinstance(node, ast.JoinedStr):
+            todo = [each for each in todo if each not in node.values or not _is_str(each)]
 
 
 def _is_expression(node: object) -> bool:
@@ -146,6 +148,12 @@ def _faults(node: ast.AST) -> Iterator[tuple[object, str | int, object]]:
             yield node, "op", other_way()
         case ast.If(test=test) | ast.While(test=test) | ast.IfExp(test=test):
             yield node, "test", _negated(test)
+        case ast.JoinedStr(values=parts):  # whether it is SQL shows in the whole of it only
+            texts = [part for part in parts if isinstance(part, ast.Constant)]
+            if sql.is_sql("".join(str(part.value) for part in texts)):
+                for part in texts:
+                    for changed in sql.changed(str(part.value)):
+                        yield part, "value", changed
         case ast.Constant(value=value):
             for changed in _other_constants(value):
                 yield node, "value", changed
@@ -161,7 +169,7 @@ def _other_constants(value: object) -> Iterator[object]:
             yield not value
         case int() | float():
             yield value + 1
-        case str():
+        case str() if sql.is_sql(value):
             yield from sql.changed(value)
 
 
