@@ -18,7 +18,7 @@ FAULTS: Final = (
     (re.compile(r"\bOR\b(?! REPLACE)"), "AND"),
     (re.compile(r"\bNOT (?=EXISTS|IN|LIKE|NULL\b|:)"), ""),
     (re.compile(r" FOR (NO KEY )?UPDATE\b"), ""),
-    (re.compile(r" FOR SHARE\b"), ""),
+    (re.compile(r" (FOR SHARE|LOCK IN SHARE MODE)\b"), ""),
     (re.compile(r"\bFOR UPDATE\b"), "FOR SHARE"),
     (re.compile(r"\bGREATEST\b"), "LEAST"),
     (re.compile(r"\bgreatest\("), "least("),
