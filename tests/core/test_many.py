@@ -20,6 +20,7 @@ from dlock_core import (
     Released,
     connect,
 )
+from dlock_core.backend import Busy
 from dlock_core.backends.memory import MemoryBackend
 from dlock_core.leases.engine import Acquisition, new_request
 from dlock_core.leases.lease import LeaseState
@@ -60,6 +61,18 @@ def test_all_names_are_held_once_each_and_released_together(store):
     assert lease.remaining() > 0
     assert lease.release() == [Released.RELEASED, Released.RELEASED]
     assert held(store) == []
+
+
+def test_they_are_held_as_long_as_each_of_them_is(store):
+    lease = MultiLock(store, ["a", "b"]).acquire()
+    lease.ensure_held()
+    assert not lease.lost
+    lease.leases[1]._held.lose("a test")
+    assert lease.lost
+    assert lease.remaining() == 0.0
+    with pytest.raises(LeaseLost, match="a test"):
+        lease.ensure_held()
+    lease.release()
 
 
 def test_one_taken_name_leaves_none_held_and_no_place_in_any_queue(store):
@@ -226,6 +239,20 @@ def test_silent_store_is_rid_of_the_traces_of_all_names_behind_the_caller(at_onc
 
 async def never():
     raise AssertionError
+
+
+def test_names_that_were_refused_in_one_request_leave_no_traces_to_be_rid_of():
+    class Taken(Scripted):
+        async def try_acquire_many(self, runtime, requests):
+            return None
+
+    runtime = Ahead()
+    store = Taken(runtime, Busy(1.0))
+    requests = [new_request(name, LockOptions(30.0, 0.0)) for name in "abc"]
+    acquisitions = [Acquisition(runtime, store, request, LockOptions(wait=0.0, renew=False)) for request in requests]
+    with pytest.raises(AcquireTimeout):
+        runtime.run(acquire_all(runtime, acquisitions, runtime.now(), never))
+    assert store.abandoned == []
 
 
 def test_store_that_is_down_at_the_end_does_not_hide_the_error_of_the_body():

@@ -85,7 +85,7 @@ PARTS: Final = {
         ("dlock_core/backends/table/statements.py",),
         (
             "tests/contract/test_table.py tests/contract/test_table_drivers.py tests/core/test_table_waiting.py",
-            "tests/django_dlock/test_lease_table.py tests/sqla_dlock/test_lease_table.py",
+            "tests/django_dlock/test_lease_table.py tests/sqla_dlock/test_lease_table.py tests/faults/test_table.py tests/faults/test_sql.py",
         ),
         users=("dlock_core/backends/table/backend.py",),
     ),
