@@ -152,7 +152,8 @@ def test_several_leave_the_one_that_another_lock_has_joined(store):
 
 
 def test_several_that_are_thrown_away_leave_the_one_that_another_lock_has_joined(store):
-    several = MultiLock(store, ["a", "b"]).acquire()
+    lock = MultiLock(store, ["a", "b"])
+    several = lock.acquire()
     with Lock(store, "a", reentrant=True):
         with pytest.warns(ResourceWarning, match="was never released"):
             del several
@@ -239,6 +240,23 @@ def test_silent_store_is_rid_of_the_traces_of_all_names_behind_the_caller(at_onc
 
 async def never():
     raise AssertionError
+
+
+def test_none_is_renewed_any_more_while_they_are_given_back_one_by_one():
+    class Watched(MemoryBackend):
+        async def release(self, *args):
+            abandoned.append([one.held._is_abandoned for one in acquisitions])
+            return await super().release(*args)
+
+    async def fail():
+        raise KeyError
+
+    store, abandoned = Watched(), []
+    requests = [new_request(name, LockOptions(30.0, 0.0)) for name in "ab"]
+    acquisitions = [Acquisition(BLOCKING, store, request, LockOptions()) for request in requests]
+    with pytest.raises(KeyError):
+        run(acquire_all(BLOCKING, acquisitions, BLOCKING.now(), fail))
+    assert abandoned == [[True, True], [True, True]]
 
 
 def test_names_that_were_refused_in_one_request_leave_no_traces_to_be_rid_of():
