@@ -7,6 +7,7 @@ from dataclasses import fields, replace
 import pytest
 
 from dlock_core.backend import AcquireRequest, Busy, Granted, Released, Renewal, RenewalFailure
+from dlock_core.backends.sql import Connection
 from dlock_core.backends.table import backend as module
 from dlock_core.backends.table import statements
 from dlock_core.backends.table.backend import MAX_POLL_INTERVAL_S, TableBackend
@@ -177,6 +178,19 @@ def test_mark_of_those_who_wait_is_made_anew_before_it_is_over(store: TableBacke
         at(moment)
         assert run(store._look(BLOCKING, "a")) == round(60.0 - moment / 1e6, 6)
         assert ask(store, "SELECT wanted_until FROM dlock_lease") == [(START + mark,)]
+
+
+def test_row_is_marked_by_nobody_once_it_is_free(store: TableBackend, at: At) -> None:
+    def mark(session: Connection) -> None:
+        words = module.DIALECTS[session.vendor]
+        session.execute(words.note or words.look, {"name": "a", "sleep": 1_000_000})
+
+    at(0)
+    granted(store, asked())
+    for moment, marked in ((TTL, 0), (TTL - 1, START + TTL - 1 + 2_000_000)):
+        at(moment)
+        run(store.pool.step(BLOCKING, "", mark))
+        assert ask(store, "SELECT wanted_until FROM dlock_lease") == [(marked,)]
 
 
 def test_row_goes_when_it_was_not_used_for_as_long_as_the_clock_may_step_back(store: TableBackend, at: At) -> None:
