@@ -207,6 +207,28 @@ def test_row_goes_when_it_was_not_used_for_as_long_as_the_clock_may_step_back(st
         assert len(ask(store, "SELECT name FROM dlock_lease")) == left
 
 
+def test_row_that_is_used_again_before_it_goes_stays_and_so_do_others(store: TableBackend, at: At) -> None:
+    def forget(session: Connection) -> None:
+        session.execute(module.DIALECTS[session.vendor].forget, {"name": "used"})
+
+    at(0)
+    for name in ("used", "unused"):
+        granted(store, asked(name))
+    at(TTL + KEPT + 1)
+    granted(store, asked("used"))
+    run(store.pool.step(BLOCKING, "", forget))
+    assert ask(store, "SELECT name FROM dlock_lease ORDER BY name") == [("unused",), ("used",)]
+
+
+def test_waiter_is_told_of_its_own_lock(store: TableBackend, at: At) -> None:
+    at(0)
+    for number, name in enumerate("abc", 1):
+        granted(store, asked(name, ttl=number * 10.0))
+    for name, left in (("b", 20.0), ("b", 20.0), ("c", 30.0)):  # The second time it is marked already.
+        assert run(store._look(BLOCKING, name)) == left
+    assert sorted(ask(store, "SELECT name FROM dlock_lease WHERE wanted_until > 0")) == [("b",), ("c",)]
+
+
 def test_token_that_no_clock_shows_within_ten_years_counts_for_nothing(store: TableBackend, at: At) -> None:
     at(0)
     for token, following in ((START + TEN_YEARS - 1, START + TEN_YEARS), (START + TEN_YEARS, START)):
