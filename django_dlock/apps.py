@@ -1,4 +1,4 @@
-"""The Django app: its name, and its system checks, which are imported when they are run: a server does not need them.
+"""The Django app: its name, and its system checks, which are imported only when they run: a server does not need them.
 
 `manage.py check --tag dlock` runs only these checks; `--deploy` adds those for production.
 `manage.py check --database default` also checks that the fence table exists there.
@@ -30,13 +30,13 @@ class DlockConfig(AppConfig):
     default_auto_field = "django.db.models.BigAutoField"
 
     def ready(self) -> None:
-        """Have every connection that is opened from now on followed, and register the system checks."""
+        """Follow every connection that is opened from now on, and register the system checks."""
         from django_dlock import connections  # noqa: F401
 
         register(check_project, TAG)
         register(check_models, TAG, Tags.models)
         register(check_deployment, TAG, deploy=True)
-        # Only this tag: since Django 6.1, ours would connect even without --database.
+        # Only this tag: since Django 6.1, a check with ours would connect even without --database.
         register(check_fence_table, Tags.database)
 
 

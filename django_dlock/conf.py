@@ -52,7 +52,7 @@ WRONG_SETTING: Final = (
     ImproperlyConfigured,
     DLockError,
 )
-"""What the creation of a backend raises for a wrong setting; OSError for a missing file, such as a certificate.
+"""The errors of a backend's creation for a wrong setting; OSError for a missing file, such as a certificate.
 
 Any other exception, and TimeoutError, may come from a signal handler that interrupts the creation, as Celery's soft
 time limit does: it must reach the caller unchanged.
@@ -86,8 +86,8 @@ class Stores(Handler):
         super().__init__(settings)
         self._connections = SimpleNamespace()
         self.created: dict[str, Store] = vars(self._connections)
-        """The stores that were used already, by alias: every acquire looks here first."""
-        self._create_lock = threading.RLock()  # A signal handler may ask for the same store in the middle.
+        """The stores that were already used, by alias: every acquire checks here first."""
+        self._create_lock = threading.RLock()  # A signal handler may request the same store in the middle.
         self._own_backends: list[Backend] = []
 
     def configure_settings(self, settings: dict[str, Any] | None) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The database connections of this process: each can be visited, and asked for its open transaction."""
+"""The database connections of this process: visits to each of them, and their open transactions."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def initialized() -> dict[str, BaseDatabaseWrapper]:
 
 
 def listening_tracker(connection: BaseDatabaseWrapper) -> tuple[ConnectionTracker, Transaction | None]:
-    """Return the tracker of a connection, which hears of every statement from now on, and the open transaction."""
+    """Return the tracker of a connection, which follows every statement from now on, and the open transaction."""
     tracker: ConnectionTracker = vars(connection).get("_dlock_tracker") or tracker_for(connection)
     if tracker._statement not in connection.execute_wrappers:
         tracker.listen()
@@ -57,12 +57,12 @@ def open_transaction(connection: BaseDatabaseWrapper) -> Transaction | None:
 
 
 _guard: Final = RLock()
-"""Locked for moments: while a connection or a visitor is made known, maybe in another thread."""
+"""Held briefly while a connection or a visitor is registered, perhaps in another thread."""
 os.register_at_fork(before=_guard.acquire, after_in_parent=_guard.release, after_in_child=_guard.release)
 _known: Final[WeakSet[BaseDatabaseWrapper]] = WeakSet()
 """The connections of all threads."""
 _visitors: list[Visitor] = []
-"""Empty until the code of locks or of retries is loaded: until then statements are sent past us."""
+"""Empty until the module of locks or retries is loaded: until then statements bypass dlock."""
 
 
 @receiver(connection_created)
@@ -88,7 +88,7 @@ def for_each_connection(visit: Visitor) -> None:
 
 
 def listen_to_all() -> None:
-    """Follow the statements of every connection: work under a lease may move to a thread that has its own."""
+    """Follow the statements of every connection: work under a lease may move to a thread with other connections."""
     for_each_connection(lambda connection: tracker_for(connection).listen())
 
 
@@ -105,7 +105,8 @@ def in_transaction(using: str = "default") -> bool:
 def restore_on_rollback(instance: object, values: dict[str, object], *, using: str = "default") -> None:
     """Restore these values of an instance's attributes if the work done so far is undone; see `Transaction.undo`.
 
-    The instance is not kept alive, and one that is written many times is remembered once. ABSENT removes an attribute.
+    The instance is not kept alive, and an instance that is written many times is recorded once. ABSENT removes an
+    attribute.
     """
     transaction = open_transaction(connections[using])
     if transaction is not None:

@@ -111,7 +111,7 @@ _TWINS: dict[type[core.DLockError], type[core.DLockError]] = {
 
 
 def as_database_error(error: core.DLockError) -> core.DLockError:
-    """Return the Django twin of a core error, with the same text, data, cause and traceback; other errors unchanged."""
+    """Return the Django counterpart of a core error, with its text, data, cause and traceback; others unchanged."""
     kind = _TWINS.get(type(error))
     if kind is None:
         return error

@@ -48,14 +48,14 @@ else:
 
 
 class FenceTokenField(_BigIntegerField):
-    """The token of the newest holder; only the fence changes it, `save()` leaves it as it is in the database."""
+    """The token of the newest holder; only the fence changes it, `save()` does not write it."""
 
     def pre_save(self, model_instance: models.Model, add: bool) -> Any:  # noqa: FBT001 - Django's form
         return super().pre_save(model_instance, add) if add else F(self.attname)
 
 
 class FenceHolderField(_CharField):
-    """The newest holder; only the fence changes it, `save()` leaves it as it is in the database."""
+    """The newest holder; only the fence changes it, `save()` does not write it."""
 
     def pre_save(self, model_instance: models.Model, add: bool) -> Any:  # noqa: FBT001 - Django's form
         return super().pre_save(model_instance, add) if add else F(self.attname)
@@ -64,8 +64,8 @@ class FenceHolderField(_CharField):
 class FencedMixin(models.Model):
     """A model whose rows carry the fence themselves: `lock(Order, pk)` admits its token with one UPDATE of that row.
 
-    It guards, and locks, the row instead of one in `dlock_fence`; a row that does not exist yet is guarded there.
-    It does not know shared locks. A row that was deleted and made anew has forgotten its newest holder.
+    The row itself is fenced and locked instead of a row in `dlock_fence`, which is used only while the row does not
+    exist yet. Shared locks are not supported. A row that was deleted and created again no longer refuses older holders.
     """
 
     dlock_token = FenceTokenField(default=0, db_default=0, editable=False)
@@ -76,7 +76,7 @@ class FencedMixin(models.Model):
 
 
 class TableFence:
-    """The row of a lock in `dlock_fence`. Each step is taken where the tracker of the connection is suspended."""
+    """The row of a lock in `dlock_fence`. Each step runs while the tracker of the connection is suspended."""
 
     supports_shared = True
 
@@ -89,15 +89,15 @@ class TableFence:
         return _run(fencing.admit, connection, entry)
 
     def prepare(self, connection: BaseDatabaseWrapper, entry: FenceEntry) -> None:
-        """Leave the mark of shared holders, committed on its own, so that they do not wait for each other."""
+        """Write the mark of shared holders in a separate transaction, so that they do not wait for each other."""
         _run(fencing.prepare, connection, entry)
 
     def announce(self, connection: BaseDatabaseWrapper, entry: FenceEntry) -> None:
-        """Raise the row, committed on its own, for a lease of several transactions; raises StaleToken, RowLocked."""
+        """Raise the row in a separate transaction, for a lease over several; raises StaleToken, RowLocked."""
         _run(fencing.announce, connection, entry)
 
     def confirm(self, connection: BaseDatabaseWrapper, entry: FenceEntry) -> None:
-        """Prove just before COMMIT that no newer holder was announced; raises StaleToken, RowLocked."""
+        """Verify just before COMMIT that no newer holder was announced; raises StaleToken, RowLocked."""
         _run(fencing.confirm, connection, entry)
 
 
@@ -111,13 +111,13 @@ class RowFence(TableFence):
 
     def __init__(self, model: type[FencedMixin], key: Any) -> None:
         self.key = model._meta.pk.get_prep_value(key)
-        self.model = model._meta.get_field("dlock_token").model  # a child's UPDATE would first SELECT, and then be late
+        self.model = model._meta.get_field("dlock_token").model  # a child's UPDATE would first SELECT, and be too late
 
     def admit(self, connection: BaseDatabaseWrapper, entry: FenceEntry) -> None:
         self._run_on_row(fence_sql.admit, connection, entry)
 
     def announce(self, connection: BaseDatabaseWrapper, entry: FenceEntry) -> None:
-        # The row, and the table in its place, are raised together.
+        # The row, and its substitute in the table, are raised together.
         with transaction.atomic(using=connection.alias):
             self._run_on_row(fence_sql.admit, connection, entry)
 
@@ -140,14 +140,14 @@ class RowFence(TableFence):
 
 
 def fence_for(parts: tuple[Any, ...]) -> TableFence:
-    """Choose the fence of a lock by its parts: (Model, pk) of a `FencedMixin` model, or anything else."""
+    """Return the fence of a lock by its parts: (Model, pk) of a `FencedMixin` model, or anything else."""
     if len(parts) == 2 and isinstance(parts[0], type) and issubclass(parts[0], FencedMixin):
         return RowFence(parts[0], parts[1])
     return TABLE_FENCE
 
 
 class FencePort:
-    """Where the statements of the fence are sent on one connection to a server, and what that server is."""
+    """Sends the statements of the fence on one connection to a server, whose features it knows."""
 
     def __init__(self, connection: Any, server: _Server | None) -> None:
         self._connection, self.driver = connection, connection.connection
@@ -160,7 +160,7 @@ class FencePort:
 
 
 class _Keyed:
-    """Gives every statement the key of a row."""
+    """Adds the key of a row to every statement."""
 
     def __init__(self, port: FencePort, key: Any) -> None:
         self._port, self._key = port, key
@@ -170,9 +170,9 @@ class _Keyed:
 
 
 def port_for(connection: BaseDatabaseWrapper) -> FencePort:
-    """Return the port of a connection; it is kept until that has another connection of the driver.
+    """Return the port of a connection; it is cached until the driver's connection is replaced.
 
-    Raises NotSupported where there is no fence (Oracle).
+    Raises NotSupported for a database without a fence (Oracle).
     """
     port: FencePort | None = vars(connection).get("_dlock_fence")
     if port is None or port.driver is not connection.connection:
@@ -198,10 +198,10 @@ def _vendor(connection: BaseDatabaseWrapper) -> str:
 
 
 def _run(step: Callable[[FencePort, FenceDialect, FenceEntry], T], connection: Any, entry: FenceEntry) -> T:
-    """Carry out a step of the fence; an error of the database that has a meaning here is raised as what it means."""
+    """Execute a step of the fence; a database error with a meaning for the fence is raised as that error."""
     try:
         port = port_for(connection)
-        if entry.limit is not None and port.vendor == "mysql":  # the other statements say it themselves
+        if entry.limit is not None and port.vendor == "mysql":  # the other statements set it themselves
             from django_dlock.row_sql import waiting
 
             with waiting(connection, max(0.001, entry.limit)):  # 0 would be no limit
@@ -211,23 +211,23 @@ def _run(step: Callable[[FencePort, FenceDialect, FenceEntry], T], connection: A
         raise as_database_error(error) from None
     except DatabaseError as error:
         meant = refusal(error, entry, connection.vendor)
-        if meant is None:  # its driver's code says it best
+        if meant is None:  # the driver's error is the most precise
             if connection.vendor == "postgresql" and connection.connection is not None:
-                _servers.pop(connection.connection, None)  # the functions may have been dropped, or forbidden to us
+                _servers.pop(connection.connection, None)  # the functions may have been dropped, or access revoked
             vars(connection).pop("_dlock_fence", None)
             raise
         raise as_database_error(meant) from error
 
 
 def send(connection: Any, sql: str, params: Mapping[str, Any]) -> tuple[int, tuple[Any, ...] | None]:
-    """Send a statement of ours with `%(name)s` parameters; return the number of rows changed, and the first row.
+    """Send one of dlock's statements with `%(name)s` parameters; return the number of changed rows, and the first row.
 
-    Django logs and wraps it as the application's. The number counts only where the statement has no answer.
+    Django logs and wraps it like the application's. The number is valid only if the statement returns no rows.
     """
     if connection.vendor == "postgresql":
         cursor = _cursor_of(connection)
         cursor.execute(sql, params)
-        answer = cursor.cursor  # The driver's: it has the whole answer, so that no error is left to be translated.
+        answer = cursor.cursor  # The driver's cursor: it has the whole result, so no error is left to be translated.
         return (0, answer.fetchone()) if sql.startswith(("SELECT", "WITH")) else (answer.rowcount, None)
     with connection.cursor() as cursor:
         cursor.execute(sql, params)
@@ -236,10 +236,10 @@ def send(connection: Any, sql: str, params: Mapping[str, Any]) -> tuple[int, tup
 
 
 def _cursor_of(connection: Any) -> Any:
-    """Return a cursor that is kept for the next statement: to make one costs as much as all the rest.
+    """Return a cursor that is kept for the next statement: creating one costs as much as all the rest.
 
-    A new one is made where that would examine the connection, or where it would be of another kind: one that logs, or
-    what a tool has put in the place of `connection.cursor`.
+    A new one is created if that would check the connection, or if it would be of another kind: one that logs, or one
+    from a tool that has replaced `connection.cursor`.
     """
     if "cursor" in vars(connection):
         return connection.cursor()
@@ -260,20 +260,20 @@ READ_COMMITTED: Final = ("read committed", "read uncommitted")
 
 
 class _Server(NamedTuple):
-    """What PostgreSQL says of a new session."""
+    """Properties of a PostgreSQL server, read once for each session."""
 
     default_isolation: str
-    """The level with which transactions begin."""
+    """The default isolation level of transactions."""
     functions: str | None
-    """The quoted schema in which the migration has made the fence's functions; None where there are none for us."""
+    """The quoted schema with the fence's functions; None if there are none that this role may call."""
 
 
 _servers: Final[WeakKeyDictionary[Any, _Server]] = WeakKeyDictionary()
-"""By the driver's connection, each of which is asked once, also those of a pool."""
+"""By the driver's connection, each of which is queried once, including those of a pool."""
 
 
 def _server_of(connection: BaseDatabaseWrapper) -> _Server | None:
-    """Ask PostgreSQL, once for each connection to it; None inside a transaction, whose snapshot the question takes."""
+    """Query PostgreSQL once for each connection; return None in a transaction, whose snapshot the query would take."""
     known = _servers.get(connection.connection) if connection.connection is not None else None
     if known is None and not tracker_for(connection).is_open():
         known = _Server(*_first_row(connection, _ASK_SERVER))
@@ -300,7 +300,7 @@ def _keeps_snapshot(connection: BaseDatabaseWrapper, server: _Server | None) -> 
 
 
 def isolation_of(connection: BaseDatabaseWrapper) -> str | None:
-    """Return the isolation level of the open transaction in lower case; None where it does not matter (SQLite)."""
+    """Return the isolation level of the open transaction in lower case; None if it does not matter (SQLite)."""
     if connection.vendor == "postgresql":
         return str(first_value(connection, "SHOW transaction_isolation"))
     if connection.vendor != "mysql":
@@ -313,7 +313,7 @@ def isolation_of(connection: BaseDatabaseWrapper) -> str | None:
 
 
 def first_value(connection: BaseDatabaseWrapper, sql: str) -> Any:
-    """Return the first value of the answer to a question of ours, of which no lease hears."""
+    """Return the first value of the result of one of dlock's queries, which no lease sees."""
     return next(iter(_first_row(connection, sql)), None)
 
 

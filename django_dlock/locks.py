@@ -1,7 +1,7 @@
 """`lock(...)`: a lease that is released when the transaction it protects has ended, with the fence in that transaction.
 
-Outside a transaction the lease lives as long as its block, and each transaction that begins under it is fenced. Inside
-one it lives, like a row lock, until that transaction's COMMIT or ROLLBACK is known.
+Outside a transaction the lease lasts as long as its block, and each transaction that begins under it is fenced. Inside
+a transaction it lasts, like a row lock, until that transaction's COMMIT or ROLLBACK is known.
 """
 
 from __future__ import annotations
@@ -50,23 +50,23 @@ listen_to_all()
 
 
 class Lease(TiedLease):
-    """A lock that this context holds. Its methods do no I/O, but for those that renew and release."""
+    """A lock that this context holds. Its methods do no I/O, except those that renew and release."""
 
     __slots__ = ()
 
     _own_error = staticmethod(as_database_error)
 
     def ensure_held(self) -> None:
-        """Raise LeaseLost unless the lease surely holds now; without I/O."""
+        """Raise LeaseLost unless the lease certainly holds now; without I/O."""
         try:
             super().ensure_held()
         except DLockError as error:
             reraise(error, as_database_error)
 
     def release(self) -> Released | None:
-        """Release now; None when it is not the time: the end of the transaction releases, or the block that was joined.
+        """Release now; return None if the end of the transaction, or the block that was joined, will release it.
 
-        Raises NotHeld in a forked child, BackendUnavailable when the store cannot be asked: the lease then runs out.
+        Raises NotHeld in a forked child, BackendUnavailable if the store cannot be reached: the lease then runs out.
         """
         return run(self._release(BLOCKING))
 
@@ -75,7 +75,7 @@ class Lease(TiedLease):
         return await self._release(ASYNCIO)
 
     def renew(self, ttl: Seconds | None = None) -> None:
-        """Push the expiry to `ttl` seconds from now (None: its ttl); raises LeaseLost, BackendUnavailable."""
+        """Extend the expiry to `ttl` seconds from now (None: its ttl); raises LeaseLost, BackendUnavailable."""
         run(self._renew(BLOCKING, ttl))
 
     async def arenew(self, ttl: Seconds | None = None) -> None:
@@ -84,7 +84,7 @@ class Lease(TiedLease):
 
 
 def release_forgotten() -> list[str]:
-    """Release what this context still holds outside any transaction, and return its names; for the end of a request."""
+    """Release all leases that this context still holds outside a transaction; return their names. Ends a request."""
     forgotten = _forgotten()
     for tie in forgotten:
         if tie.detach_all():
@@ -133,7 +133,7 @@ class Lock(TiedLock, BlockExit, AsyncBlockExit):
             self._refuse_shared_row()
 
     def _renamed(self, *parts: Any) -> Lock:
-        """Return a lock of another name, with the options of this one, which are not checked again."""
+        """Return a lock with another name and the options of this one, which are not checked again."""
         name, fence = (names.join(*parts), TABLE_FENCE) if names.are_plain(parts) else _identified(parts)
         other = object.__new__(type(self))
         vars(other).update(vars(self), name=name, fence=fence, _blocks=Blocks())
@@ -152,13 +152,13 @@ class Lock(TiedLock, BlockExit, AsyncBlockExit):
         """Hold the lock, waiting at most `wait` seconds.
 
         Raises AcquireTimeout, AlreadyHeld, BackendUnavailable, SnapshotTooOld; inside a transaction also StaleToken and
-        RowLocked, when a newer or a paused older holder stands in the way at the fence.
+        RowLocked, if a newer holder or a paused older one blocks it at the fence.
         """
         refuse_in_loop()
         return self._new_acquire(BLOCKING).hold_in_thread()  # type: ignore[no-any-return]
 
     async def aacquire(self) -> Lease:
-        """See `acquire`. The transaction itself runs in one function called through `sync_to_async`."""
+        """See `acquire`. Run the transaction itself in one function called through `sync_to_async`."""
         return await self._new_acquire(DJANGO_ASYNCIO).hold()  # type: ignore[no-any-return]
 
     def __enter__(self) -> Lease:
@@ -193,7 +193,7 @@ def _identified(parts: tuple[Any, ...]) -> tuple[str, TableFence]:
 
 
 class Leases(TiedLeases[Lease]):
-    """The leases of several locks, in the order in which these were given to `lock`."""
+    """The leases of several locks, in the order in which the locks were passed to `lock`."""
 
     __slots__ = ()
 
@@ -216,10 +216,10 @@ class Locks(TiedLocks, BlockExit, AsyncBlockExit):
     _leases_type = Leases
 
     def acquire(self) -> Leases:
-        """Hold all of them; raises what `Lock.acquire` raises, and then holds none that it did not hold before.
+        """Hold all of them; raises the errors of `Lock.acquire`, and then holds none that it did not hold before.
 
-        Also LeaseLost, when one is lost while the others are waited for. What a store locks inside the caller's
-        transaction (`advisory://`) stays locked to its end, or to the rollback of a savepoint.
+        Also raises LeaseLost if one is lost during the wait for the others. A lock inside the caller's transaction
+        (`advisory://`) stays held until its end, or until the rollback of a savepoint.
         """
         refuse_in_loop()
         return run(self._hold(BLOCKING))  # type: ignore[no-any-return]
@@ -243,21 +243,22 @@ def lock(*parts: Any, **options: Unpack[LockOptions]) -> Lock: ...
 def lock(*parts: Any, **options: Any) -> Lock | Locks:
     """Name a lock whose lease lasts until the transaction that it protects has ended.
 
-    Use it as `with lock("order", order.pk) as lease:`, with `async with`, or by `.acquire()` and `.aacquire()`.
-    `parts` name it; a model class stands for its label, and with a `FencedMixin` model and a key the row itself is the
-    fence. `ttl` seconds (default: the store's TTL) is how long it outlives a dead holder; `wait` seconds (the store's
-    WAIT; None for ever, 0 one try) bounds the acquire. `shared` lets other shared holders in. `fence`: True or
+    Use it as `with lock("order", order.pk) as lease:`, with `async with`, or by `.acquire()` and `.aacquire()`. `parts`
+    name it; a model class stands for its label, and with a `FencedMixin` model and a key the row itself is the fence.
+    `ttl` seconds (default: the store's TTL) is how long it outlives a dead holder; `wait` seconds (default: the store's
+    WAIT; None means no limit, 0 one try) limits the acquire. `shared` allows other shared holders. `fence`: True or
     "transaction" (each transaction under the lease begins with the admit of its token), "lease" (the token is announced
     at once, and confirmed at each COMMIT), False (none). `using`: the database of the protected data. `store`: an alias
-    of DLOCK. `snapshot="ignore"` allows to ask inside a transaction whose snapshot is older than the lock. `reentrant`:
-    join the lease that this context holds already, instead of AlreadyHeld; inside a transaction it always joins.
+    of DLOCK. `snapshot="ignore"` allows an acquire inside a transaction whose snapshot is older than the lock.
+    `reentrant`: join the lease that this context already holds, instead of raising AlreadyHeld; inside a transaction it
+    always joins.
 
     Guarantees: released after COMMIT or ROLLBACK is known, in any nesting; a holder that lost the lease cannot commit
     on `using`. It does not protect what is outside that database, nor what was read before the transaction began.
 
-    Several locks, also of several stores and databases, are held all or none, whoever asks for them in what order:
-    `with lock(lock("account", 1), lock("account", 2, store="ledger", using="ledger"), wait=10) as (source, target):`.
-    Each has a lease and a fence of its own. Two databases still commit one after the other.
+    Several locks, even of several stores and databases, are held all or none, in whatever order they are listed: `with
+    lock(lock("account", 1), lock("account", 2, store="ledger", using="ledger"), wait=10) as (source, target):`. Each
+    has a separate lease and fence. Two databases still commit one after the other.
     """
     if Lock in map(type, parts):
         return Locks(parts, Lock, **options)
@@ -265,7 +266,7 @@ def lock(*parts: Any, **options: Any) -> Lock | Locks:
 
 
 def refuse_in_loop() -> None:
-    """Raise SynchronousOnlyOperation where Django's own database calls do."""
+    """Raise SynchronousOnlyOperation in the same cases as Django's own database calls."""
     if in_task() and not os.environ.get("DJANGO_ALLOW_ASYNC_UNSAFE"):
         raise SynchronousOnlyOperation(
             "a blocking lock would stop the event loop while it waits, and every task, its holder, too: use "

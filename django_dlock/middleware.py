@@ -1,6 +1,7 @@
-"""`LockMiddleware`: errors as HTTP answers, the request as owner, and no lease that outlives its request.
+"""`LockMiddleware`: errors as HTTP responses, the request as owner, and no lease that outlives its request.
 
-Place it after what every answer needs (security and CORS headers) and before what takes locks or opens transactions.
+Place it after the middleware that every response needs (security and CORS headers) and before middleware that takes
+locks or opens transactions.
 """
 
 from __future__ import annotations
@@ -29,11 +30,11 @@ logger = logging.getLogger("dlock")
 
 
 class LockMiddleware:
-    """Answers lock errors with 409, 412, 423, 428, 503; names "POST /orders/42/ship" as owner of what a request takes.
+    """Answers lock errors with 409, 412, 423, 428, 503; names "POST /orders/42/ship" as owner of a request's locks.
 
-    The answer is made after the ROLLBACK of ATOMIC_REQUESTS. Errors of the program, such as NotSupported, propagate.
-    A lease that the view forgot is released, with a warning, once the response has been returned; the body of a
-    streaming response is sent after that, without the lease.
+    The answer is created after the ROLLBACK of ATOMIC_REQUESTS. Errors of the program, such as NotSupported, propagate.
+    A lease that the view did not release is released, with a warning, once the response has been returned; the body of
+    a streaming response is sent after that, without the lease.
     """
 
     sync_capable = True
@@ -71,7 +72,7 @@ class LockMiddleware:
         """Answer a lock error of the view; Django calls this outside the view's transaction."""
         if not isinstance(exception, DLockError) or isinstance(exception, Http404):  # which has the project's own page
             return None
-        from dlock_core.web.http import respond  # a process that meets no error needs none of it
+        from dlock_core.web.http import respond  # a process without errors does not need it
 
         found = respond(exception, request.headers.get("Accept", ""))
         return None if found is None else HttpResponse(found.body, status=found.status, headers=found.headers)
@@ -84,7 +85,7 @@ class LockMiddleware:
 
 
 def _raising(get_response: Callable[[HttpRequest], Any]) -> Callable[[HttpRequest], Any]:
-    """Return what is behind the wrapper that Django puts around a middleware, which turns a lock error into a 500."""
+    """Return the callable inside Django's wrapper of a middleware, which turns lock errors into a 500."""
     wrapped = getattr(get_response, "__globals__", {}).get("__name__") == convert_exception_to_response.__module__
     return get_response.__wrapped__ if wrapped else get_response  # type: ignore[attr-defined]
 

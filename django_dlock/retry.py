@@ -1,4 +1,4 @@
-"""`retry_on_conflict`: do the whole work again, in a new transaction, when another transaction was faster."""
+"""`retry_on_conflict`: repeat the whole work, in a new transaction, if another transaction was faster."""
 
 from __future__ import annotations
 
@@ -59,26 +59,27 @@ def retry_on_conflict(
 ) -> Any:
     """Decorate a function to run in a new transaction, and to run again from the start after a conflict.
 
-    A conflict is StaleObject, StaleToken, RowLocked, a deadlock, a serialization failure or a lock timeout. Between
-    runs it pauses with full jitter. At most `attempts` runs, none of which starts later than `within` seconds after
-    the first; then the last conflict is raised, with a note of how many there were. Any other error, and a
+    A conflict is StaleObject, StaleToken, RowLocked, a deadlock, a serialization failure or a lock timeout. The pauses
+    between runs have full jitter. There are at most `attempts` runs, none of which starts later than `within` seconds
+    after the first; then the last conflict is raised, with a note of the number of runs. Any other error, and a
     cancellation, is raised at once. To wait in the row's queue from the second run on, lock the row if `is_retry()`.
 
-    It runs again only when everything that the run did is known to be rolled back. A conflict is raised at once, with
-    a note, when something is or may be committed: by a COMMIT whose `on_commit` functions raised the conflict, by one
-    of several databases, by another transaction inside the function, by a write in autocommit mode.
+    The function runs again only if everything that the run did is known to be rolled back. A conflict is raised at
+    once, with a note, if a part of the run is or may be committed: by a COMMIT whose `on_commit` functions raised the
+    conflict, by one of several databases, by another transaction inside the function, by a write in autocommit mode.
 
-    Raises TransactionManagementError when the function swallows an error that has undone its transaction: on PostgreSQL
-    any error outside of a savepoint, on MySQL and MariaDB a deadlock, also in a savepoint. What it did before would not
-    be committed, and what it does after that would be.
+    Raises TransactionManagementError if the function swallows an error that has undone its transaction: on PostgreSQL
+    any error outside of a savepoint, on MySQL and MariaDB a deadlock, even in a savepoint. The work before the error
+    would not be committed, while the work after it would be.
 
-    `using` names the database, or several. Raises TransactionManagementError when a transaction is already open on one
-    of them, since what it has read before would not be read again, and inside another `retry_on_conflict` of one of
-    them. Put side effects into `transaction.on_commit`.
+    `using` names the database, or several. Raises TransactionManagementError if a transaction is already open on one of
+    them, because what it has read before would not be read again, and inside another `retry_on_conflict` of one of
+    them. Put side effects in `transaction.on_commit`.
 
-    A coroutine function is just run again: no transaction can be opened around a coroutine, so open one in the function
-    that it gives to `sync_to_async`. After a second one it would not run again: the first is committed. An error that
-    was swallowed is seen at the COMMIT of that one; after a deadlock in a savepoint Django rolls back without one.
+    A coroutine function is run again without a transaction, because none can be opened around a coroutine: open one in
+    the function that it passes to `sync_to_async`. With a second transaction it would not run again: the first one is
+    committed. A swallowed error is detected at the COMMIT of its transaction; after a deadlock in a savepoint Django
+    rolls back without an error.
     """
     policy = Policy(attempts=attempts, within=within)
     aliases = _aliases(using)
@@ -119,7 +120,7 @@ def _attempt_in_new_transaction(
 
 def _refuse_undone(alias: str) -> None:
     open_one = open_transaction(connections[alias])
-    # Where Django cannot undo a savepoint, it would roll back without a word, as it does on purpose.
+    # If Django cannot undo a savepoint, it would roll back without an error, as it does on purpose.
     has_begun_anew = open_one is not None and open_one.is_begun_anew
     if has_begun_anew or (is_undone(connections[alias]) and not transaction.get_rollback(alias)):
         raise TransactionManagementError(SWALLOWED)
@@ -162,12 +163,12 @@ def _follow(alias: str, open_one: Transaction) -> None:
 
 
 def _statement(execute: Callable[..., Any], sql: Any, params: Any, *rest: Any) -> Any:
-    """Stand in for Django's execute(sql, params, many, context)."""
+    """Replaces Django's execute(sql, params, many, context)."""
     connection, attempts = rest[1]["connection"], current_attempts.get()
-    if not attempts or (tracker := tracker_for(connection)).suspended.depth:  # or it is ours, such as the fence's
+    if not attempts or (tracker := tracker_for(connection)).suspended.depth:  # or dlock's own, such as the fence's
         return execute(sql, params, *rest)
     open_one = tracker.transaction()
-    if open_one is not None and open_one not in attempts[-1].parts:  # what the innermost knows, the others know
+    if open_one is not None and open_one not in attempts[-1].parts:  # then the outer attempts have it, too
         _follow(connection.alias, open_one)
     try:
         answer = execute(sql, params, *rest)
@@ -176,14 +177,14 @@ def _statement(execute: Callable[..., Any], sql: Any, params: Any, *rest: Any) -
             open_one.note_failure(connection, error)
         raise
     cursor = rest[1]["cursor"]
-    has_changed = cursor.rowcount != 0 or cursor.description  # SQLite counts what it returns only when it is fetched
+    has_changed = cursor.rowcount != 0 or cursor.description  # SQLite counts rows only when they are fetched
     if has_changed and not surely_reads(sql if type(sql) is str else text_of(sql, connection)):
         report((tracker.current or object(), "writes"), partial(_write, tracker))
     return answer
 
 
 def _write(tracker: ConnectionTracker) -> AttemptedWork:
-    """In a transaction that goes on after the attempt it stands until that ends; outside of any it is committed."""
+    """Return the work of a write: pending in a transaction that outlasts the attempt, committed outside of any."""
     part = AttemptedWork(f"work on {tracker.connection.alias!r}")
     if (begun := tracker.current) is None:
         part.settle(Outcome.COMMITTED)
@@ -192,4 +193,4 @@ def _write(tracker: ConnectionTracker) -> AttemptedWork:
     return part
 
 
-for_each_connection(partial(wrap_statements, wrapper=_statement))  # an attempt may move to a thread that has its own
+for_each_connection(partial(wrap_statements, wrapper=_statement))  # an attempt may move to another thread

@@ -24,7 +24,7 @@ __all__ = ["RowLockMixin"]
 T = TypeVar("T")
 
 REFUSED_COPY: Final = (AttributeError, LookupError, RuntimeError, TypeError, ValueError, CopyError)
-"""What a value raises that cannot be copied; other exceptions may come from a signal handler, and must pass."""
+"""The errors of a value that cannot be copied; others may come from a signal handler, and must propagate."""
 SAVED_VALUES: Final = "_dlock_saved"
 """Attribute of an instance that keeps the values of its fields that were last read or written."""
 

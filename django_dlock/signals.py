@@ -29,7 +29,7 @@ __all__ = [
     "write_refused",
 ]
 
-_subscription_lock = threading.RLock()  # A signal handler may connect a receiver, too, in the middle.
+_subscription_lock = threading.RLock()  # A signal handler may also connect a receiver, in the middle.
 
 
 class EventSignal(Signal):
@@ -54,7 +54,7 @@ class EventSignal(Signal):
 lock_acquired: Final = EventSignal()
 """A lease was granted; `seconds` is how long that took."""
 lock_timed_out: Final = EventSignal()
-"""An acquire failed because others held the lock for the whole wait."""
+"""An acquire failed because other holders kept the lock for the whole wait."""
 store_unavailable: Final = EventSignal()
 """An acquire failed because its store did not answer."""
 lock_released: Final = EventSignal()

@@ -1,8 +1,8 @@
 """Ties a lease to the transactions of Django's connections, and guards each of them with the fence.
 
-Leases that are held are known by context (a ContextVar), which follows `sync_to_async` into its thread. The tracker of
-a connection asks them before each statement: when a transaction begins under a lease, the token is admitted into it
-before anything is read.
+Held leases are recorded in a ContextVar, which follows `sync_to_async` into its thread. The tracker of a connection
+calls them before each statement: when a transaction begins under a lease, the token is admitted into it before anything
+is read.
 """
 
 from __future__ import annotations
@@ -57,34 +57,35 @@ if TYPE_CHECKING:
 __all__ = ["DatabaseAcquire", "TiedDatabases", "apart", "current", "open_sessions"]
 
 _kept: ContextVar[tuple[tuple[TiedDatabases, TiedLease], ...]] = ContextVar("dlock_kept_leases", default=())
-"""Handles without a block and without a transaction: their context keeps them, also when the caller does not."""
+"""Handles without a block and without a transaction: their context keeps them even if the caller does not."""
 
 
 class TiedDatabases:
-    """The connections under one lease: reports their transactions to its tie, and lets each pass the fence.
+    """The connections under one lease: reports their transactions to its tie, and admits each at the fence.
 
-    Once no block is in the lease any more, only the transactions that it knows already work under it.
+    Once no block holds the lease any more, only the transactions that are already tied work under it.
     """
 
     settle_ended = None
-    """The tracker of each connection settles its transactions, and repeats what was interrupted."""
+    """None: the tracker of each connection settles its transactions, and repeats interrupted steps."""
 
     def __init__(self, tie: Tie, gate: FenceGate, here: dict[str, BaseDatabaseWrapper] | None = None) -> None:
         self.tie, self.held, self.gate = tie, tie.held, gate
         self._here = here
-        """This thread's connections, if they were looked up for the acquire."""
+        """This thread's connections, if the acquire has looked them up."""
         self.is_aborted = False
-        """Its block ended with an error: what still runs in a thread must not begin another transaction."""
+        """Whether its block ended with an error: code that still runs in a thread must not begin another
+        transaction."""
         self._thread = threading.get_ident()
-        """Where it was acquired: what goes on there after its block was torn off is none of its work."""
+        """Where it was acquired: code that runs there after an interrupted block is not part of its work."""
         self.home: str | None = self.held.backend.capabilities.transaction_database
-        """The database in whose transaction the lock is: no fence is needed there, one COMMIT ends both."""
+        """The database in whose transaction the lock is: it needs no fence, because one COMMIT ends both."""
         self._around = None
         if self.home is not None:
             self._around = open_transaction((here or {}).get(self.home) or connections[self.home])
-        """That transaction; another thread's, in the same database, is none of it."""
+        """That transaction; another thread's transaction in the same database does not count."""
         self._maybe_ended: set[object] = set()
-        """The tied transactions whose last statement has run others, one of which may have ended the transaction."""
+        """The tied transactions whose last statement may have run other statements, which may have ended them."""
         self._around_block: frozenset[object] = frozenset()
         """The transactions inside which the lease was taken."""
 
@@ -95,8 +96,8 @@ class TiedDatabases:
         here = initialized() if self._here is None else self._here
         transaction = self._protect(here.get(using) or connections[using], form)
         for alias, connection in here.items():
-            # A lock in a transaction ends with it. So a transaction elsewhere is tied only when work is done in it
-            # under the lock: one that just happens to be open, and ends later, is not refused its COMMIT.
+            # A lock in a transaction ends with it. So another transaction is tied only when work is done in it under
+            # the lock: the COMMIT of one that only happens to be open, and ends later, is not refused.
             if alias != using and self.home in (None, alias):
                 tracker = tracker_for(connection)
                 if (other := tracker.transaction()) is not None:
@@ -108,23 +109,23 @@ class TiedDatabases:
         leases_of_context.set((*current(), self) if leases_of_context.get() else (self,))
 
     def join(self, using: str, form: FenceForm, handle: TiedLease) -> None:
-        """Take in a handle that has joined the lease."""
+        """Attach a handle that has joined the lease."""
         self._end_with_transaction(self._protect(connections[using], form), handle)
 
     def keep(self, handle: TiedLease) -> None:
-        """Let a handle last as long as its transaction or else this context, whatever its caller does with it."""
+        """Keep a handle as long as its transaction, or otherwise this context, even if the caller drops it."""
         if not self.tie.is_bound:
             others = (each for each in _kept.get() if each[0].held.ended is None)
             _kept.set((*others, (self, handle)))
 
     def _end_with_transaction(self, transaction: Transaction | None, handle: TiedLease) -> None:
-        """Let a handle that was taken inside a transaction end like a row lock, with that transaction."""
+        """End a handle that was taken inside a transaction with that transaction, like a row lock."""
         transaction = self._around or transaction
         if transaction in self.tie.open:
             self.tie.bind_to(transaction, handle)
 
     def _protect(self, connection: BaseDatabaseWrapper, form: FenceForm) -> Transaction | None:
-        """Protect a database from now on; returns its open transaction, which is tied to the lease."""
+        """Protect a database from now on; return its open transaction, which is tied to the lease."""
         tracker, transaction = listening_tracker(connection)
         using, forms = connection.alias, self.gate.forms
         form = False if using == self.home else form
@@ -171,15 +172,15 @@ class TiedDatabases:
             transaction.comment = comment(self.held.request.holder)
 
     def _admit_before_next(self, transaction: Transaction) -> None:
-        """Admit again before the next statement: a savepoint's rollback took the admit along, or it was not fenced."""
+        """Admit again before the next statement: a savepoint's rollback undid the admit, or there was no fence."""
         transaction.passed.discard(self)
         self._maybe_ended.discard(transaction)
 
     def before_statement(self, tracker: ConnectionTracker, transaction: Transaction | None, sql: str) -> None:
         """Admit the lease into the transaction in which a statement is about to be sent, or refuse the statement.
 
-        A transaction on a database that has no fence of this lease is tied all the same: checked at its COMMIT, and
-        waited for. What is written there outside a transaction is none of the lease's business.
+        A transaction on a database without a fence of this lease is tied as well: it is checked at its COMMIT, and the
+        lease waits for its end. Writes there outside a transaction are not checked.
         """
         tie, connection = self.tie, tracker.connection
         if (tie.held.ended is not None or tie.state is TieState.ABANDONED) and not self.is_aborted:
@@ -195,7 +196,7 @@ class TiedDatabases:
             self._refuse_unfenced(connection)
 
     def _refuse_end(self, connection: BaseDatabaseWrapper, transaction: Transaction, sql: str) -> None:
-        """Refuse a statement that ends a transaction; one that may run such a statement is looked into afterwards."""
+        """Refuse a statement that ends a transaction; after one that may run such a statement, check for it."""
         is_mysql = connection.vendor == "mysql"
         if ends_transaction(sql) or (is_mysql and commits_implicitly(sql)):
             raise TransactionManagementError(
@@ -217,9 +218,9 @@ class TiedDatabases:
     def _before_commit(self, connection: BaseDatabaseWrapper, transaction: Transaction) -> None:
         """Refuse a COMMIT that the lease no longer protects: raises LeaseLost, StaleToken.
 
-        This is the last moment at which the transaction can be rolled back. The lease is asked first, because that
-        costs no I/O. A fence in the transaction holds its row's lock until COMMIT, so that nothing is left to be
-        proven, unless a savepoint's rollback took the admit along.
+        This is the last moment at which the transaction can be rolled back. The lease is checked first, because that
+        costs no I/O. A fence in the transaction holds its row's lock until COMMIT, so there is nothing left to verify,
+        unless a savepoint's rollback undid the admit.
         """
         if self.tie.state is TieState.ABANDONED:
             return
@@ -235,15 +236,15 @@ class TiedDatabases:
             self._refuse_ended(connection)
 
     def note_detached(self, runtime: Runtime) -> None:
-        """Hold the lease no more in this context, if nothing needs it here.
+        """Remove the lease from this context, if nothing needs it here.
 
-        In a task, transactions that are still open belong to threads, which have contexts of their own.
+        In a task, transactions that are still open belong to threads, which have their own contexts.
         """
         if not self.tie.handles and (not self.tie.open or runtime is not BLOCKING):
             self.forget()
 
     def forget(self) -> None:
-        """Hold the lease no more in this context."""
+        """Remove the lease from this context."""
         others: tuple[TiedDatabases, ...] = ()
         if (known := leases_of_context.get()) != (self,):
             others = tuple(each for each in known if each is not self and each.held.ended is None)
@@ -252,11 +253,11 @@ class TiedDatabases:
             _kept.set(tuple(each for each in _kept.get() if each[0] is not self and each[0].held.ended is None))
 
     def _savepoint_undone(self, connection: BaseDatabaseWrapper, transaction: Transaction) -> None:
-        if tracker_for(connection).current is transaction:  # else it is the end of all of it
+        if tracker_for(connection).current is transaction:  # otherwise the whole transaction ends
             self.tie.end_with_savepoint()
 
     def refuse_migrations(self, using: str) -> None:
-        """Refuse `migrate` before it has begun: what it writes outside a transaction would be refused half-way."""
+        """Refuse `migrate` before it begins: its writes outside a transaction would be refused half-way."""
         if self.tie.handles and self.gate.forms.get(using):
             name = self.held.name
             raise NotSupported(
@@ -266,11 +267,12 @@ class TiedDatabases:
             )
 
     def begin_failed_exit(self, runtime: Runtime, handle: TiedLease) -> None:
-        """Stop what an error has torn off from the block of a handle, if that is the last.
+        """Stop the remaining work of a handle's block that is left with an error, if that is the last handle.
 
         In a task, threads may still run the block's work: they must not begin another transaction. In a thread, a
-        transaction that began inside the block and is open still was torn off in Django's own `atomic` by an interrupt,
-        so that nothing is going to end it: the lease expires. Should it commit before that, it is checked as any other.
+        transaction that began inside the block and is still open was interrupted in Django's own `atomic`, so that
+        nothing is going to end it: the lease expires. If the transaction commits before that, it is checked like any
+        other.
         """
         tie = self.tie
         others = tie.handles - {ref(handle)}
@@ -283,7 +285,7 @@ class TiedDatabases:
 
     @property
     def _is_cut_off(self) -> bool:
-        """The block ended before the work that begins now, without having released the lease in good order."""
+        """Whether the block ended before the work that begins now, without a regular release of the lease."""
         if self.is_aborted:
             return True
         return self.tie.state in (TieState.TORN, TieState.EXPIRING) and threading.get_ident() != self._thread
@@ -324,7 +326,7 @@ def _is_held(each: TiedDatabases) -> bool:
 
 @contextmanager
 def apart() -> Iterator[None]:
-    """Hold nothing for a while, whatever this context holds: what happens inside neither joins it nor ends it."""
+    """Hide the leases of this context in the block: code inside neither joins nor ends them."""
     token, kept = leases_of_context.set(()), _kept.set(())
     try:
         yield
@@ -340,7 +342,7 @@ def _before_migrations(using: str, **_: object) -> None:
 
 
 class DatabaseAcquire(LockAcquire):
-    """One acquire of a lock by this context: what it holds already, and the transaction that it asks in."""
+    """One acquire of a lock by this context: the leases that it already holds, and its open transaction."""
 
     own_error = staticmethod(as_database_error)
     _here: dict[str, BaseDatabaseWrapper] | None = None
@@ -364,7 +366,7 @@ class DatabaseAcquire(LockAcquire):
         found = self.find() if leases_of_context.get() else None
         if self.runtime is BLOCKING:
             self._here = initialized()
-        # A store that locks inside the transaction of that database looks at its snapshot in the same request.
+        # A store that locks inside the transaction of that database checks its snapshot in the same request.
         is_home = using == self.store.backend.capabilities.transaction_database
         looks = found is None and self.lock.snapshot == "raise" and not is_home
         if looks and self.runtime is BLOCKING:
@@ -374,7 +376,7 @@ class DatabaseAcquire(LockAcquire):
         return found
 
     def _refuse_old_snapshot(self) -> None:
-        """Raise SnapshotTooOld when this thread's transaction may read from before the lock; may ask the database."""
+        """Raise SnapshotTooOld if this thread's transaction may read from before the lock; may query the database."""
         using = self.lock.using
         connection = (self._here or {}).get(using) or connections[using]
         _, transaction = listening_tracker(connection)
@@ -389,7 +391,7 @@ class DatabaseAcquire(LockAcquire):
         return open_sessions(self._here)
 
     def caller_transaction(self) -> Any:
-        from django_dlock.backends.advisory import transaction_of  # loads what only such a store needs
+        from django_dlock.backends.advisory import transaction_of  # loads modules that only such a store needs
 
         home = self.store.backend.capabilities.transaction_database
         connection = (self._here or {}).get(home) or connections[home]
@@ -399,7 +401,7 @@ class DatabaseAcquire(LockAcquire):
 def _may_be_inside() -> bool:
     """Return whether the thread that owns the connections waits for this coroutine, and may have a transaction open.
 
-    It does under `async_to_sync`; otherwise it is asgiref's own thread, in which no transaction outlasts a call.
+    This is the case under `async_to_sync`; otherwise it is asgiref's own thread, where no transaction outlasts a call.
     """
     waiting = AsyncToSync.loop_thread_executors
     return hasattr(AsyncToSync.executors, "current") or asyncio.get_running_loop() in waiting
@@ -408,9 +410,9 @@ def _may_be_inside() -> bool:
 def open_sessions(
     here: dict[str, BaseDatabaseWrapper] | None = None,
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return the database sessions that no other thread uses, and those of a pool, in whose transaction we are.
+    """Return the database sessions that only this thread uses, and those of a pool whose transaction is open here.
 
-    `here`: this thread's connections; left out, they are looked up. A task has none of its own.
+    `here`: this thread's connections; by default they are looked up. A task does not have its own connections.
     """
     if here is None:
         here = {} if in_task() else initialized()

@@ -1,7 +1,7 @@
 """Follows the statements and transactions of one database connection, from the calls that Django makes.
 
-The calls are intercepted on the one connection object of this thread, never on Django's classes: Django has no hook for
-the end of a transaction that also runs when it is rolled back, or when the connection is lost. A transaction here is
+The calls are intercepted on the connection object of this thread, never on Django's classes: Django has no hook for the
+end of a transaction that also runs if it is rolled back, or if the connection is lost. In this module, a transaction is
 the program's outermost one on this thread's connection: a test case's own does not count.
 """
 
@@ -40,9 +40,9 @@ logger = logging.getLogger("dlock")
 
 
 leases_of_context: Final[ContextVar[tuple[Any, ...]]] = ContextVar("dlock_leases", default=())
-"""The leases (`TiedDatabases`) that this context holds, also in a thread with a connection of its own."""
+"""The leases (`TiedDatabases`) that this context holds, even in a thread with other connections."""
 
-# After an error PostgreSQL accepts nothing before the rollback to a savepoint.
+# After an error PostgreSQL accepts no statement before the rollback to a savepoint.
 _DJANGOS_OWN: Final = ("BEGIN", "RELEASE SAVEPOINT", "ROLLBACK TO SAVEPOINT")
 _WITHOUT_SNAPSHOT: Final = (*_DJANGOS_OWN, "SAVEPOINT", "SHOW ", "SET ")
 
@@ -58,7 +58,7 @@ _INTERCEPTED: Final = (
 
 
 class _NoSavepoint(str):
-    """Put where Django has None, for a block with savepoint=False: we hear of its end, the database does not."""
+    """Replaces Django's None for a block with savepoint=False: dlock sees its end, the database does not."""
 
     __slots__ = ()
 
@@ -76,18 +76,18 @@ class _Suspension:
 
 
 class ConnectionTracker:
-    """Follows one connection; its methods are called instead of the connection's, and call those."""
+    """Follows one connection; its methods are called instead of the connection's methods, and call them."""
 
     def __init__(self, connection: BaseDatabaseWrapper) -> None:
         self.connection: Any = connection
         self.current: Transaction | None = None
         self._unsettled: Transaction | None = None
-        """It has ended, but an interrupt may have kept us from telling all of its settlers."""
+        """A transaction that has ended, although an interrupt may have prevented calls to some of its settlers."""
         self.hooks: list[StatementHook] = []
         self._turned_on: object = None
-        """The driver's connection whose autocommit was turned on for settlers: Django is about to ask for it again."""
+        """The driver's connection whose autocommit was turned on for settlers: Django is about to turn it on again."""
         self.suspended = _Suspension()
-        """A block in which no hook is called, and no lease hears of statements."""
+        """A block in which no hook is called, and no lease sees statements."""
         self.django = SimpleNamespace(**{name: getattr(connection, name) for name in _INTERCEPTED})
         vars(connection).update({name: getattr(self, name) for name in _INTERCEPTED}, _dlock_tracker=self)
 
@@ -95,11 +95,11 @@ class ConnectionTracker:
         """Follow every statement from now on; a repeated call changes nothing."""
         if self._statement not in self.connection.execute_wrappers:
             if (transaction := self.transaction()) is not None:
-                transaction.has_spoken = True  # as far as we know: statements were sent before we listened
+                transaction.has_spoken = True  # as far as we know: statements may have been sent before
             wrap_statements(self.connection, self._statement)
 
     def _statement(self, execute: Callable[..., Any], sql: Any, params: Any, many: Any, context: Any) -> Any:
-        """Stand in for Django's execute(sql, params, many, context)."""
+        """Replaces Django's execute(sql, params, many, context)."""
         text, transaction = sql if type(sql) is str else text_of(sql, self.connection), self.transaction()
         if transaction is not None and transaction.is_unanswered:
             transaction.make_up(self.connection)
@@ -114,7 +114,7 @@ class ConnectionTracker:
             return execute(sql, params, many, context)
         if not transaction.has_spoken:
             transaction.has_spoken = self._may_take_snapshot(text)
-        if transaction.comment and isinstance(sql, str) and not many:  # drivers read how those of many begin
+        if transaction.comment and isinstance(sql, str) and not many:  # drivers parse the beginning of executemany's
             sql = transaction.comment + sql
         try:
             answer = execute(sql, params, many, context)
@@ -141,7 +141,7 @@ class ConnectionTracker:
 
     def _may_take_snapshot(self, sql: str) -> bool:
         if self.suspended.depth and self.connection.vendor == "mysql":
-            return False  # ours locks a row, which takes no snapshot there
+            return False  # dlock's locks a row, which takes no snapshot there
         return sql.startswith("SET STATEMENT") or not sql.startswith(_WITHOUT_SNAPSHOT)  # MariaDB's, of any kind
 
     def is_open(self) -> bool:
@@ -149,12 +149,12 @@ class ConnectionTracker:
         return self.current is not None or has_open_transaction(self.connection)
 
     def transaction(self) -> Transaction | None:
-        """Return the open transaction; it has an identity from the first time it is asked for."""
+        """Return the open transaction; its object is created at the first call."""
         connection, current = self.connection, self.current
         if current is not None:
             if current.driver is None or current.driver is connection.connection:
                 return current
-            self._settle(current)  # the driver's connection was replaced behind our back, and the transaction with it
+            self._settle(current)  # the driver's connection was replaced, and the transaction with it
         elif connection.autocommit and not connection.in_atomic_block and connection.connection is not None:
             return None  # as `has_open_transaction` says
         if self.current is None and has_open_transaction(connection):
@@ -170,7 +170,7 @@ class ConnectionTracker:
             self._finish(self.current, self.django._commit)
 
     def _set_autocommit(self, autocommit: bool) -> None:  # noqa: FBT001 - Django's form
-        """Turn it on or off; where it is turned on, SQLite and MariaDB commit what is open."""
+        """Turn it on or off; turning it on makes SQLite and MariaDB commit an open transaction."""
         ending = self.current if autocommit else None
         turned_on, self._turned_on = self._turned_on, None
         if ending is None:
@@ -178,7 +178,7 @@ class ConnectionTracker:
                 self.django._set_autocommit(autocommit)
         elif ending.is_manual:
             self._commit_by_autocommit(ending)
-        else:  # an interrupt has kept atomic() from ending it
+        else:  # an interrupt has prevented atomic() from ending it
             self._roll_back(ending)
             self.django._set_autocommit(autocommit)
 
@@ -210,7 +210,7 @@ class ConnectionTracker:
             commit()
             ending.outcome = has_ended
             if ending.anchor is None:
-                # Django sets it next; now, so that its hooks run even if a settler is interrupted.
+                # Django sets this next; set now, its hooks run even if a settler is interrupted.
                 self.connection.run_commit_hooks_on_set_autocommit_on = True
             self._settle(ending)
         except BaseException as error:
@@ -218,7 +218,7 @@ class ConnectionTracker:
             raise
 
     def _break_off(self, ending: Transaction, error: BaseException, *, was_lost: bool) -> None:
-        """Come to an end after an error or interrupt, wherever it came."""
+        """End a transaction after an error or interrupt, at whatever point it came."""
         if ending.outcome is Outcome.COMMITTED:
             self._settle(ending)
             return
@@ -229,7 +229,7 @@ class ConnectionTracker:
             self._roll_back(ending)
 
     def _roll_back(self, ending: Transaction) -> None:
-        """Do what Django does only after a DatabaseError: otherwise it turns autocommit on, and that can commit."""
+        """Roll back, as Django does only after a DatabaseError: otherwise it turns autocommit on, which can commit."""
         with suppress(Error):
             if ending.anchor is None:
                 self.connection.rollback()
@@ -242,7 +242,7 @@ class ConnectionTracker:
             self.django._rollback()
             is_done = True
             self._settle(ending)
-        except BaseException:  # an interrupt may come anywhere, also before anything was rolled back
+        except BaseException:  # an interrupt may come anywhere, even before the rollback
             if ending is not None and not is_done:
                 with suppress(Error):
                     self.connection.close()
@@ -259,7 +259,7 @@ class ConnectionTracker:
             raise
 
     def _closed(self, ending: Transaction | None) -> None:
-        # Django says so next; now, because settlers may ask.
+        # Django sets this next; set now, because settlers may check it.
         self.connection.closed_in_transaction = self.connection.in_atomic_block
         self._settle_interrupted()
         if ending is not None:
@@ -268,7 +268,7 @@ class ConnectionTracker:
             call_all(ending.pending_steps())
 
     def _settle_interrupted(self) -> None:
-        """Go on with the end of an earlier transaction that was interrupted again and again."""
+        """Complete the end of an earlier transaction that was interrupted repeatedly."""
         if self._unsettled is not None:
             call_all(self._unsettled.pending_steps())
             self._unsettled = None
@@ -276,7 +276,7 @@ class ConnectionTracker:
     def savepoint(self) -> str | None:
         sid: str | None = self.django.savepoint()
         if sid is not None and self.current is not None and self.current.undo and self.current.undo[-1] != sid:
-            self.current.undo.append(sid)  # past the statement that we hear: a test case's, or none was sent
+            self.current.undo.append(sid)  # without a statement that we see: a test case's, or none was sent
         return sid
 
     def savepoint_commit(self, sid: str) -> None:
@@ -288,7 +288,7 @@ class ConnectionTracker:
     def _release(self, sid: str) -> None:
         if not isinstance(sid, _NoSavepoint):
             self.django.savepoint_commit(sid)
-        if self.current is not None and sid in self.current.undo:  # the statement was not heard, or none was sent
+        if self.current is not None and sid in self.current.undo:  # the statement was not seen, or none was sent
             self.current.note_release(sid)
 
     def savepoint_rollback(self, sid: str) -> None:
@@ -307,10 +307,10 @@ class ConnectionTracker:
                 call_all(self.current.undo_to(sid))
 
     def _settle(self, ending: Transaction | None) -> None:
-        """Undo what was rolled back and report the end; once more for what was interrupted. Leases are released here.
+        """Restore what was rolled back and report the end; repeat interrupted steps. Leases are released here.
 
-        It must come after Django's call to the driver has returned, never before: until then the COMMIT may fail, and a
-        lease that was released would let the next holder read too early.
+        This must run after Django's call to the driver has returned, never before: until then the COMMIT may fail, and
+        a released lease would let the next holder read too early.
         """
         if ending is None:
             return
@@ -319,15 +319,15 @@ class ConnectionTracker:
         try:
             if ending.undo or ending.settlers:
                 self._call_between_transactions(ending.pending_steps(), is_manual=ending.is_manual)
-        except Error:  # Django would roll back, and forget the on_commit functions of a COMMIT that was carried out
+        except Error:  # Django would roll back, and drop the on_commit functions of a COMMIT that was executed
             logger.exception("dlock: a callback at the end of a transaction failed")
         except BaseException:
-            # What is repeated now may be interrupted, too: the next one goes on, or the close.
+            # The repetition may be interrupted, too: the next transaction, or close(), continues it.
             self._unsettled = ending
             raise
 
     def _call_between_transactions(self, steps: deque[Step], *, is_manual: bool) -> None:
-        """Call them where they may use the connection like any code after the transaction; Django's hooks wait."""
+        """Call steps when they may use the connection like any code after the transaction; Django's hooks wait."""
         connection = self.connection
         if connection.connection is None or connection.in_atomic_block:
             call_all(steps)
@@ -335,7 +335,7 @@ class ConnectionTracker:
         hooks = connection.run_on_commit, connection.run_commit_hooks_on_set_autocommit_on
         try:
             connection.run_on_commit, connection.run_commit_hooks_on_set_autocommit_on = [], False
-            try:  # What Django's `set_autocommit` does, without its checks of a connection that has just been used.
+            try:  # The same as Django's `set_autocommit`, without its checks of a connection that has just been used.
                 self.django._set_autocommit(True)
                 connection.autocommit, self._turned_on = True, connection.connection
             except Error:
@@ -350,16 +350,16 @@ class ConnectionTracker:
 
 
 _guard: Final = RLock()
-"""Locked for moments: while a connection gets its tracker or a wrapper, maybe in another thread."""
+"""Held briefly while a connection gets its tracker or a wrapper, perhaps in another thread."""
 os.register_at_fork(before=_guard.acquire, after_in_parent=_guard.release, after_in_child=_guard.release)
 
 
 def tracker_for(connection: BaseDatabaseWrapper) -> ConnectionTracker:
-    """Return the tracker of a connection, set up when it is first asked for."""
+    """Return the tracker of a connection, which is set up at the first call."""
     tracker: ConnectionTracker | None = vars(connection).get("_dlock_tracker")
     if tracker is None:
         database: Any = connection
-        warn_unless_known(database.Database.__name__)  # outside the guard: it calls log handlers
+        warn_unless_known(database.Database.__name__)  # outside the mutex: it calls log handlers
         with _guard:
             tracker = vars(connection).get("_dlock_tracker") or ConnectionTracker(connection)
     return tracker
@@ -369,12 +369,12 @@ def wrap_statements(connection: BaseDatabaseWrapper, wrapper: Callable[..., Any]
     """Call `wrapper` instead of Django's execute() for every statement; a repeated call changes nothing."""
     with _guard:
         if wrapper not in connection.execute_wrappers:
-            # Not at the end: execute_wrapper() takes away whatever is last when its block is left.
+            # Not at the end: execute_wrapper() removes the last one when its block is left.
             connection.execute_wrappers.insert(0, wrapper)
 
 
 def has_open_transaction(connection: BaseDatabaseWrapper) -> bool:
-    """Return what Django knows; a test case's own blocks, always the outermost ones, do not count."""
+    """Return Django's state; a test case's own blocks, always the outermost ones, do not count."""
     blocks: list[Any] = connection.atomic_blocks
     if blocks:
         return not blocks[-1]._from_testcase and not connection.closed_in_transaction
@@ -395,5 +395,5 @@ def _anchor(connection: BaseDatabaseWrapper) -> str | None:
 
 
 def _is_refused(error: Error) -> bool:
-    """Return whether an answer to COMMIT says that nothing was committed."""
+    """Return whether an error of COMMIT means that nothing was committed."""
     return isinstance(error, ProgrammingError) or is_refusal(error)

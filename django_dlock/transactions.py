@@ -1,7 +1,7 @@
-"""One outermost transaction of the program: what happens at its end, and what is restored when work is undone.
+"""One outermost transaction of the program: the calls at its end, and the values that a rollback restores.
 
-`tracker` finds out when it begins and how it ends; nothing here touches Django's connection, except to ask the
-database whether an error has rolled everything back.
+`tracker` determines when it begins and how it ends; nothing in this module uses Django's connection, except to query
+the database whether an error has rolled everything back.
 """
 
 from __future__ import annotations
@@ -29,24 +29,24 @@ if TYPE_CHECKING:
 __all__ = ["ABSENT", "AttributeValues", "Transaction", "is_idle", "is_undone", "text_of"]
 
 ABSENT: Final = object()
-"""Stands for the value of an attribute that was not there."""
+"""Stands for the value of an attribute that did not exist."""
 
 
 class AttributeValues:
-    """The values of attributes before they were written, by instance; instances are known by weak reference."""
+    """The values of attributes before they were written, by instance; instances are referenced weakly."""
 
     def __init__(self) -> None:
         self._before: dict[int, tuple[ref[Any], dict[str, object]]] = {}
 
     def note(self, instance: object, values: dict[str, object]) -> None:
-        """Remember values, unless older values of the same attributes are remembered."""
+        """Record values, unless older values of the same attributes are recorded."""
         key, before = id(instance), self._before
         if key not in before:
             before[key] = ref(instance, lambda _: before.pop(key, None)), {}
         before[key][1].update({name: value for name, value in values.items() if name not in before[key][1]})
 
     def take_over(self, newer: AttributeValues) -> None:
-        """Remember what `newer` remembers, which was written after this."""
+        """Add the records of `newer`, whose values were written later."""
         for known, values in list(newer._before.values()):
             if (instance := known()) is not None:
                 self.note(instance, values)
@@ -62,43 +62,43 @@ class AttributeValues:
 
 @dataclass(eq=False, slots=True)
 class Transaction:
-    """One outermost transaction of the program, and what is called before its COMMIT and after its end."""
+    """One outermost transaction of the program, and the calls before its COMMIT and after its end."""
 
     anchor: str | None
     """The savepoint that stands for it inside a test case's own transaction."""
     is_manual: bool
-    """It was begun by turning autocommit off."""
+    """Whether it was begun by turning autocommit off."""
     outcome: Outcome = Outcome.ROLLED_BACK
-    """What has happened if it ends by anything but a successful COMMIT."""
+    """The outcome if it ends by anything but a successful COMMIT."""
     has_spoken: bool = False
-    """A statement was sent in it, which may have taken its snapshot."""
+    """Whether a statement was sent in it, which may have taken its snapshot."""
     is_unanswered: bool = False
-    """A statement has failed, or was interrupted, and we have not asked yet whether everything was rolled back."""
+    """Whether a statement has failed, or was interrupted, and a possible rollback was not checked yet."""
     is_begun_anew: bool = False
-    """The database has rolled it back with a failed statement, and takes what comes next for a new one."""
+    """Whether the database has rolled it back with a failed statement, and treats what follows as a new one."""
     comment: str = ""
-    """Stands before each of its statements."""
+    """The SQL comment before each of its statements."""
     passed: set[object] = field(default_factory=set)
-    """The leases that it is tied to and that are admitted: they have no more to do with statements that move data."""
+    """The leases that it is tied to and that are admitted: they need not check statements that only move data."""
     settlers: list[Callable[[Outcome], object]] = field(default_factory=list)
     """Each is called exactly once as `settle(outcome)`, the last first, as soon as it is known how it has ended.
 
-    After COMMIT that is before Django's on_commit functions. The connection is free for new transactions. What a
-    settler raises is logged and not passed on, but KeyboardInterrupt is, at the end. UNKNOWN: the connection was lost,
-    or an interrupt came, while COMMIT was under way.
+    After COMMIT, this happens before Django's on_commit functions. The connection is free for new transactions. An
+    error of a settler is logged and not propagated, except KeyboardInterrupt, which is raised at the end. UNKNOWN: the
+    connection was lost, or an interrupt came, during COMMIT.
     """
     checks: list[Step] = field(default_factory=list)
-    """Each is called just before COMMIT, the first one first; what it raises is passed on, after a ROLLBACK."""
+    """Each is called just before COMMIT, the first one first; its error is propagated, after a ROLLBACK."""
     undo: list[Step | AttributeValues | str] = field(default_factory=list)
-    """What is called or restored, last first, when the work done so far is undone, and savepoints' names between that.
+    """The steps to call, last first, if the work done so far is undone, with the names of savepoints in between.
 
-    Undone by a rollback of the transaction or to an earlier savepoint, not when the outcome of COMMIT is unknown. What
-    a step raises is logged.
+    Work is undone by a rollback of the transaction or to an earlier savepoint, not if the outcome of COMMIT is unknown.
+    An error of a step is logged.
     """
     driver: object = None
-    """The driver's connection that it is on, if that was open when it began."""
+    """The driver's connection that it runs on, if that was open when it began."""
     pending: deque[Step] | None = None
-    """See `pending_steps`; None until it is first asked."""
+    """See `pending_steps`; None until the first call."""
 
     def restore_on_rollback(self, instance: object, values: dict[str, object]) -> None:
         """See `connections.restore_on_rollback`."""
@@ -122,7 +122,7 @@ class Transaction:
         return steps
 
     def pending_steps(self) -> deque[Step]:
-        """Return the steps that are still to be called, now that it has ended; `call_all` removes what it called."""
+        """Return the steps that are still to be called, now that it has ended; `call_all` removes called ones."""
         if self.pending is None:
             steps = deque(self.undo_to(None) if self.outcome is Outcome.ROLLED_BACK else ())
             for settle in reversed(self.settlers):
@@ -131,7 +131,7 @@ class Transaction:
         return self.pending
 
     def note_release(self, savepoint: str | None) -> None:
-        """Remove a savepoint that was released, and those after it; what came after it belongs to the outer block now.
+        """Remove a released savepoint, and those after it; the steps after it now belong to the outer block.
 
         A savepoint that is not in the list is older than all of it.
         """
@@ -146,9 +146,9 @@ class Transaction:
                 self.undo.append(each)
 
     def note_savepoints(self, sql: str) -> None:
-        """Record the savepoints that a statement has made or ended, as programs may do by hand.
+        """Record the savepoints that a statement has created or ended, as programs may do by hand.
 
-        A name that is not known, or cannot be read, is older than all there is to undo.
+        A name that is not known, or cannot be parsed, is older than all recorded steps.
         """
         for verb, name in savepoint_changes(sql):
             if verb == "ROLLBACK":
@@ -159,8 +159,8 @@ class Transaction:
                 self.undo.append(name)
 
     def note_failure(self, connection: BaseDatabaseWrapper, error: BaseException) -> None:
-        """Undo all work if the database has rolled it back with a failed statement, and has begun anew."""
-        if not isinstance(error, Error):  # it may have come in the place of one
+        """Undo all work if the database has rolled it back with a failed statement, and has begun a new transaction."""
+        if not isinstance(error, Error):  # it may have replaced one
             return
         if (self.undo or self.settlers) and _has_rolled_back(connection, error):
             self.is_begun_anew = True
@@ -168,20 +168,20 @@ class Transaction:
         self.is_unanswered = False
 
     def make_up(self, connection: BaseDatabaseWrapper) -> None:
-        """Do what an interrupt has kept `note_failure` from doing, before the next statement or COMMIT is sent."""
+        """Repeat a `note_failure` that an interrupt has prevented, before the next statement or COMMIT is sent."""
         if _may_be_idle(connection):
             self._note_rolled_back(connection)
-        self.passed.clear()  # MySQL cannot be asked; it is safe to admit a token twice
+        self.passed.clear()  # MySQL cannot report it; it is safe to admit a token twice
         self.is_unanswered = False
 
     def _note_rolled_back(self, connection: BaseDatabaseWrapper) -> None:
         if connection.vendor == "sqlite" and connection.in_atomic_block:
-            connection.needs_rollback = True  # otherwise each statement would now commit on its own
+            connection.needs_rollback = True  # otherwise each statement would now commit by itself
         call_all(self.undo_to(None))
 
 
 def _has_rolled_back(connection: Any, error: Exception) -> bool:
-    """Return whether a failed statement has taken the whole transaction along; asks MariaDB or MySQL where it must."""
+    """Return whether a failed statement has rolled back the whole transaction; queries MariaDB or MySQL if needed."""
     if connection.vendor == "sqlite":
         return not connection.connection.in_transaction
     trouble = failure_of_statement(error) if connection.vendor == "mysql" else None
@@ -197,7 +197,7 @@ def _has_rolled_back(connection: Any, error: Exception) -> bool:
 
 
 def is_idle(connection: Any) -> bool:
-    """Return whether a connection is in no transaction, although Django began one; only MariaDB has to be asked."""
+    """Return whether a connection is not in a transaction, although Django began one; only MariaDB is queried."""
     if connection.connection is None:
         return False
     if connection.vendor == "sqlite":
@@ -219,7 +219,7 @@ def _may_be_idle(connection: Any) -> bool:
 
 
 def is_undone(connection: Any) -> bool:
-    """Return whether PostgreSQL has undone the transaction after an error: it then takes COMMIT for a ROLLBACK.
+    """Return whether PostgreSQL has undone the transaction after an error: it then treats COMMIT as a ROLLBACK.
 
     No driver raises an error for that.
     """

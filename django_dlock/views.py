@@ -1,9 +1,10 @@
 """`@locked("order", pk)`: view → lease → BEGIN → admit → work → check → COMMIT → release.
 
-On a view it takes over ATOMIC_REQUESTS, so that the lease is outside the transaction. Where Django cannot see that (a
-method, a ViewSet action, a decorator above that hides it) the transaction is open already and its end releases.
+On a view it takes over ATOMIC_REQUESTS, so that the lease is outside the transaction. Where Django cannot see the
+decorator (on a method, a ViewSet action, below a decorator that hides it) the transaction is already open, and its end
+releases the lease.
 
-Of several `@locked` on one function the innermost opens the transactions of all, when every lease is held.
+Of several `@locked` on one function, the innermost opens the transactions of all of them, once every lease is held.
 """
 
 from __future__ import annotations
@@ -46,10 +47,10 @@ __all__ = ["Argument", "arg", "locked", "pk"]
 F = TypeVar("F", bound="Callable[..., Any]")
 
 _IS_OUTER: Final = "_dlock_locked"
-"""An attribute of a function that a `@locked` is on; decorators that use functools.wraps pass it on."""
+"""An attribute of a function with `@locked`; decorators that use functools.wraps pass it on."""
 
 pk: Final = Argument("pk")
-"""Stands for the `pk` argument of the decorated view; `pk.as_(int)` for the number that it is."""
+"""Stands for the `pk` argument of the decorated view; `pk.as_(int)` for its value as a number."""
 
 
 def locked(kind: str | type[Model], *arguments: Any, **options: Any) -> Callable[[F], F]:
@@ -57,17 +58,17 @@ def locked(kind: str | type[Model], *arguments: Any, **options: Any) -> Callable
 
     `kind` is what is locked: a model class, or a text such as "order". Every further part names an argument of the
     function (`pk`, or a text such as "order_id"; "order.pk" for an attribute of it), or is a function that is called
-    with all arguments of the call and returns the part, or is a value that is no text. With a model every spelling of a
-    key is one lock; with a text say the type: `pk.as_(int)`, `arg("order_id", int)`. What cannot be such a key is a
-    NoSuchKey, which views answer with 404. A text that comes out of the URL as it is gives a RuntimeWarning, once.
+    with all arguments of the call and returns the part, or is a value other than text. With a model, every spelling of
+    a key is one lock; with a text, declare the type: `pk.as_(int)`, `arg("order_id", int)`. A value that cannot be such
+    a key raises NoSuchKey, which views answer with 404. Unconverted text from the URL causes one RuntimeWarning.
 
     Options are those of `lock`. For views (functions, classes, methods; Django's and DRF's; async), tasks (below the
     task's own decorator) and plain functions.
 
     With the fence in the transaction, the default, it opens one on `using` unless one is open, or the view is marked
-    with non_atomic_requests. An async view runs without: its transactions are functions called by sync_to_async.
+    with non_atomic_requests. An async view runs without one: its transactions are functions called by sync_to_async.
 
-    Raises TypeError for an argument that the function does not have, where that can be known before it is called.
+    Raises TypeError for an argument that the function does not have, as early as that can be known.
     """
     refuse_bare(kind, is_model=kind_of(kind) is not None)
     parts = (kind, *placeholders(arguments))
@@ -113,7 +114,7 @@ def _locked_function(
     function: Callable[..., Any], parts: tuple[Any, ...], options: dict[str, Any], *, is_async: bool = False
 ) -> Callable[..., Any]:
     refuse_late(function)
-    make = Lock("kind", **options)._renamed  # noqa: SLF001 - not for applications, which are offered what Lock has
+    make = Lock("kind", **options)._renamed  # noqa: SLF001 - not for applications, which use Lock's options
     name = NameTemplate(function, parts, kind_of, _url_arguments)
 
     def lock_for(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Lock:
@@ -134,12 +135,12 @@ def _locked_function(
             aliases.add(lock.using)
         if home is not None:
             aliases.add(home)
-        aliases -= non_atomic  # its members, of which `in` tells Django nothing
+        aliases -= non_atomic  # its members, which `in` hides from Django
         plan = _Plan.beyond_outer(undecorated, aliases)
         if home is not None:  # It locks inside a transaction, which the innermost `@locked` opens.
             return go_on(plan._replace(locks=(*plan.locks, lock)), args, kwargs)
         refuse_in_loop()
-        with lock._new_acquire(BLOCKING):  # noqa: SLF001 - a block of our own needs nothing that tells blocks apart
+        with lock._new_acquire(BLOCKING):  # noqa: SLF001 - a separate block, which needs no `Blocks`
             return go_on(plan, args, kwargs)
 
     def go_on(plan: _Plan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -168,7 +169,7 @@ def _locked_function(
 
 
 def _url_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Any]:
-    """Yield what Django's resolver took out of the URL of a view's request."""
+    """Yield the values that Django's resolver took from the URL of a view's request."""
     for each in (*args[:2], kwargs.get("request")):
         match = getattr(each, "resolver_match", None)
         if match is not None:
@@ -176,7 +177,7 @@ def _url_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[An
 
 
 def _atomic_requests(args: tuple[Any, ...]) -> set[str]:
-    """Return the databases on which a view runs in a transaction, by ATOMIC_REQUESTS; none if this is no view."""
+    """Return the databases on which a view runs in a transaction by ATOMIC_REQUESTS; none if it is not a view."""
     found: set[str] = set()
     for each in args[:2]:
         if isinstance(each, HttpRequest) or hasattr(each, "_request"):
@@ -195,18 +196,18 @@ def _home(lock: Lock) -> str | None:
 
 
 class _Plan(NamedTuple):
-    """What the innermost `@locked` of a stack does when every lease is held: transactions, and locks inside them."""
+    """The steps of the innermost `@locked` of a stack once every lease is held: transactions, and locks inside them."""
 
     function: Any
-    """The function that the stack is on."""
+    """The decorated function."""
     aliases: frozenset[str]
     """The databases on which a transaction is opened."""
     locks: tuple[Lock, ...] = ()
-    """The locks that live in a transaction, from the outermost decorator to the innermost."""
+    """The locks inside a transaction, from the outermost decorator to the innermost."""
 
     @classmethod
     def beyond_outer(cls, function: Any, aliases: set[str]) -> _Plan:
-        """Return the plan of a `@locked` with these databases, and with what the outer one of this call has planned."""
+        """Return the plan of a `@locked` with these databases, combined with the plan of the outer one of this call."""
         outer = _plan_of_outer.get()
         if outer is None or outer.function is not function:
             return cls(function, frozenset(aliases))
@@ -232,4 +233,4 @@ class _Plan(NamedTuple):
 
 
 _plan_of_outer: ContextVar[_Plan | None] = ContextVar("dlock_plan_of_outer", default=None)
-"""What the outer `@locked` of a stack leaves to the next one."""
+"""The plan that the outer `@locked` of a stack passes to the next one."""

@@ -1,4 +1,4 @@
-"""Leases, fencing, versions and row locks: the part that knows no framework."""
+"""Leases, fencing, versions and row locks: the part that is independent of frameworks."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ _HOMES: Final = {
 }
 
 _MODULES: Final = frozenset({"backend", "errors", "names", "owner", "runtime", "stores", "testing"})
-"""Attributes of the package, too: `import dlock_core; dlock_core.errors` must not depend on what ran before."""
+"""Also attributes of the package: `import dlock_core; dlock_core.errors` must not depend on earlier imports."""
 
 
 def __getattr__(name: str) -> Any:

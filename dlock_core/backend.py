@@ -1,8 +1,8 @@
-"""The interface between the engine and the stores: what a store is asked, and what it may answer.
+"""The interface between the engine and the stores: the requests to a store, and its possible answers.
 
-No absolute time crosses this border, only durations; the engine alone decides what is still valid. Answers are
-yes, no, or BackendUnavailable, which means unknown. Every method may be called from any thread or task and waits
-only through the runtime it is given.
+No absolute time crosses this interface, only durations; the engine alone decides what is still valid. Answers are yes,
+no, or BackendUnavailable, which means unknown. Every method may be called from any thread or task, and waits only
+through the runtime that is passed to it.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class AcquireRequest(NamedTuple):
     queue: bool = True
     """Queue for the lock when it is taken (False for a single try)."""
     fair: bool = True
-    """False: a free lock may be taken although other waiters are queued for it (barging)."""
+    """False: a free lock may be granted although other waiters are queued for it (barging)."""
     owner: str = ""
     floor: int = 0
     """The token must be greater than this; a grant that is already ours is given a greater token."""
@@ -72,11 +72,11 @@ class Granted(NamedTuple):
     handle: Any = None
     """Private to the backend: a node path, a lease id, a connection."""
     age: float | None = None
-    """Seconds since the request was sent that was granted, when that is not the caller's (`Backend.wait`)."""
+    """Seconds since the granted request was sent, if it was not sent by the caller (`Backend.wait`)."""
 
 
 class Busy(NamedTuple):
-    """Another holder has the lock: ask again after at most `retry_after` seconds.
+    """Another holder has the lock: try again after at most `retry_after` seconds.
 
     `owner` is the holder's metadata, if known. `ticket` is private to the backend, for its `wait`. `is_late` means the
     same as in BackendUnavailable.
@@ -89,7 +89,7 @@ class Busy(NamedTuple):
 
 
 class Renewal(NamedTuple):
-    """One lease whose expiry is to be pushed to `request.ttl` from now."""
+    """One lease whose expiry is to be extended to `request.ttl` from now."""
 
     request: AcquireRequest
     granted: Granted
@@ -99,9 +99,9 @@ class RenewalFailure(Enum):
     """Why a lease was not renewed."""
 
     LOST = "lost"
-    """The store gave the lock to another holder, or forgot the lease: that is final."""
+    """The store granted the lock to another holder, or lost the lease: this is final."""
     UNKNOWN = "unknown"
-    """The store learned nothing about this lease, while it did about others: the lease may be renewed still."""
+    """The outcome for this lease is unknown, while it is known for others: the lease may have been renewed."""
 
 
 RenewalResult = float | RenewalFailure
@@ -109,7 +109,7 @@ RenewalResult = float | RenewalFailure
 
 
 class Holder(NamedTuple):
-    """A holder as an operator sees it; times in seconds, None when the store does not know."""
+    """A holder as an operator sees it; times in seconds, None if the store does not know them."""
 
     holder: str
     token: int
@@ -120,7 +120,7 @@ class Holder(NamedTuple):
 
 
 class Waiter(NamedTuple):
-    """A waiter as an operator sees it; the waiters of a lock are listed first come first."""
+    """A waiter as an operator sees it; the waiters of a lock are listed in the order of their arrival."""
 
     holder: str
     shared: bool
@@ -138,10 +138,10 @@ class LockState(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """What a store can do; read before any I/O, and the same for as long as the store lives."""
+    """What a store can do; read before any I/O, and constant for the life of the store."""
 
     expiry: Literal["lease", "session", "connection", "transaction"] = "lease"
-    """What ends a grant whose holder died: its own ttl, its session, its connection, or its transaction.
+    """What ends a grant whose holder has died: its ttl, its session, its connection, or its transaction.
 
     "transaction": the lock is taken inside the caller's transaction, whose end is the release; it has no ttl.
     """
@@ -150,7 +150,7 @@ class Capabilities:
     shared: bool = False
     """Several shared holders may hold a lock together."""
     lists_waiters: bool = False
-    """`inspect` shows who waits."""
+    """`inspect` lists the waiters."""
     ttl_min: float = 0.01
     """The shortest ttl, in seconds."""
     ttl_step: float = 0.001
@@ -160,7 +160,7 @@ class Capabilities:
 
 
 class Backend(Protocol):
-    """A store of leases: seven questions, and `close`."""
+    """A store of leases: seven requests, and `close`."""
 
     @property
     def capabilities(self) -> Capabilities:
@@ -177,20 +177,20 @@ class Backend(Protocol):
     async def wait(
         self, runtime: Runtime, request: AcquireRequest, busy: Busy, timeout: float
     ) -> Granted | Busy | None:
-        """Return when it makes sense to ask again, after `timeout` seconds at the latest; may return early.
+        """Return when it makes sense to try again, after `timeout` seconds at the latest; may return early.
 
-        A store that makes the next attempt along with the wake-up returns its answer; the others return None.
+        A store that makes the next attempt together with the wake-up returns its answer; other stores return None.
         """
 
     async def abandon(self, runtime: Runtime, request: AcquireRequest, ticket: Any = None) -> None:
         """Leave the queue and undo a grant that may have happened. Idempotent."""
 
     async def renew(self, runtime: Runtime, renewals: Sequence[Renewal]) -> list[RenewalResult]:
-        """Push the expiry of each lease, and return one result for each, in order.
+        """Extend the expiry of each lease, and return one result for each, in order.
 
-        Never re-creates a lease. Never shortens one: it may come late, after another renewal that was answered.
+        Never re-creates a lease. Never shortens one: a renewal may arrive late, after another one that was answered.
 
-        Raises BackendUnavailable when nothing was learned about any of them.
+        Raises BackendUnavailable if the outcome is unknown for all of them.
         """
 
     async def release(self, runtime: Runtime, request: AcquireRequest, granted: Granted) -> Released:
@@ -203,7 +203,7 @@ class Backend(Protocol):
         """Return the state of one lock, or of every lock that is held or waited for."""
 
     async def force_release(self, runtime: Runtime, name: str, token: int) -> bool:
-        """End the grant with this token, and no newer one; False when it is not there."""
+        """End the grant with this token, and no newer one; return False if it does not exist."""
 
     def close(self) -> None:
         """Close idle connections; leases are not released."""
@@ -216,7 +216,7 @@ class SupportsMany(Backend, Protocol):
         """Take several free locks exclusively, or none of them (None)."""
 
     async def release_many(self, runtime: Runtime, requests: Sequence[AcquireRequest]) -> list[Released]:
-        """Release several grants at once, and return what was found of each."""
+        """Release several grants at once, and return what was found for each."""
 
 
 def supports_many(backend: object) -> TypeGuard[SupportsMany]:

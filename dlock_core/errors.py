@@ -36,7 +36,7 @@ def format_seconds(seconds: float) -> str:
 
 
 class DLockError(Exception):
-    """The base of every error of dlock; `name` is the lock or object that it is about."""
+    """The base of every error of dlock; `name` is the lock or object concerned."""
 
     name: str = ""
 
@@ -49,7 +49,7 @@ class DLockError(Exception):
 
 
 def rebuild(kind: type[E], args: tuple[Any, ...], data: dict[str, Any]) -> E:
-    """Build an error of a class from the text and the data of another, or of one that was pickled."""
+    """Build an error of a class from the text and the data of another error, or of a pickled one."""
     error = kind.__new__(kind)
     error.args = args
     error.__dict__.update(data)
@@ -57,7 +57,7 @@ def rebuild(kind: type[E], args: tuple[Any, ...], data: dict[str, Any]) -> E:
 
 
 class AcquireTimeout(DLockError, TimeoutError):
-    """The lock stayed taken for all of `wait`.
+    """Another holder kept the lock for all of `wait`.
 
     Attributes:
         waited: The seconds that the caller waited.
@@ -89,7 +89,7 @@ class AlreadyHeld(DLockError):
 
 
 class LeaseLost(DLockError):
-    """The lease was held and is not provably held now: another holder may be at work, so the caller must stop."""
+    """The lease was held and can no longer be proven to be: another holder may be working, so the caller must stop."""
 
     def __init__(self, name: str, *, token: int = 0, reason: str = "it ran out") -> None:
         super().__init__(
@@ -146,9 +146,9 @@ class StaleObject(DLockError):
 
 
 class SnapshotTooOld(DLockError):
-    """The transaction had read before it asked for the lock, so that its snapshot is older than the lock.
+    """The transaction had read before it requested the lock, so that its snapshot is older than the lock.
 
-    What it reads under the lock would be what was true before the lock was granted.
+    Under the lock it would read the data as they were before the lock was granted.
     """
 
     def __init__(self, name: str, *, isolation: str) -> None:
@@ -161,7 +161,7 @@ class SnapshotTooOld(DLockError):
 
 
 class RowLocked(DLockError):
-    """Another transaction holds the row, and `nowait` or the end of the wait (`waited` seconds) gave up on it.
+    """Another transaction holds the row, and `nowait` was given or the wait (of `waited` seconds) is over.
 
     With `is_database` it holds the whole database, which allows one writer at a time (SQLite): it may be writing other
     rows. `retry_after` is in seconds.
@@ -183,7 +183,7 @@ class BackendUnavailable(DLockError):
 
     retry_after = 1.0
     is_late = False
-    """What undoes the attempt may still be on its way, and would also end a later grant of the same holder."""
+    """The undo of the attempt may still be in flight, and would also end a later grant of the same holder."""
 
     def __init__(self, name: str, *, reason: str, broken: bool = False, refused: bool = False) -> None:
         of = f" for lock {name!r}" if name else ""
@@ -192,7 +192,7 @@ class BackendUnavailable(DLockError):
         self.broken = broken
         """An idle connection turned out to be dead: a new one may work at once."""
         self.refused = refused
-        """The store does not let us in (wrong password, no permission): another try will not help."""
+        """The store refuses access (wrong password, no permission): another try will not help."""
 
 
 class NotSupported(DLockError, NotImplementedError):
@@ -200,7 +200,7 @@ class NotSupported(DLockError, NotImplementedError):
 
 
 class NoSuchKey(DLockError, ValueError):
-    """The `key` cannot be a key of `name`, the class that is locked, so that no row has it; raised before any I/O."""
+    """The `key` cannot be a key of `name`, the class of the lock, so no row has it; raised before any I/O."""
 
     def __init__(self, name: str, *, key: object) -> None:
         super().__init__(f"{key!r:.80} cannot be a key of {name}: there is nothing to lock", name=name)
@@ -217,7 +217,7 @@ class PreconditionFailed(DLockError):
 
 
 class PreconditionMalformed(DLockError):
-    """The value `given` of `header` is no list of entity-tags, so that nothing can be checked and nothing is done."""
+    """The value `given` of `header` is not a list of entity-tags, so nothing can be checked and nothing is done."""
 
     def __init__(self, name: str, *, header: str, given: str) -> None:
         super().__init__(
@@ -228,7 +228,7 @@ class PreconditionMalformed(DLockError):
 
 
 class PreconditionRequired(DLockError):
-    """The request must tell in If-Match which version of the object its client has seen."""
+    """The request must state in If-Match which version of the object its client has seen."""
 
     def __init__(self, name: str) -> None:
         super().__init__(f"{name} is not changed without If-Match: read it and send its ETag back", name=name)

@@ -1,4 +1,4 @@
-"""Optional libraries: an import that fails says which extra, or which package, to install."""
+"""Optional libraries: the error of a failed import names the extra, or the package, to install."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _EXTRAS: Final = {
     "sqlalchemy": "sqlalchemy",
 }
 _PACKAGES: Final = {"MySQLdb": "mysqlclient", "psycopg": "psycopg[binary]", "psycopg2": "psycopg2-binary"}
-"""The packages that bring a module of another name."""
+"""Packages whose module has another name."""
 _OWN_PACKAGES: Final = ("dlock_core", "django_dlock", "sqla_dlock")
 
 
@@ -48,7 +48,7 @@ def version() -> str:
 
 @contextmanager
 def needed_by(what: str) -> Iterator[None]:
-    """Raise MissingLibrary where the block imports a library that is not installed.
+    """Raise MissingLibrary if the block imports a library that is not installed.
 
     Args:
         what: The feature that needs the library, for the message, such as "metrics.install()".

@@ -2,7 +2,7 @@
 
 A name is ASCII text of 1 to 512 bytes, whatever its parts were, and is safe in keys, paths and logs. This module alone
 turns values into text. It accepts only types whose text is the same in every process and refuses all others: a text
-that differs between two processes would make two locks of one name, and nothing would ever tell.
+that differs between two processes would silently make two locks of one name.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ __all__ = ["MAX_NAME_BYTES", "Kind", "canonical", "join", "with_keys"]
 MAX_NAME_BYTES: Final = 512
 _PLAIN: Final = re.compile(r"[A-Za-z0-9_.~:-]+")
 _UNRESERVED: Final = re.compile(r"[A-Za-z0-9_.~-]+")
-"""What percent-encoding leaves as it is."""
+"""The characters that percent-encoding leaves unchanged."""
 _JOINED: Final = re.compile(r"[A-Za-z0-9_.~-]+(?::[A-Za-z0-9_.~-]+)*")
 _ADDRESS: Final = re.compile(r"\bat 0x[0-9A-Fa-f]+")
 _EXACT_TYPES: Final = frozenset({str, int, UUID})
-"""Types whose `str` is their text. Subclasses are not among them, because they may define another `__str__`."""
+"""Types whose `str` is their text. Subclasses are excluded, because they may define another `__str__`."""
 
 
 def join(*parts: object) -> str:
-    """Join parts to the name of a lock; all but the first may come from anywhere: a URL, a form, a key.
+    """Join parts to the name of a lock; all but the first may come from untrusted input: a URL, a form, a key.
 
     A part is text, bytes, an integer, UUID, Decimal, date, time or Enum, or has a type that defines `__str__`. Equal
     values have equal texts: 42 and "42", Decimal("1.0") and Decimal("1.00"), one moment in two time zones, an Enum of
@@ -45,7 +45,7 @@ def join(*parts: object) -> str:
     objects that only have a `__repr__`). Raises ValueError if a part is empty, the first part contains ":", or the name
     is longer than 512 bytes.
     """
-    if _EXACT_TYPES.issuperset(map(type, parts)):  # Most names: nothing in them has to be encoded.
+    if _EXACT_TYPES.issuperset(map(type, parts)):  # Most names: nothing has to be encoded.
         name = ":".join(map(str, parts))
         if _JOINED.fullmatch(name) and name.count(":") == len(parts) - 1:
             return _checked(name) if len(name) > MAX_NAME_BYTES else name
@@ -58,9 +58,9 @@ def join(*parts: object) -> str:
 
 
 def are_plain(parts: Sequence[object]) -> bool:
-    """Return whether the parts are surely values, so that no integration has to look for a model among them.
+    """Return whether the parts are certainly values, so that no integration has to look for a model among them.
 
-    Texts, integers and UUIDs are; but a text with a dot may be a model's label.
+    This is true for texts, integers and UUIDs; but a text with a dot may be a model's label.
     """
     return bool(parts) and _EXACT_TYPES.issuperset(map(type, parts)) and "." not in str(parts[0])
 
@@ -119,10 +119,10 @@ def with_keys(parts: Sequence[Any], kind_of: Callable[[Any], Kind | None]) -> li
 
 @lru_cache(maxsize=1024, typed=True)
 def canonical(name: str) -> str:
-    """Return the name that a text spells whose parts are already joined with ":"; escapes are kept, as in a URL.
+    """Return the name of a text whose parts are already joined with ":"; escapes are kept, as in a URL.
 
     Use `join` for parts that come from outside: in this text a ":" separates parts, and "%41" is "A". Raises TypeError
-    for a value that is no text, and ValueError for an empty part or a name that is too long.
+    for a value that is not a str, and ValueError for an empty part or a name that is too long.
     """
     if not isinstance(name, str):
         raise TypeError(f"a lock's name is text, not {type(name).__name__}: {name!r:.80}")
@@ -197,9 +197,9 @@ def _moment(moment: date | time) -> str:
 
 
 def _own_text(part: object) -> str:
-    """Return the text that a type defines; raises TypeError where it shows an address, as Python's own texts do.
+    """Return the text that a type defines; raises TypeError if it contains an address, as Python's default does.
 
-    Such a text looks fine in one process: "<Order object at 0x7f…>" would lock nothing in common with any other.
+    Such a text looks fine in one process, but "<Order object at 0x7f…>" is a different lock in every other process.
     """
     if isinstance(part, type | Iterator | NoneType) or type(part).__str__ is object.__str__:
         raise _no_text(part)

@@ -1,7 +1,7 @@
 """The options of locks and of stores, checked before any I/O.
 
-Those of a lock are one value, which every kind of lock makes once and passes on. A store's URL may contain a password,
-so the functions that examine one are here, too.
+The options of a lock are one value, which every kind of lock creates once and passes on. A store's URL may contain a
+password; the functions that check for one are also in this module.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _OTHER_WORDS: Final = {
 
 
 class _Capabilities(Protocol):
-    """What decides about options: see `dlock_core.backend.Capabilities`."""
+    """The capabilities that matter for options: see `dlock_core.backend.Capabilities`."""
 
     @property
     def ttl_min(self) -> float: ...
@@ -58,20 +58,20 @@ class _Capabilities(Protocol):
 
 
 class LockOptions(NamedTuple):
-    """How a lock is to be held. `checked` makes it out of what a caller has passed."""
+    """How a lock is to be held. `checked` creates it from a caller's arguments."""
 
     ttl: float = 30.0
     """Seconds for which the lease outlives a holder that has died."""
     wait: float | None = 10.0
-    """Seconds for which other holders are waited for: None is for ever, 0 is one try."""
+    """Seconds to wait for other holders: None means no limit, 0 means one try."""
     shared: bool = False
-    """Let other shared holders in."""
+    """Let other shared holders hold the lock at the same time."""
     renew: bool = True
     """Renew the lease in the background while this process lives."""
     reentrant: bool = False
-    """Let the same thread or task ask again and join the lease that it has."""
+    """Let the same thread or task acquire the lock again and join the lease that it has."""
     fair: bool = True
-    """False: a free lock may be taken although other waiters are queued for it."""
+    """False: a free lock may be granted although other waiters are queued for it."""
     on_lost: Callable[[], None] | None = None
     """Called once, from another thread, when the lease is lost."""
 
@@ -86,18 +86,18 @@ class LockOptions(NamedTuple):
         fair: bool,  # noqa: FBT001
         on_lost: Callable[[], None] | None,
     ) -> LockOptions:
-        """Return the options that a caller has passed; raises TypeError or ValueError for those that make no sense."""
+        """Return the options that a caller has passed; raises TypeError or ValueError for invalid ones."""
         check_flags(shared, renew, reentrant, fair, on_lost)
         return cls(ttl_seconds(ttl), wait_seconds(wait), shared, renew, reentrant, fair, on_lost)
 
     def for_store(self, can: _Capabilities) -> LockOptions:
-        """Return the options with a ttl rounded up to what the store can do."""
+        """Return the options with a ttl rounded up to one that the store supports."""
         ttl = store_ttl(self.ttl, can)
         return self if ttl == self.ttl else self._replace(ttl=ttl)
 
 
 def store_ttl(ttl: float, can: _Capabilities) -> float:
-    """Return a ttl rounded up to what the store can do."""
+    """Return a ttl rounded up to one that the store supports."""
     return _rounded_ttl(ttl, can.ttl_step, can.ttl_min)
 
 
@@ -109,7 +109,7 @@ def _rounded_ttl(ttl: float, step: float, least: float) -> float:
 def check_flags(
     shared: object, renew: object, reentrant: object, fair: object, on_lost: Callable[[], None] | None
 ) -> None:
-    """Raise TypeError for switches that are neither True nor False, and for a callback that cannot be called."""
+    """Raise TypeError for switches that are neither True nor False, and for a callback that is not callable."""
     for switch in (shared, renew, reentrant, fair):
         if switch is not True and switch is not False:
             check_switches(shared=shared, renew=renew, reentrant=reentrant, fair=fair)
@@ -125,7 +125,7 @@ def check_switches(**given: object) -> None:
 
 
 def _check_callback(name: str, value: object) -> None:
-    """Raise TypeError for what cannot be called, and for a coroutine function, which would never be awaited."""
+    """Raise TypeError for a value that is not callable, and for a coroutine function, which would never be awaited."""
     if not callable(value):
         raise TypeError(f"{name} is a function without arguments or None, not {type(value).__name__}: {value!r:.80}")
     if inspect.iscoroutinefunction(value):
@@ -133,7 +133,7 @@ def _check_callback(name: str, value: object) -> None:
 
 
 def unknown_option(names: Iterable[str], known: Iterable[str]) -> TypeError:
-    """Return an error that says what an option is called here which other libraries know by another name."""
+    """Return an error that translates an option's name in other libraries to dlock's name."""
     name = next(iter(names))
     instead = f"; {_OTHER_WORDS[name]}" if name in _OTHER_WORDS else ""
     return TypeError(f"a lock has no option {name!r}{instead}. Its options: {', '.join(known)}")
@@ -148,7 +148,7 @@ def ttl_seconds(ttl: Seconds) -> float:
 
 
 def wait_seconds(wait: Seconds | None) -> float | None:
-    """Return a checked wait in seconds: None is for ever, 0 is one try, else finite seconds."""
+    """Return a checked wait in seconds: None means no limit, 0 means one try, otherwise it is finite."""
     if wait is None:
         return None
     seconds = wait if type(wait) is float else _number("wait", wait)
@@ -158,7 +158,7 @@ def wait_seconds(wait: Seconds | None) -> float | None:
 
 
 def deadline(now: float, wait: float | None) -> float:
-    """Return the moment at which a wait that starts now is over; `math.inf` for a wait without end."""
+    """Return the time at which a wait that starts now is over; `math.inf` for a wait without a limit."""
     return math.inf if wait is None else now + wait
 
 
@@ -174,7 +174,7 @@ def _number(what: str, value: object) -> float:
 
 
 def check_seconds(what: str, value: object) -> None:
-    """Raise ValueError unless `value` is a time in seconds that a store can wait."""
+    """Raise ValueError unless `value` is a valid time limit of a store in seconds."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= MAX_STORE_TIME_S:
         raise ValueError(f"{what} must be in seconds, more than 0 and at most a day, not {value!r:.80}")
 
@@ -186,14 +186,14 @@ def check_prefix(prefix: object) -> None:
 
 
 def masked(text: str) -> str:
-    """Return a text whose URLs show neither the user nor the password, nor what may be a piece of them."""
+    """Return a text whose URLs show neither the user nor the password, nor possible fragments of them."""
     return re.sub(r"(?i)(pass\w*=)[^&#\s]*", r"\1***", re.sub(r"(?s)(?<=://).*@", "***@", text))
 
 
 def has_swallowed_options(part: str) -> bool:
-    """Return whether a host or a path of a URL contains options, because "&" or ";" was typed instead of "?", say.
+    """Return whether a host or a path of a URL contains options, for example because of "&" or ";" instead of "?".
 
-    Errors and logs quote hosts and paths, and such an option may be a password. So a URL like that is refused.
+    Errors and logs quote hosts and paths, and such an option may be a password. So such a URL is refused.
     """
     return re.search("[&=;]", part) is not None
 
@@ -201,7 +201,7 @@ def has_swallowed_options(part: str) -> bool:
 def is_host(name: str) -> bool:
     """Return whether a name can be looked up: no part between its dots is empty, or has more than 63 letters.
 
-    Python refuses others only when it connects, with UnicodeError.
+    Python refuses other names only when it connects, with UnicodeError.
     """
     try:
         name.encode("idna")
@@ -211,7 +211,7 @@ def is_host(name: str) -> bool:
 
 
 def tells_secret(text: str, url: str) -> bool:
-    """Return whether a text contains a piece of a URL's password: a "/" in one makes parsers quote one half of it."""
+    """Return whether a text contains a part of a URL's password: with a "/" in it, parsers quote one half of it."""
     login = url.partition(":")[2].rpartition("@")[0]
     secrets = [login, *re.findall(r"(?i)pass\w*=([^&#]*)", url)]
     pieces = {piece for secret in secrets for whole in (secret, unquote(secret)) for piece in re.split(r"\W", whole)}

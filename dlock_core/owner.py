@@ -1,4 +1,4 @@
-"""What a holder says of itself: metadata for the error message and the inspector, never a proof of anything."""
+"""A holder's description of itself: metadata for the error message and the inspector, never a proof."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ _known: Final[WeakKeyDictionary[object, int]] = WeakKeyDictionary()
 
 
 def name_application(label: str) -> None:
-    """Label this process in listings; without it, it goes by the program's file name."""
+    """Label this process in listings; the default label is the program's file name."""
     global _application  # noqa: PLW0603 - a process has one name
     _application = label
 
 
 @contextmanager
 def serving(method: str | None, path: str) -> Iterator[str]:
-    """Name the request that runs in the block, on one short line; without the query string, which may hold secrets."""
+    """Name the request that runs in the block, on one short line; without the query string, which may be secret."""
     token = request_line.set(printable(f"{method} {path}"))
     try:
         yield request_line.get()
@@ -53,15 +53,15 @@ def text(own: tuple[str, ...] = (), inside: tuple[str, ...] = ()) -> str:
     """Describe this thread or task and its request as a short JSON object.
 
     It has app, host, pid, thread or task, its number `id`, and request; and the database sessions that belong to it:
-    those that are its `own`, and those `in` whose open transaction it asks for a lock (see `database_session`).
-    The main thread is left out: without a thread and a task, it is meant.
+    its `own` sessions, and those `in` whose open transaction it requests a lock (see `database_session`). The main
+    thread is the default, so it is left out.
     """
     pid, request = os.getpid(), request_line.get()
     task = asyncio.current_task() if in_task() else None
     if task is None:
         thread = threading.current_thread()
         number, name = _numbered(thread), thread.name
-        name = "" if number == 0 and name == _MAIN_THREAD else name  # As `parsed` knows: 22 bytes less for each lease.
+        name = "" if number == 0 and name == _MAIN_THREAD else name  # `parsed` restores it: 22 bytes less per lease.
         return _text(pid, "thread", name, number, request, _application, own, inside)
     return _text(pid, "task", task.get_name(), _numbered(task), request, _application, own, inside)
 
@@ -107,12 +107,12 @@ def _clean(value: Any) -> Any:
 
 
 def printable(words: str) -> str:
-    """Return words that may hold anything as one short printable line."""
+    """Return arbitrary text as one short printable line."""
     return "".join(char if char.isprintable() else "?" for char in words[:_MAX_TEXT_LENGTH])
 
 
 def parsed(owner: str) -> dict[str, Any] | None:
-    """Return what an owner's text says; None when another library wrote it."""
+    """Parse an owner's text; return None if another library wrote it."""
     try:
         data = json.loads(owner)
     except (ValueError, RecursionError):
@@ -125,7 +125,7 @@ def parsed(owner: str) -> dict[str, Any] | None:
 
 
 def describe(owner: str) -> str:
-    """Turn the owner text of a lease, also of a foreign one, into words for people."""
+    """Return the owner text of a lease, even of another library's, as words for people."""
     data = parsed(owner)
     if data is None:
         return printable(owner)

@@ -1,8 +1,8 @@
-"""How we wait: by blocking the thread, or by yielding to asyncio.
+"""How to wait: by blocking the thread, or by yielding to asyncio.
 
 Every algorithm is written once, as a coroutine that awaits only a runtime. With `Blocking` nothing ever suspends, so
 `run` finishes the coroutine with a single send and no event loop. The clock comes from the runtime as well, so that a
-test can turn it by hand.
+test can advance it by hand.
 """
 
 from __future__ import annotations
@@ -38,21 +38,22 @@ __all__ = [
 
 T = TypeVar("T")
 
-_CLOCK = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)  # a suspended machine's leases run out, too
+_CLOCK = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)  # leases of a suspended machine run out, too
 
 
 _background_tasks: Final[set[asyncio.Future[Any]]] = set()
 
 clock: Final = partial(time.clock_gettime, _CLOCK)
-"""Return seconds on a clock that never steps back and goes on while the machine sleeps."""
+"""Return seconds on a clock that never steps back and keeps running while the machine is suspended."""
 
 
 def refuse_in_loop(instead: str) -> None:
-    """Raise RuntimeError where an event loop runs: waiting there for a lock stops every task, the holder's, too.
+    """Raise RuntimeError if an event loop is running: a blocking wait there stops every task, including the holder's.
 
-    DLOCK_ALLOW_ASYNC_UNSAFE in the environment allows it, for notebooks, in which nothing else runs in their loop.
+    DLOCK_ALLOW_ASYNC_UNSAFE in the environment allows it, for notebooks, whose loop runs nothing else.
     """
-    # Documented for event loops: unlike get_running_loop() it raises no exception, which costs on each acquire.
+    # Documented for event loops: unlike get_running_loop() it raises no exception, which would cost time on each
+    # acquire.
     running = asyncio._get_running_loop()  # noqa: SLF001
     if running is not None and not os.environ.get("DLOCK_ALLOW_ASYNC_UNSAFE"):
         raise RuntimeError(f"a blocking lock would stop the event loop while it waits: {instead}, or use a thread")
@@ -62,7 +63,7 @@ class Signal(Protocol):
     """A private wake-up: set once, from any thread."""
 
     def set(self) -> None:
-        """Wake the thread or task that waits for it."""
+        """Wake the thread or task that waits for this signal."""
 
 
 class Runtime(Protocol):
@@ -81,34 +82,34 @@ class Runtime(Protocol):
         """Return a new wake-up that belongs to this thread or task."""
 
     async def wait(self, signal: Any, seconds: float) -> bool:
-        """Wait until the signal is set (True), or for a time (False)."""
+        """Wait until the signal is set, and return True; return False after `seconds`."""
 
     def shield(self, coroutine: Coroutine[Any, Any, T]) -> Coroutine[Any, Any, T]:
         """Finish a clean-up, even while the task is being cancelled."""
 
     def run_in_background(self, coroutine: Coroutine[Any, Any, Any]) -> None:
-        """Finish a clean-up in the background, while the caller goes on; it must not raise."""
+        """Finish a clean-up in the background, while the caller continues; it must not raise."""
 
 
 class DatabaseRuntime(Runtime, Protocol):
-    """A runtime that also knows where the caller's database connection may be used: what an integration needs.
+    """A runtime that can also call code where the caller's database connection may be used: for integrations.
 
-    One object, so that no function has to take "how to wait", "where to send statements" and "how to release at the
-    end of a transaction" as three parameters that must fit together.
+    It is one object, so that no function has to take "how to wait", "where to send statements" and "how to release at
+    the end of a transaction" as three parameters that must match.
     """
 
     async def call_database(self, function: Callable[..., Any], *args: Any) -> Any:
         """Call a function that may send statements, in the thread or greenlet that owns the connection."""
 
     def finish(self, step: Callable[..., Coroutine[Any, Any, T]], *args: Any) -> T | None:
-        """Carry out `step(runtime, *args)` from code that cannot await, such as the end of a transaction.
+        """Execute `step(runtime, *args)` from code that cannot await, such as the end of a transaction.
 
-        Returns None where the step can only be started, because the caller cannot wait for its answer.
+        Returns None if the step can only be started, because the caller cannot wait for its answer.
         """
 
 
 class _Wakeup:
-    """A `threading.Event` without its lock, which an interrupt in `wait` may keep, so that `set` hangs."""
+    """A `threading.Event` without a mutex, which an interrupt in `wait` could leave locked, so that `set` hangs."""
 
     __slots__ = ("_queue",)
 
@@ -201,7 +202,7 @@ class Asyncio:
         while not task.done():
             try:
                 await asyncio.wait([task])
-            except asyncio.CancelledError as error:  # told to hurry, but a half-done clean-up is an orphan
+            except asyncio.CancelledError as error:  # remembered, because a half-done clean-up leaves an orphan
                 cancelled = error
         if cancelled is not None:
             raise cancelled from None if task.cancelled() else task.exception()
@@ -218,7 +219,7 @@ ASYNCIO = Asyncio()
 
 
 class _Timeout(asyncio.Timeout):  # type: ignore[misc]
-    """One whose timer does nothing any more once it is over, even if it was not cancelled."""
+    """A timeout whose timer has no effect once it is over, even if the timer was not cancelled."""
 
     is_over = False
 
@@ -228,10 +229,10 @@ class _Timeout(asyncio.Timeout):  # type: ignore[misc]
 
 
 async def within(seconds: float, awaited: Awaitable[T]) -> T:
-    """Await this for at most so many seconds; raises TimeoutError.
+    """Await this for at most this many seconds; raises TimeoutError.
 
-    As `asyncio.timeout` does it, whose end may be interrupted: then its timer would cancel the task later, whatever
-    that is doing by then. Nothing is called in our `finally`, so no signal handler runs there.
+    The end of `asyncio.timeout` may be interrupted: then its timer would cancel the task later, whatever the task is
+    doing by then. Nothing is called in our `finally`, so no signal handler runs there.
     """
     timeout = _Timeout(asyncio.get_running_loop().time() + seconds)
     try:
@@ -242,10 +243,10 @@ async def within(seconds: float, awaited: Awaitable[T]) -> T:
 
 
 def begin_task(coroutine: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
-    """Begin a task that serves many callers of the running loop, in a context of its own.
+    """Begin a task that serves many callers of the running loop, in a new context.
 
-    It does not keep what the first caller's context holds, such as a request, for as long as it runs; and asyncio does
-    not complain when the loop is closed while it waits.
+    So the task does not keep the contents of the first caller's context, such as a request, alive; and asyncio does not
+    complain if the loop is closed while the task waits.
     """
     task = asyncio.get_running_loop().create_task(coroutine, name=name, context=contextvars.Context())
     task._log_destroy_pending = False  # type: ignore[attr-defined]  # noqa: SLF001 - as asyncio.gather does it
@@ -253,10 +254,10 @@ def begin_task(coroutine: Coroutine[Any, Any, None], name: str) -> asyncio.Task[
 
 
 def run(coroutine: Coroutine[Any, Any, T]) -> T:
-    """Finish a coroutine that never suspends, with no event loop.
+    """Run a coroutine that never suspends to its end, without an event loop.
 
-    Nothing is called between the end of the coroutine and our return: a signal handler runs after calls, and one that
-    raised there would lose the answer, which may be a lease.
+    Nothing is called between the end of the coroutine and our return: signal handlers run after calls, and one that
+    raised there would lose the result, which may be a lease.
     """
     try:
         coroutine.send(None)
@@ -267,7 +268,7 @@ def run(coroutine: Coroutine[Any, Any, T]) -> T:
 
 
 RNG: Final = random.SystemRandom()
-"""Our own source of jitter, so that a program which seeds `random` gets the numbers that it expects."""
+"""A separate source of jitter, so that a program which seeds `random` gets the numbers that it expects."""
 
 
 def full_jitter(attempt: int, draw: float, *, base: float = 0.01, cap: float = 1.0) -> float:

@@ -1,8 +1,8 @@
-"""Threads of our own: one that sleeps until the next thing is due, and those that call the application's callbacks.
+"""Background threads: one that sleeps until the next thing is due, and those that call the application's callbacks.
 
-Work reaches these threads through deques and sets, never under a lock: a signal handler or a finalizer may hand over
-work, too, and may interrupt the code that would hold that lock. None of the threads survives a fork, so everything that
-has one registers here what a forked child must do.
+Work reaches these threads through deques and sets, never under a mutex: a signal handler or a finalizer may also hand
+over work, and may interrupt the code that would hold the mutex. No thread survives a fork, so every object with a
+thread registers here what a forked child must do.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ __all__ = ["Background", "CallbackThread", "Scheduler", "after_fork_in_child", "
 logger = logging.getLogger("dlock")
 
 MAX_IDLE_S: Final = 10.0
-"""A thread that has had no work for so long ends. A scheduler also looks at its work at least so often."""
+"""A thread that has had no work for this long ends. A scheduler also checks its work at least this often."""
 MAX_CALLBACK_THREADS: Final = 8
-"""So many callbacks may block before others have to wait for them."""
+"""This many callbacks may block before others have to wait for them."""
 RESTART_DELAY_S: Final = 0.1
-"""Pause before a thread that has failed goes on, so that a lasting fault does not keep a processor busy."""
+"""Pause before a thread that has failed continues, so that a permanent fault does not keep a processor busy."""
 
 
 _in_child: Final[list[Callable[[], object]]] = []
 _in_child_of: Final[weakref.WeakKeyDictionary[Any, Callable[[Any], object]]] = weakref.WeakKeyDictionary()
-"""For each object that has something to do in a forked child, its class's function."""
+"""For each object that has to act in a forked child, the function of its class."""
 
 
 def after_fork_in_child(function: F) -> F:
@@ -61,7 +61,7 @@ def _run_in_child() -> None:
     for function in [*_in_child, *methods]:
         try:
             function()
-        except Exception:  # The others must be called all the same: each protects what belongs to the parent.
+        except Exception:  # The others must still be called: each of them protects what belongs to the parent.
             logger.exception("dlock: a forked child could not forget what belongs to its parent: %r", function)
 
 
@@ -72,16 +72,16 @@ _own_threads: Final[set[int]] = set()
 
 
 def is_own_thread() -> bool:
-    """Return whether the caller runs in a thread of ours, which no exception may end."""
+    """Return whether the caller runs in one of these threads, which no exception may end."""
     return threading.get_ident() in _own_threads
 
 
 class Background:
-    """A daemon thread that runs `serve` whenever there is work, and is replaced when it has ended for any reason.
+    """A daemon thread that runs `serve` whenever there is work, and is replaced if it has ended for any reason.
 
     Args:
         name: The thread's name.
-        purpose: What the thread is for, as an infinitive; logged when no thread can be started.
+        purpose: The purpose of the thread, as an infinitive; logged if no thread can be started.
         serve: Does the work, and returns when there has been none for a while.
         has_work: Returns whether there is work; asked once more when `serve` has returned.
     """
@@ -97,22 +97,23 @@ class Background:
         return self._running.locked()
 
     def ensure(self) -> None:
-        """Start the thread unless it runs; call this after the work was handed over."""
+        """Start the thread unless it is running; call this after handing over the work."""
         if not self._running.locked():
             self._start()
 
     def _start(self) -> None:
         try:
             threading.Thread(target=self._run, name=self._name, daemon=True).start()
-        except RuntimeError:  # There are too many, or the interpreter is shutting down; the next call tries again.
+        except RuntimeError:  # Too many threads, or the interpreter is shutting down; the next call tries again.
             logger.exception("dlock: there is no thread %s", self._purpose)
         except KeyError as error:
-            # A signal handler has raised in start(), which then fails to forget the thread: it runs already.
+            # A signal handler has raised in start(), which then fails to forget the thread: it is already running.
             raise error.__context__ or error from None
 
     def _run(self) -> None:
-        # Two may be started at once, of which one ends here. Work that came while the thread was ending is seen by the
-        # thread, which asks again after it has unlocked, or by the caller, who looks at the lock after handing it over.
+        # Two threads may be started at once, of which one ends here. Work that arrives while the thread is ending is
+        # seen by the thread, which checks again after unlocking, or by the caller, which checks the mutex after handing
+        # it over.
         while self._has_work() and self._running.acquire(blocking=False):
             try:
                 _own_threads.add(threading.get_ident())
@@ -130,7 +131,7 @@ class Background:
 class Scheduler:
     """A thread that sleeps until the next thing is due; it ends when nothing was planned for a while.
 
-    What is planned, and when, stays with the owner, who changes it as it likes and then calls `plan`.
+    Its owner keeps the plan, changes it freely and then calls `plan`.
 
     Args:
         name: The thread's name.
@@ -145,14 +146,14 @@ class Scheduler:
         self._next_due, self._run_due = next_due, run_due
         self._wake: SimpleQueue[None] = SimpleQueue()
         self.sleeps_until = math.inf
-        """When the thread looks at its work next, `math.inf` while it does not run. Only the thread sets it, and what
-        is due no earlier need not be planned."""
+        """When the thread checks its work next, `math.inf` while it is not running. Only the thread sets it, and work
+        that is not due earlier need not be planned."""
         self.was_woken = False
-        """The last sleep was cut short, for something that is due earlier."""
+        """Whether the last sleep was cut short, for something that is due earlier."""
         self.thread = Background(name, purpose, self._serve, lambda: next_due() is not None)
 
     def plan(self, due: float) -> None:
-        """Wake the thread at `due`, or earlier; call this after `next_due` knows of it. Never blocks."""
+        """Wake the thread at `due`, or earlier; call this after `next_due` includes it. Never blocks."""
         if due < self.sleeps_until:
             self._wake.put(None)
         self.thread.ensure()
@@ -165,12 +166,12 @@ class Scheduler:
                 self._sleep()
                 self._run_due()
         finally:
-            self.sleeps_until = math.inf  # Before `Background` asks for work once more: nothing can fall in between.
+            self.sleeps_until = math.inf  # Before `Background` checks for work again, so that no work is missed.
 
     def _sleep(self) -> None:
         latest = clock() + MAX_IDLE_S
-        # A caller who plans something now compares it with `sleeps_until`; what was planned before that was set is seen
-        # by looking once more after setting it. So the loop ends only when nothing was planned in between.
+        # A caller that plans something now compares it with `sleeps_until`; work that was planned before that was set
+        # is found by checking again after setting it. So the loop ends only if nothing was planned in between.
         while self.sleeps_until != (nearest := min(due if (due := self._next_due()) is not None else latest, latest)):
             self.sleeps_until = nearest
         try:
@@ -182,16 +183,16 @@ class Scheduler:
 
 
 class CallbackThread:
-    """Calls callbacks one after the other, in a thread where one that blocks or raises does no harm."""
+    """Calls callbacks one after the other, in a thread where a blocking or failing callback does no harm."""
 
     def __init__(self) -> None:
         self._jobs: SimpleQueue[tuple[Callable[..., object], tuple[Any, ...], dict[str, Any]]] = SimpleQueue()
         self._unfinished: deque[None] = deque()
-        """One for each callback that has not returned."""
+        """One entry for each callback that has not returned."""
         self._thread = Background("dlock-callbacks", "to call callbacks", self._serve, self._has_jobs)
 
     def __call__(self, function: Callable[..., object], *args: Any, **options: Any) -> None:
-        """Call the function after those before it; returns at once."""
+        """Call the function after the earlier ones; returns at once."""
         self._unfinished.append(None)
         self._jobs.put((function, args, options))
         self._thread.ensure()
@@ -221,12 +222,12 @@ _callback_threads: Final[list[CallbackThread]] = [CallbackThread() for _ in rang
 
 
 def callback_thread() -> CallbackThread:
-    """Return the thread that has least to do; callbacks that must keep their order go to the same one."""
+    """Return the thread with the least work; callbacks that must keep their order go to the same one."""
     return min(_callback_threads, key=CallbackThread.pending)
 
 
 def call_in_background(function: Callable[..., object], *args: Any, **options: Any) -> None:
-    """Call a function in another thread, so that whatever it does delays no lock; returns at once."""
+    """Call a function in another thread, so that it cannot delay a lock; returns at once."""
     callback_thread()(function, *args, **options)
 
 

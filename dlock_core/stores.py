@@ -25,7 +25,7 @@ DEFAULT_WAIT_S: Final = 10.0
 
 @dataclass(frozen=True, slots=True)
 class Store:
-    """A backend and the defaults of its locks: `ttl` and `wait` in seconds; with `wait` None they wait for ever."""
+    """A backend and the defaults of its locks: `ttl` and `wait` in seconds; `wait=None` means no limit."""
 
     alias: str
     backend: Backend
@@ -53,15 +53,15 @@ _DATABASE_ADVICE: Final = (
     "needs a connection to your database: in Django name the store in the setting DLOCK, in SQLAlchemy pass an engine "
     "to sqla_dlock.configure(), or append the engine's URL to the store's scheme"
 )
-"""The core knows neither aliases nor engines."""
+"""The core has neither aliases nor engines."""
 _SCHEME: Final = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):")
 
 
 def connect(store: Any, **options: Any) -> Backend:
     """Return the backend for a store: a URL, or an existing redis-py client or connection pool.
 
-    Nothing is sent yet. Raises ValueError for a URL or option that is wrong, ImportError when the client library is
-    missing (it says which extra to install). A password in the URL appears in no error.
+    Nothing is sent yet. Raises ValueError for a wrong URL or option, ImportError if the client library is missing (its
+    text names the extra to install). No error contains a password from the URL.
     """
     if not isinstance(store, str):
         return _of_client(store, options)
@@ -122,11 +122,11 @@ logger = logging.getLogger("dlock")
 
 
 def force_release(backend: Backend, name: str, token: int, *, by: str, seconds: float = 0.0) -> bool:
-    """End the grant with this token, and no newer one; False when it is not there (any more).
+    """End the grant with this token, and no newer one; return False if it does not exist (any more).
 
     The holder notices at its next renewal, and cannot commit after that; until then the fence decides. `by` names the
     operator and `seconds` is how long the lease was held: both are for the log and the hooks (event "forced"). Raises
-    BackendUnavailable when it is unknown whether the lease ended.
+    BackendUnavailable if it is unknown whether the lease ended.
     """
     ended = run(backend.force_release(BLOCKING, name, token))
     if ended:
@@ -142,6 +142,6 @@ def operator() -> str:
 
     try:
         user = getpass.getuser()
-    except (KeyError, OSError):  # no name in a container: the number will do
+    except (KeyError, OSError):  # no name in a container: use the number
         user = str(os.getuid())
     return f"{user}@{socket.gethostname()}"

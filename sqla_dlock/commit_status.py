@@ -1,4 +1,4 @@
-"""How a COMMIT without an answer has ended: PostgreSQL knows it by the transaction's number, and is asked for it."""
+"""The outcome of a COMMIT without a reply: a query to PostgreSQL, by the transaction's number."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 __all__ = ["outcome_of"]
 
 MAX_STATUS_WAIT_S: Final = 5.0
-"""Seconds that a failed COMMIT may take longer, because the server is asked how it ended."""
+"""Seconds by which the query for the outcome may delay a failed COMMIT."""
 _STATUS_POLL_INTERVAL_S: Final = 0.02
 
 # pg_xact_status: https://www.postgresql.org/docs/current/functions-info.html#FUNCTIONS-PG-SNAPSHOT
@@ -28,7 +28,7 @@ _OUTCOMES: Final = {"committed": Outcome.COMMITTED, "aborted": Outcome.ROLLED_BA
 
 
 def outcome_of(engine: Engine, xid: str | None) -> Outcome:
-    """Ask on another connection how a transaction has ended; UNKNOWN without its number, or without a timely answer."""
+    """Query the outcome of a transaction on another connection; UNKNOWN without its number, or a timely answer."""
     if xid is None or engine.dialect.name != "postgresql":
         return Outcome.UNKNOWN
     if engine.dialect.is_async:
@@ -44,7 +44,7 @@ def _outcome_awaited(engine: Engine, xid: str) -> Outcome:
 
 
 def _outcome_from_thread(engine: Engine, xid: str) -> Outcome:
-    """Ask in a thread: a server that cannot be reached may keep `connect()` for minutes."""
+    """Query in a thread: with an unreachable server, `connect()` may block for minutes."""
     answers: list[Outcome] = []
 
     def ask() -> None:

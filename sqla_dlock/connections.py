@@ -1,7 +1,7 @@
 """Follows the database transaction of one Connection to its end, from the calls that SQLAlchemy makes to end it.
 
-The calls are intercepted on the one Connection object, from the first question until the transaction has ended.
-SQLAlchemy's own events come before COMMIT and ROLLBACK, and say nothing of how they went.
+The calls are intercepted on the Connection object, from the first use of its tracker until the transaction has ended.
+SQLAlchemy's own events come before COMMIT and ROLLBACK, and do not report their outcome.
 """
 
 from __future__ import annotations
@@ -47,24 +47,24 @@ _INTERCEPTED: Final = (
 )
 _methods_of: Final = attrgetter(*_INTERCEPTED)
 _IN_FAILED_TRANSACTION: Final = "25P02"
-"""PostgreSQL's code for a statement after an error, before the rollback."""
+"""PostgreSQL's error code for a statement after an error, before the rollback."""
 
 
 class Participant(Protocol):
     """A session's transaction that takes part in the connection's transaction."""
 
     def check(self) -> None:
-        """Refuse the COMMIT that is next by raising an error."""
+        """Raise an error to refuse the COMMIT that follows."""
 
     def ended(self, connection: Connection, outcome: Outcome, *, failed: bool, in_commit: bool) -> None:
-        """Take in how the connection's transaction has ended; `failed` means by an error of ROLLBACK."""
+        """Record how the connection's transaction has ended; `failed` means by an error of ROLLBACK."""
 
 
 _warn_once_unless_known: Final = cache(warn_unless_known)
 
 
 class ConnectionTracker:
-    """Follows one Connection's transaction to its end, by methods that stand in front of the Connection's own."""
+    """Follows one Connection's transaction to its end, with methods that replace the Connection's own."""
 
     def __init__(self, connection: Connection) -> None:
         self.connection = connection
@@ -73,12 +73,12 @@ class ConnectionTracker:
         self.participants: list[Participant] = []
         self.xid: str | None = None
         self.undo: list[tuple[set[str], Callable[[], None]]] = []
-        """What to call when one of these savepoints is rolled back, and the names of those that were open."""
+        """The functions to call when one of these savepoints is rolled back, and the names of the open savepoints."""
         self._is_in_doubt = False
         self._has_failed = False
-        """A statement has failed on PostgreSQL, which may have undone the whole transaction."""
+        """Whether a statement has failed on PostgreSQL, which may have undone the whole transaction."""
         self._is_begun_anew = False
-        """MySQL or MariaDB has undone all of it with a failed statement in a retry, and takes what follows for new."""
+        """Whether MySQL or MariaDB has undone all of it with a failed statement, and treats what follows as new."""
         own = self.sqlalchemy = SimpleNamespace(**dict(zip(_INTERCEPTED, _methods_of(connection), strict=True)))
         vars(connection).update(
             _dlock_tracker=self,
@@ -97,10 +97,10 @@ class ConnectionTracker:
             )
 
     def _finish(self, commit: Callable[..., None], *xid: Any) -> None:
-        """Check, commit, and tell the participants how that went, whatever comes in between.
+        """Check, commit, and report the outcome to the participants, whatever happens in between.
 
         From the moment at which COMMIT is sent until the driver has returned, the outcome is unknown: only the server
-        knows it, and `_outcome_after` finds out what can be found out. An error before that, of a check or of a hook,
+        knows it, and `_outcome_after` determines what can be determined. An earlier error, of a check or a hook,
         prevents the COMMIT.
         """
         outcome = Outcome.ROLLED_BACK
@@ -124,7 +124,7 @@ class ConnectionTracker:
             raise
 
     def refuse_undone(self) -> None:
-        """Raise InvalidRequestError when the database has undone what was done, by an error that was swallowed."""
+        """Raise InvalidRequestError if the database has undone the work, by an error that was swallowed."""
         if self._is_begun_anew or (self._has_failed and is_undone(self.connection)):
             raise InvalidRequestError(SWALLOWED)
 
@@ -137,7 +137,7 @@ class ConnectionTracker:
             participant.check()
 
     def _clean_up(self) -> None:
-        """Roll back what a failed COMMIT may leave open: SQLAlchemy does not, not even for its pool."""
+        """Roll back a transaction that a failed COMMIT may leave open: SQLAlchemy does not, not even for its pool."""
         if not self._is_in_doubt:
             with suppress(Exception):
                 self.sqlalchemy._rollback_impl()
@@ -165,7 +165,7 @@ class ConnectionTracker:
             raise
 
     def _roll_back_to_savepoint(self, name: str) -> None:
-        self.hooks.note_savepoint_undone()  # first: an interrupt may come as soon as the database has done it
+        self.hooks.note_savepoint_undone()  # first: an interrupt may come as soon as the database is done
         self.sqlalchemy._rollback_to_savepoint_impl(name)
         undone = [each for each in self.undo if name in each[0]]
         self.undo = [each for each in self.undo if each not in undone]
@@ -207,13 +207,13 @@ class ConnectionTracker:
         forget("_dlock_tracker", None)
         if self.hooks.listens:
             self.hooks.end()
-        while self.participants:  # each is removed only when it was told: an interrupt may bring us here again
+        while self.participants:  # each is removed only after its call: an interrupt may repeat this
             self.participants[0].ended(self.connection, outcome, failed=failed, in_commit=in_commit)
             self.participants.pop(0)
 
 
 def tracker_for(connection: Connection) -> ConnectionTracker:
-    """Return the tracker of a Connection's transaction, set up when it is first asked for."""
+    """Return the tracker of a Connection's transaction, which is set up at the first call."""
     return vars(connection).get("_dlock_tracker") or ConnectionTracker(connection)
 
 
@@ -242,12 +242,12 @@ def _is_alive(connection: Connection) -> bool:
 
 
 def is_autocommit(connection: Connection) -> bool:
-    """Return whether each statement commits, by the isolation level or by what the driver was told past SQLAlchemy.
+    """Return whether each statement commits, by the isolation level or by a setting made directly on the driver.
 
-    No I/O. On SQLite, and before SQLAlchemy 2.0.43, the isolation level is all that can be known.
+    No I/O. On SQLite, and before SQLAlchemy 2.0.43, only the isolation level is known.
     """
     dialect: Any = connection.dialect
-    if connection._is_autocommit_isolation():  # the public way asks the server
+    if connection._is_autocommit_isolation():  # the public way queries the server
         return True
     detect: Any = getattr(dialect, "detect_autocommit_setting", None)
     if detect is None or dialect.name == "sqlite":  # whose `isolation_level` says nothing about BEGIN
@@ -259,9 +259,9 @@ def is_autocommit(connection: Connection) -> bool:
 
 
 def is_undone(connection: Connection) -> bool:
-    """Return, after an error, whether PostgreSQL has undone the transaction: it then takes COMMIT for a ROLLBACK.
+    """Return, after an error, whether PostgreSQL has undone the transaction: it then treats COMMIT as a ROLLBACK.
 
-    No driver raises an error for that. asyncpg does not tell the state, so that the server is asked.
+    No driver raises an error for that. asyncpg does not expose the state, so the server is queried.
     """
     if connection.dialect.name != "postgresql" or not _is_alive(connection):
         return False
@@ -277,14 +277,14 @@ def is_undone(connection: Connection) -> bool:
 
 
 def _has_rolled_back(connection: Connection, error: BaseException) -> bool:
-    """Return whether a failed statement has taken the whole transaction along; asks MariaDB or MySQL where it must."""
+    """Return whether a failed statement has rolled back the whole transaction; queries MariaDB or MySQL if needed."""
     trouble = failure_of_statement(error) if connection.dialect.name in ("mysql", "mariadb") else None
     if trouble not in MAY_ROLL_BACK or trouble is DatabaseFailure.DEADLOCK:
         return trouble is DatabaseFailure.DEADLOCK
     dialect: Any = connection.dialect
     question = "NOT @@in_transaction" if dialect.is_mariadb else "@@innodb_rollback_on_timeout"
     try:
-        # The driver's cursor: nobody else is to hear of it.
+        # The driver's cursor, which no event or log sees.
         with cursor_of(connection.connection) as cursor:
             cursor.execute(f"SELECT {question}")
             return bool(cursor.fetchone()[0])
@@ -293,7 +293,7 @@ def _has_rolled_back(connection: Connection, error: BaseException) -> bool:
 
 
 def has_begun(connection: Connection) -> bool:
-    """Return, after a write, whether it is part of a transaction: SQLite can be told to begin none. No I/O."""
+    """Return, after a write, whether it is part of a transaction: SQLite can be set to begin none. No I/O."""
     if connection.dialect.name != "sqlite":
         return True
     driver: Any = connection.connection.driver_connection
@@ -301,13 +301,13 @@ def has_begun(connection: Connection) -> bool:
 
 
 def begins_by_itself(connection: Connection) -> bool:
-    """Return whether SQLite's driver begins a transaction before the first write, as it does unless told otherwise."""
+    """Return whether SQLite's driver begins a transaction before the first write, as it does by default."""
     driver: Any = connection.connection.driver_connection
     return driver.isolation_level is not None and getattr(driver, "autocommit", -1) != True  # noqa: E712 - -1 is true, too
 
 
 def no_fence_in_autocommit(name: str) -> NotSupported:
-    """Return the error for a lock where every statement commits by itself: what it writes could not be fenced."""
+    """Return the error for a lock where every statement commits by itself: its writes could not be fenced."""
     return NotSupported(
         f"a session in AUTOCOMMIT cannot be fenced by the lock {name!r}: give it an engine with transactions, "
         "or pass fence=False if something else protects the data",
@@ -316,7 +316,7 @@ def no_fence_in_autocommit(name: str) -> NotSupported:
 
 
 def refuse_unbegun(connection: Connection, name: str) -> None:
-    """Raise NotSupported when the admit was no part of a transaction: SQLite's driver was told to begin none."""
+    """Raise NotSupported if the admit was not part of a transaction: SQLite's driver was set to begin none."""
     if not has_begun(connection):
         raise NotSupported(
             f"this SQLite connection is in no transaction, so the lock {name!r} cannot fence its writes: roll back, "

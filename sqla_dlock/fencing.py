@@ -69,7 +69,7 @@ _WHAT_TO_DO: Final = (
 
 
 def __getattr__(name: str) -> Any:
-    """Make the table when it is first asked for: its engine for MySQL loads a dialect that few applications need."""
+    """Create the table object at the first access: its engine for MySQL loads a dialect that few applications need."""
     if name not in {"metadata", "table"}:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from sqla_dlock import tables
@@ -81,22 +81,22 @@ def __getattr__(name: str) -> Any:
 class FencedMixin:
     """A class whose rows carry the fence themselves.
 
-    `lock(session, Order, 42)` admits its token with one UPDATE of that row.
-    It guards, and locks, the row instead of one in `dlock_fence`; a row that does not exist yet is guarded there.
-    It does not know shared locks. A row that was deleted and made anew has forgotten its newest holder.
+    `lock(session, Order, 42)` admits its token with one UPDATE of that row. The row itself is fenced and locked instead
+    of a row in `dlock_fence`, which is used only while the row does not exist yet. Shared locks are not supported. A
+    row that was deleted and created again no longer refuses older holders.
     """
 
     if TYPE_CHECKING:
         dlock_token: Mapped[int]
         dlock_holder: Mapped[str]
-    else:  # without annotations they are no fields of a dataclass, and a class that is none may have them, too
+    else:  # without annotations they are not fields of a dataclass, and other classes may have them, too
         dlock_token = mapped_column(BigInteger, nullable=False, default=0, server_default="0")
         dlock_holder = mapped_column(String(32), nullable=False, default="", server_default=text("''"))
 
 
 @event.listens_for(FencedMixin, "before_update", propagate=True)
 def _keep_out_of_flush(_mapper: Mapper[Any], _connection: Connection, instance: FencedMixin) -> None:
-    """An instance may know an old token, that of one merged into the session, for example: only the fence writes it."""
+    """Keep the columns out of a flush: an instance may have an old token, and only the fence writes it."""
     for name in ("dlock_token", "dlock_holder"):
         history = inspect(instance).attrs[name].history
         if history.added:
@@ -104,7 +104,7 @@ def _keep_out_of_flush(_mapper: Mapper[Any], _connection: Connection, instance: 
 
 
 _classes: Final[dict[str, ref[type]]] = {}
-"""The classes whose rows carry the fence, by the name of the table, which begins the names of their locks."""
+"""The classes whose rows carry the fence, by the name of the table, which is the prefix of their locks' names."""
 
 
 @event.listens_for(FencedMixin, "instrument_class", propagate=True)
@@ -114,7 +114,7 @@ def _remember(mapper: Mapper[Any], cls: type) -> None:
 
 
 def class_of(label: Any) -> type | None:
-    """Find the `FencedMixin` class whose locks have names that begin with this text."""
+    """Return the `FencedMixin` class whose locks have names that begin with this text."""
     found = _classes.get(label) if type(label) is str else None
     return None if found is None else found()
 
@@ -128,7 +128,7 @@ def keeps_snapshot(bind: Engine | Connection) -> bool:
     dialect: Any = bind.dialect
     if dialect.name != "postgresql":
         return False
-    # Nothing public tells the level that create_engine(isolation_level=…) sets; the options' public way costs a call.
+    # No public API returns the level of create_engine(isolation_level=…); the options' public way costs a call.
     level = bind._execution_options.get("isolation_level") or dialect._on_connect_isolation_level  # noqa: SLF001
     return _is_snapshot(level or getattr(dialect, "default_isolation_level", None) or _ask_level(bind))
 
@@ -139,7 +139,7 @@ def _is_snapshot(level: str) -> bool:
 
 
 def _ask_level(bind: Engine | Connection) -> Any:
-    """Ask the server, as an engine's first connection does; a second one may be open before that has the answer."""
+    """Query the server, as an engine's first connection does; a second one may be open before that is answered."""
     with bind.engine.connect() as connection:
         return connection.get_isolation_level()
 
@@ -155,21 +155,21 @@ class TableFence:
         return _run(fencing.admit, connection, entry)
 
     def prepare(self, bind: Engine | Connection, entry: FenceEntry) -> None:
-        """Leave the mark of shared holders, committed on its own, so that they do not wait for each other."""
+        """Write the mark of shared holders in a separate transaction, so that they do not wait for each other."""
         fencing.prepare(_OwnTransactions(bind, entry), _dialect(bind), entry)
 
     def announce(self, bind: Engine | Connection, entry: FenceEntry) -> None:
-        """Raise the row, committed on its own, for a lease of several transactions; raises StaleToken, RowLocked."""
+        """Raise the row in a separate transaction, for a lease over several; raises StaleToken, RowLocked."""
         with _own_transaction(bind) as connection:
             _run(fencing.announce, connection, entry)
 
     def confirm(self, connection: Connection, entry: FenceEntry) -> None:
-        """Prove just before COMMIT that no newer holder was announced; raises StaleToken, RowLocked."""
+        """Verify just before COMMIT that no newer holder was announced; raises StaleToken, RowLocked."""
         _run(fencing.confirm, connection, entry)
 
 
 TABLE_FENCE: Final = TableFence()
-"""It has no state, so that one serves all locks."""
+"""It has no state, so one object serves all locks."""
 
 
 class RowFence(TableFence):
@@ -212,7 +212,7 @@ class RowFence(TableFence):
 
 
 def _key_of(mapper: Mapper[Any], column: Column[Any], key: Any) -> Any:
-    """Turn a key that came as text, out of a URL, into what the driver wants."""
+    """Convert a key that may be text from a URL to the type that the driver expects."""
     if not isinstance(key, str) or not isinstance(column.type, Integer | Uuid):
         return key
     kind = column.type.python_type
@@ -223,7 +223,7 @@ def _key_of(mapper: Mapper[Any], column: Column[Any], key: Any) -> Any:
 
 
 def fence_for(parts: tuple[Any, ...]) -> TableFence:
-    """Choose the fence of a lock by its parts: (class, key) of a `FencedMixin` class, or anything else."""
+    """Return the fence of a lock by its parts: (class, key) of a `FencedMixin` class, or anything else."""
     if len(parts) == 2 and isinstance(parts[0], type) and issubclass(parts[0], FencedMixin):
         return RowFence(inspect(parts[0]), parts[1])
     return TABLE_FENCE
@@ -251,7 +251,7 @@ class Port:
 
 
 _AT_ONCE: Final = {"stream_results": False, "yield_per": None}
-"""Execution options: no cursor of the server, which takes only plain queries, whatever the connection's options are."""
+"""Execution options: no server-side cursor, which accepts only plain queries, whatever the connection's options."""
 
 
 class _OwnTransactions:
@@ -266,19 +266,19 @@ class _OwnTransactions:
 
 
 class _Statement:
-    """One statement, and how SQLAlchemy reads its answer, which it works out anew each time for a plain text."""
+    """One statement, with SQLAlchemy's metadata of its result, which is computed each time for a plain text."""
 
     def __init__(self, sql: str, key_type: TypeEngine[Any] | None) -> None:
         keys = [bindparam("key", type_=key_type)] if key_type is not None and ":key" in sql else []
         self.form: TextClause | TextualSelect = text(sql).bindparams(*keys)
         self._text = self.form
         self.answers = False
-        """It is known to answer with rows."""
+        """Whether it is known to return rows."""
         self.xid_at: int | None = None
-        """The column that tells the transaction's number, if one does."""
+        """The column with the transaction's number, if there is one."""
 
     def learns_from(self, result: CursorResult[Any]) -> bool:
-        """Return whether there are rows; any server gives the answer to one text the same columns."""
+        """Return whether there are rows; every server returns the same columns for one text."""
         if result.returns_rows:
             keys = list(result.keys())
             self.xid_at = keys.index("xid") if "xid" in keys else None
@@ -297,18 +297,18 @@ def _vendor(connection: Engine | Connection) -> str:
 
 
 def _run(step: Callable[[Port, fencing.FenceDialect, FenceEntry], T], connection: Connection, entry: FenceEntry) -> T:
-    """Carry out a step of the fence; an error of the database that has a meaning here is raised as what it means."""
+    """Execute a step of the fence; a database error with a meaning for the fence is raised as that error."""
     try:
         dialect = _dialect(connection)
-        if entry.limit is not None and dialect is MYSQL:  # the other statements say it themselves
-            from sqla_dlock.row_sql import waiting_on_mysql  # loads what no other database needs here
+        if entry.limit is not None and dialect is MYSQL:  # the other statements set it themselves
+            from sqla_dlock.row_sql import waiting_on_mysql  # loads a module that no other database needs
 
             with waiting_on_mysql(connection, entry.limit):
                 return step(Port(connection), dialect, entry)
         return step(Port(connection), dialect, entry)
     except DBAPIError as error:
         meant = refusal(error, entry, connection.dialect.name)
-        if meant is None:  # its driver's code says it best
+        if meant is None:  # the driver's error is the most precise
             failure = failure_of_statement(error)
             if failure in (DatabaseFailure.MISSING_FUNCTION, DatabaseFailure.NO_ACCESS):
                 _forget_functions(connection.dialect)
@@ -319,27 +319,27 @@ def _run(step: Callable[[Port, fencing.FenceDialect, FenceEntry], T], connection
 
 
 ASK_AGAIN_S: Final = 60.0
-"""Seconds after which an engine looks again for functions that were missing: a migration may have made them."""
+"""Seconds after which an engine looks again for missing functions: a migration may have created them."""
 
 _ASK_SCHEMA: Final = text(f"SELECT {SCHEMA_OF_FUNCTIONS}")
 
 
 class _Known(NamedTuple):
-    """What an engine sends: calls of the functions where they are, or the statements; and until when that counts."""
+    """What an engine sends: calls of the functions if they exist, otherwise the statements; and until when."""
 
     statements: fencing.FenceDialect
     until: float = math.inf
 
 
 def _dialect(bind: Engine | Connection) -> fencing.FenceDialect:
-    known: _Known | None = vars(bind.dialect).get("_dlock_fence")  # An engine has one dialect, and its own, for life.
+    known: _Known | None = vars(bind.dialect).get("_dlock_fence")  # An engine has its own dialect, for life.
     if known is not None and clock() < known.until:
         return known.statements
     vendor = _vendor(bind)
     if vendor not in DIALECTS:
         known_ones = ", ".join(DIALECTS)
         raise NotSupported(f"no fence on {vendor}: use one of {known_ones}, or pass fence=False")
-    if not isinstance(bind, Connection) or keeps_snapshot(bind):  # It may not have connected, or may not be asked.
+    if not isinstance(bind, Connection) or keeps_snapshot(bind):  # It may not have connected, or must not be queried.
         return DIALECTS[vendor]
     statements = _ask_postgresql(bind) if vendor == "postgresql" else DIALECTS[vendor]
     until = clock() + ASK_AGAIN_S if statements is POSTGRESQL else math.inf
@@ -348,15 +348,15 @@ def _dialect(bind: Engine | Connection) -> fencing.FenceDialect:
 
 
 def _ask_postgresql(connection: Connection) -> fencing.FenceDialect:
-    """Ask where the functions are; not in a snapshot, which would be older than the admit."""
+    """Look up the functions; not in a snapshot, which would be older than the admit."""
     schema = connection.scalar(_ASK_SCHEMA, execution_options=_AT_ONCE)
     return POSTGRESQL if schema is None else functions_in(schema, with_xid=True)
 
 
 def _forget_functions(dialect: Dialect) -> None:
-    """Send the statements from now on: the functions were dropped, or forbidden, or one database does not have them.
+    """Send the statements from now on: the functions were dropped, or revoked, or one database does not have them.
 
-    Not asked again, because the next connection might lead to another database, or another role, than that after it.
+    They are not looked up again, because different connections may lead to different databases, or roles.
     """
     known: _Known | None = vars(dialect).get("_dlock_fence")
     if dialect.name == "postgresql" and known is not None and known.statements is not POSTGRESQL:
@@ -366,7 +366,7 @@ def _forget_functions(dialect: Dialect) -> None:
 @contextmanager
 def _own_transaction(bind: Engine | Connection) -> Iterator[Connection]:
     with bind.engine.connect() as connection:
-        if keeps_snapshot(connection):  # where a row that was waited for has changed, it would be a conflict
+        if keeps_snapshot(connection):  # a row that changed during the wait would be a conflict
             connection.execution_options(isolation_level="READ COMMITTED")
         with connection.begin():
             yield connection

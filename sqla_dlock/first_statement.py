@@ -23,7 +23,7 @@ EVADED: Final = (
 )
 """Why a COMMIT is refused."""
 
-# After an error PostgreSQL accepts nothing before the rollback to a savepoint.
+# After an error PostgreSQL accepts no statement before the rollback to a savepoint.
 _ENDS_SAVEPOINT: Final = ("RELEASE SAVEPOINT", "ROLLBACK TO SAVEPOINT")
 # On MySQL and MariaDB any other statement may take the transaction's snapshot, which must not be older than the hooks.
 _WITHOUT_SNAPSHOT: Final = re.compile(r"\s*(?:SET(?!\s+STATEMENT\b)|USE)\b", re.IGNORECASE)
@@ -32,36 +32,36 @@ _WITHOUT_SNAPSHOT: Final = re.compile(r"\s*(?:SET(?!\s+STATEMENT\b)|USE)\b", re.
 class FirstStatementHooks:
     """Hooks that are called once, before the first statement of one connection's transaction: the fence's admit.
 
-    A hook that has succeeded is called again when its work may have been undone: by a savepoint that was rolled back,
-    or by a database that has rolled back everything and goes on. Hooks are not called for statements that hooks send.
+    A hook that has succeeded is called again if its work may have been undone: by a savepoint that was rolled back, or
+    by a database that has rolled back everything and continues. Hooks are not called for statements that hooks send.
     """
 
     def __init__(self, connection: Connection) -> None:
         self.connection = connection
         self.due: list[Hook] = []
-        """The hooks that are to be called."""
+        """The hooks that are due."""
         self._done: list[Hook] = []
         self._in_savepoint: list[Hook] = []
         """The hooks that were called inside a savepoint, whose rollback would undo their work."""
         self._is_busy = False
         self.is_unanswered = False
-        """A statement has failed, or was interrupted: the database may have rolled everything back."""
+        """Whether a statement has failed, or was interrupted: the database may have rolled everything back."""
         self.listens = False
-        """Statements of the connection are looked at, or are about to be."""
+        """Whether statements of the connection are intercepted, or are about to be."""
         self._hears = False
-        """They surely are: nothing has come between."""
+        """Whether they certainly are: no interrupt came in between."""
         self._is_held: Callable[[], bool] = _never
         self._comment = ""
 
     def add(self, *hooks: Hook) -> None:
-        """Call hooks in the next `run()`, once, and again where their work may have been undone."""
+        """Call hooks in the next `run()`, once, and again if their work may have been undone."""
         if self.due or self._done or self._in_savepoint:
             for hook in hooks:
                 self.discard(hook)
         self.due.extend(hooks)
 
     def postpone(self, is_held: Callable[[], bool]) -> None:
-        """Call the hooks before the first statement that is sent when `is_held()` is not true, or before COMMIT."""
+        """Call the hooks before the first statement that is sent while `is_held()` is false, or before COMMIT."""
         self._is_held = is_held
         self._listen()
 
@@ -82,7 +82,7 @@ class FirstStatementHooks:
                 hook(self.connection)
                 if hook in self.due:  # it may have removed itself
                     (self._in_savepoint if may_be_undone else self._done).append(hook)
-                    self.due.remove(hook)  # last, or an interrupt between could lose it
+                    self.due.remove(hook)  # last, because an interrupt before this could lose it
         except BaseException:
             self._listen()
             raise
@@ -90,13 +90,13 @@ class FirstStatementHooks:
             self._is_busy = False
 
     def run_last(self) -> None:
-        """Call the hooks that are due, before COMMIT, unless statements may have gone past one of them."""
+        """Call the hooks that are due, before COMMIT, unless statements may have bypassed one of them."""
         if self._is_busy or not self._hears:
             raise InvalidRequestError(EVADED)
         self.run()
 
     def mark(self, comment: str) -> None:
-        """Put a comment before each statement, except for executemany: drivers read how those statements begin."""
+        """Put a comment before each statement, except for executemany: drivers parse the beginning of those."""
         self._comment = comment
         self._listen()
 
@@ -105,7 +105,7 @@ class FirstStatementHooks:
         self.due, self._done, self._in_savepoint = [], [], []
 
     def make_up(self) -> None:
-        """Call all hooks again: the database may have rolled everything back, and a program has swallowed its error."""
+        """Call all hooks again: the database may have rolled everything back, and the program swallowed its error."""
         self.due += self._done
         self._done = []
         self.note_savepoint_undone()
@@ -119,9 +119,9 @@ class FirstStatementHooks:
             self._listen()
 
     def end(self) -> None:
-        """Listen no more: the transaction has ended, and its connection may be used on."""
+        """Stop intercepting: the transaction has ended, and its connection may be used further."""
         self._hears = False
-        with suppress(InvalidRequestError, ValueError):  # an interrupt has come in the middle of this, or of `_listen`
+        with suppress(InvalidRequestError, ValueError):  # an interrupt came in the middle of this, or of `_listen`
             event.remove(self.connection, "before_cursor_execute", self._before_statement)
         self.listens = False
 

@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 
 await_: Final[Callable[[Coroutine[Any, Any, T]], T]] = getattr(concurrency, "await_", concurrency.await_only)
-"""Await inside the greenlet; SQLAlchemy 2.0 has only the older name."""
+"""Awaits inside the greenlet; SQLAlchemy 2.0 has only the older name."""
 
 
 def in_greenlet() -> bool:
@@ -30,7 +30,7 @@ def in_greenlet() -> bool:
 
 
 class GreenletAsyncio(Asyncio):
-    """Waits in the event loop of the task that made it; SQLAlchemy's synchronous code runs in a greenlet."""
+    """Waits in the event loop of the task that created it; SQLAlchemy's synchronous code runs in a greenlet."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -40,10 +40,10 @@ class GreenletAsyncio(Asyncio):
         return await greenlet_spawn(function, *args)
 
     def finish(self, step: Callable[..., Coroutine[Any, Any, T]], *args: Any) -> T | None:
-        """Carry out a step to its end, even while the task is being cancelled."""
+        """Execute a step to its end, even while the task is being cancelled."""
         if in_greenlet():
             return await_(self.shield(step(self, *args)))
-        if not self._loop.is_closed():  # nobody can wait here: `sync_session.close()`, for one
+        if not self._loop.is_closed():  # no code can wait here, for example in `sync_session.close()`
             self._loop.call_soon_threadsafe(self._start, step, args)
         return None
 

@@ -1,6 +1,6 @@
 """`@locked("order", "order_id")`: hold a lock while a handler runs, and until the transaction of its session has ended.
 
-The session's transaction keeps the lease, and not the function, because a framework may commit after the response.
+The session's transaction keeps the lease, not the function, because a framework may commit after the response.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def locked(kind: Any, *arguments: Any, session: Any = None, **options: Unpack[Lo
 
     Raises TypeError for an argument that the function does not have, as early as that can be known. A call without a
     session raises TypeError before the lock is requested. A value that cannot be a key raises NoSuchKey, which the
-    middleware answers with 404. Text that comes unconverted out of a URL, in Starlette and Flask, causes one
+    middleware answers with 404. Text that comes unconverted from a URL, in Starlette and Flask, causes one
     RuntimeWarning.
     """
     refuse_bare(kind, is_model=kind_of(kind) is not None)

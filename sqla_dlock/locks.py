@@ -57,18 +57,18 @@ _ASYNC_ADVICE: Final = "use alock() with an AsyncSession"
 
 
 class Lease(TiedLease):
-    """A lock that a Session holds. Its methods do no I/O, but for those that renew and release."""
+    """A lock that a Session holds. Its methods do no I/O, except those that renew and release."""
 
     __slots__ = ()
 
     def renew(self, ttl: Seconds | None = None) -> None:
-        """Push the expiry to `ttl` seconds from now (None: its ttl); raises LeaseLost, BackendUnavailable."""
+        """Extend the expiry to `ttl` seconds from now (None: its ttl); raises LeaseLost, BackendUnavailable."""
         self._tied.tie.runtime.finish(engine.renew, self._held, ttl)
 
     def release(self) -> Released | None:
-        """Release now; None when it is not the time: the end of the transaction releases, or the block that was joined.
+        """Release now; return None if the end of the transaction, or the block that was joined, will release it.
 
-        Raises NotHeld in a forked child, BackendUnavailable when the store cannot be asked: the lease then runs out.
+        Raises NotHeld in a forked child, BackendUnavailable if the store cannot be reached: the lease then runs out.
         """
         return run(self._release(BLOCKING))
 
@@ -83,7 +83,7 @@ class AsyncLease(TiedLease):
         await self._renew(ASYNCIO, ttl)
 
     async def release(self) -> Released | None:
-        """See `Lease.release`; finished even while the task is being cancelled."""
+        """See `Lease.release`; completed even while the task is being cancelled."""
         return await self._release(ASYNCIO)
 
 
@@ -95,7 +95,7 @@ class LockOptions(Options, total=False):
 
 
 class SessionLock(TiedLock):
-    """What `lock` and `alock` have in common."""
+    """The common base of `lock` and `alock`."""
 
     _options = tuple(LockOptions.__annotations__)
     _lease_type: ClassVar[type[TiedLease]]
@@ -114,7 +114,7 @@ class SessionLock(TiedLock):
         values = plain(parts)
         super().__init__(names.join(*values), **options)
         self.session, self.store, self.bind = session, store, bind
-        """`bind`: what the caller says of the database, or the mapped class that it is the database of."""
+        """`bind`: the caller's `bind`, or the mapped class in the lock's name, whose database is protected."""
         self.fence = TABLE_FENCE
         if values is not parts:  # a mapped class is among them
             self.fence = fence_for((*parts[:1], *values[1:]))
@@ -139,9 +139,9 @@ class Lock(SessionLock, BlockExit):
     def acquire(self) -> Lease:
         """Hold the lock until the end of the session's transaction, waiting for it at most `wait` seconds.
 
-        A session that is closed without ever having begun one releases it, too.
-        Raises AcquireTimeout, AlreadyHeld, BackendUnavailable, SnapshotTooOld; inside a transaction also StaleToken and
-        RowLocked, when a newer or a paused older holder stands in the way at the fence.
+        A session that is closed without having begun one also releases it. Raises AcquireTimeout, AlreadyHeld,
+        BackendUnavailable, SnapshotTooOld; inside a transaction also StaleToken and RowLocked, if a newer holder or a
+        paused older one blocks it at the fence.
         """
         return self._acquire()
 
@@ -166,22 +166,22 @@ def lock(session: Any, *parts: Any, **options: Any) -> Lock | Locks:
 
     Use it as `with lock(session, "order", 42) as lease:`, or `.acquire()` it for the session's transaction. `parts`
     name it; a mapped class stands for its table, and with a `FencedMixin` class and a key the row itself is the fence.
-    `ttl` seconds (default: the store's, 30) is how long it outlives a dead holder; `wait` seconds (the store's, 10;
-    None for ever, 0 one try) bounds the acquire. `shared` lets other shared holders in. `fence`: True or "transaction"
-    (each transaction under the lease begins with the admit of its token), "lease" (the token is announced at once, and
-    confirmed at each COMMIT), False (none). `bind`: the engine, connection or mapped class whose database is protected,
-    where the session has several. `store`: a name given to `configure`, or a backend. `snapshot="ignore"` allows to ask
-    inside a transaction whose snapshot is older than the lock. `reentrant`: join the lease that the session holds
-    already, instead of AlreadyHeld; inside a transaction it always joins.
+    `ttl` seconds (default: the store's, 30) is how long it outlives a dead holder; `wait` seconds (default: the
+    store's, 10; None means no limit, 0 one try) limits the acquire. `shared` allows other shared holders. `fence`: True
+    or "transaction" (each transaction under the lease begins with the admit of its token), "lease" (the token is
+    announced at once, and confirmed at each COMMIT), False (none). `bind`: the engine, connection or mapped class whose
+    database is protected, if the session has several. `store`: a name passed to `configure`, or a backend.
+    `snapshot="ignore"` allows an acquire inside a transaction whose snapshot is older than the lock. `reentrant`: join
+    the lease that the session already holds, instead of raising AlreadyHeld; inside a transaction it always joins.
 
     Guarantees: released after COMMIT or ROLLBACK is known, in any nesting; a holder that lost the lease cannot commit.
     It does not protect what is outside that database, nor what was read before the transaction began.
 
-    Several locks, also of several stores, sessions and databases, are held all or none, whoever asks for them in what
-    order: `with lock(lock(session, "account", 1), lock(ledger, "account", 2, store="ledger")) as (source, target):`.
-    Each has a lease and a fence of its own. Two databases still commit one after the other.
+    Several locks, even of several stores, sessions and databases, are held all or none, in whatever order they are
+    listed: `with lock(lock(session, "account", 1), lock(ledger, "account", 2, store="ledger")) as (source, target):`.
+    Each has a separate lease and fence. Two databases still commit one after the other.
 
-    Raises TypeError for an AsyncSession, and for what is no session, before any I/O.
+    Raises TypeError for an AsyncSession, or anything else that is not a session, before any I/O.
     """
     if isinstance(session, Lock):
         return Locks((session, *parts), Lock, **options)
@@ -189,7 +189,7 @@ def lock(session: Any, *parts: Any, **options: Any) -> Lock | Locks:
 
 
 class Leases(TiedLeases[Lease]):
-    """The leases of several locks, in the order in which these were given to `lock`."""
+    """The leases of several locks, in the order in which the locks were passed to `lock`."""
 
     __slots__ = ()
 
@@ -206,7 +206,7 @@ class Locks(TiedLocks, BlockExit):
     _leases_type = Leases
 
     def acquire(self) -> Leases:
-        """Hold all of them, each to the end of its session's transaction; raises what `Lock.acquire` raises."""
+        """Hold all of them, each to the end of its session's transaction; raises the errors of `Lock.acquire`."""
         return self._acquire()
 
     def __enter__(self) -> Leases:
@@ -234,7 +234,7 @@ class AsyncLock(SessionLock, AsyncBlockExit):
 
 
 class AsyncLeases(TiedLeases[AsyncLease]):
-    """The leases of several locks, in the order in which these were given to `alock`."""
+    """The leases of several locks, in the order in which the locks were passed to `alock`."""
 
     __slots__ = ()
 

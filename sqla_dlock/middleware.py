@@ -1,7 +1,7 @@
-"""Errors of locks as HTTP answers, and the request as owner, in any ASGI or WSGI application.
+"""Errors of locks as HTTP responses, and the request as owner, in any ASGI or WSGI application.
 
-Place it inside the middleware that each answer needs (security and CORS headers), and around all code that takes locks
-or opens sessions.
+Place it inside the middleware that each response needs (security and CORS headers), and around all code that takes
+locks or opens sessions.
 """
 
 from __future__ import annotations
@@ -78,8 +78,8 @@ class LockMiddleware:
 async def answer_asgi(request: Any, error: Exception) -> Any:
     """Answer a lock error in FastAPI or Starlette: `app.add_exception_handler(DLockError, answer_asgi)`.
 
-    It is needed only where a handler for Exception, OSError or TimeoutError would take the error before it reaches the
-    middleware. An error that the middleware would not answer is raised again.
+    It is needed only if a handler for Exception, OSError or TimeoutError would intercept the error before it reaches
+    the middleware. An error that the middleware would not answer is raised again.
     """
     scope = request.scope
     if scope["type"] == "http" and isinstance(error, _ANSWERED):

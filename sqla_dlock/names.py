@@ -29,12 +29,12 @@ if TYPE_CHECKING:
 __all__ = ["is_mapped", "kind_of", "plain", "with_class"]
 
 _PLAIN_TYPES: Final = frozenset({str, int, UUID})
-"""Types of parts that are surely no class, instance or expression: a name of only these needs no conversion."""
+"""Types of parts that are never a class, instance or expression: a name of only these needs no conversion."""
 _DIALECT: Final = DefaultDialect()
 
 
 def with_class(parts: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return the parts with a `FencedMixin` class in the place of a text that names the same locks.
+    """Return the parts with a `FencedMixin` class in place of a text that names the same locks.
 
     One lock must have one fence, whether it is named by the class or by the name of its table.
     """
@@ -93,8 +93,8 @@ def _kind(mapped: type) -> names.Kind:
 def _row_mapper(mapper: Mapper[Any]) -> Mapper[Any]:
     """Return the mapper whose table names the row of a class.
 
-    In a hierarchy that is the base class: Shop(1) and Place(1) are one row, so they are one lock. But it is the class
-    that brings `FencedMixin`, if a subclass does, since the fence stands in the row of that table.
+    In a hierarchy that is the base class: Shop(1) and Place(1) are one row, so they are one lock. But if a subclass
+    adds `FencedMixin`, it is that class, because the fence is in the row of its table.
     """
     above = mapper.inherits
     if (
@@ -124,8 +124,8 @@ def _state(value: Any) -> InstanceState[Any] | None:
 def _converter(column: ColumnElement[Any]) -> Callable[[Any], Any]:
     """Return the function that converts each spelling of a value of a key column to one form.
 
-    Only types whose texts are known are converted, and each converter refuses what it cannot read. All others pass
-    values on as they are, and `dlock_core.names` then decides whether they have a stable text.
+    Only types whose texts are known are converted, and each converter refuses values that it cannot parse. Other values
+    are passed on unchanged, and `dlock_core.names` then decides whether they have a stable text.
     """
     kind = column.type
     if isinstance(kind, TypeDecorator):

@@ -24,7 +24,7 @@ def etag_of(instance: Any, *, variant: str = "") -> str:
 
     Args:
         instance: An instance of a versioned class.
-        variant: Tells representations apart that one URL has, by the Accept header or for different users.
+        variant: Distinguishes the representations of one URL, by the Accept header or for different users.
 
     Raises TypeError for a class without a version, and ValueError for an instance that was not flushed or whose version
     was deferred.
@@ -46,7 +46,7 @@ def check_preconditions(
 
     Args:
         request: The request of FastAPI, Starlette or Flask.
-        instance: The object that the request is about.
+        instance: The object of the request.
         required: Whether a method that changes the object needs If-Match.
         accept_weak: Accept W/ tags as well, into which compression turns ours.
         variant: See `etag_of`.

@@ -1,4 +1,4 @@
-"""`retry_on_conflict`: do the whole work again, in a new session, when another transaction was faster."""
+"""`retry_on_conflict`: repeat the whole work, in a new session, if another transaction was faster."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ _NESTED: Final = (
 
 
 class WithSession(Protocol[S_co]):
-    """Decorates a function or method, whose callers no longer give its session."""
+    """Decorates a function or method, whose callers no longer pass its session."""
 
     @overload
     def __call__(self, function: Callable[Concatenate[S_co, P], T], /) -> Callable[P, T]: ...
@@ -64,30 +64,29 @@ def retry_on_conflict(
 ) -> WithSession[S]:
     """Decorate a function to run in a transaction of a new session, and to run again from the start after a conflict.
 
-    `session_factory` makes the session that the function gets as its first argument (a method after `self`) and its
-    callers do not give: a `sessionmaker`; for a coroutine function an `async_sessionmaker`. Of a `scoped_session` the
-    new one is the current one while the function runs. The session is committed when the function returns, and closed:
-    return values rather than instances, which are detached then, and expired unless the factory has
-    `expire_on_commit=False`.
+    `session_factory` creates the session, which the function gets as its first argument (a method after `self`) and
+    which its callers do not pass: a `sessionmaker`; for a coroutine function an `async_sessionmaker`. With a
+    `scoped_session`, the new session is the current one while the function runs. The session is committed when the
+    function returns, and closed: return values rather than instances, which are detached then, and expired unless the
+    factory has `expire_on_commit=False`.
 
     A conflict is StaleObject, StaleDataError, StaleToken, RowLocked, a deadlock, a serialization failure or a lock
-    timeout, also in COMMIT. Between runs it pauses with full jitter. At most `attempts` runs, none of which starts
-    later than `within` seconds after the first; then the last conflict is raised, with a note of how many there were.
-    Any other error, and a cancellation, is raised at once. To wait in the row's queue from the second run on, lock the
-    row if `is_retry()`.
+    timeout, including those in COMMIT. The pauses between runs have full jitter. There are at most `attempts` runs,
+    none of which starts later than `within` seconds after the first; then the last conflict is raised, with a note of
+    the number of runs. Any other error, and a cancellation, is raised at once. To wait in the row's queue from the
+    second run on, lock the row if `is_retry()`.
 
-    It runs again only when everything that the run did is known to be rolled back. A conflict is raised at once, with
-    a note, when the transaction of this session, or of another that began in the function, is or may be committed. What
-    a Connection without a session commits is not seen.
+    The function runs again only if everything that the run did is known to be rolled back. A conflict is raised at
+    once, with a note, if the transaction of this session, or of another that began in the function, is or may be
+    committed. Commits of a Connection without a session are not detected.
 
-    Raises InvalidRequestError when the function swallows an error that has undone its transaction: on PostgreSQL
-    any error outside of a savepoint, on MySQL and MariaDB a deadlock, also in a savepoint. What it did before would not
-    be committed, and what it does after that would be.
+    Raises InvalidRequestError if the function swallows an error that has undone its transaction: on PostgreSQL any
+    error outside of a savepoint, on MySQL and MariaDB a deadlock, even in a savepoint. The work before the error would
+    not be committed, while the work after it would be.
 
-    Raises InvalidRequestError, before the function runs, inside another `retry_on_conflict` of the same engine, and
-    where a transaction is already open: of a session among the arguments, of the current session of a
-    `scoped_session`, of the connection that the session is bound to (unless
-    `join_transaction_mode="create_savepoint"`, as in test suites).
+    Raises InvalidRequestError, before the function runs, inside another `retry_on_conflict` of the same engine, and if
+    a transaction is already open: of a session among the arguments, of the current session of a `scoped_session`, of
+    the connection that the session is bound to (unless `join_transaction_mode="create_savepoint"`, as in test suites).
     """
     policy = Policy(attempts=attempts, within=within)
     _refuse_no_factory(session_factory)
@@ -126,7 +125,7 @@ async def _attempt_of_coroutine(
 
 @contextmanager
 def _current(factory: Any) -> Iterator[Any]:
-    """Make a session, and put it into the place of the current one if the factory has such."""
+    """Create a session, and make it the current one if the factory has a current session."""
     registry = getattr(factory, "registry", None)
     if registry is None:
         yield factory()
@@ -142,7 +141,7 @@ def _current(factory: Any) -> Iterator[Any]:
 
 
 def _own(session: Any, kind: Any) -> Any:
-    """Pass on a session of that kind that can begin and end a transaction by itself."""
+    """Return the session if it has the right class and can begin and end a transaction by itself."""
     if not isinstance(session, kind):
         raise TypeError(
             f"the session factory made {type(session).__name__}, not {kind.__name__}: "
@@ -160,7 +159,7 @@ def _own(session: Any, kind: Any) -> Any:
 
 
 def _pools(session: Session) -> frozenset[Hashable]:
-    """Stand for the database of a session; none where it decides at each statement."""
+    """Return the pools that identify a session's database; none if it chooses one for each statement."""
     if session.bind is None or type(session).get_bind is not Session.get_bind:
         return frozenset()
     return frozenset([session.bind.engine.pool])
@@ -178,7 +177,7 @@ def _refuse_no_factory(factory: Any) -> None:
     if is_session or not callable(factory) or inspect.iscoroutinefunction(factory):
         raise TypeError(f"retry_on_conflict() needs what makes a new session for every run, not {factory!r:.80}")
     try:
-        with suppress(ValueError):  # what is written in C has no signature
+        with suppress(ValueError):  # functions written in C have no signature
             inspect.signature(factory).bind()
     except TypeError as error:
         raise TypeError(f"retry_on_conflict() calls its session factory without arguments: {error}") from None

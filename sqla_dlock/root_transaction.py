@@ -1,4 +1,4 @@
-"""How a session's outermost transaction has ended, from the ends of its connections' parts."""
+"""The outcome of a session's outermost transaction, from the outcomes on its connections."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ __all__ = ["RootTransaction", "connections_in", "is_of_test"]
 class RootTransaction:
     """A root transaction, which has ended when the session has left it and every connection's part has ended.
 
-    A Connection that the user has given to the session goes on without it: then the end is the Connection's.
+    A Connection that the user has passed to the session outlives it: then the end of the Connection's transaction
+    counts.
     """
 
     def __init__(self, session: Session, transaction: SessionTransaction) -> None:
@@ -31,74 +32,74 @@ class RootTransaction:
         self.checks: list[Callable[[], None]] = []
         self.connections: list[Connection] = []
         self.outcomes: dict[Connection, Outcome | None] = {}
-        """How the transaction has ended on each connection, None while it has not."""
+        """The outcome of the transaction on each connection, None until it has ended."""
         self.is_over = self.is_begun = False
         self.followed = 0
-        """How many connections have joined, each with all hooks that are wanted before its first statement."""
+        """How many connections have joined with all required hooks before their first statement."""
         self.was_committed = False
-        """The session says that it has committed; it knows nothing of lost connections, nor of who owns them."""
+        """Whether the session reports a commit; it does not know about lost connections or their owners."""
         self.settlers: list[Callable[[Outcome], None]] = []
         self._is_checked = self._owns_connection = False
         self._pending: deque[Callable[[], None]] | None = None
-        """What is still to be called, now that it has ended."""
+        """The functions that are still to be called, now that it has ended."""
 
     def join(self, connection: Connection) -> None:
-        """Take a connection in; joining again changes nothing.
+        """Add a connection; adding it again changes nothing.
 
-        One with the execution option `dlock_test_transaction` has a transaction that is a test's, not the program's:
-        there the end is the session's own.
+        With the execution option `dlock_test_transaction` its transaction belongs to a test, not to the program: then
+        the session's own end counts.
         """
         if connection in self.connections:
             return
         self.connections.append(connection)
-        self._is_checked = False  # there is more to commit now
+        self._is_checked = False  # there is more to commit
         if not is_of_test(connection):
             self.outcomes[connection] = None
             self._owns_connection |= self._owns(connection)
             tracker_for(connection).participants.append(self)
 
     def check(self) -> None:
-        """Refuse the COMMIT that is next on one of the connections: nothing has been committed on any so far."""
+        """Refuse the following COMMIT on one of the connections: nothing has been committed on any so far."""
         if not self._is_checked:
             for check in self.checks:
                 check()
             self._is_checked = True
 
     def ended(self, connection: Connection, outcome: Outcome, *, failed: bool, in_commit: bool) -> None:
-        """Record how the transaction has ended on a connection; the session then returns its own connections.
+        """Record how the transaction has ended on a connection; normally the session then returns its connections.
 
-        After a COMMIT that failed it does not: it waits for a rollback() that may never come. So the end is settled
-        here, as soon as no connection has an open transaction.
+        After a failed COMMIT it does not: it waits for a rollback() that may never come. So the end is settled here, as
+        soon as no connection has an open transaction.
         """
         self.outcomes[connection] = outcome
-        is_abandoned = failed and self.session.get_transaction() is not self.transaction  # close() will say no more
+        is_abandoned = failed and self.session.get_transaction() is not self.transaction  # close() reports no more
         if is_abandoned or not self._owns_connection or (in_commit and outcome is not Outcome.COMMITTED):
             self._settle_if_ended()
 
     def leave(self) -> None:
-        """Record that the session has left the transaction, and does nothing more with it."""
+        """Record that the session has left the transaction, and no longer uses it."""
         self._owns_connection = False
         self._settle_if_ended()
 
     def note_interrupted(self) -> None:
-        """Record that the session was interrupted as it left: nothing will end its connections that are still open."""
+        """Record that the session was interrupted while it left: nothing will end its open connections."""
         self.leave()
         is_open = any(outcome is None and self._owns(connection) for connection, outcome in self.outcomes.items())
         if is_open and not self.is_over:
             self._settle(Outcome.UNKNOWN)
 
     def may_stand(self) -> bool:
-        """Return, of a transaction whose end was not reported, whether its work is kept or may still be."""
+        """Return, for a transaction whose end was not reported, whether its work is kept or may still be."""
         return self.was_committed or self.session.get_transaction() is self.transaction
 
     def __del__(self) -> None:
-        """Settle what the session has forgotten in the middle: nothing more will be reported of its connections."""
-        if getattr(self, "settlers", None) and not self.is_over:  # its making may have been interrupted
-            # Unknown, whatever it is: a release would be I/O in the garbage collector, perhaps inside itself.
+        """Settle a transaction whose session was dropped: nothing more will be reported about its connections."""
+        if getattr(self, "settlers", None) and not self.is_over:  # the constructor may have been interrupted
+            # Always unknown: a release would be I/O in the garbage collector, perhaps inside another release.
             self._settle(Outcome.UNKNOWN)
 
     def _owns(self, connection: Connection) -> bool:
-        part = self.transaction._connections.get(connection)  # noqa: SLF001 - nothing public tells
+        part = self.transaction._connections.get(connection)  # noqa: SLF001 - there is no public way
         return part is not None and part[3]
 
     def _settle_if_ended(self) -> None:
@@ -108,10 +109,10 @@ class RootTransaction:
         self._settle()
 
     def _settle(self, known: Outcome | None = None) -> None:
-        """Call the settlers, once each; a repeated call goes on with those that an interrupt has kept from it.
+        """Call the settlers, once each; a repeated call continues with those that an interrupt has prevented.
 
-        This is where leases are released, so it must come only when every connection's transaction has ended. Two
-        engines that have ended differently make one unknown outcome: nothing may be released then.
+        This is where leases are released, so it must be called only when every connection's transaction has ended. If
+        two engines have ended differently, the outcome is unknown: nothing may be released then.
         """
         if self._pending is None:
             outcome = known or self._outcome()
@@ -127,11 +128,11 @@ class RootTransaction:
 
 
 def connections_in(transaction: SessionTransaction) -> list[Connection]:
-    """Return the connections of a root transaction, in order; SQLAlchemy 2.0 has nothing public for it."""
+    """Return the connections of a root transaction, in order; SQLAlchemy 2.0 has no public way."""
     parts = transaction._connections  # noqa: SLF001 - each is there by itself and by its engine
     return [each for each in parts if isinstance(each, Connection)] if parts else []
 
 
 def is_of_test(connection: Connection) -> bool:
-    """Return whether the connection's own transaction is a test's, inside which sessions have theirs."""
+    """Return whether the connection's own transaction belongs to a test, with the sessions' transactions inside."""
     return bool(connection._execution_options.get("dlock_test_transaction"))  # noqa: SLF001 - as quick as can be

@@ -1,4 +1,4 @@
-"""Row locks in the SQL of each database, where SQLAlchemy has no words for it or would silently leave it out."""
+"""Row locks in the SQL of each database, where SQLAlchemy cannot express them or would silently omit them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _MYSQL_RESTORE: Final = text(row_locks.MYSQL_RESTORE)
 
 
 def require_row_locks(dialect: Dialect) -> None:
-    """Raise NotSupported for a database whose row locks are not known here."""
+    """Raise NotSupported for a database whose row locks dlock does not support."""
     if dialect.name not in ("postgresql", "sqlite", *_MYSQL):
         raise NotSupported(f"dlock knows no row locks of {dialect.name}, and SQLAlchemy might silently leave them out")
 
@@ -43,7 +43,7 @@ def require_transaction(connection: Connection) -> None:
 
 
 def locking(statement: Select[Any], mapper: Mapper[Any], lock: RowLock, connection: Connection) -> Select[Any]:
-    """Return a query that locks the rows of a class, and not the rows that it joins, where SQL can tell them apart."""
+    """Return a query that locks the rows of a class, but not the rows that it joins, if SQL can distinguish them."""
     name = connection.dialect.name
     locked = statement.with_for_update(
         read=lock.shared,
@@ -60,7 +60,7 @@ def locking(statement: Select[Any], mapper: Mapper[Any], lock: RowLock, connecti
 
 
 def waiting(connection: Connection, mapper: Mapper[Any], lock: RowLock) -> AbstractContextManager[None]:
-    """Return a context for a query of `locking`: it sets what the query itself cannot say, and restores it after it."""
+    """Return a context for a query of `locking`: it sets what the query itself cannot express, and restores it."""
     if connection.dialect.name == "sqlite":
         _lock_database(connection, mapper, lock)
     elif lock.limit and connection.dialect.name == "postgresql":
@@ -88,15 +88,15 @@ def waiting_on_mysql(connection: Connection, wait: float) -> Iterator[None]:
     try:
         yield
     finally:  # The setting belongs to the session of the database, so that no rollback restores it.
-        with suppress(SQLAlchemyError):  # A lost connection, or one cut off by a cancellation, ends that session.
+        with suppress(SQLAlchemyError):  # A lost connection, or one aborted by a cancellation, ends that session.
             connection.execute(_MYSQL_RESTORE)
 
 
 def _lock_database(connection: Connection, mapper: Mapper[Any], lock: RowLock) -> None:
-    """Take the one write lock of SQLite; after BEGIN IMMEDIATE this transaction has it already.
+    """Take SQLite's only write lock; after BEGIN IMMEDIATE this transaction already has it.
 
-    SQLite cannot say how a transaction began. But a DELETE of no rows takes the lock, and fails if another connection
-    has written since this transaction first read.
+    SQLite cannot report how a transaction began. But a DELETE of no rows takes the lock, and fails if another
+    connection has written since this transaction first read.
     """
     with _busy_timeout(connection, lock):
         connection.execute(delete(mapper.tables[0]).where(false()))

@@ -2,7 +2,8 @@
 
 Rows are locked and read where the session writes, even if its `get_bind` sends queries to a replica. The row of a
 subclass with further tables is locked in those as well. A lock lasts until COMMIT or ROLLBACK of the session, even if
-it was taken in a savepoint that is released since. What is read under the lock replaces what the session had in memory.
+it was taken in a savepoint that has since been released. The values read under the lock replace those in the session's
+memory.
 """
 
 from __future__ import annotations
@@ -179,10 +180,10 @@ def lock_row(
     session: AnySession, instance: O, /, *, skip_locked: Literal[False] = ..., **how: Unpack[RowLockOptions]
 ) -> O: ...
 def lock_row(session: AnySession, entity: Any, ident: Any = NOT_GIVEN, *, skip_locked: bool = False, **how: Any) -> Any:
-    """Lock one row until the end of the transaction, and return it as it is under the lock.
+    """Lock one row until the end of the transaction, and return its state under the lock.
 
-    What the session has not written yet is flushed first, as before any query. SQLite has no row locks: there the write
-    lock of the whole database is taken, which BEGIN IMMEDIATE has taken already. MariaDB also locks rows that the class
+    Pending changes of the session are flushed first, as before any query. SQLite has no row locks: there the write lock
+    of the whole database is taken, which BEGIN IMMEDIATE has already taken. MariaDB also locks rows that the class
     loads by a join.
 
     Args:
@@ -200,7 +201,7 @@ def lock_row(session: AnySession, entity: Any, ident: Any = NOT_GIVEN, *, skip_l
     Raises RowLocked if another transaction held the row for too long. On PostgreSQL the transaction must then be rolled
     back: lock inside `session.begin_nested()` to lose only the savepoint. Raises NoResultFound; ValueError for an
     instance that is not persistent or that would lose unsaved changes; NotSupported where nothing would be locked.
-    Deadlocks and serialization failures stay SQLAlchemy's errors, which `retry_on_conflict` knows.
+    Deadlocks and serialization failures remain SQLAlchemy's errors, which `retry_on_conflict` handles.
     """
     lock = RowLock(skip_locked=skip_locked, **how)
     session = plain_session(session, "alock_row")
@@ -307,7 +308,7 @@ def _fetch(session: Session, mapper: Mapper[Any], statement: Select[Any], lock: 
 
 
 def _read(session: Session, mapper: Mapper[Any], statement: Select[Any], lock: RowLock) -> list[Any]:
-    """Lock and read the rows of a query, and then those rows of subclasses that stand in further tables.
+    """Lock and read the rows of a query, and then the rows of subclasses in further tables.
 
     A query of a base class does not join the tables of its subclasses, so their rows take a second query. With
     `skip_locked` that one may find fewer rows, and an instance counts as locked only if all its rows are.

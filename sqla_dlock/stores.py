@@ -33,7 +33,7 @@ _stores: dict[str, Store] = {}
 _IN_DATABASE: Final = {"advisory": "sqla_dlock.backends.advisory", "database": "sqla_dlock.backends.table"}
 _CLOSED: Final = _SessionCloseState.CLOSED
 _configuring: Final = threading.RLock()
-"""Reentrant, as a signal handler may ask for the same store in the middle."""
+"""Reentrant, because a signal handler may request the same store in the middle."""
 
 
 def configure(**stores: Any) -> None:
@@ -49,7 +49,7 @@ def configure(**stores: Any) -> None:
 
 
 def store_of(store: Any) -> Store:
-    """Return the store of a name, or the store that a backend is; raises LookupError for an unknown name."""
+    """Return the store for a name or for a backend; raises LookupError for an unknown name."""
     if not isinstance(store, str):
         return _unnamed(store)
     found = _stores.get(store)
@@ -87,7 +87,7 @@ def _in_database(kind: str) -> Any:
 def _unnamed(given: Any) -> Store:
     """Return the store of a backend; raises TypeError for a client or URL.
 
-    A new backend would be made of those at each call, and it would not know which locks the session holds already.
+    Each call would make a new backend of those, and it would not know which locks the session already holds.
     """
     if isinstance(given, Store):
         return given
@@ -125,7 +125,7 @@ def plain_async_session(session: AsyncSession | async_scoped_session[Any], inste
 
 def refuse_closed(session: Session) -> None:
     """Raise InvalidRequestError for a session that was closed for good (`close_resets_only=False`)."""
-    # Nothing public says so; until it is used it looks like a session that has begun no transaction yet.
+    # There is no public way; until it is used it looks like a session that has begun no transaction yet.
     if session._close_state is _CLOSED:  # noqa: SLF001
         raise InvalidRequestError("this Session has been closed for good: acquire the lock with a new one")
 

@@ -1,7 +1,7 @@
 """The tables of dlock in the application's database, each on its own MetaData, for `create_all` and for Alembic.
 
-This module is imported when a table is first asked for: what MySQL needs loads SQLAlchemy's dialect for it, which takes
-longer than all of dlock.
+This module is imported at the first access to a table: its options for MySQL load SQLAlchemy's dialect for it, which
+takes longer than all of dlock.
 
 Add the MetaData to Alembic's `target_metadata`, next to the application's. Every application whose locks have a fence
 needs `dlock_fence`; only a store in a database needs `dlock_lease`, and on SQLite not even that store does: there the
@@ -67,7 +67,7 @@ def _add_floor(_: Table, connection: Connection, **options: Any) -> None:
 
 @event.listens_for(fence_table, "after_create")
 def _add_functions(_: Table, connection: Connection, **options: Any) -> None:
-    """Make PostgreSQL's functions, unless the search path has them, or this role may not: the fence works without."""
+    """Create PostgreSQL's functions, unless the search path has them, or the role may not: the fence works without."""
     if connection.dialect.name == "postgresql":
         from dlock_core.transactions import fence_functions, fence_sql
 
@@ -75,7 +75,7 @@ def _add_functions(_: Table, connection: Connection, **options: Any) -> None:
         connection.execute(text(_IF_MISSING.format(schema=missing, create=create)))
 
 
-# Another process may be making them, too, and creates them first.
+# Another process may create them at the same time, and be first.
 _IF_MISSING: Final = """\
 DO $dlock$ BEGIN IF {schema} IS NULL THEN EXECUTE $create$
 {create}
@@ -85,14 +85,14 @@ EXCEPTION WHEN insufficient_privilege OR unique_violation OR read_only_sql_trans
 
 @event.listens_for(fence_metadata, "after_create")
 def _add_functions_to_table(_: MetaData, connection: Connection, tables: Iterable[Table], **options: Any) -> None:
-    """Make them also for a table that was there before."""
+    """Create them also for a table that already existed."""
     if fence_table not in tables:
         _add_functions(fence_table, connection)
 
 
 @event.listens_for(fence_table, "after_drop")
 def _drop_functions(_: Table, connection: Connection, **options: Any) -> None:
-    """Drop the functions of the table's schema; those of another one in the search path may have other users."""
+    """Drop the functions in the table's schema; those in another schema of the search path may have other users."""
     if connection.dialect.name == "postgresql":
         connection.execute(text(_DROP))
 

@@ -49,15 +49,15 @@ __all__ = ["InsideAcquire", "SessionAcquire", "TiedSession", "current"]
 
 
 class TiedSession:
-    """The session under one lease: reports its transactions to the tie, and lets each connection pass the fence."""
+    """The session under one lease: reports its transactions to the tie, and admits each connection at the fence."""
 
     def __init__(self, tie: Tie, gate: FenceGate, session: Session, home: Dialect | None) -> None:
         self.tie, self.held, self.gate = tie, tie.held, gate
         self.home = home
-        """The database in whose transaction the lock is: no fence is needed there, one COMMIT ends both."""
-        self._session = ref(session)  # the session's own listeners keep us: it has to go when nobody needs it
+        """The database in whose transaction the lock is: it needs no fence, because one COMMIT ends both."""
+        self._session = ref(session)  # weak, because the session's listeners keep this object
         self._refused: dict[Connection, BaseException] = {}
-        """Why the open transaction may not commit, whatever its owner makes of the error."""
+        """The error for which the open transaction may not commit, even if its owner swallows it."""
         self._pending: list[TiedLease] = []
         """The handles of acquires that are detached when the next transaction begins, which then holds the lease."""
         self._stop: list[Callable[[], None]] = []
@@ -78,15 +78,15 @@ class TiedSession:
                     on_savepoint_rollback(connection, self.tie.end_with_savepoint)
 
     def join(self, bind: Engine | Connection | None, form: FenceForm, handle: TiedLease) -> None:
-        """Take in a handle that has joined the lease, and protect a database that was not protected so far."""
+        """Attach a handle that has joined the lease, and protect a database that was not protected so far."""
         del handle
         self._protect(bind, form, self._owner())
 
     def _protect(self, bind: Engine | Connection | None, form: FenceForm, session: Session) -> None:
         """Protect a database from now on: the open transaction, and those that begin under the lease.
 
-        Not the one in whose transaction the lock is: no fence is needed there, one COMMIT ends both. An engine has one
-        dialect for life, but a new pool after `dispose()`: so a database is known by its dialect.
+        The database in whose transaction the lock is needs no fence, because one COMMIT ends both. An engine has one
+        dialect for life, but a new pool after `dispose()`: so a database is identified by its dialect.
         """
         if bind is None or not form:
             return
@@ -100,7 +100,7 @@ class TiedSession:
         try:
             self._stop.append(before_work(session, self._before_work))
         except BaseException:
-            del self.gate.forms[dialect]  # who asks again is protected then, or refused again
+            del self.gate.forms[dialect]  # a repeated call is then protected, or refused again
             raise
 
     def keep(self, handle: TiedLease) -> None:
@@ -118,12 +118,12 @@ class TiedSession:
         """Do nothing: the session's transaction is ended by the session, and is checked at its COMMIT."""
 
     def settle_ended(self) -> None:
-        """Settle the transactions that have ended although an interrupt has kept SQLAlchemy from telling."""
+        """Settle transactions that have ended although an interrupt has prevented SQLAlchemy from reporting it."""
         if self.tie.open and (session := self._session()) is not None:
             settle_ended(session)
 
     def note_detached(self, runtime: Runtime) -> None:
-        """Let go of the session, if nothing needs the lease any more; in whatever thread or task that is."""
+        """Forget the session, if nothing needs the lease any more; in any thread or task."""
         del runtime
         if not self.tie.handles and not self.tie.open:
             self.forget()
@@ -131,7 +131,7 @@ class TiedSession:
     def _began(self) -> None:
         """Tie the outermost transaction that has just begun."""
         session: Any = self._session()
-        if not self.tie.handles and not self.tie.open:  # its block was torn off, and this is none of its work
+        if not self.tie.handles and not self.tie.open:  # its block was interrupted, and this is not part of its work
             self.forget()
             return
         if self._refused:
@@ -146,8 +146,8 @@ class TiedSession:
     def _before_work(self, connection: Connection) -> None:
         """Admit the lease on a connection that has joined the transaction, before the first statement is sent there.
 
-        An error may be swallowed by the program, which then commits what it has written before. So the error is kept,
-        and raised again at COMMIT, unless a later attempt succeeds.
+        The program may swallow an error, and then commit what it wrote before. So the error is kept, and raised again
+        at COMMIT, unless a later attempt succeeds.
         """
         form = self.gate.forms.get(connection.dialect)
         if not form or self.tie.state is TieState.ABANDONED:
@@ -161,7 +161,7 @@ class TiedSession:
             self._refused.pop(connection, None)
 
     def _interrupted(self) -> LeaseLost:
-        """Return what COMMIT raises after a cancelled admit: a second CancelledError would end a task unasked."""
+        """Return the error of COMMIT after a cancelled admit: a second CancelledError would end a task unexpectedly."""
         return LeaseLost(self.held.name, token=self.held.token, reason="its admit was interrupted")
 
     def _enter(self, connection: Connection, form: FenceForm) -> None:
@@ -175,7 +175,7 @@ class TiedSession:
             gate = self.gate
             may_miss_shared = not self.held.request.shared and gate.fence.supports_shared
             if may_miss_shared and dialect not in gate.announced and self._keeps_snapshot(connection):
-                gate.announce(connection, dialect)  # the admit would not see what they commit while it waits for them
+                gate.announce(connection, dialect)  # the admit's snapshot would miss their commits
             gate.admit(connection, dialect)
         if dialect.name == "sqlite" and (form == "transaction" or not begins_by_itself(connection)):
             refuse_unbegun(connection, name)
@@ -183,7 +183,7 @@ class TiedSession:
     def _keeps_snapshot(self, connection: Connection) -> bool:
         """Return whether the transaction reads from a snapshot that is older than the row locks it waits for.
 
-        PostgreSQL is asked where a listener of the program may have set the level of this one transaction.
+        PostgreSQL is queried if a listener of the program may have set the level of this one transaction.
         """
         if connection.dialect.name == "postgresql" and (
             len(self._owner().dispatch.after_begin) > 1 or connection.dispatch.begin
@@ -192,7 +192,7 @@ class TiedSession:
         return self.gate.fence.keeps_snapshot(connection)
 
     def _before_commit(self) -> None:
-        """Refuse a COMMIT that the lease no longer protects: raises LeaseLost, StaleToken, or why an admit failed."""
+        """Refuse a COMMIT that the lease no longer protects: raises LeaseLost, StaleToken, or the error of an admit."""
         if self.tie.state is TieState.ABANDONED:
             return
         for error in self._refused.values():
@@ -224,7 +224,7 @@ class TiedSession:
         return session
 
     def forget(self) -> None:
-        """Let go of the session, whose later transactions are none of this lease's."""
+        """Forget the session, whose later transactions do not belong to this lease."""
         session = self._session()
         if session is not None and self.tie.transactions == 0 and self.tie.state is not TieState.ABANDONED:
             note_past(session)
@@ -242,10 +242,10 @@ def current(session: Session) -> list[TiedSession]:
 
 
 class SessionAcquire(LockAcquire):
-    """One acquire of a lock by a session, from wherever that is used."""
+    """One acquire of a lock by a session, in whatever thread or task it is used."""
 
     home: Dialect | None = None
-    """The database in whose transaction the lock is; None of a lease beside it."""
+    """The database in whose transaction the lock is; None for an ordinary lease."""
 
     @property
     def owner_key(self) -> int:
@@ -253,7 +253,7 @@ class SessionAcquire(LockAcquire):
 
     @cached_property
     def database(self) -> Any:
-        """The engine or connection in whose database the fence stands; None without a fence."""
+        """The engine or connection whose database has the fence; None without a fence."""
         if not self.form:
             return None
         bind, session = self.lock.bind, self.lock.session
@@ -271,7 +271,7 @@ class SessionAcquire(LockAcquire):
         session = self.lock.session
         refuse_closed(session)
         if not self.form:
-            self.database = None  # nothing has to be looked up
+            self.database = None  # no lookup is needed
         database = self.database
         found = self.find()
         if found is None and self.lock.snapshot == "raise":
@@ -284,9 +284,9 @@ class SessionAcquire(LockAcquire):
         return found
 
     def _refuse_old_snapshot(self, connections: list[Connection]) -> None:
-        """Raise SnapshotTooOld when a transaction of the session may read from before the lock; asks the database.
+        """Raise SnapshotTooOld if a transaction of the session may read from before the lock; queries the database.
 
-        A store that locks inside the transaction of its database looks at that snapshot itself.
+        A store that locks inside the transaction of its database checks that snapshot itself.
         """
         for connection in connections:
             dialect = connection.dialect
@@ -306,7 +306,7 @@ class SessionAcquire(LockAcquire):
 class InsideAcquire(SessionAcquire):
     """One acquire from a store that locks inside the session's transaction.
 
-    It asks on the session's own connection, where that may be used.
+    The request is sent on the session's own connection, where that may be used.
     """
 
     @property
@@ -321,7 +321,7 @@ class InsideAcquire(SessionAcquire):
         return BLOCKING
 
     def caller_transaction(self) -> Any:
-        from sqla_dlock.backends.advisory import transaction_of  # loads what only such a store needs
+        from sqla_dlock.backends.advisory import transaction_of  # loads modules that only such a store needs
 
         return transaction_of(self.lock.session, self.store.backend, old_snapshot=self.lock.snapshot == "ignore")
 

@@ -1,4 +1,4 @@
-"""Callbacks in the life of a Session's outermost transaction: its begin, before its work and its COMMIT, after its end.
+"""Callbacks for a Session's outermost transaction: at its begin, before its work and its COMMIT, after its end.
 
 `session` is always the sync Session: of an AsyncSession its `sync_session`. The listeners are installed once, on the
 class, and return at once for a session without hooks. A process that uses no lock does not import this module.
@@ -63,7 +63,7 @@ def connections_of(session: Session) -> list[Connection]:
 def on_transaction(session: Session, hook: Callable[[], None]) -> Stop:
     """Call `hook()` whenever an outermost transaction of the session begins, from now on; and now, if one is open.
 
-    What it raises reaches the caller, and the transaction has not begun. Returns the function that stops it.
+    Its error reaches the caller, and then the transaction has not begun. Returns the function that stops the calls.
     """
     hooks = _hooks_of(session)
     hooks.beginnings[hook] = None
@@ -76,12 +76,11 @@ def on_transaction(session: Session, hook: Callable[[], None]) -> Stop:
 def before_work(session: Session, hook: Callable[[Connection], None]) -> Stop:
     """Call `hook(connection)` before the first statement on every connection that joins a root transaction.
 
-    At once for connections that have joined already; after what listeners of `after_begin` send, but on MySQL and
-    MariaDB before anything that may take the snapshot (all but SET and USE); and again before the next statement, or
-    COMMIT, after a savepoint's rollback that may have undone what the hook did. What it raises reaches the caller and
-    the statement is not sent; then it is called again before the next one. Not called for statements that hooks send on
-    the connection.
-    Returns the function that stops it.
+    It is called at once for connections that have already joined; after the statements of `after_begin` listeners, but
+    on MySQL and MariaDB before anything that may take the snapshot (all but SET and USE); and again before the next
+    statement, or COMMIT, after a savepoint's rollback that may have undone its work. Its error reaches the caller and
+    the statement is not sent; then it is called again before the next one. It is not called for statements that hooks
+    send on the connection. Returns the function that stops the calls.
     """
     hooks = _hooks_of(session)
     hooks.work.append(hook)
@@ -108,14 +107,14 @@ def on_end(
 ) -> None:
     """Call `settle(outcome)` exactly once, as soon as it is known how the open root transaction has ended.
 
-    The last registered is called first. What it raises is logged and not passed on, but KeyboardInterrupt is, at the
-    end. It must not use the session. In an external Connection's transaction the end is the Connection's.
-    UNKNOWN: the connection was lost, or an interrupt came, while COMMIT was under way, and PostgreSQL could not tell
-    (see `note_xid`); or engines have ended differently; or the session was garbage-collected.
+    The last registered is called first. Its error is logged and not propagated, except KeyboardInterrupt, which is
+    raised at the end. It must not use the session. In an external Connection's transaction, the end of that transaction
+    counts. UNKNOWN: the connection was lost, or an interrupt came, during COMMIT, and PostgreSQL could not report the
+    outcome (see `note_xid`); or engines have ended differently; or the session was garbage-collected.
 
     `before_commit` is called inside the transaction just before its outermost COMMIT, after the last flush; the first
-    registered first. It may use the connections, not the session. What it raises is passed on, and nothing is committed
-    on any engine.
+    registered first. It may use the connections, not the session. Its error is propagated, and nothing is committed on
+    any engine.
 
     Raises RuntimeError without a root transaction.
     """
@@ -128,10 +127,10 @@ def on_end(
 
 
 def on_savepoint_rollback(connection: Connection, restore: Callable[[], None]) -> None:
-    """Call `restore` once if a savepoint that is open now is rolled back, and takes along what was done in it."""
+    """Call `restore` once if a savepoint that is open now is rolled back, which undoes the work in it."""
     open_now, nested = set[str](), connection.get_nested_transaction()
     while nested is not None:
-        open_now.add(nested._savepoint)  # noqa: SLF001 - nothing public names an open savepoint, or the one around it
+        open_now.add(nested._savepoint)  # noqa: SLF001 - no public API names an open savepoint, or the one around it
         nested = nested._previous_nested  # noqa: SLF001
     if open_now:
         tracker_for(connection).undo.append((open_now, restore))
@@ -140,20 +139,20 @@ def on_savepoint_rollback(connection: Connection, restore: Callable[[], None]) -
 def on_unbegun_close(session: Session, hook: Callable[[], None]) -> None:
     """Call `hook()` when the session is closed, reset or invalidated before its next outermost transaction begins.
 
-    It may be called although one has begun, if that was interrupted.
+    It may also be called after one has begun, if that was interrupted.
     """
     _hooks_of(session).closings.append(hook)
 
 
 def note_past(session: Session) -> None:
-    """Have the COMMIT of the open transaction refused, if it has gone past a lease that is about to be forgotten."""
+    """Refuse the COMMIT of the open transaction if it has bypassed a lease that is about to be forgotten."""
     hooks: _SessionHooks | None = vars(session).get("_dlock_hooks")
     if hooks is not None and hooks.is_evaded(session):
         hooks.is_past = True
 
 
 def settle_ended(session: Session) -> None:
-    """Settle a transaction that has ended, although an interrupt has kept SQLAlchemy from telling so."""
+    """Settle a transaction that has ended although an interrupt has prevented SQLAlchemy from reporting it."""
     hooks: _SessionHooks | None = vars(session).get("_dlock_hooks")
     if hooks is not None and hooks.root is not None and hooks.root.transaction is not session.get_transaction():
         hooks.root.leave()
@@ -175,7 +174,7 @@ def _close(found: ref[Session], name: str) -> None:
 
 
 def _forget(session: Session) -> None:
-    """Listen no more to a session that has no hooks left."""
+    """Stop listening to a session that has no hooks left."""
     own = vars(session)
     hooks: _SessionHooks | None = own.get("_dlock_hooks")
     if hooks is None or not (hooks.root or hooks.beginnings or hooks.work or hooks.closings):
@@ -184,7 +183,7 @@ def _forget(session: Session) -> None:
 
 
 class _SessionHooks:
-    """The hooks on one session: at a begin, before work, at an unbegun close, and what its root transaction has."""
+    """The hooks on one session: at a begin, before work, at an unbegun close, and those of its root transaction."""
 
     def __init__(self) -> None:
         self.beginnings: dict[Callable[[], None], None] = {}
@@ -192,11 +191,11 @@ class _SessionHooks:
         self.closings: list[Callable[[], None]] = []
         self.root: RootTransaction | None = None
         self.is_past = False
-        """The open transaction has gone past a lease that was held then, and is held no more."""
+        """Whether the open transaction has bypassed a lease that was held at that time, and is no longer held."""
 
     def begin(self, session: Session, transaction: SessionTransaction) -> RootTransaction:
         if self.root is not None and not self.root.is_over:
-            self.root.leave()  # an interrupt has kept SQLAlchemy from telling
+            self.root.leave()  # an interrupt has prevented SQLAlchemy from reporting it
         self.is_past = False
         self.root = root = RootTransaction(session, transaction)
         vars(transaction)["close"] = partial(_close_transaction, root)
@@ -205,7 +204,7 @@ class _SessionHooks:
     def is_evaded(self, session: Session) -> bool:
         """Return whether the open transaction, or a connection's part in it, has begun without a hook.
 
-        An exception can keep us from hearing of it: a signal handler's, or that of another listener before ours.
+        An exception can prevent our listeners: one from a signal handler, or from another listener before ours.
         """
         root, transaction = self.root, session.get_transaction()
         if transaction is None or self.is_past or not (self.beginnings or self.work):
@@ -216,7 +215,7 @@ class _SessionHooks:
 
 
 def _close_transaction(root: RootTransaction, invalidate: bool = False) -> None:  # noqa: FBT001, FBT002 - SQLAlchemy's form
-    """Close a root transaction, also when SQLAlchemy is kept from telling of its end.
+    """Close a root transaction, even if SQLAlchemy is prevented from reporting its end.
 
     An interrupt, or a task's cancellation, may come while connections go back to their pool, and other listeners raise.
     """
@@ -229,15 +228,15 @@ def _close_transaction(root: RootTransaction, invalidate: bool = False) -> None:
 
 
 def _hooks_of(session: Session) -> _SessionHooks:
-    """What is wanted of a session, with its open root transaction."""
+    """Return the hooks on a session, with its open root transaction."""
     own = vars(session)
     hooks: _SessionHooks = own.get("_dlock_hooks") or own.setdefault("_dlock_hooks", _SessionHooks())
-    if "close" not in own:  # SQLAlchemy has no event for it where no transaction is open
+    if "close" not in own:  # SQLAlchemy has no event for it if no transaction is open
         close = partial(_close, ref(session))
         own.update(
             close=partial(close, "close"), reset=partial(close, "reset"), invalidate=partial(close, "invalidate")
         )
-    root, transaction = hooks.root, session._transaction  # noqa: SLF001 - the public way costs a call for each look
+    root, transaction = hooks.root, session._transaction  # noqa: SLF001 - the public way costs a call for each check
     if transaction is not None and (root is None or root.transaction is not transaction):
         transaction = session.get_transaction()
     if transaction is None:
@@ -248,7 +247,7 @@ def _hooks_of(session: Session) -> _SessionHooks:
         for connection in connections_in(transaction):
             root.join(connection)
             root.followed += 1
-        root.is_begun = not hooks.beginnings  # else these should have been called when it began
+        root.is_begun = not hooks.beginnings  # otherwise these should have been called when it began
     return hooks
 
 
@@ -261,7 +260,7 @@ def _try(step: Callable[[], None], stop: Stop) -> None:
 
 
 def _attempted_work(root: RootTransaction) -> AttemptedWork:
-    """Return what an attempt of `retry_on_conflict` knows of a root transaction, without keeping that alive."""
+    """Return the view that an attempt of `retry_on_conflict` has of a root transaction, without keeping it alive."""
     weak, connections = ref(root), root.connections
     work = AttemptedWork("work of a session", is_pending=lambda: (alive := weak()) is not None and alive.may_stand())
     root.settlers.append(lambda outcome: work.settle(outcome if connections else Outcome.ROLLED_BACK))
@@ -269,13 +268,13 @@ def _attempted_work(root: RootTransaction) -> AttemptedWork:
 
 
 def _refuse_undone(connections: list[Connection]) -> None:
-    """Refuse the first COMMIT of several when what was done on one of the connections is undone."""
+    """Refuse the first COMMIT of several if the work on one of the connections is undone."""
     for connection in connections:
         if (tracker := tracker_of(connection)) is not None:
             tracker.refuse_undone()
 
 
-# First among the listeners: what others do there may need it.
+# First among the listeners: the statements of others may need it.
 @event.listens_for(Session, "after_transaction_create", insert=True)
 def _begun(session: Session, transaction: SessionTransaction) -> None:
     hooks: _SessionHooks | None = vars(session).get("_dlock_hooks")
@@ -295,14 +294,14 @@ def _begun(session: Session, transaction: SessionTransaction) -> None:
         transaction.close()
         raise
     root.is_begun = True
-    hooks.closings.clear()  # The transaction holds what they wanted to end.
+    hooks.closings.clear()  # The transaction now holds what they were to end.
 
 
 @event.listens_for(Session, "after_begin", insert=True)
 def _joined(session: Session, transaction: SessionTransaction, connection: Connection) -> None:
     hooks: _SessionHooks | None = vars(session).get("_dlock_hooks")
     if hooks is None or hooks.root is None or hooks.root.transaction is not transaction:
-        return  # nobody asks, or it is a savepoint
+        return  # there are no hooks, or it is a savepoint
     root = hooks.root
     root.join(connection)
     if not hooks.work:
@@ -310,10 +309,10 @@ def _joined(session: Session, transaction: SessionTransaction, connection: Conne
         return
     first = tracker_for(connection).hooks
     first.add(*hooks.work)
-    root.followed += 1  # whatever comes now, COMMIT is refused unless they are called before the next statement
+    root.followed += 1  # from now on COMMIT is refused unless these hooks run before the next statement
     if len(session.dispatch.after_begin) == 1:
         first.run()
-    else:  # the program's own listeners come first: they choose the schema, or the tenant, whose row is fenced
+    else:  # the program's own listeners run first: they choose the schema, or the tenant, whose row is fenced
         first.postpone(partial(_is_beginning, transaction))
 
 
@@ -324,7 +323,7 @@ def _is_beginning(transaction: SessionTransaction) -> bool:
 
 @event.listens_for(Session, "before_commit")
 def _before_commit(session: Session) -> None:
-    """Refuse what has evaded the hooks. Check a transaction without a connection: no COMMIT will be sent for it."""
+    """Refuse a transaction that has bypassed the hooks, and check one without a connection, which sends no COMMIT."""
     hooks: _SessionHooks | None = vars(session).get("_dlock_hooks")
     if hooks is None:
         return
@@ -341,7 +340,7 @@ def _before_commit(session: Session) -> None:
 def _committed(session: Session) -> None:
     hooks: _SessionHooks | None = vars(session).get("_dlock_hooks")
     if hooks is not None and hooks.root is not None and hooks.root.transaction is session._transaction:  # noqa: SLF001
-        hooks.root.was_committed = True  # it is no savepoint
+        hooks.root.was_committed = True  # it is not a savepoint
 
 
 @event.listens_for(Session, "after_transaction_end")
@@ -351,7 +350,7 @@ def _ended(session: Session, transaction: SessionTransaction) -> None:
         return
     try:
         hooks.root.leave()
-    except BaseException:  # What an interrupt has cut short is repeated at once; else the session's close would do it.
+    except BaseException:  # Repeat at once what an interrupt has cut short; otherwise close() would do it.
         hooks.root.leave()
         raise
     hooks.root = None

@@ -94,7 +94,7 @@ class DjangoConnection:
         read_in_thread(self, heard, ended)
 
     def close(self) -> None:
-        self._socket = -1  # from now on the number may be another's
+        self._socket = -1  # from now on the number may belong to another socket
         with suppress(Exception):
             self.driver.close()
 

@@ -1,6 +1,6 @@
-"""What each thread or task holds, so that a second acquire raises at once instead of waiting for itself.
+"""The leases that each thread or task holds, so that a second acquire raises at once instead of waiting for itself.
 
-Nothing here keeps a lease alive: one that is thrown away is renewed no more, and runs out.
+Nothing here keeps a lease alive: one that is no longer referenced is no longer renewed, and runs out.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ if TYPE_CHECKING:
 __all__ = ["find_held", "forget_held", "held_names", "note_held"]
 
 _held: Final[dict[str, ref[LeaseRecord]]] = {}
-"""The leases of this process by name: a dictionary whose keys are all texts takes a third less than another.
+"""The leases of this process by name: a dict with only str keys takes a third less memory than others.
 
-A handle removes the entry at its end, or when it is thrown away; a dictionary of weak values would cost more."""
+A handle removes the entry at its end, or when it is garbage-collected; a WeakValueDictionary would cost more."""
 _held_besides: Final[dict[tuple[ref[Any], Backend, str], ref[LeaseRecord]]] = {}
-"""Those whose name is taken there: by another thread or task, in another store, or by a lease that was lost."""
+"""Leases whose name is already in `_held`: for another thread or task, in another store, or as a lost lease."""
 
 
 def find_held(caller: object, backend: Backend, *names: str) -> LeaseRecord | None:
-    """Return the first lease of these names that a thread or task holds already, unless lost or being released."""
+    """Return the first lease of these names that a thread or task already holds, unless lost or being released."""
     own = ref(caller)
     for name in names:
         if name in _held or _held_besides:
@@ -37,9 +37,9 @@ def find_held(caller: object, backend: Backend, *names: str) -> LeaseRecord | No
 
 
 def note_held(caller: object, leases: Sequence[LeaseRecord]) -> None:
-    """Remember what a thread or task holds; weakly, or a task would keep the lease it returned."""
+    """Record what a thread or task holds, weakly: otherwise a task would keep the lease that it returned."""
     own = ref(caller)
-    hash(own)  # Kept by the reference, which can be looked for then even when the thread has ended.
+    hash(own)  # The reference caches the hash, so it can be looked up even after the thread has ended.
     for held in leases:
         held.caller, mine = own, ref(held)
         if _held.setdefault(held.request.name, mine) is not mine:
@@ -56,11 +56,11 @@ def forget_held(leases: Sequence[LeaseRecord]) -> None:
 
 
 def _forget(known: dict[Any, ref[LeaseRecord]], key: object, held: LeaseRecord) -> None:
-    """Remove an entry if it is this lease's, or leads nowhere: the collector clears it before it calls a finalizer."""
+    """Remove an entry if it is this lease's, or dead: the collector clears it before it calls a finalizer."""
     if (entry := known.get(key)) is not None and ((found := entry()) is held or found is None):
         known.pop(key, None)
 
 
 def held_names() -> set[str]:
-    """Return the names of all leases that are remembered, for tests."""
+    """Return the names of all recorded leases, for tests."""
     return {*_held, *[name for _, _, name in _held_besides]}

@@ -1,7 +1,7 @@
 """Acquire, renew and release a lease: the only copy of the algorithm, for every store, sync and async.
 
-These are coroutines that wait only through a runtime (see `runtime`). The engine owns time, retries and clean-up; a
-backend only answers one question at a time. What a lease is at each moment is recorded in `lease`.
+These are coroutines that wait only through a runtime (see `runtime`). The engine is responsible for time, retries and
+clean-up; a backend only answers one request at a time. The state of each lease is recorded in `lease`.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ logger = logging.getLogger("dlock")
 
 _OVER: Final = (LeaseState.RELEASING, LeaseState.LOST, LeaseState.ENDED)
 MAX_GRANT_AGE_SHARE: Final = 0.75
-"""A grant that was asked for longer ago than this share of its ttl is confirmed with one more request."""
+"""A grant that was requested longer ago than this share of its ttl is confirmed with one more request."""
 MAX_RETRY_AFTER_S: Final = 1.0
-"""Largest `retry_after` of an AcquireTimeout: a holder's remaining ttl says little, because it is renewed."""
+"""Largest `retry_after` of an AcquireTimeout: a holder's remaining ttl is a poor estimate, because it is renewed."""
 MAX_RETRY_PAUSE_S: Final = 0.25
-"""Longest pause before an unreachable store is asked again."""
+"""Longest pause before a request to an unreachable store is repeated."""
 MAX_OVERTIME_S: Final = 0.25
-"""Seconds after the end of a wait for which a caller is still kept by a store that does not answer."""
+"""Seconds by which a store that does not answer may delay a caller beyond the end of its wait."""
 
 
 class AcquireOptions(Protocol):
-    """What of a lock's options concerns one acquire: a LockOptions, or a lock itself."""
+    """The options of a lock that concern one acquire: a LockOptions, or a lock itself."""
 
     @property
     def ttl(self) -> float: ...
@@ -77,8 +77,8 @@ def new_request(
     Args:
         name: The lock's canonical name.
         options: How the lock is to be held.
-        queue: False for a single try, as `wait=0` is: the request then takes no position in the store's queue.
-        owner: The owner's metadata; left out, it is what `owner.text` returns for this thread or task.
+        queue: False for a single try, as with `wait=0`: the request then takes no position in the store's queue.
+        owner: The owner's metadata; by default what `owner.text` returns for this thread or task.
         transaction: The caller's open transaction, for a store that locks inside it.
     """
     owner = owners.text() if owner is None else owner
@@ -102,7 +102,7 @@ def new_requests(names: Sequence[str], options: AcquireOptions) -> list[AcquireR
 
 
 async def renew(runtime: Runtime, held: LeaseRecord, ttl: Seconds | None = None) -> None:
-    """Push the expiry of a lease that is still ours, and have the watchdog keep to its new ttl.
+    """Extend the expiry of a lease that is still ours, and schedule its renewals by the new ttl.
 
     Raises LeaseLost, or BackendUnavailable, which says nothing about the lease.
     """
@@ -110,7 +110,7 @@ async def renew(runtime: Runtime, held: LeaseRecord, ttl: Seconds | None = None)
         await _renew(runtime, held, None if ttl is None else ttl_seconds(ttl))
     finally:
         if held.renewal_tick and held.state is LeaseState.HELD:
-            renew_in_background(held)  # Also after an error: a shorter ttl counts from the moment it was asked for.
+            renew_in_background(held)  # Also after an error: a shorter ttl counts from the time of its request.
 
 
 async def _renew(runtime: Runtime, held: LeaseRecord, ttl: float | None) -> None:
@@ -121,19 +121,19 @@ async def _renew(runtime: Runtime, held: LeaseRecord, ttl: float | None) -> None
         held.change_ttl(sent, ttl)
     (result,) = await held.backend.renew(runtime, [Renewal(held.request, held.granted)])
     if result is RenewalFailure.UNKNOWN:
-        raise BackendUnavailable(held.name, reason="the store learned nothing about this lease")
+        raise BackendUnavailable(held.name, reason="the store did not report the outcome for this lease")
     if result is RenewalFailure.LOST:
-        if held.state is not LeaseState.RELEASING:  # By another thread or task, which is no loss to tell of.
-            held.lose("the store gave it to another, or forgot it")
+        if held.state is not LeaseState.RELEASING:  # Otherwise another thread or task releases it, which is no loss.
+            held.lose("the store granted it to another holder, or lost it")
         raise LeaseLost(held.name, token=held.token, reason=held.why())
     held.extend(sent, result)
     held.ensure()
 
 
 async def raise_token(runtime: Runtime, held: LeaseRecord, floor: int) -> bool:
-    """Ask for a token above `floor` for a lease that is still ours, because the store has lost its counter.
+    """Request a token above `floor` for a lease that is still ours, because the store has lost its counter.
 
-    Returns False when the store does not know us as the holder any more, or cannot be asked.
+    Returns False if the store no longer has us as the holder, or cannot be reached.
     """
     request = held.request._replace(floor=floor, queue=False)
     try:
@@ -145,7 +145,7 @@ async def raise_token(runtime: Runtime, held: LeaseRecord, floor: int) -> bool:
         return False
     if not isinstance(answer, Granted) or answer.token <= floor:
         return False
-    if held.state in _OVER:  # It was released or lost meanwhile, maybe before this grant.
+    if held.state in _OVER:  # It was released or lost during the request, maybe before this grant.
         with suppress(BackendUnavailable):
             await held.backend.release(runtime, request, answer)
         return False
@@ -154,11 +154,11 @@ async def raise_token(runtime: Runtime, held: LeaseRecord, floor: int) -> bool:
 
 
 async def release(runtime: Runtime, held: LeaseRecord) -> Released:
-    """End the grant, once; a repeated call gives the first answer. Whatever happens, it is renewed no more.
+    """End the grant, once; a repeated call returns the first answer. In any case, the lease is no longer renewed.
 
     A network error is retried once and then raised as BackendUnavailable; further attempts are made in the background,
-    until the store has answered or the lease has run out. What the store refuses, as without a permission, is raised
-    at once and not repeated. Raises NotHeld in a forked child.
+    until the store has answered or the lease has run out. An error with which the store refuses the request, such as a
+    missing permission, is raised at once and not retried. Raises NotHeld in a forked child.
     """
     if held.ended is None:
         await runtime.shield(_release(runtime, held))
@@ -173,7 +173,7 @@ async def _release(runtime: Runtime, held: LeaseRecord) -> None:
             if error.refused:
                 raise
             await _release_once(runtime, held)
-    except BaseException as error:  # An interrupt, too: the caller's event loop may end before the store answers.
+    except BaseException as error:  # Also an interrupt: the caller's event loop may end before the store answers.
         if not (isinstance(error, NotHeld) or getattr(error, "refused", False)):
             release_later(held)
         raise
@@ -189,12 +189,12 @@ async def _release_once(runtime: Runtime, held: LeaseRecord, tell: Callable[...,
 def release_later(held: LeaseRecord) -> None:
     """Release a lease in the background, if that can be done before it runs out."""
     held.begin_release()
-    step = partial(_release_once, held=held, tell=call_in_background)  # What a hook does delays no other release.
+    step = partial(_release_once, held=held, tell=call_in_background)  # A slow hook delays no other release.
     _repeat_later(held.backend, held.request.holder, step, held.time_left())
 
 
 def _repeat_later(*what: Any, is_release: bool = True) -> None:
-    from dlock_core.leases.late_releases import repeat_in_background  # hardly a process ever needs it
+    from dlock_core.leases.late_releases import repeat_in_background  # few processes ever need it
 
     repeat_in_background(*what, is_release=is_release)
 
@@ -209,13 +209,13 @@ def released(held: LeaseRecord) -> None:
 async def clean_up(
     runtime: Runtime, coroutine: Coroutine[Any, Any, None], error: BaseException | None, until: float
 ) -> None:
-    """Await the clean-up of a failed acquire; in the background if a silent store has kept the caller too long.
+    """Await the clean-up of a failed acquire, or start it in the background if a silent store has taken too long.
 
-    `until`: when its wait was over. So an acquire takes at most its wait, one request's time limit, and MAX_OVERTIME_S.
+    `until`: when the wait was over. So an acquire takes at most its wait, one request's time limit, and MAX_OVERTIME_S.
     """
     if isinstance(error, BackendUnavailable) and runtime.now() > until + MAX_OVERTIME_S:
         runtime.run_in_background(coroutine)
-        await runtime.sleep(0.0)  # It has begun now: of a task that has not, the end of its loop leaves no trace.
+        await runtime.sleep(0.0)  # Now it has begun; a task that has not is dropped when its loop ends.
     else:
         await runtime.shield(coroutine)
 
@@ -223,14 +223,14 @@ async def clean_up(
 class Acquisition:
     """One acquire of one lock, from its first request to its end, alone or as a member of a group.
 
-    It records at every moment what the store may hold of it, so that `undo` leaves nothing behind wherever an interrupt
-    or an error has stopped the caller. The request is repeated unchanged, with the same holder: when a reply was lost,
-    the store recognizes the holder and repeats its answer, so that a grant whose reply was lost is found at once. Only
-    where the store has undone an attempt, and the undo may come late, the next one has a holder of its own.
+    It records at every moment what the store may contain for it, so that `undo` leaves nothing behind, wherever an
+    interrupt or an error has stopped the caller. The request is repeated unchanged, with the same holder: the store
+    recognizes the holder and repeats its answer, so that a grant whose reply was lost is found at once. Only if the
+    store has undone an attempt, and the undo may arrive late, does the next attempt get a new holder.
 
     Args:
-        options: How long to wait for the lock, and what is done with its lease; they are read here only.
-        since: The time on the runtime's clock at which the wait began; left out, it begins with the first request.
+        options: How long to wait for the lock, and what is done with its lease; they are read only by the constructor.
+        since: The time on the runtime's clock at which the wait began; by default it begins with the first request.
     """
 
     __slots__ = (
@@ -268,13 +268,14 @@ class Acquisition:
         self.answer: Granted | Busy | None = None
         self.broken: BackendUnavailable | None = None
         self.ticket: Any = None
-        self.touched = False  # The store may hold a trace of us: a grant, or a position in the queue.
+        self.touched = False  # The store may contain something of ours: a grant, or a position in the queue.
         self.waited = False
 
     async def acquire(self) -> LeaseRecord:
-        """Wait for the lock and return its lease, at once if it was granted already.
+        """Wait for the lock and return its lease, at once if it was already granted.
 
-        Raises AcquireTimeout when others held it all the time, BackendUnavailable when the store could not be asked.
+        Raises AcquireTimeout if other holders kept it all the time, BackendUnavailable if the store could not be
+        reached.
         """
         held = self.held or await self.run()
         if held is None:
@@ -282,7 +283,7 @@ class Acquisition:
         return held
 
     async def run(self) -> LeaseRecord | None:
-        """Ask until the lock is granted or the wait is over; None when another holder has it."""
+        """Request the lock until it is granted or the wait is over; return None if another holder has it."""
         self.started = self.runtime.now()
         self.deadline = max(self.deadline, self.started)
         try:
@@ -298,16 +299,16 @@ class Acquisition:
                 hooks.emit("unavailable", self.request.name, seconds=self.seconds(), reason=error.reason)
             raise
         if isinstance(self.answer, Granted):
-            reason = f"it answers slower than the ttl, {self.request.ttl} s"
+            reason = f"it answers more slowly than the ttl of {self.request.ttl} s"
             hooks.emit("unavailable", self.request.name, seconds=self.seconds(), reason=reason)
             raise BackendUnavailable(self.request.name, reason=reason)
         return None
 
     def accept(self, granted: Granted, sent: float, *, renewed: bool = True) -> LeaseRecord | None:
-        """Make the lease out of a grant that was asked for at `sent`, and have it renewed from now on.
+        """Make the lease of a grant that was requested at `sent`, and start its renewal.
 
-        `renewed`: False where the caller sees to the renewal of several leases at once.
-        Returns None for a grant that has run out already.
+        `renewed`: False if the caller starts the renewal of several leases at once. Returns None for a grant that has
+        already run out.
         """
         now = self.runtime.now
         held = LeaseRecord(self.backend, self.request, granted, sent, now, self.on_lost)
@@ -322,21 +323,21 @@ class Acquisition:
 
     @property
     def pending(self) -> Acquisition | None:
-        """Itself, until the lock is granted: see `GroupMember`."""
+        """This acquisition, until the lock is granted: see `GroupMember`."""
         return self if self.held is None else None
 
     def detach(self) -> None:
-        """Need nothing of it any more: its lease, if any, is renewed no more; without I/O."""
+        """Give the lock up without I/O: its lease, if any, is no longer renewed."""
         if self.held is not None:
             self.held.abandon()
 
     async def undo(self) -> None:
-        """Leave nothing of it in the store: no lease, and no grant or position in the queue that may be there."""
+        """Remove everything of this acquire from the store: a lease, or a grant or queue position that may exist."""
         self.detach()
         if self.held is None:
             await self.abandon()
             return
-        with suppress(BackendUnavailable, NotHeld):  # It is renewed no more, and runs out.
+        with suppress(BackendUnavailable, NotHeld):  # It is no longer renewed, and runs out.
             await release(self.runtime, self.held)
 
     def undo_later(self) -> None:
@@ -356,7 +357,7 @@ class Acquisition:
         return answer is not None and self.sent >= self.deadline
 
     async def step(self) -> None:
-        """Wait if we must, then ask; a store may send its answer along with the wake-up."""
+        """Wait if necessary, then send the request; a store may send its answer together with the wake-up."""
         busy, self.answer = self.answer, None
         if isinstance(busy, Busy):
             self.ticket = busy.ticket
@@ -373,7 +374,7 @@ class Acquisition:
         except BackendUnavailable as error:
             await self.pause(error)
         if isinstance(self.answer, Busy):
-            self.sent = self.runtime.now()  # a last look was taken at the end of the wait, not at its start
+            self.sent = self.runtime.now()  # the last check was made at the end of the wait, not at its start
         elif self.answer is not None and self.answer.age is not None:
             self.sent = self.runtime.now() - self.answer.age
         return self.answer is not None
@@ -394,37 +395,37 @@ class Acquisition:
             self.change_holder()
 
     def change_holder(self) -> None:
-        """Go on under another holder, and repeat in the background what ends the grants of the present one.
+        """Continue under another holder, and repeat in the background the request that ends the present one's grants.
 
-        That may come late, and so nothing else may have that holder; or it was lost, and the lock, perhaps granted by
-        then, would be kept from everybody for a whole ttl, and first of all from this call.
+        That request may arrive late, so no later attempt may use this holder. Or it was lost, and the lock, perhaps
+        granted by then, would stay locked for a whole ttl, for this call first of all.
         """
         _repeat_later(self.backend, self.request.holder, self.leaving(), self.request.ttl, is_release=False)
         self.request = self.request._replace(holder=_new_holder())
 
     async def pause(self, error: BackendUnavailable) -> None:
-        """Decide whether to ask an unreachable store again, and when."""
+        """Decide whether to repeat a request to an unreachable store, and when."""
         now = self.runtime.now()
         first, self.broken = self.broken is None, error
         if first and error.broken:
-            return  # an idle connection had died: the store may be well, and is asked once more even with wait=0
+            return  # an idle connection had died: the store may be fine, so retry once even with wait=0
         if now >= self.deadline or error.refused:
             raise error
         if first:
-            logger.warning("dlock: %s; it is asked again until the lock's wait is over", error)
+            logger.warning("dlock: %s; the request is repeated until the lock's wait is over", error)
         await self.runtime.sleep(min(RNG.uniform(0.01, MAX_RETRY_PAUSE_S), self.deadline - now))
 
     async def abandon(self, error: BaseException | None = None) -> None:
         if self.touched:
             try:
                 await clean_up(self.runtime, self._abandon(), error, self.deadline)
-            except BaseException:  # The clean-up itself was interrupted: it may be repeated, and must be.
+            except BaseException:  # The clean-up itself was interrupted: it can be repeated, and has to be.
                 await clean_up(self.runtime, self._abandon(), error, self.deadline)
                 raise
             self.touched = False
 
     def leaving(self) -> Callable[[Runtime], Coroutine[Any, Any, None]]:
-        """Return a function that leaves nothing of the present holder in the store."""
+        """Return a function that removes everything of the present holder from the store."""
         ticket = self.answer.ticket if isinstance(self.answer, Busy) else self.ticket
         backend, request = self.backend, self.request
 
@@ -435,7 +436,7 @@ class Acquisition:
 
     async def _abandon(self) -> None:
         leave, request = self.leaving(), self.request
-        is_done = request.transaction is not None  # Its end takes along what was granted.
+        is_done = request.transaction is not None  # The end of the transaction also ends the grant.
         try:
             try:
                 await leave(self.runtime)
@@ -447,7 +448,7 @@ class Acquisition:
         except BackendUnavailable as error:
             is_done = is_done or error.refused
         finally:
-            if not is_done:  # Also where the caller's event loop ends before the store has answered.
+            if not is_done:  # Also if the caller's event loop ends before the store has answered.
                 _repeat_later(self.backend, request.holder, leave, request.ttl, is_release=False)
 
     def timeout(self) -> AcquireTimeout:

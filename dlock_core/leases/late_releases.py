@@ -1,8 +1,9 @@
-"""Releases and abandoned requests that failed, until a store that could not be asked answers again.
+"""Repeats releases and abandons that failed until an unreachable store answers again.
 
-A holder who is done, or a waiter who has given up, must not keep others waiting for a whole ttl because the store was
-away for a moment: restarting, loading its data, busy with a script. So what failed is repeated behind the caller, until
-the store has answered or the lease has run out. It names its holder, and so ends no later lease of that lock.
+A holder that is done, or a waiter that has given up, must not keep others waiting for a whole ttl because the store was
+unavailable for a moment: restarting, loading its data, busy with a script. So a failed request is repeated in the
+background, until the store has answered or the lease has run out. It names its holder, and so ends no later lease of
+that lock.
 """
 
 from __future__ import annotations
@@ -32,14 +33,14 @@ MIN_PAUSE_S: Final = 0.05
 MAX_PAUSE_S: Final = 1.0
 """Between two rounds of attempts: the pause doubles while the store does not answer."""
 MAX_FAILING_S: Final = 0.05
-"""A round in which an attempt has failed ends when it has taken so long."""
+"""A round in which an attempt has failed ends when it has taken this long."""
 MAX_ABANDONED: Final = 20
-"""While so many steps are repeated for a store, no abandon is added: every acquire that fails would leave one.
-A lease that is to be released always is added."""
+"""While this many steps are pending for a store, no abandon is added: every failed acquire would leave one. A release
+is always added."""
 
 
 class _Late:
-    """A step that has failed, kept here until the store has answered or what it would end has run out."""
+    """A step that has failed, kept until the store has answered or the lease that it would end has run out."""
 
     __slots__ = ("holder", "step", "tried", "until")
 
@@ -48,21 +49,21 @@ class _Late:
 
 
 class _LateSteps:
-    """The thread that repeats what has failed at one store: not the watchdog's, because renewals cannot wait for it.
+    """The thread that repeats failed steps at one store. It is not the watchdog's, because renewals cannot wait for it.
 
-    A store that is silent keeps it for the time limit of a request. So a round does not go on for long after a failure,
-    and what was tried longest ago comes first: only some of them may be on a node that is away, and new failures there
-    must not keep the others waiting.
+    A silent store blocks it for the time limit of a request. So a round ends soon after a failure, and the step that
+    was tried longest ago comes first: perhaps only some of the steps concern a node that is unavailable, and new
+    failures there must not delay the others.
     """
 
     def __init__(self) -> None:
         self._late: dict[str, _Late] = {}
-        """By holder. Any thread may add."""
+        """By holder. Any thread may add entries."""
         self._due, self._pause = 0.0, MIN_PAUSE_S
         self._scheduler = Scheduler("dlock-releases", "to release leases: they run out", self._next_due, self._run_due)
 
     def add(self, holder: str, step: Step, seconds: float, *, is_release: bool = True) -> None:
-        """Repeat a step for so many seconds, unless it is the abandon that is one too many."""
+        """Repeat a step for this many seconds, unless it is an abandon and too many are pending."""
         if not is_release and len(self._late) >= MAX_ABANDONED:
             return
         now = clock()
@@ -91,7 +92,7 @@ class _LateSteps:
             self._pause = MIN_PAUSE_S
 
     def _is_over(self, late: _Late) -> bool:
-        """Try a step once more, unless its time is over; False: the store cannot be asked yet."""
+        """Try a step once more, unless its time is over; return False if the store still cannot be reached."""
         late.tried = clock()
         if late.tried >= late.until:
             return True
@@ -108,7 +109,7 @@ _late_steps: WeakKeyDictionary[Backend, _LateSteps] = WeakKeyDictionary()
 
 
 def repeat_in_background(backend: Backend, holder: str, step: Step, seconds: float, *, is_release: bool = True) -> None:
-    """Repeat `step(runtime)`, which could not be carried out, while the lease lasts: for so many seconds."""
+    """Repeat `step(runtime)`, which has failed, while the lease lasts: for this many seconds."""
     if seconds > 0.0:
         known = _late_steps.get(backend)
         if known is None:
@@ -118,4 +119,4 @@ def repeat_in_background(backend: Backend, holder: str, step: Step, seconds: flo
 
 @after_fork_in_child
 def _begin_anew() -> None:
-    _late_steps.clear()  # The threads did not come along, and the leases are the parent's.
+    _late_steps.clear()  # The threads were not forked, and the leases are the parent's.

@@ -1,4 +1,4 @@
-"""What a process knows of one lease, without I/O.
+"""What a process knows about one lease, without I/O.
 
 Validity is local and monotonic, counted from before the attempt was sent, less an allowance for drift, so that a
 process which was stopped sees at once that it lost the lease. (Idea: the Redlock page of the Redis documentation.)
@@ -9,10 +9,10 @@ Only the methods of `LeaseRecord` change a lease. Its states, and the methods th
      │  └────────────────── begin_release ─────────────┴─► RELEASING ─── end ───► ENDED
      └─ lose (also from ABANDONED and RELEASING) ────────────► LOST ──── end ───► ENDED
 
-The engine, the watchdog and a transaction may each change it from a thread of its own, and a signal handler or a
-finalizer may come between any two steps, so there is no lock here: it could interrupt the code that has it.
-Instead the state follows from facts that are only ever set and never taken back: whatever two threads do at once, none
-can undo what the other did.
+The engine, the watchdog and a transaction may change it from different threads, and a signal handler or a finalizer may
+run between any two steps. So there is no mutex here: the handler could interrupt the code that holds it. Instead the
+state is derived from facts that are only ever set and never cleared: whatever two threads do at once, neither can undo
+what the other did.
 """
 
 from __future__ import annotations
@@ -44,34 +44,34 @@ MAX_CLOCK_DRIFT: Final = 0.01
 EXPIRY_MARGIN_S: Final = 0.002
 """Allowance for the coarseness of expiry in the store."""
 MOMENT_S: Final = 1.0
-"""The clock is read once for a batch of leases, and again for each of them that runs out within such a time."""
+"""The clock is read once for a batch of leases, and again for each of them that runs out within this time."""
 
 
 class LeaseState(enum.Enum):
-    """What has become of a lease, as far as this process knows.
+    """The state of a lease, as far as this process knows.
 
-    A lease that has run out without being looked at is still HELD here; `remaining()` is what proves that it holds.
+    A lease that has run out without being checked is still HELD here; only `remaining()` proves that it holds.
     """
 
     HELD = "held"
-    """Renewed by the watchdog, if that is wanted."""
+    """Renewed by the watchdog, unless renewal is switched off."""
     ABANDONED = "abandoned"
-    """It is renewed no more, and runs out unless it is released before."""
+    """It is no longer renewed, and runs out unless it is released before."""
     RELEASING = "releasing"
-    """The store was asked to end it, and has not answered, or could not be asked."""
+    """A release was sent, or could not be sent, and the store has not answered."""
     LOST = "lost"
-    """Another may hold the lock; `on_lost` and the hooks have been told, or are about to be."""
+    """Another holder may have the lock; `on_lost` and the hooks have been called, or are about to be."""
     ENDED = "ended"
-    """The store has answered the release: `ended` tells what it found."""
+    """The store has answered the release: `ended` is what it found."""
 
 
 def valid_until(sent: float, valid_for: float) -> float:
-    """Return the moment until which a grant asked for at `sent` surely holds."""
+    """Return the time until which a grant requested at `sent` certainly holds."""
     return sent + valid_for * (1 - MAX_CLOCK_DRIFT) - EXPIRY_MARGIN_S
 
 
 class Bucket(dict[str, "ref[LeaseRecord]"]):
-    """The leases that are due in the same tick, by their holders: a dictionary of texts takes half as much as a set."""
+    """The leases that are due in the same tick, by holder: a dict with str keys takes half the memory of a set."""
 
     __slots__ = ("tick",)
 
@@ -80,19 +80,19 @@ class Bucket(dict[str, "ref[LeaseRecord]"]):
 
 
 class Membership:
-    """What a handle has that joined a lease; it goes with the handle, even if the handle's finalizer is interrupted."""
+    """Held by a handle that joined a lease; dies with the handle, even if the finalizer is interrupted."""
 
     __slots__ = ("__weakref__",)
 
 
 class LeaseRecord:
-    """One grant: shared by every handle that joined it, known to the watchdog, released once.
+    """One grant: shared by every handle that joined it, renewed by the watchdog, released once.
 
-    Others only read: `request` (what was asked), `token` and `in_store` (what the store answered), `until` (the end of
-    its validity on our clock), `ended` (what the release found, None before), `loss_reason`, `bucket`, in which the
-    watchdog finds it when its renewal is due, and `caller`, the thread or task that may not acquire it again.
+    Other modules only read: `request`, `token` and `in_store` (the store's answer), `until` (the end of its validity on
+    our clock), `ended` (what the release found, None before), `loss_reason`, `bucket`, in which the watchdog finds it
+    when its renewal is due, and `caller`, the thread or task that may not acquire it again.
 
-    A process may have a hundred thousand of them: what few need is made when it is needed.
+    A process may have a hundred thousand of them, so what only a few of them need is created on demand.
     """
 
     __slots__ = (
@@ -134,18 +134,18 @@ class LeaseRecord:
         self.caller: ref[Any] | None = None
         self.bucket: Bucket | None = None
         self.needed_by: tuple[Collection[object], ...] | None = None
-        """Where those are who need a lease that is tied to transactions: it is not renewed for none."""
+        """Collections of what needs a lease that is tied to transactions; it is not renewed if all are empty."""
         self._left = 0
-        """1: its first handle has left. 2: so have all others, and it is about to be released."""
+        """1: its first handle has left. 2: all other handles have left, too, and it is about to be released."""
         self._memberships: list[ref[Membership]] | None = None
-        """Those of the handles that have joined the first one and have not left; made when there is one."""
+        """The memberships of handles that have joined the first one and have not left; created on demand."""
         self.ended: Released | None = None
         self.loss_reason, self.renewal_trouble = "", "it ran out before it was renewed"
         self._is_abandoned = False
         self._releases: tuple[bool, ...] = ()
-        """Whether it surely held when the store was first asked to end it, and when it was last asked again."""
+        """Whether it certainly held when the release was first sent, and when it was last repeated."""
         self._on_lost = on_lost
-        """Deleted by the thread that tells of the loss: deleting an attribute succeeds only once."""
+        """Deleted by the thread that reports the loss: deleting an attribute succeeds only once."""
 
     @property
     def name(self) -> str:
@@ -153,17 +153,17 @@ class LeaseRecord:
 
     @property
     def granted(self) -> Granted:
-        """The grant, as the store is shown it again."""
+        """The grant, as it is passed to the store again."""
         return Granted(self.token, self.request.ttl, self.in_store)
 
     @property
     def renewal_tick(self) -> int:
-        """When it is renewed next; 0 when it never was to be."""
+        """When it is renewed next; 0 if it was never to be renewed."""
         return 0 if self.bucket is None else self.bucket.tick
 
     @property
     def state(self) -> LeaseState:
-        """Where the lease stands; see the module's text for the transitions."""
+        """The state of the lease; see the module's docstring for the transitions."""
         if self.ended is not None:
             return LeaseState.ENDED
         if self.loss_reason:
@@ -173,40 +173,40 @@ class LeaseRecord:
         return LeaseState.ABANDONED if self._is_abandoned else LeaseState.HELD
 
     def is_to_be_renewed(self) -> bool:
-        """Return whether its state is HELD, and somebody needs it."""
+        """Return whether its state is HELD and something needs it."""
         if self.needed_by is not None and not any(self.needed_by):
             return False
         return self.ended is None and not (self.loss_reason or self._releases or self._is_abandoned)
 
     def remaining(self) -> float:
-        """Return the seconds for which the lease surely holds.
+        """Return the seconds for which the lease certainly holds.
 
-        0.0 once it is lost, another process's, or was asked to be released: the store may have done so unheard.
+        0.0 if it is lost, belongs to another process, or its release was sent: the store may have ended it already.
         """
         return 0.0 if self._releases else self.time_left()
 
     def time_left(self) -> float:
-        """Return the seconds until it runs out, whether or not a release that is unanswered has ended it before."""
+        """Return the seconds until it runs out, unless an unanswered release has already ended it."""
         if self.loss_reason or self.ended is not None or self.pid != _own_pid:
             return 0.0
         left = self.until - self.now()
         return left if left > 0.0 else 0.0
 
     def is_lost(self) -> bool:
-        """Return whether the lease ended otherwise than by its release."""
+        """Return whether the lease ended in another way than by its release."""
         return self.ended is None and self.time_left() == 0.0
 
     def is_joinable(self) -> bool:
-        """Return whether the lease surely holds, and no handle has begun to release it."""
+        """Return whether the lease certainly holds, and no handle has begun to release it."""
         return self._left < 2 and self.remaining() > 0.0
 
     def ensure(self) -> None:
-        """Raise LeaseLost unless the lease surely holds."""
+        """Raise LeaseLost unless the lease certainly holds."""
         if self.remaining() == 0.0:
             raise LeaseLost(self.name, token=self.token, reason=self.why())
 
     def ensure_was_held(self, error: BaseException | None) -> None:
-        """Raise LeaseLost if a block without an error has ended with a lost lease: its work only looked protected."""
+        """Raise LeaseLost if a block ended without an error but with a lost lease: its work only looked protected."""
         if error is None and self.ended is not None and self.ended is not Released.RELEASED:
             reason = self.loss_reason or f"it was {self.ended.value} at release"
             raise LeaseLost(self.name, token=self.token, reason=reason)
@@ -226,7 +226,7 @@ class LeaseRecord:
         return "it is being released" if is_being_released else self.loss_reason or self.renewal_trouble
 
     def join(self, membership: Membership) -> None:
-        """Count one more handle that needs the lease, until it leaves, or its membership is thrown away with it."""
+        """Count one more handle that needs the lease, until it leaves or is garbage-collected with its membership."""
         memberships = self._memberships
         if memberships is None:
             self._memberships = memberships = []
@@ -234,14 +234,14 @@ class LeaseRecord:
 
     @property
     def has_handles(self) -> bool:
-        """A handle has neither left nor been thrown away."""
+        """Whether some handle has neither left nor been garbage-collected."""
         return not self._left or bool(self._memberships)
 
     def leave(self, membership: Membership | None) -> bool:
-        """Count a handle no more; returns True when none is left and the lease is still to be released.
+        """Stop counting a handle; return True if none is left and the lease has to be released now.
 
-        Leaving again changes nothing. `membership`: with which the handle has joined, None for the first.
-        Raises NotHeld in a forked child.
+        Leaving again changes nothing. `membership`: the one with which the handle has joined, None for the first
+        handle. Raises NotHeld in a forked child.
         """
         if self.pid != _own_pid:
             self.ensure_own_process()
@@ -251,7 +251,8 @@ class LeaseRecord:
             self._left = 1
         if self.ended is not None or not self._left or self._memberships:
             return False
-        # A handle that joins meets this, or is met below, or both: it asks `is_joinable` once more after it has joined.
+        # A handle that joins now either sees this, or is seen below, or both: it checks `is_joinable` again after
+        # joining.
         self._left = 2
         if self._memberships:
             self._left = 1
@@ -259,7 +260,7 @@ class LeaseRecord:
         return True
 
     def count_out(self, membership: Membership | None) -> bool:
-        """Count a handle no more, and do nothing else; returns whether it counted until now."""
+        """Stop counting a handle, and do nothing else; return whether it counted until now."""
         if membership is not None:
             try:
                 (self._memberships or []).remove(ref(membership))
@@ -272,18 +273,18 @@ class LeaseRecord:
         return True
 
     def extend(self, sent: float, valid_for: float) -> None:
-        """Record a renewal that was asked for at `sent`; an answer after the lease ran out does not heal it."""
+        """Record a renewal that was sent at `sent`; an answer after the lease has run out does not revive it."""
         self.extend_until(valid_until(sent, valid_for), self.now())
 
     def extend_until(self, until: float, now: float) -> None:
-        """Record a renewal that is valid so long; the clock is asked again if `now`, a moment ago, leaves a doubt."""
+        """Record a renewal that is valid until then; the clock is read again if `now`, a moment ago, leaves a doubt."""
         if self.until - now < MOMENT_S and self.time_left() == 0.0:
             self.lose()
         elif until > self.until:
             self.until = until
 
     def change_ttl(self, sent: float, ttl: float) -> None:
-        """Record that a renewal for another ttl is about to be sent: a shorter one counts at once, answered or not."""
+        """Record that a renewal with another ttl is about to be sent: a shorter one counts at once, answered or not."""
         self.request = self.request._replace(ttl=ttl)
         self.until = min(self.until, valid_until(sent, ttl))
 
@@ -292,7 +293,7 @@ class LeaseRecord:
         self.in_store, self.token = granted.handle, granted.token
 
     def note_trouble(self, reason: str) -> None:
-        """Record why the last renewal went unanswered: the reason of the loss, should there be one."""
+        """Record why the last renewal got no answer: the reason for the loss, if there is one."""
         self.renewal_trouble = reason
 
     def abandon(self) -> None:
@@ -302,7 +303,7 @@ class LeaseRecord:
             self.bucket.pop(self.request.holder, None)
 
     def begin_release(self) -> None:
-        """Record that a release is about to be sent: it is renewed no more; and whether it surely holds still.
+        """Record that a release is about to be sent, which stops renewal, and whether the lease still certainly holds.
 
         Raises NotHeld in a forked child.
         """
@@ -314,17 +315,17 @@ class LeaseRecord:
     def end(self, found: Released) -> bool:
         """Record what a release found, and return whether that is the first answer, which stands."""
         if len(self._releases) > 1 and any(self._releases):
-            # An earlier request has released it and its reply was lost: a present holder was let in by that.
+            # An earlier request has released it and its reply was lost: any present holder got the lock through that.
             found = Released.RELEASED
         is_first = False
-        if self.ended is None:  # No other thread comes between the question and the answer: nothing is called here.
+        if self.ended is None:  # No other thread runs between the check and the assignment: nothing is called here.
             self.ended, is_first = found, True
-        if self.bucket is not None:  # Only now: the next waiter has the lock already.
+        if self.bucket is not None:  # Only now: the next waiter already has the lock.
             self.bucket.pop(self.request.holder, None)
         return is_first
 
     def lose(self, reason: str = "") -> None:
-        """Record the loss, and report it, once, in another thread: what callbacks do delays no renewal."""
+        """Record the loss, and report it once, in another thread, so that callbacks delay no renewal."""
         if self.ended is not None:
             return
         self.loss_reason = self.loss_reason or reason or self.renewal_trouble
@@ -335,7 +336,7 @@ class LeaseRecord:
             return
         thread = callback_thread()
         thread(self._tell_loss, self.loss_reason, on_lost)
-        _told_in[self] = thread  # Only now: a later event is told in the same thread, and so after the loss.
+        _told_in[self] = thread  # Only now: a later event is reported in the same thread, and so after the loss.
 
     def emit_released(self) -> None:
         """Report to the hooks that it has been released."""
@@ -352,7 +353,7 @@ class LeaseRecord:
             thread(hooks.emit, *event)
 
     def _tell_loss(self, reason: str, on_lost: Callable[[], None] | None) -> None:
-        with suppress(BaseException):  # A handler of the application's logging must not keep the callbacks from us.
+        with suppress(BaseException):  # A failing log handler must not prevent the callbacks.
             logger.warning("dlock: lease of lock %r (token %d) is lost: %s", self.name, self.token, reason)
         hooks.emit("lost", self.name, self.token, self.now() - self.since, reason, lease=self)
         if on_lost is not None:
@@ -364,11 +365,12 @@ class LeaseRecord:
 
 
 _told_in: Final[WeakKeyDictionary[LeaseRecord, CallbackThread]] = WeakKeyDictionary()
-"""Where the events of a lost lease are told, so that they keep their order. Few leases are lost, so the others have no
-room for it."""
+"""The thread that reports the events of a lost lease, so that they keep their order.
+
+Few leases are lost, so a record has no attribute for it."""
 
 _own_pid = os.getpid()
-"""The number of this process: one int for all leases, and no system call on the way of each."""
+"""The pid of this process: one int for all leases, and no system call for each of them."""
 
 
 @after_fork_in_child

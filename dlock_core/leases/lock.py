@@ -1,4 +1,4 @@
-"""Lock and AsyncLock, the leases that callers hold, and the `with` blocks that they are in. Sugar, no decisions.
+"""Lock and AsyncLock, the leases that callers hold, and their `with` blocks. A thin shell without decisions.
 
 A lock is a name and options, without state; a lease exists only while the lock is held.
 """
@@ -74,44 +74,44 @@ class LeaseView:
 
     @property
     def shared(self) -> bool:
-        """Other shared holders may be in, too."""
+        """Whether other shared holders may also hold the lock."""
         return self._held.request.shared
 
     @property
     def lost(self) -> bool:
-        """The lease ended otherwise than by its release. No I/O: a resumed process sees it at once."""
+        """Whether the lease ended in another way than by its release. No I/O: a resumed process sees it at once."""
         return self._held.is_lost()
 
     def remaining(self) -> float:
-        """Return the seconds for which the lease surely holds, renewal not counted; 0.0 once it does not."""
+        """Return the seconds for which the lease certainly holds without further renewal; 0.0 once it does not."""
         return self._held.remaining()
 
     def ensure_held(self) -> None:
-        """Raise LeaseLost unless the lease surely holds now; without I/O."""
+        """Raise LeaseLost unless the lease certainly holds now; without I/O."""
         self._held.ensure()
 
 
 class Releasing(Generic[T]):
-    """The `release` of a handle, which an interrupt does not cut short.
+    """The `release` of a handle, which is completed despite interrupts.
 
-    A signal handler may raise at any step. So each step of `_end` may be repeated, and one that was interrupted is:
-    no other code would come back to release the lease. An error of ours is an answer, and is not asked for again.
+    A signal handler may raise at any step. So each step of `_end` can be repeated, and is repeated if it was
+    interrupted: no other code would come back to release the lease. A DLockError is an answer, and is not retried.
     """
 
     __slots__ = ()
 
     async def _end(self, runtime: Runtime) -> T:
-        """Need the lease no more, and release it if this was its last handle."""
+        """Detach from the lease, and release it if this was its last handle."""
         raise NotImplementedError
 
     def release(self) -> T:
         """Release the lease, so that the next waiter gets the lock; idempotent, from any thread.
 
-        RELEASED: it was ours until now. EXPIRED: it had ended by itself. STOLEN: another holds it. A handle that
-        joined a lease only leaves it; of several leases that are held together each has its answer, in their order.
-        Raises NotHeld in a forked child, BackendUnavailable when the store cannot be asked. Further attempts are then
-        made in the background until it answers, unless it has refused; and release may be called again.
-        A lease that nothing releases runs out by itself.
+        Returns RELEASED if it was ours until now, EXPIRED if it had already expired, STOLEN if another holder has the
+        lock. A handle that joined a lease only leaves it. For several leases that are held together, the result is a
+        list, in their order. Raises NotHeld in a forked child, BackendUnavailable if the store cannot be reached.
+        Further attempts are then made in the background until the store answers, unless it has refused; and release may
+        be called again. A lease that is not released runs out by itself.
         """
         try:
             return run(self._end(BLOCKING))
@@ -132,7 +132,7 @@ class AsyncReleasing(Generic[T]):
         raise NotImplementedError
 
     async def release(self) -> T:
-        """See `Lease.release`; finished even while the task is being cancelled."""
+        """See `Lease.release`; completed even while the task is being cancelled."""
         try:
             return await self._end(ASYNCIO)
         except DLockError:
@@ -143,11 +143,11 @@ class AsyncReleasing(Generic[T]):
 
 
 class LeaseHandle(LeaseView):
-    """A handle of a grant, alone or one of several; the grant ends with the last handle that has joined it.
+    """A handle of a grant, or one of several; the grant ends with its last handle.
 
     Args:
         held: The grant.
-        membership: With which it has joined; None for the handle of the one who has acquired the grant.
+        membership: The one with which it has joined; None for the handle that acquired the grant.
     """
 
     __slots__ = ("_membership",)
@@ -173,7 +173,7 @@ class LeaseHandle(LeaseView):
             self._held.ensure_was_held(error)
 
     def __del__(self) -> None:
-        held = getattr(self, "_held", None)  # None: an interrupt came while it was made
+        held = getattr(self, "_held", None)  # None if an interrupt stopped the constructor
         if held is None or held.ended is not None or not held.count_out(self._membership):
             return
         if not held.has_handles:
@@ -189,11 +189,11 @@ class Lease(LeaseHandle, Releasing[Released]):
     __slots__ = ()
 
     def renew(self, ttl: Seconds | None = None) -> None:
-        """Push the expiry of a lease that is still ours, to `ttl` seconds from now (None: its ttl).
+        """Extend the expiry of a lease that is still ours to `ttl` seconds from now (None: its own ttl).
 
-        A shorter `ttl` counts for this process at once; the store keeps the lock until the longer one is over.
-        Raises LeaseLost when another holder may already be at work: stop, do not retry.
-        A network error raises BackendUnavailable and says nothing about the lease; it stays valid as before.
+        A shorter `ttl` counts for this process at once; the store keeps the lock until the longer one is over. Raises
+        LeaseLost if another holder may already be working: stop, do not retry. A network error raises
+        BackendUnavailable and says nothing about the lease, which stays valid as before.
         """
         run(engine.renew(BLOCKING, self._held, ttl))
 
@@ -212,8 +212,9 @@ class Blocks:
     """The leases of the `with` blocks that each thread or task is in, so that all of them can share one lock object.
 
     A block may end in another thread or task than the one it began in: a generator, a fixture, a streamed response. Its
-    lease is then searched among those whose thread or task has ended. If that leaves more than one candidate, none is
-    released: a lease that is never released expires, but releasing the lease of a live holder would let two in.
+    lease is then sought among those whose thread or task has ended. If there is more than one candidate, none is
+    released: a lease that is never released expires, but releasing the lease of a live holder would let in a second
+    one.
     """
 
     __slots__ = ("_leases", "_unmatched")
@@ -224,12 +225,12 @@ class Blocks:
         """The number of blocks that have ended while it was unknown which lease was theirs."""
 
     def enter(self, caller: Hashable, lease: T) -> T:
-        """Remember the lease of a block that begins."""
+        """Record the lease of a block that begins."""
         self._leases.setdefault(caller, []).append(lease)
         return lease
 
     def innermost(self, caller: Hashable) -> Any:
-        """Return the lease of a block that ends, which stays here until `forget`; None when it is unknown which."""
+        """Return the lease of a block that ends, which stays here until `forget`; None if it cannot be determined."""
         leases = self._leases.get(caller)
         return leases[-1] if leases else self._of_another_caller()
 
@@ -242,20 +243,20 @@ class Blocks:
             if not leases:
                 self._leases.pop(each, None)
         if self._unmatched and self._unmatched >= len(self._entries()):
-            self._leases.clear()  # All blocks have ended. A lease without another reference is renewed no longer.
+            self._leases.clear()  # All blocks have ended. A lease without other references is no longer renewed.
             self._unmatched = 0
 
     def _of_another_caller(self) -> Any:
         entries = self._entries()
         ended = [lease for caller, lease in entries if _has_ended(caller)]
-        if len(entries) == self._unmatched + 1:  # As many blocks are over as have begun.
+        if len(entries) == self._unmatched + 1:  # As many blocks have ended as have begun.
             return entries[-1][1]
         if len(ended) == 1:
             return ended[0]
         self._unmatched += 1
         logger.warning(
             "dlock: a block ended in another thread or task than the one it began in, and it is unknown which of %d "
-            "leases is its own: none is released, its own runs out. Use a lock object of its own for such a block",
+            "leases belongs to it: none is released, and the block's lease runs out. Create a lock for each such block",
             len(entries),
         )
         return None
@@ -265,14 +266,14 @@ class Blocks:
 
 
 def _has_ended(caller: object) -> bool:
-    """Return whether a thread or task has ended, so that it can be in no block any more."""
+    """Return whether a thread or task has ended, so that it can no longer be in a block."""
     if isinstance(caller, threading.Thread):
         return not caller.is_alive()
     return isinstance(caller, asyncio.Future) and caller.done()
 
 
 class BlockExit:
-    """The end of a lock's `with` block, which releases the lease even when an interrupt comes at any step of it."""
+    """The end of a lock's `with` block, which releases the lease even if an interrupt arrives at any step of it."""
 
     _blocks: Blocks
 
@@ -282,7 +283,7 @@ class BlockExit:
             run(end_block(BLOCKING, self._blocks, threading.current_thread(), error, ending))
         except DLockError:
             raise
-        except BaseException:  # A signal handler has raised, at whatever step; each may be repeated.
+        except BaseException:  # A signal handler has raised, at any step; every step can be repeated.
             run(end_block(BLOCKING, self._blocks, threading.current_thread(), error, ending))
             raise
 
@@ -306,10 +307,10 @@ class AsyncBlockExit:
 async def end_block(
     runtime: Runtime, blocks: Blocks, caller: object, error: BaseException | None, ending: list[Any]
 ) -> None:
-    """Release what a `with` block held, and judge whether it was held to the end of the block.
+    """Release the lease of a `with` block, and check that it was held to the end of the block.
 
-    The list `ending` records which lease that is. A caller that was interrupted in here calls again with the same list,
-    so that the second call ends this block and not the one around it.
+    The list `ending` records which lease that is. A caller that was interrupted in this function calls it again with
+    the same list, so that the second call ends this block and not the one around it.
     """
     if not ending:
         ending += [blocks.innermost(caller)]
@@ -322,7 +323,7 @@ async def end_block(
 
 
 def let_expire(error: BackendUnavailable | NotHeld) -> None:
-    """Accept that a lease was not released where its work has ended well, or by a forked child: it then expires."""
+    """Accept that a lease could not be released after its work has ended, or belongs to a parent: it expires."""
     if isinstance(error, BackendUnavailable):
         logger.warning("dlock: %s; unless a later attempt releases the lease, it runs out by itself", error)
 
@@ -353,13 +354,13 @@ class _Lock:
             backend: The store, made by `connect` or by its class.
             name: Parts joined with ":"; see `dlock_core.names.join`.
             ttl: Seconds for which the lease outlives a holder that has died.
-            wait: Seconds for which `acquire` waits for other holders: None is for ever, 0 is one try.
-            shared: Let other shared holders in.
+            wait: Seconds for which `acquire` waits for other holders: None means forever, 0 means one try.
+            shared: Let other shared holders hold the lock at the same time.
             renew: Renew the lease in the background while this process lives.
-            reentrant: Let the same thread or task ask again and join the lease that it has.
-            fair: False may overtake waiters.
+            reentrant: Let the same thread or task acquire the lock again and join the lease that it has.
+            fair: False lets the acquire overtake waiters.
             on_lost: Called once, from another thread, when the lease is lost.
-            **unknown: Refused with a TypeError, which says what another library's option is called here.
+            **unknown: Refused with a TypeError, which translates the option names of other libraries.
 
         Raises ValueError or TypeError for bad arguments and NotSupported for what the store cannot do, before any I/O.
         """
@@ -381,10 +382,10 @@ class _Lock:
     async def _hold(
         self, runtime: Runtime, caller: object, kind: type[L], *, once: bool = False, enters: bool = False
     ) -> L | None:
-        """Acquire a lease, or None when it is asked for `once` and another holder has it; `enters` a `with` block.
+        """Acquire a lease; None if another holder has the lock and it is tried only `once`. `enters` a `with` block.
 
-        A signal handler may raise after any call. So what was granted is known here at every moment, and is given back;
-        and nothing is called any more, here or in `run`, once the lease has been handed out.
+        A signal handler may raise after any call. So this function knows at every moment what was granted, and can
+        release it; and nothing is called any more, here or in `run`, once the lease is about to be returned.
         """
         acquisition, lease, held = None, None, find_held(caller, self.backend, self.name)
         membership = None if held is None else self._membership_in(held)
@@ -414,14 +415,14 @@ class _Lock:
         return lease
 
     def _membership_in(self, held: LeaseRecord) -> Membership:
-        """Return a membership in a lease that the caller holds already; raises AlreadyHeld if it cannot be joined."""
+        """Return a membership in a lease that the caller already holds; raises AlreadyHeld if it cannot be joined."""
         if not self.reentrant or (held.request.shared and not self.shared):
             raise AlreadyHeld(self.name)
         return Membership()
 
 
 async def _give_back(held: LeaseRecord | None, membership: Membership | None, acquisition: Acquisition | None) -> None:
-    """Undo what an acquire has done that was stopped: leave a lease that it has joined, or end its own."""
+    """Undo an acquire that was stopped: leave the lease that it has joined, or end its own."""
     if held is not None:
         held.leave(membership)
     if acquisition is not None:
@@ -436,14 +437,14 @@ class Lock(_Lock, BlockExit):
     def acquire(self) -> Lease:
         """Hold the lock, waiting at most `wait` seconds.
 
-        Raises AcquireTimeout when others held it all the time, AlreadyHeld when this thread holds it,
-        BackendUnavailable when the store could not be asked.
+        Raises AcquireTimeout if other holders kept it all the time, AlreadyHeld if this thread holds it,
+        BackendUnavailable if the store could not be reached.
         """
         refuse_in_loop("use AsyncLock")
         return run(self._hold(BLOCKING, threading.current_thread(), Lease))  # type: ignore[return-value]
 
     def try_acquire(self) -> Lease | None:
-        """Hold the lock if it is free now, else return None; never waits for another holder."""
+        """Hold the lock if it is free now, otherwise return None; never waits for another holder."""
         return run(self._hold(BLOCKING, threading.current_thread(), Lease, once=True))
 
     def __enter__(self) -> Lease:

@@ -1,7 +1,8 @@
 """Several locks together, all or none: sorted and without repetition, so that overlapping sets cannot deadlock.
 
-In one request each way where the store can and all are free; else one after the other in the order of their names,
-each waiting in its own queue while those before it are held. `acquire_all` has the algorithm for every kind of lock.
+If the store can do so and all locks are free, one request takes or releases all of them. Otherwise they are acquired
+one after the other in the order of their names, each waiting in its own queue while those before it are held.
+`acquire_all` is the algorithm for every kind of lock.
 """
 
 from __future__ import annotations
@@ -53,20 +54,20 @@ class GroupMember(Protocol):
 
     @property
     def backend(self) -> Backend:
-        """The store that is asked."""
+        """The store of the lock."""
 
     @property
     def pending(self) -> Acquisition | None:
-        """What has to be asked of the store; None when the lock is held already."""
+        """What has to be requested from the store; None if the lock is already held."""
 
     async def acquire(self) -> object:
         """Wait for this lock, while those before it are held."""
 
     def detach(self) -> None:
-        """Need nothing of it any more, because the whole has failed; without I/O."""
+        """Give the lock up without I/O, because the whole acquire has failed."""
 
     async def undo(self) -> None:
-        """Leave nothing of it in the store."""
+        """Remove everything of this acquire from the store."""
 
     def undo_later(self) -> None:
         """Leave nothing of it in the store, in the background."""
@@ -77,10 +78,10 @@ async def acquire_all(
 ) -> T:
     """Acquire several locks, all or none, and return what `finish` makes of them.
 
-    The members come in the order that every caller keeps, so that overlapping sets cannot deadlock. Those of one store
-    are asked for in one request where the store can; what is not free then is waited for, one lock after the other.
-    Whatever stops this or `finish`, nothing is held afterwards that was not held before. `until`: when the longest of
-    the waits is over.
+    The members are in the order that every caller uses, so that overlapping sets cannot deadlock. Those of one store
+    are requested in one request if the store supports that; then the acquire waits for those that are not free, one
+    after the other. Whatever stops this or `finish`, nothing is held afterwards that was not held before. `until`: when
+    the longest of the waits is over.
     """
     try:
         for _, neighbours in groupby(members, key=attrgetter("backend")):
@@ -102,9 +103,9 @@ async def acquire_all(
 
 
 async def _acquire_in_one_request(runtime: Runtime, members: Sequence[GroupMember], until: float) -> None:
-    """Take all of the locks in one request; none where the store cannot, or where one of them is held already.
+    """Take all of the locks in one request; none if the store cannot do that, or if one of them is already held.
 
-    A member is asked for its request only where it is needed: it may have to connect for that, in its own way.
+    A member's request is read only if it is needed: the member may have to connect for it.
     """
     backend = members[0].backend
     if len(members) == 1 or not supports_many(backend):
@@ -120,7 +121,7 @@ async def _acquire_in_one_request(runtime: Runtime, members: Sequence[GroupMembe
     except BackendUnavailable:
         if runtime.now() > until + MAX_OVERTIME_S:
             raise
-        return  # It may have worked. Each is asked for by the same request now, which then finds its own grant.
+        return  # It may have worked. Each lock is now requested with the same holder, which then finds its own grant.
     for each in asked:
         each.touched = granted is not None
     for each, grant in zip(asked, granted or (), strict=False):
@@ -150,9 +151,9 @@ def _undo_later(members: Sequence[GroupMember]) -> None:
 
 
 async def release_all(runtime: Runtime, held: Sequence[LeaseRecord]) -> list[Released]:
-    """End all of the grants: in one request where the store can, and one by one what that left open.
+    """End all of the grants: in one request if the store supports that, and one by one those that it left open.
 
-    Raises BackendUnavailable for the first whose end is unknown, when all were tried; NotHeld in a forked child.
+    Raises BackendUnavailable for the first whose end is unknown, after all were tried; NotHeld in a forked child.
     """
     return await runtime.shield(_release_all(runtime, held))
 
@@ -164,7 +165,7 @@ async def _release_all(runtime: Runtime, held: Sequence[LeaseRecord]) -> list[Re
         failure = await _release_in_one_request(runtime, backend, still_held)
     for one in [one for one in still_held if one.ended is None]:
         if failure is not None and not failure.refused and runtime.now() > began + MAX_OVERTIME_S:
-            release_later(one)  # A store that is silent would keep the caller once more for each.
+            release_later(one)  # A silent store would delay the caller once more for each.
             continue
         try:
             await release(runtime, one)
@@ -194,21 +195,21 @@ MemberLease = TypeVar("MemberLease", bound=LeaseView)
 
 
 class Leases(tuple[MemberLease, ...]):
-    """Leases that are held together; what is said of them holds for all."""
+    """Leases that are held together; each property covers all of them."""
 
     __slots__ = ()
 
     @property
     def lost(self) -> bool:
-        """One of them is lost, and so are all."""
+        """Whether one of them is lost, and so all of them."""
         return any(lease.lost for lease in self)
 
     def remaining(self) -> float:
-        """Return the seconds for which all of them surely hold."""
+        """Return the seconds for which all of them certainly hold."""
         return min(lease.remaining() for lease in self)
 
     def ensure_held(self) -> None:
-        """Raise LeaseLost unless all of them surely hold."""
+        """Raise LeaseLost unless all of them certainly hold."""
         for lease in self:
             lease.ensure_held()
 
@@ -222,7 +223,7 @@ class _MultiLease(Leases[LeaseHandle]):
         return tuple(self)
 
     async def _end(self, runtime: Runtime) -> list[Released]:
-        """Leave all, and release those that no other handle has joined; may be repeated after an interrupt."""
+        """Leave all of them, and release those that no other handle has joined; can be repeated after an interrupt."""
         held = [lease._held for lease in self]  # noqa: SLF001 - the handles of one package
         unneeded = [one for one, lease in zip(held, self, strict=True) if one.leave(lease._membership)]  # noqa: SLF001
         try:
@@ -252,7 +253,7 @@ class _MultiLock:
     """Several names in a store, held all or none; arguments as for `Lock`."""
 
     renew, fair, on_lost = True, True, None
-    """As for `Lock`, which can be given others."""
+    """Fixed here; `Lock` has options for them."""
 
     def __init__(
         self, backend: Backend, names: Iterable[str], *, ttl: Seconds = 30.0, wait: Seconds | None = 10.0,
@@ -272,7 +273,7 @@ class _MultiLock:
     async def _hold(self, runtime: Runtime, caller: Hashable, kind: type[L], *, enters: bool = False) -> L:
         """Acquire all; `enters` a `with` block. See `Lock._hold` for what happens when it is interrupted.
 
-        Raises LeaseLost when one is lost while the others are waited for.
+        Raises LeaseLost if one is lost while this waits for the others.
         """
         since, lease = runtime.now(), None
         if (known := find_held(caller, self.backend, *self.names)) is not None:

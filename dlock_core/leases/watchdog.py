@@ -1,7 +1,7 @@
-"""The watchdog: one thread for each store renews all of its leases, in batches, at a third of their time.
+"""The watchdog: one thread for each store renews all of its leases, in batches, after a third of their validity.
 
-Work reaches it through dictionaries that are changed by single operations, which cannot be half done: there is no lock
-that a signal handler or a finalizer could meet.
+Work reaches it through dicts that are changed by atomic operations: there is no mutex on which a signal handler or a
+finalizer could deadlock.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ MAX_BATCH: Final = 1000
 class Watchdog:
     """The thread that renews the leases of one store, in batches: one request for any number of leases.
 
-    A renewal is answered renewed, lost, or not at all. No answer is not a loss: it is asked again soon, and becomes one
-    when the lease's own validity is over. Leases are known by weak reference, so one that was thrown away runs out.
-    (Idea: the lease monitor of madelson/DistributedLock.)
+    The answer to a renewal is renewed, lost, or missing. A missing answer is not a loss: the renewal is repeated soon,
+    and the lease is lost when its validity is over. The watchdog has only weak references to leases, so one that is no
+    longer referenced elsewhere runs out. (Idea: the lease monitor of madelson/DistributedLock.)
     """
 
     def __init__(self) -> None:
@@ -48,7 +48,7 @@ class Watchdog:
         self.scheduler = Scheduler("dlock-watchdog", "to renew leases: they run out", self._next_due, self._run_due)
 
     def plan(self, seconds: float, *leases: LeaseRecord) -> None:
-        """Renew these leases in so many seconds, and not before."""
+        """Renew these leases in this many seconds, and not before."""
         while True:
             tick = int((clock() + seconds) * TICKS_PER_S)
             bucket = self._due.get(tick)
@@ -57,7 +57,7 @@ class Watchdog:
             for held in leases:
                 held.bucket = bucket
                 bucket[held.request.holder] = ref(held)
-            if self._due.get(tick) is bucket:  # Otherwise the thread has just taken the bucket, perhaps without us.
+            if self._due.get(tick) is bucket:  # Otherwise the thread has just taken the bucket, perhaps without these.
                 break
         if tick / TICKS_PER_S < self.scheduler.sleeps_until:
             self.scheduler.plan(tick / TICKS_PER_S)
@@ -66,9 +66,9 @@ class Watchdog:
         return min(due) / TICKS_PER_S if (due := [*self._due]) else None
 
     def _run_due(self) -> None:
-        # No lease is kept here beyond the call: one that the sleeping thread held could not be thrown away.
-        # After an early wake-up the bucket of a lease that was released at once stays: the next such lease falls into
-        # it and need not wake the thread again. After a full sleep empty buckets go, so that the thread can end.
+        # No reference to a lease is kept beyond this call: the sleeping thread would keep the lease alive. After an
+        # early wake-up the bucket of a lease that was released at once is kept: the next such lease falls into it and
+        # need not wake the thread again. After a full sleep empty buckets are removed, so that the thread can end.
         leases = self._take(clean=not self.scheduler.was_woken)
         for start in range(0, len(leases), MAX_BATCH):
             batch = leases[start : start + MAX_BATCH]
@@ -80,7 +80,7 @@ class Watchdog:
                     self._unknown(held, "its renewal failed")
 
     def _take(self, *, clean: bool = True) -> list[LeaseRecord]:
-        """Take what is due; `clean` removes empty buckets as well."""
+        """Remove and return the leases that are due; `clean` removes empty buckets as well."""
         now = clock() * TICKS_PER_S
         ticks = [tick for tick in [*self._due] if tick <= now or (clean and not self._due[tick])]
         return [
@@ -119,7 +119,7 @@ class Watchdog:
         except BaseException as error:  # noqa: BLE001 - every other lease depends on this thread
             call_in_background(logger.error, "dlock: a renewal failed", exc_info=error)
         renewed: dict[float, list[LeaseRecord]] = {}
-        """The leases by how long they are valid now: those of one ttl are due together again."""
+        """The leases by their new validity: those of one ttl are due together again."""
         answers, now = answers or [RenewalFailure.UNKNOWN] * len(leases), leases[0].now()
         valid_for, until = 0.0, 0.0
         together: list[LeaseRecord] = []
@@ -128,12 +128,12 @@ class Watchdog:
                 self._unknown(held, reason)
             elif held.is_to_be_renewed():
                 if result is RenewalFailure.LOST:
-                    held.lose("the store gave it to another, or forgot it")
+                    held.lose("the store granted it to another holder, or lost it")
                     continue
                 if result != valid_for:
                     valid_for, until = result, valid_until(sent, result)
                     together = renewed.setdefault(result, [])
-                if held.request is renewal.request:  # Otherwise the caller has renewed it for another ttl since.
+                if held.request is renewal.request:  # Otherwise the caller has since renewed it with another ttl.
                     held.extend_until(until, now)
                 together.append(held)
         for valid_for, together in renewed.items():
@@ -141,7 +141,7 @@ class Watchdog:
         self._plan_changed(leases, renewals)
 
     def _plan_changed(self, leases: list[LeaseRecord], renewals: list[Renewal]) -> None:
-        """Plan those again that their callers have renewed for another ttl since: our plan may have replaced theirs."""
+        """Plan those again that their callers have since renewed with another ttl: our plan may have replaced it."""
         for held, renewal in zip(leases, renewals, strict=True):
             if held.request is not renewal.request and held.is_to_be_renewed():
                 self.plan(held.remaining() / 3, held)
@@ -163,9 +163,9 @@ _UNTIL: Final = attrgetter("until")
 
 
 def renew_in_background(*leases: LeaseRecord) -> None:
-    """Renew leases of one store, each from a third of its ttl on, until it is released, lost, abandoned or thrown away.
+    """Renew leases of one store, each after a third of its ttl, while it is held and referenced.
 
-    All are looked at when the first of them is due.
+    All of them are checked when the first one is due.
     """
     due = min(map(_UNTIL, leases), default=math.inf)
     if due == math.inf:
@@ -179,4 +179,4 @@ def renew_in_background(*leases: LeaseRecord) -> None:
 
 @after_fork_in_child
 def _begin_anew() -> None:
-    _watchdogs.clear()  # The threads did not come along: the child makes its own.
+    _watchdogs.clear()  # The threads were not forked: the child starts its own.

@@ -1,9 +1,9 @@
-"""What makes the fence's functions on PostgreSQL; `fence_sql` calls them.
+"""Creates the fence's functions on PostgreSQL; `fence_sql` calls them.
 
-They do what the statements in `fence_sql` do, but PostgreSQL keeps their plans, and no plan outlives the table that it
-was made for. Migrations of `django_dlock`, create_all() and Alembic run this text, so it never changes once it was
-released: functions that do anything else need other names, because a release may run before its migration, and must not
-call those of the release before. See docs/adr/0017-fence-functions.md.
+They do the same as the statements in `fence_sql`, but PostgreSQL keeps their plans, and no plan outlives the table that
+it was made for. Migrations of `django_dlock`, create_all() and Alembic run this text, so it must never change once it
+was released: functions that behave differently need other names, because a release may run before its migration, and
+must not call those of the previous release. See docs/adr/0017-fence-functions.md.
 """
 
 from typing import Final
@@ -13,14 +13,13 @@ __all__ = ["CREATE_ADMIT", "CREATE_BOTH", "CREATE_CONFIRM", "DROP_ADMIT", "DROP_
 _SIGNATURE: Final = "(varchar, bigint, varchar, text)"
 _PARAMETERS: Final = "(p_name varchar, p_token bigint, p_holder varchar, p_lock_timeout text)"
 
-# The wait for row locks is limited, and the session's own limit restored; the application_name tells the inspector
-# under whose lease the transaction works. A plan that was made while the table was small must not read the whole table
+# The wait for row locks is limited, and the session's own limit restored; the application_name shows the inspector
+# under which lease the transaction works. A plan that was made while the table was small must not read the whole table
 # when it has grown, so the plans are made without sequential scans.
-#
 # PostgreSQL keeps the plan of a statement in a function even when a table of the same name is created later, in a
-# schema that stands earlier in the search path. So the kept plan is for the table of the function's own schema, by its
-# full name, and changes nothing unless the caller's search path leads there at that moment, when the table is locked
-# already. Where nothing was changed the text is read anew: a refusal never comes from a kept plan.
+# schema that is earlier in the search path. So the kept plan is for the table of the function's own schema, by its full
+# name, and changes nothing unless the caller's search path leads there at that moment, when the table is already
+# locked. If nothing was changed, the text is planned again: a refusal never comes from a kept plan.
 _TEMPLATE: Final = """\
 DO $do$ BEGIN EXECUTE format($format$
 CREATE OR REPLACE FUNCTION {name}{signature} RETURNS bigint LANGUAGE plpgsql SET enable_seqscan = off AS $$
@@ -61,7 +60,7 @@ UPDATE {fence} SET holder = holder
 
 
 def _create(name: str, change: str) -> str:
-    """Return the statement that makes the function which sends this change."""
+    """Return the statement that creates the function which executes this change."""
     check = "to_regclass('dlock_fence') = to_regclass(%2$L) AND "
     kept = change.format(fence="%1$s", check=check, name="p_name", t="p_token", holder="p_holder")
     anew = change.format(fence="dlock_fence", check="", name="$1", t="$2", holder="$3")
@@ -82,4 +81,4 @@ EXECUTE $two$
 {CREATE_CONFIRM}
 $two$;
 END $both$"""
-"""Make both in one statement: a driver that prepares its statements takes no two at once."""
+"""Creates both in one statement: a driver that prepares its statements accepts only one at a time."""

@@ -21,10 +21,10 @@ __all__ = ["BIGINT", "DIALECTS", "FOR", "MYSQL", "POSTGRESQL", "SCHEMA_OF_FUNCTI
 _IS_MARKED: Final = "SELECT CASE WHEN s_token > token THEN 1 ELSE 0 END FROM dlock_fence WHERE name = :name"
 _MARKED_TOKEN: Final = "SELECT token FROM dlock_fence WHERE name = :name AND s_token > token"
 _UNMARKED: Final = "NOT EXISTS (SELECT 1 FROM dlock_fence AS m WHERE m.name = {n} AND m.s_token > m.token)"
-"""Asked by a read that waits for no other shared holder, before the statement that would wait for all of them."""
+"""A read that waits for no other shared holder, before the statement that would wait for all of them."""
 
-# The row named '' is the floor that `dlock purge` left: a missing row counts as that high. Tokens below 10**15 are no
-# times (revisions of etcd, for one), are never purged and have no floor.
+# The row named '' is the floor that `dlock purge` left: a missing row counts as having that token. Tokens below 10**15
+# are not times (revisions of etcd, for example); they are never purged and have no floor.
 _ABOVE_FLOOR: Final = """\
 ({t} < 1000000000000000 OR NOT EXISTS (SELECT 1 FROM dlock_fence AS p WHERE p.name = '' AND p.token >= {t}))"""
 
@@ -50,7 +50,7 @@ _NOT_NEWER: Final = "name = :name AND token < :token"
 
 SQLITE: Final = FenceDialect(
     admit=(_filled(_UPSERT),),
-    share=_MARKED_TOKEN,  # one snapshot for the check and all later reads: nothing newer can slip in between
+    share=_MARKED_TOKEN,  # one snapshot for the check and all later reads: nothing newer can come in between
     is_marked=_IS_MARKED,
     mark=_filled(_UPSERT_MARK),
     announce=(_filled(_UPSERT_SHARED),),
@@ -69,8 +69,8 @@ SELECT c.n, CAST(pg_current_xact_id_if_assigned() AS text) AS xid, set_config('l
 FROM old LEFT JOIN ({result}) AS c ON true"""
 """Limit the wait for row locks, and restore the session's own limit, in one statement.
 
-The column `xid` is the transaction's id, by which `pg_xact_status` tells how a COMMIT of unknown outcome has ended.
-Until then the session's application_name tells the inspector under whose lease it works.
+The column `xid` is the transaction's id, with which `pg_xact_status` reports how a COMMIT of unknown outcome has ended.
+Until the end of the transaction the session's application_name shows the inspector under which lease it works.
 """
 
 
@@ -83,10 +83,10 @@ def limited(change: str) -> str:
 
 
 _IS_CURRENT: Final = "CAST('dlock_fence' AS regclass) = to_regclass('dlock_fence')"
-"""A prepared statement's table is still the one that the search path leads to.
+"""Whether a prepared statement's table is still the one that the search path leads to.
 
-The cast is carried out when the statement is analyzed, the function when it is executed. PostgreSQL does not analyze it
-anew for a table of the same name that was created later, in an earlier schema of an unchanged search path.
+The cast is evaluated when the statement is analyzed, the function when it is executed. PostgreSQL does not analyze the
+statement again for a table of the same name that was created later, in an earlier schema of an unchanged search path.
 """
 
 
@@ -106,7 +106,7 @@ POSTGRESQL: Final = FenceDialect(
     is_marked=_IS_MARKED,
     mark=_postgres(_UPSERT_MARK),
     announce=(_postgres(_UPSERT_SHARED),),
-    # It changes the row: a plain lock would be invisible to one who waits for it in a snapshot, and misses our COMMIT.
+    # It changes the row: a plain lock would be invisible to a waiter with an older snapshot, which misses our COMMIT.
     confirm=limited(f"UPDATE dlock_fence SET holder = holder FROM lim WHERE {_IS_CURRENT} AND {_OURS}"),  # noqa: S608
     confirm_shared=_postgres_locked("1", _NOT_NEWER, "SHARE"),
     analyze_anew="DISCARD PLANS",
@@ -115,11 +115,11 @@ POSTGRESQL: Final = FenceDialect(
 
 @lru_cache
 def functions_in(schema: str, *, with_xid: bool = False) -> FenceDialect:
-    """Return what is sent on PostgreSQL where the functions of `fence_functions` are in this quoted schema.
+    """Return the statements for PostgreSQL if the functions of `fence_functions` are in this quoted schema.
 
-    They do the same as the long statements, which PostgreSQL would plan anew for each transaction where the driver does
-    not prepare them. The schema is named, because the search path may change after it was looked for. `with_xid`: the
-    answer is the transaction's id, in one column `xid`, which costs a client less than two; 0 is a refusal.
+    They do the same as the long statements, which PostgreSQL would plan again for each transaction if the driver does
+    not prepare them. The schema is named, because the search path may change after the lookup. `with_xid`: the answer
+    is the transaction's id, in one column `xid`, which costs a client less than two columns; 0 is a refusal.
     """
     ask = _WITH_XID if with_xid else "SELECT {call}"
     calls = [f"{schema}.{name}(:name, :token, :holder, :milliseconds)" for name in ("dlock_admit", "dlock_confirm")]
@@ -138,10 +138,10 @@ WHERE a.oid = to_regprocedure('dlock_admit{_SIGNATURE}') AND c.oid = to_regproce
 AND n.oid = a.pronamespace AND n.oid = c.pronamespace AND position(':' IN n.nspname) = 0
 AND has_schema_privilege(n.oid, 'USAGE')
 AND has_function_privilege(a.oid, 'EXECUTE') AND has_function_privilege(c.oid, 'EXECUTE'))"""  # noqa: S608
-"""The quoted schema that has the functions; NULL where they are missing, or may not be called."""
+"""The quoted schema that has the functions; NULL if they are missing, or may not be called."""
 
-# The INSERT comes first: an UPDATE of a row that is not there would lock its gap, and two new names each other out.
-# Assignments are made from left to right; the row count cannot tell a refusal from an unchanged row.
+# The INSERT comes first: an UPDATE of a row that does not exist would lock its gap, so that two new names block each
+# other. Assignments are made from left to right; the row count cannot distinguish a refusal from an unchanged row.
 _INSERT: Final = """\
 INSERT INTO dlock_fence (name, token, holder, s_token) SELECT :name, {values} FROM DUAL WHERE {above_floor}"""
 _RAISE: Final = """
@@ -175,7 +175,7 @@ FOR: Final = "SET STATEMENT innodb_lock_wait_timeout = :seconds FOR "
 MARIADB: Final = FenceDialect(
     admit=(f"{FOR}{_ADMIT}\nRETURNING token = :token AND holder = :holder AND s_token < :token",),
     share=FOR + MYSQL.share,
-    is_marked=FOR + MYSQL.is_marked,  # under SERIALIZABLE it locks the row
+    is_marked=FOR + MYSQL.is_marked,  # under SERIALIZABLE this locks the row
     mark=FOR + MYSQL.mark,
     announce=(f"{FOR}{_ANNOUNCE}\nRETURNING token < :token",),
     confirm=FOR + MYSQL.confirm,
@@ -183,7 +183,7 @@ MARIADB: Final = FenceDialect(
 )
 
 DIALECTS: Final = {"sqlite": SQLITE, "postgresql": POSTGRESQL, "mysql": MYSQL, "mariadb": MARIADB}
-"""By the name of the database; MySQL's statements wait as long as the session's innodb_lock_wait_timeout says."""
+"""By the name of the database; MySQL's statements wait for the session's innodb_lock_wait_timeout."""
 
 
 _OLDER: Final = "(dlock_token < {t} OR (dlock_token = {t} AND dlock_holder = :holder))"
@@ -199,7 +199,7 @@ _LOCKING: Final = {"mysql": _SHARE, "mariadb": FOR + _SHARE}
 
 @dataclass(frozen=True, slots=True)
 class RowStatements:
-    """Take the parameters of an entry, and those of the key; a changed row, or a first column above 0, is a yes."""
+    """Statements with the parameters of an entry and of the key; a changed row, or a first column above 0, is a yes."""
 
     admit: str
     confirm: str
@@ -208,9 +208,9 @@ class RowStatements:
 
 @dataclass(frozen=True, slots=True)
 class FencedRow:
-    """A protected row: where it is, how to ask for it, and how to ask the table in its place.
+    """A protected row: where it is, its statements, and the fence table that takes its place while it is missing.
 
-    `database` gives every statement the parameters of the key.
+    `database` adds the parameters of the key to every statement.
     """
 
     database: StatementExecutor
@@ -221,7 +221,7 @@ class FencedRow:
 def admit(row: FencedRow, entry: FenceEntry) -> None:
     """Raise the row in the open transaction, before anything is read in it; raises StaleToken.
 
-    For a lease of several transactions, in one of its own.
+    For a lease over several transactions, this is done in a separate transaction.
     """
     if not _raise(row, entry):
         fencing.admit(row.database, row.dialect, entry)
@@ -231,7 +231,7 @@ def admit(row: FencedRow, entry: FenceEntry) -> None:
 def confirm(row: FencedRow, entry: FenceEntry) -> None:
     """Prove, as the last statement before COMMIT, that the row is still ours, and keep it so; raises StaleToken.
 
-    A row that was made after the announce is raised now; the announce stands in the table.
+    A row that was created after the announce is raised now; the announce was recorded in the table.
     """
     if fencing.is_yes(*row.database.execute(row.statements.confirm, fencing.params(entry))):
         return
@@ -241,7 +241,7 @@ def confirm(row: FencedRow, entry: FenceEntry) -> None:
 
 
 def _raise(row: FencedRow, entry: FenceEntry) -> bool:
-    """Raise the row; False if there is none. Raises StaleToken."""
+    """Raise the row; return False if there is none. Raises StaleToken."""
     if fencing.is_yes(*row.database.execute(row.statements.admit, fencing.params(entry))):
         return True
     _, found = row.database.execute(row.statements.highest, fencing.params(entry))
@@ -252,7 +252,7 @@ def _raise(row: FencedRow, entry: FenceEntry) -> bool:
 
 @lru_cache(maxsize=256)
 def statements(database: str, table: str, key: str) -> RowStatements:
-    """Return the statements for a row of `table`, which `key`, an SQL condition, selects; both are trusted text."""
+    """Return the statements for the row of `table` that the SQL condition `key` selects; both are trusted text."""
     write = {"postgresql": _postgresql, "mariadb": _mariadb}.get(database, _plain)
     read = _LOCKING.get(database, _ROW_HIGHEST).format(table=table, key=key)
     return RowStatements(write(_ADMIT_ROW, table, key), write(_CONFIRM, table, key), read)
@@ -272,7 +272,7 @@ def _postgresql(template: str, table: str, key: str) -> str:
 
 
 def not_shared(name: str) -> str:
-    """Return why a lock whose fence is the row cannot be shared, and what to do."""
+    """Return an error text: why a lock whose fence is the row cannot be shared, and what to do."""
     return (
         f"the fence of lock {name!r} is the row itself, which cannot have shared holders: give all its holders, also "
         "the exclusive ones, another name, whose fence is in the table; or pass fence=False if something else "
@@ -290,8 +290,8 @@ PURGE_BATCH_SIZE: Final = 500
 """Rows that are deleted in one statement."""
 
 _NEWEST: Final = "CASE WHEN token > s_token THEN token ELSE s_token END"
-# Tokens below 10**15 are no times in microseconds: they have no age.
-# A row without any token knows no more than a missing one.
+# Tokens below 10**15 are not times in microseconds: they have no age. A row without any token contains no more
+# information than a missing one.
 _OLD: Final = f"name <> '' AND ({_NEWEST} >= 1000000000000000 OR {_NEWEST} = 0) AND {_NEWEST} < %s"
 _HIGHEST_PURGED: Final = f"SELECT MAX({_NEWEST}) FROM dlock_fence WHERE {_OLD}"  # noqa: S608
 
@@ -306,10 +306,11 @@ _DELETE: Final = f"DELETE FROM dlock_fence WHERE {_OLD} AND name IN "  # noqa: S
 
 
 def purge(execute: Execute, vendor: str, days: int) -> int:
-    """Replace fence rows whose token is older than so many days by a floor that refuses them all; return how many.
+    """Replace fence rows whose token is older than `days` by a floor that refuses them all; return their number.
 
     Only tokens that are times in microseconds (10**15 and more) have an age; others stay, except rows that never had a
-    token. Rows that a transaction works on stay, too; the purge may wait for a transaction that begins at that moment.
+    token. Rows that are in use by a transaction stay, too; the purge may wait for a transaction that begins at that
+    moment.
     """
     before = int(time.time() * 1_000_000) - days * MICROSECONDS_PER_DAY
     ((highest,),) = execute(_HIGHEST_PURGED, (before,))
@@ -319,7 +320,7 @@ def purge(execute: Execute, vendor: str, days: int) -> int:
     # The floor is committed before the first row is deleted, so that a missing row is never without a floor.
     execute(_INSERT_FLOOR + raised, (highest,))
     look, removed = _SOME if vendor == "sqlite" else _SOME + _SKIPPING, 0
-    covered = highest + 1  # A row that was raised above the floor meanwhile stays: our clock may be days ahead.
+    covered = highest + 1  # A row that was raised above the floor in the meantime stays: our clock may be days ahead.
     while names := [name for (name,) in execute(look, (covered,))]:
         execute(f"{_DELETE}({', '.join(['%s'] * len(names))})", (covered, *names))
         removed += len(names)

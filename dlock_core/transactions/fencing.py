@@ -1,9 +1,9 @@
 """The fence: a row per lock in the application's database that refuses old tokens, in the very transaction it protects.
 
 admit: raise the row to (token, holder) before the first read, and let COMMIT depend on it under its row lock. Then
-critical sections are serial in the order in which they were admitted, whatever the lock service does: clocks, pauses,
-lost data. (Model-checked; the idea of the token: Kleppmann 2016, "How to do distributed locking"; why checking it when
-writing is not enough, and the proof: docs/explanation/fencing.md.)
+critical sections are serial in the order in which they were admitted, whatever happens to the lock service: wrong
+clocks, pauses, lost data. (Model-checked; the idea of the token: Kleppmann 2016, "How to do distributed locking"; why
+checking it when writing is not enough, and the proof: docs/explanation/fencing.md.)
 
 Two forms. "transaction": the admit is a statement of the transaction and its row lock lasts to COMMIT. "lease": the row
 is raised and committed right after the grant, and each transaction ends with `confirm`.
@@ -50,13 +50,13 @@ __all__ = [
 FenceForm = Literal["transaction", "lease", False]
 
 MAX_TRIES_TO_MARK: Final = 3
-"""How often a shared lease looks for the mark, and leaves it, before its transaction."""
+"""How often a shared lease checks for the mark, and writes it, before its transaction."""
 
 
 class FenceEntry(NamedTuple):
-    """What a lease shows to the fence; `limit` bounds the wait for another's row lock, in seconds (None: for ever).
+    """What a lease presents to the fence; `limit` is the longest wait for a row lock, in seconds (None: forever).
 
-    `found` is the exclusive token that the first admit of a shared lease has found in the row; None before.
+    `found` is the exclusive token that the first admit of a shared lease found in the row; None before.
     """
 
     name: str
@@ -68,41 +68,41 @@ class FenceEntry(NamedTuple):
 
 
 class StatementExecutor(Protocol):
-    """Sends one statement with `:name` parameters in the connection that the fence is on."""
+    """Sends one statement with `:name` parameters on the fence's connection."""
 
     def execute(self, sql: str, params: Mapping[str, Any]) -> tuple[int, tuple[Any, ...] | None]:
-        """Return the number of rows changed, and the first row of the answer if it has rows."""
+        """Return the number of changed rows, and the first row of the result if it has rows."""
 
 
 @dataclass(frozen=True, slots=True)
 class FenceDialect:
-    """The statements of one database; a changed row, or a first column above 0, tells that the lease was admitted.
+    """The statements of one database; a changed row, or a first column above 0, means that the lease was admitted.
 
-    Where one statement cannot do it all there are several, of which the last tells.
+    Where one statement is not enough there are several, of which the last one gives the answer.
     """
 
     admit: tuple[str, ...]
     share: str
     """Lock the row for share and return its exclusive token, if the mark is above that; no row otherwise."""
     is_marked: str
-    """A plain look whether the mark is above the exclusive token; the first column tells."""
+    """A plain read whether the mark is above the exclusive token; the first column is the answer."""
     mark: str
-    """Raise the mark to our token, unless it is above the exclusive token already."""
+    """Raise the mark to our token, unless it is already above the exclusive token."""
     announce: tuple[str, ...]
     confirm: str
     confirm_shared: str
     analyze_anew: str | None = None
-    """What has prepared statements analyzed again, where they may be of a table that is no longer the fence.
+    """Causes prepared statements to be analyzed again, if they may refer to a table that is no longer the fence.
 
-    They admit nothing then, so no refusal is believed before it was asked for once more.
+    In that case they admit nothing, so a refusal is accepted only after the statement was repeated.
     """
 
 
 def admit(database: StatementExecutor, dialect: FenceDialect, entry: FenceEntry) -> int | None:
     """Admit a lease into the open transaction, before anything is read in it.
 
-    Waits for an older holder's transaction at most `entry.limit` seconds; the database's lock timeout error passes
-    through. Return the exclusive token that a shared lease has found, for its later admits. Raises StaleToken when a
+    Waits for an older holder's transaction at most `entry.limit` seconds; the database's lock timeout error is not
+    caught. Returns the exclusive token that a shared lease has found, for its later admits. Raises StaleToken if a
     newer holder was admitted before.
     """
     if entry.shared:
@@ -113,10 +113,10 @@ def admit(database: StatementExecutor, dialect: FenceDialect, entry: FenceEntry)
 
 
 def prepare(database: StatementExecutor, dialect: FenceDialect, entry: FenceEntry) -> None:
-    """Leave the mark of shared holders, if it is missing; each statement is a separate transaction.
+    """Write the mark of shared holders, if it is missing; each statement is a separate transaction.
 
-    What stands in its way is left for the admit to tell. When many come at once, one of two that leave the mark may be
-    the victim of a deadlock: the other one has left it then.
+    Errors are left to the admit, which meets them again. If many leases arrive at once, one of two that write the mark
+    may be the victim of a deadlock: then the other one has written it.
     """
     for _ in range(MAX_TRIES_TO_MARK):
         _, row = database.execute(dialect.is_marked, params(entry))
@@ -132,13 +132,13 @@ def prepare(database: StatementExecutor, dialect: FenceDialect, entry: FenceEntr
 
 
 def announce(database: StatementExecutor, dialect: FenceDialect, entry: FenceEntry) -> None:
-    """Raise the row for a lease of several transactions, in a separate transaction; raises StaleToken."""
+    """Raise the row for a lease over several transactions, in a separate transaction; raises StaleToken."""
     if not _ask(database, dialect, dialect.announce if entry.shared else dialect.admit, entry):
         raise _stale(database, entry)
 
 
 def confirm(database: StatementExecutor, dialect: FenceDialect, entry: FenceEntry) -> None:
-    """Prove, as the last statement before COMMIT, that the row is still ours, and keep it so; raises StaleToken."""
+    """Verify as the last statement before COMMIT that the row is still ours, and keep it locked; raises StaleToken."""
     if not _ask(database, dialect, (dialect.confirm_shared if entry.shared else dialect.confirm,), entry):
         raise _stale(database, entry)
 
@@ -150,14 +150,14 @@ def _admit_shared(database: StatementExecutor, dialect: FenceDialect, entry: Fen
         newest = _share_or_mark(database, dialect, entry)
     if newest is None or newest >= entry.token:
         raise _stale(database, entry)
-    if entry.found is not None and newest != entry.found:  # it may have changed what this lease has read
+    if entry.found is not None and newest != entry.found:  # a newer holder may have changed what this lease has read
         raise StaleToken(entry.name, token=entry.token, highest=newest)
     return newest
 
 
 def _share_or_mark(database: StatementExecutor, dialect: FenceDialect, entry: FenceEntry) -> int | None:
     newest = _share(database, dialect, entry)
-    if newest is None:  # nothing was prepared, or an exclusive one came between: this transaction leaves the mark
+    if newest is None:  # not prepared, or an exclusive holder came in between: this transaction writes the mark
         database.execute(dialect.mark, params(entry))
         newest = _share(database, dialect, entry)
     return newest
@@ -182,7 +182,7 @@ def _ask(database: StatementExecutor, dialect: FenceDialect, statements: tuple[s
 
 
 def is_yes(changed: int, row: tuple[Any, ...] | None) -> bool:
-    """Return what the answer to an admit or confirm says."""
+    """Return whether the answer to an admit or confirm is yes."""
     return (changed if row is None else row[0] or 0) > 0
 
 
@@ -206,19 +206,19 @@ def params(entry: FenceEntry) -> dict[str, Any]:
 HIGHEST: Final = """\
 SELECT MAX(CASE WHEN s_token > token THEN s_token ELSE token END) FROM dlock_fence
 WHERE name = :name OR (name = '' AND :token >= 1000000000000000)"""
-"""What the token of a holder that was refused has to exceed."""
+"""The token that the next token of a refused holder has to exceed."""
 
 
 class Fence(Protocol):
-    """The fence of one lock as an integration asks it: how a step is sent on one of its connections.
+    """The fence of one lock as an integration implements it: how a step is sent on one of its connections.
 
-    Each step raises StaleToken, and RowLocked or SnapshotTooOld for what the database says.
+    Each step raises StaleToken, and RowLocked or SnapshotTooOld for the corresponding errors of the database.
     """
 
     supports_shared: bool
 
     def keeps_snapshot(self, connection: Any) -> bool:
-        """Return whether its transactions read from a snapshot that is older than the row locks they wait for."""
+        """Return whether its transactions read from a snapshot that is older than the row locks that they wait for."""
 
     def admit(self, connection: Any, entry: FenceEntry) -> int | None:
         """See the function `admit`."""
@@ -239,9 +239,9 @@ class FenceGate:
     Args:
         held: The lease.
         fence: Its lock's fence.
-        wait: Seconds that the acquire was given, None for ever; it bounds each later wait for a row lock, too.
-        deadline: The end of that acquire on the clock of `runtime`, which bounds the first wait for a row lock.
-        runtime: Carries out the request for a greater token, in the middle of a statement.
+        wait: The wait of the acquire in seconds, None for no limit; it also limits each later wait for a row lock.
+        deadline: The end of that acquire on the clock of `runtime`, which limits the first wait for a row lock.
+        runtime: Executes the request for a greater token, in the middle of a statement.
     """
 
     __slots__ = ("_found", "_is_proven", "announced", "deadline", "fence", "forms", "held", "runtime", "wait")
@@ -251,18 +251,18 @@ class FenceGate:
     ) -> None:
         self.held, self.fence, self.wait, self.deadline, self.runtime = held, fence, wait, deadline, runtime
         self.forms: dict[Any, FenceForm] = {}
-        """The databases that the lease protects, and how."""
+        """The databases that the lease protects, and in which form."""
         self.announced: set[Any] = set()
-        """The databases in which the row was raised before the first transaction, or cannot be any more."""
+        """The databases in which the row was raised before the first transaction, or can no longer be."""
         self._is_proven = False
         self._found: dict[Any, int] = {}
-        """The exclusive token that a shared lease has found at its first admit in each database."""
+        """The exclusive token that a shared lease found at its first admit in each database."""
 
     def protect(self, database: Any, form: FenceForm, connection: Any, *, is_inside: bool) -> None:
         """Protect a database from now on. `is_inside`: a transaction is open, which is the first to be protected."""
         if form and is_inside:
-            form = "transaction"  # what is committed on its own would be no part of the open transaction,
-            self.announced.add(database)  # and its snapshot might not show that the row was raised
+            form = "transaction"  # a separate commit would not be part of the open transaction,
+            self.announced.add(database)  # and its snapshot might not show the raised row
         elif form == "lease":
             self._pass(self.fence.announce, connection, database)
         elif form and self.held.request.shared:
@@ -281,14 +281,14 @@ class FenceGate:
         self.announced.add(database)
 
     def confirm(self, connection: Any, database: Any) -> None:
-        """Prove just before COMMIT that no newer holder was announced."""
+        """Verify just before COMMIT that no newer holder was announced."""
         self._pass(self.fence.confirm, connection, database)
 
     def _pass(self, step: Callable[[Any, FenceEntry], int | None], connection: Any, database: Any) -> None:
-        """Carry out a step; ask the store once for a greater token if the fence refuses the first one as too small.
+        """Execute a step; request a greater token from the store once if the fence refuses the first one as too small.
 
-        A store that lost its data, and whose clock stepped back, has given a current holder too small a token. The
-        token is never replaced after the first admit, because what was read under it may be old by now.
+        A store that lost its data, and whose clock stepped back, has assigned too small a token to a current holder.
+        The token is never replaced after the first admit, because what was read under it may be outdated.
         """
         try:
             try:
@@ -305,7 +305,7 @@ class FenceGate:
             self._found.setdefault(database, found)
 
     def entry(self, database: Any = None) -> FenceEntry:
-        """Return what the lease shows to the fence of a database now."""
+        """Return what the lease presents to the fence of a database now."""
         request, limit = self.held.request, self.wait
         if limit is not None and not self._is_proven:
             limit = max(0.0, self.deadline - clock())
@@ -314,7 +314,7 @@ class FenceGate:
 
 
 def refusal(error: BaseException, entry: FenceEntry, database: str) -> DLockError | None:
-    """Return what an error of the database means at the fence: RowLocked, SnapshotTooOld; None: only itself."""
+    """Return the meaning of a database error at the fence: RowLocked, SnapshotTooOld; None if it has no other."""
     trouble = failure_of_statement(error)
     if trouble is DatabaseFailure.LOCK_TIMEOUT:
         return RowLocked(entry.name, waited=entry.limit or 0.0, is_database=database == "sqlite")

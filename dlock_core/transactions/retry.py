@@ -1,7 +1,7 @@
-"""Which errors mean "another transaction was faster, start over", and the loop that starts over.
+"""Which errors mean "another transaction was faster, retry", and the loop that retries.
 
-It starts over only when every transaction that began in the attempt is known to be rolled back: the integrations
-report each of them to the attempts that their context is in.
+It retries only if every transaction that began in the attempt is known to be rolled back: the integrations report each
+transaction to the attempts of their context.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ __all__ = [
 T = TypeVar("T")
 
 ATTEMPTS: Final = 10
-"""How often the work is done, at most, unless the caller says otherwise."""
+"""Default for the largest number of attempts."""
 WITHIN_S: Final = 5.0
-"""Seconds after the first attempt in which others may start, unless the caller says otherwise."""
+"""Default for the number of seconds after the start of the first attempt in which others may start."""
 
 SWALLOWED: Final = (
     "retry_on_conflict: the function has swallowed an error that undid its transaction, so that nothing of what came "
@@ -58,16 +58,16 @@ SWALLOWED: Final = (
 """Why an attempt that ended without an error is refused."""
 
 MIN_FIRST_PAUSE_S: Final = 0.01
-"""Seconds to which the first pause is limited, at least."""
+"""Smallest limit of the first pause, in seconds."""
 FIRST_PAUSE_IN_ATTEMPTS: Final = 4
-"""To how many times the length of the attempt the first pause is limited, where that is more.
+"""Limit of the first pause as a multiple of the attempt's duration, if that is longer.
 
-A slow or busy database needs longer pauses: without them those who come back meet each other again.
+A slow or busy database needs longer pauses: without them the retries collide again.
 """
 
 
 def is_conflict(error: BaseException) -> bool:
-    """Return whether doing all of the work again, in a new transaction, may well succeed."""
+    """Return whether repeating all of the work in a new transaction is likely to succeed."""
     if isinstance(error, StaleObject | StaleToken | RowLocked) or _is_stale_data(error):
         return True
     return classify(error) in (DatabaseFailure.DEADLOCK, DatabaseFailure.SERIALIZATION, DatabaseFailure.LOCK_TIMEOUT)
@@ -75,9 +75,9 @@ def is_conflict(error: BaseException) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class Policy:
-    """How often to do work: at most `attempts` times, and never starting later than `within` seconds after the first.
+    """How often to attempt work: at most `attempts` times, none starting later than `within` seconds after the first.
 
-    Raises TypeError or ValueError for `attempts` that are not a whole number from 1, and a `within` that is not finite.
+    Raises TypeError or ValueError if `attempts` is not a whole number from 1, or `within` is not finite.
     """
 
     attempts: int = ATTEMPTS
@@ -93,20 +93,20 @@ class Policy:
 
 @dataclass(eq=False, slots=True)
 class AttemptedWork:
-    """A transaction in an attempt; `work` says of what, in errors: "work on 'default'"."""
+    """A transaction in an attempt; `work` describes it in errors: "work on 'default'"."""
 
     work: str
     outcome: Outcome | None = None
-    """None while it is not known to have ended."""
+    """None until it is known to have ended."""
     is_pending: Callable[[], bool] = bool
-    """Says, once the attempt is over, whether work in it remains although no end was heard of."""
+    """Returns, once the attempt is over, whether its work remains although no end was reported."""
 
     def settle(self, outcome: Outcome) -> None:
         """Record how it has ended."""
         self.outcome = outcome
 
     def obstacle(self) -> str:
-        """Return why its work may stand, as a part of a sentence; an empty text when it is undone."""
+        """Return why its work may remain, as a part of a sentence; an empty text if it is undone."""
         if self.outcome is Outcome.COMMITTED:
             return f"{self.work} is committed"
         if self.outcome is Outcome.UNKNOWN:
@@ -117,7 +117,7 @@ class AttemptedWork:
 
 
 class RetryAttempt:
-    """One run of the work, as a block: what began in it, in this context and in the threads that have copied it."""
+    """One run of the work, as a block, with the transactions begun in this context and in threads that copied it."""
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -135,26 +135,26 @@ class RetryAttempt:
         current_attempts.reset(self._token)
 
     def obstacle(self) -> str:
-        """Return why it must not be made again, as a part of a sentence; an empty text when nothing of it remains."""
+        """Return why it must not be repeated, as a part of a sentence; an empty text if nothing of it remains."""
         return next((reason for part in list(self.parts.values()) if (reason := part.obstacle())), "")
 
 
 current_attempts: Final[ContextVar[tuple[RetryAttempt, ...]]] = ContextVar("dlock_attempts", default=())
-"""The attempts that this context is in, the outermost first."""
+"""The attempts of this context, the outermost first."""
 
 
 def is_retry() -> bool:
-    """Return whether the code that asks runs again because of a conflict; False outside of `retry_on_conflict`.
+    """Return whether the calling code is being retried after a conflict; False outside of `retry_on_conflict`.
 
-    Versions cost no lock while conflicts are rare, but those who want one row at the same time can lose it to each
-    other again and again. A function that locks the row when it runs again waits in the row's queue instead, and then
-    cannot lose it: under READ COMMITTED its second attempt is its last one.
+    Versions need no lock while conflicts are rare, but writers of the same row can overtake each other again and again.
+    A function that locks the row when it is retried waits in the row's queue instead, and then cannot be overtaken:
+    under READ COMMITTED its second attempt is its last one.
     """
     return any(attempt.number > 1 and not attempt.is_over for attempt in current_attempts.get())
 
 
 def report(key: object, make: Callable[[], AttemptedWork]) -> None:
-    """Count a transaction, known by its key, as a part of all the attempts that this context is in."""
+    """Count a transaction, identified by its key, as a part of all attempts of this context."""
     inside = [attempt for attempt in current_attempts.get() if not attempt.is_over and key not in attempt.parts]
     if inside:
         part = make()
@@ -163,9 +163,9 @@ def report(key: object, make: Callable[[], AttemptedWork]) -> None:
 
 
 def claim_databases(binds: frozenset[Hashable]) -> bool:
-    """Assign databases to the innermost attempt; return False when an attempt around it has one of them already.
+    """Assign databases to the innermost attempt; return False if an attempt around it already has one of them.
 
-    No databases at all stand for those that are not known, which may be any.
+    An empty set means that the databases are not known, and may be any.
     """
     *around, own = current_attempts.get()
     own.binds = binds
@@ -178,13 +178,13 @@ async def retry(
     policy: Policy,
     draw: Callable[[], float] = RNG.random,
 ) -> T:
-    """Do `work` until it ends without a conflict, pausing with full jitter between attempts.
+    """Repeat `work` until it ends without a conflict, pausing with full jitter between attempts.
 
     The limit of the pauses begins at 10 ms, or at four times the length of the attempt, and doubles up to 1 s.
 
-    The last conflict is raised, with a note that says how many attempts were made, or why it was not made again
-    although there was time: something of it is, or may be, committed. Any other error, and a cancellation, is raised
-    at once. `work` must undo what it did when it fails: open its own transaction in it.
+    Raises the last conflict, with a note that says how many attempts were made, or why the work was not retried
+    although there was time: a part of it is, or may be, committed. Any other error, and a cancellation, is raised at
+    once. `work` must undo its effects when it fails: it has to open its own transaction.
     """
     give_up = runtime.now() + _limit(policy.within)
     number = 1
@@ -212,7 +212,7 @@ async def retry(
 def with_retry(
     function: Callable[..., Any], policy: Policy, attempt: Callable[..., Any], *, is_async: bool
 ) -> Callable[..., Any]:
-    """Wrap `function` so that each call makes `attempt(args, kwargs)` until one ends without a conflict.
+    """Wrap `function` so that each call repeats `attempt(args, kwargs)` until one ends without a conflict.
 
     Args:
         function: What the user decorates; its name and docstring are kept.
@@ -236,7 +236,7 @@ def with_retry(
 
 
 def check_function(function: Any) -> None:
-    """Raise TypeError for what cannot be done again as a whole: a generator function, a class, what is no function."""
+    """Raise TypeError for what cannot be retried as a whole: a generator function, a class, anything but a function."""
     if not callable(function) or inspect.isclass(function):
         raise TypeError(f"retry_on_conflict decorates a function or method, not {function!r:.80}")
     if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
@@ -244,7 +244,7 @@ def check_function(function: Any) -> None:
 
 
 def check_answer(answer: T) -> T:
-    """Pass on what a blocking function has returned; raise TypeError for what would do its work after COMMIT."""
+    """Return the result of a blocking function; raise TypeError if it would do its work after COMMIT."""
     if inspect.iscoroutine(answer):
         answer.close()
         raise TypeError("a blocking function answered with a coroutine, which would run after COMMIT: make it async")
@@ -270,6 +270,6 @@ def _limit(within: Seconds | None) -> float:
 
 
 def _is_stale_data(error: BaseException) -> bool:
-    """SQLAlchemy's own error for a `version_id_col` that has moved; it is imported no more than a driver is."""
+    """Whether this is SQLAlchemy's error for a changed `version_id_col`; SQLAlchemy is not imported for the check."""
     names = [(kind.__module__, kind.__name__) for kind in type(error).__mro__]
     return ("sqlalchemy.orm.exc", "StaleDataError") in names

@@ -1,4 +1,4 @@
-"""A lease that is tied to transactions: what needs it, its handles, and whether its end is a release or an expiry.
+"""A lease that is tied to transactions: its handles, its transactions, and how it ends, by a release or an expiry.
 
 Django and SQLAlchemy each *have* a `Tie` for every lease: they report their transactions to it, and it decides, so that
 the promise "released only after COMMIT or ROLLBACK is known" has one copy.
@@ -44,20 +44,20 @@ class Outcome(enum.Enum):
 
 
 class TieState(enum.Enum):
-    """Where a tied lease is between its grant and its end. Only `Tie` writes it.
+    """The state of a tied lease between its grant and its end. Only `Tie` writes it.
 
     HELD is the only state in which new work may begin under the lease. UNCERTAIN differs from it only in how it ends:
-    in EXPIRING instead of RELEASING. From ABANDONED nothing leads back.
+    in EXPIRING instead of RELEASING. ABANDONED is final.
     """
 
     HELD = "held"
     """Handles or transactions need the lease."""
     UNCERTAIN = "uncertain"
-    """As HELD, but a COMMIT under the lease has an unknown outcome, and the database may still carry it out."""
+    """As HELD, but a COMMIT under the lease has an unknown outcome, and the database may still execute it."""
     RELEASING = "releasing"
     """Nothing needs the lease: it is released now. A release that was interrupted is repeated in this state."""
     EXPIRING = "expiring"
-    """Nothing needs the lease, but a COMMIT may still be carried out: it is not renewed, and not released."""
+    """Nothing needs the lease, but a COMMIT may still be executed: it is not renewed, and not released."""
     TORN = "torn"
     """The last handle was garbage-collected before it was released, so that nothing can release it: it expires."""
     ABANDONED = "abandoned"
@@ -68,15 +68,16 @@ class Tie:
     """One lease, the handles that need it and the transactions that work under it.
 
     The lease is over when no handle and no transaction is left: then it is released, or expires after an unknown
-    COMMIT. A handle is what a block or an `acquire()` gave to its caller. One that was taken inside a transaction may
-    be bound to it, and is detached with it at the latest; a handle that was garbage-collected counts as detached.
+    COMMIT. A handle is the object that a block or an `acquire()` returned to its caller. A handle that was taken inside
+    a transaction may be bound to it, and is detached at the latest with that transaction; a handle that was
+    garbage-collected counts as detached.
 
-    Handles and transactions are members of sets, and every step may be repeated: an exception may come between any two
-    lines, and what it has cut short is done again by the caller. May be used from any thread.
+    Handles and transactions are members of sets, and every step can be repeated: an exception may come between any two
+    lines, and the caller repeats the step that it has cut short. May be used from any thread.
 
     Args:
         held: The lease.
-        runtime: Carries out a release where a transaction ends, which may be in code that cannot await.
+        runtime: Executes the release at the end of a transaction, which may be in code that cannot await.
     """
 
     __slots__ = ("__weakref__", "_bound", "handles", "held", "open", "runtime", "state", "transactions")
@@ -85,9 +86,10 @@ class Tie:
         self.held, self.runtime = held, runtime
         self.state = TieState.HELD
         self.handles: set[ref[TiedLease]] = set()
-        """What callers have; a handle may join when those before it were left to a transaction.
+        """The callers' handles; a handle may join when the earlier ones were left to a transaction.
 
-        One that is thrown away leaves by itself: `set.discard` is no code of Python, so no interrupt can stop it.
+        A handle that is garbage-collected leaves by itself: `set.discard` is not Python code, so no interrupt can stop
+        it.
         """
         self.open: set[object] = set()
         """The transactions that work under the lease and have not ended."""
@@ -97,12 +99,12 @@ class Tie:
         """The handles that are detached when a transaction ends, by that transaction."""
 
     def attach(self, handle: TiedLease) -> None:
-        """Record that a handle needs the lease, until it is detached or thrown away."""
+        """Record that a handle needs the lease, until it is detached or garbage-collected."""
         self.handles.add(ref(handle, self.handles.discard))
         self.held.needed_by = (self.handles, self.open)
 
     def bind_to(self, transaction: object, handle: TiedLease) -> None:
-        """Detach a handle when a transaction ends, if it was not detached before."""
+        """Detach a handle when a transaction ends, unless it was detached before."""
         self._bound.setdefault(transaction, {})[ref(handle)] = handle
 
     def begin(self, transaction: object) -> None:
@@ -112,17 +114,17 @@ class Tie:
 
     @property
     def is_over(self) -> bool:
-        """Nothing needs the lease any more: its handles are detached and every transaction has ended."""
+        """Whether nothing needs the lease any more: its handles are detached and every transaction has ended."""
         return not self.handles and not self.open
 
     @property
     def is_joinable(self) -> bool:
-        """The lease surely holds, and nothing has begun to end it; asked once more by a handle that has joined."""
+        """Whether the lease certainly holds, and nothing has begun to end it; a handle checks again after joining."""
         return self.state in (TieState.HELD, TieState.UNCERTAIN) and self.held.remaining() > 0.0
 
     @property
     def is_bound(self) -> bool:
-        """Only transactions that are still open need the lease: it ends with them."""
+        """Whether only transactions that are still open need the lease: it ends with them."""
         return self.are_bound(self.handles.copy())
 
     def are_bound(self, handles: set[ref[TiedLease]]) -> bool:
@@ -131,19 +133,19 @@ class Tie:
 
     @property
     def is_inside(self) -> bool:
-        """The lock was taken inside a transaction of its store's database, and lasts exactly as long."""
+        """Whether the lock was taken inside a transaction of its store's database, and lasts exactly as long."""
         return self.held.backend.capabilities.transaction_database is not None
 
     def settle(
         self, transaction: object, outcome: Outcome, *, forget: Callable[[], None], ends_lock: bool = False
     ) -> None:
-        """Record how a transaction ended, and release the lease if that was the last thing that needed it.
+        """Record how a transaction ended, and release the lease if nothing else needs it.
 
         Must be called only when the outcome is known, or is known to be unknowable: this is where the lock is handed to
-        the next holder, who may then read what this transaction has written, or has not.
+        the next holder, which may then read what this transaction has written, or has not.
 
         `forget` is called when nothing needs the lease any more; see `Tied.forget`. `ends_lock` means that this was the
-        transaction in which the lock was taken, so that the database has released it already.
+        transaction in which the lock was taken, so that the database has already released it.
         """
         held = self.held
         if outcome is Outcome.UNKNOWN and not ends_lock and self.state is not TieState.ABANDONED:
@@ -163,9 +165,9 @@ class Tie:
                 forget()
 
     def release(self, *, is_released: bool = False) -> None:
-        """Release the lease where nothing waits for the answer; if it cannot be released, it expires.
+        """Release the lease when nothing waits for the answer; if it cannot be released, it expires.
 
-        `is_released`: the store has released it already, with the transaction that it was acquired in.
+        `is_released`: the store has already released it, with the transaction in which it was acquired.
         """
         try:
             if is_released:
@@ -176,7 +178,7 @@ class Tie:
             let_expire(error)
 
     def detach(self, handle: TiedLease) -> bool:
-        """Record that a handle needs the lease no more; return True when the caller has to release the lease now."""
+        """Record that a handle no longer needs the lease; return True if the caller has to release the lease now."""
         known = ref(handle)
         for bound in list(self._bound.values()):
             bound.pop(known, None)
@@ -190,18 +192,18 @@ class Tie:
         return not self.open and self._is_to_be_released()
 
     def _is_to_be_released(self, *, ends_lock: bool = False) -> bool:
-        """Decide how a lease ends that nothing needs any more; False also if another thread has just joined it."""
+        """Decide how a lease ends if nothing needs it any more; False also if another thread has just joined it."""
         if self.state not in (TieState.UNCERTAIN, TieState.EXPIRING):
             if self.state is TieState.HELD:
-                # A handle that joins now meets this state, or is met below, or both.
+                # A handle that joins now either sees this state, or is seen below, or both.
                 self.state = TieState.RELEASING
                 if self.handles and not ends_lock:
                     self.state = TieState.HELD
                     return False
-            self.held.abandon()  # If the release is interrupted, or fails, the lease must not be renewed for ever.
+            self.held.abandon()  # If the release is interrupted, or fails, the lease must not be renewed forever.
             return True
-        # The database may still carry out the COMMIT whose answer was lost, for as long as it keeps that connection. A
-        # release would let the next holder read before that. So the rest of the ttl is what the next holder waits.
+        # The database may still execute the COMMIT whose answer was lost, for as long as it keeps that connection. A
+        # release would let the next holder read before that. So the next holder waits for the rest of the ttl.
         self.held.abandon()
         if self.state is TieState.UNCERTAIN:
             self.state = TieState.EXPIRING
@@ -214,9 +216,9 @@ class Tie:
         return False
 
     def note_collected(self, handle: TiedLease) -> None:
-        """Record, perhaps in the garbage collector, that a handle was thrown away before it was released.
+        """Record, perhaps in the garbage collector, that a handle was collected before it was released.
 
-        It does no I/O: a release inside the garbage collector could meet any lock that the interrupted code holds.
+        This does no I/O: a release inside the garbage collector could deadlock on any mutex of the interrupted code.
         """
         self.handles.discard(ref(handle))
         if not self.is_over or self.held.ended is not None or self.state is TieState.ABANDONED:
@@ -232,8 +234,8 @@ class Tie:
     def end_with_savepoint(self) -> None:
         """Record that a lock inside a transaction is gone, with the savepoint in which it was taken.
 
-        What was done under it is undone, too. Code that is still in the block might go on as if nothing had happened,
-        so that the lease counts as lost.
+        The work under it is undone, too. Code that is still in the block might continue as if nothing had happened, so
+        the lease counts as lost.
         """
         if self.handles:
             self.held.lose("the savepoint in which it was taken was rolled back")
@@ -242,16 +244,16 @@ class Tie:
             self.abandon()
 
     def supersede(self, others: Iterable[Tie]) -> None:
-        """Abandon locks of the same transaction that were lost, or ended, and are held again by this tie."""
+        """Abandon earlier locks of the same transaction that were lost, or ended, and that this tie holds again."""
         held = self.held
         for other in others:
             if (other.held.name, other.held.backend) == (held.name, held.backend) and other.held.remaining() == 0.0:
                 other.abandon()
 
     def loss_of_block(self) -> LeaseLost | None:
-        """Return the error of a block whose body ended well, and whose work only looked protected; None: it was.
+        """Return the error for a block that ended without one, but whose work only looked protected; None if it was.
 
-        Work in transactions is judged at COMMIT; only a block without any is judged here.
+        Work in transactions is checked at COMMIT; only a block without transactions is checked here.
         """
         held = self.held
         if self.transactions == 0 and held.ended in (Released.EXPIRED, Released.STOLEN):
@@ -260,22 +262,22 @@ class Tie:
 
 
 class Tied(Protocol):
-    """What an integration keeps of one lease: its tie, and the connections or the session that it is tied to."""
+    """What an integration keeps for one lease: its tie, and the connections or the session that it is tied to."""
 
     tie: Tie
 
     @property
     def settle_ended(self) -> Callable[[], None] | None:
-        """Settles transactions whose end an interrupt has kept the integration from noticing; None: there are none."""
+        """Settles transactions whose end the integration has missed because of an interrupt; None if there are none."""
 
     def bind(self, database: Any, form: FenceForm, handle: TiedLease) -> None:
         """Tie the caller's open transactions to a new lease, and protect a database from now on."""
 
     def join(self, database: Any, form: FenceForm, handle: TiedLease) -> None:
-        """Take in a handle that joins the lease, and protect a database that was not protected so far."""
+        """Attach a handle that joins the lease, and protect a database that was not protected so far."""
 
     def keep(self, handle: TiedLease) -> None:
-        """Let a handle that no block holds last as long as the integration promises."""
+        """Keep a handle without a block alive for as long as the integration promises."""
 
     def begin_failed_exit(self, runtime: Runtime, handle: TiedLease) -> None:
         """Record that the block of a handle is about to be left with an error."""
@@ -284,11 +286,11 @@ class Tied(Protocol):
         """Record that a handle was detached, and forget the lease if nothing needs it."""
 
     def forget(self) -> None:
-        """Remove the lease from where the integration looks for leases."""
+        """Remove the lease from the integration's registry of leases."""
 
 
 class TiedLease(LeaseView):
-    """A handle of a tied lease: sync and async code, Django and SQLAlchemy, detach and release it here."""
+    """A handle of a tied lease, for sync and async code, Django and SQLAlchemy."""
 
     __slots__ = ("__weakref__", "_tied")
 
@@ -297,7 +299,7 @@ class TiedLease(LeaseView):
         self._tied = tied
 
     def __del__(self) -> None:
-        tied: Tied | None = getattr(self, "_tied", None)  # None: its making was interrupted
+        tied: Tied | None = getattr(self, "_tied", None)  # None if an interrupt stopped the constructor
         if tied is not None and self._held.ended is None:
             tied.tie.note_collected(self)
 
@@ -313,7 +315,7 @@ class TiedLease(LeaseView):
             reraise(error, self._own_error)
 
     async def _end(self, runtime: Runtime) -> Released | None:
-        """Detach the handle, and release the lease if nothing else needs it; None if something does."""
+        """Detach the handle, and release the lease if nothing else needs it; return None if something does."""
         tied, tie, held = self._tied, self._tied.tie, self._held
         if held.pid != getpid():
             held.ensure_own_process()
@@ -330,7 +332,7 @@ class TiedLease(LeaseView):
         return held.ended
 
     async def _release(self, runtime: Runtime) -> Released | None:
-        """End it; what an interrupt has cut short, at any line, is repeated: nothing would come back to finish it."""
+        """End it, and repeat what an interrupt has cut short: no other code would come back to finish it."""
         try:
             return await self._end(runtime)
         except DLockError as error:
@@ -340,7 +342,7 @@ class TiedLease(LeaseView):
             raise
 
     async def _leave_block(self, runtime: Runtime, error: BaseException | None) -> None:
-        """End the `with` block; raises LeaseLost where a clean body only looked protected."""
+        """End the `with` block; raises LeaseLost if its body ended without an error but only looked protected."""
         if error is not None:
             self._tied.begin_failed_exit(runtime, self)
         try:
@@ -362,7 +364,7 @@ class TiedLeases(Leases[MemberLease]):
     __slots__ = ()
 
     async def _leave_block(self, runtime: Runtime, error: BaseException | None) -> None:
-        """End the `with` block of each, last in, first out, whatever one of them raises."""
+        """End the `with` block of each, last in, first out, even if one of them raises."""
         stack = AsyncExitStack()
         for lease in self:
             stack.push_async_exit(partial(_leave_block, lease, runtime))
@@ -374,7 +376,7 @@ async def _leave_block(lease: Any, runtime: Runtime, kind: object, error: BaseEx
 
 
 def reraise(error: DLockError, own_error: Callable[[DLockError], DLockError]) -> Never:
-    """Raise an error of the core again, as the integration's own if it has one."""
+    """Raise an error of the core again, as the integration's own error if there is one."""
     own = own_error(error)
     if own is error:
         raise error
@@ -382,17 +384,18 @@ def reraise(error: DLockError, own_error: Callable[[DLockError], DLockError]) ->
 
 
 def call_all(steps: Iterable[Callable[[], object]]) -> None:
-    """Call each step whatever the others raise, and then raise what came first; an interrupt before an error.
+    """Call each step even if others raise, and then raise the first exception; an interrupt before an error.
 
-    A step that raised is called once more: any exception may be that of a signal handler, which has cut the step short.
-    So a step must bear being repeated. Steps leave a deque when they were called, so that this, too, may be repeated.
+    A step that raised is called once more: any exception may come from a signal handler that has cut the step short. So
+    every step must be repeatable. Steps are removed from a deque after their call, so that this function is repeatable,
+    too.
     """
     pending = steps if isinstance(steps, deque) else deque(steps)
     try:
         while pending:
             pending[0]()
             pending.popleft()
-    except BaseException as error:  # whatever it is, the others are called
+    except BaseException as error:  # in any case, the others are called
         worst = _call_rest(pending, error)
         if worst is not error:
             raise worst from error

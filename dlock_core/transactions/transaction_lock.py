@@ -1,4 +1,4 @@
-"""`lock(...)` of every integration, one lock or several: options, joining, acquire. It knows no database."""
+"""`lock(...)` of every integration, one lock or several: options, joining, acquire. Independent of databases."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ __all__ = ["LockAcquire", "Options", "TiedLock", "TiedLocks"]
 
 
 class Options(TypedDict, total=False):
-    """What may be said of a lock; see the integrations' `lock`."""
+    """The options of a lock; see the integrations' `lock`."""
 
     ttl: Seconds | None
     wait: Seconds | EllipsisType | None
@@ -57,12 +57,12 @@ class TiedLock:
     """A name and options, checked before any I/O: ValueError, TypeError.
 
     Args:
-        fence: How the databases are protected: True is "transaction", False is not at all.
+        fence: How the databases are protected: True means "transaction", False means not at all.
     """
 
     fence: Fence
     _options: ClassVar[Iterable[str]] = ()
-    """Those that the integration's `lock` has."""
+    """The options of the integration's `lock`."""
 
     def __init__(
         self,
@@ -94,7 +94,7 @@ class TiedLock:
     def _new_acquire(
         self, runtime: DatabaseRuntime, *, wait: float | EllipsisType | None = ..., since: float | None = None
     ) -> LockAcquire:
-        """Return what acquires the lock once, as the integration does; see `LockAcquire` for the arguments."""
+        """Return the integration's `LockAcquire`, which acquires the lock once; see there for the arguments."""
         raise NotImplementedError
 
 
@@ -109,17 +109,17 @@ def _form(fence: Any) -> FenceForm:
 class LockAcquire:
     """One acquire of a lock, alone or among others that are acquired together; a `GroupMember` of the engine.
 
-    It knows at every moment what is to be undone if the acquire goes no further. An integration says in a subclass what
-    only it can know of the caller: what it holds already, its transaction, its database sessions.
+    It knows at every moment what has to be undone if the acquire stops. A subclass in each integration supplies what
+    only the integration can know about the caller: what it already holds, its transaction, its database sessions.
 
     Args:
         lock: The lock, whose name and options are read.
         store: Its store.
         runtime: How the caller waits, and where its database connection may be used.
-        form: How it protects the database.
-        lease_type: What the caller gets.
-        wait: Seconds that replace those of the lock; left out, the lock's or the store's count.
-        since: The time at which the wait began; left out, it begins now.
+        form: How the lease protects the database.
+        lease_type: The class of the handle that the caller gets.
+        wait: Seconds that replace those of the lock; by default those of the lock or the store apply.
+        since: The time at which the wait began; by default now.
     """
 
     own_error = staticmethod(lambda error: error)
@@ -142,30 +142,30 @@ class LockAcquire:
         self.wait: float | None = store.wait if isinstance(wait, EllipsisType) else wait
         self.since = clock() if since is None else since
         self.acquisition: Acquisition | None = None
-        """What was asked of the store, and what came of it; None where a lease was joined."""
+        """The request to the store, and its outcome; None if a lease was joined."""
         self.tied: Tied | None = None
-        """What ties the lease to transactions, or what ties the lease that was joined."""
+        """Ties the new lease, or the lease that was joined, to transactions."""
         self.lease: TiedLease | None = None
         """The handle that the caller gets."""
 
     @property
     def database(self) -> Any:
-        """What the integration calls the database that the lock protects."""
+        """The integration's identifier of the database that the lock protects."""
         raise NotImplementedError
 
     def find(self) -> Tied | None:
-        """Return what the caller holds already and may join, or None; raises AlreadyHeld where it may not."""
+        """Return the lease that the caller holds and may join, or None; raises AlreadyHeld if it may not join."""
         raise NotImplementedError
 
     async def find_or_prepare(self) -> Tied | None:
-        """Return what the caller joins, or None if a lease is needed, for which its transaction was checked.
+        """Return the lease that the caller joins, or None if a new one is needed and its transaction allows it.
 
         Raises SnapshotTooOld.
         """
         raise NotImplementedError
 
     def sessions(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """Return the database sessions that are this thread's own, and those in whose open transaction it asks."""
+        """Return the database sessions of this thread, and those in whose open transaction it requests the lock."""
         return (), ()
 
     def caller_transaction(self) -> Any:
@@ -174,22 +174,22 @@ class LockAcquire:
 
     @property
     def store_runtime(self) -> Runtime:
-        """How the store is waited for."""
+        """The runtime for requests to the store."""
         return self.runtime
 
     def new_tied(self, tie: Tie, gate: FenceGate) -> Tied:
-        """Return what ties a new lease to the caller's transactions."""
+        """Return a new `Tied` for the caller's transactions."""
         raise NotImplementedError
 
     @property
     def owner_key(self) -> int:
-        """What tells the owners of several locks apart, where one thread or task may be more than one."""
+        """Distinguishes the owners of several locks, where one thread or task may be several owners."""
         return 0
 
     def joined(self, ties: Iterable[Any], *, inside: bool) -> Any:
-        """Return what the owner holds of this lock among its ties; raises AlreadyHeld where that cannot be joined.
+        """Return the owner's lease of this lock among its ties; raises AlreadyHeld if it cannot be joined.
 
-        `inside` a transaction a lease is always joined: its end releases them together.
+        `inside` a transaction a lease is always joined: the end of the transaction releases both handles together.
         """
         lock = self.lock
         for tied in ties:
@@ -202,7 +202,7 @@ class LockAcquire:
         return None
 
     def hold_in_thread(self, enter: Callable[[Any], object] | None = None) -> Any:
-        """Acquire the lock by blocking; see `hold`. It is undone even if `run` itself is interrupted."""
+        """Acquire the lock in blocking code; see `hold`. The acquire is undone even if `run` itself is interrupted."""
         try:
             return run(self.hold(enter))
         except BaseException:
@@ -219,12 +219,12 @@ class LockAcquire:
             run(lease._leave_block(BLOCKING, error))  # noqa: SLF001 - the user of a lease is not to call it
         except DLockError:
             raise
-        except BaseException:  # A signal handler has raised, at whatever step; each may be repeated.
+        except BaseException:  # A signal handler has raised, at any step; every step can be repeated.
             run(lease._leave_block(BLOCKING, error))  # noqa: SLF001 - the user of a lease is not to call it
             raise
 
     async def hold(self, enter: Callable[[Any], object] | None = None) -> Any:
-        """Acquire the lock and return its handle; whatever is raised on the way, and wherever, leaves nothing behind.
+        """Acquire the lock and return its handle; an exception at any point leaves nothing behind.
 
         `enter(handle)` begins the block that holds the handle; without a block the integration keeps it.
         """
@@ -240,7 +240,7 @@ class LockAcquire:
                 self.keep()
             else:
                 enter(self.lease)
-            return self.lease  # noqa: TRY300 - what comes between is undone, too
+            return self.lease  # noqa: TRY300 - an interrupt before the return is undone, too
         except BaseException as error:
             await self.runtime.shield(self.undo())
             if isinstance(error, DLockError):
@@ -256,20 +256,20 @@ class LockAcquire:
             self.tied = self.new_tied(Tie(held, self.runtime), gate)
 
     async def acquire_lease(self) -> tuple[LeaseRecord, float]:
-        """Acquire a lease from the store; returns also the time at which the wait is over."""
+        """Acquire a lease from the store; also return the time at which the wait is over."""
         acquisition = self._new_acquisition()
         return await acquisition.acquire(), acquisition.deadline
 
     async def _let_go(self) -> None:
-        """Need a lease no more that another thread has released while it was joined."""
+        """Detach from a lease that another thread has released while it was joined."""
         lease: Any = self.lease
         await lease._end(self.runtime)  # noqa: SLF001 - the user of a lease is not to call it
 
     def take_handle(self) -> Tie:
-        """Make the handle that the caller gets, and return the tie that it needs."""
+        """Create the caller's handle, and return the tie that it belongs to."""
         tied: Any = self.tied
         self.lease = self.lease_type(tied)
-        tied.tie.attach(self.lease)  # Only now, when `detach` knows it.
+        tied.tie.attach(self.lease)  # Only now, when `detach` can find it.
         return tied.tie  # type: ignore[no-any-return]
 
     async def bind(self) -> None:
@@ -282,23 +282,23 @@ class LockAcquire:
             await self.runtime.call_database(step, self.database, self.form, self.lease)
 
     def keep(self) -> None:
-        """Let the handle last without a block."""
+        """Keep the handle alive without a block."""
         tied: Any = self.tied
         tied.keep(self.lease)
 
     def detach(self) -> None:
-        """Need nothing of it any more; without I/O."""
+        """Give the lease up, without I/O."""
         tied = self.tied
         if tied is not None and self.lease is not None:
             tied.tie.detach(self.lease)
         if self.acquisition is not None:
-            if tied is not None:  # Nothing was done under the lease, so no open transaction has to check it.
+            if tied is not None:  # No work was done under the lease, so no open transaction has to check it.
                 tied.tie.abandon()
                 tied.forget()
             self.acquisition.detach()
 
     async def undo(self) -> None:
-        """Leave nothing behind, whatever stopped the acquire, and wherever: no lease, and nothing in the store."""
+        """Undo the acquire, at whatever point it stopped: leave no lease, and nothing in the store."""
         self.detach()
         if self.acquisition is not None:
             await self.acquisition.undo()
@@ -315,11 +315,11 @@ class LockAcquire:
 
     @property
     def pending(self) -> Acquisition | None:
-        """What has to be asked of the store; None when the lock is held already."""
+        """The request to the store; None if the lock is already held."""
         return None if self.find() is not None else self._new_acquisition()
 
     def _new_acquisition(self) -> Acquisition:
-        """Return what is asked of the store, made when it is first needed."""
+        """Return the request to the store, created when it is first needed."""
         if self.acquisition is None:
             backend, lock = self.store.backend, self.lock
             ttl = store_ttl(lock.ttl or self.store.ttl, backend.capabilities)
@@ -330,20 +330,20 @@ class LockAcquire:
         return self.acquisition
 
     def _request(self, options: LockOptions) -> AcquireRequest:
-        """Return the request of this acquire; raises NotSupported for what the store cannot do."""
+        """Return the request of this acquire; raises NotSupported if the store cannot do it."""
         capabilities, name = self.store.backend.capabilities, self.lock.name
         if options.shared and not capabilities.shared:
             raise NotSupported(f"the store {self.store.alias!r} has no shared locks", name=name)
-        if capabilities.expiry == "transaction":  # The database knows whose lock it is.
+        if capabilities.expiry == "transaction":  # The database itself identifies the owner.
             return new_request(name, options, owner="", transaction=self.caller_transaction())
         return new_request(name, options, owner=owner.text(*self.sessions()))
 
 
 class TiedLocks:
-    """Locks that are held all or none; `wait` bounds the whole acquire (left out: the wait of each, from its start)."""
+    """Locks that are held all or none; `wait` limits the whole acquire (default: the wait of each, from its start)."""
 
     _leases_type: ClassVar[type[Any]]
-    """What the caller gets when all are held."""
+    """The class of the result when all are held."""
 
     def __init__(
         self,
@@ -366,7 +366,7 @@ class TiedLocks:
         return f"<locks {', '.join(repr(each.name) for each in self.locks)}>"
 
     async def _hold(self, runtime: DatabaseRuntime, enter: Callable[[Any], object] | None = None) -> Any:
-        """Acquire all of them, and only then tie them to their transactions, whose snapshots may begin with that.
+        """Acquire all of them, and only then tie them to their transactions, because that may begin their snapshots.
 
         See `LockAcquire.hold` for `enter`, which gets all handles.
         """
@@ -379,7 +379,7 @@ class TiedLocks:
 
 
 class _Group:
-    """One acquire of several locks: in the order that every caller keeps, what one owner asks twice for only once."""
+    """One acquire of several locks, in the order that all callers use; a lock that one owner lists twice once."""
 
     def __init__(self, locks: TiedLocks, runtime: DatabaseRuntime) -> None:
         since = clock()
@@ -398,7 +398,7 @@ class _Group:
         self.members = [_Member(*acquires) for acquires in same_wish.values()]
 
     async def bind(self, leases_type: type[Any], enter: Callable[[Any], object] | None) -> Any:
-        """Tie each lease to its transactions, and return all handles in the order in which the locks were given."""
+        """Tie each lease to its transactions, and return all handles in the order of the given locks."""
         for member in self.members:
             await member.bind()
         for member in self.members:
@@ -413,7 +413,7 @@ class _Group:
 
 
 class _Member:
-    """One lock of a group, or several of one name and owner, of which the first is asked for; a `GroupMember`."""
+    """One lock of a group, or several with one name and owner, of which the first is acquired; a `GroupMember`."""
 
     def __init__(self, first: LockAcquire, *others: LockAcquire) -> None:
         self._first, self._all = first, (first, *others)
@@ -437,7 +437,7 @@ class _Member:
             await each.bind()
 
     def check(self) -> None:
-        """Raise LeaseLost if the lease was lost while the others were waited for."""
+        """Raise LeaseLost if the lease was lost during the wait for the others."""
         tied: Any = self._first.tied
         tie: Tie = tied.tie
         tie.held.ensure()
@@ -461,7 +461,7 @@ def _rank(acquire: LockAcquire) -> tuple[str, str, bool]:
 
 
 def _refuse_impossible(first: LockAcquire, *others: LockAcquire) -> None:
-    """Raise ValueError for locks of one name that have no order among them, or cannot be held together."""
+    """Raise ValueError for locks of one name that have no defined order, or cannot be held together."""
     name, alias = first.lock.name, first.store.alias
     if any(each.backend is not first.backend for each in others):
         raise ValueError(

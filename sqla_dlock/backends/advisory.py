@@ -29,7 +29,7 @@ def from_engine(
 ) -> Backend:
     """Return the store in an engine's database, for `configure(advisory=from_engine(engine))`.
 
-    A lock lasts as long as the transaction of the Session that asks, on PostgreSQL; with `session`, it is held on a
+    A lock lasts as long as the transaction of the requesting Session, on PostgreSQL; with `session`, it is held on a
     dedicated connection and has a ttl. See `dlock_core.backends.advisory.advisory`.
     """
     pool = pool_of(engine, timeout=timeout)
@@ -57,7 +57,7 @@ class _Connection:
     """Sends statements in the session's transaction, or none once the session has forgotten it."""
 
     def __init__(self, connection: Connection) -> None:
-        # A lease may be kept for longer than its transaction, which only the collector ends when a ROLLBACK has failed.
+        # A lease may be kept longer than its transaction, which only the collector ends if a ROLLBACK has failed.
         self._connection = ref(connection)
 
     async def row(self, sql: str, params: Mapping[str, Any]) -> tuple[Any, ...] | None:

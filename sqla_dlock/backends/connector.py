@@ -28,7 +28,7 @@ __all__ = ["as_driver_takes", "pool_of"]
 
 VENDORS: Final = {"postgresql": "postgresql", "mysql": "mysql", "mariadb": "mysql", "sqlite": "sqlite"}
 SOCKET_PATHS: Final = ("/", "%2F", "%2f")
-"""How the path of a socket begins where PostgreSQL's drivers also take a host."""
+"""The first characters of a socket's path where PostgreSQL's drivers also accept a host."""
 CLOSE_LIMIT_S: Final = 1.0
 """Seconds for which an asyncio driver may wait for its server when it closes a connection."""
 REMEDY: Final = "sqla_dlock.tables.lease_metadata.create_all(engine), or your own migration"
@@ -37,8 +37,8 @@ REMEDY: Final = "sqla_dlock.tables.lease_metadata.create_all(engine), or your ow
 def pool_of(engine: Engine | AsyncEngine, *, timeout: float = 5.0) -> Pool:
     """Return connections to an engine's database: its driver, arguments and events, but not its pool.
 
-    Raises TypeError for what is no engine and for the sync_engine of an AsyncEngine, and ValueError for a database that
-    dlock does not know, or a host that no name server can know.
+    Raises TypeError for anything but an engine and for the sync_engine of an AsyncEngine, and ValueError for a database
+    that dlock does not support, or an invalid host name.
     """
     if not isinstance(getattr(engine, "sync_engine", engine), Engine):
         raise TypeError(f"leases need an Engine or AsyncEngine, not {type(engine).__name__}")
@@ -56,7 +56,7 @@ def _connector(engine: Engine | AsyncEngine) -> Connector:
     if not (is_host(host) or host.startswith(SOCKET_PATHS)):
         raise ValueError(f"{host!r:.80} is no name of a host ({title:.80})")
     if vendor == "sqlite":
-        file = file_of(engine.url.database or "")  # now: a process may go to another directory
+        file = file_of(engine.url.database or "")  # now: a process may change its directory
         return SQLiteConnector(title, lambda: str(file or ""))
     if isinstance(engine, Engine):
         return EngineConnector(engine, vendor, title)
@@ -83,7 +83,7 @@ class EngineConnector:
         fairy.detach()
         connection: Any = fairy.dbapi_connection
         try:
-            self._dialect.do_commit(connection)  # what an event of the engine has begun, such as SET search_path
+            self._dialect.do_commit(connection)  # the transaction of an event of the engine, such as SET search_path
             self._dialect.set_isolation_level(connection, "AUTOCOMMIT")
         except BaseException:
             self._close(connection)
@@ -95,7 +95,7 @@ class EngineConnector:
 
 
 class AsyncEngineConnector(EngineConnector):
-    """A database behind an asyncio driver, in an event loop of ours: any thread and any loop may ask it."""
+    """A database behind an asyncio driver, in our own event loop: any thread and any loop may use it."""
 
     def __init__(self, engine: Engine, vendor: str, title: str) -> None:
         super().__init__(engine, vendor, title)
@@ -136,7 +136,7 @@ class EngineConnection:
         read_in_thread(self, heard, ended)
 
     def close(self) -> None:
-        self._socket = -1  # from now on the number may be another's
+        self._socket = -1  # from now on the number may belong to another socket
         with suppress(Exception):
             self._dialect.do_close(self._connection)
 
@@ -145,7 +145,7 @@ class EngineConnection:
 
 
 class AsyncEngineConnection(EngineConnection):
-    """The same in the event loop of ours."""
+    """The same in our own event loop."""
 
     def __init__(self, dialect: Dialect, connection: Any, loop: Loop) -> None:
         super().__init__(dialect, connection)
@@ -165,19 +165,19 @@ class AsyncEngineConnection(EngineConnection):
             self._loop.read(self._socket, partial(notifications, self.driver), heard, closed)
 
     def close(self) -> None:
-        self._socket = -1  # from now on the number may be another's
+        self._socket = -1  # from now on the number may belong to another socket
         with suppress(Exception):
             _close_soon(self._loop, self._dialect, self._connection)
         self._loop.leave(self)
 
     def abort(self) -> None:
-        """Only psycopg shows its socket, and only psycopg cannot be terminated."""
+        """Abort the connection: only psycopg exposes its socket, and only psycopg cannot be terminated."""
         shut_socket(self._socket)
         _terminate(self._loop, self._connection)
 
 
 def _close_soon(loop: Loop, dialect: Dialect, connection: Any) -> None:
-    """Close a connection in the background: asyncpg waits until its server does so, too, which may be never."""
+    """Close a connection in the background: asyncpg waits for its server to close it, too, which may never happen."""
 
     def close() -> None:
         try:
@@ -194,7 +194,7 @@ def _terminate(loop: Loop, connection: Any) -> None:
 
 
 def as_driver_takes(sql: str, params: Mapping[str, Any], dialect: Dialect) -> tuple[str, Any]:
-    """Write a statement with `:name` parameters in the driver's way."""
+    """Convert a statement with `:name` parameters to the driver's style."""
     statement, order = _compiled(sql, dialect)
     return statement, params if order is None else tuple([params[name] for name in order])
 
@@ -206,6 +206,6 @@ def _compiled(sql: str, dialect: Dialect) -> tuple[str, Sequence[str] | None]:
 
 
 def _own_errors(dialect: Dialect) -> tuple[type[Exception], ...]:
-    """Return what asyncpg raises by itself: SQLAlchemy does not translate what happens while it connects."""
+    """Return asyncpg's own errors: SQLAlchemy does not translate those that occur while it connects."""
     asyncpg = getattr(dialect.loaded_dbapi, "asyncpg", None)
     return () if asyncpg is None else (asyncpg.PostgresError, asyncpg.InterfaceError)

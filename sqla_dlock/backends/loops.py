@@ -30,23 +30,23 @@ __all__ = ["Loop"]
 T = TypeVar("T")
 
 CANCEL_AGAIN_S: Final = 0.5
-"""Seconds after which what was cancelled, and still waits, is cancelled once more."""
+"""Seconds after which a cancelled call that still waits is cancelled again."""
 
 
 class Loop:
-    """The loop; it runs as long as there is a connection or a call in it."""
+    """The loop; it runs as long as it has a connection or a call."""
 
     def __init__(self) -> None:
         self.begin()
         after_fork_in_child(self.begin)
 
     def begin(self) -> None:
-        """Start empty; also in a forked child, which has none of its parent's threads."""
+        """Start empty; also in a forked child, which does not have its parent's threads."""
         self._inside: set[object] = set()
         self._loop: asyncio.AbstractEventLoop | None = None
 
     async def call(self, runtime: Runtime, function: Callable[..., T], *args: Any) -> T:
-        """Call a blocking function in SQLAlchemy's greenlet, to its end even when the task is cancelled."""
+        """Call a blocking function in SQLAlchemy's greenlet, to its end even if the task is cancelled."""
         if isinstance(runtime, Asyncio):
             return await finished(runtime, self._begin(function, *args))
         return self._finish(self._begin(function, *args))
@@ -56,7 +56,7 @@ class Loop:
         return await_(_within(limit, greenlet_spawn(function)))
 
     def call_soon(self, function: Callable[[], object]) -> None:
-        """Call a function that does not wait in the loop, soon."""
+        """Schedule a non-blocking function in the loop."""
         if (loop := self._loop) is not None:
             loop.call_soon_threadsafe(function)
 
@@ -67,7 +67,7 @@ class Loop:
     def read(
         self, number: int, come: Callable[[], list[str]], heard: Callable[[str], None], ended: Callable[[], None]
     ) -> None:
-        """Call `heard` with what has come in whenever a socket has something to read, until `come` raises."""
+        """Call `heard` with the received data whenever a socket is readable, until `come` raises."""
         loop = asyncio.get_running_loop()
 
         def read() -> None:
@@ -82,8 +82,8 @@ class Loop:
 
     def enter(self, guest: object) -> asyncio.AbstractEventLoop:
         """Keep the loop running until this guest, a connection or a call, leaves."""
-        # No lock: a signal handler that interrupted its owner would wait for the loop, and the loop for that lock.
-        self._inside.add(guest)  # From now on nobody ends the loop.
+        # No mutex: a signal handler that interrupted its owner would wait for the loop, and the loop for that mutex.
+        self._inside.add(guest)  # From now on the loop cannot end.
         if self._loop is None:
             started = _started()
             self._loop = loop = self._loop or started  # A thread or a signal handler may have started another.
@@ -94,12 +94,12 @@ class Loop:
     def leave(self, guest: object) -> None:
         """Leave the loop, which ends when it is empty.
 
-        A connection may be closed twice, by a step that failed on it and by the driver, which tells of its end. Were
-        the guests only counted, the loop would end while another is inside, and nobody would hear of that one again.
+        A connection may be closed twice, by a step that failed on it and by the driver, which reports its end. If the
+        guests were only counted, the loop would end while another guest is inside, which would never get an answer.
         """
         self._inside.discard(guest)
         if not self._inside and self._loop is not None:
-            loop, self._loop = self._loop, None  # Nothing is called before that: whoever comes now starts another.
+            loop, self._loop = self._loop, None  # Nothing is called before this: a later caller starts another.
             loop.call_soon_threadsafe(loop.stop)
 
     def _begin(self, function: Callable[..., T], *args: Any) -> Future[T]:
@@ -109,19 +109,19 @@ class Loop:
         return future
 
     def _finish(self, future: Future[T]) -> T:
-        # The garbage collector may run in the loop's own thread, and there the finalizer that closes the connections of
-        # a forgotten store. The loop cannot wait for itself: the connection is closed soon, and there is no result.
+        # The garbage collector may run in the loop's own thread, and so may the finalizer that closes the connections
+        # of a collected store. The loop cannot wait for itself: the connection is closed later, and there is no result.
         if asyncio._get_running_loop() is self._loop is not None:  # noqa: SLF001 - the public one raises elsewhere
             return None  # type: ignore[return-value]
         try:
             return future.result()
         except BaseException:
-            wait([future])  # Interrupted: what was begun is finished before it can be undone.
+            wait([future])  # Interrupted: the call has to finish before it can be undone.
             raise
 
 
 async def _within(limit: float, coroutine: Coroutine[Any, Any, T]) -> T:
-    """As `asyncio.wait_for`, but cancel again and again: what cleans up may wait for the same silent server."""
+    """Like `asyncio.wait_for`, but cancel repeatedly: the clean-up may wait for the same silent server."""
     task = asyncio.ensure_future(coroutine)
     await asyncio.wait([task], timeout=limit)
     if task.done():
@@ -130,7 +130,7 @@ async def _within(limit: float, coroutine: Coroutine[Any, Any, T]) -> T:
         task.cancel()
         await asyncio.wait([task], timeout=CANCEL_AGAIN_S)
     try:
-        return task.result()  # it came this very moment
+        return task.result()  # it arrived at this very moment
     except (Exception, asyncio.CancelledError) as error:
         raise TimeoutError(f"no answer within {format_seconds(limit)}") from error
 

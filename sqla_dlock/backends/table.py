@@ -23,7 +23,7 @@ EXAMPLE: Final = "postgresql+psycopg://user@host/database"
 def from_engine(engine: Engine | AsyncEngine, *, timeout: float = 5.0) -> TableBackend:
     """Return the store in an engine's database; `timeout` bounds each step, in seconds.
 
-    Raises TypeError for what is no engine, and ValueError for a database that dlock does not know.
+    Raises TypeError for anything but an engine, and ValueError for a database that dlock does not support.
     """
     return TableBackend(pool_of(engine, timeout=timeout))
 
@@ -37,7 +37,7 @@ def from_url(url: str, *, timeout: float = 5.0) -> TableBackend:
 
 
 def engine_of(url: str) -> Engine | AsyncEngine:
-    """Return an engine for what follows the first "+" in a store's URL."""
+    """Return an engine for the part after the first "+" in a store's URL."""
     store, plus, rest = url.partition("+")
     if not plus or not store.isalpha():
         raise ValueError(
@@ -53,7 +53,7 @@ def engine_of(url: str) -> Engine | AsyncEngine:
             raise ArgumentError("an option, perhaps a password, in the place of a host or a database")
         return _made(parsed)
     except (ArgumentError, ValueError) as error:
-        reason = type(error).__name__  # its text may have a password in it
+        reason = type(error).__name__  # its text may contain a password
         raise ValueError(f"SQLAlchemy cannot use what follows {store}+ ({reason}): such as {EXAMPLE}") from None
 
 

@@ -123,10 +123,10 @@ async def adelete_with_version(
 
 
 def touch(session: Session | scoped_session[Any], instance: Any) -> None:
-    """Count the version up with the next flush although nothing else changes, so that a save from older data conflicts.
+    """Increment the version with the next flush although nothing else changes, so that saves of older data conflict.
 
-    Use it for what a decision was based on. It counts once per flush, together with other changes. The errors are those
-    of `save_with_version`.
+    Use it for a row on which a decision was based. It counts once per flush, together with other changes. The errors
+    are those of `save_with_version`.
     """
     session = plain_session(session, "atouch")
     if not _versioned_state(session, instance).pending:
@@ -134,7 +134,7 @@ def touch(session: Session | scoped_session[Any], instance: Any) -> None:
 
 
 async def atouch(session: AsyncSession | async_scoped_session[Any], instance: Any) -> None:
-    """Count up an instance of an AsyncSession; see `touch`. It awaits only if the instance has expired."""
+    """Increment the version of an instance of an AsyncSession; see `touch`. Awaits only for an expired instance."""
     await plain_async_session(session, "touch").run_sync(touch, instance)
 
 
@@ -190,7 +190,7 @@ def _send_single(session: Session, mapper: Mapper[Any], write: RowUpdate) -> Non
 
 
 def _lock_and_check_dirty(session: Session, deleted: Sequence[Any] = ()) -> None:
-    """Lock and check all rows that the flush after this will write, so that the flush itself cannot conflict.
+    """Lock and check all rows that the following flush will write, so that the flush itself cannot conflict.
 
     A flush that fails rolls the transaction back, or leaves it unusable. A conflict that is found before the flush
     leaves everything as it was, and that is what `save_with_version` promises.

@@ -1,7 +1,7 @@
-"""Aggregates: the version of a root counts up when something that belongs to it is added, changed or deleted.
+"""Aggregates: the version of a root is incremented if an object that belongs to it is added, changed or deleted.
 
-`__version_children__` names paths from the root down to its children. The flush needs them the other way round, from a
-changed child up to its roots: `_paths_to_roots`.
+`__version_children__` names paths from the root down to its children. The flush needs them in the other direction, from
+a changed child up to its roots: `_paths_to_roots`.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def _register_root(mapper: Mapper[Any], cls: Any) -> None:
 def _resolve_paths() -> None:
     for root in list(_unresolved_roots):
         for path in root.class_.__version_children__:
-            child, way = _resolve_path(root, path)  # This may configure mappers, and so call us again.
+            child, way = _resolve_path(root, path)  # This may configure mappers, and so call this function again.
             _paths_to_roots.setdefault(child, set()).add(way)
         if root in _unresolved_roots:
             _unresolved_roots.remove(root)  # Only now: a path that leads nowhere must be an error at each flush.
@@ -58,7 +58,7 @@ def _resolve_path(mapper: Mapper[Any], path: str) -> tuple[type, tuple[str, ...]
 
 
 def has_root(mapper: Mapper[Any]) -> bool:
-    """Return whether a change to an instance of this class counts up another row."""
+    """Return whether a change to an instance of this class increments the version of another row."""
     return any(True for _ in _paths_from(mapper.class_))
 
 
@@ -67,7 +67,7 @@ def _paths_from(cls: type) -> Iterator[tuple[str, ...]]:
 
 
 def roots_of_changes(session: Session) -> list[Any]:
-    """Return, once each, the roots of all that the session is about to write, or writes in the flush under way.
+    """Return, once each, the roots of all instances that the session is about to write, or is writing in this flush.
 
     Only roots that are in the database and are not deleted count: a new one begins with its first version anyway.
     """

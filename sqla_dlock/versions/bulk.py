@@ -1,6 +1,6 @@
-"""ORM statements that write many rows of a versioned class: each counts the version up, or is refused.
+"""ORM statements that write many rows of a versioned class: each increments the version, or is refused.
 
-Core statements on the table, raw SQL and `session.bulk_insert_mappings` are not seen here.
+Core statements on the table, raw SQL and `session.bulk_insert_mappings` are not covered.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def _on_bulk_statement(execution: ORMExecuteState) -> None:
 
 
 def _with_count(statement: Any, mapper: Mapper[Any]) -> Any:
-    """Return an UPDATE that also counts the version up, unless it sets the version itself."""
+    """Return an UPDATE that also increments the version, unless it sets the version itself."""
     version = version_column(mapper)
     name = version_key(mapper)
     if version.table is not mapper.local_table:
@@ -56,8 +56,8 @@ def _with_count(statement: Any, mapper: Mapper[Any]) -> Any:
     if _sets(getattr(statement, "_values", None) or {}, version):
         return statement
     try:
-        # With the attribute of the class, SQLAlchemy also counts up the instances in memory. With the column it would
-        # expire their versions, and they would read the new version next to data that they had read with the old one.
+        # With the attribute of the class, SQLAlchemy also increments the versions in memory. With the column it would
+        # expire them, and the instances would then have the new version with data that was read with the old one.
         attribute = getattr(mapper.class_, name)
         return statement.values({attribute: attribute + 1})
     except InvalidRequestError as error:

@@ -33,7 +33,7 @@ MAX_ROWS_PER_QUERY: Final = 500
 class StaleObject(errors.StaleObject, StaleDataError):
     """The row was changed or deleted (`found` is None) since `instance` was read with version `expected`.
 
-    It is also SQLAlchemy's StaleDataError, so that code which catches that goes on working.
+    It is also SQLAlchemy's StaleDataError, so that existing code which catches that error keeps working.
     """
 
 

@@ -1,9 +1,9 @@
-"""What a flush does for versioned rows beyond SQLAlchemy: it names the stale row, and writes many rows together.
+"""Flushes of versioned rows: naming the stale row, and writing many rows together.
 
-SQLAlchemy sends one UPDATE for each versioned row, and notices a conflict by the count of rows only. Here the rows of
-one class are locked in one statement, in which their versions are read and compared, and are written in another
+SQLAlchemy sends one UPDATE for each versioned row, and detects a conflict only by the count of rows. This module locks
+the rows of one class in one statement, in which their versions are read and compared, and writes them in another
 (`_write_together`). That happens inside the flush, just before SQLAlchemy would write the first of them: it then finds
-nothing left to write. Rows that cannot be written so are left to SQLAlchemy, one by one.
+nothing left to write. Rows that cannot be written in this way are left to SQLAlchemy, one by one.
 
 The course of a flush, by its listeners:
 
@@ -59,19 +59,19 @@ class _Flush:
     """A flush under way."""
 
     session: Session | None
-    """None when the flush is over: a connection remembers its last flush, which must not keep the session alive."""
+    """None after the flush: a connection keeps a reference to its last flush, which must not keep the session alive."""
     context: Any
     roots: list[Any]
-    """The roots that were counted up before the flush began to write."""
+    """The roots whose versions were incremented before the flush began to write."""
     may_batch: bool
     batches: dict[Mapper[Any], list[Any]] | None = None
     """The instances that may be written together, by the base mapper of their class; None before the first write."""
     late_roots: list[Any] = field(default_factory=list)
-    """The roots of what other listeners have changed after ours: the next flush counts them up."""
+    """The roots of instances that other listeners have changed after ours: the next flush increments them."""
 
 
 _last_flushes: Final[WeakKeyDictionary[Connection, _Flush]] = WeakKeyDictionary()
-"""The flush that wrote last on a connection, by which its statements are told from those of the application."""
+"""The last flush on a connection, to distinguish its statements from those of the application."""
 _mappers: Final[WeakKeyDictionary[Any, Mapper[Any]]] = WeakKeyDictionary()
 
 
@@ -151,9 +151,10 @@ def _before_delete(mapper: Mapper[Any], connection: Connection, state: InstanceS
 
 @event.listens_for(VersionedMixin, "before_insert", propagate=True, raw=True)
 def _before_insert(mapper: Mapper[Any], connection: Connection, state: InstanceState[Any]) -> None:
-    """Drop a version that was assigned to a new instance: a new row has none to expect.
+    """Drop a version that was assigned to a new instance: for a new row there is no version to expect.
 
-    A row that replaces one which the same flush deletes becomes an UPDATE in SQLAlchemy, and counts on from there.
+    A row that replaces one which the same flush deletes becomes an UPDATE in SQLAlchemy, and continues from its
+    version.
     """
     _before_write(mapper, connection, state)
     state.dict.pop(version_key(mapper), None)
@@ -216,7 +217,7 @@ def _write_alike(session: Session, connection: Connection, mapper: Mapper[Any], 
 
 @event.listens_for(Engine, "before_execute")
 def _check_before_many(connection: Any, statement: Any, many: Any, params: Any, options: Any) -> None:
-    """Check the versions before an UPDATE or DELETE of many rows: afterwards one count cannot say which was stale."""
+    """Check the versions before an UPDATE or DELETE of many rows: afterwards a count cannot tell which was stale."""
     if many and (flushed := _find_flush(connection, statement)):
         session, mapper, binds = flushed
         expected = [tuple([row[bind] for bind in binds]) for row in many]

@@ -28,9 +28,9 @@ _BITS: Final = {BigInteger: 63, SmallInteger: 15}
 class VersionedMixin:
     """A mapped class whose rows are never written over a change that the instance has not seen.
 
-    Put the mixin before the declarative base. `version` is one more after each UPDATE. It begins at the time in
-    microseconds, so that a row that is deleted and created again under its old key does not pass for the old one; in a
-    column of fewer than 64 bits it begins at random.
+    Put the mixin before the declarative base. Each UPDATE increments `version`. It begins at the time in microseconds,
+    so that a row that is deleted and created again under its old key is not taken for the old one; in a column of fewer
+    than 64 bits it begins at a random number.
 
     A version that you assign is the one that you expect: the next flush raises StaleObject if the instance was read
     with another, and the assigned value itself is never written. To use another column name, declare the column and
@@ -43,7 +43,7 @@ class VersionedMixin:
         version: Mapped[int]
 
     __version_children__: ClassVar[tuple[str, ...]] = ()
-    """The relationships of an aggregate root, such as "lines" or "lines.parts": a change at their end counts it up."""
+    """The relationships of an aggregate root, such as "lines.parts": a change at their end increments its version."""
 
     def __init_subclass__(cls, **options: Any) -> None:
         if _is_root_of_hierarchy(cls):
@@ -70,7 +70,7 @@ def key_columns(mapper: Mapper[Any]) -> tuple[Any, ...]:
 
 
 def _is_root_of_hierarchy(cls: type) -> bool:
-    """Return whether a class will be mapped, and no class above it is: that one has the version of the hierarchy."""
+    """Return whether a class will be mapped, and no class above it is: it has the version of the hierarchy."""
     if cls.__dict__.get("__abstract__") or not (
         hasattr(cls, "registry") or _static_attribute(cls, "__tablename__", "__table__")
     ):
@@ -80,7 +80,7 @@ def _is_root_of_hierarchy(cls: type) -> bool:
 
 
 def _static_attribute(cls: type, *names: str) -> Any:
-    """Return the first of these attributes as it stands in the class: only SQLAlchemy may call a declared_attr."""
+    """Return the first of these attributes as defined in the class: only SQLAlchemy may call a declared_attr."""
     return next((found for name in names if (found := getattr_static(cls, name, None)) is not None), None)
 
 

@@ -1,8 +1,9 @@
 """The version that an instance was read with, and single UPDATEs of one table that need no flush.
 
-SQLAlchemy keeps a version next to the other columns of an instance, and may refresh it alone: after `expire(instance,
-["version"])`, or as a deferred column. Such a version is newer than the data, and a check of it would let a lost update
-pass. So the listeners here note for each instance when that happened (`_READ_LATE`), and such a version is refused.
+SQLAlchemy keeps a version with the other columns of an instance, and may refresh it alone: after
+`expire(instance, ["version"])`, or as a deferred column. Such a version is newer than the data, and checking it would
+miss a lost update. So the listeners in this module record for each instance that this happened (`_READ_LATE`), and such
+a version is refused.
 """
 
 from __future__ import annotations
@@ -56,9 +57,9 @@ class RowUpdate:
 
 @event.listens_for(VersionedMixin, "refresh", propagate=True, raw=True)
 def _on_refresh(state: InstanceState[Any], context: Any, names: Collection[str] | None) -> None:
-    """Mark an instance whose version was read later than other columns, about which it then says nothing."""
+    """Mark an instance whose version was read later than other columns, for which it then proves nothing."""
     name = version_key(state.mapper)
-    # Without a context nothing was read: a bulk UPDATE has counted the version of the instance in memory.
+    # Without a context nothing was read: a bulk UPDATE has incremented the version of the instance in memory.
     if context is None or (names is not None and name not in names):
         return
     if name not in state.dict or (names is None and state.dict[name] != state.info.get(_WRITTEN)):
@@ -111,7 +112,7 @@ def read_version(instance: Any) -> Any:
 def expected_version(instance: Any, action: str) -> Any:
     """Return the version that the row must have now.
 
-    Raises StaleObject if the caller has assigned another version: an assigned version is never written, it says which
+    Raises StaleObject if the caller has assigned another version: an assigned version is never written, it states which
     one the caller has seen. Raises ValueError as `read_version`.
     """
     state: Any = instance_state(instance)
@@ -136,7 +137,7 @@ def require_expected(instance: Any, expected: Any, version: Any, action: str) ->
 
 
 def touch(instance: Any) -> None:
-    """Mark an instance to be counted up once by the next flush, although nothing of it changes."""
+    """Mark an instance whose version the next flush increments once, although nothing else changes."""
     state: Any = instance_state(instance)
     read_version(instance)
     state.info[_TOUCHED] = True
@@ -144,7 +145,7 @@ def touch(instance: Any) -> None:
 
 
 def is_touched(instance: Any) -> bool:
-    """Return whether an instance is marked to be counted up by the next flush."""
+    """Return whether an instance is marked by `touch` for the next flush."""
     return _TOUCHED in instance_state(instance).info
 
 
@@ -162,8 +163,8 @@ def _forget_touch(state: InstanceState[Any], names: Collection[str] | None) -> N
 def needs_one_update(session: Session, mapper: Mapper[Any]) -> bool:
     """Return whether a flush of one row of this class would do no more than one UPDATE of one table.
 
-    Only then may `save_with_version` and the batches of a flush go past SQLAlchemy's unit of work: nothing that it
-    would do for the row is left out.
+    Only then may `save_with_version` and the batches of a flush bypass SQLAlchemy's unit of work: nothing that it would
+    do for the row is omitted.
     """
     events, columns = mapper.dispatch, [each.columns for each in mapper.column_attrs]
     return (

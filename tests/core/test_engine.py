@@ -80,7 +80,7 @@ def test_store_slower_than_the_ttl_is_told_to_the_hooks(runtime: ManualRuntime, 
     with pytest.raises(BackendUnavailable):
         ask(runtime, Scripted(runtime, GRANTED, takes=40.0), wait=100.0)
     assert [(event.kind, event.reason) for event in events] == [
-        ("unavailable", "it answers slower than the ttl, 30.0 s")
+        ("unavailable", "it answers more slowly than the ttl of 30.0 s")
     ]
 
 

@@ -1,4 +1,4 @@
-"""Advisory locks of the database that the application has anyway: no table, no further server.
+"""Advisory locks of the application's own database: no table, no further server.
 
 A lock lasts as long as a transaction (`TransactionBackend`, PostgreSQL), or as a session on a dedicated connection.
 """
@@ -21,9 +21,10 @@ __all__ = ["PREFIX", "CallerTransaction", "MySQLSessionBackend", "SessionBackend
 def advisory(pool: Pool, database: Any, *, session: bool = False, prefix: str = PREFIX) -> Backend:
     """Return the store in a database.
 
-    Without `session` a lock is taken in the caller's own transaction, and ends with it (PostgreSQL). With it, on a
-    dedicated connection, with a ttl. `prefix` is put before every name: locks of programs with the same prefix in the
-    same database (MySQL: on the same server) are the same. Raises TypeError and ValueError for what these cannot be.
+    Without `session` a lock is taken in the caller's own transaction, and ends with it (PostgreSQL). With `session` it
+    is taken on a dedicated connection, with a ttl. Every name begins with `prefix`: programs with the same prefix in
+    the same database (MySQL: on the same server) share their locks. Raises TypeError and ValueError for invalid
+    arguments.
     """
     if not session:
         return TransactionBackend(pool, database, prefix=prefix)

@@ -1,4 +1,4 @@
-"""The connections on which session locks are held: one for each grant, kept for a while after it for the next."""
+"""The connections on which session locks are held: one for each grant, kept open for a while for the next one."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class LockConnection:
         self, dedicated: DedicatedConnection, connection: Connection, number: int, owner: LockConnections
     ) -> None:
         self.dedicated, self.number = dedicated, number
-        """The number is the session's at the server."""
+        """The number is that of the session at the server."""
         self._owner = ref(owner)
         self.vendor = connection.vendor
         self.execute, self.prepared = _ways(connection)
@@ -46,17 +46,17 @@ class LockConnection:
         self.has_ended = _ended(connection)
         """Returns whether the server has ended the session; call it while the connection is open and not in use."""
         self.idle_limit = 0.0
-        """Seconds of silence after which the server ends the session, as far as it was told."""
+        """Seconds of silence after which the server ends the session, as last configured."""
         self.is_fresh = True
         self.had_ended = False
-        """The server had ended it before the last step that asked."""
+        """Whether the server had ended it before the last step that checked."""
         self._in_use: dict[str, object] = {}
-        """The step that uses the connection. `setdefault` enters and `del` leaves, each in one bytecode. A
-        `threading.Lock` could be acquired by a caller that is interrupted before it knows, and would stay locked."""
+        """The step that uses the connection. `setdefault` enters and `del` leaves, each in one bytecode. A caller could
+        be interrupted right after acquiring a `threading.Lock`, which would then stay locked."""
 
     @property
     def is_open(self) -> bool:
-        """It has not failed so far, and is no parent's."""
+        """Whether it has not failed so far, and does not belong to a parent process."""
         return self.dedicated.is_open
 
     def is_usable(self) -> bool:
@@ -64,21 +64,21 @@ class LockConnection:
         return self.is_open and not self.has_ended()
 
     def close(self) -> bool:
-        """Close the connection, unless a step is using it; in a forked child it stays, being the parent's."""
+        """Close the connection, unless a step is using it; in a forked child it stays open for the parent."""
         mine = object()
         try:
             if self._in_use.setdefault("by", mine) is not mine:
                 return False
             run(self.dedicated.close(BLOCKING))
         finally:
-            if "by" in self._in_use and self._in_use["by"] is mine:  # No call, and so no interrupt, comes in between.
+            if "by" in self._in_use and self._in_use["by"] is mine:  # No call, and so no interrupt, is in between.
                 del self._in_use["by"]
         return True
 
     async def step(
         self, runtime: Runtime, name: str, function: Callable[[Connection], T], limit: float | None = None
     ) -> T:
-        """Make a step, to its end even in a cancelled task; after BackendUnavailable the connection is closed."""
+        """Execute a step, to its end even in a cancelled task; after BackendUnavailable the connection is closed."""
         mine = object()
         try:
             while self._in_use.setdefault("by", mine) is not mine:
@@ -89,14 +89,14 @@ class LockConnection:
             # cost a second time limit.
             error.broken = not self.is_fresh and not isinstance(error.__cause__, TimeoutError)
             if (owner := self._owner()) is not None:
-                owner.close()  # What ended this session may have ended the idle ones.
+                owner.close()  # The cause that ended this session may have ended the idle ones.
             raise
         finally:
             if "by" in self._in_use and self._in_use["by"] is mine:
                 del self._in_use["by"]
 
     async def interruptibly(self, runtime: Runtime, name: str, function: Callable[[Connection], T], limit: float) -> T:
-        """Make a step that waits for others: a task that is cancelled aborts the connection."""
+        """Execute a step that waits for other holders: a task that is cancelled aborts the connection."""
         step = self.step(runtime, name, function, limit)
         if not isinstance(runtime, Asyncio):
             return await step
@@ -119,15 +119,15 @@ class Reservation:
         self.connection, self.request = connection, request
         self.token = 0
         self.until = math.inf
-        """When the server will have ended the session, unless it hears of us."""
+        """When the server will have ended the session, unless it receives a statement."""
 
     def extend(self, sent: float, ttl: float) -> None:
-        """Extend the validity, because the server has received a statement of ours at `sent` or later."""
+        """Extend the validity, because the server has received a statement at `sent` or later."""
         self.until = sent + ttl
 
 
 class LockConnections:
-    """Opens lock connections, and keeps some of those that hold no lock any more."""
+    """Opens lock connections, and keeps some of those that no longer hold a lock."""
 
     def __init__(self, pool: Pool, prepare_session: Callable[[Connection, str], int]) -> None:
         self.pool, self._prepare_session = pool, prepare_session
@@ -173,9 +173,9 @@ def _ways(connection: Connection) -> tuple[Execute, Execute]:
 
 
 def _ended(connection: Connection) -> Callable[[], object]:
-    """Return what says whether an idle session has ended: there is nothing else to read from it.
+    """Return a function that checks whether an idle session has ended: there is nothing else to read from it.
 
-    Some drivers of asyncio cannot tell.
+    Some drivers of asyncio cannot detect this.
     """
     driver = connection.driver
     number = socket_of(driver)

@@ -1,8 +1,8 @@
 """How a session names the lock that it holds: its advisory key, its `application_name`, and a comment in its statement.
 
-`pg_locks` knows only keys. A label "dlock:1795269526619918#order:42" (prefix, token, name) in the application_name is
-free, ends with the lock, and every user may read it; the key proves the name. What does not fit in its 63 characters,
-and the owner of the lock stand in a comment, which only members of the session's role may read.
+`pg_locks` shows only keys. A label "dlock:1795269526619918#order:42" (prefix, token, name) in the application_name
+costs nothing, ends with the lock, and can be read by every user; the key proves the name. The part that does not fit in
+its 63 characters, and the owner of the lock, are in a comment, which only members of the session's role may read.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ __all__ = ["Label", "Told", "comment", "in_comment", "in_label", "label_of"]
 
 _MAX_LABEL_LENGTH: Final = 63
 _DIGITS: Final = 16
-"""Of a time in microseconds, until the year 2286."""
+"""Digits of a time in microseconds, until the year 2286."""
 _COMMENT: Final = re.compile(r"/\* dlock (\S+) ([0-9a-f]+) ([sx]) (\S*)")
 
 
 class Told(NamedTuple):
-    """What a session told of one lock; empty where it did not."""
+    """What a session reports about one lock; empty where it does not."""
 
     name: str = ""
     token: int = 0
@@ -36,7 +36,7 @@ class Told(NamedTuple):
 
 
 def comment(request: AcquireRequest) -> str:
-    """Write the comment; it contains neither ":" nor quotes nor "*/", for any names."""
+    """Return the comment; it contains neither ":" nor quotes nor "*/", whatever the name."""
     name, mode = request.name.replace(":", "/"), "s" if request.shared else "x"
     return f"/* dlock {name} {request.holder} {mode} {quote(request.owner, safe='')} */"
 
@@ -48,22 +48,22 @@ class Label(NamedTuple):
     head: str
     tail: str
     room: int
-    """The characters that are left for what stood there before, and a space."""
+    """The number of characters left for the earlier application_name and a space."""
 
     def token_in(self, text: str) -> int:
-        """Read the token out of what the server made of it; no name has a "#"."""
+        """Parse the token in the server's text; no name contains a "#"."""
         return int(text.rpartition("#")[0].rpartition(self.head)[2])
 
 
 @lru_cache(maxsize=1024)
 def label_of(name: str, prefix: str) -> Label:
-    """Return the label of a lock; the name is cut to what fits."""
+    """Return the label of a lock; the name is cut to fit."""
     tail = f"#{name}"[: _MAX_LABEL_LENGTH - len(prefix) - _DIGITS]
     return Label(key_of(name, prefix), prefix, tail, max(0, _MAX_LABEL_LENGTH - len(prefix) - _DIGITS - len(tail) - 1))
 
 
 def in_comment(statement: str) -> Told | None:
-    """Read the comment; its end may have been cut off."""
+    """Parse the comment; its end may have been cut off."""
     found = _COMMENT.search(statement)
     if found is None:
         return None
@@ -72,7 +72,7 @@ def in_comment(statement: str) -> Told | None:
 
 
 def in_label(application_name: str, prefix: str, key: int) -> Told | None:
-    """Find the label of a key; an only one whose name was cut off ends in "…"."""
+    """Find the label of a key; if there is only one and its name was cut off, it ends in "…"."""
     words = [word.removeprefix(prefix).partition("#") for word in application_name.split() if word.startswith(prefix)]
     labels = [Told(name, int(token)) for token, _, name in words if token.isdecimal()]
     for told in labels:
@@ -91,7 +91,7 @@ _HASH_LENGTH: Final = 32
 
 
 def checked_prefix(prefix: str) -> str:
-    """Check what is put before every name; a hash has to find room after it."""
+    """Check the prefix of every name; it has to leave room for a hash."""
     if not isinstance(prefix, str):
         raise TypeError(f"prefix is text, not {type(prefix).__name__}")
     if not _PLAIN.fullmatch(prefix) or len(prefix) >= MAX_NAME_LENGTH - _HASH_LENGTH:
@@ -105,9 +105,9 @@ def key_of(name: str, prefix: str = PREFIX) -> int:
 
 
 def word_of(name: str, prefix: str = PREFIX) -> str:
-    """Return the name for GET_LOCK: prefix and name as they are, or, if too long or not plain, "#" and 32 hex digits.
+    """Return the name for GET_LOCK: prefix and name unchanged, or, if too long or not plain, "#" and 32 hex digits.
 
-    MySQL compares names without regard to case, so that capitals are not plain.
+    MySQL compares names without regard to case, so capitals are not plain.
     """
     word = prefix + name
     if len(word) <= MAX_NAME_LENGTH and _PLAIN.fullmatch(word):

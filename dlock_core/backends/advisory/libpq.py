@@ -1,4 +1,4 @@
-"""Statements through libpq itself, on connections of ours that psycopg 3 made: its cursors cost more than the lock.
+"""Statements through libpq directly, on our own connections of psycopg 3: its cursors cost more than the lock.
 
 The session is the same, and so are the errors. (psycopg documents `pq` for such use.)
 """
@@ -23,7 +23,7 @@ __all__ = ["Libpq"]
 
 _DONE: Final = (ExecStatus.TUPLES_OK, ExecStatus.COMMAND_OK)
 _READ: Final[dict[int, Callable[[bytes], Any]]] = {16: b"t".__eq__, 20: int, 21: int, 23: int, 701: float}
-"""By the number of a type: boolean, three sizes of integer, double precision. All others are texts."""
+"""Parsers by the number of a type: boolean, three sizes of integer, double precision. All others are texts."""
 
 
 class Libpq:
@@ -32,18 +32,18 @@ class Libpq:
     def __init__(self, connection: Connection[Any]) -> None:
         self._pgconn, self._encoding = connection.pgconn, connection.info.encoding
         self._names: dict[str, bytes] = {}
-        """What its prepared statements are called."""
+        """The names of its prepared statements."""
         self._arrived = select.poll()
         self._arrived.register(self._pgconn.socket, select.POLLIN)
 
     def execute(self, sql: str, params: Mapping[str, Any]) -> list[tuple[Any, ...]]:
-        """Run a statement with `:name` parameters, and return its rows; raises what psycopg raises."""
+        """Run a statement with `:name` parameters, and return its rows; raises psycopg's errors."""
         text, order = numbered(sql)
         self._pgconn.send_query_params(self._bytes(text), self._values(params, order))
         return self._rows(self._answer())
 
     def prepared(self, sql: str, params: Mapping[str, Any]) -> list[tuple[Any, ...]]:
-        """The same for a statement that comes again and again."""
+        """The same for a statement that is repeated often."""
         text, order = numbered(sql)
         name = self._names.get(sql) or self._prepare(sql, text)
         self._pgconn.send_query_prepared(name, self._values(params, order))
@@ -57,8 +57,8 @@ class Libpq:
         return name
 
     def _answer(self) -> PGresult:
-        # libpq returns None after the last result, and wants to be asked until then: a result that is left would be
-        # taken for the answer to the next statement.
+        # libpq returns None after the last result, and has to be read until then: a remaining result would be taken for
+        # the answer to the next statement.
         answer = None
         while (result := self._next()) is not None:
             answer = result
@@ -70,9 +70,9 @@ class Libpq:
 
     def _next(self) -> PGresult | None:
         """Return the next result of the statement that was sent, None after the last one."""
-        # libpq's own PQgetResult waits in C, where Python runs no signal handler: a Ctrl-C would come through only when
-        # the lock is granted, which may take hours. So the wait is a poll in Python. Nothing has to be flushed before,
-        # because our statements are smaller than a socket's buffer.
+        # libpq's own PQgetResult waits in C, where Python runs no signal handler: a Ctrl-C would take effect only when
+        # the lock is granted, which may take hours. So the wait is a poll in Python. No flush is needed first, because
+        # our statements are smaller than a socket's buffer.
         while self._pgconn.is_busy():
             self._arrived.poll()
             self._pgconn.consume_input()

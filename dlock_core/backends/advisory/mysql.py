@@ -1,7 +1,7 @@
-"""Session locks of MySQL and MariaDB: GET_LOCK, and what little these servers tell of them.
+"""Session locks of MySQL and MariaDB: GET_LOCK, and the little that these servers report about them.
 
 The last statement of an idle session cannot be read, so only the holders of this process and the waiters show an owner.
-Of a holder in another process, the number of its session, its user and its host are known.
+For a holder in another process, the number of its session, its user and its host are known.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 __all__ = ["MySQL"]
 
-# SYSDATE is read after GET_LOCK, NOW when the statement began.
+# SYSDATE is evaluated after GET_LOCK, NOW at the start of the statement.
 _LOCK: Final = """\
 SELECT IF(GET_LOCK(:word, :seconds) = 1, GREATEST(CAST(UNIX_TIMESTAMP(SYSDATE(6)) * 1000000 AS SIGNED), :floor + 1), 0)
 """
@@ -51,7 +51,7 @@ class MySQL:
         return int(number)
 
     def lock(self, connection: LockConnection, request: AcquireRequest, seconds: float | None) -> int:
-        """Try, or wait for so many seconds, and return the token; 0 where others hold the lock."""
+        """Try, or wait for this many seconds, and return the token; 0 if another session holds the lock."""
         self._limit(connection, request.ttl)
         wait = seconds or 0.0
         params = {
@@ -63,13 +63,13 @@ class MySQL:
         return int(token or 0)
 
     def prove(self, connection: LockConnection, request: AcquireRequest, token: int) -> bool:
-        """Start the server's idle limit anew; return False when this session does not hold the lock."""
+        """Restart the server's idle limit; return False if this session does not hold the lock."""
         self._limit(connection, request.ttl)
         ((is_ours,),) = connection.execute(_PROVE, {"word": word_of(request.name, self._prefix)})
         return bool(is_ours)
 
     def unlock(self, connection: LockConnection, request: AcquireRequest) -> bool:
-        """End the lock; False when this session did not hold it."""
+        """End the lock; return False if this session did not hold it."""
         ((was_ours,),) = connection.execute(_UNLOCK, {"word": word_of(request.name, self._prefix)})
         return bool(was_ours)
 
@@ -85,7 +85,7 @@ class MySQL:
             await self._kill(runtime, name, number)
 
     async def owner(self, runtime: Runtime, name: str, ours: Sequence[Reservation]) -> str:
-        """Return the owner of a lock, as far as the server shows it."""
+        """Return the owner of a lock, as far as the server reports it."""
         holder = await self._shown(runtime, name, ours)
         return holder.owner if holder is not None else ""
 
@@ -107,7 +107,7 @@ class MySQL:
         return states
 
     async def force_release(self, runtime: Runtime, name: str, token: int, ours: Sequence[Reservation]) -> bool:
-        """End the session of this process that holds with this token; another's token cannot be known."""
+        """End the session of this process that holds the lock with this token; another process's token is not known."""
         number = await self._holder(runtime, name)
         reservation = next((reservation for reservation in ours if reservation.connection.number == number), None)
         if number is not None and reservation is None:

@@ -1,4 +1,4 @@
-"""Session locks of PostgreSQL: the statements, and what its catalogue shows of holders and waiters."""
+"""Session locks of PostgreSQL: the statements, and the holders and waiters in its catalogue."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ class PostgreSQL:
         self.is_held = self._sessions.is_held
 
     def prepare_session(self, connection: Connection, name: str) -> int:
-        """Make a new session fit for waiting, and return its number.
+        """Prepare a new session for waiting, and return its number.
 
-        Raises BackendUnavailable for a session that is not ours alone.
+        Raises BackendUnavailable for a session that is shared with other clients.
         """
         ((number, known, is_standby, *_),) = connection.execute(PREPARE_SESSION)
         if is_standby:
@@ -46,7 +46,7 @@ class PostgreSQL:
         return int(number)
 
     def lock(self, connection: LockConnection, request: AcquireRequest, seconds: float | None) -> int:
-        """Try, or wait for so many seconds, and return the token; 0 where others hold the lock."""
+        """Try, or wait for this many seconds, and return the token; 0 if another session holds the lock."""
         label = label_of(request.name, self._prefix)
         statement = (TRY_SESSION if seconds is None else WAIT_SESSION)[request.shared]
         params = {
@@ -72,14 +72,14 @@ class PostgreSQL:
         return 0 if text is None else label.token_in(text)
 
     def prove(self, connection: LockConnection, request: AcquireRequest, token: int) -> bool:
-        """Start the server's idle limit anew; return False when the session is not the one that took the lock."""
+        """Restart the server's idle limit; return False if the session is not the one that took the lock."""
         label = f"{self._prefix}{token}#{request.name}"
         params = {"label": label, "ttl": _milliseconds(request.ttl)}
         ((number, *_),) = connection.execute(f"{comment(request)}\n{PROVE}", params)
         return bool(number == connection.number)
 
     def unlock(self, connection: LockConnection, request: AcquireRequest) -> bool:
-        """End the lock; False when this session did not hold it."""
+        """End the lock; return False if this session did not hold it."""
         params = {"key": label_of(request.name, self._prefix).key}
         ((was_ours, *_),) = connection.prepared(UNLOCK[request.shared], params)
         return bool(was_ours)
@@ -89,7 +89,7 @@ class PostgreSQL:
         await self._sessions.end(runtime, name, number)
 
     async def owner(self, runtime: Runtime, name: str, ours: Sequence[Reservation]) -> str:
-        """Return the owner of a lock; empty when it is free."""
+        """Return the owner of a lock; empty if it is free."""
         (state,) = await self._sessions.inspect(runtime, name, ours)
         return next((holder.owner for holder in state.holders), "")
 
@@ -98,7 +98,7 @@ class PostgreSQL:
         return await self._sessions.inspect(runtime, name, ours)
 
     async def force_release(self, runtime: Runtime, name: str, token: int, ours: object) -> bool:
-        """End the session that holds with this token."""
+        """End the session that holds the lock with this token."""
         return await self._sessions.force_release(runtime, name, token)
 
 
@@ -111,9 +111,9 @@ def _behind_pooler(name: str) -> BackendUnavailable:
     return BackendUnavailable(name, reason=reason, refused=True)
 
 
-# The token is drawn when the lock has been taken, so that the next holder reads a later time. It comes back as a
-# part of the label. One plain SELECT, and no more operators than it takes: most drivers have it planned every time,
-# and one concat() is planned faster than a chain of "||".
+# The token is drawn after the lock has been taken, so that the next holder reads a later time. It is returned as a part
+# of the label. This is one plain SELECT with few operators: with most drivers it is planned every time, and one
+# concat() is planned faster than a chain of "||".
 _LABEL: Final = """\
 CAST(:head AS text), greatest(CAST(extract(epoch FROM clock_timestamp()) * 1000000 AS bigint), :least),
 CAST(:tail AS text)"""
@@ -135,11 +135,11 @@ def _modes(statement: str, function: str, granted: str, more: str) -> dict[bool,
 
 
 TRY: Final = _modes(_TRIED, "_xact_lock", _IN_TRANSACTION, _ISOLATION)
-"""Lock until the end of the transaction; NULL where something is in the way. By `shared`, as those below."""
+"""Lock until the end of the transaction; NULL if the lock is not free. By `shared`, as those below."""
 WAIT: Final = _modes(_WAITED, "_xact_lock", _IN_TRANSACTION, "set_config('lock_timeout', v, true)")
-"""The same, waiting for it; the transaction's own limit is back after it."""
+"""The same with a wait; the transaction's own limit is restored after it."""
 TRY_SESSION: Final = _modes(_TRIED, "_lock", _IN_SESSION, "pg_backend_pid()")
-"""Lock until the end of the session, which the server ends when it has been silent for a ttl."""
+"""Lock until the end of the session, which the server ends after a ttl of silence."""
 WAIT_SESSION: Final = _modes(_WAITED, "_lock", _IN_SESSION, "pg_backend_pid()")
 
 _KEY: Final = "(CAST(l.classid AS bigint) << 32) | CAST(l.objid AS bigint)"
@@ -149,9 +149,9 @@ AND l.database = (SELECT oid FROM pg_database WHERE datname = current_database()
 _OF_KEY: Final = f"{_OF_DATABASE} AND {_KEY} = CAST(:key AS bigint)"
 
 OURS: Final = f"SELECT 1 FROM pg_locks AS l WHERE l.granted AND l.pid = pg_backend_pid() AND {_OF_KEY}"  # noqa: S608
-"""A row while the session that asks holds the lock."""
+"""A row if the current session holds the lock."""
 ANYBODY: Final = f"SELECT 1 FROM pg_locks AS l WHERE l.granted AND {_OF_KEY}"  # noqa: S608
-"""A row while the lock is held."""
+"""A row if the lock is held."""
 _LISTED: Final = f"""\
 SELECT {_KEY}, l.granted, l.mode = 'ShareLock', l.pid, coalesce(a.application_name, ''), coalesce(a.query, ''),
 coalesce(a.usename, '') || '@' || coalesce(host(a.client_addr), 'local'), current_database(),
@@ -173,7 +173,7 @@ PREPARE_SESSION: Final = """\
 SELECT pg_backend_pid(), coalesce(current_setting('dlock.line', true), ''), pg_is_in_recovery(),
 set_config('dlock.line', 'taken', false), set_config('application_name', 'dlock', false),
 set_config('statement_timeout', '0', false), set_config('lock_timeout', '0', false)"""
-"""A new session has no mark of ours; of one that has, a pooler has made several."""
+"""A new session does not have our mark; if it does, a pooler shares it between clients."""
 PROVE: Final = """\
 SELECT pg_backend_pid(), set_config('application_name', left(CAST(:label AS text), 63), false),
 set_config('idle_session_timeout', :ttl, false)"""
@@ -198,7 +198,7 @@ class LockRow(NamedTuple):
     since: float | None
 
     def told(self, prefix: str) -> Told:
-        """Put together what the session tells of this lock."""
+        """Return what the session reports about this lock."""
         label = in_label(self.application_name, prefix, self.key) or Told()
         comment = in_comment(self.query)
         if comment is None or key_of(comment.name, prefix) != self.key:
@@ -224,7 +224,7 @@ def states_of(rows: Iterable[LockRow], prefix: str) -> list[LockState]:
 
 
 def owner_of(row: LockRow, prefix: str) -> str:
-    """Return the owner that a session shows, or else what the database knows of the session."""
+    """Return the owner that a session reports, otherwise what the database knows about the session."""
     login = {
         "app": row.application_name.partition(prefix)[0].strip() or "session",
         "host": row.login,
@@ -250,20 +250,20 @@ def _waiter(row: LockRow, prefix: str) -> Waiter:
 
 
 class Sessions:
-    """What an operator sees of PostgreSQL's advisory locks, and may end, on separate connections."""
+    """An operator's view of PostgreSQL's advisory locks, and their forced end, on separate connections."""
 
     def __init__(self, pool: Pool, prefix: str) -> None:
         self._pool, self._prefix = pool, prefix
 
     async def inspect(self, runtime: Runtime, name: str | None, ours: Sequence[Reservation] = ()) -> list[LockState]:
-        """Return the state of one lock, or of all that show their names; `ours` adds what ours do not show yet."""
+        """Return the state of one lock, or of all with a visible name; `ours` adds what sessions do not show yet."""
         by_number = {reservation.connection.number: reservation for reservation in ours}
         statement = LISTED if name is None else LISTED_KEY
         rows = [_with(LockRow(*row), by_number) for row in await self._ask(runtime, name or "", statement)]
         return states_of(rows, self._prefix) if name is None else [state_of(name, rows, self._prefix)]
 
     async def force_release(self, runtime: Runtime, name: str, token: int) -> bool:
-        """End the session that holds with this token; True when it is gone."""
+        """End the session that holds the lock with this token; return True if it is gone."""
         return await self._terminate(runtime, name, TERMINATE_LABELLED, label=f" {self._prefix}{token}#")
 
     async def is_held(self, runtime: Runtime, name: str) -> bool:
@@ -271,7 +271,7 @@ class Sessions:
         return bool(await self._ask(runtime, name, ANYBODY))
 
     async def end(self, runtime: Runtime, name: str, pid: int) -> bool:
-        """End a session if it is at this lock; True when it is gone."""
+        """End a session if it holds or awaits this lock; return True if it is gone."""
         return await self._terminate(runtime, name, TERMINATE, pid=pid)
 
     def close(self) -> None:

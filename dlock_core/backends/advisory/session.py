@@ -1,7 +1,7 @@
-"""Advisory locks of a database session: each is held on a dedicated connection, whose end is the lock's end.
+"""Advisory locks of a database session: each is held on a dedicated connection, and ends with it.
 
-The holder proves the connection by every renewal. The server ends a session that has been silent for a ttl, so that
-the lock of a process that stands still, or was cut off, ends as well.
+Every renewal proves the connection. The server ends a session that has been silent for a ttl, so that the lock of a
+process that is stopped, or was cut off, ends as well.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ if TYPE_CHECKING:
 __all__ = ["MySQLSessionBackend", "SessionBackend"]
 
 MAX_WAIT_S: Final = 60.0
-"""Seconds after which a place in the queue is given up and taken again: so long we may not notice a dead server."""
+"""Seconds after which a waiter leaves and re-enters the queue: a dead server may go unnoticed for this long."""
 
 
 class SessionBackend:
     """PostgreSQL's `pg_advisory_lock`, from version 14.
 
-    The token is the database's clock in microseconds, read while the lock is held. Not behind a pooler that hands
-    sessions around (PgBouncer's transaction mode): refused as soon as it shows.
+    The token is the database's clock in microseconds, read while the lock is held. It does not work behind a pooler
+    that shares sessions (PgBouncer's transaction mode), and is refused there once that is detected.
     """
 
     capabilities = Capabilities(expiry="connection", fair=True, shared=True, lists_waiters=True, ttl_min=0.1)
@@ -46,7 +46,7 @@ class SessionBackend:
         self._pool = pool
         self._reservations: dict[str, Reservation] = {}
         self._floors: dict[str, int] = {}
-        """Tokens above the server's clock that a fence has asked for: none that is smaller is given after them."""
+        """Tokens above the server's clock that a fence has requested: later tokens are never smaller."""
 
     async def try_acquire(
         self, runtime: Runtime, request: AcquireRequest, ticket: Any = None, *, unsure: bool = False
@@ -74,17 +74,17 @@ class SessionBackend:
         reservation, is_free = self._reservations.get(request.holder), False
         if reservation is None:
             return
-        reservation.extend(clock(), request.ttl)  # so long it is kept if this fails: it may be tried again
-        if not reservation.connection.is_open:  # it was cut off: the server may not have noticed
+        reservation.extend(clock(), request.ttl)  # kept for this long if this fails, for another try
+        if not reservation.connection.is_open:  # it was cut off, and the server may not have noticed
             await self._server.end(runtime, request.name, reservation.connection.number)
         else:
             is_free = not reservation.token or await self._unlock(runtime, reservation)
         if self._reservations.pop(request.holder, None) is not None and is_free:
-            # Only now: the next one to abandon it must not meet another's.
+            # Only now: a repeated abandon must not find another request's connection.
             self._connections.keep(reservation.connection)
 
     async def renew(self, runtime: Runtime, renewals: Sequence[Renewal]) -> list[RenewalResult]:
-        """Prove each connection; once the server has let us wait for long, the others get what is left to them."""
+        """Prove each connection; if the server is slow, the others only get the rest of the time."""
         limit = min(self._pool.timeout, max(1.0, min(request.ttl for request, _ in renewals) / 3))
         until = runtime.now() + limit
         return [
@@ -166,13 +166,13 @@ class SessionBackend:
         )
 
     async def _renew(self, runtime: Runtime, request: AcquireRequest, limit: float) -> RenewalResult:
-        """Prove the connection; one that fails is closed, and the server ends its session after a ttl at the latest."""
+        """Prove the connection; a failed one is closed, and the server ends its session after a ttl at the latest."""
         reservation, sent = self._reservations.get(request.holder), clock()
         if reservation is None or not reservation.token:
             return RenewalFailure.LOST
 
         def prove(_: Connection) -> bool:
-            # If it is not, it was released, and the connection may hold another lock.
+            # Otherwise it was released, and the connection may hold another lock.
             is_ours = self._reservations.get(request.holder) is reservation
             return is_ours and self._server.prove(reservation.connection, request, reservation.token)
 
@@ -195,7 +195,7 @@ class SessionBackend:
         return [reservation for reservation in list(self._reservations.values()) if reservation.token]
 
     def _clear(self) -> None:
-        """Forget leases that were thrown away, and have run out."""
+        """Forget leases that are no longer referenced, and have run out."""
         now = clock()
         for holder, reservation in list(self._reservations.items()):
             if reservation.until < now and reservation.connection.close():

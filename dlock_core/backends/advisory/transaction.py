@@ -1,7 +1,7 @@
 """Advisory locks of the caller's own transaction: its COMMIT or ROLLBACK is the release, with nothing in between.
 
 The lock is taken on the caller's connection, which the request carries. It neither outlives the transaction nor ends
-before it, but for a ROLLBACK TO an earlier savepoint; so it has no ttl, and needs no renewal.
+before it, except by a ROLLBACK TO an earlier savepoint; so it has no ttl, and needs no renewal.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ if TYPE_CHECKING:
 __all__ = ["CallerTransaction", "TransactionBackend", "TransactionConnection"]
 
 MAX_WAIT_S: Final = 86400.0
-"""Seconds after which a place in the queue is given up and taken again."""
+"""Seconds after which a waiter leaves and re-enters the queue."""
 
 
 class TransactionConnection(Protocol):
-    """The connection of an open transaction; errors of the database pass through."""
+    """The connection of an open transaction; errors of the database are not caught."""
 
     async def row(self, sql: str, params: Mapping[str, Any]) -> tuple[Any, ...] | None:
-        """Return the first row that a statement with `:name` parameters answers."""
+        """Return the first row of the result of a statement with `:name` parameters."""
 
     async def tell(self, sql: str) -> None:
-        """Send a statement that answers nothing."""
+        """Send a statement without a result."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,15 +48,15 @@ class CallerTransaction:
 
     connection: TransactionConnection
     old_snapshot: bool = False
-    """Its snapshot may be older than the lock."""
+    """Whether its snapshot may be older than the lock."""
 
 
 class TransactionBackend:
-    """PostgreSQL's `pg_advisory_xact_lock`; a lock is asked for inside the transaction that it is to last for.
+    """PostgreSQL's `pg_advisory_xact_lock`; a lock is requested inside the transaction for which it is to last.
 
-    The token is the database's clock in microseconds, read while the lock is held. Errors of the database pass
-    through; of those only a deadlock is to be expected. Raises NotSupported before any I/O outside a transaction and
-    on other databases.
+    The token is the database's clock in microseconds, read while the lock is held. Errors of the database are not
+    caught; only a deadlock is to be expected. Raises NotSupported before any I/O outside a transaction and on other
+    databases.
     """
 
     def __init__(self, pool: Pool, database: Any, *, prefix: str = PREFIX) -> None:
@@ -82,15 +82,15 @@ class TransactionBackend:
         transaction, label = self._transaction_of(request), label_of(request.name, self.prefix)
         params = {**_params(request, label), "milliseconds": str(max(1, math.ceil(timeout * 1000)))}
         connection = transaction.connection
-        # PostgreSQL ends a wait by an error (55P03), and after an error it refuses every further statement of the
-        # transaction, which is the caller's. A savepoint bounds the damage. Rolling back to it also releases a lock
-        # that was granted after it, in the moment in which the time limit struck: so whatever comes back, an error
-        # means that the lock is not held.
+        # PostgreSQL ends a wait with an error (55P03), and after an error it refuses every further statement of the
+        # transaction, which belongs to the caller. A savepoint limits the damage. Rolling back to it also releases a
+        # lock that was granted after it, at the very moment of the time limit: so an error always means that the lock
+        # is not held.
         await connection.tell("SAVEPOINT dlock_wait")
         try:
             row = await connection.row(postgresql.WAIT[request.shared], params)
         except BaseException as error:
-            with suppress(Exception):  # what has ended the connection is the error to be told
+            with suppress(Exception):  # the error that ended the connection is the one to report
                 await connection.tell("ROLLBACK TO SAVEPOINT dlock_wait")
                 await connection.tell("RELEASE SAVEPOINT dlock_wait")
             if failure_of_statement(error) is not DatabaseFailure.LOCK_TIMEOUT:
@@ -100,14 +100,14 @@ class TransactionBackend:
         return Granted(label.token_in(row[0] if row else ""), math.inf)
 
     async def abandon(self, runtime: Runtime, request: AcquireRequest, ticket: Any = None) -> None:
-        """Nothing is to be done: the transaction's end takes along what was granted."""
+        """Do nothing: the end of the transaction also ends the grant."""
 
     async def renew(self, runtime: Runtime, renewals: Sequence[Renewal]) -> list[RenewalResult]:
-        """Ask each transaction whether it still holds its lock."""
+        """Check whether each transaction still holds its lock."""
         return [await self._left(request) for request, _ in renewals]
 
     async def release(self, runtime: Runtime, request: AcquireRequest, granted: Granted) -> Released:
-        """Answer for the transaction, which has ended, and has released it."""
+        """Return the outcome of the transaction, which has ended and has released the lock."""
         return Released.RELEASED
 
     async def inspect(self, runtime: Runtime, name: str | None = None) -> list[LockState]:
@@ -154,6 +154,6 @@ def _params(request: AcquireRequest, label: Label) -> dict[str, Any]:
 
 
 def _refuse_old_snapshot(request: AcquireRequest, transaction: CallerTransaction, isolation: str) -> None:
-    """Under REPEATABLE READ the snapshot is taken by the very statement that asks for the lock: it is always older."""
+    """Under REPEATABLE READ the locking statement itself takes the snapshot: it is always older than the lock."""
     if isolation not in ("read committed", "read uncommitted") and not transaction.old_snapshot:
         raise SnapshotTooOld(request.name, isolation=isolation.upper())

@@ -42,14 +42,14 @@ MAX_KEYS_PER_REQUEST: Final = 1000
 
 
 class EtcdBackend:
-    """One etcd cluster, etcd://[user:password@]host:port,host:port,… whose members are asked one at a time.
+    """One etcd cluster, etcd://[user:password@]host:port,host:port,… whose members are used one at a time.
 
-    `timeout` bounds each request, in seconds; it should be longer than an election takes. `prefix` starts every key.
-    `tls` is how to check an etcds:// server. A lease renewed for a shorter ttl keeps its longer one on the server.
+    `timeout` is the limit of each request in seconds; it should be longer than an election takes. Every key begins with
+    `prefix`. `tls` verifies an etcds:// server. A lease renewed with a shorter ttl keeps its longer one on the server.
     """
 
     capabilities = Capabilities(fair=True, shared=True, lists_waiters=True, ttl_min=2.0, ttl_step=1.0)
-    """The shortest ttl fits etcd's default election timeout of 1 s; with a longer one the server grants more."""
+    """The shortest ttl fits etcd's default election timeout of 1 s; with a longer timeout the server grants more."""
 
     def __init__(
         self, url: str, *, prefix: str = "dlock/", timeout: float = 3.0, tls: ssl.SSLContext | None = None
@@ -72,7 +72,7 @@ class EtcdBackend:
             return answer
 
     async def wait(self, runtime: Runtime, request: AcquireRequest, busy: Busy, timeout: float) -> None:
-        """Watch the key ahead of ours, and renew our queue entry now and then."""
+        """Watch the key ahead of ours, and renew our queue entry periodically."""
         with self._gateway.reading(request.name):
             queue_entry: QueueEntry = busy.ticket
             until = runtime.now() + timeout
@@ -113,8 +113,8 @@ class EtcdBackend:
             return Released.STOLEN if is_stolen else Released.EXPIRED
 
     async def renew(self, runtime: Runtime, renewals: Sequence[Renewal]) -> list[RenewalResult]:
-        """Renew in as many requests as it takes; one that fails says nothing about the leases in the others."""
-        limit = min(renewal.request.ttl / 3 for renewal in renewals)  # a late answer would be of no use
+        """Renew in as many requests as necessary; a failed one says nothing about the leases in the others."""
+        limit = min(renewal.request.ttl / 3 for renewal in renewals)  # a later answer would be useless
         until, failure = runtime.now() + limit, None
         results: list[RenewalResult | BackendUnavailable] = []
         for start in range(0, len(renewals), MAX_LEASES_PER_REQUEST):
@@ -155,9 +155,9 @@ class EtcdBackend:
         self._gateway.close()
 
     def _revocations(self, request: AcquireRequest) -> list[GatewayCall]:
-        """End the leases that attempts of unknown outcome named, so that what is still on its way can put no key.
+        """End the leases of attempts with unknown outcome, so that requests still in flight cannot put a key.
 
-        They are forgotten now, also if this fails: the server ends them by itself.
+        They are forgotten now, even if this fails: the server ends them by itself.
         """
         return [keys.revoke(lease.id) for lease in self._steps.unsettled_leases.pop(request.holder, [])]
 
@@ -187,7 +187,7 @@ class EtcdBackend:
         }
 
     async def _entries(self, runtime: Runtime, name: str | None, start: str) -> list[StoredKey]:
-        """Read all keys that begin so."""
+        """Read all keys with this prefix."""
         found: list[StoredKey] = []
         is_more = True
         while is_more:
@@ -199,7 +199,7 @@ class EtcdBackend:
         return found
 
     async def _left(self, runtime: Runtime, name: str, leases: Sequence[int]) -> dict[int, float]:
-        """Ask what is left of each lease, in seconds."""
+        """Return the remaining seconds of each lease."""
         left: dict[int, float] = {}
         for start in range(0, len(leases), MAX_LEASES_PER_REQUEST):
             part = leases[start : start + MAX_LEASES_PER_REQUEST]
@@ -209,7 +209,7 @@ class EtcdBackend:
 
 
 async def _retry_once(step: Callable[[], Awaitable[T]]) -> T:
-    """Ask, and ask once more where another connection or member may know; for questions that do no harm twice."""
+    """Send a request, and repeat it once if another connection or member may work; for idempotent requests."""
     try:
         return await step()
     except BackendUnavailable as error:
@@ -233,7 +233,7 @@ def holding(names: Keys, queue: list[StoredKey]) -> list[StoredKey]:
 
 
 def state(names: Keys, name: str, queue: list[StoredKey], base: int, left: Mapping[int, float]) -> LockState:
-    """Return the state of a lock; `base` is what its tokens have on top, `left` the seconds of each lease."""
+    """Return the state of a lock; `base` is added to its tokens, `left` is the remaining time of each lease."""
     inside = holding(names, queue)
     holders = [
         Holder(names.read(one.key)[2], one.created + base, names.read(one.key)[1], one.value, left.get(one.lease))

@@ -1,4 +1,4 @@
-"""The connections to the members of an etcd cluster: one member is asked until it fails, then the next."""
+"""The connections to the members of an etcd cluster: one member is used until it fails, then the next."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 __all__ = ["ClusterAddress", "ClusterConnections", "read_url"]
 
 MAX_IDLE_CONNECTIONS: Final = 64
-"""Idle connections kept open for threads, and as many for each event loop; more are made when they are needed."""
+"""Idle connections kept open for threads, and as many for each event loop; more are opened on demand."""
 
 
 class ClusterConnections:
-    """The idle connections to the member that is asked now; they are closed when this is forgotten."""
+    """The idle connections to the current member; they are closed when this object is garbage-collected."""
 
     def __init__(self, members: Sequence[Member], tls: ssl.SSLContext | None) -> None:
         self.members, self._tls = tuple(members), tls
@@ -35,7 +35,7 @@ class ClusterConnections:
         self._of_tasks: LoopPools[HTTPConnection] = LoopPools(close, MAX_IDLE_CONNECTIONS, is_usable=is_usable)
 
     async def checkout(self, runtime: Runtime, until: float) -> HTTPConnection:
-        """Return an open connection for one caller: an idle one, or else a new one."""
+        """Return an open connection for one caller: an idle one, otherwise a new one."""
         pool = self._pool(runtime)
         while (connection := pool.take()) is not None:
             if connection.member == self.member:
@@ -44,7 +44,7 @@ class ClusterConnections:
         return await self.open(runtime, until)
 
     async def open(self, runtime: Runtime, until: float) -> HTTPConnection:
-        """Connect to the member that is asked now, or to the next one that can be reached in time."""
+        """Connect to the current member, or to the next one that can be reached in time."""
         for left in range(len(self.members), 0, -1):
             member, now = self.member, runtime.now()
             try:
@@ -62,11 +62,11 @@ class ClusterConnections:
 
     @property
     def member(self) -> Member:
-        """The member that is asked now."""
+        """The current member."""
         return self.members[self._now % len(self.members)]
 
     def skip(self, member: Member) -> None:
-        """Ask the next member from now on, unless another caller has moved on already."""
+        """Use the next member from now on, unless another caller has already moved on."""
         if member == self.member:
             self._now = (self._now + 1) % len(self.members)
 
@@ -89,7 +89,7 @@ _BAD_URL: Final = (
 
 
 class ClusterAddress(NamedTuple):
-    """The members of a cluster, and the login that they ask for."""
+    """The members of a cluster, and the login that they require."""
 
     members: tuple[Member, ...]
     user: str
@@ -98,7 +98,7 @@ class ClusterAddress(NamedTuple):
 
 
 def read_url(url: str) -> ClusterAddress:
-    """Return what a URL says; raises ValueError, which never quotes the URL."""
+    """Parse a URL; raises ValueError, which never quotes the URL."""
     found = _URL.fullmatch(url)
     if found is None or has_swallowed_options(found[3]):
         raise ValueError(_BAD_URL)

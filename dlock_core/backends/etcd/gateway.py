@@ -1,7 +1,7 @@
 """Calls of etcd's JSON gateway: several in one write, answered in order, and never repeated.
 
-An etcd that cannot answer has not said no: that is BackendUnavailable, with the reason and without a secret. Whether
-to try again is the engine's decision; its next call goes to the next member.
+An error of etcd is not a no: it raises BackendUnavailable, with the reason and without a secret. Whether to try again
+is the engine's decision; its next call goes to the next member.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ EXPIRED_LOGIN_TEXTS: Final = ("invalid auth token", "revision in header is old")
 _encode: Final = json.JSONEncoder(separators=(",", ":")).encode
 REFUSED_LOGIN_TEXTS: Final = ("authentication failed", "user name is empty", "permission denied")
 UNREADABLE: Final = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
-"""What reading an answer raises that has another form than etcd's."""
+"""The exceptions of reading an answer that does not have etcd's format."""
 
 
 class Gateway:
-    """The members of one cluster and our credentials there; `timeout` bounds what a single try may take, in seconds."""
+    """The members of one cluster and our credentials there; `timeout` is the limit of a single try in seconds."""
 
     def __init__(
         self, members: Sequence[Member], user: str, password: str, tls: ssl.SSLContext | None, timeout: float
@@ -46,12 +46,12 @@ class Gateway:
         self._connections, self._tls, self._timeout = ClusterConnections(members, tls), tls, timeout
         self._credentials = {"name": user, "password": password} if user else None
         self._auth_token = ""
-        self.limit = timeout / min(2, len(members))  # one member may be stuck, and the next be asked in time
+        self.limit = timeout / min(2, len(members))  # one member may be stuck, and the next one can be tried in time
 
     async def ask(
         self, runtime: Runtime, name: str, calls: Sequence[GatewayCall], limit: float | None = None
     ) -> list[list[Answer]]:
-        """Ask all in one write; each is answered by one JSON document or by several, an error being one of them."""
+        """Send all calls in one write; each is answered by one JSON document or several, which may be an error."""
         until = runtime.now() + min(limit or self.limit, self.limit)
         connection = None
         try:
@@ -99,11 +99,11 @@ class Gateway:
         self._connections.close()
 
     def reading(self, name: str) -> Reading:
-        """Return a block that asks and reads the answers; one that cannot be read is BackendUnavailable."""
+        """Return a block for sending and reading; an answer that cannot be parsed raises BackendUnavailable."""
         return Reading(self, name)
 
     def failure(self, name: str, answer: Answer) -> BackendUnavailable:
-        """Make an error out of an answer that is none, and turn to the next member if this one may be the reason."""
+        """Make an error of an answer without a result, and use the next member if this one may be the cause."""
         told = answer["error"] if isinstance(answer.get("error"), dict) else answer  # a stream wraps it
         code, text = told.get("code", told.get("grpc_code")), str(told.get("message", told))
         if code == UNAUTHENTICATED or any(part in text for part in EXPIRED_LOGIN_TEXTS):
@@ -115,7 +115,7 @@ class Gateway:
         return BackendUnavailable(name, reason=f"etcd: {text}", broken=len(self._connections.members) > 1)
 
     async def _log_in(self, runtime: Runtime, name: str, connection: HTTPConnection, until: float) -> None:
-        """Log in where we must: the permit is good for all members, until it was not used for some minutes."""
+        """Log in if necessary: the auth token is valid for all members, until it was not used for some minutes."""
         if self._credentials is None or self._auth_token:
             return
         call: GatewayCall = ("auth/authenticate", self._credentials)
@@ -137,7 +137,7 @@ class Gateway:
 
     def _failed(self, name: str, connection: HTTPConnection | None, error: OSError) -> BackendUnavailable:
         several = len(self._connections.members) > 1
-        if connection is None:  # no member could be reached: there is none left to ask
+        if connection is None:  # no member could be reached: there is none left to try
             return BackendUnavailable(name, reason=_told(error))
         self._connections.skip(connection.member)
         if connection.was_used:
@@ -147,7 +147,7 @@ class Gateway:
 
 
 class Reading:
-    """A block in which answers are read: a proxy's page or another service may stand where the etcd was."""
+    """A block in which answers are read: they may come from a proxy or another service in place of etcd."""
 
     __slots__ = ("_gateway", "_name")
 
@@ -166,14 +166,14 @@ class Reading:
 class Watch:
     """Reports the deletion of a key that is later than `revision`.
 
-    It looks from now on: a watch that begins in the past is served by etcd ten times a second only.
+    It begins now: etcd serves a watch that begins in the past only ten times a second.
     """
 
     def __init__(self, stream: HTTPStream, revision: int) -> None:
         self._stream, self.revision = stream, revision
 
     async def woken(self, runtime: Runtime, seconds: float) -> bool:
-        """Wait for the deletion, or for anything else that makes it worth to look (True), or for a time (False)."""
+        """Wait for the deletion, or another reason to check (True), or until `seconds` are over (False)."""
         try:
             await self._stream.document(runtime, runtime.now() + seconds)
         except TimeoutError:

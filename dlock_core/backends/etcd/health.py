@@ -1,4 +1,4 @@
-"""What makes an etcd cluster fit to keep leases."""
+"""Checks whether an etcd cluster is fit to store leases."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["diagnose"]
 
 MIN_VERSION: Final = (3, 4)
 DEFAULT_QUOTA_BYTES: Final = 2_147_483_648
-"""Bytes at which etcd takes no more writes, unless --quota-backend-bytes says otherwise."""
+"""Bytes at which etcd accepts no more writes, unless --quota-backend-bytes says otherwise."""
 MAX_QUOTA_SHARE: Final = 0.8
 
 

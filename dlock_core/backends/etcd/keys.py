@@ -1,9 +1,9 @@
-"""Where locks live in etcd, and the questions about them; pure.
+"""The keys of locks in etcd, and the transactions on them; pure.
 
-Each holder and each waiter has one key, PREFIXlock/NAME/MODE/HOLDER with MODE "x" (exclusive) or "s" (shared);
-they are served in the order in which their keys were created. PREFIXbase/NAME is added to the create revision and gives
-the token: it is 0 unless a database has seen greater tokens than etcd has revisions.
-(Idea of the order: clientv3/concurrency of etcd.)
+Each holder and each waiter has one key, PREFIXlock/NAME/MODE/HOLDER with MODE "x" (exclusive) or "s" (shared); they are
+served in the order in which their keys were created. PREFIXbase/NAME is added to the create revision and gives the
+token: it is 0 unless a database has admitted greater tokens than etcd has revisions. (Idea of the order:
+clientv3/concurrency of etcd.)
 """
 
 from __future__ import annotations
@@ -44,22 +44,22 @@ class StoredKey(NamedTuple):
     created: int
     lease: int
     modified: int = 0
-    """0 for a key that was not there."""
+    """0 for a key that did not exist."""
 
 
 MAX_BASE: Final = 1 << 62
 """A number that, with a revision added, fits into 63 bits."""
 _BASE: Final = re.compile(r"[0-9]{1,19}")
 NOTHING: Final = StoredKey("", "", 0, 0)
-"""A key that was not there."""
+"""A key that did not exist."""
 
 
 class LockView(NamedTuple):
-    """What a transaction on one lock answered: whether we have what we asked for, and what it saw at that moment."""
+    """The answer of a transaction on one lock: whether it succeeded, and what it read at that moment."""
 
     has_taken: bool
     has_put: bool
-    """Our key is there since now, or on another lease."""
+    """Whether our key was created now, or was moved to another lease."""
     revision: int
     own: StoredKey
     base: int
@@ -67,7 +67,7 @@ class LockView(NamedTuple):
     first: StoredKey
     """The first holder of the lock."""
     before: StoredKey
-    """The youngest key that must go before ours may hold the lock."""
+    """The youngest key that must be gone before ours can hold the lock."""
 
 
 class Keys:
@@ -77,11 +77,11 @@ class Keys:
         self.locks, self.bases = f"{prefix}lock/", f"{prefix}base/"
 
     def lock(self, name: str) -> str:
-        """Return what the keys of a lock begin with, or those of all locks."""
+        """Return the prefix of the keys of a lock, or of all locks."""
         return f"{self.locks}{name}/" if name else self.locks
 
     def base(self, name: str) -> str:
-        """Return the key of what is added to the revisions of a lock."""
+        """Return the key of the number that is added to the revisions of a lock."""
         return f"{self.bases}{name}"
 
     def own(self, request: AcquireRequest) -> str:
@@ -94,9 +94,9 @@ class Keys:
         return name, mode == "s", holder
 
     def enter(self, request: AcquireRequest, lease: int, queue_lease: int = 0) -> GatewayCall:
-        """Take the lock if no other key must go first; else join the queue, on the lease `queue_lease`."""
+        """Take the lock if no other key is ahead; otherwise join the queue, on the lease `queue_lease`."""
         otherwise = self._see(request)
-        if queue_lease:  # This may come late, when our key is there already, and must not take it from its lease.
+        if queue_lease:  # This may arrive late, when our key already exists, and must not take it from its lease.
             _, queue = _txn([_there(self.own(request))], otherwise, self._queue(request, queue_lease))
             otherwise = [{"request_txn": queue}]
         return _txn([_none(self._rivals(request))], self._take(request, lease), otherwise)
@@ -107,14 +107,14 @@ class Keys:
         return _txn([_created(self.own(request), 0)], [put, *see], see)
 
     def promote(self, request: AcquireRequest, created: int, queue_lease: int, lease: int) -> GatewayCall:
-        """Take the lock if our place, as old as this, is the first: the key moves to the lease of the full ttl."""
+        """Take the lock if our queue entry, created then, is the first: the key moves to the lease of the full ttl."""
         own, rivals = self._ours(request, created, queue_lease), self._rivals(request)
         see = [*self._see(request), _youngest(rivals, max_create_revision=str(created - 1))]
         take = self._take(request, lease)
         path, none_older = _txn([*own, _all_younger(rivals, created - 1)], take, see)
         if not request.shared:
             return path, none_older
-        return _txn([*own, _none(rivals)], take, [{"request_txn": none_older}])  # of none, nothing is true, not all
+        return _txn([*own, _none(rivals)], take, [{"request_txn": none_older}])  # a comparison of no keys is false
 
     def move(self, request: AcquireRequest, created: int, old: int, new: int) -> GatewayCall:
         """Put a grant that is still ours on another lease; tell whether it is there if it is not on the old one."""

@@ -1,4 +1,4 @@
-"""From a URL, a client or a pool of redis-py to connections of our own: one server, Sentinel, Cluster."""
+"""From a URL, a client or a pool of redis-py to our own connections: one server, Sentinel, Cluster."""
 
 from __future__ import annotations
 
@@ -90,13 +90,13 @@ def title(client: Any) -> str:
 
 
 def transports(client: Any, limit: float) -> tuple[Transport, Transport]:
-    """Return connections for threads and for tasks, to the server that a client or pool has."""
+    """Return transports for threads and for tasks, to the server of a client or pool."""
     blocking, awaiting = connectors(client, limit)
     return BlockingTransport(blocking), AsyncioTransport(awaiting)
 
 
 def connectors(client: Any, limit: float) -> tuple[Callable[[], Any], Callable[[], Any]]:
-    """Return two factories of connections, blocking and asyncio, to the server that a client or pool reaches."""
+    """Return two factories of connections, blocking and asyncio, to the server of a client or pool."""
     pool = getattr(client, "connection_pool", client)
     kind, given = getattr(pool, "connection_class", None), dict(getattr(pool, "connection_kwargs", {}))
     pair = next((pair for pair in _CONNECTION_CLASSES if kind is not None and issubclass(kind, pair)), None)
@@ -128,7 +128,7 @@ class Hosts(NamedTuple):
     """The parts of scheme://[user:password@]host:port,host:port/path?options."""
 
     user: str
-    """What goes before a host in a URL: "user:password@", or nothing."""
+    """The part before the host in a URL: "user:password@", or nothing."""
     hosts: list[str]
     """Each with its port."""
     path: str
@@ -161,17 +161,17 @@ _BAD_CLUSTER_URL: Final = (
 
 
 class Seeds(NamedTuple):
-    """The nodes that are asked first, and how connections to any node are made."""
+    """The nodes that are queried first, and how connections to any node are made."""
 
     addresses: list[NodeAddress]
     kind: Any
     """A connection class of redis-py."""
     options: dict[str, Any]
     remap: Callable[[NodeAddress], NodeAddress] | None = None
-    """Returns the address at which a node is reached, where that is not the one that the cluster names."""
+    """Returns the address at which a node is reached, if that is not the one that the cluster reports."""
 
     def pool(self, address: NodeAddress) -> Any:
-        """Return what `transports` needs to know of the pool of one node."""
+        """Return a pool for one node, as `transports` needs it."""
         host, port = address
         return SimpleNamespace(
             connection_class=self.kind, connection_kwargs=self.options | {"host": host, "port": port}

@@ -1,4 +1,4 @@
-"""Leases in Redis or Valkey (6.2 or newer): one script a step, waiters served in order by the release itself.
+"""Leases in Redis or Valkey (6.2 or newer): one script for each step; the release itself serves waiters in order.
 
 The lock key of an exclusive lease is a plain string set with NX and PX, so that other libraries which lock the same
 key exclude us, and we them. (Idea of the value and of NX PX: the distributed locks page of the Redis documentation.)
@@ -47,9 +47,9 @@ if TYPE_CHECKING:
 __all__ = ["RedisBackend", "check_options"]
 
 MIN_SLEEP_S: Final = 0.002
-"""Redis 6.2 takes a BLPOP of 0.001 seconds for one without end: it calculates 0.9999 milliseconds and cuts them off."""
+"""Redis 6.2 treats a BLPOP of 0.001 seconds as one without end: it calculates 0.9999 milliseconds and truncates."""
 FOREIGN_POLL_S: Final = (0.05, 0.1)
-"""Range of the pause before a lock is asked for again that another library holds, which will not wake us."""
+"""Range of the pause before another attempt if another library holds the lock, which will not wake us."""
 REPLICATION_SHARE: Final = 0.25
 """The part of a request's time limit within which replicas have to confirm a grant."""
 
@@ -57,14 +57,14 @@ REPLICATION_SHARE: Final = 0.25
 class RedisBackend:
     """One Redis server, named by a URL or by an existing redis-py client or pool (blocking or asyncio).
 
-    The store has separate connections: they reach the same server with the same credentials, and neither wait for the
-    client's pool nor use it up.
+    The store opens separate connections to the same server with the same credentials, which neither wait for the
+    client's pool nor exhaust it.
 
     Args:
-        client: what names the server.
+        client: names the server.
         prefix: what every key begins with.
         timeout: the time limit of each request, in seconds.
-        replicas: how many replicas must have a grant before it counts, so that a failover to one does not forget it.
+        replicas: how many replicas must have a grant before it counts, so that a failover does not lose it.
     """
 
     capabilities = Capabilities(fair=True, shared=True, lists_waiters=True)
@@ -121,9 +121,9 @@ class RedisBackend:
     async def wait(
         self, runtime: Runtime, request: AcquireRequest, busy: Busy, timeout: float
     ) -> Granted | Busy | None:
-        """Sleep on the waiter's own wake-up list; the confirmation is sent along, and made when the list wakes us.
+        """Sleep on the waiter's own wake-up list; the confirmation is sent at once, and executed at the wake-up.
 
-        So a hand-over takes one round trip: BLPOP returns, and the script behind it confirms the grant. A task leaves
+        So a hand-over takes one round trip: BLPOP returns, and the script after it confirms the grant. A task leaves
         that to the listener of its event loop.
         """
         seconds = min(timeout, MAX_SLEEP_S, request.ttl / 4)
@@ -154,7 +154,7 @@ class RedisBackend:
         return Granted(reply, request.ttl)
 
     def _confirmation(self, request: AcquireRequest) -> tuple[Script, Command, Command]:
-        """Return what starts the full ttl of a grant that was handed over; claim.lua knows the common case only."""
+        """Return the requests that start a handed-over grant's full ttl; claim.lua handles only the common case."""
         if request.shared or request.floor:
             return self._acquire, self.keyspace.of(request.name), acquire_args(request)
         return self._claim, (self.lock_key(request.name),), (request.holder, ttl_ms(request))
@@ -241,7 +241,7 @@ class RedisBackend:
         return self._pipelined if isinstance(runtime, Asyncio) else self._blocking
 
     def wire(self, runtime: Runtime) -> Transport:
-        """Return a transport that gives each request a connection to itself: one that sleeps delays no other."""
+        """Return a transport with a separate connection for each request, so that one that sleeps delays no other."""
         return self._asyncio if isinstance(runtime, Asyncio) else self._blocking
 
     async def _run(self, runtime: Runtime, name: str, script: str, keys: Command, args: Command) -> Any:
@@ -251,8 +251,8 @@ class RedisBackend:
     async def _replicate(self, runtime: Runtime, requests: Sequence[AcquireRequest]) -> None:
         """Return when enough replicas have these grants; otherwise raise BackendUnavailable.
 
-        The engine then abandons the request. WAIT answers for the writes of one connection alone, and the grant may
-        have come over another one. So the leases are first written once more, by a renewal, over this connection.
+        In that case the engine abandons the request. WAIT covers only the writes of its own connection, and the grant
+        may have come over another one. So the leases are first written once more, by a renewal, over this connection.
         """
         name = requests[0].name
         keys = self.keyspace.locks(requests)

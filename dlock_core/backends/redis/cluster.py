@@ -1,8 +1,8 @@
-"""Leases in a Redis Cluster: the names are spread over 256 hash tags, each of which is like a separate server.
+"""Leases in a Redis Cluster: the names are spread over 256 hash tags, each of which acts as a separate server.
 
-All keys of a name, the counter its tokens come from and the set it is found in when it is held have one hash tag, so
-that they are in one slot and move together. A listing reads 256 sets, however many other keys the cluster has.
-(Source: the Redis Cluster specification.)
+All keys of a name, the counter for its tokens and the set of held locks have one hash tag, so that they are in one slot
+and move together. A listing reads 256 sets, however many other keys the cluster has. (Source: the Redis Cluster
+specification.)
 """
 
 from __future__ import annotations
@@ -41,18 +41,17 @@ __all__ = ["ClusterBackend"]
 
 
 SHARD_COUNT: Final = 256
-"""More would make a listing dearer, fewer would spread the locks unevenly over the nodes. It must never change."""
+"""More would make a listing slower, fewer would spread the locks unevenly over the nodes. It must never change."""
 
 
 class ClusterBackend:
     """A Redis Cluster: redis+cluster://[user:password@]host:port,host:port, or a RedisCluster client of redis-py.
 
     Args:
-        client: what names the cluster.
+        client: names the cluster.
         prefix: what every key begins with.
         timeout: the time limit of each request with all its redirections, in seconds.
-        replicas: how many replicas of its master must have a grant before it counts, so that a failover to one does
-            not forget it.
+        replicas: how many replicas of its master must have a grant before it counts: a failover then keeps it.
     """
 
     capabilities = RedisBackend.capabilities
@@ -61,7 +60,7 @@ class ClusterBackend:
         check_options(prefix, timeout, replicas)
         seeds = client if isinstance(client, addresses.Seeds) else addresses.seeds_from_client(client)
         self._slots, self._timeout = SlotMap(seeds, timeout), timeout
-        tags = [f"{number:08b}" for number in range(SHARD_COUNT)]  # in this form the slots spread them evenly
+        tags = [f"{number:08b}" for number in range(SHARD_COUNT)]  # in this form they are spread evenly over the slots
         self._shards = [
             Shard(SlotTransport(slot_of(tag), self._slots), f"{prefix}{{{tag}}}", timeout, replicas) for tag in tags
         ]
@@ -158,11 +157,12 @@ RENEW: Final = load_script("renew")
 class Shard(RedisBackend):
     """The names of one hash tag.
 
-    While a slot moves, its keys go to the other node one after the other, and a node answers TRYAGAIN to a command of
-    which it has some keys only. A script must never run on such a half: it would find a queue without its lock, say. So
-    each script of a lock also takes a key that never exists, and is refused as a whole for as long as the slot moves.
-    The move takes milliseconds, and most scripts can wait for its end. Renewals and releases cannot; of an exclusive
-    lease the lock's key is enough for them, and a command with one key always reaches the node that has it.
+    While a slot moves, its keys go to the other node one after the other, and a node answers TRYAGAIN to a command if
+    it has only some of its keys. A script must never run on such a half: it could find a queue without its lock, for
+    example. So each script of a lock also takes a key that never exists, and is refused as a whole for as long as the
+    slot moves. The move takes milliseconds, and most scripts can wait for its end. Renewals and releases cannot wait;
+    for an exclusive lease they need only the lock's key, and a command with one key always reaches the node that has
+    it.
     """
 
     def __init__(self, slot: SlotTransport, prefix: str, timeout: float, replicas: int) -> None:
@@ -177,7 +177,7 @@ class Shard(RedisBackend):
             return await super().wait(runtime, request, busy, timeout)
         except BackendUnavailable as error:
             if _has_moved(error.__cause__):
-                return None  # The move itself has ended the BLPOP: ask again, at the node that has the lock now.
+                return None  # The move itself has ended the BLPOP: try again, at the node that has the lock now.
             raise
 
     async def abandon(self, runtime: Runtime, request: AcquireRequest, ticket: Any = None) -> None:
@@ -203,12 +203,12 @@ class Shard(RedisBackend):
         return int(ours)
 
     def renewal(self, requests: Sequence[AcquireRequest], *, shared: bool) -> Command:
-        """Return the command that renews these leases; shared leases are kept in several keys."""
+        """Return the command that renews these leases; shared leases are stored in several keys."""
         keys = self.keyspace.locks(requests)
         return RENEW.by_digest((*keys, self._never) if shared else keys, holders_and_ttls(requests))
 
     async def _drop(self, runtime: Runtime, request: AcquireRequest) -> int:
-        """End an exclusive lease by its key alone. Its waiters ask again by themselves, once the slot has arrived."""
+        """End an exclusive lease by its key alone. Its waiters try again by themselves, once the slot has arrived."""
         found: int = await self._run(runtime, request.name, "drop", (self.lock_key(request.name),), (request.holder,))
         return found
 
@@ -222,7 +222,7 @@ def _has_moved(error: BaseException | None) -> bool:
 async def renew(
     slots: SlotMap, runtime: Runtime, leases: Sequence[tuple[Shard, AcquireRequest]], limit: float
 ) -> list[RenewalResult]:
-    """Renew each lease at the node of its slot; raises BackendUnavailable when nothing was learned about any."""
+    """Renew each lease at the node of its slot; raises BackendUnavailable if no outcome is known."""
     groups: dict[tuple[Shard, bool], list[int]] = {}
     for index, (shard, request) in enumerate(leases):
         groups.setdefault((shard, request.shared), []).append(index)
@@ -244,7 +244,7 @@ async def renew(
 async def _alone(
     runtime: Runtime, shard: Shard, request: AcquireRequest, failure: BackendUnavailable, limit: float
 ) -> int | BackendUnavailable:
-    """Renew by itself a lease whose slot is moving, if the lock's key is all that it needs."""
+    """Renew a single lease whose slot is moving, if the lock's key is all that it needs."""
     if request.shared or not isinstance(failure.__cause__, TryAgainError):
         return failure
     try:

@@ -36,7 +36,7 @@ __all__ = ["SLOTS", "ClusterCommand", "ClusterNode", "SlotMap", "SlotTransport",
 
 SLOTS: Final = 16384
 MIN_MAP_AGE_S: Final = 0.1
-"""The map is not read again before this age: a cluster without a master for a slot has no better map to show."""
+"""The map is not read again before this age: a cluster without a master for a slot has no better map."""
 
 
 class SlotMap:
@@ -48,7 +48,7 @@ class SlotMap:
         self._masters: list[ClusterNode | None] = [None] * SLOTS
         self._read_at, self._is_outdated = -MIN_MAP_AGE_S, True
         self._best_informed: ClusterNode | None = None
-        """The node that the last correction named: it surely knows of the move."""
+        """The node that the last correction named: it certainly knows about the move."""
         self._node(seeds.addresses[0])  # bad options are refused now
 
     async def master_of(self, runtime: Runtime, slot: int, until: float) -> ClusterNode:
@@ -83,7 +83,7 @@ class SlotMap:
             node.close()
 
     async def _read(self, runtime: Runtime, until: float) -> None:
-        """Ask one node after the other for the map; each may take half of the time that is left."""
+        """Request the map from one node after the other; each may take half of the remaining time."""
         self._read_at, self._is_outdated = runtime.now(), False
         failures: list[BackendUnavailable] = []
         for node in self._candidates():
@@ -98,7 +98,7 @@ class SlotMap:
         raise _no_map(failures)
 
     def _candidates(self) -> list[ClusterNode]:
-        """Return the nodes in the order in which they are asked: those that answered their last request come first."""
+        """Return the nodes in the order of the requests: those that answered their last request come first."""
         known = {*self._nodes.values(), *[self._node(seed) for seed in self._seeds.addresses]}
         return sorted(known, key=lambda node: (node.failed_at, node is not self._best_informed, RNG.random()))
 
@@ -109,7 +109,7 @@ class SlotMap:
             addresses = [self._remapped(_text(host) or informant.host, port) for host, port, *_ in servers]
             masters[first : last + 1] = [self._node(addresses[0])] * (last + 1 - first)
             named.update(addresses)
-            for address in addresses:  # replicas are only asked for the map
+            for address in addresses:  # replicas are only used to read the map
                 self._node(address)
         self._masters = masters
         for address in set(self._nodes) - named:
@@ -160,7 +160,7 @@ class ClusterNode:
     async def exchange(
         self, runtime: Runtime, data: bytes, replies: int, limit: float, nudge_after: float = 0.0
     ) -> list[Any]:
-        """Send, and read so many replies; raises RedisError, whose text names this node."""
+        """Send, and read this many replies; raises RedisError, whose text names this node."""
         transport = self.transport(runtime)
         if nudge_after and isinstance(runtime, Asyncio):
             transport = self._tasks  # It sleeps, and must not delay the others.
@@ -204,7 +204,7 @@ ASKING: Final = b"*1\r\n$6\r\nASKING\r\n"
 
 
 def slot_of(tag: str) -> int:
-    """Return the slot of a hash tag: CRC16 in the XMODEM form (source: the Redis Cluster specification)."""
+    """Return the slot of a hash tag: CRC16 in the XMODEM variant (source: the Redis Cluster specification)."""
     return crc_hqx(tag.encode(), 0) % SLOTS
 
 
@@ -216,7 +216,7 @@ class SlotTransport:
     """
 
     dlock_is_reused = True
-    """Like an idle connection, the map may be outdated: after a connection error it is worth asking again at once."""
+    """Like an idle connection, the map may be outdated: after a connection error it is worth retrying at once."""
 
     def __init__(self, number: int, slots: SlotMap) -> None:
         self.number, self._slots = number, slots
@@ -225,12 +225,12 @@ class SlotTransport:
         return self
 
     def checkin(self, connection: Any) -> None:
-        """Do nothing: the node has its connection back already."""
+        """Do nothing: the node already has its connection back."""
 
     discard = checkin
 
     def forget(self) -> None:
-        """Do nothing: the node has closed its idle connections already."""
+        """Do nothing: the node has already closed its idle connections."""
 
     close = forget
 
@@ -242,7 +242,7 @@ class SlotTransport:
         MOVED: the slot has another master for good, and the map is corrected. ASK: the slot is moving, and this key has
         arrived at the other node, which answers for it after ASKING. TRYAGAIN: the keys of the command are on both
         nodes, so it is repeated for up to MAX_MOVE_WAIT_S. Two commands (BLPOP and an acquire) are not repeated,
-        because the first may have been carried out: the caller asks again.
+        because the first may have been executed: the caller tries again.
         """
         now = runtime.now()
         until, move_wait_ends = now + limit, now + min(MAX_MOVE_WAIT_S, limit / 4)
@@ -288,7 +288,7 @@ class SlotTransport:
     async def _follow(
         self, runtime: Runtime, answer: Any, node: ClusterNode, until: float
     ) -> tuple[ClusterNode, bool] | None:
-        """Return the node to ask after a refusal, and whether with ASKING; None if the refusal is final."""
+        """Return the next node after a refusal, and whether to send ASKING; None if the refusal is final."""
         if isinstance(answer, MovedError):
             return self._slots.record_move(self.number, answer, node), False
         if isinstance(answer, AskError):
@@ -301,7 +301,7 @@ class SlotTransport:
 
 
 class ClusterCommand(NamedTuple):
-    """A command that may be sent twice, for one slot; with its script, if it runs one by digest."""
+    """A command for one slot that may be sent twice; with its script, if it runs one by digest."""
 
     slot: SlotTransport
     words: Command
@@ -345,7 +345,7 @@ async def _by_node(
 
 
 async def _resolved(runtime: Runtime, name: str, command: ClusterCommand, answer: Any, limit: float) -> Any:
-    """Return a reply, or repeat a refused command alone: it follows its slot, and teaches the node its script."""
+    """Return a reply, or repeat a refused command alone: it follows its slot, and loads its script on the node."""
     try:
         if isinstance(answer, AskError | TryAgainError | NoScriptError):
             words = command.words

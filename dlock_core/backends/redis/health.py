@@ -1,4 +1,4 @@
-"""What makes a Redis or Valkey fit to keep leases."""
+"""Checks whether a Redis or Valkey is fit to store leases."""
 
 from __future__ import annotations
 
@@ -27,28 +27,28 @@ Info = dict[str, str]
 
 
 class Server(Protocol):
-    """A server that can be asked: a store, or one node of a store."""
+    """A server that can be examined: a store, or one node of a store."""
 
     def transport(self, runtime: Runtime) -> Transport:
         """Return its connections."""
 
 
 class LedServer(Server, Protocol):
-    """A server that Sentinels may lead to."""
+    """A server that may be found through Sentinels."""
 
     def wire(self, runtime: Runtime) -> Transport:
-        """Return the transport that knows these Sentinels."""
+        """Return the transport that uses these Sentinels."""
 
 
 async def diagnose(backend: LedServer, runtime: Runtime) -> list[Finding]:
-    """Examine one server, and the Sentinels that lead to it, if any; raises BackendUnavailable."""
+    """Examine one server, and its Sentinels, if any; raises BackendUnavailable."""
     found = judge(*await measure(backend, runtime))
     sentinels = getattr(backend.wire(runtime), "sentinels", None)
     return found if sentinels is None else [*_sentinels(await sentinels.ask_all(runtime)), *found]
 
 
 async def measure(backend: Server, runtime: Runtime) -> tuple[Info | Exception, Timing]:
-    """Return what the server says about itself, or why it does not, and how far away it is."""
+    """Return the server's INFO, or the error instead, and the timing of the requests."""
     answers = await retry_once(lambda: _ask(backend, runtime, "INFO"))
     info = answers if isinstance(answers, Exception) else _read(answers)
     return info, timing([await _sample(backend, runtime) for _ in range(SAMPLE_COUNT)])
@@ -163,5 +163,5 @@ def _away(error: BackendUnavailable) -> Finding:
 
 
 def of_node(part: str, findings: list[Finding]) -> list[Finding]:
-    """Return the findings with the name of the node that they are about."""
+    """Return the findings with the name of the node that they concern."""
     return [replace(one, part=part) for one in findings]

@@ -1,8 +1,8 @@
-"""One connection of an event loop, on which the requests of its tasks are pipelined: a crowd needs no more of them.
+"""One connection for each event loop, on which the requests of all its tasks are pipelined.
 
-A request that finds the connection idle uses it at once, as a thread does. Those that come while it is busy are sent
-together, in one write, when the replies before theirs were read. So a request is carried out after every earlier one of
-its loop: what undoes a request whose task was cancelled never overtakes it, and need not close the connection.
+A request that finds the connection idle uses it at once, as a thread does. Requests that arrive while it is busy are
+sent together, in one write, when the replies before theirs were read. So a request is executed after every earlier one
+of its loop: the undo of a request whose task was cancelled never overtakes it, and need not close the connection.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 __all__ = ["PipelinedTransport"]
 
 MAX_REQUESTS: Final = 64
-"""Requests that are sent in one write: the first of them waits for the reply to the last."""
+"""Largest number of requests in one write: the first of them waits for the reply to the last."""
 MIN_LIMIT_S: Final = 0.001
 """The time limit of requests whose callers have just stopped waiting."""
 
@@ -44,7 +44,7 @@ class PipelinedTransport:
         after_fork_in_child(self._after_fork)
 
     def checkout(self) -> Any:
-        """Return the loop's connection if it is idle, or else a request that is queued for it."""
+        """Return the loop's connection if it is idle, otherwise a request that is queued for it."""
         loop = asyncio.get_running_loop()
         pipeline = self._pipelines.get(loop)
         if pipeline is None:
@@ -101,10 +101,10 @@ class _Pipeline:
         self.queued: list[QueuedRequest] = []
         """Requests that are to be sent."""
         self.in_use: weakref.ref[Any] | None = None
-        """The connection of a request that did not have to wait; dead if an interrupt has lost it.
+        """The connection of a request that did not have to wait; a dead reference if an interrupt has lost it.
 
-        It is busy only while that request's coroutine is under way: an interrupt may have kept its caller from giving
-        it back, and the traceback keeps it alive for as long as that caller waits for what undoes the request.
+        It is busy only while that request's coroutine runs: an interrupt may have prevented its caller from returning
+        it, and the traceback keeps it alive for as long as that caller waits for the undo of the request.
         """
         self.sender: asyncio.Task[None] | None = None
         self._loop = asyncio.get_running_loop()
@@ -129,14 +129,14 @@ class _Pipeline:
             self.advance()
 
     def advance(self) -> None:
-        """Send what has come, unless the connection is in use."""
+        """Send the queued requests, unless the connection is in use."""
         if self.queued and not self.is_busy():
             self.in_use = None
             self.sender = begin_task(self._send(), name="dlock-pipeline")
             self.sender.add_done_callback(self._sent)
 
     def withdraw(self, request: QueuedRequest) -> None:
-        """Use another connection if a request was never sent: the caller that has this one does not give it back."""
+        """Use another connection if a request was never sent: the caller that has this one does not return it."""
         if request in self.queued:
             self.queued.remove(request)
             self.in_use = None
@@ -149,7 +149,7 @@ class _Pipeline:
                 self.advance()
 
     async def _send(self) -> None:
-        """Send what has come, as often as something has."""
+        """Send the queued requests until there are none."""
         requests: list[QueuedRequest] = []
         try:
             while self.queued:
@@ -170,7 +170,7 @@ class _Pipeline:
         self.advance()
 
     async def _exchange(self, requests: list[QueuedRequest]) -> None:
-        """Send these requests over one connection, and give each its replies."""
+        """Send these requests over one connection, and pass each its replies."""
         limit = max(request.until for request in requests) - ASYNCIO.now()
         data, count = b"".join([request.data for request in requests]), sum(request.replies for request in requests)
         connection = self.wire.checkout()
@@ -189,20 +189,20 @@ class _Pipeline:
 
 
 def _fail(requests: list[QueuedRequest], error: BaseException) -> None:
-    """Raise a connection's error for each request; any other, such as a signal handler's, for one of them."""
+    """Raise a connection error in each request; any other error, such as a signal handler's, in one of them."""
     waiting = [request for request in requests if not request.answers.done()]
     if not isinstance(error, RedisError | OSError):
         if waiting and isinstance(error, Exception):
             waiting.pop(0).answers.set_exception(error)
         error = RedisConnectionError("the task that read the replies was interrupted")
         for request in waiting:
-            request.dlock_is_reused = True  # The server may be well, and is asked once more.
+            request.dlock_is_reused = True  # The server may be fine, so the request is repeated once.
     for request in waiting:
         request.answers.set_exception(error)
 
 
 class QueuedRequest:
-    """A request that waits for the loop's connection, and stands for a connection that was checked out."""
+    """A request that waits for the loop's connection, used in place of a connection that was checked out."""
 
     __slots__ = ("answers", "data", "dlock_is_reused", "pipeline", "replies", "until")
 
@@ -212,7 +212,7 @@ class QueuedRequest:
         self.dlock_is_reused = False
 
     async def exchange(self, data: bytes, replies: int, limit: float) -> list[Any]:
-        """Wait until it is sent, and for the replies: for `limit` seconds together."""
+        """Wait until it is sent, and for the replies: for `limit` seconds in total."""
         self.data, self.replies, self.until = data, replies, ASYNCIO.now() + limit
         self.pipeline.queued.append(self)
         self.pipeline.advance()

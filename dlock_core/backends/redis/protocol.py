@@ -1,6 +1,6 @@
-"""What leases look like in Redis: keys, scripts with their arguments, and the meaning of the replies. No I/O.
+"""The representation of leases in Redis: keys, scripts with their arguments, and the meaning of the replies. No I/O.
 
-One server, a Cluster and a Redlock speak this protocol. Each Lua file's header says its keys, arguments and reply.
+One server, a Cluster and a Redlock use this protocol. Each Lua file's header documents its keys, arguments and reply.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ __all__ = [
 ]
 
 Command = tuple[str | bytes, ...]
-"""Only text and bytes. hiredis turns a number into text by a call that runs signal handlers, and does not look whether
-one of them raised: the process would end with a segmentation fault."""
+"""Only str and bytes. hiredis converts a number by a call that runs signal handlers, and does not check whether one of
+them raised: the process would end with a segmentation fault."""
 
 WAITER_TTL_MS: Final = "5000"
 """Milliseconds after its last request for which a waiter keeps its position in the queue."""
 INSPECT_BATCH: Final = 500
-"""Locks read by one inspection request, so that a large listing never holds up the server."""
+"""Locks that are read by one inspection request, so that a large listing never blocks the server for long."""
 RELEASE_REPLIES: Final = {1: Released.RELEASED, 0: Released.EXPIRED, 2: Released.STOLEN}
 FOREIGN_OWNER: Final = "a client that is not dlock"
 
@@ -52,30 +52,30 @@ _INCLUDE: Final = re.compile(r"^ *--#include (\S+)\n", re.MULTILINE)
 _EXCLUSIVE_VALUE: Final = re.compile(rb"[0-9a-f]+\|[0-9]+\|[0-9]+\|")
 """holder, token, since (s), and then the owner; any other value of a lock's key was written by another program."""
 SHARED: Final = b"shared"
-"""The value of the key of a lock that is held shared; who the holders are is kept elsewhere."""
+"""The value of the key of a shared lock; its holders are stored in other keys."""
 NO_HOLDER: Final = (b"", SHARED)
-"""Values that name no holder by themselves."""
+"""Values that do not name a holder."""
 
 
 @dataclass(frozen=True, slots=True)
 class Script:
-    """A script's text, and the digest by which the server knows it once it was loaded."""
+    """A script's text, and the digest by which the server identifies it after it was loaded."""
 
     text: str
     sha: str
 
     def by_digest(self, keys: Command, args: Command) -> Command:
-        """Return the command that runs the script on a server that knows it."""
+        """Return the command that runs the script on a server that has loaded it."""
         return ("EVALSHA", self.sha, str(len(keys)), *keys, *args)
 
     def by_text(self, keys: Command, args: Command) -> Command:
-        """Return the command that runs the script, and teaches it to the server."""
+        """Return the command that runs the script, and loads it on the server."""
         return ("EVAL", self.text, str(len(keys)), *keys, *args)
 
 
 @cache
 def load_script(name: str) -> Script:
-    """Read a script from its file; a line `--#include FILE` stands for that file's text, the first time it is met."""
+    """Read a script from its file; the first line `--#include FILE` is replaced by that file's text."""
     text = _with_includes(f"{name}.lua", set())
     return Script(text, sha1(text.encode(), usedforsecurity=False).hexdigest())
 
@@ -96,18 +96,18 @@ class Keyspace:
     def __init__(self, prefix: str, *more: str) -> None:
         self.prefix, self.held_locks, self.wake_lists = prefix, f"{prefix}locks", f"{prefix}wake:"
         self.common = (f"{prefix}token", self.held_locks, *more)
-        """The keys that most scripts take after the lock's."""
+        """The keys that most scripts take after the lock's key."""
 
     @property
     def listing(self) -> Command:
         """The command that lists the keys of the locks that are held or waited for, and of some that have run out.
 
-        Not a script, which would hold up the server four times as long: Lua keeps a copy of every key.
+        It is not a script, which would block the server four times as long: Lua copies every key.
         """
         return ("SMEMBERS", self.held_locks)
 
     def lock(self, name: str) -> str:
-        """Return a lock's key. Its companions begin with it, and so have the same hash tag."""
+        """Return a lock's key. Its companion keys begin with it, and so have the same hash tag."""
         return f"{self.prefix}{{{name}}}"
 
     def locks(self, requests: Sequence[AcquireRequest]) -> tuple[str, ...]:
@@ -133,7 +133,7 @@ def ttl_ms(request: AcquireRequest) -> str:
 def acquire_args(request: AcquireRequest, listener: str = "") -> tuple[str, ...]:
     """Return the arguments of acquire.lua: holder, ttl in ms, mode, owner, ms in the queue, floor, barging.
 
-    With a `listener`, two more: no forecast of a token, and whom a hand-over wakes instead of the holder.
+    With a `listener` there are two more: no forecast of a token, and the listener that a hand-over wakes.
     """
     args = (
         request.holder,
@@ -148,9 +148,9 @@ def acquire_args(request: AcquireRequest, listener: str = "") -> tuple[str, ...]
 
 
 def parse_acquire(request: AcquireRequest, reply: Any) -> Granted | Busy:
-    """Return what acquire.lua replied: a token, or the ms until the lock may be free and the value of its key.
+    """Return the meaning of acquire.lua's reply: a token, or the ms until the lock may be free and its key's value.
 
-    A Busy has a ticket when the holder is dlock's, whose release wakes the waiters; another library's does not.
+    A Busy has a ticket if the holder is dlock's, whose release wakes the waiters; another library's does not.
     """
     if isinstance(reply, int):
         return Granted(reply, request.ttl)
@@ -162,14 +162,14 @@ def parse_acquire(request: AcquireRequest, reply: Any) -> Granted | Busy:
 
 
 def holders_and_ttls(requests: Sequence[AcquireRequest]) -> tuple[str, ...]:
-    """Return the arguments of a script for many locks: the holders run together, and the ttl in ms, of all or each."""
+    """Return the arguments of a script for many locks: the concatenated holders, and one ttl in ms, or one for each."""
     ttls = [request.ttl for request in requests]
     of_each = ttls[:1] if len({*ttls}) == 1 else ttls
     return (run_together(requests), *[str(math.ceil(ttl * 1000)) for ttl in of_each])
 
 
 def run_together(requests: Sequence[AcquireRequest]) -> str:
-    """Return the holders as one text, of which each takes 32 characters: a thousand arguments would cost more."""
+    """Return the holders as one text with 32 characters for each: a thousand arguments would cost more."""
     return "".join([request.holder for request in requests])
 
 
@@ -179,7 +179,7 @@ def renewal_limit(timeout: float, requests: Sequence[AcquireRequest]) -> float:
 
 
 def parse_states(names: Sequence[str], reply: Sequence[Any]) -> list[LockState]:
-    """Return the state of each of these locks out of the reply of inspect.lua."""
+    """Return the state of each of these locks from the reply of inspect.lua."""
     now, values, lefts, *crowds = reply
     now, owners = int(now) / 1000, dict[bytes, str]()
     states = [
@@ -202,7 +202,7 @@ def shown(states: Sequence[LockState]) -> list[LockState]:
 
 
 def _holder(value: bytes, left: float, now: float, owners: dict[bytes, str], *, shared: bool = False) -> Holder:
-    """Return who holds. `owners` has the texts that were met before: a process has mostly one for all its leases."""
+    """Return the holder. `owners` caches the texts: a process mostly has one text for all its leases."""
     expires_in = left if left >= 0 else None
     if _EXCLUSIVE_VALUE.match(value) is None:
         return Holder(value.decode(errors="replace"), 0, shared, FOREIGN_OWNER, expires_in)

@@ -1,7 +1,7 @@
-"""Follow a master: Sentinels are asked where it is, and with each request it is asked whether it is one.
+"""Follow a master: the Sentinels report its address, and each request checks whether the server is a master.
 
-A server that has become a replica would answer with what it knew before, so its answers count for nothing.
-(Source: the guidelines for Sentinel clients in the Redis documentation.)
+A server that has become a replica would answer with outdated data, so its answers are discarded. (Source: the
+guidelines for Sentinel clients in the Redis documentation.)
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ MASTER_PROBE: Final = pack_commands([("WAIT", "0", "0")])
 """A WAIT for no replicas returns at once, and every replica refuses it, even a writable one. ROLE would cost more."""
 REPLICA_REFUSAL: Final = "with replica instances"
 MASTER_LOOKUP_INTERVAL_S: Final = 1.0
-"""How often the Sentinels are asked: a master that was replaced takes some time to notice that it was."""
+"""How often the Sentinels are queried: a master that was replaced takes some time to notice it."""
 _BAD: Final = (
     "bad Sentinel URL: expected redis+sentinel://[user:password@]host:port,host:port,host:port/service/db, the user "
     "and password of the Redis servers, with every : / ? # @ , of them percent-encoded; what the Sentinels want, if "
@@ -39,15 +39,15 @@ _BAD: Final = (
 
 
 class Service(NamedTuple):
-    """The name of a master that Sentinels watch, and the Sentinels."""
+    """The name of a master that Sentinels monitor, and the Sentinels."""
 
     name: str
     sentinels: list[Any]
     """Clients or pools of redis-py."""
     master: Any
-    """A pool that makes connections like those to the master, but for its address."""
+    """A pool that makes connections like those to the master, except for the address."""
     address: str | None = None
-    """The host at which the master is reached, where that is not the one that the Sentinels know."""
+    """The host at which the master is reached, if that is not the one that the Sentinels report."""
 
 
 def service_from_url(url: str) -> Service:
@@ -68,7 +68,7 @@ def service_from_url(url: str) -> Service:
 def transports_to_master(client: Any, limit: float) -> tuple[Transport, Transport] | None:
     """Return transports to the master, for threads and for tasks; None for a client that does not follow Sentinels.
 
-    `limit`, in seconds, is what asking one Sentinel after the other and connecting may take together.
+    `limit` is the time in seconds for querying one Sentinel after the other and connecting.
     """
     service = client if isinstance(client, Service) else _service_of_client(client)
     if service is None:
@@ -95,14 +95,14 @@ def _service_of_client(client: Any) -> Service | None:
 
 
 class Sentinels:
-    """The Sentinels of a service: asked one after the other, and last those that did not answer."""
+    """The Sentinels of a service: queried one after the other, those that did not answer last."""
 
     def __init__(self, service: Service, known: Sequence[Transport], limit: float) -> None:
         self._service, self._limit = service, limit
         self._known = list(zip([title(sentinel) for sentinel in service.sentinels], known, strict=True))
 
     async def master(self, runtime: Runtime, max_sentinels: int | None = None) -> tuple[str, int]:
-        """Return the master's host and port; raises RedisError, which names the Sentinels that were asked."""
+        """Return the master's host and port; raises RedisError, which names the Sentinels that were queried."""
         failures: list[tuple[str, BackendUnavailable]] = []
         for name, transport in self._known[:max_sentinels]:
             try:
@@ -115,7 +115,7 @@ class Sentinels:
         raise self._no_master(failures)
 
     async def ask_all(self, runtime: Runtime) -> dict[str, tuple[str, int] | BackendUnavailable]:
-        """Return the answer of every Sentinel, or why there is none: for the doctor."""
+        """Return the answer of every Sentinel, or the error instead: for the doctor."""
         told: dict[str, tuple[str, int] | BackendUnavailable] = {}
         for name, transport in self._known:
             try:
@@ -142,7 +142,7 @@ class Sentinels:
 
 
 class MasterTransport:
-    """Connections to the current master; an answer of any other server does not count."""
+    """Connections to the current master; an answer from any other server does not count."""
 
     def __init__(self, transport: Transport, sentinels: Sentinels, share: float) -> None:
         self._wire, self.sentinels, self._share = transport, sentinels, share
@@ -174,7 +174,7 @@ class MasterTransport:
         return answers
 
     async def _look_up_master(self, runtime: Runtime, *, must_answer: bool) -> None:
-        """Ask where the master is now. Without an answer it is where it was, unless `must_answer`."""
+        """Look up the current master. Without an answer it is assumed unchanged, unless `must_answer`."""
         self._next_lookup = runtime.now() + MASTER_LOOKUP_INTERVAL_S
         try:
             self._address = await self.sentinels.master(runtime, None if must_answer else 1)

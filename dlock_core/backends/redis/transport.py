@@ -1,6 +1,6 @@
-"""Requests over redis-py's bare `Connection`s, kept by us: a third of the client's cost, no retries behind our back.
+"""Requests over our own pool of redis-py's bare `Connection`s: a third of the client's cost, no hidden retries.
 
-A server that cannot answer has not said no: that is BackendUnavailable, with the reason and without a secret.
+An error reply of the server is not a no: it raises BackendUnavailable, with the reason and without a secret.
 """
 
 from __future__ import annotations
@@ -59,18 +59,18 @@ except ImportError:
 
 
 LAST_WORD: Final = "Protocol error"
-"""Begins the last reply of a server that reads no further, and closes the connection."""
+"""The beginning of the last reply of a server that stops reading and closes the connection."""
 UNAUTHENTICATED: Final = f"{LAST_WORD}: unauthenticated"
-"""What a server that wants a password says of a command with more than ten parts; clients of RESP2 hear it first."""
+"""The reply of a server that requires a password to a command with more than ten parts; RESP2 clients get it first."""
 DENIED_TO_SCRIPT: Final = ("The user executing the script can't", "ACL failure in script")
-"""What errors, which have no code, say of a permission that a script lacks: Redis up to 7.0, and later ones."""
+"""Texts of errors without a code for a permission that a script lacks: Redis up to 7.0, and later versions."""
 
 UNKNOWN_COMMAND: Final = ("unknown command", "Unknown command", "Unknown Redis command")
-"""What errors say of a command that the server does not know, sent or called by a script; Valkey has its own words."""
+"""Texts of errors for a command that the server does not know, sent or called by a script; Valkey's text differs."""
 
 
 class Refused(RedisError):
-    """The server answers, but not with what a store needs, and asking again will not help."""
+    """The server answers, but not with what a store needs, and a retry will not help."""
 
 
 class Transport(Protocol):
@@ -86,14 +86,14 @@ class Transport(Protocol):
         """Close a connection in unknown state, at once."""
 
     def forget(self) -> None:
-        """Close the idle connections: one of them turned out to be dead, so the others may be."""
+        """Close the idle connections: one of them turned out to be dead, so the others may be dead, too."""
 
     def exchange(  # noqa: PLR0917 - the hot path: keywords cost
         self, runtime: Runtime, connection: Any, data: bytes, replies: int, limit: float, nudge_after: float = 0.0
     ) -> Awaitable[list[Any]]:
-        """Send `data`, and read so many replies within `limit` seconds; an error reply is an exception object.
+        """Send `data`, and read this many replies within `limit` seconds; an error reply is an exception object.
 
-        `nudge_after`: seconds after which a server that sleeps in a BLPOP is reminded of the time; 0 if it does not.
+        `nudge_after`: seconds after which a server that sleeps in a BLPOP is sent NUDGE; 0 if it does not sleep.
         """
 
     def close(self) -> None:
@@ -103,9 +103,9 @@ class Transport(Protocol):
 async def run_script(  # noqa: PLR0917 - the hot path: keywords cost
     transport: Transport, runtime: Runtime, name: str, script: Script, keys: Command, args: Command, limit: float
 ) -> Any:
-    """Run one script; raises BackendUnavailable, whose text names `name`, when there is no proper answer.
+    """Run one script; raises BackendUnavailable, whose text names `name`, if there is no proper reply.
 
-    A server that was flushed or replaced does not know the script's digest, and learns the script with the request.
+    A server that was flushed or replaced does not know the script's digest; the script is then sent with the request.
     """
     data = _pack(("EVALSHA", script.sha, str(len(keys)), *keys, *args))
     connection = transport.checkout()
@@ -123,7 +123,7 @@ async def run_script(  # noqa: PLR0917 - the hot path: keywords cost
 
 
 async def retry_once(step: Callable[[], Awaitable[T]]) -> T:
-    """Await `step()`, and once more if an idle connection turned out to be dead. Only for what may be done twice."""
+    """Await `step()`, and repeat it once if an idle connection turned out to be dead. Only for idempotent steps."""
     try:
         return await step()
     except BackendUnavailable as error:
@@ -133,7 +133,7 @@ async def retry_once(step: Callable[[], Awaitable[T]]) -> T:
 
 
 def raise_for_error(name: str, reply: Any) -> Any:
-    """Return a reply, or raise BackendUnavailable for an error reply: a server that cannot answer has not said no."""
+    """Return a reply, or raise BackendUnavailable for an error reply, which is not a no."""
     if isinstance(reply, RedisError):
         raise unavailable(name, reply, reused=False) from reply
     return reply
@@ -158,7 +158,7 @@ async def exchange(  # noqa: PLR0917 - the hot path: keywords cost
     limit: float,
     nudge_after: float = 0.0,
 ) -> list[Any]:
-    """Send over a connection that was checked out, read the replies, and give the connection back."""
+    """Send over a connection that was checked out, read the replies, and return the connection to its transport."""
     try:
         answers = await transport.exchange(runtime, connection, data, replies, limit, nudge_after)
     except BaseException as error:
@@ -169,7 +169,7 @@ async def exchange(  # noqa: PLR0917 - the hot path: keywords cost
 
 
 def failed(transport: Transport, name: str, connection: Any, error: BaseException) -> None:
-    """Close the connection of a request that failed; raises BackendUnavailable if there was no proper answer."""
+    """Close the connection of a request that failed; raises BackendUnavailable if there was no proper reply."""
     transport.discard(connection)  # closed at once: the server must not run this request after the abandon
     if isinstance(error, RedisError | OSError):
         failure = unavailable(name, error, reused=connection.dlock_is_reused)
@@ -187,13 +187,13 @@ class Packer:
     """Packs the commands that redis-py itself sends over our connections, some of which hold numbers (HELLO 3)."""
 
     def pack(self, *parts: Any) -> list[bytes]:
-        """Return the bytes of one command, whose first part may hold two words."""
+        """Return the bytes of one command, whose first part may consist of two words."""
         texts = [part if isinstance(part, bytes) else str(part) for part in parts[1:]]
         return [pack_commands([(*str(parts[0]).split(), *texts)])]
 
 
 def unavailable(name: str, error: RedisError | OSError, *, reused: bool) -> BackendUnavailable:
-    """Return the error for a request without a proper answer; its text says why, and contains no secret."""
+    """Return the error for a request without a proper reply; its text gives the reason, and contains no secret."""
     if isinstance(error, ClusterCrossSlotError):
         return BackendUnavailable(
             name, reason="the server is a node of a Redis Cluster: use redis+cluster://", refused=True
@@ -203,7 +203,7 @@ def unavailable(name: str, error: RedisError | OSError, *, reused: bool) -> Back
     is_stranger = isinstance(error, AuthenticationError | AuthorizationError) or UNAUTHENTICATED in str(error)
     is_other = any(text in str(error) for text in UNKNOWN_COMMAND) and not isinstance(error, Refused)
     if is_other:
-        error.args = (str(error).partition(", with args")[0],)  # of AUTH and HELLO one is the password
+        error.args = (str(error).partition(", with args")[0],)  # one of the args of AUTH and HELLO is the password
     refused = lacks_permission or is_stranger or is_other
     reason = f"{type(error).__name__}: {error}"
     if lacks_permission:
@@ -216,24 +216,24 @@ def unavailable(name: str, error: RedisError | OSError, *, reused: bool) -> Back
 
 
 MAX_IDLE_CONNECTIONS: Final = 64
-"""Idle connections that are kept open; more are made when more are needed at once."""
+"""Idle connections that are kept open; more are opened if more are needed at once."""
 NUDGE: Final = pack_commands([("PING",)])
 """Sent to a server that sleeps in a BLPOP whose time is over.
 
-Redis checks these times when it handles an event, or else ten times a second. A command on the sleeping connection is
+Redis checks these times when it handles an event, otherwise ten times a second. A command on the sleeping connection is
 such an event, so that the BLPOP ends at once instead of up to 0.1 s late."""
 RECEIVED_BYTES: Final = 4096
-"""Bytes that are taken from a socket at once: mostly the whole reply. What is missing then is read by redis-py."""
+"""Bytes that are read from a socket at once: mostly the whole reply. redis-py reads the rest."""
 REPLIES: Final = frozenset({int, bytes, list, type(None), str, bool, float, dict, set})
-"""The types that a reply has; an error reply is an exception."""
+"""The types that a reply can have; an error reply is an exception."""
 MAX_CLOSING_TURNS: Final = 5
-"""Turns of the event loop after which a closed asyncio transport has told its reader why; TLS takes three."""
+"""Iterations of the event loop after which a closed asyncio transport has reported the cause; TLS takes three."""
 TRUSTED_IDLE_S: Final = 1.0
-"""Idleness after which a connection is checked before it is used again."""
+"""Idle time after which a connection is checked before it is used again."""
 
 
 class BlockingTransport:
-    """Connections for threads; the idle ones are closed when the transport is garbage."""
+    """Connections for threads; the idle ones are closed when the transport is garbage-collected."""
 
     def __init__(self, connect: Callable[[], Any]) -> None:
         self._connect = connect
@@ -259,7 +259,7 @@ class BlockingTransport:
 
 
 def _new(connect: Callable[[], Any]) -> Any:
-    """Return a connection that has never been used: an error on it says something about the server."""
+    """Return a connection that has never been used: an error on it is the server's."""
     connection = connect()
     connection.dlock_is_reused, connection.dlock_limit, connection.dlock_reader = False, None, None
     connection.dlock_exchange = None
@@ -268,7 +268,7 @@ def _new(connect: Callable[[], Any]) -> Any:
 
 def _is_silent(connection: Any) -> bool:
     """Return whether an idle connection is open and has no unread data, which only an error would leave."""
-    connection.dlock_limit = None  # To look, redis-py before 8 gives the socket its own time limit back.
+    connection.dlock_limit = None  # For this check, redis-py before 8 resets the socket's time limit.
     try:
         return not connection.can_read(0)
     except (RedisError, OSError):
@@ -276,7 +276,7 @@ def _is_silent(connection: Any) -> bool:
 
 
 def exchange_blocking(connection: Any, data: bytes, replies: int, limit: float, nudge_after: float = 0.0) -> list[Any]:
-    """Connect if need be, send, and read so many replies; `limit` bounds each step, in seconds.
+    """Connect if necessary, send, and read this many replies; `limit` applies to each step, in seconds.
 
     `nudge_after`: seconds after which a server that sleeps in a BLPOP is sent NUDGE; 0 if it does not sleep.
     """
@@ -284,20 +284,20 @@ def exchange_blocking(connection: Any, data: bytes, replies: int, limit: float, 
         connection.socket_timeout = connection.socket_connect_timeout = min(limit, connection.socket_connect_timeout)
         connection.connect()
         connection.dlock_reader = getattr(connection._parser, "_reader", None)
-    if connection.dlock_limit != limit and not (nudge_after and connection.dlock_limit):  # It is sleeps that take long.
+    if connection.dlock_limit != limit and not (nudge_after and connection.dlock_limit):  # Only sleeps take long.
         connection._sock.settimeout(limit)
         connection.dlock_limit = limit
     connection._sock.sendall(data)
     if nudge_after and not _is_readable(connection, nudge_after):
         connection._sock.sendall(NUDGE)
         return [read_reply(connection) for _ in range(replies + 1)][:-1]
-    if connection.dlock_reader is not None:  # redis-py would read into a buffer of its own, in several calls
+    if connection.dlock_reader is not None:  # redis-py would read into a separate buffer, in several calls
         if not (received := connection._sock.recv(RECEIVED_BYTES)):
             raise RedisConnectionError("the server closed the connection")
         connection.dlock_reader.feed(received)
     if replies == 1:
         return [read_reply(connection)]
-    if replies == 2:  # A wake-up with its confirmation: a waiter's first steps after a sleep are slow ones.
+    if replies == 2:  # A wake-up with its confirmation: a waiter's first steps after a sleep are slow.
         return [read_reply(connection), read_reply(connection)]
     return [read_reply(connection) for _ in range(replies)]
 
@@ -310,25 +310,25 @@ def _is_readable(connection: Any, seconds: float) -> bool:
 
 
 def read_reply(connection: Any) -> Any:
-    """Read one reply, an error reply as an exception object; past redis-py's methods, which cost more."""
+    """Read one reply, an error reply as an exception object; bypasses redis-py's methods, which cost more."""
     if connection.dlock_reader is not None:
         reply = connection.dlock_reader.gets()
         if type(reply) in REPLIES:
             return reply
         if isinstance(reply, RedisError):
             return _listen_on(reply)
-    return _listen_on(connection._parser.read_response())  # It has not all arrived; or it was a push message, no reply.
+    return _listen_on(connection._parser.read_response())  # It is incomplete, or was a push message, not a reply.
 
 
 def _listen_on(reply: Any) -> Any:
-    """Return a reply; raises one after which nothing comes: the end of the connection would hide why it ended."""
+    """Return a reply; raise it if it is the server's last: the end of the connection would hide its cause."""
     if isinstance(reply, RedisConnectionError) or (isinstance(reply, RedisError) and LAST_WORD in str(reply)):
         raise reply
     return reply
 
 
 class AsyncioTransport:
-    """Connections for tasks, those of each event loop apart; the idle ones are closed when the loop is shut down."""
+    """Connections for tasks, separate for each event loop; the idle ones are closed when the loop is shut down."""
 
     def __init__(self, connect: Callable[[], Any]) -> None:
         self._connect = connect
@@ -366,7 +366,7 @@ class AsyncioTransport:
     async def _exchange(self, connection: Any, data: bytes, replies: int, nudge_after: float) -> list[Any]:
         if not connection.is_connected:
             await connection.connect()
-        connection._writer.write(data)  # Nothing to drain: the next command is written after this reply.
+        connection._writer.write(data)  # No drain needed: the next command is written after this reply.
         if connection._writer.transport.is_closing():
             await _raise_what_closed(connection._reader)
         read = connection._parser.read_response
@@ -382,7 +382,7 @@ class AsyncioTransport:
         return [first, *[await read() for _ in range(replies - 1)]]
 
     def let_finish(self, task: asyncio.Task[Any]) -> None:
-        """Let a request go on although its caller has gone: to its time limit, or the end of the loop."""
+        """Let a request continue although its caller has gone, until its time limit or the end of the loop."""
         self._idle.here().let_finish(task)
 
 
@@ -395,13 +395,13 @@ def _abort(connection: Any) -> None:
     writer = connection._writer
     connection._close()
     if writer is not None:
-        writer.transport.abort()  # Over TLS, a close waits for the other side, and the loop may end before.
+        writer.transport.abort()  # Over TLS, a close waits for the other side, and the loop may end before that.
 
 
 async def _raise_what_closed(reader: asyncio.StreamReader) -> NoReturn:
-    """Raise what `write` raised, such as a signal handler's exception, which asyncio's transport catches and keeps.
+    """Raise the exception of `write`, such as a signal handler's, which asyncio's transport catches and stores.
 
-    A read would get it through a future. But a GeneratorExit that comes that way closes our coroutines, and then
+    A read would get it through a future. But a GeneratorExit that arrives that way closes our coroutines, and then
     nothing can be awaited any more, not even the request that abandons what may have been sent.
     """
     for _ in range(MAX_CLOSING_TURNS):

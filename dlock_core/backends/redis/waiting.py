@@ -1,10 +1,11 @@
-"""One connection of an event loop listens for the hand-overs to all its waiters: a crowd of waiters needs one.
+"""One connection for each event loop listens for the hand-overs to all its waiters.
 
-A release grants the lock to the first waiter, and puts that waiter into the wake-up list of its listener. The listener
-sleeps on this list in a BLMOVE, which leaves the list as it is. Behind it stands confirm.lua, which empties the list
-and confirms each grant named in it, so that a hand-over takes one round trip. The same script keeps all waiters of the
-listener alive, and looks after some of them: does each still have its position, and does a lease of ours keep it
-waiting? Otherwise that waiter asks again, as all do when the listener's connection is lost.
+A release grants the lock to the first waiter, and pushes that waiter's name to the wake-up list of its listener. The
+listener sleeps on this list in a BLMOVE, which leaves the list unchanged. It is followed by confirm.lua, which empties
+the list and confirms each grant named in it, so that a hand-over takes one round trip. The same script keeps all
+waiters of the listener alive, and checks some of them: does each still have its position, and is the lock still held by
+one of our leases? Otherwise that waiter sends its request again, as all of them do when the listener's connection is
+lost.
 """
 
 from __future__ import annotations
@@ -31,30 +32,30 @@ if TYPE_CHECKING:
 __all__ = ["MAX_SLEEP_S", "NUDGE_DELAY_S", "HandedOver", "Listener", "Listeners"]
 
 MAX_IDLE_S: Final = 0.1
-"""How long a listener goes on without a waiter: a new one may come at once, and a new connection costs more."""
+"""How long a listener stays without a waiter: a new one may arrive at once, and a new connection costs more."""
 MIN_SLEEP_S: Final = 0.05
 """Shortest sleep of a listener. A grant is confirmed once more if much of its ttl may be over since the sleep began."""
 MAX_SLEEP_S: Final = 2.5
-"""Longest sleep before the waiters show that they live; a wake-up that was lost costs no more than this."""
+"""Longest sleep before the waiters report that they are alive; a lost wake-up costs no more than this."""
 NUDGE_DELAY_S: Final = 0.002
-"""How long after the end of a sleep the server is reminded of it: it counts in milliseconds."""
+"""How long after the end of a sleep the server is sent a nudge: it counts in milliseconds."""
 LISTENER_TTL_MS: Final = "5000"
 """Milliseconds after the listener's last request for which its waiters keep their positions."""
 QUEUE_TTL_MS: Final = "60000"
-"""Milliseconds for which a queue stays after a waiter of it was looked after (as long as in acquire.lua)."""
+"""Milliseconds for which a queue stays after one of its waiters was checked (as long as in acquire.lua)."""
 MAX_LOOKED_AFTER: Final = 500
-"""Waiters that are looked after at once, or a tenth of a crowd that is larger still, so that the server is not held up:
-each waiter has its turn long before its queue would end."""
+"""Waiters that are checked at once, or a tenth of them if there are very many, so that the server is not blocked for
+long: each waiter is checked long before its queue would end."""
 MAX_UNCLAIMED_S: Final = 2.0
-"""How long a grant is kept that came for no waiter, until one waits for it."""
+"""How long a grant that arrived for no waiter is kept, in case one waits for it."""
 MAX_MEMORY_S: Final = 60.0
-"""How long a holder is remembered that asks for its lock; one that is done is forgotten at once, if we are told."""
+"""How long a holder that is requesting its lock is remembered; one that is done is forgotten at once."""
 
 CONFIRM, ABANDON = load_script("confirm"), load_script("abandon")
 
 
 class HandedOver(NamedTuple):
-    """A grant that was confirmed, for the whole ttl from some moment between `sent` and `came`."""
+    """A confirmed grant, valid for the whole ttl from some moment between `sent` and `came`."""
 
     token: int
     sent: float
@@ -95,22 +96,22 @@ class Listener:
         self.id = os.urandom(8).hex()
         self._list = f"{keyspace.wake_lists}{self.id}"
         self._waiters: dict[str, _Waiter] = {}
-        """By holder; the one that was looked after last stands last."""
+        """By holder; the one that was checked last comes last."""
         self._unclaimed: dict[str, HandedOver] = {}
-        """What came for a holder that does not wait: not yet, not any more, or never."""
+        """Grants that arrived for a holder that does not wait: not yet, no longer, or never."""
         self._asking: dict[str, float] = {}
-        """Holders that are asking and know of no reply, and since when: they find their grants by themselves."""
+        """Holders with a request without a reply, and since when: they find their grants by themselves."""
         self._found: set[str] = set()
-        """Holders that have found their grants since the sleep began, whose reply may name them all the same."""
+        """Holders that have found their grants since the sleep began; its reply may still name them."""
         self._left_behind: dict[str, tuple[str, float]] = {}
-        """Holders that could not abandon their requests, as the store did not answer: their locks, and since when."""
+        """Holders whose abandon failed because the store did not answer: their locks, and since when."""
         self._looked_after_at = 0.0
         self._sleep_s = MAX_SLEEP_S
         self._is_asleep = False
         self._task: asyncio.Task[None] | None = None
 
     async def wait(self, request: AcquireRequest, seconds: float) -> HandedOver | None:
-        """Return what is handed over, or None after `seconds`, or when it makes sense to ask again.
+        """Return the grant that is handed over, or None after `seconds`, or when it makes sense to try again.
 
         The request must have been queued with the listener's id. Raises BackendUnavailable.
         """
@@ -138,23 +139,23 @@ class Listener:
                 asyncio.get_running_loop().call_later(MAX_IDLE_S, self._end_if_idle)
 
     def asks(self, holder: str) -> None:
-        """Leave its grant to this holder until it has a reply, or has abandoned its request."""
+        """Leave a grant to this holder until it has a reply, or has abandoned its request."""
         self._asking[holder] = ASYNCIO.now()
 
     def replied(self, holder: str, *, granted: bool) -> None:
-        """Record that a holder has the reply to its request; what is handed over to it after a grant is the same."""
+        """Record that a holder has the reply to its request; a hand-over to it after a grant is the same grant."""
         self._asking.pop(holder, None)
         if granted and self._task is not None:
             self._unclaimed.pop(holder, None)
             self._found.add(holder)
 
     def forget(self, holder: str) -> None:
-        """Give back whatever is handed over to this holder from now on: it has abandoned its request."""
+        """Release whatever is handed over to this holder from now on: it has abandoned its request."""
         self._asking.pop(holder, None)
         self._left_behind.pop(holder, None)
 
     def leave_behind(self, request: AcquireRequest) -> None:
-        """Abandon a request as soon as the store answers: as long as the listener lives, so does its position."""
+        """Abandon a request as soon as the store answers: its position lives as long as the listener."""
         now, known = ASYNCIO.now(), self._left_behind
         known[request.holder] = self._keyspace.lock(request.name), now
         while (oldest := next(iter(known), None)) and known[oldest][1] < now - MAX_MEMORY_S:
@@ -168,12 +169,12 @@ class Listener:
         return not (self._waiters or self._unclaimed)
 
     def _end_if_idle(self) -> None:
-        """Wake the task from its sleep, so that nobody who waits for all tasks of the loop waits for this one."""
+        """Wake the task from its sleep, so that code which waits for all tasks of the loop need not wait for it."""
         if self._is_asleep and self._is_idle() and not self._asking and self._task is not None:
             self._task.cancel()
 
     def _ended(self, task: asyncio.Task[None]) -> None:
-        """Have the waiters ask again that came meanwhile, or that the task had when it was cancelled."""
+        """Make waiters try again that arrived in the meantime, or that the task had when it was cancelled."""
         if self._task is task:
             self._task = None
         if not task.cancelled():
@@ -188,21 +189,21 @@ class Listener:
                 await self._sleep()
                 await self._give_back()
         except asyncio.CancelledError:
-            if not self._is_idle():  # Otherwise it has ended because it was idle, or might as well.
+            if not self._is_idle():  # Otherwise it has ended because it was idle, or may do so.
                 raise
         except BackendUnavailable as error:
             for waiter in self._waiters.values():
                 waiter.fail(error)
-        except Exception as error:  # noqa: BLE001 - what a signal handler has raised belongs to one of them
+        except Exception as error:  # noqa: BLE001 - a signal handler's exception goes to one of them
             for waiter in [each for each in self._waiters.values() if not each.handed.done()][:1]:
                 waiter.handed.set_exception(error)
         finally:
             self._sleep_s = MAX_SLEEP_S
 
     async def _sleep(self) -> None:
-        """Sleep until something is handed over, or for a while; then wake whom it concerns."""
+        """Sleep until a grant is handed over, or for a while; then wake the waiters concerned."""
         sent, cared_for, seconds = ASYNCIO.now(), self._next_looked_after(), self._sleep_s
-        self._found.clear()  # Their requests have taken them off the list.
+        self._found.clear()  # Their requests have removed them from the list.
         keys = (self._list, *self._keyspace.common, *[self._keyspace.lock(each.request.name) for each in cared_for])
         args = (LISTENER_TTL_MS, QUEUE_TTL_MS, *[each.request.holder for each in cared_for])
         sleep = ("BLMOVE", self._list, self._list, "LEFT", "RIGHT", f"{seconds:.3f}")
@@ -223,13 +224,13 @@ class Listener:
             waiter.ask_within(ms / 1000)
 
     def _next_looked_after(self) -> list[_Waiter]:
-        """Return the waiters whose turn it is to be looked after; none while the last ones were a short time ago."""
+        """Return the next waiters to check; none if the last check was a short time ago."""
         now = ASYNCIO.now()
         if now < self._looked_after_at + self._sleep_s:
             return []
         self._looked_after_at = now
         self._asking = {holder: since for holder, since in self._asking.items() if since > now - MAX_MEMORY_S}
-        # An interrupt may have kept a wait that has ended from removing itself.
+        # An interrupt may have prevented a finished wait from removing itself.
         self._waiters = {holder: waiter for holder, waiter in self._waiters.items() if not waiter.handed.done()}
         holders = list(islice(self._waiters, max(MAX_LOOKED_AFTER, len(self._waiters) // 10)))
         for holder in holders:
@@ -244,7 +245,7 @@ class Listener:
             self._unclaimed[holder] = handed
 
     async def _give_back(self) -> None:
-        """End the grants and positions whose holders are gone: nobody else would end them."""
+        """End the grants and positions whose holders are gone: nothing else would end them."""
         now = ASYNCIO.now()
         for holder, (lock, since) in list(self._left_behind.items()):
             if since > now - MAX_MEMORY_S:
@@ -271,9 +272,10 @@ class _Waiter:
         self._timer: asyncio.TimerHandle | None = None
 
     def ask_within(self, seconds: float) -> None:
-        """Have it ask again after so many seconds, unless it does so earlier."""
+        """Make it try again after this many seconds, unless it does so earlier."""
         now, before = self._loop.time(), self._timer
-        # A timer whose time has come was called, or soon is; but an interrupt may have kept it from waking the waiter.
+        # A timer that is due was called, or soon will be; but an interrupt may have prevented it from waking the
+        # waiter.
         runs = before is not None and before.when() > now
         if before is None or not runs or now + seconds < before.when():
             self._timer = self._loop.call_at(now + seconds, self._ask)

@@ -1,5 +1,5 @@
-"""Leases held by a majority of independent Redis masters (6.2 or newer), all asked at once.
+"""Leases held by a majority of independent Redis masters (6.2 or newer), with each request sent to all of them at once.
 
-A lease is held while more than half of the nodes keep it, so that no minority of them, dead, slow or forgetful, can
-give it to a second holder. (Idea: the distributed locks page of the Redis documentation; tokens: see `quorum`.)
+A lease is held while more than half of the nodes have it, so that no minority that is dead, slow or has lost its data
+can grant it to a second holder. (Idea: the distributed locks page of the Redis documentation; tokens: see `quorum`.)
 """

@@ -1,7 +1,7 @@
-"""Leases held by a majority of independent Redis masters (6.2 or newer), all asked at once.
+"""Leases held by a majority of independent Redis masters (6.2 or newer), with each request sent to all of them at once.
 
-A lease is held while more than half of the nodes keep it, so that no minority of them, dead, slow or forgetful, can
-give it to a second holder. (Idea: the distributed locks page of the Redis documentation; tokens: see `quorum`.)
+A lease is held while more than half of the nodes have it, so that no minority that is dead, slow or has lost its data
+can grant it to a second holder. (Idea: the distributed locks page of the Redis documentation; tokens: see `quorum`.)
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ __all__ = ["RedlockBackend"]
 
 
 MAX_SLEEP_S: Final = 1.0
-"""A waiter's longest sleep before it asks again: the node at which it waits may be the one that fails."""
+"""A waiter's longest sleep before it tries again: the node at which it waits may be the one that fails."""
 POLL_S: Final = (0.02, 0.1)
 """Range of the pause between two attempts when no node can wake the waiter."""
 
@@ -51,21 +51,21 @@ class RedlockBackend:
     """Independent masters, redlock://[user:password@]host:port,host:port,host:port/db, or their redis-py clients.
 
     Args:
-        clients: what names the nodes; an odd number, at least 3.
+        clients: the nodes; an odd number, at least 3.
         prefix: what every key begins with.
         timeout: the time limit of each request, in seconds; it should be far shorter than the ttl.
         tls: of `from_url`: reach the nodes as rediss:// does, whose options may follow after a "?".
     """
 
     capabilities = Capabilities(lists_waiters=True, ttl_min=0.05)
-    """Not fair: waiters queue at one node, mostly first come, first served, and a newcomer may take the other nodes."""
+    """Not fair: waiters queue at one node, mostly served in order, but a newcomer may get the other nodes first."""
 
     def __init__(self, clients: Iterable[Any], *, prefix: str = "dlock:", timeout: float = 0.5) -> None:
         self._nodes = NodeSet(list(clients), prefix, timeout)
         self._keyspace = self._nodes.keyspace
         self._forecast = quorum.Forecast()
         self._renewing: dict[object, set[str]] = {}
-        """For each renewal that is under way the holders whose release has begun meanwhile."""
+        """For each renewal in progress, the holders whose release has begun since."""
 
     @classmethod
     def from_url(cls, url: str, *, tls: bool = False, **options: Any) -> RedlockBackend:
@@ -75,7 +75,7 @@ class RedlockBackend:
     async def try_acquire(
         self, runtime: Runtime, request: AcquireRequest, ticket: Any = None, *, unsure: bool = False
     ) -> Granted | Busy:
-        """Ask all nodes; if a majority grants different tokens, a second round makes the greatest of them common."""
+        """Send to all nodes; if a majority grants different tokens, a second round writes the greatest one."""
         answers = await self._nodes.ask(runtime, self._acquire(request, runtime.now()))
         drawn = {index: answer for index, answer in enumerate(answers) if isinstance(answer, int)}
         token = quorum.agreed(list(drawn.values()), self._nodes.needed)
@@ -92,7 +92,7 @@ class RedlockBackend:
             raise
 
     async def wait(self, runtime: Runtime, request: AcquireRequest, busy: Busy, timeout: float) -> None:
-        """Wait in the queue of one node, the last of those where the holder is; a woken waiter asks all nodes.
+        """Wait in the queue of one node, the last one that has the holder; a woken waiter tries all nodes.
 
         If waiters queued at every node, a release would hand over to a different one at each, and none of them would
         have a majority.
@@ -154,10 +154,9 @@ class RedlockBackend:
     def _acquire(self, request: AcquireRequest, now: float) -> Broadcast:
         """Return the request for a grant at all nodes.
 
-        It takes no position in any queue: `wait` does, at one node. A node that is too slow is sent the undo behind it,
-        which may come when a renewal has given the lease to that node, and leaves it there.
-        But a request with a floor is made under a lease that is held, and whatever comes of it, nothing may end that
-        lease.
+        It takes no position in any queue: `wait` does, at one node. A node that is too slow is sent the undo after it,
+        which may arrive when a renewal has already written the lease to that node, and then leaves it there. But a
+        request with a floor is made under a held lease, and whatever its outcome, nothing may end that lease.
         """
         keys, args = self._keyspace.of(request.name), acquire_args(request._replace(queue=False))
         undo = None if request.floor else load_script("abandon").by_text(keys, (request.holder, "1"))
@@ -165,7 +164,7 @@ class RedlockBackend:
         return self._nodes.request(request.name, "acquire", keys, args, self._nodes.have_decided, undo=undo)
 
     async def _adopt(self, runtime: Runtime, request: AcquireRequest, drawn: dict[int, int]) -> int | None:
-        """Write the greatest drawn token to the nodes that granted; return it if a majority has taken it."""
+        """Write the greatest drawn token to the nodes that granted; return it if a majority has accepted it."""
         token, keys = max(drawn.values()), self._keyspace.of(request.name)[:2]
         adoption = self._nodes.request(request.name, "adopt", keys, (request.holder, str(token)))
         answers = await self._nodes.ask(runtime, adoption._replace(among=frozenset(drawn)))
@@ -189,7 +188,7 @@ class RedlockBackend:
         return answers
 
     async def _give_back(self, runtime: Runtime, request: AcquireRequest, answers: Sequence[Any]) -> bool:
-        """End what some nodes granted, or may have granted; return whether that, or an undo, may still be on its way.
+        """End the grants that some nodes have, or may have; return whether this, or an undo, may still be in flight.
 
         Positions in queues are kept, unless the next attempt will have another holder.
         """
@@ -203,14 +202,14 @@ class RedlockBackend:
         release = self._nodes.request(request.name, "release", keys, args, all_of(granted), must_arrive=True)
         given_back = await self._nodes.ask(runtime, release._replace(among=indexes))
         ended = frozenset(index for index in granted if isinstance(given_back[index], BackendUnavailable))
-        if ended:  # With its connection, so that the grant may stay, and keep the next attempt from the lock.
+        if ended:  # With its connection, so the grant may remain, and block the next attempt.
             given_back += await self._nodes.ask(runtime, release._replace(among=ended, enough=all_of(ended)))
         return late or any(map(is_late, given_back))
 
     def _busy(self, request: AcquireRequest, answers: Sequence[Any]) -> Busy:
-        """Return the owner that most nodes name, and as the ticket the index of a node at which to wait.
+        """Return the owner that most nodes report, and as the ticket the index of a node at which to wait.
 
-        Raises BackendUnavailable when no majority has answered.
+        Raises BackendUnavailable if no majority has answered.
         """
         self._nodes.of_majority(request.name, answers, list)
         refusals = {
@@ -250,11 +249,11 @@ class RedlockBackend:
 async def renew(
     nodes: NodeSet, runtime: Runtime, renewals: Sequence[Renewal], ending: Container[str]
 ) -> list[RenewalResult]:
-    """Renew the leases at every node; raises BackendUnavailable when too few nodes answered for any verdict.
+    """Renew the leases at every node; raises BackendUnavailable if too few nodes answered for any result.
 
-    A grant's handle is the set of the nodes to which its undo may be on its way. What such a node says of the lease
-    counts when it has been restored there: then the undo leaves it alone.
-    `ending`: the holders whose release has begun, also in the course of this call.
+    A grant's handle is the set of nodes to which its undo may still be in flight. The answer of such a node counts only
+    after the lease was restored there: then the undo does not touch it. `ending`: the holders whose release has begun,
+    including those during this call.
     """
     requests = [renewal.request for renewal in renewals]
     keys = nodes.keyspace.locks(requests)
@@ -282,7 +281,7 @@ async def renew(
 
 
 def _sure(index: int, answer: Sequence[int], renewals: Sequence[Renewal]) -> list[int | None]:
-    """Return what a node says of each lease, None for a lease that an undo may end there."""
+    """Return a node's answer for each lease, None for a lease that an undo may end there."""
     return [
         None if ours and renewal.granted.handle and index in renewal.granted.handle else ours
         for ours, renewal in zip(answer, renewals, strict=True)
@@ -296,9 +295,10 @@ async def _restore(
     indexes: frozenset[int],
     ending: Container[str],
 ) -> None:
-    """Write leases that a majority has just renewed to nodes that were away or forgot them, so that others may fail.
+    """Write leases that a majority has just renewed to nodes that missed or lost them, so that others may fail.
 
-    A release that begins meanwhile may come to such a node first, and what is written after it would be no one's.
+    A release that begins at the same time may reach such a node first, and a lease written after it would have no
+    holder.
     """
     renewals = [renewal for renewal in renewals if renewal.request.holder not in ending]
     if not renewals:

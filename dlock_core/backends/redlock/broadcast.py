@@ -1,8 +1,8 @@
-"""One request to several nodes at once, from a thread or a task: send to all, then read the answers as they come.
+"""One request to several nodes at once, from a thread or a task: send to all, then read the answers as they arrive.
 
-The moment a majority has decided, the other nodes get only a short time more: a slow node must not slow down every
-lock. A thread polls the sockets of all nodes itself; only a node to which there is no open connection gets another
-thread, for the time of connecting. A task has one task for each node.
+Once a majority has decided, the other nodes get only a short grace period: a slow node must not slow down every lock. A
+thread polls the sockets of all nodes itself; only a node without an open connection gets another thread while it is
+being connected to. In asyncio there is one task for each node.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ if TYPE_CHECKING:
 __all__ = ["LATE", "Broadcast", "Enough", "RedlockNode", "broadcast_async", "broadcast_blocking", "is_late"]
 
 LATE_REPLY_GRACE_S: Final = 0.1
-"""How long slower nodes are waited for after a majority has decided."""
+"""How long to wait for slower nodes after a majority has decided."""
 FAILED_NODE_PAUSE_S: Final = 2.0
-"""How long a node that did not answer is left alone."""
+"""How long a node that did not answer is skipped."""
 
 
 class RedlockNode:
@@ -65,7 +65,7 @@ class RedlockNode:
         """Whether it answered its last request."""
         self.suspended_until = 0.0
         self.connecting_pid = 0
-        """The process in which a thread tries to connect to it; one is enough while the node is not healthy."""
+        """The process in which a thread is connecting to it; one thread is enough while the node is not healthy."""
 
     def fail(self) -> None:
         """Suspend the node, which did not answer."""
@@ -73,13 +73,14 @@ class RedlockNode:
 
 
 LATE: Final = object()
-"""The answer of a node that was asked and has not answered in time: it may carry the request out at any later time."""
+"""Stands for the answer of a node that did not answer in time: it may execute the request at any later time."""
 
 
 def is_late(answer: Any) -> bool:
-    """Return whether a node may still carry the request out, or what was sent behind it.
+    """Return whether a node may still execute the request, or what was sent after it.
 
-    So it may after the end of the connection, which the network, too, can end; not if it has refused the connection.
+    It may do so after the end of the connection, which the network can also cause, but not if it has refused the
+    connection.
     """
     failure = getattr(answer, "__cause__", None)
     if isinstance(failure, OSError | RedisConnectionError | RedisTimeoutError):
@@ -88,7 +89,7 @@ def is_late(answer: Any) -> bool:
 
 
 Enough = Callable[[Sequence[Any]], bool]
-"""Whether the answers so far are enough; an answer that has not come yet is None."""
+"""Whether the answers so far are enough; an answer that has not arrived yet is None."""
 
 
 class Broadcast(NamedTuple):
@@ -97,19 +98,19 @@ class Broadcast(NamedTuple):
     name: str
     command: Command
     limit: float
-    """Seconds for all nodes together."""
+    """Time limit in seconds for all nodes together."""
     enough: Enough
     must_arrive: bool = False
-    """Also sent to suspended nodes, and carried out by slow ones although their answers are no longer waited for.
+    """Also sent to suspended nodes, and executed by slow ones although their answers are no longer awaited.
 
-    For what ends a grant: a node that missed it would keep the lock for a ttl.
+    For requests that end a grant: a node that missed one would keep the lock for a ttl.
     """
     among: frozenset[int] | None = None
-    """The indexes of the nodes that are asked; None for all."""
+    """The indexes of the nodes that get the request; None for all."""
     script: Script | None = None
     """The script that the command runs by digest."""
     undo: Command | None = None
-    """Sent to slow nodes behind the command, over the same connection, when their answers are no longer waited for."""
+    """Sent to slow nodes after the command, over the same connection, when their answers are no longer awaited."""
 
 
 def broadcast_blocking(
@@ -129,7 +130,7 @@ def broadcast_blocking(
 
 
 class _BlockingBroadcast:
-    """A thread's broadcast, from its first request to the last answer that is waited for."""
+    """A thread's broadcast, from its first request to the last answer that it waits for."""
 
     def __init__(self, nodes: Sequence[RedlockNode], connections: NodeConnections, request: Broadcast) -> None:
         self.nodes, self.connections, self.request = nodes, connections, request
@@ -138,7 +139,7 @@ class _BlockingBroadcast:
         self.sent: set[int] = set()
         """Nodes whose answers are outstanding."""
         self.connecting: dict[int, bool] = {}
-        """Nodes that are being connected to, and whether each was healthy: then it is worth the grace period."""
+        """Nodes that are being connected to, and whether each was healthy: only then does it get the grace period."""
         self.wakeup: tuple[socket.socket, socket.socket] | None = None
         """Wakes the poll when a connecting thread has put an answer into `connected`."""
         self.connected: deque[tuple[int, Any]] = deque()
@@ -155,7 +156,7 @@ class _BlockingBroadcast:
             self._fail(index, error)
 
     def collect(self) -> None:
-        """Read answers until they are enough, and for a grace period more; in any case until the time limit."""
+        """Read answers until they are enough, and for a grace period after that; at most until the time limit."""
         until, decided = clock() + self.request.limit, False
         while self.sent or self.connecting:
             if not decided and self.request.enough(self.answers):
@@ -184,7 +185,7 @@ class _BlockingBroadcast:
         index = self.connections.indexes.get(number)
         if index is None:
             self._take_connected()
-        elif index not in self.sent:  # The node was not asked, so it has hung up.
+        elif index not in self.sent:  # The node got no request, so it has closed the connection.
             self.connections.drop(index)
         else:
             self._read(index)
@@ -205,7 +206,7 @@ class _BlockingBroadcast:
         self.answers[index] = failure = unavailable(self.request.name, error, reused=True)
         failure.__cause__ = error
         if failure.broken:
-            self.nodes[index].threads.forget()  # One idle connection was dead, so the others may be.
+            self.nodes[index].threads.forget()  # One idle connection was dead, so the others may be dead, too.
         else:
             self.nodes[index].fail()
 
@@ -215,7 +216,7 @@ class _BlockingBroadcast:
                 self.connections.send(index, pack_commands([self.request.undo]))
 
     def _open(self, index: int) -> bool:
-        """Take an open connection from the node's transport; without one, ask from a thread that connects first."""
+        """Take an open connection from the node's transport; without one, start a thread that connects and sends."""
         connection = self.nodes[index].threads.checkout()
         if connection._sock is None:
             self._connect_in_thread(index, connection)
@@ -234,7 +235,7 @@ class _BlockingBroadcast:
         threading.Thread(target=self._connect, args=(index, connection), daemon=True, name="dlock-redlock").start()
 
     def _connect(self, index: int, connection: Any) -> None:
-        """Connect and ask, in a thread for this node; then wake the caller's thread, if it still waits."""
+        """Connect and send, in a thread for this node; then wake the caller's thread, if it still waits."""
         node, answer = self.nodes[index], None
         try:
             connection.connect()
@@ -286,7 +287,7 @@ async def broadcast_async(
                 answers[pending.pop(task)] = task.result()
     finally:
         for task, index in pending.items():
-            if not task.done():  # If it is done, another task may have its connection by now.
+            if not task.done():  # If it is done, another task may already have its connection.
                 answers[index] = LATE
                 nodes[index].fail()
                 _stop_waiting(task, nodes[index], connections[index], request)
@@ -300,7 +301,7 @@ def _stop_waiting(task: asyncio.Task[Any], node: RedlockNode, connection: Any, r
         return
     if request.undo is not None and connection is not None and connection._writer is not None:
         connection._writer.write(pack_commands([request.undo]))
-    task.cancel()  # This closes the connection, so that its late reply is read by no later request.
+    task.cancel()  # This closes the connection, so that no later request reads the late reply.
 
 
 async def _ask(  # noqa: PLR0917 - a task's arguments
@@ -311,7 +312,7 @@ async def _ask(  # noqa: PLR0917 - a task's arguments
     request: Broadcast,
     data: bytes,
 ) -> Any:
-    """Ask one node. The connection is checked out here: a task that is cancelled before it begins has none to lose."""
+    """Send to one node. The connection is checked out here: a task that is cancelled before it begins has none."""
     node = nodes[index]
     connection = connections[index] = node.tasks.checkout()
     try:
@@ -325,7 +326,7 @@ async def _ask(  # noqa: PLR0917 - a task's arguments
 
 
 INCOMPLETE: Final = object()
-"""Returned for a reply of which only a part has arrived."""
+"""Returned for a reply that has only partly arrived."""
 
 
 class NodeConnections:
@@ -349,7 +350,7 @@ class NodeConnections:
         self.poll.register(number, select.POLLIN)
 
     def drop(self, index: int) -> None:
-        """Close a connection, so that its late reply is read by no later request."""
+        """Close a connection, so that no later request reads its late reply."""
         connection, self._connections[index] = self._connections[index], None
         number = next((number for number, known in self.indexes.items() if known == index), None)
         if number is not None:
@@ -372,7 +373,7 @@ class NodeConnections:
             raise
 
     def drop_dead(self) -> None:
-        """Drop the connections that were closed, or have data although nothing was asked."""
+        """Drop the connections that were closed, or have data although there was no request."""
         for number, _ in self.poll.poll(0):
             self.drop(self.indexes[number])
 
@@ -383,11 +384,11 @@ class NodeConnections:
 
 
 def idle_connections() -> IdlePool[NodeConnections]:
-    """Return a pool for the NodeConnections that no thread uses."""
+    """Return a pool for NodeConnections that no thread uses."""
     return IdlePool(methodcaller("disconnect"), MAX_IDLE_CONNECTIONS, is_usable=_drop_dead, trusted_s=TRUSTED_IDLE_S)
 
 
 def _drop_dead(connections: NodeConnections) -> bool:
-    """Drop what is dead; the others are of use still."""
+    """Drop the dead connections; the others are still usable."""
     connections.drop_dead()
     return True

@@ -1,4 +1,4 @@
-"""What makes a set of Redis masters fit to keep leases by majority."""
+"""Checks whether a set of Redis masters is fit to store leases by majority."""
 
 from __future__ import annotations
 

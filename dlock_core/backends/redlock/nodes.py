@@ -1,7 +1,7 @@
 """The nodes of a Redlock: their addresses, one request to all of them, and their answers as one.
 
-An answer is a value, or BackendUnavailable, or LATE when it did not come in time, or None from a node that was not
-asked. A node that was too slow is left alone for a while, unless it is needed for a majority.
+An answer is a value, or BackendUnavailable, or LATE if it did not arrive in time, or None for a node without a request.
+A node that was too slow is skipped for a while, unless it is needed for a majority.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 __all__ = ["NodeSet", "all_of", "merge_states", "pools_from_url"]
 
 PROPER_ANSWERS: Final = (int, list)
-"""The types of a proper answer; any other answer says why there is none."""
+"""The types of a proper answer; any other answer is the reason why there is none."""
 
 
 class NodeSet:
@@ -92,7 +92,7 @@ class NodeSet:
         return [_checked(request.name, answer) for answer in answers]
 
     def unavailable(self, name: str, answers: Sequence[Any]) -> BackendUnavailable:
-        """Return the error that says of each node why there is no majority."""
+        """Return the error that gives the reason for each node why there is no majority."""
         failures = {index: each for index, each in enumerate(answers) if isinstance(each, BackendUnavailable)}
         reasons = {index: "no answer in time" for index, each in enumerate(answers) if each in (None, LATE)}
         reasons |= {index: failure.reason for index, failure in failures.items()}
@@ -121,7 +121,7 @@ class NodeSet:
         return answers
 
     def _asked(self, request: Broadcast) -> Sequence[int]:
-        """Return the indexes of the nodes to ask: without the suspended ones, if the others can be a majority."""
+        """Return the indexes of the nodes to send to: without the suspended ones, if the others can be a majority."""
         among = self._indexes if request.among is None else sorted(request.among)
         if request.must_arrive:
             return among
@@ -144,7 +144,7 @@ def _checked(name: str, answer: Any) -> Any:
 
 
 def merge_states(name: str, states: Sequence[LockState]) -> LockState:
-    """Return the holders that a majority of these nodes knows, and the waiters at any of them, first come first."""
+    """Return the holders that a majority of these nodes has, and the waiters at any of them, in order of arrival."""
     needed, seen, queued = majority(len(states)), dict[str, list[Holder]](), dict[str, Waiter]()
     for state in states:
         for holder in state.holders:
@@ -158,7 +158,7 @@ def merge_states(name: str, states: Sequence[LockState]) -> LockState:
 
 
 def _merge_holder(entries: Sequence[Holder], needed: int) -> Holder:
-    """Return a holder with the token that most nodes know; it lasts for as long as a majority keeps it."""
+    """Return a holder with the token that most nodes have; it lasts for as long as a majority keeps it."""
     tokens = [entry.token for entry in entries]
     lasting = sorted((entry.expires_in for entry in entries if entry.expires_in is not None), reverse=True)
     expires_in = lasting[needed - 1] if len(lasting) >= needed else None

@@ -1,8 +1,8 @@
 """What a majority of independent nodes has decided: pure rules about their answers, with the clock as an argument.
 
-A token is good when a majority of nodes has written it into its counter while the grant was theirs: two majorities
-share a node, on which one grant came after the other and drew a greater token. No clock takes part in this, and it
-makes no difference whether a node wrote the token with the grant itself or was told it in a second round.
+A token is valid if a majority of nodes has written it to its counter while it had the grant: two majorities share a
+node, on which one grant came after the other and drew a greater token. This does not depend on any clock, and it makes
+no difference whether a node wrote the token with the grant itself or in a second round.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
 __all__ = ["FORECAST_LEAD_US", "Forecast", "agreed", "free_in", "majority", "released", "renewal_result"]
 
 FORECAST_LEAD_US: Final = 50_000
-"""Microseconds by which a forecast is ahead of the nodes' clocks: more than the time of a request's way."""
+"""Microseconds by which a forecast is ahead of the nodes' clocks: more than a request takes to arrive."""
 
 
 def majority(nodes: int) -> int:
-    """Return the smallest number of nodes such that any two sets of so many share one."""
+    """Return the smallest number such that any two sets of this many nodes share one."""
     return nodes // 2 + 1
 
 
@@ -40,14 +40,14 @@ def free_in(waits: Sequence[float], free: int, needed: int) -> float:
 
 
 def renewal_result(yes: int, unanswered: int, needed: int, ttl: float) -> RenewalResult:
-    """Return `ttl` for a lease that a majority still holds; UNKNOWN when that depends on nodes which did not answer."""
+    """Return `ttl` for a lease that a majority still holds; UNKNOWN if that depends on nodes that did not answer."""
     if yes >= needed:
         return ttl
     return RenewalFailure.UNKNOWN if yes + unanswered >= needed else RenewalFailure.LOST
 
 
 def released(found: Sequence[Released], unanswered: int, needed: int) -> Released | None:
-    """Return what a release found; None when too few nodes answered, so that the grant may still exist."""
+    """Return what a release found; None if too few nodes answered, so that the grant may still exist."""
     if len(found) < needed:
         return None
     if found.count(Released.RELEASED) + unanswered >= needed:
@@ -57,13 +57,13 @@ def released(found: Sequence[Released], unanswered: int, needed: int) -> Release
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """A token that no node has reached yet, out of what the nodes' clocks showed at some moment of ours.
+    """A token that no node has reached yet, calculated from the nodes' clocks at some moment of our clock.
 
-    Only a proposal on which all nodes can agree: a wrong one costs a second round, and never gives a token twice.
+    It is only a proposal on which all nodes can agree: a wrong one costs a second round, and never repeats a token.
     """
 
     shown: int = 0
-    """The latest of the nodes' clocks, in microseconds; 0 while none is known."""
+    """The latest of the nodes' clocks, in microseconds; 0 until one is known."""
     at: float = 0.0
 
     def token(self, now: float) -> int:

@@ -1,6 +1,6 @@
-"""What an integration provides, a connection in AUTOCOMMIT and what makes it; and the time limit of a call on one.
+"""The interface to an integration: connections in AUTOCOMMIT and their factory; and the time limit of calls.
 
-Not every driver can bound a call, so a thread of ours aborts the connections whose answer is late.
+Not every driver can limit a call, so a thread aborts the connections whose answer is late.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Connection(Protocol):
     vendor: str
     """postgresql, mariadb, mysql or sqlite."""
     driver: Any
-    """The driver's own connection, for what only drivers can do."""
+    """The driver's own connection, for driver-specific calls."""
 
     def execute(self, sql: str, params: Mapping[str, Any] = ...) -> list[tuple[Any, ...]]:
         """Run one statement with `:name` parameters, commit it, and return its rows, if it has any.
@@ -43,54 +43,54 @@ class Connection(Protocol):
         """Return how many rows the last statement has changed."""
 
     def listen(self, channel: str, heard: Callable[[str], None], ended: Callable[[], None]) -> None:
-        """PostgreSQL: have `heard` called with the payload of each NOTIFY until the session is cut, and `ended` then.
+        """PostgreSQL: call `heard` with the payload of each NOTIFY until the session is aborted, and then `ended`.
 
-        It is of no other use from now on, and cutting it closes it, too.
+        The connection cannot be used otherwise from now on, and aborting it also closes it.
         """
 
     def close(self) -> None:
         """Close the connection; never raises."""
 
     def abort(self) -> None:
-        """Break the connection off, from any thread; a caller that waits for an answer gets an error. Never raises."""
+        """Abort the connection, from any thread; a caller that waits for an answer gets an error. Never raises."""
 
 
 class Connector(Protocol):
-    """Makes sessions with one database; `connect` blocks, so it is only called inside `call`."""
+    """Opens connections to one database; `connect` blocks, so it is only called inside `call`."""
 
     vendor: str
     """postgresql, mysql (which may turn out to be mariadb) or sqlite: known without I/O."""
     title: str
     """Names the database in errors, without a password: "the database 'default'"."""
     remedy: str
-    """What to run when a table of ours is missing: "python manage.py migrate"."""
+    """The command to run if a table of dlock is missing: "python manage.py migrate"."""
     errors: tuple[type[Exception], ...]
-    """What the driver raises, while it connects, too."""
+    """The errors of the driver, including those while it connects."""
 
     def connect(self, limit: float) -> Connection:
         """Open a connection within `limit` seconds; raises one of `errors`, OSError or TimeoutError."""
 
     async def call(self, runtime: Runtime, function: Callable[..., T], *args: Any) -> T:
-        """Run a blocking function where this database's sessions may be used, to its end even when cancelled."""
+        """Run a blocking function where this database's connections may be used, to its end even when cancelled."""
 
 
 class Deadlines:
-    """The time limits of the questions that are being asked now."""
+    """The time limits of the calls in progress."""
 
     def __init__(self) -> None:
         self._begin()
         after_fork_in_child(self._begin)
 
     def _begin(self) -> None:
-        """Start without calls; also in a forked child, because the calls of its parent are not its own."""
-        self._guard = threading.RLock()  # A signal handler may ask a question, too, in the middle of a method of ours.
+        """Start without calls; also in a forked child, which does not have its parent's calls."""
+        self._guard = threading.RLock()  # A signal handler may also make a call, in the middle of one of these methods.
         self._due: dict[Connection, float] = {}
         self._scheduler = Scheduler(
             "dlock-database-limits", "to cut off databases that do not answer", self._next_due, self._abort_late
         )
 
     def call(self, connection: Connection, seconds: float, function: Callable[[Connection], T]) -> T:
-        """Call a function of the session, which is cut if that takes longer: TimeoutError, and it is of no more use."""
+        """Call a function of the connection; if it takes longer, abort the connection and raise TimeoutError."""
         until = clock() + seconds
         try:
             self._enter(connection, until)
@@ -122,7 +122,7 @@ class Deadlines:
             now = clock()
             for connection in [late for late, until in self._due.items() if until <= now]:
                 del self._due[connection]
-                # This happens under the guard: once the call has ended, its connection may be in use by another call.
+                # This happens under the mutex: once the call has ended, its connection may be in use by another call.
                 connection.abort()
 
 
@@ -131,11 +131,11 @@ DEADLINES: Final = Deadlines()
 
 
 def socket_of(driver: Any) -> int:
-    """Return the socket under a driver's connection, -1 if it shows none; call this while it is not in use."""
+    """Return the socket of a driver's connection, -1 if it exposes none; call this while it is not in use."""
     shown: Any = driver if hasattr(driver, "fileno") else getattr(driver, "_sock", None)
     try:
         return int(shown.fileno())
-    except Exception:  # noqa: BLE001 - asyncio's drivers show none
+    except Exception:  # noqa: BLE001 - asyncio's drivers expose none
         return -1
 
 

@@ -1,4 +1,4 @@
-"""Connections to one database, kept between the steps of locks; or one that a holder keeps for itself."""
+"""Connections to one database: shared ones, kept between the steps of locks, and dedicated ones of one holder."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ __all__ = ["DedicatedConnection", "Pool"]
 T = TypeVar("T")
 
 MAX_IDLE_CONNECTIONS: Final = 4
-"""Idle connections kept open, at most: steps are short, and a database has few connections to give."""
+"""Idle connections kept open, at most: steps are short, and a database has few connections."""
 MAX_CONFLICT_RETRIES: Final = 10
 """How often a step that was the victim of a deadlock is retried; each time, another transaction made progress."""
 _MYSQL: Final = "SET SESSION innodb_lock_wait_timeout = %d"
@@ -33,9 +33,9 @@ _POSTGRESQL: Final = "SET lock_timeout = %d"
 
 
 class Pool:
-    """Connections to one database; `timeout` bounds each step, and each new connection, in seconds.
+    """Connections to one database; `timeout` is the limit of each step, and of each new connection, in seconds.
 
-    Raises ValueError for a timeout that is no time. Every method may be called from any thread or task.
+    Raises ValueError for an invalid timeout. Every method may be called from any thread or task.
     """
 
     def __init__(self, connector: Connector, *, timeout: float = 5.0) -> None:
@@ -49,7 +49,7 @@ class Pool:
         """Return the result of a function, called with a connection that nothing else uses during the call.
 
         The function may be called again after a deadlock or serialization failure. Raises BackendUnavailable, and then
-        it is unknown whether the step was made; it is not made later, unless the database stands still.
+        it is unknown whether the step was executed; it is not executed later, unless the database stands still.
         """
         return self.connector.call(runtime, self._step, name, function, limit)
 
@@ -58,7 +58,7 @@ class Pool:
         dedicated = DedicatedConnection(self)
         try:
             await self.connector.call(runtime, dedicated.open, name)
-        except BaseException:  # cancelled: the connection may be there all the same
+        except BaseException:  # cancelled: the connection may exist nevertheless
             await dedicated.close(runtime)
             raise
         return dedicated
@@ -68,7 +68,7 @@ class Pool:
         self.idle.clear()
 
     def run(self, connection: Connection, function: Callable[[Connection], T], limit: float | None) -> T:
-        """Make a step on a session, again while it is the victim of others."""
+        """Execute a step on a connection, and repeat it while it is the victim of others."""
         until = clock() + (self.timeout if limit is None else limit)
         for left in range(MAX_CONFLICT_RETRIES, -1, -1):
             try:
@@ -80,13 +80,13 @@ class Pool:
         raise AssertionError("the last attempt returns or raises")
 
     def fail(self, name: str, error: BaseException, *, idle: bool = False) -> NoReturn:
-        """Raise BackendUnavailable for an error of the database or the network, and any other as it is."""
+        """Raise BackendUnavailable for an error of the database or the network; raise any other error unchanged."""
         if isinstance(error, (*self.connector.errors, OSError)):
             raise self._unavailable(name, error, idle=idle) from error
         raise error
 
     def _unavailable(self, name: str, error: BaseException, *, idle: bool) -> BackendUnavailable:
-        """Return why the database gave no answer; if the connection was `idle`, a new one may work at once."""
+        """Return the error for a missing answer of the database; if the connection was `idle`, a new one may work."""
         trouble, connector = failure_of_statement(error), self.connector
         words = str(error).strip() or type(error).__name__
         reason = f"{connector.title}: {printable(words.splitlines()[0])}"
@@ -108,12 +108,12 @@ class Pool:
 
     def _open_for_steps(self, name: str) -> Connection:
         connection = self.open(name)
-        if connection.vendor == "postgresql":  # not where one holder waits for its lock for as long as it likes
+        if connection.vendor == "postgresql":  # not on dedicated ones, where a holder may wait for any time
             self._settle(name, connection, _POSTGRESQL % max(1, int(self.timeout * 800)))
         return connection
 
     def _settle(self, name: str, connection: Connection, *settings: str) -> None:
-        """Make the server give up before we do; otherwise it could finish a step that we had reported as not done."""
+        """Make the server's limit shorter than ours; otherwise it could finish a step after we reported a failure."""
         try:
             for sql in settings:
                 self.run(connection, lambda connection, sql=sql: connection.execute(sql), None)  # type: ignore[misc]
@@ -129,14 +129,14 @@ class Pool:
             answer = self.run(connection, function, limit)
         except BaseException as error:  # noqa: BLE001 - it is raised again
             connection.close()
-            self.close()  # what ended this connection may have ended the others
+            self.close()  # the cause that ended this connection may have ended the others
             self.fail(name, error, idle=idle and not isinstance(error, TimeoutError))
         self.idle.put(connection)
         return answer
 
 
 class DedicatedConnection:
-    """A connection that one holder keeps, for what lasts as long as a database's session does."""
+    """A connection that one holder keeps, for locks that last as long as a database session."""
 
     def __init__(self, pool: Pool) -> None:
         self._pool, self._pid = pool, os.getpid()
@@ -145,7 +145,7 @@ class DedicatedConnection:
 
     @property
     def is_open(self) -> bool:
-        """It has not failed so far; False in a forked child, too, since it is the parent's."""
+        """Whether it has not failed so far; False in a forked child, because it belongs to the parent."""
         return self.connection is not None and self._pid == os.getpid()
 
     def open(self, name: str) -> None:
@@ -155,11 +155,11 @@ class DedicatedConnection:
     def step(
         self, runtime: Runtime, name: str, function: Callable[[Connection], T], limit: float | None = None
     ) -> Coroutine[Any, Any, T]:
-        """Make a step on this connection; after a BackendUnavailable it is closed, and all that hung on it is over."""
+        """Execute a step; a BackendUnavailable closes the connection, which ends everything that depends on it."""
         return self._pool.connector.call(runtime, self._step, name, function, limit)
 
     async def close(self, runtime: Runtime) -> None:
-        """Close the connection; in a forked child it stays, being the parent's."""
+        """Close the connection; in a forked child it stays open, because it belongs to the parent."""
         if self._pid != os.getpid():
             self.forget()
         connection, self.connection = self.connection, None
@@ -167,7 +167,7 @@ class DedicatedConnection:
             await self._pool.connector.call(runtime, connection.close)
 
     def abort(self) -> None:
-        """Break the connection off, from any thread; use this where another thread closes it."""
+        """Abort the connection, from any thread; use this if another thread closes it."""
         connection, self.connection = self.connection, None
         if connection is not None and self._pid == os.getpid():
             connection.abort()

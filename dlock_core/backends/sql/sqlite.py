@@ -1,7 +1,7 @@
-"""SQLite: dlock's tables live in a separate file next to the database's, here called its sibling.
+"""SQLite: dlock's tables are in a separate file next to the database's, called its sibling in this module.
 
-A file of SQLite has one writer at a time. In the database's own file a lease could be neither taken nor renewed while
-the caller's transaction writes: a second connection waits for it, and so for itself.
+A SQLite file has one writer at a time. In the database's own file a lease could be neither taken nor renewed while the
+caller's transaction writes: a second connection waits for it, and so the caller waits for itself.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ wanted_until INTEGER NOT NULL DEFAULT 0) WITHOUT ROWID""",
 
 
 class SQLiteConnector:
-    """The sibling of a database; `database` tells its name as SQLite knows it, at every new connection.
+    """The sibling of a database; `database` returns its name as SQLite uses it, at every new connection.
 
-    A database in memory is seen by this process alone, and so is its sibling.
+    A database in memory is visible to this process only, and so is its sibling.
     """
 
     vendor = "sqlite"
@@ -86,11 +86,11 @@ class SQLiteConnection:
 
 
 class _Memory:
-    """The only connection to a sibling in memory: with it its leases would be gone."""
+    """The only connection to a sibling in memory: without it, its leases would be gone."""
 
     def __init__(self, driver: sqlite3.Connection) -> None:
         self.driver = driver
-        self.guard = threading.RLock()  # A signal handler may ask for a lock, too, in the middle of a statement.
+        self.guard = threading.RLock()  # A signal handler may also request a lock, in the middle of a statement.
 
     def __del__(self) -> None:
         self.driver.close()
@@ -114,7 +114,7 @@ class _Guest(SQLiteConnection):
 
 
 def file_of(database: str) -> Path | None:
-    """Return the file behind SQLite's name for a database, a path or a URI; None when it is in memory."""
+    """Return the file of SQLite's name for a database, a path or a URI; None if it is in memory."""
     if database.startswith("file:"):
         uri = urlsplit(database)
         database = "" if "memory" in parse_qs(uri.query).get("mode", ()) else unquote(uri.path)
@@ -132,7 +132,7 @@ def _opened(path: str, limit: float) -> sqlite3.Connection:
 
 
 def _set_up(driver: sqlite3.Connection, until: float) -> None:
-    """Turn on the write-ahead log, whose readers never wait; while it starts, SQLite refuses others at once."""
+    """Turn on the write-ahead log, whose readers never wait; while it starts, SQLite refuses other connections."""
     while True:
         try:
             for sql in ("PRAGMA journal_mode = WAL", "PRAGMA synchronous = NORMAL", *_CREATE):

@@ -1,4 +1,4 @@
-"""Where a blocking driver runs: in the caller's thread, or for a task in our own; and the thread that hears NOTIFY."""
+"""Where a blocking driver runs: in the caller's thread, or in our own for a task; and the thread that reads NOTIFY."""
 
 from __future__ import annotations
 
@@ -24,24 +24,24 @@ __all__ = ["finished", "in_threads", "within"]
 T = TypeVar("T")
 
 MAX_THREADS: Final = 1000
-"""For the tasks of a process, more than a database has connections: a task that waits for a session lock keeps one.
+"""The threads for the tasks of a process: more than a database has connections, because each waiter keeps one.
 
-Not those of the event loop, which may all be busy waiting for our locks."""
+They are not the event loop's, which may all be waiting for our locks."""
 
 _executors: dict[int, ThreadPoolExecutor] = {}
 
 
 async def in_threads(runtime: Runtime, function: Callable[..., T], *args: Any) -> T:
-    """Call a blocking function, to its end even when the task is cancelled: till then its connection is in use."""
+    """Call a blocking function, to its end even if the task is cancelled: until then its connection is in use."""
     if not isinstance(runtime, Asyncio):
         return function(*args)
-    # A driver's call cannot be stopped from outside, only its connection can be destroyed. Were the task to go on while
-    # the thread still works, the connection would be given to the next step in the middle of this one.
+    # A driver's call cannot be stopped from outside, only its connection can be destroyed. If the task continued while
+    # the thread is still working, the next step would get the connection in the middle of this one.
     return await finished(runtime, _executor().submit(function, *args))
 
 
 async def finished(runtime: Asyncio, future: Future[T]) -> T:
-    """Wait for what another thread does, and until it is done even when the task is cancelled."""
+    """Wait for another thread's work to be done, even if the task is cancelled."""
     return await runtime.shield(asyncio.wrap_future(future))  # type: ignore[arg-type]  # A future needs no task.
 
 
@@ -53,7 +53,7 @@ def _executor() -> ThreadPoolExecutor:
 
 
 def within(limit: float, connect: Callable[[], Connection]) -> Connection:
-    """Open a connection within `limit` seconds, even if its driver has no limits; one that comes late is closed."""
+    """Open a connection within `limit` seconds, even if its driver has no limits; a late connection is closed."""
     opened: Future[Connection] = Future()
     threading.Thread(target=_connect, args=(connect, opened), name="dlock-database-connect", daemon=True).start()
     try:
@@ -61,7 +61,7 @@ def within(limit: float, connect: Callable[[], Connection]) -> Connection:
     except TimeoutError:
         if opened.cancel():
             raise TimeoutError(f"no connection within {format_seconds(limit)}") from None
-        return opened.result()  # it came this very moment
+        return opened.result()  # it was opened at this very moment
 
 
 def _connect(connect: Callable[[], Connection], opened: Future[Connection]) -> None:
@@ -83,14 +83,14 @@ def _settle(settle: Callable[[Any], None], outcome: Any) -> bool:
 
 
 def read_in_thread(connection: Connection, heard: Callable[[str], None], ended: Callable[[], None]) -> None:
-    """Report each notification on a connection, which is of no other use from now on, until it is aborted."""
+    """Report each notification on a connection until it is aborted; it cannot be used otherwise from now on."""
     args = (connection, heard, ended)
     threading.Thread(target=_read, args=args, name="dlock-database-listen", daemon=True).start()
 
 
 def _read(connection: Connection, heard: Callable[[str], None], ended: Callable[[], None]) -> None:
     with suppress(Exception):  # Any error means that the connection has ended.
-        coming = select.poll()  # select() knows no file above number 1023
+        coming = select.poll()  # select() does not support file numbers above 1023
         coming.register(connection.driver, select.POLLIN)
         while True:
             coming.poll()
@@ -101,7 +101,7 @@ def _read(connection: Connection, heard: Callable[[str], None], ended: Callable[
 
 
 def notifications(driver: Any) -> list[str]:
-    """Take what has come in; raises the driver's error when the connection has ended."""
+    """Return the received notifications; raises the driver's error if the connection has ended."""
     if hasattr(driver, "pgconn") and hasattr(driver.pgconn, "consume_input"):
         driver.pgconn.consume_input()
         return [notify.extra.decode() for notify in iter(driver.pgconn.notifies, None)]

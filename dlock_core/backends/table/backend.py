@@ -1,8 +1,8 @@
 """Leases in a table of the application's own database: no other server, and one statement for each step.
 
-Every statement is a separate transaction on a dedicated connection, so a lease does not depend on what becomes of the
+Every statement is a separate transaction on a dedicated connection, so a lease does not depend on the outcome of the
 caller's transaction, and a competitor learns of it at once instead of being blocked. (Idea of a row per lock with its
-expiry: ShedLock; of a token that grows in it: Kleppmann 2016.)
+expiry: ShedLock; of a growing token in it: Kleppmann 2016.)
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ DIALECTS: Final = {"postgresql": POSTGRESQL, "mariadb": MARIADB, "mysql": MYSQL,
 US_PER_SECOND: Final = 1_000_000
 """The table counts in microseconds."""
 GRANTS_PER_TIDYING: Final = 16
-"""One grant in so many, by chance, deletes unused rows: twice as many as can have been added since the last time."""
+"""One grant in this many, chosen at random, deletes unused rows: twice as many as can have been added since then."""
 MAX_NOTIFIED_WAIT_S: Final = 5.0
-"""Longest sleep of a waiter that is notified; a notification that is missed costs no more than this."""
+"""Longest sleep of a waiter that is notified; a missed notification costs no more than this."""
 MIN_POLL_INTERVAL_S: Final = 0.005
 """Seconds between the first two polls of a waiter that is not notified; up to half of it is random."""
 MAX_POLL_INTERVAL_S: Final = 0.1
@@ -58,12 +58,12 @@ class TableBackend:
     def _begin(self) -> None:
         self._waiters = LocalWaiters()
         self._listener = NotifyListener(self.pool, self._waiters)
-        # The thread that listens keeps its connection, and the pool, until it is told to end.
+        # The listening thread keeps its connection, and the pool, until it is stopped.
         self._when_forgotten = weakref.finalize(self, _close, self._listener, self.pool)
         self._when_forgotten.atexit = False
 
     def _after_fork(self) -> None:
-        """Begin anew in a forked child: the waiters and the listening thread belong to its parent."""
+        """Reset in a forked child: the waiters and the listening thread belong to its parent."""
         self._when_forgotten.detach()
         self._listener.forget()
         self._begin()
@@ -99,11 +99,11 @@ class TableBackend:
         until, pause = runtime.now() + timeout, MIN_POLL_INTERVAL_S
         if self.pool.connector.vendor == "postgresql":
             await self._listener.open(runtime)
-        else:  # Waiters that were there before have at least the same chance.
+        else:  # Earlier waiters have at least the same chance.
             await runtime.sleep(min(timeout, pause * RNG.uniform(0.5, 1.0)))
         while True:
             signal = runtime.signal()
-            # The signal is registered before the row is read. The other way round, a release between the two would be
+            # The signal is registered before the row is read. In the reverse order, a release between the two would be
             # missed, and this waiter would sleep to the end of its pause.
             with self._waiters.on(request.name, signal):
                 left = min(await self._look(runtime, request.name), until - runtime.now())
@@ -120,7 +120,7 @@ class TableBackend:
         await self._end(runtime, request)
 
     async def release(self, runtime: Runtime, request: AcquireRequest, granted: Granted) -> Released:
-        """Go by the holder alone: a token that was raised may have been raised again, and its answer lost."""
+        """Compare the holder only: a token that was raised may have been raised again, and the answer lost."""
         if await self._end(runtime, request):
             return Released.RELEASED
 
@@ -155,12 +155,12 @@ class TableBackend:
         _close(self._listener, self.pool)
 
     async def _look(self, runtime: Runtime, name: str) -> float:
-        """Return the seconds for which the lock is held, if it is not released before; have its release told."""
+        """Return the seconds for which the lock is held, unless it is released before; request a notification."""
 
         def look(connection: Connection) -> list[tuple[Any, ...]]:
             dialect = _dialect(connection)
             rows = connection.execute(dialect.look, {"name": name, "sleep": _microseconds(MAX_NOTIFIED_WAIT_S)})
-            # The mark has to last until our next poll, or a newcomer may take the lock before that.
+            # The mark has to last until our next poll; otherwise a newcomer may take the lock before that.
             is_marked_here = dialect.note and rows and rows[0][0] > 0
             if is_marked_here and rows[0][1] < _microseconds(MAX_POLL_INTERVAL_S):
                 connection.execute(dialect.note, {"name": name, "sleep": _microseconds(MAX_POLL_INTERVAL_S)})
@@ -170,7 +170,7 @@ class TableBackend:
         return rows[0][0] / US_PER_SECOND if rows else 0.0
 
     def _tidy(self, connection: Connection) -> None:
-        """Delete some rows that have not been used for long; a missing permission to do so does not cost the lock."""
+        """Delete some rows that have not been used for long; without the permission to do so the lock still works."""
         dialect = _dialect(connection)
         with suppress(*self.pool.connector.errors):
             for (name,) in connection.execute(dialect.unused, {}):
@@ -204,7 +204,7 @@ def _ended(connection: Connection, sql: str, params: dict[str, Any]) -> int:
 
 
 def _renew(connection: Connection, leases: list[dict[str, Any]]) -> set[str]:
-    """Return the holders whose lease was renewed; an UPDATE of MySQL tells only how many."""
+    """Return the holders whose lease was renewed; an UPDATE of MySQL reports only their number."""
     params, dialect = {"leases": json.dumps(leases)}, _dialect(connection)
     rows, changed = connection.execute(dialect.renew, params), connection.changed()
     if changed == len(leases):

@@ -1,9 +1,9 @@
 """The statements on the lease table for PostgreSQL, MariaDB, MySQL and SQLite, one `Dialect` each.
 
 A row per lock, deleted some time after its last use: the next token is the time, which is greater. Times are
-microseconds since 1970 by the database's clock, as it was when the statement began: before any wait for the row, so
-that no lease is taken for expired too early, or for valid too long. Whether a row is held is known by `expires_at`
-alone; a release writes the time there, below zero.
+microseconds since 1970 by the database's clock at the start of the statement: before any wait for the row, so that no
+lease is considered expired too early, or valid too long. `expires_at` alone decides whether a row is held; a release
+writes the negated time there.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ __all__ = ["Dialect", "counted", "forget", "listing", "look", "note", "other", "
 
 TEN_YEARS: Final = 315_576_000_000_000
 KEPT: Final = 3_600_000_000
-"""Microseconds for which a row stays after its last use; so much may the clock step back, and tokens still grow."""
+"""Microseconds for which a row stays after its last use; if the clock steps back by less, tokens still grow."""
 UNUSED: Final = 32
 """Rows that are deleted together, at most."""
 
@@ -25,12 +25,12 @@ class Dialect:
     """The statements of one database; parameters are given by name, leases as a JSON list of name, holder, ttl."""
 
     take: tuple[str, ...]
-    """name, holder, owner, ttl, floor, newcomer → ours, token, what is left in µs, owner. The first with a row tells.
+    """name, holder, owner, ttl, floor, newcomer → ours, token, remaining µs, owner. The first with a row is the answer.
 
     Where releases are not notified, a newcomer does not take a free row as long as it is marked as contended.
     """
     look: str
-    """name, sleep in µs → what is left in µs; nothing left, or no row: it is worth to ask.
+    """name, sleep in µs → remaining µs; 0, or no row: try again.
 
     Where it does not mark the row as contended, it also returns for how long it is marked, in µs.
     """
@@ -41,17 +41,17 @@ class Dialect:
     force: str
     """The same by name, token."""
     other: str
-    """name → a row while the lock is held."""
+    """name → a row if the lock is held."""
     renew: str
-    """leases → the holders that were renewed, or as many rows changed. None is shortened: this may come late."""
+    """leases → the holders that were renewed, or as many changed rows. None is shortened: this may arrive late."""
     ours: str
-    """leases → the holders that hold still."""
+    """leases → the holders that still hold."""
     unused: str
     """→ names of some rows that have not been used for long."""
     forget: str
-    """name: delete its row, unless it was used lately."""
+    """name: delete its row, unless it was used recently."""
     listing: str
-    """name, or an empty text for all → name, holder, token, owner, held for, what is left in µs."""
+    """name, or an empty text for all → name, holder, token, owner, held for, remaining µs."""
 
 
 _LOOK: Final = "SELECT expires_at - {now}, wanted_until - {now} FROM dlock_lease WHERE name = :name"
@@ -66,22 +66,22 @@ _IS_UNUSED: Final = "expires_at > {kept} - {now} AND expires_at < {now} - {kept}
 
 
 def counted(token: str, now: str) -> str:
-    """Write what comes after a token; one that no clock shows within ten years is damaged, and counts for nothing."""
+    """Return the SQL for the next token; one more than ten years ahead of the clock is damaged, and is ignored."""
     return f"CASE WHEN {token} < {now} + {TEN_YEARS} THEN {token} + 1 ELSE 0 END"
 
 
 def unused(now: str) -> str:
-    """Write `Dialect.unused`; it locks nothing."""
+    """Return `Dialect.unused`; it locks nothing."""
     return f"SELECT name FROM dlock_lease WHERE {_IS_UNUSED.format(now=now, kept=KEPT)} LIMIT {UNUSED}"  # noqa: S608
 
 
 def forget(now: str, name: str) -> str:
-    """Write `Dialect.forget`; `name` is the parameter."""
+    """Return `Dialect.forget`; `name` is the parameter."""
     return f"DELETE FROM dlock_lease WHERE name = {name} AND {_IS_UNUSED.format(now=now, kept=KEPT)}"  # noqa: S608
 
 
 def look(now: str) -> str:
-    """Write `Dialect.look` where it only reads."""
+    """Return `Dialect.look` for databases where it only reads."""
     return _LOOK.format(now=now)
 
 
@@ -96,7 +96,7 @@ def other(now: str) -> str:
 
 
 def listing(now: str, name: str) -> str:
-    """Write `Dialect.listing`; `name` is the parameter."""
+    """Return `Dialect.listing`; `name` is the parameter."""
     return _LISTING.format(now=now, which=f"AND ({name} = '' OR name = {name}) ")
 
 
@@ -113,8 +113,7 @@ _FLOOR: Final = "CAST(:floor AS bigint)"
 _SLEEP: Final = "CAST(:sleep AS bigint)"
 _TOKEN: Final = "CAST(:token AS bigint)"
 
-# An upsert would lock a row that is taken, and its release would wait for every failing
-# attempt. This only reads it.
+# An upsert would lock a row that is held, and its release would wait for every failed attempt. This only reads it.
 _POSTGRESQL_TAKE: Final = f"""\
 UPDATE dlock_lease AS l SET
 token = CASE WHEN l.expires_at > {_POSTGRESQL_NOW} AND l.token > {_FLOOR} THEN l.token
@@ -132,7 +131,7 @@ ON CONFLICT DO NOTHING RETURNING token)
 SELECT true, token, CAST(0 AS bigint), '' FROM made UNION ALL
 SELECT false, token, expires_at - {_POSTGRESQL_NOW}, owner FROM dlock_lease WHERE name = {_NAME}"""  # noqa: S608
 
-# Between our look and our note it may have been released without a notification: then nothing is left, so ask again.
+# Between our read and our mark it may have been released without a notification: then 0 is left, so try again.
 _POSTGRESQL_LOOK: Final = f"""\
 WITH noted AS (
 UPDATE dlock_lease SET wanted_until = {_POSTGRESQL_NOW} + 2 * {_SLEEP}
@@ -173,7 +172,7 @@ POSTGRESQL: Final = Dialect(
 )
 
 
-# Not UNIX_TIMESTAMP(NOW(6)): the hour that the end of summer time repeats would be one.
+# Not UNIX_TIMESTAMP(NOW(6)): it cannot distinguish the two hours at the end of summer time.
 _MYSQL_NOW: Final = "TIMESTAMPDIFF(MICROSECOND, '1970-01-01', UTC_TIMESTAMP(6))"
 _FREE: Final = f"expires_at <= {_MYSQL_NOW} AND (wanted_until <= {_MYSQL_NOW} OR NOT :newcomer)"
 _MYSQL_TAKE: Final = f"""\
@@ -225,7 +224,7 @@ MARIADB: Final = Dialect(
 
 
 _SQLITE_NOW: Final = "CAST((julianday('now') - 2440587.5) * 86400000000 AS INTEGER)"
-# Two locks in one millisecond.
+# Two locks in one millisecond must have different tokens.
 _NEXT: Final = f"(SELECT coalesce(max(token), 0) + 1 FROM dlock_lease WHERE token < {_SQLITE_NOW} + {TEN_YEARS})"  # noqa: S608
 _SQLITE_TAKE: Final = f"""\
 INSERT INTO dlock_lease AS l (name, token, holder, owner, since, expires_at)

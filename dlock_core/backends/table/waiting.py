@@ -1,4 +1,4 @@
-"""Wakes waiters of this process: when a lock is released here, or when PostgreSQL's NOTIFY says so."""
+"""Wakes waiters of this process: when a lock is released in it, or when PostgreSQL's NOTIFY reports it."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ class LocalWaiters:
     """The signals of the waiters of this process, each with the name of its lock."""
 
     def __init__(self) -> None:
-        # No lock: a signal handler or a finalizer may release a lock, too, in the middle of a method of ours. So each
-        # changes the dict in one step, and reads a copy of it.
+        # No mutex: a signal handler or a finalizer may also release a lock, in the middle of one of these methods. So
+        # each of them changes the dict in one step, and reads a copy of it.
         self._waiting: dict[Signal, str] = {}
 
     @contextmanager
     def on(self, name: str, signal: Signal) -> Iterator[None]:
-        """Set the signal whenever the lock may be free, until the block is left."""
+        """Set the signal whenever the lock may be free, until the end of the block."""
         try:
             self._waiting[signal] = name
             yield
@@ -43,7 +43,7 @@ class LocalWaiters:
         _set([signal for signal, waited_for in self._waiting.copy().items() if waited_for == name])
 
     def notify_all(self) -> None:
-        """Wake every waiter, because releases are not reported any more."""
+        """Wake every waiter, because releases are no longer reported."""
         _set([*self._waiting.copy()])
 
 
@@ -67,15 +67,15 @@ class NotifyListener:
         self._dedicated: DedicatedConnection | None = None
         self._proof, self._next = "", -math.inf
         self.is_listening = False
-        """Every release is reported, so that polling is not needed."""
+        """Whether every release is reported, so that polling is not needed."""
 
     async def open(self, runtime: Runtime) -> None:
-        """Begin to listen, unless it was done or tried a short time ago; never raises for the database."""
+        """Begin to listen, unless this was done or tried a short time ago; raises no errors of the database."""
         now = clock()
         if self.is_listening or now < self._next:
             return
-        # Nothing is called before this, so that no other thread or signal handler opens it, too; a lock would be held
-        # when a signal handler comes that waits for one of ours.
+        # Nothing is called before this, so that no other thread or signal handler opens it, too. A mutex would still be
+        # held when a signal handler runs that waits for one of our locks.
         self._next = now + RELISTEN_DELAY_S
         self.close()
         try:
@@ -90,13 +90,13 @@ class NotifyListener:
             dedicated.abort()
 
     def forget(self) -> None:
-        """In a forked child: the connection is the parent's."""
+        """In a forked child: the connection belongs to the parent."""
         if self._dedicated is not None:
             self._dedicated.forget()
 
     async def _listen(self, runtime: Runtime) -> None:
-        # A pooler such as PgBouncer accepts a LISTEN and then delivers nothing. Only a notification of our own that
-        # comes back proves that releases will be reported; until it does, waiters go on polling. No lock has such a
+        # A pooler such as PgBouncer accepts a LISTEN and then delivers nothing. Only the arrival of our own
+        # notification proves that releases will be reported; until then, waiters continue to poll. No lock has such a
         # name.
         self._proof = f"?{secrets.token_hex(8)}"
         self._dedicated = dedicated = await self._pool.dedicated(runtime, CHANNEL)
@@ -115,8 +115,8 @@ class NotifyListener:
         self._waiters.notify(payload)
 
     def _ended(self, proof: str) -> None:
-        # The reading thread of a listener that was closed may end after the next one was opened. The proof tells them
-        # apart: only the end of the present one means that nothing is reported any more.
+        # The reading thread of a closed listener may end after the next one was opened. The proof distinguishes them:
+        # only the end of the current one means that releases are no longer reported.
         if proof == self._proof:
             self.is_listening, self._next = False, -math.inf
             self._waiters.notify_all()

@@ -1,8 +1,8 @@
 """Leases in ZooKeeper (3.5 or newer): ephemeral nodes in the order of their creation, each watching the one before.
 
-A node ends with the session of its process, so that is what frees the locks of a process that died or was cut off:
-`session` seconds after its last sign of life, whatever its ttl was. While the process lives, it removes
-what is not renewed. The token is the czxid, the number of the transaction that made the node: it grows over all locks,
+A node ends with the session of its process, so the end of the session frees the locks of a process that died or was cut
+off: `session` seconds after its last sign of life, whatever the ttl. While the process lives, it removes nodes that are
+not renewed. The token is the czxid, the number of the transaction that created the node: it grows across all locks,
 leaders and restarts. (Idea of the queue: the recipes page of the ZooKeeper documentation.)
 """
 
@@ -41,9 +41,10 @@ with needed_by("the ZooKeeper store"):
 class ZooKeeperBackend:
     """An ensemble of ZooKeeper servers, through one session for all leases of this process.
 
-    `timeout` bounds each request, in seconds. `session` is the session's length in seconds; the servers may grant less
-    or more. A lease surely holds for two thirds of it and no longer, unless it is renewed. `prefix` is the node below
-    the URL's chroot under which the locks are. `fair=False` makes no difference, because every request queues.
+    `timeout` is the limit of each request in seconds. `session` is the session's length in seconds; the servers may
+    grant less or more. A lease certainly holds for two thirds of it and no longer, unless it is renewed. `prefix` is
+    the node below the URL's chroot that contains the locks. `fair=False` makes no difference, because every request
+    queues.
     """
 
     capabilities = Capabilities(expiry="session", fair=True, shared=True, lists_waiters=True, ttl_min=0.1)
@@ -64,7 +65,7 @@ class ZooKeeperBackend:
 
     @classmethod
     def from_url(cls, url: str, **options: Any) -> ZooKeeperBackend:
-        """Reach the servers at zookeeper://[user:password@]host:port,host:port/chroot."""
+        """Return the store of the servers at zookeeper://[user:password@]host:port,host:port/chroot."""
         return cls(read_url(url), **options)
 
     def _begin(self) -> None:
@@ -72,12 +73,12 @@ class ZooKeeperBackend:
         self._nodes = LockNodes(self._session, self._address, self._prefix)
         self._queue_client = QueueClient(self._session, self._nodes, self._timeout)
         self._own_nodes = self._queue_client.own_nodes
-        # kazoo's threads keep the session until it is ended, which takes longer than a finalizer may.
+        # kazoo's threads keep the session until it is ended, which takes too long for a finalizer.
         self._when_forgotten = weakref.finalize(self, call_in_background, _close, self._own_nodes, self._session)
         self._when_forgotten.atexit = False
 
     def _after_fork(self) -> None:
-        """Begin anew in a forked child: session and leases are its parent's."""
+        """Reset in a forked child: session and leases belong to its parent."""
         self._when_forgotten.detach()
         self._session.abandon()
         self._begin()
@@ -92,7 +93,7 @@ class ZooKeeperBackend:
         if own_node is None or queue is None:
             own_node, queue = await self._queue_client.enter(runtime, request, own_node)
         node = queue.find(own_node.node)
-        if node is None:  # Another process removed it as soon as it was made.
+        if node is None:  # Another process removed it as soon as it was created.
             return Busy(0.0)
         ahead = queue.ahead(node, shared=request.shared)
         if ahead is None:
@@ -105,7 +106,7 @@ class ZooKeeperBackend:
     async def wait(
         self, runtime: Runtime, request: AcquireRequest, busy: Busy, timeout: float
     ) -> Granted | Busy | None:
-        """Sleep until the one before us has gone; the queue is looked at along with the wake-up."""
+        """Sleep until the node ahead of ours is gone; the queue is read together with the wake-up."""
         sent, own_node = runtime.now(), self._own_nodes.get(request.holder)
         if own_node is None or not self._own_nodes.keep(own_node, timeout + WAITER_GRACE_S):
             return None
@@ -122,7 +123,7 @@ class ZooKeeperBackend:
         return await self._granted(runtime, own_node, queue, request, sent)
 
     async def abandon(self, runtime: Runtime, request: AcquireRequest, ticket: Any = None) -> None:
-        """Leave the queue; without a connection this is left to a thread, which goes on until it is done."""
+        """Leave the queue; without a connection a thread retries this until it is done."""
         own_node = self._own_nodes.get(request.holder)
         if own_node is not None:
             self._own_nodes.end(own_node, self._timeout if self._session.is_connected else 0.0)
@@ -132,7 +133,7 @@ class ZooKeeperBackend:
     async def release(self, runtime: Runtime, request: AcquireRequest, granted: Granted) -> Released:
         own_node = self._own_nodes.get(request.holder)
         if own_node is not None:
-            self._own_nodes.end(own_node, self._timeout)  # The thread removes it, even if this call fails.
+            self._own_nodes.end(own_node, self._timeout)  # The thread removes it even if this call fails.
         found = await self._nodes.delete(runtime, request.name, granted.handle)
         if own_node is not None:
             self._own_nodes.forget(own_node)
@@ -141,7 +142,7 @@ class ZooKeeperBackend:
         return Released.STOLEN if (await self._nodes.look(runtime, request.name)).nodes else Released.EXPIRED
 
     async def renew(self, runtime: Runtime, renewals: Sequence[Renewal]) -> list[RenewalResult]:
-        """Write to one node, which a quorum must see, and read the others after it: it is one session."""
+        """Write to one node, which needs a quorum, and then read the others: they belong to one session."""
         sent = runtime.now()
         first, *others = [renewal.granted.handle for renewal in renewals]
         request = renewals[0].request
@@ -178,7 +179,7 @@ class ZooKeeperBackend:
             self._own_nodes.clear()
 
     async def _taken(self, runtime: Runtime, request: AcquireRequest) -> Busy | None:
-        """Look before a single try takes a place, which would cost two writes."""
+        """Check before a single try creates a node, which would cost two writes."""
         queue = await self._nodes.look(runtime, request.name)
         if queue.ahead(None, shared=request.shared) is None:
             return None
@@ -192,12 +193,12 @@ class ZooKeeperBackend:
             offset = request.floor + 1 - own_node.zxid
             await self._nodes.raise_tokens(runtime, request.name, queue, offset)
         valid_for = self._session.surely(request.ttl, sent)
-        if not self._own_nodes.keep(own_node, valid_for):  # we were silent for too long: it is being removed
+        if not self._own_nodes.keep(own_node, valid_for):  # silent for too long: the node is being removed
             return Busy(0.0)
         return Granted(own_node.zxid + offset, valid_for, own_node.path)
 
     def _renewed(self, request: AcquireRequest, answer: Any, sent: float) -> RenewalResult:
-        """Judge one renewal by what the server says of its node, which must be this session's."""
+        """Return the result of one renewal by the stat of its node, which must belong to this session."""
         own_node = self._own_nodes.get(request.holder)
         if answer is None or isinstance(answer, NoNodeError) or own_node is None:
             return RenewalFailure.LOST

@@ -20,13 +20,13 @@ __all__ = ["diagnose"]
 
 MIN_VERSION: Final = (3, 5)
 REPLY_TIMEOUT_S: Final = 2.0
-"""Seconds that a server may take to tell of itself."""
+"""Time limit in seconds of a server's answer to `srvr`."""
 MIN_SESSION_S: Final = 4.0
-"""Seconds of a session below which a pause of garbage collection ends it."""
+"""Session length in seconds below which a pause for garbage collection may end it."""
 
 
 async def diagnose(session: ZooKeeperSession, hosts: str, runtime: Runtime) -> list[Finding]:
-    """Examine the session, and every server by the command `srvr`, which ZooKeeper allows unless told otherwise."""
+    """Examine the session, and every server by the command `srvr`, which ZooKeeper allows by default."""
     await session.ask(runtime, "", [Exists("/", None)])
     seconds = []
     for _ in range(SAMPLE_COUNT):
@@ -40,7 +40,7 @@ async def diagnose(session: ZooKeeperSession, hosts: str, runtime: Runtime) -> l
 
 
 def _srvr(host: str) -> str | OSError:
-    """Ask one server; the text begins with its version."""
+    """Return one server's answer, which begins with its version."""
     name, _, port = host.rpartition(":")
     try:
         with socket.create_connection((name.strip("[]"), int(port)), REPLY_TIMEOUT_S) as connection:

@@ -1,9 +1,9 @@
-"""The nodes of the locks: where they are, the questions that are asked about them, and the queue that they make.
+"""The nodes of the locks: their paths, the requests on them, and the queue that they form.
 
-A node's name is its mode, its holder and the number that ZooKeeper gave it: "x-<32 hex>-0000000042". A shared node
+A node's name is its mode, its holder and the number that ZooKeeper assigned: "x-<32 hex>-0000000042". A shared node
 holds the lock when no exclusive one is ahead; an exclusive one must be first. A mark "f-<offset>" raises the tokens.
-Each question takes one round trip. Locks are containers, which ZooKeeper removes some time after they have become
-empty; so any of them may be gone.
+Each request takes one round trip. Locks are containers, which ZooKeeper removes some time after they have become empty;
+so any of them may be gone.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ EXTRA_S_PER_REQUEST: Final = 0.002
 
 
 class CreateContainer(Create2):  # type: ignore[misc]  # kazoo has no types
-    """Create a node that ZooKeeper removes once it is empty again; kazoo does not know this request."""
+    """Create a node that ZooKeeper removes once it is empty again; kazoo does not support this request."""
 
     type = 19
 
@@ -59,7 +59,7 @@ class LockNodes:
         return f"{self._parents[-1]}/{component(name)}"
 
     async def create(self, runtime: Runtime, request: AcquireRequest) -> tuple[str, Any, Queue]:
-        """Make a place in the queue: its path, its stat, and the queue with it; also where there is nothing yet."""
+        """Create a node in the queue and return its path, its stat and the queue; also for a lock without a node."""
         directory, owner = self.directory(request.name), request.owner.encode()
         node = Create2(f"{directory}/{prefix(request.holder, shared=request.shared)}", owner, self._acl, QUEUED)
         container = CreateContainer(directory, b"", self._acl, CONTAINER)
@@ -81,13 +81,13 @@ class LockNodes:
         return (await self.read(runtime, name, Sync(path)))[1]
 
     async def read(self, runtime: Runtime, name: str, *before: Any) -> tuple[list[Any], Queue]:
-        """Read the queue as the server knows it, after some other requests, whose answers come first."""
+        """Read the queue from the server, after some other requests, whose answers come first."""
         questions = [*before, GetChildren(self.directory(name), None)]
         *answers, children = await self._session.ask(runtime, name, questions)
         return answers, parse_queue([] if isinstance(children, NoNodeError) else checked(name, children))
 
     async def owned(self, runtime: Runtime, request: AcquireRequest) -> list[tuple[str, Any]]:
-        """Search the queue for the places of one holder: their paths and stats."""
+        """Search the queue for the nodes of one holder; return their paths and stats."""
         nodes = (await self.look(runtime, request.name)).of(request.holder)
         paths = [f"{self.directory(request.name)}/{node.name}" for node in nodes]
         stats = await self._ask(runtime, request.name, [Exists(path, None) for path in paths])
@@ -96,18 +96,18 @@ class LockNodes:
         ]
 
     async def delete(self, runtime: Runtime, name: str, *paths: str) -> bool:
-        """Remove nodes; False when one of them was not there."""
+        """Remove nodes; return False if one of them did not exist."""
         answers = await self._ask(runtime, name, [Delete(path, -1) for path in paths])
         were_there = [checked(name, gone) for gone in answers if not isinstance(gone, NoNodeError)]
         return len(were_there) == len(paths)
 
     async def owner(self, runtime: Runtime, name: str, node: QueueNode) -> str:
-        """Read what a holder says of itself."""
+        """Read a holder's owner text."""
         (found,) = await self._session.ask(runtime, name, [GetData(f"{self.directory(name)}/{node.name}", None)])
         return "" if isinstance(found, NoNodeError) else text(checked(name, found)[0])
 
     async def raise_tokens(self, runtime: Runtime, name: str, queue: Queue, offset: int) -> None:
-        """Mark the lock, for good, so that all its tokens are greater from now on."""
+        """Mark the lock permanently, so that all its tokens are greater from now on."""
         directory = self.directory(name)
         older = [Delete(f"{directory}/{mark(each)}", -1) for each in queue.marks]
         raised = Create(f"{directory}/{mark(offset)}", b"", self._acl, 0)
@@ -141,7 +141,7 @@ class LockNodes:
         ]
 
     async def _ask(self, runtime: Runtime, name: str, questions: Sequence[Any]) -> list[Any]:
-        """Ask any number of questions, also none."""
+        """Send any number of requests, or none."""
         return (
             await self._session.ask(runtime, name, questions, more=EXTRA_S_PER_REQUEST * len(questions))
             if questions
@@ -174,7 +174,7 @@ def _state(name: str, queue: Queue, found: Sequence[Any]) -> LockState:
 
 
 def text(data: bytes) -> str:
-    """Read the owner's text out of a node."""
+    """Read the owner's text from a node."""
     return data.decode(errors="replace")
 
 
@@ -182,7 +182,7 @@ _NODE: Final = re.compile(r"([xs])-([0-9a-f]{32})-(-?\d{9,10})")
 _MARK: Final = "f-"
 _MARKED: Final = re.compile(rf"{_MARK}([0-9]{{1,19}})")
 MAX_OFFSET: Final = 1 << 62
-"""With a czxid added, it fits into 63 bits; a mark of more, or of what is no number, is not ours."""
+"""With a czxid added, it fits into 63 bits; a mark that is greater, or not a number, is not ours."""
 _WRAP: Final = 1 << 32
 
 
@@ -197,7 +197,7 @@ class QueueNode(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Queue:
-    """All nodes in order, and what is added to a node's czxid to make its token."""
+    """All nodes in order, and the offset that is added to a node's czxid to get its token."""
 
     nodes: tuple[QueueNode, ...]
     marks: tuple[int, ...]
@@ -216,7 +216,7 @@ class Queue:
         return self.nodes[len(self.holders()) :]
 
     def ahead(self, node: QueueNode | None, *, shared: bool) -> QueueNode | None:
-        """Return the nearest one whose end this one (None: a newcomer) must wait for; None when it is in."""
+        """Return the nearest node for whose end this one (None: a newcomer) must wait; None if it holds the lock."""
         before = self.nodes if node is None else self.nodes[: self.nodes.index(node)]
         return next((other for other in reversed(before) if not (shared and other.shared)), None)
 
@@ -230,11 +230,11 @@ class Queue:
 
 
 def parse_queue(children: Sequence[str]) -> Queue:
-    """Read the children of a lock's node; what is not ours is ignored."""
+    """Parse the children of a lock's node; foreign nodes are ignored."""
     nodes = [_node(found) for found in map(_NODE.fullmatch, children) if found]
     if len(nodes) > 1:
         nodes.sort()
-        if nodes[-1].order - nodes[0].order > _WRAP // 2:  # the numbers have 32 bits, and begin again after the last
+        if nodes[-1].order - nodes[0].order > _WRAP // 2:  # the numbers have 32 bits, and wrap around
             nodes.sort(key=lambda node: node.order % _WRAP)
     marks = sorted(int(found[1]) for found in map(_MARKED.fullmatch, children) if found)
     return Queue(tuple(nodes), tuple(each for each in marks if each <= MAX_OFFSET))
@@ -245,20 +245,20 @@ def _node(found: re.Match[str]) -> QueueNode:
 
 
 def prefix(holder: str, *, shared: bool) -> str:
-    """Begin a node's name; ZooKeeper adds the number."""
+    """Return the beginning of a node's name; ZooKeeper adds the number."""
     return f"{'s' if shared else 'x'}-{holder}-"
 
 
 def mark(offset: int) -> str:
-    """Name the mark of an offset."""
+    """Return the name of the mark for an offset."""
     return f"{_MARK}{offset}"
 
 
 def component(name: str) -> str:
-    """Make one component of a path out of a lock's name, which has no slash; "." and ".." mean something there."""
+    """Return a path component for a lock's name, which has no slash; "." and ".." have a special meaning in paths."""
     return name if name.strip(".") else name.replace(".", "%2E")
 
 
 def name_of(component: str) -> str:
-    """Return the lock's name back."""
+    """Return the lock's name of a path component."""
     return component if component.replace("%2E", "") else component.replace("%2E", ".")

@@ -1,8 +1,8 @@
 """The nodes of this process in the queues of ZooKeeper: how long each may stay, and which one each waits for.
 
-ZooKeeper ends a node with its session, never by time. So a lease that is not renewed, a waiter that asks no more and a
-node whose creation was never confirmed are removed from here, by a separate thread; when the process dies, all of
-it ends with the session.
+ZooKeeper ends a node with its session, never by time. So a separate thread here removes a lease that is not renewed, a
+waiter that has stopped asking, and a node whose creation was never confirmed; when the process dies, all of them end
+with the session.
 """
 
 from __future__ import annotations
@@ -41,31 +41,31 @@ if TYPE_CHECKING:
 logger = logging.getLogger("dlock")
 
 REMOVAL_RETRY_DELAY_S: Final = 0.5
-"""Seconds after which a removal that failed is tried again."""
+"""Seconds after which a failed removal is retried."""
 
 
 @dataclass(slots=True, eq=False)
 class OwnNode:
-    """Our node in a lock's queue, or what became of an attempt to make one."""
+    """Our node in a lock's queue, or an attempt to create one."""
 
     request: AcquireRequest
     path: str = ""
-    """Empty as long as the node's number is not known."""
+    """Empty until the node's number is known."""
     zxid: int = 0
     session: int = 0
     doubtful: bool = False
-    """An attempt to make the node has an unknown outcome."""
+    """Whether an attempt to create the node has an unknown outcome."""
     due: float = math.inf
     ended: bool = False
     watched: str = ""
     wakes: int = 0
     seen: int = 0
-    """As many wake-ups had come when the watch was set."""
+    """The number of wake-ups when the watch was set."""
     first: tuple[str, str] = ("", "")
-    """The node that was first when we last looked, and its owner."""
+    """The node that was first at the last check, and its owner."""
     signal: Signal | None = None
     look: Callable[[Signal], KazooReply] | None = None
-    """Sends the next look at the queue, which will set the signal."""
+    """Sends the next read of the queue, which will set the signal."""
     reply: KazooReply | None = None
 
     @property
@@ -83,7 +83,7 @@ class OwnNode:
         return signal
 
     def answer(self) -> Any:
-        """Stop listening, and return the answer that came along with the wake-up."""
+        """Stop listening, and return the answer that came with the wake-up."""
         self.signal = None
         return self.reply.answer if self.reply is not None else None
 
@@ -101,11 +101,11 @@ class OwnNode:
 
 
 class OwnNodes:
-    """All places of one store; `remove` takes a node out of a queue."""
+    """All nodes of one store; `remove` takes a node out of a queue."""
 
     def __init__(self, remove: Remove) -> None:
         self._remove = remove
-        self._guard = threading.RLock()  # A signal handler may ask for a lock, too, in the middle of a method of ours.
+        self._guard = threading.RLock()  # A signal handler may also request a lock, in one of these methods.
         self._of: dict[str, OwnNode] = {}
         self._ending: set[OwnNode] = set()
         self._scheduler = Scheduler(
@@ -116,11 +116,11 @@ class OwnNodes:
         return len(self._of)
 
     def get(self, holder: str) -> OwnNode | None:
-        """Return the place of a holder."""
+        """Return the node of a holder."""
         return self._of.get(holder)
 
     def keep(self, own_node: OwnNode, seconds: float) -> bool:
-        """Extend the time that it may stay; return False when it has ended, and may never be granted any more."""
+        """Extend the time that it may stay; return False if it has ended, and can no longer be granted."""
         with self._guard:
             if own_node.ended:
                 return False
@@ -129,7 +129,7 @@ class OwnNodes:
             return True
 
     def end(self, own_node: OwnNode, seconds: float) -> None:
-        """End it: it is removed in so many seconds, unless `forget` comes first."""
+        """End it: it is removed in this many seconds, unless `forget` is called first."""
         with self._guard:
             self._end(own_node)
             self._plan(own_node, seconds)
@@ -172,34 +172,35 @@ class OwnNodes:
             return [own_node for own_node in self._ending if own_node.due <= now]
 
     def _take_out(self, own_node: OwnNode) -> None:
-        # The next attempt is planned before this one is made. So a node whose removal fails, in whatever way, stays
-        # planned until it is gone or its session has ended; a success calls `forget`.
+        # The next attempt is planned before this one is made. So a node whose removal fails in any way stays planned
+        # until it is gone or its session has ended; a success calls `forget`.
         self.end(own_node, REMOVAL_RETRY_DELAY_S)
         try:
             run(self._remove(BLOCKING, own_node))
         except BackendUnavailable:
-            pass  # The attempt that is planned already repeats it.
-        except BaseException as error:  # noqa: BLE001 - every other place depends on this thread
+            pass  # The attempt that is already planned repeats it.
+        except BaseException as error:  # noqa: BLE001 - every other node depends on this thread
             call_in_background(logger.error, "dlock: a node could not be removed", exc_info=error)
 
 
 MAX_WAIT_S: Final = 5.0
-"""The longest wait in seconds before a waiter looks again: a server that fell silent is noticed by it."""
+"""The longest wait in seconds before a waiter checks again, to detect a server that fell silent."""
 WAITER_GRACE_S: Final = 3.0
-"""Seconds after its last question in which a waiter keeps its place."""
+"""Seconds after its last request for which a waiter keeps its node."""
 
 
 class QueueClient:
-    """The places of this process, and what is done with each."""
+    """The nodes of this process, and the operations on them."""
 
     def __init__(self, session: ZooKeeperSession, nodes: LockNodes, timeout: float) -> None:
         self._session, self._nodes, self._timeout = session, nodes, timeout
         self.own_nodes = OwnNodes(self.remove)
 
     async def stay(self, runtime: Runtime, own_node: OwnNode) -> Queue | None:
-        """Read the queue again; None when our node is not in it, or may be another session's.
+        """Read the queue again; return None if our node is not in it, or may belong to another session.
 
-        What a server that is cut off tells is old, so a session that has not written for long proves that it lives.
+        A server that is cut off returns outdated data, so a session without a recent write first proves that it is
+        alive.
         """
         if not own_node.path or own_node.session != self._session.id or not self._keep(own_node):
             return None
@@ -209,29 +210,28 @@ class QueueClient:
         return queue if queue.find(own_node.node) else None
 
     async def enter(self, runtime: Runtime, request: AcquireRequest, old: OwnNode | None) -> tuple[OwnNode, Queue]:
-        """Make our node, or find the one that an attempt of unknown outcome has made."""
+        """Create our node, or find the one that an attempt of unknown outcome has created."""
         own_node = old if old is not None and self._keep(old) else OwnNode(request)
         if own_node is old and (queue := await self._find(runtime, own_node)):
             return own_node, queue
-        # From here until the reply, the servers may have made a node whose name we do not know. The attempt is marked
-        # before it is made, so that an interrupt or a lost reply leaves an own node that is searched for by its holder
-        # and removed.
+        # From here until the reply, the servers may have created a node whose name is unknown. The attempt is recorded
+        # before it is made, so that after an interrupt or a lost reply the node is found by its holder and removed.
         was_doubtful, own_node.path, own_node.doubtful = own_node.doubtful or bool(own_node.path), "", True
         self._keep(own_node)
         try:
             path, stat, queue = await self._nodes.create(runtime, request)
         except NotSent:
             if not was_doubtful:
-                # The servers were never asked, so there is no node to remove once there is a connection again.
+                # No request was sent, so there is no node to remove once there is a connection again.
                 self.own_nodes.forget(own_node)
             raise
         own_node.settle(path, stat)
         return own_node, queue
 
     async def _find(self, runtime: Runtime, own_node: OwnNode) -> Queue | None:
-        """Search the queue for our own nodes: keep one that is this session's, remove the others.
+        """Search the queue for our own nodes: keep one that belongs to this session, remove the others.
 
-        No request of ours can still be on its way: a session that connects again is closed to what it sent before.
+        No request of ours can still be in flight: after a reconnect, a session ignores what it sent before.
         """
         ours = await self._nodes.owned(runtime, own_node.request)
         kept = next((path for path, stat in ours if stat.ephemeralOwner == self._session.id), None)
@@ -243,7 +243,7 @@ class QueueClient:
         return None
 
     def _keep(self, own_node: OwnNode) -> bool:
-        """Extend its stay by the time that a request about it may take."""
+        """Extend its stay by the time that a request may take."""
         return self.own_nodes.keep(own_node, self._timeout + WAITER_GRACE_S)
 
     async def watch(self, runtime: Runtime, own_node: OwnNode, queue: Queue, ahead: QueueNode) -> Busy:
@@ -257,7 +257,7 @@ class QueueClient:
         return Busy(MAX_WAIT_S, own_node.first[1])
 
     async def _set_watch(self, runtime: Runtime, own_node: OwnNode, ahead: QueueNode) -> None:
-        """Watch the node ahead and read its owner; should it be a waiter's, the end of the wait shows the holder's."""
+        """Watch the node ahead and read its owner; if that is a waiter, the end of the wait reports the holder's."""
         name, directory = own_node.request.name, self._nodes.directory(own_node.request.name)
         own_node.seen, own_node.watched = own_node.wakes, ""
         own_node.look = lambda signal: self._session.post(GetChildren(directory, None), signal)
@@ -268,7 +268,7 @@ class QueueClient:
         own_node.watched, own_node.first = ahead.name, (ahead.name, text(checked(name, found)[0]))
 
     async def remove(self, runtime: Runtime, own_node: OwnNode) -> None:
-        """Take a place that is at its end out of the queue."""
+        """Remove an expired node from the queue."""
         paths = [own_node.path] if own_node.path else []
         if own_node.doubtful:
             paths = [path for path, _ in await self._nodes.owned(runtime, own_node.request)]

@@ -1,7 +1,8 @@
-"""One ZooKeeper session for a process: requests are sent in one go, and answered within a limit or not at all.
+"""One ZooKeeper session for a process: requests are sent together, and answered within a limit or not at all.
 
-kazoo keeps the connection and the session. What it would do by default and must not: wait for a reply for ever, stay
-with a server that is silent for most of the session, or pause for up to an hour before it connects again.
+kazoo keeps the connection and the session. This module changes its defaults, which are to wait for a reply without
+limit, to stay with a server that is silent for most of the session, and to pause for up to an hour before it connects
+again.
 """
 
 from __future__ import annotations
@@ -50,48 +51,49 @@ _RETRY: Final = {"max_tries": -1, "delay": 0.05, "backoff": 1.5, "max_delay": 0.
 
 
 class NotSent(BackendUnavailable):
-    """There was no connection: the servers have not been asked, and nothing is left with them."""
+    """There was no connection: no request was sent, and the servers have nothing of ours."""
 
 
 class ZooKeeperSession:
-    """The session, made anew when it has ended; `timeout` bounds a request, `length` is asked for (seconds)."""
+    """The session, replaced when it has ended; `timeout` limits a request, `length` is requested (in seconds)."""
 
     def __init__(self, address: EnsembleAddress, timeout: float, length: float) -> None:
         self._address, self._timeout, self._length = address, timeout, length
-        self._guard = threading.RLock()  # A signal handler may ask for a session, too, while one is started.
+        self._guard = threading.RLock()  # A signal handler may also request a session while one is started.
         self._kazoo: Any = None
         self._waiting: set[Signal] = set()
         self._connections = self._dropped = 0
-        self._cut = math.inf  # since when there is no connection
+        self._cut = math.inf  # since when there has been no connection
         self._proof = (0, -math.inf)
         self.valid_for = 0.0
-        """Seconds after a write for which the session surely lives: two thirds of what the server granted.
+        """Seconds after a write for which the session certainly lives: two thirds of what the server granted.
 
-        The leader may hear of a request half a tick late, and a session has at least two ticks, so three quarters hold.
+        The leader may learn of a request half a tick late, and a session has at least two ticks, so three quarters are
+        safe.
         """
 
     @property
     def id(self) -> int:
-        """The present session, 0 when there is none."""
+        """The current session, 0 if there is none."""
         return (self._kazoo and self._kazoo._session_id) or 0
 
     @property
     def proven(self) -> float:
-        """When the last write was sent that a quorum has seen; a read may be answered by a server that is cut off."""
+        """When the last write that reached a quorum was sent; a server that is cut off may answer a read."""
         session, sent = self._proof
         return sent if session == self.id else -math.inf
 
     @property
     def is_connected(self) -> bool:
-        """A question would be sent at once."""
+        """Whether a request would be sent at once."""
         return self._kazoo is not None and self._is_usable(self._kazoo)
 
     def is_doubtful(self, sent: float) -> bool:
-        """Return whether at this time it was long since the session was known to live."""
+        """Return whether at this time the last proof that the session lives was too old."""
         return sent - self.proven > self.valid_for / 2
 
     def surely(self, ttl: float, sent: float) -> float:
-        """Return the seconds from `sent` for which a grant holds: only what a quorum has seen proves that we live."""
+        """Return the seconds from `sent` for which a grant holds: only a write to a quorum proves the session."""
         return min(ttl, self.proven + self.valid_for - sent)
 
     async def ask(
@@ -99,15 +101,15 @@ class ZooKeeperSession:
     ) -> list[Any]:
         """Send requests, and return their answers in order, an error of the server as an exception object.
 
-        `within` and `more` shorten and lengthen the limit, in seconds. Raises BackendUnavailable when an answer is
-        missing: what was asked may have been done, or not; NotSent when it was surely not done.
+        `within` and `more` shorten and lengthen the limit, in seconds. Raises BackendUnavailable if an answer is
+        missing: the request may or may not have been executed; NotSent if it certainly was not.
         """
         sent, limit = runtime.now(), min(self._timeout, within) + more
         client = await self._connected(runtime, name, limit)
         session, connection = self.id, self._connections
         done = runtime.signal()
-        # ZooKeeper answers the requests of a session in their order, so only the last reply has to wake us. Each wake-
-        # up of a thread or a loop costs more than the request.
+        # ZooKeeper answers the requests of a session in order, so only the last reply has to wake us. Waking a thread
+        # or a loop costs more than the request.
         replies = [*[KazooReply() for _ in requests[1:]], KazooReply(done)]
         for request, reply in zip(requests, replies, strict=True):
             client._call(request, reply)
@@ -123,7 +125,7 @@ class ZooKeeperSession:
         return answers
 
     def post(self, request: Any, done: Signal) -> KazooReply:
-        """Send one request from kazoo's own thread, which must not wait; the signal tells that it was answered."""
+        """Send one request from kazoo's own thread, which must not wait; the signal is set when it is answered."""
         client, reply = self._kazoo, KazooReply(done)
         if client is not None:
             client._call(request, reply)
@@ -136,10 +138,10 @@ class ZooKeeperSession:
         if client is not None:
             ending = threading.Thread(target=_end, args=(client,), name="dlock-zookeeper-close", daemon=True)
             ending.start()
-            ending.join(self._timeout)  # a server that does not answer is not waited for
+            ending.join(self._timeout)  # do not wait for a server that does not answer
 
     def abandon(self) -> None:
-        """Drop the session in a forked child, because it is the parent's."""
+        """Drop the session in a forked child, because it belongs to the parent."""
         if self._kazoo is not None:
             connection = self._kazoo._connection
             for ours in (connection._socket, connection._read_sock, connection._write_sock):
@@ -170,16 +172,16 @@ class ZooKeeperSession:
         with self._guard:
             if self._kazoo is client:
                 unused = started = self._start()
-                if self._kazoo is client:  # otherwise a signal handler has started another
+                if self._kazoo is client:  # otherwise a signal handler has started another one
                     self._kazoo, unused = started, client
                 if unused is not None:
                     threading.Thread(target=_end, args=(unused,), daemon=True).start()
             return self._kazoo
 
     def _is_over(self, client: Any) -> bool:
-        """Return whether kazoo has given up, or was cut off for twice as long as its session may live.
+        """Return whether kazoo has given up, or was cut off for twice the length of its session.
 
-        It would never come back to servers that lost their data: they refuse a client that has seen more than they.
+        It would never return to servers that lost their data: they refuse a client that has seen later transactions.
         """
         if not client._connection._connection_routine.is_alive():
             return True
@@ -202,7 +204,7 @@ class ZooKeeperSession:
         return client
 
     def _noting(self, client: Any) -> Callable[..., tuple[float, float]]:
-        # kazoo tells its listeners that it is connected, but not for how long the servers have granted the session. Its
+        # kazoo notifies its listeners of the connection, but not of the session length that the servers granted. Its
         # private `_connect` returns that, so it is wrapped; the tests would fail at once if a new kazoo changed it.
         connect: Callable[..., tuple[float, float]] = client._connection._connect
 
@@ -226,14 +228,14 @@ class ZooKeeperSession:
             self._proof = (session, sent)
 
     def _drop(self, client: Any, connection: int) -> None:
-        """Make kazoo connect to another server, unless it has done so already."""
+        """Make kazoo connect to another server, unless it has already done so."""
         if self._is_usable(client) and connection == self._connections:
             self._dropped = connection
             client._call(_CONNECTION_DROP, KazooReply())
 
 
 def checked(name: str, answer: Any) -> Any:
-    """Return an answer; raise BackendUnavailable for an unexpected error of the server, which is no refusal."""
+    """Return an answer; raise BackendUnavailable for an unexpected error of the server, which is not a no."""
     if isinstance(answer, Exception):
         refused = isinstance(answer, _REFUSED)
         reason = "the server refused our credentials" if refused else "the server could not do it"
@@ -263,7 +265,7 @@ def tell(signal: Signal) -> None:
 
 
 class KazooReply:
-    """What kazoo's own result objects do, without their locks and their detour over another thread."""
+    """A replacement for kazoo's result objects, without their mutexes and their detour over another thread."""
 
     __slots__ = ("answer", "done")
 
@@ -278,12 +280,12 @@ class KazooReply:
             tell(self.done)
 
     def set_exception(self, error: Exception) -> None:
-        """Take an error for an answer."""
+        """Store an error as the answer."""
         self.set(error)
 
 
 class Stream(socket.socket):
-    """A connection that reads ahead, and sends in one go what is asked together: one system call for each."""
+    """A connection that reads ahead, and sends requests that belong together at once: one system call for each."""
 
     def __init__(self, plain: socket.socket, limit: float) -> None:
         super().__init__(fileno=plain.detach())
@@ -292,11 +294,11 @@ class Stream(socket.socket):
         self._held, self._ahead = bytearray(), b""
 
     def hold_for(self, queue: Sized) -> None:
-        """Keep from now on what is sent until it is the last of kazoo's queue."""
+        """From now on, buffer sent data until it is the last of kazoo's queue."""
         self._queue = queue
 
     def send(self, data: Any, flags: int = 0) -> int:
-        """Send all that was kept and this, or keep it; raises TimeoutError when it is not taken from us."""
+        """Send the buffered data and this, or buffer it; raises TimeoutError if the server does not accept it."""
         self._held += data
         if len(self._queue) <= 1:
             held, self._held = memoryview(self._held), bytearray()
@@ -315,21 +317,21 @@ class Stream(socket.socket):
             raise TimeoutError("the server takes nothing") from None
 
     def fill(self) -> None:
-        """Read what has come; to be called when there is something, or the end."""
+        """Read the available data; to be called when there is some, or the end."""
         self._ahead += super().recv(MAX_READ_BYTES)
 
     def pending(self) -> int:
-        """Return how many bytes are here already."""
+        """Return how many bytes have been read."""
         return len(self._ahead)
 
     def recv(self, size: int, flags: int = 0) -> bytes:
-        """Take what is here; nothing means the end."""
+        """Return the available data; an empty result means the end."""
         taken, self._ahead = self._ahead[:size], self._ahead[size:]
         return taken
 
 
 class Handler(SequentialThreadingHandler):  # type: ignore[misc]  # kazoo has no types
-    """Bounds what kazoo waits for while it connects, and calls watchers at once: ours only set a signal."""
+    """Limits kazoo's waits while it connects, and calls watchers at once: ours only set a signal."""
 
     def __init__(self, limit: float) -> None:
         super().__init__()
@@ -341,10 +343,10 @@ class Handler(SequentialThreadingHandler):  # type: ignore[misc]  # kazoo has no
         return Stream(super().create_connection(*args, **options), self._limit)
 
     def select(self, readers: Any, writers: Any, others: Any, timeout: float | None = None) -> Any:
-        """Wait for the connection and for what wakes kazoo, without making a selector each time as kazoo does.
+        """Wait for the connection and for kazoo's wake-ups, without making a selector each time as kazoo does.
 
-        The connection alone means the rest of a message, or the answer to a request to connect: the server must not be
-        silent. It waits by itself when it sends.
+        If the connection is the only reader, kazoo waits for the rest of a message, or the answer to a connect: then
+        the server must not be silent. Sending has its own wait.
         """
         if writers:
             return [], writers, []
@@ -379,7 +381,7 @@ DEFAULT_PORT: Final = 2181
 
 
 class EnsembleAddress(NamedTuple):
-    """Where the servers are, the path under which everything is kept, and the digest credential, if any."""
+    """The addresses of the servers, the path that contains everything, and the digest credential, if any."""
 
     hosts: str
     chroot: tuple[str, ...]
