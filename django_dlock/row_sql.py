@@ -35,9 +35,9 @@ class RowLockQuery(Query):
     dlock_strength = "UPDATE"
     dlock_wait: int | None = None
 
-    def get_compiler(self, using: Any = None, connection: Any = None, elide_empty: bool = True) -> Any:  # noqa: FBT001, FBT002
+    def get_compiler(self, *args: Any, **kwargs: Any) -> Any:
         """Return the database's own compiler, extended by our clauses."""
-        compiler: Any = super().get_compiler(using, connection, elide_empty)
+        compiler: Any = super().get_compiler(*args, **kwargs)
         compiler.__class__ = _with_row_locks(compiler.__class__)
         return compiler
 

@@ -59,12 +59,21 @@ def test_lua_is_changed_outside_texts_and_comments():
 
 
 def test_sql_is_changed_and_other_texts_are_not():
-    assert list(sql.changed("a < b and so on")) == []
+    assert not sql.is_sql("a < b and so on")
     assert set(sql.changed("UPDATE f SET t = :t WHERE t <= :t AND n = 1")) == {
         "UPDATE f SET t <> :t WHERE t <= :t AND n = 1",
         "UPDATE f SET t = :t WHERE t < :t AND n = 1",
         "UPDATE f SET t = :t WHERE t <= :t OR n = 1",
         "UPDATE f SET t = :t WHERE t <= :t AND n <> 1",
+    }
+
+
+def test_sql_that_is_written_in_parts_is_changed_in_each():
+    found = faults(python.mutants("free.py", 'FREE = f"till <= {NOW} AND till > {THEN}"\nTOLD = f"a < b {NOW}"\n'))
+    assert found == {
+        (1, "FREE = f'till < {NOW} AND till > {THEN}'"),
+        (1, "FREE = f'till <= {NOW} OR till > {THEN}'"),
+        (1, "FREE = f'till <= {NOW} AND till >= {THEN}'"),
     }
 
 

@@ -340,6 +340,13 @@ class Acquisition:
         with suppress(BackendUnavailable, NotHeld):  # It is no longer renewed, and runs out.
             await release(self.runtime, self.held)
 
+    def undo_later(self) -> None:
+        """Leave nothing of it in the store, in the background; it was detached before."""
+        if self.held is not None:
+            release_later(self.held)
+        elif self.touched:
+            _repeat_later(self.backend, self.request.holder, self.leaving(), self.request.ttl, is_release=False)
+
     def seconds(self) -> float:
         return self.runtime.now() - self.started
 

@@ -69,6 +69,9 @@ class GroupMember(Protocol):
     async def undo(self) -> None:
         """Remove everything of this acquire from the store."""
 
+    def undo_later(self) -> None:
+        """Leave nothing of it in the store, in the background."""
+
 
 async def acquire_all(
     runtime: Runtime, members: Sequence[GroupMember], until: float, finish: Callable[[], Awaitable[T]]
@@ -88,9 +91,14 @@ async def acquire_all(
                 await member.acquire()
         return await finish()
     except BaseException as error:
-        for member in members:
-            member.detach()
-        await clean_up(runtime, _undo_all(members), error, until)
+        try:
+            await _undo_all(runtime, members, error, until)
+        except asyncio.CancelledError:
+            _undo_later(members)
+            raise
+        except BaseException:  # The clean-up itself was interrupted: it may be repeated, and must be.
+            await _undo_all(runtime, members, error, until)
+            raise
         raise
 
 
@@ -121,9 +129,25 @@ async def _acquire_in_one_request(runtime: Runtime, members: Sequence[GroupMembe
     renew_in_background(*[each.held for each in asked if each.held is not None and each.renew])
 
 
-async def _undo_all(members: Sequence[GroupMember]) -> None:
-    for member in reversed(members):
-        await member.undo()
+async def _undo_all(runtime: Runtime, members: Sequence[GroupMember], error: BaseException, until: float) -> None:
+    for member in members:
+        member.detach()
+    await clean_up(runtime, _undo_each(members), error, until)
+
+
+async def _undo_each(members: Sequence[GroupMember]) -> None:
+    try:
+        for member in reversed(members):
+            await member.undo()
+    except asyncio.CancelledError:
+        _undo_later(members)
+        raise
+
+
+def _undo_later(members: Sequence[GroupMember]) -> None:
+    """Leave what is still to be undone to the background: the caller's event loop ends."""
+    for member in members:
+        member.undo_later()
 
 
 async def release_all(runtime: Runtime, held: Sequence[LeaseRecord]) -> list[Released]:

@@ -166,7 +166,7 @@ MYSQL: Final = FenceDialect(
     share=f"{_MARKED_TOKEN} LOCK IN SHARE MODE",
     is_marked=_IS_MARKED,
     mark=_LEAVE_MARK,
-    announce=(_ANNOUNCE, f"SELECT 1 FROM dlock_fence WHERE {_NOT_NEWER} FOR UPDATE"),  # noqa: S608
+    announce=(_ANNOUNCE, f"SELECT 1 FROM dlock_fence WHERE {_NOT_NEWER}"),  # noqa: S608 - the row is locked already
     confirm=f"SELECT 1 FROM dlock_fence WHERE {_OURS} FOR UPDATE",  # noqa: S608
     confirm_shared=f"SELECT 1 FROM dlock_fence WHERE {_NOT_NEWER} LOCK IN SHARE MODE",  # noqa: S608
 )

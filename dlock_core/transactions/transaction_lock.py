@@ -303,6 +303,11 @@ class LockAcquire:
         if self.acquisition is not None:
             await self.acquisition.undo()
 
+    def undo_later(self) -> None:
+        """Leave nothing in the store, in the background; it was detached before."""
+        if self.acquisition is not None:
+            self.acquisition.undo_later()
+
     @property
     def backend(self) -> Backend:
         """The store that is asked."""
@@ -446,6 +451,9 @@ class _Member:
     async def undo(self) -> None:
         for each in reversed(self._all):
             await each.undo()
+
+    def undo_later(self) -> None:
+        self._first.undo_later()  # The others have joined its lease.
 
 
 def _rank(acquire: LockAcquire) -> tuple[str, str, bool]:

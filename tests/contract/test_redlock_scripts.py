@@ -81,6 +81,23 @@ def test_restored_lease_is_what_it_was_elsewhere(server: redis.Redis) -> None:  
     assert call(server, "release", ANN) == 1
 
 
+def test_restoration_that_comes_late_leaves_a_greater_token(server: redis.Redis) -> None:  # noqa: F811
+    acquire(server, ANN, floor=AHEAD)
+    granted, left = server.get(LOCK), server.pttl(LOCK)
+    assert call(server, "restore", ANN, 2 * left, AHEAD, "its | owner", keys=(TOKENS, INDEX, LOCK)) == 1
+    assert server.get(LOCK) == granted
+    assert server.pttl(LOCK) <= left
+
+
+def test_restoration_marks_a_grant_that_was_not_heard_of(server: redis.Redis) -> None:  # noqa: F811
+    """A node that was too slow has drawn a greater token, and the undo is on its way there."""
+    assert acquire(server, ANN) > 1000
+    assert call(server, "restore", ANN, 12_345, 1000, "its | owner", keys=(TOKENS, INDEX, LOCK)) == 1
+    assert server.get(LOCK).startswith(f"{ANN}|1000|0")
+    assert call(server, "abandon", ANN, 1) == 0
+    assert server.get(LOCK).startswith(ANN)
+
+
 def test_what_is_not_free_is_not_restored(server: redis.Redis) -> None:  # noqa: F811
     acquire(server, BOB)
     server.set(TOKENS, AHEAD * 2)

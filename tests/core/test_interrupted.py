@@ -5,13 +5,15 @@ import gc
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from types import FrameType
 from typing import Any
 from weakref import ref
 
 import pytest
 
-from dlock_core import AsyncLock, AsyncMultiLock, Lock, MultiLock
+from dlock_core import AcquireTimeout, AsyncLock, AsyncMultiLock, Lock, MultiLock
 from dlock_core.backend import Released
 from dlock_core.leases.lock import Lease
 from dlock_core.leases.watchdog import _watchdogs
@@ -133,6 +135,20 @@ def test_operation_that_is_interrupted_at_any_moment_leaves_nothing_behind(
     thread.start()
     thread.join(10)
     assert elsewhere == [True]
+
+
+def test_acquire_of_several_that_fails_leaves_nothing_behind_whenever_it_is_interrupted() -> None:
+    """Three were granted before the fourth was found taken."""
+    store = MemoryBackend()
+    with ThreadPoolExecutor(1) as elsewhere:
+        elsewhere.submit(Lock(store, "d").acquire).result()
+        for moment in range(1, FOR_EVER):
+            with Interrupt(moment) as interrupt, suppress(AcquireTimeout):
+                MultiLock(store, [*"abcd"], wait=0).acquire()
+            assert [state.name for state in run(store.inspect(BLOCKING))] == ["d"], (moment, interrupt.where)
+            if interrupt.left > 0:
+                break
+    assert moment > 200
 
 
 def test_lease_stays_renewed_when_its_renewal_is_interrupted_at_any_moment() -> None:

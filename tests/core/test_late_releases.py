@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import pytest
 
@@ -49,6 +50,11 @@ class Away(MemoryBackend):
         if self.failure is not None:
             raise BackendUnavailable(request.name, reason=self.failure, refused=self.is_refused)
         return await super().release(runtime, request, granted)
+
+
+@pytest.fixture(autouse=True)
+def no_late_releases_of_earlier_tests(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(late_releases, "_late_steps", WeakKeyDictionary())
 
 
 @pytest.fixture
@@ -494,11 +500,11 @@ class TestGrantWhoseAnswerWasLost:
         come_back(backend, after=3)
         harness.until(lambda: harness.holders("a") == [])
 
-    @pytest.mark.parametrize("lock", [partial(AsyncLock, name="c"), partial(AsyncMultiLock, names=["a", "c"])])
+    @pytest.mark.parametrize("lock", [partial(AsyncLock, name="c"), partial(AsyncMultiLock, names=["a", "b", "c"])])
     def test_is_abandoned_although_the_loop_of_its_caller_ends_before_the_store_answers(
         self, monkeypatch: pytest.MonkeyPatch, lock: Any
     ) -> None:
-        """As async_to_sync ends its loop after each call; a lock that was granted before is released, too."""
+        """As async_to_sync ends its loop after each call; locks that were granted before are released, too."""
 
         class Silent(Losing):
             async def try_acquire(self, runtime: Any, request: Any, ticket: Any = None, *, unsure: bool = False) -> Any:

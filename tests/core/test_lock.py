@@ -195,8 +195,11 @@ class Broken(MemoryBackend):
         raise BackendUnavailable("a", reason="the network is gone")
 
 
-def test_block_whose_release_failed_is_logged_and_not_an_error(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING, logger="dlock"), Lock(Broken(), "a"):
+@pytest.mark.parametrize(("kind", "name"), [(Lock, "a"), (MultiLock, ["a"])], ids=["Lock", "MultiLock"])
+def test_block_whose_release_failed_is_logged_and_not_an_error(
+    kind: Any, name: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING, logger="dlock"), kind(Broken(), name):
         pass
     assert "the network is gone" in caplog.text
 
@@ -323,6 +326,10 @@ def test_callers_whose_threads_have_both_ended_are_not_confused(store: MemoryBac
     assert [lease._held.ended for lease in leases] == [None, None]
     in_thread(lambda: next(two, None))
     assert not lock._blocks._leases
+    later, alive = generator(lock), Stay()
+    lease = alive(lambda: next(later))
+    in_thread(lambda: next(later, None))  # From now on it is known again: this one is the only one.
+    assert lease._held.ended is Released.RELEASED
 
 
 @doubtful

@@ -20,6 +20,7 @@ from dlock_core import (
     Released,
     connect,
 )
+from dlock_core.backend import Busy
 from dlock_core.backends.memory import MemoryBackend
 from dlock_core.leases.engine import Acquisition, new_request
 from dlock_core.leases.lease import LeaseState
@@ -60,6 +61,18 @@ def test_all_names_are_held_once_each_and_released_together(store):
     assert lease.remaining() > 0
     assert lease.release() == [Released.RELEASED, Released.RELEASED]
     assert held(store) == []
+
+
+def test_they_are_held_as_long_as_each_of_them_is(store):
+    lease = MultiLock(store, ["a", "b"]).acquire()
+    lease.ensure_held()
+    assert not lease.lost
+    lease.leases[1]._held.lose("a test")
+    assert lease.lost
+    assert lease.remaining() == 0.0
+    with pytest.raises(LeaseLost, match="a test"):
+        lease.ensure_held()
+    lease.release()
 
 
 def test_one_taken_name_leaves_none_held_and_no_place_in_any_queue(store):
@@ -139,7 +152,8 @@ def test_several_leave_the_one_that_another_lock_has_joined(store):
 
 
 def test_several_that_are_thrown_away_leave_the_one_that_another_lock_has_joined(store):
-    several = MultiLock(store, ["a", "b"]).acquire()
+    lock = MultiLock(store, ["a", "b"])
+    several = lock.acquire()
     with Lock(store, "a", reentrant=True):
         with pytest.warns(ResourceWarning, match="was never released"):
             del several
@@ -228,6 +242,37 @@ async def never():
     raise AssertionError
 
 
+def test_none_is_renewed_any_more_while_they_are_given_back_one_by_one():
+    class Watched(MemoryBackend):
+        async def release(self, *args):
+            abandoned.append([one.held._is_abandoned for one in acquisitions])
+            return await super().release(*args)
+
+    async def fail():
+        raise KeyError
+
+    store, abandoned = Watched(), []
+    requests = [new_request(name, LockOptions(30.0, 0.0)) for name in "ab"]
+    acquisitions = [Acquisition(BLOCKING, store, request, LockOptions()) for request in requests]
+    with pytest.raises(KeyError):
+        run(acquire_all(BLOCKING, acquisitions, BLOCKING.now(), fail))
+    assert abandoned == [[True, True], [True, True]]
+
+
+def test_names_that_were_refused_in_one_request_leave_no_traces_to_be_rid_of():
+    class Taken(Scripted):
+        async def try_acquire_many(self, runtime, requests):
+            return None
+
+    runtime = Ahead()
+    store = Taken(runtime, Busy(1.0))
+    requests = [new_request(name, LockOptions(30.0, 0.0)) for name in "abc"]
+    acquisitions = [Acquisition(runtime, store, request, LockOptions(wait=0.0, renew=False)) for request in requests]
+    with pytest.raises(AcquireTimeout):
+        runtime.run(acquire_all(runtime, acquisitions, runtime.now(), never))
+    assert store.abandoned == []
+
+
 def test_store_that_is_down_at_the_end_does_not_hide_the_error_of_the_body():
     class Down(MemoryBackend):
         async def release(self, *args):
@@ -285,6 +330,28 @@ def test_what_was_held_before_one_failed_is_released_and_never_called_lost(many,
     assert [(event.kind, event.name) for event in events] == [("acquired", "a"), ("timeout", "b"), ("released", "a")]
     assert events[0].lease.state is not LeaseState.HELD
     store.close()
+
+
+def test_interrupt_while_what_was_taken_is_given_back_leaves_none_of_it():
+    class Interrupting(MemoryBackend):
+        interrupts = 1
+
+        async def release(self, *args):
+            if self.interrupts:
+                self.interrupts -= 1
+                raise KeyboardInterrupt
+            return await super().release(*args)
+
+    store = Interrupting()
+    taken = Lock(store, "d").acquire()
+
+    def work():
+        with pytest.raises(KeyboardInterrupt):
+            MultiLock(store, ["a", "b", "c", "d"], ttl=1000, wait=0).acquire()
+
+    in_thread(work)
+    assert held(store) == ["d"]
+    taken.release()
 
 
 async def test_release_is_finished_while_its_task_is_cancelled():

@@ -118,11 +118,12 @@ def test_connections_come_from_no_pool_of_django(database: str, monkeypatch: pyt
 @pytest.mark.parametrize("database", ["postgresql", "mariadb"], indirect=True)
 def test_steps_commit_by_themselves_whatever_the_settings_say(database: str, monkeypatch: pytest.MonkeyPatch) -> None:
     pool, other = pool_of(database), pool_of(database)
-    insert = "INSERT INTO dlock_lease (name, token, holder, owner, since, expires_at) VALUES ('a', 1, '', '', 0, 0)"
+    insert = "INSERT INTO dlock_lease (name, token, holder, owner, since, expires_at) VALUES ('steps', 1, '', '', 0, 0)"
     with monkeypatch.context() as patch:
         patch.setitem(connections.settings[database], "AUTOCOMMIT", False)
         run(pool.step(BLOCKING, "", lambda session: session.execute(insert)))
-    assert run(other.step(BLOCKING, "", lambda session: session.execute("SELECT token FROM dlock_lease"))) == [(1,)]
+    ask = "SELECT token FROM dlock_lease WHERE name = 'steps'"
+    assert run(other.step(BLOCKING, "", lambda session: session.execute(ask))) == [(1,)]
     pool.close()
     other.close()
 

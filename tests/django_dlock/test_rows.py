@@ -411,13 +411,14 @@ def test_unknown_option_is_refused_before_any_io():
 
 
 @with_row_locks
-def test_locked_rows_are_skipped(database):
+@pytest.mark.parametrize("how", [{}, {"shared": True}], ids=str)
+def test_locked_rows_are_skipped(database, how):
     first, second = stocks(database).create(pieces=1), stocks(database).create(pieces=2)
     with other_transaction(database) as other, atomic(database):
         lock_there(other, first.pk)
-        assert stocks(database).lock_row(first.pk, skip_locked=True) is None
-        assert stocks(database).lock_row(second.pk, skip_locked=True) == second
-        assert stocks(database).lock_rows(skip_locked=True) == [second]
+        assert stocks(database).lock_row(first.pk, skip_locked=True, **how) is None
+        assert stocks(database).lock_row(second.pk, skip_locked=True, **how) == second
+        assert stocks(database).lock_rows(skip_locked=True, **how) == [second]
 
 
 @with_row_locks

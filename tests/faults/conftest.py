@@ -7,6 +7,7 @@ import pytest
 
 from dlock_core.backends.redis.backend import RedisBackend
 from dlock_core.testing.contract import harness  # noqa: F401 - a fixture
+from tests.faults.turned_clocks import shim, start  # noqa: F401 - fixtures
 from tests.proxy import Proxy
 from tests.servers import Server
 

@@ -4,24 +4,46 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from typing import TypeVar
 
 import pytest
 import redis
 
+from dlock_core.backend import LockState
 from dlock_core.backends.redis.backend import RedisBackend
+from dlock_core.errors import BackendUnavailable
 from dlock_core.runtime import BLOCKING, run
 from tests.waiting import until
 
+T = TypeVar("T")
+
 
 def holders(store: RedisBackend, name: str) -> list[str]:
-    (state,) = run(store.inspect(BLOCKING, name))
-    return [holder.holder for holder in state.holders]
+    return [holder.holder for holder in look(store, name).holders]
 
 
 def waiters(store: RedisBackend, name: str) -> list[str]:
-    (state,) = run(store.inspect(BLOCKING, name))
-    return [waiter.holder for waiter in state.waiters]
+    return [waiter.holder for waiter in look(store, name).waiters]
+
+
+def look(store: RedisBackend, name: str) -> LockState:
+    """Return the state of a lock; on a busy machine the time limit of a look passes now and then."""
+    (state,) = insist(lambda: run(store.inspect(BLOCKING, name)))
+    return state
+
+
+def insist(step: Callable[[], T]) -> T:
+    """Repeat a step until the store answers, and return what it answers."""
+    found: list[T] = []
+
+    def is_answered() -> bool:
+        with suppress(BackendUnavailable):
+            found.append(step())
+        return bool(found)
+
+    until(is_answered)
+    return found[0]
 
 
 def is_untouched(store: RedisBackend, name: str) -> bool:

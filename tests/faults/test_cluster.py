@@ -23,8 +23,7 @@ from dlock_core.testing.contract.harness import Harness, Tasks, Threads
 from tests import processes, servers
 from tests.conftest import give_up
 from tests.faults.history import overlaps, read, repeated_tokens, work
-from tests.faults.looking import holders
-from tests.faults.test_redlock import insist
+from tests.faults.looking import holders, insist
 from tests.proxy import Proxy
 from tests.redis_cluster import HASTY, HOST, Cluster, Move, cluster
 from tests.servers import Server, ServerMissing

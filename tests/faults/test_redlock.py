@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from tests import processes, redlock_nodes, servers
 from tests.conftest import give_up
 from tests.faults.history import overlaps, read, repeated_tokens, work
 from tests.faults.holders import fork, hold, wait
-from tests.faults.looking import holders, is_untouched, waiters
+from tests.faults.looking import holders, insist, is_untouched, waiters
 from tests.faults.test_history import inside
 from tests.processes import worker
 from tests.proxy import Proxy
@@ -75,8 +75,8 @@ def direct(nodes: list[Server], prefix: str) -> Iterator[RedlockBackend]:
     yield from store(url_of(nodes), prefix)
 
 
-def store(url: str, prefix: str) -> Iterator[RedlockBackend]:
-    backend = RedlockBackend.from_url(url, prefix=prefix, timeout=LIMIT)
+def store(url: str, prefix: str, timeout: float = LIMIT) -> Iterator[RedlockBackend]:
+    backend = RedlockBackend.from_url(url, prefix=prefix, timeout=timeout)
     yield backend
     backend.close()
 
@@ -90,8 +90,18 @@ def proxies(nodes: list[Server]) -> Iterator[list[Proxy]]:
 @pytest.fixture
 def through(harness: Harness, proxies: list[Proxy], prefix: str) -> Iterator[Harness]:
     """Locks of the same nodes, each behind a network that can be broken; all are known and connected to."""
-    for behind in store(redlock_nodes.url([proxy.port for proxy in proxies]), prefix):
-        through = type(harness)(behind)
+    yield from behind(harness, proxies, prefix, LIMIT)
+
+
+@pytest.fixture
+def patient(harness: Harness, proxies: list[Proxy], prefix: str) -> Iterator[Harness]:
+    """The same, with a time limit that does not pass: a request ends when the network fails."""
+    yield from behind(harness, proxies, prefix, WITHIN)
+
+
+def behind(harness: Harness, proxies: list[Proxy], prefix: str, timeout: float) -> Iterator[Harness]:
+    for backend in store(redlock_nodes.url([proxy.port for proxy in proxies]), prefix, timeout):
+        through = type(harness)(backend)
         for _ in range(2):
             through.do(through.acquire("warm-up").release)
         yield through
@@ -105,6 +115,12 @@ def here(node: Server, prefix: str, name: str = "a") -> list[str]:
         return holders(alone, name)
     finally:
         alone.close()
+
+
+def queued(node: Server, prefix: str) -> int:
+    """How many wait for the lock at one node, alive or not."""
+    with redis.Redis.from_url(node.url) as client:
+        return client.zcard(f"{prefix}{{a}}:q")  # type: ignore[return-value]
 
 
 def token_at(node: Server, prefix: str) -> int:
@@ -121,21 +137,6 @@ def undone(node: Server) -> int:
     """How many undos a node has carried out; only they are sent as a script's text."""
     with redis.Redis.from_url(node.url) as client:
         return client.info("commandstats").get("cmdstat_eval", {"calls": 0})["calls"]
-
-
-def insist(step: Callable[[], Any]) -> Any:
-    """Ask until the store answers."""
-    found: list[Any] = []
-
-    def answered() -> bool:
-        try:
-            found.append(step())
-        except BackendUnavailable:
-            return False
-        return True
-
-    until(answered)
-    return found[0]
 
 
 def test_lease_that_is_released_while_a_node_takes_it_again_stays_nowhere(
@@ -216,15 +217,71 @@ def test_release_that_comes_after_its_connection_has_ended_ends_no_later_grant_o
         each.close()
 
 
+def test_release_that_a_node_had_refused_and_that_comes_late_when_it_is_repeated_ends_no_later_grant_of_the_same_call(
+    harness: Harness, nodes: list[Server], proxies: list[Proxy], prefix: str
+) -> None:
+    behind = connect(redlock_nodes.url([proxy.port for proxy in proxies]), prefix=prefix, timeout=WITHIN)
+    through = type(harness)(behind)
+    for _ in range(2):
+        through.do(through.acquire("warm-up").release)
+    others = [RedisBackend.from_url(node.url, prefix=prefix) for node in nodes[:3]]
+    held = [Lock(each, "a", ttl=WITHIN, renew=False).acquire() for each in others]
+    refused, given_back = proxies[4].hold_request(matching=RELEASE), proxies[4].hold_request(2, matching=RELEASE)
+    pending = through.start(through.lock("a", ttl=WITHIN, wait=WITHIN, renew=False).acquire)
+    refused.wait()
+    with redis.Redis.from_url(nodes[4].url) as client:
+        client.config_set("min-replicas-to-write", 1)
+        refused.release()
+        given_back.wait()
+        client.config_set("min-replicas-to-write", 0)
+        proxies[4].hang_up()
+        held[0].release()
+        lease = pending.result(WITHIN)
+        calls = client.info("commandstats")["cmdstat_evalsha"]["calls"]
+        given_back.release()
+        until(lambda: client.info("commandstats")["cmdstat_evalsha"]["calls"] > calls)
+    assert here(nodes[4], prefix) == [lease.holder]
+    for each in held[1:]:
+        each.release()
+    through.do(lease.release)
+    through.close()
+    for store in (behind, *others):
+        store.close()
+
+
+@pytest.mark.parametrize("what", ["lease", "waiter"])
+def test_what_is_over_stays_at_no_node_whose_connection_has_ended(
+    harness: Harness, nodes: list[Server], proxies: list[Proxy], through: Harness, prefix: str, what: str
+) -> None:
+    """As when a node is restarted with its data: it would keep the lease for a ttl, or hand the lock to nobody."""
+    if what == "lease":
+        lease = through.acquire("a", ttl=10 * WITHIN, renew=False)
+        until(lambda: [here(node, prefix) for node in nodes] == [[lease.holder]] * 5)
+        ended = proxies[4].cut_request(matching=RELEASE)
+        assert through.do(lease.release) is Released.RELEASED
+    else:
+        lease = harness.acquire("a", ttl=10 * WITHIN, renew=False)
+        pending = through.start(through.lock("a", ttl=10 * WITHIN, wait=1, renew=False).acquire)
+        until(lambda: queued(nodes[4], prefix))
+        ended = proxies[4].cut_request(matching=WITHDRAW)
+        with pytest.raises(AcquireTimeout):
+            pending.result(WITHIN)
+    assert ended.happened
+    assert not queued(nodes[4], prefix)
+    if what == "waiter":
+        harness.do(lease.release)
+    assert [here(node, prefix) for node in nodes] == [[]] * 5
+
+
 @pytest.mark.parametrize("is_given_up", [False, True])
 def test_grant_that_is_lost_with_its_undo_keeps_the_lock_from_nobody(
-    harness: Harness, nodes: list[Server], proxies: list[Proxy], through: Harness, prefix: str, is_given_up: bool
+    harness: Harness, nodes: list[Server], proxies: list[Proxy], patient: Harness, prefix: str, is_given_up: bool
 ) -> None:
     """The network fails after it has delivered the request to all nodes; the call goes on under another holder."""
     for proxy in proxies:
         proxy.mute()
-    lock = through.lock("a", ttl=10 * WITHIN, wait=0 if is_given_up else WITHIN, renew=False)
-    pending = through.start(lock.acquire)
+    lock = patient.lock("a", ttl=10 * WITHIN, wait=0 if is_given_up else WITHIN, renew=False)
+    pending = patient.start(lock.acquire)
     until(lambda: all(here(node, prefix) for node in nodes))
     for proxy in proxies:
         proxy.refuse()
@@ -232,11 +289,11 @@ def test_grant_that_is_lost_with_its_undo_keeps_the_lock_from_nobody(
         with pytest.raises(BackendUnavailable):
             pending.result(WITHIN)
     else:
-        through.observed.until(lambda calls: len({call.holders for call in calls if call.name == "a"}) > 1)
+        patient.observed.until(lambda calls: len({call.holders for call in calls if call.name == "a"}) > 1)
     for proxy in proxies:
         proxy.forward()
     if not is_given_up:
-        through.do(pending.result(WITHIN).release)
+        patient.do(pending.result(WITHIN).release)
     harness.acquire("a", wait=WITHIN)
 
 
@@ -596,7 +653,7 @@ def test_cancelled_acquire_leaves_no_grant(harness: Harness, nodes: list[Server]
     harness.observed.until(lambda _: bool(harness.calls_of("abandon", "a")))
     for node in nodes:
         node.resume()
-    until(lambda: insist(lambda: is_untouched(direct, "a")))  # type: ignore[arg-type]
+    until(lambda: is_untouched(direct, "a"))  # type: ignore[arg-type]
 
 
 def test_cancelled_acquire_writes_nothing_on_a_connection_that_is_somebody_elses_by_now(

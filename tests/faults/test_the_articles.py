@@ -1,7 +1,8 @@
-"""The stories that articles about distributed locks tell, each played on real servers. (The clock jump: test_clocks.)"""
+"""The stories that articles about distributed locks tell, each played on real servers."""
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -16,12 +17,16 @@ from dlock_core.errors import LeaseLost, StaleToken
 from sqla_dlock import fencing, lock
 from tests.faults.holders import hold
 from tests.faults.looking import holders
+from tests.faults.turned_clocks import Turned
 from tests.processes import worker
 from tests.redlock_nodes import masters, url_of
 from tests.servers import Server
+from tests.waiting import until
 
 ADD = text("UPDATE counter SET n = n + 1")
 READ = text("SELECT n FROM counter")
+STATE = text("SELECT state FROM orders")
+CHANGE = text("UPDATE orders SET state = :state")
 
 
 @pytest.fixture
@@ -31,6 +36,8 @@ def database(tmp_path: Path) -> Iterator[Engine]:
     with engine.begin() as connection:
         connection.execute(text("CREATE TABLE counter (n INTEGER)"))
         connection.execute(text("INSERT INTO counter VALUES (0)"))
+        connection.execute(text("CREATE TABLE orders (state TEXT)"))
+        connection.execute(text("INSERT INTO orders VALUES ('paid')"))
     yield engine
     engine.dispose()
 
@@ -70,6 +77,73 @@ def test_process_pause_the_client_that_slept_knows_at_once_that_another_has_the_
         sleeper.say("release")
         assert sleeper.hear() == "stolen"
     assert other.release() is Released.RELEASED
+
+
+def test_network_delay_the_client_whose_majority_fell_silent_is_refused_at_commit(
+    tmp_path: Path, database: Engine
+) -> None:
+    with masters(tmp_path / "redlock", 3) as nodes:
+        store = RedlockBackend.from_url(url_of(nodes))
+        with Session(database) as session, pytest.raises(LeaseLost), lock(session, "a", store=store, ttl=1.5) as lease:
+            session.execute(ADD)
+            for node in nodes[:2]:
+                node.pause()
+            until(lambda: lease.lost)
+            session.commit()
+        for node in nodes[:2]:
+            node.resume()
+        store.close()
+    with database.connect() as connection:
+        assert connection.execute(READ).scalar_one() == 0
+
+
+@pytest.mark.parametrize("alone", [True, False], ids=["one Redis", "node C of Redlock"])
+def test_clock_jump_on_node_c_lets_two_in_and_only_the_newer_one_commits(
+    start: Callable[[], Turned], database: Engine, alone: bool
+) -> None:
+    """Client 1 holds a majority, A, B and C; the clock of C jumps; client 2 gets a majority, C, D and E."""
+    nodes = [start() for _ in range(1 if alone else 5)]
+    running = [node.server for node in nodes]
+    if alone:
+        mine, theirs = [RedisBackend.from_url(running[0].url) for _ in range(2)]
+    else:
+        mine, theirs = [RedlockBackend.from_url(url_of(running)) for _ in range(2)]  # type: ignore[misc]
+    late = running[3:]
+    for node in late:
+        node.pause()
+    with (
+        Session(database) as one,
+        Session(database) as two,
+        lock(one, "order", 42, store=mine, fence="lease", ttl=30, renew=False) as first,
+    ):
+        for node in late:
+            node.resume()
+        for node in late:
+            until(lambda node=node: is_free(node))  # type: ignore[misc]
+        nodes[min(2, len(nodes) - 1)].set(60)
+        with lock(two, "order", 42, store=theirs, fence="lease", ttl=30, renew=False) as second:
+            assert first.remaining() > 0
+            assert second.remaining() > 0
+            assert second.token > first.token
+            two.execute(ADD)
+            two.commit()
+        one.execute(ADD)
+        with pytest.raises(StaleToken):
+            one.commit()
+        one.rollback()
+    with database.connect() as connection:
+        assert connection.execute(READ).scalar_one() == 1
+    mine.close()
+    theirs.close()
+
+
+def is_free(node: Server) -> bool:
+    """Is what client 1 had sent while the node stood still undone?"""
+    backend = RedisBackend.from_url(node.url)
+    try:
+        return not holders(backend, "order:42")
+    finally:
+        backend.close()
 
 
 def test_failover_before_replication_both_hold_and_only_the_newer_one_commits(
@@ -141,3 +215,40 @@ def test_transfer_deadlock_two_accounts_in_both_directions_are_locked_in_one_ord
     for thread in threads:
         thread.join()
     assert len(done) == 60
+
+
+def change(session: Session, state: str) -> bool:
+    """Ship or cancel the order if it is still paid."""
+    is_paid = session.execute(STATE).scalar_one() == "paid"
+    if is_paid:
+        session.execute(CHANGE, {"state": state})
+    session.commit()
+    return is_paid
+
+
+def test_cancel_against_ship_both_succeed_without_a_lock(database: Engine) -> None:
+    with Session(database) as buyer, Session(database) as seller:
+        seen = [session.execute(STATE).scalar_one() for session in (buyer, seller)]
+        for session, state in ((buyer, "cancelled"), (seller, "shipped")):
+            session.rollback()  # each has answered its reader, and now writes what it decided then
+            session.execute(CHANGE, {"state": state})
+            session.commit()
+    assert seen == ["paid", "paid"]
+
+
+def test_cancel_against_ship_under_a_lock_one_succeeds_and_the_other_finds_it_done(
+    clients: list[RedisBackend], database: Engine
+) -> None:
+    begin = threading.Barrier(2)
+
+    def act(client: RedisBackend, state: str) -> bool:
+        with Session(database) as session:
+            begin.wait()
+            with lock(session, "order", 42, store=client):
+                return change(session, state)
+
+    with ThreadPoolExecutor() as threads:
+        done = [*threads.map(act, clients, ["cancelled", "shipped"])]
+    assert sorted(done) == [False, True]
+    with database.connect() as connection:
+        assert connection.execute(STATE).scalar_one() == ["cancelled", "shipped"][done.index(True)]

@@ -12,6 +12,8 @@ class Part:
     """Patterns, from the root of the project."""
     tests: tuple[str, ...]
     """Arguments of pytest."""
+    users: tuple[str, ...] = ()
+    """Patterns of files that use those of the part, where these are run by the import alone: who runs a line there uses the part."""
 
 
 PARTS: Final = {
@@ -79,6 +81,36 @@ PARTS: Final = {
             "tests/sqla_dlock/test_fence_functions.py",
         ),
     ),
+    "table": Part(
+        ("dlock_core/backends/table/statements.py",),
+        (
+            "tests/contract/test_table.py tests/contract/test_table_drivers.py tests/core/test_table_waiting.py",
+            "tests/django_dlock/test_lease_table.py tests/sqla_dlock/test_lease_table.py tests/faults/test_table.py tests/faults/test_sql.py",
+        ),
+        users=("dlock_core/backends/table/backend.py",),
+    ),
+    "rows": Part(
+        ("dlock_core/sql/row_locks.py", "django_dlock/row_sql.py", "sqla_dlock/row_sql.py"),
+        (
+            "tests/core/test_options.py tests/core/test_http.py tests/django_dlock/test_rows.py tests/sqla_dlock/test_rows.py",
+            "tests/django_dlock/test_errors.py tests/sqla_dlock/test_fencing_rows.py",
+        ),
+    ),
+    "advisory": Part(
+        ("dlock_core/backends/advisory/postgresql.py", "dlock_core/backends/advisory/mysql.py"),
+        (
+            "tests/contract/test_advisory.py tests/core/test_advisory.py tests/django_dlock/test_advisory.py",
+            "tests/sqla_dlock/test_advisory.py tests/inspect/test_advisory.py tests/faults/test_advisory.py",
+        ),
+    ),
+    "locks": Part(
+        ("dlock_core/leases/lock.py", "dlock_core/leases/multilock.py"),
+        (
+            "tests/core/test_lock.py tests/core/test_many.py tests/core/test_interrupted.py tests/core/test_lease.py",
+            "tests/core/test_options.py tests/core/test_in_a_loop.py tests/core/test_observability.py",
+            "tests/core/test_late_releases.py tests/contract/test_memory.py tests/contract/test_redis.py",
+        ),
+    ),
     "retry": Part(
         ("dlock_core/transactions/retry.py", "django_dlock/retry.py", "sqla_dlock/retry.py"),
         ("tests/core/test_retry.py tests/django_dlock/test_retry.py tests/sqla_dlock/test_retry.py",),
@@ -138,9 +170,9 @@ EXPLAINED: Final[dict[str, str]] = {
     "dlock_core/transactions/fence_sql.py: …S_MARKED: Final = 'SELECT CASE WHEN s_token > token THEN 1 ELSE 0 END FROM dlock_fence WHE… → …S_MARKED: Final = 'SELECT CASE WHEN s_token >= token THEN 1 ELSE 0 END FROM dlock_fence WH…": "a mark is never equal to a token: what has the same one is refused",
     "dlock_core/transactions/fence_sql.py: … dlock_fence WHERE name = :name AND s_token > token' → … dlock_fence WHERE name = :name AND s_token >= token'": "a mark is never equal to a token: what has the same one is refused",
     "dlock_core/transactions/fence_sql.py: …fence AS m WHERE m.name = {n} AND m.s_token > m.token)' → …fence AS m WHERE m.name = {n} AND m.s_token >= m.token)'": "a mark is never equal to a token: what has the same one is refused",
-    "dlock_core/transactions/fence_sql.py: …IT, f'SELECT 1 FROM dlock_fence WHERE {_OURS} FOR UPDATE'), share=f'{_MARKED_TOKEN} LOCK I… → …IT, f'SELECT 1 FROM dlock_fence WHERE {_OURS}'), share=f'{_MARKED_TOKEN} LOCK IN SHARE MOD…": "only MySQL is sent it, which the run did not have: DLOCK_TEST_MYSQLD",
-    "dlock_core/transactions/fence_sql.py: …'SELECT 1 FROM dlock_fence WHERE {_NOT_NEWER} FOR UPDATE'), confirm=f'SELECT 1 FROM dlock_… → …'SELECT 1 FROM dlock_fence WHERE {_NOT_NEWER}'), confirm=f'SELECT 1 FROM dlock_fence WHERE…": "only MySQL is sent it, which the run did not have: DLOCK_TEST_MYSQLD",
-    "dlock_core/transactions/fence_sql.py: …CT 1 FROM dlock_fence WHERE {_NOT_NEWER} FOR UPDATE'), confirm=f'SELECT 1 FROM dlock_fence… → …CT 1 FROM dlock_fence WHERE {_NOT_NEWER} FOR SHARE'), confirm=f'SELECT 1 FROM dlock_fence …": "only MySQL is sent it, which the run did not have: DLOCK_TEST_MYSQLD",
+    "dlock_core/transactions/fence_sql.py: …'SELECT 1 FROM dlock_fence WHERE {_OURS} FOR UPDATE'), share=f'{_MARKED_TOKEN} LOCK IN SHA… → …'SELECT 1 FROM dlock_fence WHERE {_OURS} FOR SHARE'), share=f'{_MARKED_TOKEN} LOCK IN SHAR…": "the INSERT before it has locked the row; this reads the newest version of it, either way",
+    "dlock_core/transactions/fence_sql.py: …'SELECT 1 FROM dlock_fence WHERE {_OURS} FOR UPDATE', confirm_shared=f'SELECT 1 FROM dlock… → …'SELECT 1 FROM dlock_fence WHERE {_OURS} FOR SHARE', confirm_shared=f'SELECT 1 FROM dlock_…": "a newer holder waits for either lock; only transactions of the same lease confirm side by side",
+    "dlock_core/leases/lock.py: raise NotImplementedError → pass": "every class that is released has a step of its own",
     "dlock_core/transactions/fence_sql.py: PURGE_BATCH_SIZE: Final = 500 → PURGE_BATCH_SIZE: Final = 501": (
         "one row more is deleted at a time"
     ),

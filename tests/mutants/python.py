@@ -128,6 +128,8 @@ def _own_expressions(statement: ast.stmt) -> Iterator[ast.AST]:
         for name, value in ast.iter_fields(node):
             if name not in NOT_OURS:
                 todo += [each for each in (value if isinstance(value, list) else [value]) if _is_expression(each)]
+        if isinstance(node, ast.JoinedStr):
+            todo = [each for each in todo if each not in node.values or not _is_str(each)]
 
 
 def _is_expression(node: object) -> bool:
@@ -146,23 +148,33 @@ def _faults(node: ast.AST) -> Iterator[tuple[object, str | int, object]]:
             yield node, "op", other_way()
         case ast.If(test=test) | ast.While(test=test) | ast.IfExp(test=test):
             yield node, "test", _negated(test)
-        case ast.Constant(value=value):
-            for changed in _other_constants(value):
-                yield node, "value", changed
+        case ast.Constant():
+            yield from _of_constant(node)
+        case ast.JoinedStr(values=parts):
+            yield from _of_parts([part for part in parts if isinstance(part, ast.Constant)])
         case ast.Return(value=ast.expr() as value) if ast.unparse(value) not in FALSE:
             yield node, "value", ast.Constant(None)
         case _:
             pass
 
 
-def _other_constants(value: object) -> Iterator[object]:
-    match value:
-        case bool():
-            yield not value
-        case int() | float():
-            yield value + 1
-        case str():
-            yield from sql.changed(value)
+def _of_parts(texts: list[ast.Constant]) -> Iterator[tuple[object, str | int, object]]:
+    """The faults of an f-string: only the whole of it shows whether it is SQL."""
+    if sql.is_sql("".join(str(text.value) for text in texts)):
+        for text in texts:
+            for changed in sql.changed(str(text.value)):
+                yield text, "value", changed
+
+
+def _of_constant(node: ast.Constant) -> Iterator[tuple[object, str | int, object]]:
+    match node.value:
+        case bool(value):
+            yield node, "value", not value
+        case int(value) | float(value):
+            yield node, "value", value + 1
+        case str(value) if sql.is_sql(value):
+            for changed in sql.changed(value):
+                yield node, "value", changed
 
 
 def _is_text(node: ast.AST) -> bool:

@@ -14,8 +14,10 @@ from typing import Any, Final
 from tests.random_faults import nursery
 from tests.random_faults.history import Recorder, now
 
-CREW: Final = ("django", "django", "django-async", "sqla", "sqla", "sqla-asyncpg", "core", "core-async")
-TASK_KINDS: Final = ("django-async", "sqla-asyncpg", "core-async")
+CREW: Final = (
+    "django", "django", "django-async", "django-uvicorn", "sqla", "sqla", "sqla-asyncpg", "core", "core-async",
+)  # fmt: skip
+TASK_KINDS: Final = ("django-async", "django-uvicorn", "sqla-asyncpg", "core-async")
 MAX_DEATHS: Final = 20
 LOOK_EVERY_S: Final = 0.05
 STOPS_S: Final = (0.3, 4.0)

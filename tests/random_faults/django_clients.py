@@ -41,6 +41,9 @@ def prepare(config: dict[str, Any]) -> None:
         DLOCK=stores | inside,
         INSTALLED_APPS=["django.contrib.contenttypes", "django_dlock"],
         SECRET_KEY="only for tests",
+        ALLOWED_HOSTS=["shop"],
+        ROOT_URLCONF="tests.random_faults.django_served",
+        MIDDLEWARE=["django_dlock.middleware.LockMiddleware"],
         USE_TZ=True,
         LOGGING_CONFIG=None,
     )

@@ -14,6 +14,7 @@ import sqlalchemy.dialects.mysql.pymysql
 import sqlalchemy.dialects.postgresql.asyncpg
 import sqlalchemy.dialects.postgresql.psycopg
 import sqlalchemy.ext.asyncio
+import uvicorn
 
 import django_dlock
 import dlock_core.backends.etcd

@@ -24,9 +24,9 @@ from typing import Any, Final
 from dlock_core import DLockError, NotHeld
 from tests.random_faults import sabotage
 from tests.random_faults.attempt import Attempt, Chooser, Refused, TimeLimit
+from tests.random_faults.crew import TASK_KINDS
 from tests.random_faults.history import Recorder
 
-KINDS: Final = ("django", "django-async", "sqla", "sqla-asyncpg", "core", "core-async")
 TASKS: Final = 2
 INTERRUPT_RATE, CANCEL_RATE, FORK_RATE = 0.06, 0.1, 0.01
 INTERRUPT_WITHIN_S, CANCEL_WITHIN_S = 0.04, 0.08
@@ -82,7 +82,7 @@ class Worker:
         self.busy += 1
         section = f"{self.name}-{self.count}"
         attempt = Attempt(section, wish, self.recorder, self.chance, self.config["stop_rate"])
-        attempt.goes_on_when_cancelled = self.kind == "django-async"
+        attempt.goes_on_when_cancelled = self.kind in {"django-async", "django-uvicorn"}
         items = [item.key for item in wish.items]
         options = {key: value for key, value in wish.options.items() if key != "ttl"}
         self.recorder.write(
@@ -211,7 +211,10 @@ class TaskWorker(Worker):
             self.recorder.write("cancel")
 
 
-LEFT_OUT: Final = {"advisory": ("core", "core-async", "django-async"), "version": ("core", "core-async")}
+LEFT_OUT: Final = {
+    "advisory": ("core", "core-async", "django-async", "django-uvicorn"),
+    "version": ("core", "core-async"),
+}
 """The kinds of workers that cannot use a store."""
 
 
@@ -221,6 +224,10 @@ def client_of(kind: str, config: dict[str, Any]) -> Any:
         from tests.random_faults import django_clients
 
         django_clients.prepare(config)
+        if kind == "django-uvicorn":
+            from tests.random_faults.django_served import ServedDjangoClient  # once Django is configured
+
+            return ServedDjangoClient()
         return django_clients.AsyncDjangoClient() if kind == "django-async" else django_clients.DjangoClient()
     if kind.startswith("sqla"):
         from tests.random_faults import sqla_clients
@@ -277,7 +284,7 @@ def main(path: str, kind: str, name: str) -> None:
     faulthandler.register(signal.SIGUSR1, dump)
     logging.disable()
     warnings.simplefilter("ignore")
-    make = TaskWorker if kind in {"django-async", "sqla-asyncpg", "core-async"} else BlockingWorker
+    make = TaskWorker if kind in TASK_KINDS else BlockingWorker
     worker = make(config, kind, name)
     sabotage.commit(config)
     worker.recorder.write("start", kind=kind)

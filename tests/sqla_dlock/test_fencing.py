@@ -12,7 +12,9 @@ from sqlalchemy.exc import DBAPIError
 from sqlalchemy.orm import Session
 
 from dlock_core.errors import NotSupported, StaleToken
+from dlock_core.transactions.fencing import FenceEntry
 from sqla_dlock import fencing, lock, tables
+from sqla_dlock.fencing import TABLE_FENCE
 from tests.chaos import EverybodyIn
 from tests.leases import is_held
 from tests.mysql_server import DIALECT
@@ -104,6 +106,23 @@ def test_holder_whose_level_a_listener_sets_sees_what_the_shared_one_that_it_wai
     posting.commit()
     assert reading.result(WITHIN) == 1
     closing.commit()
+
+
+@levels([("mariadb", "repeatable read"), ("pymysql", "repeatable read")])
+@pytest.mark.parametrize("shared", [False, True], ids=["exclusive", "shared"])
+@pytest.mark.parametrize("question", ["admit", "confirm"])
+def test_newer_holder_that_has_committed_since_the_snapshot_is_not_overlooked(engine, question, shared):
+    """A plain read would find the row as it was, and the lease in it."""
+    older = FenceEntry("order:42", 10, "older", shared)
+    newer = FenceEntry("order:42", 11, "newer")
+    with engine.begin() as connection:
+        TABLE_FENCE.admit(connection, older)
+    with engine.connect() as connection:
+        assert connection.execute(select(Counter.value)).scalar_one() == 0
+        with engine.begin() as other:
+            TABLE_FENCE.admit(other, newer)
+        with pytest.raises(StaleToken):
+            getattr(TABLE_FENCE, question)(connection, older)
 
 
 @levels([("mariadb", "read committed"), ("pymysql", "repeatable read")])

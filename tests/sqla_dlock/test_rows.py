@@ -631,15 +631,22 @@ def test_plain_transaction_of_sqlite_locks_the_database_too(make_engine):
     plain.dispose()
 
 
-@pytest.mark.parametrize("how", [{"nowait": True}, {"skip_locked": True}, {"wait": 0.01}], ids=str)
-def test_database_that_another_has_locked_is_a_locked_row(make_engine, how):
+@pytest.mark.parametrize(
+    ("how", "limit"),
+    [({"nowait": True}, 0), ({"wait": 0}, 0), ({"skip_locked": True}, 0), ({"wait": 0.01}, 10)],
+    ids=str,
+)
+def test_database_that_another_has_locked_is_a_locked_row(make_engine, how, limit):
     plain = create_engine(make_engine("sqlite").url)
+    sent = []
+    event.listen(plain, "before_cursor_execute", lambda *given: sent.append(given[2]))
     with Session(plain) as session, session.begin():
         session.add(Stock(id=1))
         session.flush()
         with Session(plain) as other:
             with pytest.raises(RowLocked, match=r"Stock\(1\)"):
                 lock_row(other, Stock, 1, **how)
+            assert f"PRAGMA busy_timeout = {limit}" in sent
             assert other.connection().exec_driver_sql("PRAGMA busy_timeout").scalar() == 5000
     plain.dispose()
 

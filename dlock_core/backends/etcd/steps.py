@@ -133,9 +133,9 @@ class Steps:
             held_key.lease.until = sent + ttl
             if not entry or entry[0].created != held_key.created:
                 results.append(RenewalFailure.LOST)
-            elif entry[0].lease == lease and ttl >= renewal.request.ttl:
+            elif self._stays(renewal, entry[0].lease, ttl):
                 results.append(renewal.request.ttl)
-            else:  # It has to last longer, or a request that came late or unheard has put it on another lease.
+            else:
                 results.append(await self._moved(runtime, renewal, entry[0].lease, limit))
         return results
 
@@ -168,7 +168,7 @@ class Steps:
             view = await self._put_on(runtime, request, call, lease, None)
         if view is None:
             raise self.gateway.failure(request.name, {"message": "it lost a lease that it had just granted"})
-        del self.unsettled_leases[request.holder]
+        self.unsettled_leases.pop(request.holder, None)
         return view, lease
 
     async def _put_on(
@@ -197,6 +197,17 @@ class Steps:
                 return QueueEntry(view)
         return Granted(token, max(0.0, lease.until - runtime.now()), HeldKey(created, lease))
 
+    def _stays(self, renewal: Renewal, lease: int, ttl: float) -> bool:
+        """Return whether our key may stay on its lease, of which so much is left.
+
+        It has to be moved if it is to last longer, or if a request that came late or unheard has put it on another
+        lease. One without an answer may still do so, when little of that other lease is left; once the key has been
+        moved, it can no more.
+        """
+        request, granted = renewal
+        is_settled = request.holder not in self.unsettled_leases
+        return is_settled and lease == granted.handle.lease.id and ttl >= request.ttl
+
     async def _moved(
         self, runtime: Runtime, renewal: Renewal, old: int, limit: float
     ) -> RenewalResult | BackendUnavailable:
@@ -209,6 +220,7 @@ class Steps:
         """Put our key on a new lease, of the ttl that is wanted: that of a lease cannot be changed."""
         request, held_key = renewal.request, renewal.granted.handle
         lease, sent = new_lease(request.ttl), runtime.now()
+        self.unsettled_leases[request.holder] = [lease]
         calls = [keys.grant(lease.id, lease.ttl), self.keys.move(request, held_key.created, old, lease.id)]
         (granted,), (moved,) = await self.gateway.ask(runtime, request.name, calls, limit)
         lease.until, lease.is_known = sent + self._ttl(request.name, granted), True
@@ -217,6 +229,7 @@ class Steps:
             is_ours = bool(found) and found[0].created == held_key.created
             return RenewalFailure.UNKNOWN if is_ours else RenewalFailure.LOST
         held_key.lease.id, held_key.lease.ttl, held_key.lease.until = lease.id, lease.ttl, lease.until
+        self.unsettled_leases.pop(request.holder, None)
         return lease.until - sent
 
     def _ttl(self, name: str, answer: Answer) -> float:

@@ -111,16 +111,13 @@ class RedlockBackend:
             await runtime.sleep(min(timeout, RNG.uniform(*POLL_S)))
 
     async def abandon(self, runtime: Runtime, request: AcquireRequest, ticket: Any = None) -> None:
-        keys, args = self._keyspace.of(request.name), (request.holder,)
-        to_all = self._nodes.request(request.name, "abandon", keys, args, must_arrive=True)
-        self._nodes.of_majority(request.name, await self._nodes.ask(runtime, to_all))
+        answers = await self._end_at_all(runtime, request.name, "abandon", request.holder)
+        self._nodes.of_majority(request.name, answers)
 
     async def release(self, runtime: Runtime, request: AcquireRequest, granted: Granted) -> Released:
         for ending in list(self._renewing.values()):
             ending.add(request.holder)
-        keys, args = self._keyspace.of(request.name), (request.holder, "1")
-        to_all = self._nodes.request(request.name, "release", keys, args, must_arrive=True)
-        answers = await self._nodes.ask(runtime, to_all)
+        answers = await self._end_at_all(runtime, request.name, "release", request.holder, "1")
         found = [RELEASE_REPLIES[answer] for answer in answers if isinstance(answer, int)]
         verdict = quorum.released(found, len(answers) - len(found), self._nodes.needed)
         if verdict is None:
@@ -177,6 +174,19 @@ class RedlockBackend:
         self._forecast = quorum.Forecast(max(clocks), runtime.now())
         return token
 
+    async def _end_at_all(self, runtime: Runtime, name: str, script: str, *args: str) -> list[Any]:
+        """Ask all nodes to end what a holder has there; return their answers.
+
+        A node is asked once more if a connection to it turned out to be dead, as after its restart. What it says then
+        counts for nothing: it may have carried out the first request.
+        """
+        to_all = self._nodes.request(name, script, self._keyspace.of(name), args, must_arrive=True)
+        answers = await self._nodes.ask(runtime, to_all)
+        dead = frozenset(index for index, answer in enumerate(answers) if getattr(answer, "broken", False))
+        if dead:
+            await self._nodes.ask(runtime, to_all._replace(among=dead, enough=all_of(dead)))
+        return answers
+
     async def _give_back(self, runtime: Runtime, request: AcquireRequest, answers: Sequence[Any]) -> bool:
         """End the grants that some nodes have, or may have; return whether this, or an undo, may still be in flight.
 
@@ -193,7 +203,7 @@ class RedlockBackend:
         given_back = await self._nodes.ask(runtime, release._replace(among=indexes))
         ended = frozenset(index for index in granted if isinstance(given_back[index], BackendUnavailable))
         if ended:  # With its connection, so the grant may remain, and block the next attempt.
-            await self._nodes.ask(runtime, release._replace(among=ended, enough=all_of(ended)))
+            given_back += await self._nodes.ask(runtime, release._replace(among=ended, enough=all_of(ended)))
         return late or any(map(is_late, given_back))
 
     def _busy(self, request: AcquireRequest, answers: Sequence[Any]) -> Busy:

@@ -1,7 +1,7 @@
 """A cluster of three whose members die, stop and come back, and whose clients do: nobody holds twice, nothing hangs."""
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from tests import processes
 from tests.etcd_servers import Cluster, cluster
 from tests.faults.history import overlaps, overtaken, read, repeated_tokens, work
 from tests.faults.holders import fork, hold, wait
-from tests.faults.looking import holders, is_untouched, waiters
+from tests.faults.looking import holders, insist, is_untouched, waiters
 from tests.faults.test_history import inside
 from tests.processes import worker
 from tests.servers import Server
@@ -53,21 +53,6 @@ def backend(etcd: Cluster, prefix: str) -> Iterator[EtcdBackend]:
     backend = EtcdBackend(etcd.url, prefix=prefix)
     yield backend
     backend.close()
-
-
-def insist(step: Callable[[], Any]) -> Any:
-    """Ask until the store answers."""
-    found: list[Any] = []
-
-    def answered() -> bool:
-        try:
-            found.append(step())
-        except BackendUnavailable:
-            return False
-        return True
-
-    until(answered)
-    return found[0]
 
 
 def current(harness: Harness, etcd: Cluster) -> Server:

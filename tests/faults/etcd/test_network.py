@@ -206,6 +206,33 @@ def test_request_that_comes_late_moves_no_grant_to_another_lease(direct: EtcdBac
     run(direct.abandon(BLOCKING, request))
 
 
+@pytest.mark.parametrize("which", ["promote", "move"])
+def test_request_without_an_answer_that_comes_late_moves_no_grant_to_a_lease_that_nearly_ends(
+    proxy: Proxy, direct: EtcdBackend, prefix: str, which: str
+) -> None:
+    """It is carried out when the lease that it names was granted long ago, and the key's own was renewed since."""
+    through = EtcdBackend(f"etcd://127.0.0.1:{proxy.port}", prefix=prefix, timeout=TIMEOUT_S)
+    request = new_request("a", LockOptions(20.0))
+    granted = run(through.try_acquire(BLOCKING, request))
+    assert isinstance(granted, Granted)
+    created, first, late = granted.handle.created, granted.handle.lease.id, steps.new_lease(6.0)
+    proxy.cut_request(2, matching=ENTER)  # the first only looks
+    with pytest.raises(BackendUnavailable):
+        if which == "move":
+            run(through.renew(BLOCKING, [Renewal(request._replace(ttl=60.0), granted)]))
+        else:  # The fence asks for a greater token.
+            run(through.try_acquire(BLOCKING, request._replace(floor=granted.token + 10, queue=False)))
+    assert run(through.renew(BLOCKING, [Renewal(request, granted)])) == [20.0]
+    comes = {
+        "promote": direct._keys.promote(request, created, first, late.id),
+        "move": direct._keys.move(request, created, first, late.id),
+    }
+    run(direct._steps.ask(BLOCKING, "a", keys.grant(late.id, late.ttl), comes[which]))
+    assert expires_in(direct, "a") > 10
+    assert run(through.release(BLOCKING, request, granted)) is Released.RELEASED
+    through.close()
+
+
 def expires_in(direct: EtcdBackend, name: str) -> float:
     ((holder,),) = [state.holders for state in run(direct.inspect(BLOCKING, name))]
     assert holder.expires_in is not None

@@ -10,8 +10,12 @@ local clock = time[1] * 1000000 + time[2]
 for i = 3, #KEYS do
   local holder, ttl, token, owner = unpack(ARGV, 4 * i - 11, 4 * i - 8)
   local text = holder .. '|' .. token .. '|0' .. time[1] .. '|' .. owner
-  local known = redis.pcall('GETRANGE', KEYS[i], '0', '32') == holder .. '|'
-  if known and redis.call('SET', KEYS[i], text, 'KEEPTTL') or redis.call('SET', KEYS[i], text, 'NX', 'PX', ttl) then
+  local value = read('GET', KEYS[i])
+  local known = type(value) == 'string' and string.sub(value, 1, 33) == holder .. '|'
+  local marked = known and string.match(value, '^(%d+)|0', 34)
+  if marked and tonumber(marked) > tonumber(token) then  -- It was granted with a floor, and this comes late.
+    taken = taken + 1
+  elseif redis.call('SET', KEYS[i], text, unpack(known and {'KEEPTTL'} or {'NX', 'PX', ttl})) then
     if counted(read('GET', tokens), clock) < tonumber(token) then redis.call('SET', tokens, token) end
     redis.call('SADD', KEYS[2], KEYS[i])
     taken = taken + 1

@@ -1,0 +1,53 @@
+"""Servers of Redis whose clocks are really set forward and back."""
+
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from tests import servers
+from tests.conftest import give_up
+
+
+@pytest.fixture(scope="module")
+def shim(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A library that turns the clock of the server into which it is loaded."""
+    compiler = shutil.which("gcc")
+    if compiler is None:
+        give_up("gcc is missing: apt-get install gcc")
+    library = tmp_path_factory.mktemp("clock") / "clock.so"
+    source = Path(__file__).with_name("clock.c")
+    subprocess.run([str(compiler), "-shared", "-fPIC", "-O2", "-o", library, source, "-ldl"], check=True)
+    return library
+
+
+class Turned:
+    """A Redis with a clock of its own."""
+
+    def __init__(self, shim: Path, directory: Path) -> None:
+        self._file = directory.with_suffix(".clock")
+        self.set(0)
+        self.server = servers.redis(directory)
+        variables = [f"LD_PRELOAD={shim}", f"CLOCK_FILE={self._file}"]
+        self.server.command = ["env", *variables, *self.server.command]
+        self.server.start()
+
+    def set(self, seconds: int) -> None:
+        """Make the clock show so many seconds more than the machine's, or fewer."""
+        self._file.write_text(str(seconds))
+
+
+@pytest.fixture
+def start(shim: Path, tmp_path: Path) -> Iterator[Callable[[], Turned]]:
+    """Start one more such server."""
+    with ExitStack() as stack:
+
+        def begin() -> Turned:
+            turned = Turned(shim, tmp_path / f"redis{len(list(tmp_path.iterdir()))}")
+            stack.callback(turned.server.stop)
+            return turned
+
+        yield begin
