@@ -1,8 +1,8 @@
 """Idle connections: how many are kept, for how long, and what closes them.
 
 `IdlePool` never opens a connection and never waits for one: a store that finds it empty connects. A connection is
-closed by a later caller, at the end of its event loop (`LoopPools`), when its store is garbage, and in a forked child,
-which only has copies of its parent's sockets.
+closed by a later caller, at the end of its event loop (`LoopPools`), when its store is garbage-collected, and in a
+forked child, which only has copies of its parent's sockets.
 """
 
 from __future__ import annotations
@@ -25,22 +25,23 @@ __all__ = ["MAX_IDLE_S", "IdlePool", "LoopPools", "inherited"]
 T = TypeVar("T")
 
 MAX_IDLE_S: Final = 60.0
-"""Seconds of idleness after which a connection is closed rather than kept: a burst must not cost a server for ever."""
+"""Seconds of idleness after which a connection is closed: a burst must not occupy the server forever."""
 inherited: Final[list[object]] = []
-"""What a forked child keeps of its parent's: a driver that forgot a connection would end the parent's session."""
+"""Connections that a forked child keeps: a driver that drops a connection would end the parent's session."""
 
 
 class IdlePool(Generic[T]):
     """Idle connections; the last used is taken first. Any thread may call any method.
 
-    Neither `close` nor `is_usable` may refer to the owner of the pool, or forgetting the owner would close nothing.
+    Neither `close` nor `is_usable` may refer to the owner of the pool; otherwise collecting the owner would close
+    nothing.
 
     Args:
         close: Closes a connection, from any thread; it must not raise.
         size: The largest number of idle connections that are kept.
         is_usable: Returns whether an idle connection still works; one that does not is closed.
-        trusted_s: Seconds of idleness after which `is_usable` is asked.
-        is_inherited: A forked child keeps its parent's connections for ever instead of closing its copies of them.
+        trusted_s: Seconds of idleness after which `is_usable` is called.
+        is_inherited: A forked child keeps its parent's connections forever instead of closing its copies of them.
     """
 
     _forgets_at_fork = True
@@ -63,7 +64,7 @@ class IdlePool(Generic[T]):
             after_fork_in_child(self._after_fork)
 
     def take(self) -> T | None:
-        """Return the connection that was used last and still works; None when there is none."""
+        """Return the last used connection that still works; None if there is none."""
         while True:
             try:
                 connection, since = self._idle.pop()
@@ -75,10 +76,10 @@ class IdlePool(Generic[T]):
             self._close(connection)
 
     def put(self, connection: T) -> None:
-        """Keep a connection that works and is not in use any more; close those that are too many or too old.
+        """Keep a connection that works and is no longer in use; close those that are too many or too old.
 
         The last used is used first, so the others grow old at the left end. Every connection of a burst is put back at
-        some time, so no thread has to look after them.
+        some time, so no thread has to watch them.
         """
         idle, now = self._idle, clock()
         idle.append((connection, now))
@@ -100,7 +101,7 @@ class IdlePool(Generic[T]):
         self.clear()
 
     def _after_fork(self) -> None:
-        """Begin anew in a forked child, which must not talk on its parent's sockets."""
+        """Reset in a forked child, which must not use its parent's sockets."""
         _drain(self._idle, inherited.append if self._is_inherited else self._close)
 
 
@@ -115,7 +116,7 @@ def _drain(idle: deque[tuple[T, float]], close: Callable[[T], object]) -> None:
 
 
 class LoopPool(IdlePool[T]):
-    """The idle connections of one event loop, and the requests that go on there although their callers have gone."""
+    """The idle connections of one event loop, and the requests that continue there although their callers have gone."""
 
     _forgets_at_fork = False  # Its `LoopPools` does.
 
@@ -125,7 +126,7 @@ class LoopPool(IdlePool[T]):
         self._has_ended = False
 
     def let_finish(self, task: asyncio.Task[Any]) -> None:
-        """Let a request go on until it ends, or its loop is shut down."""
+        """Let a request continue until it ends, or its loop is shut down."""
         self._unattended.add(task)
         task.add_done_callback(self._unattended.discard)
         if self._has_ended:
@@ -146,8 +147,8 @@ class LoopPool(IdlePool[T]):
 class LoopPools(Generic[T]):
     """A `LoopPool` for each event loop, because a connection of asyncio belongs to the loop that opened it.
 
-    The arguments are those of `IdlePool`, but that `close` is only ever called in the loop of the connection. It is
-    called when the loop is shut down, too.
+    The arguments are those of `IdlePool`, except that `close` is only ever called in the loop of the connection. It is
+    also called when the loop is shut down.
     """
 
     def __init__(self, close: Callable[[T], object], size: int, **options: Any) -> None:
@@ -167,8 +168,8 @@ class LoopPools(Generic[T]):
             pool.clear()
 
     def _after_fork(self) -> None:
-        # A forked child must keep what it inherits: to close it would take the socket out of the epoll of the parent,
-        # whose loop would never hear of it again.
+        # A forked child must keep what it inherits: closing it would remove the socket from the parent's epoll, whose
+        # loop would never see an event of it again.
         inherited.append(self._pools)
         self._pools = {}
 
@@ -184,9 +185,9 @@ class LoopPools(Generic[T]):
 
 
 def _close_in(loop: asyncio.AbstractEventLoop, close: Callable[[T], object], connection: T) -> None:
-    """Close a connection of a loop: at once in this loop, soon from any other thread, and not after its end."""
+    """Close a connection of a loop: at once in this loop, later from any other thread, and not after its end."""
     if asyncio._get_running_loop() is loop:  # noqa: SLF001 - the public one raises where there is none
         close(connection)
     elif not loop.is_closed():
-        with suppress(RuntimeError):  # It was closed this very moment.
+        with suppress(RuntimeError):  # It was closed at this very moment.
             loop.call_soon_threadsafe(close, connection)

@@ -327,7 +327,7 @@ class Acquisition:
         return self if self.held is None else None
 
     def detach(self) -> None:
-        """Give the lock up without I/O: its lease, if any, is no longer renewed."""
+        """Drop the lock without I/O: its lease, if any, is no longer renewed."""
         if self.held is not None:
             self.held.abandon()
 
@@ -341,7 +341,7 @@ class Acquisition:
             await release(self.runtime, self.held)
 
     def undo_later(self) -> None:
-        """Leave nothing of it in the store, in the background; it was detached before."""
+        """Undo the acquire in the background; it was detached before."""
         if self.held is not None:
             release_later(self.held)
         elif self.touched:

@@ -64,13 +64,13 @@ class GroupMember(Protocol):
         """Wait for this lock, while those before it are held."""
 
     def detach(self) -> None:
-        """Give the lock up without I/O, because the whole acquire has failed."""
+        """Drop the lock without I/O, because the whole acquire has failed."""
 
     async def undo(self) -> None:
         """Remove everything of this acquire from the store."""
 
     def undo_later(self) -> None:
-        """Leave nothing of it in the store, in the background."""
+        """Undo the acquire in the background."""
 
 
 async def acquire_all(
@@ -145,7 +145,7 @@ async def _undo_each(members: Sequence[GroupMember]) -> None:
 
 
 def _undo_later(members: Sequence[GroupMember]) -> None:
-    """Leave what is still to be undone to the background: the caller's event loop ends."""
+    """Undo the rest in the background, because the caller's event loop is ending."""
     for member in members:
         member.undo_later()
 

@@ -1,4 +1,4 @@
-"""What the core knows of a database: a port to read from it, ids of its sessions, and `:name` parameters."""
+"""What the core needs of a database: a port to read from it, ids of its sessions, and `:name` parameters."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def _number(connection: Any) -> int | None:
 IDLE: Final = 0
 """libpq's PQTRANS_IDLE: no transaction is open."""
 IN_ERROR: Final = 3
-"""libpq's PQTRANS_INERROR: PostgreSQL has undone the transaction after an error, and takes COMMIT for a ROLLBACK."""
+"""libpq's PQTRANS_INERROR: PostgreSQL has undone the transaction after an error, and treats COMMIT as a ROLLBACK."""
 
 
 def transaction_status(connection: Any) -> int | None:

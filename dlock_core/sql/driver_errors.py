@@ -1,7 +1,7 @@
 """What an error of a database driver means: one table for every question that dlock has about such an error.
 
-The code that the server sent decides, never the text; SQLite alone has no code for a missing table. No driver is
-imported, because the class of an error knows its module. A new driver is one line in `_DRIVERS`.
+The code that the server sent decides, never the text; only SQLite has no code for a missing table. No driver is
+imported, because the class of an error has the name of its module. A new driver is one line in `_DRIVERS`.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ class DatabaseFailure(enum.Enum):
     DEADLOCK = "deadlock"
     SERIALIZATION = "serialization failure"
     LOCK_TIMEOUT = "lock timeout"
-    """Or NOWAIT: PostgreSQL and MariaDB give both the same code."""
+    """Or NOWAIT: PostgreSQL and MariaDB use the same code for both."""
     DISCONNECT = "disconnect"
-    """A COMMIT that was under way may have been carried out."""
+    """A COMMIT in progress may have been executed."""
     SESSION_TIMEOUT = "session timeout"
     """The server ended an idle session or an overlong transaction, so that no COMMIT was sent."""
     UNKNOWN_OUTCOME = "unknown outcome"
-    """The server, or its client, does not know whether the statement was carried out."""
+    """The server, or its client, does not know whether the statement was executed."""
     MISSING_TABLE = "missing table"
     MISSING_FUNCTION = "missing function"
-    """Or the schema that was named."""
+    """Or the named schema is missing."""
     NO_ACCESS = "no access"
     """A wrong user, password or database, or a missing permission."""
     REFUSED = "refused"
@@ -90,8 +90,8 @@ _SQLITE_MISSING: Final = "no such table: "
 def classify(error: BaseException) -> DatabaseFailure | None:
     """Return what a database error reports, or None for any other answer of the server and any other error.
 
-    The errors that wrap or follow a driver's error (Django's, SQLAlchemy's, dlock's, "transaction is aborted") are
-    looked through. An error of the application is not: the application decided to raise it.
+    Errors that wrap or follow a driver's error (Django's, SQLAlchemy's, dlock's, "transaction is aborted") are
+    unwrapped. An error of the application is not: the application decided to raise it.
     """
     for layer in _layers(error):
         trouble = _by_driver(layer) or _by_invalidation(layer)
@@ -103,15 +103,15 @@ def classify(error: BaseException) -> DatabaseFailure | None:
 def failure_of_statement(error: BaseException) -> DatabaseFailure | None:
     """Return what the database has answered to this one statement, or None for any other answer and any other error.
 
-    Errors that were there before are not looked at, as `classify` does: that of an earlier statement, which the program
-    is just handling, or for which Django sends nothing more in the transaction.
+    Unlike `classify`, this ignores earlier errors: that of an earlier statement, which the program is just handling, or
+    for which Django sends nothing more in the transaction.
     """
     trouble = _answer(error)
     return None if trouble is DatabaseFailure.REFUSED else trouble
 
 
 def is_refusal(error: BaseException | None) -> bool:
-    """Return whether the server itself refused a COMMIT, so that surely nothing was committed; False means unknown."""
+    """Return whether the server itself refused a COMMIT, so that nothing was committed; False means unknown."""
     return _answer(error) not in (None, DatabaseFailure.DISCONNECT, DatabaseFailure.UNKNOWN_OUTCOME)
 
 
@@ -158,7 +158,7 @@ def _by_driver(error: BaseException) -> DatabaseFailure | None:
 
 def _by_sqlstate(error: Any) -> DatabaseFailure | None:
     state = getattr(error, "sqlstate", None) or getattr(error, "pgcode", None)  # psycopg 3 and asyncpg, psycopg2
-    if state is None:  # The server sends a code with each error, so the client found this one out by itself.
+    if state is None:  # The server sends a code with each error, so this one comes from the client.
         return DatabaseFailure.DISCONNECT if type(error).__name__ == "OperationalError" else None
     return _by_state(state)
 
@@ -191,7 +191,7 @@ def _by_sqlite_code(error: Any) -> DatabaseFailure:
 
 
 def _by_invalidation(error: Any) -> DatabaseFailure | None:
-    """Report a lost connection that SQLAlchemy has recognised, by more signs than the driver's code."""
+    """Report a lost connection that SQLAlchemy has recognised, by more indications than the driver's code."""
     is_lost = _comes_from(error, "sqlalchemy") and getattr(error, "connection_invalidated", False)
     return DatabaseFailure.DISCONNECT if is_lost else None
 
@@ -204,7 +204,7 @@ def _warn_of_unknown_driver(error: BaseException) -> None:
 
 
 def warn_unless_known(driver: str) -> None:
-    """Log one warning for an unknown driver, named by its package or dialect: how its COMMITs end is not known."""
+    """Log one warning for an unknown driver, named by its package or dialect: its failed COMMITs are unclear."""
     if driver in _KNOWN or driver in _warned:
         return
     _warned.add(driver)
@@ -232,5 +232,5 @@ _DIALECTS: Final = ("mysqldb", "psycopg_async", "pysqlite", "pysqlite_numeric", 
 _KNOWN: Final = {*_DRIVERS, *_DIALECTS}
 _WRAPPERS: Final = ("django.db", "sqlalchemy", "django_dlock", "sqla_dlock", "dlock_core")
 _SENDS_NOTHING: Final = "django.db.transaction"
-"""Its errors name as their cause the one that has broken the transaction."""
+"""The driver whose errors have as their cause the one that has broken the transaction."""
 _warned: Final[set[str]] = set()

@@ -1,7 +1,8 @@
-"""What a statement does, from its text: whether it surely only reads, and whether it ends a transaction.
+"""What a statement does, by its text: whether it certainly only reads, and whether it ends a transaction.
 
 Only known kinds count as reads, so that a comment, a second statement or a new kind of statement cannot hide a write.
-What a function does that a SELECT calls cannot be seen, nor what follows the body of a routine in the same text.
+The effects of a function that a SELECT calls cannot be seen, nor a statement after the body of a routine in the same
+text.
 """
 
 from __future__ import annotations
@@ -36,8 +37,8 @@ _SKIPPED: Final = tuple(
 )
 """Comments, literals and quoted names, with a backslash as a plain character and as an escape.
 
-The last two patterns take # for the beginning of a comment, as MySQL does. Which reading a server takes depends on its
-kind and settings, so all of them must agree.
+The last two patterns treat # as the beginning of a comment, as MySQL does. The reading depends on the kind and the
+settings of the server, so all readings must agree.
 """
 _INNER_COMMENT: Final = re.compile(r"/\*(?:(?!/\*|\*/).)*\*/", re.DOTALL)
 _DATA_STATEMENTS: Final = ("SELECT", "INSERT", "UPDATE", "DELETE")
@@ -77,7 +78,7 @@ _SAVEPOINT: Final = re.compile(
     r"\s+(?:(?P<plain>[A-Za-z_][A-Za-z0-9_]*)|(?P<quote>[\"`])(?P<quoted>[a-z_][a-z0-9_]*)(?P=quote))\s*",
     re.ASCII,
 )
-"""What makes or ends a savepoint, as one statement with a plain name."""
+"""A statement that creates or ends a savepoint with a plain name."""
 _ENDS_SAVEPOINT: Final = re.compile(r"[\s\ufeff]*(RELEASE|ROLLBACK)\b", re.IGNORECASE)
 _ROUTINE: Final = re.compile(r"CREATE\b.*\b(?:TRIGGER|FUNCTION|PROCEDURE|EVENT)\b.*\bBEGIN\b", re.IGNORECASE)
 """The head of a routine; in the body that follows, BEGIN and END enclose a block and end no transaction."""
@@ -90,7 +91,7 @@ MAX_REMEMBERED_TEXTS: Final = 256
 def surely_reads(sql: str) -> bool:
     """Return whether each statement in a text is of a kind that reads, or only begins or ends a transaction.
 
-    An ORM sends the same few texts again and again, so the answers for those that are not long are remembered.
+    An ORM sends the same few texts repeatedly, so the answers for short texts are cached.
     """
     return _remembered(sql) if len(sql) <= MAX_REMEMBERED_CHARACTERS else _surely_reads(sql)
 
@@ -107,9 +108,9 @@ def _surely_reads(sql: str) -> bool:
 
 
 def is_data_statement(sql: str) -> bool:
-    """Return whether a text is surely one statement that reads or writes rows; most are, and few steps tell.
+    """Return whether a text is certainly one statement that reads or writes rows; most are, and the check is quick.
 
-    Such a statement ends no transaction, and makes or ends no savepoint.
+    Such a statement ends no transaction, and creates or ends no savepoint.
     """
     return sql.startswith(_DATA_STATEMENTS) and ";" not in sql
 
@@ -143,8 +144,8 @@ SavepointChange: TypeAlias = tuple[str, str | None]
 def savepoint_changes(sql: str) -> list[SavepointChange]:
     """Return what a text does to savepoints: SAVEPOINT, RELEASE or ROLLBACK, each with the savepoint's name.
 
-    Two names are equal only if every server takes them for equal. None stands for any name: the text, or the name in
-    it, cannot be read with certainty. A savepoint that is made under such a name is left out.
+    Two names are equal only if every server considers them equal. None stands for any name: the text, or the name in
+    it, cannot be parsed with certainty. A savepoint that is created under such a name is left out.
     """
     parts = [part for part in _PLAIN_COMMENT.sub(" ", sql).split(";") if part.strip()]
     found = [each for part in parts if (each := _SAVEPOINT.fullmatch(part))]

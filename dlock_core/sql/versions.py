@@ -11,7 +11,7 @@ __all__ = ["FIRST_VERSION_SQL", "first_version"]
 FIRST_VERSION_SQL: Final = {
     "postgresql": "(extract(epoch FROM statement_timestamp()) * 1000000)::bigint",
     "mysql": "TIMESTAMPDIFF(MICROSECOND, '1970-01-01', UTC_TIMESTAMP(6))",
-    # SQLite's clock shows milliseconds. No percent sign, which drivers take for a parameter.
+    # SQLite's clock has milliseconds. There is no percent sign, which drivers would treat as a parameter.
     "sqlite": "CAST((julianday('now') - 2440587.5) * 86400000 AS INTEGER) * 1000 + (random() & 511)",
 }
 """The first version as DEFAULT of a column, for rows that other software inserts; MariaDB takes that of MySQL."""
@@ -30,8 +30,8 @@ def first_version(bits: int = 63) -> int:
     there is still room for a million writes. The number needs 64 bits in the database; until the year 2255 it is also
     exact in JavaScript.
 
-    A smaller column begins at random, in the lower half of its numbers: one of 32 bits meets an old version once in a
-    billion times, one of 16 bits once in 16,384.
+    A smaller column begins at a random number in the lower half of its range: one of 32 bits repeats an old version
+    once in a billion times, one of 16 bits once in 16,384.
 
     Args:
         bits: How many bits the largest number of the column has: 31 for an INTEGER.

@@ -287,7 +287,7 @@ class LockAcquire:
         tied.keep(self.lease)
 
     def detach(self) -> None:
-        """Give the lease up, without I/O."""
+        """Drop the lease, without I/O."""
         tied = self.tied
         if tied is not None and self.lease is not None:
             tied.tie.detach(self.lease)
@@ -304,7 +304,7 @@ class LockAcquire:
             await self.acquisition.undo()
 
     def undo_later(self) -> None:
-        """Leave nothing in the store, in the background; it was detached before."""
+        """Undo the acquire in the background; it was detached before."""
         if self.acquisition is not None:
             self.acquisition.undo_later()
 

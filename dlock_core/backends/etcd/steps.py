@@ -198,11 +198,11 @@ class Steps:
         return Granted(token, max(0.0, lease.until - runtime.now()), HeldKey(created, lease))
 
     def _stays(self, renewal: Renewal, lease: int, ttl: float) -> bool:
-        """Return whether our key may stay on its lease, of which so much is left.
+        """Return whether our key may stay on its lease, which has this much time left.
 
-        It has to be moved if it is to last longer, or if a request that came late or unheard has put it on another
-        lease. One without an answer may still do so, when little of that other lease is left; once the key has been
-        moved, it can no more.
+        It has to be moved if it is to last longer, or if a request that arrived late, or got no answer, has put it on
+        another lease. A request without an answer may still do so, when little of that other lease is left; once the
+        key has been moved, it no longer can.
         """
         request, granted = renewal
         is_settled = request.holder not in self.unsettled_leases

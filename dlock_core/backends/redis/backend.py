@@ -251,8 +251,9 @@ class RedisBackend:
     async def _replicate(self, runtime: Runtime, requests: Sequence[AcquireRequest]) -> None:
         """Return when enough replicas have these grants; otherwise raise BackendUnavailable.
 
-        In that case the engine abandons the request. WAIT covers only the writes of its own connection, and the grant
-        may have come over another one. So the leases are first written once more, by a renewal, over this connection.
+        In that case the engine abandons the request. WAIT covers only the writes of the connection it is sent on, and
+        the grant may have come over another one. So the leases are first written once more, by a renewal, over this
+        connection.
         """
         name = requests[0].name
         keys = self.keyspace.locks(requests)

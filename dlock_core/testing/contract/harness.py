@@ -1,6 +1,6 @@
 """The harness of the contract suite: it runs one copy of each test with threads and with tasks.
 
-A test reads like a story about actors who compete for one store:
+A test reads like a story about actors that compete for one store:
 
     def test_released_lock_is_free(harness, name):
         lease = harness.acquire(name)                 # a new actor holds the lock
@@ -53,31 +53,31 @@ __all__ = ["Actor", "Harness", "Tasks", "Threads"]
 
 
 def crowd() -> float:
-    """Return how many times longer a thread may wait for its turn here than on a machine with two for each processor."""
+    """Return how much longer a thread may wait for the processor than on a machine with two threads for each one."""
     if not hasattr(os, "getloadavg"):
         return 1.0
     return max(1.0, os.getloadavg()[0] / (2 * (os.cpu_count() or 1)))
 
 
 class Actor:
-    """One thread or task, which takes its steps one after the other."""
+    """One thread or task, which executes its steps one after the other."""
 
     def __init__(self, begin: Callable[[Step], Future[Any]]) -> None:
         self.start = begin
 
     def do(self, step: Step) -> Any:
-        """Take a step and return its result; raises what the step raised."""
+        """Execute a step and return its result; raises the step's error."""
         return self.start(step).result(WITHIN)
 
 
 class Harness:
-    """What a test of the contract works with, for one store; `Threads` and `Tasks` are its two kinds."""
+    """The object that a contract test works with, for one store; `Threads` and `Tasks` are its two kinds."""
 
     def __init__(self, backend: Backend) -> None:
         self.observed = Observed(backend)
         self.store = cast("Backend", self.observed)
         self.short_ttl = max(0.2, backend.capabilities.ttl_min)
-        """A ttl that a test can wait out."""
+        """A ttl that a test can wait for to expire."""
         self.renewed_ttl = max(0.8 * crowd(), backend.capabilities.ttl_min)
         """A ttl that survives the pauses of a slow machine while it is renewed: the busier the machine, the longer."""
         self._leases: list[Any] = []
@@ -108,11 +108,11 @@ class Harness:
         raise NotImplementedError
 
     def then(self, first: Any, then: Callable[[Any], Any]) -> Any:
-        """Call a function with the result of a call, after awaiting it if need be."""
+        """Call a function with the result of a call, after awaiting it if necessary."""
         raise NotImplementedError
 
     def for_each(self, step: Callable[[Any], Any], items: Iterable[Any]) -> Any:
-        """Call a function with each item, one after the other, awaiting each call if need be."""
+        """Call a function with each item, one after the other, awaiting each call if necessary."""
         raise NotImplementedError
 
     def close(self) -> None:
@@ -129,7 +129,7 @@ class Harness:
         return self.actor().start(step)
 
     def do(self, step: Step) -> Any:
-        """Take a step with a new actor, and return its result."""
+        """Execute a step with a new actor, and return its result."""
         return self.actor().do(step)
 
     def acquire(self, name: str, **options: Any) -> Any:
@@ -171,7 +171,7 @@ class Harness:
         return [call for call in list(self.observed.calls) if call.method == method and call.name == name]
 
     def renewals(self, lease: Any) -> int:
-        """Count how often the store was asked to renew a lease."""
+        """Return the number of requests to the store to renew a lease."""
         return sum(call.method == "renew" and lease.holder in call.holders for call in list(self.observed.calls))
 
     def state(self, name: str) -> LockState:
@@ -180,11 +180,11 @@ class Harness:
         return state
 
     def holders(self, name: str) -> list[str]:
-        """Return the ids of those that hold a lock."""
+        """Return the ids of the holders of a lock."""
         return [holder.holder for holder in self.state(name).holders]
 
     def until(self, condition: Step) -> None:
-        """Poll until a condition holds; only for what no event announces."""
+        """Poll until a condition holds; only for conditions without an event."""
         for _ in range(int(WITHIN * 100)):
             if condition():
                 return

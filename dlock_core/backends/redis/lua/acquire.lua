@@ -1,14 +1,14 @@
 -- acquire.lua: take the lock, or a position in its queue; idempotent by holder.
 -- KEYS  lock, token counter, set of held locks
 -- ARGV  holder, ttl ms, mode x|s, owner, ms for which a waiter keeps its position (0: take none), floor, barge 0|1
---       [, smallest new token (Redlock's forecast)[, listener that is told of a hand-over instead of the holder]]
--- reply token (granted, for the whole ttl) | {ms until it makes sense to ask again, owner} (busy)
+--       [, smallest new token (Redlock's forecast)[, listener that a hand-over wakes instead of the holder]]
+-- reply token (granted, for the whole ttl) | {ms until it makes sense to try again, owner} (busy)
 local lock, tokens, index = KEYS[1], KEYS[2], KEYS[3]
 local holder, ttl, mode = ARGV[1], ARGV[2], ARGV[3]
 --#include tokens.lua
 --#include held_locks.lua
 
--- The usual case, a free lock that nobody waits for, needs none of the functions below.
+-- The usual case, a free lock without waiters, needs none of the functions below.
 if mode == 'x' and redis.call('EXISTS', lock, lock .. ':q') == 0 then
   local at = redis.call('TIME')
   local token, text = draw(micros(at), math.max(ARGV[6] + 1, ARGV[8] or 0), 1)
@@ -104,5 +104,5 @@ if value == 'shared' then
   left = tonumber(redis.call('ZRANGE', sharers, 0, 0, 'WITHSCORES')[2]) - now
   value = redis.call('HGET', owners, redis.call('ZRANGE', sharers, 0, 0)[1])
 end
--- Another program may have taken away our expiry, or written one of its own: then it tells nothing.
+-- Another program may have taken away our expiry, or set another one: then it means nothing.
 return {ours and left >= 0 and left < 1e15 and left + 1 or 100, value or ''}

@@ -8,7 +8,7 @@ local tokens, index, granted, at = KEYS[1], KEYS[2], {}, redis.call('TIME')
 --#include read.lua
 local function holder(i) return string.sub(ARGV[2], 32 * i - 95, 32 * i - 64) end
 
--- Usually nothing is there of any of them. If something is, it must be our own grant, whose reply was lost. It keeps its
+-- Usually none of the keys exists. If something is, it must be our own grant, whose reply was lost. It keeps its
 -- token, and a ttl that a renewal has made longer since, if this comes late.
 for first = 3, #KEYS, 1000 do
   local last, found = math.min(first + 999, #KEYS), {unpack(KEYS, first, math.min(first + 999, #KEYS))}

@@ -1,4 +1,4 @@
--- adopt.lua: give an exclusive grant that is ours the token that a majority of nodes is to have; no counter goes back.
+-- adopt.lua: write the token that a majority of nodes is to have to our exclusive grant; no counter goes back.
 -- KEYS  lock, token counter
 -- ARGV  holder, token
 -- reply this server's clock in us (adopted) | 0 (the grant is gone)

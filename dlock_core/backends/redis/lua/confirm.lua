@@ -1,8 +1,8 @@
--- confirm.lua: confirm every grant that was handed over to the waiters of one listener, and look after some of them.
--- KEYS  wake-up list, token counter, set of held locks[, any others], then the locks of the waiters looked after
+-- confirm.lua: confirm every grant that was handed over to the waiters of one listener, and check some of them.
+-- KEYS  wake-up list, token counter, set of held locks[, any others], then the locks of the waiters to check
 -- ARGV  ms for which the listener and its waiters count as alive, ms that a queue stays without a request of a waiter,
 --       then the holder of each of these waiters
--- reply {{{holder, token, lock}, ...}, {for each waiter: ms until it makes sense to ask again, ...}}
+-- reply {{{holder, token, lock}, ...}, {for each waiter: ms until it makes sense to try again, ...}}
 local wake, confirmed, left, at = KEYS[1], {}, {}, redis.call('TIME')
 local now = at[1] * 1000 + math.floor(at[2] / 1000)
 redis.call('SET', wake .. ':alive', 1, 'PX', ARGV[1])
@@ -23,7 +23,7 @@ redis.call('DEL', wake)
 for i = 3, #ARGV do
   local lock, holder, ms = KEYS[#KEYS - #ARGV + i], ARGV[i], 0
   local value, queue, entries = redis.pcall('GETRANGE', lock, 0, 32), lock .. ':q', lock .. ':w'
-  -- A waiter without a position, for a lock that is free or another library's, asks again by itself.
+  -- A waiter without a position, for a lock that is free or another library's, tries again by itself.
   if redis.call('ZSCORE', queue, holder) and redis.call('HGET', entries, holder) then
     redis.call('PEXPIRE', queue, ARGV[2])
     redis.call('PEXPIRE', entries, ARGV[2])

@@ -1,4 +1,4 @@
--- drop.lua: end our exclusive lease, and nothing else; for a slot whose other keys are on their way to another node.
+-- drop.lua: end our exclusive lease, and nothing else; for a slot whose other keys are being moved to another node.
 -- KEYS  lock
 -- ARGV  holder
 -- reply 1 it was ours | 0 the lock is free | 2 another holder has it

@@ -1,6 +1,6 @@
 -- held_locks.lua: the set of the locks that are held or waited for, included by the scripts that change it.
 -- Expects `index` (its key). Every such lock is in it. A lock that is released leaves it; one that runs out stays until
--- it is tidied away, and listings do not show it.
+-- it is cleaned up, and listings do not show it.
 
 -- Remove locks that are neither held nor waited for: a few, and more as long as there are some. One draw in 64 does it.
 local function tidy(token)

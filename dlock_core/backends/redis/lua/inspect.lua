@@ -1,6 +1,6 @@
--- inspect.lua: show who holds and who waits for some locks; reads only.
+-- inspect.lua: return the holders and waiters of some locks; reads only.
 -- KEYS  locks, a thousand at most
--- ARGV  what the keys of wake-up lists begin with
+-- ARGV  the prefix of the keys of wake-up lists
 -- reply {server's ms, {value, ...}, {ms left, ...}, and for each lock that several hold or wait for:
 --   {its number, {{sharer, expiry ms, text}, ...}, {{waiter, arrival us, entry}, ...}}, ...}
 local time, none = redis.call('TIME'), {}

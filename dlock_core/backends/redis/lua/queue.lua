@@ -1,11 +1,12 @@
 -- queue.lua: the waiters of a lock, included by the scripts that grant or end a lease.
 -- Expects `lock`, `tokens` (the counter) and `index` (the set of held locks): their keys.
--- All keys of a lock carry its hash tag, so they live in one slot, and so do `wake` and what begins with it: the lists
--- that waiters listen to, each its own (named by its holder) or one for all waiters of an event loop (by the listener).
+-- All keys of a lock carry its hash tag, so they live in one slot, and so do `wake` and the keys that begin with it:
+-- the lists that waiters listen to, each its own (named by its holder) or one for all waiters of an event loop (by the
+-- listener).
 -- A waiter is alive for as long as its entry says, and for as long as its listener is.
 -- A lock with a queue is in the set of held locks, so that a hand-over need not add it.
 -- CLAIM: ms within which a hand-over must be confirmed. LINGER: ms that a queue stays without a request of a waiter.
--- What is a number in a command is text wherever it can be: Redis formats a Lua number as slowly as it runs a command.
+-- Numbers in commands are text where possible: Redis formats a Lua number as slowly as it runs a command.
 --#include tokens.lua
 --#include held_locks.lua
 local LINGER = 10000
@@ -16,7 +17,7 @@ local moment = micros(time)
 local now = math.floor(moment / 1000)
 
 -- A lease that is granted anew, with a token above its floor, is marked as restore.lua does: the undo of its first
--- attempt may still be on its way.
+-- attempt may still be in flight.
 local function grant(holder, mode, owner, ttl, floor)
   local token, text = draw(moment, floor + 1, 1)
   text = holder .. '|' .. text .. '|' .. (floor + 0 > 0 and '0' or '') .. time[1] .. '|' .. owner
@@ -37,7 +38,7 @@ end
 -- Hand the lock over to the first waiters that are alive, as many as may hold it together, and wake each. The grant
 -- lasts for CLAIM only: the waiter confirms it, which starts its full ttl, or else the next one is served. The caller of
 -- the script is not woken: it has the reply. `value`: what the key of the lock holds, nothing if that has just ended;
--- `head`: the first waiter, if the script knows it already. Returns whether somebody has the lock now.
+-- `head`: the first waiter, if the script knows it already. Returns whether the lock is held now.
 local function serve(value, caller, head)
   while not value or value == 'shared' do
     head = head or redis.call('ZRANGE', queue, '0', '0')[1]

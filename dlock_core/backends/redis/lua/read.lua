@@ -1,4 +1,4 @@
--- read.lua: read a key that may be of another type, included by scripts which then take it for nothing of ours.
+-- read.lua: read a key that may be of another type, included by scripts that then ignore it.
 -- Returns the reply, a table with `err` for a key of another type. Any other error, such as a missing permission, says
 -- nothing about the key, and is the script's.
 local function read(...)

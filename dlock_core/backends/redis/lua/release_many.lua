@@ -1,7 +1,7 @@
--- release_many.lua: end those of our exclusive leases for which nobody waits.
+-- release_many.lua: end those of our exclusive leases that have no waiters.
 -- KEYS  set of held locks, then the locks
 -- ARGV  the holders run together (32 characters each)
--- reply for each lock: 1 it was ours and is free | 0 it is as it was: release.lua knows more
+-- reply for each lock: 1 it was ours and is free | 0 it is unchanged: use release.lua
 local index, answers = KEYS[1], {}
 for first = 2, #KEYS, 1000 do
   local last, queues, ended = math.min(first + 999, #KEYS), {}, {}

@@ -1,14 +1,14 @@
--- renew.lua: push the expiry of many leases that are still ours; never re-creates one, and never shortens one: it may
--- come late, after another that was answered. Only where the clock is behind the grant is the expiry set anew.
+-- renew.lua: extend the expiry of many leases that are still ours; never re-creates one, and never shortens one: it may
+-- come late, after another that was answered. Only where the clock is behind the grant is the expiry overwritten.
 -- KEYS  one lock per lease[, any others]
 -- ARGV  the leases' holders, run together (32 characters each), then ttl ms: one for all, or one for each
--- reply for each lease: 1 renewed | 0 gone, also where somebody has put a key of another type: the others are renewed
+-- reply for each lease: 1 renewed | 0 gone, also if the key has another type: the others are renewed
 local answers, clock = {}, nil
 local function now()
   clock = clock or redis.call('TIME')
   return clock[1] * 1000 + math.floor(clock[2] / 1000)
 end
--- Whether the lease was granted by a clock that has gone back since.
+-- Whether the clock has been set back since the lease was granted.
 local function is_ahead(text)
   return (tonumber(string.match(text, '^%x+|%d+|(%d+)|')) or 0) * 1000 > now()
 end

@@ -1,7 +1,7 @@
--- restore.lua: take leases at a node that forgot or never had them, while a majority of other nodes keeps them.
+-- restore.lua: write leases to a node that lost or never had them, while a majority of other nodes keeps them.
 -- KEYS  token counter, set of held locks, then one lock per lease
 -- ARGV  for each lease: holder, ttl ms, token, owner
--- reply the number of leases that were taken; what is another's stays as it is
+-- reply the number of leases that were written; leases of others stay unchanged
 -- The time since when begins with a zero, so that the undo of an attempt, which may come later, leaves the lease alone.
 local tokens, time, taken = KEYS[1], redis.call('TIME'), 0
 local clock = time[1] * 1000000 + time[2]
