@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 __all__ = ["MemoryBackend"]
 
 CLAIM_S = 1.0
-"""How long a waiter has to confirm that it takes a lock that was handed over to it."""
+"""How long a waiter has to confirm a lock that was handed over to it."""
 WAITER_TTL_S = 5.0
 """How long after its last request a waiter keeps its position in the queue."""
 
@@ -93,7 +93,7 @@ class MemoryBackend:
             if entry is None:
                 return
             entry.signal, entry.alive_until = signal, self._now() + timeout + WAITER_TTL_S
-        # The waiter that was handed the lock may be dead, and wakes no other.
+        # The waiter that got the lock may be dead, and would wake no other.
         await runtime.wait(signal, min(timeout, CLAIM_S))
 
     async def abandon(self, runtime: Runtime, request: AcquireRequest, ticket: Any = None) -> None:
@@ -133,13 +133,13 @@ class MemoryBackend:
 
     @property
     def _alone(self) -> Any:
-        """Return the guard; a signal handler that has interrupted its owner would wait for ever, and gets an error."""
+        """Return the mutex; a signal handler that has interrupted its owner would wait forever, and gets an error."""
         if self._guard._is_owned():  # noqa: SLF001 - threading.Condition asks its lock so, too
             raise BackendUnavailable("", reason="a signal handler has called it during another call of its thread")
         return self._guard
 
     def _current(self, name: str) -> _State:
-        """Return the state of a lock without what has expired, and forget a lock without holders and waiters."""
+        """Return the state of a lock without expired entries, and forget a lock without holders and waiters."""
         state, now = self._states.get(name) or _State(), self._now()
         for holder in [key for key, grant in state.holders.items() if grant.until <= now]:
             del state.holders[holder]

@@ -117,27 +117,27 @@ class Keys:
         return _txn([*own, _none(rivals)], take, [{"request_txn": none_older}])  # a comparison of no keys is false
 
     def move(self, request: AcquireRequest, created: int, old: int, new: int) -> GatewayCall:
-        """Put a grant that is still ours on another lease; tell whether it is there if it is not on the old one."""
+        """Put a grant that is still ours on another lease; if it is not on the old one, return whether it exists."""
         own = self.own(request)
         see = [_range(own, keys_only=True)]
         return _txn(self._ours(request, created, old), [_put(own, request.owner, new)], see)
 
     def _ours(self, request: AcquireRequest, created: int, lease: int) -> list[Json]:
-        """Check that our key is on the lease on which we have seen it.
+        """Check that our key is on the lease on which it was last seen.
 
-        A request that comes late must not take it away from the lease that a later one has put it on.
+        A request that arrives late must not take it from the lease on which a later request has put it.
         """
         own = self.own(request)
         return [_created(own, created), {"key": text(own), "target": "LEASE", "lease": str(lease)}]
 
     def raise_base(self, request: AcquireRequest, view: LockView, base: int) -> GatewayCall:
-        """Add so much to the tokens of this lock, beginning with our own grant, unless another was faster."""
+        """Add this number to the lock's tokens, beginning with our own grant, unless another process was faster."""
         key = self.base(request.name)
         same = {"key": text(key), "target": "MOD", "mod_revision": str(view.base_modified)}
         return _txn([_created(view.own.key, view.own.created), same], [_put(key, str(base))], [])
 
     def held(self, owns: Sequence[str]) -> GatewayCall:
-        """See which of these keys are there."""
+        """Check which of these keys exist."""
         return _txn([], [_range(own, keys_only=True) for own in owns], [])
 
     def leave(self, request: AcquireRequest) -> GatewayCall:
@@ -149,11 +149,11 @@ class Keys:
         return _txn([_created(entry.key, entry.created)], [{"request_delete_range": {"key": text(entry.key)}}], [])
 
     def present(self, key: str) -> GatewayCall:
-        """See whether a key is there."""
+        """Check whether a key exists."""
         return "kv/range", {"key": text(key), "keys_only": True}
 
     def listed(self, start: str, after: str, limit: int) -> GatewayCall:
-        """See the keys that begin so, in the order of the alphabet, but for those up to `after`."""
+        """List the keys with this prefix in alphabetical order, except those up to `after`."""
         key, end = f"{after}\0" if after else start, _end(start)
         return "kv/range", {"key": text(key), "range_end": text(end), "limit": str(limit)}
 
@@ -175,7 +175,7 @@ class Keys:
 
 
 def view(answer: Answer, own: str) -> LockView:
-    """Read the answer to `enter`, `queue` or `promote`."""
+    """Parse the answer to `enter`, `queue` or `promote`."""
     responses = answer["responses"]
     if "response_txn" in responses[0]:
         return view(responses[0]["response_txn"], own)
@@ -196,7 +196,7 @@ def view(answer: Answer, own: str) -> LockView:
 
 
 def entries(found: Answer) -> list[StoredKey]:
-    """Read the answer to a range."""
+    """Parse the answer to a range."""
     return [
         StoredKey(
             _plain(kv["key"]),
@@ -210,17 +210,17 @@ def entries(found: Answer) -> list[StoredKey]:
 
 
 def counted(value: str) -> int:
-    """Read what is added to revisions; what is no number, or is too great for a token, is damaged and counts as 0."""
+    """Parse the number that is added to revisions; a damaged one, not a number or too great, counts as 0."""
     return base if _BASE.fullmatch(value) and (base := int(value)) <= MAX_BASE else 0
 
 
 def grant(lease: int, ttl: int) -> GatewayCall:
-    """Make a lease of so many whole seconds."""
+    """Create a lease of this many whole seconds."""
     return "lease/grant", {"ID": str(lease), "TTL": str(ttl)}
 
 
 def keep_alive(leases: Sequence[int]) -> GatewayCall:
-    """Begin the time of all of these leases anew; answered one by one."""
+    """Restart the ttl of all of these leases; answered one by one."""
     return "lease/keepalive", b"\n".join([b'{"ID":"%d"}' % lease for lease in leases])
 
 
@@ -230,12 +230,12 @@ def revoke(lease: int) -> GatewayCall:
 
 
 def time_to_live(lease: int) -> GatewayCall:
-    """Ask what is left of a lease."""
+    """Request the remaining time of a lease."""
     return "lease/timetolive", {"ID": str(lease)}
 
 
 def text(plain: str) -> str:
-    """Write text as the gateway wants it."""
+    """Encode text for the gateway."""
     return b64encode(plain.encode()).decode()
 
 
@@ -244,7 +244,7 @@ def _plain(coded: str) -> str:
 
 
 def _end(start: str) -> str:
-    """Return what comes after everything that begins so."""
+    """Return the end of the range of keys with this prefix."""
     return start[:-1] + chr(ord(start[-1]) + 1)
 
 

@@ -1,4 +1,4 @@
-"""The steps of one lock in etcd (its lease, its queue entry, its end): each is one write and its answers."""
+"""The steps of one lock in etcd (its lease, its queue entry, its end): each is one write and its replies."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ __all__ = ["QUEUE_ENTRY_TTL_S", "HeldKey", "QueueEntry", "Steps"]
 
 
 Put = Callable[["AcquireRequest", int, int], "GatewayCall"]
-"""Makes a question that puts our key on a lease, or on the lease of a place."""
+"""Returns the call that puts our key on a lease, or on the lease of a queue entry."""
 
 
 QUEUE_ENTRY_TTL_S: Final = 6.0
@@ -34,7 +34,7 @@ QUEUE_ENTRY_TTL_S: Final = 6.0
 MAX_WAIT_S: Final = 60.0
 """Seconds after which a waiter tries again in any case."""
 MAX_LEASES_PER_STREAM: Final = 16
-"""Leases in one stream: the gateway may forget all but the first 512 bytes of what it is asked once it answers."""
+"""Leases in one stream: the gateway may drop all but the first 512 bytes of a request once it answers."""
 NOT_FOUND: Final = 5
 
 
@@ -48,12 +48,12 @@ class QueueEntry:
         self.view(view)
 
     def view(self, view: LockView) -> None:
-        """Record what is ahead of our key."""
+        """Record the key ahead of ours."""
         self.before, self.seen = view.before.key, view.revision
 
 
 class HeldKey(NamedTuple):
-    """How we hold a lock; its lease is another one after a longer ttl was asked for."""
+    """Our key that holds a lock; after a request for a longer ttl it is on another lease."""
 
     created: int
     lease: ServerLease
@@ -65,10 +65,10 @@ class Steps:
     def __init__(self, gateway: Gateway, names: Keys) -> None:
         self.gateway, self.keys, self.spares = gateway, names, Spares()
         self.unsettled_leases: dict[str, list[ServerLease]] = {}
-        """What an attempt of a holder whose outcome is not known, or not yet, may have put its key on."""
+        """The leases on which attempts with an unknown or pending outcome may have put their keys, by holder."""
 
     async def enter(self, runtime: Runtime, request: AcquireRequest) -> Granted | QueueEntry | Busy:
-        """Take the lock, if it is free, or find the place that an earlier attempt has taken; else join the queue."""
+        """Take the lock if it is free, or find the queue entry of an earlier attempt; otherwise join the queue."""
         queue_entry = self.spares.take(QUEUE_ENTRY_TTL_S, runtime.now()) if request.queue else None
         view, lease = await self._put(runtime, request, self.keys.enter, request.ttl, queue_entry)
         if view.has_taken:
@@ -85,7 +85,7 @@ class Steps:
     async def promote(
         self, runtime: Runtime, request: AcquireRequest, queue_entry: QueueEntry
     ) -> Granted | QueueEntry | Busy:
-        """Take the lock if our queue entry is the first; else return what it waits for."""
+        """Take the lock if our queue entry is the first; otherwise return what it waits for."""
 
         def call(request: AcquireRequest, lease: int, _: int) -> GatewayCall:
             return self.keys.promote(request, queue_entry.created, queue_entry.lease.id, lease)
@@ -98,7 +98,7 @@ class Steps:
         if not view.own.created:  # Our queue entry expired, for example because the process was stopped.
             return await self._queue(runtime, request) if request.queue else busy(view)
         if (view.own.created, view.own.lease) != (queue_entry.created, queue_entry.lease.id):
-            return QueueEntry(view)  # So it is, too, where an attempt whose answer was lost has taken the lock.
+            return QueueEntry(view)  # Also if an attempt whose reply was lost has taken the lock.
         queue_entry.view(view)
         return busy(view, queue_entry)
 
@@ -140,11 +140,11 @@ class Steps:
         return results
 
     async def ask(self, runtime: Runtime, name: str, *calls: GatewayCall) -> list[Answer]:
-        """Ask questions that have one answer each, which may be an error."""
+        """Send calls with one answer each, which may be an error."""
         return [answer for (answer,) in await self.gateway.ask(runtime, name, calls)]
 
     def checked(self, name: str, answer: Answer) -> Answer:
-        """Return a proper answer back, and raise BackendUnavailable for another."""
+        """Return a proper answer, and raise BackendUnavailable for any other."""
         if "code" in answer or "error" in answer or "header" not in answer:
             raise self.gateway.failure(name, answer)
         return answer
@@ -159,7 +159,7 @@ class Steps:
     async def _put(
         self, runtime: Runtime, request: AcquireRequest, call: Put, ttl: float, queue_entry: ServerLease | None = None
     ) -> tuple[LockView, ServerLease]:
-        """Ask something that puts our key on a lease: one of ours that carries nothing, or a new one."""
+        """Send a call that puts our key on a lease: an unused one of ours, or a new one."""
         lease = self.spares.take(ttl, runtime.now()) or new_lease(ttl)
         view = await self._put_on(runtime, request, call, lease, queue_entry)
         if view is None:  # The server does not know a lease that should be alive.
@@ -217,7 +217,7 @@ class Steps:
             return error
 
     async def _move(self, runtime: Runtime, renewal: Renewal, old: int, limit: float) -> RenewalResult:
-        """Put our key on a new lease, of the ttl that is wanted: that of a lease cannot be changed."""
+        """Put our key on a new lease with the requested ttl: the ttl of a lease cannot be changed."""
         request, held_key = renewal.request, renewal.granted.handle
         lease, sent = new_lease(request.ttl), runtime.now()
         self.unsettled_leases[request.holder] = [lease]
@@ -237,26 +237,26 @@ class Steps:
 
 
 def _busy_or(view: LockView, queue_entry: QueueEntry) -> QueueEntry | Busy:
-    """Return Busy if another key is ahead of ours, else the queue entry, which may hold the lock now."""
+    """Return Busy if another key is ahead of ours, otherwise the queue entry, which may hold the lock now."""
     return busy(view, queue_entry) if queue_entry.before else queue_entry
 
 
 def busy(view: LockView, queue_entry: Any = None) -> Busy:
-    """Return that another holder has the lock."""
+    """Return the answer that another holder has the lock."""
     return Busy(MAX_WAIT_S, view.first.value, queue_entry)
 
 
 MIN_REMAINING_SHARE: Final = 7 / 8
-"""A lease that has less than this share of its ttl left is not used again, but left to run out."""
+"""A lease with less than this share of its ttl left is not reused, but runs out."""
 MAX_SPARES_PER_TTL: Final = 64
-"""Unused leases kept of each ttl, at most."""
+"""Largest number of unused leases kept for each ttl."""
 MAX_SPARE_TTL_S: Final = 60.0
 """Seconds of ttl above which a lease is not kept: nothing should be left on the server for long."""
 
 
 @dataclass(slots=True)
 class ServerLease:
-    """A lease, and until when it surely lives, by our clock; `is_known` once the server has granted it."""
+    """A lease, and until when it certainly lives, by our clock; `is_known` once the server has granted it."""
 
     id: int
     ttl: int
@@ -270,7 +270,7 @@ def new_lease(seconds: float) -> ServerLease:
 
 
 class Spares:
-    """Leases of this process that carry nothing now."""
+    """Leases of this process that are not in use."""
 
     def __init__(self) -> None:
         self._pid = os.getpid()
@@ -288,11 +288,11 @@ class Spares:
         return spare if spare is not None and spare.until - now >= spare.ttl * MIN_REMAINING_SHARE else None
 
     def keeps(self, lease: ServerLease) -> bool:
-        """Return whether it is worth to keep."""
+        """Return whether the lease is worth keeping."""
         return lease.is_known and lease.ttl <= MAX_SPARE_TTL_S
 
     def give(self, lease: ServerLease) -> None:
-        """Take back a lease that carries nothing any more, and which no request of unknown outcome has named."""
+        """Take back a lease that is no longer in use, and that no request of unknown outcome has named."""
         if self.keeps(lease):
             self._free.setdefault(lease.ttl, deque(maxlen=MAX_SPARES_PER_TTL)).append(lease)
 

@@ -1,7 +1,7 @@
 """HTTP/1.1 over one connection, for threads and for tasks: h11 writes the requests and reads the replies.
 
-What is left to us is what a lock needs and a general client does not give: several requests go out in one write, each
-step has what is left of one time limit, nothing is ever sent twice, and a time limit does not end a stream.
+This module adds what a lock needs and a general client does not provide: several requests are sent in one write, the
+steps share one time limit, nothing is ever sent twice, and a time limit does not end a stream.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ __all__ = ["HTTPConnection", "HTTPError", "HTTPReply", "HTTPStream", "Member"]
 
 MAX_READ_BYTES: Final = 1 << 16
 MIN_TIMEOUT_S: Final = 0.001
-"""Seconds that a step gets when its time is over: to a socket, 0 would mean not to wait at all."""
+"""Seconds for a step whose time is over: for a socket, 0 would mean non-blocking."""
 
 
 class Member(NamedTuple):
-    """Where one member of the cluster listens for clients."""
+    """The address at which one member of the cluster listens for clients."""
 
     host: str
     port: int
@@ -41,7 +41,7 @@ class Member(NamedTuple):
 
 
 class HTTPError(OSError):
-    """What came back is not a reply that we understand."""
+    """The reply cannot be parsed."""
 
 
 class HTTPReply(NamedTuple):
@@ -56,10 +56,11 @@ class HTTPConnection:
 
     def __init__(self, member: Member, stream: _Stream) -> None:
         self.member, self.was_used = member, False
-        """An idle connection may have died since it was used; a new one that fails says something of the member."""
+        """Whether it was used before: an idle connection may have died since; the failure of a new one is the
+        member's."""
         self._stream, self._received = stream, b""
         self.close = stream.close
-        """Closes it at once: what it carries must not be carried out after our clean-up."""
+        """Closes it at once: its requests must not be executed after our clean-up."""
 
     @classmethod
     async def open(cls, runtime: Runtime, member: Member, tls: ssl.SSLContext | None, until: float) -> HTTPConnection:
@@ -68,7 +69,7 @@ class HTTPConnection:
         return cls(member, await runtime.call(kind.open, member, tls, _left(runtime, until)))
 
     def is_usable(self) -> bool:
-        """Return whether an idle connection is open, and nothing came unasked: that would pass for the next reply."""
+        """Return whether an idle connection is open and has no unexpected data, which would pass for the next reply."""
         return not self._received and self._stream.is_usable()
 
     async def exchange(
@@ -79,12 +80,12 @@ class HTTPConnection:
         return [await self._reply(runtime, machine, until) for machine in machines]
 
     async def stream(self, runtime: Runtime, path: str, body: bytes, auth_token: str, until: float) -> HTTPStream:
-        """Send a request whose reply has no end; the connection is of no other use from now on."""
+        """Send a request whose reply has no end; the connection cannot be used otherwise from now on."""
         (machine,) = await self._send(runtime, [(path, body)], auth_token, until)
         return HTTPStream(self, machine)
 
     async def event(self, runtime: Runtime, machine: h11.Connection, until: float) -> Any:
-        """Return what comes next in the reply to one request; after a TimeoutError it can be asked for again."""
+        """Return the next event of the reply to one request; can be repeated after a TimeoutError."""
         try:
             while (event := machine.next_event()) is h11.NEED_DATA:
                 data = await runtime.call(self._stream.read, _left(runtime, until))
@@ -133,7 +134,7 @@ class HTTPStream:
         self._connection, self._machine, self._lines = connection, machine, b""
 
     async def document(self, runtime: Runtime, until: float) -> Any:
-        """Return the next document; after a TimeoutError it can be asked for again."""
+        """Return the next document; can be repeated after a TimeoutError."""
         while True:
             line, newline, rest = self._lines.partition(b"\n")
             if not newline:
@@ -160,13 +161,13 @@ class _Stream(Protocol):
     """A connected socket, with TLS or without; `read` and `write` wait for at most `limit` seconds."""
 
     def read(self, limit: float) -> Any:
-        """Return what comes next, nothing at the end of the connection; raises OSError."""
+        """Return the next data, empty at the end of the connection; raises OSError."""
 
     def write(self, data: bytes, limit: float) -> Any:
         """Send all of it; raises OSError."""
 
     def is_usable(self) -> bool:
-        """Return whether an idle connection is open, and silent as it must be."""
+        """Return whether an idle connection is open and has no data."""
 
     def close(self) -> None:
         """Close it, without waiting for anything."""
@@ -214,7 +215,7 @@ class _AsyncioStream:
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader, self._writer = reader, writer
         self.close = writer.transport.abort
-        """A mere `close` would wait for the other side over TLS, and the loop may end before."""
+        """A plain `close` would wait for the other side over TLS, and the loop may end before that."""
 
     @classmethod
     async def open(cls, member: Member, tls: ssl.SSLContext | None, limit: float) -> _AsyncioStream:
@@ -233,7 +234,7 @@ class _AsyncioStream:
         unasked = self._reader.read(1)
         try:
             unasked.send(None)
-        except (StopIteration, OSError):  # Something is there, or the end of the connection.
+        except (StopIteration, OSError):  # There is data, or the end of the connection.
             return False
         unasked.close()
         return True

@@ -1,4 +1,4 @@
-"""How a lease ends, and what its holder is told."""
+"""How a lease ends, and what its holder learns."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_release_answers_stolen_when_another_holds(harness: Harness, name: str) 
 
 
 def test_release_that_could_not_be_carried_out_is_repeated_until_it_is(harness: Harness, name: str) -> None:
-    """The lock is free long before its ttl is over, and before anybody asks for its release again."""
+    """The lock is free long before its ttl is over, and before any caller releases it again."""
     lease, asked, answer = harness.acquire(name, ttl=LONG_TTL_S), [], harness.observed.release
 
     async def release(runtime: Runtime, request: AcquireRequest, granted: Granted) -> Any:
