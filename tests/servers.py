@@ -4,6 +4,7 @@ A server is found before it is started; `ServerMissing` says what to install. No
 """
 
 import atexit
+import fcntl
 import importlib.util
 import os
 import pwd
@@ -14,9 +15,11 @@ import socket
 import subprocess
 import sys
 import sysconfig
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Final
 
@@ -215,15 +218,30 @@ def find(program: str, *extra: Path, package: str) -> str:
 
 
 def free_port() -> int:
-    """A port nobody listens on, outside the range outgoing connections are given: still free when its server starts."""
-    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:]) % 8  # runs side by side never pick the same
-    ours = range(NOT_EPHEMERAL.start + worker * 1500, NOT_EPHEMERAL.start + (worker + 1) * 1500)
+    """Return a port on which nothing listens, and which no other process gets from here while this one lives.
+
+    It is outside the range that outgoing connections are given, so that it is still free when its server starts.
+    """
     while True:
-        port = ours.start + secrets.randbelow(len(ours))
+        port = secrets.choice(NOT_EPHEMERAL)
         with socket.socket() as probe:
-            if port not in _given and probe.connect_ex(("127.0.0.1", port)) != 0:
+            if port not in _given and _reserve(port) and probe.connect_ex(("127.0.0.1", port)) != 0:
                 _given.add(port)
                 return port
+
+
+def _reserve(port: int) -> bool:
+    """Lock the byte of this port in a file that all runs share; the system ends these locks with their process."""
+    try:
+        fcntl.lockf(_reservations(), fcntl.LOCK_EX | fcntl.LOCK_NB, 1, port)
+    except OSError:
+        return False
+    return True
+
+
+@cache
+def _reservations() -> int:
+    return os.open(Path(tempfile.gettempdir(), f"dlock-ports-{os.geteuid()}"), os.O_RDWR | os.O_CREAT, 0o600)
 
 
 def when_done(action: Callable[..., object], *args: object, **kwargs: object) -> None:

@@ -1,12 +1,17 @@
 """The servers behind the other tests keep their own promises."""
 
 import socket
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 from django.db import connections
 
-from tests.servers import Server, ServerMissing, find
+from tests.servers import Server, ServerMissing, find, free_port
 from tests.testapp.models import Counter
+
+ROOT = Path(__file__).parents[1]
 
 
 def ask(server: Server, *commands: bytes) -> bytes:
@@ -54,6 +59,12 @@ def test_redis_restarts_without_data_when_told_so(any_redis):
 def test_two_versions_of_redis_are_tested(redis_server, redis_62):
     assert b"redis_version:6.2" in ask(redis_62, b"INFO server")
     assert b"redis_version:6.2" not in ask(redis_server, b"INFO server")
+
+
+def test_port_that_a_process_was_given_is_given_to_no_other_process():
+    question = f"from tests.servers import _reserve; print(_reserve({free_port()}))"
+    asked = subprocess.run([sys.executable, "-c", question], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert asked.stdout == "False\n"
 
 
 def test_missing_program_says_what_to_install():
