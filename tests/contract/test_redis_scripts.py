@@ -264,6 +264,32 @@ def confirm(server: redis.Redis, **looked_after: str) -> Any:
     return call(server, "confirm", 4000, 9000, *holders, keys=(f"wake:{EAR}", TOKENS, INDEX, *locks))
 
 
+def let_hand_over_run_out(server: redis.Redis) -> None:
+    """The lock was handed over to Bob, and the claim time is over before his listener has heard of it."""
+    acquire(server, ANN)
+    wait_with_listener(server, BOB)
+    call(server, "release", ANN)
+    server.delete(LOCK)
+    assert server.llen(f"wake:{EAR}") == 1
+
+
+@pytest.mark.parametrize("mode", ["x", "s"])
+def test_request_takes_off_the_list_what_an_earlier_hand_over_has_left(server: redis.Redis, mode: str) -> None:
+    """Otherwise the listener would be told of a hand-over to a holder that has had its lease for long."""
+    let_hand_over_run_out(server)
+    assert wait_with_listener(server, BOB, mode=mode) > 0
+    assert server.llen(f"wake:{EAR}") == 0
+
+
+def test_request_that_queues_again_takes_its_notice_off_the_list(server: redis.Redis) -> None:
+    let_hand_over_run_out(server)
+    acquire(server, EVE)
+    assert wait_with_listener(server, BOB)[0] > 0
+    call(server, "release", EVE)
+    confirmed, _ = confirm(server)
+    assert [holder for holder, _, _ in confirmed] == [BOB]
+
+
 @pytest.mark.parametrize("mode", ["x", "s"])
 def test_confirm_starts_the_full_ttl_of_all_that_was_handed_over_to_a_listener(server: redis.Redis, mode: str) -> None:
     locks = [(f"{{{letter}}}", TOKENS, INDEX) for letter in "abc"]

@@ -13,6 +13,7 @@ import redis
 import redis.asyncio
 
 from dlock_core import AcquireTimeout, AsyncLock, Lock
+from dlock_core.backends.redis import backend as redis_backend
 from dlock_core.backends.redis import waiting
 from dlock_core.backends.redis.backend import RedisBackend
 from dlock_core.backends.redis.pipeline import QueuedRequest
@@ -418,6 +419,104 @@ def test_hand_over_that_its_holder_knows_of_already_is_not_given_back(
             await lease.release()
 
     monkeypatch.setattr(waiting, "MAX_UNCLAIMED_S", 0.0)
+    asyncio.run(main())
+
+
+@pytest.fixture
+def patient(proxy: Proxy, prefix: str) -> Iterator[RedisBackend]:
+    """The store through the proxy, with a time limit that none of its requests reaches."""
+    backend = RedisBackend.from_url(proxy.redis_url, prefix=prefix, timeout=30.0)
+    yield backend
+    backend.close()
+
+
+async def next_sleep(store: RedisBackend) -> None:
+    """Wait until the listener has begun a new sleep."""
+    before = store._listeners.here()._looked_after_at
+    await auntil(lambda: store._listeners.here()._looked_after_at > before)
+
+
+def look_again(store: RedisBackend, holder: str) -> None:
+    """Let the time come at which this waiter asks by itself."""
+    store._listeners.here()._waiters[holder].ask_within(0.0)
+
+
+def test_lease_that_was_found_while_no_listener_was_there_is_not_given_back(
+    patient: RedisBackend, proxy: Proxy, direct: RedisBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The listener is told of a hand-over, and its connection is lost before the holder's own request is answered."""
+
+    async def main() -> None:
+        listener = patient._listeners.here()
+        async with crowd(patient, direct, ["a", "b"]) as (tasks, held):
+            (holder,) = await asyncio.to_thread(waiters, direct, "b")
+            told = proxy.hold_reply(matching=b"BLMOVE")
+            await next_sleep(patient)
+            await release(held[1])
+            await asyncio.to_thread(told.wait)
+            found = proxy.hold_reply(matching=b"{b}")
+            look_again(patient, holder)
+            await asyncio.to_thread(found.wait)
+            proxy.cut_request(matching=b"BLMOVE")
+            told.release()
+            await auntil(lambda: holder in listener._unclaimed and listener._task is None)
+            found.release()
+            lease = await tasks[1]
+            monkeypatch.setattr(waiting, "MAX_UNCLAIMED_S", 0.0)
+            await several_sleeps(patient)
+            assert await asyncio.to_thread(holders, direct, "b") == [lease.holder]
+            await lease.release()
+
+    asyncio.run(main())
+
+
+def test_lease_is_not_given_back_for_a_hand_over_that_came_to_nothing(
+    patient: RedisBackend, proxy: Proxy, direct: RedisBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The listener reads of the earlier hand-over when the same holder has been granted the lock by its own request."""
+
+    async def main() -> None:
+        async with crowd(patient, direct, ["a", "b", "c"]) as (tasks, held):
+            (holder,) = await asyncio.to_thread(waiters, direct, "b")
+            told = proxy.hold_reply(matching=b"BLMOVE")
+            await next_sleep(patient)
+            await release(held[2])
+            await asyncio.to_thread(told.wait)  # now nobody listens
+            await release(held[1])
+            (state,) = await direct.inspect(ASYNCIO, "b")
+            assert [each.holder for each in state.holders] == [holder]
+            assert await direct.force_release(ASYNCIO, "b", state.holders[0].token)
+            look_again(patient, holder)
+            lease = await tasks[1]
+            told.release()
+            monkeypatch.setattr(waiting, "MAX_UNCLAIMED_S", 0.0)
+            await several_sleeps(patient)
+            assert await asyncio.to_thread(holders, direct, "b") == [lease.holder]
+            await lease.release()
+            await pass_on(tasks[2])
+
+    asyncio.run(main())
+
+
+def test_hand_over_to_a_waiter_that_polls_is_not_given_back(
+    store: RedisBackend, direct: RedisBackend, admin: redis.Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It waits for another library's lock, which wakes no waiter, and finds by its next request what it was handed."""
+
+    async def main() -> None:
+        async with crowd(store, direct, ["a"]):
+            admin.set(direct.lock_key("b"), "of another library", px=60_000)
+            task = asyncio.create_task(AsyncLock(store, "b", ttl=60, wait=None).acquire())
+            await until_all_wait(direct, ["b"])
+            admin.delete(direct.lock_key("b"))
+            assert await asyncio.to_thread(Lock(direct, "b").try_acquire) is None
+            (state,) = await direct.inspect(ASYNCIO, "b")
+            lease = await task
+            assert [each.token for each in state.holders] == [lease.token]
+            await lease.release()
+
+    monkeypatch.setattr(waiting, "MAX_UNCLAIMED_S", 0.0)
+    monkeypatch.setattr(redis_backend, "FOREIGN_POLL_S", (2.0, 2.0))
     asyncio.run(main())
 
 

@@ -128,6 +128,8 @@ class RedisBackend:
         """
         seconds = min(timeout, MAX_SLEEP_S, request.ttl / 4)
         if busy.ticket is None:
+            if isinstance(runtime, Asyncio):
+                self._listeners.here().asks(request.holder)  # It is about to, and finds what it is handed meanwhile.
             await runtime.sleep(min(seconds, RNG.uniform(*FOREIGN_POLL_S)))
             return None
         if isinstance(runtime, Asyncio):

@@ -145,9 +145,10 @@ class Listener:
     def replied(self, holder: str, *, granted: bool) -> None:
         """Record that a holder has the reply to its request; a hand-over to it after a grant is the same grant."""
         self._asking.pop(holder, None)
-        if granted and self._task is not None:
+        if granted:
             self._unclaimed.pop(holder, None)
-            self._found.add(holder)
+            if self._task is not None:
+                self._found.add(holder)
 
     def forget(self, holder: str) -> None:
         """Release whatever is handed over to this holder from now on: it has abandoned its request."""

@@ -8,8 +8,10 @@ local holder, ttl, mode = ARGV[1], ARGV[2], ARGV[3]
 --#include tokens.lua
 --#include held_locks.lua
 
--- The usual case, a free lock without waiters, needs none of the functions below.
-if mode == 'x' and redis.call('EXISTS', lock, lock .. ':q') == 0 then
+-- The usual case, a free lock without waiters, needs none of the functions below, unless a listener's list may
+-- tell of an earlier hand-over to us.
+local list = ARGV[9] and string.sub(tokens, 1, -6) .. 'wake:' .. ARGV[9] or lock
+if mode == 'x' and redis.call('EXISTS', lock, lock .. ':q', list) == 0 then
   local at = redis.call('TIME')
   local token, text = draw(micros(at), math.max(ARGV[6] + 1, ARGV[8] or 0), 1)
   local since = ARGV[6] == '0' and at[1] or '0' .. at[1]
@@ -25,6 +27,16 @@ if type(value) == 'table' then
   return {math.max(redis.call('PTTL', lock), 100), 'a key of another type'}
 end
 
+-- Take off the list what tells of a hand-over to us. It has come to nothing, or is found now; a listener that read of it
+-- later would take it for news, and give back a lease that we hold.
+local function take_notice()
+  if ARGV[9] then
+    redis.call('LREM', list, 0, holder .. '|' .. ttl .. '|' .. lock)
+  else
+    redis.call('DEL', wake .. holder)
+  end
+end
+
 -- The token of our own grant, if there is one: an earlier attempt was granted and its reply lost, or a release has
 -- handed the lock over to us.
 local function mine(text)
@@ -32,11 +44,7 @@ local function mine(text)
     text = redis.call('ZSCORE', sharers, holder) and redis.call('HGET', owners, holder)
   end
   if not text or string.sub(text, 1, 33) ~= holder .. '|' then return nil end
-  if ARGV[9] then
-    redis.call('LREM', wake .. ARGV[9], 1, holder .. '|' .. ttl .. '|' .. lock)
-  else
-    redis.call('DEL', wake .. holder)
-  end
+  take_notice()
   return string.match(text, '^%x+|(%d+)|') + 0
 end
 
@@ -79,6 +87,7 @@ if not token and waits then
   local alive = string.format('%.0f', now + math.max(ARGV[5], 1))
   local entry = alive .. '|' .. mode .. '|' .. ttl .. '|' .. ARGV[6] .. '|' .. listener .. '|' .. ARGV[4]
   redis.call('HSET', entries, holder, entry)
+  take_notice()
   local linger = listener == '' and LINGER or 6 * LINGER  -- a listener looks after one waiter after the other
   if redis.call('PTTL', queue) < linger * 0.8 then
     redis.call('PEXPIRE', queue, linger)
