@@ -153,6 +153,8 @@ def test_acquire_shared_beside_shared_and_not_beside_a_waiting_exclusive(server:
     tokens = [acquire(server, holder, mode="s") for holder in (ANN, BOB)]
     assert tokens[0] < tokens[1]
     assert sorted(server.zrange(f"{LOCK}:s", 0, -1)) == [ANN, BOB]
+    assert 0 < server.pttl(f"{LOCK}:s") <= server.pttl(LOCK)
+    assert 0 < server.pttl(f"{LOCK}:o") <= server.pttl(LOCK)
     writer = "c" * 32
     assert isinstance(acquire(server, writer), list)
     assert isinstance(acquire(server, EVE, mode="s"), list)
