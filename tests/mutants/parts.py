@@ -84,7 +84,8 @@ PARTS: Final = {
     "table": Part(
         ("dlock_core/backends/table/statements.py",),
         (
-            "tests/contract/test_table.py tests/contract/test_table_drivers.py tests/core/test_table_waiting.py",
+            "tests/contract/test_table_clock.py tests/contract/test_table.py tests/contract/test_table_drivers.py",
+            "tests/core/test_table_waiting.py",
             "tests/django_dlock/test_lease_table.py tests/sqla_dlock/test_lease_table.py tests/faults/test_table.py tests/faults/test_sql.py",
         ),
         users=("dlock_core/backends/table/backend.py",),
@@ -92,7 +93,8 @@ PARTS: Final = {
     "rows": Part(
         ("dlock_core/sql/row_locks.py", "django_dlock/row_sql.py", "sqla_dlock/row_sql.py"),
         (
-            "tests/core/test_options.py tests/core/test_http.py tests/django_dlock/test_rows.py tests/sqla_dlock/test_rows.py",
+            "tests/core/test_row_locks.py tests/core/test_options.py tests/core/test_http.py",
+            "tests/django_dlock/test_rows.py tests/sqla_dlock/test_rows.py",
             "tests/django_dlock/test_errors.py tests/sqla_dlock/test_fencing_rows.py",
         ),
     ),
