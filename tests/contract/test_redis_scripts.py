@@ -363,6 +363,9 @@ def test_hand_over_of_a_short_lease_lasts_no_longer_than_its_ttl(server: redis.R
     acquire(server, BOB, ttl=500, mode=mode)
     call(server, "release", ANN)
     assert 0 < server.pttl(LOCK) <= 500
+    if mode == "s":
+        assert 0 < server.pttl(f"{LOCK}:s") <= 500
+        assert 0 < server.pttl(f"{LOCK}:o") <= 500
     assert server.exists(f"{LOCK}:s") == (mode == "s")
 
 

@@ -1,10 +1,13 @@
 """The lease table at a moment that the test sets: each limit holds to the microsecond, which no real clock would meet."""
 
+import math
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields, replace
 
 import pytest
+from sqlalchemy import create_engine, text
 
 from dlock_core.backend import AcquireRequest, Busy, Granted, Released, Renewal, RenewalFailure
 from dlock_core.backends.sql import Connection
@@ -15,7 +18,8 @@ from dlock_core.backends.table.statements import KEPT, TEN_YEARS, Dialect
 from dlock_core.leases.engine import new_request
 from dlock_core.options import LockOptions
 from dlock_core.runtime import BLOCKING, run
-from tests.table_stores import table
+from tests.sqla_dlock.parties import until_blocked
+from tests.table_stores import URLS, table
 
 TTL = 10_000_000
 """Microseconds, as all times here."""
@@ -51,6 +55,7 @@ def at(request: pytest.FixtureRequest, store: TableBackend, monkeypatch: pytest.
     words = dict(module.DIALECTS)
     if request.node.callspec.params["store"] == "the words of MySQL":
         words["mariadb"] = words["mysql"]
+    monkeypatch.setattr(module, "GRANTS_PER_TIDYING", math.inf)  # no grant tidies by chance
 
     def set_clock(since_start: int) -> None:
         for vendor, dialect in words.items():
@@ -98,7 +103,11 @@ def test_lease_holds_until_the_microsecond_of_its_expiry(store: TableBackend, at
     assert refused(store, asked()) == 0.005  # no less, so that no waiter is too eager
     assert [state.name for state in run(store.inspect(BLOCKING))] == ["a"]
     assert run(store.release(BLOCKING, asked(), Granted(token, 1.0))) is Released.STOLEN
+    assert not renewed(store, asked(), token)
+    assert not run(store.force_release(BLOCKING, "a", token + 1))
     assert renewed(store, request, token)
+    assert run(store.force_release(BLOCKING, "a", token))
+    assert run(store.inspect(BLOCKING)) == []
 
 
 def test_lease_is_over_at_the_microsecond_of_its_expiry(store: TableBackend, at: At) -> None:
@@ -148,6 +157,8 @@ def test_renewal_pushes_the_expiry_and_never_back(store: TableBackend, at: At) -
     assert run(store.renew(BLOCKING, [late, renewals[1]])) == [2.0, 1.0]
     left = {state.name: state.holders[0].expires_in for state in run(store.inspect(BLOCKING))}
     assert left == {"a": 9.5, "b": 1.0}
+    at(1_500_000)  # The one is over, the other is not.
+    assert run(store.renew(BLOCKING, renewals)) == [10.0, RenewalFailure.LOST]
 
 
 def test_newcomer_leaves_a_free_row_to_those_who_wait_until_their_mark_is_over(store: TableBackend, at: At) -> None:
@@ -193,6 +204,22 @@ def test_row_is_marked_by_nobody_once_it_is_free(store: TableBackend, at: At) ->
         assert ask(store, "SELECT wanted_until FROM dlock_lease") == [(marked,)]
 
 
+@pytest.mark.parametrize("store", ["postgresql"], indirect=True)
+def test_release_while_a_waiter_waits_to_mark_the_row_is_not_slept_through(store: TableBackend, at: At) -> None:
+    at(0)
+    granted(store, asked(ttl=60.0))
+    assert run(store._look(BLOCKING, "a")) == 60.0
+    at(int(1.2 * module.MAX_NOTIFIED_WAIT_S * 1e6))
+    engine = create_engine(URLS["psycopg"])
+    with engine.connect() as other, ThreadPoolExecutor(1) as threads:
+        other.execute(text("UPDATE dlock_lease SET expires_at = 0"))
+        look = threads.submit(run, store._look(BLOCKING, "a"))
+        until_blocked(engine)
+        other.commit()
+        assert look.result(30) == 0.0
+    engine.dispose()
+
+
 def test_row_goes_when_it_was_not_used_for_as_long_as_the_clock_may_step_back(store: TableBackend, at: At) -> None:
     at(0)
     granted(store, asked("expired"))
@@ -201,6 +228,7 @@ def test_row_goes_when_it_was_not_used_for_as_long_as_the_clock_may_step_back(st
     run(store.release(BLOCKING, released, Granted(granted(store, released), 1.0)))
     granted(store, asked("token"))
     ask(store, f"UPDATE dlock_lease SET expires_at = 0, token = {START + TTL} WHERE name = 'token'")
+    ask(store, "UPDATE dlock_lease SET token = 1 WHERE name <> 'token'")
     for moment, left in ((TTL + KEPT, 3), (TTL + KEPT + 1, 0)):
         at(moment)
         run(store.pool.step(BLOCKING, "", store._tidy))
@@ -227,6 +255,12 @@ def test_waiter_is_told_of_its_own_lock(store: TableBackend, at: At) -> None:
     for name, left in (("b", 20.0), ("b", 20.0), ("c", 30.0)):  # The second time it is marked already.
         assert run(store._look(BLOCKING, name)) == left
     assert sorted(ask(store, "SELECT name FROM dlock_lease WHERE wanted_until > 0")) == [("b",), ("c",)]
+
+
+def test_tokens_of_several_names_are_told_apart_where_the_clock_is_coarse(store: TableBackend, at: At) -> None:
+    at(0)
+    tokens = [granted(store, asked(name)) for name in "abc"]
+    assert tokens == [START, *([START + 1, START + 2] if store.pool.connector.vendor == "sqlite" else [START, START])]
 
 
 def test_token_that_no_clock_shows_within_ten_years_counts_for_nothing(store: TableBackend, at: At) -> None:

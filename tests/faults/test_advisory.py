@@ -1,6 +1,7 @@
 """Session locks when their holder dies, stands still or is cut off, and when the server ends its session."""
 
 import asyncio
+import json
 import math
 import os
 import signal
@@ -15,6 +16,7 @@ from sqlalchemy.pool import NullPool
 
 from dlock_core.backend import Released, Renewal, RenewalFailure
 from dlock_core.backends.advisory import session
+from dlock_core.backends.advisory.labels import key_of, word_of
 from dlock_core.errors import BackendUnavailable, LeaseLost
 from dlock_core.leases.engine import new_request
 from dlock_core.leases.lock import AsyncLock, Lock
@@ -64,6 +66,37 @@ def test_lock_of_a_killed_process_is_free_at_once(store, alias):
         holder.kill()
         with Lock(store, NAME, wait=WITHIN) as lease:
             assert lease.token > token
+
+
+@both
+def test_holder_that_tells_nothing_of_itself_is_shown_as_its_session(store, alias):
+    prefix = store._server._prefix
+    take = {"postgresql": "SELECT pg_advisory_lock(:lock)", "mariadb": "SELECT GET_LOCK(:lock, 0)"}[alias]
+    known = {"postgresql": key_of(NAME, prefix), "mariadb": word_of(NAME, prefix)}[alias]
+    engine = create_engine(URLS[{"postgresql": "psycopg", "mariadb": "mysqldb"}[alias]])
+    with engine.connect() as other:
+        if alias == "postgresql":
+            other.execute(text("SET application_name = 'psql'"))
+        other.execute(text(take), {"lock": known})
+        ((holder,),) = [state.holders for state in run(store.inspect(BLOCKING, NAME))]
+        other.invalidate()
+    engine.dispose()
+    owner = json.loads(holder.owner)
+    assert owner["app"] == {"postgresql": "psql", "mariadb": "session"}[alias]
+    assert owner["host"].partition("@")[0] == {"postgresql": "postgres", "mariadb": "root"}[alias]
+    assert str(owner["pid"]) in owner["session"]
+
+
+@both
+def test_session_is_ended_at_its_own_lock_only(store):
+    lease = Lock(store, NAME).acquire()
+    number = store._reservations[lease.holder].connection.number
+    run(store._server.end(BLOCKING, "order:43", number))
+    assert run(store._server.is_held(BLOCKING, NAME))
+    run(store._server.end(BLOCKING, NAME, number))
+    assert not run(store._server.is_held(BLOCKING, NAME))
+    with suppress(BackendUnavailable):
+        lease.release()
 
 
 @both

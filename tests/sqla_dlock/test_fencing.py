@@ -125,6 +125,17 @@ def test_newer_holder_that_has_committed_since_the_snapshot_is_not_overlooked(en
             getattr(TABLE_FENCE, question)(connection, older)
 
 
+@levels(ONCE)
+def test_shared_holder_with_the_token_of_the_newest_exclusive_one_is_refused(engine):
+    """No store that works grants a token twice; the mark of another shared holder is above it."""
+    with engine.begin() as connection:
+        TABLE_FENCE.admit(connection, FenceEntry("order:42", 10, "exclusive"))
+    with engine.begin() as connection:
+        assert TABLE_FENCE.admit(connection, FenceEntry("order:42", 11, "newer", shared=True)) == 10
+    with engine.begin() as connection, pytest.raises(StaleToken):
+        TABLE_FENCE.admit(connection, FenceEntry("order:42", 10, "shared", shared=True))
+
+
 @levels([("mariadb", "read committed"), ("pymysql", "repeatable read")])
 @pytest.mark.parametrize("nested", [False, True])
 def test_transaction_that_a_deadlock_has_rolled_back_is_admitted_again_before_it_goes_on(engine, broken, nested):
