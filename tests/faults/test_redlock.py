@@ -423,7 +423,7 @@ def test_majority_that_forgets_is_a_loss_that_is_told(harness: Harness, nodes: l
     for node in nodes[:3]:
         node.restart(keep_data=False)
     harness.until(lambda: told)
-    with pytest.raises(LeaseLost, match="forgot"):
+    with pytest.raises(LeaseLost, match="another holder, or lost it"):
         lease.ensure_held()
 
 
