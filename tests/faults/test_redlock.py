@@ -140,23 +140,19 @@ def undone(node: Server) -> int:
 
 
 def test_lease_that_is_released_while_a_node_takes_it_again_stays_nowhere(
-    harness: Harness, nodes: list[Server], proxies: list[Proxy], prefix: str
+    nodes: list[Server], proxies: list[Proxy], patient: Harness, prefix: str
 ) -> None:
-    behind = connect(redlock_nodes.url([proxy.port for proxy in proxies]), prefix=prefix, timeout=WITHIN)
-    through = type(harness)(behind)
-    lease = through.acquire("a", renew=False)
+    lease = patient.acquire("a", renew=False)
     with redis.Redis.from_url(nodes[4].url) as client:
         client.delete(*keys(nodes[4], prefix))
     restoration = proxies[4].hold_request(matching=RESTORE)
-    renewal = through.start(lease.renew)
+    renewal = patient.start(lease.renew)
     restoration.wait()
-    assert through.do(lease.release) is Released.RELEASED
+    assert patient.do(lease.release) is Released.RELEASED
     restoration.release()
     with suppress(LeaseLost):  # It may have been answered before the release.
         renewal.result(WITHIN)
     assert [here(node, prefix) for node in nodes] == [[]] * 5
-    through.close()
-    behind.close()
 
 
 @pytest.mark.parametrize("is_contended", [False, True])
@@ -218,16 +214,12 @@ def test_release_that_comes_after_its_connection_has_ended_ends_no_later_grant_o
 
 
 def test_release_that_a_node_had_refused_and_that_comes_late_when_it_is_repeated_ends_no_later_grant_of_the_same_call(
-    harness: Harness, nodes: list[Server], proxies: list[Proxy], prefix: str
+    nodes: list[Server], proxies: list[Proxy], patient: Harness, prefix: str
 ) -> None:
-    behind = connect(redlock_nodes.url([proxy.port for proxy in proxies]), prefix=prefix, timeout=WITHIN)
-    through = type(harness)(behind)
-    for _ in range(2):
-        through.do(through.acquire("warm-up").release)
     others = [RedisBackend.from_url(node.url, prefix=prefix) for node in nodes[:3]]
     held = [Lock(each, "a", ttl=WITHIN, renew=False).acquire() for each in others]
     refused, given_back = proxies[4].hold_request(matching=RELEASE), proxies[4].hold_request(2, matching=RELEASE)
-    pending = through.start(through.lock("a", ttl=WITHIN, wait=WITHIN, renew=False).acquire)
+    pending = patient.start(patient.lock("a", ttl=WITHIN, wait=WITHIN, renew=False).acquire)
     refused.wait()
     with redis.Redis.from_url(nodes[4].url) as client:
         client.config_set("min-replicas-to-write", 1)
@@ -243,10 +235,9 @@ def test_release_that_a_node_had_refused_and_that_comes_late_when_it_is_repeated
     assert here(nodes[4], prefix) == [lease.holder]
     for each in held[1:]:
         each.release()
-    through.do(lease.release)
-    through.close()
-    for store in (behind, *others):
-        store.close()
+    patient.do(lease.release)
+    for each in others:
+        each.close()
 
 
 @pytest.mark.parametrize("what", ["lease", "waiter"])
