@@ -12,6 +12,7 @@ from dlock_core.testing.contract import *  # noqa: F403
 from tests.conftest import give_up
 from tests.redlock_nodes import keys, masters, url_of
 from tests.servers import Server, ServerMissing
+from tests.waiting import until
 
 
 @pytest.fixture(scope="module")
@@ -29,4 +30,5 @@ def backend(nodes: list[Server]) -> Iterator[Backend]:
     backend = connect(url_of(nodes), prefix=prefix, timeout=20.0)
     yield backend
     backend.close()
-    assert [keys(node, prefix) for node in nodes] == [[]] * len(nodes)
+    # A node that was too slow to answer the last release may execute it later, or keep the lease until its ttl.
+    until(lambda: not any(keys(node, prefix) for node in nodes))
