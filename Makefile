@@ -64,7 +64,7 @@ types: $(VENV)/test.stamp $(VENV)/lint.stamp ## Types, strict
 layers: $(VENV)/lint.stamp ## Who may import whom
 	$(BIN)/lint-imports --no-logo
 
-model: $(VENV)/test.stamp ## The fence's model, every interleaving: with spin and a C compiler, half a minute
+model: $(VENV)/test.stamp ## The models of fence, lease and listener, every interleaving: with spin and a C compiler, a minute
 	$(BIN)/python -m pytest tests/test_model.py
 
 format: $(VENV)/lint.stamp ## Repair what style can repair

@@ -144,6 +144,16 @@ def _started() -> asyncio.AbstractEventLoop:
 def _run(loop: asyncio.AbstractEventLoop) -> None:
     try:
         loop.run_forever()
+        loop.run_until_complete(_end_tasks())
         loop.run_until_complete(loop.shutdown_asyncgens())
     finally:
         loop.close()
+
+
+async def _end_tasks() -> None:
+    """Cancel what a driver has left running, such as asyncpg's request to a silent server to cancel a statement."""
+    left = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in left:
+        task.cancel()
+    if left:
+        await asyncio.wait(left, timeout=CANCEL_AGAIN_S)

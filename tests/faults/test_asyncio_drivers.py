@@ -3,6 +3,7 @@
 import secrets
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from importlib.metadata import version
 from typing import Any
 
 import psycopg
@@ -121,8 +122,10 @@ def test_step_fails_in_time_although_its_new_connection_is_half_open(
 
 
 def test_step_fails_in_time_although_an_event_cleans_up_on_a_silent_connection(
-    store: TableBackend, proxy: Proxy, threads: ThreadPoolExecutor, name: str
+    store: TableBackend, proxy: Proxy, threads: ThreadPoolExecutor, name: str, driver: str
 ) -> None:
+    if driver == "asyncpg" and (version("asyncpg") < "0.32" or version("sqlalchemy") < "2.0.55"):
+        pytest.skip("an older asyncpg or SQLAlchemy leaves this connection to the garbage collector, which warns")
     engine = store.pool.connector._source  # type: ignore[attr-defined]
 
     @event.listens_for(engine, "connect")

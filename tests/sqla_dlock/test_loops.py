@@ -1,5 +1,6 @@
 """The event loop in which the connections of asyncio drivers live."""
 
+import asyncio
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -63,3 +64,21 @@ def test_signal_handler_may_use_the_loop_while_it_is_being_ended(monkeypatch: py
     threads.submit(loop.leave, "a connection").result(WITHIN)
     assert seen == ["alive"]
     threads.shutdown()
+
+
+def test_task_that_a_driver_leaves_running_is_cancelled_when_the_loop_ends() -> None:
+    loop, cancelled, begun = Loop(), threading.Event(), threading.Event()
+
+    async def ask_a_silent_server() -> None:
+        begun.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            cancelled.set()
+
+    inside = loop.enter("a connection")
+    inside.call_soon_threadsafe(lambda: tasks.append(inside.create_task(ask_a_silent_server())))
+    tasks: list[asyncio.Task[None]] = []
+    assert begun.wait(WITHIN)
+    loop.leave("a connection")
+    assert cancelled.wait(WITHIN)
