@@ -77,8 +77,8 @@ def test_task_that_a_driver_leaves_running_is_cancelled_when_the_loop_ends() -> 
             cancelled.set()
 
     inside = loop.enter("a connection")
-    inside.call_soon_threadsafe(lambda: tasks.append(inside.create_task(ask_a_silent_server())))
-    tasks: list[asyncio.Task[None]] = []
+    running = asyncio.run_coroutine_threadsafe(ask_a_silent_server(), inside)
     assert begun.wait(WITHIN)
     loop.leave("a connection")
     assert cancelled.wait(WITHIN)
+    assert running.cancelled()
