@@ -321,7 +321,7 @@ def test_undo_that_comes_after_a_renewal_has_given_the_lease_to_that_node_leaves
 
 @pytest.mark.parametrize("how", ["kill", "pause"])
 def test_minority_that_goes_away_while_we_hold_changes_nothing(harness: Harness, nodes: list[Server], how: str) -> None:
-    lease = harness.acquire("a", ttl=1.5)
+    lease = harness.acquire("a", ttl=2 * harness.renewed_ttl)
     for node in nodes[:2]:
         getattr(node, how)()
     before = harness.renewals(lease)
@@ -365,7 +365,7 @@ def test_minority_that_goes_away_while_we_wait_stalls_nobody(harness: Harness, n
 
 
 def test_minority_that_forgets_changes_nothing(harness: Harness, nodes: list[Server]) -> None:
-    lease = harness.acquire("a", ttl=1.5)
+    lease = harness.acquire("a", ttl=2 * harness.renewed_ttl)
     for node in nodes[:2]:
         node.restart(keep_data=False)
     assert harness.try_acquire("a") is None
@@ -381,7 +381,7 @@ def test_lease_outlives_all_nodes_forgetting_one_after_the_other(
     harness: Harness, nodes: list[Server], prefix: str
 ) -> None:
     """A node that is back knows the lease again after the next renewal."""
-    lease = harness.acquire("a", ttl=1.5)
+    lease = harness.acquire("a", ttl=2 * harness.renewed_ttl)
     for node in nodes:
         node.restart(keep_data=False)
         until(lambda node=node: here(node, prefix) == [lease.holder])
