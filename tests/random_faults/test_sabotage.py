@@ -46,7 +46,7 @@ pytestmark = [
 def run(sabotage: str) -> list[str]:
     """The violations of the first storms of a run, until one is found."""
     store = STORE.get(sabotage, "redis")
-    options = ["--minutes", "4", "--seed", "3", "--stores", store, "--stop-rate", "0.08"]
+    options = ["--minutes", "8", "--seed", "3", "--stores", store, "--stop-rate", "0.08"]
     options += ["--until-found", FOUND.get(sabotage, LOST)]
     command = [sys.executable, "-m", "tests.random_faults", *options, "--sabotage", sabotage]
     done = subprocess.run(
