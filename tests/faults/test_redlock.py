@@ -4,7 +4,7 @@ import asyncio
 import logging
 import threading
 from collections.abc import Iterator
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ import pytest
 import redis
 import trustme
 
-from dlock_core import AsyncLock, Lock, connect
+from dlock_core import AsyncLock, Lease, Lock, connect
 from dlock_core.backend import Released
 from dlock_core.backends.redis.backend import RedisBackend
 from dlock_core.backends.redis.protocol import load_script
@@ -30,7 +30,7 @@ from tests.faults.holders import fork, hold, wait
 from tests.faults.looking import holders, insist, is_untouched, waiters
 from tests.faults.test_history import inside
 from tests.processes import worker
-from tests.proxy import Proxy
+from tests.proxy import Fault, Proxy
 from tests.redlock_nodes import keys, masters, url_of
 from tests.servers import Server, ServerMissing
 from tests.waiting import until
@@ -139,6 +139,25 @@ def undone(node: Server) -> int:
         return client.info("commandstats").get("cmdstat_eval", {"calls": 0})["calls"]
 
 
+@pytest.fixture
+def held(nodes: list[Server], prefix: str) -> Iterator[list[Lease]]:
+    """Leases of others at three of the nodes, which is a majority."""
+    with ExitStack() as stack:
+        others = [stack.enter_context(closing(RedisBackend.from_url(node.url, prefix=prefix))) for node in nodes[:3]]
+        leases = [Lock(each, "a", ttl=WITHIN, renew=False).acquire() for each in others]
+        for lease in leases:
+            stack.callback(lease.release)
+        yield leases
+
+
+def let_arrive(request: Fault, node: Server) -> None:
+    """Deliver a request that was held up, and wait until the node has executed its script."""
+    with redis.Redis.from_url(node.url) as client:
+        calls = client.info("commandstats")["cmdstat_evalsha"]["calls"]
+        request.release()
+        until(lambda: client.info("commandstats")["cmdstat_evalsha"]["calls"] > calls)
+
+
 def test_lease_that_is_released_while_a_node_takes_it_again_stays_nowhere(
     nodes: list[Server], proxies: list[Proxy], patient: Harness, prefix: str
 ) -> None:
@@ -190,34 +209,23 @@ def test_undo_that_comes_late_ends_no_later_grant_of_the_same_call(
 
 
 def test_release_that_comes_after_its_connection_has_ended_ends_no_later_grant_of_the_same_call(
-    nodes: list[Server], proxies: list[Proxy], through: Harness, prefix: str
+    nodes: list[Server], proxies: list[Proxy], through: Harness, prefix: str, held: list[Lease]
 ) -> None:
     """What gave back a failed attempt is still in the network, which has ended the connection."""
-    others = [RedisBackend.from_url(node.url, prefix=prefix) for node in nodes[:3]]
-    held = [Lock(each, "a", ttl=WITHIN, renew=False).acquire() for each in others]
     given_back = proxies[4].hold_request(matching=RELEASE)
     pending = through.start(through.lock("a", ttl=WITHIN, wait=WITHIN, renew=False).acquire)
     given_back.wait()
     proxies[4].hang_up()
     held[0].release()
     lease = pending.result(WITHIN)
-    with redis.Redis.from_url(nodes[4].url) as client:
-        calls = client.info("commandstats")["cmdstat_evalsha"]["calls"]
-        given_back.release()
-        until(lambda: client.info("commandstats")["cmdstat_evalsha"]["calls"] > calls)
+    let_arrive(given_back, nodes[4])
     assert here(nodes[4], prefix) == [lease.holder]
-    for each in held[1:]:
-        each.release()
     through.do(lease.release)
-    for each in others:
-        each.close()
 
 
 def test_release_that_a_node_had_refused_and_that_comes_late_when_it_is_repeated_ends_no_later_grant_of_the_same_call(
-    nodes: list[Server], proxies: list[Proxy], patient: Harness, prefix: str
+    nodes: list[Server], proxies: list[Proxy], patient: Harness, prefix: str, held: list[Lease]
 ) -> None:
-    others = [RedisBackend.from_url(node.url, prefix=prefix) for node in nodes[:3]]
-    held = [Lock(each, "a", ttl=WITHIN, renew=False).acquire() for each in others]
     refused, given_back = proxies[4].hold_request(matching=RELEASE), proxies[4].hold_request(2, matching=RELEASE)
     pending = patient.start(patient.lock("a", ttl=WITHIN, wait=WITHIN, renew=False).acquire)
     refused.wait()
@@ -226,18 +234,12 @@ def test_release_that_a_node_had_refused_and_that_comes_late_when_it_is_repeated
         refused.release()
         given_back.wait()
         client.config_set("min-replicas-to-write", 0)
-        proxies[4].hang_up()
-        held[0].release()
-        lease = pending.result(WITHIN)
-        calls = client.info("commandstats")["cmdstat_evalsha"]["calls"]
-        given_back.release()
-        until(lambda: client.info("commandstats")["cmdstat_evalsha"]["calls"] > calls)
+    proxies[4].hang_up()
+    held[0].release()
+    lease = pending.result(WITHIN)
+    let_arrive(given_back, nodes[4])
     assert here(nodes[4], prefix) == [lease.holder]
-    for each in held[1:]:
-        each.release()
     patient.do(lease.release)
-    for each in others:
-        each.close()
 
 
 @pytest.mark.parametrize("what", ["lease", "waiter"])
