@@ -49,7 +49,7 @@ def more_leases(results: Results) -> Figure:
     found = [(size, {row["contestant"]: row for row in tables[0]["rows"] if row["leases"] == size}) for size in sizes]
     names = list(found[-1][1])[:3] if found else []
     panels = [curves(f"{column} each", "leases held", found, column, names) for column in HELD]
-    return growth_figure("more_leases", "What each lease costs when more are held", panels, 2)
+    return growth_figure("more_leases", "The cost of each lease, by number of held leases", panels, 2)
 
 
 def more_waiters(results: Results) -> Figure:
@@ -61,7 +61,7 @@ def more_waiters(results: Results) -> Figure:
     names = [name for name in (found[0][1] if found else {}) if role(name) != "peer"]
     columns = ("sections/s", "p99 ms", "server CPU µs")
     return growth_figure(
-        "more_waiters", "A lock that more processes want",
+        "more_waiters", "A contended lock, by number of processes",
         [curves(column, "processes", found, column, names) for column in columns], 3,
     )  # fmt: skip
 
@@ -77,14 +77,14 @@ def more_names(results: Results) -> Figure:
         curves("work µs", "names", found, "work µs", names),
         curves("ratio", "names", found, "work ratio", names[1:]),
     ]
-    return growth_figure("more_names", "More locks together", panels, 2)
+    return growth_figure("more_names", "A MultiLock, by number of names", panels, 2)
 
 
 def more_tasks(results: Results) -> Figure:
     found = [(tasks, results.rows("crowd", f"{tasks} tasks wait for one lock")) for tasks in (1, 10, 100, 1000)]
     names = list(found[0][1])
     return growth_figure(
-        "more_tasks", "More tasks of one process wait for one lock",
+        "more_tasks", "A contended lock, by number of waiting tasks",
         [curves(column, "tasks", found, column, names) for column in CROWD], 3,
     )  # fmt: skip
 

@@ -18,11 +18,11 @@ def machine(results: Results) -> Figure:
     about = dict(results.parts.get("machine", {}))
     loads = [part["load before"] for part in results.parts.values() if "load before" in part]
     if not about or not loads:
-        return Figure("machine", "", "Nothing was measured yet.")
+        return Figure("machine", "", "Nothing has been measured yet.")
     date, cores = about.pop("date"), about.pop("cores")
     versions = ", ".join(f"{name} {version}" for name, version in about.items())
     busy = " The machine was not idle: take the figures as a first impression." if max(loads) > MAX_QUIET_LOAD else ""
-    sentence = f"The last run was on {date}, on {cores} cores, at loads of {min(loads)} to {max(loads)}.{busy}"
+    sentence = f"The last run was made on {date}, on {cores} cores, at loads of {min(loads)} to {max(loads)}.{busy}"
     return Figure("machine", "", f"{sentence} Versions: {versions}.")
 
 
@@ -38,7 +38,7 @@ def free_lock(results: Results) -> Figure:
         ("Python CPU µs", same, "Python CPU µs"), ("requests", same, "requests"), ("Redis commands", same, "commands"),
     ]  # fmt: skip
     goals = {"dlock": 2.2, "dlock, renewed by the watchdog": 2.4}
-    return compared("free_lock", "Acquire and release of a free lock, as ratios to the wire", columns, goals, charts=2)
+    return compared("free_lock", "Acquire and release of a free lock, as ratios to the floor", columns, goals, charts=2)
 
 
 def wanted_lock(results: Results) -> Figure:
@@ -58,7 +58,7 @@ def wanted_lock(results: Results) -> Figure:
         lines.append([where, *told, floor["p99 ms"], goal])
         panels.append(bars(where, {name: rows[name] for name in names}, "ratio", {"dlock": 0.9}))
     header = ["", *(f"{short(name)} (p99, Jain)" for name in names), "floor's p99 ms", "goal"]
-    alt = "Sections per second of a lock that many processes want, as ratios to passing a token"
+    alt = "Sections per second of a contended lock, as ratios to passing a token"
     return Figure("wanted_lock", alt, table(header, lines), panels, 3)
 
 
@@ -79,7 +79,7 @@ def held_leases(results: Results) -> Figure:
     if ours := rows.get("dlock"):
         lines.append(["goal", *(against(ours[column], goal) for column, goal in HELD.items()), "", "", ""])
     panels = [bars(column, rows, column, {"dlock": goal}, floor=None) for column, goal in HELD.items() if rows]
-    return Figure("held_leases", f"What each of {most:,} held leases costs", table(["", *columns], lines), panels, 2)
+    return Figure("held_leases", f"The cost of each of {most:,} held leases", table(["", *columns], lines), panels, 2)
 
 
 def ten_names(results: Results) -> Figure:
@@ -122,7 +122,7 @@ def sqlalchemy_transaction(results: Results) -> Figure:
         ("work µs", same, "work µs"), ("statements", same, "statements"),
     ]  # fmt: skip
     goals = {"lock(), fence=False": 1.30, "lock()": 1.50}
-    alt = "A transaction of SQLAlchemy, as ratios to the same without a lock"
+    alt = "An SQLAlchemy transaction, as ratios to the same without a lock"
     return compared("sqlalchemy_transaction", alt, columns, goals, charts=2)
 
 
@@ -208,7 +208,7 @@ def crowd(results: Results) -> Figure:
         "requests/s",
         "p99",
     ]
-    return Figure("crowd", "1,000 tasks of one process wait", table(header, lines), panels, 3)
+    return Figure("crowd", "1,000 waiting tasks of one process", table(header, lines), panels, 3)
 
 
 IMPORT: Final = {"modules": 45.0, "CPU ms": 40.0, "MB": 2.0}
@@ -221,7 +221,7 @@ def imports(results: Results) -> Figure:
     panels = [
         bars(column, rows, column, dict.fromkeys(rows, goal), floor=None) for column, goal in IMPORT.items() if rows
     ]
-    return Figure("imports", "What an import costs over the bare framework", table(["", *IMPORT], lines), panels, 3)
+    return Figure("imports", "The cost of an import, without the framework", table(["", *IMPORT], lines), panels, 3)
 
 
 def stores(results: Results) -> Figure:
