@@ -1,4 +1,4 @@
-"""A Redis Cluster of three masters keeps the contract, and no key is left over on any of them."""
+"""A Redis Cluster of three masters keeps the contract, and no key is left on any of them."""
 
 import secrets
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""etcd keeps the contract, and no key is left over."""
+"""etcd keeps the contract, and no key is left."""
 
 import secrets
 from base64 import b64encode
@@ -33,7 +33,7 @@ def backend(etcd: Cluster) -> Iterator[EtcdBackend]:
 
 
 def left_over(etcd: Cluster, prefix: str) -> int:
-    """The number of keys that are still there."""
+    """Return the number of keys that are left."""
     start, end = b64encode(prefix.encode()).decode(), b64encode(f"{prefix}~".encode()).decode()
     found = ask(etcd.members[0], "kv/range", {"key": start, "range_end": end, "count_only": True})
     return int(found.get("count", 0))

@@ -1,4 +1,4 @@
-"""The store of docs/howto/own-store.md, found by its entry point as a stranger's package would be, keeps the contract."""
+"""The store of docs/howto/own-store.md, found by its entry point like a third-party package, keeps the contract."""
 
 import re
 import sys
@@ -17,7 +17,7 @@ PAGE = Path(__file__).parents[2] / "docs/howto/own-store.md"
 
 @pytest.fixture(scope="module")
 def package(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Install the package: its module, and the metadata that an installer would write."""
+    """Install the package: write its module, and the metadata that an installer would write."""
     site, text = tmp_path_factory.mktemp("site-packages"), PAGE.read_text()
     [module] = re.findall(r"```python\n(# filestore\.py\n.*?)```", text, re.S)
     [group, point] = re.search(r'\[project\.entry-points\."([\w.]+)"\]\n(\w+) = "', text).groups()

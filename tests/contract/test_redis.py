@@ -1,4 +1,4 @@
-"""Redis keeps the contract, in every version that we promise to support, and no key is left over."""
+"""Redis keeps the contract, in every version that we promise to support, and no key is left."""
 
 import secrets
 from collections.abc import Iterator
@@ -21,7 +21,7 @@ def backend(any_redis: Server) -> Iterator[RedisBackend]:
 
 
 def left_over(url: str, prefix: str) -> list[str]:
-    """The keys that outlive every lease and every waiter, but for the counter and the list that is tidied by renewals."""
+    """Return the keys that outlive every lease and waiter, except the counter and the set of locks that grants tidy."""
     with redis.Redis.from_url(url, decode_responses=True) as client:
         keys = set(client.scan_iter(f"{prefix}*")) - {f"{prefix}token", f"{prefix}locks"}
         moments = {key: 5000 if key.endswith(":alive") else 2000 for key in keys}

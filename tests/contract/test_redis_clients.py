@@ -1,4 +1,4 @@
-"""The contract holds however we are led to the server: by a URL, a client or a pool, and whatever these do to replies."""
+"""Redis keeps the contract whether we get a URL, a client or a pool, and however these decode replies."""
 
 import secrets
 from collections.abc import Callable, Iterator

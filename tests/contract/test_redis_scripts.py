@@ -44,7 +44,7 @@ def waiting(server: redis.Redis) -> list[str]:
 
 
 def die(server: redis.Redis, holder: str) -> None:
-    """Let the time be over in which a waiter should have shown that it lives."""
+    """Let the time pass within which a waiter must show that it lives."""
     alive, rest = server.hget(f"{LOCK}:w", holder).split("|", 1)  # type: ignore[union-attr]
     assert int(alive) > 0
     server.hset(f"{LOCK}:w", holder, f"1|{rest}")
@@ -258,14 +258,14 @@ def wait_with_listener(
 
 
 def confirm(server: redis.Redis, **looked_after: str) -> Any:
-    """Confirm what was handed over to the listener's waiters; `looked_after`: locks, in braces, by holder's letter."""
+    """Confirm the listener's hand-overs; `looked_after` maps a holder's letter to its lock, without braces."""
     locks = tuple(f"{{{lock}}}" for lock in looked_after.values())
     holders = [letter * 32 for letter in looked_after]
     return call(server, "confirm", 4000, 9000, *holders, keys=(f"wake:{EAR}", TOKENS, INDEX, *locks))
 
 
 def let_hand_over_run_out(server: redis.Redis) -> None:
-    """The lock was handed over to Bob, and the claim time is over before his listener has heard of it."""
+    """Hand the lock over to Bob, and let the claim run out before his listener hears of it."""
     acquire(server, ANN)
     wait_with_listener(server, BOB)
     call(server, "release", ANN)
@@ -275,7 +275,7 @@ def let_hand_over_run_out(server: redis.Redis) -> None:
 
 @pytest.mark.parametrize("mode", ["x", "s"])
 def test_request_takes_off_the_list_what_an_earlier_hand_over_has_left(server: redis.Redis, mode: str) -> None:
-    """Otherwise the listener would be told of a hand-over to a holder that has had its lease for long."""
+    """Otherwise the listener would hear of a hand-over to a holder that has long had its lease."""
     let_hand_over_run_out(server)
     assert wait_with_listener(server, BOB, mode=mode) > 0
     assert server.llen(f"wake:{EAR}") == 0
@@ -297,7 +297,7 @@ def test_confirm_starts_the_full_ttl_of_all_that_was_handed_over_to_a_listener(s
         acquire(server, ANN, keys=keys)
         wait_with_listener(server, BOB, mode=mode, keys=keys)
         call(server, "release", ANN, keys=keys)
-    call(server, "abandon", BOB, keys=locks[1])  # it is no more what was handed over
+    call(server, "abandon", BOB, keys=locks[1])  # it is no longer the grant that was handed over
     acquire(server, EVE, ttl=50, keys=locks[1])
     confirmed, left = confirm(server)
     assert [(holder, lock) for holder, _, lock in confirmed] == [(BOB, "{a}"), (BOB, "{c}")]
@@ -741,7 +741,7 @@ def test_counter_that_is_no_text_is_made_anew(server: redis.Redis) -> None:
 def test_set_of_held_locks_does_not_grow_by_locks_that_ran_out(server: redis.Redis) -> None:
     acquire(server, BOB, ttl=600_000)
     server.sadd(INDEX, *[f"{{over{number}}}" for number in range(3000)])
-    for number in range(2000):  # one in 64 tidies up, by chance
+    for number in range(2000):  # one grant in 64 tidies up, by chance
         acquire(server, ANN, ttl=1, keys=(f"{{over{number}}}", TOKENS, INDEX))
     assert server.scard(INDEX) < 1500
     assert server.sismember(INDEX, LOCK), "it is held"
@@ -791,7 +791,7 @@ def test_inspect_hides_waiters_that_died(server: redis.Redis) -> None:
 def test_waiters_keep_their_order_when_the_servers_clock_steps_back(server: redis.Redis) -> None:
     acquire(server, ANN)
     acquire(server, BOB)
-    later = server.zscore(f"{LOCK}:q", BOB) + 3_600_000_000  # BOB came before the clock was set back by an hour
+    later = server.zscore(f"{LOCK}:q", BOB) + 3_600_000_000  # BOB queued before the clock was set back by an hour
     server.zadd(f"{LOCK}:q", {BOB: later})
     acquire(server, EVE)
     acquire(server, EVE)

@@ -1,4 +1,4 @@
-"""Redlock over five masters keeps the contract, and no key is left over on any of them."""
+"""Redlock over five masters keeps the contract, and no key is left on any of them."""
 
 import secrets
 from collections.abc import Iterator

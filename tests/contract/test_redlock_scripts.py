@@ -18,7 +18,7 @@ from tests.contract.test_redis_scripts import (
 )
 
 AHEAD = 10**14
-"""Microseconds, three years: a counter that is further ahead counts as spoiled."""
+"""Three years in microseconds: a counter that is further ahead counts as spoiled."""
 
 
 def test_acquire_draws_no_token_below_the_one_that_was_proposed(server: redis.Redis) -> None:  # noqa: F811
@@ -90,7 +90,7 @@ def test_restoration_that_comes_late_leaves_a_greater_token(server: redis.Redis)
 
 
 def test_restoration_marks_a_grant_that_was_not_heard_of(server: redis.Redis) -> None:  # noqa: F811
-    """A node that was too slow has drawn a greater token, and the undo is on its way there."""
+    """A node that was too slow has drawn a greater token, and the undo is on its way to it."""
     assert acquire(server, ANN) > 1000
     assert call(server, "restore", ANN, 12_345, 1000, "its | owner", keys=(TOKENS, INDEX, LOCK)) == 1
     assert server.get(LOCK).startswith(f"{ANN}|1000|0")

@@ -1,4 +1,4 @@
-"""A master that Sentinels lead to keeps the contract, its grants on a replica before they are told, and no key is left over."""
+"""A master behind Sentinels keeps the contract, grants reach a replica before they are reported, and no key is left."""
 
 import secrets
 from collections.abc import Iterator

@@ -13,11 +13,11 @@ from dlock_core.testing.contract import *  # noqa: F403
 from tests.table_stores import table
 
 STORES = ("default", "postgresql", "pymysql", "asyncpg")
-"""Each database, both integrations, blocking and asyncio drivers; all of them together: test_table_drivers.py."""
+"""Each database, both integrations, blocking and asyncio drivers; test_table_drivers.py covers every driver."""
 
 
 def test_attempt_that_comes_late_shortens_no_lease(backend: TableBackend) -> None:
-    """Its answer was lost, the next one was granted, and its lease has been renewed for longer since."""
+    """Its reply was lost, the next attempt was granted, and the lease has since been renewed for longer."""
     request = new_request("a", LockOptions(20.0, 0.0))
     granted = run(backend.try_acquire(BLOCKING, request))
     run(backend.renew(BLOCKING, [Renewal(request._replace(ttl=60.0), granted)]))

@@ -1,4 +1,4 @@
-"""The lease table at a moment that the test sets: each limit holds to the microsecond, which no real clock would meet."""
+"""The lease table with a clock that the test sets: each limit holds to the microsecond, unlike with a real one."""
 
 import math
 import time
@@ -22,7 +22,7 @@ from tests.sqla_dlock.parties import until_blocked
 from tests.table_stores import URLS, table
 
 TTL = 10_000_000
-"""Microseconds, as all times here."""
+"""In microseconds, like all times here."""
 START = time.time_ns() // 1000
 AT_ONCE = LockOptions(TTL / 1e6, 0.0)
 
@@ -51,7 +51,7 @@ def store(request: pytest.FixtureRequest, django_db_blocker: pytest.FixtureReque
 
 @pytest.fixture
 def at(request: pytest.FixtureRequest, store: TableBackend, monkeypatch: pytest.MonkeyPatch) -> At:
-    """Set the database's clock to so many microseconds after the start."""
+    """Return a function that sets the database's clock, in microseconds after START."""
     words = dict(module.DIALECTS)
     if request.node.callspec.params["store"] == "the words of MySQL":
         words["mariadb"] = words["mysql"]
@@ -79,7 +79,7 @@ def granted(store: TableBackend, request: AcquireRequest) -> int:
 
 
 def refused(store: TableBackend, request: AcquireRequest) -> float:
-    """Return for how long, in seconds."""
+    """Return the delay in seconds after which the refusal says to try again."""
     answer = run(store.try_acquire(BLOCKING, request))
     assert isinstance(answer, Busy)
     return round(answer.retry_after - 0.001, 6)
@@ -100,7 +100,7 @@ def test_lease_holds_until_the_microsecond_of_its_expiry(store: TableBackend, at
     assert (holder.expires_in, holder.held_for) == (6.0, 4.0)
     assert run(store._look(BLOCKING, "a")) == 6.0
     at(TTL - 1)
-    assert refused(store, asked()) == 0.005  # no less, so that no waiter is too eager
+    assert refused(store, asked()) == 0.005  # no less, so that no waiter polls too often
     assert [state.name for state in run(store.inspect(BLOCKING))] == ["a"]
     assert run(store.release(BLOCKING, asked(), Granted(token, 1.0))) is Released.STOLEN
     assert not renewed(store, asked(), token)
@@ -157,7 +157,7 @@ def test_renewal_pushes_the_expiry_and_never_back(store: TableBackend, at: At) -
     assert run(store.renew(BLOCKING, [late, renewals[1]])) == [2.0, 1.0]
     left = {state.name: state.holders[0].expires_in for state in run(store.inspect(BLOCKING))}
     assert left == {"a": 9.5, "b": 1.0}
-    at(1_500_000)  # The one is over, the other is not.
+    at(1_500_000)  # One lease has expired, the other has not.
     assert run(store.renew(BLOCKING, renewals)) == [10.0, RenewalFailure.LOST]
 
 
@@ -252,7 +252,7 @@ def test_waiter_is_told_of_its_own_lock(store: TableBackend, at: At) -> None:
     at(0)
     for number, name in enumerate("abc", 1):
         granted(store, asked(name, ttl=number * 10.0))
-    for name, left in (("b", 20.0), ("b", 20.0), ("c", 30.0)):  # The second time it is marked already.
+    for name, left in (("b", 20.0), ("b", 20.0), ("c", 30.0)):  # The second time, the row is already marked.
         assert run(store._look(BLOCKING, name)) == left
     assert sorted(ask(store, "SELECT name FROM dlock_lease WHERE wanted_until > 0")) == [("b",), ("c",)]
 

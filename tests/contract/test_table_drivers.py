@@ -1,4 +1,4 @@
-"""The lease table through every driver: one life of a lock each, for threads and for tasks."""
+"""The lease table works with every driver: one life of a lock each, for threads and for tasks."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -23,7 +23,7 @@ def backend(
     request: pytest.FixtureRequest, django_db_blocker, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[TableBackend]:
     store = request.param
-    if store == "the words of MySQL":  # there is no server of it here
+    if store == "the words of MySQL":  # there is no MySQL server here
         monkeypatch.setitem(module.DIALECTS, "mariadb", MYSQL)
         store = "mariadb"
     elif missing := missing_driver({"mysqldb": "MySQLdb", "sqlite": "sqlite3"}.get(store, store)):

@@ -31,7 +31,7 @@ def url(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def backend(url: str) -> Iterator[ZooKeeperBackend]:
-    """Its session is longer than any ttl that the suite asks to be sure of."""
+    """Its session is longer than any ttl that the suite relies on."""
     backend = ZooKeeperBackend.from_url(url, timeout=20.0, session=60.0)
     yield backend
     assert left_over(url) == []
@@ -39,7 +39,7 @@ def backend(url: str) -> Iterator[ZooKeeperBackend]:
 
 
 def left_over(url: str) -> list[str]:
-    """The nodes below the locks' own, but for the marks that keep tokens growing."""
+    """Return the nodes below those of the locks, except the marks that keep tokens growing."""
     hosts, _, chroot = url.removeprefix("zookeeper://").partition("/")
     client = KazooClient(hosts)
     client.start()
@@ -53,7 +53,7 @@ def left_over(url: str) -> list[str]:
 
 
 def children(client: KazooClient, path: str) -> list[str]:
-    """None for a lock's node that was empty, and so removed meanwhile."""
+    """Return the child nodes; none if the lock's node was empty and so has been removed in the meantime."""
     try:
         return client.get_children(path)
     except NoNodeError:

@@ -1,4 +1,4 @@
-"""A store whose answers are written down beforehand, for tests of the engine in no time."""
+"""A store with scripted answers, for tests of the engine that take no time."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,7 +15,7 @@ Answer = Granted | Busy | BackendUnavailable | BaseException | float | Released 
 
 
 class Ahead(ManualRuntime):
-    """Keeps what is to be done behind the caller."""
+    """Collects background work instead of running it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -26,7 +26,7 @@ class Ahead(ManualRuntime):
 
 
 class Scripted:
-    """Gives the answers of `script` in turn, the last one for ever; `takes` is how long each answer takes."""
+    """Gives the answers of `script` in turn, the last one forever; each answer takes `takes` seconds."""
 
     capabilities = Capabilities(fair=True, shared=True, lists_waiters=True, ttl_min=0.001)
 
@@ -45,7 +45,7 @@ class Scripted:
         self.runtime.advance(self.takes)
         answer = self.script.pop(0) if len(self.script) > 1 else self.script[0]
         if isinstance(answer, BaseException):
-            raise answer.with_traceback(None)  # several tests raise the same one: it must not collect their frames
+            raise answer.with_traceback(None)  # several tests raise the same error, which must not collect their frames
         return answer
 
     def asked(self, what: str) -> list[float]:
@@ -76,6 +76,6 @@ class Scripted:
 
 
 def driver_error(module: str, name: str, *args: object, **attributes: object) -> Exception:
-    """An error as a driver that is not installed here raises it."""
+    """Return an error like that of a driver that is not installed here."""
     kind = type(name, (Exception,), {"__module__": module, **attributes})
     return kind(*args)

@@ -1,4 +1,4 @@
-"""Keys and names of advisory locks, and what sessions tell of them: the parts that need no database."""
+"""Keys and names of advisory locks, and the comments in which sessions name them: the parts that need no database."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""Arguments that name a lock: found in every way to call, refused when they cannot be there."""
+"""Arguments that name a lock are found however the function is called, and refused when they cannot exist."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_argument_is_found_by_place_name_or_default(args, kwargs, found):
 
 
 def name_of(function, *parts, from_url=(), model=None):
-    """The name of the lock of a call, as a decorator would make it."""
+    """Return a function that names the lock of a call, as a decorator would."""
 
     def kind_of(part):
         return None if part is not model else Kind("model", (int,), lambda value: None)

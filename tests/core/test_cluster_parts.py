@@ -1,4 +1,4 @@
-"""What of a Redis Cluster needs no server: its URL, the spread of names over slots, the map of slots."""
+"""The parts of Redis Cluster that need no server: its URL, the spread of names over slots, the map of slots."""
 
 import secrets
 from collections import Counter
@@ -172,7 +172,7 @@ def test_nodes_that_are_silent_share_the_time_of_one_request(slots: SlotMap, mon
 def test_node_that_failed_is_asked_after_the_others_and_holds_up_none_of_them(
     backend: ClusterBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is asked of all parts at once is known of the others, and the map is read again."""
+    """A request to all shards keeps the answers of the other nodes, and marks the map as outdated."""
     slots, asked = backend._slots, list[str]()
     first = backend._shards[0].slot.number
     learn(slots, [0, SLOTS - 1, ["well", 2, b"id"]], [first, first, ["ill", 1, b"id"]])
@@ -193,7 +193,7 @@ def test_node_that_failed_is_asked_after_the_others_and_holds_up_none_of_them(
 
 
 class Turned:
-    """A clock that is turned by hand."""
+    """A clock that is advanced by hand."""
 
     time = 1000.0
 
@@ -210,7 +210,7 @@ def test_address_that_is_reached_elsewhere_is_replaced() -> None:
 
 
 def scripted(backend: ClusterBackend, *answers: Any) -> list[bool]:
-    """Have the nodes answer so, one after the other; tells whether each was asked as one to whom the slot is coming."""
+    """Script the answers of the nodes; the list that it returns tells which requests were sent with ASKING."""
     asked: list[bool] = []
     told = iter(answers)
 
@@ -283,7 +283,7 @@ def test_waiter_who_cannot_sleep_at_all_is_told(backend: ClusterBackend, woken: 
 
 
 def test_node_that_is_gone_may_be_one_of_an_old_map(backend: ClusterBackend) -> None:
-    """It is worth to ask again at once: the map is read first."""
+    """It is worth asking again at once, because the map is read first."""
     port = servers.free_port()
     learn(backend._slots, [0, SLOTS - 1, ["127.0.0.1", port, b"id"]])
     backend._slots._is_outdated = False
@@ -294,7 +294,7 @@ def test_node_that_is_gone_may_be_one_of_an_old_map(backend: ClusterBackend) -> 
 
 
 def test_slot_that_nobody_serves_is_unavailable(backend: ClusterBackend) -> None:
-    """A cluster may be set to go on with a part of its slots."""
+    """A cluster may be configured to go on with some of its slots unserved."""
     learn(backend._slots, [0, 0, ["a", 1, b"id"]])
     backend._slots._read = _nothing  # type: ignore[method-assign, assignment]
     with pytest.raises(BackendUnavailable, match="no node of the cluster serves slot"):
@@ -302,4 +302,4 @@ def test_slot_that_nobody_serves_is_unavailable(backend: ClusterBackend) -> None
 
 
 async def _nothing(runtime: Any, until: float) -> None:
-    """It knows no more than we."""
+    """Read the map and learn nothing new."""

@@ -1,4 +1,4 @@
-"""Times as callers give them: checked, and never a falsy value for "no limit"."""
+"""Times given by callers are checked, and 0 never means "no limit"."""
 
 import math
 from datetime import timedelta

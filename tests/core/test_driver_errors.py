@@ -1,4 +1,4 @@
-"""The promises of dlock_core.sql.driver_errors, on the exceptions of the real drivers."""
+"""dlock_core.sql.driver_errors keeps its promises on the exceptions of the real drivers."""
 
 import importlib.util
 import logging
@@ -183,7 +183,7 @@ def test_errors_that_explain_each_other_in_a_circle_end() -> None:
 
 
 def caused_by(cause: BaseException) -> Exception:
-    """What Django and SQLAlchemy make of a driver's exception."""
+    """Wrap a driver's exception as Django and SQLAlchemy do."""
     error = Exception(*cause.args)
     error.__cause__ = cause
     return error

@@ -1,4 +1,4 @@
-"""The algorithm itself, in no time: a clock turned by hand and a store with written answers."""
+"""The algorithm itself, in no time: with a clock advanced by hand and a store with scripted answers."""
 
 import logging
 from collections.abc import Iterator
@@ -406,7 +406,7 @@ def test_store_that_lost_its_time_is_asked_for_a_greater_token(runtime: ManualRu
 
 def test_lease_that_is_released_while_a_greater_token_is_asked_for_leaves_nothing() -> None:
     class Overtaken(MemoryBackend):
-        """The release overtakes the request."""
+        """A store whose lease is released before the request for a greater token arrives."""
 
         async def try_acquire(self, runtime: Any, request: Any, ticket: Any = None, *, unsure: bool = False) -> Any:
             if request.floor:

@@ -1,4 +1,4 @@
-"""A library that is missing is an error that names the extra; each is blocked in a process of its own."""
+"""A missing library is an error that names the extra; each library is blocked in its own process."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""What clients are told, and what they are not."""
+"""Clients learn what failed and when to retry, but no tokens, versions or words of a holder or store."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_every_conflict_has_its_status_and_only_those_that_pass_say_when_to_retr
 
 
 def test_busy_database_is_not_told_as_somebody_at_work_on_the_object(tmp_path):
-    """SQLite has one writer at a time: the other one may be at work on something else."""
+    """SQLite has one writer at a time, which may be at work on something else."""
     with closing(sqlite3.connect(tmp_path / "a", isolation_level=None)) as holder:
         holder.execute("BEGIN IMMEDIATE")
         with closing(sqlite3.connect(tmp_path / "a", timeout=0)) as other, pytest.raises(sqlite3.Error) as caught:

@@ -1,4 +1,4 @@
-"""Idle connections: which is used again, which is closed, and when."""
+"""Idle connections: which are used again, which are closed, and when."""
 
 import asyncio
 import gc
@@ -101,7 +101,7 @@ def test_pool_that_is_garbage_closes_its_connections() -> None:
 
 @pytest.mark.parametrize("is_inherited", [False, True])
 def test_forked_child_uses_no_connection_of_its_parent(is_inherited: bool) -> None:
-    """A database's session would end for both if the child closed it, so it can be told to keep them instead."""
+    """If the child closed a database session, it would end for both; with `is_inherited` the child keeps it open."""
     (one,) = connections(1)
     pool = pool_of(one, is_inherited=is_inherited)
     if (child := os.fork()) == 0:
@@ -133,7 +133,7 @@ def test_forked_child_neither_uses_nor_closes_what_a_loop_of_its_parent_has() ->
     async def main() -> tuple[int, Connection | None]:
         pools.here().put(one)
         if (child := os.fork()) == 0:
-            os._exit(0 if not pools._pools and one.is_open else 1)  # No loop runs in a child.
+            os._exit(0 if not pools._pools and one.is_open else 1)  # No loop runs in the child.
         return os.waitpid(child, 0)[1], pools.here().take()
 
     assert asyncio.run(main()) == (0, one)

@@ -1,4 +1,4 @@
-"""A blocking acquire in a running event loop is refused before any I/O: it would stop every task, the holder, too."""
+"""A blocking acquire in a running event loop is refused before any I/O: it would stop every task, even the holder's."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_coroutine_that_blocking_code_runs_is_a_coroutine(makers: Any, kind: str
             pass
 
     async_to_sync(hold)()
-    with makers[kind]():  # and after it there is no loop any more
+    with makers[kind]():  # no loop is running any more
         pass
 
 

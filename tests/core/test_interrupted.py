@@ -1,4 +1,4 @@
-"""Whatever call of ours a signal handler raises after, no lease stays behind, and nobody is locked out."""
+"""At whatever moment a signal handler raises, no lease stays behind, and no caller is locked out."""
 
 import asyncio
 import gc
@@ -31,7 +31,7 @@ pytestmark = [
 
 @pytest.fixture(autouse=True)
 def _collected() -> Iterator[None]:
-    """Coroutines that an interrupt has cut short end here, where their warnings are expected, and in no later test."""
+    """Collect coroutines that an interrupt cut short here, where their warnings are expected, not in a later test."""
     yield
     gc.collect()
 
@@ -138,7 +138,7 @@ def test_operation_that_is_interrupted_at_any_moment_leaves_nothing_behind(
 
 
 def test_acquire_of_several_that_fails_leaves_nothing_behind_whenever_it_is_interrupted() -> None:
-    """Three were granted before the fourth was found taken."""
+    """Three locks are granted before the fourth turns out to be taken."""
     store = MemoryBackend()
     with ThreadPoolExecutor(1) as elsewhere:
         elsewhere.submit(Lock(store, "d").acquire).result()

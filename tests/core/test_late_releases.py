@@ -1,4 +1,4 @@
-"""A release that could not be carried out is repeated behind the caller, until the store answers or the lease runs out."""
+"""A failed release is repeated in the background until the store answers or the lease runs out."""
 
 import asyncio
 import gc
@@ -32,7 +32,7 @@ from dlock_core.testing.contract.observed import WITHIN, Observed
 from tests.waiting import until
 
 TTL_S = 1000.0
-"""No test waits for so long: what is released, is released by a request."""
+"""No test waits this long, so a lease that ends has been released by a request."""
 
 
 class Away(MemoryBackend):
@@ -65,7 +65,7 @@ def backend() -> Iterator[Away]:
 
 
 def end(store: Away) -> None:
-    """Let the store answer, so that no later test hears of its leases: the harness has put another store before it."""
+    """Let the store answer, so that no later test hears of its leases; wait for all stores, as the harness wraps it."""
     store.failure = None
     until(lambda: not is_any_repeated())
 
@@ -83,7 +83,7 @@ def events() -> Iterator[list[hooks.Event]]:
 
 
 def kinds_of(store: MemoryBackend, events: list[hooks.Event]) -> list[str]:
-    """Leave out what is told of the leases of earlier tests."""
+    """Return the kinds of this store's events; leases of earlier tests may still cause some."""
     return [event.kind for event in events if event.lease is not None and event.lease.backend is store]
 
 
@@ -93,13 +93,13 @@ def fail_to_release(harness: Harness, lease: Any) -> None:  # noqa: F811
 
 
 async def silence(runtime: Any) -> None:
-    """Keep a task waiting, but not what is done in the background."""
+    """Keep a task waiting, but not the work in the background."""
     if runtime is not BLOCKING:
         await asyncio.sleep(TTL_S)
 
 
 def come_back(store: Away, *, after: int) -> None:
-    """Answer again once so many releases were asked for."""
+    """Let the store answer again once it has had `after` requests."""
     until(lambda: len(store.asked) >= after)
     store.failure = None
 
@@ -157,7 +157,7 @@ def test_release_is_told_once_and_only_when_the_store_has_answered_it(
     fail_to_release(harness, lease)
     until(lambda: len(backend.asked) >= 4)
 
-    def told() -> list[tuple[str, str]]:  # An earlier test's lease may be told of as well.
+    def told() -> list[tuple[str, str]]:  # An earlier test's lease may still cause events.
         return [(event.kind, event.reason) for event in events if event.lease is lease._held]
 
     assert told() == [("acquired", "")]
@@ -241,7 +241,7 @@ def test_lease_that_its_caller_has_released_meanwhile_is_asked_for_no_more(backe
 
 
 def rounds(late: Any, number: int) -> list[float]:
-    """Make so many rounds of attempts, and return the pauses after them."""
+    """Make `number` rounds of attempts, and return the pauses after them."""
     pauses = []
     for _ in range(number):
         late._due = 0.0
@@ -401,7 +401,7 @@ def test_lease_whose_release_is_unanswered_neither_counts_as_held_nor_is_renewed
 
 
 class Group(Away):
-    """Takes and releases several locks in one request; `answers` is set when it may answer that release."""
+    """Takes and releases several locks in one request; a test sets `answers` to let it answer the release."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -469,7 +469,7 @@ async def test_release_whose_caller_is_cancelled_is_told(events: list[hooks.Even
 
 
 class Losing(Away):
-    """Grants, and loses its answer; then it cannot be asked to abandon the request."""
+    """Grants but loses its reply, and then cannot be asked to abandon the request."""
 
     transaction: Any = None
 
@@ -504,7 +504,7 @@ class TestGrantWhoseAnswerWasLost:
     def test_is_abandoned_although_the_loop_of_its_caller_ends_before_the_store_answers(
         self, monkeypatch: pytest.MonkeyPatch, lock: Any
     ) -> None:
-        """As async_to_sync ends its loop after each call; locks that were granted before are released, too."""
+        """async_to_sync ends its loop after each call; locks that were granted before are released, too."""
 
         class Silent(Losing):
             async def try_acquire(self, runtime: Any, request: Any, ticket: Any = None, *, unsure: bool = False) -> Any:

@@ -72,7 +72,7 @@ def test_loss_is_told_once_and_a_failing_callback_stops_nobody(
             runtime.advance(5.0)
             held.lose("the first reason")
             held.lose("the second reason")
-            until(lambda: told)  # In another thread.
+            until(lambda: told)  # The callback runs in another thread.
     finally:
         hooks.unsubscribe(events.append)
     assert told == ["on_lost"]

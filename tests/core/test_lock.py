@@ -143,7 +143,7 @@ def test_lease_of_a_task_that_returned_it_can_be_thrown_away(store: MemoryBacken
 
 
 def test_lease_that_only_a_cycle_keeps_is_missed_when_the_cycle_is_collected(store: MemoryBackend) -> None:
-    """The collector has cleared the weak references to it before it is asked what it was."""
+    """The collector clears the weak references to the lease before its finalizer runs."""
     cycle: list[Any] = [Lock(store, "a").acquire()]
     cycle.append(cycle)
     with pytest.warns(ResourceWarning, match="never released"):  # noqa: PT031
@@ -261,11 +261,11 @@ def test_block_may_end_in_another_thread_than_it_began(store: MemoryBackend) -> 
 doubtful = pytest.mark.filterwarnings(
     "ignore::pytest.PytestUnraisableExceptionWarning", "ignore:.*was never released:ResourceWarning"
 )
-"""A lease that nobody could tell for sure is thrown away, and warns."""
+"""A lease that could not be identified for certain is thrown away, and warns."""
 
 
 class Stay:
-    """A thread that stays alive and does what it is told."""
+    """A thread that stays alive and runs the steps that it is given."""
 
     def __init__(self) -> None:
         self._executor = ThreadPoolExecutor(1)
@@ -290,11 +290,11 @@ def test_block_that_ends_in_another_thread_never_takes_the_lease_of_a_live_calle
     first(lambda: next(moved))
     lease = second(lambda: next(other))
     with caplog.at_level(logging.WARNING, logger="dlock"):
-        third(lambda: next(moved, None))  # Both callers live: nobody can tell whose block has ended.
+        third(lambda: next(moved, None))  # Both callers live, so it is unclear whose block has ended.
     assert "it is unknown which" in caplog.text
     lease.ensure_held()
     second(lambda: next(other, None))  # Its own block ends with its own lease ...
-    assert not lock._blocks._leases  # ... and now it is known that the other one is over, too: nobody keeps it alive.
+    assert not lock._blocks._leases  # ... so the other one must be over, too, and nothing keeps it alive.
 
 
 def test_block_that_ends_in_another_thread_takes_the_only_lease_there_is(store: MemoryBackend) -> None:
@@ -328,7 +328,7 @@ def test_callers_whose_threads_have_both_ended_are_not_confused(store: MemoryBac
     assert not lock._blocks._leases
     later, alive = generator(lock), Stay()
     lease = alive(lambda: next(later))
-    in_thread(lambda: next(later, None))  # From now on it is known again: this one is the only one.
+    in_thread(lambda: next(later, None))  # It is certain again: this lease is the only one.
     assert lease._held.ended is Released.RELEASED
 
 
@@ -353,7 +353,7 @@ def test_block_that_ends_in_another_task_never_takes_the_lease_of_a_live_task(st
 
         task = asyncio.ensure_future(second())
         await auntil(lambda: told)
-        await asyncio.create_task(_end(first))  # In a third one, as a server ends a response that nobody reads.
+        await asyncio.create_task(_end(first))  # In a third task, as a server ends a response that is no longer read.
         ended.set()
         await task
         assert not lock._blocks._leases
@@ -379,7 +379,7 @@ def test_streams_that_servers_end_in_tasks_of_their_own_release_their_leases(sto
         leases = [await asyncio.create_task(anext(each)) for each in streams]  # type: ignore[arg-type]
         for each in streams[:1]:
             await asyncio.create_task(_end(each))
-        assert sum(lease._held.ended is None for lease in leases) == 3  # Three tasks have ended: nobody can tell.
+        assert sum(lease._held.ended is None for lease in leases) == 3  # All tasks have ended, so it is unclear whose it was.
         for each in streams[1:]:
             await asyncio.create_task(_end(each))
         assert not lock._blocks._leases

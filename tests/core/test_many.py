@@ -38,7 +38,7 @@ def store(request):
         return MemoryBackend()
     url = request.getfixturevalue("redis_server").url
     with redis.Redis.from_url(url) as client:
-        client.flushall()  # leases that other tests have left to run out are listed, too
+        client.flushall()  # leases that other tests have let run out would be listed, too
     return connect(url)
 
 
@@ -234,7 +234,7 @@ def test_silent_store_is_rid_of_the_traces_of_all_names_behind_the_caller(at_onc
     assert (runtime.now() - began, store.abandoned) == (pytest.approx(2.0), [])
     for clean_up in runtime.left:
         runtime.run(clean_up)
-    sent = requests if at_once else requests[:1]  # The others were never asked for.
+    sent = requests if at_once else requests[:1]  # The others were never requested.
     assert set(store.abandoned) == {request.holder for request in sent}
 
 
@@ -402,7 +402,7 @@ def test_release_that_is_interrupted_after_it_was_sent_is_no_loss(request):
 
 
 class Losing(MemoryBackend):
-    """Loses requests to release what it is told has run out."""
+    """Loses every request to release a lease, except through `release_now`."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Names: one thing has one name in every process, however it is spelled, and two things never share one."""
+"""One thing has one name in every process, however it is spelled, and two things never share one."""
 
 import functools
 import json
@@ -109,7 +109,7 @@ class Number(IntEnum):
 
 
 class Key:
-    """Has a text of its own."""
+    """Has its own text."""
 
     def __init__(self, text: str) -> None:
         self._text = text
@@ -175,13 +175,13 @@ def test_types_that_have_one_text(part: object, text: str) -> None:
 
 @dataclass
 class Record:
-    """Prints its fields, whatever they print."""
+    """Its text consists of its fields, whatever their texts are."""
 
     number: int = 1
 
 
 class Loud:
-    """Has a text that is no text of its own."""
+    """Its text contains the default text of an object."""
 
     def __str__(self) -> str:
         return f"loud {super().__str__()}"

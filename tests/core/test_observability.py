@@ -55,7 +55,7 @@ class Silent(MemoryBackend):
 
 
 def conflict_once():
-    """Work that conflicts once, retried."""
+    """Run work that conflicts once and is retried."""
     outcomes = [errors.StaleObject(object(), expected=1, found=2, key=42), None]
 
     async def work():
@@ -66,7 +66,7 @@ def conflict_once():
 
 
 def everything_happens():
-    """Every kind of event once or more."""
+    """Cause every kind of event at least once."""
     backend = MemoryBackend()
     with Lock(backend, "order:42"), pytest.raises(errors.AcquireTimeout):
         ask_elsewhere(backend)
@@ -82,12 +82,12 @@ def everything_happens():
 
 
 def everything_is_told():
-    """Wait for the thread that tells of the loss of a lease."""
+    """Wait for the threads that report lost leases."""
     until(lambda: not any(thread.pending() for thread in scheduler._callback_threads))
 
 
 def ask_elsewhere(backend, name="order:42", wait=0):
-    """Ask in another thread, for this one holds it already."""
+    """Acquire in another thread, because this one may already hold the lock."""
     with ThreadPoolExecutor(1) as thread:
         return thread.submit(lambda: Lock(backend, name, wait=wait).acquire().release()).result(60)
 

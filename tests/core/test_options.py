@@ -1,4 +1,4 @@
-"""Options: a plausible wrong type is a clear error before any I/O, and another library's word names ours."""
+"""An option of a plausible but wrong type is a clear error before any I/O, and another library's word names ours."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a holder says of itself: short, printable, and readable again."""
+"""A holder's description of itself is short and printable, and can be read again."""
 
 import asyncio
 import json

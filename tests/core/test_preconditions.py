@@ -1,4 +1,4 @@
-"""If-Match and If-None-Match, as RFC 9110 has them."""
+"""If-Match and If-None-Match, as RFC 9110 defines them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What majorities decide: any two share a node, and so no token is given twice whatever fails, in any order."""
+"""Any two majorities share a node, so no token is granted twice, whatever fails and in whatever order."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -90,7 +90,7 @@ def test_forecast_is_ahead_of_the_clocks_it_knows() -> None:
 
 @dataclass
 class Node:
-    """What a master keeps of one lock, as the scripts do: the holder, its token, and the counter."""
+    """A master's record of one lock, kept as the scripts keep it: the holder, its token, and the counter."""
 
     holder: int = 0
     noted: int = 0
@@ -113,14 +113,14 @@ class Node:
 
 @dataclass
 class World:
-    """Nodes whose keys run out at any moment, and all grants in the order in which they were complete."""
+    """Nodes whose keys may expire at any moment, and all grants in the order of their completion."""
 
     data: st.DataObject
     nodes: list[Node]
     granted: list[int] = field(default_factory=list)
 
     def attempt(self, holder: int) -> Iterator[None]:
-        """One request after the other reaches its node, in any order; requests and replies get lost."""
+        """Step through an attempt: its requests reach the nodes in any order; requests and replies may get lost."""
         floor, needed = max(self.granted, default=0), majority(len(self.nodes))
         proposal, drawn = self.data.draw(st.integers(0, 6)), dict[int, int]()
         for place in self.data.draw(st.permutations(range(len(self.nodes)))):

@@ -1,4 +1,4 @@
-"""What is sent to a Redis is the same whether or not hiredis is installed; what is left alone ends with its loop."""
+"""Redis is sent the same commands with and without hiredis; requests that are left alone end with their loop."""
 
 import asyncio
 import socket
@@ -28,7 +28,7 @@ def test_time_limit_of_a_request_holds_on_a_connection_that_was_idle() -> None:
     """A first request with a short limit, such as a renewal's, must not shorten that of all later ones."""
     ours, servers = socket.socketpair()
     kind: Any = redis.Connection
-    connection = kind(socket_timeout=0.05, parser_class=_RESP2Parser)  # It looks as redis-py 6 and 7 do.
+    connection = kind(socket_timeout=0.05, parser_class=_RESP2Parser)  # It checks for data as redis-py 6 and 7 do.
     connection._sock, connection.dlock_limit, connection.dlock_reader = ours, None, None
     connection._parser.on_connect(connection)
     limits = []
@@ -77,7 +77,7 @@ def test_connection_that_comes_back_when_its_loop_is_shut_down_is_closed() -> No
 
 
 def test_lock_that_is_held_by_a_generator_is_released_when_its_loop_is_shut_down() -> None:
-    """All generators are told at once, so that ours may have closed the idle connections before."""
+    """The loop closes all generators at once, so ours may already have closed the idle connections."""
     closed: list[bool] = []
     tasks = AsyncioTransport(lambda: SimpleNamespace(_writer=None, _close=lambda: closed.append(True)))
     left: list[asyncio.Task[Any]] = []

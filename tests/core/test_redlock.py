@@ -1,4 +1,4 @@
-"""A redlock:// URL names nodes that can decide by majority, or is refused before anything is sent, without its password."""
+"""A redlock:// URL names nodes that can decide by majority, or is refused before any I/O, without its password."""
 
 from typing import Any
 

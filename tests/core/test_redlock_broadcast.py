@@ -1,4 +1,4 @@
-"""Connections that threads use together: none of them blocks, and a dead one is dropped before it is used."""
+"""Connections that threads share never block, and a dead one is dropped before it is used."""
 
 import socket
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ from dlock_core.backends.redlock.broadcast import INCOMPLETE, NodeConnections, i
 
 
 class Peer:
-    """A node, and what its side of our connection says."""
+    """A node, with its end of our connection."""
 
     def __init__(self) -> None:
         ours, self.socket = socket.socketpair()

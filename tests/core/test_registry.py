@@ -1,4 +1,4 @@
-"""From a URL or a client to a backend, with errors that say what is wrong and never a password."""
+"""A URL or a client leads to a backend, or to an error that says what is wrong and never a password."""
 
 import subprocess
 import sys
@@ -51,7 +51,7 @@ def test_bad_url_is_refused_and_no_part_of_the_password_is_told(url: str) -> Non
 
 @pytest.mark.parametrize("scheme", ["foo", "memory", "redis", "redis+sentinel", "database", f"u:{SECRET}@h?x=redis"])
 def test_password_that_python_itself_would_quote_is_not_told(scheme: str) -> None:
-    """urlsplit quotes the login of a URL that has a character which NFKC turns into a "/" or "?"."""
+    """The error of urlsplit quotes the login of a URL with a character that NFKC turns into "/" or "?"."""
     with pytest.raises(ValueError) as caught:
         connect(f"{scheme}://u:{SECRET}\u2100@h")
     assert SECRET not in str(caught.value)
@@ -92,7 +92,7 @@ def test_replicas_that_are_no_number_are_refused(url: str, replicas: object) -> 
 
 @pytest.mark.parametrize("scheme", ["redis", "rediss", "redis+cluster", "redlock", "redis+sentinel"])
 def test_unknown_option_of_a_url_is_refused_by_name(scheme: str) -> None:
-    """Nobody shall believe that his `?prefix=` or `?timeout=` did something."""
+    """Otherwise a user would believe that `?prefix=` or `?timeout=` had an effect."""
     with pytest.raises(ValueError, match="'prefix'") as caught:
         connect(f"{scheme}://u:{SECRET}@a,b,c/{'shop' * (scheme == 'redis+sentinel')}?socket_timeout=1&prefix=shop")
     assert SECRET not in str(caught.value)

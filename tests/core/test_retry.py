@@ -14,7 +14,7 @@ from tests.core.scripted import driver_error
 
 
 class ByHand:
-    """A runtime whose clock stands still but for its pauses."""
+    """A runtime whose clock advances only in its pauses."""
 
     def __init__(self) -> None:
         self.time = 1000.0
@@ -29,7 +29,7 @@ class ByHand:
 
 
 class Work:
-    """Fails as it is told to, then answers 42."""
+    """Raises the given errors in turn, then returns 42."""
 
     def __init__(self, *errors: BaseException) -> None:
         self.errors = list(errors)

@@ -1,4 +1,4 @@
-"""The statements of a fence on the protected row: what each database is asked, with which parameters."""
+"""The statements of a fence on the protected row: what each database is sent, with which parameters."""
 
 import re
 import sqlite3
@@ -74,12 +74,12 @@ def test_statements_of_a_row_are_written_once():
     assert fence_sql.statements("sqlite", "a", "id = :key") != fence_sql.statements("sqlite", "b", "id = :key")
 
 
-# What they mean, on the database that is always there
+# What they do, on the database that needs no server
 
 
 @pytest.fixture
 def row():
-    """Carry out a statement on one row; gives the rows changed."""
+    """Return a function that executes a statement on one row, and returns whether its answer is yes."""
     connection = sqlite3.connect(":memory:", isolation_level=None)
     connection.execute("CREATE TABLE parcel (id integer, dlock_token bigint, dlock_holder text)")
     connection.execute("INSERT INTO parcel VALUES (7, 0, '')")

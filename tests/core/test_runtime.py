@@ -1,4 +1,4 @@
-"""How we wait: the blocking runtime never suspends, the asyncio runtime finishes its clean-ups."""
+"""The blocking runtime never suspends; the asyncio runtime finishes its clean-ups."""
 
 import asyncio
 import gc
@@ -21,7 +21,7 @@ def test_blocking_call_refuses_an_awaitable() -> None:
 
 
 class Awaitable:
-    """Like a coroutine, which would warn that nobody awaited it."""
+    """Stands for a coroutine, which would warn that it was never awaited."""
 
     def __await__(self) -> object:
         raise AssertionError

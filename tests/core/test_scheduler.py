@@ -84,14 +84,14 @@ def _fail() -> None:
 
 
 class SoftLimit(Exception):
-    """What a signal handler raises."""
+    """Raised by a signal handler."""
 
 
 def test_interrupt_inside_the_start_of_a_thread_arrives_as_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Python forgets a thread that could not be started; one that runs already is not there to be forgotten: KeyError."""
+    """Python forgets a thread that could not be started, which is a KeyError if the thread is already running."""
     name = "_start_joinable_thread" if hasattr(threading, "_start_joinable_thread") else "_start_new_thread"
     start, limbo = getattr(threading, name), threading._limbo  # type: ignore[attr-defined]
-    left_by_others = set(limbo)  # An interrupted start() leaves its thread there, as those of other tests did.
+    left_by_others = set(limbo)  # An interrupted start() leaves its thread there; other tests have done so.
 
     def interrupted(*args: object, **options: object) -> None:
         start(*args, **options)

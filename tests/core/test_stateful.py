@@ -22,7 +22,7 @@ TTL = 10.0
 
 
 class OneLock(RuleBasedStateMachine):
-    """Who believes to hold the lock, as the processes see it; the store is never asked for it."""
+    """Tracks which processes believe that they hold the lock; the store is never asked."""
 
     waiters: Bundle[Any] = Bundle("waiters")
     holders: Bundle[Any] = Bundle("holders")
@@ -34,7 +34,7 @@ class OneLock(RuleBasedStateMachine):
         self.known: list[LeaseRecord] = []
         self.tokens: list[int] = []
         self.line: list[str] = []
-        """Who waited when we last looked, in order."""
+        """The waiters when we last looked, in order."""
 
     def believers(self) -> list[LeaseRecord]:
         return [held for held in self.known if held.remaining() > 0]
@@ -63,7 +63,7 @@ class OneLock(RuleBasedStateMachine):
 
     @rule(request=waiters)
     def show_life(self, request: AcquireRequest) -> None:
-        """Ask again, as a waiter does after each wake-up; if it is granted nobody learns of it, and the claim ends."""
+        """Ask again, as a waiter does after each wake-up; a grant goes unnoticed, and its claim ends."""
         self.runtime.run(self.store.wait(self.runtime, request, Busy(0.0), 0.0))
 
     @rule(target=holders, request=consumes(waiters))
@@ -79,7 +79,7 @@ class OneLock(RuleBasedStateMachine):
 
     @rule(request=consumes(waiters))
     def die_while_waiting(self, request: AcquireRequest) -> None:
-        """Nobody abandons."""
+        """The waiter dies without abandoning its request."""
 
     @rule(held=holders)
     def release(self, held: LeaseRecord) -> None:

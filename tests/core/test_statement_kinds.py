@@ -1,4 +1,4 @@
-"""What a statement does, from its text: only what surely reads is let through."""
+"""The text of a statement shows what it does: only what certainly just reads counts as a read."""
 
 import pytest
 

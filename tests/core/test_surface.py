@@ -54,7 +54,7 @@ def test_public_names_of_the_test_tools() -> None:
 
 
 def _classes(package: str) -> dict[str, set[str]]:
-    """The modules that define each public class of a package; classes inside of classes are not looked at."""
+    """Return the modules that define each public class of a package, without nested classes."""
     found: dict[str, set[str]] = defaultdict(set)
     for path in sorted(path for path in (ROOT / package).rglob("*.py") if path.parent.name != "migrations"):
         for node in ast.parse(path.read_text()).body:

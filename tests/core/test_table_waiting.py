@@ -1,4 +1,4 @@
-"""Waiters of this process, when a signal handler comes in the middle and uses the same store."""
+"""Waiters of this process survive a signal handler that interrupts them and uses the same store."""
 
 import sys
 from collections.abc import Callable
@@ -16,7 +16,7 @@ WITHIN = 10.0
 
 
 def interrupted_at(line: int, function: Callable[[], None], handler: Callable[[], None]) -> bool:
-    """Call a function, and a handler when it has reached so many lines of the module; False: it has fewer."""
+    """Call `function`, and `handler` at the `line`-th line of the module that it executes; False if it has fewer."""
     left, known = line, sys.gettrace()
 
     def trace(frame: FrameType, event: str, _: Any) -> Any:
@@ -26,7 +26,7 @@ def interrupted_at(line: int, function: Callable[[], None], handler: Callable[[]
         if event == "line":
             left -= 1
             if left == 0:
-                handler()  # Nothing is traced meanwhile.
+                handler()  # Nothing is traced during this call.
         return trace
 
     sys.settrace(trace)
@@ -38,7 +38,7 @@ def interrupted_at(line: int, function: Callable[[], None], handler: Callable[[]
 
 
 def at_each_line(function: Callable[[], None], handler: Callable[[], None]) -> None:
-    # In another thread, whose hanging can be seen.
+    # In another thread, so that a hang is noticed.
     line, threads = 1, ThreadPoolExecutor(1)
     while threads.submit(interrupted_at, line, function, handler).result(WITHIN):
         line += 1

@@ -1,4 +1,4 @@
-"""One thread renews every lease of a store, in batches, and says what was lost."""
+"""One thread renews every lease of a store, in batches, and reports the losses."""
 
 import asyncio
 import gc
@@ -37,7 +37,7 @@ class Flaky(Observed):
     async def renew(self, runtime: Any, renewals: Any) -> list[RenewalResult]:
         answers = await super().renew(runtime, renewals)
         if self.failure is not None:
-            # It is raised again and again, and would keep the frames of each time.
+            # It is raised again and again, and would collect the frames of every time.
             raise self.failure.with_traceback(None)
         return answers
 
@@ -64,7 +64,7 @@ def eager(monkeypatch: pytest.MonkeyPatch) -> None:
     watch = watchdog.Watchdog.plan
 
     def soon(dog: watchdog.Watchdog, seconds: float, *leases: LeaseRecord) -> None:
-        watch(dog, max(seconds / 100, 1 / watchdog.TICKS_PER_S), *leases)  # no earlier than the next look
+        watch(dog, max(seconds / 100, 1 / watchdog.TICKS_PER_S), *leases)  # no earlier than the next tick
 
     monkeypatch.setattr(watchdog.Watchdog, "plan", soon)
 
@@ -347,7 +347,7 @@ def test_loss_is_told_before_the_release_that_follows_it(store: Flaky) -> None:
     free = threading.Event()
 
     def block(event: hooks.Event) -> None:
-        if event.name == "told-in-order":  # Leases of other tests may still be told of.
+        if event.name == "told-in-order":  # Leases of other tests may still cause events.
             if event.kind == "lost":
                 free.wait(WITHIN)
             events.append(event.kind)
@@ -444,11 +444,11 @@ def test_step_that_is_interrupted_at_any_bytecode_stops_no_renewal_and_locks_nob
 
 
 class Interrupted(BaseException):
-    """What a signal handler raises."""
+    """Raised by a signal handler."""
 
 
 def interrupted_at(number: int, call: Callable[[], object]) -> bool:
-    """Call a function; raise after so many bytecodes of it. False when it has no more than that."""
+    """Call a function, and raise at its `number`-th bytecode in our modules; False if it has fewer."""
     count = 0
 
     def trace(frame: Any, event: str, argument: object) -> Any:
@@ -478,7 +478,7 @@ def test_finalizer_that_ends_or_begins_a_lease_in_the_middle_of_watching_another
     entered: list[bool] = []
 
     class Collected(dict[int, Any]):
-        """As if a session were collected between any two steps."""
+        """Acts as if a session were collected in the middle of a step."""
 
         def setdefault(self, *given: Any) -> Any:
             if not entered:

@@ -1,4 +1,4 @@
-"""What the ZooKeeper store decides without a server: its URLs, its paths, and who comes after whom in a queue."""
+"""What the ZooKeeper store decides without a server: its URLs, its paths, and the order of a queue."""
 
 import select
 import socket
@@ -94,7 +94,7 @@ def test_queue_is_in_the_order_of_creation_and_ignores_what_is_not_ours():
 
 
 def test_queue_stays_in_order_when_the_numbers_begin_again():
-    """They are signed and have 32 bits."""
+    """ZooKeeper's sequence numbers are signed and have 32 bits."""
     turn = [node("x", ALICE, 2**31 - 2), node("x", BOB, 2**31 - 1), node("x", CAROL, -(2**31))]
     assert names(parse_queue(turn[::-1])) == turn
     zero = [node("x", ALICE, -2), node("x", BOB, -1), node("x", CAROL, 0)]

@@ -33,7 +33,7 @@ class ArticleProxy(Article):
 
 
 class Draft(VersionedMixin):
-    """Has a version by another name."""
+    """A model whose version field has another name."""
 
     version = None
     revision = VersionField()
@@ -48,7 +48,7 @@ class Careful(VersionedMixin):
 
 
 class Code(VersionedMixin):
-    """Has a primary key that its author chooses."""
+    """A model whose primary key its author chooses."""
 
     code = models.CharField(max_length=10, primary_key=True)
     title = models.CharField(max_length=100, default="")
@@ -59,7 +59,7 @@ class Place(VersionedMixin):
 
 
 class Shop(Place):
-    """Inherits its version from another table."""
+    """A model that inherits its version from another table."""
 
     owner = models.CharField(max_length=100, default="")
 
@@ -69,7 +69,7 @@ class Person(models.Model):
 
 
 class Member(VersionedMixin, Person):
-    """Has a version of its own, and a parent table without."""
+    """A model with its own version, and a parent table without one."""
 
     grade = models.IntegerField(default=0)
 
@@ -96,19 +96,19 @@ class Wallet(VersionedMixin, RowLockMixin):
 
 
 class Parcel(FencedMixin):
-    """Carries its fence in its own row."""
+    """A model that carries its fence in its own row."""
 
     value = models.IntegerField(default=0)
 
 
 class HeavyParcel(Parcel):
-    """Inherits its fence from another table."""
+    """A model that inherits its fence from another table."""
 
     kilos = models.IntegerField(default=0)
 
 
 class Crate(FencedMixin, VersionedMixin):
-    """Has a fence and a version."""
+    """A model with a fence and a version."""
 
     value = models.IntegerField(default=0)
 
@@ -121,7 +121,7 @@ class Tag(models.Model):
 
 
 class Ticket(VersionedMixin):
-    """Has a field of every kind that forms treat in a way of its own."""
+    """A model with a field of every kind that forms treat specially."""
 
     class State(models.TextChoices):
         OPEN = "open", "Still open"
@@ -143,7 +143,7 @@ class Ticket(VersionedMixin):
 
 
 class Step(VersionedMixin):
-    """A row below a ticket."""
+    """A row that belongs to a ticket."""
 
     ticket = models.ForeignKey(Ticket, models.CASCADE)
     text = models.CharField(max_length=100)
@@ -159,14 +159,14 @@ class Team(models.Model):
 
 
 class ActiveJobs(LockManager):
-    """A manager whose rows are found over another table."""
+    """A manager whose rows are found through another table."""
 
     def get_queryset(self):
         return super().get_queryset().filter(team__is_active=True)
 
 
 class Job(RowLockMixin, VersionedMixin):
-    """Has a key of its own making, an order and a manager over another table, and a value that changes in place."""
+    """A model with a generated key, an order and a manager through another table, and a value that changes in place."""
 
     key = models.UUIDField(primary_key=True, default=uuid.uuid4)
     team = models.ForeignKey(Team, on_delete=models.CASCADE, null=True)
@@ -182,20 +182,20 @@ class Job(RowLockMixin, VersionedMixin):
 
 
 class Passport(models.Model):
-    """Has a UUID for its key."""
+    """A model whose key is a UUID."""
 
     id = models.UUIDField(primary_key=True, default=uuid.uuid4)
     value = models.IntegerField(default=0)
 
 
 class Photo(models.Model):
-    """Has another row's key for its own."""
+    """A model whose key is the key of another row."""
 
     passport = models.OneToOneField(Passport, on_delete=models.CASCADE, primary_key=True)
 
 
 class Cell(models.Model):
-    """Has a composite key."""
+    """A model with a composite key."""
 
     pk = models.CompositePrimaryKey("row", "column")
     row = models.IntegerField()
@@ -203,12 +203,12 @@ class Cell(models.Model):
 
 
 class Price(models.Model):
-    """Has a number with a fraction for its key."""
+    """A model whose key is a decimal number."""
 
     amount = models.DecimalField(max_digits=8, decimal_places=2, primary_key=True)
 
 
 class Reading(models.Model):
-    """Has a moment for its key."""
+    """A model whose key is a point in time."""
 
     at = models.DateTimeField(primary_key=True)

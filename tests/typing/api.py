@@ -1,4 +1,4 @@
-"""Never run, only type-checked: the public names as a user would write them."""
+"""This module is only type-checked, never run: it uses the public names as a user would."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Never run, only type-checked, by mypy and by pyright: the public names of sqla_dlock as a user would write them."""
+"""This module is only type-checked, by mypy and pyright, never run: it uses the names of sqla_dlock as a user would."""
 
 from __future__ import annotations
 
