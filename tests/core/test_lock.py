@@ -379,7 +379,7 @@ def test_streams_that_servers_end_in_tasks_of_their_own_release_their_leases(sto
         leases = [await asyncio.create_task(anext(each)) for each in streams]  # type: ignore[arg-type]
         for each in streams[:1]:
             await asyncio.create_task(_end(each))
-        assert sum(lease._held.ended is None for lease in leases) == 3  # All tasks have ended, so it is unclear whose it was.
+        assert sum(lease._held.ended is None for lease in leases) == 3  # All tasks have ended: whose it was is unclear.
         for each in streams[1:]:
             await asyncio.create_task(_end(each))
         assert not lock._blocks._leases

@@ -109,7 +109,7 @@ class Number(IntEnum):
 
 
 class Key:
-    """Has its own text."""
+    """An object with its own text."""
 
     def __init__(self, text: str) -> None:
         self._text = text

@@ -1,4 +1,4 @@
-"""Fixtures for tests of the admin: somebody who is logged in, a ticket, and somebody else who is faster."""
+"""Fixtures for tests of the admin: a logged-in user, a ticket, and another user who is faster."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -21,7 +21,7 @@ MIDDLEWARE = [
 
 
 class Router:
-    """Everything to one database."""
+    """Routes everything to one database."""
 
     alias = "default"
 
@@ -32,7 +32,7 @@ class Router:
 
 
 class Replica(Router):
-    """Reads that go to a copy which is late."""
+    """Routes the reads of tickets to a replica that is late."""
 
     def db_for_read(self, model: Any, **hints: Any) -> str | None:
         return "other" if model._meta.model_name == "ticket" else None
@@ -51,7 +51,7 @@ class ToPostgreSQL(Router):
 @pytest.fixture
 def admin_pages(use_database: Callable[[str], str], tmp_path: Any) -> Iterator[None]:
     use_database("default")
-    ContentType.objects.clear_cache()  # which outlives the rows of the test before
+    ContentType.objects.clear_cache()  # it outlives the rows of the previous test
     ContentType.objects.get_for_models(*apps.get_app_config("testapp").get_models())  # as migrate makes them
     with override_settings(ROOT_URLCONF="tests.django_dlock.admin_urls", MIDDLEWARE=MIDDLEWARE, MEDIA_ROOT=tmp_path):
         yield
@@ -66,7 +66,7 @@ def on_postgresql(use_database: Callable[[str], str]) -> Iterator[None]:
 
 @pytest.fixture
 def late_replica(use_database: Callable[[str], str], ticket: Ticket) -> Iterator[None]:
-    """A replica that does not know yet what is done after this."""
+    """A replica that misses every later change."""
     use_database("other")
     ticket.save(using="other", force_insert=True)
     ticket.refresh_from_db(using="default")
@@ -87,7 +87,7 @@ def ticket(admin_pages: None) -> Ticket:
 
 
 def change(instance: Any, **values: Any) -> Any:
-    """Somebody else changes a row, in a session of their own."""
+    """Change a row through another instance, as another user would."""
     other = type(instance).objects.get(pk=instance.pk)
     for name, value in values.items():
         setattr(other, name, value)

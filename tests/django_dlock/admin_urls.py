@@ -51,7 +51,7 @@ class StackedSteps(VersionedStackedInline):
 
 @admin.register(Draft, site=site)
 class DraftAdmin(VersionedModelAdmin):
-    """A list to edit in; its version has another name."""
+    """The list is editable; the version field has another name."""
 
     list_display = ["id", "title", "revision"]
     list_editable = ["title"]
@@ -60,7 +60,7 @@ class DraftAdmin(VersionedModelAdmin):
 
 @admin.register(Code, site=site)
 class CodeAdmin(VersionedModelAdmin):
-    """A list to edit in, of rows whose key their author has chosen."""
+    """The list is editable; the author of a row chooses its key."""
 
     list_display = ["code", "title"]
     list_editable = ["title"]

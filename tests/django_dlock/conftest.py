@@ -1,4 +1,4 @@
-"""Fixtures for locks in Django: a store, other threads with sessions of their own, aliases with an isolation level, a journal."""
+"""Fixtures for locks in Django: a store, threads with their own sessions, aliases with an isolation level, a journal."""
 
 import contextlib
 import signal
@@ -52,14 +52,14 @@ def flush(server: Server) -> None:
 
 @pytest.fixture
 def party() -> Iterator[Callable[[], Party]]:
-    """Make another thread that does one thing after another, as told, with its own connections and its own leases."""
+    """Return a function that makes a thread with its own connections and leases, which runs the steps it is given."""
     with contextlib.ExitStack() as stack:
         yield lambda: stack.enter_context(Party())
 
 
 @pytest.fixture
 def ctrl_c() -> Iterator[None]:
-    """SIGINT raises KeyboardInterrupt, also when the tests run in the background, where shells have it ignored."""
+    """Make SIGINT raise KeyboardInterrupt even when the tests run in the background, where shells have it ignored."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
@@ -67,7 +67,7 @@ def ctrl_c() -> Iterator[None]:
 
 @pytest.fixture
 def isolated(request: pytest.FixtureRequest, use_database, monkeypatch) -> Callable[[str, str | None], str]:
-    """Make an alias for a database's second face, with an isolation level: `isolated("mariadb", "repeatable read")`."""
+    """Make a second alias of a database, with an isolation level: `isolated("mariadb", "repeatable read")`."""
 
     def make(database: str, level: str | None) -> str:
         use_database(database)
@@ -86,7 +86,7 @@ def _forget(alias: str) -> None:
 
 @pytest.fixture
 def journal(monkeypatch) -> Iterator[list[str]]:
-    """What happened to leases: "acquired order:42", "released order:42", "lost order:42"; `follow` adds the transactions."""
+    """Events of leases: "acquired order:42", "released order:42", "lost order:42"; `follow` adds the transactions."""
     entries: list[str] = []
 
     def hear(event: hooks.Event) -> None:
@@ -99,7 +99,7 @@ def journal(monkeypatch) -> Iterator[list[str]]:
 
 @pytest.fixture
 def follow(journal) -> Callable[[str], None]:
-    """Have BEGIN, COMMIT and ROLLBACK on this thread's connection to a database written into the journal."""
+    """Record BEGIN, COMMIT and ROLLBACK on this thread's connection to a database in the journal."""
 
     def start(alias: str) -> None:
         connections[alias].close()

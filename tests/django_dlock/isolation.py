@@ -6,7 +6,7 @@ from django.db import connections
 
 
 def alias(database: str, level: str | None) -> tuple[str, dict[str, Any]]:
-    """Return the name and the settings of an alias; None is what the server has by default."""
+    """Return the name and the settings of an alias; None means the server's default level."""
     settings = {**connections.settings[database], "OPTIONS": dict(connections.settings[database]["OPTIONS"])}
     if database == "postgresql":
         from django.db.backends.postgresql.psycopg_any import IsolationLevel

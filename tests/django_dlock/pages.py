@@ -1,4 +1,4 @@
-"""What a browser makes of a page: the form that it would send."""
+"""The form that a browser would send from a page."""
 
 from html.parser import HTMLParser
 from typing import Any
@@ -20,7 +20,7 @@ class _Reader(HTMLParser):
         if tag == "form":
             self.form += 1
         elif tag == "input" and at.get("name") == "_save":
-            self.add("_save", at.get("value", ""))  # the button that is pushed, unless a test says otherwise
+            self.add("_save", at.get("value", ""))  # the button that is pressed, unless a test says otherwise
         elif tag == "input" and at.get("type") not in {"submit", "file", "button"} and "disabled" not in at:
             is_switch = at.get("type") in {"checkbox", "radio"}
             if not is_switch or "checked" in at:
@@ -50,7 +50,7 @@ class _Reader(HTMLParser):
 
 
 def form(response: Any, which: int = -1, **changes: Any) -> dict[str, Any]:
-    """What the form of a page sends once its inputs have been changed; by default the last form that has any inputs."""
+    """Return what a form of a page sends after these changes; by default the last form that has inputs."""
     html = response.content.decode()
     for number in [which] if which >= 0 else reversed(range(html.count("<form"))):
         reader = _Reader(number)

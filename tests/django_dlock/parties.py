@@ -1,4 +1,4 @@
-"""Other threads for tests: what they do is told step by step, so that every interleaving is written down, not hoped for."""
+"""Other threads for tests, which are driven step by step: every interleaving is written down, not hoped for."""
 
 import concurrent.futures
 from collections.abc import Callable
@@ -43,7 +43,7 @@ class Party:
 
 
 def until_blocked(alias: str) -> None:
-    """Wait until some session waits for a lock of another, as the server sees it."""
+    """Wait until the server reports that a session waits for another's lock."""
     with second_session(alias) as watcher:
         server = "mariadb" if watcher.vendor == "mysql" else watcher.vendor
         databases.until_blocked(server, lambda sql: rows(watcher, sql))

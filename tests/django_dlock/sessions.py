@@ -21,7 +21,7 @@ def add(alias: str, name: str) -> Counter:
 
 
 def committed(alias: str) -> set[str]:
-    """The names of all counters, as another session sees them."""
+    """Return the names of all counters, as another session sees them."""
     with second_session(alias) as second:
         return {name for (name,) in rows(second, "SELECT name FROM testapp_counter")}
 
@@ -61,9 +61,9 @@ def kill_session(alias: str) -> None:
 
 @contextlib.contextmanager
 def held_in_commit(alias: str, then: Callable[[BaseDatabaseWrapper], None]) -> Iterator[None]:
-    """PostgreSQL: a COMMIT that has added a Counter stands still in a deferred trigger; do `then` to it in another thread.
+    """On PostgreSQL, stop a COMMIT that adds a Counter in a deferred trigger, and call `then` in another thread.
 
-    `then` gets a session of its own; after it the COMMIT may go on.
+    `then` gets its own session; after it, the COMMIT goes on.
     """
     with second_session(alias) as blocker, second_session(alias) as watcher:
         rows(blocker, "SELECT pg_advisory_lock(4711)")
@@ -102,11 +102,11 @@ def _wait_until_held(watcher: BaseDatabaseWrapper) -> None:
 
 
 def interrupt(_: BaseDatabaseWrapper) -> None:
-    """What Ctrl-C does."""
+    """Send SIGINT, as Ctrl-C does."""
     os.kill(os.getpid(), signal.SIGINT)
 
 
 def terminate_held(watcher: BaseDatabaseWrapper) -> None:
-    """What an administrator does."""
+    """End the session that is stopped in its COMMIT, as an administrator can."""
     held = "SELECT pg_terminate_backend(pid, 10000) FROM pg_locks WHERE locktype = 'advisory' AND objid = 4711 AND NOT granted"
     rows(watcher, held)

@@ -42,7 +42,7 @@ def server(admin_pages) -> Iterator[str]:
 def chromium(program, server, browser, store) -> Iterator[Chromium]:
     program.log_in(server, browser)
     yield program
-    program.go("about:blank")  # asks the server no more
+    program.go("about:blank")  # stops the requests to the server
 
 
 def test_lock_appears_and_goes_while_one_looks(chromium, server, store):
@@ -113,7 +113,7 @@ def test_conflict_is_settled_by_choosing(chromium, server, ticket, width):
     chromium.click("input[name=_save]")
     assert "Nothing of yours has been saved yet" in chromium.text()
     assert chromium.js("document.documentElement.scrollWidth <= window.innerWidth")
-    chromium.js("document.querySelector('.submit-row input').click()")  # stays: two fields are still open
+    chromium.js("document.querySelector('.submit-row input').click()")  # the page stays: two fields are undecided
     chromium.js("document.querySelector('[name=dlock_version_title][value=mine]').click()")
     chromium.js("document.querySelector('[name=dlock_version_notes][value=theirs]').click()")
     chromium.click(".submit-row input")

@@ -1,4 +1,4 @@
-"""The promises of VersionedModelAdmin: the list, its actions, and deleting."""
+"""VersionedModelAdmin keeps its promises about the list, its actions, and deleting."""
 
 import re
 from functools import partial
@@ -27,7 +27,7 @@ def titles(model):
 
 @pytest.fixture
 def drafts(admin_pages):
-    return [Draft.objects.create(title=title) for title in ("c", "b", "a")]  # listed the other way round
+    return [Draft.objects.create(title=title) for title in ("c", "b", "a")]  # the list has the reverse order
 
 
 def listed(browser, address=DRAFTS, **changes):
@@ -191,7 +191,7 @@ def test_selected_rows_are_locked_between_the_check_and_the_deletion(on_postgres
         browser.post(TICKETS, form(response))
     finally:
         pre_delete.disconnect(overtake, sender=Ticket)
-    assert changes[0].result(60) == 0  # it had to wait, and found nothing
+    assert changes[0].result(60) == 0  # it had to wait, and then found no row
     assert not Ticket.objects.exists()
 
 

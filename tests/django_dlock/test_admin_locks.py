@@ -1,4 +1,4 @@
-"""The promises of the admin's page of locks."""
+"""The admin's page of locks keeps its promises."""
 
 import html
 import logging
@@ -51,7 +51,7 @@ def release_links(response):
 
 @pytest.fixture
 def operator(admin_pages, store):
-    """Logs in somebody of the staff with these permissions, and no others."""
+    """Return a function that logs in a staff user with just these permissions."""
     create_permissions(apps.get_app_config("django_dlock"), verbosity=0)  # as migrate makes them
 
     def log_in(*permissions, **options):
@@ -72,7 +72,7 @@ def both(operator):
 
 @pytest.fixture
 def held(store):
-    """Holds a lock, by its whole name."""
+    """Return a context manager that holds the lock with this full name."""
 
     @contextmanager
     def hold(name="order:42"):
@@ -188,7 +188,7 @@ def test_deadlock_is_on_top_and_what_nobody_wants_below(both, monkeypatch):
     assert "<a> holds lease order:42 and waits for row shop_order 42" in shown
     assert "7 locks of postgresql" in shown
     assert "<a>" not in response.content.decode()
-    assert release_links(response) == []  # no token: somebody else's
+    assert release_links(response) == []  # no entry has a token
 
 
 def test_page_needs_no_inline_script_or_style(both, held):

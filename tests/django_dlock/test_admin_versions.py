@@ -1,4 +1,4 @@
-"""The promises of VersionedModelAdmin: one object, its rows, its history."""
+"""VersionedModelAdmin keeps its promises about one object, its rows, and its history."""
 
 import re
 from functools import partial
@@ -129,7 +129,7 @@ def test_change_while_the_user_decides_is_asked_about_again(browser, ticket, pag
     response = browser.post(page, decided)
     assert response.status_code == 409
     assert "Title old mine later" in text(response)
-    assert browser.post(page, form(response)).status_code == 409  # the answer was to another question
+    assert browser.post(page, form(response)).status_code == 409  # the choice was made between other values
     assert browser.post(page, form(response, dlock_version_title="mine")).status_code == 302
     assert now(ticket).title == "mine"
 
@@ -233,8 +233,8 @@ def test_file_of_theirs_can_be_kept(browser, ticket, page):
     sent = form(browser.get(page))
     change(ticket, paper=SimpleUploadedFile("theirs.txt", b"theirs"))
     response = browser.post(page, {**sent, "paper": SimpleUploadedFile("mine.txt", b"mine")})
-    now(ticket).paper.storage.delete("theirs.txt")  # even if it is gone: nobody has to look into it
-    again = SimpleUploadedFile("mine.txt", b"mine")  # chosen, and not wanted after all
+    now(ticket).paper.storage.delete("theirs.txt")  # even if it is gone, because it does not have to be read
+    again = SimpleUploadedFile("mine.txt", b"mine")  # selected, and not wanted after all
     assert browser.post(page, form(response, dlock_version_paper="theirs", paper=again)).status_code == 302
     assert now(ticket).paper.name == "theirs.txt"
 
@@ -350,7 +350,7 @@ def test_answers_without_a_question_change_nothing(browser, ticket, page):
     assert now(ticket).title == "mine"
 
 
-# in the moment of saving
+# at the moment of saving
 
 
 @pytest.mark.usefixtures("on_postgresql")
@@ -383,7 +383,7 @@ def test_page_that_a_late_replica_has_shown_overwrites_nothing(browser, ticket, 
     assert Ticket.objects.using("default").get().title == "mine"
 
 
-# rows below
+# rows of the object
 
 
 @pytest.fixture

@@ -48,7 +48,7 @@ def store(use_database) -> Iterator[TransactionBackend]:
 
 @pytest.fixture
 def memory_store(store) -> Iterator[None]:
-    """A store of leases beside it."""
+    """A store of leases in addition to it."""
     with override_settings(DLOCK={**DLOCK, "memory": {"BACKEND": MemoryBackend()}}):
         yield
 
@@ -58,7 +58,7 @@ def order(key: int = 42, **options: Any) -> Any:
 
 
 def is_free(party: Callable[[], Any], **options: Any) -> bool:
-    """Whether another session could have the lock now."""
+    """Return whether another session could get the lock now."""
 
     def ask() -> bool:
         try:
@@ -415,7 +415,7 @@ def test_commit_elsewhere_after_the_locks_own_transaction_is_refused(store, use_
 
 
 def test_transaction_elsewhere_that_does_nothing_under_the_lock_commits_after_it(store, use_database):
-    """As with ATOMIC_REQUESTS on two databases: the outer one is committed last."""
+    """As with ATOMIC_REQUESTS on two databases, the outer one is committed last."""
     use_database("default")
     with transaction.atomic("default"):
         add("default", "before")
@@ -499,7 +499,7 @@ def test_decorated_view_locks_inside_its_request_transaction(store, journal, fol
 
 
 def test_transaction_of_another_thread_does_not_end_the_lock(store, party):
-    """Where the context goes along into a thread with a connection of its own."""
+    """The context may be copied into a thread that has its own connection."""
 
     def note() -> None:
         with connections[PG].cursor() as cursor:

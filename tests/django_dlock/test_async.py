@@ -56,7 +56,7 @@ def add(database, name="a"):
 
 
 class Slow:
-    """Work in a thread that stands still at a point, until it is told to go on."""
+    """Work in a thread that stops at a point until it may go on."""
 
     def __init__(self, database, point="inside"):
         self.database, self.point = database, point
@@ -477,7 +477,7 @@ urlpatterns = []
 
 
 async def test_client_that_goes_away_does_not_end_the_lease_before_the_commit(database, store, monkeypatch):
-    """Through Django's real ASGI handler, where every request has a thread of its own."""
+    """The request goes through Django's real ASGI handler, where every request has its own thread."""
     slow = Slow(database)
 
     @locked("order", pk, using=database)

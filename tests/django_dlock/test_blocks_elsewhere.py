@@ -97,14 +97,14 @@ def test_shared_lock_object_of_two_threads_loses_neither_lease_when_both_leave_e
         in_thread(one.__enter__)
     assert held(store) == 2
     one.__exit__(None, None, None)
-    assert held(store) == 2  # nobody can tell which it was: none is taken from anybody
+    assert held(store) == 2  # it is unclear which block has ended, so neither lease ends
     one.__exit__(None, None, None)
     assert held(store) <= 1
 
 
 @pytest.fixture
 def releases_what_is_found(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], None]:
-    """Release a lease in another thread of this context, as soon as an acquire has found that it may join it."""
+    """Release a lease in another thread of this context as soon as an acquire has found that it may join it."""
     find = DatabaseAcquire.find_or_prepare
 
     def release_when_found(lease: Any) -> None:
@@ -134,7 +134,7 @@ def test_lease_that_another_thread_releases_while_it_is_joined_is_acquired_anew(
 def test_lease_that_another_thread_releases_while_it_is_joined_with_another_lock_is_lost(
     store: MemoryBackend, releases_what_is_found: Callable[[Any], None]
 ) -> None:
-    """To wait for it again, with the other lock held, could be a deadlock."""
+    """Waiting for it again while holding the other lock could deadlock."""
     releases_what_is_found(lock("order", 42).acquire())
     with pytest.raises(LeaseLost):
         lock(lock("order", 42, reentrant=True), lock("order", 43)).acquire()
@@ -166,7 +166,7 @@ def test_lease_that_is_joined_while_its_last_handle_leaves_is_not_released(store
 def test_lease_whose_handle_was_thrown_away_is_not_renewed_though_the_finalizer_was_interrupted(
     store: MemoryBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # As a signal handler that raises at its first instruction.
+    # As if a signal handler raised at its first instruction.
     monkeypatch.setattr(TiedLease, "__del__", lambda _: None)
     block = lock("order", 42)
     block.__enter__()
@@ -179,7 +179,7 @@ def test_lease_whose_handle_was_thrown_away_is_not_renewed_though_the_finalizer_
 
 
 def test_work_in_another_thread_is_refused_after_the_handle_was_thrown_away(store: MemoryBackend) -> None:
-    """It may be work of the block that lost its handle; in the same thread, what comes after the block is none."""
+    """It may belong to the block that lost its handle; in the same thread, work after the block does not."""
     block = lock("order", 42)
     block.__enter__()
     context = contextvars.copy_context()

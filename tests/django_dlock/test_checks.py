@@ -1,4 +1,4 @@
-"""System checks: each id is raised by its mistake, and a project without mistakes hears nothing."""
+"""Each mistake raises the id of its system check, and a project without mistakes gets no messages."""
 
 from __future__ import annotations
 
@@ -167,7 +167,7 @@ def test_w013_a_versioned_model_is_in_the_admin_with_its_guard():
 
 @pytest.fixture
 def installed(monkeypatch):
-    """Models defined in this test are the only ones installed."""
+    """Make the models defined in a test the only ones installed."""
     with isolate_apps("tests.testapp") as isolated:
         monkeypatch.setattr(model_checks, "apps", isolated)
         yield isolated

@@ -1,4 +1,4 @@
-"""`manage.py dlock`: the commands of the core, with Django's stores, databases and manners."""
+"""`manage.py dlock` has the commands of the core, with Django's stores, databases and conventions."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.waiting import until
 
 DAY = 86_400_000_000
 ONLY_STORES = ("--database", "default")
-"""SQLite has no locks to show, and its server never has to be started."""
+"""SQLite has no locks to show, and needs no server."""
 
 
 @pytest.fixture(autouse=True)
@@ -207,7 +207,7 @@ def test_pool_of_one_connection_is_a_warning(monkeypatch):
 
 def doctored(*options):
     out = io.StringIO()
-    with contextlib.suppress(CommandError):  # something is always unsafe in memory
+    with contextlib.suppress(CommandError):  # something about a store in memory is always unsafe
         call_command("dlock", "doctor", "--format", "json", *options, stdout=out)
     return {
         (one["source"], one["check"]): (one["level"], one["measured"])
@@ -233,14 +233,14 @@ def test_purge_replaces_old_rows_by_a_floor_that_refuses_their_tokens(database):
 
 
 def test_purge_keeps_what_is_raised_above_the_floor_meanwhile(database):
-    """As when its clock is days ahead of the store's, so that every row looks old."""
+    """Its clock may be days ahead of the store's, so that every row looks old."""
     now = int(time.time() * 1_000_000)
     Fence.objects.using(database).create(name="old", token=now - 50 * DAY, holder="a")
     Fence.objects.using(database).create(name="at work", token=now - 60 * DAY, holder="a")
 
     def work_meanwhile(execute, sql, params, many, context):
         answer = execute(sql, params, many, context)
-        if sql.startswith("INSERT"):  # the floor stands, and nothing is deleted so far
+        if sql.startswith("INSERT"):  # the floor is set, and nothing is deleted yet
             Fence.objects.using(database).filter(name="at work").update(token=now - 50 * DAY + 1)
         return answer
 

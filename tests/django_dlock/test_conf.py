@@ -1,4 +1,4 @@
-"""DLOCK: read late, checked before any I/O, and one backend per process and store."""
+"""DLOCK is read late and checked before any I/O, and makes one backend per process and store."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from dlock_core import stores as registry
 
 
 class FakeBackend:
-    """The least that passes for a backend."""
+    """The minimum that passes for a backend."""
 
     made: list[FakeBackend] = []
 
@@ -74,7 +74,7 @@ def test_wait_may_be_for_ever():
 
 
 class SlowBackend(FakeBackend):
-    """Its constructor waits for a second thread to be in it, too."""
+    """Its constructor waits for a second thread to enter it, too."""
 
     both_inside = threading.Barrier(2, timeout=0.3)
 

@@ -1,4 +1,4 @@
-"""A holder whose lease an operator ends: it learns of it within one renewal, and its transaction cannot commit."""
+"""A holder whose lease an operator ends learns of it within one renewal, and its transaction cannot commit."""
 
 import threading
 
@@ -9,7 +9,7 @@ from django.test import override_settings
 from tests.processes import Link, worker
 
 TTL = 9.0
-"""Renewed after 3 s; a machine that stands still for less than 6 s loses nothing by itself."""
+"""The lease is renewed after 3 s, so a machine that stalls for less than 6 s does not lose it."""
 
 
 @pytest.mark.parametrize(
@@ -25,7 +25,7 @@ def test_displaced_holder_is_told_and_cannot_commit(database, redis_store, redis
         assert f"token {token}" in capsys.readouterr().out
         holder.say("wait until it is lost")
         assert holder.hear() == (True, True)
-        with lock("order", 42, using=database, fence=False, wait=0):  # the next one is in, and the first still at work
+        with lock("order", 42, using=database, fence=False, wait=0):  # the first holder is still at work
             holder.say("commit")
             assert holder.result() == "LeaseLost"
     assert not Counter.objects.using(database).exists()

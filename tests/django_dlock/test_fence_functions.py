@@ -1,4 +1,4 @@
-"""The functions that the fence calls on PostgreSQL: they do what its statements do, which are sent where they are not."""
+"""The functions of the fence on PostgreSQL do what its statements do, which are sent where there are no functions."""
 
 import contextlib
 from importlib import import_module
@@ -33,7 +33,7 @@ def database(use_database):
 
 @contextlib.contextmanager
 def undone(alias):
-    """A transaction that is rolled back."""
+    """Open a transaction that is rolled back."""
     with atomic(alias):
         yield
         set_rollback(True, using=alias)
@@ -118,7 +118,7 @@ def test_role_that_may_not_call_them_sends_the_statements():
 
 
 def test_each_tenant_has_its_own_fence_on_one_connection():
-    """The functions are found once, and the table by the search path of each transaction, also with a plan that is kept."""
+    """The functions are looked up once, but the table by each transaction's search path, even when a plan is kept."""
 
     def tokens(schema):
         return dict(rows(connections["postgresql"], f"SELECT name, token FROM {schema}.dlock_fence WHERE name <> ''"))
@@ -147,7 +147,7 @@ def test_each_tenant_has_its_own_fence_on_one_connection():
 
 @pytest.fixture
 def tenant():
-    """The search path of this session, in which the schema `ten` stands before `public`, and is empty."""
+    """Put an empty schema `ten` before `public` in the search path of this session."""
     rows(connections["postgresql"], "CREATE SCHEMA ten")
     rows(connections["postgresql"], "SET search_path = ten, public")
     yield
@@ -168,7 +168,7 @@ NEW_FENCE = "CREATE TABLE ten.dlock_fence (LIKE public.dlock_fence INCLUDING ALL
 @pytest.mark.usefixtures("tenant")
 @pytest.mark.parametrize("fence", ["transaction", "lease"])
 def test_table_that_comes_earlier_in_the_search_path_is_used_from_the_next_statement_on(fence):
-    """As with a plain statement, though PostgreSQL keeps the plans of the functions: the path itself is unchanged."""
+    """So it is with a plain statement; but PostgreSQL keeps the functions' plans, as the path itself is unchanged."""
 
     def token_in_tenant():
         with lock("order", 42, using="postgresql", fence=fence) as lease, atomic("postgresql"):
@@ -193,7 +193,7 @@ def test_table_that_comes_earlier_in_the_search_path_is_used_from_the_next_state
 
 @pytest.mark.usefixtures("tenant")
 def test_table_that_comes_within_the_transaction_is_used_by_its_admit():
-    """What the session remembers of missing tables is older than the lock on the table that its plan is for."""
+    """What the session has cached about missing tables is older than its lock on the table of the kept plan."""
     for _ in range(8):
         fenced()
     port, params = (
@@ -337,6 +337,6 @@ def test_their_wait_for_a_row_is_limited():
 
 
 def test_their_plans_do_not_read_the_whole_table_when_it_has_grown():
-    """A plan that was made for ten rows is kept, and would read all of a million."""
+    """A plan that was made for ten rows is kept, and would later read all of a million."""
     settings = rows(connections["postgresql"], "SELECT proconfig FROM pg_proc WHERE proname LIKE 'dlock%%'")
     assert settings == [(["enable_seqscan=off"],)] * 2

@@ -1,4 +1,4 @@
-"""The fence: no update is lost, whatever the lock service does. Every interleaving is written down, step by step."""
+"""The fence loses no update, whatever the lock service does. Every interleaving is written down, step by step."""
 
 import contextlib
 
@@ -49,7 +49,7 @@ def alias(request, isolated):
 
 @pytest.fixture
 def broken():
-    """A store that grants everybody everything; `broken.tokens` are what it gives next."""
+    """A store that grants every request; `broken.tokens` are the tokens of its next grants."""
     backend = EverybodyIn()
     with override_settings(DLOCK={"default": {"BACKEND": backend, "TTL": 60, "WAIT": 20}}):
         yield backend
@@ -64,7 +64,7 @@ def value(alias):
 
 
 class Adder(Party):
-    """Adds one to the counter by reading it and writing it, under a lock, step by step in a thread of its own."""
+    """Adds one to the counter by reading it and writing it, under a lock, step by step in its own thread."""
 
     def __init__(self, alias, *parts, **options):
         self.alias = alias
@@ -75,7 +75,7 @@ class Adder(Party):
         return self.lease.token
 
     def start(self):
-        """Begin a transaction and read: what waits for another's lock waits here."""
+        """Begin a transaction and read; if another's lock is in the way, this read waits for it."""
         self.begin(self.alias)
         return self.do(self.read)
 
@@ -162,7 +162,7 @@ def test_admit_undone_by_a_rollback_whose_savepoint_is_hard_to_read_is_made_agai
     with atomic(alias):
         rows(connections[alias], before)
         lease = lock("order", 42, using=alias).acquire()
-        if after.startswith("RELEASE"):  # which takes the newer savepoint of the same name along
+        if after.startswith("RELEASE"):  # it ends the newer savepoint of the same name, too
             rows(connections[alias], "SAVEPOINT b")
             rows(connections[alias], before)
         rows(connections[alias], after)
@@ -183,7 +183,7 @@ def be_the_victim(alias, a, other):
     Counter.objects.using(alias).create(name="b")
     other.begin(alias)
     many = [Counter(name=str(number)) for number in range(100)]
-    other.now(lambda: Counter.objects.using(alias).bulk_create(many))  # it has done more: it is not the victim
+    other.now(lambda: Counter.objects.using(alias).bulk_create(many))  # it has done more work, so it is not the victim
     a.now(change, alias, "a")
     other.now(change, alias, "b")
     blocked = other.do(change, alias, "a")
@@ -258,7 +258,7 @@ def test_admit_stays_after_an_error_that_has_rolled_back_only_its_statement(alia
 @levels([("default", "IMMEDIATE"), ("default", "DEFERRED")])
 @pytest.mark.parametrize("form", FORMS)
 def test_transaction_that_sqlite_has_rolled_back_by_itself_cannot_go_on(alias, store, form):
-    """What comes after it would be committed statement by statement."""
+    """Later statements would be committed one by one."""
     with lock("order", 42, using=alias, fence=form):
         with atomic(alias):
             change(alias, "a")
@@ -291,7 +291,7 @@ def raise_if_error(future):
 
 
 def succeeds(work):
-    """Whether a holder's work was committed; it may only fail in a conflict."""
+    """Return whether a holder's work was committed; it may fail only in a conflict."""
     try:
         work()
     except DatabaseError as error:
@@ -372,7 +372,7 @@ def test_row_that_does_not_exist_yet_is_guarded_in_the_table(alias, store, form)
 
 @levels(SERVERS)
 def test_newer_holder_of_a_row_that_does_not_exist_yet_reads_what_the_older_one_wrote(alias, broken, adder):
-    """MariaDB's snapshot must not be taken by looking for the row: the wait is still to come."""
+    """The look-up of the row must not take MariaDB's snapshot, because the wait is still to come."""
     broken.tokens = iter([10, 11])
     a, b = adder(alias, Parcel, 4711), adder(alias, Parcel, 4711)
     a.take(), b.take()
@@ -442,7 +442,7 @@ def test_row_may_be_deleted_under_its_lock(alias, store, parcel):
 
 @levels(EVERY)
 def test_row_that_is_gone_at_commit_cannot_confirm(alias, store, parcel):
-    """It may have been a newer holder who deleted it."""
+    """A newer holder may have deleted it."""
     with pytest.raises(StaleToken), lock(Parcel, parcel.pk, using=alias, fence="lease"), atomic(alias):
         parcel.delete()
     assert Parcel.objects.using(alias).exists()
@@ -521,7 +521,7 @@ def test_wait_on_mysql_is_limited_by_wait_and_its_session_has_its_own_limit_back
 
 @levels(EVERY)
 def test_inherited_row_is_guarded_in_one_update_of_its_parent(alias, store):
-    """Django updates a parent's columns in two steps, and looks at the token only in the first."""
+    """Django would update a parent's columns in two steps, and check the token only in the first."""
     heavy = HeavyParcel.objects.using(alias).create()
     sent = CaptureQueriesContext(connections[alias])
     with lock(HeavyParcel, heavy.pk, using=alias) as lease, atomic(alias), sent:

@@ -1,4 +1,4 @@
-"""The promises of VersionedModelForm and of the views and formsets around it."""
+"""VersionedModelForm and the views and formsets around it keep their promises."""
 
 import re
 from functools import partial
@@ -27,7 +27,7 @@ def read(ticket):
 
 
 def answer(form, **changes):
-    """What a browser would send for an unbound form."""
+    """Return what a browser would send for an unbound form."""
     return {bound.html_name: bound.value() or "" for bound in form} | changes
 
 

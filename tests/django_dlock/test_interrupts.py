@@ -115,7 +115,7 @@ WORKS = (block, acquire, rollback, joined, manual, several, decorated, savepoint
 def test_interrupt_at_any_line_leaves_no_lease_that_is_renewed(memory, work, error):
     left: list[str] = []
     for line, granted, surfaced in each_line(work, (*OURS, *DJANGOS), error):
-        if renewed(granted):  # only where Django has not begun to end the transaction, which goes on
+        if renewed(granted):  # only where Django has not begun to end the transaction, which is still open
             assert "django/db/transaction.py" in line.file, line
             assert connections["default"].connection.in_transaction, line
         connections["default"].close()
@@ -209,7 +209,7 @@ def test_deadlock_whose_error_gives_way_to_an_interrupt_lets_nothing_be_committe
 ):
     use_database("mariadb")
     for name in ("may_run_another", "ends_transaction", "commits_implicitly"):
-        monkeypatch.setattr(tie, name, lambda _: False)  # what does it is a statement like any other
+        monkeypatch.setattr(tie, name, lambda _: False)  # the statement that does it passes for an ordinary one
     fences = Fence.objects.using("mariadb").exclude(name="")
 
     def committed(tracer: Tracer) -> tuple[int, int]:

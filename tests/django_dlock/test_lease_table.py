@@ -1,4 +1,4 @@
-"""`database://alias` in Django: leases beside the data, in transactions, test cases and settings."""
+"""`database://alias` in Django keeps leases next to the data: in transactions, test cases and settings."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -63,7 +63,7 @@ def test_tokens_go_on_growing_when_the_table_was_emptied(table: TableBackend, da
     def empty() -> None:
         run(table.pool.step(BLOCKING, "", lambda session: session.execute("DELETE FROM dlock_lease")))
 
-    empty()  # of rows that other tests have raised above the clock
+    empty()  # of rows whose tokens other tests have raised above the clock
     with lock("order", 42, using=database) as before:
         pass
     sleep(0.001)  # the clock of SQLite counts milliseconds
@@ -104,7 +104,7 @@ def test_connections_are_made_to_the_database_that_an_alias_has_now(
 
 @pytest.mark.parametrize("database", ["postgresql"], indirect=True)
 def test_connections_come_from_no_pool_of_django(database: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It may be used up by those who wait for our locks; here its package is not even installed."""
+    """Waiters for our locks may have used it up; here its package is not even installed."""
     pool = pool_of(database)
     ask = "SELECT pg_backend_pid()"
     with monkeypatch.context() as patch:

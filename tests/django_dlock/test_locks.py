@@ -49,7 +49,7 @@ class Sorry(Exception):
 
 @pytest.fixture(autouse=True)
 def _nothing_stays_behind(caplog):
-    """No test leaves a lease to the next, and nothing is logged as a failure that the test does not ask about."""
+    """No test leaves a lease to the next."""
     yield
     assert [tie.held.name for tie in current()] == []
 
@@ -83,7 +83,7 @@ def test_one_lock_object_may_be_used_again_and_by_several_threads(database, stor
 def test_forked_child_walks_out_of_the_block_and_leaves_its_parents_lease_alone(database, store):
     block = order(database)
     with block as lease:
-        connections[database].close()  # a child must not speak on its parent's connection
+        connections[database].close()  # a child must not use its parent's connection
         if (child := os.fork()) == 0:
             status = 1
             try:
@@ -196,7 +196,7 @@ def test_lost_lease_refuses_the_commit_of_a_transaction_on_another_database_that
     database, store, use_database
 ):
     use_database("other")
-    # The lease may run out before its first transaction begins: then its block raises, too.
+    # The lease may run out before its first transaction begins; then its block raises, too.
     with suppress(LeaseLost), order(database, ttl=0.25, renew=False) as lease:
         with pytest.raises(LeaseLost), atomic("other"):
             add("other", "a")
@@ -217,7 +217,7 @@ def test_lease_taken_inside_two_transactions_ends_with_the_last_of_them(database
                 pass
             assert is_held(store)
         assert is_held(store)
-        with order(database) as joined:  # it is known to be ours as long as it is held
+        with order(database) as joined:  # the lease counts as ours as long as it is held
             assert joined.remaining() > 0
     assert not is_held(store)
 
@@ -243,7 +243,7 @@ def test_lease_lost_is_rolled_back_on_every_database_that_has_not_committed(data
     assert committed("other") == set()
 
 
-# A COMMIT of which nobody knows the outcome
+# A COMMIT whose outcome is unknown
 
 
 @postgresql_only
@@ -271,7 +271,7 @@ def test_lease_of_an_unknown_commit_runs_out_and_the_next_holder_goes_on(databas
     interrupt_commit(database, KeyboardInterrupt)
     with pytest.raises(KeyboardInterrupt), atomic(database), order(database, ttl=1):
         add(database, "a")
-    with order(database), atomic(database):  # waits for it
+    with order(database), atomic(database):  # waits for the lease to run out
         add(database, "b")
     assert committed(database) == {"b"}
 
@@ -370,7 +370,7 @@ def test_lock_under_pytest_django_transactional_db(transactional_db, store):
     assert not is_held(store)
 
 
-# Asking for what one holds
+# Requests for a lock that the caller holds
 
 
 def test_asking_inside_a_transaction_under_the_lease_joins(database, store):
@@ -403,7 +403,7 @@ def test_another_thread_is_not_the_same_context(database, store, party):
         party().now(lambda: order(database, wait=0).acquire())
 
 
-# Without a with, forgotten
+# Without `with`, or forgotten
 
 
 without_refusal = pytest.mark.parametrize("database", ["default", "mariadb"], indirect=True)
@@ -736,7 +736,7 @@ def flaky(redis_server):
 
 @pytest.fixture
 def nobody():
-    """A store at a port where nobody listens."""
+    """A store at a port where no server listens."""
     from tests.servers import free_port
 
     with override_settings(DLOCK={"default": {"BACKEND": f"redis://127.0.0.1:{free_port()}/0", "WAIT": 0}}):
@@ -781,7 +781,7 @@ def test_handle_whose_release_failed_is_not_kept_by_its_context(database, flaky)
     assert handle() is None
 
 
-# A failed acquire leaves no duty
+# A failed acquire leaves no obligation
 
 
 @servers_only
@@ -797,7 +797,7 @@ def test_acquire_that_failed_at_the_fence_does_not_hinder_the_commit(database, s
 
 
 def refuse_greater_tokens(store, acquire):
-    """A store that has forgotten the holder when it is asked for a greater token."""
+    """Acquire from a store that has forgotten the holder when a greater token is requested."""
     renew = store.renew
 
     async def forgotten(runtime, renewals):
@@ -817,13 +817,13 @@ LEVELS = [
     ("postgresql", "repeatable read"),
     ("postgresql", "serializable"),
     ("mariadb", "repeatable read"),
-    ("mariadb", None),  # what the server has by default
+    ("mariadb", None),  # the server's default
 ]
 
 
 @pytest.fixture(params=LEVELS, ids=str)
 def snapshotting(request, isolated):
-    """Databases at which a transaction reads from a snapshot that it takes once."""
+    """A database and level at which a transaction reads from a snapshot that it takes once."""
     return isolated(*request.param)
 
 
@@ -1001,7 +1001,7 @@ def test_procedure_with_an_answer_can_be_called_under_a_lock(database, store):
             add(database, "a")
             cursor.execute("CALL answering()")
             assert cursor.fetchall() == ((1,),)
-            cursor.execute("SELECT 3")  # on the same cursor, which leaves out the other answers
+            cursor.execute("SELECT 3")  # on the same cursor, which skips the other result sets
             assert cursor.fetchall() == ((3,),)
         assert committed(database) == {"a"}
     finally:

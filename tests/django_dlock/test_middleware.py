@@ -109,7 +109,7 @@ urlpatterns = [
 
 
 class Failing:
-    """An inner middleware that opens and loses things itself."""
+    """An inner middleware that raises the error named by the header X-Fail."""
 
     sync_capable = async_capable = True
 
@@ -129,7 +129,7 @@ class Failing:
 
 
 class Stamp:
-    """An outer middleware that marks every answer."""
+    """An outer middleware that marks every response."""
 
     def __init__(self, get_response):
         self.get_response = get_response

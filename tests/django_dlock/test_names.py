@@ -1,4 +1,4 @@
-"""Models in a lock's name: every spelling of a key is one lock, and what cannot be a key is no row."""
+"""In a lock's name, all spellings of a model's key are one lock, and what cannot be a key is no row."""
 
 from datetime import UTC, datetime, timedelta, timezone
 from decimal import Decimal
@@ -147,7 +147,7 @@ def test_what_cannot_be_a_key_is_no_row(model, key):
     ids=lambda value: type(value).__name__,
 )
 def test_value_that_is_no_key_of_any_model_is_a_mistake_of_the_program(key):
-    for model in (Passport, Code):  # a text field makes a text of anything
+    for model in (Passport, Code):  # a text field would turn anything into text
         with pytest.raises(TypeError):
             lock(model, key)
 
@@ -159,7 +159,7 @@ def test_question_to_the_database_is_no_name(make):
             lock(kind, make())
 
 
-def test_query_is_no_name_and_is_not_sent():  # the database may not be asked in this test
+def test_query_is_no_name_and_is_not_sent():  # this test has no access to the database
     with pytest.raises(TypeError, match="QuerySet is a database expression"):
         lock("counter", Counter.objects.filter(pk=1))
     with pytest.raises(TypeError, match=r"a manager cannot be part of a name: use its model, lock\(Counter, key\)"):

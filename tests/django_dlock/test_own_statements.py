@@ -1,4 +1,4 @@
-"""Our statements on Django's connections: what Django and its tools do for the application's, they do for ours."""
+"""What Django and its tools do for the application's statements, they also do for ours on Django's connections."""
 
 from collections.abc import Callable
 from contextlib import closing

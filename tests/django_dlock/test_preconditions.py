@@ -1,4 +1,4 @@
-"""ETag, If-Match and If-None-Match on Django views; above all: of two clients with the same tag one is refused."""
+"""ETag, If-Match and If-None-Match work on Django views; above all, of two clients with the same tag one is refused."""
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -29,7 +29,7 @@ def database_of(request):
 
 
 def rename(request, pk):
-    """Reads, checks, writes the instance that was checked."""
+    """Read an instance, check it, and write the same instance."""
     article = Article.objects.using(database_of(request)).get(pk=pk)
     if check_preconditions(request, article, required="optional" not in request.GET):
         return HttpResponse(status=304)
@@ -51,7 +51,7 @@ async def arename(request, pk):
 
 
 def count(request, pk):
-    """Reads for itself and writes past every check: only the lock of the row protects it."""
+    """Read again and write without any check: only the row lock protects it."""
     if request.method == "GET":
         return HttpResponse("shown")
     rows = Article.objects.using(database_of(request)).filter(pk=pk)
@@ -133,7 +133,7 @@ def test_tag_that_was_read_lets_one_change_through_and_the_next_needs_the_new_on
     assert again.headers["Content-Type"] == "application/problem+json"
     assert again.json()["type"] == "urn:dlock:precondition-failed"
     assert again.json()["object"] == f"Article({article.pk})"
-    assert "ETag" not in again.headers  # who could repeat the change with it would overwrite unseen
+    assert "ETag" not in again.headers  # with it, the client could repeat the change and overwrite what it has not seen
     assert put(url, changed.headers["ETag"]).status_code == 200
 
 
@@ -172,7 +172,7 @@ async def test_async_view_checks_as_well(article):
 
 
 def put_once(url, tag, alias):
-    """As a client in a thread of its own."""
+    """Send one PUT, as a client in its own thread."""
     try:
         return put(url, tag, **{"X-Database": alias}).status_code
     finally:
@@ -180,14 +180,14 @@ def put_once(url, tag, alias):
 
 
 def twice(url, tag, alias):
-    """Two clients at once, with the same tag."""
+    """Send the PUT from two clients at once, with the same tag."""
     with ThreadPoolExecutor(2) as clients:
         return sorted(clients.map(lambda _: put_once(url, tag, alias), range(2)))
 
 
 @pytest.mark.parametrize("database", ["postgresql", "mariadb"], indirect=True)
 def test_of_two_clients_with_the_same_tag_exactly_one_changes_the_object(database):
-    """Both have passed the check when the first one writes: it is the UPDATE that refuses, and the answer is still 412."""
+    """Both have passed the check when the first one writes, so the UPDATE refuses; the answer is still 412."""
     article = Article.objects.using(database).create(title="first")
     TOGETHER.reset()
     for _ in range(3):
@@ -251,7 +251,7 @@ def test_object_that_is_not_there_is_404_whatever_the_header_says(article):
 
 
 def test_refusal_rolls_nothing_back_but_itself(article):
-    """A test case, or ATOMIC_REQUESTS, around the view: its transaction stays usable."""
+    """The transaction of a test case or ATOMIC_REQUESTS around the view stays usable."""
     with transaction.atomic():
         article.title = "inside"
         article.save_with_version()
@@ -266,7 +266,7 @@ def test_refusal_of_atomic_requests_is_answered_too(article, monkeypatch):
 
 
 def test_compression_makes_tags_weak_and_they_are_taken_where_it_is_said(article):
-    """What django.middleware.gzip does to a tag, and nginx."""
+    """django.middleware.gzip and nginx do this to tags."""
     zipping = override_settings(MIDDLEWARE=["django.middleware.gzip.GZipMiddleware", *MIDDLEWARE])
     with zipping:
         tag = Client().get(f"/weak/{article.pk}", headers={"Accept-Encoding": "gzip"}).headers["ETag"]
@@ -282,7 +282,7 @@ def test_tag_belongs_to_one_row_of_one_model(use_database):
     tag = etag_of(article)
     others = [Article.objects.create(), Draft.objects.create(pk=article.pk), Account.objects.create(pk=article.pk)]
     assert tag not in {etag_of(other) for other in others}
-    assert tag == entity_tag("testapp_article", article.pk, 1)  # as SQLAlchemy would tell it
+    assert tag == entity_tag("testapp_article", article.pk, 1)  # the same as with SQLAlchemy
     assert etag_of(ArticleProxy.objects.get(pk=article.pk)) == tag
     shop = Shop.objects.create(name="x")
     tag = etag_of(shop)

@@ -1,4 +1,4 @@
-"""Django uses psycopg2 where psycopg is not installed. Here both are, so that it takes a process of its own."""
+"""Django uses psycopg2 where psycopg is not installed. Here both are, so this test needs its own process."""
 
 import os
 import subprocess
@@ -13,7 +13,7 @@ DIRECTORY = Path(__file__).parent
 @pytest.mark.usefixtures("postgresql")
 def test_transactions_are_followed_on_psycopg2_as_on_psycopg() -> None:
     pytest.importorskip("psycopg2")
-    ours = ("DLOCK_TEST_", "PYTEST_")  # With them it would take our servers, or report to our session.
+    ours = ("DLOCK_TEST_", "PYTEST_")  # With these it would use our servers, or report to our session.
     environment = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
     files = sorted(DIRECTORY.glob("test_transactions*.py"))
     done = subprocess.run(

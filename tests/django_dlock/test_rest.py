@@ -221,7 +221,7 @@ def test_view_that_writes_another_object_than_was_checked_fails_loudly_and_write
 
 
 class OwnGetObject:
-    """A mixin that finds the object in its own way; it stands before ours, or after it."""
+    """A mixin that finds the object in its own way; in the list of bases, it is before ours or after it."""
 
     def get_object(self):
         return Draft.objects.get(pk=self.kwargs["pk"])

@@ -1,4 +1,4 @@
-"""The promises of retry_on_conflict, on real conflicts of real databases."""
+"""retry_on_conflict keeps its promises on real conflicts of real databases."""
 
 import asyncio
 import contextlib
@@ -40,7 +40,7 @@ def count(alias: str) -> int:
 
 
 class Attempts:
-    """Fails as it is told to, in turn."""
+    """Raises the given errors in turn, then returns the number of attempts."""
 
     def __init__(self, *errors: BaseException) -> None:
         self.errors = list(errors)
@@ -107,7 +107,7 @@ def test_what_is_no_conflict_is_raised_at_once_and_rolled_back(database, error):
 
 @on_postgresql
 def test_error_that_has_undone_everything_cannot_be_swallowed(database):
-    """PostgreSQL would take the COMMIT for a ROLLBACK, and no driver would say so."""
+    """PostgreSQL would take the COMMIT for a ROLLBACK, and no driver would report it."""
 
     @retry_on_conflict(using=database)
     def work() -> None:
@@ -732,7 +732,7 @@ def test_deadlock_is_cured_by_starting_over(database):
         thread.start()
     for thread in threads:
         thread.join(60)
-    assert len(runs) >= 3  # who starts over at once may lock its row again before the other wakes, and they meet again
+    assert len(runs) >= 3  # a victim that starts over may lock its row before the other wakes, and they meet again
     assert [row.pieces for row in Stock.objects.using(database).all()] == [1, 1]
 
 
@@ -899,7 +899,7 @@ def test_no_update_of_several_processes_is_lost(database, isolation, kind):
 
 @with_row_locks
 def test_without_versions_or_isolation_an_update_is_lost(database):
-    """The same function, while somebody else writes between its read and its write."""
+    """Another session writes between the function's read and its write."""
     article = Article.objects.using(database).create()
 
     @retry_on_conflict(using=database)

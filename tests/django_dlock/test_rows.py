@@ -1,4 +1,4 @@
-"""The promises of RowLockMixin, lock_row, lock_rows and select_for_share."""
+"""RowLockMixin, lock_row, lock_rows and select_for_share keep their promises."""
 
 import asyncio
 import pickle
@@ -79,7 +79,7 @@ def lock_there(other: Any, pk: int, clause: str = UPDATE, table: str = "testapp_
 
 
 def is_free(alias: str, pk: int, clause: str = UPDATE, **where: str) -> bool:
-    """Another session could take this lock now."""
+    """Return whether another session could take this lock now."""
     with other_transaction(alias) as other:
         try:
             lock_there(other, pk, f"{clause} NOWAIT", **where)
@@ -226,7 +226,7 @@ def test_row_that_is_free_is_not_told_as_locked_while_the_error_of_another_is_ha
 
 @with_row_locks
 def test_row_that_is_free_is_not_told_as_locked_in_a_transaction_that_django_has_given_up(stock, database):
-    """As after an update() whose error was swallowed."""
+    """An update() whose error is swallowed leaves such a transaction."""
     free = Stock.objects.using(database).create(pieces=1)
     with other_transaction(database) as other, pytest.raises(TransactionManagementError), atomic(database):
         lock_there(other, stock.pk)
@@ -428,7 +428,7 @@ def test_next_jobs_that_nobody_has_are_taken_in_their_own_order(database):
         lock_there(other, made[2].pk)
         taken = stocks(database).order_by("pieces")[:2].lock_rows(skip_locked=True)
     expected = made[1], made[0]
-    assert taken == list(expected)[: len(taken)]  # MariaDB counts skipped rows into LIMIT
+    assert taken == list(expected)[: len(taken)]  # MariaDB counts skipped rows towards LIMIT
     assert taken[:1] == [made[1]]
 
 
@@ -522,7 +522,7 @@ def test_nullable_relation_may_be_selected_along(stock, database):
 @with_row_locks
 @pytest.mark.parametrize("has_team", [True, False])
 def test_order_over_another_table_locks_nothing_there(database, sql, has_team):
-    """The order of the model, which goes over a key that may be NULL."""
+    """The default order of the model follows a foreign key that may be NULL."""
     team = Team.objects.using(database).create(name="a")
     job = Job.objects.using(database).create(title="a", team=team if has_team else None)
     for lock in (
@@ -861,4 +861,4 @@ def test_value_that_cannot_be_copied_stays_itself_but_an_interrupt_passes():
 
 
 class Interrupted(Exception):
-    """What a signal handler raises, such as that of Celery's soft time limit."""
+    """Raised by a signal handler, such as that of Celery's soft time limit."""

@@ -15,7 +15,7 @@ from tests.testapp.models import Article, Counter
 
 @pytest.fixture
 def heard():
-    """Connect to a signal: what it says from then on."""
+    """Return a function that connects to a signal, and returns a list of what it sends from then on."""
     connected = []
 
     def connect(signal):

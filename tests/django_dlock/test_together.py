@@ -1,4 +1,4 @@
-"""`lock(lock(...), lock(...))`: several locks of any stores and databases, all or none, whoever names them in what order."""
+"""`lock(lock(...), lock(...))`: several locks of any stores and databases, all or none, named in any order."""
 
 import asyncio
 import random
@@ -24,7 +24,7 @@ from tests.waiting import until
 
 
 class Stores:
-    """Two stores, "default" and "ledger", and what was asked of them."""
+    """Two stores, "default" and "ledger", and the requests that they got."""
 
     def __init__(self) -> None:
         self.default, self.ledger = Observed(MemoryBackend()), Observed(MemoryBackend())
@@ -150,7 +150,7 @@ def test_locks_that_were_held_before_stay_held_when_another_is_taken(stores, dat
 
 
 def test_the_wait_is_one_for_all(stores, database, party):
-    """The first is released when the wait is nearly over, the second is not: no second wait begins."""
+    """The first is released during the wait, the second is not: no second wait begins."""
     other = party()
     first, second = other.now(account(1).acquire), other.now(account(2).acquire)
     ours = party()

@@ -1,4 +1,4 @@
-"""The promises of django_dlock.transactions about the endings of a transaction whose database answers."""
+"""django_dlock.transactions keeps its promises about how a transaction ends whose database answers."""
 
 import contextlib
 import gc
@@ -30,7 +30,7 @@ class Sorry(Exception):
 
 @pytest.fixture
 def heard() -> list[object]:
-    """What the callbacks have said, in order."""
+    """What the callbacks have recorded, in order."""
     return []
 
 
@@ -119,7 +119,7 @@ def test_constraint_refused_at_commit_is_rolled_back(database, heard):
 @pytest.mark.parametrize("database", ["postgresql"], indirect=True)
 @pytest.mark.parametrize("is_undone", [True, False], ids=["whole transaction", "savepoint"])
 def test_commit_that_postgresql_takes_for_a_rollback_is_rolled_back(database, heard, is_undone):
-    """It does after an error that the program has swallowed, and no driver says so."""
+    """PostgreSQL does so after an error that the program has swallowed, and no driver reports it."""
     with atomic(database):
         add(database, "a")
         on_rollback(lambda: heard.append("undone"), using=database)
@@ -375,7 +375,7 @@ def test_settlers_are_called_last_in_first_out(database, heard):
 
 
 def test_settler_that_fails_is_repeated_and_raises_when_the_others_were_called(database, heard):
-    """It may be the exception of a signal handler, such as a task's time limit, that has cut it short."""
+    """The exception of a signal handler, such as a task's time limit, may have cut it short."""
     with pytest.raises(Sorry, match="broken settler"), atomic(database):
         transaction.on_commit(lambda: heard.append("on_commit"), using=database)
         on_end(heard.append, using=database)
@@ -611,7 +611,7 @@ def test_restore_is_called_in_manual_transactions(manual, heard):
 
 def test_connection_that_is_dropped_is_not_kept_alive(database):
     connections[database].close()
-    del connections[database]  # It may be older than conftest.py's gc.freeze(), and is never collected then.
+    del connections[database]  # It may be older than conftest.py's gc.freeze(), and would never be collected then.
     with atomic(database):
         on_end(lambda _: None, using=database)
         on_rollback(lambda: None, using=database)

@@ -1,4 +1,4 @@
-"""The promises of django_dlock.transactions inside test cases, whose own transaction never commits."""
+"""django_dlock.transactions keeps its promises inside test cases, whose own transaction never commits."""
 
 import unittest
 from collections.abc import Callable
@@ -23,7 +23,7 @@ class Sorry(Exception):
 
 @pytest.fixture
 def heard() -> list[object]:
-    """What the callbacks have said, in order."""
+    """What the callbacks have recorded, in order."""
     return []
 
 

@@ -1,4 +1,4 @@
-"""The promises of django_dlock.transactions when the connection is lost, or an interrupt comes, around COMMIT."""
+"""django_dlock.transactions keeps its promises when a connection loss or an interrupt comes around COMMIT."""
 
 from collections.abc import Callable, Iterator
 
@@ -21,13 +21,13 @@ postgresql_only = pytest.mark.parametrize("database", ["postgresql"], indirect=T
 
 @pytest.fixture
 def heard() -> list[object]:
-    """What the callbacks have said, in order."""
+    """What the callbacks have recorded, in order."""
     return []
 
 
 @pytest.fixture
 def network(database) -> Iterator[Proxy]:
-    """What this thread's connection to the database goes through."""
+    """The proxy that this thread's connection to the database goes through."""
     settings = connections.settings[database]
     port = settings["PORT"]
     with Proxy(port) as proxy:
@@ -41,7 +41,7 @@ def network(database) -> Iterator[Proxy]:
 
 @pytest.fixture
 def next_transaction_is_sound(database, heard) -> Iterator[None]:
-    """After the fault the thread's connection works, and nothing of the past comes after it."""
+    """After the fault the thread's connection works, and no earlier callback is called any more."""
     yield
     before = list(heard)
     with atomic(database):
@@ -157,7 +157,7 @@ def test_ctrl_c_inside_commit_is_unknown(database, heard):
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.usefixtures("next_transaction_is_sound")
 def test_interrupt_inside_commit_is_unknown_and_commits_nothing_afterwards(database, heard, when, interrupt):
-    """The interrupt is put where the driver would raise it: before the server gets COMMIT, or after it has committed."""
+    """The interrupt is raised where the driver would raise it: before the server gets COMMIT, or after it committed."""
     interrupt_once(database, "_commit", when, interrupt)
     with pytest.raises(interrupt), atomic(database):
         transaction.on_commit(lambda: heard.append("never"), using=database)
@@ -196,7 +196,7 @@ def interrupt_once(alias: str, method: str, when: str, error: type[BaseException
     vars(connection)[method] = interrupted
 
 
-# SQLite that cannot commit now
+# SQLite that cannot commit at the moment
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""The promises of django_dlock.transactions about hooks before statements."""
+"""django_dlock.transactions keeps its promises about hooks before statements."""
 
 import threading
 from collections.abc import Callable
@@ -17,7 +17,7 @@ from tests.testapp.models import Counter
 
 @pytest.fixture
 def heard(database) -> list[tuple[str, bool]]:
-    """What a hook on the database has been told: the statement and whether it is in a transaction."""
+    """What a hook on the database has received: each statement, and whether it is in a transaction."""
     told: list[tuple[str, bool]] = []
     connections[database].ensure_connection()
     before_statements(lambda _, sql, inside: told.append((sql, inside)), using=database)
@@ -197,7 +197,7 @@ def test_two_threads_that_ask_at_once_get_the_same_tracker(without_locks, monkey
     def interrupted(_: str) -> None:
         if second.ident is None:
             second.start()
-            second.join(0.2)  # without a guard it makes one of its own
+            second.join(0.2)  # without a guard, it would make its own
 
     monkeypatch.setattr(tracker, "warn_unless_known", interrupted)
     first = tracker.tracker_for(without_locks)

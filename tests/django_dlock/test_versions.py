@@ -1,4 +1,4 @@
-"""The promises of VersionField and VersionedMixin."""
+"""VersionField and VersionedMixin keep their promises."""
 
 import io
 import time
@@ -46,12 +46,12 @@ def article(database: str) -> Article:
 
 
 def read(instance: models.Model) -> Any:
-    """The row as the database has it, in an instance of its own."""
+    """Return the row as the database has it, in a new instance."""
     return type(instance)._default_manager.using(instance._state.db).get(pk=instance.pk)
 
 
 def version(instance: models.Model) -> int:
-    """What another session reads."""
+    """Return the version that the database has."""
     return read(instance).version
 
 
@@ -384,7 +384,7 @@ def test_conflict_found_after_a_parent_table_was_written_undoes_that(database):
 
 @pytest.mark.parametrize("database", ["mariadb"], indirect=True)
 def test_conflict_under_a_snapshot_tells_the_committed_version(article, database):
-    """REPEATABLE READ of MariaDB: a plain SELECT would answer with the version that the UPDATE did not find."""
+    """At MariaDB's REPEATABLE READ, a plain SELECT would return the version that the UPDATE did not find."""
     with connections[database].cursor() as cursor:
         cursor.execute("SET SESSION TRANSACTION ISOLATION LEVEL REPEATABLE READ")
     with atomic(database):
@@ -728,7 +728,7 @@ SAVERS = {"with version": save_with_version, "without": save_without}
 
 
 def increment(link: processes.Link, database: str, pk: int, times: int, save: str, meet: bool) -> None:
-    """Count up `times` times, starting over after a conflict; `meet`: everybody reads before anybody writes."""
+    """Count up `times` times, starting over after a conflict; `meet`: every process reads before any of them writes."""
     for _ in range(times):
         while True:
             article = Article.objects.using(database).get(pk=pk)

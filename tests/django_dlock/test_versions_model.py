@@ -43,7 +43,7 @@ SESSION = st.sampled_from([0, 1])
 
 @dataclass(frozen=True)
 class Shape:
-    """A model, a text and a number of it, and where its rows are found."""
+    """A model, the names of a text and a number field, and how its rows are found."""
 
     model: Any
     text: str
@@ -139,7 +139,7 @@ class Versions(RuleBasedStateMachine):
         return self.rows.get(key)
 
     def is_taken(self, session: int, key: Any) -> bool:
-        """Another session has written the row in a transaction that is open."""
+        """Return whether another session has written the row in an open transaction; on SQLite, any open one counts."""
         others = [block for number, blocks in enumerate(self.blocks) if number != session for block in blocks]
         return any(self.is_sqlite or key in block.rows for block in others)
 
@@ -178,7 +178,7 @@ class Versions(RuleBasedStateMachine):
         assert row == (known and known[1])
 
     def do(self, session: int, held: list[Held], work: Callable[[], object]) -> bool:
-        """Do a checked write, and see that it was done or refused as it had to be; True: it was done."""
+        """Do a checked write, assert that it was done or refused as required, and return whether it was done."""
         Sessions.at_work = self.aliases[session]
         is_fresh = all((row := self.seen(session, each.key)) and row[0] == each.state for each in held)
         is_taken = any(self.is_taken(session, each.key) for each in held)
@@ -211,7 +211,7 @@ class Versions(RuleBasedStateMachine):
         assert held.obj.version == in_database
 
     def pick(self, session: int, number: int) -> Held:
-        """Take what is fresh as often as not, or hardly anything would ever be written."""
+        """Take a fresh instance about every other time, or hardly anything would ever be written."""
         fresh = [each for each in self.held if (row := self.seen(session, each.key)) and row[0] == each.state]
         some = fresh if fresh and number % 2 else self.held
         return some[number // 2 % len(some)]
@@ -252,7 +252,7 @@ class Versions(RuleBasedStateMachine):
         block.manager.__exit__(RolledBack, RolledBack(), None)
         for each, state in block.before.items():
             each.state = state
-        # What was read of a state that never came to be is good for nothing.
+        # An instance that was read in a state that has been undone is useless.
         self.held = [each for each in self.held if each.state not in block.states and each.obj.pk is not None]
 
     # reads
@@ -324,7 +324,7 @@ class Versions(RuleBasedStateMachine):
             assert not exists
             self.saved(session, held)
             self.held.append(held)
-            if self.blocks[session]:  # after a rollback it would be inserted again: it is forgotten then
+            if self.blocks[session]:  # after a rollback it would be inserted again, so it is dropped then
                 del self.blocks[session][-1].before[held]
 
     @rule(session=SESSION, number=PICK)
@@ -334,7 +334,7 @@ class Versions(RuleBasedStateMachine):
 
     @rule(session=SESSION, number=PICK)
     def replace(self, session: int, number: int) -> None:
-        """Delete a row without a look at its version, and make it anew under its key."""
+        """Delete a row regardless of its version, and create it again under its key."""
         keys = list(self.rows)
         key = keys[number % len(keys)]
         if self.seen(session, key) is not None and not self.is_taken(session, key):
@@ -357,7 +357,7 @@ class Versions(RuleBasedStateMachine):
     @precondition(lambda self: self.held)
     @rule(session=SESSION, number=PICK, by=st.sampled_from([-1, None, None]))
     def expect_another_version(self, session: int, number: int, by: int | None) -> None:
-        """Another one than was read, perhaps the one that the row has now."""
+        """Expect another version than was read, perhaps the one that the row has now."""
         held = self.pick(session, number & ~1)
         if held.obj.pk is None or held.state is None:
             return
@@ -431,7 +431,7 @@ class Versions(RuleBasedStateMachine):
             if next(sent) == at:
                 try:
                     done.append(self.update(other, held.key))
-                except OperationalError:  # it would wait
+                except OperationalError:  # it would have to wait
                     done.append(False)
                 Sessions.at_work = self.aliases[session]
             return execute(*statement)

@@ -1,4 +1,4 @@
-"""Versions where the shape of a model, a manager or a router could make their check void."""
+"""Versions are checked even where the shape of a model, a manager or a router could defeat the check."""
 
 import copy
 import gc
@@ -21,11 +21,11 @@ from tests.testapp.models import Account, Article, Code, Counter, Job, Member, P
 
 
 def read(instance: models.Model) -> Any:
-    """The row as the database has it, in an instance of its own."""
+    """Return the row as the database has it, in a new instance."""
     return type(instance)._default_manager.using(instance._state.db).get(pk=instance.pk)
 
 
-# rows that are made anew
+# rows that are created again
 
 
 def test_row_made_anew_under_the_same_key_is_not_taken_for_the_old_one(database):
@@ -78,7 +78,7 @@ def test_update_that_was_never_read_is_refused(database):
 def test_version_that_is_assigned_is_the_one_that_is_expected(database, ahead):
     article = Article.objects.using(database).create(title="first")
     shown = article.version + ahead
-    if ahead == 1:  # what a late replica does: the page was newer than what is read now
+    if ahead == 1:  # as with a late replica: the page was newer than what is read now
         read(article).save()
     article.title, article.version = "second", shown
     for write in (article.save, article.save_with_version, article.delete):
@@ -189,7 +189,7 @@ def test_version_read_late_beside_nothing_but_the_key_is_not_late(database):
 
 @pytest.fixture
 def shapes(database: str) -> Iterator[Callable[[str], tuple[Any, Any]]]:
-    """Make two rows, in the key's order, and the manager that writes them."""
+    """Return a function that makes two rows, in the order of their keys, and the manager that writes them."""
 
     def make(shape: str) -> tuple[Any, Any]:
         if shape == "multi-table":
@@ -278,7 +278,7 @@ def test_bulk_update_writes_the_same_object_once_and_refuses_two_of_a_row(databa
 
 @pytest.mark.parametrize("model", [Shop, Member])
 def test_update_of_several_tables_changes_and_counts_or_does_neither(database, model):
-    """Django sends one UPDATE for each table, and outside a transaction commits each by itself."""
+    """Django sends one UPDATE for each table, and outside a transaction commits each separately."""
     row = model.objects.using(database).create(**{"name": "a"} | ({"grade": 1} if model is Member else {}))
     other = {"owner": "b"} if model is Shop else {"grade": 2}
 
@@ -319,7 +319,7 @@ class ReadsElsewhere:
 
 @pytest.fixture
 def replica(database: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """An alias that reads are sent to; it shows what the primary has, as a replica does that is not late."""
+    """An alias that reads are sent to; it shows what the primary has, like a replica that is not late."""
     alias = f"replica of {database}"
     monkeypatch.setitem(connections.settings, alias, connections.settings[database])
     monkeypatch.setattr(ReadsElsewhere, "primary", database)

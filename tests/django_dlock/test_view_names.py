@@ -1,4 +1,4 @@
-"""What names the lock of a view: a key is one lock however a client spells it, and what is no key is no page."""
+"""In a view, a key is one lock however a client spells it, and what is no key is a 404."""
 
 import threading
 import time
@@ -28,12 +28,12 @@ KEY = UUID("a1b2c3d4-0000-4000-8000-00000000abcd")
 
 
 def names(request=None):
-    """What every view answers: the locks that it holds."""
+    """Answer with the names of the locks that are held."""
     return HttpResponse(" ".join(tie.held.name for tie in current()))
 
 
 def spend(model, key):
-    """Read, think, write; what a lock is for."""
+    """Read, think, and write: work that needs a lock."""
     row = model.objects.get(pk=key)
     time.sleep(0.05)  # long enough for another to get in, if it could
     row.value -= 1
@@ -42,7 +42,7 @@ def spend(model, key):
 
 
 class Counters(viewsets.ViewSet):
-    """DRF takes the key as text, and whatever stands between two slashes."""
+    """DRF takes anything between two slashes as the key, as text."""
 
     @action(detail=True, methods=["post"])
     @locked(Counter, pk)
@@ -155,13 +155,13 @@ def _urls(store):
 
 
 def together(urls):
-    """Send POST requests at once through real WSGI handling; what they answered."""
+    """Send POST requests at once through the real WSGI handler; return their statuses."""
     handler, start, said = WSGIHandler(), threading.Barrier(len(urls)), []
 
     def post(url):
         start.wait(60)
         environ = RequestFactory().post(url).environ
-        environ["PATH_INFO"] = unquote_to_bytes(url).decode("latin-1")  # as a server gives it
+        environ["PATH_INFO"] = unquote_to_bytes(url).decode("latin-1")  # as a server passes it
         response = handler(environ, lambda status, headers: said.append(status))
         response.close()
         connections.close_all()
@@ -176,7 +176,7 @@ def together(urls):
 
 @pytest.fixture
 def on_default(use_database, monkeypatch):
-    """Let a server stand for "default"."""
+    """Return a function that makes "default" stand for a server."""
 
     def make(database):
         use_database("default")

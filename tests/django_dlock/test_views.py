@@ -43,11 +43,11 @@ class Refused(APIException):
 
 
 said: list[str] = []
-"""Where the views note what they do; the journal of the test."""
+"""The views note here what they do; it is the journal of the test."""
 
 
 def work(request=None, then=None):
-    """What every view does: note it, write a row, and fail if asked to."""
+    """Do what every view does: note it, write a row, and fail if requested."""
     said.append("work")
     Counter.objects.create(name="shipped")
     then = then or (request.GET.get("then") if request is not None else None)
@@ -368,7 +368,7 @@ def increment(request, pk):
 
 
 def naive(view):
-    """What a lock's decorator usually is: it ends before Django commits."""
+    """Lock as a typical decorator does: it releases before Django commits."""
 
     @wraps(view)
     def wrapper(request, pk):
@@ -471,7 +471,7 @@ def _urls(store, journal, monkeypatch):
 
 @pytest.fixture
 def make_default(use_database, monkeypatch, follow):
-    """Make a database the one that "default" stands for, with ATOMIC_REQUESTS or without, and follow it."""
+    """Return a function that makes "default" stand for a database, with ATOMIC_REQUESTS or without, and follows it."""
 
     def make(database, atomic_requests):
         use_database("default")
@@ -556,7 +556,7 @@ def test_argument_may_be_positional(site, journal):
 
 
 def is_outside(journal):
-    """Every lease is taken before BEGIN, and released after COMMIT."""
+    """Return whether every lease is taken before BEGIN, and released after COMMIT."""
     begin, commit = journal.index("BEGIN"), journal.index("COMMIT")
     return (
         all(entry.startswith("acquired ") for entry in journal[:begin])
@@ -807,7 +807,7 @@ def test_method_of_any_class(make_default, journal):
 def celery():
     from celery import Celery
 
-    app = Celery("tests", set_as_current=False, fixups=[])  # the one of Django makes it the default of the process
+    app = Celery("tests", set_as_current=False, fixups=[])  # Django's fixup would make it the default of the process
     app.conf.update(task_always_eager=True, task_eager_propagates=True)
     yield app
     app.close()
@@ -935,7 +935,7 @@ def test_method_decorator_finds_positional_arguments(make_default, journal):
 
 
 def race(name, threads=8, rounds=25):
-    """Increment through real WSGI handling, in threads; how often it said that it did."""
+    """Increment in threads, through the real WSGI handler; return the number of successes, and the value."""
     key = Counter.objects.create(name=name).pk
     handler, start = WSGIHandler(), threading.Barrier(threads)
     counted = []

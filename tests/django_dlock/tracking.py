@@ -1,4 +1,4 @@
-"""What tests ask the tracker of a connection for: statements heard, work undone, transactions told apart."""
+"""Access to a connection's tracker for tests: its statements, undone work, and transactions."""
 
 from collections.abc import Callable
 
@@ -11,9 +11,9 @@ from dlock_core.transactions.tie import Outcome
 
 
 def transaction_key(using: str = "default") -> object | None:
-    """Return an object that stands for the open transaction, None without one; compare by identity.
+    """Return an object that stands for the open transaction, or None; compare by identity.
 
-    Every transaction has its own, also each one between two commits with autocommit off.
+    Every transaction has its own, including each one between two commits with autocommit off.
     """
     return open_transaction(connections[using])
 
@@ -21,8 +21,8 @@ def transaction_key(using: str = "default") -> object | None:
 def on_rollback(restore: Callable[[], None], *, using: str = "default") -> None:
     """Call `restore` once if the work done so far is undone: by rollback of the transaction or to an earlier savepoint.
 
-    The last registered is called first; what it raises is logged. Not called when the outcome of COMMIT is unknown.
-    Does nothing outside a transaction.
+    The last registered is called first; what it raises is logged. It is not called if the outcome of COMMIT is unknown.
+    This does nothing outside a transaction.
     """
     transaction = open_transaction(connections[using])
     if transaction is not None:
@@ -32,9 +32,9 @@ def on_rollback(restore: Callable[[], None], *, using: str = "default") -> None:
 def before_statements(hook: Callable[[BaseDatabaseWrapper, str, bool], None], using: str = "default") -> None:
     """Call `hook(connection, sql, in_transaction)` before every statement on this thread's connection from now on.
 
-    What it raises reaches the caller, and the statement is not sent. Asking again with the same hook changes nothing,
-    nor does closing the connection. Not called for statements that hooks send, for BEGIN, COMMIT and ROLLBACK, the end
-    of a savepoint, and for what goes past Django's `cursor.execute()` and `executemany()`: `callproc()`, `copy()`.
+    What it raises reaches the caller, and the statement is not sent. Adding the same hook again changes nothing,
+    nor does closing the connection. It is not called for statements that hooks send, BEGIN, COMMIT, ROLLBACK, the end
+    of a savepoint, or what bypasses Django's `cursor.execute()` and `executemany()`: `callproc()`, `copy()`.
     """
     tracker = tracker_for(connections[using])
     tracker.listen()
