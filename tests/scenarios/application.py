@@ -1,4 +1,4 @@
-"""The words of the scenarios: an application, its sessions, and the holders that compete for a lock.
+"""The vocabulary of the scenarios: an application, its sessions, and the holders that compete for a lock.
 
 A scenario states a promise of the tie or of the fence once. It runs over every `Application`: Django, SQLAlchemy with
 threads and SQLAlchemy with asyncio, on each database, driver and isolation level that the promise names (`where`).
@@ -58,7 +58,7 @@ class Session(ABC):
 
     @abstractmethod
     def lock(self, *parts: Any, **options: Any) -> AbstractContextManager[Any]:
-        """Return a lock of the session; it is a block, and has `acquire()`."""
+        """Return a lock of the session; it is a context manager, and has `acquire()`."""
 
     @abstractmethod
     def begin(self) -> None:
@@ -106,7 +106,7 @@ class Session(ABC):
 
     @abstractmethod
     def note_ends(self, journal: list[str]) -> None:
-        """Write COMMIT and ROLLBACK into a journal when the driver has carried them out; asked before anything else."""
+        """Write COMMIT and ROLLBACK into a journal when the driver has carried them out; has to be called first."""
 
     @abstractmethod
     def ties(self) -> list[Any]:
@@ -118,7 +118,7 @@ class Session(ABC):
 
     @contextmanager
     def transaction(self) -> Iterator[None]:
-        """Do a block in a transaction; an exception rolls it back."""
+        """Run a block in a transaction; an exception rolls it back."""
         try:
             self.begin()
             yield
@@ -167,7 +167,7 @@ class Application(ABC):
 
     @abstractmethod
     def ask(self, sql: str) -> list[tuple[Any, ...]]:
-        """Send a statement in a session beside all others, which is in no transaction, and return its rows."""
+        """Send a statement in a separate session, outside of any transaction, and return its rows."""
 
     @property
     @abstractmethod
@@ -188,7 +188,7 @@ class Application(ABC):
         return {str(name) for (name,) in self.ask(f"SELECT name FROM {self.counters}")}
 
     def add_fence(self, *, name: str = "order:42", token: int = 1, s_token: int = 0) -> None:
-        """Let the fence have seen a token before the test."""
+        """Insert a row, as if the fence had seen a token before the test."""
         self.ask(
             "INSERT INTO dlock_fence (name, token, holder, s_token) "
             f"VALUES ('{name}', {token}, '{'x' * bool(name)}', {s_token})"
@@ -214,7 +214,7 @@ class Application(ABC):
         databases.until_blocked(self.server, self.ask)
 
     def is_refusal(self, error: BaseException) -> bool:
-        """Whether an older holder was refused; under its snapshots PostgreSQL answers before the fence can."""
+        """Whether an older holder was refused; with snapshots, PostgreSQL refuses it before the fence can."""
         return isinstance(error, StaleToken) or (self.is_postgresql_snapshot and is_serialization_failure(error))
 
     @abstractmethod
@@ -223,7 +223,7 @@ class Application(ABC):
 
 
 class Holder(Actor):
-    """Adds one to the counter by reading and writing it, under a lock, step by step in a thread of its own."""
+    """Adds one to the counter by reading and writing it, under a lock, step by step in its own thread."""
 
     def __init__(self, application: Application, *parts: Any, lock_timeout: bool = False, **options: Any) -> None:
         super().__init__()
@@ -328,7 +328,7 @@ def succeeds(work: Callable[[], object]) -> bool:
 
 
 def noting(work: Callable[..., None], journal: list[str], word: str) -> Callable[..., None]:
-    """Write a word into a journal whenever some work was done."""
+    """Return a function that does some work, and then writes a word into a journal."""
 
     def noted(*args: Any) -> None:
         work(*args)
@@ -338,6 +338,6 @@ def noting(work: Callable[..., None], journal: list[str], word: str) -> Callable
 
 
 def in_order(journal: list[str], *entries: str) -> bool:
-    """Whether these came in this order, each for the first time; a pool adds a ROLLBACK of its own to every COMMIT."""
+    """Whether the first of each of these entries are in this order; a pool adds its own ROLLBACK to every COMMIT."""
     places = [journal.index(entry) for entry in entries]
     return places == sorted(places)

@@ -37,7 +37,7 @@ def application(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
 
 @pytest.fixture
 def broken(application: Application) -> EverybodyIn:
-    """A store that grants everybody everything; `broken.tokens` are what it gives next."""
+    """A store that grants every request; `broken.tokens` are its next tokens."""
     backend = EverybodyIn()
     application.use_store(backend)
     return backend

@@ -27,7 +27,7 @@ SHORTEST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 0.4
 
 
 class Crew:
-    """Workers that do one job after the other."""
+    """Workers that do one job after another."""
 
     def __init__(self) -> None:
         self._workers: list[Worker] = []
@@ -51,7 +51,7 @@ class Crew:
         return found
 
     def tidy_up(self) -> None:
-        """End the workers that a test that failed has left at work."""
+        """Kill the workers that a failed test has left busy."""
         for worker in self._workers:
             if getattr(worker, "is_busy", False):
                 with contextlib.suppress(ProcessLookupError):
@@ -75,7 +75,7 @@ def serve(link: Link) -> None:
 
 
 def add_one(link: Link, place: Place, url: str, form: Any, pause_at: str) -> str:
-    """Add one to the counter; stand still at a point until the test says to go on. Returns how it ended."""
+    """Add one to the counter, pausing at one point until the test says to go on; return how it ended."""
 
     def point(name: str) -> None:
         if name == pause_at:
@@ -121,7 +121,7 @@ def close(session: Session) -> None:
 def work_until_told(
     link: Link, place: Place, url: str | None, work: Callable[[Session], None], options: dict[str, Any]
 ) -> int:
-    """Work under the lock again and again; without a store's address the store throws dice. Returns how often it was committed."""
+    """Work under the lock until told to stop, and return how often that was committed; without a URL, tokens are random."""
     done = 0
     with closing(open_application(place)) as application:
         application.use_store(connect(url) if url else Dice(), ttl=0.2)
@@ -137,7 +137,7 @@ def work_until_told(
 
 
 def is_committed(work: Callable[[Session], None], session: Session, options: dict[str, Any]) -> bool:
-    """Whether work under the lock was committed; a refusal and a conflict are no errors."""
+    """Do work under the lock, and return whether it was committed; a refusal or a conflict is no error."""
     try:
         with session.lock("order", 42, wait=1, **options):
             work(session)
@@ -148,13 +148,13 @@ def is_committed(work: Callable[[Session], None], session: Session, options: dic
     return True
 
 
-# What the test does to them
+# What the test does to the workers
 
 
 def stop_at_random(crew: Crew, workers: Sequence[Worker], application: Application) -> int:
-    """Let them work, and always stop one of them for longer than a lease lasts; return how often they have committed.
+    """Let workers run, with one of them stopped most of the time; return how often they have committed.
 
-    They go on until one of them has: on a busy machine that can take longer than everything else here.
+    They go on until one of them has committed: on a busy machine that can take longer than everything else here.
     """
     draw, over = random.Random(4711), threading.Event()
     for worker in workers:

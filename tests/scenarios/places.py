@@ -1,4 +1,4 @@
-"""Where the scenarios run. Each ORM meets every isolation level of every database; another driver is met where texts or errors could differ."""
+"""Where the scenarios run. Each ORM runs at every isolation level of every database; other drivers run where SQL or errors could differ."""
 
 from collections.abc import Callable
 
@@ -44,7 +44,7 @@ def is_postgresql_snapshot(place: Place) -> bool:
 
 
 def in_transaction(places: list[Place]) -> list[Place]:
-    """Those where an exclusive holder is first admitted in its transaction."""
+    """Return those where an exclusive holder is first admitted in its transaction."""
     return [place for place in places if not is_postgresql_snapshot(place)]
 
 
@@ -53,7 +53,7 @@ def committed(places: list[Place]) -> list[Place]:
 
 
 def once(places: list[Place]) -> list[Place]:
-    """One level of each database, for promises that have nothing to do with snapshots."""
+    """Return one level of each database, for promises that have nothing to do with snapshots."""
     return [place for place in places if place.level in {"read committed", "IMMEDIATE"}]
 
 

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from dlock_core.transactions.tie import Outcome
 
 BESIDE: Final = {"sqlite": "sqlite", "postgresql": "postgresql", "mariadb": "pymysql"}
-"""The driver that looks at a database from outside."""
+"""The driver that observes each database from outside."""
 S = TypeVar("S", bound="SqlalchemySession")
 COUNTER = Counter.name == "a"
 
@@ -101,7 +101,7 @@ class SqlalchemySession(Session):
 
     @property
     def sync(self) -> OrmSession:
-        """The sync Session, which callbacks are about."""
+        """The sync Session, to which callbacks refer."""
         return self.orm
 
 
@@ -142,7 +142,7 @@ def _add(session: OrmSession, name: str) -> None:
 
 
 def _ask(session: OrmSession, sql: str) -> list[tuple[Any, ...]]:
-    """Ask in the open transaction; without one, on the connection that the engine has for everybody."""
+    """Ask in the open transaction, or without one on a connection from the engine's pool."""
     if session.in_transaction():
         return _rows(session.execute(text(sql)))
     engine = session.get_bind().engine
@@ -200,7 +200,7 @@ class SqlalchemyApplication(Application):
         return session
 
     def _close_sessions(self) -> None:
-        """Close what a test that failed has left open: its locks would keep the next test waiting."""
+        """Close what a failed test has left open: its locks would keep the next test waiting."""
         for session in self._sessions:
             with suppress(SQLAlchemyError):
                 session.close()
@@ -255,7 +255,7 @@ class AsyncSqlalchemySession(SqlalchemySession):
 
 
 class AsyncSqlalchemyApplication(SqlalchemyApplication):
-    """Its sessions live in one event loop, in a thread of its own."""
+    """Its sessions live in one event loop, which has its own thread."""
 
     def __init__(self, place: Place) -> None:
         super().__init__(place)

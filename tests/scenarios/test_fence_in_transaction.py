@@ -1,4 +1,4 @@
-"""The fence in its transaction: no update is lost, whatever the lock service does. Every interleaving is written down, step by step."""
+"""The fence in its transaction: no update is lost, whatever the lock service does. Every interleaving is determined, step by step."""
 
 import itertools
 from concurrent.futures import ThreadPoolExecutor
@@ -110,7 +110,7 @@ def test_greater_token_is_never_asked_for_after_something_was_read(application, 
 
 
 def acquire_in_a_savepoint(holder):
-    """Acquire the lock and read in a savepoint that is rolled back, with all that the admit did."""
+    """Acquire the lock and read in a savepoint that is rolled back, and the admit with it."""
 
     def step():
         with suppress(ZeroDivisionError), holder.session.savepoint():
@@ -125,7 +125,7 @@ def acquire_in_a_savepoint(holder):
 @where(committed([*SERVERS, *OTHER_SERVER_DRIVERS]))
 @pytest.mark.parametrize("then", ["writes", "commits"])
 def test_admit_lost_with_its_savepoint_is_not_replaced_by_a_greater_token(application, broken, holder, then):
-    """Databases let go of the row with the savepoint: somebody newer may come in between, after we have read."""
+    """Databases release the row with the savepoint: a newer holder may be admitted in between, after we have read."""
     broken.tokens = iter([10, 11, 12])
     application.add_fence()
     a, b = holder(), holder()
@@ -206,7 +206,7 @@ def test_session_that_had_to_wait_has_its_own_lock_timeout_back(application, bro
 
 @where([place for place in [*SERVERS, *THREADS] if place.level == "repeatable read"])
 def test_lock_taken_after_the_snapshot_protects_nothing_and_is_refused(application, broken, holder):
-    """What SnapshotTooOld is for: with "ignore" MariaDB loses an update under a lock that works."""
+    """SnapshotTooOld is needed: with "ignore", MariaDB loses an update under a lock that works."""
     broken.tokens = iter([10, 11, 12])
     careless, other = holder(snapshot="ignore"), holder()
     assert careless.begin_and_read() == 0

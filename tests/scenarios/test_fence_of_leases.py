@@ -1,4 +1,4 @@
-"""The fence at the end of each transaction under a lease, and shared leases: whoever was overtaken cannot commit."""
+"""The fence at the end of each transaction under a lease, and shared leases: an overtaken holder cannot commit."""
 
 import itertools
 import threading
@@ -115,7 +115,7 @@ def test_both_forms_refuse_each_other(application, broken, holder, first, second
 
 
 def assert_refused(older, form):
-    """At its end with fence="lease", at its beginning with fence="transaction"."""
+    """Assert that a holder is refused: at its end with fence="lease", at its beginning with fence="transaction"."""
     seen = outcome(older.start_reading())
     if form == "lease":
         assert seen == 1
@@ -135,9 +135,9 @@ def assert_refused(older, form):
 @pytest.mark.parametrize("inside", [False, True], ids=["before", "inside"])
 def test_shared_holders_read_at_the_same_time(application, broken, holder, form, inside):
     broken.tokens = iter([10, 11])
-    # SQLAlchemy takes a transaction that has a connection for one that has read.
+    # SQLAlchemy treats a transaction that has a connection as one that has read.
     a, b = (holder(fence=form, shared=True, snapshot="ignore" if inside else "raise") for _ in range(2))
-    if inside:  # some shared holder has been there since the last exclusive one
+    if inside:  # as if a shared holder had come since the last exclusive one
         application.add_fence(s_token=2)
     for reader in (a, b):
         if inside:
@@ -206,7 +206,7 @@ MIXED = [
     for place in EVERY
     if (place.driver, place.level) not in {("mariadb", "serializable"), ("sqlite", "IMMEDIATE")}
 ]
-"""Where a reader does not keep writers out by itself."""
+"""Places where a reader does not keep writers out by itself."""
 
 
 @where(MIXED)
@@ -258,7 +258,7 @@ def post(holder):
 
 
 def close(holder, *, in_another_transaction):
-    """Write what follows from what was read before."""
+    """Write a value that depends on what was read before."""
     if in_another_transaction:
         holder.begin()
     holder.write_and_commit()
@@ -409,7 +409,7 @@ def test_holder_that_a_real_redis_has_forgotten_is_refused_behind_the_next_one(
     assert application.value() == 1
 
 
-# Loss of the lease in the middle of it all is seen without the fence, too
+# Loss of the lease is seen without the fence, too
 
 
 @where([*EVERY, *OTHER_DRIVERS])

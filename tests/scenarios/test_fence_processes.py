@@ -1,6 +1,6 @@
-"""The fence under real processes that are stopped and go on: nothing is lost, whoever believes to hold the lock.
+"""The fence with real processes that are stopped and resumed: no update is lost, even if several believe that they hold the lock.
 
-Each database of each ORM meets each form of the fence once, in one of its two ways to fail, not every form in every way.
+The forms of the fence are spread over the databases and the ways to fail: not every form meets every way everywhere.
 """
 
 from collections.abc import Iterator
@@ -134,7 +134,7 @@ def test_killed_holder_leaves_nothing_but_a_lease_that_runs_out(application, red
 
 
 def add_in_both_forms(application, crew, url):
-    """Two workers of each form add to the counter under locks of a Redis, or of a store that grants everything (None)."""
+    """Have two workers of each form add to the counter, under locks of a Redis or of a store that grants everything (None)."""
     workers = [
         crew.start(work_until_told, application.place, url, add, {"fence": form})
         for form in ("transaction", "lease") * 2
@@ -156,7 +156,7 @@ def test_no_update_is_lost_when_the_lock_service_grants_everybody_everything(app
 
 @where(EVERY)
 def test_no_posting_is_lost_by_a_closing_when_the_lock_service_grants_everybody_everything(application, crew):
-    """Who posts shares the lock; who closes has it alone, and reads in one transaction what it writes in the next."""
+    """Posting shares the lock; closing holds it alone, and reads in one transaction what it writes in the next."""
     workers = [
         crew.start(work_until_told, application.place, None, work, {"fence": form, "shared": shared})
         for form in ("transaction", "lease")
@@ -168,7 +168,7 @@ def test_no_posting_is_lost_by_a_closing_when_the_lock_service_grants_everybody_
 
 @where([DJANGO["mariadb"], SQLALCHEMY["postgresql"], ASYNCPG])
 def test_updates_are_lost_without_a_fence_when_the_lock_service_is_broken(application, crew):
-    """So that the scenarios above can fail."""
+    """Shows that the scenarios above can fail."""
     workers = [crew.start(work_until_told, application.place, None, add, {"fence": False}) for _ in range(4)]
     committed = stop_at_random(crew, workers, application)
     assert application.value() < committed

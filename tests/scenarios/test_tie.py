@@ -29,7 +29,7 @@ OTHERS = [
     ]
 ]
 WIDE = [*EACH, *OTHERS]
-"""And every other driver."""
+"""The same, and every other driver."""
 SHORT = {"ttl": 0.25, "renew": False}
 
 
@@ -39,7 +39,7 @@ class Sorry(Exception):
 
 @pytest.fixture
 def session(application):
-    """A session of the test's thread, whose first connection is made: it may last longer than a short lease."""
+    """A session of the test's thread that has already connected, because that may take longer than a short lease."""
     session = application.session()
     session.begin()
     session.rollback()
@@ -317,14 +317,14 @@ def test_the_next_holder_is_not_disturbed_by_one_that_lost_the_lease(session, st
     assert is_held(store)
 
 
-# A COMMIT of which nobody knows the outcome, and connections that die
+# A COMMIT with an unknown outcome, and connections that die
 
 
 @where(SERVERS)
 @pytest.mark.parametrize("fault", ["cut_request", "cut_reply"])
 @pytest.mark.parametrize("inside", [False, True], ids=["before", "inside"])
 def test_lease_is_kept_after_a_commit_that_may_have_worked(application, store, caplog, fault, inside):
-    """Without a fence nobody knows the transaction's number, by which PostgreSQL could be asked."""
+    """Without a fence, the transaction's number is unknown, by which PostgreSQL could be asked."""
     caplog.set_level(logging.INFO, logger="dlock")
     with Proxy(application.port) as network:
         far = application.session_behind(network.port)

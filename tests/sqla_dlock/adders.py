@@ -1,4 +1,4 @@
-"""Two holders step by step: threads whose every step is told, and engines at an isolation level."""
+"""Holders that work step by step in their own threads, as a test directs, and engines at an isolation level."""
 
 import concurrent.futures
 import contextlib
@@ -17,7 +17,7 @@ WITHIN = 60.0
 
 
 class Adder:
-    """Adds one to the counter by reading it and writing it, under a lock, step by step in a thread of its own."""
+    """Adds one to the counter by reading it and writing it, under a lock, step by step in its own thread."""
 
     def __init__(self, engine: Engine, *parts: Any, **options: Any) -> None:
         self.session = Session(engine)
@@ -54,7 +54,7 @@ class Adder:
         self.lock.__exit__(None, None, None)
 
     def start(self) -> "concurrent.futures.Future[Any]":
-        """Begin a transaction and read: what waits for another's lock waits here."""
+        """Begin a transaction and read, in a step that may have to wait."""
         return self.do(self.read)
 
     def read(self) -> int:
@@ -84,8 +84,8 @@ def isolated(make_engine: Callable[..., Engine], name: str, level: str, **option
 
 
 def _deferred() -> Engine:
-    """Another way to begin needs another engine, for listeners stay."""
-    other = create_engine(URLS["sqlite"], poolclass=NullPool)  # so that nobody has to dispose of it
+    """Make another engine: the listener of the first cannot begin in two ways."""
+    other = create_engine(URLS["sqlite"], poolclass=NullPool)  # so that it needs no disposal
     begin_immediate(other, "BEGIN DEFERRED")
     return other
 
@@ -97,7 +97,7 @@ def add_counter(engine: Engine) -> None:
 
 
 def value(engine: Engine) -> int:
-    """The counter, as a session of its own sees it."""
+    """Return the counter, as another session sees it."""
     with engine.connect() as connection:
         return connection.execute(select(Counter.value).where(Counter.name == "a")).scalar_one()
 
@@ -109,14 +109,14 @@ def add_fence(engine: Engine, *, name: str = "order:42", token: int = 1, s_token
 
 
 def fences(engine: Engine) -> list[tuple[str, int]]:
-    """The rows of dlock_fence."""
+    """Return the rows of dlock_fence: names and tokens."""
     with engine.connect() as connection:
         found = connection.execute(select(fencing.table.c.name, fencing.table.c.token).order_by("name"))
         return [tuple(row) for row in found]
 
 
 def set_timeout(engine: Engine) -> None:
-    """Give each of its connections a limit of its own."""
+    """Give each of its connections a lock timeout of 77 s."""
     is_postgresql = engine.dialect.name == "postgresql"
     sql = "SET lock_timeout = '77s'" if is_postgresql else "SET SESSION innodb_lock_wait_timeout = 77"
 

@@ -1,4 +1,4 @@
-"""Fixtures for SQLAlchemy: engines of every driver, on the servers that the whole suite shares, with tables that are empty again after each test."""
+"""Fixtures for SQLAlchemy: engines of every driver, on the servers that the whole suite shares, with tables that are emptied after each test."""
 
 import itertools
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -27,12 +27,12 @@ CREATE = {"postgresql": "CREATE DATABASE sqla", "mariadb": "CREATE DATABASE sqla
 TABLES = {None: "sqlite", "postgresql": "postgresql", "mariadb": "mariadb"}
 """The engine that makes and empties the tables, by the fixture of its server."""
 MADE: dict[str | None, Engine] = {}
-"""The engines of the databases that are made: tests/scenarios has this fixture, too."""
+"""The engines of the databases that are made; global, because tests/scenarios has this fixture, too."""
 
 
 @pytest.fixture(scope="session")
 def sqla_tables(request: pytest.FixtureRequest) -> Callable[[str], Engine]:
-    """Make the database and its tables, once per server; gives an engine that empties them."""
+    """Make the database and its tables, once per server; return an engine that empties them."""
 
     def prepare(name: str) -> Engine:
         server = server_of(name)
@@ -74,7 +74,7 @@ def make_engine(
 
 @pytest.fixture
 async def make_async_engine(sqla_tables: Callable[[str], Engine]) -> AsyncIterator[Callable[..., AsyncEngine]]:
-    """The same for asyncio."""
+    """Make an engine for asyncio."""
     made: list[tuple[str, AsyncEngine]] = []
 
     def make(name: str, **options: Any) -> AsyncEngine:
@@ -93,7 +93,7 @@ async def make_async_engine(sqla_tables: Callable[[str], Engine]) -> AsyncIterat
 
 @pytest.fixture(params=SYNC)
 def engine(request: pytest.FixtureRequest, make_engine: Callable[..., Engine]) -> Engine:
-    """Every driver for threads in turn; `parametrize("engine", ["postgresql"], indirect=True)` keeps to some of them."""
+    """Every driver for threads in turn; `parametrize("engine", ["postgresql"], indirect=True)` selects some of them."""
     return make_engine(request.param)
 
 
@@ -105,13 +105,13 @@ def async_engine(request: pytest.FixtureRequest, make_async_engine: Callable[...
 
 @pytest.fixture(autouse=True)
 def rows_begin_at_1(monkeypatch: pytest.MonkeyPatch) -> None:
-    """New rows have version 1, which reads better than the clock; a module that needs the clock overrides this."""
+    """Give new rows version 1, which reads better than the clock; a module that needs the clock overrides this."""
     monkeypatch.setattr(mapping, "first_version", lambda _bits=63: 1)
 
 
 @pytest.fixture
 def store(monkeypatch: pytest.MonkeyPatch) -> MemoryBackend:
-    """Leases in memory, as the store "default"."""
+    """Use a store in memory as "default"."""
     backend = MemoryBackend()
     monkeypatch.setitem(stores._stores, "default", Store("default", backend, wait=20.0))
     return backend
@@ -119,7 +119,7 @@ def store(monkeypatch: pytest.MonkeyPatch) -> MemoryBackend:
 
 @pytest.fixture
 def redis_store(redis_server: Server, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Leases in a real Redis, as the store "default"; empty at the start."""
+    """Use a real Redis, emptied first, as the store "default"."""
     backend = connect(redis_server.url)
     with redis.Redis(port=redis_server.port) as client:
         client.flushall()
@@ -135,7 +135,7 @@ def journal() -> Iterator[list[str]]:
 
 
 def empty(engine: Engine) -> None:
-    """Delete every row; it asks first, in one statement, which tables have any."""
+    """Delete every row; one statement asks first which tables have any."""
     tables = [table for metadata in METADATA for table in reversed(metadata.sorted_tables)]
     with engine.begin() as connection:
         has_rows = connection.execute(select(*(select(1).select_from(table).exists() for table in tables))).one()

@@ -1,4 +1,4 @@
-"""Engines for tests: every driver that is promised, on real servers, in a database of their own beside Django's."""
+"""Engines for tests: every supported driver, on real servers, in a separate database from Django's."""
 
 import importlib.util
 from typing import Any, Final
@@ -33,13 +33,13 @@ _DRIVERS: Final = {"sqlite": "sqlite3", "postgresql": "psycopg", "mariadb": "MyS
 
 
 def missing_driver(name: str) -> str:
-    """What has to be installed for an engine, or an empty text."""
+    """Return which driver has to be installed for an engine, or an empty text."""
     module = _DRIVERS.get(name, name)
     return "" if importlib.util.find_spec(module) else f"the driver {module} is missing"
 
 
 def server_of(name: str) -> str | None:
-    """The fixture that starts the server of an engine."""
+    """Return the fixture that starts the server of an engine."""
     backend = make_url(URLS[name]).get_backend_name()
     return {"sqlite": None, DIALECT: "mariadb"}.get(backend, backend)
 
@@ -66,7 +66,7 @@ def new_async_engine(name: str, **options: Any) -> AsyncEngine:
 
 
 def begin_immediate(engine: Engine, begin: str = "BEGIN IMMEDIATE") -> None:
-    """SQLite as it should be used: transactions begin with the write lock, and wait for it; or begin in another way."""
+    """Make SQLite's transactions begin with the write lock, and wait for it, or begin in another way."""
 
     @event.listens_for(engine, "connect")
     def connected(connection: Any, _: object) -> None:

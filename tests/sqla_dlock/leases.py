@@ -15,7 +15,7 @@ def note_ends(engine: Engine, journal: list[str]) -> None:
 
 
 def in_order(journal: list[str], *entries: str) -> bool:
-    """Whether these came in this order, each for the first time; a pool adds a ROLLBACK of its own to every COMMIT."""
+    """Whether the first of each of these entries are in this order; a pool adds its own ROLLBACK to every COMMIT."""
     places = [journal.index(entry) for entry in entries]
     return places == sorted(places)
 

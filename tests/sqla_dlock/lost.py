@@ -15,20 +15,20 @@ PORTS = {"postgresql": settings.POSTGRESQL_PORT, "mariadb": settings.MARIADB_POR
 
 
 def port_of(name: str) -> int:
-    """The port of an engine's server."""
+    """Return the port of an engine's server."""
     return PORTS[server_of(name) or ""]
 
 
 def url_through(name: str, port: int) -> URL:
-    """The address of an engine's database behind a proxy."""
+    """Return the address of an engine's database behind a proxy."""
     return make_url(URLS[name]).set(port=port)
 
 
 @contextlib.contextmanager
 def held_in_commit(engine: Engine, then: Callable[[Connection], object]) -> Iterator[None]:
-    """PostgreSQL: a COMMIT that has added a Counter stands still in a deferred trigger; do `then` to it in another thread.
+    """Hold a COMMIT of PostgreSQL that has added a Counter in a deferred trigger, and call `then` in another thread.
 
-    `then` gets a connection of its own; after it the COMMIT may go on.
+    `then` gets its own connection; after it, the COMMIT goes on.
     """
     engine = engine.execution_options(isolation_level="AUTOCOMMIT")
     with engine.connect() as blocker, engine.connect() as watcher:
@@ -65,7 +65,7 @@ HELD = "FROM pg_locks WHERE locktype = 'advisory' AND objid = 4711 AND NOT grant
 
 
 def terminate_held(watcher: Connection) -> None:
-    """What an administrator does."""
+    """End the held session, as an administrator does."""
     watcher.execute(text(f"SELECT pg_terminate_backend(pid, 10000) {HELD}"))
 
 

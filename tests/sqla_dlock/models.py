@@ -1,4 +1,4 @@
-"""Tables of the tests; every helper adds its own at the end."""
+"""Tables of the tests."""
 
 import uuid
 
@@ -59,7 +59,7 @@ class Shelf(Base):
 
 
 class Article(Base):
-    """Versioned as SQLAlchemy itself does it."""
+    """SQLAlchemy itself versions it."""
 
     __tablename__ = "article"
 
@@ -81,7 +81,7 @@ class Parcel(FencedMixin, Base):
 
 
 class HeavyParcel(Parcel):
-    """A table below its parent's."""
+    """It has a table below its parent's."""
 
     __tablename__ = "heavy_parcel"
 
@@ -92,7 +92,7 @@ class HeavyParcel(Parcel):
 
 
 class LightParcel(Parcel):
-    """In its parent's table."""
+    """It is in its parent's table."""
 
     __mapper_args__ = {"polymorphic_identity": "light"}
 

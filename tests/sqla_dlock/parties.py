@@ -1,4 +1,4 @@
-"""One driver at work, for threads or for asyncio: a test says what is done in a transaction, and this does it."""
+"""One driver at work, for threads or for asyncio: it runs what a test does in a transaction."""
 
 import asyncio
 from collections.abc import Callable, Iterator
@@ -46,7 +46,7 @@ class Party:
 
     @contextmanager
     def other_transaction(self) -> Iterator[Connection]:
-        """A transaction of another session, which has done nothing yet; it is rolled back."""
+        """Open a transaction of another session, and roll it back at the end."""
         with self.others.connect() as other, other.begin() as transaction:
             try:
                 yield other
@@ -54,7 +54,7 @@ class Party:
                 transaction.rollback()
 
     def is_free(self, row: Any, clause: str = "FOR UPDATE", table: str | None = None) -> bool:
-        """Another session could take this lock now."""
+        """Return whether another session could take this lock now."""
         with self.other_transaction() as other:
             try:
                 lock_there(other, row, f"{clause} NOWAIT", table)

@@ -15,7 +15,7 @@ _ADMIN = {
 
 
 def run_sql(server: str, sql: str) -> None:
-    """Run a statement on a server as its administrator, in no transaction."""
+    """Run a statement on a server as its administrator, outside of any transaction."""
     engine = create_engine(_ADMIN[server], isolation_level="AUTOCOMMIT")
     try:
         with engine.connect() as connection:
@@ -25,7 +25,7 @@ def run_sql(server: str, sql: str) -> None:
 
 
 def committed(engine: Engine, sql: str, **params: object) -> list[tuple[Any, ...]]:
-    """The rows of a query, as a session of its own sees them."""
+    """Return the rows of a query, as another session sees them."""
     with engine.connect() as connection:
         return [tuple(row) for row in connection.execute(text(sql), params)]
 

@@ -105,7 +105,7 @@ def test_another_process_has_the_lock_as_soon_as_the_transaction_is_over(session
 
 
 def test_lease_that_is_kept_does_not_keep_a_transaction_that_could_not_be_rolled_back(engine, order, is_free):
-    """As after a signal handler that raised while an answer was awaited: psycopg then refuses the ROLLBACK."""
+    """A signal handler that raises while an answer is awaited has this effect: psycopg then refuses the ROLLBACK."""
     leases = []
     with pytest.raises(DBAPIError), Session(engine) as session, order(session) as lease:
         leases.append(lease)
@@ -216,7 +216,7 @@ def test_lock_goes_with_the_savepoint_around_the_one_that_was_released(session, 
 def test_deeper_savepoint_that_is_rolled_back_leaves_the_lock(session, order, is_free):
     with session.begin(), session.begin_nested(), order(session) as lease:
         deeper = session.begin_nested()
-        session.execute(text("SELECT 1"))  # not before this is there a savepoint
+        session.execute(text("SELECT 1"))  # this makes the savepoint on the database
         deeper.rollback()
         assert not lease.lost
         assert not is_free()

@@ -1,4 +1,4 @@
-"""The fence's functions on PostgreSQL: create_all and Alembic make them, exclusive locks call them, and do without."""
+"""The fence's functions on PostgreSQL: create_all and Alembic make them, exclusive locks call them, or do without."""
 
 import contextlib
 import hashlib
@@ -33,7 +33,7 @@ def engine(request, make_engine):
 
 @pytest.fixture
 def sent(engine):
-    """What the engine has sent."""
+    """The statements that the engine has sent."""
     return listen(engine)
 
 
@@ -69,7 +69,7 @@ def names(engine):
 
 
 def test_text_of_a_released_function_never_changes():
-    """A release that runs before its migration calls what the release before has made: a change needs new names."""
+    """A release that runs before its migration calls the functions of the one before: a change needs new names."""
     released = {"admit": "97d48efac0075535", "confirm": "7112075ac902e05d"}
     made = {"admit": fence_functions.CREATE_ADMIT, "confirm": fence_functions.CREATE_CONFIRM}
     assert {name: hashlib.sha256(sql.encode()).hexdigest()[:16] for name, sql in made.items()} == released
@@ -261,7 +261,7 @@ async def test_table_that_comes_earlier_is_used_also_with_asyncio(make_engine, m
 
 @contextlib.contextmanager
 def schema_ten(admin):
-    """A tenant's empty schema; afterwards the functions of the fence are there again, whatever was dropped."""
+    """Make a tenant's empty schema; afterwards, restore the functions of the fence, whatever was dropped."""
     run(admin, "CREATE SCHEMA ten")
     try:
         yield
@@ -275,7 +275,7 @@ def schema_ten(admin):
 async def test_prepared_statement_of_the_fence_never_passes_a_table_that_is_no_longer_it(
     make_engine, make_async_engine, driver, shared, functions
 ):
-    """Shared leases, and all where the functions are missing, send statements, which drivers prepare."""
+    """Shared leases, and all leases where the functions are missing, send statements, which drivers prepare."""
     admin = make_engine("postgresql")
     tenant = make_async_engine(driver, pool_size=1, connect_args=TENANT_PATH[driver])
     with schema_ten(admin):
@@ -305,7 +305,7 @@ async def test_prepared_statement_of_the_fence_never_passes_a_table_that_is_no_l
 async def test_holder_is_not_refused_for_a_table_that_comes_earlier_between_two_of_its_transactions(
     make_engine, make_async_engine, driver
 ):
-    """The prepared statement is asked once more; a holder that was admitted before may get no greater token."""
+    """The prepared statement is sent once more; a holder that was admitted before may get no greater token."""
     admin = make_engine("postgresql")
     tenant = make_async_engine(driver, pool_size=1, connect_args=TENANT_PATH[driver])
     with schema_ten(admin):
@@ -322,7 +322,7 @@ async def test_holder_is_not_refused_for_a_table_that_comes_earlier_between_two_
 
 
 def test_transaction_has_its_number_from_them(engine):
-    """By which a COMMIT that was not answered is looked up."""
+    """An unanswered COMMIT is looked up by this number."""
     from sqla_dlock.connections import tracker_of
 
     with Session(engine) as session, lock(session, "order", 42):

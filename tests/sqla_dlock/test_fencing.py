@@ -1,4 +1,4 @@
-"""The fence: no update is lost, whatever the lock service does. Every interleaving is written down, step by step."""
+"""The fence: no update is lost, whatever the lock service does. Every interleaving is determined, step by step."""
 
 import concurrent.futures
 import contextlib
@@ -70,7 +70,7 @@ def engine(another):
 
 @pytest.fixture
 def broken():
-    """A store that grants everybody everything; `broken.tokens` are what it gives next."""
+    """A store that grants every request; `broken.tokens` are its next tokens."""
     return EverybodyIn()
 
 
@@ -112,7 +112,7 @@ def test_holder_whose_level_a_listener_sets_sees_what_the_shared_one_that_it_wai
 @pytest.mark.parametrize("shared", [False, True], ids=["exclusive", "shared"])
 @pytest.mark.parametrize("question", ["admit", "confirm"])
 def test_newer_holder_that_has_committed_since_the_snapshot_is_not_overlooked(engine, question, shared):
-    """A plain read would find the row as it was, and the lease in it."""
+    """A plain read would find the old row, with the older lease in it."""
     older = FenceEntry("order:42", 10, "older", shared)
     newer = FenceEntry("order:42", 11, "newer")
     with engine.begin() as connection:
@@ -139,7 +139,7 @@ def test_shared_holder_with_the_token_of_the_newest_exclusive_one_is_refused(eng
 @levels([("mariadb", "read committed"), ("pymysql", "repeatable read")])
 @pytest.mark.parametrize("nested", [False, True])
 def test_transaction_that_a_deadlock_has_rolled_back_is_admitted_again_before_it_goes_on(engine, broken, nested):
-    """MariaDB and MySQL roll all of it back, and whoever swallows the error goes on in a new transaction."""
+    """MariaDB and MySQL roll all of it back, and a program that swallows the error goes on in a new transaction."""
     broken.tokens = iter([10])
     with Session(engine) as session, session.begin():
         session.add_all(Stock(id=number) for number in (1, 2))
@@ -170,7 +170,7 @@ def test_transaction_that_a_deadlock_has_rolled_back_is_admitted_again_before_it
 def test_transaction_that_sqlite_has_rolled_back_by_itself_commits_nothing_that_is_not_fenced(
     make_engine, broken, form
 ):
-    """INSERT OR ROLLBACK does that, and so does a full disk; here a transaction begins by the engine's event only."""
+    """INSERT OR ROLLBACK does that, and so does a full disk; here only the engine's event begins a transaction."""
     broken.tokens = iter([10])
     engine = make_engine("sqlite")
     add_counter(engine)
@@ -219,7 +219,7 @@ def be_rolled_back(session):
 
 @levels(ONCE)
 def test_statement_waits_for_the_admit_however_it_is_sent(engine, broken, adder):
-    """A flush, a Core statement, a bulk insert, a statement on the session's connection: whatever comes first."""
+    """The first may be a flush, a Core statement, a bulk insert, or a statement on the session's connection."""
     broken.tokens, broken.forgetful = itertools.count(10), True
     firsts = [
         lambda session: (session.add(Counter(name="b")), session.flush()),
@@ -448,7 +448,7 @@ def test_database_that_may_not_be_written_says_so_and_the_lease_is_given_back(an
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("shared", [False, True])
 def test_session_whose_connection_streams_its_results_is_fenced(engine, broken, option, form, shared):
-    """A cursor of the server takes plain queries only, so the fence's statements have none."""
+    """A server-side cursor takes only plain queries, so the fence's statements use none."""
     engine = engine.execution_options(**option)
 
     def set_to(number, **options):
@@ -481,13 +481,13 @@ def test_missing_table_says_how_to_make_it_and_the_lease_is_given_back(engine, s
         fencing.metadata.create_all(engine)
 
 
-# Loss of the lease in the middle of it all is seen without the fence, too
+# New names, no transaction, and a long wait
 
 
 @levels([("mariadb", "repeatable read"), ("mariadb", "serializable"), ("pymysql", "repeatable read")])
 @pytest.mark.parametrize("shared", [False, True])
 def test_new_names_do_not_lock_each_other_out(engine, store, shared):
-    """An UPDATE of a row that is not there would lock the gap for everybody else's INSERT: 43 of 100 were deadlocks."""
+    """An UPDATE of a missing row would lock the gap against every other INSERT: 43 of 100 were deadlocks."""
     add_fence(engine, token=0, name="")  # the floor, which `create_all` and Django's migration make
     barrier = threading.Barrier(4)
 

@@ -17,7 +17,7 @@ from tests.sqla_dlock.models import Base
 OPTIONS = {
     "compare_type": True,
     "compare_server_default": True,
-    # Not what other modules of tests have made:
+    # without the tables of other test modules
     "include_object": lambda _, name, kind, *__: kind != "table" or name in {"dlock_fence", "counter"},
 }
 
@@ -31,7 +31,7 @@ def engine(engine):
 
 
 def migrated_by(context, metadata):
-    """Carry out the code that `alembic revision --autogenerate` would write; gives it."""
+    """Run the code that `alembic revision --autogenerate` would write, and return it."""
     script = produce_migrations(context, metadata)
     code = render_python_code(script.upgrade_ops)
     exec(f"def upgrade(op, sa, mysql, text=sa.text):\n    {code.strip()}", found := {"sa": sa})
@@ -74,7 +74,7 @@ def test_table_of_a_django_migration_is_the_same(request, engine, make_engine):
 
 
 def compare_names(engine, metadata):
-    """What autogenerate would change of the fence's table."""
+    """Return what autogenerate would change in the fence's table."""
     with engine.connect() as connection:
         options = {**OPTIONS, "include_name": lambda name, kind, _: kind != "table" or name == "dlock_fence"}
         return compare_metadata(MigrationContext.configure(connection, opts=options), metadata)

@@ -36,7 +36,7 @@ def others(async_engine, make_engine):
 
 @pytest.fixture
 def broken():
-    """A store that grants everybody everything; `broken.tokens` are what it gives next."""
+    """A store that grants every request; `broken.tokens` are its next tokens."""
     return EverybodyIn()
 
 
@@ -128,7 +128,7 @@ def until_no_transaction(others):
 
 @contextlib.contextmanager
 def blocked_fence(others):
-    """Another transaction holds the row of the lock."""
+    """Hold the row of the lock in another transaction."""
     add_fence(others)
     with others.connect() as other, other.begin():
         other.execute(update(fencing.table).values(s_token=0))

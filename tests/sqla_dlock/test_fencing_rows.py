@@ -60,7 +60,7 @@ def set_to(session, number, cls=Parcel):
 
 
 def read(engine, cls=Parcel):
-    """The value of the one row, and its fence."""
+    """Return the value of the one row, and its fence."""
     with Session(engine) as session:
         return session.execute(select(cls.value, cls.dlock_token, cls.dlock_holder)).one()
 
@@ -173,7 +173,7 @@ def test_stale_token_is_refused_by_the_row(engine, broken, parcel, form):
 
 
 def overtake(engine, broken, key):
-    """Somebody newer is announced, and does nothing."""
+    """Announce a newer holder, which does nothing."""
     with Session(engine) as other, lock(other, Parcel, key, store=broken, fence="lease"):
         pass
 
@@ -204,7 +204,7 @@ def test_row_that_does_not_exist_yet_is_guarded_in_the_table(engine, store, form
 
 @levels(SERVERS)
 def test_newer_holder_of_a_row_that_does_not_exist_yet_reads_what_the_older_one_wrote(engine, broken):
-    """MariaDB's snapshot must not be taken by looking for the row: the wait is still to come."""
+    """The search for the row must not take MariaDB's snapshot: the wait is still to come."""
     broken.tokens = iter([10, 11])
     add_counter(engine)
     holders = [Adder(engine, Parcel, 4711, store=broken) for _ in range(2)]
@@ -276,7 +276,7 @@ def test_row_may_be_deleted_under_its_lock(engine, store, parcel):
 
 @levels(EVERY)
 def test_row_that_is_gone_at_commit_cannot_confirm(engine, store, parcel):
-    """It may have been a newer holder who deleted it."""
+    """A newer holder may have deleted it."""
     with Session(engine) as session, lock(session, Parcel, parcel, fence="lease"):
         session.delete(session.get(Parcel, parcel))
         with pytest.raises(StaleToken):
@@ -383,7 +383,7 @@ def fenced_class(schema):
 
 @pytest.fixture
 def other_schema(engine):
-    """A schema (MariaDB: a database) of its own."""
+    """A separate schema (MariaDB: a database)."""
     with engine.begin() as connection:
         connection.exec_driver_sql("CREATE SCHEMA `other-one`" if is_mariadb(engine) else 'CREATE SCHEMA "other-one"')
     yield "other-one"

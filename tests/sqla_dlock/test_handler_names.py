@@ -1,4 +1,4 @@
-"""What names the lock of a handler: a key is one lock however a client spells it, and what is no key is no page."""
+"""The lock of a handler: a key names one lock however a client spells it, and what is no key is not found."""
 
 import threading
 import uuid

@@ -1,4 +1,4 @@
-"""`@locked("order", "order_id")` in real frameworks: whoever commits, and whenever, the lease ends after the COMMIT."""
+"""`@locked("order", "order_id")` in real frameworks: wherever the COMMIT happens, the lease ends after it."""
 
 import asyncio
 import functools
@@ -392,7 +392,7 @@ async def test_lost_lease_is_answered_409_and_nothing_is_written(make_engine, jo
 
 
 def serve(link, which):
-    """A shop in a process of its own, whose sessions commit after the response."""
+    """Serve a shop in a worker process, whose sessions commit after the response."""
     stores.configure(default="memory://")
     maker = sessionmaker(new_engine("postgresql", pool_size=20))
     async_maker = async_sessionmaker(new_async_engine("asyncpg", pool_size=20))
@@ -471,7 +471,7 @@ async def test_handler_of_starlette_names_its_lock_and_session_by_the_request(as
 
 @pytest.fixture
 def flask(maker, journal):
-    """A Flask application whose sessions are as Flask-SQLAlchemy's: one per application context."""
+    """A Flask application with sessions like Flask-SQLAlchemy's: one per application context."""
     from flask import g
 
     app = Flask(__name__)
@@ -527,7 +527,7 @@ def test_flask_view_that_fails_is_rolled_back_at_teardown_and_then_released(flas
         work(flask.db(), Sorry())
 
     assert flask.test_client().post("/orders/42/ship").status_code == 500
-    assert journal == [*WORK, "released order:42", "response 500"]  # close() rolls back without telling
+    assert journal == [*WORK, "released order:42", "response 500"]  # close() rolls back without an event
 
 
 def test_taken_lock_is_answered_423_in_flask(flask, store):
@@ -547,7 +547,7 @@ def test_taken_lock_is_answered_423_in_flask(flask, store):
 
 @pytest.fixture(scope="module")
 def celery():
-    app = Celery("tests", set_as_current=False, fixups=[])  # the one of Django makes it the default of the process
+    app = Celery("tests", set_as_current=False, fixups=[])  # Django's fixup would make it the default of the process
     app.conf.update(task_always_eager=True, task_eager_propagates=True)
     yield app
     app.close()
@@ -791,7 +791,7 @@ FORMS = [(True, True), (True, "lease"), ("lease", True), (False, True), (True, F
 
 
 def is_outside(journal, leases=2):
-    """Every lease is taken before BEGIN, and released after COMMIT."""
+    """Return whether every lease is acquired before BEGIN, and released after COMMIT."""
     assert all(entry.startswith("acquired ") for entry in journal[:leases]), journal
     assert journal[leases : leases + 3] == ["BEGIN", "work", "COMMIT"]
     return all(entry.startswith("released ") for entry in journal[leases + 3 :]) and len(journal) == 2 * leases + 3

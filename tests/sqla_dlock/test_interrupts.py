@@ -47,7 +47,7 @@ def memory(monkeypatch: pytest.MonkeyPatch) -> MemoryBackend:
 
 @pytest.fixture(scope="module")
 def engine() -> Iterator[Engine]:
-    """Each of its connections has a copy of the tables in memory: nobody waits for what an interrupted session keeps."""
+    """Each of its connections has its own tables in memory: nothing waits for what an interrupted session keeps."""
     first = create_engine("sqlite://", poolclass=StaticPool)
     for metadata in (Base.metadata, fence_metadata):
         metadata.create_all(first)
@@ -152,7 +152,7 @@ def test_interrupt_at_any_line_leaves_no_lease_that_is_renewed(
         assert not renewed(granted) or work in WITHOUT_BLOCK or sessions[0].in_transaction(), line
         try:
             sessions[0].close()
-        except InvalidRequestError:  # its own state may be spoiled: then it is thrown away
+        except InvalidRequestError:  # its own state may be broken: then it is dropped
             sessions[0] = Session()
             gc.collect()
         assert not renewed(granted), line
@@ -179,7 +179,7 @@ def test_program_that_goes_on_after_an_interrupt_commits_nothing_that_was_not_fe
     engine: Engine, memory: MemoryBackend, work: Callable[[Session], None], has_listener: bool
 ) -> None:
     class OwnSession(Session):
-        """One whose listeners no other session has."""
+        """A session whose listeners no other session has."""
 
     if has_listener:
         event.listen(OwnSession, "after_begin", lambda *_: None)
@@ -199,7 +199,7 @@ def test_program_that_goes_on_after_an_interrupt_commits_nothing_that_was_not_fe
                     work(session)
                 write(session)
                 session.commit()
-        except Exception:  # of SQLAlchemy, too, whose own state may be spoiled
+        except Exception:  # also SQLAlchemy's, whose own state may be broken
             return False
         finally:
             memory._states.clear()

@@ -22,7 +22,7 @@ from tests.mysql_server import DIALECT
 
 @pytest.fixture
 def configured(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Name an engine as the default store; gives the store, with its table made."""
+    """Make the lease table, configure an engine as the default store, and return the backend."""
     monkeypatch.setattr(stores, "_stores", {})
     made: list[TableBackend] = []
 
@@ -69,7 +69,7 @@ async def test_lock_of_an_async_session_is_released_after_the_commit(
 
 @pytest.mark.parametrize("engine", ["postgresql"], indirect=True)
 def test_pool_of_an_engine_may_be_used_up(engine: Any, configured: Any, make_engine: Any) -> None:
-    """Its last connection is a session's, who wants a lock."""
+    """A session has its last connection, and wants a lock."""
     small = make_engine("postgresql", pool_size=1, max_overflow=0, pool_timeout=1)
     configured(small, engine)
     with Session(small) as session:

@@ -42,7 +42,7 @@ class Sorry(Exception):
 
 @pytest.fixture
 def session(engine):
-    """In READ COMMITTED, where a lock may be asked for after a read."""
+    """A session in READ COMMITTED, where a lock may be requested after a read."""
     is_mariadb = engine.dialect.name == DIALECT
     engine.connect().close()  # a short lease may not last until a driver has connected for the first time
     with Session(engine.execution_options(isolation_level="READ COMMITTED") if is_mariadb else engine) as session:
@@ -294,12 +294,12 @@ def test_refusal_that_the_program_swallows_still_refuses_the_commit(engine, sess
     assert names(engine) == set()
 
 
-# A COMMIT of which nobody knows the outcome, and connections that die
+# A COMMIT with an unknown outcome, and connections that die
 
 
 @pytest.fixture
 def network(engine):
-    """What another engine of the same driver goes through: `network.engine`."""
+    """The network between the server and another engine of the same driver: `network.engine`."""
     with Proxy(engine.url.port) as proxy:
         proxy.engine = create_engine(engine.url.set(port=proxy.port))
         yield proxy
@@ -417,7 +417,7 @@ def test_session_may_be_ended_in_another_thread(engine, store):
     session.close()
 
 
-# Sessions inside a transaction of somebody else's
+# Sessions inside an outer transaction
 
 
 def test_lease_of_a_session_inside_an_outer_transaction_is_held_to_its_end(engine, store):
@@ -435,7 +435,7 @@ def test_lease_of_a_session_inside_an_outer_transaction_is_held_to_its_end(engin
 @pytest.mark.parametrize("end", ["commit", "rollback", "close"])
 @pytest.mark.parametrize("fence", ["transaction", False])
 def test_lease_of_a_session_inside_a_test_is_held_to_the_sessions_own_end(engine, store, end, fence):
-    """SQLAlchemy's recipe for tests; each session of the program takes the same lock."""
+    """This is SQLAlchemy's recipe for tests; each session of the program takes the same lock."""
     with engine.connect().execution_options(dlock_test_transaction=True) as connection, connection.begin() as outer:
         for name in ("a", "b"):
             session = Session(connection, join_transaction_mode="create_savepoint")
@@ -624,7 +624,7 @@ def test_wrong_store_changes_nothing(monkeypatch):
 
 @pytest.fixture
 def nobody(monkeypatch):
-    """A store that nobody serves."""
+    """A store without a server."""
     backend = connect(f"redis://127.0.0.1:{free_port()}/0", timeout=0.2)
     monkeypatch.setitem(stores._stores, "default", Store("default", backend, wait=0.2))
 

@@ -28,7 +28,7 @@ aiosqlite_only = pytest.mark.parametrize("async_engine", ["aiosqlite"], indirect
 
 @pytest.fixture
 async def session(async_engine):
-    """In READ COMMITTED, where a lock may be asked for after a read."""
+    """A session in READ COMMITTED, where a lock may be requested after a read."""
     if async_engine.dialect.name == DIALECT:
         async_engine = async_engine.execution_options(isolation_level="READ COMMITTED")
     await (await async_engine.connect()).close()  # a short lease may not last until a driver has connected
@@ -234,7 +234,7 @@ async def test_async_scoped_session_is_a_session(async_engine, store):
 async def test_lease_is_kept_after_a_commit_that_may_have_worked(
     async_engine, make_async_engine, store, caplog, fault, fence
 ):
-    """Without a fence nobody knows the transaction's number; with one PostgreSQL is asked what has become of it."""
+    """Without a fence, the transaction's number is unknown; with one, PostgreSQL is asked for its outcome."""
     from sqlalchemy.ext.asyncio import create_async_engine
 
     caplog.set_level(logging.INFO, logger="dlock")

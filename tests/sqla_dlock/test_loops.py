@@ -27,7 +27,7 @@ def test_finalizer_in_the_loops_own_thread_does_not_wait_for_the_loop() -> None:
 
 
 def interrupt(monkeypatch: pytest.MonkeyPatch, owner: object, method: str, handler: Callable[[], object]) -> None:
-    """Call what stands for a signal handler, once, in the middle of a function."""
+    """Call a stand-in for a signal handler, once, in the middle of a function."""
     known = getattr(owner, method)
 
     def interrupted(*args: object) -> object:
@@ -44,7 +44,7 @@ def test_signal_handler_may_use_the_loop_while_it_is_being_started(monkeypatch: 
 
     def handler() -> None:
         seen.append(loop.enter("a connection of the handler"))
-        for _ in range(2):  # The second waits for the end of the first.
+        for _ in range(2):  # the second waits for the end of the first
             run(loop.call(BLOCKING, lambda: None))
 
     interrupt(monkeypatch, loops, "_started", handler)

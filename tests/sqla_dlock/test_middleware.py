@@ -272,7 +272,7 @@ async def test_what_is_no_request_passes_untouched(kind):
 
 
 async def raw(app, method="GET"):
-    """Everything that an application sends."""
+    """Return everything that an application sends."""
     sent = []
 
     async def send(message):
@@ -434,7 +434,7 @@ class _Quiet(WSGIRequestHandler):
 
 @contextmanager
 def served(app):
-    """A connection to a real WSGI server, with a judge of PEP 3333 on both sides of the middleware."""
+    """Yield a connection to a real WSGI server, with a validator of PEP 3333 on both sides of the middleware."""
     with make_server("127.0.0.1", 0, validator(WSGILockMiddleware(validator(app))), handler_class=_Quiet) as server:
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()
@@ -450,7 +450,7 @@ HEADERS = [("Content-Type", "text/plain")]
 
 
 class Recording:
-    """A body that notes when it is closed, and fails at its n-th piece."""
+    """A body that notes when it is closed, and may fail after its last piece."""
 
     def __init__(self, pieces, error=None):
         self.pieces, self.error, self.lines, self.is_closed = iter(pieces), error, [], False
@@ -609,7 +609,7 @@ def test_an_answer_to_head_has_no_body_in_wsgi():
 
 
 def test_an_application_that_had_not_begun_has_nothing_to_be_replaced():
-    """Werkzeug's test client knows no replacing."""
+    """Werkzeug's test client cannot replace a response."""
 
     def app(environ, start_response):
         fail("row")

@@ -61,7 +61,7 @@ class Code(Base):
 
 
 class OtherCode(Code):
-    """A table of its own, and rows that are none of its parent's."""
+    """It has its own table, whose rows are not its parent's."""
 
     __tablename__ = "other_code"
     __mapper_args__ = {"concrete": True}

@@ -1,4 +1,4 @@
-"""Hooks hear of what versions refuse, wherever the conflict is found."""
+"""Hooks are called for what versions refuse, wherever the conflict is found."""
 
 import pytest
 from sqlalchemy import update

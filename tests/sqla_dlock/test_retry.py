@@ -37,7 +37,7 @@ class Sorry(Exception):
 
 
 class Attempts:
-    """Fails as it is told to, in turn."""
+    """Raises the given errors in turn, and then succeeds."""
 
     def __init__(self, *errors: BaseException) -> None:
         self.errors = list(errors)
@@ -55,7 +55,7 @@ def stale() -> StaleObject:
 
 
 def names(engine: Engine) -> list[str]:
-    """What is committed."""
+    """Return the committed names."""
     with Session(engine) as session:
         return list(session.scalars(select(Counter.name)))
 
@@ -135,7 +135,7 @@ def test_what_is_no_conflict_is_raised_at_once_and_rolled_back(engine, error):
 
 @on_postgresql
 def test_error_that_has_undone_everything_cannot_be_swallowed(engine):
-    """PostgreSQL would take the COMMIT for a ROLLBACK, and no driver would say so."""
+    """PostgreSQL would treat the COMMIT as a ROLLBACK, and no driver would report it."""
 
     @retry_on_conflict(sessionmaker(engine))
     def work(session: Session) -> None:
@@ -365,7 +365,7 @@ FOR EACH ROW EXECUTE FUNCTION refuse_commit();
 
 @pytest.fixture
 def refusing(make_engine) -> Iterator[Engine]:
-    """PostgreSQL, where a COMMIT that has added an Article is a serialization failure."""
+    """PostgreSQL, where a COMMIT that has added an Article raises a serialization failure."""
     engine = make_engine("postgresql")
     with engine.begin() as connection:
         connection.exec_driver_sql(REFUSE_COMMIT)
@@ -376,7 +376,7 @@ def refusing(make_engine) -> Iterator[Engine]:
 
 @pytest.mark.filterwarnings("ignore:transaction already deassociated")  # of the engine that has committed
 def test_conflict_at_a_commit_after_that_of_another_engine_is_not_run_again(make_engine, refusing):
-    """What the first has committed would be done twice; which is first, SQLAlchemy leaves to chance."""
+    """What the first has committed would be done twice; SQLAlchemy leaves it to chance which is first."""
     other = make_engine("sqlite")
 
     @retry_on_conflict(sessionmaker(binds={Counter: other, Article: refusing}), attempts=3)
@@ -473,7 +473,7 @@ async def test_inside_itself_it_refuses_async(async_engine):
 
 
 def test_conflict_after_work_that_another_session_has_committed_is_raised_at_once(make_engine):
-    """A session of its own, or a retry of its own on another engine."""
+    """The other session is an ordinary one, or that of a retry on another engine."""
     engine, other = make_engine("postgresql"), make_engine("sqlite")
 
     def log(session: Session) -> None:
@@ -870,7 +870,7 @@ def test_deadlock_is_cured_by_starting_over(engine):
         thread.start()
     for thread in threads:
         thread.join(60)
-    assert len(runs) >= 3  # who starts over at once may lock its row again before the other wakes, and they meet again
+    assert len(runs) >= 3  # one that starts over at once may lock its row before the other wakes: they meet again
     with maker() as session:
         assert session.scalars(select(Stock.pieces)).all() == [1, 1]
 
@@ -1044,7 +1044,7 @@ def test_no_update_of_several_processes_is_lost(make_engine, name, isolation):
 
 @with_row_locks
 def test_without_versions_or_isolation_an_update_is_lost(engine):
-    """The same function, while somebody else writes between its read and its write."""
+    """The same function loses an update that is written between its read and its write."""
     maker = sessionmaker(engine)
     with maker.begin() as session:
         session.add(Counter(id=1))

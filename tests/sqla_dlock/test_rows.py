@@ -51,7 +51,7 @@ async def stock(party: Party) -> Stock:
 
 
 async def create(party: Party, *made: Any) -> list[Any]:
-    """Rows that are committed, and instances of no session."""
+    """Commit rows, and return their instances, which are detached."""
 
     def work(session: Session) -> list[Any]:
         session.add_all(made)
@@ -202,7 +202,7 @@ async def test_versioned_row_that_changed_since_it_was_read_is_read_again(party)
 
 
 async def in_own_session(party: Party, work: Callable[[Session], None]) -> None:
-    """For work that commits by itself."""
+    """Do work that commits by itself."""
     if isinstance(party.engine, AsyncEngine):
         async with AsyncSession(party.engine) as session:
             await session.run_sync(work)
@@ -509,7 +509,7 @@ async def test_next_jobs_that_nobody_has_are_taken_in_their_own_order(party):
     with party.other_transaction() as other:
         lock_there(other, made[2])
         taken = await party.transact(work)
-    assert taken == [2, 3][: len(taken)]  # MariaDB counts skipped rows into LIMIT
+    assert taken == [2, 3][: len(taken)]  # MariaDB counts skipped rows towards LIMIT
     assert taken[:1] == [2]
 
 
@@ -612,7 +612,7 @@ async def test_read_only_transaction_is_the_database_s_own_error(stock, party):
 
 
 def plain_sqlite(make_engine: Callable[..., Any], **options: Any) -> Any:
-    """SQLite as it is without our events: a SELECT begins nothing."""
+    """Return an engine of SQLite without our events: a SELECT begins nothing."""
     url = make_engine("sqlite").url
     return create_engine(url, connect_args={"timeout": 0}, **options)
 

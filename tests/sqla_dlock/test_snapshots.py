@@ -1,4 +1,4 @@
-"""The snapshot trap: a lock asked for after the transaction took its snapshot is refused, where it would protect nothing."""
+"""The snapshot trap: a lock requested after the transaction took its snapshot is refused where it would protect nothing."""
 
 import pytest
 from sqlalchemy import select, update
@@ -169,7 +169,7 @@ async def test_snapshot_of_an_outer_async_transaction_counts(async_engine, store
 
 @pytest.mark.parametrize("driver", ["postgresql", "psycopg2"])
 def test_level_is_known_while_the_first_connection_is_still_asking_for_it(make_engine, driver):
-    """As when two tasks or threads connect at once: SQLAlchemy asks for the level on the first connection alone."""
+    """Two tasks or threads may connect at once, but SQLAlchemy asks for the level only on the first connection."""
     engine = make_engine(driver)
     with engine.connect():
         del engine.dialect.default_isolation_level

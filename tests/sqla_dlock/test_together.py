@@ -21,7 +21,7 @@ one_async = pytest.mark.parametrize("async_engine", ["asyncpg", "aiosqlite"], in
 
 @pytest.fixture
 def held(monkeypatch):
-    """Two stores, "default" and "ledger"; tells which accounts are held in them."""
+    """Make two stores, "default" and "ledger"; yield a function that returns which accounts are held in them."""
     known = {alias: Store(alias, MemoryBackend(), 30, 20) for alias in ("default", "ledger")}
     monkeypatch.setattr(stores, "_stores", known)
 

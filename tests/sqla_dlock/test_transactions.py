@@ -27,7 +27,7 @@ class Sorry(Exception):
 
 @pytest.fixture
 def heard() -> list[Any]:
-    """What the callbacks have said, in order."""
+    """What the callbacks have reported, in order."""
     return []
 
 
@@ -42,7 +42,7 @@ def add(session: Session | Connection, name: str) -> None:
 
 
 def names(engine: Engine) -> set[str]:
-    """The names of all counters, as another session sees them."""
+    """Return the names of all counters, as another session sees them."""
     return {name for (name,) in committed(engine, "SELECT name FROM counter")}
 
 
@@ -54,7 +54,7 @@ def fail_with(error: BaseException) -> Callable[..., None]:
 
 
 def on_end_at_begin(session: Session, heard: list[Any]) -> None:
-    """Settle every transaction of the session into `heard`."""
+    """Append the outcome of every transaction of the session to `heard`."""
     on_transaction(session, lambda: on_end(session, heard.append))
 
 
@@ -244,7 +244,7 @@ def test_constraint_refused_at_commit_is_rolled_back(engine, session, heard, end
 @pytest.mark.parametrize("engine", ["postgresql", "psycopg2"], indirect=True)
 @pytest.mark.parametrize("is_undone", [True, False], ids=["whole transaction", "savepoint"])
 def test_commit_that_postgresql_takes_for_a_rollback_is_rolled_back(engine, session, heard, is_undone):
-    """It does after an error that the program has swallowed, and no driver says so."""
+    """It does so after an error that the program has swallowed, and no driver reports it."""
     on_end_at_begin(session, heard)
     add(session, "a")
     savepoint = session.begin_nested() if not is_undone else None
@@ -273,7 +273,7 @@ def test_serialization_failure_at_commit_is_rolled_back(engine, heard):
         second.commit()
         with pytest.raises(OperationalError):
             first.commit()
-        assert heard == [ROLLED_BACK]  # at once: a scoped_session that nobody rolls back would never tell
+        assert heard == [ROLLED_BACK]  # at once: a scoped_session that is not rolled back would never report it
     assert heard == [ROLLED_BACK]
     assert names(engine) == {"theirs"}
 
@@ -359,7 +359,7 @@ def test_autocommit_engine_settles_at_the_sessions_end(engine, heard):
 
 @pytest.fixture
 def twophase(engine: Engine, heard: list[Any]) -> Iterator[Session]:
-    """A session whose transactions are prepared first; they are known by `heard`."""
+    """A session in a transaction that is prepared first; `heard` records its check and its outcome."""
     if engine.dialect.name == "sqlite":
         pytest.skip("SQLite has no two-phase commit")
     with Session(engine, twophase=True) as session:
@@ -435,7 +435,7 @@ def test_several_engines_are_all_rolled_back_by_a_failing_check(engine, second_e
 @pytest.mark.filterwarnings("ignore:transaction already deassociated")  # SQLAlchemy's own
 @pytest.mark.parametrize("ending", ["rollback", "close"])
 def test_engine_whose_commit_fails_after_anothers_is_unknown(engine, second_engine, both, heard, ending):
-    """Nobody knows the order in which SQLAlchemy commits, so that the second is refused, whichever it is."""
+    """The order in which SQLAlchemy commits is unknown, so the second is refused, whichever it is."""
     on_end(both, heard.append)
     commits: list[Connection] = []
 
@@ -701,7 +701,7 @@ def test_settlers_are_called_last_in_first_out(session, heard):
 
 
 def test_settler_that_fails_is_repeated_and_raises_when_the_others_were_called(engine, session, heard):
-    """It may be the exception of a signal handler, such as a task's time limit, that has cut it short."""
+    """The exception of a signal handler, such as a task's time limit, may have cut it short."""
     with pytest.raises(Sorry, match="broken settler"), session.begin():
         on_end(session, heard.append)
         on_end(session, lambda outcome: heard.append("again") or fail_with(Sorry("broken settler"))(outcome))
@@ -845,7 +845,7 @@ def test_forgotten_session_whose_connection_is_dead_is_unknown(engine, heard):
     assert heard == [UNKNOWN]
 
 
-# Good manners
+# What is left behind, and what others do
 
 
 def test_session_that_is_dropped_is_not_kept_alive(engine, heard):
@@ -883,7 +883,7 @@ def test_session_nobody_asked_about_keeps_sqlalchemys_methods(engine, session):
 
 
 def test_listeners_are_left_when_another_one_fails(engine, session, heard):
-    """What others do at the end of a transaction cannot keep us from hearing of it."""
+    """Other listeners cannot keep us from learning of the end of a transaction."""
     add(session, "a")
     on_end(session, heard.append)
     event.listen(session, "after_commit", fail_with(Sorry()))
@@ -895,7 +895,7 @@ def test_listeners_are_left_when_another_one_fails(engine, session, heard):
 
 
 def test_end_that_sqlalchemy_was_kept_from_telling_is_heard_at_the_next_begin(engine, session, heard):
-    """An interrupt while the connection goes back to its pool: COMMIT is done, and the session's end is never told."""
+    """An interrupt of the connection's return to its pool: COMMIT is done, but the session's end is never reported."""
     add(session, "a")
     on_end(session, heard.append)
     lost = session.connection().connection.driver_connection
@@ -930,7 +930,7 @@ def test_end_that_sqlalchemy_was_kept_from_telling_is_heard_though_the_session_i
 
 @pytest.mark.parametrize("engine", ["postgresql"], indirect=True)
 def test_connection_that_an_interrupt_keeps_open_leaves_the_end_unknown(engine, make_engine, heard):
-    """One connection of the session was going back to its pool, and nobody rolls the other one back."""
+    """One connection of the session was going back to its pool, and the other one is not rolled back."""
     other, pending = make_engine("sqlite"), [KeyboardInterrupt()]
 
     def interrupt(*_: object) -> None:

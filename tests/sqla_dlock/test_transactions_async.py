@@ -49,13 +49,13 @@ class Sorry(Exception):
 
 @pytest.fixture
 def heard() -> list[Any]:
-    """What the callbacks have said, in order."""
+    """What the callbacks have reported, in order."""
     return []
 
 
 @pytest.fixture
 def sound(name: str, make_engine: Callable[..., Engine]) -> Engine:
-    """A blocking engine on the same database, beside the fault."""
+    """A blocking engine on the same database, which does not go through `network`."""
     return make_engine(BESIDE[name])
 
 
@@ -72,7 +72,7 @@ async def session(engine: AsyncEngine) -> AsyncIterator[AsyncSession]:
 
 @pytest.fixture
 def network(name: str, sound: Engine) -> Iterator[Proxy]:
-    """What the session `far` goes through."""
+    """The network between the session `far` and the server."""
     with Proxy(port_of(name)) as proxy:
         yield proxy
 
@@ -104,7 +104,7 @@ def fail_with(error: BaseException) -> Callable[..., None]:
 
 
 def settle_awaiting(heard: list[Any]) -> Callable[[Outcome], None]:
-    """What a lease does: it awaits its release."""
+    """Return a settler that awaits something, as a lease awaits its release."""
 
     def settle(outcome: Outcome) -> None:
         await_(asyncio.sleep(0))
@@ -132,7 +132,7 @@ async def test_settle_hears_committed_when_other_sessions_can_see_the_work(sound
 @postgresql_only
 @pytest.mark.parametrize("failing", ["SELECT 1 / 0", "SELECT CAST(:text AS integer)", "savepoint"])
 async def test_commit_that_postgresql_takes_for_a_rollback_is_rolled_back(sound, session, heard, failing):
-    """asyncpg does not tell the state of the transaction, and some errors come from the driver alone."""
+    """asyncpg does not report the state of the transaction, and some errors come from the driver alone."""
     await add(session, "a")
     on_end(session.sync_session, heard.append)
     savepoint = await session.begin_nested() if failing == "savepoint" else None
@@ -146,7 +146,7 @@ async def test_commit_that_postgresql_takes_for_a_rollback_is_rolled_back(sound,
 
 
 def is_drivers_own(session: AsyncSession, statement: str) -> bool:
-    """asyncpg checks parameters before it sends them."""
+    """Return whether the error is the driver's own: asyncpg checks parameters before it sends them."""
     return ":" in statement and session.get_bind().dialect.driver == "asyncpg"
 
 
@@ -423,7 +423,7 @@ async def test_server_that_does_not_answer_in_time_leaves_it_unknown(sound, netw
 
 
 def note(session: AsyncSession) -> None:
-    """What an admit does on PostgreSQL."""
+    """Note the transaction's number, as an admit does on PostgreSQL."""
     before_work(session.sync_session, lambda connection: note_xid(connection, connection.scalar(XID)))
 
 
@@ -440,7 +440,7 @@ async def test_session_terminated_inside_commit_is_unknown(sound, session, heard
 @postgresql_only
 @pytest.mark.parametrize("noted", [False, True])
 async def test_task_cancelled_inside_commit_is_unknown_unless_postgresql_can_be_asked(sound, session, heard, noted):
-    """Both drivers ask the server to cancel the COMMIT, which may come too late."""
+    """Both drivers ask the server to cancel the COMMIT, which may be too late."""
     loop, tasks = asyncio.get_running_loop(), []
     if noted:
         note(session)

@@ -32,19 +32,19 @@ endings = pytest.mark.parametrize("ending", ["rollback", "close"])
 
 @pytest.fixture
 def heard() -> list[Any]:
-    """What the callbacks have said, in order."""
+    """What the callbacks have reported, in order."""
     return []
 
 
 @pytest.fixture
 def sound(name: str, make_engine: Callable[..., Engine]) -> Engine:
-    """An engine beside the fault."""
+    """An engine that does not go through `network`."""
     return make_engine(name)
 
 
 @pytest.fixture
 def session(name: str, sound: Engine, heard: list[Any]) -> Iterator[Session]:
-    """A session of an engine of its own; after the fault it works, and nothing of the past comes after it."""
+    """A session of `sound`; after the fault, its engine still works, and no outcome is reported late."""
     with Session(sound) as session:
         yield session
     before = list(heard)
@@ -58,7 +58,7 @@ def session(name: str, sound: Engine, heard: list[Any]) -> Iterator[Session]:
 
 @pytest.fixture
 def network(name: str, sound: Engine) -> Iterator[Proxy]:
-    """What the session `far` goes through."""
+    """The network between the session `far` and the server."""
     with Proxy(port_of(name)) as proxy:
         yield proxy
 
@@ -83,7 +83,7 @@ def names(engine: Engine) -> set[str]:
 
 
 def note(session: Session) -> None:
-    """What an admit does on PostgreSQL."""
+    """Note the transaction's number, as an admit does on PostgreSQL."""
     before_work(session, lambda connection: note_xid(connection, connection.scalar(XID)))
 
 
@@ -111,7 +111,7 @@ def test_session_killed_before_a_statement_is_rolled_back(sound, session, heard,
 @servers_only
 @pytest.mark.parametrize("ending", ["rollback", "close", "reset", "invalidate"])
 def test_session_killed_in_silence_is_rolled_back_when_it_ends(sound, session, heard, ending):
-    """SQLAlchemy never says that the transaction has ended, when close() is the first to notice."""
+    """SQLAlchemy never reports the end of the transaction when close() is the first to notice."""
     add(session, "a")
     on_end(session, heard.append)
     kill_session(sound, session_id(session.connection()))
@@ -238,7 +238,7 @@ def add_committing(session: Session, heard: list[Any]) -> None:
 
 
 def interrupt(_: object) -> None:
-    """What Ctrl-C does."""
+    """Do what Ctrl-C does."""
     os.kill(os.getpid(), signal.SIGINT)
 
 
@@ -312,7 +312,7 @@ def test_session_terminated_inside_commit_is_rolled_back_when_postgresql_can_be_
 
 @postgresql_only
 def test_commit_still_at_work_is_waited_for(sound, network, far, heard):
-    """The answer's connection is cut while COMMIT stands still; it goes on when it has been asked about."""
+    """The connection is cut while COMMIT stands still; COMMIT goes on after its outcome was asked for."""
     asked = threading.Event()
 
     def cut_and_wait(_: object) -> None:

@@ -28,7 +28,7 @@ def session(engine: Engine) -> Iterator[Session]:
 
 @pytest.fixture
 def sent(engine: Engine) -> list[str]:
-    """The first word of every statement that was sent, with what hooks have said in between."""
+    """The first word of every statement that was sent, with the words of hooks in between."""
     words: list[str] = []
     event.listen(
         engine,
@@ -47,7 +47,7 @@ def names(engine: Engine) -> set[str]:
 
 
 def savepoint_in(session: Session) -> SessionTransaction:
-    """A savepoint that is there: the session makes it when something is sent inside."""
+    """Make a savepoint on the database, too: a session makes it there when something is sent inside."""
     savepoint = session.begin_nested()
     session.execute(text("SELECT 1"))
     return savepoint
@@ -76,7 +76,7 @@ def test_hook_gets_the_connection_that_will_work(session):
 
 
 def test_hook_comes_after_what_the_programs_own_listeners_of_begin_send(engine, sent):
-    """They choose the schema or the tenant: before them the hook would work on another's rows."""
+    """They choose the schema or the tenant: before them the hook would work on another tenant's rows."""
     with Session(engine) as session:
         event.listen(session, "after_begin", lambda *args: args[2].execute(text(setting(engine))))
         before_work(session, lambda _: sent.append("hook"))
@@ -88,7 +88,7 @@ def test_hook_comes_after_what_the_programs_own_listeners_of_begin_send(engine, 
 
 
 def setting(engine: Engine) -> str:
-    """A statement without a snapshot."""
+    """Return a statement that takes no snapshot."""
     return (
         "PRAGMA user_version"
         if engine.dialect.name == "sqlite"

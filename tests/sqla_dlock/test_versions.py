@@ -54,7 +54,7 @@ def order(session: Session) -> Order:
 
 
 def made(session: Session, instance: Any) -> Any:
-    """An instance as it was read in a transaction that is over."""
+    """Commit an instance, and return it as it was read in a transaction that is over."""
     session.add(instance)
     session.commit()
     session.refresh(instance)
@@ -75,14 +75,14 @@ def move(session: Session) -> None:
 
 
 def row(session: Session, what: Any = (Order.title, Order.version)) -> tuple[Any, ...] | None:
-    """What the database has, past the identity map."""
+    """Return what the database has, bypassing the identity map."""
     found = session.connection().execute(select(*what)).first()
     return found and tuple(found)
 
 
 @pytest.fixture
 def statements(engine: Engine) -> Iterator[list[str]]:
-    """The first words of what is sent."""
+    """The first word of each statement that is sent."""
     sent: list[str] = []
 
     def note(connection: Any, cursor: Any, statement: str, *_: object) -> None:
@@ -575,7 +575,7 @@ def test_save_that_needs_a_flush_checks_everything_first(session, order):
 
 
 class Apart(DeclarativeBase):
-    """Of classes that are refused: what is left of them must not meet the others."""
+    """The base of classes that are refused: what is left of them must not affect the others."""
 
 
 def test_mixin_behind_the_base_is_refused():
@@ -735,7 +735,7 @@ def test_conflict_under_a_snapshot_of_postgresql_is_its_own_error_and_nothing_is
 
 @pytest.mark.parametrize("engine", ["mariadb", "pymysql"], indirect=True)
 def test_conflict_under_a_snapshot_of_mariadb_tells_the_committed_version(engine, order):
-    """REPEATABLE READ: a plain SELECT would answer with the version that the UPDATE did not find."""
+    """At REPEATABLE READ, a plain SELECT would return the version that the UPDATE did not find."""
     with Session(engine) as session:
         mine = session.get_one(Order, order.id)
         with engine.begin() as connection:
@@ -812,7 +812,7 @@ WRITES = {"with version": save_with_version, "flush": lambda session, _: session
 
 
 def increment(link: processes.Link, name: str, key: int, times: int, write: str, meet: bool) -> None:
-    """Count up `times` times, starting over after a conflict; `meet`: everybody reads before anybody writes."""
+    """Increment `times` times, starting over after a conflict; `meet`: wait for the test after the first read."""
     engine = new_engine(name)
     for _ in range(times):
         while True:

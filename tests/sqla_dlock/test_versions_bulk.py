@@ -38,7 +38,7 @@ def orders(session: Session) -> list[Order]:
 
 
 def rows(session: Session, *columns: Any) -> list[tuple[Any, ...]]:
-    """What the database has, past the identity map."""
+    """Return what the database has, bypassing the identity map."""
     return [tuple(row) for row in session.connection().execute(select(*columns).order_by(columns[0]))]
 
 
@@ -116,7 +116,7 @@ def test_conflict_of_one_of_many_rows_names_it_and_writes_none(session, orders, 
 
 
 def test_keys_that_python_and_the_database_compare_differently_are_no_conflict(session):
-    """MariaDB: 'A' and 'a' are one key; a row found under the other spelling is that row."""
+    """On MariaDB, 'A' and 'a' are one key: a row found under the other spelling is that row."""
     codes = made(session, Code(kind="a", code="x"), Code(kind="a", code="y"))
     with session.get_bind().begin() as connection:
         connection.execute(text("UPDATE code SET code = upper(code)"))
@@ -293,7 +293,7 @@ def test_update_by_primary_key_without_versions_is_refused(session, orders):
 
 
 def test_update_of_many_parameter_sets_by_condition_is_sqlalchemy_s_core(session, orders):
-    """Through the connection it is Core, which passes by."""
+    """Through the connection it is Core, which bypasses versions."""
     statement = update(Order.__table__).where(Order.__table__.c.id == bindparam("key")).values(reads=5)
     session.connection().execute(statement, [{"key": each.id} for each in orders])
     assert {version for _, version in rows(session, Order.title, Order.version)} == {1}
@@ -314,7 +314,7 @@ def test_insert_statements_start_at_1(session):
 
 
 def upsert(session: Session, **values: Any) -> Any:
-    """An INSERT that writes these over the row of the same key, as the database wants it."""
+    """Return an INSERT that writes these over the row of the same key, in the database's dialect."""
     from sqlalchemy.dialects import mysql, postgresql, sqlite
 
     name = session.get_bind().dialect.name
@@ -427,7 +427,7 @@ def test_deleted_root_takes_its_children_along(session, basket):
 
 
 class Apart(DeclarativeBase):
-    """Of classes that are refused: what is left of them must not meet the others."""
+    """The base of classes that are refused: what is left of them must not affect the others."""
 
 
 def test_child_without_a_way_back_is_refused():

@@ -252,7 +252,7 @@ def test_etag_of_a_version_that_was_read_late_is_refused(session, order):
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Versions begin as they do outside of tests."""
+    """Let versions begin as they do outside of tests."""
     monkeypatch.undo()
     assert mapping.first_version.__module__ == "dlock_core.sql.versions"
 
@@ -264,7 +264,7 @@ def again(session: Session, how: str) -> None:
     elif how == "Core":
         session.connection().execute(insert(Order.__table__).values(order))
     elif how == "raw SQL":
-        reads = session.get_bind().dialect.identifier_preparer.quote_identifier("reads")  # a reserved word of MariaDB's
+        reads = session.get_bind().dialect.identifier_preparer.quote_identifier("reads")  # a reserved word in MariaDB
         session.execute(text(f"INSERT INTO orders (id, title, {reads}, edited, seen) VALUES (1, 'new', 0, 0, 0)"))
     elif how == "bulk":
         session.bulk_insert_mappings(Order, [order])

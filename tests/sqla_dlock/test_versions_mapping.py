@@ -12,7 +12,7 @@ from sqla_dlock.versions import StaleObject, VersionedMixin, touch
 
 @pytest.fixture
 def base() -> Any:
-    """A base of its own: what is left of classes that are refused must not meet others."""
+    """A separate base: what is left of classes that are refused must not affect others."""
 
     class Base(DeclarativeBase):
         pass

@@ -1,8 +1,8 @@
 """Random operations of three interleaved sessions, on every shape of class, against a dictionary that knows what must happen.
 
-The model knows no version numbers. Every write gives a row a new stamp, an instance remembers the stamp of what was read, and a
-write is to succeed if, and only if, the row still has it. `DLOCK_TEST_MODEL_EXAMPLES` makes it longer, `DLOCK_TEST_MODEL_SEED` runs
-one again.
+The model knows no version numbers. Every write gives a row a new stamp, an instance remembers the stamp of what was
+read, and a write has to succeed if, and only if, the row still has it. `DLOCK_TEST_MODEL_EXAMPLES` sets the number of
+examples, `DLOCK_TEST_MODEL_SEED` repeats a run.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ PLAN: Final = st.tuples(
     st.sampled_from(["nothing", "saved", "made anew"]),
     st.sampled_from(["save", "flush", "delete", "delete_by_flush"]),
 )
-"""Of one session: which row it reads, how, what another one does to it meanwhile, and how the first writes it."""
+"""A session, the row that it reads, how, what another session does to it meanwhile, and how the first writes it."""
 
 
 class Base(DeclarativeBase):
@@ -111,7 +111,7 @@ class Person(Base):
 
 
 class Member(VersionedMixin, Person):
-    """Its version stands beside a parent without one."""
+    """It has a version, and its parent has none."""
 
     __tablename__ = "model_member"
     id: Mapped[int] = mapped_column(ForeignKey("model_person.id"), primary_key=True)
@@ -210,7 +210,7 @@ class Party:
     session: Session
     seen: dict[int, Seen] = field(default_factory=dict)
     written: Rows = field(default_factory=dict)
-    """By the open transaction."""
+    """The rows that the open transaction has written."""
     locked: set[int] = field(default_factory=set)
     savepoints: list[tuple[Any, Rows]] = field(default_factory=list)
 
@@ -257,7 +257,7 @@ class Machine(RuleBasedStateMachine):
         return self.replica.get(key) if self.follower is not None else self.visible(party, key)
 
     def may(self, party: Party, keys: Iterable[int] = ()) -> bool:
-        """Nothing here waits: not for a row of another, and on SQLite transactions take turns."""
+        """Return whether a session can go on without a wait; on SQLite, where transactions take turns, end others."""
         others = [each for each in SESSIONS if self.parties[each] is not party]
         if self.engine.dialect.name == "sqlite":
             for each in others:
@@ -268,7 +268,7 @@ class Machine(RuleBasedStateMachine):
         return not any(self.parties[each].locked.intersection(keys) for each in others)
 
     def holds(self, party: Party) -> bool:
-        """Has the session begun a transaction in the database?"""
+        """Return whether the session has begun a transaction in the database."""
         transaction = party.session.get_transaction()
         return transaction is not None and any(each.engine is self.engine for each in connections_in(transaction))
 
@@ -276,7 +276,7 @@ class Machine(RuleBasedStateMachine):
         return sorted({key for key, seen in party.seen.items() if seen.is_dirty()} | {*more})
 
     def errors(self, party: Party, keys: list[int], read: Callable[[Party, int], Row | None]) -> set[type[Exception]]:
-        """Why a write of these must fail."""
+        """Return the errors with which a write of these must fail."""
         found: set[type[Exception]] = set()
         for key in keys:
             seen, row = party.seen[key], self.visible(party, key)
@@ -293,7 +293,7 @@ class Machine(RuleBasedStateMachine):
         return found
 
     def wrote(self, party: Party, key: int) -> None:
-        """The instance was written: the row has a new stamp, and counted up by one."""
+        """Record that the instance was written: the row gets a new stamp, and its version must be one higher."""
         seen, row = party.seen[key], self.visible(party, key)
         assert row is not None
         number = seen.instance.version
@@ -308,7 +308,7 @@ class Machine(RuleBasedStateMachine):
         party.seen = {_key(each): Seen(each, None) for each in known}
 
     def attempt(self, party: Party, keys: list[int], work: Callable[[], object], *, ends: bool) -> bool:
-        """Do what writes these, and say whether it went well, as it must; `ends`: an error ends the transaction."""
+        """Do work that writes these, and return whether it succeeded, if it must; `ends`: an error ends the transaction."""
         read = self.visible if ends else self.readable
         errors = self.errors(party, keys, read)
         party.locked.update(keys)
@@ -330,7 +330,7 @@ class Machine(RuleBasedStateMachine):
 
     @initialize(plans=st.lists(PLAN, min_size=8, max_size=8))
     def begin(self, plans: list[tuple[Any, ...]]) -> None:
-        """Everybody has read all rows; then comes what is to be tried more often than chance would."""
+        """Let every session read all rows; then follow the plans, which chance would try too rarely."""
         for key in KEYS:
             self.insert(0, key)
         self.commit(0)
@@ -386,7 +386,7 @@ class Machine(RuleBasedStateMachine):
 
     @rule(who=st.sampled_from(SESSIONS), key=st.sampled_from(KEYS))
     def show_version(self, who: int, key: int) -> None:
-        """As a template or a serializer does."""
+        """Read the version, as a template or a serializer does."""
         party = self.parties[who]
         if not self.may(party) or (seen := party.seen.get(key)) is None or (row := self.readable(party, key)) is None:
             return
@@ -423,7 +423,7 @@ class Machine(RuleBasedStateMachine):
 
     @rule(who=st.sampled_from(SESSIONS), key=st.sampled_from(KEYS), page=st.integers(0, 3))
     def assign_version(self, who: int, key: int, page: int) -> None:
-        """As a payload does: the version that a page has shown."""
+        """Assign the version that a page has shown, as a payload does."""
         seen = self.parties[who].seen.get(key)
         if seen and seen.stamp is not None and not seen.is_unchecked and self.history[key]:
             seen.expected, number = self.history[key][-1 - page % len(self.history[key])]
@@ -533,7 +533,7 @@ class Machine(RuleBasedStateMachine):
 
     @rule(who=st.sampled_from(SESSIONS), key=st.sampled_from(KEYS))
     def replace(self, who: int, key: int) -> None:
-        """Delete and insert in one flush, which SQLAlchemy makes an UPDATE of."""
+        """Delete and insert in one flush, which SQLAlchemy turns into an UPDATE."""
         party = self.parties[who]
         seen = party.seen.get(key)
         if not seen or seen.stamp is None or party.is_dirty() or not self.may(party, [key]) or seen.is_unchecked:
@@ -559,10 +559,10 @@ class Machine(RuleBasedStateMachine):
         party.locked.add(key)
         party.written[key] = Row(next(self.numbers), row.version + 1, {**row.values, name: value})
 
-    # what is tried more often than chance would
+    # what chance would try too rarely
 
     def read_and_write(self, who: int, key: int, read: str, between: str, write: str) -> None:
-        """One session reads and writes a row, and meanwhile another one does, and commits."""
+        """Let one session read and then write a row, which another one may write and commit in between."""
         self.commit(who)
         if self.rows.get(key) is None:
             self.insert(who, key)
@@ -677,7 +677,7 @@ class Machine(RuleBasedStateMachine):
         self.replica = {**self.rows}
 
     def compare(self) -> None:
-        """The database has what the model says."""
+        """Check that the database has what the model says."""
         with Session(self.engine) as session:
             found = {each.id: (each.version, each.title, each.note) for each in session.scalars(select(self.kind))}
         assert found == {
@@ -686,7 +686,7 @@ class Machine(RuleBasedStateMachine):
 
 
 def _new(kind: Any, key: int, **values: Any) -> Any:
-    """An instance; the version may be assigned to any."""
+    """Make an instance of any class, to which a version may be assigned."""
     instance = kind()
     for name, value in {"id": key, **({"part": "x"} if kind is Composite else {}), **values}.items():
         setattr(instance, name, value)
@@ -694,7 +694,7 @@ def _new(kind: Any, key: int, **values: Any) -> Any:
 
 
 def _key(instance: Any) -> int:
-    """Its key, also when it has expired."""
+    """Return the key of an instance, also when that has expired."""
     return int(inspect(instance).identity[0])
 
 
@@ -704,7 +704,7 @@ def _loaded(instance: Any) -> dict[str, Any]:
 
 @pytest.fixture(autouse=True)
 def rows_begin_at_1() -> None:
-    """They do not, here."""
+    """Override the fixture of this name: here versions begin by the clock."""
 
 
 def run(kind: type, engine: Engine, follower: Engine | None = None) -> None:
@@ -723,7 +723,7 @@ def run(kind: type, engine: Engine, follower: Engine | None = None) -> None:
 
 @pytest.fixture(params=["sqlite", "postgresql"])
 def engine(request: pytest.FixtureRequest, make_engine: Callable[..., Engine]) -> Engine:
-    """An engine with which nothing waits for long: the model avoids it, and a mistake in it is to be seen."""
+    """An engine that waits only shortly: the model avoids waits, and a mistake in it has to show."""
     if request.param == "postgresql":
         return make_engine("postgresql", connect_args={"options": "-clock_timeout=1000"})
     engine = make_engine("sqlite")

@@ -56,7 +56,7 @@ class Visit(VersionedMixin, Base):
 
 
 class Car(VersionedMixin, Base):
-    """Stays without an owner when that goes."""
+    """It stays, without an owner, when its customer is deleted."""
 
     __tablename__ = "sessions_car"
 
@@ -314,7 +314,7 @@ def test_two_flushes_of_the_same_rows_do_not_deadlock(session, engine):
 
 
 class Routing(Session):
-    """As in SQLAlchemy's documentation."""
+    """Reads from a replica, as in SQLAlchemy's documentation."""
 
     leader: Engine
     follower: Engine

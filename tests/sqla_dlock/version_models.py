@@ -20,7 +20,7 @@ class Order(VersionedMixin, Base):
 
 
 class Code(VersionedMixin, Base):
-    """A key of two columns, of the author's choice; and a version with another name in the table."""
+    """Its key has two columns, which the program chooses; its version has another name in the table."""
 
     __tablename__ = "code"
 
@@ -49,7 +49,7 @@ class Place(VersionedMixin, Base):
 
 
 class Shop(Place):
-    """Joined: its version stands in the table of Place."""
+    """It is joined: its version is in the table of Place."""
 
     __tablename__ = "shop"
 
@@ -59,7 +59,7 @@ class Shop(Place):
 
 
 class Park(Place):
-    """In the same table as Place."""
+    """It is in the same table as Place."""
 
     trees: Mapped[int | None]
     __mapper_args__: ClassVar[Any] = {"polymorphic_identity": "park"}
@@ -73,7 +73,7 @@ class Person(Base):
 
 
 class Member(VersionedMixin, Person):
-    """A version beside a parent without one."""
+    """It has a version, and its parent has none."""
 
     __tablename__ = "member"
 
