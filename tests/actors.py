@@ -1,6 +1,6 @@
-"""Actors for tests: threads that take one step after the other, as told, so that every interleaving is written down, not hoped for.
+"""Actors for tests: threads that take one step at a time, on request, so that a test determines every interleaving.
 
-The words are those of the contract suite's harness (`dlock_core.testing.contract.harness`).
+The terms are those of the contract suite's harness (`dlock_core.testing.contract.harness`).
 """
 
 from collections.abc import Callable
@@ -12,7 +12,7 @@ WITHIN: Final = 60.0
 
 
 class Actor:
-    """One thread, with connections and leases of its own."""
+    """One thread, with its own connections and leases."""
 
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(1)
@@ -22,7 +22,7 @@ class Actor:
         return self._thread.submit(step, *args, **options)
 
     def do(self, step: Callable[..., Any], *args: Any, **options: Any) -> Any:
-        """Take a step to its end, and return its result; raises what the step raised."""
+        """Run a step to its end, and return its result or raise its error."""
         return self.start(step, *args, **options).result(WITHIN)
 
     def close(self) -> None:
@@ -30,7 +30,7 @@ class Actor:
 
 
 def outcome(future: "Future[Any]") -> Any:
-    """Wait for the end of a step: its result, or its error."""
+    """Wait for the end of a step, and return its result or its error."""
     error = future.exception(WITHIN)
     return future.result() if error is None else error
 

@@ -13,13 +13,13 @@ __all__ = ["made", "sessions"]
 
 
 def sessions(request: pytest.FixtureRequest, store: str, **options: Any) -> Any:
-    """A store by its Django alias, or by its driver in SQLAlchemy."""
+    """Return a store by its Django alias, or by its driver in SQLAlchemy."""
     request.getfixturevalue(server_of(store))
     return made(store, session=True, **options)
 
 
 def made(store: str, **options: Any) -> Backend:
-    """The same, on a server that is there already."""
+    """Return such a store on a server that is already running."""
     if store in DJANGO:
         from django_dlock.backends.advisory import from_url
 

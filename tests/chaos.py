@@ -1,4 +1,4 @@
-"""Stores that are wrong on purpose: the fence has to do without them."""
+"""Stores that are wrong on purpose, so that only the fence protects."""
 
 import os
 import secrets
@@ -9,13 +9,13 @@ from dlock_core.backends.memory import MemoryBackend
 
 
 class EverybodyIn(MemoryBackend):
-    """Grants every request at once and calls every lease good; its tokens come from a list, in any order."""
+    """A store that grants every request at once, and every renewal; its tokens come from a list, in any order."""
 
     def __init__(self, tokens: Iterable[int] = ()) -> None:
         super().__init__()
         self.tokens = iter(tokens)
         self.forgetful = False
-        """Whether it denies, when asked again, that anybody holds anything."""
+        """Whether every renewal is refused, because the lease is lost."""
 
     async def try_acquire(self, runtime, request, ticket=None, *, unsure=False):
         return Granted(self.token(request.floor), request.ttl)
@@ -34,7 +34,7 @@ class EverybodyIn(MemoryBackend):
 
 
 class Dice(EverybodyIn):
-    """Throws dice for its tokens; no two are equal, in this process or another."""
+    """A store whose tokens are random; no two are equal, in this process or another."""
 
     def token(self, floor):
         return (

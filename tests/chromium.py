@@ -15,7 +15,7 @@ from typing import Any, Self
 
 from tests.servers import ServerMissing
 
-WITHIN = 60.0  # seconds for anything to happen; what is missing never takes that long
+WITHIN = 60.0  # seconds to wait for anything; what does happen never takes that long
 FLAGS = (
     *(
         "--headless=new",
@@ -100,8 +100,8 @@ class Chromium:
     def _leave(self, act: Callable[[], object]) -> None:
         """Do something that replaces the page, and wait until the next one is loaded.
 
-        The old page is marked, because the browser's events do not tell whose loading they announce: on a slow machine
-        that of the page before may still be under way.
+        The old page is marked, because the browser's events do not say which page has loaded: on a slow machine the
+        page before may still be loading.
         """
         self.js("window.isLeft = true")
         act()
@@ -113,7 +113,7 @@ class Chromium:
     def _has_arrived(self) -> bool:
         arrived = "!window.isLeft && document.readyState === 'complete'"
         answer = self._ask("Runtime.evaluate", expression=arrived, returnByValue=True)
-        # An error means that the page was replaced while it was asked.
+        # An error means that the page was replaced during the evaluation.
         return bool(answer.get("result", {}).get("result", {}).get("value", False))
 
     def js(self, expression: str) -> Any:
@@ -132,7 +132,7 @@ class Chromium:
             time.sleep(0.05)
 
     def log_in(self, address: str, client: Any) -> None:
-        """Be whoever Django's test client is."""
+        """Log in as the user of Django's test client."""
         self.call("Network.setCookie", name="sessionid", value=client.cookies["sessionid"].value, url=address)
 
     def screenshot(self, file: Path, width: int = 1280, *, dark: bool = False) -> None:
@@ -149,7 +149,7 @@ class Chromium:
 
 
 def _pipe() -> tuple[int, int]:
-    """A pipe with numbers above those that Chromium expects."""
+    """Return a pipe with numbers above those that Chromium expects."""
     ends = os.pipe()
     high = tuple(fcntl.fcntl(end, fcntl.F_DUPFD_CLOEXEC, 10) for end in ends)
     for end in ends:

@@ -1,7 +1,8 @@
 """Fixtures for servers and databases.
 
-Servers start once per session, when the first test asks. A missing server is a skip that says what to install; under CI=true it is
-a failure. Databases are the final ones, without a `test_` twin, so a child process that imports tests.settings sees the same rows.
+A server starts once per session, when the first test needs it. Without it, tests are skipped with a reason that says
+what to install; under CI=true they fail. Databases have no `test_` twin, so a child process that imports tests.settings
+sees the same rows.
 """
 
 import contextlib
@@ -30,10 +31,10 @@ from tests.waiting import until
 
 DIRECTORY: Final = Path(__file__).parent
 QUICK = bool(os.environ.get("DLOCK_TEST_QUICK"))
-"""`make quick`: no test starts a server."""
+"""Set by `make quick`: no test starts a server."""
 SERVER_FIXTURES = {"redis_server", "redis_62", "any_redis", "redis_store", "postgresql", "mariadb"}
 SERVER_WORDS = ("redis", "postgresql", "psycopg", "asyncpg", "mariadb", "mysql", "asyncmy")
-"""In the parameters of a test: it asks for the server of that name or driver."""
+"""A test with one of these in its parameters needs the server of that name or driver."""
 
 LONG: Final = (
     "sqla_dlock/test_interrupts.py", "acceptance/test_sqla_race.py", "django_dlock/test_interrupts.py",
@@ -49,12 +50,12 @@ LONG: Final = (
     "faults/test_history.py", "faults/test_hostile_urls.py", "faults/test_forgotten_stores.py",
     "acceptance/test_transfers.py",
 )  # fmt: skip
-"""Files of few tests that take long, the longest first. They begin before those of many tests: one that comes last runs alone."""
+"""Files with few, long tests, the longest first. They begin before files with many tests: one that came last would run alone."""
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
-    """Collect no garbage among the tests while they are collected, which was a third of that time, in each worker."""
+    """Disable garbage collection while tests are collected: it took a third of that time, in each worker."""
     gc.disable()
     try:
         return (yield)
@@ -64,7 +65,7 @@ def pytest_collection() -> Generator[None, object, object]:
 
 @pytest.hookimpl(trylast=True)  # after pytest-randomly
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Refuse names with an address in them: the processes in which tests run side by side would know different tests."""
+    """Sort and select the tests; refuse names with an address in them, which differ between parallel workers."""
     if unstable := [item.nodeid for item in items if " at 0x" in item.nodeid]:
         raise pytest.UsageError(f"a test's name differs in every process, give it `ids`: {unstable[0]}")
     if hasattr(config, "workerinput"):
@@ -77,7 +78,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    """Keep the tests themselves, half a million objects, out of every garbage collection that a test asks for: each took 0.4 s."""
+    """Exempt the tests themselves, half a million objects, from the garbage collections that tests start: each took 0.4 s."""
     gc.collect()
     gc.freeze()
 
@@ -88,11 +89,11 @@ def needs_server(item: pytest.Item) -> bool:
 
 
 FAILED = os.environ.pop("DLOCK_TEST_FAILED", "")
-"""The file for the names of the tests that failed; the processes that tests start shall not write to it."""
+"""The file for the names of the tests that failed; popped, so that the processes that tests start do not write to it."""
 
 
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
-    """Name the tests that failed, for `.ci/again`; none when the run broke off, because then more than tests may be wrong."""
+    """Write the failed tests' names for `.ci/again`; none when the run broke off, because then more than tests may be wrong."""
     if FAILED and exitstatus == pytest.ExitCode.TESTS_FAILED:
         stats = session.config.pluginmanager.get_plugin("terminalreporter").stats
         reports = [*stats.get("failed", []), *stats.get("error", [])]
@@ -101,7 +102,7 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
 
 
 def start(make: Callable[[], Server]) -> Iterator[Server]:
-    """Start a server for a fixture and end it after; skip, or fail under CI, when it is not installed."""
+    """Start a server for a fixture, and stop it afterwards; skip, or fail under CI, when it is not installed."""
     if QUICK:
         pytest.skip("make quick starts no server")
     try:
@@ -121,7 +122,7 @@ def give_up(reason: str) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def one_authority_is_trusted(servers_directory: Path) -> None:
-    """PyMySQL and httpx read every certificate of the system for each connection, which took 40 ms of processor time."""
+    """Trust one authority: for each connection, PyMySQL and httpx read all certificates of the system, which took 40 ms of CPU."""
     path = servers_directory / "authority.pem"
     trustme.CA().cert_pem.write_to_path(path)
     os.environ["SSL_CERT_FILE"] = str(path)  # also for the processes that tests start
@@ -129,7 +130,7 @@ def one_authority_is_trusted(servers_directory: Path) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def kazoo_draws_for_itself() -> None:
-    """The threads of kazoo, which go on after a test, draw from `random`: hypothesis takes that for a strategy's doing."""
+    """Give kazoo its own random numbers: its threads outlive a test, and hypothesis blames a strategy when they draw from `random`."""
     with contextlib.suppress(ImportError):
         from kazoo import retry
         from kazoo.protocol import connection
@@ -139,7 +140,7 @@ def kazoo_draws_for_itself() -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def only_text_is_packed() -> None:
-    """hiredis ends the process when a signal handler raises while it packs a number: no test may send one."""
+    """Refuse to send numbers to Redis: hiredis ends the process when a signal handler raises while it packs one."""
     pack = transport._pack
 
     def checked(command: tuple[object, ...]) -> bytes:
@@ -152,13 +153,13 @@ def only_text_is_packed() -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def interrupts_are_heard() -> None:
-    """A shell starts what runs in its background deaf to SIGINT; here Ctrl-C is a part of what is tested."""
+    """Restore SIGINT, which a shell ignores for its background jobs: Ctrl-C is part of what is tested."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True)
 def what_is_told_in_the_background_is_told_before_the_next_test() -> Iterator[None]:
-    """A loss is reported by another thread; on a loaded machine it reached the hooks of the next test."""
+    """Wait for callbacks: another thread reports a loss, which on a loaded machine reached the hooks of the next test."""
     yield
     until(lambda: not any(thread.pending() for thread in scheduler._callback_threads))
 
@@ -182,7 +183,7 @@ def redis_62(servers_directory: Path) -> Iterator[Server]:
 
 @pytest.fixture(scope="session", params=["redis_server", "redis_62"])
 def any_redis(request: pytest.FixtureRequest) -> Server:
-    """Every Redis version we promise to support, one after the other."""
+    """Each Redis version that we promise to support, in turn."""
     server: Server = request.getfixturevalue(request.param)
     return server
 
@@ -218,7 +219,7 @@ def other(create_tables: Callable[[str], None]) -> None:
 
 @pytest.fixture(scope="session")
 def django_db_setup(default: None) -> None:
-    """Instead of pytest-django's: a test marked `django_db(databases=["postgresql"])` asks for the fixture `postgresql` itself."""
+    """Replace pytest-django's fixture: a test marked `django_db(databases=["postgresql"])` requests the fixture `postgresql` itself."""
 
 
 @pytest.fixture(scope="session")
@@ -233,20 +234,20 @@ def create_tables(django_test_environment: None) -> Callable[[str], None]:
 
 @pytest.fixture
 def garbage_is_collected() -> Iterator[None]:
-    """What this test throws away warns while the test's own filters are in force, not in the middle of a later test."""
+    """Collect this test's garbage while its own warning filters apply, not in the middle of a later test."""
     yield
     gc.collect()
 
 
 @pytest.fixture
 def versions_from_1(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The clock that new versions begin at stands still at 1, so that a test can say which number it means."""
+    """Stop the clock at which new versions begin, at 1, so that a test can name the version it means."""
     monkeypatch.setattr(versions, "time", SimpleNamespace(time_ns=lambda: 1000))
 
 
 @pytest.fixture
 def use_database(request: pytest.FixtureRequest, django_db_blocker) -> Iterator[Callable[[str], str]]:
-    """Open the database of an alias to this test, really committing, and empty its tables after: `use_database("other")`."""
+    """Open the database of an alias to a test, with real commits, and empty its tables afterwards: `use_database("other")`."""
     used: set[str] = set()
 
     def use(alias: str) -> str:
@@ -264,7 +265,7 @@ def use_database(request: pytest.FixtureRequest, django_db_blocker) -> Iterator[
 
 @pytest.fixture(params=["default", "postgresql", "mariadb"])
 def database(request: pytest.FixtureRequest, use_database: Callable[[str], str]) -> str:
-    """The alias of each database in turn; `parametrize("database", ["postgresql"], indirect=True)` keeps to some of them.
+    """The alias of each database in turn; `parametrize("database", ["postgresql"], indirect=True)` selects some of them.
 
     Use it instead of the mark `django_db`, not together with it. Transactions are real, rows are deleted after the test.
     """

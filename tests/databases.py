@@ -1,4 +1,4 @@
-"""What tests ask a database server: who waits for a lock, and how long a session may. Both ORMs send the same texts."""
+"""What tests ask a database server: what waits for a lock, and how long a session may. Both ORMs send the same SQL."""
 
 from collections.abc import Callable
 from typing import Any, Final
@@ -11,7 +11,7 @@ Ask = Callable[[str], list[tuple[Any, ...]]]
 
 WAITERS: Final = {
     "postgresql": "SELECT count(*) FROM pg_locks WHERE NOT granted",
-    # innodb_trx would show for a tenth of a second what it has shown last
+    # innodb_trx keeps showing the same rows for a tenth of a second
     "mariadb": f"SELECT variable_value FROM {'performance' if MYSQLD else 'information'}_schema.global_status "
     "WHERE variable_name = 'INNODB_ROW_LOCK_CURRENT_WAITS'",
 }
@@ -34,7 +34,7 @@ def kill_session(server: str, number: int, ask: Ask) -> None:
 
 def until_blocked(server: str, ask: Ask) -> None:
     """Wait until some session waits for a lock of another, as the server sees it."""
-    until(lambda: int(ask(WAITERS[server])[0][0]))  # MariaDB shows its counters as texts, and "0" is true
+    until(lambda: int(ask(WAITERS[server])[0][0]))  # MariaDB shows its counters as text, and "0" is true
 
 
 def seconds(answer: object) -> int:

@@ -1,4 +1,4 @@
-"""Real etcd servers for tests: one, or a cluster, on free ports and in a temporary directory; they die with us.
+"""Real etcd servers for tests: one, or a cluster, on free ports and in a temporary directory; they end with the test process.
 
 with cluster(directory, 3) as etcd: connect(etcd.url); etcd.leader().kill()
 """
@@ -38,22 +38,22 @@ class Cluster:
             member.kill()
 
     def restart(self) -> None:
-        """Kill all of it; what was promised to be kept is kept."""
+        """Kill all members and start them again; acknowledged writes are kept."""
         for member in self.members:
             member.kill()
         self.start()
 
     def settle(self, without: Server | None = None) -> None:
-        """Until every member (but one) knows the same leader, who is one of them."""
+        """Wait until every member (but one) knows the same leader, which is one of them."""
         awake = [member for member in self.members if member is not without]
         until(lambda: self._agree(awake))
 
     def leader(self) -> Server:
-        """The member that leads now."""
+        """Return the member that leads now."""
         return next(member for member in self.members if leads(member))
 
     def followers(self) -> list[Server]:
-        """The others."""
+        """Return the others."""
         return [member for member in self.members if not leads(member)]
 
     def _agree(self, awake: list[Server]) -> bool:
@@ -73,7 +73,7 @@ def leads(member: Server) -> bool:
 
 
 def ask(member: Server, path: str, body: dict[str, Any] | None = None, token: str = "") -> dict[str, Any]:
-    """Ask one member something over its gateway; OSError when it is not there."""
+    """Send a request to one member's gateway, and return the answer; raise OSError when it is not running."""
     connection = http.client.HTTPConnection(HOST, member.port, timeout=2)
     try:
         headers = {"Authorization": token} if token else {}
@@ -113,7 +113,7 @@ def make(directory: Path, count: int, *options: str) -> Cluster:
 
 @contextlib.contextmanager
 def cluster(directory: Path, count: int = 1, *options: str) -> Iterator[Cluster]:
-    """A cluster for a fixture; skip, or fail under CI, when etcd is not installed."""
+    """Run a cluster for a fixture; skip, or fail under CI, when etcd is not installed."""
     try:
         etcd = make(directory, count, *options)
     except ServerMissing as missing:

@@ -1,7 +1,7 @@
-"""Raises at one line that is executed after the other, as a signal handler might, and looks what that leaves behind.
+"""Raises at each executed line in turn, as a signal handler might, and shows what that leaves behind.
 
-But not at a `with`: its line comes once more before the block is left, where a trace function may raise and CPython never
-runs a signal handler.
+A `with` is excluded: its line is traced once more before the block is left, where a trace function may raise and
+CPython never runs a signal handler.
 """
 
 import gc
@@ -28,7 +28,7 @@ class SoftLimit(Exception):
 
 @dataclass(frozen=True)
 class Line:
-    """Where an interrupt came."""
+    """The place of an interrupt."""
 
     file: str
     number: int
@@ -44,7 +44,7 @@ class Tracer:
         self._withs: dict[tuple[CodeType, int], bool] = {}
         self.lines = 0
         self.first: dict[object, int] = {}
-        """Where each line came first, for each line that its function was called from."""
+        """The count at which each line was first executed, for each line that its function was called from."""
         self.hit: Line | None = None
 
     def __enter__(self) -> Self:
@@ -85,7 +85,7 @@ class Tracer:
 
 @contextmanager
 def grants() -> Iterator[list[ref[LeaseRecord]]]:
-    """The leases that were granted meanwhile, as far as somebody still has them."""
+    """Yield weak references to the leases that are granted meanwhile."""
     found: list[ref[LeaseRecord]] = []
 
     def hear(event: hooks.Event) -> None:
@@ -100,9 +100,9 @@ def grants() -> Iterator[list[ref[LeaseRecord]]]:
 
 
 def renewed(granted: Sequence[ref[LeaseRecord]]) -> list[LeaseRecord]:
-    """Those that are renewed for as long as this process lives."""
+    """Return those that are renewed for as long as this process lives."""
     if any(_is_renewed(each()) for each in granted):
-        gc.collect()  # what only a cycle keeps is as good as gone
+        gc.collect()  # a lease that only a cycle keeps alive does not count
     return [held for each in granted if _is_renewed(held := each()) and held is not None]
 
 
@@ -115,7 +115,7 @@ def each_line(
 ) -> Iterator[tuple[Line, list[ref[LeaseRecord]], bool]]:
     """Do the work again and again, interrupted at each line in turn, once for each place that calls its function.
 
-    Gives the line, the grants and whether the interrupt surfaced, before anything is tidied up.
+    Yields the line, the grants and whether the interrupt surfaced, before anything is cleaned up.
     """
     with Tracer(files) as counting:
         work()
@@ -126,7 +126,7 @@ def each_line(
             try:
                 with tracer:
                     work()
-            except Exception as found:  # also one that a library raises on the way, because its state is spoiled
+            except Exception as found:  # may be a library's error, because its state is broken
                 surfaced = any(isinstance(each, error) for each in _chain(found))
             except error:
                 surfaced = True

@@ -10,23 +10,23 @@ from tests.waiting import until
 
 
 def is_held(store: Any, name: str = "order:42") -> bool:
-    """Whether anybody holds a lock, as its store sees it."""
+    """Return whether a lock has a holder, as its store sees it."""
     return bool(run(store.inspect(BLOCKING, name))[0].holders)
 
 
 def until_waited_for(store: Any, name: str = "order:42") -> None:
-    """Wait until somebody waits for a lock, as its store sees it."""
+    """Wait until a lock has a waiter, as its store sees it."""
     until(lambda: run(store.inspect(BLOCKING, name))[0].waiters)
 
 
 def until_expired(lease: Any, store: Any) -> None:
-    """Wait until a lease with a short ttl, that nobody renews, has run out for its holder and in its store."""
+    """Wait until a lease with a short ttl and no renewal has expired for its holder and in its store."""
     until(lambda: not (lease.remaining() or is_held(store)))
 
 
 @contextmanager
 def events() -> Iterator[list[str]]:
-    """What happens to leases: "acquired order:42", "released order:42", "lost order:42"."""
+    """Yield what happens to leases: "acquired order:42", "released order:42", "lost order:42"."""
     entries: list[str] = []
 
     def hear(event: hooks.Event) -> None:

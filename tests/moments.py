@@ -1,7 +1,8 @@
-"""Raises at one moment after the other at which CPython may run a signal handler, of which it has few.
+"""Raises at each moment in turn at which CPython may run a signal handler; there are few of them.
 
 CPython runs signal handlers when a function begins and after each call of a function in C. A profile function is called
-at just these moments, and what it raises goes on as what a signal handler raises. So every moment is tried, one by one.
+at exactly these moments, and what it raises propagates like what a signal handler raises. So every moment is tried, one
+by one.
 """
 
 import logging
@@ -10,13 +11,13 @@ from types import FrameType, TracebackType
 from typing import Final, Self
 
 UNGUARDED: Final = frozenset({"__exit__", "__aexit__", "release"})
-"""Their first bytecode: no code of ours runs before it."""
+"""Functions whose first bytecode nothing guards: no code of ours runs before it."""
 FOR_EVER: Final = 2000
-"""No operation has so many moments."""
+"""No operation has this many moments."""
 RESUME_AFTER_YIELD: Final = 1
-"""The least argument of a RESUME that goes on in the middle of a function; after an `await` it looks for no signals."""
+"""The least argument of a RESUME that continues inside a function; after an `await` it checks for no signals."""
 RESUME_LOCATION: Final = 3
-"""The bits of the argument that tell this."""
+"""The bits of the argument that say this."""
 
 
 class Interrupted(BaseException):
@@ -24,7 +25,7 @@ class Interrupted(BaseException):
 
 
 class Interrupt:
-    """Raises at the given moment of whatever our code does in this thread, and once more so many moments later."""
+    """Raises at the given moment of our code in this thread, and, with `again`, once more that many moments later."""
 
     def __init__(self, moment: int, again: int = 0) -> None:
         self.left, self.where, self.again = moment, "", again
@@ -49,12 +50,12 @@ class Interrupt:
 
 
 def goes_on(frame: FrameType) -> bool:
-    """Whether a coroutine or generator does not begin, but goes on behind an `await` or `yield`."""
+    """Return whether a coroutine or generator does not begin, but continues after an `await` or `yield`."""
     return frame.f_lasti >= 0 and frame.f_code.co_code[frame.f_lasti + 1] & RESUME_LOCATION > RESUME_AFTER_YIELD
 
 
 def is_ours(frame: FrameType | None) -> bool:
-    """Whether code of ours is running, itself or through others; not in `logging`, which an exception leaves locked for ever."""
+    """Return whether our code is running, directly or through others; not in `logging`, which an exception leaves locked for ever."""
     while frame is not None:
         if frame.f_code.co_filename == logging.__file__:
             return False

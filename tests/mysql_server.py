@@ -1,7 +1,7 @@
-"""MySQL in the place of MariaDB: with DLOCK_TEST_MYSQLD="/usr/sbin/mysqld" the tests of MariaDB run there.
+"""MySQL in place of MariaDB: with DLOCK_TEST_MYSQLD="/usr/sbin/mysqld" the tests of MariaDB run on it.
 
-No release of Debian has MySQL, so that it takes part only where somebody asks for it. The command may have more than one
-word, as with a chroot, in which the temporary directory has to be the same.
+No current release of Debian has MySQL, so it is used only on request. The command may have several words, as with a
+chroot, in which the temporary directory has to be the same.
 """
 
 import os
@@ -30,7 +30,7 @@ GRANT ALL ON *.* TO 'root'@'127.0.0.1' WITH GRANT OPTION;
 
 
 def mysql(directory: Path, port: int) -> Server:
-    """MySQL with the user `root`, no password, and a database `dlock` whose collation is not the server's."""
+    """Return MySQL with the user `root`, no password, and a database `dlock` whose collation is not the server's."""
     init = directory.with_suffix(".sql")
     init.write_text(_INIT)
     own = ["--no-defaults", "--user=root", f"--datadir={directory}", f"--tmpdir={directory}", "--mysqlx=OFF"]
@@ -38,7 +38,7 @@ def mysql(directory: Path, port: int) -> Server:
     fast = ["--skip-log-bin", "--innodb-flush-log-at-trx-commit=0", "--innodb-flush-method=nosync"]
     fast += ["--innodb-doublewrite=OFF", "--innodb-buffer-pool-size=64M", "--max-connections=200"]
     where = [f"--port={port}", "--bind-address=127.0.0.1", f"--socket={directory}/mysql.sock", "--skip-name-resolve"]
-    plain = ["--tls-version="]  # the proxy that loses replies has to see them
+    plain = ["--tls-version="]  # the proxy that loses replies has to read them
     return Server(
         directory=directory,
         port=port,

@@ -1,4 +1,4 @@
-"""What comes of the steps of holders that work in threads of their own: the Adders of Django and of SQLAlchemy."""
+"""Outcomes of the steps of holders in their own threads: the Adders of Django and of SQLAlchemy."""
 
 from concurrent.futures import Future
 from typing import Any, Final
@@ -9,13 +9,13 @@ WITHIN: Final = 60.0
 
 
 def outcome(future: Future[Any]) -> Any:
-    """What a step gave, or its error."""
+    """Return the result of a step, or its error."""
     error = future.exception(WITHIN)
     return future.result() if error is None else error
 
 
 def give_up_waiting(late: Any, form: str, row_locked: type[Exception]) -> None:
-    """Have a holder come to the fence whose wait is over before it is free: as it is taken, or as its transaction begins."""
+    """Let a holder's wait for the fence time out: as it acquires the lock, or as its transaction begins."""
     if form == "lease":
         with pytest.raises(row_locked):
             late.take()

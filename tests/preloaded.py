@@ -1,4 +1,4 @@
-"""What the processes of tests need: imported once, before they are forked. Nothing here opens a connection or starts a thread."""
+"""Imports what the processes of tests need, once, before they are forked. Nothing here opens a connection or starts a thread."""
 
 # ruff: noqa: E402, F401 - imported to be there; Django has to be set up before its integration is imported
 import contextlib

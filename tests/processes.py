@@ -1,8 +1,8 @@
 """Other processes for tests: start them, talk to them, stop and kill them.
 
-A function that runs in another process is importable, and gets a `Link` to the test as its first argument. The process is not
-forked from the test's: it has nothing of what the test made or patched. It is forked from a server that has done nothing but
-`preloaded`, because a new interpreter takes 1.5 s of processor time for that, and the suite starts hundreds of them.
+A function that runs in another process is importable, and gets a `Link` to the test as its first argument. The process
+is not forked from the test's, so it has nothing that the test made or patched. It is forked from a server that has only
+imported `preloaded`, because a new interpreter takes 1.5 s of CPU time for that, and the suite starts hundreds.
 """
 
 import contextlib
@@ -34,7 +34,7 @@ class Link:
         self.pipe.send(("word", word))
 
     def hear(self, within: float = WITHIN) -> Any:
-        """The other end's next word. EOFError when it has died, RuntimeError with its traceback when it has failed."""
+        """Return the other end's next word; raise EOFError when it has died, RuntimeError with its traceback when it has failed."""
         return self.expect("word", within)
 
     def expect(self, wanted: str, within: float) -> Any:
@@ -47,13 +47,13 @@ class Link:
 
 
 def pause(pid: int) -> None:
-    """SIGSTOP; returns when all threads of the process stand still."""
+    """Send SIGSTOP, and return when all threads of the process have stopped."""
     os.kill(pid, signal.SIGSTOP)
     until(lambda: _stands_still(pid))
 
 
 def _stands_still(pid: int) -> bool:
-    """Every thread does; one that is inside the kernel stops when it comes out."""
+    """Return whether every thread has stopped; one that is inside the kernel stops when it leaves it."""
     states = [file.read_text().rpartition(")")[2].split()[0] for file in Path(f"/proc/{pid}/task").glob("*/stat")]
     return set(states) <= {"T", "Z"}
 
@@ -70,18 +70,18 @@ class Worker(Link):
         theirs.close()
 
     def result(self, within: float = WITHIN) -> Any:
-        """What the function returned; RuntimeError with the traceback if it raised."""
+        """Return what the function returned; raise RuntimeError with the traceback if it raised."""
         content = self.expect("result", within)
         self.process.join(within)
         return content
 
     def kill(self) -> None:
-        """kill -9, and wait until it is gone; sockets and locks of the process are closed by the kernel."""
+        """Send SIGKILL, and wait for the end; the kernel closes the sockets and locks of the process."""
         self.process.kill()
         self.process.join()
 
     def pause(self) -> None:
-        """SIGSTOP; returns when the process really stands still."""
+        """Send SIGSTOP, and return when the process has really stopped."""
         pause(self._pid)
 
     def resume(self) -> None:
@@ -95,7 +95,7 @@ class Worker(Link):
 
 @contextlib.contextmanager
 def worker(function: Callable[..., object], *args: object) -> Iterator[Worker]:
-    """A worker for one test: `with worker(hold, "order:42") as holder: holder.hear(); holder.kill()`. It is dead after the block."""
+    """Run a worker for one test: `with worker(hold, "order:42") as holder: holder.hear(); holder.kill()`. The block ends with a kill."""
     one = Worker(function, *args)
     try:
         yield one
@@ -105,7 +105,7 @@ def worker(function: Callable[..., object], *args: object) -> Iterator[Worker]:
 
 
 def run(function: Callable[..., object], arguments: Iterable[tuple[object, ...]], within: float = WITHIN) -> list[Any]:
-    """Run one process for each tuple of arguments, all let go at the same moment, and return their results in order."""
+    """Run one process for each tuple of arguments, all released at the same moment, and return their results in order."""
     calls = list(arguments)
     barrier = FORKSERVER.Barrier(len(calls))
     workers = [Worker(function, *args, barrier=barrier) for args in calls]

@@ -1,7 +1,7 @@
 """A TCP proxy whose network can be broken at run time, one request at a time.
 
 One chunk that the client sends counts as one request, which is exact for a client that sends a command and waits for its reply;
-the reply is the first chunk that comes back after it. Nothing here is timed: a fault says when it has happened.
+the reply is the first chunk that comes back after it. Faults need no timing: a fault says when it has happened.
 """
 
 import asyncio
@@ -47,7 +47,7 @@ class Fault:
         return self._happened.is_set()
 
     def wait(self, within: float = WITHIN) -> None:
-        """Until it has happened. For a dropped, cut or held reply that means: the server has executed the request."""
+        """Wait until it has happened. For a dropped, cut or held reply, the server has then executed the request."""
         if not self._happened.wait(within):
             raise TimeoutError(f"did not happen within {within} s: {self.what.value}")
 
@@ -100,7 +100,7 @@ class Proxy:
         return f"redis://{HOST}:{self.port}/0"
 
     def forward(self) -> None:
-        """Be a good network, also for what was stuck in a deaf one."""
+        """Deliver everything, including what `deaf()` has held back."""
         self._run(self._forward())
 
     def deaf(self) -> None:
@@ -116,15 +116,15 @@ class Proxy:
         self._run(self._slow_down(seconds))
 
     def strand(self) -> None:
-        """Leave the connections that exist half open: both ends see them, and nothing arrives any more until `cut()`."""
+        """Leave the existing connections half open: both ends see them, but nothing arrives any more until `cut()`."""
         self._run(self._strand())
 
     def refuse(self) -> None:
-        """Refuse new connections and cut those there are, until `forward()`."""
+        """Refuse new connections and cut the existing ones, until `forward()`."""
         self._run(self._refuse())
 
     def cut(self) -> None:
-        """Reset every connection there is; new ones are welcome."""
+        """Reset every existing connection; new ones are accepted."""
         self._run(self._cut())
 
     def cut_request(self, k: int = 1, *, matching: bytes = b"") -> Fault:
@@ -146,7 +146,7 @@ class Proxy:
         return self._plan(What.HOLD_REPLY, k, matching)
 
     def hang_up(self) -> None:
-        """Reset every connection for its client only: what is held still comes to the server."""
+        """Reset every connection for its client only: a held request still reaches the server."""
         self._run(self._hang_up())
 
     def forget(self, fault: Fault) -> None:
@@ -206,7 +206,7 @@ class Proxy:
             link.client[1].transport.abort()
 
     async def _close(self) -> None:
-        for _ in range(5):  # what was accepted a moment ago has no link yet, and nobody else would close it
+        for _ in range(5):  # a connection that was accepted a moment ago has no link yet, and would stay open
             await asyncio.sleep(0)
         await self._refuse()
         mine = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
@@ -228,7 +228,7 @@ class Proxy:
             link.close()
 
     def knows(self, writer: asyncio.StreamWriter) -> None:
-        """Note a connection, which has to be closed at the end."""
+        """Record a connection that has to be closed at the end."""
         self._writers.append(writer)
 
     async def flow(self) -> None:
@@ -316,12 +316,12 @@ class _Link:
             pass
 
     def close(self) -> None:
-        """In good order: what was already answered is still delivered."""
+        """Close in good order: a reply that was already written is still delivered."""
         for writer in self.writers:
             writer.close()
 
     def reset(self) -> None:
-        """RST both ways: no data still on its way is delivered."""
+        """Send RST both ways: data that is still on its way is not delivered."""
         for writer in self.writers:
             connection = writer.get_extra_info("socket")
             with contextlib.suppress(OSError):

@@ -18,14 +18,14 @@ HOST: Final = "127.0.0.1"
 SLOTS: Final = 16384
 MASTERS: Final = 3
 PATIENT, CALM, HASTY = 60_000, 1000, 500
-"""Milliseconds after which a node that is silent counts as dead: in peace, where masters vote, and where one shall die.
+"""Milliseconds after which a silent node counts as dead: normally, where masters vote, and where a master has to die.
 
-Within twice that time they do not vote again for a replica of the same master.
+Within twice that time, masters do not vote again for a replica of the same master.
 """
 
 
 class Cluster:
-    """Six servers; which of them are masters changes."""
+    """Six servers, three of which are masters at a time."""
 
     def __init__(self, directory: Path, *options: str) -> None:
         self.nodes = [_server(directory.with_name(f"{directory.name}{place}"), options) for place in range(2 * MASTERS)]
@@ -62,7 +62,7 @@ class Cluster:
         return self._clients[node.port].execute_command(*command)
 
     def heal(self) -> None:
-        """Have every node run, every slot served and at rest, and a replica in step with each master."""
+        """Start or resume every node, and wait until every slot is served and none moves, and replicas are in sync."""
         for node in self.nodes:
             node.resume()
             if node.process is None or node.process.poll() is not None:
@@ -71,7 +71,7 @@ class Cluster:
         self.be(PATIENT)
 
     def be(self, milliseconds: int) -> None:
-        """Set for those that run when a silent node counts as dead."""
+        """Set, on the running nodes, after how many milliseconds a silent node counts as dead."""
         for node in self.running:
             self.ask(node, "CONFIG", "SET", "cluster-node-timeout", milliseconds)
 
@@ -86,7 +86,7 @@ class Cluster:
         return [node for node in self.running if self.ask(node, "ROLE")[0] == "master"]
 
     def master_of(self, key: str) -> Server:
-        """The master that has the slot of a key, as most of the others see it."""
+        """Return the master that has the slot of a key, as the first running node sees it."""
         slot = self.slot(key)
         (owner,) = {
             servers[0][1]
@@ -99,7 +99,7 @@ class Cluster:
         return self.at(int(self.ask(master, "ROLE")[2][0][1]))
 
     def other_than(self, master: Server) -> Server:
-        """Another master."""
+        """Return another master."""
         return next(node for node in self.masters() if node is not master)
 
     def at(self, port: int) -> Server:
@@ -109,21 +109,21 @@ class Cluster:
         return int(self.ask(self.running[0], "CLUSTER", "KEYSLOT", key))
 
     def keys(self, prefix: str) -> set[str]:
-        """Every key with this prefix, on any master."""
+        """Return every key with this prefix, on any master."""
         return {key for node in self.masters() for key in self.ask(node, "KEYS", f"{prefix}*")}
 
     def left_over(self, prefix: str) -> list[str]:
-        """What outlives every lease and every waiter, but for the counters and the lists that renewals tidy."""
+        """Return the keys that outlive all leases and waiters, but for the counters and the lists that renewals clean up."""
         found = {key for key in self.keys(prefix) if not key.endswith(("}token", "}locks"))}
         moments = {key: 5000 if key.endswith(":alive") else 2000 for key in found}
         return sorted(key for key in found if not 0 <= self._life(key) <= moments[key])
 
     def begin_to_move(self, key: str, target: Server) -> "Move":
-        """Open the slot of a key towards another master; no key moves yet."""
+        """Begin to move the slot of a key to another master; no key moves yet."""
         return Move(self, self.slot(key), self.master_of(key), target)
 
     def fail_over(self, master: Server) -> Server:
-        """Kill a master and wait until its replica is one; returns that."""
+        """Kill a master, wait until its replica has taken over, and return the replica."""
         replica = self.replica_of(master)
         self.be(HASTY)
         master.kill()
@@ -131,7 +131,7 @@ class Cluster:
         return replica
 
     def switch(self, master: Server) -> Server:
-        """Let a replica take over from its master in good order; returns it."""
+        """Let a replica take over from its master in good order, and return the replica."""
         replica = self.replica_of(master)
         self.be(CALM)
 
@@ -156,7 +156,7 @@ class Cluster:
         return len(self.ask(node, "CLUSTER", "NODES").splitlines()) == len(self.nodes)
 
     def _is_well(self, node: Server) -> bool:
-        """It sees six nodes, none of them ill or moving a slot, and its replica or master is in step with it."""
+        """Return whether it sees no node failing and no slot moving, and has a link to its replica or master."""
         try:
             seen, role = self.ask(node, "CLUSTER", "NODES"), self.ask(node, "ROLE")
         except RedisError:
@@ -180,7 +180,7 @@ class Move:
             self.cluster.ask(self.source, "MIGRATE", HOST, self.target.port, "", 0, 5000, "KEYS", *found)
 
     def finish(self) -> None:
-        """Carry the rest, and give the slot to the target."""
+        """Move the rest, and assign the slot to the target."""
         self.carry()
         owner = self.cluster.id_of(self.target)
         for node in (self.target, self.source, *self.cluster.masters()):
@@ -197,7 +197,7 @@ def cluster(directory: Path, *options: str) -> Iterator[Cluster]:
 
 
 def _started(directory: Path, options: tuple[str, ...], attempt: int = 1) -> Cluster:
-    """Twelve ports are many: should another server have taken one of them meanwhile, take others."""
+    """Start a cluster; if another server has meanwhile taken one of its twelve ports, try others."""
     cluster = Cluster(directory.with_name(f"{directory.name}-{attempt}-"), *options)
     try:
         cluster.start()
@@ -210,7 +210,7 @@ def _started(directory: Path, options: tuple[str, ...], attempt: int = 1) -> Clu
 
 
 def comes(condition: Callable[[], object], within: float) -> bool:
-    """Wait a while for what may not come."""
+    """Wait a while for what may not happen, and return whether it has."""
     for _ in range(int(within * 50)):
         if condition():
             return True

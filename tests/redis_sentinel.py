@@ -1,8 +1,8 @@
-"""A master, its replicas and three Sentinels for tests, on free ports; they know each other from the start and die with us.
+"""A master, its replicas and three Sentinels for tests, on free ports; they know each other from the start and end with us.
 
 with group(directory) as shop: connect(shop.url); shop.fail_over()
 
-Sentinels fail over only when they are told to: a slow machine is not taken for a dead master.
+Sentinels fail over only on request: a slow machine is not taken for a dead master.
 """
 
 import contextlib
@@ -27,15 +27,15 @@ PATIENT, HASTY = 3_600_000, 300
 
 @dataclass(kw_only=True)
 class Group:
-    """One master that moves."""
+    """A master, its replicas, and the Sentinels that may move the master."""
 
     servers: list[Server]
     sentinels: list[Server]
     password: str = ""
-    """Of the Redis servers."""
+    """The password of the Redis servers."""
     sentinel_password: str = ""
     authority: str = ""
-    """Of TLS: the file of its certificate."""
+    """The file with the certificate of the authority, if the servers use TLS."""
 
     @property
     def url(self) -> str:
@@ -62,12 +62,12 @@ class Group:
         return redis.Redis(HOST, server.port, password=password or None, socket_timeout=10, **tls)  # type: ignore[arg-type]
 
     def ask(self, server: Server, *command: Any) -> Any:
-        """Ask one server or Sentinel something."""
+        """Send a command to one server or Sentinel."""
         with self.client(server) as client:
             return client.execute_command(*command)
 
     def master(self) -> Server:
-        """Where the Sentinels say the master is."""
+        """Return the master, as the first Sentinel sees it."""
         _, port = self.ask(self.sentinels[0], "SENTINEL", "GET-MASTER-ADDR-BY-NAME", SERVICE)
         return next(server for server in self.servers if server.port == int(port))
 
@@ -76,7 +76,7 @@ class Group:
         return [server for server in self.servers if server is not master]
 
     def fail_over(self, *, pause: bool = False, patience: int = HASTY) -> Server:
-        """Kill (or stop) the master; the new one, when every Sentinel knows it."""
+        """Kill (or pause) the master, and return the new one when every Sentinel knows it."""
         old = self.master()
         old.pause() if pause else old.kill()
         self.be(patience)
@@ -85,7 +85,7 @@ class Group:
         return new
 
     def moved(self, old: Server) -> Server:
-        """Wait until another is the master; return it."""
+        """Wait until another server is the master, and return it."""
         until(lambda: self.master() is not old and self.role(self.master()) == b"master")
         port = str(self.master().port).encode()
         question = ("SENTINEL", "GET-MASTER-ADDR-BY-NAME", SERVICE)
@@ -101,7 +101,7 @@ class Group:
         return answer
 
     def settle(self) -> None:
-        """Wait until every replica is in step, and the Sentinels know it and each other."""
+        """Wait until every replica is in sync, and the Sentinels know it and each other."""
         master = self.master()
         until(lambda: self._in_step(self.ask(master, "ROLE")))
         for sentinel in self.sentinels:
@@ -125,7 +125,7 @@ def is_linked(instance: Any) -> bool:
 
 
 def until(condition: Callable[[], object]) -> None:
-    """Wait for what no event announces; a server that cannot be asked has not done it yet."""
+    """Wait for what no event announces; while a server cannot be asked, it has not happened."""
 
     def is_so() -> object:
         with contextlib.suppress(redis.RedisError):
@@ -169,7 +169,7 @@ def make(
 
 
 def over_tls(port: int, directory: Path | None) -> list[str]:
-    """Have a server speak TLS alone, with the certificate in a directory."""
+    """Return the options of a server that speaks only TLS, with the certificate in a directory."""
     if directory is None:
         return []
     files = {"cert": "cert.pem", "key": "key.pem", "ca-cert": "ca.pem"}
@@ -193,7 +193,7 @@ def _sentinel(directory: Path, place: int, peers: list[tuple[str, int]], lines: 
 
 @contextlib.contextmanager
 def group(directory: Path, **options: Any) -> Iterator[Group]:
-    """A group for a fixture, with the options of `make`; skip, or fail under CI, without Redis."""
+    """Run a group for a fixture, with the options of `make`; skip, or fail under CI, without Redis."""
     try:
         shop = make(directory, **options)
     except ServerMissing as missing:

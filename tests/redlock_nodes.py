@@ -14,7 +14,7 @@ HOST = "127.0.0.1"
 
 @contextmanager
 def masters(directory: Path, number: int = 5, *options: str) -> Iterator[list[Server]]:
-    """So many servers, each alone, in directories that begin so."""
+    """Run this number of independent servers, in directories whose names begin with that of `directory`."""
     nodes = [servers.redis(directory.with_name(f"{directory.name}{place}"), *options) for place in range(number)]
     try:
         for node in nodes:
@@ -26,7 +26,7 @@ def masters(directory: Path, number: int = 5, *options: str) -> Iterator[list[Se
 
 
 def url(ports: list[int], credentials: str = "") -> str:
-    """Where Redlock finds them; each node of the first of the ports."""
+    """Return the URL of Redlock over the servers on these ports."""
     return f"redlock://{credentials}" + ",".join(f"{HOST}:{port}" for port in ports)
 
 
@@ -35,7 +35,7 @@ def url_of(nodes: list[Server]) -> str:
 
 
 def keys(node: Server, prefix: str) -> list[str]:
-    """What outlives every lease and every waiter, but for the counter and the list that is tidied by renewals."""
+    """Return the keys that outlive all leases and waiters, but for the counter and the list that renewals clean up."""
     with redis.Redis.from_url(node.url, decode_responses=True) as client:
         found = set(client.scan_iter(f"{prefix}*")) - {f"{prefix}token", f"{prefix}locks"}
         moments = {key: 5000 if key.endswith(":alive") else 2000 for key in found}

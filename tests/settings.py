@@ -17,12 +17,12 @@ from tests import servers
 
 
 def _shared(name: str, make: Callable[[], object]) -> str:
-    name += os.environ.get("PYTEST_XDIST_WORKER", "")  # each of the test runs side by side has servers of its own
+    name += os.environ.get("PYTEST_XDIST_WORKER", "")  # each parallel worker has its own servers
     return os.environ.get(name) or os.environ.setdefault(name, str(make()))
 
 
 def _new_directory() -> Path:
-    """A directory that server accounts may enter and that goes when this process ends."""
+    """Make a directory that server accounts may enter, and that is removed when this process ends."""
     directory = Path(tempfile.mkdtemp(prefix="dlock-"))
     directory.chmod(0o755)
     servers.when_done(shutil.rmtree, directory, ignore_errors=True)
@@ -30,7 +30,7 @@ def _new_directory() -> Path:
 
 
 def _use_psycopg2() -> None:
-    """Have Django use psycopg2 although psycopg is there, which Django prefers and other tests need."""
+    """Have Django use psycopg2 although psycopg is installed, which Django prefers and other tests need."""
     psycopg = sys.modules.pop("psycopg", None)
     sys.modules["psycopg"] = None  # type: ignore[assignment]  # It cannot be imported now.
     try:

@@ -1,4 +1,4 @@
-"""Lease tables for tests: through Django's aliases and through SQLAlchemy's engines, in the very same tables."""
+"""Lease tables for tests: through Django's aliases and through SQLAlchemy's engines, in the same tables."""
 
 from typing import Any, Final
 
@@ -30,7 +30,7 @@ DJANGO: Final = ("default", "postgresql", "mariadb")
 
 
 def server_of(store: str) -> str:
-    """The fixture that starts what a store needs, and makes its tables."""
+    """Return the fixture that starts what a store needs, and makes its tables."""
     if store in DJANGO:
         return store
     return {"postgresql": "postgresql", "sqlite": "default"}.get(
@@ -39,7 +39,7 @@ def server_of(store: str) -> str:
 
 
 def table(request: pytest.FixtureRequest, store: str, **options: Any) -> TableBackend:
-    """A store by its Django alias, or by its driver in SQLAlchemy."""
+    """Return a store by its Django alias, or by its driver in SQLAlchemy."""
     request.getfixturevalue(server_of(store))
     if store in DJANGO:
         from django_dlock.backends.table import from_url

@@ -1,7 +1,7 @@
 """The tables of the installed apps: made once per database, emptied after each test.
 
-They are made in a process of their own. The first test that asks for a database may have patched Django before it asked: a fixture
-that has MariaDB pass for MySQL once gave every later test of that run MySQL's columns.
+They are made in a separate process. The first test that requests a database may already have patched Django: a fixture
+that makes MariaDB pass for MySQL once gave every later test of that run MySQL's columns.
 """
 
 import os
@@ -19,7 +19,7 @@ from tests.servers import when_done
 
 
 def create(alias: str) -> None:
-    """Make the tables in another process, which no test has patched; raises with its output when it fails."""
+    """Make the tables in another process, which no test has patched; raise an error with its output if it fails."""
     environment = {**os.environ, "DJANGO_SETTINGS_MODULE": "tests.settings"}
     command = [sys.executable, "-m", __name__, alias]
     root = Path(__file__).parent.parent
@@ -31,11 +31,11 @@ def create(alias: str) -> None:
 
 
 class Emptier:
-    """Deletes every row of one database, on a connection of its own that stays open.
+    """Deletes every row of one database, on its own connection, which stays open.
 
-    It is made with the tables: a test may later let the alias stand for another database. It asks in one statement which
-    tables have rows. A new connection for each test, whose server process has nothing in its caches, and
-    a DELETE for each table took as long as most tests.
+    It is made with the tables, because a test may later let the alias stand for another database. One statement asks
+    which tables have rows: a new connection for each test, whose server process has empty caches, and a DELETE for each
+    table took as long as most tests.
     """
 
     def __init__(self, alias: str) -> None:

@@ -1,6 +1,6 @@
-"""What an editor offers after a dot is a reviewed list: the steps of the protocol are nobody's to call.
+"""What an editor offers after a dot is a reviewed list, without the internal steps of the protocol.
 
-Whoever changes one of these lists changes the reference and the changelog, too.
+A change of one of these lists is also one of the reference and the changelog.
 """
 
 from typing import Any
@@ -21,7 +21,7 @@ from sqla_dlock.locks import AsyncLease, AsyncLeases, Lease, Leases
 OPTIONS = "fair fence name on_lost reentrant renew shared snapshot store ttl wait"
 CORE_OPTIONS = "backend fair name on_lost reentrant renew shared ttl wait"
 FACTS = "ensure_held holder lost name remaining shared token"
-GROUP = "count ensure_held index lost release remaining"  # a tuple of leases counts and finds
+GROUP = "count ensure_held index lost release remaining"  # `count` and `index` are those of a tuple
 
 
 def of_a_session(*parts: str) -> Any:

@@ -1,7 +1,7 @@
 """The documentation cannot rot: every Python block runs, every name exists, every link leads somewhere.
 
 The blocks of a page run from top to bottom in one namespace, which the page itself can import as `shop.models`, on SQLite and a real
-Redis; engines of SQLAlchemy that stand in it are disposed of in the end. `<!-- run … -->` is code that readers do not see; `<!-- not run: why -->` above a block leaves it at compiling.
+Redis; SQLAlchemy's engines in it are disposed of at the end. `<!-- run … -->` is code that readers do not see; a block below `<!-- not run: why -->` is only compiled.
 """
 
 import dataclasses
@@ -60,7 +60,7 @@ def read(page: str) -> str:
 
 
 def blocks(page: Path) -> Iterator[tuple[int, str, str]]:
-    """The Python blocks of a page, shown and hidden: line, code, and why it is not to be run."""
+    """Yield the Python blocks of a page, shown and hidden: line, code, and why it is not to be run."""
     text = page.read_text()
     shown = (match for match in FENCE.finditer(text) if match["language"] == "python")
     for match in sorted([*shown, *HIDDEN.finditer(text)], key=lambda match: match.start()):
@@ -75,7 +75,7 @@ def test_every_python_block_compiles(page: Path) -> None:
 
 @pytest.fixture
 def tables(use_database: Any) -> Iterator[None]:
-    """Every model that a page defines has its table at once."""
+    """Make the table of every model as soon as a page defines it."""
     made: list[type[models.Model]] = []
 
     def make(sender: type[models.Model], **_: Any) -> None:
@@ -95,7 +95,7 @@ def tables(use_database: Any) -> Iterator[None]:
 
 @pytest.fixture
 def namespace(tables: None, redis_server: Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
-    """What the blocks of a page run in: a module of the test app, under the names by which pages import it."""
+    """The namespace of the blocks of a page: a module of the test app, under the names by which pages import it."""
     page, shop = ModuleType("tests.testapp.page"), ModuleType("shop")
     vars(shop).update(models=page, views=page)
     for name, module in {page.__name__: page, "shop": shop, "shop.models": page, "shop.views": page}.items():
@@ -127,7 +127,7 @@ def run_test_cases(namespace: dict[str, Any]) -> None:
 
 
 def anchors(page: Path) -> set[str]:
-    """The anchors of a page's headings, as GitHub makes them."""
+    """Return the anchors of a page's headings, as GitHub makes them."""
     headings = re.findall(r"^#+ (.+)$", FENCE.sub("", page.read_text()), re.M)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
@@ -153,7 +153,7 @@ def test_every_page_can_be_reached_from_the_index() -> None:
 
 
 def rows(text: str, heading: str = "") -> list[list[str]]:
-    """The cells of the tables below a heading, or of a page; without heads and rules."""
+    """Return the cells of the tables below a heading, or of a page, without heads and rules."""
     if heading:
         text = re.search(rf"^#+ {re.escape(heading)}$\n(.*?)(?=^#|\Z)", text, re.M | re.S)[1]
     lines = [line for line in text.splitlines() if line.startswith("|")]
@@ -167,7 +167,7 @@ def code(cell: str) -> str:
 
 
 def signature(thing: Any) -> str:
-    """How a thing is called, without annotations and self."""
+    """Return the signature of a thing, without annotations and self."""
     if isinstance(thing, property) or not callable(thing):
         return ""
     given = inspect.signature(thing)
@@ -179,7 +179,7 @@ def signature(thing: Any) -> str:
 
 
 def documented() -> list[tuple[str, str]]:
-    """Module and code of every row of the reference of names."""
+    """Return module and code of every row of the reference of names."""
     text = read("reference/api.md")
     return [
         (module, code(row[0]))

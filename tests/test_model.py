@@ -1,4 +1,4 @@
-"""The models in docs/model: every interleaving of a few processes, with the rules and with each of them taken out."""
+"""Search the models in docs/model: every interleaving of a few processes, with all rules and with each one removed."""
 
 import shutil
 import subprocess
@@ -31,8 +31,8 @@ HOLDS: Final = [
     "lease CALLERS=3 SHARED",
     "listener",
 ]
-"""A model and its run, with as much at once as a search can finish. Of the fence every pair of sections; fewer of the same are
-searched with them, because a process may stand still before its first step."""
+"""Models and their options, each as large as a search can finish. Of the fence, every pair of sections; smaller runs
+are searched with them, because a process may stop before its first step."""
 VIOLATED: Final = [
     "fence XT=1 ST=1 WITHOUT_MARK",
     "fence XL=1 ST=1 WITHOUT_MARK",
@@ -68,9 +68,9 @@ VIOLATED: Final = [
 
 
 def search(directory: Path, run: str, *, optimize: str = "-O0") -> str:
-    """Search every state of a model with these options, and give the report of the search.
+    """Search every state of a model with these options, and return the report of the search.
 
-    `optimize` is for the compiler, which takes longer for a program than most searches do.
+    `optimize` is for the compiler, which takes longer than most searches.
     """
     for tool, package in (("spin", "spin"), ("cc", "gcc")):
         if shutil.which(tool) is None:

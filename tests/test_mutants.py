@@ -1,4 +1,4 @@
-"""The mutants themselves: which faults are put into a file, and that a run goes on where it was broken off."""
+"""The mutants themselves: which faults are put into a file, which tests they meet, and which results are kept."""
 
 import builtins
 from typing import Any

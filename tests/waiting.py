@@ -1,7 +1,7 @@
 """Wait in a test for what no event announces: `until` in a thread, `auntil` in a task.
 
-Where there is an event, wait for that. A test that loops by itself takes the processor from what it waits for, and loops for ever
-when it does not come.
+Where there is an event, wait for that. A test with its own loop takes the processor from what it waits for, and loops
+for ever when that does not happen.
 """
 
 import asyncio
@@ -15,7 +15,7 @@ WITHIN: Final = 60.0
 """Seconds; far more than anything takes on a loaded machine, and less than pytest allows a test."""
 LOOK_EVERY_S: Final = 0.01
 INNODB_REFRESH_S: Final = 0.15
-"""MariaDB and MySQL go on showing an old `innodb_trx` to a session that asks again within a tenth of a second."""
+"""MariaDB and MySQL keep showing an old `innodb_trx` to a session that asks again within a tenth of a second."""
 
 
 def until(condition: Callable[[], T], *, every: float = LOOK_EVERY_S) -> T:
@@ -29,7 +29,7 @@ def until(condition: Callable[[], T], *, every: float = LOOK_EVERY_S) -> T:
 
 
 async def auntil(condition: Callable[[], T], *, every: float = LOOK_EVERY_S) -> T:
-    """The same in a task: others run between two looks."""
+    """Do the same in a task: others run between two checks."""
     give_up_at = time.monotonic() + WITHIN
     while not (found := condition()):
         if time.monotonic() > give_up_at:

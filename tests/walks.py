@@ -1,8 +1,8 @@
 """Count how far a reader walks through the code: `python -m tests.walks`.
 
 Each walk is one call that users make every day, traced line by line on a real Redis and SQLite after a warm-up. A *module*
-is a file of ours in which a line ran, a *move* is a step from a line of one file to a line of another. Both are read as a
-reader reads: the fewer, the sooner the path is understood.
+is a file of ours in which a line ran, a *move* is a step from a line of one file to a line of another. The fewer of
+both, the sooner a reader understands the path.
 """
 
 import asyncio
@@ -56,7 +56,7 @@ def walk(call: Callable[[], object], *, warm: int = 3) -> Walk:
 
 
 def walks(url: str) -> dict[str, Callable[[], object]]:
-    """The calls, ready to be traced: tables made, stores connected."""
+    """Make the tables, connect the stores, and return the walks."""
     import django
     from django.conf import settings as configured
 

@@ -1,6 +1,6 @@
 """Real ZooKeeper servers for tests: one alone, or an ensemble of three, on top of `tests.servers`.
 
-Ticks are short, so that sessions may be; the heap is small and nothing is forced to disk.
+Ticks are short, to allow short sessions; the heap is small, and nothing is forced to disk.
 """
 
 import socket
@@ -20,7 +20,7 @@ TICK: Final = 100
 
 
 def zookeeper(directory: Path, *options: str) -> Server:
-    """One server alone; the options are Java's, such as "-Dzookeeper.forceSync=yes"."""
+    """Return a single server; the options are Java's, such as "-Dzookeeper.forceSync=yes"."""
     return _server(directory, free_port(), options=options)
 
 
@@ -54,7 +54,7 @@ class Ensemble:
         return [member for member in self.members if mode(member) == "follower"]
 
     def wait(self) -> None:
-        """Until all have agreed on a leader."""
+        """Wait until all have agreed on a leader."""
         until(lambda: sorted(mode(member) for member in self.members) == ["follower", "follower", "leader"])
 
 
@@ -71,12 +71,12 @@ def ensemble(directory: Path) -> Ensemble:
 
 
 def mode(server: Server) -> str:
-    """leader, follower, standalone, or nothing when it does not serve now."""
+    """Return "leader", "follower" or "standalone", or an empty text when it does not serve."""
     return next((line.partition(": ")[2] for line in asked(server, "srvr") if line.startswith("Mode: ")), "")
 
 
 def asked(server: Server, word: str) -> Iterator[str]:
-    """The lines of its answer to one of ZooKeeper's words of four letters; none when it does not answer."""
+    """Yield the lines of its answer to one of ZooKeeper's four-letter words; none when it does not answer."""
     with suppress(OSError), socket.create_connection(("127.0.0.1", server.port), 1) as connection:
         connection.sendall(word.encode())
         with connection.makefile() as answer:
