@@ -1,1 +1,1 @@
-"""Ours and every peer, interleaved, as ratios to a floor measured in the same breath. Figures: docs/benchmarks.md."""
+"""Benchmarks of dlock and every peer, as ratios to a floor that runs in between. Figures: docs/benchmarks.md."""

@@ -1,9 +1,10 @@
-"""Advisory locks beside those of django-pglock and sqlalchemy-dlock, on the same PostgreSQL.
+"""Compare our advisory locks with those of django-pglock and sqlalchemy-dlock, on the same PostgreSQL.
 
     python -m benchmarks.advisory --rounds 15 --count 200
 
-Inside a transaction: BEGIN, lock, one SELECT, COMMIT. Held by a session: acquire and release, which is not fenced here
-for anybody. The floor is the same transaction without a lock, or the two bare statements. One CPU for all.
+Inside a transaction, an operation is BEGIN, lock, one SELECT, COMMIT; held by a session, it is acquire and release,
+without a fence. The floor is the same transaction without a lock, or the two bare statements. All processes share one
+CPU.
 """
 
 from collections.abc import Callable
@@ -132,7 +133,7 @@ def of_sessions(engine: Engine, port: int) -> dict[str, measure.Operation]:
 
 
 def sessions_of(port: int) -> list[int]:
-    """The processes of the sessions that are open now: the server ends one of ours that is silent for a ttl."""
+    """Return the pids of the open sessions; they change: the server ends a session of ours that is silent for a ttl."""
     with psycopg.connect(f"host=127.0.0.1 port={port} user=postgres dbname=postgres") as connection:
         others = connection.execute(
             "SELECT pid FROM pg_stat_activity WHERE backend_type = 'client backend' AND pid <> pg_backend_pid()"

@@ -1,7 +1,7 @@
-"""Charts of the page: ratio bars with their floor and goal, and growth curves, each for light and for dark pages.
+"""Charts of docs/benchmarks.md: bars of ratios with floor and goal, and growth curves, for light and dark pages.
 
-A chart is an SVG without a background of its own. Ours stand out, peers are muted; a bar carries its value, so there is
-no scale to read it from.
+A chart is an SVG with a transparent background. Ours stand out, peers are muted; each bar carries its value, so it
+needs no scale.
 """
 
 from collections.abc import Iterator, Sequence
@@ -21,7 +21,7 @@ from benchmarks.panels import Bars, Growth, Panel, number
 WIDTH_IN: Final = 8.6
 BAR_IN: Final = 0.27
 PLOT_PT: Final = 115.0
-"""About the height of a growth panel's axis."""
+"""The approximate height of a growth panel's axis."""
 NAME_PT: Final = 11.0
 THEMES: Final = {
     "light": {"text": "#1f2328", "faint": "#818b98", "ours": "#0969da", "peer": "#c4ccd6", "floor": "#8c959f"},
@@ -103,7 +103,7 @@ def bars(axis: Axes, panel: Bars, colours: dict[str, str], *, with_names: bool) 
 
 
 def legend(figure: Figure, panels: Sequence[Panel], colours: dict[str, str]) -> None:
-    """Explain the marks that occur, in one line below."""
+    """Explain the marks that occur, in a line below the panels."""
     sets = [panel for panel in panels if isinstance(panel, Bars)]
     marks: list[Any] = []
     if any(panel.floor is not None for panel in sets):
@@ -140,7 +140,7 @@ def growth(axis: Axes, panel: Growth, colours: dict[str, str]) -> None:
 
 
 def names_of_lines(axis: Axes, panel: Growth, colours: dict[str, str]) -> None:
-    """Write a name and the last value at the end of each line, and move names apart that would overlap."""
+    """Write the name and the last value at the end of each line, and move apart names that would overlap."""
     low, high = map(log, axis.get_ylim())
     lines = sorted(panel.lines, key=lambda line: line.points[-1][1])
     heights = [(log(line.points[-1][1]) - low) / (high - low) * PLOT_PT for line in lines]
@@ -154,7 +154,7 @@ def names_of_lines(axis: Axes, panel: Growth, colours: dict[str, str]) -> None:
 
 
 def apart(heights: Sequence[float]) -> list[float]:
-    """Return places for names near these ascending heights: none overlaps another, none leaves the panel at its top."""
+    """Return places for names near these ascending heights, so that none overlaps another or rises above the panel."""
     places, bottom, top = [], float("-inf"), PLOT_PT
     for height in heights:
         bottom = max(height, bottom + NAME_PT)

@@ -1,8 +1,8 @@
-"""Many processes want one lock: throughput, waiting times, fairness, against token passing and four peers.
+"""Many processes contend for one lock: throughput, waiting times, fairness, against token passing and four peers.
 
     python -m benchmarks.contended --processes 8 --think 5 --seconds 2
 
-The floor passes a token with BLPOP and LPUSH over a bare socket. What is recorded: `benchmarks.sections`.
+The floor passes a token with BLPOP and LPUSH over a bare socket. `benchmarks.sections` says what is recorded.
 """
 
 import itertools
@@ -94,7 +94,7 @@ CONTESTANTS: Final[dict[str, Callable[[int], Pair]]] = {
 def cell(
     contestants: Mapping[str, Make], processes: int, think: float, options: Any, servers: Collection[int]
 ) -> list[measure.Row]:
-    """All contestants for one number of processes and one pause, each between two runs of the floor."""
+    """Run all contestants with one number of processes and one pause, each between two runs of the floor."""
 
     def once(name: str) -> Figures:
         return figures(run(contestants[name], processes, think, options.seconds, servers))

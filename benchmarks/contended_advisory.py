@@ -1,9 +1,10 @@
-"""Many processes want one advisory lock: ours beside django-pglock, sqlalchemy-dlock and tooz, on the same server.
+"""Many processes contend for one advisory lock: ours, django-pglock, sqlalchemy-dlock and tooz, on the same server.
 
     python -m benchmarks.contended_advisory --processes 2,8,32 --think 0,5
 
 Inside a transaction the lock ends with its COMMIT; held by a session it is acquired and released. The bare statements
-are 1. Everybody blocks in the database, whose own queue decides who is next. tooz opens a connection for each lock.
+count as 1. All contestants block in the database, whose own queue decides who is next. tooz opens a connection for each
+lock.
 """
 
 import secrets
@@ -157,7 +158,7 @@ def on_mariadb(port: int) -> dict[str, Make]:
     return {
         BARE: partial(bare_statements, url, "SELECT GET_LOCK('order:42', 60)", "SELECT RELEASE_LOCK('order:42')"),
         "dlock": partial(ours_of_session, url),
-        # its wait for ever is a number that MariaDB does not take; with a limit it would poll on PostgreSQL
+        # without a limit it passes a number that MariaDB rejects; with one it would poll on PostgreSQL
         "sqlalchemy-dlock, connection kept": partial(sadlock_of_session, url, contextual_timeout=60),
         "tooz": partial(tooz_of_session, f"mysql://root:@127.0.0.1:{port}/dlock"),
     }

@@ -1,8 +1,8 @@
-"""Many processes want one lock behind Sentinels, in a Cluster, or on five masters: ours beside redis-py and pottery.
+"""Many processes contend for a lock behind Sentinels, in a Cluster, or on five masters: ours, redis-py's and pottery's.
 
     python -m benchmarks.contended_replicated --processes 2,8,32 --think 0,5
 
-redis-py's Lock asks again every 100 ms; pottery's Redlock asks a majority again after a pause by chance.
+redis-py's Lock retries every 100 ms; pottery's Redlock retries a majority after a random pause.
 """
 
 import logging
@@ -68,7 +68,7 @@ def pids(nodes: list[Server]) -> list[int]:
 
 
 def places(stack: ExitStack, home: Path) -> dict[str, tuple[str, dict[str, Make], list[int]]]:
-    """What is started, and for each place: the peer that is 1, the contestants, the servers that do the work."""
+    """Start the servers; return for each place the peer that counts as 1, the contestants, and the servers' pids."""
     group = stack.enter_context(redis_sentinel.group(home / "group"))
     nodes = stack.enter_context(redis_cluster.cluster(home / "cluster"))
     masters = stack.enter_context(redlock_nodes.masters(home / "redlock", 5, "--appendonly", "no"))

@@ -1,10 +1,10 @@
-"""Eight processes count up one row of PostgreSQL, with everything that is there to protect it.
+"""Eight processes increment one row of PostgreSQL, under each kind of protection.
 
     python -m benchmarks.counter --processes 8 --seconds 2 --repeat 3
 
-Each increment is one transaction that reads the row and writes it; the next one follows without a pause. The ratio is
-that of increments per second to `select_for_update`, which runs before and after each of the others. A latency is that
-of one increment, retries included. `lost` counts increments that the row does not show.
+Each increment is one transaction that reads and writes the row; the next one follows without a pause. The ratio
+compares increments per second with `select_for_update`, which runs before and after each of the others. A latency is
+that of one increment, retries included. `lost` counts increments that the row does not show.
 """
 
 import functools
@@ -29,7 +29,7 @@ Increment = Callable[[], object]
 
 
 def unsafe(rows: Any, key: int) -> None:
-    """Read, and write what was read plus one: right only under a lock."""
+    """Read the value, and write it back plus one: this is correct only under a lock."""
     counter = rows.get(pk=key)
     rows.filter(pk=key).update(value=counter.value + 1)
 
@@ -95,7 +95,7 @@ class Done:
 
 
 def work(name: str, key: int, seconds: float, ready: Any, out: Any) -> None:
-    """Add one, for what is imported and connected by the first one; when all processes have, count up for a time."""
+    """Increment once, to import and connect; when all processes are ready, keep incrementing for the given time."""
     random.seed()
     add = increments(key)[name]
     add()
@@ -110,7 +110,7 @@ def work(name: str, key: int, seconds: float, ready: Any, out: Any) -> None:
 
 
 def contend(name: str, processes: int, seconds: float) -> measure.Row:
-    """Let processes count up a new row in one of the ways."""
+    """Let processes increment a new row in one of the ways."""
     from benchmarks.models import Counter
 
     key = Counter.objects.create().pk
@@ -154,7 +154,7 @@ def contended(options: Any) -> list[measure.Row]:
 
 
 def middle(rows: list[measure.Row]) -> measure.Row:
-    """Return the run with the median ratio, with every increment that was lost in any run."""
+    """Return the run with the median ratio, and the number of increments lost in all runs."""
     one = sorted(rows, key=lambda row: row["ratio"])[len(rows) // 2]
     lost = sum(row["lost"] for row in rows)
     return {"per s": round(one.pop("per s")), "ratio": round(one.pop("ratio"), 2), **one, "lost": lost}

@@ -2,9 +2,9 @@
 
     python -m benchmarks.crowd --tasks 1,10,100,1000 --seconds 3
 
-First each task waits for a lock of its own, then all wait for the same one; the holder has its own connection. While
-all wait, connections and requests are counted at the server. Then the holder lets go: of all locks in turn, or of the
-one that the tasks then pass on.
+First each task waits for its own lock, then all wait for the same one; the holder has its own connection. While all
+wait, connections and requests are counted at the server. Then the holder releases all locks in turn, or the one that
+the tasks then pass on.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ from tests.servers import Server
 Lock = Callable[[str], AbstractAsyncContextManager[Any]]
 TTL_S: Final = 600
 MAX_HAND_OVER_S: Final = 10.0
-"""After that the rest is cancelled: a thousand tasks that poll take minutes until each has had the lock."""
+"""After that the rest are cancelled: it takes minutes until each of a thousand polling tasks has had the lock."""
 
 
 def ours(server: Server) -> tuple[Lock, Callable[[], Awaitable[None]]]:
@@ -67,7 +67,7 @@ class Crowd:
             await holder.__aenter__()
         others = len(admin.client_list())
         tasks = [asyncio.create_task(self.wait(number, lock)) for number in range(len(self.names))]
-        await asyncio.sleep(seconds + len(tasks) / 500)  # all have asked, and wait
+        await asyncio.sleep(seconds + len(tasks) / 500)  # by now all have sent their request, and wait
         connections = len(admin.client_list()) - others
         with admin.monitor() as monitor:
             await asyncio.sleep(seconds)
@@ -97,7 +97,7 @@ class Crowd:
         }
 
     def _hand_overs(self, released: dict[str, float]) -> list[float]:
-        """Return the times from the release of a lock until the next task was inside."""
+        """Return the times from the release of a lock until the next task held it."""
         if len(released) > 1:
             return [at - released[self.names[number]] for number, at in self.entered.items()]
         inside = sorted(self.entered.values())

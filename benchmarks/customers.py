@@ -27,7 +27,7 @@ class Paths(Protocol):
 
 @dataclass(frozen=True)
 class Answer:
-    """What one request was told, and when it was sent and answered on the monotonic clock."""
+    """The status of one request, and when it was sent and answered, by the monotonic clock."""
 
     kind: Kind
     status: int
@@ -55,7 +55,7 @@ class Crowd:
         self._requests = self._pairs()
 
     def run(self, customers: int, readers: int = 0, *, until: Callable[[], bool] = lambda: False) -> None:
-        """Return when all orders were asked for, or when `until` says so; readers go on to the end."""
+        """Send the requests for all orders, or stop once `until` is true; readers go on to the end."""
         over = threading.Event()
         buyers = [threading.Thread(target=self._buy, args=(until,)) for _ in range(customers)]
         others = [threading.Thread(target=self._read, args=(over,)) for _ in range(readers)]

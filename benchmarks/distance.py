@@ -1,7 +1,7 @@
-"""Servers that are some way away: a forwarder in its own process delivers everything half a round trip later.
+"""Distant servers: a forwarder in its own process delivers everything half a round trip later.
 
-`tc netem` needs a kernel module and root; this needs neither. It delays chunk by chunk, in each direction, so it is
-right for requests that wait for their reply, and it would be too slow for a stream.
+`tc netem` needs a kernel module and root; this needs neither. It delays chunk by chunk, in each direction, so it suits
+requests that wait for their reply, but would be too slow for a stream.
 """
 
 import ctypes
@@ -36,7 +36,7 @@ def away(port: int, round_trip_ms: float) -> Iterator[int]:
 
 
 def forward(listener: socket.socket, port: int, delay_s: float) -> None:
-    """Connect each client with the server, through two threads that deliver late."""
+    """Connect each client to the server, through two threads that deliver late."""
     ctypes.CDLL(None).prctl(PR_SET_TIMERSLACK, 1)  # by default the kernel adds up to 50 µs to each sleep
     while True:
         client, _ = listener.accept()

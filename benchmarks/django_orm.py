@@ -1,8 +1,8 @@
-"""What protection costs in Django: version saves and row locks.
+"""Measure what protection costs in Django: version saves and row locks.
 
     python -m benchmarks.django_orm --rounds 15 --count 100
 
-Each table is told as ratios to the unprotected operation, or to the one written by hand. The servers are on our CPU.
+Each table shows ratios to the unprotected operation, or to the one written by hand. The servers share our CPU.
 """
 
 import functools
@@ -16,7 +16,7 @@ from benchmarks import measure, project
 
 
 def statements(alias: str, operation: measure.Operation) -> int:
-    """How many statements one operation sends; BEGIN and COMMIT are not counted by Django."""
+    """Return how many statements one operation sends, without BEGIN and COMMIT."""
     connection = connections[alias]
     connection.force_debug_cursor = True
     reset_queries()

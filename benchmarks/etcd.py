@@ -1,10 +1,10 @@
-"""Locks in etcd, free and contended: ours beside etcd3gw, tooz and aetcd, against the gateway on a bare socket.
+"""Compare locks in etcd, free and contended: ours, etcd3gw, tooz and aetcd, against the gateway on a bare socket.
 
     python -m benchmarks.etcd --rounds 9 --count 60 --seconds 3
 
-The floor puts a key on a lease that is there already, and deletes it: two writes, which no lock can do without.
-etcd3gw's lock cannot wait: when it is taken it is asked again every 10 ms; contended, its throughput is 1.
-With --directory the servers keep their data there: on a disk every write waits for it, in memory only work counts.
+The floor puts a key on an existing lease, and deletes it: two writes, which no lock can do without. etcd3gw's lock
+cannot wait, so it is polled every 10 ms; contended, its throughput counts as 1. With --directory the servers keep their
+data there: on a disk every write waits for the disk, in memory only work counts.
 """
 
 import asyncio
@@ -37,7 +37,7 @@ HOST: Final = "127.0.0.1"
 
 
 class Raw:
-    """The gateway with nothing in between."""
+    """The gateway without a client library."""
 
     def __init__(self, port: int) -> None:
         self._socket = socket.create_connection((HOST, port))
@@ -194,7 +194,7 @@ CONTENDED: Final[dict[str, Callable[[int], Pair]]] = {
 
 @contextlib.contextmanager
 def etcd_server(directory: str) -> Iterator[Cluster]:
-    """An etcd of our own."""
+    """Run an etcd with one member."""
     with contextlib.ExitStack() as stack:
         if directory:
             place = Path(tempfile.mkdtemp(dir=directory))
@@ -212,7 +212,7 @@ def main() -> None:
     with etcd_server(options.directory) as etcd:
         (member,) = etcd.members
         assert member.process is not None
-        # before gRPC is there, which does not survive a fork
+        # before gRPC is imported, which does not survive a fork
         waiting = {name: partial(make, member.port) for name, make in CONTENDED.items()}
         tables(report, "etcd", POLLED, waiting, options, [member.process.pid])
         every = {name: make(member.port) for name, make in measure.chosen(UNCONTENDED, options.only, FLOOR).items()}
@@ -225,7 +225,7 @@ def main() -> None:
 
 
 def sent(operation: measure.Operation) -> float:
-    """Writes to sockets of Python's for one operation; gRPC's are not seen."""
+    """Return how often one operation writes to Python's sockets; the writes of gRPC are not seen."""
     with measure.counted_sends() as writes:
         for _ in range(20):
             operation()

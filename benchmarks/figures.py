@@ -1,4 +1,4 @@
-"""What the figures of docs/benchmarks.md are made with: results, tables in Markdown, bars, goals."""
+"""The parts of the figures of docs/benchmarks.md: results, tables in Markdown, bars, goals."""
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
@@ -23,7 +23,7 @@ class Results:
         self.parts = {path.stem: json.loads(path.read_text()) for path in sorted(directory.glob("*.json"))}
 
     def table(self, part: str, title: str) -> list[Row]:
-        """Return the first table whose title contains this; none if it was not measured."""
+        """Return the rows of the first table whose title contains this; none if it was not measured."""
         tables = self.parts.get(part, {}).get("tables", [])
         return next((table["rows"] for table in tables if title in table["title"]), [])
 
@@ -34,7 +34,7 @@ class Results:
 
 @dataclass(frozen=True)
 class Figure:
-    """A table in Markdown and the panels of a chart, which stand in so many columns."""
+    """A table in Markdown, and the panels of a chart, which are laid out in `columns`."""
 
     name: str
     alt: str
@@ -56,14 +56,14 @@ EXPLANATIONS: Final = (
 
 
 def short(contestant: str) -> str:
-    """Return a contestant's name without its explanation, as a chart has room for it."""
+    """Return a contestant's name without its explanation, for which a chart has no room."""
     for explanation in EXPLANATIONS:
         contestant = contestant.replace(explanation, "")
     return contestant
 
 
 def table(header: Sequence[str], lines: Iterable[Sequence[object]]) -> str:
-    """Write Markdown; lines of ours are bold."""
+    """Write a table in Markdown; lines of ours are bold."""
 
     def text(value: object) -> str:
         return number(value) if isinstance(value, int | float) or value is None else str(value)

@@ -1,4 +1,4 @@
-"""What the wire itself costs: a lock by hand on a bare socket, with hiredis and no library between."""
+"""The cost of the wire itself: a lock by hand on a bare socket, with hiredis and no client library."""
 
 import itertools
 import socket
@@ -37,7 +37,7 @@ class RawRedis:
         return bool(self.call("EVALSHA", DIGEST, 1, key, holder))
 
     def commands(self) -> dict[str, int]:
-        """How often the server has run each command since the last reset, scripts' own included."""
+        """Return how often the server has run each command since the last reset, including those of scripts."""
         lines = self.call("INFO", "commandstats").decode().split()
         stats = {
             line[8 : line.index(":")]: int(line.split("calls=")[1].split(",")[0]) for line in lines if "calls=" in line
@@ -46,7 +46,7 @@ class RawRedis:
 
 
 class Names:
-    """Lock names in turn, as requests for different orders bring them."""
+    """Lock names in turn, like those of requests for different orders."""
 
     def __init__(self, prefix: str, count: int = 1000) -> None:
         self.next = itertools.cycle([f"{prefix}:{number}" for number in range(count)]).__next__

@@ -1,6 +1,6 @@
-"""The figures of docs/benchmarks.md that grow: more leases, waiters, names, tasks; the shop under more load.
+"""The growth figures of docs/benchmarks.md: more leases, waiters, names, tasks; the shop under more load.
 
-A function per figure; its name is the one in the page's marks.
+Each figure is a function with the name that the page's marks use.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -12,7 +12,7 @@ from benchmarks.rows import CROWD, HELD
 
 
 def curve(results: Iterable[tuple[float, Mapping[str, Row]]], name: str, column: str) -> Line | None:
-    """Return the line of one contestant: a point for each number of things that it was measured with."""
+    """Return the line of one contestant, with a point for each size that was measured."""
     points = [
         (size, float(rows[name][column]))
         for size, rows in results
@@ -28,7 +28,7 @@ def curves(
 
 
 def growth_table(of: str, panels: Sequence[Growth]) -> str:
-    """Write the lines of ours: one column for each number, one row for each panel."""
+    """Write a table with a column for each size and a row for each line."""
     sizes = sorted({x for panel in panels for line in panel.lines for x, _ in line.points})
     lines = [
         [f"{panel.title}, {line.label}", *(dict(line.points).get(size, "") for size in sizes)]

@@ -1,9 +1,9 @@
-"""Many leases held by one process: what each costs to take, renew, list and keep, here and in the server.
+"""Measure what each of many leases of one process costs to acquire, renew, list and keep, here and in the server.
 
     python -m benchmarks.held --sizes 100,10000,100000
 
-The floor renews on a bare socket, in one script for a thousand keys; the peers renew one lock at a time. One thread of
-ours renews all: that it does, and that nothing is lost, is watched, too.
+The floor renews on a bare socket, in one script for a thousand keys; the peers renew one lock at a time. Ours renews
+all in one thread; a second table shows that it does, and that nothing is lost.
 """
 
 import gc
@@ -31,7 +31,7 @@ FORK: Final = multiprocessing.get_context("fork")
 PAGE: Final = os.sysconf("SC_PAGE_SIZE")
 BATCH: Final = 1000
 SLOW_US: Final = 5e6
-"""Where acquiring all leases took longer than this, they are renewed once only, instead of three times."""
+"""Leases that take longer than this to acquire, all together, are renewed once instead of three times."""
 RENEW: Final = (
     "local n = 0 for i = 1, #KEYS do if redis.call('get', KEYS[i]) == ARGV[1] then"
     " n = n + redis.call('pexpire', KEYS[i], ARGV[2]) end end return n"
@@ -68,7 +68,7 @@ class Floor:
 
 
 class Ours:
-    """Lock with its renewal; `renew` is what the watchdog does when a batch is due."""
+    """Our Lock; `renew` does what the watchdog does when a batch is due."""
 
     def __init__(self, server: Server) -> None:
         self.backend = RedisBackend.from_url(server.url, timeout=10.0)
@@ -144,7 +144,7 @@ def used(raw: RawRedis) -> int:
 
 
 def in_a_process(function: Callable[..., measure.Row], *args: Any) -> measure.Row:
-    """Measure in a process of its own, whose memory nobody has used before."""
+    """Measure in a fresh process, whose memory has not been used before."""
     ours, theirs = FORK.Pipe(duplex=False)
     process = FORK.Process(target=lambda: theirs.send(function(*args)))
     process.start()
@@ -155,7 +155,7 @@ def in_a_process(function: Callable[..., measure.Row], *args: Any) -> measure.Ro
 
 
 def row(name: str, make: Callable[[Server], Any], server: Server, size: int) -> measure.Row:
-    """What one lease costs when this contestant holds so many; microseconds are CPU time, ours and the server's."""
+    """Return what one lease costs when this contestant holds `size`; microseconds are CPU, ours and the server's."""
 
     def micros(work: Callable[[], object]) -> float:
         return round(measure.timed(work, 1, [server.process.pid]).work / size, 2)
@@ -169,7 +169,7 @@ def row(name: str, make: Callable[[Server], Any], server: Server, size: int) -> 
     with measure.counted_sends() as sent:
         renewals = [micros(lambda: one.renew(held)) for _ in range(3 if size * acquire < SLOW_US else 1)]
         requests = sent[0] / size / len(renewals)
-    assert not any(getattr(lease, "lost", False) for lease in held)  # Not timed: each asks the clock.
+    assert not any(getattr(lease, "lost", False) for lease in held)  # not timed: each reads the clock
     listing = [micros(one.names) for _ in range(3)] if hasattr(one, "names") else []
     found = {
         "contestant": name,
@@ -187,7 +187,7 @@ def row(name: str, make: Callable[[Server], Any], server: Server, size: int) -> 
 
 
 def watched(server: Server, size: int, ttl: float, seconds: float) -> measure.Row:
-    """Let the watchdog do its work: leases of a few seconds, held for many of their lives."""
+    """Let the watchdog renew leases of a few seconds, held for several times their ttl."""
     raw = RawRedis(server.port)
     backend = RedisBackend.from_url(server.url)
     leases = [Lock(backend, f"watched:{number}", ttl=ttl, wait=0).acquire() for number in range(size)]

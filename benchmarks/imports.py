@@ -1,10 +1,10 @@
-"""What `import django_dlock` and `import sqla_dlock` cost over the bare framework: modules, time, memory.
+"""Measure what `import django_dlock` and `import sqla_dlock` cost over the bare framework: modules, time, memory.
 
 python -m benchmarks.imports --rounds 15 [--tree ../another/checkout]
 
 Each import happens in a fresh process. The runs of the bare framework and of dlock alternate in a shuffled order, and
 the table shows the differences between their medians. Time is CPU time, so that other programs count little; memory is
-what the process has more in memory. `--tree` measures another checkout in the same rounds.
+the growth of the resident memory. `--tree` measures another checkout in the same rounds.
 """
 
 import argparse

@@ -1,8 +1,8 @@
-"""What it costs to see who holds: some leases among many keys of others, listed with owners, queues and cycles.
+"""Measure what a listing costs: some leases among many other keys, listed with owners, queues and cycles.
 
     python -m benchmarks.listing --held 10000 --others 1000000
 
-What others keep in the same server must not matter. The issue's target: 10,000 among 1,000,000 in half a second.
+Other keys in the same server must not matter. The target is 10,000 leases among 1,000,000 keys in half a second.
 """
 
 import time

@@ -1,11 +1,11 @@
-"""The shop under load: throughput, waits and errors of each strategy, and what happens when Redis is slow, or dies.
+"""Load the shop: throughput, waits and errors of each strategy, and what happens when Redis is slow or dies.
 
     python -m benchmarks.load --customers 1,4,16,64 --orders 150
     python -m benchmarks.load --ladder 0 --only killed --wait 3
 
 The example project is served by gunicorn (processes, and threads) and uvicorn, on PostgreSQL and Redis; customers ship
-and cancel the same orders at once. Then, under the strategy `lease`, Redis answers 200 ms late for a while; is killed,
-and started again with its data; is killed, and started again without. Exit status 1 if a promise was broken.
+and cancel the same orders at once. Then, under the strategy `lease`, Redis answers 200 ms late for a while; is killed
+and restarted with its data; and is killed and restarted without. The exit status is 1 if a promise was broken.
 
 The customers share the machine with the servers: the figures compare strategies, and say little about another machine.
 """
@@ -37,7 +37,7 @@ CALM_S: Final = 2.5
 
 @dataclass(frozen=True)
 class Place:
-    """Servers that are running: the shops are told of them through the environment."""
+    """Running servers; the shops find their addresses in the environment."""
 
     home: Path
     redis: servers.Server
@@ -46,7 +46,7 @@ class Place:
 
 @contextmanager
 def place() -> Iterator[Place]:
-    """Start PostgreSQL, with a database for each shop, and Redis; and set the shop of Django up in this process."""
+    """Start PostgreSQL, with a database for each shop, and Redis, and prepare the environment for the shops."""
     with measure.scratch() as home, ExitStack() as stack:
         redis, postgresql = servers.redis(home / "redis"), servers.postgresql(home / "postgresql", servers.free_port())
         for server in (redis, postgresql):
@@ -72,7 +72,7 @@ def url_of(postgresql: servers.Server, name: str) -> str:
 
 
 def shops() -> dict[str, tuple[Any, str, int]]:
-    """Return the ways to serve: the shop, its database, and processes."""
+    """Return the ways to serve, each with its shop, database, and number of processes."""
     import django
 
     django.setup()
@@ -92,7 +92,7 @@ def shops() -> dict[str, tuple[Any, str, int]]:
 
 
 def ladder(where: Place, name: str, options: Any) -> Iterator[tuple[measure.Row, list[str]]]:
-    """Yield a row for each strategy and number of customers, and what was wrong."""
+    """Yield a row for each strategy and number of customers, and the promises that were broken."""
     from example_project.race.servers import serving
 
     shop, database, processes = shops()[name]
@@ -153,7 +153,7 @@ TROUBLES: Final = (
 
 
 def in_trouble(where: Place, trouble: Trouble, wait: float, slack: float) -> tuple[list[measure.Row], list[str]]:
-    """Return what customers and readers were told before, during and after the trouble, and what was wrong."""
+    """Return figures from before, during and after the trouble, and the promises that were broken."""
     from example_project.race.servers import serving
 
     shop, database, processes = shops()["gunicorn, 2 x 16 threads"]
@@ -182,7 +182,7 @@ def in_trouble(where: Place, trouble: Trouble, wait: float, slack: float) -> tup
 
 
 def phases(answers: Sequence[Answer], fault: Fault) -> Iterator[measure.Row]:
-    """Yield a row for orders and one for pages, for each phase."""
+    """Yield a row for orders and one for pages in each phase, and one for the recovery."""
     for phase, begin, end in (
         ("before", 0.0, fault.begin),
         ("during", fault.begin, fault.end),

@@ -1,4 +1,4 @@
-"""Ten locks together, all or none, against one script each way on a bare socket, and peers that take them one by one.
+"""Acquire ten locks together, all or none, against one script each way on a bare socket, and peers that go one by one.
 
 python -m benchmarks.many --rounds 15 --count 100 --sizes 10
 """

@@ -1,7 +1,7 @@
 """How every benchmark measures: pinned, interleaved with a floor, as ratios and medians, in tables or JSON.
 
-A contestant is a function without arguments that does one operation. Runs of the floor stand between all others, so
-that what a shared machine does to one of them it does to its neighbours, too: only ratios to these are compared.
+A contestant is a function without arguments that does one operation. Each run of a contestant stands between two runs
+of the floor, so that a busy machine slows all three: only ratios to these neighbours are compared.
 """
 
 import argparse
@@ -61,9 +61,9 @@ class Runs:
 
 @dataclass(frozen=True)
 class Cost:
-    """Microseconds for one operation: by the clock, and CPU of this process and of the servers.
+    """Microseconds of one operation: by the clock, and of CPU in this process and in the servers.
 
-    On a machine that others use, CPU time is what can be trusted; on an idle one and a single CPU both are the same.
+    On a shared machine, only CPU time can be trusted; on an idle one with a single CPU, both are the same.
     """
 
     elapsed: float
@@ -76,7 +76,7 @@ class Cost:
 
 
 def spread(values: Sequence[float]) -> str:
-    """The quartiles."""
+    """Return the lower and the upper quartile."""
     low, _, high = statistics.quantiles(values, n=4) if len(values) > 1 else values * 3
     return f"{low:.2f}-{high:.2f}"
 
@@ -118,13 +118,13 @@ def timed(operation: Operation, count: int, servers: Sequence[int] = ()) -> Cost
 
 
 def cpu_of(pids: Sequence[int]) -> float:
-    """Seconds of CPU that these processes have used in all their threads."""
+    """Return the CPU seconds that these processes have used in all their threads."""
     tasks = [task for pid in pids for task in Path(f"/proc/{pid}/task").iterdir()]
     return sum(int((task / "schedstat").read_text().split()[0]) for task in tasks) / 1e9
 
 
 def pin(layout: str, *servers: int) -> None:
-    """same: this process and the servers on one CPU, so that only work counts. split: a CPU for each side."""
+    """Pin this process and the servers to one CPU ("same"), so that only work counts, or to one each ("split")."""
     ours, theirs = CPUS[0], CPUS[0] if layout == "same" else CPUS[-1]
     set_cpus(os.getpid(), {ours})
     for pid in servers:
@@ -166,7 +166,7 @@ def counted_sends() -> Iterator[list[int]]:
 
 @contextmanager
 def redis_server() -> Iterator[servers.Server]:
-    """A Redis of our own, in memory only."""
+    """Run a Redis that keeps its data in memory only."""
     with scratch() as directory:
         server = servers.redis(directory / "redis", "--appendonly", "no")
         server.start()

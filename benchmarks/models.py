@@ -1,4 +1,4 @@
-"""The table of the Django benchmarks: bare, with a version and row locks of ours, with a peer's version; a counter."""
+"""The models of the Django benchmarks: bare, with our version and row locks, with a peer's version; and a counter."""
 
 import ool
 from django.db import models
@@ -27,7 +27,7 @@ class Order(RowLockMixin, VersionedMixin, Fields):
 
 
 class OptimisticOrder(ool.VersionedMixin, Fields):
-    """With a version of django-optimistic-lock."""
+    """An order with the version of django-optimistic-lock."""
 
     version = ool.VersionField()
 

@@ -33,7 +33,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Growth:
-    """Curves over a number of things, both axes logarithmic."""
+    """Growth curves, with both axes logarithmic."""
 
     title: str
     of: str
@@ -44,7 +44,7 @@ Panel = Bars | Growth
 
 
 def number(value: float | None) -> str:
-    """Write three digits at most, with commas in the large ones."""
+    """Write about three significant digits; from 100 on, a whole number with commas."""
     if value is None:
         return "-"
     if abs(value) >= 100 or value == int(value):

@@ -19,9 +19,9 @@ from tests import servers
 
 @contextmanager
 def running(latency: float = 0.0) -> Iterator[list[int]]:
-    """Start everything and set Django up; yields the servers' process ids. "default" is PostgreSQL, or else SQLite.
+    """Start everything, set Django up, and yield the servers' pids. "default" is PostgreSQL, or else SQLite.
 
-    Redis and PostgreSQL are `latency` milliseconds of round trip away.
+    Redis and PostgreSQL are a round trip of `latency` milliseconds away.
     """
     with measure.scratch() as directory, measure.redis_server() as redis, ExitStack() as network:
         started = [redis]
@@ -71,7 +71,7 @@ def configure(databases: dict[str, Any], redis_url: str) -> None:
 
 
 def backends(aliases: list[str], servers: list[int]) -> list[int]:
-    """The servers' processes, and the one of PostgreSQL that serves our connection."""
+    """Return the servers' pids, and those of PostgreSQL's processes that serve our connections."""
     pids = list(servers)
     for alias in aliases:
         with connections[alias].cursor() as cursor:

@@ -1,4 +1,4 @@
-"""What the guarantees promise to customers while Redis is slow or dead, checked against what they were told."""
+"""Check the answers to customers against our guarantees while Redis is slow or dead."""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -11,9 +11,9 @@ DONE: Final = frozenset({200, 302, 303})
 TOO_LATE, LOCKED, UNAVAILABLE = 409, 423, 503
 IN_GOOD_TIMES: Final = DONE | {TOO_LATE, LOCKED}
 CALL_S: Final = 3.0
-"""How long a request may last beyond its wait for the lock: a call of the store has 2 s, the rest is the request's."""
+"""How long a request may last beyond its wait for the lock: a call to the store has 2 s, the request has the rest."""
 RECOVERY_S: Final = 2.0
-"""How long after the end of a fault the first order has to be served, and the last request to fail."""
+"""After the end of a fault, the first order has to be served within this time, and no request may fail after it."""
 PAGE_S: Final = 2.0
 
 
@@ -28,9 +28,9 @@ class Tally(Protocol):
 
 @dataclass(frozen=True)
 class Fault:
-    """When Redis began to be slow or dead, and when it was well again; `wait` is WAIT of the settings.
+    """When Redis became slow or dead, and when it recovered; `wait` is WAIT of the settings.
 
-    `slack` is added to each bound, in seconds: for tests on a machine that has other things to do.
+    `slack` is added to each bound, in seconds, for tests on a busy machine.
     """
 
     begin: float
@@ -41,7 +41,7 @@ class Fault:
 
 
 def of_data(tally: Tally, answers: Sequence[Answer]) -> Iterator[str]:
-    """Yield what the database shows and never may: orders both shipped and cancelled, updates that are lost."""
+    """Yield what the database must never show, such as orders both shipped and cancelled, or lost updates."""
     for name in ("both_shipped_and_cancelled", "refunds_of_shipped", "lost_updates"):
         if number := getattr(tally, name):
             yield f"{number} {name.replace('_', ' ')}"
@@ -52,7 +52,7 @@ def of_data(tally: Tally, answers: Sequence[Answer]) -> Iterator[str]:
 
 
 def of_answers(answers: Sequence[Answer], fault: Fault) -> Iterator[str]:
-    """Yield the answers that are not what the documentation promises."""
+    """Yield the answers that break a promise of the documentation."""
     orders = [answer for answer in answers if answer.kind == "order"]
     pages = [answer for answer in answers if answer.kind == "page"]
     yield from wrong(

@@ -1,9 +1,9 @@
-"""Redlock over five masters beside a single one, ours and pottery's, a new lock object each time.
+"""Compare Redlock on five masters with a lock on one, ours and pottery's, with a new lock object each time.
 
     python -m benchmarks.redlock --rounds 9 --count 200
 
-Each library is compared with its own lock on a single node: what asking five at once costs. On one CPU that is work
-for five servers, which nothing can hide; with a CPU for each side they answer while we still ask the others.
+Each library is compared with its own lock on a single node, to show what asking five at once costs. On one CPU that is
+the work of five servers; with a CPU for each side they answer while we still ask the others.
 """
 
 import asyncio
@@ -28,7 +28,7 @@ BESIDE: Final = {
     "dlock, five nodes, asyncio": TASKS,
     "pottery Redlock, five nodes": POTTERY,
 }
-"""Of which single node each is a multiple."""
+"""The single-node contestant that each is compared with."""
 
 
 def contestants(nodes: list[Server]) -> dict[str, measure.Operation]:

@@ -1,8 +1,8 @@
-"""A free lock in a Redis behind Sentinels and in a Redis Cluster, a new lock object each time, beside redis-py's Lock.
+"""Compare a free lock behind Sentinels and in a Redis Cluster with redis-py's Lock, with a new lock object each time.
 
     python -m benchmarks.replicated --rounds 9 --count 200
 
-Ours asks in the same write whether a server behind Sentinels is the master still; `replicas=1` waits for the replica.
+Behind Sentinels, ours checks in the same write that the server is still the master; `replicas=1` waits for the replica.
 """
 
 import asyncio
@@ -28,7 +28,7 @@ Operations = dict[str, measure.Operation]
 
 
 def behind_sentinels(group: Group) -> Operations:
-    """Contestants that follow a master."""
+    """Return the contestants that follow a master."""
     master = Sentinel([("127.0.0.1", sentinel.port) for sentinel in group.sentinels]).master_for(SERVICE)
     return {
         BASE: redis_py(master),
@@ -40,7 +40,7 @@ def behind_sentinels(group: Group) -> Operations:
 
 
 def in_cluster(cluster: Any) -> Operations:
-    """Contestants that find the node of a name."""
+    """Return the contestants that find the node of a name."""
     nodes = [ClusterNode("127.0.0.1", node.port) for node in cluster.nodes[:3]]
     return {
         BASE: redis_py(RedisCluster(startup_nodes=nodes)),

@@ -2,8 +2,8 @@
 
     python -m benchmarks.report [--check]
 
-Only what stands between `<!-- figures: NAME -->` and `<!-- end of figures -->` is written here; all other text of the
-page is by hand, and stays. --check compares instead of writing, needs no plotting library, and ends with status 1 when
+Only the parts between `<!-- figures: NAME -->` and `<!-- end of figures -->` are written; all other text of the page is
+written by hand, and kept. --check compares instead of writing, needs no plotting library, and exits with status 1 when
 the page does not show the results.
 """
 

@@ -1,10 +1,10 @@
-"""What `@locked` adds to a whole request of Django, beside redis-py and django-pglock.
+"""Measure what `@locked` adds to a whole request of Django, compared with redis-py and django-pglock.
 
     python -m benchmarks.request --rounds 15 --count 100 [--latency 0.5]
 
 A request goes through Django's handler with ATOMIC_REQUESTS, reads one row and saves it, on PostgreSQL; leases are in
-Redis. Both servers are on our CPU; with --latency, they are that many milliseconds of round trip away, and every
-process may use all CPUs. For a transaction of SQLAlchemy: `benchmarks.sqlalchemy_lock`.
+Redis. Both servers share our CPU; with --latency, they are a round trip of that many milliseconds away, and every
+process may use all CPUs. `benchmarks.sqlalchemy_lock` measures a transaction of SQLAlchemy.
 """
 
 from typing import Final
@@ -19,7 +19,7 @@ FLOOR: Final = "bare request"
 
 
 def requests() -> dict[str, measure.Operation]:
-    """Each view of `benchmarks.views`, with a row of its own."""
+    """Return a request for each view of `benchmarks.views`, each with its own row."""
     from benchmarks.models import BareOrder
     from benchmarks.views import PATHS
 

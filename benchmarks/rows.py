@@ -1,6 +1,6 @@
-"""The figures of docs/benchmarks.md that compare: what is picked from the results, under which name, with which goal.
+"""The comparison figures of docs/benchmarks.md: what is picked from the results, under which name, with which goal.
 
-A function per figure; its name is the one in the page's marks. Goals stand here and nowhere else.
+Each figure is a function with the name that the page's marks use. Goals are defined only here.
 """
 
 from collections.abc import Callable, Sequence
@@ -10,7 +10,7 @@ from benchmarks.figures import Figure, Results, Row, against, bars, compared, ro
 from benchmarks.panels import Bar, Bars, number
 
 MAX_QUIET_LOAD: Final = 4.0
-"""The benchmarks themselves make a load of up to this."""
+"""The benchmarks alone cause a load of up to this."""
 
 
 def machine(results: Results) -> Figure:

@@ -3,8 +3,8 @@
     python -m benchmarks.run [--scale 0.1] [part ...]
 
 Each part is one command in its own process; its results replace the file of the same name in benchmarks/results. These
-files are committed, so that page and charts (`benchmarks.report`) can be made again without a measurement, and a single
-part can be measured anew. --scale shortens everything, to try it out; such figures mean little.
+files are committed, so that `benchmarks.report` can make page and charts without a measurement, and a single part can
+be measured again. --scale shortens everything for a trial; such figures mean little.
 """
 
 import argparse
@@ -68,7 +68,7 @@ def scaled(options: Options, scale: float) -> Options:
 
 
 def measured(module: str, options: Options) -> dict[str, Any]:
-    """Run one benchmark; returns its command, how long it took, and its tables."""
+    """Run one benchmark, and return its command, the load, its duration, and its tables."""
     command = ["-m", f"benchmarks.{module}", *(f"--{name}={value}" for name, value in options.items())]
     load, start = os.getloadavg()[0], time.monotonic()
     done = subprocess.run(

@@ -1,8 +1,8 @@
-"""Many processes want one lock: throughput, waiting times, fairness and work, beside one contestant that is 1.
+"""Many processes contend for one lock: throughput, waiting times, fairness and work, against one contestant.
 
-Every process records when it asked, got and gave back the lock, on a clock they share: from the merged records come
-all figures, and the proof that no two sections overlapped. `gap` is the time from one section's end to the next one's
-begin, `server CPU` what the servers and their own processes have used meanwhile.
+Every process records when it requested, got and released the lock, by a shared clock: the merged records give all
+figures, and show whether two sections overlapped. `gap` is the time from the end of one section to the beginning of the
+next, `server CPU` what the servers and their child processes have used meanwhile.
 """
 
 import itertools
@@ -24,9 +24,9 @@ SECTION: Final = 0.001
 FORK: Final = multiprocessing.get_context("fork")
 
 Pair = tuple[Callable[[], Any], Callable[[Any], Any]]
-"""How to acquire the lock, and how to release what that gave."""
+"""A function that acquires the lock, and one that releases what the first returned."""
 Make = Callable[[], Pair]
-"""Called in each process, which makes connections of its own."""
+"""A function that each process calls, to make its own connections."""
 
 
 @dataclass(frozen=True)
@@ -45,9 +45,9 @@ class Work:
 
 
 def worker(number: int, make: Make, think: float, parent: Any) -> None:
-    """Be ready, take the lock again and again between the two times that come back, and tell what happened."""
+    """Report readiness, acquire the lock repeatedly between the two times of the reply, and send what happened."""
     acquire, release = make()
-    release(acquire())  # connections and scripts are there before the start
+    release(acquire())  # connects and loads scripts before the start
     parent.send(None)
     start, end = parent.recv()
     sections = []
@@ -79,7 +79,7 @@ class Run:
 
 
 def run(make: Make, processes: int, think: float, seconds: float, servers: Collection[int]) -> Run:
-    """One run of all processes, which begins when all of them are ready."""
+    """Run all processes; the run begins when all of them are ready."""
     pipes, workers = [], []
     for number in range(processes):
         ours, theirs = FORK.Pipe()
@@ -103,7 +103,7 @@ def run(make: Make, processes: int, think: float, seconds: float, servers: Colle
 
 
 def cpu_at(moment: float, servers: Collection[int]) -> float:
-    """Seconds of CPU that the servers and their children, also the ended ones, have used until then."""
+    """Return the CPU seconds that the servers and their children, also those that have ended, have used until then."""
     time.sleep(max(0.0, moment - time.monotonic()))
     ticks = 0
     for stat in Path("/proc").glob("[0-9]*/stat") if servers else ():
@@ -151,7 +151,7 @@ def figures(run: Run) -> Figures:
 
 
 def row(name: str, runs: Sequence[Figures], ratios: Sequence[float]) -> measure.Row:
-    waits = sorted(itertools.chain.from_iterable(one.waits for one in runs)) or [0.0]  # nobody came in
+    waits = sorted(itertools.chain.from_iterable(one.waits for one in runs)) or [0.0]  # no process got the lock
     return {
         "contestant": name,
         "sections/s": round(statistics.median(one.rate for one in runs)),
@@ -173,7 +173,7 @@ def row(name: str, runs: Sequence[Figures], ratios: Sequence[float]) -> measure.
 def beside(
     base: str, contestants: Mapping[str, Make], processes: int, think: float, options: Any, servers: Collection[int]
 ) -> list[measure.Row]:
-    """All contestants in an order that every round shuffles; the throughput of `base` in the same round is 1."""
+    """Run all contestants, in a new order in every round; the throughput of `base` in the same round counts as 1."""
     runs: dict[str, list[Figures]] = {name: [] for name in contestants}
     for _ in range(options.repeat):
         for name in measure.shuffled(contestants):
@@ -185,7 +185,7 @@ def beside(
 
 
 def ratios(runs: Mapping[str, Sequence[Figures]], name: str, base: str, what: str) -> list[float]:
-    """One for each round; a contestant that never came in is as good as none."""
+    """Return a ratio for each round; a base of 0 is replaced by a tiny number."""
     pairs = zip(runs[name], runs[base], strict=True)
     return [getattr(one, what) / max(getattr(other, what), 1e-9) for one, other in pairs]
 

@@ -1,8 +1,8 @@
-"""What a version costs in SQLAlchemy: a flush of 1 and of 100 rows, and one row saved by itself.
+"""Measure what a version costs in SQLAlchemy: a flush of 1 and of 100 rows, and one row saved by itself.
 
     python -m benchmarks.sqlalchemy_flush --rounds 15 --count 30
 
-Each table is told as ratios to the flush of the same rows without a version. The server is on our CPU.
+Each table shows ratios to the flush of the same rows without a version. The server shares our CPU.
 """
 
 import functools
@@ -21,7 +21,7 @@ from tests import servers
 
 
 class Base(DeclarativeBase):
-    """Of the rows that are flushed."""
+    """The base class of the rows that are flushed."""
 
 
 class BareOrder(Base):
@@ -33,7 +33,7 @@ class BareOrder(Base):
 
 
 class CountedOrder(Base):
-    """Versioned by SQLAlchemy alone."""
+    """An order that SQLAlchemy alone versions."""
 
     __tablename__ = "counted_order"
 
@@ -67,7 +67,7 @@ def save(session: Session, rows: Sequence[Any]) -> None:
 
 @contextmanager
 def contestants(engine: Engine, number: int) -> Iterator[dict[str, measure.Operation]]:
-    """Ways to write rows, each in a transaction of its own that stays open."""
+    """Yield the ways to write rows, all in one transaction that stays open."""
     with engine.connect() as connection, connection.begin() as transaction:
         ways = {
             "flush, no version": flushing(connection, BareOrder, number, flush),
@@ -113,7 +113,7 @@ def table(engine: Engine, number: int, options: Any, pids: list[int]) -> list[me
 
 @contextmanager
 def engines(directory: Path) -> Iterator[list[tuple[Engine, list[int]]]]:
-    """PostgreSQL if it is installed, and SQLite; with the processes of their servers."""
+    """Yield PostgreSQL, if it is installed, and SQLite, each with the pids of its server."""
     found = [(create_engine(f"sqlite:///{directory / 'db.sqlite3'}"), list[int]())]
     server = None
     try:

@@ -1,10 +1,9 @@
-"""What a lock around a transaction costs in SQLAlchemy, beside the same transaction without one.
+"""Measure what a lock around a transaction costs in SQLAlchemy, against the same transaction without one.
 
     python -m benchmarks.sqlalchemy_lock --rounds 15 --count 100 [--latency 0.5]
 
-One operation reads a row, writes it and commits, in a session of its own, on PostgreSQL; leases are in Redis. The
-servers are on our CPU; with --latency, they are that many milliseconds of round trip away, and every process may use
-all CPUs.
+One operation reads a row, writes it and commits, in its own session, on PostgreSQL; leases are in Redis. The servers
+share our CPU; with --latency, they are a round trip of that many milliseconds away, and every process may use all CPUs.
 """
 
 from collections.abc import Callable, Iterator
@@ -29,7 +28,7 @@ FLOOR: Final = "no lock"
 
 
 class Base(DeclarativeBase):
-    """Of the row that is locked."""
+    """The base class of the row that is locked."""
 
 
 class Counter(Base):
@@ -99,7 +98,7 @@ def statements(engine: Engine, operation: measure.Operation) -> int:
 
 @contextmanager
 def running(latency: float) -> Iterator[tuple[Engine, int, list[int]]]:
-    """Start PostgreSQL, with our tables, and Redis; yields the engine, the port of Redis, and all processes."""
+    """Start PostgreSQL, with our tables, and Redis; yield the engine, the port of Redis, and all pids."""
     with measure.scratch() as directory, measure.redis_server() as redis, ExitStack() as network:
         postgresql = servers.postgresql(directory / "postgresql", servers.free_port())
         postgresql.start()

@@ -1,9 +1,9 @@
-"""What a free lock costs in every store, in one interleaved run: acquire and release, as multiples of one Redis.
+"""Measure a free lock in every store, in one interleaved run: acquire and release, as multiples of one Redis.
 
     python -m benchmarks.stores --rounds 9 --count 60
 
-Servers run on this machine and write nothing through to a disk: a real etcd, ZooKeeper or database waits for its disk,
-too. Everybody shares both CPUs.
+The servers run on this machine and do not wait for a disk, unlike a real etcd, ZooKeeper or database. All processes
+share all CPUs.
 """
 
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -50,7 +50,7 @@ def in_database(stack: ExitStack, url: str) -> "dict[str, Backend]":
 
 
 def stores(stack: ExitStack, home: Path) -> "dict[str, Backend]":
-    """Start every server, and give its store by the name under which it is reported."""
+    """Start every server, and return the stores by the names under which they are reported."""
 
     def start(manager: AbstractContextManager[Any]) -> Any:
         return stack.enter_context(manager)

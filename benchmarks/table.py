@@ -1,10 +1,10 @@
-"""Leases in a table, free and contended: ours beside two peers who keep theirs in a table, too.
+"""Compare leases in a table, free and contended: ours and those of two peers.
 
     python -m benchmarks.table --rounds 9 --count 100 --processes 2,8
 
 The floor is what no lease in a table can do without: two prepared UPDATEs of one row, each committed, on a bare
-connection. Contended, django-database-locks is 1: it cannot wait, and is asked again every 10 ms (by itself: 500 ms);
-django-db-mutex cannot wait either, nor does it renew. The servers write nothing through to a disk: only work counts.
+connection. Contended, django-database-locks counts as 1: it cannot wait, and is polled every 10 ms (by itself: 500 ms);
+django-db-mutex can neither wait nor renew. The servers do not wait for a disk, so that only work counts.
 """
 
 import asyncio
@@ -36,7 +36,7 @@ URL: Final = "postgres@127.0.0.1:{port}/postgres"
 
 @contextlib.contextmanager
 def running() -> Iterator[dict[str, servers.Server]]:
-    """PostgreSQL, and MariaDB if it is installed; Django is set up on them and on a SQLite file."""
+    """Start PostgreSQL, and MariaDB if it is installed, and set Django up on them and on a SQLite file."""
     with measure.scratch() as directory, contextlib.ExitStack() as stack:
         started = {"default": servers.postgresql(directory / "postgresql", servers.free_port())}
         with contextlib.suppress(servers.ServerMissing):
@@ -188,7 +188,7 @@ CONTENDED: Final[dict[str, Make]] = {
 
 
 def elsewhere(aliases: list[str]) -> dict[str, measure.Operation]:
-    """The other databases, beside PostgreSQL."""
+    """Return the operations on the databases other than PostgreSQL."""
     names = {"mariadb": "dlock, MariaDB", "sqlite": "dlock, SQLite"}
     return {names[alias]: ours(in_django(alias)) for alias in names if alias in aliases}
 

@@ -2,7 +2,7 @@
 
     python -m benchmarks.uncontended --rounds 15 --count 400 [--latency 0.5]
 
-With --latency, Redis is that many milliseconds of round trip away, and every process may use all CPUs.
+With --latency, Redis is a round trip of that many milliseconds away, and every process may use all CPUs.
 """
 
 import secrets
@@ -98,7 +98,7 @@ def pottery_redlock(client: redis.Redis) -> measure.Operation:
 
 
 def traffic(operation: measure.Operation, raw: RawRedis, count: int = 100) -> measure.Row:
-    """Requests and commands for one operation."""
+    """Return the requests and commands of one operation."""
     operation()
     raw.call("CONFIG", "RESETSTAT")
     with measure.counted_sends() as sent:

@@ -34,7 +34,7 @@ def ship(request: HttpRequest, pk: int) -> HttpResponse:
 
 
 def naive(view: View) -> View:
-    """A decorator as people write it with redis-py: it releases before COMMIT, which is wrong, and fast."""
+    """Decorate a view as people do with redis-py: the lock is released before COMMIT, which is fast, but wrong."""
 
     @functools.wraps(view)
     def wrapper(request: HttpRequest, pk: int) -> HttpResponse:
@@ -45,7 +45,7 @@ def naive(view: View) -> View:
 
 
 def on_a_bare_socket(view: View) -> View:
-    """The wire's price of a lease, without any promise."""
+    """Add only what the wire costs: a lease without any promise."""
 
     @functools.wraps(view)
     def wrapper(request: HttpRequest, pk: int) -> HttpResponse:
@@ -60,7 +60,7 @@ def on_a_bare_socket(view: View) -> View:
 
 
 def fenced_by_hand(view: View) -> View:
-    """The database's price of a fence: one upsert of one row, written by hand."""
+    """Add only what the database costs: one upsert of a fence row, written by hand."""
 
     @functools.wraps(view)
     def wrapper(request: HttpRequest, pk: int) -> HttpResponse:
@@ -72,7 +72,7 @@ def fenced_by_hand(view: View) -> View:
 
 
 def advisory(view: View) -> View:
-    """A decorator as people write it with django-pglock: PostgreSQL only, an advisory lock of the transaction."""
+    """Decorate a view as people do with django-pglock: an advisory lock of the transaction, on PostgreSQL only."""
 
     @functools.wraps(view)
     def wrapper(request: HttpRequest, pk: int) -> HttpResponse:

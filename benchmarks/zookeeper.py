@@ -1,9 +1,9 @@
-"""Locks in ZooKeeper, free and contended: ours beside kazoo's own Lock and tooz, which wraps it.
+"""Compare locks in ZooKeeper, free and contended: ours, kazoo's own Lock, and tooz, which wraps it.
 
     python -m benchmarks.zookeeper --rounds 9 --count 100 --processes 2,8,32
 
-One server, in memory. The floor of the free lock is the wire itself: create and list in one write, then delete, on a
-bare socket. The contended lock has no floor on the wire; there kazoo's Lock is 1.0.
+There is one server, in memory. The floor of the free lock is the wire itself: create and list in one write, then
+delete, on a bare socket. The contended lock has no such floor; there kazoo's Lock counts as 1.
 """
 
 import itertools
@@ -29,7 +29,7 @@ from dlock_core.backends.zookeeper.backend import ZooKeeperBackend
 from tests.servers import Server
 from tests.zookeeper_servers import zookeeper
 
-logging.getLogger("kazoo").setLevel(logging.ERROR)  # it tells of every connection that the end of the server breaks
+logging.getLogger("kazoo").setLevel(logging.ERROR)  # it logs every connection that the end of the server breaks
 
 FLOOR: Final = "floor: create + list, delete on a bare socket"
 PEER: Final = "kazoo Lock"
@@ -105,7 +105,7 @@ def kazoo_lock(port: int) -> measure.Operation:
 
 
 def kept_kazoo_lock(port: int) -> measure.Operation:
-    """Its best case: the object of a lock is made once, and knows then that the lock's node exists."""
+    """Measure the best case of kazoo: one lock object is used again, and knows that the lock's node exists."""
     lock = kazoo_client(port).Lock("/kazoo/kept", "benchmark")
 
     def operation() -> None:
@@ -184,7 +184,7 @@ def contended(port: int) -> dict[str, Make]:
     every: dict[str, Make] = {PEER: partial(contended_kazoo, port), "dlock": partial(contended_ours, port)}
 
     def add() -> None:
-        import tooz.drivers.zookeeper  # before the workers are forked, who would all be late
+        import tooz.drivers.zookeeper  # before the fork: every worker would import it, and be late
 
         every[tooz.__name__] = partial(contended_tooz, port)
 
