@@ -2,7 +2,7 @@
 
 A balance is read, and then written: a transfer that reads before another has committed overwrites what that one wrote.
 Row locks would prevent it too, but could deadlock, since neither database sees the waits in the other. The two COMMITs
-come one after the other: to survive a crash between them takes a record of the transfer, which no lock provides.
+come one after the other: surviving a crash between them takes a record of the transfer, which no lock provides.
 """
 
 from contextlib import ExitStack
@@ -22,13 +22,13 @@ class Address(NamedTuple):
 
 
 def unlocked(source: Address, target: Address, amount: int) -> None:
-    """Each account is read, and then written."""
+    """Read, and then write, each account."""
     move(source, -amount)
     move(target, amount)
 
 
 def locked(source: Address, target: Address, amount: int) -> None:
-    """The same, holding both accounts or none: so that A to B and B to A never deadlock."""
+    """Do the same with both accounts locked or none, so that A to B and B to A never deadlock."""
     locks = (lock("account", name, using=database, store=database) for database, name in (source, target))
     with lock(*locks, wait=None), ExitStack() as transactions:
         for database in sorted({source.database, target.database}):

@@ -1,6 +1,6 @@
-"""The race: servers to run in, clients that ship and cancel at once, and a report of what came of it.
+"""The race: its servers, clients that ship and cancel at once, and a report of the outcome.
 
-It knows no framework: each shop tells it, as a `Shop`, how it is served and what its database says.
+It depends on no framework: each shop describes, as a `Shop`, how it is served and what its database says.
 """
 
 from collections.abc import Callable, Sequence
@@ -11,7 +11,7 @@ from typing import Protocol
 
 
 class RaceFailed(Exception):
-    """The race cannot be run; the text says why."""
+    """The race cannot be run, or had faults; the text says which."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Tally:
 
 
 Sale = tuple[list[int], Callable[[], Tally]]
-"""The numbers of paid orders, and how to count what has become of them."""
+"""The numbers of paid orders, and a function that counts what has become of them."""
 
 
 class Shop(Protocol):
@@ -40,10 +40,10 @@ class Shop(Protocol):
     action_path: str
 
     def database(self, url: str) -> AbstractContextManager[str]:
-        """Take this database and make its tables; returns its name for the title; raises RaceFailed."""
+        """Use this database, make its tables, and yield its name for the title; raises RaceFailed."""
 
     def command(self, fd: int, processes: int) -> list[str]:
         """Return the command that serves the shop on a socket that already listens."""
 
     def paid_orders(self, number: int) -> AbstractContextManager[Sale]:
-        """Create `number` paid orders, and remove them afterwards: the database may be in use otherwise."""
+        """Create `number` paid orders, and remove them afterwards: the database may have other uses."""

@@ -1,6 +1,6 @@
 """The customers of a race: processes that ship and cancel the same orders at the same moment, over HTTP.
 
-Knows no framework and no database: what it tells is what a customer sees.
+They know no framework and no database: they report what a customer sees.
 """
 
 import multiprocessing
@@ -36,7 +36,7 @@ class Pair:
 
 @dataclass(frozen=True)
 class Answer:
-    """What one request was told: the HTTP status (0: no answer), and when, on a clock that all processes share."""
+    """The answer to one request: its HTTP status (0: no answer), and its times, by a clock that all processes share."""
 
     order: int
     action: str
@@ -48,7 +48,7 @@ class Answer:
 
 @contextmanager
 def customers(workers: int) -> Iterator[Pool]:
-    """Run the processes of the customers, who come again for every strategy."""
+    """Run the processes of the customers, which serve for every strategy."""
     processes = multiprocessing.get_context("spawn")
     all_here = processes.Barrier(workers + 1)
     with processes.Pool(workers, initializer=arrive, initargs=(all_here,)) as pool:
@@ -60,7 +60,7 @@ def customers(workers: int) -> Iterator[Pool]:
 
 
 def race(shop: Shop, customers: Pool, port: int, orders: list[int], seed: int) -> Iterator[list[Answer]]:
-    """Send a ship and a cancel for every order, as many orders at a time as there are customers; gives the answers."""
+    """Send a ship and a cancel for every order, as many orders at a time as there are customers; yield the answers."""
     chance = random.Random(seed)
     csrf = csrf_cookie(port, shop.order_path.format(order=orders[0]))
     pairs = [
@@ -76,7 +76,7 @@ def race(shop: Shop, customers: Pool, port: int, orders: list[int], seed: int) -
 
 
 def arrive(all_here: multiprocessing.synchronize.Barrier) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, who stops us
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which stops us
     all_here.wait(PATIENCE)
 
 
@@ -93,7 +93,7 @@ def send(pair: Pair, action: str, gate: threading.Barrier) -> Answer:
         response = ask(pair.port, "POST", pair.paths[action], pair.csrf)
         status, retries = response.status, int(response.headers.get("Shop-Retries", 0))
     except (OSError, HTTPException):
-        pass  # told as status 0
+        pass  # reported as status 0
     return Answer(pair.order, action, status, started, time.monotonic(), retries)
 
 

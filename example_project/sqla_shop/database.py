@@ -19,7 +19,7 @@ DRIVERS = {
     "sqlite": "sqlite+pysqlite",
 }
 SERVER = {"connect_args": {"connect_timeout": 10}}
-# As on PostgreSQL, and as Django sets it: under REPEATABLE READ a look for a row that is missing locks its neighbours.
+# As on PostgreSQL, and as Django sets it: under REPEATABLE READ, locking a missing row locks the gap around it.
 MYSQL = SERVER | {"isolation_level": "READ COMMITTED"}
 OPTIONS: dict[str, dict[str, Any]] = {
     "postgresql": SERVER,
@@ -28,7 +28,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "sqlite": {"connect_args": {"timeout": 30}},
 }
 
-# Without autoflush, so that `save_unchecked` finds what is not written yet: one strategy's own, too.
+# Without autoflush, so that only `save_unchecked` or `save_with_version` writes the changes of an order.
 sessions = sessionmaker(expire_on_commit=False, autoflush=False)
 
 

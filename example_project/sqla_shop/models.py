@@ -18,7 +18,7 @@ class Product(Base):
 
     name: Mapped[str] = mapped_column(String(100))
     price: Mapped[int]  # cents, as every amount here
-    stock: Mapped[int]  # pieces on the shelf that are promised to nobody
+    stock: Mapped[int]  # pieces on the shelf that are still for sale
 
 
 class State(StrEnum):
@@ -76,5 +76,5 @@ class Shipment(Base):
 
 
 def save_unchecked(session: Session, order: Order) -> None:
-    """Save over whatever the row says by now: a flush would check the version, which only one strategy does."""
+    """Overwrite the row, whatever it says by now: a flush would check the version, as only one strategy does."""
     session.execute(update(Order).where(Order.id == order.id).values(state=order.state, events=order.events))

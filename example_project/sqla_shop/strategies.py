@@ -32,7 +32,7 @@ Act = Annotated[actions.Act, Depends(chosen)]
 def none(order_id: int, act: Act, session: SessionDep) -> Event:
     """No protection: between our read and our write the order may change, and nothing checks it again."""
     order = session.get_one(Order, order_id)
-    session.commit()  # or on SQLite, whose transactions take turns, this one would be a lock
+    session.commit()  # on SQLite, where transactions take turns, an open one would be a lock
     event = act(session, order)
     save_unchecked(session, order)
     session.commit()

@@ -48,7 +48,7 @@ class Command(BaseCommand):
 
 @contextmanager
 def scratch() -> Iterator[None]:
-    """Two SQLite databases, and a Redis for the first: the leases of the second are in its own table."""
+    """Make two SQLite databases, and a Redis for the first; the leases of the second are in its own table."""
     with servers.scratch_folder() as directory, servers.redis(Path(directory)) as redis:
         place(directory, redis)
         for alias in DATABASES:

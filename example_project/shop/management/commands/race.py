@@ -13,12 +13,12 @@ OPTIONS = ("strategy", "orders", "workers", "seed", "format")
 
 
 class HelpFormatter(DjangoHelpFormatter, argparse.RawDescriptionHelpFormatter):
-    """Our own options first, and the text as it is written."""
+    """Shows our own options first, and the text as it is written."""
 
 
 class Command(BaseCommand):
     help = HELP.format(server=DjangoShop.server)
-    requires_system_checks = []  # what is wrong with the two URLs is told in one line
+    requires_system_checks = []  # errors in the two URLs are reported in one line
 
     def create_parser(self, prog_name: str, subcommand: str, **options: Any) -> CommandParser:
         options |= {"usage": "%(prog)s [options]", "formatter_class": HelpFormatter}
