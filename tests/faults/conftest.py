@@ -1,4 +1,4 @@
-"""A store behind a network that can be broken, and the same store over a good one to look at what is left."""
+"""Fixtures: a store behind a network that can be broken, and the same store over a good one, to see what is left."""
 
 import secrets
 from collections.abc import Iterator
@@ -28,7 +28,7 @@ def proxy(redis_server: Server) -> Iterator[Proxy]:
 
 @pytest.fixture
 def backend(proxy: Proxy, prefix: str) -> Iterator[RedisBackend]:
-    """The store as its users reach it: through the proxy."""
+    """Yield the store as its users reach it: through the proxy."""
     backend = RedisBackend.from_url(proxy.redis_url, prefix=prefix, timeout=LIMIT)
     yield backend
     backend.close()
@@ -36,7 +36,7 @@ def backend(proxy: Proxy, prefix: str) -> Iterator[RedisBackend]:
 
 @pytest.fixture
 def direct(redis_server: Server, prefix: str) -> Iterator[RedisBackend]:
-    """The same store over a good network."""
+    """Yield the same store over a good network."""
     backend = RedisBackend.from_url(redis_server.url, prefix=prefix)
     yield backend
     backend.close()

@@ -1,6 +1,6 @@
-"""What many processes did with one lock, written down by each, and a checker who believes nobody.
+"""Many processes record what they did with one lock, and a checker trusts none of them.
 
-All clocks of a machine show the same time, so the order in the history is exact.
+All processes of a machine read the same clock, so the order in the history is exact.
 """
 
 import json
@@ -18,11 +18,11 @@ from tests.processes import Link
 
 @dataclass(frozen=True)
 class Section:
-    """One holder's time inside: from the grant to its end, or to the moment when its lease ran out by its own clock."""
+    """One holder's time inside: from its grant until it left, or until its lease expired by its own clock."""
 
     asked: float
     queued: float | None
-    """When it surely had its place in the queue; None when it did not have to wait."""
+    """When it was certainly queued; None if it did not have to wait."""
     begin: float
     end: float
     token: int
@@ -30,7 +30,7 @@ class Section:
 
 
 class WithClock(Observed):
-    """Knows when a waiter began to wait."""
+    """Records when a waiter began to wait."""
 
     queued: float | None = None
 
@@ -42,7 +42,7 @@ class WithClock(Observed):
 def work(
     link: Link, url: str, prefix: str, path: str, rounds: int, options: dict[str, Any] | None, inside: float = 0.0005
 ) -> None:
-    """Take the lock many times, or none of it without options, and append a line after each section."""
+    """Run many sections under the lock, or without a lock if `options` is None, and append a line after each."""
     backend = WithClock(connect(url, prefix=prefix))
     with Path(path).open("a", buffering=1) as history:
         for _ in range(rounds):
@@ -81,7 +81,7 @@ def read(path: Path) -> list[Section]:
 
 
 def overlaps(history: list[Section]) -> list[tuple[Section, Section]]:
-    """Neighbours in the order of their tokens of whom the second was in before the first was out."""
+    """Return the neighbours in token order of which the second entered before the first had left."""
     return [(one, next_one) for one, next_one in pairwise(history) if next_one.begin < one.end]
 
 
@@ -91,7 +91,7 @@ def repeated_tokens(history: list[Section]) -> list[int]:
 
 
 def overtaken(history: list[Section]) -> list[tuple[Section, Section]]:
-    """Those who asked after another was surely queued, and were served before."""
+    """Return pairs (early, late): the late section asked when the early one was queued, and was served before it."""
     found = []
     for place, late in enumerate(history):
         found += [

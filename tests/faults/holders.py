@@ -1,4 +1,4 @@
-"""What other processes do in these tests; each gets a Link to the test first."""
+"""The work of other processes in these tests; the first argument of each is a Link to the test."""
 
 import os
 import sys
@@ -15,7 +15,7 @@ def store(url: str, prefix: str) -> Backend:
 
 
 def hold(link: Link, url: str, prefix: str, options: dict[str, Any]) -> None:
-    """Take the lock, say its token, and tell the state of the lease whenever asked, without asking the store."""
+    """Take the lock, send its token, and report the state of the lease on demand, without a request to the store."""
     lease = Lock(store(url, prefix), "a", **options).acquire()
     link.say(lease.token)
     while link.hear() != "release":
@@ -24,7 +24,7 @@ def hold(link: Link, url: str, prefix: str, options: dict[str, Any]) -> None:
 
 
 def wait(link: Link, url: str, prefix: str, ttl: float = 30.0) -> None:
-    """Wait for the lock, for ever."""
+    """Wait for the lock without a limit."""
     lease = Lock(store(url, prefix), "a", wait=None, ttl=ttl).acquire()
     link.say(lease.token)
     link.hear()
@@ -32,7 +32,7 @@ def wait(link: Link, url: str, prefix: str, ttl: float = 30.0) -> None:
 
 
 def fork(link: Link, url: str, prefix: str) -> Any:
-    """Fork while holding; give what the child found, and whether the parent still holds after a few renewals."""
+    """Fork while holding; send what the child found, and return whether the parent still holds after a few renewals."""
     backend = store(url, prefix)
     with Lock(backend, "a", ttl=1.0) as lease:
         read, write = os.pipe()
@@ -64,16 +64,16 @@ def _seen_by_child(backend: Backend, lease: Lease) -> Any:
     with Lock(backend, "of the child", ttl=0.5) as own:
         import time
 
-        time.sleep(1.0)  # longer than its ttl: the child has a watchdog of its own
+        time.sleep(1.0)  # longer than its ttl: the child has its own watchdog
         kept = not own.lost
     return {"released": released, "remaining": lease.remaining(), "lost": lease.lost, "taken": taken, "kept": kept}
 
 
 def fork_out_of_block(link: Link, url: str, prefix: str, several: bool = False) -> Any:
-    """Leave the parent's `with` block in a forked child, by its end and by an error."""
+    """Leave the parent's `with` block in a forked child, first at its end and then by an error."""
     backend = store(url, prefix)
     lock: Any = MultiLock(backend, ["a", "b"]) if several else Lock(backend, "a")
-    lock.acquire().release()  # the store knows the scripts
+    lock.acquire().release()  # so that the server knows the scripts
     for fails in (False, True):
         child = 0
         try:

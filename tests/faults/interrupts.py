@@ -1,8 +1,8 @@
 """A process that is interrupted at random moments: `python -m tests.faults.interrupts threads|asyncio URL COUNT SEED`.
 
-In each round a signal handler raises once, a random time after the round's operation has begun. Then nothing of that
-operation may be left in the store, nobody may be locked out, and a lease that the process holds meanwhile stays renewed.
-It prints what it has seen as JSON and ends with exit code 0 when all of that was so.
+In each round a signal handler raises once, at a random time after the round's operation began. That operation must
+leave nothing in the store and block no lock, and a lease that the process holds meanwhile must stay renewed. The
+process prints its findings as JSON, which the caller has to check; its exit code is 1 if that lease was lost.
 """
 
 from __future__ import annotations
@@ -36,23 +36,23 @@ if TYPE_CHECKING:
     from types import FrameType
 
 HANGS_S: Final = 60
-"""Seconds after which a round is taken to hang."""
+"""Seconds after which a round counts as hanging."""
 BYSTANDER_TTL_S: Final = 2.0
 
 
 class SoftLimit(Exception):
-    """As Celery's."""
+    """Stands for the exception of Celery's soft time limit."""
 
 
 class Killed(BaseException):
-    """As a greenlet's exit."""
+    """Stands for the exception that ends a greenlet."""
 
 
 ERRORS: Final = (SoftLimit, Killed, KeyboardInterrupt, SystemExit, asyncio.CancelledError, GeneratorExit, TimeoutError)
 
 
 class Interrupts:
-    """Raises once in each round, and knows where it did."""
+    """Raises once in each round, and records where."""
 
     def __init__(self, seed: int) -> None:
         self.chance = random.Random(seed)
@@ -60,7 +60,7 @@ class Interrupts:
         self.where: tuple[str, str, str] = ("", "", "")
         self.is_armed, self.again = False, 1e-5
         self.only_in_tasks = False
-        """Spare the event loop: what is raised in its own code loses a wake-up, for which no library can make up."""
+        """Spare the event loop's own code: an exception there loses a wake-up, for which no library can make up."""
         signal.signal(signal.SIGALRM, self._raise)
 
     def arm(self, longest: float) -> None:
@@ -75,7 +75,7 @@ class Interrupts:
         if not self.is_armed or frame is None:
             return
         if self.only_in_tasks and not in_a_task(frame):
-            self.again *= 1.5  # On a busy machine handlers that follow each other closely would leave no time for work.
+            self.again *= 1.5  # On a busy machine, handlers in quick succession would leave no time for work.
             signal.setitimer(signal.ITIMER_REAL, self.again)
             return
         self.is_armed = False
@@ -87,7 +87,7 @@ class Interrupts:
 
 
 def in_a_task(frame: FrameType | None) -> bool:
-    """Tell whether the loop is carrying out a step of a task that is in our code, or in what our code has called."""
+    """Return whether the loop is running a step of a task that is in our code, or in code called by ours."""
     while frame is not None and Path(frame.f_code.co_filename).name not in {
         "events.py",
         "base_events.py",
@@ -100,7 +100,7 @@ def in_a_task(frame: FrameType | None) -> bool:
 
 
 class Round:
-    """One operation on a lock that nobody else asks for, which is interrupted."""
+    """Runs one operation per round and interrupts it."""
 
     def __init__(self, url: str, seed: int) -> None:
         self.prefix = f"interrupts-{seed}-{os.getpid()}:"
@@ -156,7 +156,7 @@ class Round:
 
     def lost(self, name: str) -> None:
         with Lock(self.store, name, ttl=20, on_lost=lambda: sys.exit(1)) as lease:
-            self.client.connection_pool.reset()  # An interrupted client of redis-py is out of step for ever.
+            self.client.connection_pool.reset()  # An interrupted client of redis-py stays out of step.
             self.client.delete(f"{self.prefix}{{{name}}}")
             lease.renew()
 
@@ -180,7 +180,7 @@ class Round:
             self.interrupts.disarm()
         took = time.perf_counter() - began
         self.rounds += 1
-        if self.interrupts.count == before:  # It was over before: aim better.
+        if self.interrupts.count == before:  # The operation ended before the interrupt: aim better.
             self.longest[kind] = 0.9 * self.longest[kind] + 0.1 * max(took, 1e-4)
         else:
             self.longest[kind] = min(0.05, self.longest[kind] * 1.02)
@@ -190,7 +190,7 @@ class Round:
         self.operations()[kind](name)
 
     def look(self, kind: str, name: str) -> None:
-        """Count what the interrupted operation has left behind."""
+        """Count and remove what the interrupted operation has left behind."""
         name = "shared" if kind == "shared" else name
         self.client.connection_pool.reset()
         left = [key for key in (name, f"{name}:2") if self.client.exists(f"{self.prefix}{{{key}}}")]
@@ -205,7 +205,7 @@ class Round:
 
 
 class AsyncRound(Round):
-    """The same under asyncio, where a signal handler may raise inside the event loop, too."""
+    """Does the same with asyncio, where a signal handler may also run inside the event loop."""
 
     def __init__(self, url: str, seed: int) -> None:
         super().__init__(url, seed)
@@ -246,7 +246,7 @@ class AsyncRound(Round):
 
 
 def hold_in_a_thread(store: RedisBackend, done: threading.Event, seen: dict[str, Any]) -> None:
-    """Hold the bystander's lease, of which renewals are looked at."""
+    """Hold the bystander's lease, and record whether it stays renewed."""
     held = threading.Event()
 
     def hold() -> None:

@@ -1,4 +1,4 @@
-"""Look at a store over a good network."""
+"""Helpers that look at a store over a good network."""
 
 import os
 import signal
@@ -28,13 +28,13 @@ def waiters(store: RedisBackend, name: str) -> list[str]:
 
 
 def look(store: RedisBackend, name: str) -> LockState:
-    """Return the state of a lock; on a busy machine the time limit of a look passes now and then."""
+    """Return the state of a lock, in several attempts if need be: on a busy machine one may exceed its time limit."""
     (state,) = insist(lambda: run(store.inspect(BLOCKING, name)))
     return state
 
 
 def insist(step: Callable[[], T]) -> T:
-    """Repeat a step until the store answers, and return what it answers."""
+    """Repeat a step until the store replies, and return its result."""
     found: list[T] = []
 
     def is_answered() -> bool:
@@ -47,12 +47,12 @@ def insist(step: Callable[[], T]) -> T:
 
 
 def is_untouched(store: RedisBackend, name: str) -> bool:
-    """Nobody holds the lock or waits for it."""
+    """Return whether the lock has neither holders nor waiters."""
     return not holders(store, name) and not waiters(store, name)
 
 
 def keys(url: str, prefix: str) -> set[str]:
-    """Every key of a store, without the counter and without what only lives for a moment."""
+    """Return every key of a store except the token counter and the short-lived wake-ups."""
     with redis.Redis.from_url(url, decode_responses=True) as client:
         found = {key.removeprefix(prefix) for key in client.scan_iter(f"{prefix}*")}
         return {key for key in found if "wake:" not in key} - {"token"}
@@ -60,13 +60,13 @@ def keys(url: str, prefix: str) -> set[str]:
 
 @contextmanager
 def interrupted(condition: Callable[[], object]) -> Iterator[None]:
-    """A real Ctrl-C ends the block, once the condition holds."""
+    """End the block by a real Ctrl-C as soon as the condition holds."""
 
     def interrupt() -> None:
         until(condition)
         os.kill(os.getpid(), signal.SIGINT)
 
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # which background jobs do not have
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs ignore SIGINT
     thread = threading.Thread(target=interrupt)
     thread.start()
     with pytest.raises(KeyboardInterrupt):

@@ -1,4 +1,4 @@
-"""What other processes do with a lease table; each gets a Link to the test first, and the URL of an engine."""
+"""The work of other processes with a lease table; the first arguments of each are a Link to the test and a URL."""
 
 import gc
 import os
@@ -13,7 +13,7 @@ from tests.processes import Link
 
 
 def hold(link: Link, url: str, name: str, options: dict[str, Any]) -> None:
-    """Take the lock, say its token, and tell the state of the lease whenever asked, without asking the store."""
+    """Take the lock, send its token, and report the state of the lease on demand, without a request to the store."""
     lease = Lock(from_url(url), name, **options).acquire()
     link.say(lease.token)
     while link.hear() != "release":
@@ -28,7 +28,7 @@ def work(link: Link, url: str, path: str, rounds: int, options: dict[str, Any], 
 
 
 def fork(link: Link, url: str, name: str) -> Any:
-    """Fork while holding, with connections open; give what the child found, and whether the parent still holds."""
+    """Fork while holding, with open connections; send the child's findings, and return whether the parent holds."""
     backend = from_url(url)
     with Lock(backend, name, ttl=2.0) as lease:
         read, write = os.pipe()
@@ -49,7 +49,7 @@ def _in_child(backend: dlock_core.backend.Backend, lease: Any, name: str) -> Any
 
 
 def fork_and_forget(_: Link, url: str, name: str) -> list[Any]:
-    """Have a forked child forget the store; give what the parent's connection says afterwards."""
+    """Have a forked child forget the store; return what the parent's connection replies afterwards."""
     backend = from_url(url)
     Lock(backend, name).acquire().release()
     session = backend.pool.idle.take()
@@ -63,5 +63,5 @@ def fork_and_forget(_: Link, url: str, name: str) -> list[Any]:
 
 
 def read(path: Path) -> list[history.Section]:
-    """The history, by token."""
+    """Return the history, sorted by token."""
     return history.read(path)

@@ -1,4 +1,4 @@
-"""Session locks when their holder dies, stands still or is cut off, and when the server ends its session."""
+"""Session locks whose holder dies, stops or loses its connection, or whose session the server ends."""
 
 import asyncio
 import json
@@ -143,7 +143,7 @@ def test_renewal_tells_of_a_session_that_the_server_has_ended(store, alias):
 
 @pytest.mark.parametrize("store", ["postgresql"], indirect=True)
 def test_block_whose_session_the_server_has_ended_is_told_although_nobody_can_be_asked(store, monkeypatch):
-    async def is_held(*_: Any) -> bool:  # as if the other connections had been ended as well
+    async def is_held(*_: Any) -> bool:  # as if the other connections had ended, too
         raise BackendUnavailable(NAME, reason="terminated", broken=True)
 
     with pytest.raises(LeaseLost), Lock(store, NAME, renew=False) as lease:
@@ -169,7 +169,7 @@ def test_session_that_holds_is_shown_to_another_process(store, alias):
 
 @pytest.mark.parametrize("store", ["postgresql", "asyncpg"], indirect=True)
 async def test_waiter_that_is_cancelled_leaves_the_holder_alone(store, alias):
-    """Whatever stands in the name: the waiter's session has to be ended, the holder's not."""
+    """Whatever the name contains, the server has to end the waiter's session, and not the holder's."""
     name = "order:0a-4f"
     holder, other = await asyncio.to_thread(Lock(store, name).acquire), made(alias, session=True)
     waiting = asyncio.create_task(AsyncLock(other, name, wait=None).acquire())
@@ -185,7 +185,7 @@ async def test_waiter_that_is_cancelled_leaves_the_holder_alone(store, alias):
 
 @pytest.mark.parametrize("store", ["postgresql", "psycopg", "pymysql", "mariadb"], indirect=True)
 def test_interrupted_waiter_leaves_its_place_and_the_holder_alone(store, alias, monkeypatch):
-    """A real Ctrl-C, while the server makes it wait; mysqlclient hears of it when its statement has ended."""
+    """A real Ctrl-C arrives while the server makes it wait; mysqlclient notices it when its statement has ended."""
     monkeypatch.setattr(session, "MAX_WAIT_S", 1.0)
     holder, other = Lock(store, NAME).acquire(), made(alias, session=True)
     with interrupted(lambda: run(store.inspect(BLOCKING, NAME))[0].waiters):
@@ -198,7 +198,7 @@ def test_interrupted_waiter_leaves_its_place_and_the_holder_alone(store, alias, 
 
 @both
 def test_forked_child_leaves_its_parents_connections_alone(store, alias):
-    """Also when it takes a parent's lease, which nobody renews in the child, for one that was thrown away."""
+    """This holds even if the child takes the parent's lease, which it does not renew, for a discarded one."""
     lease, spare = Lock(store, NAME, ttl=3600.0).acquire(), Lock(store, "spare").acquire()
     spare.release()
     if not (child := os.fork()):
@@ -219,7 +219,7 @@ def test_forked_child_leaves_its_parents_connections_alone(store, alias):
 
 @pytest.mark.parametrize("store", ["postgresql"], indirect=True)
 def test_session_that_does_not_answer_costs_no_other_its_lease(store):
-    """Each is proved in its turn, which takes no longer than a third of the ttl."""
+    """Sessions are checked in turn, each within a third of the ttl."""
     stuck, well = (
         Lock(store, "stuck", ttl=9.0, renew=False).acquire(),
         Lock(store, "well", ttl=9.0, renew=False).acquire(),
@@ -241,7 +241,7 @@ def test_session_that_does_not_answer_costs_no_other_its_lease(store):
 @pytest.mark.parametrize(("fault", "is_asked_again"), [("deaf", False), ("cut", True)])
 @pytest.mark.parametrize("store", ["postgresql"], indirect=True)
 def test_server_that_is_silent_costs_one_time_limit_and_not_two(store, fault, is_asked_again):
-    """A kept connection that has ended is worth a second question; one that is not answered is not."""
+    """A kept connection that has ended is worth a second attempt; one on which no reply comes is not."""
     with Proxy(settings.POSTGRESQL_PORT) as proxy:
         url = f"postgresql+psycopg://postgres@127.0.0.1:{proxy.port}/postgres"
         behind = from_engine(create_engine(url), session=True, timeout=1.0)
@@ -262,7 +262,7 @@ def test_renewal_that_comes_after_the_release_does_not_touch_who_has_the_connect
     renewal = Renewal(first._held.request, first._held.granted)
 
     class Late(Blocking):
-        """Finds the connection in use, and asks again when another has got it."""
+        """Lets another holder get the connection while the renewal waits for it."""
 
         async def sleep(self, seconds: float) -> None:
             del seat.connection._in_use["by"]
@@ -306,7 +306,7 @@ async def test_tasks_that_wait_leave_room_for_the_release(store):
 
 
 class Pooled:
-    """A session as a pooler hands it out: closing it is the client's affair only."""
+    """A session from a pooler: closing it does not end it on the server."""
 
     def __init__(self, session: Any) -> None:
         self._session = session
@@ -319,7 +319,7 @@ class Pooled:
 
 @pytest.mark.parametrize("store", ["postgresql"], indirect=True)
 def test_session_that_a_pooler_gives_to_two_is_refused_to_the_second(store, monkeypatch):
-    """There each would be granted the other's lock, as one that it has already."""
+    """In one session, each would be granted the other's lock, as one that the session already has."""
     lease = Lock(store, NAME).acquire()
     session = Pooled(store._reservations[lease._held.request.holder].connection.dedicated.connection)
     other = made("postgresql", session=True)
@@ -331,7 +331,7 @@ def test_session_that_a_pooler_gives_to_two_is_refused_to_the_second(store, monk
 
 
 def test_standby_is_refused(servers_directory):
-    """Its locks are its own: whoever asks the primary would be granted the same."""
+    """Its locks are separate: the primary would grant the same lock to another holder."""
     standby = servers.postgresql(servers_directory / "standby", servers.free_port())
     standby.start()
     standby.stop()

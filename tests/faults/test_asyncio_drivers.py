@@ -1,4 +1,4 @@
-"""The connections of asyncio drivers, which share an event loop of ours: what becomes of one ends no other."""
+"""The connections of asyncio drivers share an event loop of ours: the end of one ends no other."""
 
 import secrets
 from collections.abc import Iterator
@@ -24,7 +24,7 @@ from tests.table_stores import URLS, server_of
 LISTEN, LISTING = b"LISTEN", b"FROM dlock_lease"
 WITHIN = 20.0
 CANCELS_WITHOUT_BLOCKING = 170000
-"""The first version of libpq whose PQcancel need not be called: psycopg's C code keeps Python's lock in it."""
+"""The first libpq that needs no PQcancel, in which psycopg's C code keeps the GIL."""
 
 
 @pytest.fixture
@@ -77,7 +77,7 @@ def assert_step_fails_in_time(store: TableBackend, threads: ThreadPoolExecutor, 
 def test_step_that_is_under_way_ends_although_listeners_were_cut(
     store: TableBackend, proxy: Proxy, threads: ThreadPoolExecutor, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The step closes such a connection, and so does the driver's word that it has ended."""
+    """Both the step and the driver's notice of the end close such a connection."""
     monkeypatch.setattr(waiting, "RECONNECT_DELAY_S", -1.0)
     held = proxy.hold_reply(matching=LISTING)
     answer: Future[Any] = threads.submit(look, store, name)
@@ -94,7 +94,7 @@ def test_step_that_is_under_way_ends_although_listeners_were_cut(
 def test_step_fails_in_time_although_idle_connections_are_half_open(
     store: TableBackend, proxy: Proxy, threads: ThreadPoolExecutor, name: str
 ) -> None:
-    """It closes them, too, and asyncpg waits for the server to do the same."""
+    """The step also closes them, and asyncpg waits for the server to do the same."""
     held = proxy.hold_reply(matching=LISTING)
     first = threads.submit(look, store, name)
     held.wait()
@@ -108,7 +108,7 @@ def test_step_fails_in_time_although_idle_connections_are_half_open(
 def test_step_fails_in_time_although_its_new_connection_is_half_open(
     store: TableBackend, proxy: Proxy, threads: ThreadPoolExecutor, name: str
 ) -> None:
-    """An event of the engine has begun a transaction, whose COMMIT nobody answers."""
+    """An event of the engine has begun a transaction whose COMMIT gets no reply."""
     engine = store.pool.connector._source  # type: ignore[attr-defined]
 
     @event.listens_for(engine, "connect")

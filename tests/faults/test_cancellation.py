@@ -1,4 +1,4 @@
-"""A task cancelled at any of its awaits, a thread interrupted at any of its reads: no grant and no place is left."""
+"""A task cancelled at any await, or a thread interrupted at any read, leaves no grant and no queue entry."""
 
 import asyncio
 import threading
@@ -17,7 +17,7 @@ from tests.servers import Server
 from tests.waiting import auntil, until
 
 FOR_EVER = 200
-"""No call has so many awaits."""
+"""No call has this many awaits."""
 
 
 class Cancelled:
@@ -56,7 +56,7 @@ def store(redis_server: Server, prefix: str) -> RedisBackend:
 
 
 async def attempt(cancelled: Cancelled, coroutine: Coroutine[Any, Any, Any]) -> Any:
-    """Run it in a task of its own; None when it was cancelled."""
+    """Run a coroutine in its own task; return None if it was cancelled."""
 
     async def main() -> Any:
         return await cancelled.run(coroutine)
@@ -66,9 +66,9 @@ async def attempt(cancelled: Cancelled, coroutine: Coroutine[Any, Any, Any]) -> 
 
 
 def sweep(main: Callable[[int], Coroutine[Any, Any, bool]], *, awaits: int) -> None:
-    """Have it cancelled at each await up to the last, of which there are at least so many.
+    """Cancel `main` at each await up to the last; there must be at least `awaits` of them.
 
-    In a turn in which the answer was there before anybody waited for it, that await was none: then another turn.
+    If a reply arrives before the task waits for it, there is no such await in that run: it is repeated.
     """
     k = 1
     for _ in range(FOR_EVER):
@@ -115,7 +115,7 @@ def test_waiting_acquire_cancelled_at_any_await_leaves_nothing(
 
 
 def test_cancelled_waiter_passes_on_what_was_just_handed_to_it(store: RedisBackend, direct: RedisBackend) -> None:
-    """Cancelled and released in the same turn of the loop, so that the grant and the cancellation cross each other."""
+    """The cancellation and the release happen in the same turn of the loop, so that it crosses with the grant."""
 
     async def main() -> None:
         holder = await AsyncLock(store, "a").acquire()
@@ -182,7 +182,7 @@ def test_acquire_that_ran_into_a_time_limit_leaves_nothing(store: RedisBackend, 
 def test_thread_interrupted_at_any_read_leaves_nothing(
     store: RedisBackend, direct: RedisBackend, monkeypatch: pytest.MonkeyPatch, k: int, taken: bool, answered: bool
 ) -> None:
-    """The reads of an acquire: its first question; then, when it has to wait, the wake-up and the question behind it."""
+    """An acquire reads the reply to its first request; if it has to wait, also the wake-up and the next reply."""
     real, me, reads = transport.read_reply, threading.get_ident(), 0
 
     def interrupted(connection: Any) -> Any:
@@ -217,7 +217,7 @@ def hold_until_waited_for(store: RedisBackend, begun: threading.Event) -> None:
 
 
 def hold(store: RedisBackend, begun: threading.Event, enough: Callable[[], object] = bool) -> None:
-    """Hold the lock until it is enough, or until the test says STOP."""
+    """Hold the lock until `enough` holds or the test sets STOP."""
     STOP.clear()
     with Lock(store, "a"):
         begun.set()
@@ -227,7 +227,7 @@ def hold(store: RedisBackend, begun: threading.Event, enough: Callable[[], objec
 def test_connection_of_an_interrupted_waiter_is_closed_although_its_error_is_kept(
     store: RedisBackend, direct: RedisBackend, monkeypatch: pytest.MonkeyPatch, redis_server: Server
 ) -> None:
-    """Behind the wake-up that it waits for stands its next question: if that were carried out, it would be an orphan."""
+    """Its next request is sent behind the wake-up that it waits for: if that ran, its grant would be an orphan."""
     real, me, reads = transport.read_reply, threading.get_ident(), 0
 
     def interrupted(connection: Any) -> Any:
@@ -254,7 +254,7 @@ def test_connection_of_an_interrupted_waiter_is_closed_although_its_error_is_kep
 
 
 def test_interrupted_waiter_leaves_its_place_and_the_lock_alone(store: RedisBackend, direct: RedisBackend) -> None:
-    """A real Ctrl-C, in the middle of a blocking read."""
+    """A real Ctrl-C arrives in the middle of a blocking read."""
     leases: list[Any] = []
     thread = threading.Thread(target=lambda: leases.append(Lock(direct, "a").acquire()))
     thread.start()

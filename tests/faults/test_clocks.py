@@ -1,4 +1,4 @@
-"""Clocks of servers that are really set forward and back: what the documents promise of each."""
+"""Server clocks are really set forward and back, and the promises of the documentation hold."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -30,7 +30,7 @@ def backend(turned: Turned) -> Iterator[RedisBackend]:
 
 @pytest.fixture
 def other(turned: Turned) -> Iterator[RedisBackend]:
-    """The same store as another process sees it."""
+    """Yield the same store, as another process would connect to it."""
     yield from of(turned.server)
 
 

@@ -1,4 +1,4 @@
-"""Slots that move and masters that fall while locks are held and waited for: followed in time, kept, or told."""
+"""Slots move and masters fail while locks are held and waited for: leases are kept or reported as lost."""
 
 import logging
 import threading
@@ -35,7 +35,7 @@ RIGHTS = (
     "+eval +evalsha +blpop +blmove +time +exists +get +getrange +mget +set +del +pttl +pexpire +hget +hset +hdel +rpush +lrange +lrem "
     "+sadd +srem +smembers +sscan +zadd +zrem +zrange +zrangebyscore +zscore +cluster|slots +asking"
 )
-"""What docs/howto/operations.md and docs/stores.md give to the user of dlock."""
+"""The rights that docs/howto/operations.md and docs/stores.md give to dlock's user."""
 ACQUIRE, RELEASE = (load_script(name).sha.encode() for name in ("acquire", "release"))
 
 
@@ -50,7 +50,7 @@ def six(servers_directory: Path) -> Iterator[Cluster]:
 
 @pytest.fixture
 def nodes(six: Cluster) -> Iterator[Cluster]:
-    """Six nodes, well again after each test."""
+    """Yield six nodes, all of which work again after each test."""
     yield six
     six.heal()
 
@@ -62,7 +62,7 @@ def backend(nodes: Cluster, prefix: str) -> Iterator[Backend]:
 
 @pytest.fixture
 def direct(nodes: Cluster, prefix: str) -> Iterator[ClusterBackend]:
-    """The same store, to look at it."""
+    """Yield the same store, for looking at it."""
     yield from store(nodes.url, prefix)
 
 
@@ -74,7 +74,7 @@ def store(url: Any, prefix: str, **options: Any) -> Iterator[Any]:
 
 @pytest.fixture
 def copied(harness: Harness, nodes: Cluster, prefix: str) -> Iterator[Harness]:
-    """Locks of the same store that are told when a replica has them: so that a failover cannot forget them."""
+    """Yield a harness whose grants wait for a replica, so that a failover cannot forget them."""
     for backend in store(nodes.url, prefix, replicas=1):
         copied = type(harness)(backend)
         yield copied
@@ -83,13 +83,13 @@ def copied(harness: Harness, nodes: Cluster, prefix: str) -> Iterator[Harness]:
 
 @pytest.fixture
 def key(direct: ClusterBackend) -> str:
-    """The key of the lock "a"."""
+    """Return the key of the lock "a"."""
     return direct.lock_key("a")
 
 
 @pytest.fixture
 def move(nodes: Cluster, key: str) -> Iterator[Callable[[], Move]]:
-    """Begin to move the slot of the lock "a" to another master; it arrives at the end of the test at the latest."""
+    """Begin to move the slot of the lock "a" to another master; the move ends with the test at the latest."""
     begun: list[Move] = []
 
     def move() -> Move:
@@ -106,19 +106,19 @@ tasks = pytest.mark.parametrize("harness", [Tasks], indirect=True)
 
 
 def refusals(nodes: Cluster, kind: str) -> int:
-    """How many questions were refused so by all nodes together."""
+    """Return how many requests all nodes together have refused with this error."""
     stats = [nodes.ask(node, "INFO", "errorstats") for node in nodes.running]
     return sum(each.get(f"errorstat_{kind}", {"count": 0})["count"] for each in stats)
 
 
 def scripts(nodes: Cluster, node: Server) -> int:
-    """How many scripts a node was asked to run."""
+    """Return how many scripts a node was asked to run."""
     stats = nodes.ask(node, "INFO", "commandstats")
     return sum(each["calls"] for name, each in stats.items() if name.startswith("cmdstat_eval"))
 
 
 def elsewhere(nodes: Cluster, direct: ClusterBackend, master: Server) -> str:
-    """A name whose lock is on another master."""
+    """Return a name whose lock is on another master."""
     names = (f"b:{number}" for number in range(1000))
     return next(name for name in names if nodes.master_of(direct.lock_key(name)) is not master)
 
@@ -137,7 +137,7 @@ def test_all_keys_of_a_name_are_in_one_slot(harness: Harness, nodes: Cluster, pr
 
 @threads
 def test_names_that_differ_by_a_companions_ending_are_apart(harness: Harness) -> None:
-    """The queue of "a" is no lock of anybody."""
+    """The queue of "a", for example, is not a lock named "a:q"."""
     leases = [harness.acquire(name) for name in ("a", "a:q", "a:wake", "token", "locks", "never")]
     assert len({lease.token for lease in leases}) == 6
     assert all(harness.try_acquire(lease.name) is None for lease in leases)
@@ -174,7 +174,7 @@ def test_lease_is_held_renewed_and_released_while_its_slot_moves(
 
 
 def stands_in_the_way(harness: Harness) -> bool:
-    """Whoever asks now is not let in: the lock is held, or nobody can tell while its slot moves."""
+    """Return whether a new request is refused, because the lock is held or its slot is moving."""
     try:
         return harness.try_acquire("a") is None
     except BackendUnavailable as error:
@@ -199,7 +199,7 @@ def test_grant_is_undone_while_its_slot_moves(
 def test_shared_lease_outlives_the_move_of_its_slot(
     harness: Harness, key: str, move: Callable[[], Move], stage: str
 ) -> None:
-    """It is kept in several keys, of which some are here and some are there: nobody may take that for its loss."""
+    """It is stored in several keys, which may be on different nodes for a while: that must not count as its loss."""
     lease = harness.acquire("a", ttl=WAIT, renew=False, shared=True)
     on_the_way = move()
     STAGES[stage](on_the_way, key)
@@ -325,7 +325,7 @@ def test_master_that_steps_down_wakes_its_waiters_and_is_left(harness: Harness, 
 
 @tasks
 def test_lease_that_a_failover_forgot_is_told_as_lost(harness: Harness, nodes: Cluster, key: str) -> None:
-    """The replica had not heard of it; tokens grow nevertheless."""
+    """The replica had not received it; tokens grow nevertheless."""
     told: list[bool] = []
     master = nodes.master_of(key)
     nodes.replica_of(master).pause()
@@ -365,7 +365,7 @@ def test_master_that_stands_still_is_unavailable_in_time(
 def test_holders_and_waiters_elsewhere_do_not_mind_a_master_that_is_gone(
     harness: Harness, nodes: Cluster, direct: ClusterBackend, key: str
 ) -> None:
-    """Leases of all masters are renewed together; those of the dead one alone are lost."""
+    """Leases of all masters are renewed together, and only those of the dead master are lost."""
     told = threading.Event()
     master = nodes.master_of(key)
     name = elsewhere(nodes, direct, master)
@@ -472,7 +472,7 @@ CLIENTS: dict[str, Callable[[int, Any], Any]] = {
 
 @pytest.fixture
 def proxies(nodes: Cluster) -> Iterator[dict[int, Proxy]]:
-    """A network to each node that can be broken, by the node's port."""
+    """Yield a proxy for each node, by the node's port, whose network can be broken."""
     with ExitStack() as stack:
         yield {node.port: stack.enter_context(Proxy(node.port)) for node in nodes.nodes}
 
@@ -481,7 +481,7 @@ def proxies(nodes: Cluster) -> Iterator[dict[int, Proxy]]:
 def through(
     request: pytest.FixtureRequest, harness: Harness, nodes: Cluster, proxies: dict[int, Proxy], prefix: str
 ) -> Iterator[Harness]:
-    """Locks of the same store by a client of redis-py that reaches the nodes at other addresses than they know."""
+    """Yield a harness whose redis-py client reaches the nodes through the proxies, at addresses they do not know."""
     remap = {(HOST, port): (HOST, proxy.port) for port, proxy in proxies.items()}
     client = CLIENTS[request.param](nodes.nodes[0].port, lambda address: remap.get(address, address))
     for behind in store(client, prefix, timeout=LIMIT):
@@ -529,7 +529,7 @@ def test_leases_of_a_node_are_renewed_in_one_request(through: Harness, proxies: 
     for number in range(100):
         through.acquire(f"a:{number}", ttl=WAIT, renew=False)
     asked = [Renewal(lease._held.request, lease._held.granted) for lease in through._leases]
-    through.call_store("renew", asked)  # the nodes learn the script
+    through.call_store("renew", asked)  # so that the nodes know the script
     before = sum(proxy.requests for proxy in proxies.values())
     assert through.call_store("renew", asked) == [WAIT] * 100
     assert sum(proxy.requests for proxy in proxies.values()) <= before + 3
@@ -556,7 +556,7 @@ def test_thousand_leases_among_many_other_keys_are_listed_without_a_scan(
 
 
 def test_counters_and_lists_are_no_more_than_the_tags(nodes: Cluster, direct: ClusterBackend, prefix: str) -> None:
-    """No name leaves a key behind."""
+    """Names leave no keys behind: only the counters of the tags stay."""
     for number in range(1000):
         Lock(direct, f"a:{number}").acquire().release()
     found = nodes.keys(prefix)

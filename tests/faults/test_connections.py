@@ -1,4 +1,4 @@
-"""Connections: kept, looked at, closed with their loop, and never shared."""
+"""Connections are kept, checked, closed with their loop, and never shared."""
 
 import asyncio
 import gc
@@ -50,7 +50,7 @@ def test_ended_event_loops_leave_no_connection_and_no_warning(direct: RedisBacke
     for _ in range(10):
         asyncio.run(main())
     gc.collect()
-    until(lambda: descriptors() <= before)  # Threads of earlier tests may have opened some meanwhile.
+    until(lambda: descriptors() <= before)  # Threads of earlier tests may have opened some in the meantime.
 
 
 def test_loop_that_was_only_closed_is_forgotten_by_the_next(direct: RedisBackend) -> None:
@@ -90,7 +90,7 @@ async def test_closing_the_store_closes_what_is_idle_in_a_running_loop(direct: R
 def test_connection_that_was_idle_for_long_is_looked_at(
     backend: RedisBackend, proxy: Proxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """So that a server which closes idle connections costs no failed request at all."""
+    """A server that closes idle connections therefore causes no failed request."""
     monkeypatch.setattr(backend._blocking._idle, "_trusted_s", 0.0)
     Lock(backend, "a").acquire().release()
     proxy.cut()
@@ -139,7 +139,7 @@ def test_child_of_a_fork_makes_connections_of_its_own(direct: RedisBackend) -> N
 
 
 def test_wait_of_a_millisecond_ends(any_redis: Server) -> None:
-    """As at the end of a longer one; Redis 6.2 sleeps for ever when it is asked to sleep for 0.001 s."""
+    """A longer wait ends with one so short; Redis 6.2 never wakes if it is asked to sleep for 0.001 s."""
     store = RedisBackend.from_url(any_redis.url, prefix="short:")
     with Lock(store, "a"):
         request = new_request("a", LockOptions(30.0, 1.0))
@@ -152,7 +152,7 @@ def test_wait_of_a_millisecond_ends(any_redis: Server) -> None:
 
 @pytest.mark.parametrize("kind", ["threads", "asyncio"])
 def test_wait_ends_on_time_although_redis_looks_at_its_timers_only_once_a_second(redis_62: Server, kind: str) -> None:
-    """Without our reminder each wait of 20 ms would last until Redis looks. On a busy machine it may come too early for Redis."""
+    """Without our reminder, waits of 20 ms would last until Redis looks. On a busy machine it may arrive too early."""
     store = RedisBackend.from_url(redis_62.url, prefix="late:", timeout=WITHIN)
     with redis.Redis.from_url(redis_62.url) as client:
         before = client.config_get("hz")["hz"]
@@ -167,7 +167,7 @@ def test_wait_ends_on_time_although_redis_looks_at_its_timers_only_once_a_second
 
 
 def wait_in_vain(store: RedisBackend, kind: str) -> float:
-    """Return the seconds that it took."""
+    """Wait for a held lock, and return the seconds until the timeout."""
     began = clock()
     with pytest.raises(AcquireTimeout):
         if kind == "threads":
@@ -193,7 +193,7 @@ def test_connection_is_of_use_after_a_wait_that_ended_on_time(direct: RedisBacke
 
 
 def test_connections_of_a_burst_are_closed_when_they_were_idle_for_a_minute(direct: RedisBackend) -> None:
-    """Light traffic uses the same one again and again, and closes the others."""
+    """Light traffic reuses the same connection, and the others are closed."""
     wire = direct._blocking
     burst = [wire.checkout() for _ in range(10)]
     for connection in burst:

@@ -1,4 +1,4 @@
-"""Many tasks of one process wait on Redis: over two connections, with few requests, and none of them harms another."""
+"""Many tasks of one process wait on Redis over two connections with few requests, and none disturbs another."""
 
 import asyncio
 import os
@@ -47,7 +47,7 @@ def store(redis_server: Server, prefix: str) -> Iterator[RedisBackend]:
 async def crowd(
     store: RedisBackend, direct: RedisBackend, names: list[str], **options: Any
 ) -> AsyncIterator[tuple[list[asyncio.Task[Any]], list[Any]]]:
-    """One waiting task for each name, in this order, and the leases for which they wait."""
+    """Yield one waiting task for each name, in this order, and the leases for which they wait."""
     held = [await asyncio.to_thread(Lock(direct, name, ttl=60).acquire) for name in dict.fromkeys(names)]
     tasks: list[asyncio.Task[Any]] = []
     try:
@@ -109,7 +109,7 @@ def test_crowd_waits_over_two_connections_with_few_requests(
 
 
 def requests(admin: redis.Redis) -> int:
-    """How many requests of ours the server has had; no script calls any of these commands."""
+    """Return how many of our requests the server has had; no script calls any of these commands."""
     stats = admin.info("commandstats")
     return sum(stats[f"cmdstat_{word}"]["calls"] for word in SENT if f"cmdstat_{word}" in stats)
 
@@ -153,7 +153,7 @@ def test_one_that_is_cancelled_disturbs_no_other(
 def test_one_that_is_cancelled_while_its_request_is_under_way_leaves_nothing(
     store: RedisBackend, direct: RedisBackend
 ) -> None:
-    """In a crowd nobody closes the connection, so that the undo must come after the request."""
+    """In a crowd the connection stays open, so the undo must arrive after the request."""
 
     async def main() -> None:
         for turns in range(12):
@@ -183,7 +183,7 @@ def test_each_request_of_a_write_gets_its_own_reply_although_one_is_cancelled(st
         await first
         (pipeline,) = store._pipelined._pipelines.values()  # type: ignore[attr-defined]
         await auntil(lambda: not pipeline.queued, every=0)
-        assert pipeline.sender is not None  # all five were sent in one write, and are not answered
+        assert pipeline.sender is not None  # all five were sent in one write, and none has a reply yet
         tasks[2].cancel()
         assert await asyncio.gather(*tasks[:2], *tasks[3:]) == [b"0", b"1", b"3", b"4"]
 
@@ -191,7 +191,7 @@ def test_each_request_of_a_write_gets_its_own_reply_although_one_is_cancelled(st
 
 
 def test_lost_connection_costs_nobody_the_position(backend: RedisBackend, proxy: Proxy, direct: RedisBackend) -> None:
-    """On a busy machine some requests take longer than the limit, so that the tasks need not queue in the order of their beginning."""
+    """On a busy machine some requests exceed the time limit, so the tasks may queue in another order than started."""
 
     async def main() -> None:
         async def serve(task: asyncio.Task[Any]) -> None:
@@ -242,7 +242,7 @@ def test_waiters_of_whom_the_store_knows_nothing_ask_again(
             if lost:
                 await until_all_wait(direct, ["a"] * 30)
                 await release(held[0])
-            await asyncio.gather(*[pass_on(task) for task in tasks])  # their order is another now
+            await asyncio.gather(*[pass_on(task) for task in tasks])  # in a new order
             assert time.monotonic() - begun < 20
 
     asyncio.run(main())
@@ -255,7 +255,7 @@ def test_listener_that_is_cancelled_is_replaced(store: RedisBackend, direct: Red
                 if task.get_name() in {"dlock-waiting", "dlock-pipeline"}:
                     task.cancel()
             await release(held[0])
-            async with asyncio.timeout(20):  # far less than the ttl, after which each asks by itself
+            async with asyncio.timeout(20):  # far less than the ttl, after which each sends a request itself
                 await asyncio.gather(*[pass_on(task) for task in tasks])
 
     asyncio.run(main())
@@ -333,7 +333,7 @@ def test_loop_that_ends_with_waiters_leaves_none_of_them(
 
 
 def test_interrupted_program_leaves_no_waiter(store: RedisBackend, direct: RedisBackend) -> None:
-    """A real Ctrl-C in an event loop that mostly listens."""
+    """A real Ctrl-C arrives in an event loop that mostly listens."""
 
     async def main() -> None:
         async with crowd(store, direct, ["a"] * 10):
@@ -351,7 +351,7 @@ def test_interrupted_program_leaves_no_waiter(store: RedisBackend, direct: Redis
 
 
 def test_connection_that_an_interrupt_has_kept_from_coming_back_blocks_nobody(store: RedisBackend) -> None:
-    """A traceback keeps it for as long as its task waits for the request that abandons the lease."""
+    """A traceback refers to it for as long as its task waits for the request that abandons the lease."""
 
     async def main() -> None:
         pipelined = store._pipelined
@@ -365,7 +365,7 @@ def test_connection_that_an_interrupt_has_kept_from_coming_back_blocks_nobody(st
 
 
 def test_stale_wait_ends_on_time_in_a_crowd(store: RedisBackend, direct: RedisBackend) -> None:
-    """Each has a deadline of its own, whatever the listener does."""
+    """Each wait has its own deadline, whatever the listener does."""
 
     async def main() -> None:
         async with crowd(store, direct, ["a"] * 5):
@@ -379,7 +379,7 @@ def test_stale_wait_ends_on_time_in_a_crowd(store: RedisBackend, direct: RedisBa
 
 
 async def several_sleeps(store: RedisBackend) -> None:
-    """Let the listener see to everything that it has to."""
+    """Wait until the listener has checked its waiters several times."""
     for _ in range(4):
         before = store._listeners.here()._looked_after_at
         await auntil(lambda before=before: store._listeners.here()._looked_after_at > before)  # type: ignore[misc]
@@ -388,7 +388,7 @@ async def several_sleeps(store: RedisBackend) -> None:
 def test_shared_lease_that_was_granted_at_once_is_not_given_back(
     store: RedisBackend, direct: RedisBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The server serves its caller through the queue, as it serves a waiter."""
+    """The server serves the caller of such a request through the queue, like a waiter."""
 
     async def main() -> None:
         async with crowd(store, direct, ["a"], ttl=0.4):
@@ -406,7 +406,7 @@ def test_shared_lease_that_was_granted_at_once_is_not_given_back(
 def test_hand_over_that_its_holder_knows_of_already_is_not_given_back(
     store: RedisBackend, direct: RedisBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its request found the grant by itself, before the listener read of it, however much later that is."""
+    """Its own request found the grant before the listener read of it, however much later that is."""
 
     async def main() -> None:
         async with crowd(store, direct, ["a"], ttl=0.4):
@@ -424,7 +424,7 @@ def test_hand_over_that_its_holder_knows_of_already_is_not_given_back(
 
 @pytest.fixture
 def patient(proxy: Proxy, prefix: str) -> Iterator[RedisBackend]:
-    """The store through the proxy, with a time limit that none of its requests reaches."""
+    """Yield the store through the proxy, with a time limit that no request reaches."""
     backend = RedisBackend.from_url(proxy.redis_url, prefix=prefix, timeout=30.0)
     yield backend
     backend.close()
@@ -437,14 +437,14 @@ async def next_sleep(store: RedisBackend) -> None:
 
 
 def look_again(store: RedisBackend, holder: str) -> None:
-    """Let the time come at which this waiter asks by itself."""
+    """Make this waiter send its own request now."""
     store._listeners.here()._waiters[holder].ask_within(0.0)
 
 
 def test_lease_that_was_found_while_no_listener_was_there_is_not_given_back(
     patient: RedisBackend, proxy: Proxy, direct: RedisBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The listener is told of a hand-over, and its connection is lost before the holder's own request is answered."""
+    """The listener learns of a hand-over, and loses its connection before the holder's own request gets its reply."""
 
     async def main() -> None:
         listener = patient._listeners.here()
@@ -473,7 +473,7 @@ def test_lease_that_was_found_while_no_listener_was_there_is_not_given_back(
 def test_lease_is_not_given_back_for_a_hand_over_that_came_to_nothing(
     patient: RedisBackend, proxy: Proxy, direct: RedisBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The listener reads of the earlier hand-over when the same holder has been granted the lock by its own request."""
+    """The listener reads of the earlier hand-over after the same holder's own request has been granted the lock."""
 
     async def main() -> None:
         async with crowd(patient, direct, ["a", "b", "c"]) as (tasks, held):
@@ -481,7 +481,7 @@ def test_lease_is_not_given_back_for_a_hand_over_that_came_to_nothing(
             told = proxy.hold_reply(matching=b"BLMOVE")
             await next_sleep(patient)
             await release(held[2])
-            await asyncio.to_thread(told.wait)  # now nobody listens
+            await asyncio.to_thread(told.wait)  # now there is no listener
             await release(held[1])
             (state,) = await direct.inspect(ASYNCIO, "b")
             assert [each.holder for each in state.holders] == [holder]
@@ -501,7 +501,7 @@ def test_lease_is_not_given_back_for_a_hand_over_that_came_to_nothing(
 def test_hand_over_to_a_waiter_that_polls_is_not_given_back(
     store: RedisBackend, direct: RedisBackend, admin: redis.Redis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It waits for another library's lock, which wakes no waiter, and finds by its next request what it was handed."""
+    """It waits for another library's lock, which wakes no waiter, and its next request finds the hand-over."""
 
     async def main() -> None:
         async with crowd(store, direct, ["a"]):
@@ -523,7 +523,7 @@ def test_hand_over_to_a_waiter_that_polls_is_not_given_back(
 def test_hand_over_to_a_request_that_came_after_its_undo_is_given_back(
     store: RedisBackend, direct: RedisBackend
 ) -> None:
-    """Of two connections, the server may read the one that was closed last of all."""
+    """The server may read a connection that the client has closed only after another one."""
 
     async def main() -> None:
         async with crowd(store, direct, ["a"], ttl=0.4):

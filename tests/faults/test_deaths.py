@@ -106,7 +106,7 @@ def test_forked_child_that_leaves_its_parents_block_releases_nothing(
 def test_waiter_that_was_stopped_for_good_is_not_listed_for_longer_than_its_place(
     redis_server: Server, direct: RedisBackend, prefix: str
 ) -> None:
-    """A connection that stays open tells nothing: its machine may be gone."""
+    """An open connection proves nothing: the machine behind it may be gone."""
     first = Lock(direct, "a").acquire()
     with worker(wait, redis_server.url, prefix) as gone:
         until(lambda: len(waiters(direct, "a")) == 1)

@@ -1,4 +1,4 @@
-"""Other libraries on the same key, here redis-py's Lock: they exclude us and we them, whoever comes first."""
+"""Other libraries on the same key, here redis-py's Lock: they exclude us and we exclude them, in either order."""
 
 import math
 import threading

@@ -1,4 +1,4 @@
-"""Stores that nobody closes: when the last reference is gone, so are their connections, and nothing warns."""
+"""A store that is never closed loses its connections with the last reference to it, without a warning."""
 
 import gc
 import secrets
@@ -22,7 +22,7 @@ from tests.waiting import auntil, until
 
 
 class Place(NamedTuple):
-    """Where a store is, and all the servers it may connect to."""
+    """A store's URL, and all the servers that it may connect to."""
 
     url: str
     servers: list[Server]
@@ -92,7 +92,7 @@ def place(request: pytest.FixtureRequest, servers_directory: Path) -> Iterator[P
 
 @pytest.fixture
 def sockets_come_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every socket is younger than what connects it by a generation: a full collection then meets the socket first."""
+    """Make each socket a generation younger than the object that opens it: a full collection then meets it first."""
     resolve = socket.getaddrinfo
 
     def resolve_later(*args: object, **options: object) -> object:
@@ -103,7 +103,7 @@ def sockets_come_first(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def connections_after_collection(place: Place) -> int:
-    """Collect first: on a busy machine a node's late answer may have kept the store alive until now."""
+    """Collect garbage first: on a busy machine a node's late reply may have kept the store alive until now."""
     gc.collect()
     return place.connections()
 
@@ -115,7 +115,7 @@ def test_store_that_threads_used_leaves_no_connection_and_no_warning(place: Plac
     store = connect(place.url, prefix=f"{secrets.token_hex(4)}:")
     Lock(store, "a").acquire().release()
     assert place.connections() > before
-    store.myself = store  # type: ignore[attr-defined]  # so that only the garbage collector finds it
+    store.myself = store  # type: ignore[attr-defined]  # so that only the garbage collector can free it
     del store
     until(lambda: connections_after_collection(place) <= before)  # ZooKeeper's session is ended by another thread
 
@@ -129,11 +129,11 @@ async def test_store_that_tasks_used_leaves_no_connection_and_no_warning(place: 
         assert place.connections() > before
     store.myself = store  # type: ignore[attr-defined]
     del store
-    await auntil(lambda: connections_after_collection(place) <= before)  # they are closed by their loop
+    await auntil(lambda: connections_after_collection(place) <= before)  # their loop closes them
 
 
 def sessions() -> int:
-    """How many sessions PostgreSQL has, but for ours."""
+    """Return how many sessions PostgreSQL has, without the one of this query."""
     with psycopg.connect(f"host=127.0.0.1 port={settings.POSTGRESQL_PORT} user=postgres dbname=postgres") as ours:
         (found,) = ours.execute(
             "SELECT count(*) FROM pg_stat_activity WHERE backend_type = 'client backend' AND pid <> pg_backend_pid()"

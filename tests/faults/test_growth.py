@@ -1,4 +1,4 @@
-"""What a process keeps for each attempt that failed: nothing, whatever the store, however long it is away."""
+"""A process keeps nothing for a failed attempt, whatever the store and however long it is away."""
 
 import asyncio
 import gc
@@ -13,7 +13,7 @@ from tests.servers import free_port
 
 ATTEMPTS = 40
 KEPT = ATTEMPTS // 2
-"""Objects that may be more after so many attempts. One for each is too many."""
+"""So many new objects after ATTEMPTS attempts are growth; one per attempt would be twice as many."""
 
 STORES: dict[str, Callable[[int], str]] = {
     "redis": lambda port: f"redis://127.0.0.1:{port}/0",
@@ -30,15 +30,15 @@ OPTIONS = {"zookeeper": {"timeout": 0.005}}
 
 @pytest.fixture(params=STORES)
 def nowhere(request: pytest.FixtureRequest, caplog: pytest.LogCaptureFixture) -> Iterator[Backend]:
-    """A store whose servers are not there."""
-    caplog.set_level("CRITICAL", "dlock")  # pytest keeps what is logged
+    """Yield a store without running servers."""
+    caplog.set_level("CRITICAL", "dlock")  # pytest keeps log records
     backend = connect(STORES[request.param](free_port()), **OPTIONS.get(request.param, {}))
     yield backend
     backend.close()
 
 
 def attempt(backend: Backend, number: int) -> None:
-    """Fail to take a lock, with a place in its queue, and by a single try."""
+    """Fail to acquire a lock with a wait and with a single try."""
     with pytest.raises(BackendUnavailable):
         Lock(backend, f"order:{number}", wait=0.0001).acquire()
     with pytest.raises(DLockError):
@@ -52,9 +52,9 @@ async def attempts(backend: Backend, numbers: range) -> None:
 
 
 def is_growing(work: Callable[[], object]) -> bool:
-    """Tell whether there are more objects each time that this is done: what fills up, as threads do, is no growth.
+    """Return whether each of several runs leaves more objects: a pool that fills up, such as threads, is no growth.
 
-    What is abandoned in the background, of at most twenty requests, comes and goes meanwhile.
+    Up to twenty requests are being abandoned in the background, so single counts may be off.
     """
     return all(_more_after(work) >= KEPT for _ in range(8))
 

@@ -1,4 +1,4 @@
-"""A signal handler that takes locks of the same store, wherever it comes in the middle of another call, hangs nowhere."""
+"""A signal handler that takes locks of the same store hangs nowhere, wherever it interrupts another call."""
 
 import secrets
 import sys
@@ -22,14 +22,14 @@ from tests.servers import Server
 
 OURS = ("/dlock_core/", "/django_dlock/", "/sqla_dlock/")
 WITHIN_S = 30.0
-"""A call that takes longer than this hangs: even with its handler it sends a few requests."""
+"""A call that takes longer than this hangs: even with its handler it sends only a few requests."""
 
 
 @pytest.fixture(
     params=["memory", "redis", "redlock", "etcd", "zookeeper", "sqlite", "psycopg", "asyncpg", "in memory", "session"]
 )
 def backend(request: pytest.FixtureRequest, servers_directory: Path, prefix: str) -> Iterator[Backend]:
-    """A store of each kind."""
+    """Yield a store of each kind."""
     with ExitStack() as stack:
         match request.param:
             case "redis":
@@ -61,7 +61,7 @@ def running(server: Server) -> Iterator[Server]:
 
 
 class Places:
-    """The lines of our code that a call comes to; at each new one a handler is called, at three of them in each round."""
+    """Calls a handler at each new line of our code that a call reaches, at three lines per round."""
 
     PER_ROUND = 3
 
@@ -87,11 +87,11 @@ class Places:
         if event == "line" and place not in self.known and len(self.visited) < self.PER_ROUND:
             self.known.add(place)
             self.visited.append((frame.f_code.co_filename, frame.f_lineno))
-            self._handler()  # Nothing is traced meanwhile.
+            self._handler()  # Python does not trace the handler.
         return self._line
 
     def rounds(self, function: Callable[[], object]) -> Iterator[None]:
-        """Before each round, until there is no new place."""
+        """Yield before each round, until a round reaches no new line."""
         while True:
             yield
             try:
@@ -104,7 +104,7 @@ class Places:
 
 
 def in_a_thread(function: Callable[[], None]) -> None:
-    """Call a function in a thread of its own, whose hanging can be seen."""
+    """Call a function in its own thread, and fail if it hangs."""
     done: Future[None] = Future()
 
     def settle() -> None:
@@ -119,7 +119,7 @@ def in_a_thread(function: Callable[[], None]) -> None:
 
 @pytest.fixture
 def one() -> str:
-    """The name of the lock that the interrupted code asks for."""
+    """Return the name of the lock that the interrupted code requests."""
     return secrets.token_hex(4)
 
 

@@ -1,4 +1,4 @@
-"""Many processes, one lock: the history shows no overlap, no token twice, nobody overtaken; and the checker can tell."""
+"""The history of many processes and one lock shows no overlap, repeated token or overtaking; the checker works."""
 
 import json
 import threading
@@ -44,7 +44,7 @@ def test_without_a_lock_the_checker_finds_overlaps(redis_server: Server, prefix:
 def test_processes_that_are_stopped_and_killed_never_overlap_with_those_that_follow(
     redis_server: Server, direct: RedisBackend, prefix: str, tmp_path: Path, renew: bool
 ) -> None:
-    """Whoever is inside is stopped for longer than its ttl, again and again, and at the end killed."""
+    """The current holder is stopped for longer than its ttl several times; then two holders are killed."""
     path, options = tmp_path / "history", {"ttl": 0.3, "renew": renew}
     arguments = (redis_server.url, prefix, str(path), 100_000, options, 0.02)
     with ExitStack() as stack:
@@ -68,7 +68,7 @@ def test_processes_that_are_stopped_and_killed_never_overlap_with_those_that_fol
 
 
 def inside(store: RedisBackend, workers: list[processes.Worker]) -> processes.Worker:
-    """The worker who holds the lock now; a moment later it may be another, which is no harm."""
+    """Return the worker that holds the lock now; that it may be another a moment later does no harm."""
     by_pid = {one.process.pid: one for one in workers}
     while True:
         (state,) = run(store.inspect(BLOCKING, "a"))

@@ -1,4 +1,4 @@
-"""URLs with a mistake in them: whatever is wrong with the rest, no error and no log shows the secret."""
+"""No error and no log shows the secret in a URL, whatever is wrong with the rest of it."""
 
 import itertools
 import traceback
@@ -23,9 +23,9 @@ PLACES = ["127.0.0.1:1", "127.0.0.1:1,127.0.0.1:2,127.0.0.1:3", "127.0.0.1:port"
 PATHS = ["", "/0", "/service/0", "/a/b"]
 KEYS = ["password", "sentinel_password", "pass", "passwd", "ssl_password", "sslpassword", "secret", "token", "auth"]
 QUICK = ("redis", "unix", "redlock", "etcd")
-"""Stores that say at once that nobody is there; their errors are looked at, too."""
+"""Stores that fail at once if no server is running; the errors of their use are checked, too."""
 STEP = 43
-"""Of some 35,000 URLs one in so many: with 1 instead the test takes minutes."""
+"""One in this many of some 35,000 URLs is tested; with 1 the test takes minutes."""
 SEPARATORS = ["?", "&", ";", "#", "/", "?x=1&", ","]
 
 
@@ -38,7 +38,7 @@ def urls() -> Iterator[str]:
 
 
 def told(url: str) -> str:
-    """Everything that a process says of a URL: with its causes, on the command line, and as a store that is used."""
+    """Return all that a process reports about a URL: errors with their causes, of the command line and of the store."""
     try:
         backend = connect(url)
     except Exception as error:
@@ -91,7 +91,7 @@ def test_option_in_the_place_of_a_host_or_a_path_is_refused(url: str) -> None:
 @pytest.mark.parametrize("host", ["a..b", ".a", "a..", "x" * 64, f"a.{'x' * 64}.example", "\u00e4" * 64])
 @pytest.mark.parametrize("scheme", [scheme for scheme in SCHEMES if scheme not in {"unix", "nosuch", ""}])
 def test_host_that_no_name_server_can_know_is_refused_before_it_is_looked_up(scheme: str, host: str) -> None:
-    """Python's own refusal is a UnicodeError from the depth of a connect."""
+    """Python would raise a UnicodeError from deep inside a connect."""
     rest = {"redlock": ",h:2,h:3", "redis+sentinel": "/service", "rediss+sentinel": "/service"}.get(scheme, "")
     with pytest.raises(ValueError, match=r"bad |is not a valid host name") as refused:
         connect(f"{scheme}://u:{SECRET}@{host}:1{rest}")

@@ -1,4 +1,4 @@
-"""A process whose signal handlers raise at random moments: it neither hangs nor crashes, renews, and leaves no orphans.
+"""A process whose signal handlers raise at random moments does not hang or crash, keeps renewing, leaves no orphans.
 
 DLOCK_TEST_INTERRUPTS sets the number of interrupts; `make interrupts` runs 50,000.
 """
@@ -32,7 +32,7 @@ SEED = int(os.environ.get("DLOCK_TEST_SEED", "1"))
 UNGUARDED = {
     "lock.py __exit__ RESUME", "lock.py __aexit__ RESUME", "lock.py release RESUME",
 }  # fmt: skip
-"""Where a signal handler runs before any code of ours does. Under asyncio, too, there is no other place."""
+"""Places where a signal handler runs before any code of ours does. Under asyncio there are no others."""
 
 
 @pytest.mark.timeout(LIMIT_S + 60)
@@ -51,11 +51,11 @@ def test_process_whose_signal_handlers_raise_hangs_nowhere_renews_and_leaves_no_
 
 
 class Killed(BaseException):
-    """As a greenlet's exit."""
+    """Stands for the exception that ends a greenlet."""
 
 
 class Sending:
-    """Raises once in a write of asyncio's transport, which catches most of what is raised there and tells it later."""
+    """Raises once in a write of asyncio's transport, which catches most exceptions there and reports them later."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.left = -1
@@ -74,7 +74,7 @@ class Sending:
         monkeypatch.setattr(socket.socket, "send", raising)
 
     def each_write(self, error: type[BaseException], *, is_sent: bool) -> Iterator[int]:
-        """Raise in the first write, then in the second, until there are no more."""
+        """Raise in the first write, then in the second, and so on to the last."""
         self.error, self.is_sent = error, is_sent
         for at in range(100):
             self.left = at
@@ -123,7 +123,7 @@ async def several(store: RedisBackend) -> None:
 
 
 async def left_by(step: Step, store: RedisBackend, direct: RedisBackend, interrupt: Interrupt) -> list[str]:
-    """Carry out a step that is interrupted, and return the locks that are held afterwards."""
+    """Run a step that is interrupted, and return the names of the locks that are still held."""
     with interrupt:
         await step(store)
     left = await asyncio.to_thread(run, direct.inspect(BLOCKING))
@@ -133,7 +133,7 @@ async def left_by(step: Step, store: RedisBackend, direct: RedisBackend, interru
 
 
 async def end_time_limits() -> None:
-    """Let all the time pass for which a timer of ours has been set."""
+    """Run every pending time limit now, as if its time had passed."""
     for timer in asyncio.get_running_loop()._scheduled:  # type: ignore[attr-defined]
         if not timer.cancelled() and isinstance(getattr(timer._callback, "__self__", None), asyncio.Timeout):
             timer._run()
@@ -141,11 +141,11 @@ async def end_time_limits() -> None:
 
 
 async def close_transports() -> None:
-    """Close all sockets of the loop, also where an interrupt has left one: a later test would meet its warning."""
+    """Close all sockets of the loop: one left by an interrupt would cause a warning in a later test."""
     for transport in list(asyncio.get_running_loop()._transports.values()):  # type: ignore[attr-defined]
         transport.abort()
         await asyncio.sleep(0)
-        if transport._sock is not None:  # It was interrupted while it closed.
+        if transport._sock is not None:  # It was interrupted while closing.
             transport._call_connection_lost(None)
 
 
@@ -168,7 +168,7 @@ def test_task_that_is_interrupted_at_any_moment_ends_its_lease_and_is_not_cancel
                 await close_transports()
                 return moment
             assert not left or interrupt.where in AT_ONCE, (moment, interrupt.where)
-            await end_time_limits()  # It must not cancel this task.
+            await end_time_limits()  # They must not cancel this task.
         raise AssertionError("the step has no end")
 
     assert asyncio.run(main()) > 200
@@ -183,7 +183,7 @@ def test_task_that_is_interrupted_at_any_moment_ends_its_lease_and_is_not_cancel
 def test_interrupt_that_asyncios_transport_catches_surfaces_and_leaves_nothing(
     redis_server: Server, sending: Sending, prefix: str, error: type[BaseException], is_sent: bool
 ) -> None:
-    store = RedisBackend.from_url(redis_server.url, prefix=prefix, timeout=30)  # A busy machine is no fault of its own.
+    store = RedisBackend.from_url(redis_server.url, prefix=prefix, timeout=30)  # A busy machine must not cause errors.
     interrupted = 0
     for at in sending.each_write(error, is_sent=is_sent):
         try:

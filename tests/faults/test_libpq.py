@@ -1,4 +1,4 @@
-"""Statements through libpq: what they answer, what they raise, and who can end them."""
+"""Statements through libpq return the same rows and raise the same errors as psycopg, and a signal ends them."""
 
 from collections.abc import Iterator
 

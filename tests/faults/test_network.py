@@ -1,4 +1,4 @@
-"""Replies that are lost, late or never sent, for threads and for tasks: nobody holds twice, nothing is left over."""
+"""Replies are lost, late or never sent, for threads and tasks: no lock has two holders, nothing is left over."""
 
 import logging
 
@@ -25,14 +25,14 @@ WITHIN = 30.0
 
 @pytest.fixture(autouse=True)
 def _known_scripts(redis_server: Server) -> None:
-    """Servers know the scripts, so that a question is one request."""
+    """Load the scripts into the server, so that every command is one request."""
     with redis.Redis.from_url(redis_server.url) as client:
         for name in ("acquire", "release", "renew", "abandon"):
             client.script_load(load_script(name).text)
 
 
 def connect(harness: Harness) -> None:
-    """Have an idle connection, so that the next request is the question itself."""
+    """Leave an idle connection, so that the next request is the acquire itself."""
     harness.do(harness.acquire("warm-up").release)
 
 
@@ -75,7 +75,7 @@ def test_several_idle_connections_that_died_cost_one_more_question(harness: Harn
 
 
 def sleep_of(harness: Harness) -> bytes:
-    """The command in which a waiter sleeps, or the listener of all waiting tasks."""
+    """Return the command in which a waiter, or the listener of all waiting tasks, sleeps."""
     return b"BLMOVE" if isinstance(harness, Tasks) else b"BLPOP"
 
 

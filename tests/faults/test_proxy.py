@@ -1,4 +1,4 @@
-"""The proxy breaks exactly what it was told to break. A counter in Redis shows whether a request was executed."""
+"""The proxy breaks exactly what it is asked to break. A counter in Redis shows whether a request was executed."""
 
 import socket
 from collections.abc import Iterator
@@ -11,7 +11,7 @@ from tests.servers import Server
 
 
 class Client:
-    """One raw connection: what it sends in one piece is one request."""
+    """One raw connection: each command is sent in one piece, which counts as one request."""
 
     def __init__(self, port: int) -> None:
         self.socket = socket.create_connection(("127.0.0.1", port), timeout=30)

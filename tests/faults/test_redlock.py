@@ -1,4 +1,4 @@
-"""Five masters of which a minority dies, stops, forgets or answers into the void: nobody holds twice, nothing hangs."""
+"""Of five masters, a minority dies, stops, forgets or loses replies: no lock has two holders, nothing hangs."""
 
 import asyncio
 import logging
@@ -55,7 +55,7 @@ def five(servers_directory: Path) -> Iterator[list[Server]]:
 
 @pytest.fixture
 def nodes(five: list[Server]) -> Iterator[list[Server]]:
-    """Five masters, well again after each test."""
+    """Yield five masters, all of which run again after each test."""
     yield five
     for node in five:
         node.resume()
@@ -65,13 +65,13 @@ def nodes(five: list[Server]) -> Iterator[list[Server]]:
 
 @pytest.fixture
 def backend(nodes: list[Server], prefix: str) -> Iterator[RedlockBackend]:
-    """The store that is tested."""
+    """Yield the store under test."""
     yield from store(url_of(nodes), prefix)
 
 
 @pytest.fixture
 def direct(nodes: list[Server], prefix: str) -> Iterator[RedlockBackend]:
-    """The same store, to look at it."""
+    """Yield the same store, for looking at it."""
     yield from store(url_of(nodes), prefix)
 
 
@@ -89,13 +89,13 @@ def proxies(nodes: list[Server]) -> Iterator[list[Proxy]]:
 
 @pytest.fixture
 def through(harness: Harness, proxies: list[Proxy], prefix: str) -> Iterator[Harness]:
-    """Locks of the same nodes, each behind a network that can be broken; all are known and connected to."""
+    """Yield a harness that has connected to each node through a proxy."""
     yield from behind(harness, proxies, prefix, LIMIT)
 
 
 @pytest.fixture
 def patient(harness: Harness, proxies: list[Proxy], prefix: str) -> Iterator[Harness]:
-    """The same, with a time limit that does not pass: a request ends when the network fails."""
+    """Yield the same with a time limit that no request reaches: a request ends only when the network fails."""
     yield from behind(harness, proxies, prefix, WITHIN)
 
 
@@ -109,7 +109,7 @@ def behind(harness: Harness, proxies: list[Proxy], prefix: str, timeout: float) 
 
 
 def here(node: Server, prefix: str, name: str = "a") -> list[str]:
-    """Who holds the lock at one node."""
+    """Return the holders of the lock at one node."""
     alone = RedisBackend.from_url(node.url, prefix=prefix)
     try:
         return holders(alone, name)
@@ -118,13 +118,13 @@ def here(node: Server, prefix: str, name: str = "a") -> list[str]:
 
 
 def queued(node: Server, prefix: str) -> int:
-    """How many wait for the lock at one node, alive or not."""
+    """Return how many waiters the queue at one node has, alive or not."""
     with redis.Redis.from_url(node.url) as client:
         return client.zcard(f"{prefix}{{a}}:q")  # type: ignore[return-value]
 
 
 def token_at(node: Server, prefix: str) -> int:
-    """The token of the lock's only holder at one node."""
+    """Return the token of the lock's only holder at one node."""
     alone = RedisBackend.from_url(node.url, prefix=prefix)
     try:
         ((only,),) = (state.holders for state in run(alone.inspect(BLOCKING, "a")))
@@ -134,14 +134,14 @@ def token_at(node: Server, prefix: str) -> int:
 
 
 def undone(node: Server) -> int:
-    """How many undos a node has carried out; only they are sent as a script's text."""
+    """Return how many undos a node has executed; only undos are sent as a script's text."""
     with redis.Redis.from_url(node.url) as client:
         return client.info("commandstats").get("cmdstat_eval", {"calls": 0})["calls"]
 
 
 @pytest.fixture
 def held(nodes: list[Server], prefix: str) -> Iterator[list[Lease]]:
-    """Leases of others at three of the nodes, which is a majority."""
+    """Yield leases of other holders at three of the nodes, a majority."""
     with ExitStack() as stack:
         others = [stack.enter_context(closing(RedisBackend.from_url(node.url, prefix=prefix))) for node in nodes[:3]]
         leases = [Lock(each, "a", ttl=WITHIN, renew=False).acquire() for each in others]
@@ -169,7 +169,7 @@ def test_lease_that_is_released_while_a_node_takes_it_again_stays_nowhere(
     restoration.wait()
     assert patient.do(lease.release) is Released.RELEASED
     restoration.release()
-    with suppress(LeaseLost):  # It may have been answered before the release.
+    with suppress(LeaseLost):  # Its reply may have arrived before the release.
         renewal.result(WITHIN)
     assert [here(node, prefix) for node in nodes] == [[]] * 5
 
@@ -178,7 +178,7 @@ def test_lease_that_is_released_while_a_node_takes_it_again_stays_nowhere(
 def test_undo_that_comes_late_ends_no_later_grant_of_the_same_call(
     harness: Harness, nodes: list[Server], proxies: list[Proxy], through: Harness, prefix: str, is_contended: bool
 ) -> None:
-    """Two of five nodes are away, or another has them, and one is slow; what was sent to it comes when we hold."""
+    """Two of five nodes are away or held by another, and one is slow: our request reaches it when we hold the lock."""
     other = [RedisBackend.from_url(node.url, prefix=prefix) for node in nodes[:2]]
     if is_contended:
         held = [Lock(each, "a", ttl=WITHIN, renew=False).acquire() for each in other]
@@ -186,13 +186,13 @@ def test_undo_that_comes_late_ends_no_later_grant_of_the_same_call(
         for node, proxy in zip(nodes[:2], proxies, strict=False):
             node.pause()
             proxy.refuse()
-    with redis.Redis.from_url(nodes[4].url) as client:  # So that only the undo is sent as text.
+    with redis.Redis.from_url(nodes[4].url) as client:  # Then only the undo is sent as text.
         client.script_load(load_script("abandon").text)
     attempt = proxies[4].hold_request(matching=ACQUIRE)
     lease = through.acquire("a", wait=WITHIN, ttl=WITHIN, renew=False)
     before = undone(nodes[4])
     attempt.release()
-    with suppress(TimeoutError):  # On a busy machine it may be lost, with its connection.
+    with suppress(TimeoutError):  # On a busy machine the undo may be lost with its connection.
         until(lambda: undone(nodes[4]) > before)
     assert [here(node, prefix) for node in nodes[2:]] == [[lease.holder]] * 3
     if is_contended:
@@ -211,7 +211,7 @@ def test_undo_that_comes_late_ends_no_later_grant_of_the_same_call(
 def test_release_that_comes_after_its_connection_has_ended_ends_no_later_grant_of_the_same_call(
     nodes: list[Server], proxies: list[Proxy], through: Harness, prefix: str, held: list[Lease]
 ) -> None:
-    """What gave back a failed attempt is still in the network, which has ended the connection."""
+    """The release after a failed attempt is still in the network, which has ended the connection."""
     given_back = proxies[4].hold_request(matching=RELEASE)
     pending = through.start(through.lock("a", ttl=WITHIN, wait=WITHIN, renew=False).acquire)
     given_back.wait()
@@ -246,7 +246,7 @@ def test_release_that_a_node_had_refused_and_that_comes_late_when_it_is_repeated
 def test_what_is_over_stays_at_no_node_whose_connection_has_ended(
     harness: Harness, nodes: list[Server], proxies: list[Proxy], through: Harness, prefix: str, what: str
 ) -> None:
-    """As when a node is restarted with its data: it would keep the lease for a ttl, or hand the lock to nobody."""
+    """A node restarted with its data would otherwise keep the lease for a ttl, or hand it to a waiter that is gone."""
     if what == "lease":
         lease = through.acquire("a", ttl=10 * WITHIN, renew=False)
         until(lambda: [here(node, prefix) for node in nodes] == [[lease.holder]] * 5)
@@ -270,7 +270,7 @@ def test_what_is_over_stays_at_no_node_whose_connection_has_ended(
 def test_grant_that_is_lost_with_its_undo_keeps_the_lock_from_nobody(
     harness: Harness, nodes: list[Server], proxies: list[Proxy], patient: Harness, prefix: str, is_given_up: bool
 ) -> None:
-    """The network fails after it has delivered the request to all nodes; the call goes on under another holder."""
+    """The network fails after it has delivered the request to all nodes; the call continues with a new holder id."""
     for proxy in proxies:
         proxy.mute()
     lock = patient.lock("a", ttl=10 * WITHIN, wait=0 if is_given_up else WITHIN, renew=False)
@@ -301,14 +301,14 @@ def test_undo_that_comes_after_a_renewal_has_given_the_lease_to_that_node_leaves
     is_granted: bool,
     is_raised: bool,
 ) -> None:
-    """The node may be needed for the majority by then."""
+    """By then the node may be needed for the majority."""
     monkeypatch.setattr(broadcast, "FAILED_NODE_PAUSE_S", 0.0)
     attempt = (proxies[4].hold_reply if is_granted else proxies[4].hold_request)(matching=ACQUIRE)
     undo = proxies[4].hold_request(matching=b"abandon.lua")
     lease = through.acquire("a", ttl=WITHIN, renew=False)
-    while lease._held.in_store:  # A node that was slow is not waited for.
+    while lease._held.in_store:  # The acquire does not wait for a slow node.
         through.do(lease.renew)
-    if is_raised:  # The fence has asked for a greater token, and the lease was granted anew.
+    if is_raised:  # The fence needs a greater token, and the lease is granted again.
         assert run(raise_token(BLOCKING, lease._held, lease.token + 10**9))
         until(lambda: len({token_at(node, prefix) for node in nodes}) == 1)
     attempt.release()
@@ -353,7 +353,7 @@ def test_minority_that_went_away_before_changes_nothing(harness: Harness, nodes:
 def test_minority_that_goes_away_while_we_wait_stalls_nobody(harness: Harness, nodes: list[Server], how: str) -> None:
     first = harness.acquire("a", ttl=60)
     line = [harness.queue_up("a", wait=60) for _ in range(3)]
-    for node in nodes[3:]:  # the last is where they wait
+    for node in nodes[3:]:  # they wait at the last one
         getattr(node, how)()
     assert harness.do(first.release) is Released.RELEASED
     tokens = [first.token]
@@ -382,7 +382,7 @@ def test_minority_that_forgets_changes_nothing(harness: Harness, nodes: list[Ser
 def test_lease_outlives_all_nodes_forgetting_one_after_the_other(
     harness: Harness, nodes: list[Server], prefix: str
 ) -> None:
-    """A node that is back knows the lease again after the next renewal."""
+    """The next renewal restores the lease at a node that has restarted empty."""
     lease = harness.acquire("a", ttl=2 * harness.renewed_ttl)
     for node in nodes:
         node.restart(keep_data=False)
@@ -397,12 +397,12 @@ def test_lease_outlives_all_nodes_forgetting_one_after_the_other(
 def test_node_that_has_given_the_lock_to_another_keeps_it_when_we_renew(
     harness: Harness, nodes: list[Server], prefix: str
 ) -> None:
-    """A minority that forgot and was asked by somebody else."""
+    """A minority forgot the lease and granted the lock to another holder."""
     lease = harness.acquire("a", ttl=60, renew=False)
     nodes[0].restart(keep_data=False)
     alone = RedisBackend.from_url(nodes[0].url, prefix=prefix)
     other = Lock(alone, "a", ttl=60).acquire()
-    for _ in range(3):  # an idle connection to it was dead
+    for _ in range(3):  # one attempt may fail on the idle connection, which has died
         harness.do(lease.renew)
     assert here(nodes[0], prefix) == [other.holder]
     assert harness.holders("a") == [lease.holder]
@@ -534,7 +534,7 @@ def test_acquire_whose_replies_a_majority_lost_is_one_grant(
 def test_failed_attempt_is_undone_at_a_node_that_did_not_answer(
     through: Harness, proxies: list[Proxy], nodes: list[Server], prefix: str, fault: str
 ) -> None:
-    """It had granted, and nobody heard it."""
+    """The node had granted the lock, and its reply was lost."""
     others = [Lock(RedisBackend.from_url(node.url, prefix=prefix), "a", ttl=60).acquire() for node in nodes[:3]]
     lost = getattr(proxies[4], fault)(matching=ACQUIRE)
     assert through.try_acquire("a", ttl=600) is None
@@ -545,7 +545,7 @@ def test_failed_attempt_is_undone_at_a_node_that_did_not_answer(
 
 
 def disagree(nodes: list[Server], prefix: str) -> None:
-    """Have each node draw another token."""
+    """Make each node draw a different token."""
     for place, node in enumerate(nodes):
         with redis.Redis.from_url(node.url) as client:
             client.incrby(f"{prefix}token", (place + 1) * 10**9)
@@ -627,7 +627,7 @@ def test_waiting_is_no_storm_of_questions(harness: Harness) -> None:
 def test_waiters_without_a_majority_to_wait_at_pause_between_questions(
     harness: Harness, nodes: list[Server], prefix: str
 ) -> None:
-    """Another library's locks wake nobody."""
+    """The end of another library's lock wakes no waiter."""
     for node in nodes:
         with redis.Redis.from_url(node.url) as client:
             client.set(f"{prefix}{{a}}", "somebody", px=1000)
@@ -652,7 +652,7 @@ def test_cancelled_acquire_leaves_no_grant(harness: Harness, nodes: list[Server]
 def test_cancelled_acquire_writes_nothing_on_a_connection_that_is_somebody_elses_by_now(
     direct: RedlockBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A reply that nobody reads would be taken for the answer to the next question there."""
+    """An unread reply would be taken for the reply to the next request on that connection."""
     ask, answered = broadcast._ask, list[Any]()
 
     async def cancelled_with_the_last_answer() -> None:
@@ -723,7 +723,7 @@ def test_right_password_lets_us_in(guarded: list[Server]) -> None:
 
 @pytest.fixture(scope="module")
 def encrypted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The URL of three masters that speak TLS only with those who know their authority."""
+    """Yield the URL of three masters with TLS certificates of a private authority."""
     directory, authority = tmp_path_factory.mktemp("redlock-tls"), trustme.CA()
     certificate = authority.issue_cert("127.0.0.1")
     certificate.private_key_pem.write_to_path(directory / "key.pem")
@@ -827,7 +827,7 @@ def test_sections_of_many_processes_are_apart_in_the_order_of_tokens(
 def test_processes_and_nodes_that_stop_die_and_forget_make_no_overlap(
     nodes: list[Server], direct: RedlockBackend, prefix: str, tmp_path: Path
 ) -> None:
-    """Never more than two nodes at a time; one that forgot is let alone until every lease knows all nodes again."""
+    """At most two nodes fail at a time, and one forgets only when every lease has had time to reach all nodes again."""
     path = tmp_path / "history"
     with ExitStack() as stack:
         arguments = (url_of(nodes), prefix, str(path), 100_000, {"ttl": 0.5}, 0.01)
@@ -862,7 +862,7 @@ def test_processes_and_nodes_that_stop_die_and_forget_make_no_overlap(
 
 
 def test_many_waiters_get_the_lock_one_after_the_other_without_a_pause(direct: RedlockBackend) -> None:
-    """Nobody sleeps while a part of the nodes waits for him: pauses of a second each would take far longer."""
+    """No waiter sleeps while it already holds some of the nodes: pauses of a second each would take far longer."""
     together = threading.Barrier(8)
     done: list[int] = []
 
@@ -882,7 +882,7 @@ def test_many_waiters_get_the_lock_one_after_the_other_without_a_pause(direct: R
 
 
 def test_task_that_is_cancelled_before_the_nodes_are_asked_keeps_no_connection(backend: RedlockBackend) -> None:
-    """As at the end of a loop, which cancels every task at once."""
+    """The end of an event loop cancels every task at once like this."""
 
     async def main() -> None:
         await (await AsyncLock(backend, "a").acquire()).release()

@@ -1,4 +1,4 @@
-"""A master that dies, stops or steps down while Sentinels watch it: followed in time, replicas never asked, losses told."""
+"""A master dies, stops or steps down under Sentinels: clients follow in time, use no replica, and report losses."""
 
 import contextlib
 import json
@@ -36,21 +36,21 @@ WAIT = 60.0
 
 @pytest.fixture(scope="module")
 def steady(servers_directory: Path) -> Iterator[Group]:
-    """A group whose master stays where it is; well again after each test."""
+    """Yield a group whose master stays the same; the tests leave it in order."""
     with group(servers_directory / "sentinel-steady") as shop:
         yield shop
 
 
 @pytest.fixture
 def fresh(tmp_path: Path) -> Iterator[Group]:
-    """A group whose master may be lost."""
+    """Yield a group whose master may be lost."""
     with group(tmp_path / "sentinel") as shop:
         yield shop
 
 
 @pytest.fixture
 def shop(request: pytest.FixtureRequest) -> Group:
-    """What the store is made of: `steady`, unless a test says otherwise."""
+    """Return the group behind the store: `steady`, unless a test chooses another."""
     shop: Group = request.getfixturevalue(getattr(request, "param", "steady"))
     return shop
 
@@ -68,7 +68,7 @@ def store(url: str, prefix: str, **options: Any) -> Iterator[Backend]:
 
 @pytest.fixture
 def copied(harness: Harness, shop: Group, prefix: str) -> Iterator[Harness]:
-    """Locks of the same store that are told when a replica has them."""
+    """Yield a harness of the same store whose grants wait for a replica."""
     for backend in store(shop.url, prefix, replicas=1):
         copied = type(harness)(backend)
         yield copied
@@ -81,14 +81,14 @@ moving = pytest.mark.parametrize("shop", ["fresh"], indirect=True)
 
 
 def questions(shop: Group, server: Server) -> int:
-    """How many scripts a server has been asked to run."""
+    """Return how many scripts a server has been asked to run."""
     with shop.client(server) as client:
         stats = client.info("commandstats")
     return sum(stats.get(f"cmdstat_{name}", {"calls": 0})["calls"] for name in ("eval", "evalsha"))
 
 
 def stubborn(shop: Group) -> Server:
-    """Have the master take itself for one whatever the Sentinels say; they need about ten seconds to say it."""
+    """Make the master refuse to step down; otherwise the Sentinels would demote it after about ten seconds."""
     master = shop.master()
     shop.ask(master, "ACL", "SETUSER", "default", "-slaveof", "-replicaof", "-client|kill")
     return master
@@ -107,7 +107,7 @@ def test_lease_and_waiter_survive_the_death_of_the_master_which_is_not_asked_whe
     insist(lambda: copied.do(lease.renew))
     assert not lease.lost
     old.start()
-    shop.ask(old, "REPLICAOF", HOST, new.port)  # Sentinels do it, too, after some seconds
+    shop.ask(old, "REPLICAOF", HOST, new.port)  # the Sentinels would also do it, seconds later
     shop.settle()
     assert insist(lambda: copied.do(lease.release)) is Released.RELEASED
     later = pending.result(WAIT)
@@ -134,7 +134,7 @@ def test_lock_that_is_asked_for_while_there_is_no_master_is_had_from_the_next_on
 def test_master_that_stands_still_is_left_for_the_next_one_and_not_asked_when_it_goes_on(
     harness: Harness, copied: Harness, shop: Group
 ) -> None:
-    """It takes itself for the master, and the connections to it are open."""
+    """It still considers itself the master, and the connections to it are open."""
     lease = copied.acquire("a", ttl=WAIT)
     pending = harness.queue_up("a", wait=WAIT)
     old = stubborn(shop)
@@ -176,7 +176,7 @@ def test_master_that_was_replaced_in_good_order_is_left_while_it_still_takes_its
 def test_replica_answers_nothing_over_the_connections_of_a_master_that_it_was(
     harness: Harness, shop: Group, read_only: str
 ) -> None:
-    """It knows who held and who waited, could tell without writing anything, and may even be one that lets us write."""
+    """It still knows the holders and waiters, could reply without a write, and may even be a writable replica."""
     lease = harness.acquire("a", ttl=WAIT, renew=False)
     pending, master = harness.queue_up("a"), shop.master()
     shop.ask(master, "CONFIG", "SET", "replica-read-only", read_only)
@@ -203,7 +203,7 @@ def test_replica_answers_nothing_over_the_connections_of_a_master_that_it_was(
 
 
 def forget(shop: Group) -> None:
-    """Have the replica hear nothing more."""
+    """Cut the replica off from its master."""
     shop.ask(shop.replicas()[0], "REPLICAOF", HOST, servers.free_port())
 
 
@@ -226,7 +226,7 @@ def test_lease_that_the_replica_had_not_heard_of_is_lost_and_told(harness: Harne
 
 
 def test_transaction_under_a_lease_that_a_failover_forgot_is_refused(fresh: Group, use_database: Any) -> None:
-    """The holder has not heard of its loss: its own clock says that it holds. The database knows better."""
+    """The holder does not know of its loss, because by its own clock it holds; the database refuses it."""
     alias = use_database("default")
     Counter.objects.using(alias).create(name="a")
     settings = {"default": {"BACKEND": fresh.url, "TTL": WAIT, "WAIT": WAIT}}
@@ -377,7 +377,7 @@ def test_lock_is_held_over_tls(harness: Harness, shop: Group, prefix: str) -> No
 
 
 def work(link: Link, url: str, prefix: str, path: str) -> None:
-    """Take the lock again and again, told when a replica has it, and append a line after each section."""
+    """Take the lock again and again, with grants that wait for a replica, and append a line after each section."""
     backend = WithClock(connect(url, prefix=prefix, replicas=1))
     with Path(path).open("a", buffering=1) as history:
         while True:

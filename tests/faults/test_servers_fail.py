@@ -1,4 +1,4 @@
-"""Servers that forget, restart, refuse or are not there: unavailable with the reason, never "taken", never a secret told."""
+"""Servers forget, restart, refuse or are away: they are unavailable with the reason, never "taken"; no secret shows."""
 
 import logging
 import re
@@ -29,7 +29,7 @@ StartServer = Callable[..., Server]
 
 @pytest.fixture
 def start_redis(tmp_path: Path) -> Iterator[StartServer]:
-    """Start a Redis for this test alone, which may be broken."""
+    """Yield a function that starts a Redis for this test alone, which may break it."""
     running: list[Iterator[Server]] = []
 
     def begin(*options: str) -> Server:
@@ -321,7 +321,7 @@ def test_permission_that_only_a_script_needs_is_told_at_once_and_never_as_anothe
 
 @pytest.fixture
 def denied(any_redis: Server) -> Iterator[Callable[[str], RedisBackend]]:
-    """Return the store of a user who may do what the operators' page says, but for one command."""
+    """Yield a function that makes a store for a user with the rights of the operators' page, except one command."""
     with redis.Redis.from_url(any_redis.url) as admin:
         admin.script_flush()
         always, _ = documented_acl()
@@ -388,7 +388,7 @@ def hold_renewed_and_contended(store: RedisBackend) -> None:
 
 
 def documented_acl() -> tuple[list[str], dict[str, str]]:
-    """Read what a user needs in the operators' page: always, and for what else."""
+    """Read from the operators' page which rights a user always needs, and which ones for further features."""
     page = (Path(__file__).parents[2] / "docs" / "howto" / "operations.md").read_text()
     always = re.findall(r"ACL SETUSER dlock on >password ~dlock:\* (.*)", page)[0].split()
     more = re.findall(r"`(\S+)` in a database other than 0, `(\S+)` with `client_name` in the URL", page)[0]

@@ -1,4 +1,4 @@
-"""What all stores in a database share: their connections touch nobody else's, whatever has become of them."""
+"""The connections of stores in a database disturb no others, whatever has become of them."""
 
 import resource
 import secrets
@@ -45,7 +45,7 @@ def memory() -> Iterator[TableBackend]:
 
 @pytest.fixture
 def many_files() -> Iterator[None]:
-    """More open files than select() can know."""
+    """Open more files than select() supports."""
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(before[0], 2048), before[1]))
     pairs = [socket.socketpair() for _ in range(600)]
@@ -57,7 +57,7 @@ def many_files() -> Iterator[None]:
 
 
 def each(steps: list[Callable[[], Any]]) -> list[Any]:
-    """What these give, all at once."""
+    """Run steps at the same time, each in its own thread, and return their results or errors."""
     gate, given = threading.Barrier(len(steps)), []
 
     def make(step: Callable[[], Any]) -> None:
@@ -76,7 +76,7 @@ def each(steps: list[Callable[[], Any]]) -> list[Any]:
 
 
 def with_waiter(backend: TableBackend, name: str, look: Callable[[], Any]) -> None:
-    """Have somebody wait for a lock that is held until `look` returns."""
+    """Call `look` while a thread waits for a held lock, and then release the lock."""
     holder = Lock(backend, name, ttl=60).acquire()
     waiting = threading.Thread(target=lambda: Lock(backend, name, wait=None).acquire().release())
     waiting.start()
@@ -128,7 +128,7 @@ def test_lease_beside_a_relative_file_is_held_when_the_process_has_gone_elsewher
     monkeypatch.chdir(tmp_path)
     backend = from_engine(create_engine("sqlite:///app.sqlite3"))
     lease = Lock(backend, name).acquire()
-    backend.close()  # so that it connects once more
+    backend.close()  # so that it connects again
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
     lease.renew()
@@ -152,7 +152,7 @@ def test_threads_in_memory_are_no_time_limit_to_each_other(memory: TableBackend)
 
 @pytest.mark.parametrize("driver", ["psycopg", "asyncpg", "psycopg_async", "pymysql"])
 def test_event_that_leaves_a_transaction_open_is_no_hindrance(request: pytest.FixtureRequest, driver: str) -> None:
-    """As those do that set a search_path, or a time zone."""
+    """An event that sets a search_path or a time zone does so."""
     request.getfixturevalue(server_of(driver))
     engine = (create_async_engine if driver in ASYNC else create_engine)(URLS[driver])
 

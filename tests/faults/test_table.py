@@ -1,4 +1,4 @@
-"""Databases that restart, cut connections and lose replies, and callers with transactions: no lease is held twice."""
+"""Databases restart, cut connections and lose replies, and callers have transactions: no lock has two holders."""
 
 import ast
 import asyncio
@@ -62,14 +62,14 @@ def proxy(driver: str) -> Iterator[Proxy]:
 
 
 def through(proxy: Proxy, driver: str) -> Engine:
-    """An engine that always sends the whole text: the proxy looks for it."""
+    """Return an engine that always sends a statement's text, for which the proxy looks."""
     arguments = {"prepare_threshold": None} if driver == "psycopg" else {}
     return create_engine(URLS[driver].replace(f":{proxy.target}/", f":{proxy.port}/"), connect_args=arguments)
 
 
 @pytest.fixture
 def backend(proxy: Proxy, driver: str) -> Iterator[TableBackend]:
-    """The store as its users reach it: through the proxy."""
+    """Yield the store as its users reach it: through the proxy."""
     backend = from_engine(through(proxy, driver), timeout=LIMIT)
     yield backend
     backend.close()
@@ -77,7 +77,7 @@ def backend(proxy: Proxy, driver: str) -> Iterator[TableBackend]:
 
 @pytest.fixture
 def direct(request: pytest.FixtureRequest, driver: str) -> Iterator[TableBackend]:
-    """The same store over a good network."""
+    """Yield the same store over a good network."""
     direct = table(request, driver)
     yield direct
     direct.close()
@@ -85,13 +85,13 @@ def direct(request: pytest.FixtureRequest, driver: str) -> Iterator[TableBackend
 
 @pytest.fixture
 def postgres(request: pytest.FixtureRequest, django_db_blocker) -> Iterator[TableBackend]:
-    """The table in PostgreSQL, of Django's alias."""
+    """Yield the lease table of Django's PostgreSQL alias."""
     yield from opened(request, "postgresql", django_db_blocker)
 
 
 @pytest.fixture
 def sqlite(request: pytest.FixtureRequest, use_database, django_db_blocker) -> Iterator[TableBackend]:
-    """The table beside the SQLite file of Django's default alias."""
+    """Yield the lease table in the file next to the SQLite file of Django's default alias."""
     use_database("default")
     yield from opened(request, "default", django_db_blocker)
 
@@ -181,7 +181,7 @@ def test_database_that_is_not_there_is_unavailable_in_time(harness: Harness, pro
         harness.acquire(name, ttl=2, wait=0.2)
     assert clock() - began < 30, "nothing waits for ever"
     assert caught.value.name == name
-    proxy.forward()  # what the network had kept back may still be done, and lasts for one ttl then
+    proxy.forward()  # a delayed request may now be executed, and its lease lasts for one ttl
     harness.do(harness.acquire(name, wait=None).release)
 
 
@@ -230,7 +230,7 @@ def test_task_that_is_cancelled_at_any_await_leaves_no_grant_of_an_asyncio_drive
 async def test_cancelled_task_waits_for_what_it_has_sent(
     proxy: Proxy, backend: TableBackend, direct: TableBackend, name: str
 ) -> None:
-    """A clean-up that overtakes the attempt would leave its grant behind."""
+    """If the clean-up overtook the attempt, its grant would stay."""
     await (await AsyncLock(backend, f"{name}:warm-up").acquire()).release()
     attempt = proxy.hold_request(matching=MAKE)
     task = asyncio.ensure_future(AsyncLock(backend, name).acquire())
@@ -272,7 +272,7 @@ def test_storm_of_cancelled_tasks_leaves_no_lease_and_no_connection(
 
 
 def sessions(driver: str) -> int:
-    """How many sessions the server has, but for the one that asks."""
+    """Return how many sessions the server has, without the one of this query."""
     question = "SELECT count(*) - 1 FROM information_schema.processlist WHERE user = 'root'"
     if server_of(driver) == "postgresql":
         question = "SELECT count(*) - 1 FROM pg_stat_activity WHERE backend_type = 'client backend'"
@@ -340,13 +340,13 @@ def test_waiter_is_told_of_a_release_and_asks_nothing_meanwhile(
     postgres: TableBackend, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "MAX_NOTIFIED_WAIT_S", 600.0)  # nothing else wakes it
-    other = table_of_alias("postgresql")  # as another process would have it
+    other = table_of_alias("postgresql")  # as in another process
     steps = counted(postgres, name, monkeypatch)
     first = Lock(other, name, ttl=600).acquire()
     pending, gotten = waiting(postgres, name)
     until(lambda: postgres._listener.is_listening)
     before = len(steps)
-    threading.Event().wait(1.0)  # somebody who polls would look more than ten times
+    threading.Event().wait(1.0)  # a waiter that polls would look more than ten times
     assert len(steps) <= before + 1
     first.release()
     pending.join(60)
@@ -368,7 +368,7 @@ def test_expiry_of_which_nobody_tells_wakes_a_waiter(postgres: TableBackend, nam
 def test_waiter_who_hears_nothing_looks_from_time_to_time(
     postgres: TableBackend, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A pooler of transactions accepts LISTEN, and nothing ever comes."""
+    """A transaction pooler accepts LISTEN, but no notification ever arrives."""
     monkeypatch.setattr(waiting_module, "CHANNEL", "elsewhere")
     other = table_of_alias("postgresql")
     steps = counted(postgres, name, monkeypatch)
@@ -408,7 +408,7 @@ def table_of_alias(alias: str) -> TableBackend:
 
 
 def counted(store: TableBackend, name: str, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The steps that are made for one lock from now on."""
+    """Return a list of the steps for one lock from now on, which grows with each."""
     steps: list[str] = []
     step = store.pool.step
 
@@ -422,7 +422,7 @@ def counted(store: TableBackend, name: str, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def waiting(store: TableBackend, name: str) -> tuple[threading.Thread, list[Any]]:
-    """A thread that waits for the lock, and what it got."""
+    """Start a thread that waits for the lock; return it, and the list to which it adds its lease."""
     gotten: list[Any] = []
     thread = threading.Thread(target=lambda: gotten.append(Lock(store, name, ttl=60, wait=None).acquire()), daemon=True)
     thread.start()
@@ -430,7 +430,7 @@ def waiting(store: TableBackend, name: str) -> tuple[threading.Thread, list[Any]
 
 
 def test_own_write_transaction_on_sqlite_stands_in_nobodys_way(sqlite: TableBackend, name: str) -> None:
-    """Not when the lease is taken in it, nor when it lasts longer than the lease's ttl."""
+    """This holds if the lease is acquired inside it, and if it lasts longer than the lease's ttl."""
     with transaction.atomic():
         with connections["default"].cursor() as cursor:
             cursor.execute("UPDATE dlock_fence SET token = token")
@@ -460,7 +460,7 @@ def test_aborted_transaction_of_the_caller_does_not_matter(
 def test_row_that_somebody_locks_by_hand_is_unavailable_and_nothing_is_done_later(
     request: pytest.FixtureRequest, driver: str, direct: TableBackend, name: str
 ) -> None:
-    """The server gives up before we do."""
+    """The server's time limit ends before ours."""
     store = table(request, driver, timeout=2.0)
     Lock(store, name).acquire().release()
     engine = create_engine(URLS["pymysql" if driver == "pymysql" else "psycopg"])
@@ -493,7 +493,7 @@ def rename(store: TableBackend, old: str, new: str) -> None:
 
 @pytest.mark.parametrize("driver", ["psycopg", "pymysql", "asyncpg"], indirect=True)
 def test_wrong_password_is_refused_at_once_and_told_to_nobody(driver: str, name: str) -> None:
-    """Psycopg gives no code for what happens while it connects."""
+    """Psycopg gives no error code for a failure to connect."""
     secret = "s3cr3t"
     url = URLS[driver].replace("postgres@", f"nobody:{secret}@").replace("root@", f"nobody:{secret}@")
     store = from_url(f"database+{url}")
@@ -504,7 +504,7 @@ def test_wrong_password_is_refused_at_once_and_told_to_nobody(driver: str, name:
 
 
 def test_database_is_let_go_of_before_one_is_made_or_dropped(postgres: TableBackend, name: str) -> None:
-    """PostgreSQL drops no database that somebody is connected to, and Django's test runner drops one."""
+    """PostgreSQL drops no database that has connections, and Django's test runner drops one."""
     from django_dlock.conf import stores
 
     mine = "SELECT count(*) FROM pg_stat_activity WHERE datname = 'postgres' AND query LIKE '%%dlock_lease%%'"
@@ -527,7 +527,7 @@ def test_database_is_let_go_of_before_one_is_made_or_dropped(postgres: TableBack
 
 
 def test_two_names_of_one_sqlite_file_have_one_sibling(tmp_path: Path, name: str) -> None:
-    """Paths, links to them and URIs."""
+    """A file may be named by a path, a link or a URI."""
     (tmp_path / "link.db").symlink_to(tmp_path / "shop.db")
     names = [f"{tmp_path}/shop.db", f"{tmp_path}/link.db", f"file:{tmp_path}/shop.db?mode=rwc&uri=true"]
     stores = [from_url(f"database+sqlite:///{each}") for each in names]
@@ -553,7 +553,7 @@ LONG_AGO = 1_000_000_000_000_000
 
 @pytest.mark.parametrize("driver", ["psycopg", "mysqldb", "sqlite"], indirect=True)
 def test_rows_of_names_that_nobody_uses_any_more_go(direct: TableBackend, name: str) -> None:
-    """Strangers may choose names: what they leave is bounded."""
+    """Strangers may choose the names, so the rows that they leave must be bounded."""
     used = Lock(direct, f"{name}:used").acquire()
     statement = (
         "INSERT INTO dlock_lease (name, token, holder, owner, since, expires_at, wanted_until) "
@@ -587,7 +587,7 @@ def test_token_that_was_spoiled_heals(direct: TableBackend, name: str, damaged: 
         with Lock(direct, each) as lease:
             tokens.append(lease.token)
     assert tokens == sorted(set(tokens))
-    assert tokens[0] >= before.token  # The same, if all of this is within one tick of SQLite's clock, which has 1 ms.
+    assert tokens[0] >= before.token  # They are equal if all this happens within one tick of SQLite's clock, 1 ms.
     assert tokens[-1] - before.token < 600_000_000
 
 
@@ -596,6 +596,6 @@ def forget_all(store: TableBackend) -> None:
 
 
 def names(store: TableBackend, start: str) -> set[str]:
-    """Read the names of all rows that begin so."""
+    """Return the names of all rows that begin with `start`."""
     rows = run(store.pool.step(BLOCKING, "", lambda session: session.execute("SELECT name FROM dlock_lease", {})))
     return {name for (name,) in rows if name.startswith(start)}

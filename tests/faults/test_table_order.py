@@ -1,4 +1,4 @@
-"""Who waits for a lease table that tells nobody of a release is not overtaken by those who come and go."""
+"""Where a lease table notifies no waiter of releases, newcomers still do not overtake a waiter."""
 
 import secrets
 from collections.abc import Iterator
@@ -20,7 +20,7 @@ FOR_EVER = 600.0
 def backend(
     request: pytest.FixtureRequest, django_db_blocker, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[TableBackend]:
-    """A store in which somebody who waited is remembered for longer than any test takes."""
+    """Yield a store that remembers a waiter for longer than any test takes."""
     monkeypatch.setattr(module, "MAX_POLL_INTERVAL_S", FOR_EVER)
     request.getfixturevalue(server_of(request.param))
     with django_db_blocker.unblock():
@@ -31,7 +31,7 @@ def backend(
 
 @pytest.fixture
 def waiter(backend: TableBackend) -> AcquireRequest:
-    """Somebody who waited while the lock was held, which is free now."""
+    """Return a waiter that has waited for a lock while it was held; the lock is free now."""
     waiter = somebody(f"order:{secrets.token_hex(4)}")
     with Lock(backend, waiter.name, ttl=60):
         busy = ask(backend, waiter)
@@ -76,4 +76,4 @@ def test_waiter_is_forgotten_when_he_did_not_look_for_long(
     with Lock(backend, other.name, ttl=60):
         run(backend.wait(BLOCKING, other, Busy(60), 0.05))
     newcomer = somebody(other.name)
-    until(lambda: not isinstance(ask(backend, newcomer), Busy))  # or the test never ends
+    until(lambda: not isinstance(ask(backend, newcomer), Busy))  # otherwise the test times out

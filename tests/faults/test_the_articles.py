@@ -1,4 +1,4 @@
-"""The stories that articles about distributed locks tell, each played on real servers."""
+"""The failure stories from articles about distributed locks, each played on real servers."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -44,7 +44,7 @@ def database(tmp_path: Path) -> Iterator[Engine]:
 
 @pytest.fixture
 def clients(redis_server: Server, prefix: str) -> Iterator[list[RedisBackend]]:
-    """A, B and C: the same Redis, as three processes see it."""
+    """Yield A, B and C: clients of the same Redis, as in three processes."""
     clients = [RedisBackend.from_url(redis_server.url, prefix=prefix) for _ in range(3)]
     yield clients
     for client in clients:
@@ -56,7 +56,7 @@ def test_wrong_release_a_whose_lock_ran_out_does_not_release_the_one_of_b_and_c_
 ) -> None:
     a, b, c = (Lock(client, "a", ttl=0.2 if number == 0 else 30, renew=False) for number, client in enumerate(clients))
     of_a = a.acquire()
-    of_b = b.acquire()  # when A's ttl is over
+    of_b = b.acquire()  # waits until A's ttl is over
     assert of_a.release() is Released.STOLEN
     assert c.try_acquire() is None
     assert holders(clients[2], "a") == [of_b.holder]
@@ -101,7 +101,7 @@ def test_network_delay_the_client_whose_majority_fell_silent_is_refused_at_commi
 def test_clock_jump_on_node_c_lets_two_in_and_only_the_newer_one_commits(
     start: Callable[[], Turned], database: Engine, alone: bool
 ) -> None:
-    """Client 1 holds a majority, A, B and C; the clock of C jumps; client 2 gets a majority, C, D and E."""
+    """Client 1 holds a majority, A, B and C; C's clock jumps; client 2 gets a majority, C, D and E."""
     nodes = [start() for _ in range(1 if alone else 5)]
     running = [node.server for node in nodes]
     if alone:
@@ -138,7 +138,7 @@ def test_clock_jump_on_node_c_lets_two_in_and_only_the_newer_one_commits(
 
 
 def is_free(node: Server) -> bool:
-    """Is what client 1 had sent while the node stood still undone?"""
+    """Return whether client 1's request, delivered after the node's pause, has been undone."""
     backend = RedisBackend.from_url(node.url)
     try:
         return not holders(backend, "order:42")
@@ -149,7 +149,7 @@ def is_free(node: Server) -> bool:
 def test_failover_before_replication_both_hold_and_only_the_newer_one_commits(
     clients: list[RedisBackend], database: Engine
 ) -> None:
-    """The master dies with the lock that no replica has heard of: the next one knows nothing of it."""
+    """The master dies before any replica has received the lock, so the next master does not know of it."""
     with (
         Session(database) as one,
         Session(database) as two,
@@ -184,7 +184,7 @@ def test_node_that_comes_back_without_memory_gives_nobody_else_a_majority(tmp_pa
         lease = Lock(mine, "a").acquire()
         nodes[0].restart(keep_data=False)
         assert Lock(theirs, "a").try_acquire() is None
-        lease.renew()  # which also tells the lease to the node that forgot it
+        lease.renew()  # this also restores the lease at the node that forgot it
         nodes[1].restart(keep_data=False)
         assert Lock(theirs, "a").try_acquire() is None
         assert not lease.lost
@@ -196,7 +196,7 @@ def test_node_that_comes_back_without_memory_gives_nobody_else_a_majority(tmp_pa
 def test_transfer_deadlock_two_accounts_in_both_directions_are_locked_in_one_order(
     clients: list[RedisBackend], database: Engine
 ) -> None:
-    """Each names its accounts in its own order; taken one after the other by hand, both would wait for ever."""
+    """Each names its accounts in its own order: locked one by one in that order, they would deadlock."""
     done: list[tuple[int, int]] = []
 
     def transfer(client: RedisBackend, source: int, target: int) -> None:
@@ -230,7 +230,7 @@ def test_cancel_against_ship_both_succeed_without_a_lock(database: Engine) -> No
     with Session(database) as buyer, Session(database) as seller:
         seen = [session.execute(STATE).scalar_one() for session in (buyer, seller)]
         for session, state in ((buyer, "cancelled"), (seller, "shipped")):
-            session.rollback()  # each has answered its reader, and now writes what it decided then
+            session.rollback()  # each has decided from its own read, and now writes its decision
             session.execute(CHANGE, {"state": state})
             session.commit()
     assert seen == ["paid", "paid"]

@@ -1,4 +1,4 @@
-"""rediss://: the lease commands go over TLS, and a certificate that nobody trusts is refused."""
+"""With rediss:// the lease commands are sent over TLS, and an untrusted certificate is refused."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ async def test_lock_is_held_over_tls_by_tasks(tls_url):
 
 
 def test_connection_ends_with_its_loop_though_the_server_does_not_say_goodbye(server):
-    """A TLS connection that is closed in good order waits for that, for as long as there is a loop."""
+    """An orderly close of a TLS connection waits for the server's close message as long as the loop runs."""
     backend = connect(server.url)
 
     async def hold_once():

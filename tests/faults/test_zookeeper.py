@@ -1,4 +1,4 @@
-"""ZooKeeper through sessions that expire, leaders that die and networks that fail: nobody holds twice, nothing is left."""
+"""ZooKeeper sessions expire, leaders die and networks fail: no lock has two holders, and nothing is left."""
 
 import json
 import logging
@@ -36,7 +36,7 @@ SHORT_SESSION = 2.0
 WITHIN = 30.0
 SECRET = "hunter2"
 CREATE = b"x-"
-"""In the request that makes a node, and in every later one about that node."""
+"""Part of the name of an exclusive request's node: in the request that creates it, and in each later one about it."""
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +57,7 @@ def proxy(server: Server) -> Iterator[Proxy]:
 
 @pytest.fixture
 def direct(server: Server, prefix: str) -> Iterator[ZooKeeperBackend]:
-    """The store over a good network."""
+    """Yield the store over a good network."""
     backend = ZooKeeperBackend.from_url(server.url, prefix=prefix)
     yield backend
     backend.close()
@@ -65,7 +65,7 @@ def direct(server: Server, prefix: str) -> Iterator[ZooKeeperBackend]:
 
 @pytest.fixture
 def session() -> float:
-    """Seconds that a session outlives its connection: a slow machine may take seconds to connect again."""
+    """Return the seconds for which a session outlives its connection: a slow machine needs several to reconnect."""
     return 20.0
 
 
@@ -74,7 +74,7 @@ wait_for_its_end = pytest.mark.parametrize("session", [SHORT_SESSION])
 
 @pytest.fixture
 def backend(proxy: Proxy, prefix: str, session: float) -> Iterator[ZooKeeperBackend]:
-    """The store as its users reach it: through the proxy."""
+    """Yield the store as its users reach it: through the proxy."""
     url = f"zookeeper://127.0.0.1:{proxy.port}"
     backend = ZooKeeperBackend.from_url(url, prefix=prefix, timeout=LIMIT, session=session)
     yield backend
@@ -83,7 +83,7 @@ def backend(proxy: Proxy, prefix: str, session: float) -> Iterator[ZooKeeperBack
 
 @pytest.fixture
 def replicated(three: Ensemble, prefix: str) -> Iterator[ZooKeeperBackend]:
-    """A store of three servers, all of which are up again after the test."""
+    """Yield a store of three servers, all of which run again after the test."""
     backend = ZooKeeperBackend.from_url(three.url, prefix=prefix, timeout=LIMIT, session=20.0)
     yield backend
     for member in three.members:
@@ -95,7 +95,7 @@ def replicated(three: Ensemble, prefix: str) -> Iterator[ZooKeeperBackend]:
 
 
 def warm_up(harness: Harness) -> None:
-    """Have a session, so that the next request is the question itself."""
+    """Open a session, so that the next request is the acquire itself."""
     harness.do(harness.acquire("warm-up").release)
 
 
@@ -152,7 +152,7 @@ def test_connection_that_is_suspended_is_unknown_and_not_lost(harness: Harness, 
 
 @wait_for_its_end
 def test_lease_is_lost_in_time_when_the_store_is_deaf(harness: Harness, proxy: Proxy, direct: ZooKeeperBackend) -> None:
-    """Before ZooKeeper may give the lock to another; callbacks are told by a thread that may have to wait for its turn."""
+    """It is lost before ZooKeeper may grant the lock again; the callback's thread may run later on a busy machine."""
     told: list[str] = []
     lease = harness.acquire("a", on_lost=lambda: told.append("lost"))
     proxy.deaf()
@@ -164,7 +164,7 @@ def test_lease_is_lost_in_time_when_the_store_is_deaf(harness: Harness, proxy: P
 
 
 def test_lease_is_sure_for_no_longer_than_the_session_that_the_servers_grant(server: Server, prefix: str) -> None:
-    """They grant 60 seconds at most; two thirds of it are sure."""
+    """The servers grant at most 60 seconds, of which two thirds are certain."""
     store = connect(server.url, prefix=prefix, session=300.0)
     with Lock(store, "a", ttl=600, renew=False) as lease:
         assert 20 < lease.remaining() < 40
@@ -209,7 +209,7 @@ def test_renewal_whose_reply_was_lost_is_no_loss(harness: Harness, proxy: Proxy)
 def test_attempt_that_failed_leaves_no_node_once_the_network_is_back(
     harness: Harness, proxy: Proxy, direct: ZooKeeperBackend
 ) -> None:
-    """Its request was sent, perhaps, and its session lives on: only we can remove what it made."""
+    """Its request may have been sent, and its session lives on, so only we can remove its node."""
     warm_up(harness)
     held = proxy.hold_request(matching=CREATE)
     with pytest.raises(BackendUnavailable):
@@ -306,7 +306,7 @@ def test_restart_that_kept_its_data_ends_no_lease(server: Server, direct: ZooKee
 
 
 def test_restart_that_lost_its_data_ends_the_lease_and_the_store_is_found_again(server: Server, prefix: str) -> None:
-    """Its servers refuse clients who have seen more than they; kazoo would try for ever."""
+    """The servers refuse clients that have seen later data than theirs; kazoo would retry forever."""
     store = ZooKeeperBackend.from_url(server.url, prefix=prefix, session=SHORT_SESSION)
     lease = Lock(store, "a").acquire()
     server.restart(keep_data=False)
@@ -460,7 +460,7 @@ def test_child_has_a_session_of_its_own_and_its_parents_lease_lives_on(
 
 
 def test_lease_that_a_child_does_not_renew_runs_out_as_any_other(server: Server, prefix: str) -> None:
-    """What ends it is a thread of the process, which a fork does not copy."""
+    """A thread of the process ends it, and a fork does not copy threads."""
     with worker(fork_and_let_run_out, server.url, prefix) as parent:
         assert parent.result() == b"got it again"
 
@@ -520,7 +520,7 @@ def test_sections_of_many_processes_are_apart_in_the_order_of_tokens_and_of_arri
 def test_processes_that_are_stopped_and_killed_never_overlap_with_those_that_follow(
     server: Server, direct: ZooKeeperBackend, prefix: str, tmp_path: Path
 ) -> None:
-    """Whoever is inside is stopped for longer than its session, again and again, and at the end killed."""
+    """The current holder is stopped for longer than its session several times; then one holder is killed."""
     path = tmp_path / "history"
     arguments = (f"{server.url}", prefix, str(path), 100_000, {}, 0.02)
     with ExitStack() as stack:
@@ -543,7 +543,7 @@ def test_processes_that_are_stopped_and_killed_never_overlap_with_those_that_fol
 
 
 def work_short(link: processes.Link, url: str, prefix: str, *rest: Any) -> None:
-    """Work with sessions of the shortest kind."""
+    """Run `work` with very short sessions."""
     import tests.faults.history as module
 
     real = module.connect
@@ -552,7 +552,7 @@ def work_short(link: processes.Link, url: str, prefix: str, *rest: Any) -> None:
 
 
 def inside(store: ZooKeeperBackend, workers: list[processes.Worker]) -> processes.Worker:
-    """The worker who holds the lock now; a moment later it may be another, which is no harm."""
+    """Return the worker that holds the lock now; that it may be another a moment later does no harm."""
     by_pid = {one.process.pid: one for one in workers}
     while True:
         (state,) = run(store.inspect(BLOCKING, "a"))
@@ -598,7 +598,7 @@ def test_nothing_is_left_over_after_all_of_it(
 
 
 def runs_out(lease: Any) -> float:
-    """Give the time at which it is lost unless it is renewed."""
+    """Return the time at which the lease is lost unless it is renewed."""
     return clock() + float(lease.remaining())
 
 

@@ -1,4 +1,4 @@
-"""Servers of Redis whose clocks are really set forward and back."""
+"""Redis servers whose clocks are really set forward and back."""
 
 import shutil
 import subprocess
@@ -14,7 +14,7 @@ from tests.conftest import give_up
 
 @pytest.fixture(scope="module")
 def shim(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A library that turns the clock of the server into which it is loaded."""
+    """Compile a library that changes the clock of the server into which it is loaded."""
     compiler = shutil.which("gcc")
     if compiler is None:
         give_up("gcc is missing: apt-get install gcc")
@@ -25,7 +25,7 @@ def shim(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Turned:
-    """A Redis with a clock of its own."""
+    """A Redis with its own clock."""
 
     def __init__(self, shim: Path, directory: Path) -> None:
         self._file = directory.with_suffix(".clock")
@@ -36,13 +36,13 @@ class Turned:
         self.server.start()
 
     def set(self, seconds: int) -> None:
-        """Make the clock show so many seconds more than the machine's, or fewer."""
+        """Set the clock ahead of the machine's by this many seconds, or behind it if negative."""
         self._file.write_text(str(seconds))
 
 
 @pytest.fixture
 def start(shim: Path, tmp_path: Path) -> Iterator[Callable[[], Turned]]:
-    """Start one more such server."""
+    """Yield a function that starts such a server."""
     with ExitStack() as stack:
 
         def begin() -> Turned:

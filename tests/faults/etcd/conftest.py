@@ -1,4 +1,4 @@
-"""One etcd, and stores in it: behind a network that can be broken, and over a good one."""
+"""Fixtures: one etcd, and stores in it, behind a network that can be broken and over a good one."""
 
 import secrets
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ TIMEOUT_S = 0.5
 
 @pytest.fixture(scope="session")
 def one(servers_directory: Path) -> Iterator[Cluster]:
-    """A cluster of one member. It is shared: leave it running."""
+    """Yield a cluster of one member. The tests share it: leave it running."""
     with cluster(servers_directory / "etcd1") as one:
         yield one
 
@@ -34,7 +34,7 @@ def proxy(one: Cluster) -> Iterator[Proxy]:
 
 @pytest.fixture
 def backend(proxy: Proxy, prefix: str) -> Iterator[EtcdBackend]:
-    """The store as its users reach it: through the proxy."""
+    """Yield the store as its users reach it: through the proxy."""
     backend = EtcdBackend(f"etcd://127.0.0.1:{proxy.port}", prefix=prefix, timeout=TIMEOUT_S)
     yield backend
     backend.close()
@@ -42,13 +42,13 @@ def backend(proxy: Proxy, prefix: str) -> Iterator[EtcdBackend]:
 
 @pytest.fixture
 def patience(backend: EtcdBackend, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Wait for the server for long: on a busy machine many requests one after the other meet a short limit by chance."""
+    """Raise the time limit: on a busy machine, some of many requests in a row exceed a short one by chance."""
     monkeypatch.setattr(backend._gateway, "limit", 30.0)
 
 
 @pytest.fixture
 def direct(one: Cluster, prefix: str) -> Iterator[EtcdBackend]:
-    """The same store over a good network."""
+    """Yield the same store over a good network."""
     backend = EtcdBackend(one.url, prefix=prefix)
     yield backend
     backend.close()

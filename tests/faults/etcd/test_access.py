@@ -1,4 +1,4 @@
-"""Who is let in to an etcd, and how: passwords, TLS, URLs; no secret is ever shown."""
+"""etcd is reached with passwords, TLS and URLs; no secret is ever shown."""
 
 import logging
 import ssl
@@ -25,7 +25,7 @@ QUOTED = "s3cr3t%2Fp%3Ass%40w"
 
 @pytest.fixture(scope="module")
 def guarded(servers_directory: Path) -> Iterator[Cluster]:
-    """A cluster where one must log in: `app` may use the locks, `guest` nothing."""
+    """Yield a cluster that requires a login: `app` may use the locks, `guest` may use nothing."""
     with cluster(servers_directory / "etcd-auth") as etcd:
         (member,) = etcd.members
         for path, body in [
@@ -49,7 +49,7 @@ def at(etcd: Cluster, credentials: str) -> str:
 
 
 def use_all_of(store: Any) -> None:
-    """Acquire, renew, wait, hand over and release, and close the store."""
+    """Acquire, renew, wait, hand over and release a lock, then close the store."""
     with Lock(store, "a", ttl=2) as lease:
         lease.renew()
         waiter = threading.Thread(target=lambda: Lock(store, "a", wait=None).acquire().release())

@@ -1,4 +1,4 @@
-"""etcd's HTTP under faults that a client library might answer wrongly: silence, drips, storms, loops that end."""
+"""etcd's HTTP under faults that a client may handle wrongly: silence, dripping replies, cancellations, ended loops."""
 
 import asyncio
 import contextlib
@@ -31,13 +31,13 @@ from tests.proxy import Proxy
 from tests.servers import free_port
 
 SLACK_S = 4.0
-"""Seconds that a busy machine may need on top of what is promised."""
+"""Seconds that a busy machine may need beyond the promised time."""
 ANSWER = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: 2\r\n\r\n{}"
 
 
 @contextlib.contextmanager
 def server(serve: Callable[[socket.socket], None]) -> Iterator[int]:
-    """A server that treats every connection as it is told, in a thread each; gives its port."""
+    """Run a server that calls `serve` for every connection, each in its own thread; yield its port."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
         def accept() -> None:
@@ -60,7 +60,7 @@ def stay_silent(connected: socket.socket) -> None:
 
 
 def drip(connected: socket.socket) -> None:
-    """A byte of the reply now and then: no single read is ever late."""
+    """Send the reply byte by byte, so that no single read times out."""
     connected.recv(65536)
     for byte in ANSWER * 100:
         connected.sendall(bytes([byte]))
@@ -108,7 +108,7 @@ def test_server_that_is_silent_in_the_tls_handshake_is_given_up_in_time() -> Non
 
 
 def test_server_that_takes_no_connection_is_given_up_in_time() -> None:
-    """Its queue of connections is full: what we send to open one more is dropped."""
+    """Its backlog is full: the packet that would open another connection is dropped."""
     with socket.create_server(("127.0.0.1", 0), backlog=0) as listener:
         waiting = [socket.socket() for _ in range(4)]
         for one in waiting:
@@ -140,7 +140,7 @@ def test_next_member_is_asked_when_the_first_is_silent_or_gone(
 
 
 def test_many_threads_share_few_connections_and_never_a_reply(backend: EtcdBackend, one: Cluster) -> None:
-    """Were two replies ever mixed up, a token would come twice, or a release would find another's lease."""
+    """If two replies were mixed up, a token would appear twice, or a release would find another holder's lease."""
     tokens: list[int] = []
 
     def work(number: int) -> None:
@@ -257,7 +257,7 @@ MALFORMED = {
 @pytest.mark.parametrize("body", MALFORMED.values(), ids=MALFORMED.keys())
 @pytest.mark.parametrize("credentials", ["", "app:secret@"], ids=["open", "login"])
 def test_answer_that_is_none_of_etcds_is_an_unavailable_store(body: bytes, credentials: str) -> None:
-    """Whatever is asked: a proxy's page, or another JSON service, may stand where the etcd was."""
+    """For every kind of request: a proxy's page or another JSON service may answer in place of etcd."""
 
     def serve(connected: socket.socket) -> None:
         while asked := connected.recv(65536):
@@ -293,7 +293,7 @@ def test_answer_that_is_none_of_etcds_is_an_unavailable_store(body: bytes, crede
 def test_idle_connection_on_which_something_came_unasked_is_not_used_again(
     kind: Any, is_read: bool, one: Cluster
 ) -> None:
-    """It would be taken for the reply to the next request."""
+    """The stray reply would be taken for the reply to the next request."""
     accepted: list[int] = []
 
     def serve(connected: socket.socket) -> None:

@@ -1,4 +1,4 @@
-"""A cluster of three whose members die, stop and come back, and whose clients do: nobody holds twice, nothing hangs."""
+"""A cluster of three whose members and clients die, stop and come back: no lock has two holders, nothing hangs."""
 
 import threading
 from collections.abc import Iterator
@@ -39,7 +39,7 @@ def three(servers_directory: Path) -> Iterator[Cluster]:
 
 @pytest.fixture
 def etcd(three: Cluster) -> Iterator[Cluster]:
-    """Three members, well again after each test."""
+    """Yield three members, all of which run again after each test."""
     yield three
     for member in three.members:
         member.resume()
@@ -56,7 +56,7 @@ def backend(etcd: Cluster, prefix: str) -> Iterator[EtcdBackend]:
 
 
 def current(harness: Harness, etcd: Cluster) -> Server:
-    """The member that the store under test asks now."""
+    """Return the member to which the store under test sends its requests now."""
     port = harness.observed.backend._gateway._connections.member.port  # type: ignore[attr-defined]
     return next(member for member in etcd.members if member.port == port)
 

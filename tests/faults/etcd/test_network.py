@@ -1,4 +1,4 @@
-"""One etcd behind a network that loses replies and resets connections: one grant, one place, nothing left over."""
+"""etcd behind a network that loses replies and resets connections: one grant, one queue entry, nothing left over."""
 
 import asyncio
 from base64 import b64encode
@@ -114,7 +114,7 @@ def test_place_whose_reply_was_lost_is_one_place(
     harness: Harness, proxy: Proxy, direct: EtcdBackend, fault: str
 ) -> None:
     first = harness.acquire("a")
-    broken = getattr(proxy, fault)(2, matching=ENTER)  # the first finds it taken, the second queues
+    broken = getattr(proxy, fault)(2, matching=ENTER)  # the first finds the lock taken, the second queues
     pending = harness.queue_up("a")
     broken.wait()
     assert len(waiters(direct, "a")) == 1  # type: ignore[arg-type]
@@ -210,17 +210,17 @@ def test_request_that_comes_late_moves_no_grant_to_another_lease(direct: EtcdBac
 def test_request_without_an_answer_that_comes_late_moves_no_grant_to_a_lease_that_nearly_ends(
     proxy: Proxy, direct: EtcdBackend, prefix: str, which: str
 ) -> None:
-    """It is carried out when the lease that it names was granted long ago, and the key's own was renewed since."""
+    """It is executed long after the lease that it names was granted; the key's own lease was renewed since."""
     through = EtcdBackend(f"etcd://127.0.0.1:{proxy.port}", prefix=prefix, timeout=TIMEOUT_S)
     request = new_request("a", LockOptions(20.0))
     granted = run(through.try_acquire(BLOCKING, request))
     assert isinstance(granted, Granted)
     created, first, late = granted.handle.created, granted.handle.lease.id, steps.new_lease(6.0)
-    proxy.cut_request(2, matching=ENTER)  # the first only looks
+    proxy.cut_request(2, matching=ENTER)  # the first only reads
     with pytest.raises(BackendUnavailable):
         if which == "move":
             run(through.renew(BLOCKING, [Renewal(request._replace(ttl=60.0), granted)]))
-        else:  # The fence asks for a greater token.
+        else:  # The fence needs a greater token.
             run(through.try_acquire(BLOCKING, request._replace(floor=granted.token + 10, queue=False)))
     assert run(through.renew(BLOCKING, [Renewal(request, granted)])) == [20.0]
     comes = {
