@@ -1,4 +1,4 @@
-"""The command line: `python -m tests.random_faults --minutes 10 --seed 7`; exit status 1 when a violation is found."""
+"""The command line: `python -m tests.random_faults --minutes 10 --seed 7`; exit status 1 if a violation is found."""
 
 import argparse
 import logging
@@ -60,7 +60,7 @@ def main() -> int:
         show(plan(options.seed, options.minutes, options.stores, len(CREW), options.only))
         return 0
     logging.disable()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what the run has made is removed
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the run removes its files
     say(f"seed {given.seed}")
     run = Run(options)
     try:

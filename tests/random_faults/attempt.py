@@ -1,4 +1,4 @@
-"""One section as its worker sees it: what it wants, how far it came, and how it ended."""
+"""One section as its worker sees it: what it is to do, how far it has come, and how it ended."""
 
 import os
 import random
@@ -20,29 +20,29 @@ Outcome = Literal["ok", "refused", "unknown"]
 FENCES: Final = (True, "lease")
 WAITS: Final = (0.0, 0.5, 3.0, 3.0, 3.0)
 MANNERS: Final = ("", "", "", "", "inside", "by hand", "raises", "elsewhere")
-"""How the section is put around its work: as the documents advise, or
+"""How the section takes its lock and runs its transactions: as the documentation advises, or
 
-- inside: the lock is asked for in a transaction that has read already, and its block ends before COMMIT;
-- by hand: Django's transaction is begun and ended by turning autocommit off and on;
-- raises: a function that Django calls on commit raises what counts as a conflict;
-- elsewhere: the work, which `retry_on_conflict` repeats, also writes into a second database of Django's.
+- inside: the lock is acquired in a transaction that has already read, and its block ends before COMMIT;
+- by hand: Django's transactions are begun and ended by turning autocommit off and on;
+- raises: a function that Django calls on commit raises an error that counts as a conflict;
+- elsewhere: the work, which `retry_on_conflict` repeats, also writes into a second database of Django.
 """
 SHARED_RATE, RETRY_RATE, SEVERAL_RATE = 0.3, 0.2, 0.2
 PAUSE_S: Final = 0.01
-"""How long a section thinks at each stage, at most."""
+"""How long a section pauses at each stage, at most."""
 
 
 class TimeLimit(Exception):
-    """What a signal handler raises, as Celery's soft time limit does."""
+    """Raised by a signal handler, as Celery does at its soft time limit."""
 
 
 class Refused(Exception):
-    """A COMMIT by hand was refused, as it has to be."""
+    """A COMMIT by hand was refused, as it must be."""
 
 
 @dataclass(frozen=True)
 class Wish:
-    """What a section wants to lock, how, and what it does then."""
+    """What a section is to lock, with which options, and what it does under the lock."""
 
     items: tuple[Item, ...]
     act: Callable[[Work], list[Steps]]
@@ -50,9 +50,9 @@ class Wish:
     retries: bool
     """Whether the work is repeated after a conflict, by `retry_on_conflict`."""
     manner: str = ""
-    """One of MANNERS; a client leaves out those that it does not know."""
+    """One of MANNERS; a client ignores those that it does not know."""
     by_text: bool = False
-    """Whether a lock whose fence is the row is named by a text, and not by its class: it is the same lock."""
+    """Whether a lock whose fence is the row is named by a text instead of its class; it is the same lock."""
 
     @property
     def database(self) -> str:
@@ -72,7 +72,7 @@ class Wish:
 
 
 class Chooser:
-    """Draws wishes; the same seed draws the same ones from the same stores."""
+    """Draws wishes; the same seed and stores give the same wishes."""
 
     def __init__(self, seed: str, databases: tuple[str, ...]) -> None:
         self.chance = random.Random(seed)
@@ -113,39 +113,39 @@ class Chooser:
         retries = act is sections.add and chance.random() < RETRY_RATE
         by_text, manner = chance.random() < 0.5, chance.choice(MANNERS)
         if manner == "inside" and (retries or act is sections.add_later or items[0].database == "sqlite"):
-            manner = ""  # two transactions; or one that would keep all others from writing while it waits for its lock
+            manner = ""  # it may need two transactions; on SQLite its wait would block all other writers
         return Wish(items, act, options, retries, manner, by_text)
 
 
 @dataclass
 class Attempt:
-    """A section that is carried out; its client tells it how far it has come."""
+    """A section that is under way; its client reports its progress."""
 
     section: str
     wish: Wish
     recorder: Recorder
     chance: random.Random
     stop_rate: float
-    """How probable it is to be stopped at each stage."""
+    """The probability that the process stops at each stage."""
     leases: dict[str, Any] = field(default_factory=dict)
     parts_left: int = 1
-    """How many of its transactions are not committed yet."""
+    """How many of its transactions have not committed yet."""
     is_granted: bool = False
     is_committing: bool = False
     is_committed: bool = False
     sure: float = 0.0
-    """When its leases were surely valid for the last time."""
+    """The last time at which all its leases were certainly valid."""
     tries: int = 0
-    """How often its work was begun."""
+    """How often its work has begun."""
     after_grant: "Callable[[Attempt], None] | None" = None
     """Called when the leases are held."""
     goes_on_when_cancelled: bool = False
     """Whether its transaction is in a thread, which cannot be cancelled."""
 
     def granted(self, lease: Any) -> None:
-        """Record the lease, or the leases in the order of the items."""
+        """Record the lease, or several leases, by the items' keys."""
         held = list(lease) if len(self.wish.items) > 1 else [lease]
-        # Several locks are taken in the order of their names, and given in it.
+        # Several leases are in the order of their names, not of the items.
         by_name = {each.name: each for each in held}
         for item in self.wish.items:
             self.leases[item.key] = next(each for name, each in by_name.items() if name.endswith(item.key))
@@ -158,13 +158,13 @@ class Attempt:
             self.after_grant(self)
 
     def look(self) -> None:
-        """Record that all leases are valid now, if they are."""
+        """Record the time if all leases are valid now."""
         moment = now()
         if self.leases and all(lease.remaining() > 0 and not lease.lost for lease in self.leases.values()):
             self.sure = moment
 
     def stage(self, name: str) -> None:
-        """Reach a stage, where the process may be stopped or take its time."""
+        """Reach a stage, at which the process may stop itself or pause."""
         self.look()
         if self.chance.random() < self.stop_rate:
             self.recorder.write("stopped", self.section, stage=name)
@@ -174,7 +174,7 @@ class Attempt:
         self.look()
 
     def work(self) -> list[Steps]:
-        """Begin, or begin again, what is to be done."""
+        """Begin the work, or begin it again."""
         self.tries += 1
         self.is_committing = False
         parts = self.wish.act(Work(self.section, list(self.wish.items), lambda item: self.leases[item.key].token))
@@ -182,12 +182,12 @@ class Attempt:
         return parts
 
     def read(self) -> None:
-        """Begin, or begin again, to change a row that has a version; nothing is asked for but the row."""
+        """Begin, or begin again, to change a row that has a version; there is no lock to acquire."""
         self.is_granted = True
         self.work()
 
     def wrote(self, seen: int, version: int) -> Statement:
-        """Return the line of the journal for a row that was saved with a version."""
+        """Return the journal's line for a row that was saved with a version."""
         self.stage("written")
         [item] = self.wish.items
         row = {
@@ -201,7 +201,7 @@ class Attempt:
         return sections.JOURNAL, row | {"shared": 0}
 
     def fails_on_commit(self) -> Never:
-        """Fail in a function that is called when the transaction is committed, with an error that looks like a conflict."""
+        """Fail, in a function that is called on commit, with an error that looks like a conflict."""
         self.committed()
         raise StaleObject(self, expected=1)
 
@@ -217,12 +217,12 @@ class Attempt:
         self.stage("after COMMIT")
 
     def outcome(self, error: BaseException | None) -> Outcome:
-        """Return how it ended: unknown only where COMMIT may have been sent and the error does not say what became of it."""
+        """Return how it ended; unknown only if COMMIT may have been sent and the error does not tell its outcome."""
         if self.is_committed or error is None:
             return "ok"
         if self.is_committing and self.parts_left == 1 and not isinstance(error, DLockError):
             return "unknown"
-        all_in_thread = self.wish.has_version or self.wish.manner == "inside"  # it may not have got that far yet
+        all_in_thread = self.wish.has_version or self.wish.manner == "inside"  # its thread may not have got so far yet
         if self.goes_on_when_cancelled and (self.is_granted or all_in_thread) and isinstance(error, CancelledError):
             return "unknown"
         return "refused"

@@ -1,6 +1,6 @@
-"""Reads the histories and the databases, believes neither a lock nor a worker, and lists what must not have been.
+"""Reads the histories and the databases, trusts neither locks nor workers, and lists every violation.
 
-Each rule is a function from the facts to its violations. What is judged by the clock stands in `probes`, with its bounds.
+Each rule is a function from the facts to its violations. `probes` checks the promises about times after a storm.
 """
 
 from collections import Counter, defaultdict
@@ -13,22 +13,22 @@ from tests.random_faults.items import STORES, Item
 from tests.random_faults.store_faults import FORGETS
 
 MISTAKES: Final = ("AlreadyHeld", "NotHeld", "SnapshotTooOld", "NotSupported")
-"""Errors of dlock that no fault explains, only a mistake: of the worker, or of dlock."""
+"""Errors of dlock that no fault explains, but only a mistake in the worker or in dlock."""
 WAIT_OVER_S: Final = 15.0
-"""What an acquire may take beyond its `wait`: a database that is asked first may be silent, and is given up after 12 s."""
+"""How far an acquire may exceed its `wait`: the database used first may be silent, and is given up after 12 s."""
 STOP_SEEN_S: Final = 1.0
-"""How late the runner may see that a process has been stopped."""
+"""How late the runner may notice that a process has been stopped."""
 MAX_FILES: Final = 150
-"""Of a worker that knows ten stores and three databases."""
+"""The most files that an idle worker with ten stores and three databases may have open."""
 ENOUGH_SECTIONS: Final = 60
-"""From how many sections on it can be judged whether a kind of worker gets anything done."""
+"""The number of sections from which on it is judged whether a kind of worker gets anything done."""
 MIN_DONE_SHARE: Final = 0.1
-"""Of the sections of one kind of worker on one database: a quarter and more are done in the worst storms."""
+"""The least share of a worker kind's sections on one database: in the worst storms it is a quarter and more."""
 
 
 @dataclass(frozen=True)
 class Violation:
-    """Something that dlock promises not to happen."""
+    """Something that dlock promises never to happen."""
 
     rule: str
     subject: str
@@ -54,7 +54,7 @@ class Change:
 
 @dataclass(frozen=True)
 class Event:
-    """An order that was shipped or cancelled, as committed."""
+    """A committed event: an order was shipped or cancelled."""
 
     item: str
     number: int
@@ -64,16 +64,16 @@ class Event:
 
 @dataclass
 class Facts:
-    """Everything that a run has left: what workers wrote down, and what the databases have."""
+    """Everything that a run has left: the records of the workers, and the contents of the databases."""
 
     records: list[Record]
     items: dict[str, Item]
     values: dict[str, int] = field(default_factory=dict)
-    """What the databases say that each item is at."""
+    """Each item's value in its database."""
     changes: list[Change] = field(default_factory=list)
     events: list[Event] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-    """The sections that have written into a second database."""
+    """The section of each write into a second database."""
 
     def of(self, *events: str) -> Iterator[Record]:
         return (record for record in self.records if record.event in events)
@@ -144,7 +144,7 @@ def commits_are_in_the_order_of_tokens(facts: Facts) -> Iterator[Violation]:
 
 
 def rows_remember_their_newest_holder(facts: Facts) -> Iterator[Violation]:
-    """A row that carries its own fence still has, when it was saved, at least the token under which that was done."""
+    """A row that carries its own fence has, after each change, at least the token under which it was changed."""
     unfenced = {record.section for record in facts.of("begin") if not record.values["options"].get("fence")}
     for change in facts.changes:
         is_behind = facts.items[change.item].is_fenced and change.fence < change.token
@@ -154,7 +154,7 @@ def rows_remember_their_newest_holder(facts: Facts) -> Iterator[Violation]:
 
 
 def tokens_grow(facts: Facts) -> Iterator[Violation]:
-    """A lease that was asked for after another was granted has a greater token."""
+    """A lease that was requested after another was granted has a greater token."""
     exempt = stores_without_order(facts)
     granted: dict[str, int] = defaultdict(int)
     asked: dict[str, dict[str, int]] = {}
@@ -170,12 +170,12 @@ def tokens_grow(facts: Facts) -> Iterator[Violation]:
 
 
 def stores_without_order(facts: Facts) -> set[str]:
-    """The stores that lost data and had a clock stepped: together these may turn tokens back, as the documentation says."""
+    """Return the stores that lost data and had a clock stepped: as documented, tokens may then become smaller."""
     return {store for store, kinds in _faults_of(facts).items() if "clock" in kinds and kinds & set(FORGETS)}
 
 
 def stores_that_may_forget(facts: Facts) -> set[str]:
-    """The stores in which a grant may be gone before its time: two may hold a lock then, and the fence decides."""
+    """Return the stores that may lose a grant early: then a lock may have two holders, and the fence decides."""
     forgot = {store for store, kinds in _faults_of(facts).items() if kinds & {"clock", *FORGETS}}
     return forgot | {store for store, traits in STORES.items() if traits.ends_with_connection}
 
@@ -188,7 +188,7 @@ def _faults_of(facts: Facts) -> dict[str, set[str]]:
 
 
 def leases_do_not_overlap(facts: Facts) -> Iterator[Violation]:
-    """Where a store forgets nothing, no lease is surely valid while another one is, unless both are shared."""
+    """Where a store forgets nothing, no two leases of a lock are certainly valid at once, unless both are shared."""
     granted = {record.section: record for record in facts.of("granted")}
     forgetful = stores_that_may_forget(facts)
     held: dict[str, list[tuple[float, float, str, bool]]] = defaultdict(list)
@@ -214,7 +214,7 @@ def _overlaps(spans: list[Any]) -> Iterator[tuple[Any, Any]]:
 
 
 def errors_are_explained(facts: Facts) -> Iterator[Violation]:
-    """Workers see no error but those of dlock, drivers and the network."""
+    """Workers get only errors of dlock, drivers and the network, and none of MISTAKES."""
     begun = {record.section: record.values for record in facts.of("begin")}
     disturbed = {record.pid for record in facts.of("interrupt", "cancel")}
     for record in facts.of("end"):
@@ -236,12 +236,12 @@ def errors_are_explained(facts: Facts) -> Iterator[Violation]:
 
 
 def _asked_after_reading(begun: dict[str, Any], is_granted: bool) -> bool:
-    """Return whether a section asked inside its transaction: by its manner, or once more, when its first lease was lost."""
+    """Return whether a section requested its lock inside a transaction: by its manner, or after losing its lease."""
     return begun.get("manner") == "inside" or (is_granted and begun.get("act") == "add_within")
 
 
 def nobody_waits_beyond_the_bound(facts: Facts) -> Iterator[Violation]:
-    """An acquire ends with its `wait`, and what databases and stores may take on top, whatever fails meanwhile."""
+    """An acquire ends within its `wait` plus what databases and stores may need, whatever fails meanwhile."""
     begun = {record.section: record.values for record in facts.of("begin")}
     ended = {record.section: record.values for record in facts.of("end")}
     for section, seconds in times_over_wait(facts):
@@ -251,7 +251,7 @@ def nobody_waits_beyond_the_bound(facts: Facts) -> Iterator[Violation]:
 
 
 def times_over_wait(facts: Facts) -> Iterator[tuple[str, float]]:
-    """Yield by how much each acquire took longer than its `wait`, where its process was not stopped in between."""
+    """Yield by how much each acquire exceeded its `wait`, unless its process was stopped in between."""
     stops = defaultdict(list)
     for record in facts.of("stop"):
         stops[record.values["stopped"]].append(record.at)
@@ -265,7 +265,7 @@ def times_over_wait(facts: Facts) -> Iterator[tuple[str, float]]:
 
 
 def every_kind_of_worker_gets_work_done(facts: Facts) -> Iterator[Violation]:
-    """Each kind of worker has done some of its sections on each database: if all fail alike, nothing is tested."""
+    """Each kind of worker has done some of its sections on each database: if all failed, nothing would be tested."""
     where = {
         record.section: (record.values["kind"], facts.items[record.values["items"][0]].database)
         for record in facts.of("begin")
@@ -278,7 +278,7 @@ def every_kind_of_worker_gets_work_done(facts: Facts) -> Iterator[Violation]:
 
 
 def descriptors_are_closed(facts: Facts) -> Iterator[Violation]:
-    """An idle worker has few files and sockets open, whatever it has been through."""
+    """An idle worker has few files and sockets open, whatever has happened to it."""
     for record in facts.of("idle"):
         if record.values["files"] > MAX_FILES:
             text = f"{record.values['files']} files and {record.values['threads']} threads when idle"

@@ -1,4 +1,4 @@
-"""Sections without a database: they hold a lease, look at it, and release it; what they check is the store."""
+"""Sections without a database, which check the store: they hold a lease, look at it, and release it."""
 
 import asyncio
 from typing import Any
@@ -12,7 +12,7 @@ LOOKS = 5
 
 
 def backends(config: dict[str, Any], names: list[str] | None = None) -> dict[str, Backend]:
-    """Every store as the core knows it; those in the database through an engine."""
+    """Return every store as the core knows it; those in the database use an engine."""
     from sqla_dlock.backends import advisory, table
 
     made = {name: connect(one["url"], **one["options"]) for name, one in config["stores"].items()}
@@ -31,7 +31,7 @@ def _name(attempt: Attempt) -> str:
 
 
 class CoreClient:
-    """One thread."""
+    """Runs one section at a time in a thread."""
 
     is_async = False
     databases = ("postgresql", "mariadb", "sqlite")
@@ -54,7 +54,7 @@ class CoreClient:
 
 
 class AsyncCoreClient:
-    """Tasks."""
+    """Runs sections in tasks."""
 
     is_async = True
     databases = ("postgresql", "mariadb", "sqlite")

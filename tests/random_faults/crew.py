@@ -1,4 +1,4 @@
-"""The workers as the runner sees them: started, killed and started again; resumed when they stand still."""
+"""The runner's view of the workers: it starts, kills and replaces them, and resumes those that are stopped."""
 
 import json
 import os
@@ -21,12 +21,12 @@ TASK_KINDS: Final = ("django-async", "django-uvicorn", "sqla-asyncpg", "core-asy
 MAX_DEATHS: Final = 20
 LOOK_EVERY_S: Final = 0.05
 STOPS_S: Final = (0.3, 4.0)
-"""How long a worker stands still that has stopped itself: up to more than two ttl."""
+"""The shortest and longest time for which a worker stays stopped; the longest exceeds twice the usual ttl."""
 
 
 @dataclass(eq=False)
 class Member:
-    """One place in the crew, and the process that fills it now."""
+    """One place in the crew, and its present process."""
 
     kind: str
     place: int
@@ -68,27 +68,27 @@ class Crew:
         self.members = [Member(kind, place) for place, kind in enumerate(kinds)]
         self.is_storm = False
         self.deaths = 0
-        """How many workers have ended by themselves."""
+        """How many workers have died by themselves."""
 
     def start(self) -> None:
         for member in self.members:
             self._begin(member)
 
     def say(self, cycle: int, name: str, stores: list[str]) -> None:
-        """Announce to every worker what to do now."""
+        """Announce the phase to all workers."""
         path = self._directory / "phase.json"
         new = path.with_suffix(".new")
         new.write_text(json.dumps({"cycle": cycle, "name": name, "stores": stores}))
         new.replace(path)
 
     def stop(self, place: int) -> None:
-        """SIGSTOP; the worker goes on after a while."""
+        """Send SIGSTOP; the worker is resumed after a while."""
         member = self.members[place % len(self.members)]
         with suppress(ProcessLookupError):
             os.kill(member.pid, signal.SIGSTOP)
 
     def kill(self, place: int) -> None:
-        """kill -9, and fill the place again."""
+        """Kill a worker with SIGKILL, and replace it."""
         member = self.members[place % len(self.members)]
         with self._lock:
             assert member.process is not None
@@ -97,7 +97,7 @@ class Crew:
             self._replace(member)
 
     def look_after(self) -> None:
-        """Resume those whose time is over, and replace those who died; to be called every LOOK_EVERY_S."""
+        """Resume the workers whose stop is over, and replace dead ones; call this every LOOK_EVERY_S."""
         for member in self.members:
             with self._lock:
                 if not member.is_alive:
@@ -139,7 +139,7 @@ class Crew:
         return f"{stacks}\n{tasks.read_text()}" if tasks.exists() else stacks
 
     def end(self, within: float) -> list[str]:
-        """Wait until all have ended, and return the names of those who had not."""
+        """Wait for the workers to end, kill those that have not, and return their names and stacks."""
         late = []
         for member in self.members:
             assert member.process is not None

@@ -1,4 +1,4 @@
-"""What happens to the databases."""
+"""Faults of the databases."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -18,7 +18,7 @@ from tests.random_faults.world import World
 
 @contextmanager
 def connected(world: World, database: str) -> Iterator[Connection]:
-    """A connection past the proxies."""
+    """Yield a connection that bypasses the proxies."""
     engine = engine_of(database, world.direct())
     try:
         with engine.connect() as connection:
@@ -29,7 +29,7 @@ def connected(world: World, database: str) -> Iterator[Connection]:
 
 @contextmanager
 def kill_sessions(world: World, fault: Fault) -> Iterator[None]:
-    """Every second session is ended by the server."""
+    """The server ends about every second session."""
     with suppress(SQLAlchemyError), connected(world, fault.target) as connection:
         if fault.target == "postgresql":
             others = "pid <> pg_backend_pid() AND backend_type = 'client backend' AND pid % 2 = :parity"
@@ -55,7 +55,7 @@ def crash(world: World, fault: Fault) -> Iterator[None]:
 
 @contextmanager
 def lock_rows(world: World, fault: Fault) -> Iterator[None]:
-    """A stranger locks rows of items, and then rows of the fence, against the order in which workers do: deadlocks."""
+    """A stranger locks rows of items, then rows of the fence, in another order than workers do: deadlocks occur."""
     keys = [key for key, item in every_item(world.stores).items() if item.database == fault.target]
     with suppress(SQLAlchemyError), connected(world, fault.target) as connection:
         for key in reversed(keys):

@@ -1,4 +1,4 @@
-"""Sections through Django, in a thread and in coroutines."""
+"""Sections that use Django, in a thread and in coroutines."""
 
 import contextlib
 import importlib.util
@@ -14,7 +14,7 @@ from tests.random_faults.items import FENCED, Item
 from tests.random_faults.sections import NOTE, READ, Save, Statement, Steps, Turn, add_anew
 
 HAS_MYSQLCLIENT = importlib.util.find_spec("MySQLdb") is not None
-"""It needs a C compiler, so it may be missing on a laptop: then Django's workers leave MariaDB out."""
+"""mysqlclient needs a C compiler, so it may be missing: then Django's workers do not use MariaDB."""
 
 
 def prepare(config: dict[str, Any]) -> None:
@@ -51,7 +51,7 @@ def prepare(config: dict[str, Any]) -> None:
 
 
 class DjangoClient:
-    """One thread."""
+    """Runs one section at a time in a thread."""
 
     is_async = False
     databases = ("postgresql", "sqlite", *(["mariadb"] if HAS_MYSQLCLIENT else []))
@@ -89,7 +89,7 @@ class DjangoClient:
                 in_transactions(attempt)
 
     def clean_up(self) -> None:
-        """Throw the connections away, as a worker does after a time limit: what state they are in cannot be known."""
+        """Discard the connections, as a worker does after a time limit, because their state is unknown."""
         for alias in connections:
             with contextlib.suppress(Exception):
                 connections[alias].close()
@@ -101,7 +101,7 @@ class DjangoClient:
 
 
 class AsyncDjangoClient(DjangoClient):
-    """Tasks; their transactions are in a thread, as Django has them."""
+    """Runs sections in tasks; their transactions run in a thread, as Django requires."""
 
     is_async = True
 
@@ -128,7 +128,7 @@ class AsyncDjangoClient(DjangoClient):
 
 
 def change_row(attempt: Attempt) -> None:
-    """Save, or make anew, a row that has a version: read in the transaction that is repeated, or before it, as a form is."""
+    """Save or recreate a row that has a version, read in the repeated transaction, or before it as with a form."""
     from django.db.transaction import atomic
 
     from django_dlock import retry_on_conflict
@@ -144,7 +144,7 @@ def change_row(attempt: Attempt) -> None:
 
 
 def inside(attempt: Attempt) -> None:
-    """Ask for the lock in a transaction that has read already, and leave its block before COMMIT."""
+    """Acquire the lock in a transaction that has already read, and leave its block before COMMIT."""
     from django.db.transaction import atomic
 
     wish, alias = attempt.wish, attempt.wish.database
@@ -206,7 +206,7 @@ def in_transactions(attempt: Attempt) -> None:
 
 
 def run(steps: Steps, alias: str, attempt: Attempt, savepoint: str = "") -> None:
-    """Carry out the steps of one transaction; a savepoint may be older than the lock."""
+    """Run the steps of one transaction; the savepoint may be older than the lock."""
     from tests.random_faults.django_models import save
 
     rows = None
@@ -226,7 +226,7 @@ def run(steps: Steps, alias: str, attempt: Attempt, savepoint: str = "") -> None
 
 
 def _turn(turn: Turn, alias: str, attempt: Attempt, savepoint: str) -> str:
-    """Take a turn; return the savepoint that is open then."""
+    """Take a turn, and return the savepoint that is open afterwards."""
     from django.db.transaction import TransactionManagementError
 
     connection = connections[alias]
@@ -273,7 +273,7 @@ def _lock(attempt: Attempt) -> Any:
 
 
 def _parts(item: Item, wish: Wish) -> tuple[Any, ...]:
-    from tests.random_faults import django_models  # also where the text names its model
+    from tests.random_faults import django_models  # always, because a text may name its model
 
     kind = FENCED if wish.by_text else django_models.Item
     return (kind if item.is_fenced else "item", item.key)

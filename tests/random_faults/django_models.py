@@ -1,4 +1,4 @@
-"""The rows that have a version, or their own fence, as Django knows them; imported when Django is configured."""
+"""Django's models of the rows that have a version or their own fence; import this after Django is configured."""
 
 from typing import ClassVar
 
@@ -33,7 +33,7 @@ class Item(FencedMixin, models.Model):
 
 
 def save(alias: str, step: Save) -> None:
-    """Save a row whose instance has never seen the fence's columns."""
+    """Save a row from an instance that has not read the fence's columns."""
     row = Item(name=step.key, value=step.value, current=step.current)
     row.save(using=alias, force_update=True)
 

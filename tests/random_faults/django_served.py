@@ -1,4 +1,4 @@
-"""Sections as requests to Django behind uvicorn, whose clients may leave: Django cancels the view then, in the middle of its work."""
+"""Sections as requests to Django behind uvicorn; when a client disconnects, Django cancels the view during its work."""
 
 import asyncio
 import contextlib
@@ -17,16 +17,16 @@ from tests.random_faults.django_clients import AsyncDjangoClient
 
 @dataclass
 class Underway:
-    """A request, from the moment at which it is sent until the server has done with it."""
+    """A request, from the moment it is sent until the server is done with it."""
 
     attempt: Attempt
     error: BaseException | None = None
-    """What the view raised."""
+    """The error that the view raised."""
     is_over: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 _underway: dict[str, Underway] = {}
-"""By section."""
+"""The requests under way, by section."""
 _in_view = AsyncDjangoClient()
 
 
@@ -44,7 +44,7 @@ urlpatterns = [path("<section>", view)]
 
 
 class ServedDjangoClient(AsyncDjangoClient):
-    """A server in the event loop of the worker, and the clients of its requests: a cancelled task is a client that leaves."""
+    """A server in the worker's event loop, and its clients: a cancelled task is a client that disconnects."""
 
     def __init__(self) -> None:
         self._handler = ASGIHandler()
@@ -69,7 +69,7 @@ class ServedDjangoClient(AsyncDjangoClient):
 
     async def _serve(self, scope: Any, receive: Any, send: Any) -> None:
         try:
-            with contextlib.suppress(Exception):  # Django has answered 500, and the view has kept the error
+            with contextlib.suppress(Exception):  # Django has replied with 500, and `view` has kept the error
                 await self._handler(scope, receive, send)
         finally:
             _underway[scope["path"][1:]].is_over.set()

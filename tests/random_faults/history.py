@@ -1,6 +1,6 @@
-"""What processes write down: one line for each thing that happened, at once, and with a clock that all of them share.
+"""The records of the processes: each writes one line per event, at once, with the time of a clock that all share.
 
-CLOCK_BOOTTIME is the same for every process of a machine and goes on while one is stopped, so the order of the lines is exact.
+CLOCK_BOOTTIME is the same for all processes of a machine and also runs while one is stopped, so the order is exact.
 """
 
 import json
@@ -22,7 +22,7 @@ class Recorder:
     def __init__(self, path: Path) -> None:
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         self.is_writing = False
-        """While this is true no signal handler may raise: the line would be lost."""
+        """While this is true, no signal handler may raise: the line would be lost."""
 
     def write(self, event: str, section: str = "", **values: Any) -> None:
         self.is_writing = True
@@ -35,7 +35,7 @@ class Recorder:
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """One line."""
+    """One line of a history."""
 
     at: float
     event: str
@@ -45,7 +45,7 @@ class Record:
 
 
 class History:
-    """The lines of all processes so far; `more()` reads what has been added."""
+    """The lines of all processes so far; `more()` reads the new ones."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -53,7 +53,7 @@ class History:
         self.records: list[Record] = []
 
     def more(self) -> list[Record]:
-        """Return what was added since the last call."""
+        """Return the lines that were added since the last call."""
         added = [record for path in sorted(self._directory.glob("*.history")) for record in self._more_of(path)]
         self.records += added
         return added

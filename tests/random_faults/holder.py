@@ -1,4 +1,4 @@
-"""Holds one lock of each store that it is told, says so in a file, and waits to be killed."""
+"""Holds one lock in each of the given stores, reports that in a file, and waits to be killed."""
 
 import json
 import time

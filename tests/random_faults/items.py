@@ -1,4 +1,4 @@
-"""What is protected: items in databases, each locked through one store, and the tables that tell what became of them."""
+"""The protected items: rows in databases, each locked through one store, and the tables that record their changes."""
 
 from dataclasses import dataclass
 from typing import Final
@@ -6,23 +6,23 @@ from typing import Final
 
 @dataclass(frozen=True, slots=True)
 class Traits:
-    """What a store promises, as docs/stores.md says it."""
+    """What a store promises, according to docs/stores.md."""
 
     databases: tuple[str, ...]
-    """Where its items are."""
+    """The databases of its items."""
     row_database: str = "postgresql"
-    """Where one more item is, whose row carries its own fence; nowhere if the store needs none."""
+    """The database of one more item, whose row carries its own fence; empty if there is none."""
     is_fair: bool = True
     has_shared: bool = True
     ends_with_connection: bool = False
     """Whether a lock is free as soon as its connection breaks, before its holder knows."""
     has_version: bool = False
-    """Whether no lock is taken: the row has a version, which every write checks."""
+    """Whether the row has a version, which every write checks, instead of a lock."""
     is_inside: bool = False
-    """Whether the lock is a part of the transaction, which begins before it."""
+    """Whether the lock is part of the transaction, which begins first."""
     ttl: float = 1.5
     held_after_death: float = 2.5
-    """Seconds, by promise, after which a dead holder is followed: ttl + 1 unless the page on stores says otherwise."""
+    """Seconds within which a dead holder's lock is free by promise: ttl + 1 unless docs/stores.md says otherwise."""
 
 
 _MIXED: Final = ("postgresql", "postgresql", "mariadb")
@@ -39,26 +39,26 @@ STORES: Final = {
     "advisory": Traits(("postgresql", "postgresql"), "", ends_with_connection=True, is_inside=True),
     "version": Traits(("postgresql", "mariadb", "sqlite"), "", has_shared=False, has_version=True),
 }
-"""By the names under which the workers configure them; `turned` is a Redis whose clock is stepped, `version` is no store at all."""
+"""By the names with which workers configure them; `turned` is a Redis whose clock is stepped, `version` is no store."""
 
 ZOOKEEPER_SESSION_S: Final = 4.0
 FENCED: Final = "fenced.item"
-"""How the names of locks begin whose fence is the row: in Django the label of the model, in SQLAlchemy the schema and the table."""
+"""The prefix of locks whose fence is the row: Django's label of the model, SQLAlchemy's schema and table."""
 
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """One row, and the lock that protects it, by `("item", key)` or, if the row carries its own fence, by `(Fenced, key)`."""
+    """One row, and its lock: `("item", key)` or, if the row carries its own fence, `(Fenced, key)`."""
 
     key: str
     store: str
     database: str
     is_fenced: bool = False
-    """Whether its row carries the fence, by `FencedMixin`."""
+    """Whether its row carries the fence, as `FencedMixin` defines it."""
 
     @property
     def lock(self) -> str:
-        """The name of its lock, which both frameworks make of the class and the key."""
+        """Return the name of its lock, which both integrations make of the class and the key."""
         return f"{FENCED if self.is_fenced else 'item'}:{self.key}"
 
     @property
@@ -85,4 +85,5 @@ dlock_token BIGINT NOT NULL DEFAULT 0, dlock_holder VARCHAR(32) NOT NULL DEFAULT
     "CREATE TABLE note (section VARCHAR(60))",
     "CREATE TABLE journal (item VARCHAR(40), value INT, seen INT, section VARCHAR(60), token BIGINT, shared INT, fence BIGINT)",
 )
-"""`note` is for work in a second database; `journal` has a row for each committed change of an item: what the section had seen, what it wrote, and its token."""
+"""`note` is for work in a second database; `journal` has a row for each committed change of an item: what the section
+had seen, what it wrote, and its token."""

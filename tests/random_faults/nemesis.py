@@ -1,4 +1,4 @@
-"""Carries out the faults of a storm: each begins at its time, lasts as long as was drawn, and is healed."""
+"""Injects the faults of a storm: each begins at its time, lasts as long as planned, and is healed."""
 
 import threading
 import traceback
@@ -14,14 +14,14 @@ from tests.random_faults.world import World
 
 FAULTS: Final[dict[str, Any]] = {**store_faults.FAULTS, **network_faults.FAULTS, **database_faults.FAULTS}
 HANDS: Final = 12
-"""Faults that may last at the same time."""
+"""How many faults may last at the same time."""
 AT_ONCE: Final = ("flush", "kill clients", "cut", "kill sessions", "lock rows")
-"""What is done as soon as it has begun."""
+"""Faults that are over as soon as they have begun."""
 HEAL_WITHIN_S: Final = 90.0
 
 
 class Nemesis:
-    """Of a run; its threads stay to the end, because the kernel ends what a thread has started together with it."""
+    """Injects the faults of a run; its threads live to the end: the kernel kills a thread's child processes with it."""
 
     def __init__(self, world: World, crew: Crew, recorder: Recorder) -> None:
         self._world, self._crew, self._recorder = world, crew, recorder
@@ -33,7 +33,7 @@ class Nemesis:
         self.failures: list[str] = []
 
     def storm(self, storm: Storm, look_after: Any) -> None:
-        """Carry out a storm; `look_after` is called every now and then."""
+        """Inject the faults of a storm, and call `look_after` repeatedly."""
         self._calm.clear()
         begin, left = now(), list(storm.faults)
         while now() < begin + storm.seconds:
@@ -42,7 +42,7 @@ class Nemesis:
             look_after()
 
     def heal(self) -> None:
-        """End every fault, and wait until all servers are there again."""
+        """End every fault, and wait until all servers work again."""
         self._calm.set()
         for fault in self._under_way:
             fault.result(HEAL_WITHIN_S)

@@ -1,4 +1,4 @@
-"""What happens between the workers and a server, in the proxy in front of it."""
+"""Faults of the network between the workers and a server, in the server's proxy."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -11,7 +11,7 @@ from tests.random_faults.world import World
 
 @contextmanager
 def latency(world: World, fault: schedule.Fault) -> Iterator[None]:
-    """Everything arrives later, by up to two hundred milliseconds."""
+    """Everything arrives up to two hundred milliseconds later."""
     proxy = world.proxies[fault.target]
     proxy.slow_down(fault.seconds / 15)
     yield
@@ -20,7 +20,7 @@ def latency(world: World, fault: schedule.Fault) -> Iterator[None]:
 
 @contextmanager
 def mute(world: World, fault: schedule.Fault) -> Iterator[None]:
-    """Requests arrive, replies do not."""
+    """Requests arrive, but replies do not."""
     proxy = world.proxies[fault.target]
     proxy.mute()
     yield
@@ -53,7 +53,7 @@ def cut(world: World, fault: schedule.Fault) -> Iterator[None]:
 
 @contextmanager
 def half_open(world: World, fault: schedule.Fault) -> Iterator[None]:
-    """The connections that exist carry nothing any more, and neither end is told, for as long as the fault lasts."""
+    """As long as the fault lasts, existing connections carry nothing, and neither end is notified."""
     proxy = world.proxies[fault.target]
     proxy.strand()
     yield
@@ -61,9 +61,9 @@ def half_open(world: World, fault: schedule.Fault) -> Iterator[None]:
 
 
 def one_request(plan: Callable[[Proxy], Fault]) -> Callable[[World, schedule.Fault], object]:
-    """Make the fault of one request, the next one that it is planned for.
+    """Return a fault of one request, the next that `plan` applies to.
 
-    At its end it happens no more; what it holds goes on, and a client that would wait for ever for a dropped reply is cut off.
+    At its end the fault is cancelled and what it holds goes on; after a dropped reply every connection is reset.
     """
 
     @contextmanager

@@ -1,4 +1,4 @@
-"""Starts processes of a run quickly: they are forked from one that has imported everything, and end with it.
+"""Starts the processes of a run quickly: they are forked from one that has imported everything, and die with it.
 
 A worker is killed and replaced every few seconds; to import two frameworks and four drivers each time would take longer.
 """
@@ -19,7 +19,7 @@ _context: Final = multiprocessing.get_context("forkserver")
 
 
 def start(module: str, log: Path, *arguments: str) -> BaseProcess:
-    """Call `main(*arguments)` of a module in a new process, which writes what it prints to a log."""
+    """Call `main(*arguments)` of a module in a new process, whose output is written to a log."""
     _context.set_forkserver_preload(PRELOADED)
     process = _context.Process(target=_begin, args=(module, str(log), arguments))
     process.start()

@@ -1,4 +1,4 @@
-"""What the processes of a run need: imported once, before they are forked. Nothing here opens a connection or starts a thread."""
+"""Modules that a run's processes need, imported once before the fork. None opens a connection or starts a thread."""
 
 # ruff: noqa: F401 - imported to be there
 import asyncpg

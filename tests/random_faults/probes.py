@@ -1,6 +1,6 @@
-"""What the runner itself looks at in a quiet time, when every fault is healed and every worker is idle.
+"""The runner's own checks in a quiet time, when every fault is healed and every worker is idle.
 
-Bounds are promises of the documentation, plus a grace for a busy machine: only what exceeds both is a violation.
+The bounds are the documented promises plus a grace for a busy machine: only a time that exceeds both is a violation.
 """
 
 import threading
@@ -28,12 +28,12 @@ QUEUED_WITHIN_S: Final = 10.0
 QUEUE_TTL_S: Final = 30.0
 HOLDS_WITHIN_S: Final = 60.0
 GONE_WITHIN_S: Final = 20.0
-"""Dead waiters, sessions and keys are forgotten by then: the longest promise is 6 s (etcd)."""
+"""Dead waiters, sessions and keys are gone by then: the longest promise is 6 s (etcd)."""
 
 
 @dataclass
 class Measured:
-    """The longest time of its kind, and the promise that it is compared with."""
+    """The time that exceeds its promise most, or comes closest, and that promise."""
 
     seconds: float = 0.0
     promise: float = 0.0
@@ -46,7 +46,7 @@ class Measured:
 
 @dataclass
 class Probes:
-    """Of a run."""
+    """The checks of a run, and their findings."""
 
     world: World
     config: dict[str, Any]
@@ -58,7 +58,7 @@ class Probes:
         self._backends = backends(self.config)
 
     def look(self, stores: tuple[str, ...]) -> None:
-        """Examine the stores that have just been through a storm."""
+        """Check the stores that have just been through a storm."""
         known = [store for store in stores if store in self._backends]
         self._end_by_hand()
         for store in known:
@@ -71,10 +71,9 @@ class Probes:
         self._nothing_is_left(known)
 
     def _end_by_hand(self) -> None:
-        """Delete what a server keeps because its clock went back, as an operator would.
+        """Delete the keys that a server keeps because its clock went back, as an operator would.
 
-        The lock of a process that was killed while the clock was ahead lasts for its ttl and the step: the documentation
-        says so.
+        As documented, the lock of a process that was killed while the clock was ahead lasts for its ttl plus the step.
         """
         for name in self.world.clocks:
             with redis.Redis.from_url(self.world.servers[name].url, decode_responses=True) as client:
@@ -85,7 +84,7 @@ class Probes:
             self.counts[what] = self.counts.get(what, 0) + len(kept)
 
     def _items_are_free(self, store: str) -> None:
-        """Every holder of the storm is dead or done: each item can be taken."""
+        """Check that each item can be locked: every holder of the storm is dead or done."""
         for item in items_of(store):
             self._get(self._backends[store], item.lock, "held on after the storm", now(), store)
 
@@ -103,28 +102,28 @@ class Probes:
         waits = [
             threading.Thread(target=self._get, args=(self._backends[store], f"dead:{store}", what, died, store))
             for store in stores
-        ]  # side by side: one after the other, the second would be measured with the first one's time
+        ]  # in parallel, so that the time of one is not added to that of the next
         for one in waits:
             one.start()
         for one in waits:
             one.join()
 
     def _get(self, backend: Backend, name: str, what: str, since: float, store: str) -> None:
-        """Take a lock that must be free by its promise, and release it."""
+        """Acquire a lock that must be free within the promised time, and release it."""
         promise = STORES[store].held_after_death
         self.counts[what] = self.counts.get(what, 0) + 1
         try:
             with Lock(backend, name, ttl=STORES[store].ttl, wait=promise + GRACE_S):
                 self.longest.setdefault(f"{what}, {store}", Measured()).note(now() - since, promise, name)
         except LeaseLost:
-            pass  # it was had, and then this process stood still for longer than its ttl
+            pass  # it was acquired, and then this process stood still for longer than the ttl
         except DLockError as error:
             self.violations.append(
                 Violation(what, name, f"{type(error).__name__} after {now() - since:.1f} s: {error}")
             )
 
     def _first_come_first_served(self, store: str) -> None:
-        """Waiters that were in the queue one after the other are served in this order."""
+        """Check that waiters that queued one after the other are served in this order."""
         backend, name = self._backends[store], f"queue:{store}"
         order: list[int] = []
         disturbed: list[int] = []
@@ -134,7 +133,7 @@ class Probes:
                 with Lock(backend, name, ttl=QUEUE_TTL_S, wait=60):
                     order.append(place)
             except LeaseLost:
-                disturbed.append(place)  # this process stood still for longer than its ttl
+                disturbed.append(place)  # this process stood still for longer than the ttl
             except DLockError as error:
                 self.violations.append(Violation("stuck in the queue", store, f"{type(error).__name__}: {error}"))
 
@@ -145,7 +144,7 @@ class Probes:
                 for place, thread in enumerate(threads):
                     thread.start()
                     if not _comes(lambda place=place: self._waiters(store, name) > place, QUEUED_WITHIN_S):  # type: ignore[misc]
-                        return  # nothing to judge: the machine is too slow, or the holder was
+                        return  # nothing to judge: the machine is too slow
         except DLockError as error:
             self.violations.append(Violation("a quiet store fails", store, f"{type(error).__name__}: {error}"))
             return
@@ -161,7 +160,7 @@ class Probes:
         return sum(entry.role == "waiter" for entry in found)
 
     def _nothing_is_left(self, stores: list[str]) -> None:
-        """No holder, waiter, key or open transaction is left of the storm."""
+        """Check that the storm has left no holder, waiter, key or open transaction."""
         for what, left in self._left(stores):
             found: list[str] = []
 

@@ -1,4 +1,4 @@
-"""What a run tells at its end."""
+"""The report at the end of a run."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -9,7 +9,7 @@ from tests.random_faults.checker import WAIT_OVER_S, Facts, Violation, times_ove
 from tests.random_faults.probes import Measured
 
 EXAMPLES: Final = 4
-"""Violations of one rule that are shown."""
+"""How many violations of one rule are shown."""
 
 
 @dataclass
@@ -22,17 +22,17 @@ class Report:
     violations: list[Violation] = field(default_factory=list)
     injected: Counter[str] = field(default_factory=Counter)
     failures: list[str] = field(default_factory=list)
-    """Faults that could not be carried out or healed: nothing is wrong with dlock then, but with the run."""
+    """Faults that could not be injected or healed: something is wrong with the run, not with dlock."""
     longest: dict[str, Measured] = field(default_factory=dict)
     counts: dict[str, int] = field(default_factory=dict)
     sections: Counter[str] = field(default_factory=Counter)
-    """By integration and outcome."""
+    """Sections by kind of worker and outcome."""
     fenced: Counter[str] = field(default_factory=Counter)
-    """Changes of rows that carry their own fence, by integration."""
+    """Changes of rows that carry their own fence, by kind of worker."""
     errors: Counter[str] = field(default_factory=Counter)
 
     def count(self, facts: Facts) -> None:
-        """Count what is in the histories."""
+        """Count sections, errors and the workers' own faults in the histories."""
         kinds = {record.section: record.values["kind"] for record in facts.of("begin")}
         ended = {record.section for record in facts.of("end")}
         self.sections = Counter(f"{kinds[record.section]} {record.values['outcome']}" for record in facts.of("end"))
@@ -64,7 +64,7 @@ class Report:
         return [*found, *self._judgement()]
 
     def _judgement(self) -> Iterator[str]:
-        """Yield the first violations of each rule, and how many there are."""
+        """Yield the first violations of each rule, and how many more there are."""
         by_rule = Counter(violation.rule for violation in self.violations)
         for rule, times in by_rule.items():
             examples = [str(violation) for violation in self.violations if violation.rule == rule][:EXAMPLES]

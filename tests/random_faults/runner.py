@@ -1,4 +1,4 @@
-"""One run: servers and workers are started; storms and quiet times follow each other; everything is judged, and ended."""
+"""One run: it starts servers and workers, alternates storms and quiet times, judges the results, and ends all."""
 
 import shutil
 import tempfile
@@ -21,33 +21,33 @@ from tests.random_faults.schedule import STORM_S, Storm, plan
 from tests.random_faults.world import World
 
 IDLE_WITHIN_S: Final = 45.0
-"""How long a section may go on when all faults are healed: it waits at most 3 s for its lock, and 20 s for a database."""
+"""How long a section may continue after all faults are healed: at most 3 s for its lock, 20 s for a database."""
 START_WITHIN_S: Final = 180.0
 END_WITHIN_S: Final = 30.0
 BEFORE: Final = -1
-"""The quiet time in which workers start."""
+"""The number of the quiet time in which the workers start."""
 
 
 @dataclass
 class Options:
-    """What a run is asked to do."""
+    """The options of a run."""
 
     minutes: float = 10.0
     seed: int = 0
     stores: list[str] = field(default_factory=lambda: list(STORES))
     kinds: tuple[str, ...] = CREW
     only: tuple[str, ...] = ()
-    """The kinds of faults to draw from; all when it is empty."""
+    """The kinds of faults to draw from; all if it is empty."""
     sabotage: str = ""
     stop_rate: float = 0.01
     until_found: str | None = None
-    """End with the first storm after which a violation of this rule is found, or any if it is empty."""
+    """End with the first storm after which a violation of this rule, or any if it is empty, is found."""
     keep: bool = False
-    """Leave the directory of the run, for a look at it."""
+    """Whether to keep the run's directory."""
 
 
 class Run:
-    """From the start of the servers to the report."""
+    """A run, from the start of the servers to the report."""
 
     def __init__(self, options: Options) -> None:
         self.options = options
@@ -117,7 +117,7 @@ class Run:
         self._judge(nemesis, probes)
 
     def _wait_until_idle(self, cycle: int, crew: Crew) -> bool:
-        """Wait until no section is under way; a worker that has not started yet has more time than one at work."""
+        """Wait until no section is under way; workers that have not started yet have more time than others."""
         begin, idle = now(), set[int]()
         while now() < begin + START_WITHIN_S:
             self._look_after(crew)

@@ -1,6 +1,6 @@
-"""Faults of dlock, put in on purpose: the checker has to find each of them, or its silence would mean nothing.
+"""Bugs that are put into dlock on purpose: unless the checker finds each of them, its silence means nothing.
 
-Each is a function that changes something in the worker that calls it.
+Each is a function that changes the worker that calls it.
 """
 
 import contextlib
@@ -17,14 +17,14 @@ from dlock_core.transactions.tie import Tie
 
 
 def no_fence(config: dict[str, Any]) -> None:
-    """Take every lock with `fence=False`: a lease alone, which a pause outlives."""
+    """Acquire every lock with `fence=False`: a pause can outlast the lease alone."""
     from tests.random_faults import attempt
 
     attempt.FENCES = (False,)  # type: ignore[misc]
 
 
 def early_release(config: dict[str, Any]) -> None:
-    """Release the lease before COMMIT, as code does that ends its `with` block inside the transaction."""
+    """Release the lease before COMMIT, like code that ends its `with` block inside the transaction."""
     from dlock_core.stores import force_release
     from tests.random_faults.attempt import Attempt
     from tests.random_faults.core_clients import backends
@@ -49,14 +49,14 @@ def grants_twice(config: dict[str, Any]) -> None:
 
 
 def dice_for_tokens(config: dict[str, Any]) -> None:
-    """Make the store grant every request with a random token, and keep the fence: the data stay right, the tokens do not."""
+    """Make the store grant every request with a random token, and keep the fence: only the tokens go wrong."""
     import random
 
     _replace_store(lambda floor: max(floor, 10**15) + random.randrange(10**12))
 
 
 def retried_though_unknown(config: dict[str, Any]) -> None:
-    """Make `retry_on_conflict` take a connection that was lost at COMMIT for a conflict, and start over."""
+    """Make `retry_on_conflict` treat a connection that was lost at COMMIT as a conflict, and start over."""
     from dlock_core.transactions import retry
     from tests.random_faults import attempt
 
@@ -67,9 +67,9 @@ def retried_though_unknown(config: dict[str, Any]) -> None:
 
 
 def no_mark(config: dict[str, Any]) -> None:
-    """Make exclusive holders in SQLAlchemy ignore the mark that a newer shared holder has left, as before it was invented.
+    """Make exclusive holders in SQLAlchemy ignore the mark of a newer shared holder, as before marks existed.
 
-    The store grants every request, so that they meet: with the mark the data bear that.
+    The store grants every request, so that they meet; with the mark the data would stay right.
     """
     from dlock_core.transactions.fence_sql import POSTGRESQL
     from sqla_dlock import fencing
@@ -85,7 +85,7 @@ def no_mark(config: dict[str, Any]) -> None:
 
 
 def versions_from_1(config: dict[str, Any]) -> None:
-    """Begin every new row's version at 1, as before it began at the clock: a row that is made anew gets its predecessor's versions."""
+    """Begin every new row's version at 1, not at the clock: a recreated row repeats its predecessor's versions."""
     from dlock_core.sql import versions
 
     class NoClock:
@@ -95,7 +95,7 @@ def versions_from_1(config: dict[str, Any]) -> None:
 
 
 def newest_version_expected(config: dict[str, Any]) -> None:
-    """Make Django expect the version that the row has by now, whatever version was read."""
+    """Make Django expect the row's present version, whatever version was read."""
     from django.conf import settings
 
     if not settings.configured:
@@ -112,7 +112,7 @@ def newest_version_expected(config: dict[str, Any]) -> None:
 def fence_rows_removed(config: dict[str, Any]) -> None:
     """Remove the rows of the fence after each COMMIT, without a floor that keeps older tokens out.
 
-    The store grants every request, so that older holders are there: with the rows the data bear that.
+    The store grants every request, so that there are older holders; with the rows the data would stay right.
     """
     from sqlalchemy import text
 
@@ -133,7 +133,7 @@ def fence_rows_removed(config: dict[str, Any]) -> None:
 
 
 def inner_block_releases(config: dict[str, Any]) -> None:
-    """Release the lease as soon as the first of several blocks that hold it is left."""
+    """Release the lease when the first of several blocks that hold it ends."""
     from tests.random_faults import attempt, sections
 
     no_fence(config)
@@ -167,16 +167,16 @@ def block_end_releases(config: dict[str, Any]) -> None:
 
 
 def never_left(config: dict[str, Any]) -> None:
-    """Forget in Django that a lease was acquired again inside a transaction, so that nothing leaves it."""
+    """Do not detach Django's handles at the end of the transaction that acquired them: the lease is never released."""
     from tests.random_faults import sections
 
     sections.ALONE = (sections.add_within,)  # type: ignore[misc]
-    config["stop_rate"] = 0.0  # a holder that stands still loses its lease, and then it is left
+    config["stop_rate"] = 0.0  # a holder that stands still would lose its lease, which ends it too
     Tie.bind_to = lambda *_: None  # type: ignore[method-assign]
 
 
 def readers_apart(config: dict[str, Any]) -> None:
-    """Admit an exclusive holder beside shared ones, which have a lock of their own; without a fence."""
+    """Grant shared holders a separate lock, so that an exclusive one can hold at the same time; without a fence."""
     from dlock_core.transactions import transaction_lock
     from tests.random_faults import attempt
 
@@ -191,7 +191,7 @@ def readers_apart(config: dict[str, Any]) -> None:
 
 
 def stale_reader_commits(config: dict[str, Any]) -> None:
-    """Let a shared holder commit whatever newer exclusive one has been there; the store grants every request."""
+    """Let a shared holder commit even after a newer exclusive one has; the store grants every request."""
     from dlock_core.transactions import fencing
     from tests.random_faults import attempt
 
@@ -208,7 +208,7 @@ def stale_reader_commits(config: dict[str, Any]) -> None:
 
 
 def savepoint_takes_admit(config: dict[str, Any]) -> None:
-    """Do not admit again after the rollback to a savepoint, which took the admit along; the store grants every request."""
+    """Do not admit again after a rollback to a savepoint that undid the admit; the store grants every request."""
     from sqla_dlock.first_statement import FirstStatementHooks
     from tests.random_faults import attempt, sections
 
@@ -220,7 +220,7 @@ def savepoint_takes_admit(config: dict[str, Any]) -> None:
 
 
 def autocommit_passes_by(config: dict[str, Any]) -> None:
-    """Do not see that autocommit is turned on, with which SQLite and MariaDB commit; the store grants every request."""
+    """Overlook that autocommit is turned on, which commits on SQLite and MariaDB; the store grants every request."""
     from tests.random_faults import attempt
 
     attempt.FENCES, attempt.MANNERS = ("lease",), ("by hand",)  # type: ignore[misc]
@@ -237,7 +237,7 @@ def autocommit_passes_by(config: dict[str, Any]) -> None:
 
 
 def raw_commit_passes_by(config: dict[str, Any]) -> None:
-    """Do not refuse a COMMIT that Django's user sends by hand; the store grants every request."""
+    """Do not refuse a COMMIT that Django's user sends as a statement; the store grants every request."""
     from tests.random_faults import attempt, sections
 
     attempt.FENCES, attempt.MANNERS = (True,), ("",)  # type: ignore[misc]
@@ -250,12 +250,12 @@ def raw_commit_passes_by(config: dict[str, Any]) -> None:
 
 
 def committed_though_repeated(config: dict[str, Any]) -> None:
-    """Start over although the work is committed: a function that Django calls on commit has failed."""
+    """Start over although the work has committed, because a function that Django calls on commit has failed."""
     _start_over_always("raises")
 
 
 def half_repeated(config: dict[str, Any]) -> None:
-    """Start over although one of two databases has committed; the store grants every request, so that the other refuses."""
+    """Start over although one of two databases has committed; the store grants every request, so the other refuses."""
     from tests.random_faults import attempt
 
     _start_over_always("elsewhere")
@@ -281,7 +281,7 @@ def old_snapshot(config: dict[str, Any]) -> None:
 
 
 def two_fences(config: dict[str, Any]) -> None:
-    """Look for the fence in the table where the lock of a row that carries its own is named by a text.
+    """Use the fence table for a row that carries its own fence if its lock is named by a text.
 
     The store grants every request, so that holders of both spellings meet.
     """
@@ -296,7 +296,7 @@ def two_fences(config: dict[str, Any]) -> None:
 
 
 def stale_columns_saved(config: dict[str, Any]) -> None:
-    """Let Django's save() write what an instance knows of the fence that its row carries."""
+    """Let Django's save() write the instance's values of the fence that its row carries."""
     if _tied_databases() is not None:
         from django.db.models import Field
 
@@ -306,7 +306,7 @@ def stale_columns_saved(config: dict[str, Any]) -> None:
 
 
 def _tied_databases() -> Any:
-    """Return Django's class of a tied lease; None in a worker that does not use Django."""
+    """Return Django's class for a lease tied to databases; None in a worker without Django."""
     from django.conf import settings
 
     if not settings.configured:
@@ -317,7 +317,7 @@ def _tied_databases() -> Any:
 
 
 def _releaser(config: dict[str, Any]) -> Callable[[Tie], None]:
-    """Return what releases a lease behind its holder's back, as if it were not counted who needs it; then others have time."""
+    """Return a function that releases a lease behind its holder's back, and then gives others time to acquire it."""
     from dlock_core.stores import force_release
     from tests.random_faults.core_clients import backends
 
@@ -337,7 +337,7 @@ def _grant_everything() -> None:
 
 
 def _replace_store(token: Callable[[int], int]) -> None:
-    """Make every Redis of this process a store that grants everything."""
+    """Make every Redis of this process a store that grants every request."""
     from dlock_core.backends.redis import RedisBackend
     from tests.chaos import EverybodyIn
 
@@ -375,6 +375,6 @@ SABOTAGES: Final[dict[str, Callable[[dict[str, Any]], None]]] = {
 
 
 def commit(config: dict[str, Any]) -> None:
-    """Apply what the run was told, in this worker."""
+    """Apply the sabotage of the run, if any, in this worker."""
     if config["sabotage"]:
         SABOTAGES[config["sabotage"]](config)

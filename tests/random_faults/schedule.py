@@ -1,4 +1,4 @@
-"""What goes wrong when: drawn from a seed before the run begins, so that the same seed draws the same faults again."""
+"""The schedule of the faults is drawn from a seed before the run begins, so that the same seed draws it again."""
 
 import random
 from collections.abc import Iterator
@@ -9,7 +9,7 @@ from tests.random_faults.items import STORES
 
 STORM_S: Final = 14.0
 QUIET_S: Final = 6.0
-"""What a quiet time takes when nothing is held up; it ends when its checks have ended."""
+"""What a quiet time takes if nothing delays it; it ends with its checks."""
 STORES_AT_A_TIME: Final = 2
 FAULTS_PER_S: Final = 1.4
 LENGTHS_S: Final = (0.2, 3.0)
@@ -35,28 +35,28 @@ OF_DATABASE: Final = (
 )  # fmt: skip
 KINDS: Final = sorted({*WORKERS, *OF_DATABASE, *(kind for kinds in OF_STORE.values() for kind in kinds)})
 SLOW: Final = ("fail over", "fail over losing writes", "crash", "stop master")
-"""What takes seconds to heal; at most one of each in a storm."""
+"""Faults that take seconds to heal; a storm has at most one of each."""
 TRIES: Final = 20
-"""How often a target is drawn until it is one that can fail."""
+"""How many targets are drawn in search of one that can fail."""
 CLOCK_STEPS_S: Final = (-3600, -60, -3, 3, 60, 3600)
 
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """One thing that goes wrong: `at` seconds after the beginning of its storm, for `seconds`."""
+    """One fault: it begins `at` seconds after its storm, and lasts for `seconds`."""
 
     at: float
     kind: str
     target: str
-    """A server or proxy by its name, a store, or the place of a worker."""
+    """The name of a server or proxy, a store, or the place of a worker."""
     seconds: float
     step: int = 0
-    """Of a clock, in seconds."""
+    """By how many seconds a clock is stepped."""
 
 
 @dataclass(frozen=True, slots=True)
 class Storm:
-    """Some seconds in which the workers use a few stores, and those, the databases and the workers fail."""
+    """Some seconds in which the workers use a few stores, while these, the databases and the workers fail."""
 
     cycle: int
     stores: tuple[str, ...]
@@ -65,7 +65,7 @@ class Storm:
 
 
 def plan(seed: int, minutes: float, stores: list[str], workers: int, only: tuple[str, ...] = ()) -> list[Storm]:
-    """Draw the storms of a run. Every store has its turn before one has its second. `only` leaves other kinds out."""
+    """Draw the storms of a run. Every store has a turn before one has its second. `only` excludes other kinds."""
     chance = random.Random(seed)
     number = max(1, round(minutes * 60 / (STORM_S + QUIET_S)))
     turns, bags = _bag(chance, stores), _Bags(chance, only)
@@ -99,7 +99,7 @@ def _fault(chance: random.Random, bags: "_Bags", at: float, stores: tuple[str, .
 
 
 class _Bags:
-    """Draws each kind of a target's faults once before it draws one again."""
+    """Draws each kind of a target's faults once before it repeats one."""
 
     def __init__(self, chance: random.Random, only: tuple[str, ...]) -> None:
         kinds = {**OF_STORE, "workers": WORKERS, "postgresql": OF_DATABASE, "mariadb": OF_DATABASE}
@@ -107,7 +107,7 @@ class _Bags:
         self._bags = {target: _bag(chance, each) for target, each in allowed.items() if each}
 
     def next(self, target: str) -> str | None:
-        """Return the next kind of a target's faults; None when it has none."""
+        """Return the next kind of a target's faults; None if it has none."""
         return next(self._bags[target]) if target in self._bags else None
 
 

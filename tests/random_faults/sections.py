@@ -1,7 +1,7 @@
-"""What a section does in its database: generators that yield statements and get rows, for blocking and asynchronous drivers alike.
+"""The work of a section in its database: generators that yield statements and receive rows, for all kinds of drivers.
 
-A text that is yielded instead of a statement names the stage that the section has reached: there it may be stopped. What else is
-yielded, a `Save` or a `Turn`, each client carries out in its own way.
+A yielded text instead of a statement names the stage that the section has reached, at which it may be stopped. Each
+client carries out a `Save` or a `Turn` in its own way.
 """
 
 from collections.abc import Callable, Generator
@@ -16,7 +16,7 @@ Statement = tuple[str, dict[str, Any]]
 
 @dataclass(frozen=True, slots=True)
 class Save:
-    """Write a row that carries its own fence through the ORM, from an instance that knows nothing of the fence's present state."""
+    """Write a row that carries its own fence through the ORM, from an instance without the fence's present state."""
 
     key: str
     value: int
@@ -52,7 +52,7 @@ JOURNAL: Final = (
 
 @dataclass
 class Work:
-    """One section's work: its items, and how it gets the token of each of them."""
+    """One section's work: its items, and a function that returns the token for each."""
 
     section: str
     items: list[Item]
@@ -61,7 +61,7 @@ class Work:
 
 
 def add(work: Work) -> list[Steps]:
-    """Read, think and write: the register and the counter."""
+    """Read, pause and write."""
 
     def steps() -> Steps:
         yield from _read(work)
@@ -103,7 +103,7 @@ def add_anew(work: Work) -> list[Steps]:
 
 
 def add_within(work: Work) -> list[Steps]:
-    """Call code that takes the same lock for itself, between reading and writing."""
+    """Call code that acquires the same lock itself, between reading and writing."""
 
     def steps() -> Steps:
         yield from _read(work)
@@ -130,7 +130,7 @@ def commit_by_hand(work: Work) -> list[Steps]:
 
 
 def post(work: Work) -> list[Steps]:
-    """Count up without having read, which shared holders may do side by side."""
+    """Increment without reading first, which shared holders may do side by side."""
 
     def steps() -> Steps:
         for item in work.items:
@@ -151,12 +151,12 @@ def cancel(work: Work) -> list[Steps]:
 
 
 def save(work: Work) -> list[Steps]:
-    """Change a row that has a version: its client reads and saves it through its ORM."""
+    """Change a row that has a version; the client reads and saves it through its ORM."""
     return [_of_client()]
 
 
 def remake(work: Work) -> list[Steps]:
-    """Delete a row that has a version, and make it anew under the same key: an older reader must not save over it."""
+    """Delete a row that has a version, and recreate it under the same key: an older reader must not overwrite it."""
     return [_of_client()]
 
 
@@ -170,7 +170,7 @@ ALONE: Final = (add, add, add_later, ship, ship, cancel, cancel, add_anew, add_w
 
 
 def _decide(work: Work, what: str) -> Steps:
-    """Ship or cancel the item's present order if it is paid, and open the next one if another section was first."""
+    """Ship or cancel the item's present order if it is paid; open the next one if another section was first."""
     yield from _read(work)
     for item in work.items:
         value, number = work.seen[item.key]

@@ -1,4 +1,4 @@
-"""Sections through SQLAlchemy, with sessions and with asyncpg, and engines that workers use."""
+"""Sections that use SQLAlchemy, with sessions and with asyncpg, and the workers' engines."""
 
 import contextlib
 from typing import Any
@@ -52,7 +52,7 @@ def _begin_immediate(engine: Engine) -> None:
 
 
 class SqlaClient:
-    """One thread with a session for each section."""
+    """Runs sections in a thread, with a session for each."""
 
     is_async = False
     databases = ("postgresql", "mariadb", "sqlite")
@@ -120,7 +120,7 @@ class SqlaClient:
 
 
 class AsyncpgClient:
-    """Tasks, each with an AsyncSession for each section."""
+    """Runs sections in tasks, with an AsyncSession for each section."""
 
     is_async = True
     databases = ("postgresql",)
@@ -163,7 +163,7 @@ class AsyncpgClient:
                 attempt.committed()
 
     async def aclean_up(self) -> None:
-        """Do nothing: the pool throws broken connections away itself."""
+        """Do nothing: the pool discards broken connections itself."""
 
     async def aclose(self) -> None:
         with contextlib.suppress(Exception):
@@ -175,7 +175,7 @@ class Base(DeclarativeBase):
 
 
 class Versioned(VersionedMixin, Base):
-    """The row that has a version, as SQLAlchemy knows it."""
+    """SQLAlchemy's class of the rows that have a version."""
 
     __tablename__ = "item"
     name: Mapped[str] = mapped_column(primary_key=True)
@@ -184,7 +184,7 @@ class Versioned(VersionedMixin, Base):
 
 
 class Fenced(FencedMixin, Base):
-    """The row that carries its own fence. It is in no schema: one in its name makes that of its lock the one that Django makes."""
+    """The rows that carry their own fence. The schema is only for the name of the lock, which equals Django's."""
 
     __tablename__, __table_args__ = "item", {"schema": SCHEMA}
     name: Mapped[str] = mapped_column(primary_key=True)
@@ -193,7 +193,7 @@ class Fenced(FencedMixin, Base):
 
 
 def change_row(session: Session, attempt: Attempt) -> None:
-    """Save, or make anew, a row that has a version."""
+    """Save or recreate a row that has a version."""
     attempt.read()
     [item] = attempt.wish.items
     row = session.get_one(Versioned, item.key)
@@ -213,7 +213,7 @@ def change_row(session: Session, attempt: Attempt) -> None:
 
 
 def stores(config: dict[str, Any]) -> dict[str, Any]:
-    """The stores that have servers of their own, made from their URLs."""
+    """Return the stores with their own servers, made from their URLs."""
     from dlock_core import connect
     from dlock_core.stores import Store
 
@@ -221,7 +221,7 @@ def stores(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def run(steps: Steps, session: Session, attempt: Attempt, savepoint: Any = None) -> None:
-    """Carry out the steps of one transaction; a savepoint may be older than the lock."""
+    """Run the steps of one transaction; the savepoint may be older than the lock."""
     rows = None
     with contextlib.suppress(StopIteration):
         while True:
@@ -240,7 +240,7 @@ def run(steps: Steps, session: Session, attempt: Attempt, savepoint: Any = None)
 
 
 def _turn(turn: Turn, session: Session, attempt: Attempt, savepoint: Any) -> Any:
-    """Take a turn; return the savepoint that is open then."""
+    """Take a turn, and return the savepoint that is open afterwards."""
     if turn is Turn.SAVEPOINT:
         return savepoint or session.begin_nested()
     if turn is Turn.UNDO:

@@ -1,4 +1,4 @@
-"""What happens to the servers of the stores."""
+"""Faults of the stores' servers."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,7 +14,7 @@ from tests.servers import Server
 
 @contextmanager
 def stop_server(world: World, fault: Fault) -> Iterator[None]:
-    """SIGSTOP: connections stay, and nobody answers."""
+    """SIGSTOP: the connections stay, but the server does not reply."""
     server = world.servers[fault.target]
     server.pause()
     yield
@@ -23,7 +23,7 @@ def stop_server(world: World, fault: Fault) -> Iterator[None]:
 
 @contextmanager
 def restart(world: World, fault: Fault) -> Iterator[None]:
-    """kill -9; what was written to disk is there when it comes back."""
+    """SIGKILL: the server comes back with the data that it had written to disk."""
     server = world.servers[fault.target]
     server.kill()
     yield
@@ -32,7 +32,7 @@ def restart(world: World, fault: Fault) -> Iterator[None]:
 
 @contextmanager
 def restart_empty(world: World, fault: Fault) -> Iterator[None]:
-    """kill -9, and it comes back without its data."""
+    """SIGKILL: the server comes back without its data."""
     server = world.servers[fault.target]
     server.kill()
     yield
@@ -68,7 +68,7 @@ def evict(world: World, fault: Fault) -> Iterator[None]:
 
 @contextmanager
 def clock(world: World, fault: Fault) -> Iterator[None]:
-    """The clock of one server steps, and back again at the end."""
+    """The clock of one server is stepped, and stepped back at the end."""
     file = world.clocks.get(fault.target)
     if file is not None:
         file.write_text(str(fault.step))
@@ -97,7 +97,7 @@ def fail_over(world: World, fault: Fault) -> Iterator[None]:
 
 @contextmanager
 def fail_over_losing_writes(world: World, fault: Fault) -> Iterator[None]:
-    """The replica falls behind, and the master dies: what it had granted in between is forgotten."""
+    """The replica falls behind, and the master dies: its latest grants are forgotten."""
     yield from _fail_over(world, fault, loses_writes=True)
 
 
@@ -155,4 +155,4 @@ FAULTS: Final[dict[str, Callable[[World, Fault], object]]] = {
     "stop master": stop_master, "fail over": fail_over, "fail over losing writes": fail_over_losing_writes,
 }  # fmt: skip
 FORGETS: Final = ("flush", "restart empty", "evict", "fail over", "fail over losing writes")
-"""After these a store may have forgotten a grant."""
+"""Faults after which a store may have forgotten a grant."""

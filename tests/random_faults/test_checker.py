@@ -1,4 +1,4 @@
-"""The checker finds each kind of violation in a made-up history, and nothing in a good one."""
+"""The checker finds each kind of violation in a made-up history, and none in a good one."""
 
 import dataclasses
 import itertools
@@ -194,7 +194,7 @@ def test_an_acquire_that_takes_longer_than_its_wait_unless_its_process_stood_sti
 
 @pytest.mark.parametrize(("done", "is_wrong"), [(0, True), (5, True), (6, False)])
 def test_a_kind_of_worker_that_gets_next_to_nothing_done(done: int, is_wrong: bool) -> None:
-    key = "version-0"  # no grants are judged
+    key = "version-0"  # a row with a version: the checker judges no grants
     ended = [
         section(f"a{n}", n, key=key, outcome="ok" if n < done else "refused", error="DLockError") for n in range(60)
     ]

@@ -1,4 +1,4 @@
-"""The checker finds what was broken on purpose in a run with real workers, servers and faults."""
+"""The checker finds each bug that is put in on purpose, in runs with real workers, servers and faults."""
 
 import os
 import subprocess
@@ -15,14 +15,14 @@ FAULTS = {
     "retried-though-unknown": ("lose COMMIT",),
     "never-left": ("lose reply",),
 }
-"""Faults under which each shows soon, if they are others than workers that are stopped."""
+"""Faults that reveal the bug quickly, where stopped workers alone do not."""
 STORE = {
     "versions-from-1": "version",
     "newest-version-expected": "version",
     "autocommit-passes-by": "turned",  # has rows on SQLite
     "old-snapshot": "table",  # has rows on MariaDB
 }
-"""Where not in Redis with rows on PostgreSQL."""
+"""The store to use, where it is not Redis with rows on PostgreSQL."""
 LOST = "lost update"
 FOUND = {
     "dice-for-tokens": "token does not grow",
@@ -44,7 +44,7 @@ pytestmark = [
 
 
 def run(sabotage: str) -> list[str]:
-    """The violations of the first storms of a run, until one is found."""
+    """Return the violations of a run that ends with the first violation of the expected rule."""
     store = STORE.get(sabotage, "redis")
     options = ["--minutes", "8", "--seed", "3", "--stores", store, "--stop-rate", "0.08"]
     options += ["--until-found", FOUND.get(sabotage, LOST)]

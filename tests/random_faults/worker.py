@@ -1,6 +1,7 @@
-"""A worker process: `main(CONFIG, KIND, NAME)`. It works until the phase file says that it is over.
+"""A worker process: `main(CONFIG, KIND, NAME)`. It works until the phase file announces the end.
 
-It fails by itself, too: it stops at a stage, is interrupted by a signal handler that raises, forks, or cancels its tasks.
+It also injects faults itself: it stops at a stage, forks, cancels its tasks, or is interrupted by a signal handler that
+raises.
 """
 
 import asyncio
@@ -39,13 +40,13 @@ NOT_OF_DRIVERS: Final = (
     "TransactionManagementError",
     "ProgrammingError",
 )
-"""Errors of frameworks and drivers that tell of a mistake in a program, such as a wrong statement, and not of a fault."""
+"""Errors of frameworks and drivers that show a mistake in a program, such as a wrong statement, and not a fault."""
 OUT_OF_STEP: Final = "Commands out of sync"
-"""mysqlclient's error 2014, a ProgrammingError, too: a signal handler has raised before an answer was read."""
+"""mysqlclient's error 2014 is also a ProgrammingError: a signal handler raised before a reply was read."""
 
 
 class Phase:
-    """What the runner wants the workers to do: work on some stores, be quiet, or end."""
+    """The runner's order to the workers: to work on some stores, be quiet, or end."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -58,7 +59,7 @@ class Phase:
 
 
 class Worker:
-    """What both kinds of worker have in common."""
+    """The common part of both kinds of worker."""
 
     def __init__(self, config: dict[str, Any], kind: str, name: str) -> None:
         directory = Path(config["directory"])
@@ -102,18 +103,18 @@ class Worker:
         )  # fmt: skip
 
     def is_over(self) -> bool:
-        """Read the phase; when it is quiet and nothing is under way, say so once."""
+        """Return whether the phase is the end; in a quiet one, record once that nothing is under way."""
         name = self.phase.look()
         if name == "quiet" and self.idle_in != self.phase.cycle and not self.busy:
             self.idle_in = self.phase.cycle
-            gc.collect()  # what tracebacks of errors still refer to, such as sessions, is not left to chance
+            gc.collect()  # free objects to which tracebacks refer, such as sessions, now and not by chance
             files = len(list(Path("/proc/self/fd").iterdir()))
             self.recorder.write("idle", cycle=self.phase.cycle, threads=threading.active_count(), files=files)
         return name == "end"
 
 
 class BlockingWorker(Worker):
-    """One section after the other."""
+    """Runs one section after the other."""
 
     def work(self) -> None:
         signal.signal(signal.SIGALRM, self._raise)
@@ -159,7 +160,7 @@ class BlockingWorker(Worker):
             raise TimeLimit
 
     def _fork(self, attempt: Attempt) -> None:
-        """Try to release in a forked child what is ours."""
+        """Try to release our leases in a forked child."""
         self._disarm()
         child = os.fork()
         if child == 0:
@@ -171,7 +172,7 @@ class BlockingWorker(Worker):
 
 
 class TaskWorker(Worker):
-    """A few tasks side by side in one event loop."""
+    """Runs sections in a few tasks of one event loop."""
 
     def work(self) -> None:
         asyncio.run(self._work())
@@ -202,7 +203,7 @@ class TaskWorker(Worker):
             await self.client.aclean_up()
 
     def _dump_tasks(self) -> None:
-        """Write down where each task waits: the stacks of the threads only show that the event loop does."""
+        """Write to a file where each task waits: thread stacks only show that the event loop waits."""
         path = Path(self.config["directory"], f"{self.name}.tasks")
         path.write_text("\n".join(f"{task.get_name()}: {_awaits(task.get_coro())}" for task in asyncio.all_tasks()))
 
@@ -215,17 +216,17 @@ LEFT_OUT: Final = {
     "advisory": ("core", "core-async", "django-async", "django-uvicorn"),
     "version": ("core", "core-async"),
 }
-"""The kinds of workers that cannot use a store."""
+"""The kinds of workers that cannot use a store, by store."""
 
 
 def client_of(kind: str, config: dict[str, Any]) -> Any:
-    """The client of a kind, prepared."""
+    """Prepare and return the client of a kind of worker."""
     if kind.startswith("django"):
         from tests.random_faults import django_clients
 
         django_clients.prepare(config)
         if kind == "django-uvicorn":
-            from tests.random_faults.django_served import ServedDjangoClient  # once Django is configured
+            from tests.random_faults.django_served import ServedDjangoClient  # only after Django is configured
 
             return ServedDjangoClient()
         return django_clients.AsyncDjangoClient() if kind == "django-async" else django_clients.DjangoClient()
@@ -239,7 +240,7 @@ def client_of(kind: str, config: dict[str, Any]) -> Any:
 
 
 def _awaits(coroutine: Any) -> str:
-    """Return where a coroutine waits, and what it waits for, from the outermost to the innermost."""
+    """Return the places at which a coroutine waits, from the outermost frame to the innermost."""
     frames: list[str] = []
     while coroutine is not None:
         frame = getattr(coroutine, "cr_frame", None) or getattr(coroutine, "gi_frame", None)
@@ -249,18 +250,18 @@ def _awaits(coroutine: Any) -> str:
 
 
 def is_expected(error: BaseException) -> bool:
-    """Return whether an error is one that the faults explain; any other is worth a look."""
+    """Return whether the faults explain an error; any other is worth a look."""
     if type(error).__name__ in NOT_OF_DRIVERS:
         return OUT_OF_STEP in str(error)
     if isinstance(error.__context__, TimeLimit) and _was_raised_by(threading, error):
-        return True  # Python's own: a signal handler that raises inside Thread.start() arrives as KeyError
+        return True  # when a signal handler raises inside Thread.start(), Python raises a KeyError
     if isinstance(error, DLockError | TimeLimit | Refused | OSError | asyncio.CancelledError):
         return True
     return any(base.__module__.startswith(DRIVERS) for base in type(error).__mro__)
 
 
 def _was_raised_by(module: ModuleType, error: BaseException) -> bool:
-    """Return whether the innermost frame of an error is a module's."""
+    """Return whether the innermost frame of an error is in this module."""
     frames = traceback.extract_tb(error.__traceback__)
     return bool(frames) and frames[-1].filename == module.__file__
 

@@ -1,4 +1,4 @@
-"""Every server of a run, the proxies in front of them, and where workers find them."""
+"""The servers of a run, the proxies in front of them, and their addresses for the workers."""
 
 import shutil
 import signal
@@ -23,17 +23,17 @@ NODES: Final = 3
 
 
 class World:
-    """The servers that the given stores need, and both databases."""
+    """The servers that the given stores need, and PostgreSQL."""
 
     def __init__(self, directory: Path, stores: list[str], *, proxied: bool = True) -> None:
         self.directory, self.stores, self.proxied = directory, stores, proxied
         needed = {item.database for item in every_item(stores).values()}
         self.databases = [name for name in DATABASES if name in {"postgresql", *needed}]
         self.servers: dict[str, Server] = {}
-        """By the name under which faults know them."""
+        """By the name that faults use."""
         self.proxies: dict[str, Proxy] = {}
         self.clocks: dict[str, Path] = {}
-        """Files that hold by how many seconds the clock of a server is stepped."""
+        """Files that contain the seconds by which a server's clock is stepped."""
         self.sentinel: redis_sentinel.Group | None = None
         self.cluster: redis_cluster.Cluster | None = None
         self.database_file = directory / "shop.sqlite3"
@@ -56,7 +56,7 @@ class World:
             server.kill()
 
     def config(self) -> dict[str, Any]:
-        """What a worker needs to know."""
+        """Return the configuration for the workers."""
         options = {"timeout": TIMEOUT_S}
         urls = {
             "redis": lambda: (f"redis://{self._ports('redis')}/0", options),
@@ -76,7 +76,7 @@ class World:
         }
 
     def direct(self) -> dict[str, Any]:
-        """The same for the runner's own look at the databases: past the proxies."""
+        """Return the databases' addresses without the proxies, for the runner itself."""
         ports = {name: self.servers[name].port for name in self.databases}
         return {"databases": ports | {"sqlite": str(self.database_file)}}
 
@@ -84,7 +84,7 @@ class World:
         return ",".join(f"127.0.0.1:{self._port(name)}" for name in self.servers if name.startswith(store))
 
     def _port(self, name: str) -> int:
-        """The port at which workers find a server."""
+        """Return the port through which workers reach a server."""
         return (self.proxies if self.proxied else self.servers)[name].port
 
     def _serve(self, name: str, server: Server) -> None:
@@ -106,12 +106,12 @@ class World:
 
     def _postgresql(self) -> None:
         server = servers.postgresql(self.directory / "postgresql", servers.free_port())
-        server.stop_signal = signal.SIGQUIT  # ends it as a crash would, and takes its children along
+        server.stop_signal = signal.SIGQUIT  # ends it and its child processes like a crash
         self._serve("postgresql", server)
 
     def _mariadb(self) -> None:
         server = servers.mariadb(self.directory / "mariadb", servers.free_port())
-        # What was committed has to be there after a crash, and nobody waits for a row for a minute.
+        # Commits must survive a crash of the server, and a wait for a row must not last a minute.
         kept = ["--innodb-flush-log-at-trx-commit=2", "--innodb-lock-wait-timeout=8"]
         server.command = [*server.command, *kept]
         self._serve("mariadb", server)
@@ -143,7 +143,7 @@ class World:
         self._serve("zookeeper", zookeeper(self.directory / "zookeeper"))
 
     def _compiled(self) -> Path | None:
-        """The library that steps a server's clock; without a compiler no clock is stepped."""
+        """Compile the library that steps a server's clock; without a compiler, no clock is stepped."""
         compiler = shutil.which("gcc")
         if compiler is None:
             return None

@@ -1,5 +1,5 @@
-"""A constant load for as long as it is told: `make soak MINUTES=60`, or `python -m tests.soak --minutes 60`.
+"""A constant load for a given time: `make soak MINUTES=60`, or `python -m tests.soak --minutes 60`.
 
-The sections are those of `tests.random_faults`, at a fixed rate and without faults (or with a server restarted every minute). What every
-process and every server has open or keeps is sampled all the time; `slopes` says at the end what grows.
+The sections are those of `tests.random_faults`, at a fixed rate, without faults or with a regular restart of a server.
+Whatever each process and server has open or stores is sampled all the time; at the end `slopes` determines what grows.
 """

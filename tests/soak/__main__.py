@@ -1,4 +1,4 @@
-"""The command line: `python -m tests.soak --minutes 60`; exit status 1 when something grows."""
+"""The command line: `python -m tests.soak --minutes 60`; exit status 1 if something grows, dies or is unexplained."""
 
 import argparse
 import logging
@@ -10,7 +10,7 @@ from tests.servers import ServerMissing
 from tests.soak.runner import Soak
 
 USED = [store for store in STORES if store not in {"turned", "version"}]
-"""Every store; `turned` is one more Redis, for faults of its clock."""
+"""Every store: `turned` is one more Redis, for faults of its clock, and `version` is no store."""
 
 
 def main() -> int:
@@ -22,7 +22,7 @@ def main() -> int:
     parser.add_argument("--leak", action="store_true", help="let the worker of the core leak: this has to be found")
     given = parser.parse_args()
     logging.disable()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what the run has made is removed
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the run removes its files
     try:
         soak = Soak(given.minutes, given.rate, given.stores, restart_every_s=given.restart_every, leak=given.leak)
         report = soak.carry_out()

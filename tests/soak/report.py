@@ -1,4 +1,4 @@
-"""What a soak tells at its end: a slope for each quantity, and which of them grow."""
+"""The report at the end of a soak: the slope of each quantity, and which of them grow."""
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator
@@ -11,9 +11,9 @@ ALLOWED_PER_HOUR: Final = {
     "memory, KiB": 1024.0,
     "Python's memory blocks": 2000.0,
 }
-"""What may grow without being called a leak: the allocator's pages and caches with a limit."""
+"""Growth per hour that is no leak yet: the allocator's pages, and caches with a limit."""
 ALLOWED_OF_OTHERS: Final = 1.0
-"""Threads, descriptors, connections, keys, rows."""
+"""The same for threads, descriptors, connections, keys and rows."""
 
 
 @dataclass
@@ -39,7 +39,7 @@ class Report:
         return {key: fitted(samples) for key, samples in later.items() if len(samples) >= MIN_SAMPLES}
 
     def violations(self) -> list[str]:
-        """Return what must not be: growth, errors that nothing explains, workers that died."""
+        """Return the violations: growth, unexplained errors, and workers that died."""
         found = [f"{subject}: {quantity} grow" for (subject, quantity), slope in self.slopes().items()
                  if slope.grows(ALLOWED_PER_HOUR.get(quantity, ALLOWED_OF_OTHERS))]  # fmt: skip
         found += [f"{times} times: {error}" for error, times in self.strange.items()]

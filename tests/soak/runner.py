@@ -1,4 +1,4 @@
-"""One soak: servers and workers are started, sampled until the time is over, and ended."""
+"""One soak: it starts servers and workers, samples them until the time is over, and ends them."""
 
 import json
 import shutil
@@ -20,7 +20,7 @@ from tests.soak.slopes import WARM_UP
 from tests.soak.worker import KINDS, PARTIES
 
 SAMPLES: Final = 120
-"""So many in a run, if it is neither short nor long: to collect the garbage before each takes time."""
+"""Samples in a run that is neither short nor long; the garbage collection before each takes time."""
 BETWEEN_SAMPLES_S: Final = (2.0, 30.0)
 END_WITHIN_S: Final = 30.0
 LOOK_EVERY_S: Final = 0.25
@@ -85,7 +85,7 @@ class Soak:
             threading.Event().wait(LOOK_EVERY_S)
 
     def _turns(self) -> Iterator[tuple[str, Server]]:
-        """Yield every server in turn, for ever."""
+        """Return an endless iterator over the servers."""
         several = {
             "sentinel": self.world.sentinel.servers if self.world.sentinel else [],
             "cluster": self.world.cluster.nodes if self.world.cluster else [],

@@ -1,4 +1,4 @@
-"""What the servers keep: keys, rows, nodes and connections, read past the workers with a connection for each look."""
+"""Samples of what the servers keep: keys, rows, nodes and connections, each read over a new connection."""
 
 from contextlib import suppress
 from typing import Any, Final
@@ -29,12 +29,12 @@ MARIADB: Final = {
     "rows of dlock_fence": "SELECT count(*) FROM dlock_fence",
 }
 COUNTERS: Final = (b"token", b"locks")
-"""The ends of the keys that stay: two of a server, two of each of a cluster's 256 tags."""
+"""The endings of the keys that stay: two in a server, two for each of a cluster's 256 tags."""
 Values = dict[str, float]
 
 
 def sampled(world: World) -> dict[str, Values]:
-    """Return what each store and database keeps now; a server that is being restarted is left out."""
+    """Return the values of each store and database now, without those that cannot be read."""
     looks = {
         "redis": lambda: _of_redis(world.servers["redis"]),
         "sentinel": lambda: _of_redis(*(world.sentinel.servers if world.sentinel else ())),
@@ -54,7 +54,7 @@ def sampled(world: World) -> dict[str, Values]:
 
 
 def _of_redis(*nodes: Server) -> Values:
-    """Return the sums over the nodes."""
+    """Return the sums of the nodes' values."""
     total = {"keys": 0.0, "memory, KiB": 0.0, "connections": 0.0}
     for node in nodes:
         with redis.Redis(port=node.port, socket_timeout=2) as client:

@@ -1,4 +1,4 @@
-"""Does a row of samples grow? A line through them by least squares, with the error of its slope."""
+"""Fits a line through samples by least squares, with the error of its slope, to see whether they grow."""
 
 import math
 from collections.abc import Sequence
@@ -8,10 +8,10 @@ from statistics import fmean
 from typing import Final
 
 WARM_UP: Final = 0.25
-"""The share of the run that is left out at its beginning: caches and pools fill."""
+"""The share of the run that is ignored at its beginning, while caches and pools fill."""
 MIN_SAMPLES: Final = 8
 SURE: Final = 3.0
-"""How many standard errors a slope lies above what is allowed when it counts as growth."""
+"""By how many standard errors a slope must exceed the allowed one to count as growth."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +24,7 @@ class Slope:
     """The standard error of `per_hour`, corrected for samples that depend on the one before."""
 
     def grows(self, allowed: float) -> bool:
-        """Return whether it surely grows by more than is allowed per hour."""
+        """Return whether it certainly grows by more than `allowed` per hour."""
         return self.per_hour - SURE * self.error > allowed
 
 
@@ -35,7 +35,7 @@ def without_warm_up(samples: Sequence[tuple[float, float]]) -> list[tuple[float,
 
 
 def fitted(samples: Sequence[tuple[float, float]]) -> Slope:
-    """Return the slope of (second, value) pairs; ValueError when they are too few to tell an error."""
+    """Return the slope of (second, value) pairs; raise ValueError if there are too few of them."""
     if len(samples) < MIN_SAMPLES:
         raise ValueError(f"{len(samples)} samples are too few for a slope, {MIN_SAMPLES} are needed: run for longer")
     hours = [second / 3600 for second, _ in samples]
@@ -49,7 +49,7 @@ def fitted(samples: Sequence[tuple[float, float]]) -> Slope:
 
 
 def _inflation(rest: Sequence[float]) -> float:
-    """Return by how much the error is larger than if each sample were independent (first-order autocorrelation)."""
+    """Return the factor by which first-order autocorrelation of the samples enlarges the error."""
     power = sum(each * each for each in rest)
     if not power:
         return 1.0

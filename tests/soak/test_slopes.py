@@ -1,4 +1,4 @@
-"""A soak's verdict on made-up samples: growth is found, noise is not taken for it."""
+"""The soak's verdict on made-up samples: it finds growth, and does not mistake noise for it."""
 
 import random
 
@@ -12,7 +12,7 @@ HOUR_S = 3600
 
 
 def samples(per_hour: float, noise: float = 0, mean: float = 50_000) -> list[tuple[float, float]]:
-    """An hour's samples, one every half minute."""
+    """Return an hour's samples, one every half minute."""
     chance = random.Random(1)
     moments = [HOUR_S * place / SAMPLES for place in range(SAMPLES)]
     return [(at, mean + per_hour * at / HOUR_S + chance.gauss(0, noise)) for at in moments]

@@ -1,6 +1,6 @@
 """A worker process of the soak: `main(CONFIG, KIND, NAME)`. Two threads or two tasks begin sections at a constant rate.
 
-The first of them also samples, between two sections, what the process has.
+The first of them also samples the process between its sections.
 """
 
 import asyncio
@@ -35,14 +35,14 @@ PAGE: Final = os.sysconf("SC_PAGE_SIZE")
 ALLOCATOR: Final = ctypes.CDLL(None)
 WARM_UP_FACTOR: Final = 4
 NEW_NAME_RATE: Final = 0.5
-"""How many sections of the core take a name that nobody has ever used, as strangers may who choose the names."""
+"""The share of the core's sections that use a new name, as when strangers choose the names."""
 
 KEEPS_NAMES: Final = ("table",)
-"""Its rows are deleted an hour after their last use, which a run does not see: new names would look like growth."""
+"""Stores without new names: rows are deleted an hour after their last use, so in a run they would look like growth."""
 
 
 class Silent:
-    """In place of the recorder of a run with faults: the history of an hour would only fill the disk."""
+    """Replaces the recorder of a run with faults: the history of an hour would only fill the disk."""
 
     is_writing = False
 
@@ -52,12 +52,12 @@ class Silent:
 
 @dataclass
 class Pace:
-    """When the sections of one thread or task begin: regularly, and none is made up for that could not begin in time."""
+    """The regular times at which one thread or task begins its sections; missed ones are not made up for."""
 
     period_s: float
     due: float
     warm_until: float
-    """Until then there are WARM_UP_FACTOR times as many, so that pools and caches are full when the samples count."""
+    """Until then the rate is WARM_UP_FACTOR times as high, so that pools and caches are full when the samples count."""
 
     def left(self) -> float:
         """Return the seconds until the next section begins."""
@@ -68,7 +68,7 @@ class Pace:
 
 
 def fill_caches() -> None:
-    """Fill what is kept of names and of owners: an hour's new names, threads and tasks would do so only at its end."""
+    """Fill the caches of names and owners, which the run's new names, threads and tasks would otherwise fill slowly."""
     for number in range(canonical.cache_info().maxsize or 0):
         canonical(f"visit:{number}")
     for number in range(label_of.cache_info().maxsize or 0):
@@ -78,7 +78,7 @@ def fill_caches() -> None:
 
 
 class Worker:
-    """What both kinds of worker have in common."""
+    """The common part of both kinds of worker."""
 
     def __init__(self, config: dict[str, Any], kind: str, name: str) -> None:
         directory = Path(config["directory"])
@@ -88,7 +88,7 @@ class Worker:
         self.outcomes: Counter[str] = Counter()
         self.strange: Counter[str] = Counter()
         self.leaked: list[Attempt] = []
-        """With --leak: every section of the core, as if a registry forgot to drop it. The report has to find that."""
+        """With --leak, every section of the core, as if a registry never dropped it; the report must find this."""
         self._samples = (directory / f"{name}.samples").open("a", buffering=1)
         self._sample_at = 0.0
         self._numbers = itertools.count()
@@ -116,7 +116,7 @@ class Worker:
         return Attempt(f"{self.name}-{number}", wish, self._recorder, chooser.chance, stop_rate=0)
 
     def ended(self, attempt: Attempt, error: BaseException | None) -> None:
-        """Count an outcome; an error that nothing explains is kept whole."""
+        """Count an outcome; an unexplained error is kept with its traceback."""
         if self.config["leak"] and self.kind == "core":
             self.leaked.append(attempt)
         self.outcomes[type(error).__name__ if error else "done"] += 1
@@ -125,12 +125,12 @@ class Worker:
             self.strange[where + "\n" + "".join(traceback.format_exception(error))[-3000:]] += 1
 
     def sample(self) -> None:
-        """Write down what the process has, when it is time to."""
+        """Record the process's memory, threads and descriptors when a sample is due."""
         if time.monotonic() < self._sample_at:
             return
         self._sample_at = time.monotonic() + self.config["every"]
         gc.collect()
-        ALLOCATOR.malloc_trim(0)  # What is free inside the C library's allocator is not held by dlock.
+        ALLOCATOR.malloc_trim(0)  # dlock does not use the memory that is free in the C library's allocator.
         pages = int(Path("/proc/self/statm").read_text().split()[1])
         values = {
             "memory, KiB": pages * PAGE / 1024,
@@ -143,7 +143,7 @@ class Worker:
 
 
 class ThreadWorker(Worker):
-    """Threads, each with one section after the other."""
+    """Runs sections in threads, each one after the other."""
 
     def work(self) -> None:
         others = [threading.Thread(target=self._one, args=(party,)) for party in range(1, PARTIES)]
@@ -176,7 +176,7 @@ class ThreadWorker(Worker):
 
 
 class TaskWorker(Worker):
-    """Tasks of one event loop."""
+    """Runs sections in tasks of one event loop."""
 
     def work(self) -> None:
         asyncio.run(self._work())
