@@ -1,4 +1,4 @@
-"""The page of the race: started by a button, it shows while the race runs which orders went wrong under which strategy."""
+"""The race's page: a button starts the race, which shows live which orders went wrong under which strategy."""
 
 import json
 import os
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.timeout(300)
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The shop as a newcomer serves it, on a socket that listens already."""
+    """Serve the shop as a newcomer does, on a socket that is already listening."""
     home = tmp_path_factory.mktemp("site")
     clean = {name: value for name, value in os.environ.items() if name != "REDIS_URL"}
     clean |= {"PYTHONPATH": str(SHOP.parent), "DJANGO_SETTINGS_MODULE": "shopsite.settings"}
@@ -38,7 +38,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def events(site: str) -> list[dict[str, object]]:
-    """What one race told, from the button to its end."""
+    """Return what one race reported, from the button to its end."""
     with httpx.Client(base_url=site, timeout=60) as browser:
         page = browser.get("/race/")
         assert page.text.count("<i></i>") == 80 * len(STRATEGIES)

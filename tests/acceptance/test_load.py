@@ -1,4 +1,4 @@
-"""The shop under a small load while Redis is killed and comes back, and what the checker of that sees."""
+"""The shop keeps its promises under a small load while Redis dies and comes back; the checker finds violations."""
 
 import subprocess
 import sys

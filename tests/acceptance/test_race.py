@@ -1,4 +1,4 @@
-"""The shop's race in small, run as a newcomer runs it: without protection orders are shipped and refunded, with it never."""
+"""A small race in the shop, run as a newcomer runs it: only without protection are orders both shipped and refunded."""
 
 import json
 import os
@@ -31,13 +31,13 @@ def race(*strategies: str, orders: int) -> list[dict[str, object]]:
 
 @pytest.fixture(scope="module")
 def report() -> dict[str, dict[str, object]]:
-    """What a race under all four strategies has told."""
+    """Return the results of one race under all four strategies, by strategy."""
     return {str(result["strategy"]): result for result in race(*STRATEGIES, orders=30)}
 
 
 def test_without_protection_orders_are_both_shipped_and_refunded(report):
     result = report["none"]
-    for orders in (60, 120, 240):  # chance decides; four times none at all is past believing
+    for orders in (60, 120, 240):  # chance decides: one race may go well, but not several in a row
         if all(result[name] for name in ANOMALIES):
             return
         [result] = race("none", orders=orders)
@@ -48,7 +48,7 @@ def test_without_protection_orders_are_both_shipped_and_refunded(report):
 def test_under_protection_no_order_is_both_shipped_and_refunded_and_no_update_is_lost(report, strategy):
     result = report[strategy]
     assert {name: result[name] for name in ANOMALIES} == dict.fromkeys(ANOMALIES, 0)
-    assert (result["orders"], result["conflicts"]) == (30, 30)  # one of each pair was done, the other came too late
+    assert (result["orders"], result["conflicts"]) == (30, 30)  # one of each pair succeeded, the other was too late
 
 
 def test_it_runs_from_any_folder_and_with_any_folder_for_temporary_files(tmp_path):

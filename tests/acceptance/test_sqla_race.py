@@ -1,4 +1,4 @@
-"""The shop on FastAPI and SQLAlchemy: its race in small, with real processes on every database, and its pages."""
+"""The shop on FastAPI and SQLAlchemy: a small race of real processes on every database, and the pages."""
 
 import json
 import os
@@ -55,7 +55,7 @@ def test_it_runs_from_any_folder_where_python_finds_it(tmp_path):
 
 @pytest.fixture(scope="module", params=["sqlite", "postgresql", "mariadb"])
 def url(request: pytest.FixtureRequest) -> Iterator[str]:
-    """A database that has nothing in it yet; an empty text is a throw-away SQLite file."""
+    """Yield the URL of an empty database; an empty text means a throw-away SQLite file."""
     name = request.param
     if name == "sqlite":
         yield ""
@@ -70,13 +70,13 @@ def url(request: pytest.FixtureRequest) -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def report(url: str) -> dict[str, dict[str, object]]:
-    """What a race under all four strategies has told."""
+    """Return the results of one race under all four strategies, by strategy."""
     return {str(result["strategy"]): result for result in race(url, *STRATEGIES, orders=30)}
 
 
 def test_without_protection_orders_are_both_shipped_and_refunded(url, report):
     result = report["none"]
-    for orders in (60, 120, 240):  # chance decides; four times none at all is past believing
+    for orders in (60, 120, 240):  # chance decides: one race may go well, but not several in a row
         if all(result[name] for name in ANOMALIES):
             return
         [result] = race(url, "none", orders=orders)
@@ -87,7 +87,7 @@ def test_without_protection_orders_are_both_shipped_and_refunded(url, report):
 def test_under_protection_no_order_is_both_shipped_and_refunded_and_no_update_is_lost(report, strategy):
     result = report[strategy]
     assert {name: result[name] for name in ANOMALIES} == dict.fromkeys(ANOMALIES, 0)
-    assert (result["orders"], result["conflicts"]) == (30, 30)  # one of each pair was done, the other came too late
+    assert (result["orders"], result["conflicts"]) == (30, 30)  # one of each pair succeeded, the other was too late
 
 
 def test_the_report_has_the_shape_of_djangos(report):
@@ -96,7 +96,7 @@ def test_the_report_has_the_shape_of_djangos(report):
 
 @pytest.fixture(scope="module")
 def seeded(tmp_path_factory: pytest.TempPathFactory, redis_server: Server) -> Iterator[Path]:
-    """A shop with the twelve orders of `seed`, as the environment names it."""
+    """Create a shop with the twelve orders of `seed`, and name it in the environment."""
     home = tmp_path_factory.mktemp("pages")
     environment = {"DATABASE_URL": f"sqlite:///{home / 'shop.sqlite3'}", "REDIS_URL": redis_server.url}
     assert shop("seed", **environment).returncode == 0
@@ -109,7 +109,7 @@ def seeded(tmp_path_factory: pytest.TempPathFactory, redis_server: Server) -> It
 
 @pytest.fixture(scope="module", params=STRATEGIES)
 def pages(request: pytest.FixtureRequest, seeded: Path) -> Iterator[httpx.Client]:
-    """A browser's view of the shop under each strategy, and two orders that are nobody else's: `pages.orders`."""
+    """Yield a browser's view of the shop under each strategy, and two orders for it alone: `pages.orders`."""
     with (
         serving(SqlaShop(), request.param, 1, seeded) as port,
         httpx.Client(base_url=f"http://127.0.0.1:{port}", headers={"Accept": "text/html"}) as client,
@@ -145,7 +145,7 @@ def test_other_clients_get_json_and_mistakes_are_told(pages):
     assert pages.post(f"/orders/{order}/burn").status_code == 422
 
 
-@pytest.mark.parametrize(  # what the shops share, `race`, meets more of it in the race of Django
+@pytest.mark.parametrize(  # the code that both shops share, `race`, is tested further in test_race.py
     ("arguments", "environment", "message"),
     [
         (["--orders", "0"], {}, "--orders: must be a whole number of at least 1"),

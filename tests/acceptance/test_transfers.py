@@ -1,4 +1,4 @@
-"""Transfers between two databases, run as a newcomer runs them: under the locks no money is lost or made."""
+"""Transfers between two databases, run as a newcomer runs them: under the locks no money is lost or created."""
 
 import json
 
@@ -10,7 +10,7 @@ pytestmark = pytest.mark.timeout(300)
 
 
 def test_money_is_lost_or_misplaced_without_locks_and_never_with_them():
-    for transfers in (100, 200, 400, 800):  # chance decides; four times nothing wrong is past believing
+    for transfers in (100, 200, 400, 800):  # chance decides: one run may go well, but not all four
         done = shop("transfers", "--transfers", str(transfers), "--format", "json")
         assert done.returncode == 0, done.stderr
         unlocked, locked = json.loads(done.stdout)

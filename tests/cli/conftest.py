@@ -1,4 +1,4 @@
-"""Fixtures for the commands: no store in the environment, a prefix for each test's keys, a terminal."""
+"""Fixtures for the commands: an environment without stores and a terminal 80 columns wide, and an empty Redis."""
 
 from collections.abc import Iterator
 
@@ -18,7 +18,7 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def backend(redis_server: Server) -> Iterator[Backend]:
-    """A real Redis without a lease of any other test."""
+    """Yield a store in a real Redis that has no lease of any other test."""
     import redis
 
     with redis.Redis(port=redis_server.port) as client:

@@ -1,4 +1,4 @@
-"""The commands as tests run them: in this process, or as the console script in one of its own."""
+"""Tests run the commands in this process, or as the console script in its own process."""
 
 import io
 import os
@@ -24,7 +24,7 @@ class Ran:
 
 
 def dlock(*args: str, sources: Any = None) -> Ran:
-    """The command in this process; COLUMNS is 80 unless the test sets it."""
+    """Run the command in this process; COLUMNS is 80 unless the test sets it."""
     out, code, err = io.StringIO(), 0, ""
     os.environ.setdefault("COLUMNS", "80")
     given = CliContext(sources or UrlSources(), console_for(out))
@@ -38,7 +38,7 @@ def dlock(*args: str, sources: Any = None) -> Ran:
 
 
 def script(*args: str, **environment: str) -> Ran:
-    """The console script, without a terminal."""
+    """Run the console script, without a terminal."""
     done = subprocess.run(
         [*SCRIPT, *args],
         capture_output=True,
@@ -52,6 +52,6 @@ def script(*args: str, **environment: str) -> Ran:
 
 
 def clean() -> dict[str, str]:
-    """An environment that says nothing about stores, databases and terminals."""
+    """Return an environment that names no store, database or terminal."""
     hidden = {"DLOCK_URL", "DLOCK_DATABASE_URL", "COLUMNS", "NO_COLOR", "FORCE_COLOR", "TERM"}
     return {name: value for name, value in os.environ.items() if name not in hidden}

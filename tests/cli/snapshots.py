@@ -1,4 +1,4 @@
-"""Pictures made by hand, for tests of what is drawn of them."""
+"""Snapshots made by hand, for tests of how they are drawn."""
 
 import io
 from typing import Any
@@ -33,7 +33,7 @@ def snapshot(*entries: Entry, **given: Any) -> Snapshot:
 
 
 def drawn(what: RenderableType, width: int) -> list[str]:
-    """The lines that a terminal of this width shows."""
+    """Return the lines that a terminal of this width shows."""
     out = io.StringIO()
     Console(file=out, width=width, force_terminal=True, color_system="truecolor", legacy_windows=False).print(what)
     return [without_style(line) for line in out.getvalue().splitlines()]

@@ -1,4 +1,4 @@
-"""The console script as a process: every verb, its exit code, a terminal, Ctrl-C, and no click."""
+"""The console script as a process: every command, its exit code, a terminal, Ctrl-C, and what happens without click."""
 
 import json
 import os
@@ -93,7 +93,7 @@ def test_watch_refreshes_the_terminal_until_ctrl_c(backend, store):
     with Lock(backend, "order:42"):
         shown, code = at_terminal(["watch", "--interval", "0.1", "--store", store], when="order:42", answer=b"\x03")
     assert code == 0
-    assert "\x1b[?1049h" in shown  # it has a screen of its own, and gives it back
+    assert "\x1b[?1049h" in shown  # it uses the alternate screen, and leaves it at the end
     assert "\x1b[?1049l" in shown
 
 
@@ -206,7 +206,7 @@ def test_terminal_that_lacks_a_character_shows_another(backend, store):
 
 
 def at_terminal(arguments: list[str], *, when: str, answer: bytes) -> tuple[str, int]:
-    """Run it at a terminal, answer when something is shown, and give all that was shown, and the exit code."""
+    """Run a command at a terminal, answer once `when` is shown, and return the whole output and the exit code."""
     ours, theirs = pty.openpty()
     environment = {**clean(), "TERM": "xterm", "COLUMNS": "100", "LINES": "30"}
     process = subprocess.Popen(

@@ -1,4 +1,4 @@
-"""`doctor`: what it measures on real servers, and what it says is unsafe."""
+"""The doctor measures real servers, and says what is unsafe."""
 
 import io
 import json
@@ -39,7 +39,7 @@ def examined(store: str | Any) -> list[Finding]:
 
 
 def explained(findings: list[Finding]) -> None:
-    """Whatever is not well has a reason and a remedy."""
+    """Check that every finding that is not ok has a reason and a remedy."""
     for one in findings:
         assert one.level == "ok" or (one.reason and one.remedy), one
 
@@ -267,7 +267,7 @@ def look(database) -> Callable[[], list[Finding]]:
 def test_postgresql_is_examined(look):
     found = look()
     assert {check: level for check, level in levels(found).items() if level != "ok"} == {"durability": "unsafe"}
-    assert of(found, "durability").measured == "fsync off, synchronous_commit on"  # which is how tests run it
+    assert of(found, "durability").measured == "fsync off, synchronous_commit on"  # as the tests run it
     assert of(found, "isolation").measured.startswith("READ COMMITTED")
     assert of(found, "fence").measured == "0 rows in dlock_fence"
 
@@ -303,7 +303,7 @@ def test_mariadb_is_examined(look, database):
     assert of(found, "isolation").level == "warning"  # REPEATABLE READ is its default
     assert of(found, "durability").level == "warning"
     assert of(found, "engine").level == "ok"
-    assert of(found, "floor").level == "warning"  # tests empty every table
+    assert of(found, "floor").level == "warning"  # the tests empty every table
     assert of(found, "clock").level == "ok"
     with connections[database].cursor() as cursor:
         cursor.execute("ALTER TABLE dlock_fence ENGINE = MyISAM")

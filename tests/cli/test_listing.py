@@ -1,4 +1,4 @@
-"""What is drawn of a snapshot: it fits, says who holds and who waits, and nothing in it moves the cursor."""
+"""A drawn snapshot fits the terminal, shows who holds and who waits, and never moves the cursor."""
 
 import re
 

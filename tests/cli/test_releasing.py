@@ -1,4 +1,4 @@
-"""`release`: never a newer grant than was shown, never unasked, never unnoticed."""
+"""`release` ends no newer grant than it has shown, asks unless `--no-input` is given, and is logged."""
 
 import json
 
@@ -52,7 +52,7 @@ def test_token_that_holds_no_more_ends_nothing(backend, release):
 
 
 def test_newer_grant_than_the_one_that_was_shown_is_left_alone(backend, release, monkeypatch):
-    """While the operator reads the question, the holder ends and another begins."""
+    """While the operator reads the question, the holder releases and another acquires."""
     first = Lock(backend, "order:42").acquire()
     second = []
 

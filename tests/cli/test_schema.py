@@ -1,4 +1,4 @@
-"""The JSON that commands print is the JSON that is documented: the same fields, of the same kinds, in the same order."""
+"""The commands print the JSON that is documented: the same fields, with values of the same types."""
 
 import json
 import re
@@ -21,7 +21,7 @@ def documented(page: str) -> list[Any]:
 
 
 def shape(value: Any, key: str = "") -> Any:
-    """What a program can rely on: fields and kinds of values; what an owner says of itself may be anything."""
+    """Return what a program can rely on: fields and types of values; an owner's own description may be anything."""
     if key in ("owner", "left_out"):
         return "an object"
     if isinstance(value, dict):
@@ -33,7 +33,7 @@ def shape(value: Any, key: str = "") -> Any:
 
 @pytest.fixture
 def contended(backend, redis_server):
-    """A lease that is held and waited for."""
+    """Hold a lease for which another thread waits."""
     with Lock(backend, "order:1") as lease:
         thread = threading.Thread(target=lambda: Lock(backend, "order:1", wait=60).acquire().release())
         thread.start()

@@ -1,4 +1,4 @@
-"""Words of others on a terminal."""
+"""Text that comes from others is safe on a terminal."""
 
 from hypothesis import given
 from hypothesis import strategies as st

@@ -1,4 +1,4 @@
-"""Stores and databases by URL: their aliases, what is wrong with them, and no password anywhere."""
+"""Stores and databases by URL: they have aliases, wrong ones are explained, and no password appears anywhere."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Fixtures for the inspector: what it finds in a store and a database, asked again until it is there."""
+"""Fixtures for the inspector: an empty store, and a snapshot that is taken until it is as expected."""
 
 import contextlib
 from collections.abc import Callable
@@ -17,7 +17,7 @@ WITHIN = 60.0
 
 @pytest.fixture
 def store_url(redis_server: Server) -> str:
-    """A real Redis, empty at the start."""
+    """Return the URL of a real Redis, which is empty at the start."""
     with redis.Redis(port=redis_server.port) as client:
         client.flushall()
     return redis_server.url
@@ -25,7 +25,7 @@ def store_url(redis_server: Server) -> str:
 
 @pytest.fixture
 def look(store_url: str, database: str) -> Callable[..., Snapshot]:
-    """Look until the snapshot is as expected: `look(lambda snapshot: snapshot.cycles)`."""
+    """Return a function that takes snapshots until one is as expected: `look(lambda snapshot: snapshot.cycles)`."""
 
     def look(is_expected: Callable[[Snapshot], object], name: str | None = None) -> Snapshot:
         def expected() -> Snapshot | None:

@@ -1,4 +1,4 @@
-"""What the other processes of these tests do: requests that hold leases and rows, and wait for more."""
+"""The other processes of these tests: they serve requests that hold leases and rows, and wait for more."""
 
 import asyncio
 import contextlib
@@ -26,18 +26,18 @@ URLS: Final = {
 }
 ROW: Final = text("SELECT pieces FROM testapp_stock WHERE id = :key FOR UPDATE")
 LONG: Final = 100.0
-"""No wait here ever runs out: the test ends the process first."""
+"""No wait here reaches its limit: the test ends the process first."""
 
 
 def lease_then_row(link: Any, world: str, database: str, url: str) -> None:
-    """Hold the lease order:1, then wait for the row 7."""
+    """Hold the lease order:1, then wait for row 7."""
     name_application("shop")
     with serving("POST", "/orders/1/ship"):
         WORLDS[world](link, database, url, ("lease", "row"))
 
 
 def row_then_lease(link: Any, world: str, database: str, url: str) -> None:
-    """Hold the row 7, then wait for the lease order:1."""
+    """Hold row 7, then wait for the lease order:1."""
     name_application("nightly")
     with serving("POST", "/stock/7"):
         WORLDS[world](link, database, url, ("row", "lease"))

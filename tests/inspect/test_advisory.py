@@ -1,4 +1,4 @@
-"""Advisory locks of our own stores: told by name, once, and as the locks of those who asked for them."""
+"""Advisory locks of our own stores are listed by name, once, and as locks of the actors that requested them."""
 
 import threading
 from contextlib import closing
@@ -27,7 +27,7 @@ def engine(database):
 
 
 def look(stores, engine, kind):
-    """The entries, as soon as somebody waits for a lock of this kind."""
+    """Return the entries of a snapshot in which a lock of this kind has a waiter."""
 
     def waited_for():
         found = take_snapshot(stores, [one])
@@ -50,7 +50,7 @@ def test_session_lock_is_told_once_and_by_its_name(engine):
         alone = look([], engine, "advisory")
     thread.join()
     store.close()
-    if engine.dialect.name == DIALECT:  # who is silent tells nobody there whose lock it holds
+    if engine.dialect.name == DIALECT:  # there, an idle holder does not show whose lock it holds
         both = [entry for entry in both if entry.kind == "lease"]
     assert [(entry.kind, entry.name, entry.role) for entry in both] == [
         ("lease", "order:42", "holder"), ("lease", "order:42", "waiter"),

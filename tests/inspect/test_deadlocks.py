@@ -1,4 +1,4 @@
-"""A deadlock across a lease and a row lock, which neither the store nor the database can see alone, is found and named."""
+"""A deadlock across a lease and a row lock is found and described, though neither store nor database sees it alone."""
 
 from collections.abc import Callable
 

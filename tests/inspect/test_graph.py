@@ -1,4 +1,4 @@
-"""The wait-for graph: who waits for whom over all kinds of locks, and every deadlock in it."""
+"""The wait-for graph shows who waits for whom over all kinds of locks, and every deadlock."""
 
 import itertools
 
@@ -19,7 +19,7 @@ MODES = st.sampled_from(["exclusive", "shared"])
 
 @st.composite
 def pictures(draw: st.DrawFn) -> list[Entry]:
-    """A few locks, each with its holders and its queue, as stores and databases may show them together."""
+    """Draw a few locks, each with its holders and its queue, as stores and databases may show them together."""
     found = []
     for name in ("x", "y", "z"):
         people = draw(st.permutations(PARTIES))
@@ -32,7 +32,7 @@ def pictures(draw: st.DrawFn) -> list[Entry]:
 
 
 def in_the_way(entries: list[Entry]) -> set[tuple[str, str]]:
-    """Who waits for whom, by the words: for every holder, and every waiter ahead, that cannot be in together with it."""
+    """Return who waits for whom by definition: a waiter for every holder, and waiter ahead, that excludes it."""
     return {
         (one.actor, other.actor)
         for one, other in itertools.product(entries, entries)
@@ -44,7 +44,7 @@ def in_the_way(entries: list[Entry]) -> set[tuple[str, str]]:
 
 
 def deadlocked(edges: set[tuple[str, str]]) -> set[str]:
-    """Who is on a cycle: by trying every way round."""
+    """Return who is on a cycle, by trying all cycles."""
     return {
         one
         for length in range(1, len(PARTIES) + 1)
@@ -138,7 +138,7 @@ def test_picture_of_one_lock_keeps_those_for_whom_its_parties_wait() -> None:
 
 
 def test_database_that_tells_who_is_in_the_way_is_believed() -> None:
-    """A table's locks have more modes than shared and exclusive: whoever reads it lets others write."""
+    """A table's locks have more modes than shared and exclusive: a reader does not block writers."""
     told = {"kind": "row", "source": "db"}
     entries = [
         holds("writer", "t", **told, mode="RowExclusiveLock"),

@@ -1,4 +1,4 @@
-"""A lease and a database session belong together only when that is sure."""
+"""A lease and a database session are linked only if it is certain that they belong together."""
 
 import json
 from dataclasses import replace

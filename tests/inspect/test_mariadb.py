@@ -1,4 +1,4 @@
-"""What the inspector reads of MariaDB: real sessions that really wait."""
+"""The inspector reads MariaDB while real sessions wait."""
 
 import contextlib
 import threading
@@ -22,7 +22,7 @@ WITHIN = 60.0
 
 @pytest.fixture
 def session(database):
-    """A connection that has sent statements, and in a thread one more: `session("BEGIN", then="SELECT …")`."""
+    """Yield a function that sends statements, the last in a thread: `session("BEGIN", then="SELECT …")`."""
     with contextlib.ExitStack() as stack:
 
         def session(*statements, then=None):
@@ -59,7 +59,7 @@ def kill(number):
 
 
 def read(expected, least=0):
-    """The reading in which as many wait as are expected."""
+    """Read until as many sessions wait as expected, and return the entries."""
     (database,) = databases(["mariadb"])
 
     def complete():
@@ -118,7 +118,7 @@ def test_user_lock_that_is_waited_for_is_told_by_its_name(session, name):
     quoted = name.replace("'", "''")
     first = session("SET NAMES utf8mb4", f"SELECT GET_LOCK('{quoted}', 0)")
     second = session("SET NAMES utf8mb4", then=f"SELECT GET_LOCK('{quoted}', 50)")
-    name = name.lower() if MYSQLD else name  # as that server has them
+    name = name.lower() if MYSQLD else name  # MySQL's names are in lower case
     assert told(read(1)) == [("advisory", name, "holder", None, first), ("advisory", name, "waiter", 1, second)]
 
 

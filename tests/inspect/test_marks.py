@@ -1,4 +1,4 @@
-"""A transaction that works under a lease says so to its database, at no extra request, and to nobody else after its end."""
+"""A transaction under a lease is marked in its database without an extra request, and the mark ends with it."""
 
 import asyncio
 import importlib.util
@@ -85,7 +85,7 @@ def test_marks_of_several_leases_fit_after_the_name_that_was_there(database, sto
 
 @pytest.mark.parametrize("database", ["mariadb"], indirect=True)
 def test_statements_for_many_rows_are_left_as_they_are(database, store):
-    """mysqlclient makes one statement of many rows only if it begins with INSERT."""
+    """mysqlclient combines many rows in one statement only if it begins with INSERT."""
     with django_lock("order", 1, using=database), atomic(database), sent_by(database) as statements:
         with connections[database].cursor() as cursor:
             cursor.executemany("INSERT INTO testapp_counter (name, value) VALUES (%s, 0)", [("a",), ("b",)])
@@ -113,7 +113,7 @@ def test_marks_cost_no_statement(database, store):
     engine, sent = create_engine(URLS[database]), []
     event.listen(engine, "before_cursor_execute", lambda *args: sent.append(args[2]))
     for _ in range(2):
-        sent.clear()  # The first transaction of an engine looks for the fence's functions.
+        sent.clear()  # An engine's first transaction looks for the fence's functions.
         with Session(engine) as session, lock(session, "order", 1, store=store):
             session.execute(text("SELECT 1"))
             session.commit()

@@ -1,4 +1,4 @@
-"""What the inspector reads of PostgreSQL: real sessions that really wait."""
+"""The inspector reads PostgreSQL while real sessions wait."""
 
 import contextlib
 import time
@@ -21,7 +21,7 @@ WHERE = f"host=127.0.0.1 port={settings.POSTGRESQL_PORT} user=postgres dbname=po
 
 @pytest.fixture
 def sessions(database):
-    """Connections whose sessions have ended before the tables are emptied: `sessions("psql")`."""
+    """Yield a function that connects; its sessions end before the tables are emptied: `sessions("psql")`."""
     with contextlib.ExitStack() as stack:
 
         def connect(name):
@@ -33,14 +33,14 @@ def sessions(database):
 
 
 def end(session):
-    """End a session and wait for it: one that waits does not notice that its client has gone, and would still write."""
+    """End a session and wait for that: a waiting one does not notice that its client is gone, and would still write."""
     with contextlib.closing(psycopg.connect(WHERE, autocommit=True)) as connection:
         connection.execute("SELECT pg_terminate_backend(%s, %s)", [session, int(WITHIN * 1000)])
 
 
 @pytest.fixture
 def begin(sessions):
-    """A session that sends statements without waiting for the last one's answer: `begin("a", "SELECT …")`."""
+    """Return a function that sends statements without awaiting the last reply: `begin("a", "SELECT …")`."""
 
     def begin(name, *statements):
         connection = sessions(name)
@@ -55,7 +55,7 @@ def begin(sessions):
 
 
 def read(expected, by=None):
-    """The reading in which as many wait as are expected."""
+    """Read until as many sessions wait as expected, and return the entries."""
     database = by or databases(["postgresql"])[0]
     give_up = time.monotonic() + WITHIN
     with contextlib.closing(database):

@@ -1,4 +1,4 @@
-"""Sources of the picture: what cannot be asked is one line, nothing hangs, and nothing tells a password."""
+"""Sources of a snapshot: one that cannot be read is one line, nothing hangs, and no password is shown."""
 
 import asyncio
 import json
@@ -139,7 +139,7 @@ def test_wrong_password_is_never_shown(driver, database, stranger):
 
 @pytest.fixture
 def stranger(database):
-    """A user of MariaDB with another password; PostgreSQL's test server lets everybody in, but there is no such database."""
+    """Create a MariaDB user with another password; PostgreSQL's test server asks for none, but lacks this database."""
     if database == "mariadb":
         with connections["mariadb"].cursor() as cursor:
             cursor.execute("CREATE USER IF NOT EXISTS stranger@'%%' IDENTIFIED BY 'another'")

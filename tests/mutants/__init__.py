@@ -1,4 +1,5 @@
-"""Mutants: small faults that are put into the code one at a time, to see whether the tests of that part notice.
+"""Mutants are small faults that are put into the code one at a time, to see whether the tests of that part notice.
 
-`make mutants PART=fence`; `parts.py` says which files and tests a part has, `python.py` and `lua.py` which faults there are.
+Run `make mutants PART=fencing`. `parts.py` lists the files and tests of each part; `python.py`, `sql.py` and `lua.py`
+define the faults.
 """

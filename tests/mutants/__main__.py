@@ -1,6 +1,6 @@
-"""`python -m tests.mutants PART [--sample 100 --seed 1]`: how many faults do the tests of a part notice?
+"""Count how many faults the tests of a part notice: `python -m tests.mutants PART [--sample 100 --seed 1]`.
 
-Without a part it prints the table of what earlier runs have found.
+Without a part, print the table of the results of earlier runs.
 """
 
 import argparse
@@ -37,7 +37,7 @@ def write(line: str) -> None:
 
 
 def summary(name: str) -> str:
-    """Return the line of the table, and the survivors that nobody has explained."""
+    """Return the part's line of the table, and its survivors without an explanation."""
     known, mutants = Results(RESULTS / f"{name}.jsonl").read(), mutants_of(PARTS[name])
     told = [(each, known[each.key]) for each in mutants if each.key in known]
     found = Counter("explained" if each.name in EXPLAINED else outcome for each, outcome in told)

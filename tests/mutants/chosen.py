@@ -1,6 +1,6 @@
-"""A plugin of pytest that runs the tests a mutant has been given, in their order, and says which one has failed.
+"""A pytest plugin that runs the tests chosen for a mutant, in their order, and reports which one has failed.
 
-A database server's empty directory is copied from one that was filled before, which is quicker than to fill it once more.
+The data directory of a database server is copied from one that was initialized before, which is quicker.
 """
 
 import json
@@ -14,7 +14,7 @@ import pytest
 from tests import servers
 
 LEAST_S: Final = 30.0
-"""A test has so many seconds, and `PATIENCE` times what it took when nothing was changed."""
+"""Seconds that a test has, in addition to `PATIENCE` times what it took without a mutant."""
 PATIENCE: Final = 5.0
 HOME: Final = Path(os.environ["DLOCK_MUTANTS_HOME"])
 CHOSEN: Final[dict[str, float]] = json.loads((HOME / "chosen.json").read_text())

@@ -1,4 +1,4 @@
-"""The mutants of a Lua script: one word, number or command of one line is changed."""
+"""The mutants of a Lua script: each changes one word, number or command of one line."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -24,11 +24,11 @@ FAULTS: Final = (
 )
 NUMBER: Final = re.compile(r"(?<![\w.\[])\d+(?!\w|\.\d|\])")
 COMMAND: Final = re.compile(r"^(\s*)(redis\.call\(.*\)|[a-z_]+\(.*\)|[A-Za-z_.\[\]]+ = .*)$")
-"""A line that is one command: it is taken out. A local that is declared there is needed to compile."""
+"""A line that is one command, which is removed. Declarations of locals stay: the script needs them to compile."""
 CONDITION: Final = re.compile(r"\bif (.+) then\b")
 STRING: Final = re.compile(r"'[^']*'|\"[^\"]*\"")
 OPENS: Final = re.compile(r"(\bthen|\belse|\bdo|\bfunction\b[^)]*\))\s*(--.*)?$")
-"""A line after which a block begins, where a statement may be put."""
+"""A line that opens a block: a statement may be inserted after it."""
 COMMENT: Final = re.compile(r"--.*$")
 
 
@@ -44,7 +44,7 @@ def mutants(path: str, text: str) -> list[Mutant]:
 
 
 def block(lines: Sequence[str], at: int) -> int:
-    """The number of the line that opens the block in which this line stands; 0 outside of all blocks."""
+    """Return the number of the line that opens the block around this line; 0 if it is in none."""
     depth = _depth(lines[at])
     return next(
         (line + 1 for line in range(at - 1, -1, -1) if OPENS.search(lines[line]) and _depth(lines[line]) < depth), 0
@@ -56,7 +56,7 @@ def _depth(line: str) -> int:
 
 
 def _of_line(line: str) -> Iterator[str]:
-    # Comments and texts keep their places, so that what is found in the rest is at the same place in the line.
+    # Blanks replace comments and strings, so that columns in the rest stay the same.
     code = STRING.sub(lambda found: "'" + " " * (len(found[0]) - 2) + "'", line)
     code = COMMENT.sub(lambda found: " " * len(found[0]), code).rstrip()
     for pattern, instead in FAULTS:

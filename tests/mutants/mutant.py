@@ -1,4 +1,4 @@
-"""What one mutant is: a file, a line, and what stands there instead."""
+"""The definition of one mutant: a file, a line, and what replaces it."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -11,22 +11,22 @@ class Mutant:
     """The path from the root of the project."""
     line: int
     number: int
-    """Which of the file's mutants it is: mutants of one line, and equal ones of different lines, are told apart by it."""
+    """Its number among the file's mutants, which distinguishes those of one line, and equal ones of different lines."""
     before: str
     after: str
     source: str
     """The whole text of the file with the fault in it."""
     lines: tuple[int, int] = (0, 0)
-    """The first and the last line of the statement it is in: the tests that run it are those to try. Zeros where the import runs it."""
+    """The first and last line of the statement it is in, whose tests are tried. Zeros if only the import runs it."""
 
     @property
     def key(self) -> str:
-        """The same for the same fault in the same text, and another one as soon as the file changes."""
+        """Return a key that is equal for the same fault in the same text, and different as soon as the file changes."""
         return sha256(f"{self.file}\0{self.number}\0{self.source}".encode()).hexdigest()[:16]
 
     @property
     def name(self) -> str:
-        """How a report names it, but without the line's number, which changes soon."""
+        """Return its name in a report, without the line number, which changes soon."""
         return f"{self.file}: {self.before} → {self.after}"
 
     def __str__(self) -> str:

@@ -1,4 +1,4 @@
-"""Which files and which tests each part has."""
+"""The files and the tests of each part, and the mutants that no test can notice."""
 
 from dataclasses import dataclass
 from typing import Final
@@ -13,7 +13,7 @@ class Part:
     tests: tuple[str, ...]
     """Arguments of pytest."""
     users: tuple[str, ...] = ()
-    """Patterns of files that use those of the part, where these are run by the import alone: who runs a line there uses the part."""
+    """Patterns of files that use a part that runs at import only: a test that runs a line there uses the part."""
 
 
 PARTS: Final = {
@@ -207,4 +207,4 @@ EXPLAINED: Final[dict[str, str]] = {
     "dlock_core/transactions/fencing.py: MAX_TRIES_TO_MARK: Final = 3 → MAX_TRIES_TO_MARK: Final = 4": "one try more to leave a mark is as good",
     'dlock_core/transactions/fencing.py: …HEST: Final = "SELECT MAX(CASE WHEN s_token > token THEN s_token ELSE token END) FROM dloc… → …HEST: Final = "SELECT MAX(CASE WHEN s_token >= token THEN s_token ELSE token END) FROM dlo…': "a mark is never equal to a token: what has the same one is refused",
 }
-"""Mutants that no test can notice, as a report names them but without the line's number, each with the reason."""
+"""Mutants that no test can notice, by their names in a report without the line number, each with the reason."""

@@ -1,7 +1,7 @@
-"""The mutants of a Python file: one node of its syntax tree is changed, and the tree is written out again.
+"""The mutants of a Python file: one node of its syntax tree is changed, and the tree is turned back into source.
 
-What no test can be asked to notice is left alone: annotations, docstrings, messages of errors, `strict=True`, and calls of
-a logger.
+Nothing is changed that tests need not notice: annotations, docstrings, error messages, `strict=True`, and calls of a
+logger.
 """
 
 import ast
@@ -36,9 +36,9 @@ IS_LOGGED: Final = re.compile(r"\b(log|logger|warnings)\.")
 DECLARES: Final = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 NOT_OURS: Final = {"annotation", "returns", "decorator_list"}
 FALSE: Final = {"None", "False", "0.0", "''", "()", "frozenset()"}
-"""What is returned to be found false, as None would be. False becomes True in another mutant."""
+"""Returned values that are false, as None would be. Another mutant turns False into True."""
 SHOWN: Final = 90
-"""Characters of the code that a report shows."""
+"""Characters of the code that a report shows at most."""
 
 
 def mutants(path: str, text: str) -> list[Mutant]:
@@ -64,7 +64,7 @@ class _Change:
     value: object
 
     def swap(self, value: object) -> object:
-        """Put this value there; returns what was there."""
+        """Put this value in its place, and return the old one."""
         if isinstance(self.key, int):
             old, self.place[self.key] = self.place[self.key], value
         else:
@@ -84,13 +84,13 @@ def _changes(tree: ast.Module) -> Iterator[_Change]:
 
 
 def _lines(statement: ast.stmt) -> tuple[int, int]:
-    """The statement's first and last line; of a declaration those of what is declared: itself it runs at the import only."""
+    """Return a statement's first and last line; of a declaration those of its body: the rest runs at import only."""
     first = statement.body[0] if isinstance(statement, DECLARES) else statement
     return first.lineno, statement.end_lineno or statement.lineno
 
 
 def _statements(node: ast.AST, *, is_called: bool = False) -> Iterator[tuple[list[ast.stmt], int, ast.stmt, bool]]:
-    """Every statement that runs, with the list it stands in, and whether a call runs it and not the import."""
+    """Yield every statement that runs, with its list and index, and whether a call runs it and not the import."""
     is_called = is_called or isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
     for name in ("body", "orelse", "finalbody", "handlers", "cases"):
         body = getattr(node, name, None)
@@ -105,7 +105,7 @@ def _statements(node: ast.AST, *, is_called: bool = False) -> Iterator[tuple[lis
 
 
 def _is_told_only(node: ast.AST) -> bool:
-    """Whether it is for the reader, the type checker or the log."""
+    """Return whether a node is only for the reader, the type checker or the log."""
     if isinstance(node, ast.Import | ast.ImportFrom | ast.Pass):
         return True
     if isinstance(node, ast.Assign) and re.match(r"(TypeVar|ParamSpec)\(", ast.unparse(node.value)):
@@ -116,7 +116,7 @@ def _is_told_only(node: ast.AST) -> bool:
 
 
 def _own_expressions(statement: ast.stmt) -> Iterator[ast.AST]:
-    """The statement and the expressions that belong to itself, not to statements inside it."""
+    """Yield the statement and its own expressions, without those of statements inside it."""
     todo: list[ast.AST] = [statement]
     while todo:
         node = todo.pop(0)
@@ -159,7 +159,7 @@ def _faults(node: ast.AST) -> Iterator[tuple[object, str | int, object]]:
 
 
 def _of_parts(texts: list[ast.Constant]) -> Iterator[tuple[object, str | int, object]]:
-    """The faults of an f-string: only the whole of it shows whether it is SQL."""
+    """Yield the faults of an f-string: only the whole of it shows whether it is SQL."""
     if sql.is_sql("".join(str(text.value) for text in texts)):
         for text in texts:
             for changed in sql.changed(str(text.value)):
@@ -178,7 +178,7 @@ def _of_constant(node: ast.Constant) -> Iterator[tuple[object, str | int, object
 
 
 def _is_text(node: ast.AST) -> bool:
-    """Whether something other than numbers is added, of which nothing can be subtracted."""
+    """Return whether it adds texts or sequences, which cannot be subtracted."""
     return any(
         isinstance(each, ast.JoinedStr | ast.List | ast.Tuple) or _is_str(each) for each in ast.iter_child_nodes(node)
     )
@@ -195,7 +195,7 @@ def _negated(test: ast.expr) -> ast.expr:
 
 
 def _instead(statement: ast.stmt) -> ast.stmt | None:
-    """What stands instead of a statement that is taken out; None when that is nobody's fault or another mutant already."""
+    """Return what replaces a removed statement; None if its removal is no fault, or another mutant already."""
     match statement:
         case ast.Expr() | ast.Raise() | ast.AugAssign() | ast.Delete():
             return ast.Pass()
@@ -210,7 +210,7 @@ def _instead(statement: ast.stmt) -> ast.stmt | None:
 
 
 def _difference(before: str, after: str) -> tuple[str, str]:
-    """The first line that differs, before and after; of a long one what stands around the difference."""
+    """Return the first line that differs, before and after; of a long one only the text around the difference."""
     pairs = zip(before.splitlines(), after.splitlines(), strict=False)
     old, new = next(((old.strip(), new.strip()) for old, new in pairs if old != new), (before, after))
     at = next((at for at, (one, other) in enumerate(zip(old, new, strict=False)) if one != other), 0)

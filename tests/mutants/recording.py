@@ -1,7 +1,7 @@
-"""Which tests run which line: recorded once for each part, so that a mutant meets only the tests that can notice it.
+"""Records once for each part which tests run which lines, so that a mutant meets only the tests that can notice it.
 
-The files of the part are written with a note before each statement. Whatever runs the statement, a test or a thread or task that it has
-started, the test that runs at that time is said to run it. A Lua script cannot keep notes: it writes them to the server's log.
+The part's files are rewritten with a note before each statement. Whether a test runs the statement, or a thread or task
+that it has started, it is recorded for the test that runs at that time. A Lua script writes notes to the server's log.
 """
 
 import ast
@@ -24,7 +24,7 @@ SERVER: Final = re.compile(r"redis|postgresql|psycopg|asyncpg|mariadb|mysql|asyn
 DATABASE: Final = re.compile(r"postgresql|mariadb|mysql|psycopg|asyncpg|pymysql|asyncmy")
 LOGGED: Final = re.compile(r"runs (\S+\.lua:\d+)")
 SETUP_S: Final = 0.3
-"""What a test is charged for its fixtures at most: the first one that asks for a server starts it for all."""
+"""The most that a test is charged for its fixtures: the first test that needs a server starts it for all."""
 
 
 def noting(path: str, text: str) -> str:
@@ -42,7 +42,7 @@ def _python(path: str, text: str) -> str:
                     if not _is_future(body[at]):
                         body.insert(at, _note(f"{path}:{body[at].lineno}"))
     start = next((at for at, each in enumerate(tree.body) if not _is_future(each) and not _is_text(each)), 0)
-    # A process that a test starts has nobody to tell it to.
+    # A process that a test starts has no recorder.
     tree.body.insert(start, ast.parse(f"{NOTES} = getattr(__import__('builtins'), '{NOTES}', id)").body[0])
     return ast.unparse(ast.fix_missing_locations(tree))
 
@@ -84,7 +84,7 @@ class Test:
 
     @property
     def function(self) -> str:
-        """Which promise it tests, on which database."""
+        """Return which promise it tests, on which database."""
         name, _, parameters = self.name.partition("[")
         return f"{name}{DATABASE.findall(parameters)}"
 
@@ -116,7 +116,7 @@ if FOLDER in os.environ:
 
 
 class Recorder:
-    """A plugin of pytest."""
+    """A pytest plugin."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
@@ -138,7 +138,7 @@ class Recorder:
         self.passed = self.passed and report.passed
 
     def _logged(self) -> set[str]:
-        """What scripts have noted since this was last called."""
+        """Return what scripts have noted since the last call."""
         found: set[str] = set()
         for path in Path(
             os.environ.get("DLOCK_TEST_DIRECTORY" + os.environ.get("PYTEST_XDIST_WORKER", ""), "/none")

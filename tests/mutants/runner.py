@@ -1,7 +1,8 @@
 """Puts the mutants into a copy of the project, one after the other, and runs on each the tests that can notice it.
 
-Which these are is recorded first. They run in a fork of a process that has imported everything else, the quickest first, one of each
-function on each database before the second of any, and before all of them those that have just killed a mutant.
+Which tests these are is recorded first. They run in a fork of a process that has imported everything else: first those
+that have killed most mutants of the file, then one of each function on each database before a second of any, and the
+quickest first.
 """
 
 import json
@@ -31,9 +32,9 @@ RESULTS: Final = ROOT / ".mutants"
 NOT_COPIED: Final = shutil.ignore_patterns(".git", ".venv", ".mutants", ".nox", ".*_cache", "__pycache__", "*.egg-info")
 LANGUAGES: Final = {".py": python.mutants, ".lua": lua.mutants}
 FIRST: Final = 12
-"""So many tests are tried before the rest is even collected."""
+"""This many tests are tried before the rest is even collected."""
 BUDGET_S: Final = 45.0
-"""A mutant that has survived one test of each function, and so many seconds of tests in all, has survived."""
+"""A mutant survives if it survives one test of each function, and tests of this many seconds in all."""
 PYTEST: Final = ("-qx", "-p", "no:randomly", "--assert=plain", "--tb=line")
 
 
@@ -54,13 +55,13 @@ def _name(path: Path) -> str:
 
 
 def sample(mutants: Sequence[Mutant], size: int, seed: int) -> list[Mutant]:
-    """Choose some at random; the same for the same seed. All of them when the size is 0."""
+    """Choose mutants at random, the same for the same seed; all of them if the size is 0."""
     return list(mutants) if not 0 < size < len(mutants) else random.Random(seed).sample(list(mutants), size)
 
 
 @dataclass
 class Results:
-    """What has become of each mutant, in a file that is added to: a run that was broken off goes on where it stopped."""
+    """The outcome for each mutant, in a file that grows: a run that was aborted continues where it stopped."""
 
     path: Path
 
@@ -78,7 +79,7 @@ class Results:
 
 @dataclass
 class Sandbox:
-    """A copy of the project, in which tests are run."""
+    """A copy of the project in which tests run."""
 
     folder: Path
     _written: int = 0
@@ -87,7 +88,7 @@ class Sandbox:
     def write(self, file: str, text: str) -> None:
         path = self.folder / file
         path.write_text(text)
-        # Python takes a compiled file for the same by its size and its second: no two texts have the same second.
+        # Python checks a compiled file by its source's size and time in seconds: no two texts may have the same time.
         self._written += 1
         os.utime(path, (1e9 + self._written, 1e9 + self._written))
 
@@ -98,7 +99,7 @@ class Sandbox:
         return kept | {"PYTHONPATH": str(self.folder), "PYTHONPYCACHEPREFIX": str(self.folder / ".pycache")}
 
     def record(self, files: Sequence[Path], tests: Sequence[Path]) -> list[Test]:
-        """Run these tests on files with notes in them; returns which of them runs which line."""
+        """Run these tests on files with notes in them, and return which test runs which lines."""
         for path in files:
             self.write(_name(path), recording.noting(_name(path), path.read_text()))
         told = self.folder / "told"
@@ -158,14 +159,14 @@ class Sandbox:
 @contextmanager
 def sandbox() -> Iterator[Sandbox]:
     with TemporaryDirectory(prefix="mutants-") as home:
-        Path(home).chmod(0o755)  # the accounts of servers go through it
+        Path(home).chmod(0o755)  # the servers' accounts need to pass through it
         folder = Path(home) / "dlock"
         shutil.copytree(ROOT, folder, ignore=NOT_COPIED)
         yield Sandbox(folder)
 
 
 def recorded(part: Part) -> list[Test]:
-    """Which test runs which line of the part; recorded anew where the part's files, or the tests of a file, have changed."""
+    """Return which test runs which lines of the part; record it again for what has changed."""
     files = _found(part.files + part.users)
     texts = "".join(path.read_text() for path in files)
     folder = RESULTS / "recorded"
@@ -190,14 +191,14 @@ def _digest(text: str) -> str:
 
 @dataclass
 class Choice:
-    """Which tests to try on a mutant, and in which order."""
+    """Chooses the tests to try on a mutant, and their order."""
 
     tests: list[Test]
     killers: dict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
-    """Of each file, the tests that have killed mutants, and how many."""
+    """For each file, the tests that have killed mutants, and how many."""
 
     sound: dict[str, bool] = field(default_factory=dict)
-    """Of each test that has failed on a mutant, whether it passes without any."""
+    """For each test that has failed on a mutant, whether it passes without one."""
 
     def of(self, mutant: Mutant) -> list[Test]:
         able = self._able(mutant)
@@ -222,7 +223,7 @@ class Choice:
             return exactly
         inside = {f"{mutant.file}:{line}" for line in range(first, last + 1)}
         somewhere = [test for test in self.tests if inside & test.lines]
-        # What the import runs, such as a constant, may be noticed by every test that uses the file.
+        # Every test that uses the file may notice a mutant that only the import runs, such as a constant.
         return (
             somewhere
             or [test for test in self.tests if any(line.startswith(f"{mutant.file}:") for line in test.lines)]
@@ -231,7 +232,7 @@ class Choice:
 
 
 def run(part: Part, mutants: Sequence[Mutant], results: Results, jobs: int = 1) -> Iterator[tuple[Mutant, str, str]]:
-    """Yield what becomes of each mutant that has not been killed before: "killed", "timeout" or "survived", and by which test."""
+    """Yield the outcome for each mutant not killed before: "killed", "timeout" or "survived", and by which test."""
     known = results.read()
     todo = [each for each in mutants if known.get(each.key, "survived") == "survived"]
     for each in [each for each in todo if each.name in EXPLAINED]:
@@ -261,7 +262,7 @@ def run(part: Part, mutants: Sequence[Mutant], results: Results, jobs: int = 1) 
 
 
 def _beforehand() -> list[str]:
-    """The modules that tests import, as one process that has run some of them knows them."""
+    """Return the names of the modules that tests import, from a process that has imported them."""
     code = "import tests.preloaded, sys, json, httpx, hypothesis, pytest_django, xdist; print(json.dumps(list(sys.modules)))"
     answer = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     names: list[str] = json.loads(answer.stdout)
@@ -309,7 +310,7 @@ def _try(place: Sandbox, tests: list[Test]) -> tuple[str, str]:
 
 
 def _patient(test: Test) -> Test:
-    """The same test with more time: a fault that hangs does so again, a machine that is merely loaded does not."""
+    """Return the test with more time: a fault that hangs hangs again, while a loaded machine finishes."""
     return replace(test, seconds=4 * test.seconds + 5)
 
 

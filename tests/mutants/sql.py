@@ -1,4 +1,4 @@
-"""The faults of an SQL text, whether it stands in a Python string whole or in parts."""
+"""The faults of an SQL text, which a Python string contains whole or in parts."""
 
 import re
 from collections.abc import Iterator
@@ -35,7 +35,7 @@ def is_sql(text: str) -> bool:
 
 
 def changed(text: str) -> Iterator[str]:
-    """Every text with one fault in it."""
+    """Yield every variant of the text with one fault."""
     for pattern, instead in FAULTS:
         for found in pattern.finditer(text):
             yield text[: found.start()] + instead + text[found.end() :]

@@ -1,7 +1,7 @@
-"""A process that has imported what tests need, except the project itself, and is forked for every mutant.
+"""A process that has imported what tests need, except the project itself, and is forked for every run of tests.
 
-It reads one order a line from its standard input, and answers each with one line. A new interpreter that imports Django and SQLAlchemy
-would take longer than most mutants live.
+It reads one order per line from its standard input, and answers each with one line. A new interpreter that imports
+Django and SQLAlchemy would take longer than the tests of most mutants.
 """
 
 import contextlib
@@ -43,7 +43,7 @@ def main() -> None:
 
 
 def answer(order: dict[str, Any]) -> dict[str, Any]:
-    """Run pytest in a child; `status` is None when it took too long."""
+    """Run pytest in a child process; `status` is None if it took too long."""
     home = Path(order["home"])
     home.mkdir(mode=0o755)
     (home / "chosen.json").write_text(json.dumps(order["chosen"]))
