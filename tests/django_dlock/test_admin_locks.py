@@ -21,8 +21,6 @@ from dlock_core.inspect import Entry, Snapshot, cycles
 from tests.django_dlock.pages import form
 from tests.waiting import until
 
-pytestmark = pytest.mark.usefixtures("postgresql", "mariadb")  # the page asks every database of the settings
-
 pytestmark = pytest.mark.usefixtures("postgresql", "mariadb")  # the page reads every database of DATABASES
 LOCKS = "/admin/django_dlock/lock/"
 NASTY = [

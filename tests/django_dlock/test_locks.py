@@ -48,7 +48,7 @@ class Sorry(Exception):
 
 
 @pytest.fixture(autouse=True)
-def _nothing_stays_behind(caplog):
+def _nothing_stays_behind():
     """No test leaves a lease to the next."""
     yield
     assert [tie.held.name for tie in current()] == []

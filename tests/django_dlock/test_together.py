@@ -15,8 +15,10 @@ from django_dlock.tie import current
 from dlock_core.backend import Capabilities
 from dlock_core.backends.memory import MemoryBackend
 from dlock_core.errors import BackendUnavailable
+from dlock_core.leases.engine import Acquisition
 from dlock_core.runtime import BLOCKING, run
 from dlock_core.testing.contract.observed import Observed
+from dlock_core.transactions import transaction_lock
 from tests.django_dlock.parties import WITHIN
 from tests.leases import is_held
 from tests.testapp.models import Counter
@@ -149,8 +151,18 @@ def test_locks_that_were_held_before_stay_held_when_another_is_taken(stores, dat
     other.now(theirs.release)
 
 
-def test_the_wait_is_one_for_all(stores, database, party):
-    """The first is released during the wait, the second is not: no second wait begins."""
+def test_the_wait_is_one_for_all(stores, database, party, monkeypatch):
+    """The first is released during the wait, and the second is not."""
+    deadlines = set()
+
+    class Noting(Acquisition):
+        __slots__ = ()
+
+        async def wait(self, busy):
+            deadlines.add(self.deadline)
+            return await super().wait(busy)
+
+    monkeypatch.setattr(transaction_lock, "Acquisition", Noting)
     other = party()
     first, second = other.now(account(1).acquire), other.now(account(2).acquire)
     ours = party()
@@ -159,6 +171,7 @@ def test_the_wait_is_one_for_all(stores, database, party):
     other.now(first.release)
     with pytest.raises(AcquireTimeout):
         waiting.result(30)
+    assert len(deadlines) == 1
     assert stores.held() == ["default account:2"]
     other.now(second.release)
 
