@@ -67,6 +67,7 @@ def test_race_tells_of_every_order_under_every_strategy(events):
 def test_position_that_is_none_gives_the_lines_from_the_start_or_nothing(site, events, position):
     answer = httpx.get(f"{site}/race/lines/", params={"from": position})
     assert answer.status_code == 200
+    assert answer.text in {"", httpx.get(f"{site}/race/lines/", params={"from": 0}).text}
 
 
 def test_page_in_a_browser_shows_red_orders_under_none_and_no_others(site, events, tmp_path):

@@ -63,7 +63,9 @@ def test_single_try_takes_what_is_free_whoever_waits(backend: TableBackend, wait
     lease.release()
 
 
-def test_waiter_who_was_killed_costs_others_one_look(backend: TableBackend, waiter: AcquireRequest) -> None:
+def test_waiter_that_was_killed_does_not_keep_the_lock_from_others(
+    backend: TableBackend, waiter: AcquireRequest
+) -> None:
     with Lock(backend, waiter.name, ttl=60, wait=30) as lease:
         assert lease.token
 

@@ -77,7 +77,7 @@ def with_asyncio(link: Any, database: str, url: str, order: tuple[str, str]) -> 
 
 
 async def _with_asyncio(link: Any, database: str, url: str, order: tuple[str, str]) -> None:
-    store = Store("default", connect(url.replace("redis://", "redis://")), wait=LONG)
+    store = Store("default", connect(url), wait=LONG)
     async with AsyncSession(create_async_engine(URLS[database])) as session, contextlib.AsyncExitStack() as stack:
         for thing in order:
             if thing == "row":

@@ -198,8 +198,10 @@ def test_session_that_had_to_wait_has_its_own_lock_timeout_back(application, bro
     if ends == "in_time":
         application.until_blocked()
         a.write_and_commit()
-    if outcome(reading) == 1:
+        assert outcome(reading) == 1
         assert b.lock_timeout() == 77
+    else:
+        assert isinstance(outcome(reading), RowLocked)
     b.rollback()
     assert b.lock_timeout() == 77
 
