@@ -106,8 +106,9 @@ class VersionedModelForm(_ModelForm):
         if not hasattr(self.instance, "_dlock_version"):
             raise ImproperlyConfigured(f"{type(self).__name__} needs a model with VersionedMixin")
         self._next_version = ""
-        if self.instance._state.adding:
-            del self.fields[VERSION]
+        self._is_addition = self.instance._state.adding
+        if self._is_addition:
+            self.fields.pop(VERSION, None)
         else:
             self._version_read = read_version(self.instance)
 
@@ -169,9 +170,14 @@ class VersionedModelForm(_ModelForm):
 
     def full_clean(self) -> None:
         """Clean as Django does, with the values in the database where the user has chosen them."""
-        if not self.is_bound or VERSION not in self.fields:
+        if not self.is_bound or self._is_addition:
             super().full_clean()
             return
+        if VERSION not in self.fields:
+            raise ImproperlyConfigured(
+                f"{type(self).__name__} has lost its version, without which it would overwrite the changes of others: "
+                f"keep {VERSION!r} in self.fields"
+            )
         self._snapshot = self._submitted_snapshot()
         declined = self._declined_fields()
         self._keep_database_values(declined)
@@ -194,7 +200,7 @@ class VersionedModelForm(_ModelForm):
         if self.is_gone:
             self.errors.clear()
             self._refuse(GONE, "gone")
-        elif VERSION in self.fields:
+        elif not self._is_addition:
             self._check()
 
     def _check(self) -> None:

@@ -11,7 +11,7 @@ from django.forms import inlineformset_factory, modelform_factory, modelformset_
 from django_dlock.errors import StaleObject
 from django_dlock.forms import BaseVersionedInlineFormSet, BaseVersionedModelFormSet, VersionedModelForm
 from tests.django_dlock.admin_fixtures import change
-from tests.django_dlock.admin_urls import TicketForm
+from tests.django_dlock.admin_urls import EditTicket, TicketForm
 from tests.django_dlock.pages import form
 from tests.testapp.models import Step, Tag, Ticket
 
@@ -98,6 +98,39 @@ def test_long_values_are_compared_without_travelling(ticket):
 def test_form_needs_a_model_with_a_version(admin_pages):
     with pytest.raises(ImproperlyConfigured, match="VersionedMixin"):
         modelform_factory(Tag, form=VersionedModelForm, fields=["name"])()
+
+
+class Shortened(TicketForm):
+    """A form that shows its user some of its fields only."""
+
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        for name in [name for name in self.fields if name != "title"]:
+            del self.fields[name]
+
+
+class Undeclared(TicketForm):
+    dlock_version = None
+
+
+@pytest.mark.parametrize("form_class", [Shortened, Undeclared])
+def test_form_that_has_lost_its_version_refuses_to_change_an_object(ticket, form_class):
+    sent = answer(form_class(instance=ticket), title="mine")
+    with pytest.raises(ImproperlyConfigured, match="keep 'dlock_version' in self.fields"):
+        form_class(sent, instance=read(ticket)).is_valid()
+    assert form_class(sent).save().title == "mine", "a new object has no version to lose"
+
+
+def test_view_whose_form_has_lost_its_version_refuses_to_change_an_object(ticket, rf):
+    class Edit(EditTicket):
+        def get_form(self, form_class=None):
+            form = super().get_form(form_class)
+            del form.fields["dlock_version"]
+            return form
+
+    with pytest.raises(ImproperlyConfigured, match="keep 'dlock_version' in self.fields"):
+        Edit.as_view()(rf.post("/", {"title": "mine", "state": "open"}), pk=ticket.pk)
+    assert read(ticket).title == "old"
 
 
 def test_conflict_renders_in_place_of_the_form_whatever_the_template_asks_for(ticket):
