@@ -99,7 +99,7 @@ class VersionedModelForm(_ModelForm):
     is_gone = False
     """The page has shown a row that has been deleted since."""
     is_refused = False
-    """The form must be neither saved nor deleted, even if it has no other errors."""
+    """The form must be neither saved nor deleted, even if it has no other errors or is marked for deletion."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -227,6 +227,8 @@ class VersionedModelForm(_ModelForm):
 
     def _refuse(self, message: Any, code: str) -> None:
         self.is_refused = True
+        if self.is_to_be_deleted():  # A formset does not validate the forms that it deletes.
+            self.cleaned_data[DELETE] = False
         self.add_error(None, ValidationError(message, code=code))
 
     def _row(self) -> Any:
@@ -291,12 +293,14 @@ class VersionedForms:
 
     def add_fields(self, form: Any, index: int | None) -> None:
         super().add_fields(form, index)  # type: ignore[misc]
+        if not isinstance(form, VersionedModelForm):
+            raise ImproperlyConfigured(
+                f"{type(self).__name__} guards forms with a version, not {type(form).__name__}: pass "
+                "form=VersionedModelForm to the factory, or a form that is derived from it"
+            )
         form.is_row = True
         was_shown = form.is_bound and index is not None and index < self.initial_form_count()  # type: ignore[attr-defined]
         form.is_gone = was_shown and form.instance._state.adding
-
-    def _should_delete_form(self, form: Any) -> bool:
-        return not form.is_refused and super()._should_delete_form(form)  # type: ignore[misc]
 
 
 class BaseVersionedModelFormSet(VersionedForms, forms.BaseModelFormSet):  # type: ignore[type-arg]

@@ -252,6 +252,27 @@ def test_formset_does_not_delete_a_row_that_was_changed(ticket):
     assert Tickets(sent).deleted_forms == []
 
 
+@pytest.mark.parametrize("delete", ["on", ""])
+def test_formset_of_django_refuses_a_row_that_was_changed(ticket, delete):
+    plain = inlineformset_factory(Ticket, Step, form=VersionedModelForm, fields=["text"], extra=0)
+    step = Step.objects.create(ticket=ticket, text="saw")
+    sent = sent_by(plain(instance=ticket), **{"step_set-0-text": "mine", "step_set-0-DELETE": delete})
+    assert plain(sent, instance=read(ticket)).is_valid()
+    change(step, text="theirs")
+    formset = plain(sent, instance=read(ticket))
+    assert not formset.is_valid()
+    assert formset.deleted_forms == [] if delete else formset.forms[0].conflict
+
+
+def test_formset_needs_forms_with_a_version(ticket):
+    for formset in (
+        modelformset_factory(Ticket, formset=BaseVersionedModelFormSet, fields=["title"])(),
+        inlineformset_factory(Ticket, Step, formset=BaseVersionedInlineFormSet, fields=["text"])(instance=ticket),
+    ):
+        with pytest.raises(ImproperlyConfigured, match="pass form=VersionedModelForm"):
+            formset.forms  # noqa: B018 - makes them
+
+
 def test_inline_formset_leaves_alone_what_its_user_left_alone(ticket):
     step = Step.objects.create(ticket=ticket, text="saw")
     sent = sent_by(Steps(instance=ticket))
