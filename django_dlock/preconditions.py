@@ -18,7 +18,7 @@ from django.http import Http404, HttpResponseNotModified
 
 from django_dlock.errors import as_database_error
 from django_dlock.querysets import row_name
-from django_dlock.versions import read_version
+from django_dlock.versions import VersionedMixin, read_version
 from django_dlock.views import pk
 from dlock_core.errors import DLockError
 from dlock_core.web.decorators import Argument, finder
@@ -38,7 +38,7 @@ def etag_of(instance: models.Model, *, variant: str = "") -> str:
     `variant` distinguishes representations that one URL returns by Accept or by user. Raises TypeError for a model
     without a version, ValueError if the version was deferred.
     """
-    _require_version(type(instance))
+    require_version(type(instance))
     return _tag(type(instance), instance.pk, read_version(instance), variant)
 
 
@@ -95,7 +95,7 @@ def conditional(
         Http404: there is no such row.
         DLockError: as `check_preconditions` does.
     """
-    _require_version(model)
+    require_version(model)
     argument = Argument(key) if isinstance(key, str) else key
     return _ConditionalView(model, argument.name, required, accept_weak, variant, using).decorate
 
@@ -180,6 +180,8 @@ def _tag(model: type[models.Model], key: Any, version: int, variant: str) -> str
     return entity_tag(table, key, version, variant)
 
 
-def _require_version(model: Any) -> None:
-    if getattr(model, "_dlock_version", None) is None:
-        raise TypeError(f"{getattr(model, '__name__', model)} has no version: add VersionedMixin to its bases")
+def require_version(model: Any) -> None:
+    """Raise TypeError for a model whose `save()` checks no version, even if it has a VersionField."""
+    if not (isinstance(model, type) and issubclass(model, VersionedMixin)):
+        name = getattr(model, "__name__", model)
+        raise TypeError(f"{name} has no version that is checked: add VersionedMixin to its bases")

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from django.db.models import Model
 
-from django_dlock.preconditions import check_preconditions, etag_of
+from django_dlock.preconditions import check_preconditions, etag_of, require_version
 from dlock_core.extras import needed_by
 
 with needed_by("django_dlock.rest"):
@@ -139,5 +139,6 @@ class VersionedSerializerMixin(_Serializer):
     def get_fields(self) -> dict[str, Any]:
         """Return the fields, including the version."""
         model: Any = self.Meta.model
+        require_version(model)
         name = model._dlock_version.name
         return {**super().get_fields(), name: serializers.IntegerField(read_only=True)}

@@ -24,7 +24,7 @@ from django_dlock.forms.differences import resubmitted
 from django_dlock.forms.snapshot import FormSnapshot, SnapshotMissing
 from django_dlock.forms.views import read_from_write_database
 from django_dlock.querysets import found_versions
-from django_dlock.versions import read_version
+from django_dlock.versions import VersionedMixin, read_version
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -58,7 +58,7 @@ class VersionedModelAdmin(_ModelAdmin):
 
     def __init__(self, model: type[Model], admin_site: admin.AdminSite) -> None:
         super().__init__(model, admin_site)
-        if not hasattr(model, "_dlock_version"):
+        if not issubclass(model, VersionedMixin):
             raise ImproperlyConfigured(f"{type(self).__name__} needs a model with VersionedMixin")
 
     def get_queryset(self, request: HttpRequest) -> QuerySet[Any]:

@@ -6,17 +6,16 @@ from typing import TYPE_CHECKING
 
 from django.apps import apps
 from django.core.checks import CheckMessage, Error, Warning  # noqa: A004 - Django's own name
-from django.db.models import SET_DEFAULT, SET_NULL
+from django.db.models import SET_DEFAULT, SET_NULL, Model
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from django.apps import AppConfig
-    from django.db.models import Model
 
 
 def check_models(app_configs: Sequence[AppConfig] | None = None) -> list[CheckMessage]:
-    """Check models (E006, E007, W008, W009, W012, W014): no write bypasses the version of a row."""
+    """Check models (E006, E007, W008, W009, W012, W014, W016): no write bypasses the version of a row."""
     from django_dlock.models import VersionedMixin
 
     checks: tuple[Callable[[type[Model]], Iterable[CheckMessage]], ...] = (
@@ -27,10 +26,13 @@ def check_models(app_configs: Sequence[AppConfig] | None = None) -> list[CheckMe
         _parents,
     )
     return [
-        message
-        for model in models_of(VersionedMixin, app_configs=app_configs)
-        for check in checks
-        for message in check(model)
+        *(
+            message
+            for model in models_of(VersionedMixin, app_configs=app_configs)
+            for check in checks
+            for message in check(model)
+        ),
+        *(message for model in models_of(Model, app_configs=app_configs) for message in _unchecked_version(model)),
     ]
 
 
@@ -50,6 +52,25 @@ def _version_field(model: type[Model]) -> Iterator[CheckMessage]:
     if len(names) > 1:
         text = f"There are {len(names)} version fields ({', '.join(names)}), but only one of them can be checked."
         yield Error(text, hint="Keep the one in the topmost model that has any.", obj=model, id="dlock.E007")
+
+
+def _unchecked_version(model: type[Model]) -> Iterator[CheckMessage]:
+    """Check version fields outside of VersionedMixin.
+
+    It is no error: packages that keep a history of rows copy all fields into a model of their own.
+    """
+    from django_dlock.models import VersionedMixin, VersionField
+
+    if issubclass(model, VersionedMixin):
+        return
+    for field in model._meta.local_fields:
+        if isinstance(field, VersionField):
+            yield Warning(
+                f"{field.name!r} counts the writes of a row, but no save checks it.",
+                hint="Add VersionedMixin to the bases of the model, unless it only keeps copies of other rows.",
+                obj=model,
+                id="dlock.W016",
+            )
 
 
 def _base_manager(model: type[Model]) -> Iterator[CheckMessage]:

@@ -27,7 +27,7 @@ from django_dlock.forms.differences import (
     resubmitted,
 )
 from django_dlock.forms.snapshot import FormSnapshot, SnapshotMissing, canonical_text, canonical_value, for_page
-from django_dlock.versions import read_version
+from django_dlock.versions import VersionedMixin, read_version
 
 __all__ = ["VERSION", "BaseVersionedInlineFormSet", "BaseVersionedModelFormSet", "VersionedModelForm", "versioned"]
 
@@ -103,7 +103,7 @@ class VersionedModelForm(_ModelForm):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        if not hasattr(self.instance, "_dlock_version"):
+        if not isinstance(self.instance, VersionedMixin):
             raise ImproperlyConfigured(f"{type(self).__name__} needs a model with VersionedMixin")
         self._next_version = ""
         self._is_addition = self.instance._state.adding

@@ -208,6 +208,36 @@ def test_e007_a_versioned_model_with_two_versions(installed):
     assert ids(model_checks.check_models()) == ["dlock.E007"]
 
 
+def test_w016_a_version_that_no_save_checks(installed):
+    class Abstract(models.Model):
+        version = VersionField()
+
+        class Meta:
+            app_label = "testapp"
+            abstract = True
+
+    class Counted(Abstract):
+        class Meta:
+            app_label = "testapp"
+
+    class Proxy(Counted):
+        class Meta:
+            app_label = "testapp"
+            proxy = True
+
+    class Child(Counted):
+        class Meta:
+            app_label = "testapp"
+
+    class Checked(VersionedMixin, Abstract):
+        class Meta:
+            app_label = "testapp"
+
+    (message,) = model_checks.check_models()
+    assert (ids([message]), message.obj) == (["dlock.W016"], Counted)
+    assert model_checks.check_models(app_configs=[]) == []
+
+
 class Visible(models.Manager):
     def get_queryset(self):
         return super().get_queryset().filter(hidden=False)

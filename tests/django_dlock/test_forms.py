@@ -5,13 +5,17 @@ from functools import partial
 
 import pytest
 from django.core.exceptions import ImproperlyConfigured
+from django.db import models
 from django.db.models.signals import pre_save
 from django.forms import inlineformset_factory, modelform_factory, modelformset_factory
+from django.test.utils import isolate_apps
 
+from django_dlock.admin import VersionedModelAdmin
 from django_dlock.errors import StaleObject
 from django_dlock.forms import BaseVersionedInlineFormSet, BaseVersionedModelFormSet, VersionedModelForm
+from django_dlock.models import VersionField
 from tests.django_dlock.admin_fixtures import change
-from tests.django_dlock.admin_urls import EditTicket, TicketForm
+from tests.django_dlock.admin_urls import EditTicket, TicketForm, site
 from tests.django_dlock.pages import form
 from tests.testapp.models import Step, Tag, Ticket
 
@@ -98,6 +102,20 @@ def test_long_values_are_compared_without_travelling(ticket):
 def test_form_needs_a_model_with_a_version(admin_pages):
     with pytest.raises(ImproperlyConfigured, match="VersionedMixin"):
         modelform_factory(Tag, form=VersionedModelForm, fields=["name"])()
+
+
+@isolate_apps("tests.testapp")
+def test_form_and_admin_refuse_a_version_that_no_save_checks():
+    class Counted(models.Model):
+        version = VersionField()
+
+        class Meta:
+            app_label = "testapp"
+
+    with pytest.raises(ImproperlyConfigured, match="VersionedMixin"):
+        modelform_factory(Counted, form=VersionedModelForm, fields=[])()
+    with pytest.raises(ImproperlyConfigured, match="VersionedMixin"):
+        VersionedModelAdmin(Counted, site)
 
 
 class Shortened(TicketForm):

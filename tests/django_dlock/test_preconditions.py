@@ -5,14 +5,16 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from django.contrib.auth.models import User
-from django.db import connections, transaction
+from django.db import connections, models, transaction
 from django.http import HttpResponse
 from django.test import AsyncClient, Client, RequestFactory, override_settings
+from django.test.utils import isolate_apps
 from django.urls import path
 from django.utils.decorators import method_decorator
 from django.views import View
 from django.views.generic import DetailView
 
+from django_dlock.models import VersionField
 from django_dlock.preconditions import check_preconditions, conditional, etag_of
 from dlock_core.web.preconditions import entity_tag
 from tests.django_dlock.parties import until_blocked
@@ -303,6 +305,21 @@ def test_what_has_no_version_to_check_is_refused(use_database):
         conditional(Article)(arename)
     with pytest.raises(TypeError, match="no argument 'article_id'"):
         conditional(Article, "article_id")(rename)
+
+
+@isolate_apps("tests.testapp")
+def test_version_that_no_save_checks_is_refused():
+    class Counted(models.Model):
+        version = VersionField()
+
+        class Meta:
+            app_label = "testapp"
+
+    counted = Counted(pk=1)
+    put = RequestFactory().put("/", headers={"If-Match": "*"})
+    for use in (lambda: conditional(Counted), lambda: etag_of(counted), lambda: check_preconditions(put, counted)):
+        with pytest.raises(TypeError, match="Counted has no version that is checked: add VersionedMixin"):
+            use()
 
 
 def test_error_names_the_object_and_is_django_s(article):

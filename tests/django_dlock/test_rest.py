@@ -201,6 +201,16 @@ def test_model_without_a_version_fails_loudly(use_database):
         Counters.as_view()(APIRequestFactory().get("/"), pk=counter.pk)
 
 
+def test_serializer_of_a_model_without_a_version_fails_loudly():
+    class CounterSerializer(VersionedSerializerMixin, serializers.ModelSerializer):
+        class Meta:
+            model = Counter
+            fields = ["id"]
+
+    with pytest.raises(TypeError, match="Counter has no version"):
+        CounterSerializer(Counter()).data  # noqa: B018 - asks for the fields
+
+
 def test_view_that_writes_another_object_than_was_checked_fails_loudly_and_writes_nothing(use_database):
     class Careless(Lenient):
         def update(self, request, *args, **kwargs):
