@@ -6,7 +6,9 @@ from functools import wraps
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from django.db.models import Model
+from django.views import View
 
+from django_dlock.bases import require_left_of
 from django_dlock.preconditions import check_preconditions, etag_of, require_version
 from dlock_core.extras import needed_by
 
@@ -67,6 +69,7 @@ class PreconditionMixin(_View):
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
+        require_left_of(View, PreconditionMixin, cls)
         if not hasattr(cls.get_object, "_dlock_checks"):
             cls.get_object = _checking(cls.get_object)  # type: ignore[method-assign]
 
@@ -134,7 +137,11 @@ class PreconditionMixin(_View):
 
 
 class VersionedSerializerMixin(_Serializer):
-    """A serializer mixin that shows the version, under the model's name for it, as a read-only field."""
+    """A serializer mixin, to the left, that shows the version, under the model's name for it, as a read-only field."""
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        require_left_of(serializers.Serializer, VersionedSerializerMixin, cls)
 
     def get_fields(self) -> dict[str, Any]:
         """Return the fields, including the version."""

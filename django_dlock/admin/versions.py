@@ -9,6 +9,7 @@ from django import forms
 from django.contrib import admin, messages
 from django.contrib.admin.helpers import ACTION_CHECKBOX_NAME
 from django.contrib.admin.models import LogEntry
+from django.contrib.admin.options import InlineModelAdmin
 from django.contrib.contenttypes.models import ContentType
 from django.core.exceptions import ImproperlyConfigured
 from django.db import transaction
@@ -18,6 +19,7 @@ from django.template.response import TemplateResponse
 from django.utils.html import format_html_join
 from django.utils.translation import gettext as _
 
+from django_dlock.bases import require_left_of
 from django_dlock.errors import StaleObject
 from django_dlock.forms import VERSION, VersionedForms, versioned
 from django_dlock.forms.differences import resubmitted
@@ -283,7 +285,14 @@ def versioned_rows(formset: Any, also_shown: Sequence[Any]) -> Any:
 
 
 class VersionedInlineMixin:
-    """A mixin for inlines of a VersionedMixin model: a row that has changed is neither overwritten nor deleted."""
+    """A mixin for inlines of a VersionedMixin model: a row that has changed is neither overwritten nor deleted.
+
+    It stands to the left of Django's class.
+    """
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        require_left_of(InlineModelAdmin, VersionedInlineMixin, cls)
 
     def get_formset(self, request: HttpRequest, obj: Any = None, **kwargs: Any) -> Any:
         formset = super().get_formset(request, obj, **kwargs)  # type: ignore[misc]

@@ -128,22 +128,30 @@ def _parents(model: type[Model]) -> Iterator[CheckMessage]:
 
 
 def check_admin() -> list[CheckMessage]:
-    """Check the admin (W013): a plain ModelAdmin reads a row anew when it saves, and so overwrites changes."""
+    """Check the admin (W013): plain classes of it read a row anew when they save, and so overwrite changes."""
     return list(_unguarded_admins()) if apps.is_installed("django.contrib.admin") else []
 
 
 def _unguarded_admins() -> Iterator[CheckMessage]:
     from django.contrib.admin.sites import all_sites
 
-    from django_dlock.admin import VersionedModelAdmin
-    from django_dlock.models import VersionedMixin
+    from django_dlock.admin import VersionedInlineMixin, VersionedModelAdmin
 
     for site in all_sites:
         for model, admin in site._registry.items():  # noqa: SLF001 - Django has no public list
-            if issubclass(model, VersionedMixin) and not isinstance(admin, VersionedModelAdmin):
-                yield Warning(
-                    f"{type(admin).__name__} saves {model.__name__} over changes that its user has not seen.",
-                    hint="Derive it from django_dlock.admin.VersionedModelAdmin.",
-                    obj=model,
-                    id="dlock.W013",
-                )
+            yield from _unguarded(type(admin), model, VersionedModelAdmin)
+            for inline in admin.inlines:
+                if isinstance(getattr(inline, "model", None), type):  # Django's own checks report any other.
+                    yield from _unguarded(inline, inline.model, VersionedInlineMixin)
+
+
+def _unguarded(admin: type, model: type[Model], guard: type) -> Iterator[CheckMessage]:
+    from django_dlock.models import VersionedMixin
+
+    if issubclass(model, VersionedMixin) and not issubclass(admin, guard):
+        yield Warning(
+            f"{admin.__name__} saves {model.__name__} over changes that its user has not seen.",
+            hint=f"Derive it from django_dlock.admin.{guard.__name__}.",
+            obj=model,
+            id="dlock.W013",
+        )

@@ -6,7 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 from django.db import router, transaction
 from django.views.generic import View
+from django.views.generic.detail import SingleObjectMixin
+from django.views.generic.edit import FormMixin
 
+from django_dlock.bases import require_left_of
 from django_dlock.errors import StaleObject
 from django_dlock.forms import versioned
 
@@ -36,6 +39,11 @@ class VersionedEditMixin:
     """
 
     http_method_names = [method for method in View.http_method_names if method != "delete"]  # noqa: RUF012 - Django's
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        for guarded in (View, SingleObjectMixin, FormMixin):
+            require_left_of(guarded, VersionedEditMixin, cls)
 
     def get_queryset(self) -> Any:
         return read_from_write_database(super().get_queryset(), self.request)  # type: ignore[attr-defined, misc]

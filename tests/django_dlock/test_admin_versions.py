@@ -4,13 +4,15 @@ import re
 from functools import partial
 
 import pytest
+from django.contrib import admin
 from django.contrib.admin.models import LogEntry
+from django.contrib.contenttypes.admin import GenericTabularInline
 from django.core.exceptions import ImproperlyConfigured
 from django.core.files.uploadedfile import SimpleUploadedFile
 from django.db.models.signals import pre_save
 from django.utils import timezone
 
-from django_dlock.admin import VersionedModelAdmin
+from django_dlock.admin import VersionedInlineMixin, VersionedModelAdmin
 from tests.django_dlock.admin_fixtures import change
 from tests.django_dlock.admin_urls import site
 from tests.django_dlock.pages import form
@@ -493,6 +495,12 @@ def test_reader_sees_the_page_and_cannot_save(browser, ticket):
     assert response.status_code == 200
     assert "dlock_version" not in response.content.decode()
     assert browser.post(page, {"title": "mine"}).status_code == 403
+
+
+@pytest.mark.parametrize("inline", [admin.TabularInline, admin.StackedInline, GenericTabularInline])
+def test_mixin_to_the_right_of_the_inline_that_it_guards_is_refused(inline):
+    with pytest.raises(TypeError, match=re.escape(f"class Rows(VersionedInlineMixin, {inline.__name__})")):
+        type("Rows", (inline, VersionedInlineMixin), {"model": Step})
 
 
 def test_model_without_a_version_is_refused():

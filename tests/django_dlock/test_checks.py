@@ -13,7 +13,7 @@ from django.db.utils import ConnectionHandler
 from django.test import override_settings
 from django.test.utils import isolate_apps
 
-from django_dlock.admin import VersionedModelAdmin
+from django_dlock.admin import VersionedModelAdmin, VersionedTabularInline
 from django_dlock.checks import databases
 from django_dlock.checks import models as model_checks
 from django_dlock.checks import settings as setting_checks
@@ -21,7 +21,7 @@ from django_dlock.conf import stores
 from django_dlock.middleware import LockMiddleware
 from django_dlock.models import RowLockMixin, VersionedMixin, VersionField
 from django_dlock.versions import LockManager
-from tests.testapp.models import Article, Counter, Draft
+from tests.testapp.models import Article, Counter, Draft, Note, Step
 
 OURS = "django_dlock.middleware.LockMiddleware"
 SECURITY = "django.middleware.security.SecurityMiddleware"
@@ -160,6 +160,32 @@ def test_w013_a_versioned_model_is_in_the_admin_with_its_guard():
         assert [(message.id, message.obj) for message in model_checks.check_admin()] == [("dlock.W013", Article)]
     finally:
         site.unregister([Article, Counter, Draft])
+
+
+def test_w013_an_inline_of_a_versioned_model_has_its_guard():
+    class Plain(admin.TabularInline):
+        model = Step
+
+    class Guarded(VersionedTabularInline):
+        model = Step
+
+    class Unversioned(admin.TabularInline):
+        model = Note
+
+    class Incomplete(admin.TabularInline):
+        pass
+
+    class Parent(admin.ModelAdmin):
+        inlines = (Plain, Guarded, Unversioned, Incomplete)
+
+    site = admin.AdminSite()
+    site.register(Counter, Parent)
+    try:
+        (message,) = model_checks.check_admin()
+    finally:
+        site.unregister(Counter)
+    assert (ids([message]), message.obj) == (["dlock.W013"], Step)
+    assert message.msg.startswith("Plain ")
 
 
 # Models

@@ -9,10 +9,14 @@ from django.db import models
 from django.db.models.signals import pre_save
 from django.forms import inlineformset_factory, modelform_factory, modelformset_factory
 from django.test.utils import isolate_apps
+from django.views.generic import DeleteView, UpdateView, View
+from django.views.generic.detail import SingleObjectMixin
+from django.views.generic.edit import ModelFormMixin
 
 from django_dlock.admin import VersionedModelAdmin
 from django_dlock.errors import StaleObject
 from django_dlock.forms import BaseVersionedInlineFormSet, BaseVersionedModelFormSet, VersionedModelForm
+from django_dlock.forms.views import VersionedEditMixin
 from django_dlock.models import VersionField
 from tests.django_dlock.admin_fixtures import change
 from tests.django_dlock.admin_urls import EditTicket, TicketForm, site
@@ -134,7 +138,7 @@ class Undeclared(TicketForm):
 @pytest.mark.parametrize("form_class", [Shortened, Undeclared])
 def test_form_that_has_lost_its_version_refuses_to_change_an_object(ticket, form_class):
     sent = answer(form_class(instance=ticket), title="mine")
-    with pytest.raises(ImproperlyConfigured, match="keep 'dlock_version' in self.fields"):
+    with pytest.raises(ImproperlyConfigured, match="keep 'dlock_version'"):
         form_class(sent, instance=read(ticket)).is_valid()
     assert form_class(sent).save().title == "mine", "a new object has no version to lose"
 
@@ -146,7 +150,7 @@ def test_view_whose_form_has_lost_its_version_refuses_to_change_an_object(ticket
             del form.fields["dlock_version"]
             return form
 
-    with pytest.raises(ImproperlyConfigured, match="keep 'dlock_version' in self.fields"):
+    with pytest.raises(ImproperlyConfigured, match="keep 'dlock_version'"):
         Edit.as_view()(rf.post("/", {"title": "mine", "state": "open"}), pk=ticket.pk)
     assert read(ticket).title == "old"
 
@@ -237,6 +241,33 @@ def test_view_with_a_late_replica_overwrites_nothing(browser, ticket, late_repli
 def test_method_delete_is_refused(browser, ticket):
     assert browser.delete(f"/delete/{ticket.pk}/").status_code == 405
     assert Ticket.objects.exists()
+
+
+@pytest.mark.parametrize("left", [UpdateView, DeleteView, ModelFormMixin, SingleObjectMixin])
+def test_mixin_to_the_right_of_the_view_that_it_guards_is_refused(left):
+    advice = re.escape(f"class Edit(VersionedEditMixin, {left.__name__})")
+    with pytest.raises(TypeError, match=advice):
+        type("Edit", (left, VersionedEditMixin), {})
+
+
+def test_class_between_the_mixin_and_the_view_is_no_matter():
+    class Own(View):
+        pass
+
+    class OwnUpdate(UpdateView):
+        pass
+
+    class Guarded(VersionedEditMixin, UpdateView):
+        pass
+
+    class First(Own, VersionedEditMixin, UpdateView):
+        pass
+
+    class Second(OwnUpdate, Guarded):
+        pass
+
+    assert issubclass(First, VersionedEditMixin)
+    assert issubclass(Second, VersionedEditMixin)
 
 
 # formsets

@@ -201,6 +201,19 @@ def test_model_without_a_version_fails_loudly(use_database):
         Counters.as_view()(APIRequestFactory().get("/"), pk=counter.pk)
 
 
+@pytest.mark.parametrize(
+    ("mixin", "left"),
+    [
+        (PreconditionMixin, viewsets.ModelViewSet),
+        (PreconditionMixin, generics.RetrieveUpdateAPIView),
+        (VersionedSerializerMixin, serializers.ModelSerializer),
+    ],
+)
+def test_mixin_to_the_right_of_what_it_guards_is_refused(mixin, left):
+    with pytest.raises(TypeError, match=rf"class Own\({mixin.__name__}, {left.__name__}\)"):
+        type("Own", (left, mixin), {})
+
+
 def test_serializer_of_a_model_without_a_version_fails_loudly():
     class CounterSerializer(VersionedSerializerMixin, serializers.ModelSerializer):
         class Meta:
