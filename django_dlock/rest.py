@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from functools import wraps
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -16,7 +17,7 @@ with needed_by("django_dlock.rest"):
     from rest_framework import serializers
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection
+    from collections.abc import Callable
 
     from rest_framework.generics import GenericAPIView
 
@@ -47,6 +48,17 @@ def _checking(get_object: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return checking
 
 
+def _methods(given: Any, view: Any) -> set[str]:
+    """Return HTTP methods in upper case; raises TypeError for those of no request, which would need nothing."""
+    known = {*View.http_method_names, *getattr(view, "http_method_names", ())}
+    is_list = isinstance(given, Collection) and not isinstance(given, str)
+    if is_list and all(isinstance(each, str) and each.lower() in known for each in given):
+        return {each.upper() for each in given}
+    raise TypeError(
+        f'if_match_required of {view.__name__} is a list of HTTP methods, such as ["PUT", "DELETE"], not {given!r:.80}'
+    )
+
+
 class PreconditionMixin(_View):
     """A mixin to the left of a viewset or view: answers carry an ETag, and a change needs the version that was seen.
 
@@ -60,7 +72,7 @@ class PreconditionMixin(_View):
     """
 
     if_match_required: ClassVar[Collection[str]] = ("PUT", "PATCH", "DELETE")
-    """The HTTP methods that need If-Match."""
+    """The HTTP methods that need If-Match, in upper or lower case."""
     accept_weak: ClassVar[bool] = False
     """Accept W/ tags as well; GZipMiddleware and nginx turn our tags into weak ones."""
 
@@ -72,6 +84,15 @@ class PreconditionMixin(_View):
         require_left_of(View, PreconditionMixin, cls)
         if not hasattr(cls.get_object, "_dlock_checks"):
             cls.get_object = _checking(cls.get_object)  # type: ignore[method-assign]
+        if not hasattr(cls.if_match_required, "__get__"):  # A property is checked when it is read.
+            _methods(cls.if_match_required, cls)
+
+    @classmethod
+    def as_view(cls, *args: Any, **options: Any) -> Any:
+        """Make the view function as Django REST framework does; raises TypeError for a wrong `if_match_required`."""
+        if "if_match_required" in options:
+            _methods(options["if_match_required"], cls)
+        return super().as_view(*args, **options)
 
     @_checking
     def get_object(self) -> Any:
@@ -86,10 +107,13 @@ class PreconditionMixin(_View):
             self._dlock_is_known = check_preconditions(
                 self.request,
                 instance,
-                required=method in self.if_match_required,
+                required=self._dlock_requires(method),
                 accept_weak=self.accept_weak,
                 variant=self._dlock_variant(),
             )
+
+    def _dlock_requires(self, method: str | None) -> bool:
+        return method in _methods(self.if_match_required, type(self))
 
     def perform_update(self, serializer: Any) -> None:
         """Save the object that was checked; raises TypeError for another object."""
@@ -125,7 +149,7 @@ class PreconditionMixin(_View):
 
     def _require_any_check(self, request: Any, response: Any) -> None:
         is_of_one = (self.lookup_url_kwarg or self.lookup_field) in self.kwargs
-        needs_it = request.method in self.if_match_required and getattr(self, "action", None) in _CHANGING_ACTIONS
+        needs_it = self._dlock_requires(request.method) and getattr(self, "action", None) in _CHANGING_ACTIONS
         if is_of_one and needs_it and response.status_code < 300 and self._dlock_object is None:
             raise TypeError(
                 f"{type(self).__name__} has answered {request.method} without checking If-Match: "

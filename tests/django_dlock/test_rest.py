@@ -182,6 +182,50 @@ def test_view_may_make_if_match_optional_and_accept_weak_tags(use_database):
     assert ask("PATCH", url, "third", If_Match=f"W/{etag_of(draft)}").status_code == 200
 
 
+class LowerCase(Articles):
+    if_match_required = ["put"]
+
+
+@pytest.mark.parametrize(
+    "view",
+    [
+        LowerCase.as_view({"put": "update", "patch": "partial_update"}),
+        Articles.as_view({"put": "update", "patch": "partial_update"}, if_match_required=["put"]),
+    ],
+)
+def test_methods_that_need_if_match_may_be_in_lower_case(article, view):
+    def status(method):
+        request = APIRequestFactory().generic(method, "/", '{"title": "new"}', "application/json")
+        try:
+            return view(request, pk=article.pk).status_code
+        except PreconditionRequired:
+            return 428
+
+    assert [status("PUT"), status("PATCH")] == [428, 200]
+
+
+@pytest.mark.parametrize("methods", ["PUT", ["PUTT"], True, None, [b"PUT"]])
+def test_methods_that_no_request_has_are_refused_when_the_view_is_made(methods):
+    with pytest.raises(TypeError, match="if_match_required"):
+        type("Own", (Articles,), {"if_match_required": methods})
+    with pytest.raises(TypeError, match="if_match_required"):
+        Articles.as_view({"put": "update"}, if_match_required=methods)
+
+
+def test_methods_that_need_if_match_may_depend_on_the_request(article):
+    class Own(Articles):
+        @property
+        def if_match_required(self):
+            return ["put"] if "strict" in self.request.query_params else []
+
+    view = Own.as_view({"put": "update"})
+    request = APIRequestFactory().generic("PUT", "/", '{"title": "new"}', "application/json")
+    assert view(request, pk=article.pk).status_code == 200
+    request = APIRequestFactory().generic("PUT", "/?strict", '{"title": "new"}', "application/json")
+    with pytest.raises(PreconditionRequired):
+        view(request, pk=article.pk)
+
+
 def test_version_is_shown_and_never_taken_from_the_client():
     article, draft = Article(title="x"), Draft(title="x", revision=7)
     assert ArticleSerializer(article).data == {"id": None, "title": "x", "version": 1}
