@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from django.apps import apps
 from django.core.checks import CheckMessage, Error, Warning  # noqa: A004 - Django's own name
-from django.db.models import SET_DEFAULT, SET_NULL, Model
+from django.db import models
+from django.db.models import Model
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -97,19 +98,30 @@ def _managers(model: type[Model]) -> Iterator[CheckMessage]:
 
 
 def _on_delete(model: type[Model]) -> Iterator[CheckMessage]:
-    """Check foreign keys: Django clears them through the base manager when their target is deleted."""
+    """Check foreign keys: Django, or the database itself, changes them when their target is deleted."""
     from django_dlock.versions import VersionedQuerySet
 
-    if isinstance(model._base_manager.get_queryset(), VersionedQuerySet):
-        return
+    counts = isinstance(model._base_manager.get_queryset(), VersionedQuerySet)
     for field in model._meta.local_fields:
-        if getattr(field.remote_field, "on_delete", None) in (SET_NULL, SET_DEFAULT):
+        on_delete = getattr(field.remote_field, "on_delete", None)
+        # Django changes rows that it need not read by an update() of the base manager, and others past every manager.
+        is_lazy = getattr(on_delete, "lazy_sub_objs", False)
+        if _changes_rows(on_delete) and not (is_lazy and counts):
             yield Warning(
                 f"When its target is deleted, {field.name!r} changes without incrementing the version.",
-                hint='Set Meta.base_manager_name = "objects", if that is a manager that increments versions.',
+                hint='Set Meta.base_manager_name = "objects", if that is a manager that increments versions.'
+                if is_lazy
+                else "Use SET_NULL, or SET() with a fixed value: Django changes those through the base manager.",
                 obj=model,
                 id="dlock.W012",
             )
+
+
+def _changes_rows(on_delete: Any) -> bool:
+    """Return whether it is SET(…), or one of the others that change a row; Django 6.1 has added two."""
+    names = ("SET_NULL", "SET_DEFAULT", "DB_SET_NULL", "DB_SET_DEFAULT")
+    known = [getattr(models, name) for name in names if hasattr(models, name)]
+    return on_delete in known or hasattr(on_delete, "deconstruct")
 
 
 def _parents(model: type[Model]) -> Iterator[CheckMessage]:

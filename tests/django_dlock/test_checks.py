@@ -301,7 +301,14 @@ def test_w009_a_manager_that_writes_past_the_version(installed):
         (models.SET_DEFAULT, "plain", ["dlock.W009", "dlock.W012"]),
         (models.SET_NULL, "objects", ["dlock.W009"]),
         (models.SET_NULL, None, ["dlock.W009"]),
+        (models.SET(1), "plain", ["dlock.W009", "dlock.W012"]),
+        (models.SET(1), "objects", ["dlock.W009"]),
+        (models.SET_DEFAULT, "objects", ["dlock.W009", "dlock.W012"]),
+        (models.SET(int), "objects", ["dlock.W009", "dlock.W012"]),
         (models.CASCADE, "plain", ["dlock.W009"]),
+        (models.PROTECT, "plain", ["dlock.W009"]),
+        (models.RESTRICT, "plain", ["dlock.W009"]),
+        (models.DO_NOTHING, "plain", ["dlock.W009"]),
     ],
 )
 def test_w012_a_foreign_key_that_django_clears_past_the_version(installed, on_delete, base_manager, found):
@@ -319,6 +326,29 @@ def test_w012_a_foreign_key_that_django_clears_past_the_version(installed, on_de
             base_manager_name = base_manager
 
     assert ids(model_checks.check_models()) == found
+
+
+@pytest.mark.parametrize(
+    ("name", "found"), [("DB_SET_NULL", ["dlock.W012"]), ("DB_SET_DEFAULT", ["dlock.W012"]), ("DB_CASCADE", [])]
+)
+def test_w012_a_foreign_key_that_the_database_clears_itself(installed, name, found):
+    on_delete = getattr(models, name, None)
+    if on_delete is None:
+        pytest.skip("needs Django 6.1")
+
+    class Customer(models.Model):
+        class Meta:
+            app_label = "testapp"
+
+    class Order(VersionedMixin):
+        customer = models.ForeignKey(Customer, on_delete, null=True, db_default=None)
+
+        class Meta:
+            app_label = "testapp"
+
+    messages = model_checks.check_models()
+    assert ids(messages) == found
+    assert all("Use SET_NULL" in message.hint for message in messages)
 
 
 def test_w014_a_parent_s_table_that_is_written_past_the_version(installed):
