@@ -20,7 +20,7 @@ from django_dlock.errors import as_database_error
 from django_dlock.querysets import row_name
 from django_dlock.versions import VersionedMixin, read_version
 from django_dlock.views import pk
-from dlock_core.errors import DLockError
+from dlock_core.errors import DLockError, NoSuchKey
 from dlock_core.web.decorators import Argument, finder
 from dlock_core.web.preconditions import READ_METHODS, UNCONDITIONAL_METHODS, entity_tag, evaluate
 
@@ -84,7 +84,7 @@ def conditional(
 
     Args:
         model: the model of the object.
-        key: the view's argument that is the primary key.
+        key: the view's argument that is the primary key; `arg("code", str.lower)` converts it first.
         required: whether a method that changes the object needs If-Match.
         accept_weak: accept W/ tags as well.
         variant: as for `etag_of`.
@@ -97,7 +97,7 @@ def conditional(
     """
     require_version(model)
     argument = Argument(key) if isinstance(key, str) else key
-    return _ConditionalView(model, argument.name, required, accept_weak, variant, using).decorate
+    return _ConditionalView(model, argument, required, accept_weak, variant, using).decorate
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ class _ConditionalView:
     """The options of `conditional`, and the wrapper of the view."""
 
     model: type[models.Model]
-    key: str
+    key: Argument
     required: bool
     accept_weak: bool
     variant: str
@@ -120,14 +120,14 @@ class _ConditionalView:
         return view
 
     def _wrap(self, view: Callable[..., Any]) -> Callable[..., Any]:
-        find = finder(view, self.key)
+        find = finder(view, self.key.name)
 
         @wraps(view)
         def wrapper(*args: Any, **kwargs: Any) -> Any:
             request = next(each for each in args[:2] if hasattr(each, "META"))
             if request.method in UNCONDITIONAL_METHODS:
                 return view(*args, **kwargs)
-            value = find(args, kwargs)
+            value = self._converted(find(args, kwargs))
             if request.method in READ_METHODS:
                 return self._read(request, value, lambda: view(*args, **kwargs))
             alias = self.using or router.db_for_write(self.model)
@@ -136,6 +136,12 @@ class _ConditionalView:
                 return view(*args, **kwargs)
 
         return wrapper
+
+    def _converted(self, value: Any) -> Any:
+        try:
+            return self.key.converted(value, self.model._meta.label)
+        except NoSuchKey:
+            raise _not_found(self.model, value) from None
 
     def _read(self, request: Any, value: Any, view: Callable[[], Any]) -> Any:
         alias = self.using or router.db_for_read(self.model)

@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from django.contrib.auth.models import User
 from django.db import connections, models, transaction
-from django.http import HttpResponse
+from django.http import Http404, HttpResponse
 from django.test import AsyncClient, Client, RequestFactory, override_settings
 from django.test.utils import isolate_apps
 from django.urls import path
@@ -14,6 +14,7 @@ from django.utils.decorators import method_decorator
 from django.views import View
 from django.views.generic import DetailView
 
+from django_dlock import arg
 from django_dlock.models import VersionField
 from django_dlock.preconditions import check_preconditions, conditional, etag_of
 from dlock_core.web.preconditions import entity_tag
@@ -332,6 +333,20 @@ def test_error_names_the_object_and_is_django_s(article):
     with pytest.raises(PreconditionFailed, match="read it again"):
         check_preconditions(RequestFactory().put("/", headers={"If-Match": '"old"'}), article)
     assert isinstance(required.value, DatabaseError)
+
+
+def test_key_is_converted_as_its_argument_says(use_database):
+    use_database("default")
+    code = Code.objects.create(code="abc")
+    upper, wrong = (
+        conditional(Code, arg("code", kind), required=False)(lambda request, code: HttpResponse(code))
+        for kind in (str.lower, int)
+    )
+    for method in ("GET", "PUT"):
+        request = RequestFactory().generic(method, "/", headers={"If-Match": etag_of(code)})
+        assert upper(request, code="ABC").content == b"ABC", "the view gets its argument as it was sent"
+        with pytest.raises(Http404):
+            wrong(request, code="ABC")
 
 
 @pytest.mark.parametrize("key", ["abc", "9" * 40, "-1", "1e3", "%00", "%F0%9F%92%A5"])
