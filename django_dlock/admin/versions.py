@@ -62,6 +62,9 @@ class VersionedModelAdmin(_ModelAdmin):
         super().__init__(model, admin_site)
         if not issubclass(model, VersionedMixin):
             raise ImproperlyConfigured(f"{type(self).__name__} needs a model with VersionedMixin")
+        names: Any = self.unguarded_actions
+        if isinstance(names, str):
+            raise ImproperlyConfigured(f"unguarded_actions of {type(self).__name__} is a list of names, not one text")
 
     def get_queryset(self, request: HttpRequest) -> QuerySet[Any]:
         return read_from_write_database(super().get_queryset(request), request)

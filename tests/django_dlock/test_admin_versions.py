@@ -503,6 +503,14 @@ def test_mixin_to_the_right_of_the_inline_that_it_guards_is_refused(inline):
         type("Rows", (inline, VersionedInlineMixin), {"model": Step})
 
 
+def test_unguarded_actions_that_are_one_text_are_refused():
+    class Own(VersionedModelAdmin):
+        unguarded_actions = "export_all"  # contains "export", the name of another action
+
+    with pytest.raises(ImproperlyConfigured, match="unguarded_actions"):
+        Own(Ticket, site)
+
+
 def test_model_without_a_version_is_refused():
     with pytest.raises(ImproperlyConfigured, match="VersionedMixin"):
         VersionedModelAdmin(Tag, site)
