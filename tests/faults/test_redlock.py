@@ -150,6 +150,18 @@ def held(nodes: list[Server], prefix: str) -> Iterator[list[Lease]]:
         yield leases
 
 
+def assert_refused(harness: Harness) -> None:
+    """Assert that another caller does not get the lock; a busy machine may answer it too late, and then it repeats."""
+
+    def is_refused() -> bool:
+        with suppress(BackendUnavailable):
+            assert harness.try_acquire("a") is None
+            return True
+        return False
+
+    until(is_refused)
+
+
 def let_arrive(request: Fault, node: Server) -> None:
     """Deliver a request that was held up, and wait until the node has executed its script."""
     with redis.Redis.from_url(node.url) as client:
@@ -201,7 +213,7 @@ def test_undo_that_comes_late_ends_no_later_grant_of_the_same_call(
     else:
         for node in nodes[:2]:
             node.resume()
-    assert harness.try_acquire("a") is None
+    assert_refused(harness)
     through.do(lease.release)
     assert [here(node, prefix) for node in nodes] == [[]] * 5
     for each in other:
@@ -330,7 +342,7 @@ def test_minority_that_goes_away_while_we_hold_changes_nothing(harness: Harness,
     harness.observed.until(lambda _: harness.renewals(lease) >= before + 4)
     assert not lease.lost
     harness.do(lease.renew)
-    assert harness.try_acquire("a") is None
+    assert_refused(harness)
     assert harness.holders("a") == [lease.holder]
     assert harness.do(lease.release) is Released.RELEASED
     assert harness.acquire("a").token > lease.token
@@ -343,7 +355,7 @@ def test_minority_that_went_away_before_changes_nothing(harness: Harness, nodes:
     tokens = []
     for _ in range(5):
         lease = harness.acquire("a")
-        assert harness.try_acquire("a") is None
+        assert_refused(harness)
         tokens.append(lease.token)
         assert harness.do(lease.release) is Released.RELEASED
     assert tokens == sorted(set(tokens))
@@ -370,10 +382,10 @@ def test_minority_that_forgets_changes_nothing(harness: Harness, nodes: list[Ser
     lease = harness.acquire("a", ttl=2 * harness.renewed_ttl)
     for node in nodes[:2]:
         node.restart(keep_data=False)
-    assert harness.try_acquire("a") is None
+    assert_refused(harness)
     before = harness.renewals(lease)
     harness.observed.until(lambda _: harness.renewals(lease) >= before + 3)
-    assert harness.try_acquire("a") is None
+    assert_refused(harness)
     assert not lease.lost
     assert harness.holders("a") == [lease.holder]
     assert harness.do(lease.release) is Released.RELEASED
@@ -388,7 +400,7 @@ def test_lease_outlives_all_nodes_forgetting_one_after_the_other(
         node.restart(keep_data=False)
         until(lambda node=node: here(node, prefix) == [lease.holder])
     assert not lease.lost
-    assert harness.try_acquire("a") is None
+    assert_refused(harness)
     assert harness.state("a").holders[0].token == lease.token
     assert harness.do(lease.release) is Released.RELEASED
     assert harness.acquire("a").token > lease.token
@@ -490,7 +502,7 @@ def test_all_nodes_restarted_with_their_data_have_kept_the_lease(harness: Harnes
     for node in nodes:
         node.restart()
     harness.do(lease.renew)
-    assert harness.try_acquire("a") is None
+    assert_refused(harness)
     assert harness.do(lease.release) is Released.RELEASED
 
 

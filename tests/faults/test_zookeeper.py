@@ -296,13 +296,15 @@ def test_servers_that_are_not_there_are_told_at_once_and_all_are_named(prefix: s
     assert clock() - began < 5
 
 
-def test_restart_that_kept_its_data_ends_no_lease(server: Server, direct: ZooKeeperBackend) -> None:
-    lease = Lock(direct, "a").acquire()
+def test_restart_that_kept_its_data_ends_no_lease(server: Server, prefix: str) -> None:
+    store = ZooKeeperBackend.from_url(server.url, prefix=prefix, session=WITHIN)
+    lease = Lock(store, "a", ttl=2 * WITHIN).acquire()
     server.restart()
     until(lambda: is_renewed(lease))
     assert not lease.lost
-    assert Lock(direct, "b").try_acquire().release() is Released.RELEASED  # type: ignore[union-attr]
+    assert Lock(store, "b").try_acquire().release() is Released.RELEASED  # type: ignore[union-attr]
     assert lease.release() is Released.RELEASED
+    store.close()
 
 
 def test_restart_that_lost_its_data_ends_the_lease_and_the_store_is_found_again(server: Server, prefix: str) -> None:
