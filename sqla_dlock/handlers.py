@@ -5,14 +5,17 @@ The session's transaction keeps the lease, not the function, because a framework
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import inspect
 import sys
+import threading
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar, cast, get_origin
 
 from sqlalchemy.orm import Session, scoped_session
 
+from dlock_core.runtime import ASYNCIO
 from dlock_core.web.decorators import (
     Argument,
     NameTemplate,
@@ -28,7 +31,7 @@ from sqla_dlock.locks import alock, lock
 from sqla_dlock.names import kind_of
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Iterator
+    from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
     from typing import Unpack
 
     from sqla_dlock.locks import AsyncLock, Lease, Lock, LockOptions
@@ -193,16 +196,42 @@ def annotated(session: Any) -> Any:
 
 @asynccontextmanager
 async def _in_threads(block: Lock) -> AsyncIterator[Lease]:
-    """Enter and leave a block in a thread outside FastAPI's pool, in which waiters for this very lock may take all."""
-    from anyio import CancelScope, CapacityLimiter, to_thread
+    """Enter and leave a block in a thread outside FastAPI's pool, in which waiters for this very lock may take all.
+
+    A thread that waits for a lock cannot be stopped. A request that is cancelled meanwhile ends without it, and the
+    thread undoes the acquire at its end. That needs no event loop, which may be closed by then.
+    """
+    from anyio import CapacityLimiter, to_thread
 
     run = functools.partial(to_thread.run_sync, limiter=CapacityLimiter(1))
-    lease = await run(block.__enter__)
+    decided: dict[str, str] = {}  # by whichever comes first, in one step that no other thread can divide
+
+    def begin(lease: Lease) -> None:
+        if decided.setdefault("as", "entered") != "entered":
+            raise asyncio.CancelledError
+        block._blocks.enter(threading.current_thread(), lease)  # noqa: SLF001 - as `Lock.__enter__` does it
+
+    async def leave(error: BaseException | None) -> None:
+        await _to_its_end(run(block.__exit__, None, error, None))  # only the error is read
+
+    try:
+        lease = await run(block._acquire, begin, abandon_on_cancel=True)  # noqa: SLF001 - no user is to call it
+    except BaseException as error:
+        if decided.setdefault("as", "cancelled") == "entered":  # the thread had just entered the block
+            await leave(error)
+        raise
     try:
         yield lease
     except BaseException as error:
-        with CancelScope(shield=True):
-            await run(block.__exit__, type(error), error, error.__traceback__)
+        await leave(error)
         raise
+    await leave(None)
+
+
+async def _to_its_end(call: Coroutine[Any, Any, object]) -> None:
+    """Await a call, however often the task is cancelled: anyio shields only from anyio's own cancellation."""
+    from anyio import CancelScope
+
     with CancelScope(shield=True):
-        await run(block.__exit__, None, None, None)
+        is_asyncio = asyncio._get_running_loop() is not None  # noqa: SLF001 - trio has no other cancellation than anyio's
+        await (ASYNCIO.shield(call) if is_asyncio else call)

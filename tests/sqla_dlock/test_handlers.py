@@ -2,14 +2,17 @@
 
 import asyncio
 import functools
+import gc
 import inspect
 import socket
 import threading
+import time
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Annotated, Any
 
+import anyio
 import anyio.to_thread
 import httpx
 import pytest
@@ -28,9 +31,10 @@ from starlette.routing import Route
 from dlock_core.errors import AcquireTimeout, DLockError
 from dlock_core.leases.lock import AsyncLock
 from dlock_core.leases.lock import Lock as CoreLock
+from dlock_core.runtime import BLOCKING, run
 from dlock_core.stores import Store
 from sqla_dlock import stores
-from sqla_dlock.handlers import locked
+from sqla_dlock.handlers import _in_threads, locked
 from sqla_dlock.locks import lock
 from sqla_dlock.middleware import LockMiddleware, WSGILockMiddleware, answer_flask
 from sqla_dlock.tie import current
@@ -38,7 +42,7 @@ from tests import leases
 from tests.processes import worker
 from tests.sqla_dlock.engines import new_async_engine, new_engine
 from tests.sqla_dlock.models import Counter
-from tests.waiting import until
+from tests.waiting import auntil, until
 
 WORK = ["acquired order:42", "BEGIN", "work"]
 COMMIT_FIRST = [*WORK, "COMMIT", "released order:42", "response 200"]
@@ -327,7 +331,7 @@ async def test_waiting_requests_do_not_take_the_threads_that_the_holder_needs(ma
 async def test_blocking_dependency_may_be_set_up_and_torn_down_in_different_threads(make_engine, monkeypatch, is_held):
     maker, threads = sessionmaker(make_engine("postgresql")), []
     kind = type(lock(Session(), "order"))
-    enter, leave = kind.__enter__, kind.__exit__
+    enter, leave = kind._acquire, kind.__exit__
 
     def noting(step):
         def noted(self, *args):
@@ -336,7 +340,7 @@ async def test_blocking_dependency_may_be_set_up_and_torn_down_in_different_thre
 
         return noted
 
-    monkeypatch.setattr(kind, "__enter__", noting(enter))
+    monkeypatch.setattr(kind, "_acquire", noting(enter))
     monkeypatch.setattr(kind, "__exit__", noting(leave))
     occupied, go_on = asyncio.Event(), threading.Event()
     loop = asyncio.get_running_loop()
@@ -580,6 +584,128 @@ def test_decorator_above_a_task_is_refused(celery):
 
     with pytest.raises(TypeError, match="below"):
         locked("order", "order_id")(task)
+
+
+# A request that is cancelled
+
+
+@pytest.fixture
+def shipping(make_engine):
+    """Post to a handler that waits for "order:42" by `.dependency`; the ttl is longer than any test."""
+    maker = sessionmaker(make_engine("sqlite"))
+
+    def get_session():
+        with maker.begin() as session:
+            yield session
+
+    once = locked("order", "order_id", ttl=300, wait=50).dependency(get_session, order_id=int)
+    app = FastAPI()
+
+    @app.post("/{order_id}", dependencies=[Depends(once)])
+    async def ship(db: Annotated[Session, Depends(get_session)]):
+        return "shipped"
+
+    return lambda: post(app, "/42")
+
+
+async def cancel(task):
+    """Cancel a task again and again until it has ended, as a server does that shuts down in a hurry."""
+    while not task.done():
+        task.cancel()
+        await asyncio.sleep(0)
+    assert task.cancelled()
+
+
+async def by_timeout(waiting):
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.05):
+            await waiting()
+
+
+async def by_anyio(waiting):
+    with anyio.move_on_after(0.05) as scope:
+        await waiting()
+    assert scope.cancelled_caught
+
+
+async def by_server(waiting):
+    task = asyncio.create_task(waiting())
+    await asyncio.sleep(0.05)
+    await cancel(task)
+
+
+@pytest.mark.parametrize("cancelled", [by_timeout, by_anyio, by_server])
+async def test_request_cancelled_while_it_waits_ends_at_once_and_leaves_no_lease(shipping, store, cancelled):
+    async with AsyncLock(store, "order:42"):
+        await cancelled(shipping)  # ends although the lock is still held
+    async with AsyncLock(store, "order:42", wait=20):
+        pass
+    assert (await shipping()).json() == "shipped"
+
+
+async def test_request_cancelled_at_the_moment_of_the_grant_leaves_no_lease(make_engine, store, is_held):
+    with Session(make_engine("sqlite")) as session:
+
+        async def hold():
+            async with _in_threads(lock(session, "order", 42)):
+                await asyncio.Event().wait()
+
+        task = asyncio.create_task(hold())
+        while not is_held():
+            await asyncio.sleep(0)
+        time.sleep(0.05)  # the thread returns the lease while the loop cannot take it
+        await cancel(task)
+        await auntil(lambda: not is_held())
+
+
+async def test_block_is_left_although_its_request_is_cancelled_again_and_again(make_engine, is_held):
+    entered = asyncio.Event()
+    with Session(make_engine("sqlite")) as session:
+
+        async def hold():
+            async with _in_threads(lock(session, "order", 42)):
+                entered.set()
+                await asyncio.Event().wait()
+
+        task = asyncio.create_task(hold())
+        await entered.wait()
+        await cancel(task)
+        assert not is_held()
+
+
+def test_request_cancelled_by_the_end_of_the_event_loop_leaves_no_lease(make_engine, store, is_held):
+    engine = make_engine("sqlite")
+
+    async def serve():
+        async def wait():
+            with Session(engine) as session:
+                async with _in_threads(lock(session, "order", 42, ttl=300)):
+                    pass
+
+        task = asyncio.create_task(wait())
+        await asyncio.to_thread(leases.until_waited_for, store)
+        assert not task.done()  # asyncio.run() cancels it
+
+    with CoreLock(store, "order:42"):
+        asyncio.run(serve())
+    until(lambda: not is_held())
+
+
+async def test_error_of_a_waiter_whose_request_was_cancelled_is_not_reported(make_engine, store):
+    reported = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: reported.append(context))
+
+    async def wait():
+        async with _in_threads(lock(Session(make_engine("sqlite")), "order", 42, wait=0.3)):
+            pass
+
+    async with AsyncLock(store, "order:42"):
+        await by_timeout(wait)
+        threads = [each for each in threading.enumerate() if each.name.startswith("AnyIO")]
+        await auntil(lambda: not run(store.inspect(BLOCKING, "order:42"))[0].waiters)
+        await asyncio.gather(*(anyio.to_thread.run_sync(threading.active_count) for _ in threads))
+    gc.collect()
+    assert reported == []
 
 
 # Plain functions, methods
