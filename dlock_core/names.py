@@ -8,7 +8,7 @@ that differs between two processes would silently make two locks of one name.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, date, datetime, time
 from decimal import Decimal
@@ -30,6 +30,8 @@ _UNRESERVED: Final = re.compile(r"[A-Za-z0-9_.~-]+")
 """The characters that percent-encoding leaves unchanged."""
 _JOINED: Final = re.compile(r"[A-Za-z0-9_.~-]+(?::[A-Za-z0-9_.~-]+)*")
 _ADDRESS: Final = re.compile(r"\bat 0x[0-9A-Fa-f]+")
+_PRINTS_FIELDS: Final = frozenset({"pydantic.main", "pydantic.utils", "pydantic.v1.utils"})
+"""The modules that define the text of Pydantic's models, of version 2 and 1: all fields of the model."""
 _EXACT_TYPES: Final = frozenset({str, int, UUID})
 """Types whose `str` is their text. Subclasses are excluded, because they may define another `__str__`."""
 
@@ -42,8 +44,9 @@ def join(*parts: object) -> str:
     texts or numbers and its value. Texts are compared exactly, as most databases compare keys.
 
     Raises TypeError for a value without such a text (None, bool, float, containers, functions, iterators, classes,
-    objects that only have a `__repr__`). Raises ValueError if a part is empty, the first part contains ":", or the name
-    is longer than 512 bytes.
+    objects that only have a `__repr__`), or whose text is its contents (Pydantic models, mappings, arrays, forms,
+    exceptions). Raises ValueError if a part is empty, the first part contains ":", or the name is longer than 512
+    bytes.
     """
     if _EXACT_TYPES.issuperset(map(type, parts)):  # Most names: nothing has to be encoded.
         name = ":".join(map(str, parts))
@@ -203,10 +206,25 @@ def _own_text(part: object) -> str:
     """
     if isinstance(part, type | Iterator | NoneType) or type(part).__str__ is object.__str__:
         raise _no_text(part)
+    if _shows_contents(type(part)):
+        raise TypeError(
+            f"a part of a lock's name is text, a number or a key, not {type(part).__name__}, whose text is its "
+            "contents, not a key: give the attribute that is its key, in @locked by its path, as in 'payload.order_id'"
+        )
     text = str(part)
     if _ADDRESS.search(text) or (text.startswith("<") and text == repr(part)):
         raise _no_text(part)
     return text
+
+
+def _shows_contents(kind: type) -> bool:
+    """Return whether the text of a type is all that a value contains: each payload for one key would be another lock.
+
+    A Pydantic model that defines its own text says what its key is.
+    """
+    if issubclass(kind, BaseException | Mapping) or hasattr(kind, "__html__") or hasattr(kind, "__array__"):
+        return True
+    return getattr(kind.__str__, "__module__", "") in _PRINTS_FIELDS
 
 
 def _no_text(part: object) -> TypeError:

@@ -11,15 +11,19 @@ from datetime import UTC, date, datetime, time, timedelta, timezone
 from decimal import Decimal
 from enum import Enum, IntEnum, StrEnum
 from fractions import Fraction
+from http.cookies import SimpleCookie
 from ipaddress import ip_address
 from pathlib import PurePosixPath
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from unittest.mock import MagicMock, Mock
 from uuid import UUID
 
+import pydantic
+import pydantic.v1
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from starlette.datastructures import QueryParams
 
 from dlock_core.names import canonical, join
 
@@ -204,6 +208,47 @@ def test_value_without_a_text_that_is_always_the_same_is_refused(part: object) -
 def test_number_without_a_sensible_text_is_refused(number: str) -> None:
     with pytest.raises(ValueError, match=r"number|digits"):
         join("order", Decimal(number))
+
+
+class Payload(pydantic.BaseModel):
+    order_id: int
+    note: str = ""
+
+
+class OldPayload(pydantic.v1.BaseModel):
+    order_id: int
+
+
+class Form:
+    """As the forms and fields of web frameworks, whose text is HTML."""
+
+    def __str__(self) -> str:
+        return "<form>…</form>"
+
+    __html__ = __str__
+
+
+class Reference(Payload):
+    """A record that says what its key is."""
+
+    def __str__(self) -> str:
+        return str(self.order_id)
+
+
+CONTENTS = [
+    *[Payload(order_id=42), OldPayload(order_id=42), pydantic.RootModel[int](42), QueryParams("note=x")],
+    *[MappingProxyType({"order_id": 42}), SimpleCookie("note=x"), ValueError("42"), Form()],
+]
+
+
+@pytest.mark.parametrize("part", CONTENTS, ids=lambda part: type(part).__name__)
+def test_value_whose_text_is_all_that_it_contains_is_refused(part: object) -> None:
+    with pytest.raises(TypeError, match="whose text is its contents, not a key: give the attribute that is its key"):
+        join("order", part)
+
+
+def test_record_with_its_own_text_is_a_key() -> None:
+    assert join("order", Reference(order_id=42, note="x")) == "order:42"
 
 
 def test_method_that_was_not_called_is_named() -> None:
