@@ -123,9 +123,8 @@ def _key_of(model: type[models.Model], fields: Sequence[Any], value: Any) -> lis
 
 
 def _converted(field: Any, value: Any) -> Any:
+    """Return what the field stores: a naive datetime becomes aware, and a field of the application may change case."""
     try:
-        value = field.to_python(value)
+        return field.get_prep_value(field.to_python(value))
     except ValidationError as error:
         raise ValueError from error
-    # A naive datetime becomes aware, so that both name the same lock.
-    return field.get_prep_value(value) if isinstance(field, models.DateTimeField) else value

@@ -74,7 +74,7 @@ class Kind:
 
     Attributes:
         label: The text that stands for the model in names.
-        converters: One function for each column of the key. A value that it refuses with a ValueError is no key.
+        converters: One function for each column of the key. A value that it refuses with an error is no key.
         key_of: Returns the key of an instance of the model, and None for any other value.
     """
 
@@ -101,7 +101,7 @@ class Kind:
         _text(value)  # A converter such as str() would accept any value, also one whose text is an address.
         try:
             return convert(value)
-        except (ValueError, TypeError, ArithmeticError):
+        except (ValueError, TypeError, ArithmeticError, AttributeError, LookupError):  # also of the program's own types
             raise NoSuchKey(self.label, key=value) from None
 
 

@@ -13,18 +13,19 @@ from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, Final
 from uuid import UUID
 
-from sqlalchemy import TypeDecorator, Uuid, inspect
+from sqlalchemy import Enum, TypeDecorator, Uuid, inspect
 from sqlalchemy.engine.default import DefaultDialect
 from sqlalchemy.orm import InstanceState, Mapper
+from sqlalchemy.orm.util import AliasedClass
 
 from dlock_core import names
 from dlock_core.errors import NoSuchKey
 from sqla_dlock.fencing import FencedMixin, class_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
-    from sqlalchemy import ColumnElement
+    from sqlalchemy.types import TypeEngine
 
 __all__ = ["is_mapped", "kind_of", "plain", "with_class"]
 
@@ -73,6 +74,9 @@ def kind_of(part: Any) -> names.Kind | None:
     """Return what a mapped class is in a name, and None for any other part; raises TypeError for an SQL expression."""
     if is_mapped(part):
         return _kind(part)
+    if isinstance(part, AliasedClass):
+        kind = inspect(part).mapper.class_.__name__
+        raise TypeError(f"an alias of {kind} is for queries: use the class, lock(session, {kind}, key)")
     if hasattr(part, "__clause_element__") or hasattr(part, "_compiler_dispatch"):
         raise TypeError(
             f"{type(part).__name__} is a database expression: use a mapped class, or a value such as a primary key"
@@ -86,7 +90,7 @@ def _kind(mapped: type) -> names.Kind:
     label = getattr(mapper.local_table, "fullname", None)
     if label is None:
         raise TypeError(f"{mapped.__name__} is not mapped to a table: name its locks by a text instead")
-    converters = tuple(map(_converter, mapper.primary_key))
+    converters = tuple(_converter(column.type) for column in mapper.primary_key)
     return names.Kind(label=label, converters=converters, key_of=partial(_key_of, mapper))
 
 
@@ -121,26 +125,29 @@ def _state(value: Any) -> InstanceState[Any] | None:
     return state if isinstance(state, InstanceState) else None
 
 
-def _converter(column: ColumnElement[Any]) -> Callable[[Any], Any]:
+def _converter(kind: TypeEngine[Any]) -> Callable[[Any], Any]:
     """Return the function that converts each spelling of a value of a key column to one form.
 
     Only types whose texts are known are converted, and each converter refuses values that it cannot parse. Other values
     are passed on unchanged, and `dlock_core.names` then decides whether they have a stable text.
     """
-    kind = column.type
     if isinstance(kind, TypeDecorator):
         return partial(_there_and_back, kind)
+    if isinstance(kind, Enum):
+        return partial(_stored_name, kind)
     if isinstance(kind, Uuid):
         return _uuid
+    python = _python_type(kind)
+    if python in (date, datetime, time):
+        return partial(_moment, python)
+    return _CONVERTERS.get(python, _as_given)
+
+
+def _python_type(kind: TypeEngine[Any]) -> type | None:
     try:
-        python = kind.python_type
+        return kind.python_type
     except NotImplementedError:  # A type of one database, such as INET, need not have a Python type.
-        return _as_given
-    if python is int:
-        return _integer
-    if python is Decimal:
-        return _decimal
-    return partial(_moment, python) if python in (date, datetime, time) else _as_given
+        return None
 
 
 def _as_given(value: Any) -> Any:
@@ -154,20 +161,76 @@ def _integer(value: Any) -> int:
     return found
 
 
+def _boolean(value: Any) -> int:
+    found = _integer(value)
+    if found not in (0, 1):
+        raise ValueError(value)
+    return found
+
+
+def _decimal(value: Any) -> Decimal:
+    found = value if isinstance(value, Decimal) else Decimal(str(value))
+    if not found.is_finite():
+        raise ValueError(value)
+    return found
+
+
+def _float(value: Any) -> Decimal:
+    """Return the shortest decimal number that the database stores as the same float."""
+    return _decimal(float(value))
+
+
+_CONVERTERS: Final[Mapping[type | None, Callable[[Any], Any]]] = {
+    int: _integer,
+    bool: _boolean,
+    Decimal: _decimal,
+    float: _float,
+}
+
+
 def _uuid(value: Any) -> UUID:
     return value if isinstance(value, UUID) else UUID(str(value))
 
 
-def _decimal(value: Any) -> Decimal:
-    return value if isinstance(value, Decimal) else Decimal(str(value))
+def _stored_name(kind: Any, value: Any) -> Any:
+    """Return what a column of Enum stores for a member, or for the text of what it stores."""
+    stored = kind.bind_processor(_DIALECT)(value)
+    if stored not in kind.enums:  # SQLAlchemy passes an unknown text on to the database
+        raise ValueError(value)
+    return stored
 
 
 def _moment(kind: Any, value: Any) -> Any:
-    return kind.fromisoformat(value) if isinstance(value, str) else value
+    """Return a date or time; one of a column of the other kind is the same key at midnight only."""
+    if isinstance(value, str):
+        return kind.fromisoformat(value)
+    if kind is date and isinstance(value, datetime):
+        if value.time() != time():
+            raise ValueError(value)
+        return value.date()
+    return datetime.combine(value, time()) if kind is datetime and type(value) is date else value
 
 
 def _there_and_back(kind: TypeDecorator[Any], value: Any) -> Any:
-    """Return what the application's own type would read back after writing the value."""
-    write, read = kind.bind_processor(_DIALECT), kind.result_processor(_DIALECT, None)
-    value = value if write is None else write(value)
-    return value if read is None else read(value)
+    """Return what the application's own type would read back after writing the value.
+
+    The application's methods get what the type that implements it would write and read, so that they need not be
+    prepared for other spellings.
+    """
+    own, implementing = type(kind), kind.load_dialect_impl(_DIALECT)
+    if own.process_bind_param is not TypeDecorator.process_bind_param:
+        value = kind.process_bind_param(value, _DIALECT)
+    value = _converter(implementing)(value)
+    if own.process_result_value is not TypeDecorator.process_result_value:
+        value = kind.process_result_value(_as_read(implementing, value), _DIALECT)
+    return value
+
+
+def _as_read(kind: Any, value: Any) -> Any:
+    """Return a converted value as SQLAlchemy reads it from a column of this type."""
+    if isinstance(kind, Enum):
+        return kind.result_processor(_DIALECT, None)(value)  # type: ignore[no-untyped-call]
+    if isinstance(kind, Uuid):
+        return value if kind.as_uuid else str(value)
+    python = _python_type(kind)
+    return python(value) if python in (bool, float) else value

@@ -5,8 +5,10 @@ from decimal import Decimal
 from uuid import UUID
 
 import pytest
+from django.db import models
 from django.db.models import F, Q, Value
 from django.http import Http404
+from django.test.utils import isolate_apps
 from django.utils.functional import SimpleLazyObject, lazystr
 from django.utils.safestring import mark_safe
 from django.utils.translation import gettext_lazy
@@ -53,6 +55,24 @@ NOON = datetime(2026, 3, 1, 12, tzinfo=UTC)
 )
 def test_every_spelling_of_a_key_is_one_lock(model, spellings, name):
     assert {lock(model, spelling).name for spelling in spellings} == {name}
+
+
+class CodeField(models.CharField):
+    """As many applications write it: what is stored is in lower case."""
+
+    def get_prep_value(self, value):
+        return super().get_prep_value(value).lower()
+
+
+@isolate_apps("tests.testapp")
+def test_key_of_an_own_field_is_what_it_stores():
+    class Coupon(models.Model):
+        code = CodeField(primary_key=True, max_length=9)
+
+        class Meta:
+            app_label = "testapp"
+
+    assert {lock(Coupon, code).name for code in ("ABC", "abc", Coupon(code="Abc"))} == {"testapp.coupon:abc"}
 
 
 def test_composite_key_is_a_tuple_or_as_many_parts():

@@ -1,16 +1,36 @@
 """Mapped classes in a lock's name: every spelling of a key is one lock, and what cannot be a key is no row."""
 
 import uuid
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from decimal import Decimal
+from enum import Enum, StrEnum
 from typing import Any
 
 import pytest
-from sqlalchemy import CHAR, ForeignKey, String, TypeDecorator, Uuid, create_engine, func, select
-from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column
+from sqlalchemy import (
+    CHAR,
+    Boolean,
+    Column,
+    Date,
+    DateTime,
+    Float,
+    ForeignKey,
+    Integer,
+    Interval,
+    Numeric,
+    String,
+    TypeDecorator,
+    Uuid,
+    create_engine,
+    func,
+    select,
+)
+from sqlalchemy import Enum as SqlEnum
+from sqlalchemy.orm import DeclarativeBase, Mapped, Session, aliased, mapped_column, registry, with_polymorphic
 
 from dlock_core.errors import NoSuchKey
 from sqla_dlock.fencing import FencedMixin
+from sqla_dlock.handlers import locked
 from sqla_dlock.locks import lock
 from tests.sqla_dlock.models import ColdStock, Counter, HeavyParcel, LightParcel, Parcel, Shelf, Stock, Ticket, Tray
 
@@ -29,6 +49,57 @@ class Guid(TypeDecorator[uuid.UUID]):
 
     def process_result_value(self, value: Any, dialect: Any) -> uuid.UUID | None:
         return None if value is None else uuid.UUID(value)
+
+
+class Number(TypeDecorator[int]):
+    impl = Integer
+    cache_ok = True
+
+
+class Marked(TypeDecorator[str]):
+    """A number that the application shows as "R-42"."""
+
+    impl = Integer
+    cache_ok = True
+
+    def process_bind_param(self, value: Any, dialect: Any) -> Any:
+        return value.removeprefix("R-")
+
+    def process_result_value(self, value: Any, dialect: Any) -> Any:
+        return f"R-{value}"
+
+
+class PlainUuid(TypeDecorator[uuid.UUID]):
+    impl = Uuid
+    cache_ok = True
+
+
+class ReadBack(TypeDecorator[str]):
+    """Its text shows the type of what it gets from the type below it."""
+
+    impl = String
+    cache_ok = True
+
+    def __init__(self, kind: Any) -> None:
+        super().__init__()
+        self.impl = kind
+
+    def process_result_value(self, value: Any, dialect: Any) -> Any:
+        return f"{type(value).__name__}-{value}"
+
+
+class Colour(Enum):
+    RED = "r"
+    BLUE = "b"
+
+
+class Size(StrEnum):
+    BIG = "b"
+
+
+class NamedColour(TypeDecorator[Colour]):
+    impl = SqlEnum(Colour)
+    cache_ok = True
 
 
 class Base(DeclarativeBase):
@@ -53,6 +124,13 @@ class Price(Base):
 class Reading(Base):
     __tablename__ = "reading"
     at: Mapped[datetime] = mapped_column(primary_key=True)
+
+
+def with_key(kind: Any) -> Any:
+    """Return a mapped class "keyed" whose key has this type."""
+    return type(
+        "Keyed", (registry().generate_base(),), {"__tablename__": "keyed", "id": Column(kind, primary_key=True)}
+    )
 
 
 class Code(Base):
@@ -95,6 +173,72 @@ def name(*parts: Any) -> str:
 )
 def test_every_spelling_of_a_key_is_one_lock(mapped, spellings, expected):
     assert {name(mapped, spelling) for spelling in spellings} == {expected}
+
+
+@pytest.mark.parametrize(
+    ("kind", "spellings", "expected"),
+    [
+        (Number, [42, "42", "042", " +42"], "keyed:42"),
+        (Marked, ["R-42", "42", "R-042"], "keyed:R-42"),
+        (PlainUuid, [KEY, str(KEY), str(KEY).upper(), KEY.hex], f"keyed:{KEY}"),
+        (SqlEnum(Colour), [Colour.RED, "RED"], "keyed:RED"),
+        (SqlEnum(Colour, values_callable=lambda kind: [each.value for each in kind]), [Colour.RED, "r"], "keyed:r"),
+        (SqlEnum(Size), [Size.BIG, "BIG", "b"], "keyed:BIG"),
+        (SqlEnum("red", "blue"), ["red"], "keyed:red"),
+        (NamedColour, [Colour.RED, "RED"], "keyed:RED"),
+        (Float, ["1.50", "1.5", Decimal("1.500"), "15e-1"], "keyed:1.5"),
+        (Numeric(10, 2, asdecimal=False), ["1.50", "1.5", Decimal("1.5")], "keyed:1.5"),
+        (Boolean, [1, "1", "01"], "keyed:1"),
+        (ReadBack(Integer()), [42, "042"], "keyed:int-42"),
+        (ReadBack(Boolean()), [1, "1"], "keyed:bool-True"),
+        (ReadBack(Float()), ["1.50", Decimal("1.5")], "keyed:float-1.5"),
+        (ReadBack(Uuid()), [KEY, KEY.hex], f"keyed:UUID-{KEY}"),
+        (ReadBack(Uuid(as_uuid=False)), [KEY, KEY.hex], f"keyed:str-{KEY}"),
+        (ReadBack(SqlEnum(Colour)), [Colour.RED, "RED"], "keyed:Colour-Colour.RED"),
+        (Date, [NOON.date(), "2026-03-01", datetime(2026, 3, 1)], "keyed:2026-03-01"),  # noqa: DTZ001
+        (DateTime, [NOON.date(), "2026-03-01", datetime(2026, 3, 1)], "keyed:2026-03-01%2000%3A00%3A00"),  # noqa: DTZ001
+        (Interval, [timedelta(days=1)], "keyed:1%20day%2C%200%3A00%3A00"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_every_spelling_is_one_lock_whatever_the_type_of_the_column(kind, spellings, expected):
+    assert {name(with_key(kind), spelling) for spelling in spellings} == {expected}
+
+
+@pytest.mark.parametrize(
+    ("kind", "key"),
+    [
+        (Number, "x"),
+        (Marked, "R-x"),
+        (Marked, 42),  # its own conversion raises AttributeError
+        (PlainUuid, "42x"),
+        (SqlEnum(Colour), "r"),
+        (SqlEnum(Colour), "GREEN"),
+        (SqlEnum(Colour), 42),
+        (SqlEnum(Colour), Size.BIG),
+        (SqlEnum("red", "blue"), "green"),
+        (NamedColour, "GREEN"),
+        (Float, "x"),
+        (Float, "nan"),
+        (Numeric, "Infinity"),
+        (Boolean, "true"),
+        (Date, NOON),
+        (Boolean, 2),
+    ],
+)
+def test_value_that_the_type_of_the_column_refuses_is_no_row(kind, key):
+    with pytest.raises(NoSuchKey, match="cannot be a key of keyed"):
+        name(with_key(kind), key)
+
+
+def test_alias_of_a_class_is_no_name():
+    for part in (aliased(Stock), with_polymorphic(Stock, "*")):
+        with pytest.raises(
+            TypeError, match=r"an alias of Stock is for queries: use the class, lock\(session, Stock, key"
+        ):
+            name(part, 1)
+        with pytest.raises(TypeError, match="an alias of Stock"):
+            locked(part, "key")
 
 
 def test_composite_key_is_a_tuple_or_as_many_parts():
