@@ -12,6 +12,7 @@ from contextlib import AsyncExitStack, ExitStack
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Final, overload
 
+from sqlalchemy import Connection, Engine
 from sqlalchemy.orm import Session
 
 from dlock_core import names
@@ -113,6 +114,8 @@ class SessionLock(TiedLock):
         parts = with_class(parts)
         values = plain(parts)
         super().__init__(names.join(*values), **options)
+        if bind is not None:
+            _check_bind(bind)
         self.session, self.store, self.bind = session, store, bind
         """`bind`: the caller's `bind`, or the mapped class in the lock's name, whose database is protected."""
         self.fence = TABLE_FENCE
@@ -129,6 +132,14 @@ class SessionLock(TiedLock):
         store = store_of(self.store)
         kind = SessionAcquire if store.backend.capabilities.transaction_database is None else InsideAcquire
         return kind(self, store, runtime, form=self._form, lease_type=self._lease_type, **together)
+
+
+def _check_bind(bind: Any) -> None:
+    """Raise TypeError for anything that is not an engine or connection of either kind, or a mapped class."""
+    given = getattr(bind, "sync_engine", bind)  # an AsyncConnection has one, too
+    if not isinstance(given, Engine | Connection) and not is_mapped(bind):
+        kind = f"the class {bind.__name__}" if isinstance(bind, type) else type(bind).__name__
+        raise TypeError(f"bind= is an engine, a connection or a mapped class, not {kind}")
 
 
 class Lock(SessionLock, BlockExit):

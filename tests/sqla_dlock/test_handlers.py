@@ -871,7 +871,9 @@ def test_argument_that_the_function_does_not_have_is_named_at_import():
         locked("order", "order_id", session="database.session")(ship.__wrapped__)
 
 
-@pytest.mark.parametrize("options", [{"ttl": 0}, {"wait": -1}, {"fence": "x"}, {"colour": "red"}, {"snapshot": "x"}])
+@pytest.mark.parametrize(
+    "options", [{"ttl": 0}, {"wait": -1}, {"fence": "x"}, {"colour": "red"}, {"snapshot": "x"}, {"bind": "x"}]
+)
 def test_wrong_option_is_refused_at_import(options):
     with pytest.raises((ValueError, TypeError), match=next(iter(options))):
         locked("order", "order_id", **options)

@@ -10,10 +10,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import redis
-from sqlalchemy import create_engine, event, text
+from sqlalchemy import create_engine, event, make_url, text
 from sqlalchemy.exc import DBAPIError, IntegrityError, InvalidRequestError, PendingRollbackError, UnboundExecutionError
 from sqlalchemy.ext.asyncio import AsyncSession, create_async_engine
-from sqlalchemy.orm import Session, scoped_session, sessionmaker
+from sqlalchemy.orm import Session, aliased, scoped_session, sessionmaker
 
 from dlock_core.backend import Capabilities, Released
 from dlock_core.backends.memory import MemoryBackend
@@ -483,6 +483,33 @@ def test_lease_lost_inside_a_test_is_refused_as_in_production(engine, store):
 def test_wrong_option_is_refused_by_name(session, options, error):
     with pytest.raises(error, match=next(iter(options))):
         order(session, **options)
+
+
+@pytest.mark.parametrize(
+    ("bind", "named"),
+    [
+        ("postgresql://", "str"),
+        (make_url("postgresql://"), "URL"),
+        (sessionmaker(), "sessionmaker"),
+        (Session(), "Session"),
+        (Counter.__table__, "Table"),
+        (Counter(), "Counter"),
+        (Base, "the class Base"),
+        (aliased(Counter), "AliasedClass"),
+    ],
+)
+def test_bind_that_is_no_database_is_refused_before_any_io(bind, named):
+    with pytest.raises(TypeError, match=f"bind= is an engine, a connection or a mapped class, not {named}$"):
+        lock(Session(), "order", 42, bind=bind)
+
+
+@pytest.mark.parametrize("async_engine", ["aiosqlite"], indirect=True)
+async def test_bind_is_an_engine_or_connection_of_either_kind_or_a_mapped_class(async_engine):
+    for bind in (None, async_engine, async_engine.sync_engine, async_engine.connect(), Counter):
+        assert lock(Session(), "order", 42, bind=bind).bind is bind
+    async with async_engine.connect() as connection:
+        for bind in (connection, connection.sync_connection):
+            assert lock(Session(), "order", 42, bind=bind).bind is bind
 
 
 @pytest.mark.parametrize("parts", [(), ("",), (None,), (True,), (1.5,), ("order", [])])
