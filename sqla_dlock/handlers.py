@@ -53,9 +53,9 @@ def locked(kind: Any, *arguments: Any, session: Any = None, **options: Unpack[Lo
     Args:
         kind: What is locked: a mapped class, or a text such as "order".
         arguments: The further parts of the name. A text names an argument of the function ("order_id"), or an attribute
-            or item of it ("order.id", "request.path_params.id"). A function is called with all arguments of the call
-            and returns the part. Any other value is a part itself. With a class, each spelling of a key is one lock;
-            with a text, name the type: `arg("order_id", int)`.
+            or item of it ("payload.order_id", "request.path_params.id"). A function is called with all arguments of the
+            call and returns the part. Any other value is a part itself. With a class, each spelling of a key is one
+            lock; with a text, name the type: `arg("order_id", int)`.
         session: The name of the argument that is the session; by default the only session among the arguments. Or a
             function that returns the session of the call, such as Flask-SQLAlchemy's `db.session`.
         options: Those of `lock`.
