@@ -7,41 +7,86 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
-from sqlalchemy import event
+from sqlalchemy import ColumnClause, event, false, null, type_coerce
 from sqlalchemy.exc import InvalidRequestError
 from sqlalchemy.orm import Session
 from sqlalchemy.sql import visitors
 
 from dlock_core.errors import NotSupported
+from sqla_dlock.connections import is_autocommit
+from sqla_dlock.stores import connection_for_writing
 from sqla_dlock.versions.conflicts import require_versions
 from sqla_dlock.versions.mapping import VersionedMixin, version_column, version_key
+from sqla_dlock.versions.writes import note_overtaken
 
 if TYPE_CHECKING:
+    from sqlalchemy import Result
     from sqlalchemy.orm import Mapper, ORMExecuteState
 
 __all__: list[str] = []
 
 _UPSERTS: Final = {"on_conflict_do_update": "update_values_to_set", "on_duplicate_key_update": "update"}
 """The clauses that turn an INSERT into an UPDATE, and the attribute in which each keeps what it sets."""
+_MATCHES: Final = "dlock_matches"
+"""The execution option of a SELECT by which SQLAlchemy finds the rows that an UPDATE will match."""
 
 
 @event.listens_for(Session, "do_orm_execute")
-def _on_bulk_statement(execution: ORMExecuteState) -> None:
-    if not (execution.is_update or execution.is_insert):
-        return
+def _on_bulk_statement(execution: ORMExecuteState) -> Result[Any] | None:
+    if execution.is_update or execution.is_insert:
+        _count_or_refuse(execution)
+    elif _MATCHES in execution.local_execution_options:
+        return _lock_matches(execution)
+    return None
+
+
+def _count_or_refuse(execution: ORMExecuteState) -> None:
     mapper = execution.bind_mapper
     if mapper is None or not issubclass(mapper.class_, VersionedMixin):
         return
     if execution.is_insert:
         _refuse_upsert(execution.statement, mapper)
     elif isinstance(execution.parameters, list):
-        if _strategy(execution) == "core_only":
+        if _option(execution, "dml_strategy", "auto") == "core_only":
             _refuse_assigned_versions(execution.parameters, mapper)
             execution.statement = _with_count(execution.statement, mapper)
         else:
             _require_versions(execution, execution.parameters, mapper)
     else:
         execution.statement = _with_count(execution.statement, mapper)
+        _synchronize(execution, mapper)
+
+
+def _synchronize(execution: ORMExecuteState, mapper: Mapper[Any]) -> None:
+    """Let SQLAlchemy increment the versions in memory of those instances whose rows the database has matched.
+
+    By default it applies the WHERE clause to the instances. One that is stale may match, although its row does not, and
+    would get the version that another user's write has given to the row.
+    """
+    if _option(execution, "synchronize_session", "auto"):
+        session = execution.session
+        # Fetching the keys of many rows takes time, and is in vain where the session has no instance of them.
+        is_needed = session.new or any(isinstance(each, mapper.class_) for each in session.identity_map.values())
+        execution.update_execution_options(synchronize_session="fetch" if is_needed else False, **{_MATCHES: True})
+
+
+def _lock_matches(execution: ORMExecuteState) -> Result[Any] | None:
+    """Lock the rows that an UPDATE without RETURNING will match: until then another transaction could change them.
+
+    In AUTOCOMMIT no lock would last until then, so no row counts as matched, and all instances stay as they are.
+    """
+    session: Session = execution.session
+    statement: Any = execution.statement
+    if session.get_bind(**execution.bind_arguments).dialect.update_returning:
+        return None  # SQLAlchemy sends no SELECT
+    if session.connection_callable is not None:  # sharding
+        execution.statement = statement.with_for_update()
+        return None
+    mapper: Mapper[Any] = execution.bind_arguments["mapper"]
+    connection = connection_for_writing(session, mapper)  # The session itself might send a SELECT to a replica.
+    statement = statement.with_only_columns(*mapper.primary_key, null())  # each key, followed by its identity token
+    locking = statement.where(false()) if is_autocommit(connection) else statement.with_for_update()
+    return connection.execute(locking, execution.parameters)
 
 
 def _with_count(statement: Any, mapper: Mapper[Any]) -> Any:
@@ -53,20 +98,24 @@ def _with_count(statement: Any, mapper: Mapper[Any]) -> Any:
             f"update({mapper.class_.__name__}) cannot count {name!r} up, which is in the table "
             f"{version.table.name}: update the rows one by one"
         )
-    if _sets(getattr(statement, "_values", None) or {}, version):
-        return statement
+    # With the attribute of the class, SQLAlchemy also increments the versions in memory. With the column it would
+    # expire them, and the instances would then have the new version with data that was read with the old one.
+    attribute = getattr(mapper.class_, name)
+    values = getattr(statement, "_values", None) or {}
+    for given in (value for column, value in values.items() if _sets([column], version)):
+        # A stale instance must not get the number of its row. SQLAlchemy evaluates no type_coerce() in memory: it
+        # expires the version, which is then read later than the rest, and no longer proves anything.
+        is_count = any(isinstance(each, ColumnClause) and each.key == version.key for each in visitors.iterate(given))
+        return statement if is_count else statement.values({attribute: type_coerce(given, version.type)})
     try:
-        # With the attribute of the class, SQLAlchemy also increments the versions in memory. With the column it would
-        # expire them, and the instances would then have the new version with data that was read with the old one.
-        attribute = getattr(mapper.class_, name)
         return statement.values({attribute: attribute + 1})
     except InvalidRequestError as error:
         raise NotSupported(f"ordered_values() cannot be combined with counting {name!r} up: use values()") from error
 
 
-def _strategy(execution: ORMExecuteState) -> str:
+def _option(execution: ORMExecuteState, name: str, default: str) -> Any:
     options = {**execution.statement.get_execution_options(), **execution.execution_options}
-    return str(options.get("dml_strategy", "auto"))
+    return options.get(name, default)
 
 
 def _refuse_assigned_versions(rows: list[Any], mapper: Mapper[Any]) -> None:
@@ -88,6 +137,8 @@ def _require_versions(execution: ORMExecuteState, rows: list[Any], mapper: Mappe
         connection = execution.session.connection(bind_arguments={"mapper": mapper.base_mapper})
         expected = [tuple([row[each] for each in (*keys, name)]) for row in rows]
         require_versions(execution.session, connection, mapper, expected, "save")
+        for *key, version in expected:
+            note_overtaken(execution.session, mapper, tuple(key), version)
 
 
 def _refuse_upsert(statement: Any, mapper: Mapper[Any]) -> None:

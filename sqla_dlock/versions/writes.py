@@ -33,6 +33,7 @@ __all__ = [
     "is_touched",
     "mark_flushed",
     "needs_one_update",
+    "note_overtaken",
     "read_version",
     "require_expected",
     "row_update",
@@ -59,7 +60,7 @@ class RowUpdate:
 def _on_refresh(state: InstanceState[Any], context: Any, names: Collection[str] | None) -> None:
     """Mark an instance whose version was read later than other columns, for which it then proves nothing."""
     name = version_key(state.mapper)
-    # Without a context nothing was read: a bulk UPDATE has incremented the version of the instance in memory.
+    # Without a context nothing was read: a bulk UPDATE has incremented the version of the instance and of its row.
     if context is None or (names is not None and name not in names):
         return
     if name not in state.dict or (names is None and state.dict[name] != state.info.get(_WRITTEN)):
@@ -79,6 +80,15 @@ def _on_updated(mapper: Mapper[Any], connection: Connection, state: InstanceStat
     that has just been written, and it is not late, because it is the version of that very write.
     """
     state.info[_WRITTEN] = state.dict.get(version_key(mapper))
+
+
+def note_overtaken(session: Session, mapper: Mapper[Any], key: tuple[Any, ...], version: Any) -> None:
+    """Refuse saves of an instance that is older than this version, which SQLAlchemy is about to give to it."""
+    instance = session.identity_map.get(mapper.identity_key_from_primary_key(key))
+    if instance is not None:
+        state: Any = instance_state(instance)
+        if state.dict.get(version_key(state.mapper), version) != version:
+            state.info[_READ_LATE] = True
 
 
 @lru_cache(maxsize=1024)

@@ -4,7 +4,20 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from sqlalchemy import Engine, ForeignKey, bindparam, delete, event, insert, inspect, select, text, update
+from sqlalchemy import (
+    Engine,
+    ForeignKey,
+    Update,
+    bindparam,
+    create_engine,
+    delete,
+    event,
+    insert,
+    inspect,
+    select,
+    text,
+    update,
+)
 from sqlalchemy.exc import ArgumentError
 from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column, relationship
@@ -14,7 +27,7 @@ from dlock_core.errors import NotSupported
 from sqla_dlock.versions import StaleObject, VersionedMixin, aggregates, save_with_version
 from tests.mysql_server import DIALECT
 from tests.sqla_dlock.models import Counter
-from tests.sqla_dlock.version_models import Basket, Code, Line, LineNote, Order, Park, Place, Shop
+from tests.sqla_dlock.version_models import Basket, Code, Line, LineNote, Member, Order, Park, Place, Shop
 
 
 @pytest.fixture
@@ -249,6 +262,136 @@ def test_instance_that_an_update_statement_wrote_can_be_saved(session, orders):
     save_with_version(session, orders[0])
     assert (orders[0].reads, orders[0].version) == (5, 3)
     assert ("new", 3) in rows(session, Order.title, Order.version)
+
+
+def elsewhere(session: Session, statement: str) -> None:
+    """Commit a statement of another user."""
+    with session.get_bind().begin() as connection:
+        connection.execute(text(statement))
+
+
+UPDATES = {
+    "auto": lambda session, statement: session.execute(statement),
+    "evaluate": lambda session, statement: session.execute(
+        statement, execution_options={"synchronize_session": "evaluate"}
+    ),
+    "fetch": lambda session, statement: session.execute(statement.execution_options(synchronize_session="fetch")),
+    "query": lambda session, _: session.query(Order).filter(Order.title == "a").update({"reads": 5}),
+}
+"""The ways to send an UPDATE of the orders with the title a."""
+
+
+@pytest.mark.parametrize("how", UPDATES)
+def test_update_statement_moves_no_version_of_an_instance_whose_row_it_did_not_match(session, orders, how):
+    elsewhere(session, "UPDATE orders SET title = 'shipped', version = version + 1 WHERE title = 'a'")
+    UPDATES[how](session, update(Order).where(Order.title == "a").values(reads=5))
+    assert orders[0].version == 1
+    orders[0].title = "cancelled"
+    with pytest.raises(StaleObject):
+        session.commit()
+
+
+@pytest.mark.parametrize("engine", ["postgresql", "mariadb", "pymysql"], indirect=True)
+@pytest.mark.parametrize("how", UPDATES)
+def test_update_statement_matches_rows_as_they_are_now_and_not_as_a_snapshot_shows_them(session, orders, how):
+    rows(session, Order.id)  # MariaDB at REPEATABLE READ takes the snapshot
+    elsewhere(session, "UPDATE orders SET title = 'shipped', version = version + 1 WHERE title = 'a'")
+    UPDATES[how](session, update(Order).where(Order.title == "a").values(reads=5))
+    orders[0].title = "cancelled"
+    with pytest.raises(StaleObject):
+        session.commit()
+
+
+@pytest.mark.parametrize("engine", ["mariadb"], indirect=True)
+def test_update_statement_in_autocommit_leaves_stale_what_it_cannot_lock(session, orders):
+    """MariaDB has no UPDATE ... RETURNING, and in AUTOCOMMIT no lock outlives the SELECT of the keys."""
+    bind = session.get_bind().execution_options(isolation_level="AUTOCOMMIT")
+    sent = []
+
+    @event.listens_for(bind, "before_cursor_execute")
+    def ship(connection: Any, cursor: Any, statement: str, *_: object) -> None:
+        if statement.startswith("UPDATE") and not sent:
+            sent.append(statement)
+            elsewhere(session, "UPDATE orders SET title = 'shipped', version = version + 1 WHERE title = 'a'")
+
+    with Session(bind, expire_on_commit=False) as other:
+        order = other.scalars(select(Order).where(Order.title == "a")).one()
+        other.execute(update(Order).where(Order.title == "a").values(reads=5))
+        order.title = "cancelled"
+        with pytest.raises(StaleObject):
+            other.commit()
+
+
+@pytest.mark.parametrize("engine", ["mariadb"], indirect=True)
+def test_update_statement_locks_its_rows_where_it_writes_them_and_not_on_a_replica(session, orders):
+    leader, follower = session.get_bind(), create_engine(session.get_bind().url)
+    read: list[str] = []
+
+    @event.listens_for(follower, "before_cursor_execute")
+    def note(connection: Any, cursor: Any, statement: str, *_: object) -> None:
+        read.append(statement)
+
+    class Routing(Session):
+        def get_bind(self, mapper: Any = None, clause: Any = None) -> Any:  # type: ignore[override]
+            return leader if self._flushing or isinstance(clause, Update) else follower
+
+    with Routing() as other:
+        order = other.scalars(select(Order).where(Order.title == "a")).one()
+        other.execute(update(Order).where(Order.title == "a").values(reads=5))
+        assert (order.reads, order.version, len(read)) == (5, 2, 1)
+    follower.dispose()
+
+
+@pytest.mark.parametrize("kind", [Member, Code, Park, Basket])
+def test_update_statement_synchronizes_every_shape_of_class(session, kind):
+    given = {Code: {"kind": "a", "code": "x"}}
+    each = made(session, kind(**given.get(kind, {})))[0]
+    column = {Member: "grade", Code: "title", Park: "trees", Basket: "name"}[kind]
+    session.execute(update(kind).values({column: "5"}))
+    assert (str(getattr(each, column)), each.version) == ("5", 2)
+    setattr(each, column, "6")
+    session.commit()
+    assert each.version == 3
+
+
+def test_update_statement_fetches_no_keys_if_no_instance_is_loaded(session, orders):
+    session.expunge_all()
+    sent: list[str] = []
+
+    @event.listens_for(session.get_bind(), "before_cursor_execute")
+    def note(connection: Any, cursor: Any, statement: str, *_: object) -> None:
+        sent.append(statement)
+
+    session.execute(update(Order).values(reads=5))
+    assert [each.partition(" ")[0] for each in sent if "orders" in each] == ["UPDATE"]
+    assert "RETURNING" not in sent[-1]
+
+
+def test_instance_that_the_update_statement_s_own_flush_inserts_can_be_saved(session):
+    session.add(order := Order(title="a"))
+    session.execute(update(Order).values(reads=5))
+    order.title = "new"
+    session.commit()
+    assert rows(session, Order.title, Order.reads, Order.version) == [("new", 5, 3)]
+
+
+def test_version_that_an_update_statement_sets_makes_no_stale_instance_current(session, orders):
+    elsewhere(session, "UPDATE orders SET title = 'shipped', version = 7 WHERE title = 'a'")
+    session.execute(update(Order).where(Order.title == "shipped").values(version=8, reads=5))
+    assert orders[0].version == 8
+    orders[0].title = "cancelled"
+    with pytest.raises(ValueError, match="read later"):
+        session.commit()
+
+
+def test_update_by_primary_key_makes_no_stale_instance_current(session, orders):
+    elsewhere(session, "UPDATE orders SET title = 'shipped', version = 7 WHERE title = 'a'")
+    savepoint = session.begin_nested()
+    session.execute(update(Order), [{"id": orders[0].id, "reads": 5, "version": 7}])
+    savepoint.rollback()
+    orders[0].title = "cancelled"
+    with pytest.raises((StaleObject, ValueError)):
+        session.commit()
 
 
 def test_update_statement_may_set_a_version_on_purpose(session, orders):
