@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
-from sqlalchemy import ColumnClause, event, false, null, type_coerce
+from sqlalchemy import ColumnClause, Engine, Insert, Update, event, false, inspect, null, type_coerce
 from sqlalchemy.exc import InvalidRequestError
-from sqlalchemy.orm import Session
+from sqlalchemy.orm import FromStatement, Session
 from sqlalchemy.sql import visitors
 
 from dlock_core.errors import NotSupported
@@ -44,17 +44,38 @@ def _count_or_refuse(execution: ORMExecuteState) -> None:
     mapper = execution.bind_mapper
     if mapper is None or not issubclass(mapper.class_, VersionedMixin):
         return
+    statement: Any = execution.statement
     if execution.is_insert:
-        _refuse_upsert(execution.statement, mapper)
+        _refuse_upsert(statement, mapper)
     elif isinstance(execution.parameters, list):
-        if _option(execution, "dml_strategy", "auto") == "core_only":
+        if execution.is_from_statement or _option(execution, "dml_strategy", "auto") == "core_only":
             _refuse_assigned_versions(execution.parameters, mapper)
-            execution.statement = _with_count(execution.statement, mapper)
+            execution.statement = _with_count(statement, mapper)
         else:
             _require_versions(execution, execution.parameters, mapper)
     else:
-        execution.statement = _with_count(execution.statement, mapper)
+        execution.statement = _with_count(statement, mapper)
         _synchronize(execution, mapper)
+
+
+@event.listens_for(Engine, "before_cursor_execute")
+def _refuse_uncounted_ctes(*execution: Any) -> None:
+    """Refuse a statement with an UPDATE or upsert in a CTE, which may be anywhere in it, that counts no version.
+
+    The compiled statement has its CTEs at hand, so that a statement without any costs nothing.
+    """
+    context = execution[4]
+    for cte in getattr(getattr(context, "compiled", None), "ctes", None) or ():
+        statement = cte.element
+        if isinstance(statement, Update | Insert):
+            mapper = inspect(statement.entity_description.get("type"), raiseerr=False)
+            if mapper is not None and issubclass(mapper.class_, VersionedMixin):
+                _refuse_upsert(statement, mapper)
+                if isinstance(statement, Update) and not _sets(_values(statement), version_column(mapper)):
+                    raise NotSupported(
+                        f"update({mapper.class_.__name__}) in a CTE has to count its version up itself, by "
+                        f"values(..., {version_key(mapper)}={mapper.class_.__name__}.{version_key(mapper)} + 1)"
+                    )
 
 
 def _synchronize(execution: ORMExecuteState, mapper: Mapper[Any]) -> None:
@@ -91,6 +112,10 @@ def _lock_matches(execution: ORMExecuteState) -> Result[Any] | None:
 
 def _with_count(statement: Any, mapper: Mapper[Any]) -> Any:
     """Return an UPDATE that also increments the version, unless it sets the version itself."""
+    if isinstance(statement, FromStatement):
+        counted = statement._generate()  # type: ignore[no-untyped-call]  # noqa: SLF001 - there is no public way
+        counted.element = _with_count(statement.element, mapper)
+        return counted
     version = version_column(mapper)
     name = version_key(mapper)
     if version.table is not mapper.local_table:
@@ -101,8 +126,8 @@ def _with_count(statement: Any, mapper: Mapper[Any]) -> Any:
     # With the attribute of the class, SQLAlchemy also increments the versions in memory. With the column it would
     # expire them, and the instances would then have the new version with data that was read with the old one.
     attribute = getattr(mapper.class_, name)
-    values = getattr(statement, "_values", None) or {}
-    for given in (value for column, value in values.items() if _sets([column], version)):
+    given = next((value for column, value in _values(statement).items() if _sets([column], version)), None)
+    if given is not None:
         # A stale instance must not get the number of its row. SQLAlchemy evaluates no type_coerce() in memory: it
         # expires the version, which is then read later than the rest, and no longer proves anything.
         is_count = any(isinstance(each, ColumnClause) and each.key == version.key for each in visitors.iterate(given))
@@ -111,6 +136,10 @@ def _with_count(statement: Any, mapper: Mapper[Any]) -> Any:
         return statement.values({attribute: attribute + 1})
     except InvalidRequestError as error:
         raise NotSupported(f"ordered_values() cannot be combined with counting {name!r} up: use values()") from error
+
+
+def _values(statement: Any) -> Any:
+    return statement._values or {}  # noqa: SLF001 - there is no public way
 
 
 def _option(execution: ORMExecuteState, name: str, default: str) -> Any:

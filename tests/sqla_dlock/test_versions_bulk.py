@@ -1,7 +1,7 @@
 """The promises of versions for flushes of many rows, ORM statements that write many, and aggregates."""
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Final
 
 import pytest
 from sqlalchemy import (
@@ -14,6 +14,7 @@ from sqlalchemy import (
     event,
     insert,
     inspect,
+    literal,
     select,
     text,
     update,
@@ -398,6 +399,72 @@ def test_update_statement_may_set_a_version_on_purpose(session, orders):
     session.execute(update(Order).values(version=7))
     session.execute(update(Order).where(Order.title == "a").values({Order.version: Order.version + 2}))
     assert {version for _, version in rows(session, Order.title, Order.version)} == {7, 9}
+
+
+@pytest.mark.parametrize("engine", ["sqlite", "postgresql"], indirect=True)
+def test_select_from_an_update_statement_counts(session, orders):
+    statement = update(Order).where(Order.title == "a").values(reads=5).returning(Order)
+    session.expunge_all()
+    order = session.scalars(select(Order).from_statement(statement)).one()
+    assert (order.reads, order.version) == (5, 2)
+    order.title = "new"
+    session.commit()
+    assert ("new", 3) in rows(session, Order.title, Order.version)
+
+
+@pytest.mark.parametrize("engine", ["sqlite", "postgresql"], indirect=True)
+def test_select_from_an_update_statement_leaves_a_stale_instance_stale(session, orders):
+    statement = update(Order).where(Order.title == "a").values(reads=5).returning(Order)
+    session.scalars(select(Order).from_statement(statement)).all()
+    orders[0].title = "new"
+    with pytest.raises(StaleObject):
+        session.commit()
+
+
+CHANGED: Final = update(Order).where(Order.title == "a").values(reads=5).returning(Order.id)
+IN_CTES: Final = {
+    "select": lambda changed: select(changed.cte()),
+    "subquery": lambda changed: select(Order).where(Order.id.in_(select(changed.cte()))),
+    "added": lambda changed: select(literal(1)).add_cte(changed.cte()),
+    "update": lambda changed: update(Line).where(Line.id.in_(select(changed.cte()))).values(amount=5),
+    "delete": lambda changed: delete(Line).where(Line.id.in_(select(changed.cte()))),
+    "insert": lambda changed: insert(Line).from_select(["amount", "version"], select(changed.cte(), literal(1))),
+    "from_statement": lambda changed: select(Order).from_statement(
+        select(Order).where(Order.id.in_(select(changed.cte())))
+    ),
+}
+
+
+@pytest.mark.parametrize("engine", ["postgresql", "psycopg2"], indirect=True)
+@pytest.mark.parametrize("within", IN_CTES)
+def test_update_in_a_cte_has_to_count(session, orders, within):
+    for _ in range(2):  # the second is compiled already
+        with pytest.raises(NotSupported, match="in a CTE has to count its version up itself"):
+            session.execute(IN_CTES[within](CHANGED))
+    assert {version for _, version in rows(session, Order.title, Order.version)} == {1}
+    counted = CHANGED.values(version=Order.version + 1)
+    session.execute(IN_CTES[within](counted), execution_options={"synchronize_session": False})
+    orders[0].title = "mine"
+    with pytest.raises(StaleObject):
+        session.commit()
+
+
+@pytest.mark.parametrize("engine", ["postgresql"], indirect=True)
+def test_upsert_in_a_cte_has_to_count(session):
+    made(session, Code(kind="a", code="x"))
+    with pytest.raises(NotSupported, match="has to count its version up itself"):
+        session.execute(select(upsert(session, title="new").returning(Code.code).cte()))
+    counted = upsert(session, title="new", row_version=Code.__table__.c.row_version + 1).returning(Code.code)
+    session.execute(select(counted.cte()))
+    session.execute(select(insert(Code).values(kind="a", code="y").returning(Code.code).cte()))
+    assert rows(session, Code.code, Code.title, Code.version) == [("x", "new", 2), ("y", "", 1)]
+
+
+@pytest.mark.parametrize("engine", ["postgresql"], indirect=True)
+def test_statements_on_the_table_pass_by_in_a_cte_too(session, orders):
+    table = Order.__table__
+    session.execute(select(update(table).where(table.c.title == "a").values(reads=5).returning(table.c.id).cte()))
+    assert rows(session, Order.title, Order.reads, Order.version)[0] == ("a", 5, 1)
 
 
 def test_update_statement_counts_a_column_of_another_name(session):
