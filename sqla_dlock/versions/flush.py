@@ -26,6 +26,7 @@ from sqlalchemy.orm.attributes import instance_state
 from sqlalchemy.sql import visitors
 from sqlalchemy.sql.elements import BinaryExpression
 
+from sqla_dlock.connections import is_autocommit
 from sqla_dlock.versions.aggregates import roots_of_changes
 from sqla_dlock.versions.conflicts import MAX_ROWS_PER_QUERY, find_version, require_versions, stale_row
 from sqla_dlock.versions.mapping import VersionedMixin, key_columns, version_column, version_key
@@ -170,8 +171,13 @@ def _before_write(mapper: Mapper[Any], connection: Connection, state: InstanceSt
         if flush.batches is None:
             _find_late_roots(session, flush)
             flush.batches = _batches(session, flush)
-        if batch := flush.batches.pop(mapper.base_mapper, None):
+        if (batch := flush.batches.pop(mapper.base_mapper, None)) and _can_check_many(connection):
             _write_together(session, connection, batch)
+
+
+def _can_check_many(connection: Connection) -> bool:
+    """Return whether a batch is checked up to its write: by the locks on its rows, or by the count of the rows."""
+    return connection.dialect.supports_sane_multi_rowcount or not is_autocommit(connection)
 
 
 def _write_together(session: Session, connection: Connection, instances: Sequence[Any]) -> None:
@@ -206,7 +212,7 @@ def _write_together(session: Session, connection: Connection, instances: Sequenc
 
 def _write_alike(session: Session, connection: Connection, mapper: Mapper[Any], writes: Sequence[RowUpdate]) -> None:
     result = send_updates(connection, mapper, writes)
-    # The rows are locked since they were checked, except on SQLite, which has no row locks: there the count decides.
+    # The rows are locked since they were checked, except on SQLite and in AUTOCOMMIT: there the count decides.
     if connection.dialect.supports_sane_multi_rowcount and result.rowcount < len(writes):
         found = [(write, find_version(connection, mapper, write.key)) for write in writes]
         next_version = version_key(mapper)

@@ -237,6 +237,29 @@ async def test_async_flush_of_many_rows_is_two_statements(async_engine: AsyncEng
         assert [tuple(row) for row in found] == [("a!", 2), ("b!", 2), ("c!", 2)]
 
 
+@pytest.mark.parametrize("name", ["asyncpg", "aiomysql"])
+async def test_flush_of_many_rows_in_autocommit_finds_the_stale_one(make_async_engine, make_engine, name):
+    """No lock outlives its statement there, and asyncpg does not count the rows of many UPDATEs."""
+    other = make_engine({"asyncpg": "postgresql"}.get(name, "mariadb"))
+    async_engine = make_async_engine(name, isolation_level="AUTOCOMMIT")
+    changed = []
+
+    @event.listens_for(async_engine.sync_engine, "before_cursor_execute")
+    def change(connection: Any, cursor: Any, statement: str, *_: object) -> None:
+        if statement.startswith("UPDATE") and not changed:
+            changed.append(statement)
+            with other.begin() as their:
+                their.execute(text("UPDATE orders SET title = 'theirs', version = version + 1 WHERE title = 'b'"))
+
+    async with AsyncSession(async_engine, expire_on_commit=False) as session:
+        session.add_all(orders := [Order(title=title) for title in "abc"])
+        await session.commit()
+        for each in orders:
+            each.reads = 9
+        with pytest.raises(StaleObject):
+            await session.commit()
+
+
 # ORM statements
 
 
