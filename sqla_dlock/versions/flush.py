@@ -244,18 +244,14 @@ def _raise_after_one(*execution: Any) -> None:
 
 
 def _find_flush(connection: Connection, statement: Any) -> tuple[Session, Mapper[Any], list[str]] | None:
-    """Return the session, class and parameters of a statement by which a flush writes versioned rows; else None.
-
-    None also for a DELETE of a class with `confirm_deleted_rows=False`, which may find no row.
-    """
+    """Return the session, class and parameters of a statement by which a flush writes versioned rows; else None."""
     if not isinstance(statement, Update | Delete):
         return None
     flush, mapper = _last_flushes.get(connection), _mappers.get(statement.table)
     session = flush.session if flush is not None else None
     if session is None or mapper is None:
         return None
-    is_optional = isinstance(statement, Delete) and not mapper.base_mapper.confirm_deleted_rows
-    binds = None if is_optional else _parameter_names(statement, mapper)
+    binds = _parameter_names(statement, mapper)
     return None if binds is None else (session, mapper, binds)
 
 

@@ -153,6 +153,11 @@ def _check_mapping(mapper: Mapper[Any], cls: type) -> None:
         raise ArgumentError(
             f"the version of {cls.__name__} is deferred: a version that is read after its row proves nothing"
         )
+    if not mapper.base_mapper.confirm_deleted_rows:
+        raise ArgumentError(
+            f"a DELETE of a stale {cls.__name__} would pass unnoticed: leave out confirm_deleted_rows=False of "
+            f"{mapper.base_mapper.class_.__name__}"
+        )
     if not callable(mapper.version_id_generator):
         raise ArgumentError(
             f"VersionedMixin counts the version of {cls.__name__} itself, and version_id_generator=False would leave "

@@ -69,6 +69,28 @@ def test_version_that_the_database_is_to_count_is_refused(base):
             __mapper_args__: ClassVar[Any] = {"version_id_generator": False}
 
 
+def test_mapping_that_does_not_count_deleted_rows_is_refused(base):
+    with pytest.raises(ArgumentError, match="a DELETE of a stale Safe would pass unnoticed: leave out confirm_deleted"):
+
+        class Safe(VersionedMixin, base):
+            __tablename__ = "safe"
+            __mapper_args__: ClassVar[Any] = {"confirm_deleted_rows": False}
+            id: Mapped[int] = mapped_column(primary_key=True)
+
+
+def test_subclass_of_a_mapping_that_does_not_count_deleted_rows_is_refused(base):
+    class Room(base):
+        __tablename__ = "room"
+        __mapper_args__: ClassVar[Any] = {"confirm_deleted_rows": False}
+        id: Mapped[int] = mapped_column(primary_key=True)
+
+    with pytest.raises(ArgumentError, match="leave out confirm_deleted_rows=False of Room"):
+
+        class Vault(VersionedMixin, Room):
+            __tablename__ = "vault"
+            id: Mapped[int] = mapped_column(ForeignKey("room.id"), primary_key=True)
+
+
 def test_concrete_class_without_a_version_of_its_own_is_refused(base):
     class Doc(VersionedMixin, base):
         __tablename__ = "doc"
