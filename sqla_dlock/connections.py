@@ -184,7 +184,7 @@ class ConnectionTracker:
     def _handle_dbapi_exception(self, *error: Any, **more: Any) -> None:
         self.hooks.is_unanswered = True  # also where rows are fetched
         if current_attempts.get():
-            self._is_begun_anew |= _has_rolled_back(self.connection, error[0])
+            self._is_begun_anew |= has_rolled_back(self.connection, error[0])
         self.sqlalchemy._handle_dbapi_exception(*error, **more)
 
     def _note_failure(self, *error: Any, **more: Any) -> None:
@@ -276,7 +276,7 @@ def is_undone(connection: Connection) -> bool:
     return False
 
 
-def _has_rolled_back(connection: Connection, error: BaseException) -> bool:
+def has_rolled_back(connection: Connection, error: BaseException) -> bool:
     """Return whether a failed statement has rolled back the whole transaction; queries MariaDB or MySQL if needed."""
     trouble = failure_of_statement(error) if connection.dialect.name in ("mysql", "mariadb") else None
     if trouble not in MAY_ROLL_BACK or trouble is DatabaseFailure.DEADLOCK:

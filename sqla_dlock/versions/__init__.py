@@ -16,7 +16,7 @@ from sqlalchemy.orm import PassiveFlag, RelationshipDirection
 from sqlalchemy.orm.attributes import get_history
 
 from sqla_dlock.stores import connection_for_writing, plain_async_session, plain_session
-from sqla_dlock.versions import bulk  # noqa: F401 - its listener
+from sqla_dlock.versions import bulk, undone  # noqa: F401 - their listeners
 from sqla_dlock.versions.aggregates import has_root, roots_of_changes
 from sqla_dlock.versions.conflicts import StaleObject, find_version, require_versions, stale_instance
 from sqla_dlock.versions.flush import has_only_our_listeners

@@ -113,7 +113,7 @@ def _lock_matches(execution: ORMExecuteState) -> Result[Any] | None:
 def _with_count(statement: Any, mapper: Mapper[Any]) -> Any:
     """Return an UPDATE that also increments the version, unless it sets the version itself."""
     if isinstance(statement, FromStatement):
-        counted = statement._generate()  # type: ignore[no-untyped-call]  # noqa: SLF001 - there is no public way
+        counted = statement._generate()  # noqa: SLF001 - there is no public way
         counted.element = _with_count(statement.element, mapper)
         return counted
     version = version_column(mapper)
