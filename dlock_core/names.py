@@ -129,6 +129,7 @@ def canonical(name: str) -> str:
     """
     if not isinstance(name, str):
         raise TypeError(f"a lock's name is text, not {type(name).__name__}: {name!r:.80}")
+    name = str.__str__(name)  # A subclass may define another `__str__`, which keys and statements would use.
     if not _PLAIN.fullmatch(name):
         parts = name.encode(errors="surrogatepass").split(b":")
         name = ":".join([quote(unquote_to_bytes(part), safe="") for part in parts])

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
 __all__ = [
-    "LockOptions", "Seconds", "check_flags", "check_prefix", "check_seconds", "check_switches", "deadline",
+    "LockOptions", "Seconds", "check_flags", "check_seconds", "check_switches", "checked_prefix", "deadline",
     "has_swallowed_options", "masked", "store_ttl", "tells_secret", "ttl_seconds", "unknown_option", "wait_seconds",
 ]  # fmt: skip
 
@@ -179,10 +179,11 @@ def check_seconds(what: str, value: object) -> None:
         raise ValueError(f"{what} must be in seconds, more than 0 and at most a day, not {value!r:.80}")
 
 
-def check_prefix(prefix: object) -> None:
-    """Raise ValueError unless `prefix` is a text that a key can begin with."""
+def checked_prefix(prefix: object) -> str:
+    """Return a text that a key can begin with, as a plain str; raises ValueError for anything else."""
     if not isinstance(prefix, str) or len(prefix) > MAX_PREFIX_LENGTH or not prefix.isprintable():
         raise ValueError(f"prefix must be printable text of at most {MAX_PREFIX_LENGTH} characters, not {prefix!r:.80}")
+    return str.__str__(prefix)
 
 
 def masked(text: str) -> str:

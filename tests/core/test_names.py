@@ -104,6 +104,20 @@ class OldStyle(str, Enum):  # noqa: UP042 - as Django's choices are, or were
     ORDER = "order"
 
 
+class Shouted(str):
+    __slots__ = ()
+
+    def __str__(self) -> str:
+        return "SHOUTED"
+
+
+@pytest.mark.parametrize("text", [OldStyle.ORDER, Small.ORDER, Shouted("order")], ids=repr)
+def test_name_of_a_text_of_another_type_is_its_plain_text(text: str) -> None:
+    name = canonical(text)
+    assert type(name) is str
+    assert f"{name}" == "order"
+
+
 class Plain(Enum):
     ORDER = 1
 

@@ -3,14 +3,17 @@
 import subprocess
 import sys
 from datetime import timedelta
+from enum import Enum
 from importlib.metadata import EntryPoint
 from pathlib import Path
+from typing import Any
 
 import pytest
 import redis
 import redis.asyncio
 
 from dlock_core import connect
+from dlock_core.backends.advisory.labels import checked_prefix
 from dlock_core.backends.redis.backend import RedisBackend
 from dlock_core.stores import schemes
 from dlock_core.testing import MemoryBackend
@@ -69,6 +72,22 @@ def test_timeout_that_is_no_time_is_refused(url: str, timeout: object) -> None:
 def test_prefix_that_is_no_text_is_refused(url: str, prefix: object) -> None:
     with pytest.raises(ValueError, match="prefix"):
         connect(url, prefix=prefix)
+
+
+class Prefix(str, Enum):  # noqa: UP042 - its text in an f-string is "Prefix.SHOP"
+    SHOP = "shop"
+
+
+@pytest.mark.parametrize("url", [url for url in EVERY_STORE if not url.startswith("database")])
+def test_prefix_that_is_an_enum_of_texts_is_its_value(url: str) -> None:
+    backend: Any = connect(url, prefix=Prefix.SHOP)
+    keys = {
+        "redlock": lambda: backend._keyspace.lock("a"),
+        "etcd": lambda: backend._keys.locks,
+        "zookeeper": lambda: f"{backend._prefix}",
+    }.get(url.partition(":")[0], lambda: backend.lock_key("a"))
+    assert keys().startswith("shop")
+    assert f"{checked_prefix(Prefix.SHOP)}" == "shop"  # advisory locks
 
 
 @pytest.mark.parametrize("url", [url for url in EVERY_STORE if url.startswith("red")])

@@ -96,7 +96,7 @@ def checked_prefix(prefix: str) -> str:
         raise TypeError(f"prefix is text, not {type(prefix).__name__}")
     if not _PLAIN.fullmatch(prefix) or len(prefix) >= MAX_NAME_LENGTH - _HASH_LENGTH:
         raise ValueError(f"prefix must be 1 to 31 of the characters a-z 0-9 _ . ~ : -, not {prefix!r:.80}")
-    return prefix
+    return str.__str__(prefix)
 
 
 def key_of(name: str, prefix: str = PREFIX) -> int:

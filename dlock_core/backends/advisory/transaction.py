@@ -64,7 +64,7 @@ class TransactionBackend:
         self.capabilities = Capabilities(
             "transaction", fair=True, shared=True, lists_waiters=True, ttl_min=0.001, transaction_database=database
         )
-        self._connector, self._sessions = pool.connector, Sessions(pool, prefix)
+        self._connector, self._sessions = pool.connector, Sessions(pool, self.prefix)
 
     async def try_acquire(
         self, runtime: Runtime, request: AcquireRequest, ticket: Any = None, *, unsure: bool = False

@@ -18,7 +18,7 @@ from dlock_core.backends.etcd.gateway import Gateway
 from dlock_core.backends.etcd.keys import Keys, StoredKey
 from dlock_core.backends.etcd.steps import QUEUE_ENTRY_TTL_S, QueueEntry, Steps
 from dlock_core.errors import BackendUnavailable
-from dlock_core.options import check_prefix, check_seconds
+from dlock_core.options import check_seconds, checked_prefix
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
@@ -55,7 +55,7 @@ class EtcdBackend:
         self, url: str, *, prefix: str = "dlock/", timeout: float = 3.0, tls: ssl.SSLContext | None = None
     ) -> None:
         check_seconds("timeout", timeout)
-        check_prefix(prefix)
+        prefix = checked_prefix(prefix)
         where = read_url(url)
         secure = (tls or ssl.create_default_context()) if where.is_encrypted else None
         self._gateway = Gateway(where.members, where.user, where.password, secure, timeout)

@@ -32,7 +32,7 @@ from dlock_core.backends.redis.protocol import (
 from dlock_core.backends.redis.transport import raise_for_error, retry_once, run_script, send_commands
 from dlock_core.backends.redis.waiting import MAX_SLEEP_S, NUDGE_DELAY_S, Listeners
 from dlock_core.errors import BackendUnavailable
-from dlock_core.options import check_prefix, check_seconds
+from dlock_core.options import check_seconds, checked_prefix
 from dlock_core.runtime import RNG, Asyncio
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from dlock_core.doctor.finding import Finding
     from dlock_core.runtime import Runtime
 
-__all__ = ["RedisBackend", "check_options"]
+__all__ = ["RedisBackend", "checked_options"]
 
 MIN_SLEEP_S: Final = 0.002
 """Redis 6.2 treats a BLPOP of 0.001 seconds as one without end: it calculates 0.9999 milliseconds and truncates."""
@@ -70,7 +70,7 @@ class RedisBackend:
     capabilities = Capabilities(fair=True, shared=True, lists_waiters=True)
 
     def __init__(self, client: Any, *, prefix: str = "dlock:", timeout: float = 2.0, replicas: int = 0) -> None:
-        check_options(prefix, timeout, replicas)
+        prefix = checked_options(prefix, timeout, replicas)
         blocking, awaiting = sentinel.transports_to_master(client, timeout) or transports(client, timeout)
         self._reach(blocking, awaiting, PipelinedTransport(awaiting), Keyspace(prefix), timeout, replicas)
 
@@ -275,11 +275,12 @@ class RedisBackend:
         return sorted(raise_for_error("", keys))
 
 
-def check_options(prefix: str, timeout: float, replicas: int) -> None:
-    """Raise ValueError for options that make no sense."""
+def checked_options(prefix: str, timeout: float, replicas: int) -> str:
+    """Return the prefix as a plain str; raises ValueError for options that make no sense."""
     check_seconds("timeout", timeout)
-    check_prefix(prefix)
+    prefix = checked_prefix(prefix)
     if "{" in prefix or "}" in prefix:
         raise ValueError(f"prefix must not contain braces, which mark the hash tag of a key: {prefix!r}")
     if isinstance(replicas, bool) or not isinstance(replicas, int) or replicas < 0:
         raise ValueError(f"replicas must be 0 or the number of replicas that must have a grant, not {replicas!r}")
+    return prefix

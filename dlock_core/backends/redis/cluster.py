@@ -14,7 +14,7 @@ from redis.exceptions import AskError, ClusterDownError, ResponseError, TryAgain
 
 from dlock_core.backend import RenewalFailure
 from dlock_core.backends.redis import addresses, health
-from dlock_core.backends.redis.backend import RedisBackend, check_options
+from dlock_core.backends.redis.backend import RedisBackend, checked_options
 from dlock_core.backends.redis.cluster_routing import ClusterCommand, SlotMap, SlotTransport, pipeline, slot_of
 from dlock_core.backends.redis.protocol import (
     INSPECT_BATCH,
@@ -57,7 +57,7 @@ class ClusterBackend:
     capabilities = RedisBackend.capabilities
 
     def __init__(self, client: Any, *, prefix: str = "dlock:", timeout: float = 2.0, replicas: int = 0) -> None:
-        check_options(prefix, timeout, replicas)
+        prefix = checked_options(prefix, timeout, replicas)
         seeds = client if isinstance(client, addresses.Seeds) else addresses.seeds_from_client(client)
         self._slots, self._timeout = SlotMap(seeds, timeout), timeout
         tags = [f"{number:08b}" for number in range(SHARD_COUNT)]  # in this form they are spread evenly over the slots

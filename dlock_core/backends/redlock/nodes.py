@@ -12,7 +12,7 @@ from redis.exceptions import NoScriptError, RedisError
 
 from dlock_core.backend import Holder, LockState, Waiter
 from dlock_core.backends.redis.addresses import PORT, pool_from_url, split_hosts, title
-from dlock_core.backends.redis.protocol import Keyspace, load_script
+from dlock_core.backends.redis.protocol import load_script
 from dlock_core.backends.redis.transport import unavailable
 from dlock_core.backends.redlock import broadcast
 from dlock_core.backends.redlock.broadcast import LATE, Broadcast, RedlockNode, idle_connections
@@ -39,7 +39,7 @@ class NodeSet:
     def __init__(self, clients: Sequence[Any], prefix: str, timeout: float) -> None:
         check_nodes([title(client) for client in clients])
         self.all = tuple(RedlockNode(client, prefix, timeout) for client in clients)
-        self.needed, self.timeout, self.keyspace = majority(len(self.all)), timeout, Keyspace(prefix)
+        self.needed, self.timeout, self.keyspace = majority(len(self.all)), timeout, self.all[0].backend.keyspace
         self._indexes, self._connections = range(len(self.all)), idle_connections()
 
     def request(

@@ -18,7 +18,7 @@ from dlock_core.backends.zookeeper.own_nodes import MAX_WAIT_S, WAITER_GRACE_S, 
 from dlock_core.backends.zookeeper.session import EnsembleAddress, ZooKeeperSession, checked, read_url
 from dlock_core.errors import NotSupported
 from dlock_core.extras import needed_by
-from dlock_core.options import check_prefix, check_seconds
+from dlock_core.options import check_seconds, checked_prefix
 from dlock_core.runtime import clock
 from dlock_core.scheduler import after_fork_in_child, call_in_background
 
@@ -56,7 +56,7 @@ class ZooKeeperBackend:
             raise NotSupported("zookeeper:// needs select.poll, which Windows lacks and eventlet removes")
         check_seconds("timeout", timeout)
         check_seconds("session", session)
-        check_prefix(prefix)
+        prefix = checked_prefix(prefix)
         if not prefix or "/" in prefix or prefix in {".", ".."}:
             raise ValueError(f"prefix is the name of one node, not {prefix!r}")
         self._address, self._prefix, self._timeout, self._length = address, prefix, timeout, session
