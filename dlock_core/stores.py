@@ -11,6 +11,7 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Final, cast
 
 from dlock_core.extras import needed_by
+from dlock_core.names import canonical
 from dlock_core.observability import hooks
 from dlock_core.runtime import BLOCKING, run
 
@@ -126,8 +127,12 @@ def force_release(backend: Backend, name: str, token: int, *, by: str, seconds: 
 
     The holder notices at its next renewal, and cannot commit after that; until then the fence decides. `by` names the
     operator and `seconds` is how long the lease was held: both are for the log and the hooks (event "forced"). Raises
-    BackendUnavailable if it is unknown whether the lease ended.
+    BackendUnavailable if it is unknown whether the lease ended, and TypeError or ValueError, before anything is sent,
+    for what is no name or no token.
     """
+    name = canonical(name)
+    if isinstance(token, bool) or not isinstance(token, int):
+        raise TypeError(f"token is the integer of a lease, not {type(token).__name__}: {token!r:.80}")
     ended = run(backend.force_release(BLOCKING, name, token))
     if ended:
         logger.warning("dlock: lease of lock %r (token %d) was ended by %s", name, token, by)

@@ -119,7 +119,10 @@ class LockAdmin(_ModelAdmin):
         self.message_user(request, _("Released: %s") % plain(entry.name), messages.SUCCESS)
 
     def _found(self, request: HttpRequest, name: str) -> dict[str, Any]:
-        found = _snapshot(_aliases(), databases(), name or None)
+        try:
+            found = _snapshot(_aliases(), databases(), name or None)
+        except ValueError:  # No lock can have this name.
+            found = Snapshot()
         all_cards = cards(found)
         return {
             "cards": all_cards[:MAX_CARDS],

@@ -13,6 +13,7 @@ from dlock_core.inspect import mysql, postgresql
 from dlock_core.inspect.correlate import correlate
 from dlock_core.inspect.graph import Entry, Unreadable, cycles, related_to_leases
 from dlock_core.inspect.sessions import DatabaseLocks
+from dlock_core.names import canonical
 from dlock_core.owner import describe, parsed, printable
 from dlock_core.runtime import BLOCKING, run
 
@@ -88,8 +89,9 @@ def take_snapshot(
         stores: pairs of an alias and a backend.
         databases: what `databases()` of `django_dlock.inspect`, or `database()` of `sqla_dlock.inspect`, returns.
         name: limits the snapshot to one lock, and to the row and advisory locks that its holders and waiters hold or
-            wait for.
+            wait for. Raises ValueError for a text that cannot be a name.
     """
+    name = None if name is None else canonical(name)
     found = Snapshot()
     for alias, backend in stores:
         with found.reading(alias):

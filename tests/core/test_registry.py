@@ -12,7 +12,7 @@ import pytest
 import redis
 import redis.asyncio
 
-from dlock_core import connect
+from dlock_core import Lock, connect
 from dlock_core.backends.advisory.labels import checked_prefix
 from dlock_core.backends.redis.backend import RedisBackend
 from dlock_core.stores import schemes
@@ -88,6 +88,15 @@ def test_prefix_that_is_an_enum_of_texts_is_its_value(url: str) -> None:
     }.get(url.partition(":")[0], lambda: backend.lock_key("a"))
     assert keys().startswith("shop")
     assert f"{checked_prefix(Prefix.SHOP)}" == "shop"  # advisory locks
+
+
+@pytest.mark.parametrize("url", ["redis://h", "redis+cluster://h"])
+@pytest.mark.parametrize("name", ["daily report", "kunde:müller", "%41", "50%", Prefix.SHOP])
+def test_key_for_other_programs_is_that_of_the_lock_with_this_name(url: str, name: str) -> None:
+    backend: Any = connect(url)
+    assert backend.lock_key(name) == backend.lock_key(Lock(backend, name).name)
+    with pytest.raises(TypeError, match="text, not int"):
+        backend.lock_key(5)
 
 
 @pytest.mark.parametrize("url", [url for url in EVERY_STORE if url.startswith("red")])

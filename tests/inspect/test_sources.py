@@ -16,10 +16,11 @@ from sqlalchemy.ext.asyncio import create_async_engine
 
 from django_dlock.inspect import databases
 from dlock_core import AsyncLock, Lock, connect
-from dlock_core.backend import Holder, LockState
+from dlock_core.backend import Holder, LockState, Released
 from dlock_core.backends.memory import MemoryBackend
 from dlock_core.errors import BackendUnavailable
 from dlock_core.inspect import reader, take_snapshot
+from dlock_core.stores import force_release
 from sqla_dlock.inspect import database as sqla_database
 from tests import servers
 from tests.inspect.parties import URLS
@@ -46,6 +47,33 @@ def test_leases_are_told_with_their_queue_and_party(store_url):
     assert holder.actor != waiter.actor
     assert json.loads(json.dumps(found.as_dict()))["schema"] == 1
     backend.close()
+
+
+@pytest.mark.parametrize("name", ["daily report", "a@b.de", "50%"])
+def test_lock_is_found_and_released_by_the_name_that_its_holder_gave(store_url, name):
+    backend = connect(store_url)
+    lease = Lock(backend, name, renew=False).acquire()
+    (entry,) = take_snapshot([("default", backend)], name=name).entries
+    assert entry.name == lease.name
+    assert force_release(backend, name, lease.token, by="ops")
+    assert not take_snapshot([("default", backend)], name=name).entries
+    assert lease.release() is Released.EXPIRED
+    backend.close()
+
+
+def test_name_that_no_lock_can_have_is_refused_before_anything_is_sent():
+    backend = connect("redis://127.0.0.1:1")
+    for refused, error in (("a::b", ValueError), (5, TypeError)):
+        with pytest.raises(error, match="name"):
+            take_snapshot([("default", backend)], name=refused)
+        with pytest.raises(error, match="name"):
+            force_release(backend, refused, 1, by="ops")
+
+
+@pytest.mark.parametrize("token", ["5", None, 1.5, True], ids=repr)
+def test_token_that_is_no_integer_is_refused_before_anything_is_sent(token):
+    with pytest.raises(TypeError, match="token"):
+        force_release(connect("redis://127.0.0.1:1"), "a", token, by="ops")
 
 
 def test_tasks_of_one_thread_are_different_parties():

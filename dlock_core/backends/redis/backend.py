@@ -32,6 +32,7 @@ from dlock_core.backends.redis.protocol import (
 from dlock_core.backends.redis.transport import raise_for_error, retry_once, run_script, send_commands
 from dlock_core.backends.redis.waiting import MAX_SLEEP_S, NUDGE_DELAY_S, Listeners
 from dlock_core.errors import BackendUnavailable
+from dlock_core.names import canonical
 from dlock_core.options import check_seconds, checked_prefix
 from dlock_core.runtime import RNG, Asyncio
 
@@ -100,7 +101,7 @@ class RedisBackend:
 
     def lock_key(self, name: str) -> str:
         """Return the key of a lock, for programs with another library that must exclude dlock."""
-        return self.keyspace.lock(name)
+        return self.keyspace.lock(canonical(name))
 
     async def try_acquire(
         self, runtime: Runtime, request: AcquireRequest, ticket: Any = None, *, unsure: bool = False
@@ -159,7 +160,7 @@ class RedisBackend:
         """Return the requests that start a handed-over grant's full ttl; claim.lua handles only the common case."""
         if request.shared or request.floor:
             return self._acquire, self.keyspace.of(request.name), acquire_args(request)
-        return self._claim, (self.lock_key(request.name),), (request.holder, ttl_ms(request))
+        return self._claim, (self.keyspace.lock(request.name),), (request.holder, ttl_ms(request))
 
     async def abandon(self, runtime: Runtime, request: AcquireRequest, ticket: Any = None) -> None:
         listener = self._listeners.here() if isinstance(runtime, Asyncio) else None

@@ -28,6 +28,7 @@ from dlock_core.backends.redis.protocol import (
 )
 from dlock_core.backends.redis.transport import run_script
 from dlock_core.errors import BackendUnavailable
+from dlock_core.names import canonical
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine, Sequence
@@ -76,7 +77,7 @@ class ClusterBackend:
 
     def lock_key(self, name: str) -> str:
         """Return the key of a lock, for programs with another library that must exclude dlock."""
-        return self.shard(name).lock_key(name)
+        return self.shard(canonical(name)).lock_key(name)
 
     def try_acquire(
         self, runtime: Runtime, request: AcquireRequest, ticket: Any = None, *, unsure: bool = False
@@ -198,7 +199,7 @@ class Shard(RedisBackend):
 
     async def renew_alone(self, runtime: Runtime, request: AcquireRequest, limit: float) -> int:
         """Renew one exclusive lease, wherever its key is; raises BackendUnavailable."""
-        keys, args = (self.lock_key(request.name),), holders_and_ttls([request])
+        keys, args = (self.keyspace.lock(request.name),), holders_and_ttls([request])
         (ours,) = await run_script(self.slot, runtime, request.name, RENEW, keys, args, limit)
         return int(ours)
 
@@ -209,7 +210,7 @@ class Shard(RedisBackend):
 
     async def _drop(self, runtime: Runtime, request: AcquireRequest) -> int:
         """End an exclusive lease by its key alone. Its waiters try again by themselves, once the slot has arrived."""
-        found: int = await self._run(runtime, request.name, "drop", (self.lock_key(request.name),), (request.holder,))
+        found: int = await self._run(runtime, request.name, "drop", (self.keyspace.lock(request.name),), (request.holder,))
         return found
 
 
