@@ -6,15 +6,20 @@ from datetime import timedelta
 from enum import Enum
 from importlib.metadata import EntryPoint
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import redis
 import redis.asyncio
+import redis.cache
+import redis.cluster
+import redis.sentinel
 
 from dlock_core import Lock, connect
 from dlock_core.backends.advisory.labels import checked_prefix
 from dlock_core.backends.redis.backend import RedisBackend
+from dlock_core.backends.redlock.backend import RedlockBackend
 from dlock_core.stores import schemes
 from dlock_core.testing import MemoryBackend
 
@@ -153,6 +158,80 @@ def test_clients_and_pools_of_redis_py_are_stores() -> None:
         redis.asyncio.Redis(),
     ):
         assert isinstance(connect(client), RedisBackend)
+
+
+class Tunnel(redis.Connection):
+    """Reaches its server in its own way, as a fake, a tunnel or service discovery does."""
+
+
+class AsyncTunnel(redis.asyncio.Connection):
+    """The same for tasks."""
+
+
+class TunnelToMaster(redis.sentinel.SentinelManagedConnection):
+    """The same behind Sentinels."""
+
+
+def cluster_client(**options: Any) -> Any:
+    """Return what dlock reads of a RedisCluster client, which cannot be made without a server."""
+    nodes = {"h:1": SimpleNamespace(host="h", port=1)}
+    manager = SimpleNamespace(connection_kwargs=options, startup_nodes=nodes, address_remap=None)
+    client = redis.cluster.RedisCluster.__new__(redis.cluster.RedisCluster)
+    client.nodes_manager, client.user_on_connect_func = manager, None
+    return client
+
+
+SENTINEL = redis.Sentinel([("h", 1)])
+
+
+@pytest.mark.parametrize(
+    "client",
+    [
+        redis.ConnectionPool(connection_class=Tunnel),
+        redis.Redis(connection_pool=redis.ConnectionPool(connection_class=Tunnel)),
+        redis.asyncio.ConnectionPool(connection_class=AsyncTunnel),
+        redis.Redis(redis_connect_func=print),
+        redis.asyncio.Redis(redis_connect_func=print),
+        SENTINEL.master_for("shop", connection_class=TunnelToMaster),
+        SENTINEL.master_for("shop", redis_connect_func=print),
+        redis.Sentinel([("h", 1)], sentinel_kwargs={"redis_connect_func": print}).master_for("shop"),
+        cluster_client(connection_class=Tunnel),
+    ],
+)
+def test_client_that_connects_in_its_own_way_is_refused(client: Any) -> None:
+    with pytest.raises(TypeError, match="pass a URL"):
+        connect(client)
+
+
+def test_redlock_and_cluster_refuse_a_client_that_connects_in_its_own_way() -> None:
+    pools = [redis.ConnectionPool(host=host, connection_class=Tunnel) for host in "abc"]
+    with pytest.raises(TypeError, match="pass a URL"):
+        RedlockBackend(pools)
+    client = cluster_client()
+    client.user_on_connect_func = print
+    with pytest.raises(TypeError, match="pass a URL"):
+        connect(client)
+
+
+@pytest.mark.parametrize(
+    "client",
+    [
+        redis.Redis(ssl=True),
+        redis.asyncio.Redis(ssl=True),
+        redis.Redis(unix_socket_path="/r.sock"),
+        redis.asyncio.Redis(unix_socket_path="/r.sock"),
+        redis.Redis(protocol=3, cache_config=redis.cache.CacheConfig()),
+        SENTINEL.master_for("shop"),
+        SENTINEL.master_for("shop", ssl=True),
+        redis.asyncio.Sentinel([("h", 1)]).master_for("shop"),
+        redis.asyncio.Sentinel([("h", 1)]).master_for("shop", ssl=True),
+        cluster_client(redis_connect_func=redis.cluster.RedisCluster.on_connect),  # redis-py always sets it
+        redis.asyncio.RedisCluster("h", load_balancing_strategy=redis.cluster.LoadBalancingStrategy.ROUND_ROBIN),
+        redis.asyncio.RedisCluster("h", ssl=True),
+    ],
+)
+def test_every_kind_of_connection_of_redis_py_itself_is_accepted(client: Any) -> None:
+    connect(client)
 
 
 @pytest.mark.parametrize("thing", [object, None, 6379, b"redis://localhost", redis.Sentinel([])], ids=repr)

@@ -6,11 +6,14 @@ import inspect
 import re
 from functools import partial
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from urllib.parse import parse_qs, urlsplit
 
 import redis
 import redis.asyncio
+from redis.asyncio.sentinel import SentinelManagedConnection as AsyncSentinelManagedConnection
+from redis.asyncio.sentinel import SentinelManagedSSLConnection as AsyncSentinelManagedSSLConnection
+from redis.sentinel import SentinelManagedConnection, SentinelManagedSSLConnection
 
 from dlock_core.backends.redis.transport import AsyncioTransport, BlockingTransport, Packer
 from dlock_core.options import has_swallowed_options, is_host, tells_secret
@@ -52,11 +55,15 @@ _UNKNOWN_OPTION: Final = (
     "do not belong in the URL"
 )
 
-_CONNECTION_CLASSES: Final = (
-    (redis.UnixDomainSocketConnection, redis.asyncio.UnixDomainSocketConnection),
-    (redis.SSLConnection, redis.asyncio.SSLConnection),
-    (redis.Connection, redis.asyncio.Connection),
-)
+_TCP: Final = (redis.Connection, redis.asyncio.Connection)
+_TLS: Final = (redis.SSLConnection, redis.asyncio.SSLConnection)
+_UNIX: Final = (redis.UnixDomainSocketConnection, redis.asyncio.UnixDomainSocketConnection)
+_CONNECTION_CLASSES: Final[dict[type, tuple[Any, Any]]] = {
+    **{kind: pair for pair in (_TCP, _TLS, _UNIX) for kind in pair},
+    **dict.fromkeys((SentinelManagedConnection, AsyncSentinelManagedConnection), _TCP),
+    **dict.fromkeys((SentinelManagedSSLConnection, AsyncSentinelManagedSSLConnection), _TLS),
+}
+"""What is used for connections like those of a class of redis-py. A subclass may connect to another server."""
 
 
 def pool_from_url(url: str) -> Any:
@@ -99,17 +106,28 @@ def connectors(client: Any, limit: float) -> tuple[Callable[[], Any], Callable[[
     """Return two factories of connections, blocking and asyncio, to the server of a client or pool."""
     pool = getattr(client, "connection_pool", client)
     kind, given = getattr(pool, "connection_class", None), dict(getattr(pool, "connection_kwargs", {}))
-    pair = next((pair for pair in _CONNECTION_CLASSES if kind is not None and issubclass(kind, pair)), None)
-    if pair is None:
+    if kind is None:
         raise TypeError(f"dlock cannot use this as a redis-py client or pool: {type(client).__name__}")
+    _refuse_own_way(kind, given.get("redis_connect_func"))
     given["socket_connect_timeout"] = min(given.get("socket_connect_timeout") or limit, limit)
-    blocking, awaiting = (partial(one, **_adopted(one, given)) for one in cast("tuple[Any, Any]", pair))
+    blocking, awaiting = (partial(one, **_adopted(one, given)) for one in _CONNECTION_CLASSES[kind])
     try:
         blocking(socket_timeout=limit)  # sends nothing
     except redis.RedisError as error:
         raise ValueError(f"bad Redis options: {error}") from error
     blocking = partial(blocking, socket_timeout=limit, command_packer=Packer())
     return blocking, partial(awaiting, socket_timeout=None)
+
+
+def _refuse_own_way(kind: Any, on_connect: object) -> None:
+    """Raise TypeError for a client whose own code connects: it may reach another server than dlock would, or none."""
+    if kind not in _CONNECTION_CLASSES:
+        own = f"its own connection class, {kind.__name__}, which dlock would not use"
+    elif on_connect is not None:
+        own = "a redis_connect_func, which dlock would not call"
+    else:
+        return
+    raise TypeError(f"this client has {own}: pass a URL of the server, or in tests memory://")
 
 
 def _adopted(kind: type, given: dict[str, Any]) -> dict[str, Any]:
@@ -192,6 +210,8 @@ def seeds_from_client(client: Any) -> Seeds:
     if manager is None:
         raise TypeError(f"not a RedisCluster client of redis-py: {type(client).__name__}")
     given = dict(manager.connection_kwargs)
+    given.pop("redis_connect_func", None)  # that of redis-py itself, for replicas, which are never used
     kind = given.get("connection_class") or (redis.SSLConnection if given.get("ssl") else redis.Connection)
+    _refuse_own_way(kind, getattr(client, "user_on_connect_func", None))
     nodes = [(node.host, node.port) for node in manager.startup_nodes.values()]
     return Seeds(nodes, kind, given, manager.address_remap)
