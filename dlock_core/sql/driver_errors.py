@@ -13,7 +13,15 @@ from typing import TYPE_CHECKING, Any, Final
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-__all__ = ["MAY_ROLL_BACK", "DatabaseFailure", "classify", "failure_of_statement", "is_refusal", "warn_unless_known"]
+__all__ = [
+    "MAY_ROLL_BACK",
+    "DatabaseFailure",
+    "classify",
+    "failure_of_statement",
+    "is_plain_refusal",
+    "is_refusal",
+    "warn_unless_known",
+]
 
 logger = logging.getLogger("dlock")
 
@@ -113,6 +121,11 @@ def failure_of_statement(error: BaseException) -> DatabaseFailure | None:
 def is_refusal(error: BaseException | None) -> bool:
     """Return whether the server itself refused a COMMIT, so that nothing was committed; False means unknown."""
     return _answer(error) not in (None, DatabaseFailure.DISCONNECT, DatabaseFailure.UNKNOWN_OUTCOME)
+
+
+def is_plain_refusal(error: BaseException) -> bool:
+    """Return whether the server has refused this one statement, and nothing more: its session goes on."""
+    return _answer(error) is DatabaseFailure.REFUSED
 
 
 def _answer(error: BaseException | None) -> DatabaseFailure | None:

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from dlock_core.options import Seconds
 
 __all__ = [
+    "MAX_TIMEOUT_S",
     "MYSQL_LIMIT",
     "MYSQL_RESTORE",
     "POSTGRESQL_LIMIT",
@@ -37,7 +38,8 @@ MYSQL_LIMIT: Final = "SET @dlock_wait = @@SESSION.innodb_lock_wait_timeout, @@SE
 MYSQL_RESTORE: Final = "SET @@SESSION.innodb_lock_wait_timeout = @dlock_wait"
 
 _MAX_TIMEOUT_MS: Final = 2**31 - 1
-_MAX_TIMEOUT_S: Final = 100_000_000  # the largest innodb_lock_wait_timeout
+MAX_TIMEOUT_S: Final = 100_000_000
+"""The largest innodb_lock_wait_timeout."""
 
 
 class RowLockOptions(TypedDict, total=False):
@@ -90,9 +92,9 @@ class RowLock:
 
 def milliseconds(wait: float) -> int:
     """Return a wait as `lock_timeout` of PostgreSQL or `busy_timeout` of SQLite: at least 1, as 0 differs."""
-    return max(1, min(math.ceil(min(wait, _MAX_TIMEOUT_S) * 1000), _MAX_TIMEOUT_MS))
+    return max(1, min(math.ceil(min(wait, MAX_TIMEOUT_S) * 1000), _MAX_TIMEOUT_MS))
 
 
 def whole_seconds(wait: float) -> int:
     """Return a wait as WAIT of MariaDB or `innodb_lock_wait_timeout` of MySQL: whole seconds, rounded up."""
-    return max(1, math.ceil(min(wait, _MAX_TIMEOUT_S)))
+    return max(1, math.ceil(min(wait, MAX_TIMEOUT_S)))

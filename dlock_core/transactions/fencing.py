@@ -24,6 +24,7 @@ from dlock_core.leases import engine
 from dlock_core.observability import hooks
 from dlock_core.runtime import clock
 from dlock_core.sql.driver_errors import DatabaseFailure, failure_of_statement
+from dlock_core.sql.row_locks import MAX_TIMEOUT_S, milliseconds
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -193,13 +194,12 @@ def _stale(database: StatementExecutor, entry: FenceEntry) -> StaleToken:
 
 def params(entry: FenceEntry) -> dict[str, Any]:
     """Return the parameters of every statement."""
-    milliseconds = 0 if entry.limit is None else max(1, round(entry.limit * 1000))
     return {
         "name": entry.name,
         "token": entry.token,
         "holder": entry.holder,
-        "milliseconds": str(milliseconds),
-        "seconds": 100_000_000 if entry.limit is None else max(0, round(entry.limit)),
+        "milliseconds": "0" if entry.limit is None else str(milliseconds(entry.limit)),
+        "seconds": MAX_TIMEOUT_S if entry.limit is None else max(0, min(round(entry.limit), MAX_TIMEOUT_S)),
     }
 
 

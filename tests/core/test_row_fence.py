@@ -27,6 +27,12 @@ def test_every_statement_takes_the_parameters_of_a_claim_and_the_key(database):
         assert "{" not in sql
 
 
+def test_wait_that_no_database_can_count_is_the_longest_that_each_can():
+    """PostgreSQL counts milliseconds in 32 bits; innodb_lock_wait_timeout is at most 100,000,000."""
+    told = fencing.params(CLAIM._replace(limit=1e300))
+    assert (int(told["milliseconds"]), told["seconds"]) == (2**31 - 1, 100_000_000)
+
+
 def vars_of(statements):
     return statements.admit, statements.confirm, statements.highest
 

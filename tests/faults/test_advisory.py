@@ -7,6 +7,7 @@ import os
 import signal
 from collections.abc import Iterator
 from contextlib import suppress
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -367,3 +368,31 @@ def end_all_sessions(store: str) -> None:
         for (number,) in operator.execute(text(f"SELECT id FROM information_schema.processlist WHERE {ours}")).all():
             with suppress(OperationalError):
                 operator.execute(text(f"KILL {number}"))
+
+
+@pytest.mark.parametrize("store", ["postgresql", "asyncpg", "mariadb"], indirect=True)
+def test_lease_with_a_longer_ttl_than_the_server_can_wait_is_held_for_that_long(store):
+    """No server ends a session later than after 24.8 days of silence, so no lease may count on more."""
+    lease = Lock(store, NAME, ttl=timedelta(days=30), wait=0).acquire()
+    assert 24 * 86400.0 < lease.remaining() < 25 * 86400.0
+    lease.renew(timedelta(days=366))
+    assert 24 * 86400.0 < lease.remaining() < 25 * 86400.0
+    assert lease.release() is Released.RELEASED
+    short = Lock(store, NAME).acquire()
+    short.renew(timedelta(days=30))
+    assert run(store._server.is_held(BLOCKING, NAME))
+    assert short.release() is Released.RELEASED
+
+
+@pytest.mark.parametrize("store", ["postgresql", "psycopg2", "asyncpg", "mariadb", "pymysql"], indirect=True)
+def test_renewal_that_the_server_refuses_costs_no_lease(store, monkeypatch):
+    """Such as one that an administrator has cancelled: the session goes on, and with it the lock."""
+    lease = Lock(store, NAME, renew=False).acquire()
+    with monkeypatch.context() as refusing:
+        refusing.setattr(store._server, "prove", lambda connection, *_: connection.execute("SELECT refused", {}))
+        with pytest.raises(BackendUnavailable):
+            lease.renew()
+    assert not lease.lost
+    assert run(store._server.is_held(BLOCKING, NAME))
+    lease.renew()
+    assert lease.release() is Released.RELEASED

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections import defaultdict
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -11,6 +10,7 @@ from dlock_core.backend import Holder, LockState, Waiter
 from dlock_core.backends.advisory.labels import Told, comment, in_comment, in_label, key_of, label_of
 from dlock_core.errors import BackendUnavailable
 from dlock_core.sql.driver_errors import DatabaseFailure, failure_of_statement
+from dlock_core.sql.row_locks import milliseconds
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -54,11 +54,11 @@ class PostgreSQL:
             "head": label.head,
             "tail": label.tail,
             "least": request.floor + 1,
-            "ttl": _milliseconds(request.ttl),
+            "ttl": str(milliseconds(request.ttl)),
         }
         run = connection.prepared
         if seconds is not None:
-            params["milliseconds"] = _milliseconds(seconds)
+            params["milliseconds"] = str(milliseconds(seconds))
             run, statement = connection.execute, f"{comment(request)}\n{statement}"
         try:
             rows = run(statement, params)
@@ -74,7 +74,7 @@ class PostgreSQL:
     def prove(self, connection: LockConnection, request: AcquireRequest, token: int) -> bool:
         """Restart the server's idle limit; return False if the session is not the one that took the lock."""
         label = f"{self._prefix}{token}#{request.name}"
-        params = {"label": label, "ttl": _milliseconds(request.ttl)}
+        params = {"label": label, "ttl": str(milliseconds(request.ttl))}
         ((number, *_),) = connection.execute(f"{comment(request)}\n{PROVE}", params)
         return bool(number == connection.number)
 
@@ -100,10 +100,6 @@ class PostgreSQL:
     async def force_release(self, runtime: Runtime, name: str, token: int, ours: object) -> bool:
         """End the session that holds the lock with this token."""
         return await self._sessions.force_release(runtime, name, token)
-
-
-def _milliseconds(seconds: float) -> str:
-    return str(max(1, math.ceil(seconds * 1000)))
 
 
 def _behind_pooler(name: str) -> BackendUnavailable:

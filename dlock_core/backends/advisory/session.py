@@ -16,6 +16,7 @@ from dlock_core.backends.advisory.mysql import MySQL
 from dlock_core.backends.advisory.postgresql import PostgreSQL
 from dlock_core.errors import BackendUnavailable
 from dlock_core.runtime import clock
+from dlock_core.sql.driver_errors import is_plain_refusal
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -28,6 +29,9 @@ __all__ = ["MySQLSessionBackend", "SessionBackend"]
 
 MAX_WAIT_S: Final = 60.0
 """Seconds after which a waiter leaves and re-enters the queue: a dead server may go unnoticed for this long."""
+MAX_TTL_S: Final = 2_147_483.0
+"""The longest silence, 24.8 days, after which every server can end a session; with a longer ttl a lease is only valid
+for this long, unless it is renewed. PostgreSQL counts milliseconds in 32 bits, and MySQL has this limit on Windows."""
 
 
 class SessionBackend:
@@ -51,7 +55,7 @@ class SessionBackend:
     async def try_acquire(
         self, runtime: Runtime, request: AcquireRequest, ticket: Any = None, *, unsure: bool = False
     ) -> Granted | Busy:
-        reservation = self._reservations.get(request.holder)
+        request, reservation = _limited(request), self._reservations.get(request.holder)
         if reservation is not None and reservation.token:
             return await self._acquire_again(runtime, request, reservation)
         if reservation is None or not reservation.connection.is_open:
@@ -68,7 +72,7 @@ class SessionBackend:
         reservation = self._reservations.get(request.holder)
         if reservation is None or not reservation.connection.is_open:
             return None
-        return await self._ask(runtime, request, reservation, timeout)
+        return await self._ask(runtime, _limited(request), reservation, timeout)
 
     async def abandon(self, runtime: Runtime, request: AcquireRequest, ticket: Any = None) -> None:
         reservation, is_free = self._reservations.get(request.holder), False
@@ -88,7 +92,7 @@ class SessionBackend:
         limit = min(self._pool.timeout, max(1.0, min(request.ttl for request, _ in renewals) / 3))
         until = runtime.now() + limit
         return [
-            await self._renew(runtime, request, limit) if runtime.now() < until else self._left(request)
+            await self._renew(runtime, _limited(request), limit) if runtime.now() < until else self._left(request)
             for request, _ in renewals
         ]
 
@@ -153,8 +157,11 @@ class SessionBackend:
     ) -> Granted | Busy:
         if request.floor >= reservation.token:
             reservation.token = self._floors[request.name] = request.floor + 1
-        if await self._renew(runtime, request, self._pool.timeout) is RenewalFailure.LOST:
+        renewed = await self._renew(runtime, request, self._pool.timeout)
+        if renewed is RenewalFailure.LOST:
             raise BackendUnavailable(request.name, reason="its connection was lost", broken=True)
+        if renewed is RenewalFailure.UNKNOWN:
+            raise BackendUnavailable(request.name, reason="the server refused to renew it")
         return Granted(reservation.token, request.ttl)
 
     def _left(self, request: AcquireRequest) -> RenewalResult:
@@ -166,18 +173,29 @@ class SessionBackend:
         )
 
     async def _renew(self, runtime: Runtime, request: AcquireRequest, limit: float) -> RenewalResult:
-        """Prove the connection; a failed one is closed, and the server ends its session after a ttl at the latest."""
+        """Prove the connection; a failed one is closed, and the server ends its session after a ttl at the latest.
+
+        If the server refuses the statement, as after a cancel by an administrator, the session goes on with its lock.
+        """
         reservation, sent = self._reservations.get(request.holder), clock()
         if reservation is None or not reservation.token:
             return RenewalFailure.LOST
 
-        def prove(_: Connection) -> bool:
+        def prove(_: Connection) -> bool | None:
             # Otherwise it was released, and the connection may hold another lock.
             is_ours = self._reservations.get(request.holder) is reservation
-            return is_ours and self._server.prove(reservation.connection, request, reservation.token)
+            try:
+                return is_ours and self._server.prove(reservation.connection, request, reservation.token)
+            except self._pool.connector.errors as error:
+                if is_plain_refusal(error) and not reservation.connection.has_ended():
+                    return None
+                raise
 
         with suppress(BackendUnavailable):
-            if await reservation.connection.step(runtime, request.name, prove, limit):
+            proven = await reservation.connection.step(runtime, request.name, prove, limit)
+            if proven is None:
+                return RenewalFailure.UNKNOWN
+            if proven:
                 reservation.extend(sent, request.ttl)
                 return request.ttl
         if self._reservations.pop(request.holder, None) is not None:
@@ -200,6 +218,10 @@ class SessionBackend:
         for holder, reservation in list(self._reservations.items()):
             if reservation.until < now and reservation.connection.close():
                 self._reservations.pop(holder, None)
+
+
+def _limited(request: AcquireRequest) -> AcquireRequest:
+    return request if request.ttl <= MAX_TTL_S else request._replace(ttl=MAX_TTL_S)
 
 
 class MySQLSessionBackend(SessionBackend):

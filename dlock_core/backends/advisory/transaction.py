@@ -17,6 +17,7 @@ from dlock_core.backends.advisory.labels import PREFIX, checked_prefix, label_of
 from dlock_core.backends.advisory.postgresql import LockRow, Sessions, owner_of
 from dlock_core.errors import NotSupported, SnapshotTooOld
 from dlock_core.sql.driver_errors import DatabaseFailure, failure_of_statement
+from dlock_core.sql.row_locks import milliseconds
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -80,7 +81,7 @@ class TransactionBackend:
     async def wait(self, runtime: Runtime, request: AcquireRequest, busy: Busy, timeout: float) -> Granted | Busy:
         """Wait in the database's queue, in a savepoint: a time limit that runs out would end the transaction."""
         transaction, label = self._transaction_of(request), label_of(request.name, self.prefix)
-        params = {**_params(request, label), "milliseconds": str(max(1, math.ceil(timeout * 1000)))}
+        params = {**_params(request, label), "milliseconds": str(milliseconds(timeout))}
         connection = transaction.connection
         # PostgreSQL ends a wait with an error (55P03), and after an error it refuses every further statement of the
         # transaction, which belongs to the caller. A savepoint limits the damage. Rolling back to it also releases a

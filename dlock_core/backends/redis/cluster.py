@@ -210,7 +210,9 @@ class Shard(RedisBackend):
 
     async def _drop(self, runtime: Runtime, request: AcquireRequest) -> int:
         """End an exclusive lease by its key alone. Its waiters try again by themselves, once the slot has arrived."""
-        found: int = await self._run(runtime, request.name, "drop", (self.keyspace.lock(request.name),), (request.holder,))
+        found: int = await self._run(
+            runtime, request.name, "drop", (self.keyspace.lock(request.name),), (request.holder,)
+        )
         return found
 
 
