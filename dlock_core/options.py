@@ -10,7 +10,7 @@ import inspect
 import math
 import re
 from datetime import timedelta
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 from urllib.parse import unquote
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
 __all__ = [
-    "LockOptions", "Seconds", "check_flags", "check_seconds", "check_switches", "checked_prefix", "deadline",
+    "LockOptions", "Seconds", "check_callback", "check_flags", "check_seconds", "check_switches", "checked_prefix", "deadline",
     "has_swallowed_options", "masked", "store_ttl", "tells_secret", "ttl_seconds", "unknown_option", "wait_seconds",
 ]  # fmt: skip
 
@@ -114,7 +114,7 @@ def check_flags(
         if switch is not True and switch is not False:
             check_switches(shared=shared, renew=renew, reentrant=reentrant, fair=fair)
     if on_lost is not None:
-        _check_callback("on_lost", on_lost)
+        check_callback("on_lost", on_lost)
 
 
 def check_switches(**given: object) -> None:
@@ -124,12 +124,25 @@ def check_switches(**given: object) -> None:
             raise TypeError(f"{name} is True or False, not {type(value).__name__}: {value!r:.80}")
 
 
-def _check_callback(name: str, value: object) -> None:
-    """Raise TypeError for a value that is not callable, and for a coroutine function, which would never be awaited."""
+def check_callback(name: str, value: object, *arguments: object) -> None:
+    """Raise TypeError for a value that cannot be called with such arguments, and for one that would have to be awaited.
+
+    Otherwise each call would fail, or do nothing, at a time when nobody is there to be told.
+    """
+    wanted = f"{name} is a function {'with one argument' if arguments else 'without arguments'}"
     if not callable(value):
-        raise TypeError(f"{name} is a function without arguments or None, not {type(value).__name__}: {value!r:.80}")
-    if inspect.iscoroutinefunction(value):
-        raise TypeError(f"{name} is called from another thread, where it is not awaited: pass a plain function")
+        raise TypeError(f"{wanted}, not {type(value).__name__}: {value!r:.80}")
+    function = value
+    while isinstance(function, partial):
+        function = function.func
+    if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__):
+        raise TypeError(f"{name} is called where nothing awaits it: pass a plain function")
+    try:
+        inspect.signature(value).bind(*arguments)
+    except TypeError:
+        raise TypeError(f"{wanted}, which {value!r:.80} is not") from None
+    except ValueError:  # Some built-in functions do not tell their arguments.
+        return
 
 
 def unknown_option(names: Iterable[str], known: Iterable[str]) -> TypeError:

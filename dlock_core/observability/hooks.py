@@ -12,6 +12,7 @@ import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Literal, TypeVar, get_args
 
+from dlock_core.options import check_callback
 from dlock_core.scheduler import is_own_thread
 
 if TYPE_CHECKING:
@@ -63,8 +64,10 @@ def subscribe(hook: Callable[[Event], None]) -> None:
     """Call `hook` with each event from now on.
 
     An Exception that it raises is logged and goes no further, even if a signal handler raised it while the hook ran.
-    Other exceptions, such as KeyboardInterrupt, reach the caller.
+    Other exceptions, such as KeyboardInterrupt, reach the caller. Raises TypeError for a hook that cannot be called with
+    an event, and for a coroutine function.
     """
+    check_callback("hook", hook, None)
     global subscribed  # noqa: PLW0603 - replaced as a whole, so that emit needs no lock
     subscribed = (*subscribed, hook)
 

@@ -37,10 +37,13 @@ def install(logger: str = "dlock.events", levels: Mapping[str, int] = LEVELS) ->
         logger: The name of the logger.
         levels: The level of each kind of event; a kind that is left out is not logged.
 
-    Raises ValueError for a kind of event that does not exist.
+    Raises ValueError for a kind of event that does not exist, and TypeError for a level that is no number.
     """
     if unknown := levels.keys() - set(hooks.KINDS):
         raise ValueError(f"there is no event {min(unknown)!r}, only: {', '.join(hooks.KINDS)}")
+    for kind, level in levels.items():
+        if not isinstance(level, int):
+            raise TypeError(f"the level of {kind!r} is a number such as logging.INFO, not {level!r:.80}")
     hook = partial(_log, logging.getLogger(logger), dict(levels))
     hooks.subscribe(hook)
     return partial(hooks.unsubscribe, hook)

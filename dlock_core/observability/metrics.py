@@ -40,9 +40,8 @@ def install(
     with needed_by("metrics.install()"):
         import prometheus_client
 
-    where = prometheus_client.REGISTRY if registry is None else registry
+    patterns, where = Patterns(naming, max_patterns), prometheus_client.REGISTRY if registry is None else registry
     made: dict[Measure, Any] = {each: _instrument(prometheus_client, each, where, buckets) for each in MEASURES}
-    patterns = Patterns(naming, max_patterns)
 
     def hook(event: hooks.Event) -> None:
         for each, amount, labels in measure(event, patterns):
@@ -50,7 +49,7 @@ def install(
             known.observe(amount) if each.is_seconds else known.inc(amount)
 
     hooks.subscribe(hook)
-    return partial(_uninstall, hook, where, made.values())
+    return partial(_uninstall, hook, where, list(made.values()))
 
 
 def _instrument(client: Any, each: Measure, registry: Any, buckets: Iterable[float]) -> Any:
@@ -60,7 +59,8 @@ def _instrument(client: Any, each: Measure, registry: Any, buckets: Iterable[flo
     return client.Counter(f"dlock_{each.name}_total", each.help, labels, registry=registry)
 
 
-def _uninstall(hook: Callable[[hooks.Event], None], registry: Any, made: Iterable[Any]) -> None:
+def _uninstall(hook: Callable[[hooks.Event], None], registry: Any, made: list[Any]) -> None:
+    """Do so once; the function may be called again."""
     hooks.unsubscribe(hook)
-    for each in made:
-        registry.unregister(each)
+    while made:
+        registry.unregister(made.pop())

@@ -12,6 +12,8 @@ import threading
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
+from dlock_core.options import check_callback
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
@@ -45,6 +47,7 @@ class Patterns:
     """A function that returns the pattern of a name, but "other" once there are `max_patterns` of them; thread-safe."""
 
     def __init__(self, naming: Callable[[str], str] = pattern, max_patterns: int = MAX_PATTERNS) -> None:
+        check_callback("naming", naming, "")
         if max_patterns < 1:
             raise ValueError(f"max_patterns must be at least 1, not {max_patterns}")
         self._naming, self._max_patterns = naming, max_patterns

@@ -36,8 +36,11 @@ def install(
         naming: Returns the name of the spans, and the label `lock` of the metrics, for the name of a lock.
         max_patterns: How many different values that label may have; further ones become "other".
 
-    Raises MissingLibrary without opentelemetry-api.
+    Raises MissingLibrary without opentelemetry-api, and TypeError for what is no tracer or no meter.
     """
+    for what, given, method in (("tracer", tracer, "start_span"), ("meter", meter, "create_counter")):
+        if given is not None and given is not False and not hasattr(given, method):
+            raise TypeError(f"{what} is a {what} of OpenTelemetry, None or False, not {given!r:.80}")
     with needed_by("tracing.install()"):
         from opentelemetry import metrics, trace
 

@@ -1,6 +1,8 @@
 """Hooks see everything and change nothing."""
 
+import functools
 import logging
+from typing import Any
 
 import pytest
 
@@ -43,6 +45,22 @@ def test_hook_that_fails_is_logged_and_changes_nothing(caplog: pytest.LogCapture
         hooks.unsubscribe(seen.append)
     assert len(seen) == 2
     assert "a hook failed on acquired of lock 'a'" in caplog.text
+
+
+async def notify(_: hooks.Event) -> None:
+    """Tell somebody; nobody would await it."""
+
+
+@pytest.mark.parametrize(
+    "hook",
+    [None, 5, notify, functools.partial(notify), lambda: None],
+    ids=["none", "number", "async", "partial", "no argument"],
+)
+def test_hook_that_cannot_be_called_with_an_event_is_refused(hook: Any) -> None:
+    before = hooks.subscribed
+    with pytest.raises(TypeError, match=r"^hook is "):
+        hooks.subscribe(hook)
+    assert hooks.subscribed == before
 
 
 def test_unknown_hook_may_be_unsubscribed() -> None:

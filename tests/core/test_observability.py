@@ -229,6 +229,8 @@ def test_log_leaves_out_what_is_not_wanted(caplog):
     assert [r.levelno for r in caplog.records if r.name == "shop.locks"] == [logging.CRITICAL]
     with pytest.raises(ValueError, match="no event 'stolen'"):
         logs.install(levels={"stolen": logging.INFO})
+    with pytest.raises(TypeError, match="level of 'acquired'"):
+        logs.install(levels={"acquired": "NOPE"})
 
 
 @pytest.fixture
@@ -271,8 +273,19 @@ def test_prometheus_cannot_be_installed_twice_and_can_again_after_uninstall(regi
     with pytest.raises(ValueError, match="Duplicated"):
         metrics.install(registry)
     other = prometheus_client.CollectorRegistry()
+    uninstall = metrics.install(other)
+    uninstall()
+    uninstall()
     metrics.install(other)()
-    metrics.install(other)()
+
+
+def test_prometheus_is_not_left_half_installed():
+    registry = prometheus_client.CollectorRegistry()
+    with pytest.raises(ValueError, match="max_patterns"):
+        metrics.install(registry, max_patterns=0)
+    with pytest.raises(TypeError, match="naming"):
+        metrics.install(registry, naming=None)
+    metrics.install(registry)()
 
 
 @pytest.fixture
@@ -388,6 +401,14 @@ def test_traces_or_metrics_alone():
     uninstall = tracing.install(meter=False)
     assert len(hooks.subscribed) == len(before) + 1
     uninstall()
+    assert hooks.subscribed == before
+
+
+@pytest.mark.parametrize("given", [{"tracer": 5}, {"tracer": ""}, {"meter": 5}, {"meter": True}], ids=repr)
+def test_what_is_no_tracer_and_no_meter_is_refused(given):
+    before, (name,) = hooks.subscribed, given
+    with pytest.raises(TypeError, match=name):
+        tracing.install(**given)
     assert hooks.subscribed == before
 
 

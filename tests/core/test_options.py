@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import math
+import threading
 from datetime import timedelta
 from decimal import Decimal
+from functools import partial
 from typing import Any
+from unittest.mock import AsyncMock, Mock
 
 import pytest
 from sqlalchemy.orm import Session
@@ -19,6 +22,11 @@ from dlock_core.sql.row_locks import RowLock
 
 async def later() -> None:
     pass
+
+
+class Later:
+    async def __call__(self) -> None:
+        pass
 
 
 def core(**options: Any) -> Any:
@@ -77,6 +85,26 @@ def test_option_of_a_wrong_type_is_refused_by_its_name(make: Any, options: dict[
     (name,) = options
     with pytest.raises(TypeError, match=rf"^{name} is "):
         make(**options)
+
+
+@pytest.mark.parametrize("make", ONE)
+@pytest.mark.parametrize(
+    "on_lost",
+    [Later(), partial(later), partial(Later()), AsyncMock(), lambda lease: lease],
+    ids=["object", "partial", "partial of an object", "mock", "argument"],
+)
+def test_callback_that_would_be_awaited_or_given_something_is_refused(make: Any, on_lost: Any) -> None:
+    with pytest.raises(TypeError, match=r"^on_lost is "):
+        make(on_lost=on_lost)
+
+
+@pytest.mark.parametrize(
+    "on_lost",
+    [Mock(), [].clear, threading.Event().set, print, lambda *_: None, Mock],
+    ids=["mock", "built-in", "method", "print", "any arguments", "class"],
+)
+def test_callback_that_can_be_called_is_accepted(on_lost: Any) -> None:
+    core(on_lost=on_lost)
 
 
 @pytest.mark.parametrize("make", EVERY)
