@@ -18,8 +18,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
 __all__ = [
-    "LockOptions", "Seconds", "check_callback", "check_flags", "check_seconds", "check_switches", "checked_prefix", "deadline",
-    "has_swallowed_options", "masked", "store_ttl", "tells_secret", "ttl_seconds", "unknown_option", "wait_seconds",
+    "LockOptions", "Seconds", "check_callback", "check_flags", "check_seconds", "check_switches", "checked_prefix",
+    "deadline", "has_swallowed_options", "masked", "store_ttl", "tells_secret", "ttl_seconds", "unknown_option",
+    "unknown_store_option", "wait_seconds",
 ]  # fmt: skip
 
 Seconds = float | int | timedelta
@@ -148,8 +149,19 @@ def check_callback(name: str, value: object, *arguments: object) -> None:
 def unknown_option(names: Iterable[str], known: Iterable[str]) -> TypeError:
     """Return an error that translates an option's name in other libraries to dlock's name."""
     name = next(iter(names))
-    instead = f"; {_OTHER_WORDS[name]}" if name in _OTHER_WORDS else ""
-    return TypeError(f"a lock has no option {name!r}{instead}. Its options: {', '.join(known)}")
+    return _unknown_option("a lock", name, _OTHER_WORDS.get(name, ""), known)
+
+
+def unknown_store_option(name: str, known: Iterable[str]) -> TypeError:
+    """Return the error for an option that a kind of store does not have; a lock may have it."""
+    hint = f"it is an option of a lock: Lock(store, name, {name}=…)" if name in LockOptions._fields else ""
+    return _unknown_option("a store of this kind", name, hint, known)
+
+
+def _unknown_option(what: str, name: str, hint: str, known: Iterable[str]) -> TypeError:
+    options = ", ".join(known)
+    told = f"Its options: {options}" if options else "It has no options"
+    return TypeError(f"{what} has no option {name!r}{'; ' if hint else ''}{hint}. {told}")
 
 
 def ttl_seconds(ttl: Seconds) -> float:

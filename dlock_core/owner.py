@@ -34,7 +34,12 @@ _known: Final[WeakKeyDictionary[object, int]] = WeakKeyDictionary()
 
 
 def name_application(label: str) -> None:
-    """Label this process in listings; the default label is the program's file name."""
+    """Label this process in listings; the default label is the program's file name.
+
+    Raises TypeError for a label that is no text.
+    """
+    if not isinstance(label, str):
+        raise TypeError(f"the label of a process is text, not {type(label).__name__}: {label!r:.80}")
     global _application  # noqa: PLW0603 - a process has one name
     _application = label
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import os
 import re
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Final, cast
 from dlock_core.extras import needed_by
 from dlock_core.names import canonical
 from dlock_core.observability import hooks
+from dlock_core.options import unknown_store_option
 from dlock_core.runtime import BLOCKING, run
 
 if TYPE_CHECKING:
@@ -61,8 +63,8 @@ _SCHEME: Final = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):")
 def connect(store: Any, **options: Any) -> Backend:
     """Return the backend for a store: a URL, or an existing redis-py client or connection pool.
 
-    Nothing is sent yet. Raises ValueError for a wrong URL or option, ImportError if the client library is missing (its
-    text names the extra to install). No error contains a password from the URL.
+    Nothing is sent yet. Raises ValueError for a wrong URL or option, TypeError for an unknown option, ImportError if
+    the client library is missing (its text names the extra to install). No error contains a password from the URL.
     """
     if not isinstance(store, str):
         return _of_client(store, options)
@@ -75,7 +77,7 @@ def connect(store: Any, **options: Any) -> Backend:
         known = ", ".join(f"{name}://" for name in schemes())
         raise ValueError(f"no lock store for the URL scheme {scheme!r}: use one of {known}")
     with needed_by(f"a store with the URL scheme {scheme}://"):
-        return cast("Backend", _load(factory)(store, **options))
+        return _made(_load(factory), store, options)
 
 
 def scheme_of(url: str) -> str:
@@ -93,7 +95,27 @@ def _of_client(client: Any, options: dict[str, Any]) -> Backend:
     if not any(kind.__module__.startswith(("redis", "valkey")) for kind in type(client).__mro__):
         raise TypeError(f"a store is a URL or a redis-py client, not {type(client).__name__}")
     kind = "redis.cluster:ClusterBackend" if hasattr(client, "nodes_manager") else "redis.backend:RedisBackend"
-    return cast("Backend", _load(f"dlock_core.backends.{kind}")(client, **options))
+    return _made(_load(f"dlock_core.backends.{kind}"), client, options)
+
+
+def _made(factory: Any, store: Any, options: dict[str, Any]) -> Backend:
+    """Call the factory of a kind of store; raises TypeError for an option that it does not take."""
+    known = _option_names(factory) if options else None
+    unknown = () if known is None else [name for name in options if name not in known]
+    if known is not None and unknown:
+        raise unknown_store_option(unknown[0], known)
+    return cast("Backend", factory(store, **options))
+
+
+def _option_names(factory: Any) -> list[str] | None:
+    """Return the options of a factory, including those that a class method passes on to its class; None means any."""
+    options = list(inspect.signature(factory).parameters.values())[1:]
+    names = [each.name for each in options if each.kind is not each.VAR_KEYWORD]
+    if len(names) == len(options):
+        return names
+    kind = getattr(factory, "__self__", None)
+    more = _option_names(kind) if isinstance(kind, type) else None
+    return None if more is None else names + more
 
 
 def _factory_elsewhere(scheme: str, family: str) -> str | None:

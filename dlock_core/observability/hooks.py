@@ -64,8 +64,9 @@ def subscribe(hook: Callable[[Event], None]) -> None:
     """Call `hook` with each event from now on.
 
     An Exception that it raises is logged and goes no further, even if a signal handler raised it while the hook ran.
-    Other exceptions, such as KeyboardInterrupt, reach the caller. Raises TypeError for a hook that cannot be called with
-    an event, and for a coroutine function.
+    Other exceptions, such as KeyboardInterrupt, reach the caller.
+
+    Raises TypeError for a hook that cannot be called with an event, and for a coroutine function.
     """
     check_callback("hook", hook, None)
     global subscribed  # noqa: PLW0603 - replaced as a whole, so that emit needs no lock

@@ -4,6 +4,7 @@ import asyncio
 import json
 import os
 import threading
+from typing import Any
 
 import pytest
 
@@ -30,6 +31,13 @@ def test_application_label_replaces_the_program_name() -> None:
         assert json.loads(owner.text())["app"] == "billing"
     finally:
         owner.name_application("")
+
+
+@pytest.mark.parametrize("label", [None, 5, b"billing"], ids=repr)
+def test_application_label_that_is_no_text_is_refused(label: Any) -> None:
+    with pytest.raises(TypeError, match="label"):
+        owner.name_application(label)
+    assert json.loads(owner.text())["app"]
 
 
 def test_owner_text_has_no_line_breaks_and_is_short() -> None:

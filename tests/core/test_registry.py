@@ -110,10 +110,39 @@ def test_braces_in_a_prefix_of_redis_are_refused(url: str) -> None:
         connect(url, prefix="{a}")
 
 
-@pytest.mark.parametrize("url", EVERY_STORE)
-def test_unknown_option_is_refused_by_name(url: str) -> None:
-    with pytest.raises(TypeError, match="tll"):
+@pytest.mark.parametrize(
+    ("url", "known"),
+    [
+        ("memory://", "It has no options"),
+        *[(url, "prefix, timeout, replicas") for url in ("redis://h", "redis+sentinel://h/shop", "redis+cluster://h")],
+        ("redlock://a,b,c", "tls, prefix, timeout"),
+        ("etcd://h", "prefix, timeout, tls"),
+        ("zookeeper://h", "prefix, timeout, session"),
+        ("database+sqlite:///f", "timeout"),
+        ("advisory+postgresql+psycopg://h/d", "prefix, timeout"),
+    ],
+)
+def test_unknown_option_is_refused_by_name(url: str, known: str) -> None:
+    with pytest.raises(TypeError, match=f"a store of this kind has no option 'tll'.*{known}$"):
         connect(url, tll=3)
+    with pytest.raises(TypeError, match=f"has no option 'ttl'; it is an option of a lock.*{known}$"):
+        connect(url, ttl=3)
+
+
+def test_unknown_option_of_a_client_is_refused_by_name() -> None:
+    with pytest.raises(TypeError, match=r"has no option 'ttl'.*prefix, timeout, replicas"):
+        connect(redis.Redis(), ttl=3)
+
+
+def make_store(url: str, prefix: str = "", **more: Any) -> tuple[str, str, dict[str, Any]]:
+    """Stand for the factory of another package, which takes any option."""
+    return url, prefix, more
+
+
+def test_options_of_another_package_are_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    target = f"{__name__}:make_store"
+    monkeypatch.setattr("importlib.metadata.entry_points", lambda group: [EntryPoint("mine", target, group)])
+    assert connect("mine://h", prefix="a", ttl=3) == ("mine://h", "a", {"ttl": 3})
 
 
 @pytest.mark.parametrize("url", ["redis://h", "redis+sentinel://h/shop", "redis+cluster://h"])
