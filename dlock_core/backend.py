@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeGuard
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn, Protocol, TypeGuard
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -30,6 +30,7 @@ __all__ = [
     "RenewalResult",
     "SupportsMany",
     "Waiter",
+    "refuse_to_pickle",
     "supports_many",
 ]
 
@@ -222,3 +223,11 @@ class SupportsMany(Backend, Protocol):
 def supports_many(backend: object) -> TypeGuard[SupportsMany]:
     """Return whether a store takes several locks in one request; a wrapper may pass the two methods on."""
     return hasattr(backend, "try_acquire_many")
+
+
+def refuse_to_pickle(backend: Backend) -> NoReturn:
+    """Raise TypeError; as the `__reduce__` of a store, whose connections and password stay in its process."""
+    raise TypeError(
+        f"a store ({type(backend).__name__}) cannot be pickled or copied, and neither can its locks: pass its URL, and "
+        "connect in the other process"
+    )

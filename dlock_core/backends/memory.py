@@ -10,7 +10,17 @@ import threading
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from dlock_core.backend import Busy, Capabilities, Granted, Holder, LockState, Released, RenewalFailure, Waiter
+from dlock_core.backend import (
+    Busy,
+    Capabilities,
+    Granted,
+    Holder,
+    LockState,
+    Released,
+    RenewalFailure,
+    Waiter,
+    refuse_to_pickle,
+)
 from dlock_core.errors import BackendUnavailable
 from dlock_core.runtime import clock
 
@@ -55,6 +65,8 @@ class MemoryBackend:
     """A store in memory; `now` is its clock, seconds that never step back."""
 
     capabilities = Capabilities(fair=True, shared=True, lists_waiters=True, ttl_min=0.001)
+
+    __reduce__ = refuse_to_pickle
 
     def __init__(self, now: Callable[[], float] = clock) -> None:
         self._now = now

@@ -1,5 +1,7 @@
 """A URL or a client leads to a backend, or to an error that says what is wrong and never a password."""
 
+import copy
+import pickle
 import subprocess
 import sys
 from datetime import timedelta
@@ -15,6 +17,7 @@ import redis.asyncio
 import redis.cache
 import redis.cluster
 import redis.sentinel
+from sqlalchemy import create_engine
 
 from dlock_core import Lock, connect
 from dlock_core.backends.advisory.labels import checked_prefix
@@ -22,6 +25,7 @@ from dlock_core.backends.redis.backend import RedisBackend
 from dlock_core.backends.redlock.backend import RedlockBackend
 from dlock_core.stores import schemes
 from dlock_core.testing import MemoryBackend
+from sqla_dlock.backends.advisory import from_engine
 
 SECRET = "hunter2"
 EVERY_STORE = [
@@ -143,6 +147,19 @@ def test_options_of_another_package_are_passed_on(monkeypatch: pytest.MonkeyPatc
     target = f"{__name__}:make_store"
     monkeypatch.setattr("importlib.metadata.entry_points", lambda group: [EntryPoint("mine", target, group)])
     assert connect("mine://h", prefix="a", ttl=3) == ("mine://h", "a", {"ttl": 3})
+
+
+@pytest.mark.parametrize(
+    "url", [*EVERY_STORE, "memory://", "advisory+postgresql+psycopg://h/d", "advisory+mysql+pymysql://h/d"]
+)
+@pytest.mark.parametrize("how", [pickle.dumps, copy.deepcopy])
+def test_store_is_not_copied_into_another_process_and_its_password_is_not_pickled(url: str, how: Any) -> None:
+    backend = connect(url)
+    for each in (backend, Lock(backend, "a")):
+        with pytest.raises(TypeError, match="pass its URL, and connect"):
+            how(each)
+    with pytest.raises(TypeError, match="pass its URL, and connect"):
+        how(from_engine(create_engine("postgresql+psycopg://h/d")))
 
 
 @pytest.mark.parametrize("url", ["redis://h", "redis+sentinel://h/shop", "redis+cluster://h"])

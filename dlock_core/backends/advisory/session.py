@@ -9,7 +9,7 @@ from __future__ import annotations
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
-from dlock_core.backend import Busy, Capabilities, Granted, Released, RenewalFailure
+from dlock_core.backend import Busy, Capabilities, Granted, Released, RenewalFailure, refuse_to_pickle
 from dlock_core.backends.advisory.connections import LockConnections, Reservation
 from dlock_core.backends.advisory.labels import PREFIX, checked_prefix
 from dlock_core.backends.advisory.mysql import MySQL
@@ -43,6 +43,8 @@ class SessionBackend:
 
     capabilities = Capabilities(expiry="connection", fair=True, shared=True, lists_waiters=True, ttl_min=0.1)
     dialect: ClassVar[type[PostgreSQL | MySQL]] = PostgreSQL
+
+    __reduce__ = refuse_to_pickle
 
     def __init__(self, pool: Pool, *, prefix: str = PREFIX) -> None:
         self._server = self.dialect(pool, checked_prefix(prefix))

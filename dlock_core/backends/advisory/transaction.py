@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
-from dlock_core.backend import Busy, Capabilities, Granted, Released, RenewalFailure
+from dlock_core.backend import Busy, Capabilities, Granted, Released, RenewalFailure, refuse_to_pickle
 from dlock_core.backends.advisory import postgresql
 from dlock_core.backends.advisory.labels import PREFIX, checked_prefix, label_of
 from dlock_core.backends.advisory.postgresql import LockRow, Sessions, owner_of
@@ -59,6 +59,8 @@ class TransactionBackend:
     caught; only a deadlock is to be expected. Raises NotSupported before any I/O outside a transaction and on other
     databases.
     """
+
+    __reduce__ = refuse_to_pickle
 
     def __init__(self, pool: Pool, database: Any, *, prefix: str = PREFIX) -> None:
         self.prefix = checked_prefix(prefix)

@@ -11,7 +11,7 @@ from collections import defaultdict
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
-from dlock_core.backend import Capabilities, Holder, LockState, Released, RenewalFailure, Waiter
+from dlock_core.backend import Capabilities, Holder, LockState, Released, RenewalFailure, Waiter, refuse_to_pickle
 from dlock_core.backends.etcd import keys
 from dlock_core.backends.etcd.connections import read_url
 from dlock_core.backends.etcd.gateway import Gateway
@@ -50,6 +50,8 @@ class EtcdBackend:
 
     capabilities = Capabilities(fair=True, shared=True, lists_waiters=True, ttl_min=2.0, ttl_step=1.0)
     """The shortest ttl fits etcd's default election timeout of 1 s; with a longer timeout the server grants more."""
+
+    __reduce__ = refuse_to_pickle
 
     def __init__(
         self, url: str, *, prefix: str = "dlock/", timeout: float = 3.0, tls: ssl.SSLContext | None = None

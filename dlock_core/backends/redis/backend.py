@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from redis.exceptions import NoScriptError
 
-from dlock_core.backend import Capabilities, Granted, Released, RenewalFailure
+from dlock_core.backend import Capabilities, Granted, Released, RenewalFailure, refuse_to_pickle
 from dlock_core.backends.redis import sentinel
 from dlock_core.backends.redis.addresses import pool_from_url, transports
 from dlock_core.backends.redis.pipeline import PipelinedTransport
@@ -69,6 +69,8 @@ class RedisBackend:
     """
 
     capabilities = Capabilities(fair=True, shared=True, lists_waiters=True)
+
+    __reduce__ = refuse_to_pickle
 
     def __init__(self, client: Any, *, prefix: str = "dlock:", timeout: float = 2.0, replicas: int = 0) -> None:
         prefix = checked_options(prefix, timeout, replicas)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final, cast
 
 from redis.exceptions import AskError, ClusterDownError, ResponseError, TryAgainError
 
-from dlock_core.backend import RenewalFailure
+from dlock_core.backend import RenewalFailure, refuse_to_pickle
 from dlock_core.backends.redis import addresses, health
 from dlock_core.backends.redis.backend import RedisBackend, checked_options
 from dlock_core.backends.redis.cluster_routing import ClusterCommand, SlotMap, SlotTransport, pipeline, slot_of
@@ -56,6 +56,8 @@ class ClusterBackend:
     """
 
     capabilities = RedisBackend.capabilities
+
+    __reduce__ = refuse_to_pickle
 
     def __init__(self, client: Any, *, prefix: str = "dlock:", timeout: float = 2.0, replicas: int = 0) -> None:
         prefix = checked_options(prefix, timeout, replicas)

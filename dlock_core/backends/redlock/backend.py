@@ -11,7 +11,7 @@ from collections import Counter
 from itertools import chain
 from typing import TYPE_CHECKING, Any, Final
 
-from dlock_core.backend import Busy, Capabilities, Granted, RenewalFailure
+from dlock_core.backend import Busy, Capabilities, Granted, RenewalFailure, refuse_to_pickle
 from dlock_core.backends.redis.protocol import (
     INSPECT_BATCH,
     RELEASE_REPLIES,
@@ -59,6 +59,8 @@ class RedlockBackend:
 
     capabilities = Capabilities(lists_waiters=True, ttl_min=0.05)
     """Not fair: waiters queue at one node, mostly served in order, but a newcomer may get the other nodes first."""
+
+    __reduce__ = refuse_to_pickle
 
     def __init__(self, clients: Iterable[Any], *, prefix: str = "dlock:", timeout: float = 0.5) -> None:
         self._nodes = NodeSet(list(clients), prefix, timeout)

@@ -12,7 +12,16 @@ import weakref
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final
 
-from dlock_core.backend import Busy, Capabilities, Granted, Holder, LockState, Released, RenewalFailure
+from dlock_core.backend import (
+    Busy,
+    Capabilities,
+    Granted,
+    Holder,
+    LockState,
+    Released,
+    RenewalFailure,
+    refuse_to_pickle,
+)
 from dlock_core.backends.table.statements import MARIADB, MYSQL, POSTGRESQL, SQLITE
 from dlock_core.backends.table.waiting import LocalWaiters, NotifyListener
 from dlock_core.runtime import RNG
@@ -49,6 +58,8 @@ class TableBackend:
     """
 
     capabilities = Capabilities(ttl_min=0.1)
+
+    __reduce__ = refuse_to_pickle
 
     def __init__(self, pool: Pool) -> None:
         self.pool = pool

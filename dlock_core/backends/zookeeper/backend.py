@@ -12,7 +12,7 @@ import select
 import weakref
 from typing import TYPE_CHECKING, Any
 
-from dlock_core.backend import Busy, Capabilities, Granted, Released, RenewalFailure
+from dlock_core.backend import Busy, Capabilities, Granted, Released, RenewalFailure, refuse_to_pickle
 from dlock_core.backends.zookeeper.nodes import EXTRA_S_PER_REQUEST, LockNodes, parse_queue
 from dlock_core.backends.zookeeper.own_nodes import MAX_WAIT_S, WAITER_GRACE_S, QueueClient
 from dlock_core.backends.zookeeper.session import EnsembleAddress, ZooKeeperSession, checked, read_url
@@ -48,6 +48,8 @@ class ZooKeeperBackend:
     """
 
     capabilities = Capabilities(expiry="session", fair=True, shared=True, lists_waiters=True, ttl_min=0.1)
+
+    __reduce__ = refuse_to_pickle
 
     def __init__(
         self, address: EnsembleAddress, *, prefix: str = "dlock", timeout: float = 2.0, session: float = 15.0
