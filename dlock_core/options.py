@@ -11,7 +11,7 @@ import math
 import re
 from datetime import timedelta
 from functools import lru_cache, partial
-from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 from urllib.parse import unquote
 
 if TYPE_CHECKING:
@@ -133,7 +133,7 @@ def check_callback(name: str, value: object, *arguments: object) -> None:
     wanted = f"{name} is a function {'with one argument' if arguments else 'without arguments'}"
     if not callable(value):
         raise TypeError(f"{wanted}, not {type(value).__name__}: {value!r:.80}")
-    function = value
+    function: Any = value
     while isinstance(function, partial):
         function = function.func
     if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__):
