@@ -64,8 +64,9 @@ class FenceHolderField(_CharField):
 class FencedMixin(models.Model):
     """A model whose rows carry the fence themselves: `lock(Order, pk)` admits its token with one UPDATE of that row.
 
-    The row itself is fenced and locked instead of a row in `dlock_fence`, which is used only while the row does not
-    exist yet. Shared locks are not supported. A row that was deleted and created again no longer refuses older holders.
+    The row itself is fenced and locked instead of a row in `dlock_fence`, which is used only until the row has its
+    first token. Shared locks are not supported. A row that was deleted and created again no longer refuses older
+    holders. `save()` does not write the columns; a bulk method does, if they are named to it, and must not.
     """
 
     dlock_token = FenceTokenField(default=0, db_default=0, editable=False)
@@ -119,7 +120,7 @@ class RowFence(TableFence):
     def announce(self, connection: BaseDatabaseWrapper, entry: FenceEntry) -> None:
         # The row, and its substitute in the table, are raised together.
         with transaction.atomic(using=connection.alias):
-            self._run_on_row(fence_sql.admit, connection, entry)
+            self._run_on_row(fence_sql.announce, connection, entry)
 
     def confirm(self, connection: BaseDatabaseWrapper, entry: FenceEntry) -> None:
         self._run_on_row(fence_sql.confirm, connection, entry)

@@ -12,6 +12,7 @@ from sqlalchemy import (
     BigInteger,
     Column,
     Connection,
+    Engine,
     Integer,
     String,
     Uuid,
@@ -33,11 +34,12 @@ from dlock_core.transactions.fence_functions import CREATE_BOTH as CREATE_FUNCTI
 from dlock_core.transactions.fence_sql import DIALECTS, MYSQL, POSTGRESQL, SCHEMA_OF_FUNCTIONS, functions_in
 from dlock_core.transactions.fencing import refusal
 from sqla_dlock.connections import note_xid
+from sqla_dlock.fence_columns import FENCE_COLUMNS, refuse_fence_columns
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
-    from sqlalchemy import CursorResult, Dialect, Engine, TextClause, TextualSelect
+    from sqlalchemy import CursorResult, Dialect, TextClause, TextualSelect
     from sqlalchemy.orm import Mapped, Mapper
     from sqlalchemy.types import TypeEngine
 
@@ -82,8 +84,9 @@ class FencedMixin:
     """A class whose rows carry the fence themselves.
 
     `lock(session, Order, 42)` admits its token with one UPDATE of that row. The row itself is fenced and locked instead
-    of a row in `dlock_fence`, which is used only while the row does not exist yet. Shared locks are not supported. A
-    row that was deleted and created again no longer refuses older holders.
+    of a row in `dlock_fence`, which is used only until the row has its first token. Shared locks are not supported. A
+    row that was deleted and created again no longer refuses older holders. An UPDATE or upsert that sets one of the two
+    columns raises NotSupported; textual SQL is not covered.
     """
 
     if TYPE_CHECKING:
@@ -97,7 +100,7 @@ class FencedMixin:
 @event.listens_for(FencedMixin, "before_update", propagate=True)
 def _keep_out_of_flush(_mapper: Mapper[Any], _connection: Connection, instance: FencedMixin) -> None:
     """Keep the columns out of a flush: an instance may have an old token, and only the fence writes it."""
-    for name in ("dlock_token", "dlock_holder"):
+    for name in FENCE_COLUMNS:
         history = inspect(instance).attrs[name].history
         if history.added:
             set_committed_value(instance, name, (history.deleted or history.added)[0])
@@ -111,6 +114,12 @@ _classes: Final[dict[str, ref[type]]] = {}
 def _remember(mapper: Mapper[Any], cls: type) -> None:
     if mapper.inherits is None or not issubclass(mapper.inherits.class_, FencedMixin):
         _classes[getattr(mapper.local_table, "fullname", "")] = ref(cls)
+
+
+@event.listens_for(FencedMixin, "after_mapper_constructed", propagate=True)
+def _check_mapping(mapper: Mapper[Any], cls: type) -> None:
+    if not event.contains(Engine, "before_execute", refuse_fence_columns):  # not in programs without such classes
+        event.listen(Engine, "before_execute", refuse_fence_columns)
 
 
 def class_of(label: Any) -> type | None:
@@ -191,7 +200,7 @@ class RowFence(TableFence):
 
     def announce(self, bind: Engine | Connection, entry: FenceEntry) -> None:
         with _own_transaction(bind) as connection:
-            self._run_on_row(fence_sql.admit, connection, entry)
+            self._run_on_row(fence_sql.announce, connection, entry)
 
     def confirm(self, connection: Connection, entry: FenceEntry) -> None:
         self._run_on_row(fence_sql.confirm, connection, entry)

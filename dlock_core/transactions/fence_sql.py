@@ -189,12 +189,15 @@ DIALECTS: Final = {"sqlite": SQLITE, "postgresql": POSTGRESQL, "mysql": MYSQL, "
 _OLDER: Final = "(dlock_token < {t} OR (dlock_token = {t} AND dlock_holder = :holder))"
 _ROW_IS_OURS: Final = "dlock_token = {t} AND dlock_holder = :holder"
 _UPDATE: Final = "UPDATE {{table}} SET {set}{{lim}} WHERE {{key}} AND {condition}"
-_ADMIT_ROW: Final = _UPDATE.format(set="dlock_token = {t}, dlock_holder = :holder", condition=_OLDER)
+_FIRST_ADMIT: Final = _UPDATE.format(set="dlock_token = {t}, dlock_holder = :holder", condition=_OLDER)
+_ADMIT_ROW: Final = f"{_FIRST_ADMIT} AND dlock_token > 0"
 _CONFIRM: Final = _UPDATE.format(set="dlock_holder = :holder", condition=_ROW_IS_OURS)
 _ROW_HIGHEST: Final = "SELECT dlock_token FROM {table} WHERE {key}"
-# A plain read would take the transaction's snapshot, before the wait for a row in `dlock_fence`.
-_SHARE: Final = f"{_ROW_HIGHEST} LOCK IN SHARE MODE"
-_LOCKING: Final = {"mysql": _SHARE, "mariadb": FOR + _SHARE}
+# A plain read would take the transaction's snapshot, before the wait for a row in `dlock_fence`. Two holders that had
+# locked the row for share could both not raise it.
+_LOCKED_HIGHEST: Final = f"{_ROW_HIGHEST} FOR UPDATE"
+_LOCKING: Final = {"mysql": _LOCKED_HIGHEST, "mariadb": FOR + _LOCKED_HIGHEST}
+_LEAVE_TO_ROW: Final = "UPDATE dlock_fence SET holder = '' WHERE name = :name"
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,13 +205,16 @@ class RowStatements:
     """Statements with the parameters of an entry and of the key; a changed row, or a first column above 0, is a yes."""
 
     admit: str
+    """Raise a row that has a token."""
+    first_admit: str
+    """Raise a row that has a token or not, after the table was asked."""
     confirm: str
     highest: str
 
 
 @dataclass(frozen=True, slots=True)
 class FencedRow:
-    """A protected row: where it is, its statements, and the fence table that takes its place while it is missing.
+    """A protected row: where it is, its statements, and the fence table that takes its place until it has a token.
 
     `database` adds the parameters of the key to every statement.
     """
@@ -221,11 +227,19 @@ class FencedRow:
 def admit(row: FencedRow, entry: FenceEntry) -> None:
     """Raise the row in the open transaction, before anything is read in it; raises StaleToken.
 
-    For a lease over several transactions, this is done in a separate transaction.
+    A row without a token proves nothing: a newer holder may have created it, who was admitted in the table. So the
+    table is asked until the row has its first token.
     """
-    if not _raise(row, entry):
+    if not _raise(row, row.statements.admit, entry):
         fencing.admit(row.database, row.dialect, entry)
-        _raise(row, entry)
+        _raise(row, row.statements.first_admit, entry)
+
+
+def announce(row: FencedRow, entry: FenceEntry) -> None:
+    """Raise the row for a lease over several transactions, in a separate transaction; raises StaleToken."""
+    if not _raise(row, row.statements.admit, entry):
+        fencing.admit(row.database, row.dialect, entry)
+        _raise_and_leave_to_row(row, entry)
 
 
 def confirm(row: FencedRow, entry: FenceEntry) -> None:
@@ -235,17 +249,26 @@ def confirm(row: FencedRow, entry: FenceEntry) -> None:
     """
     if fencing.is_yes(*row.database.execute(row.statements.confirm, fencing.params(entry))):
         return
-    _raise(row, entry)
+    _raise(row, row.statements.admit, entry)
     fencing.confirm(row.database, row.dialect, entry)
-    _raise(row, entry)
+    _raise_and_leave_to_row(row, entry)
 
 
-def _raise(row: FencedRow, entry: FenceEntry) -> bool:
-    """Raise the row; return False if there is none. Raises StaleToken."""
-    if fencing.is_yes(*row.database.execute(row.statements.admit, fencing.params(entry))):
+def _raise_and_leave_to_row(row: FencedRow, entry: FenceEntry) -> None:
+    """Raise the row, and if it exists, let the table confirm this lease no longer.
+
+    A newer holder is then admitted by the row alone, and if it deletes the row, the table would still show this one.
+    """
+    if _raise(row, row.statements.first_admit, entry):
+        row.database.execute(_LEAVE_TO_ROW, fencing.params(entry))
+
+
+def _raise(row: FencedRow, statement: str, entry: FenceEntry) -> bool:
+    """Raise the row; return False if it has no token, or there is none. Raises StaleToken."""
+    if fencing.is_yes(*row.database.execute(statement, fencing.params(entry))):
         return True
     _, found = row.database.execute(row.statements.highest, fencing.params(entry))
-    if found is None:
+    if found is None or not found[0]:
         return False
     raise StaleToken(entry.name, token=entry.token, highest=found[0])
 
@@ -255,7 +278,8 @@ def statements(database: str, table: str, key: str) -> RowStatements:
     """Return the statements for the row of `table` that the SQL condition `key` selects; both are trusted text."""
     write = {"postgresql": _postgresql, "mariadb": _mariadb}.get(database, _plain)
     read = _LOCKING.get(database, _ROW_HIGHEST).format(table=table, key=key)
-    return RowStatements(write(_ADMIT_ROW, table, key), write(_CONFIRM, table, key), read)
+    admits = (write(template, table, key) for template in (_ADMIT_ROW, _FIRST_ADMIT))
+    return RowStatements(*admits, write(_CONFIRM, table, key), read)
 
 
 def _plain(template: str, table: str, key: str) -> str:

@@ -34,13 +34,13 @@ def test_wait_that_no_database_can_count_is_the_longest_that_each_can():
 
 
 def vars_of(statements):
-    return statements.admit, statements.confirm, statements.highest
+    return statements.admit, statements.first_admit, statements.confirm, statements.highest
 
 
 @pytest.mark.parametrize("database", ["postgresql", "mariadb"])
 def test_every_wait_for_the_row_is_limited(database):
     statements = fence_sql.statements(database, "parcel", "id = :key")
-    waiting = vars_of(statements) if database == "mariadb" else vars_of(statements)[:2]
+    waiting = vars_of(statements) if database == "mariadb" else vars_of(statements)[:3]
     for sql in waiting:
         assert names(sql) & {"seconds", "milliseconds"}
 
@@ -72,7 +72,7 @@ def test_first_wait_for_the_row_ends_with_that_for_the_lock():
 
 @pytest.mark.parametrize("database", ["mysql", "mariadb"])
 def test_looking_for_the_row_takes_no_snapshot_where_a_plain_read_would(database):
-    assert fence_sql.statements(database, "parcel", "id = :key").highest.endswith(" LOCK IN SHARE MODE")
+    assert fence_sql.statements(database, "parcel", "id = :key").highest.endswith(" FOR UPDATE")
 
 
 def test_statements_of_a_row_are_written_once():
@@ -101,20 +101,28 @@ def row():
 
 
 def test_newer_holder_is_admitted_and_an_older_one_is_not(row):
-    assert row("admit", 10, "us")
+    assert row("first_admit", 10, "us")
     assert row("admit", 11, "them")
     assert not row("admit", 10, "us")
+    assert not row("first_admit", 10, "us")
+
+
+def test_row_without_a_token_is_raised_only_after_the_table_was_asked(row):
+    assert not row("admit", 10, "us")
+    assert row("first_admit", 10, "us")
+    assert row("admit", 10, "us")
 
 
 def test_holder_is_admitted_again_but_nobody_else_with_its_token(row):
-    assert row("admit", 10, "us")
-    assert row("admit", 10, "us")
-    assert not row("admit", 10, "them")
+    assert row("first_admit", 10, "us")
+    for step in ("admit", "first_admit"):
+        assert row(step, 10, "us")
+        assert not row(step, 10, "them")
 
 
 def test_only_the_newest_holder_is_confirmed(row):
     assert not row("confirm", 0, "us")
-    row("admit", 10, "us")
+    row("first_admit", 10, "us")
     assert row("confirm", 10, "us")
     assert not row("confirm", 10, "them")
     assert not row("confirm", 9, "us")
@@ -123,7 +131,7 @@ def test_only_the_newest_holder_is_confirmed(row):
 
 
 def test_highest_tells_the_row_from_none(row):
-    row("admit", 10, "us")
+    row("first_admit", 10, "us")
     assert row("highest", 0, "")
     assert not row("highest", 0, "", key=8)
-    assert not row("admit", 10, "us", key=8)
+    assert not row("first_admit", 10, "us", key=8)

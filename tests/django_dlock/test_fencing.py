@@ -322,8 +322,20 @@ def test_row_is_its_own_fence(alias, store, parcel, form):
         row.value = 5
         row.save()
     assert fence_of(alias) == (lease.token, lease.holder)
-    assert not Fence.objects.using(alias).exists()
     assert Parcel.objects.using(alias).get().value == 5
+
+
+@levels(EVERY)
+@pytest.mark.parametrize("form", FORMS)
+def test_table_is_asked_only_until_the_row_has_its_first_token(alias, store, parcel, form):
+    with lock(Parcel, parcel.pk, using=alias, fence=form) as first, atomic(alias):
+        Parcel.objects.using(alias).update(value=1)
+    sent = CaptureQueriesContext(connections[alias])
+    with sent, lock(Parcel, parcel.pk, using=alias, fence=form) as lease, atomic(alias):
+        Parcel.objects.using(alias).update(value=2)
+    assert not [query for query in sent.captured_queries if "dlock_fence" in query["sql"]]
+    assert Fence.objects.using(alias).get().token == first.token
+    assert fence_of(alias) == (lease.token, lease.holder)
 
 
 @levels(EVERY)
@@ -523,6 +535,8 @@ def test_wait_on_mysql_is_limited_by_wait_and_its_session_has_its_own_limit_back
 def test_inherited_row_is_guarded_in_one_update_of_its_parent(alias, store):
     """Django would update a parent's columns in two steps, and check the token only in the first."""
     heavy = HeavyParcel.objects.using(alias).create()
+    with lock(HeavyParcel, heavy.pk, using=alias), atomic(alias):
+        HeavyParcel.objects.using(alias).update(kilos=4)
     sent = CaptureQueriesContext(connections[alias])
     with lock(HeavyParcel, heavy.pk, using=alias) as lease, atomic(alias), sent:
         HeavyParcel.objects.using(alias).update(kilos=5)

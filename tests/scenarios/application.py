@@ -97,6 +97,10 @@ class Session(ABC):
         """Insert another counter."""
 
     @abstractmethod
+    def add_parcel(self, key: int) -> None:
+        """Insert a parcel, whose row carries its fence."""
+
+    @abstractmethod
     def ask(self, sql: str) -> list[tuple[Any, ...]]:
         """Send a statement by hand, and return its rows."""
 
@@ -130,6 +134,11 @@ class Session(ABC):
 
 class Application(ABC):
     """One ORM with one driver on one database at one isolation level."""
+
+    parcel: type
+    """The class of the parcels, whose rows carry their fence."""
+    parcels: str
+    """The table of the parcels."""
 
     def __init__(self, place: Place, server: str) -> None:
         self.place, self.server = place, server

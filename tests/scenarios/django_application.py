@@ -17,7 +17,7 @@ from tests.django_dlock import isolation
 from tests.django_dlock.sessions import rows
 from tests.django_dlock.tracking import on_end
 from tests.scenarios.application import Application, Place, Session, noting
-from tests.testapp.models import Counter
+from tests.testapp.models import Counter, Parcel
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -66,6 +66,9 @@ class DjangoSession(Session):
     def add(self, name: str) -> None:
         Counter.objects.using(self.alias).create(name=name)
 
+    def add_parcel(self, key: int) -> None:
+        Parcel.objects.using(self.alias).create(pk=key)
+
     def ask(self, sql: str) -> list[tuple[Any, ...]]:
         return [tuple(row) for row in rows(connections[self.alias], sql)]
 
@@ -88,6 +91,7 @@ class DjangoSession(Session):
 
 class DjangoApplication(Application):
     counters = "testapp_counter"
+    parcel, parcels = Parcel, "testapp_parcel"
 
     def __init__(self, place: Place) -> None:
         super().__init__(place, place.driver)

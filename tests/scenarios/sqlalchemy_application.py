@@ -21,7 +21,7 @@ from tests import databases
 from tests.actors import WITHIN
 from tests.scenarios.application import Application, Place, Session, noting
 from tests.sqla_dlock.engines import URLS, new_async_engine, new_isolated_engine, server_of
-from tests.sqla_dlock.models import Counter
+from tests.sqla_dlock.models import Base, Counter, Parcel
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Iterator
@@ -79,7 +79,10 @@ class SqlalchemySession(Session):
         self.do(OrmSession.execute, update(Counter).where(COUNTER).values(value=Counter.value + 1))
 
     def add(self, name: str) -> None:
-        self.do(_add, name)
+        self.do(_add, Counter(name=name))
+
+    def add_parcel(self, key: int) -> None:
+        self.do(_add, Parcel(id=key))
 
     def ask(self, sql: str) -> list[tuple[Any, ...]]:
         return self.do(_ask, sql)
@@ -136,8 +139,8 @@ def _read(session: OrmSession) -> int:
     return session.scalars(select(Counter.value).where(COUNTER)).one()
 
 
-def _add(session: OrmSession, name: str) -> None:
-    session.add(Counter(name=name))
+def _add(session: OrmSession, instance: Base) -> None:
+    session.add(instance)
     session.flush()
 
 
@@ -156,6 +159,7 @@ def _rows(result: Any) -> list[tuple[Any, ...]]:
 
 class SqlalchemyApplication(Application):
     counters = "counter"
+    parcel, parcels = Parcel, "parcel"
 
     def __init__(self, place: Place) -> None:
         super().__init__(place, server_of(place.driver) or "sqlite")

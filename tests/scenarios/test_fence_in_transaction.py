@@ -242,6 +242,36 @@ def test_two_transactions_under_one_lease_are_both_admitted(application, broken,
     assert application.value() == 3
 
 
+@where([*EVERY, *OTHER_DRIVERS])
+@pytest.mark.parametrize("form", ["transaction", "lease"])
+def test_row_that_a_newer_holder_has_created_refuses_the_older_one(application, broken, holder, form):
+    broken.tokens, broken.forgetful = iter([10, 11]), True
+    a, b = holder(application.parcel, 4711), holder(application.parcel, 4711, fence=form)
+    a.acquire(), b.acquire()
+    b.begin()
+    b.do(b.session.add_parcel, 4711)
+    b.commit()
+    refused = outcome(a.start_reading())
+    assert isinstance(refused, StaleToken)
+    assert (refused.token, refused.highest) == (10, 11)
+
+
+@where(committed([*SERVERS, *OTHER_SERVER_DRIVERS]))
+def test_newer_holder_waits_for_the_older_one_although_somebody_else_has_created_the_row(application, broken, holder):
+    broken.tokens = iter([10, 11])
+    a, b = holder(application.parcel, 4711), holder(application.parcel, 4711)
+    a.acquire(), b.acquire()
+    assert a.begin_and_read() == 0
+    somebody = application.session()
+    with somebody.transaction():
+        somebody.add_parcel(4711)
+    somebody.close()
+    reading = b.start_reading()
+    application.until_blocked()
+    a.write_and_commit()
+    assert outcome(reading) == 1
+
+
 @where([place for place in [*EVERY, *THREADS] if place.level != "DEFERRED"])
 @pytest.mark.parametrize("same", [True, False], ids=["one_lock", "many_locks"])
 def test_first_admits_at_the_same_time_end_well_or_in_a_conflict_to_be_retried(application, broken, same):

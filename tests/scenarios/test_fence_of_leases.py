@@ -80,6 +80,31 @@ def test_lease_of_several_transactions_commits_each_of_them_until_it_is_overtake
 
 
 @where(EVERY)
+@pytest.mark.parametrize("created", ["before_the_lease", "under_the_lease"])
+def test_lease_cannot_commit_after_a_newer_holder_has_deleted_the_row_that_is_its_fence(
+    application, broken, holder, created
+):
+    broken.tokens = iter([10, 11])
+    a, b = holder(application.parcel, 4711, fence="lease"), holder(application.parcel, 4711)
+
+    def create():
+        with a.session.transaction():
+            a.session.add_parcel(4711)
+
+    for step in (create, a._acquire) if created == "before_the_lease" else (a._acquire, create):
+        a.do(step)
+    b.acquire()
+    b.begin()
+    b.do(b.session.ask, f"DELETE FROM {application.parcels}")
+    b.commit()
+    assert a.begin_and_read() == 0
+    a.write()
+    with pytest.raises(StaleToken):
+        a.commit()
+    assert application.value() == 0
+
+
+@where(EVERY)
 def test_announce_behind_a_newer_holder_is_refused(application, broken, holder):
     broken.tokens, broken.forgetful = iter([11, 10]), True
     a, b = holder(fence="lease"), holder(fence="lease")

@@ -3,7 +3,8 @@
 import uuid
 
 import pytest
-from sqlalchemy import Engine, Integer, MetaData, String, event, insert, select, update
+from sqlalchemy import Engine, Integer, MetaData, String, event, insert, select, text, update
+from sqlalchemy.dialects import mysql, postgresql, sqlite
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, make_transient_to_detached, mapped_column
 
 from dlock_core.errors import NotSupported, RowLocked, StaleToken
@@ -78,7 +79,22 @@ def test_row_is_its_own_fence(engine, store, parcel, form):
         row.value = 5
         session.commit()
     assert read(engine) == (5, *fence_of(lease))
-    assert fences(engine) == []
+
+
+@levels(EVERY)
+@pytest.mark.parametrize("form", FORMS)
+def test_table_is_asked_only_until_the_row_has_its_first_token(engine, store, parcel, form):
+    with Session(engine) as session, lock(session, Parcel, parcel, fence=form) as first:
+        set_to(session, 1)
+        session.commit()
+    sent: list[str] = []
+    event.listen(engine, "before_cursor_execute", lambda *args: sent.append(args[2]))
+    with Session(engine) as session, lock(session, Parcel, parcel, fence=form) as lease:
+        set_to(session, 2)
+        session.commit()
+    assert not [sql for sql in sent if "dlock_fence" in sql]
+    assert fences(engine) == [("parcel:7", first.token)]
+    assert read(engine) == (2, *fence_of(lease))
 
 
 @levels(ONCE)
@@ -92,7 +108,6 @@ def test_key_of_every_type_and_table_of_every_name(engine, store, cls, key, form
         set_to(session, 5, cls)
         session.commit()
     assert read(engine, cls) == (5, *fence_of(lease))
-    assert fences(engine) == []
 
 
 @levels(ONCE)
@@ -159,12 +174,64 @@ def test_fence_columns_that_were_set_are_not_written(engine, store, parcel):
     assert read(engine) == (5, *fence_of(lease))
 
 
+def upsert(session, set_):
+    """Upsert a stamp, and set what the function chooses of the values that were given."""
+    name = session.get_bind().dialect.name
+    if name in ("mysql", "mariadb"):
+        mysql_insert = mysql.insert(Stamp).values(id=7, value=5)
+        session.execute(mysql_insert.on_duplicate_key_update(set_(mysql_insert.inserted)))
+    else:
+        given = {"postgresql": postgresql, "sqlite": sqlite}[name].insert(Stamp).values(id=7, value=5)
+        session.execute(given.on_conflict_do_update(index_elements=["id"], set_=set_(given.excluded)))
+
+
+WRITES = {
+    "upsert_all": lambda session: upsert(session, lambda given: given),
+    "upsert_each": lambda session: upsert(session, lambda given: {column.name: column for column in given}),
+    "update": lambda session: session.execute(update(Stamp).values(value=5, dlock_token=0)),
+    "update_ordered": lambda session: session.execute(update(Stamp).ordered_values((Stamp.dlock_token, 0))),
+    "update_table": lambda session: session.execute(update(Stamp.__table__).values(dlock_holder="")),
+    "update_by_key": lambda session: session.execute(update(Stamp), [{"id": 7, "dlock_token": 0}]),
+    "bulk_update_mappings": lambda session: session.bulk_update_mappings(Stamp, [{"id": 7, "dlock_token": 0}]),
+    "bulk_save_objects": lambda session: session.bulk_save_objects([detached_stamp()], update_changed_only=False),
+}
+
+
+def detached_stamp():
+    made = Stamp(id=7)
+    made.dlock_token, made.dlock_holder = 0, ""
+    make_transient_to_detached(made)
+    return made
+
+
+@levels(ONCE)
+@pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
+def test_statement_that_would_set_the_fence_back_is_refused_before_it_is_sent(engine, store, write):
+    key = make(engine, Stamp(id=7))
+    with Session(engine) as session, lock(session, Stamp, key) as lease:
+        set_to(session, 1, Stamp)
+        session.commit()
+        with pytest.raises(NotSupported, match=r"only the fence of a lock writes dlock_\w+.* of stamp.*leave"):
+            write(session)
+        session.rollback()
+    assert read(engine, Stamp) == (1, *fence_of(lease))
+
+
+@levels(ONCE)
+def test_upsert_that_leaves_the_fence_alone_keeps_it(engine, store):
+    key = make(engine, Stamp(id=7))
+    with Session(engine) as session, lock(session, Stamp, key) as lease:
+        upsert(session, lambda given: {"value": given.value})
+        session.commit()
+    assert read(engine, Stamp) == (5, *fence_of(lease))
+
+
 @levels(EVERY)
 @pytest.mark.parametrize("form", FORMS)
 def test_stale_token_is_refused_by_the_row(engine, broken, parcel, form):
     broken.tokens, broken.forgetful = iter([10]), True
     with Session(engine) as session:
-        session.execute(update(Parcel).values(dlock_token=99, dlock_holder="x"))
+        session.execute(text("UPDATE parcel SET dlock_token = 99, dlock_holder = 'x'"))
         session.commit()
         with pytest.raises(StaleToken) as caught, lock(session, Parcel, parcel, store=broken, fence=form):
             set_to(session, 1)
@@ -351,6 +418,9 @@ def test_wait_on_mysql_is_limited_by_wait_and_its_session_has_its_own_limit_back
 @pytest.mark.parametrize("form", FORMS)
 def test_inherited_row_is_guarded_in_one_update_of_its_parent(engine, store, form):
     key = make(engine, HeavyParcel(id=8))
+    with Session(engine) as session, lock(session, HeavyParcel, key):
+        set_to(session, 4)
+        session.commit()
     sent: list[str] = []
     event.listen(engine, "before_cursor_execute", lambda *args: sent.append(args[2]))
     with Session(engine) as session, lock(session, HeavyParcel, key, fence=form) as lease:

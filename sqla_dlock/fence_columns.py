@@ -1,0 +1,51 @@
+"""The columns of `FencedMixin`, which only the fence writes: other statements that would set them are refused.
+
+A token that was set back would let older holders in again. INSERTs of new rows and textual SQL are not covered.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+from sqlalchemy import Insert, Update
+from sqlalchemy.sql import visitors
+
+from dlock_core.errors import NotSupported
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+__all__ = ["FENCE_COLUMNS", "refuse_fence_columns"]
+
+FENCE_COLUMNS: Final = ("dlock_token", "dlock_holder")
+_SET_BY_UPSERT: Final = {"on_conflict_do_update": "update_values_to_set", "on_duplicate_key_update": "update"}
+"""The clauses that turn an INSERT into an UPDATE, and the attribute in which each keeps what it sets."""
+
+
+def refuse_fence_columns(_connection: Any, statement: Any, many: Any, params: Any, _options: Any) -> None:
+    """Raise NotSupported for an UPDATE or upsert that sets a column of the fence; a listener to "before_execute"."""
+    if not isinstance(statement, Update | Insert) or FENCE_COLUMNS[0] not in statement.table.c:
+        return
+    sets = _set_by_upsert(statement) if isinstance(statement, Insert) else _set_by_update(statement, many, params)
+    if found := sorted(set(FENCE_COLUMNS).intersection(sets)):
+        raise NotSupported(
+            f"only the fence of a lock writes {' and '.join(found)} of {statement.table.name}, or an older holder "
+            f"could commit: leave {'them' if len(found) > 1 else 'it'} out of what the "
+            f"{'upsert sets' if isinstance(statement, Insert) else 'UPDATE sets'}"
+        )
+
+
+def _set_by_update(statement: Any, many: Any, params: Any) -> Iterator[str]:
+    yield from _names(statement._values or ())  # noqa: SLF001 - nothing public tells what a statement sets
+    yield from _names(dict(getattr(statement, "_ordered_values", None) or ()))  # before SQLAlchemy 2.1
+    yield from params or ()
+    yield from many[0] if many else ()
+
+
+def _set_by_upsert(statement: Any) -> Iterator[str]:
+    for clause in visitors.iterate(statement):
+        yield from _names(dict(getattr(clause, _SET_BY_UPSERT.get(clause.__visit_name__, ""), None) or ()))
+
+
+def _names(columns: Iterable[Any]) -> Iterator[str]:
+    return (getattr(column, "key", column) for column in columns)
