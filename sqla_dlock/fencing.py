@@ -22,7 +22,7 @@ from sqlalchemy import (
     inspect,
     text,
 )
-from sqlalchemy.exc import DBAPIError
+from sqlalchemy.exc import ArgumentError, DBAPIError
 from sqlalchemy.orm import mapped_column
 from sqlalchemy.orm.attributes import set_committed_value
 
@@ -118,6 +118,11 @@ def _remember(mapper: Mapper[Any], cls: type) -> None:
 
 @event.listens_for(FencedMixin, "after_mapper_constructed", propagate=True)
 def _check_mapping(mapper: Mapper[Any], cls: type) -> None:
+    if mapper.concrete and FENCE_COLUMNS[0] not in mapper.local_table.c:
+        raise ArgumentError(
+            f"{cls.__name__} is concrete, with a separate table, and has no fence there: give it an __abstract__ "
+            "parent with FencedMixin instead of a mapped one"
+        )
     if not event.contains(Engine, "before_execute", refuse_fence_columns):  # not in programs without such classes
         event.listen(Engine, "before_execute", refuse_fence_columns)
 

@@ -1,10 +1,12 @@
 """The row itself as the fence: `FencedMixin`."""
 
 import uuid
+from typing import Any, ClassVar
 
 import pytest
 from sqlalchemy import Engine, Integer, MetaData, String, event, insert, select, text, update
 from sqlalchemy.dialects import mysql, postgresql, sqlite
+from sqlalchemy.exc import ArgumentError
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, make_transient_to_detached, mapped_column
 
 from dlock_core.errors import NotSupported, RowLocked, StaleToken
@@ -224,6 +226,31 @@ def test_upsert_that_leaves_the_fence_alone_keeps_it(engine, store):
         upsert(session, lambda given: {"value": given.value})
         session.commit()
     assert read(engine, Stamp) == (5, *fence_of(lease))
+
+
+def test_concrete_class_without_a_fence_of_its_own_is_refused():
+    class ConcreteBase(DeclarativeBase):
+        pass
+
+    class Box(FencedMixin, ConcreteBase):
+        __tablename__ = "box"
+        id: Mapped[int] = mapped_column(primary_key=True)
+
+    class OtherBox(Box):
+        __tablename__ = "other_box"
+        id: Mapped[int] = mapped_column(primary_key=True)
+        dlock_token: Mapped[int] = mapped_column()
+        dlock_holder: Mapped[str] = mapped_column()
+        __mapper_args__: ClassVar[Any] = {"concrete": True}
+
+    assert lock(Session(), OtherBox, 1).fence.table is OtherBox.__table__
+
+    with pytest.raises(ArgumentError, match="Crate is concrete, with a separate table, and has no fence there"):
+
+        class Crate(Box):
+            __tablename__ = "crate"
+            id: Mapped[int] = mapped_column(primary_key=True)
+            __mapper_args__: ClassVar[Any] = {"concrete": True}
 
 
 @levels(EVERY)
