@@ -5,8 +5,9 @@ from __future__ import annotations
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import TYPE_CHECKING, Any, Final
 
-from sqlalchemy import Connection, Dialect, Select, delete, false, text
+from sqlalchemy import Connection, Dialect, Join, Select, Table, delete, false, text
 from sqlalchemy.exc import SQLAlchemyError
+from sqlalchemy.sql.selectable import FromGrouping
 
 from dlock_core.errors import NotSupported
 from dlock_core.sql import row_locks
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 
     from sqlalchemy.orm import Mapper
 
-__all__ = ["locking", "require_row_locks", "require_transaction", "waiting", "waiting_on_mysql"]
+__all__ = ["locking", "require_row_locks", "require_tables", "require_transaction", "waiting", "waiting_on_mysql"]
 
 _MYSQL: Final = ("mysql", "mariadb")
 _POSTGRESQL_LIMIT: Final = text(row_locks.POSTGRESQL_LIMIT.format(wait=":dlock_wait") + " IS NOT NULL")
@@ -31,6 +32,22 @@ def require_row_locks(dialect: Dialect) -> None:
     """Raise NotSupported for a database whose row locks dlock does not support."""
     if dialect.name not in ("postgresql", "sqlite", *_MYSQL):
         raise NotSupported(f"dlock has no row locks for {dialect.name}, and SQLAlchemy might silently leave them out")
+
+
+def require_tables(mapper: Mapper[Any]) -> None:
+    """Raise NotSupported for a class that is selected from a query: no row lock reaches the rows below that."""
+    if not _is_of_tables(mapper.selectable):
+        raise NotSupported(
+            f"{mapper.class_.__name__} is selected from a query (a concrete hierarchy, or a mapped subquery), in which "
+            "a row lock locks nothing: lock the rows of the table itself, by "
+            "session.execute(select(table).where(...).with_for_update())"
+        )
+
+
+def _is_of_tables(selected: Any) -> bool:
+    if isinstance(selected, Join):
+        return _is_of_tables(selected.left) and _is_of_tables(selected.right)
+    return isinstance(selected, Table) or (isinstance(selected, FromGrouping) and _is_of_tables(selected.element))
 
 
 def require_transaction(connection: Connection) -> None:

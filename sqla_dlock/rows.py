@@ -20,7 +20,7 @@ from sqlalchemy.orm import Mapper
 from dlock_core.errors import RowLocked
 from dlock_core.sql.driver_errors import DatabaseFailure, failure_of_statement
 from dlock_core.sql.row_locks import RowLock
-from sqla_dlock.row_sql import locking, require_row_locks, require_transaction, waiting
+from sqla_dlock.row_sql import locking, require_row_locks, require_tables, require_transaction, waiting
 from sqla_dlock.stores import bound_for_writing, connection_for_writing, plain_async_session, plain_session
 
 if TYPE_CHECKING:
@@ -293,6 +293,7 @@ async def alock_rows(session: AnyAsyncSession, *what: Any, **how: Any) -> Any:
 
 
 def _fetch(session: Session, mapper: Mapper[Any], statement: Select[Any], lock: RowLock, name: str) -> list[Any]:
+    require_tables(mapper)
     with bound_for_writing(session):
         require_row_locks(session.get_bind(mapper.base_mapper).dialect)
     if session.autoflush:

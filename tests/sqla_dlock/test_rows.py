@@ -6,13 +6,14 @@ import threading
 from collections.abc import Callable
 from contextlib import closing
 from datetime import timedelta
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
-from sqlalchemy import create_engine, event, select, text
+from sqlalchemy import ForeignKey, create_engine, event, select, text
 from sqlalchemy.exc import DBAPIError, InvalidRequestError, NoResultFound
 from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, async_scoped_session, async_sessionmaker
-from sqlalchemy.orm import Session, aliased, scoped_session, sessionmaker
+from sqlalchemy.ext.declarative import ConcreteBase
+from sqlalchemy.orm import DeclarativeBase, Mapped, Session, aliased, mapped_column, scoped_session, sessionmaker
 
 from dlock_core.errors import NotSupported, RowLocked
 from dlock_core.transactions.retry import DatabaseFailure, classify
@@ -442,6 +443,73 @@ def test_database_whose_row_locks_are_not_known_is_refused_before_any_io(how):
 def unbound() -> Session:
     """A session that could not do any I/O."""
     return Session()
+
+
+class FromQueries(DeclarativeBase):
+    """Classes that are selected from a derived table, and one whose subclasses are joined with it."""
+
+
+class Employee(ConcreteBase, FromQueries):
+    __tablename__ = "employee"
+    id: Mapped[int] = mapped_column(primary_key=True)
+    __mapper_args__: ClassVar[Any] = {"polymorphic_identity": "employee", "concrete": True}
+
+
+class Manager(Employee):
+    __tablename__ = "manager"
+    id: Mapped[int] = mapped_column(primary_key=True)
+    __mapper_args__: ClassVar[Any] = {"polymorphic_identity": "manager", "concrete": True}
+
+
+class Place(FromQueries):
+    __tablename__ = "place"
+    id: Mapped[int] = mapped_column(primary_key=True)
+    kind: Mapped[str]
+    __mapper_args__: ClassVar[Any] = {"polymorphic_on": "kind", "with_polymorphic": "*"}
+
+
+class Shop(Place):
+    __tablename__ = "shop"
+    id: Mapped[int] = mapped_column(ForeignKey("place.id"), primary_key=True)
+    __mapper_args__: ClassVar[Any] = {"polymorphic_identity": "shop"}
+
+
+class Market(Shop):
+    __tablename__ = "market"
+    id: Mapped[int] = mapped_column(ForeignKey("shop.id"), primary_key=True)
+    __mapper_args__: ClassVar[Any] = {"polymorphic_identity": "market"}
+
+
+class OpenPlace(FromQueries):
+    __table__ = select(Place.__table__.c.id).subquery("open_place")
+    __mapper_args__: ClassVar[Any] = {"primary_key": [__table__.c.id]}
+
+
+@pytest.mark.parametrize("cls", [Employee, Manager, OpenPlace])
+def test_class_that_is_selected_from_a_query_is_refused_before_any_io(unbound, cls):
+    for lock in (
+        lambda: lock_row(unbound, cls, 1),
+        lambda: lock_rows(unbound, cls, [1]),
+        lambda: lock_rows(unbound, select(cls), skip_locked=True),
+    ):
+        with pytest.raises(NotSupported, match=rf"{cls.__name__} is selected from a query.*with_for_update"):
+            lock()
+
+
+@pytest.mark.parametrize("cls", [Place, Shop, Market])
+def test_class_that_is_selected_from_joined_tables_is_locked(make_engine, cls):
+    engine = make_engine("postgresql")
+    FromQueries.metadata.create_all(engine)
+    try:
+        with Session(engine) as session:
+            session.add(Market(id=1))
+            session.commit()
+            assert type(lock_row(session, cls, 1)) is Market
+            with engine.connect() as other, other.begin():
+                for table in ("place", "shop", "market"):
+                    assert other.execute(text(f"SELECT id FROM {table} FOR UPDATE SKIP LOCKED")).all() == []
+    finally:
+        FromQueries.metadata.drop_all(engine)
 
 
 @pytest.mark.parametrize("wait", [-1, -0.001, float("nan"), float("inf"), 10**400, timedelta(seconds=-1)])
