@@ -24,12 +24,15 @@ _SET_BY_UPSERT: Final = {"on_conflict_do_update": "update_values_to_set", "on_du
 
 def refuse_fence_columns(_connection: Any, statement: Any, many: Any, params: Any, _options: Any) -> None:
     """Raise NotSupported for an UPDATE or upsert that sets a column of the fence; a listener to "before_execute"."""
-    if not isinstance(statement, Update | Insert) or FENCE_COLUMNS[0] not in statement.table.c:
+    if not isinstance(statement, Update | Insert):
+        return
+    table: Any = statement.table
+    if FENCE_COLUMNS[0] not in table.c:
         return
     sets = _set_by_upsert(statement) if isinstance(statement, Insert) else _set_by_update(statement, many, params)
     if found := sorted(set(FENCE_COLUMNS).intersection(sets)):
         raise NotSupported(
-            f"only the fence of a lock writes {' and '.join(found)} of {statement.table.name}, or an older holder "
+            f"only the fence of a lock writes {' and '.join(found)} of {table.name}, or an older holder "
             f"could commit: leave {'them' if len(found) > 1 else 'it'} out of what the "
             f"{'upsert sets' if isinstance(statement, Insert) else 'UPDATE sets'}"
         )

@@ -278,8 +278,8 @@ def statements(database: str, table: str, key: str) -> RowStatements:
     """Return the statements for the row of `table` that the SQL condition `key` selects; both are trusted text."""
     write = {"postgresql": _postgresql, "mariadb": _mariadb}.get(database, _plain)
     read = _LOCKING.get(database, _ROW_HIGHEST).format(table=table, key=key)
-    admits = (write(template, table, key) for template in (_ADMIT_ROW, _FIRST_ADMIT))
-    return RowStatements(*admits, write(_CONFIRM, table, key), read)
+    admit, first_admit, confirm = (write(each, table, key) for each in (_ADMIT_ROW, _FIRST_ADMIT, _CONFIRM))
+    return RowStatements(admit, first_admit, confirm, read)
 
 
 def _plain(template: str, table: str, key: str) -> str:
