@@ -1,29 +1,41 @@
 """Aggregates: the version of a root is incremented if an object that belongs to it is added, changed or deleted.
 
 `__version_children__` names paths from the root down to its children. The flush needs them in the other direction, from
-a changed child up to its roots: `_paths_to_roots`.
+a changed child up to its roots: `_paths_to_roots`. In a many-to-many relationship an object is added or removed without
+a change of its row, so there the flush starts from the owner of the collection: `_collections`.
+
+ORM statements that write children are refused, because only a flush knows which roots they belong to.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 from weakref import WeakKeyDictionary
 
-from sqlalchemy import event, inspect
+from sqlalchemy import event, inspect, select
 from sqlalchemy.exc import ArgumentError
-from sqlalchemy.orm import Mapper, RelationshipDirection, Session
+from sqlalchemy.orm import Mapper, PassiveFlag, RelationshipDirection, Session
 from sqlalchemy.orm.attributes import get_history
 
+from dlock_core.errors import NotSupported
 from sqla_dlock.versions.mapping import VersionedMixin
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable, Iterator, MutableMapping
+
+    from sqlalchemy.orm import ORMExecuteState
 
 __all__ = ["has_root", "roots_of_changes"]
 
+T = TypeVar("T")
+
 _paths_to_roots: Final[WeakKeyDictionary[type, set[tuple[str, ...]]]] = WeakKeyDictionary()
 """The relationships that lead from an instance of a class up to its roots."""
-
+_collections: Final[WeakKeyDictionary[type, set[tuple[str, tuple[str, ...]]]]] = WeakKeyDictionary()
+"""The many-to-many relationships of a class that are part of an aggregate, each with the way up to its roots."""
+_COLLECTION_CHANGES: Final = PassiveFlag.PASSIVE_NO_INITIALIZE | PassiveFlag.INCLUDE_PENDING_MUTATIONS
+_LOADING: Final = PassiveFlag.PASSIVE_OFF | PassiveFlag.NO_RAISE
+"""Load a relationship that needs it, also one with lazy="raise", which is meant for the application's code."""
 
 _unresolved_roots: Final[list[Mapper[Any]]] = []
 """Root classes whose paths are not resolved yet, because the mappers of their children may not exist so far."""
@@ -39,31 +51,54 @@ def _register_root(mapper: Mapper[Any], cls: Any) -> None:
 def _resolve_paths() -> None:
     for root in list(_unresolved_roots):
         for path in root.class_.__version_children__:
-            child, way = _resolve_path(root, path)  # This may configure mappers, and so call this function again.
-            _paths_to_roots.setdefault(child, set()).add(way)
+            _resolve_path(root, path)  # This may configure mappers, and so call this function again.
         if root in _unresolved_roots:
             _unresolved_roots.remove(root)  # Only now: a path that leads nowhere must be an error at each flush.
 
 
-def _resolve_path(mapper: Mapper[Any], path: str) -> tuple[type, tuple[str, ...]]:
+def _resolve_path(mapper: Mapper[Any], path: str) -> None:
     way: tuple[str, ...] = ()
     for name in path.split("."):
         if name not in mapper.relationships:
             raise ArgumentError(f"__version_children__: {mapper.class_.__name__} has no relationship {name!r}")
-        back = mapper.relationships[name].back_populates
+        relationship = mapper.relationships[name]
+        back = relationship.back_populates
         if back is None:
             raise ArgumentError(f"{mapper.class_.__name__}.{name} needs back_populates: a child finds its root by it")
-        mapper, way = mapper.relationships[name].mapper, (back, *way)
-    return mapper.class_, way
+        if relationship.secondary is not None:
+            _collections.setdefault(mapper.class_, set()).add((name, way))
+        mapper, way = relationship.mapper, (back, *way)
+    _paths_to_roots.setdefault(mapper.class_, set()).add(way)
 
 
 def has_root(mapper: Mapper[Any]) -> bool:
     """Return whether a change to an instance of this class increments the version of another row."""
-    return any(True for _ in _paths_from(mapper.class_))
+    return any(True for _ in _known_for(mapper.class_, _paths_to_roots))
 
 
-def _paths_from(cls: type) -> Iterator[tuple[str, ...]]:
-    return (way for base in cls.__mro__ if base in _paths_to_roots for way in _paths_to_roots[base])
+def _known_for(cls: type, known: MutableMapping[type, set[T]]) -> Iterator[T]:
+    return (each for base in cls.__mro__ if base in known for each in known[base])
+
+
+@event.listens_for(Session, "do_orm_execute")
+def _refuse_bulk_writes(execution: ORMExecuteState) -> None:
+    if execution.is_select or not execution.is_orm_statement:
+        return
+    verb, mapper = _verb(execution), execution.bind_mapper
+    if verb is None or mapper is None:
+        return
+    _resolve_paths()
+    written = [mapper] if execution.is_insert else mapper.self_and_descendants
+    if child := next((each.class_.__name__ for each in written if has_root(each)), None):
+        raise NotSupported(
+            f"{verb}({child}) would not count the versions of the aggregates that {child} belongs to: change instances "
+            f"and flush them; or touch() the roots, and send {verb}({child}.__table__)"
+        )
+
+
+def _verb(execution: ORMExecuteState) -> str | None:
+    flags = {"insert": execution.is_insert, "update": execution.is_update, "delete": execution.is_delete}
+    return next((verb for verb, is_this in flags.items() if is_this), None)
 
 
 def roots_of_changes(session: Session) -> list[Any]:
@@ -75,11 +110,16 @@ def roots_of_changes(session: Session) -> list[Any]:
     if not _paths_to_roots:
         return []
     found: dict[int, Any] = {}
-    changed = [each for each in session.dirty if session.is_modified(each, include_collections=False)]
+    dirty = list(session.dirty)
+    changed = [each for each in dirty if session.is_modified(each, include_collections=False)]
     new = {inspect(each).mapper.identity_key_from_instance(each) for each in session.new}
     for child in [*session.new, *changed, *session.deleted]:
-        for way in _paths_from(type(child)):
+        for way in _known_for(type(child), _paths_to_roots):
             found |= {id(root): root for root in _follow(session, [child], way, new)}
+    for owner in [*session.new, *dirty, *session.deleted] if _collections else ():
+        for name, way in _known_for(type(owner), _collections):
+            if owner in session.deleted or get_history(owner, name, _COLLECTION_CHANGES).has_changes():
+                found |= {id(root): root for root in _follow(session, [owner], way, new)}
     return [root for root in found.values() if inspect(root).persistent and root not in session.deleted]
 
 
@@ -95,23 +135,29 @@ def _parents(session: Session, child: Any, name: str, new: set[Any]) -> Iterator
     The foreign key matters where only it was assigned: the relationship then still shows the former parent. Parents
     whose key is among `new` are inserted by this flush. The session cannot find them yet, and would query for them.
     """
-    yield from (parent for parent in get_history(child, name).sum() if parent is not None)
+    yield from (parent for parent in get_history(child, name, _LOADING).sum() if parent is not None)
     relationship = inspect(child).mapper.relationships[name]
     if relationship.direction is RelationshipDirection.MANYTOONE:
-        for key in _foreign_keys(child, relationship):
-            is_new = relationship.mapper.identity_key_from_primary_key(key) in new
-            if not is_new and (parent := session.get(relationship.mapper, key)):
-                yield parent
+        parents, keys = relationship.mapper, relationship.mapper.primary_key
+        for values in _foreign_keys(child, relationship):
+            if all(column in values for column in keys):
+                key = tuple(values[column] for column in keys)
+                is_new = parents.identity_key_from_primary_key(key) in new
+                if not is_new and (parent := session.get(parents, key)):
+                    yield parent
+            elif len(values) == len(relationship.local_remote_pairs):  # it refers to other columns, which are unique
+                yield from session.scalars(select(parents.class_).where(*(each == values[each] for each in values)))
 
 
-def _foreign_keys(child: Any, relationship: Any) -> Iterator[tuple[Any, ...]]:
-    """Yield the keys of the parents, present and former; none unless the relationship refers to their primary key."""
+def _foreign_keys(child: Any, relationship: Any) -> Iterator[dict[Any, Any]]:
+    """Yield the values by which the present and the former parent are found, by the columns of the parent."""
     mapper = inspect(child).mapper
-    names = {remote: mapper.get_property_by_column(local).key for local, remote in relationship.local_remote_pairs}
-    wanted = relationship.mapper.primary_key
-    if all(column in names for column in wanted):
-        histories = [get_history(child, names[column]) for column in wanted]
-        for parts in ([each.added or each.unchanged for each in histories], [each.deleted for each in histories]):
-            key = tuple(part[0] for part in parts if part and part[0] is not None)
-            if len(key) == len(wanted):
-                yield key
+    histories = {
+        remote: get_history(child, mapper.get_property_by_column(local).key)
+        for local, remote in relationship.local_remote_pairs
+    }
+    present = {column: each.added or each.unchanged for column, each in histories.items()}
+    is_moved = any(each.deleted for each in histories.values())
+    former = {column: each.deleted or each.unchanged for column, each in histories.items() if is_moved}
+    for parts in (present, former):
+        yield {column: part[0] for column, part in parts.items() if part and part[0] is not None}

@@ -124,6 +124,7 @@ PARTS: Final = {
             "tests/sqla_dlock/test_versions.py tests/sqla_dlock/test_versions_mapping.py",
             "tests/sqla_dlock/test_versions_sessions.py tests/sqla_dlock/test_versions_bulk.py",
             "tests/sqla_dlock/test_versions_expected.py tests/sqla_dlock/test_versions_undone.py",
+            "tests/sqla_dlock/test_aggregates.py",
         ),
     ),
 }
