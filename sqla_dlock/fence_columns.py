@@ -5,12 +5,13 @@ A token that was set back would let older holders in again. INSERTs of new rows 
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import TYPE_CHECKING, Any, Final
 
 from sqlalchemy import Insert, Update
-from sqlalchemy.sql import visitors
 
 from dlock_core.errors import NotSupported
+from sqla_dlock.upserts import upserted_keys
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -18,8 +19,6 @@ if TYPE_CHECKING:
 __all__ = ["FENCE_COLUMNS", "refuse_fence_columns"]
 
 FENCE_COLUMNS: Final = ("dlock_token", "dlock_holder")
-_SET_BY_UPSERT: Final = {"on_conflict_do_update": "update_values_to_set", "on_duplicate_key_update": "update"}
-"""The clauses that turn an INSERT into an UPDATE, and the attribute in which each keeps what it sets."""
 
 
 def refuse_fence_columns(_connection: Any, statement: Any, many: Any, params: Any, _options: Any) -> None:
@@ -29,8 +28,8 @@ def refuse_fence_columns(_connection: Any, statement: Any, many: Any, params: An
     table: Any = statement.table
     if FENCE_COLUMNS[0] not in table.c:
         return
-    sets = _set_by_upsert(statement) if isinstance(statement, Insert) else _set_by_update(statement, many, params)
-    if found := sorted(set(FENCE_COLUMNS).intersection(sets)):
+    sets = upserted_keys(statement) if isinstance(statement, Insert) else [_set_by_update(statement, many, params)]
+    if found := sorted(set(FENCE_COLUMNS).intersection(chain.from_iterable(sets))):
         raise NotSupported(
             f"only the fence of a lock writes {' and '.join(found)} of {table.name}, or an older holder "
             f"could commit: leave {'them' if len(found) > 1 else 'it'} out of what the "
@@ -43,11 +42,6 @@ def _set_by_update(statement: Any, many: Any, params: Any) -> Iterator[str]:
     yield from _names(dict(getattr(statement, "_ordered_values", None) or ()))  # before SQLAlchemy 2.1
     yield from params or ()
     yield from many[0] if many else ()
-
-
-def _set_by_upsert(statement: Any) -> Iterator[str]:
-    for clause in visitors.iterate(statement):
-        yield from _names(dict(getattr(clause, _SET_BY_UPSERT.get(clause.__visit_name__, ""), None) or ()))
 
 
 def _names(columns: Iterable[Any]) -> Iterator[str]:

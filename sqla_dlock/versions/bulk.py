@@ -15,6 +15,7 @@ from sqlalchemy.sql import visitors
 from dlock_core.errors import NotSupported
 from sqla_dlock.connections import is_autocommit
 from sqla_dlock.stores import connection_for_writing
+from sqla_dlock.upserts import upserted_keys
 from sqla_dlock.versions.conflicts import require_versions
 from sqla_dlock.versions.mapping import VersionedMixin, version_column, version_key
 from sqla_dlock.versions.writes import note_overtaken
@@ -25,8 +26,6 @@ if TYPE_CHECKING:
 
 __all__: list[str] = []
 
-_UPSERTS: Final = {"on_conflict_do_update": "update_values_to_set", "on_duplicate_key_update": "update"}
-"""The clauses that turn an INSERT into an UPDATE, and the attribute in which each keeps what it sets."""
 _MATCHES: Final = "dlock_matches"
 """The execution option of a SELECT by which SQLAlchemy finds the rows that an UPDATE will match."""
 
@@ -172,9 +171,8 @@ def _require_versions(execution: ORMExecuteState, rows: list[Any], mapper: Mappe
 
 def _refuse_upsert(statement: Any, mapper: Mapper[Any]) -> None:
     version = version_column(mapper)
-    for clause in visitors.iterate(statement):
-        kept: Any = getattr(clause, _UPSERTS.get(clause.__visit_name__, ""), None)
-        if kept is not None and not _sets(dict(kept), version):
+    for keys in upserted_keys(statement):
+        if version.key not in keys:
             raise NotSupported(
                 f"an upsert of {mapper.class_.__name__} has to count its version up itself, by "
                 f"set_={{..., {version.key!r}: {mapper.class_.__name__}.{version_key(mapper)} + 1}}"
