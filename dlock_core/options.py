@@ -70,7 +70,7 @@ class LockOptions(NamedTuple):
     renew: bool = True
     """Renew the lease in the background while this process lives."""
     reentrant: bool = False
-    """Let the same thread or task acquire the lock again and join the lease that it has."""
+    """Let the same thread (in the same context) or task acquire the lock again and join the lease that it has."""
     fair: bool = True
     """False: a free lock may be granted although other waiters are queued for it."""
     on_lost: Callable[[], None] | None = None

@@ -56,7 +56,7 @@ def refuse_in_loop(instead: str) -> None:
     # acquire.
     running = asyncio._get_running_loop()  # noqa: SLF001
     if running is not None and not os.environ.get("DLOCK_ALLOW_ASYNC_UNSAFE"):
-        raise RuntimeError(f"a blocking lock would stop the event loop while it waits: {instead}, or use a thread")
+        raise RuntimeError(f"a blocking lock would stop the event loop while it waits: {instead}, or asyncio.to_thread")
 
 
 class Signal(Protocol):

@@ -357,7 +357,9 @@ class _Lock:
             wait: Seconds for which `acquire` waits for other holders: None means forever, 0 means one try.
             shared: Let other shared holders hold the lock at the same time.
             renew: Renew the lease in the background while this process lives.
-            reentrant: Let the same thread or task acquire the lock again and join the lease that it has.
+            reentrant: Let the same thread or task acquire the lock again and join the lease that it has. What a thread
+                acquires in another context, as each `asyncio.to_thread` has its own, is not joined; without contexts,
+                as in `run_in_executor`, all jobs of a pool's thread are one caller.
             fair: False lets the acquire overtake waiters.
             on_lost: Called once, from another thread, when the lease is lost.
             **unknown: Refused with a TypeError, which translates the option names of other libraries.

@@ -34,7 +34,8 @@ PARTS: Final = {
             "dlock_core/leases/watchdog.py",
         ),
         (
-            "tests/core/test_engine.py tests/core/test_lease.py tests/core/test_lock.py tests/core/test_watchdog.py",
+            "tests/core/test_callers.py tests/core/test_engine.py tests/core/test_lease.py tests/core/test_lock.py",
+            "tests/core/test_watchdog.py",
             "tests/core/test_many.py tests/core/test_interrupted.py tests/core/test_stateful.py tests/core/test_hooks.py",
             "tests/core/test_late_releases.py",
             "tests/core/test_observability.py tests/core/test_in_a_loop.py tests/core/test_scheduler.py",
