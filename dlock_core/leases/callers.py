@@ -35,7 +35,7 @@ _Chain = tuple["ref[LeaseRecord]", Any] | None
 _acquired: Final[ContextVar[tuple[_Chain, int]]] = ContextVar("dlock_acquired", default=(None, 0))
 """What threads have acquired in this context or in those it was copied from, newest first, and when to sweep it.
 
-The chain is immutable: an acquire in a copy of the context must not be seen in the context itself, or in other copies."""
+The chain is immutable: what is acquired in a copy of the context must not be seen in the original or another copy."""
 
 
 def find_held(caller: object, backend: Backend, *names: str) -> LeaseRecord | None:

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import sys
 import threading
 import warnings
-from typing import TYPE_CHECKING, Any, Generic, Never, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Never, TypeVar
 
 from dlock_core.backend import Released
 from dlock_core.errors import AlreadyHeld, BackendUnavailable, DLockError, NotHeld, NotSupported
@@ -31,6 +32,7 @@ from dlock_core.runtime import ASYNCIO, BLOCKING, refuse_in_loop, run
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable
+    from types import FrameType
 
     from dlock_core.backend import Backend
     from dlock_core.leases.lease import LeaseRecord
@@ -38,7 +40,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AsyncBlockExit", "AsyncLease", "AsyncLock", "AsyncReleasing", "BlockExit", "Blocks", "Lease",
-    "LeaseHandle", "LeaseView", "Lock", "Releasing", "let_expire",
+    "LeaseHandle", "LeaseView", "Lock", "Releasing", "frame_of_block", "let_expire",
 ]  # fmt: skip
 
 logger = logging.getLogger("dlock")
@@ -208,61 +210,86 @@ class AsyncLease(LeaseHandle, AsyncReleasing[Released]):
         await engine.renew(ASYNCIO, self._held, ttl)
 
 
+class _Block(NamedTuple):
+    """A `with` block that has begun: who began it, where its statement is if that is known, and its lease."""
+
+    caller: Hashable
+    frame: FrameType | None
+    lease: Any
+
+
 class Blocks:
     """The leases of the `with` blocks that each thread or task is in, so that all of them can share one lock object.
 
-    A block may end in another thread or task than the one it began in: a generator, a fixture, a streamed response. Its
-    lease is then sought among those whose thread or task has ended. If there is more than one candidate, none is
-    released: a lease that is never released expires, but releasing the lease of a live holder would let in a second
-    one.
+    A block may end in another thread or task than the one it began in: a generator, a fixture, a dependency of FastAPI.
+    Its frame is the same, and tells which lease it is. If its two ends are called from different functions, as by an
+    ExitStack, its lease is sought among those whose thread or task has ended. If there is more than one candidate, none
+    is released: releasing the lease of a live holder would let in a second one.
     """
 
     __slots__ = ("_leases", "_unmatched")
 
     def __init__(self) -> None:
-        self._leases: dict[Hashable, list[Any]] = {}
+        self._leases: dict[Hashable, list[_Block]] = {}
         self._unmatched = 0
         """The number of blocks that have ended while it was unknown which lease was theirs."""
 
-    def enter(self, caller: Hashable, lease: T) -> T:
-        """Record the lease of a block that begins."""
-        self._leases.setdefault(caller, []).append(lease)
+    def enter(self, caller: Hashable, lease: T, frame: FrameType | None = None) -> T:
+        """Record the lease of a block that begins; `frame`: the one that its `with` statement is in."""
+        self._leases.setdefault(caller, []).append(_Block(caller, frame, lease))
         return lease
 
-    def innermost(self, caller: Hashable) -> Any:
+    def innermost(self, caller: Hashable, frame: FrameType | None = None) -> Any:
         """Return the lease of a block that ends, which stays here until `forget`; None if it cannot be determined."""
-        leases = self._leases.get(caller)
-        return leases[-1] if leases else self._of_another_caller()
+        own = self._leases.get(caller)
+        if own and own[-1].frame in {frame, None}:
+            return own[-1].lease
+        for block in reversed(self._entries()):
+            if block.frame is frame is not None:
+                return block.lease
+        return own[-1].lease if own else self._of_another_caller()
 
     def forget(self, caller: Hashable, lease: object) -> None:
         """Remove the lease of a block that is over, if it is here."""
-        callers = [caller] if caller in self._leases else [*self._leases]
-        for each in callers:
-            leases = self._leases.get(each, [])
-            leases[:] = [other for other in leases if other is not lease]
-            if not leases:
-                self._leases.pop(each, None)
+        if not self._remove(caller, lease):
+            any(self._remove(each, lease) for each in [*self._leases])
         if self._unmatched and self._unmatched >= len(self._entries()):
             self._leases.clear()  # All blocks have ended. A lease without other references is no longer renewed.
             self._unmatched = 0
 
+    def _remove(self, caller: Hashable, lease: object) -> bool:
+        """Remove the lease if this caller's block has it, and return whether it has; may be repeated."""
+        blocks = self._leases.get(caller, [])
+        others = [block for block in blocks if block.lease is not lease]
+        is_here = len(others) < len(blocks)
+        blocks[:] = others
+        if not others:
+            self._leases.pop(caller, None)
+        return is_here
+
     def _of_another_caller(self) -> Any:
-        entries = self._entries()
-        ended = [lease for caller, lease in entries if _has_ended(caller)]
-        if len(entries) == self._unmatched + 1:  # As many blocks have ended as have begun.
-            return entries[-1][1]
+        blocks = self._entries()
+        ended = [block for block in blocks if _has_ended(block.caller)]
+        if len(blocks) == self._unmatched + 1:  # As many blocks have ended as have begun.
+            return blocks[-1].lease
         if len(ended) == 1:
-            return ended[0]
+            return ended[0].lease
         self._unmatched += 1
         logger.warning(
             "dlock: a block ended in another thread or task than the one it began in, and it is unknown which of %d "
-            "leases belongs to it: none is released, and the block's lease runs out. Create a lock for each such block",
-            len(entries),
+            "leases belongs to it: its lease is held until all blocks of this lock object have ended. Create a lock "
+            "for each such block",
+            len(blocks),
         )
         return None
 
-    def _entries(self) -> list[tuple[Hashable, Any]]:
-        return [(caller, lease) for caller, leases in [*self._leases.items()] for lease in leases]
+    def _entries(self) -> list[_Block]:
+        return [block for blocks in [*self._leases.values()] for block in blocks]
+
+
+def frame_of_block() -> FrameType:
+    """Return the frame of the `with` statement, for a function that this statement calls: `__enter__`, `__exit__`."""
+    return sys._getframe(2)
 
 
 def _has_ended(caller: object) -> bool:
@@ -280,11 +307,11 @@ class BlockExit:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         ending: list[Any] = []
         try:
-            run(end_block(BLOCKING, self._blocks, threading.current_thread(), error, ending))
+            run(end_block(BLOCKING, self._blocks, threading.current_thread(), error, ending, frame=frame_of_block()))
         except DLockError:
             raise
         except BaseException:  # A signal handler has raised, at any step; every step can be repeated.
-            run(end_block(BLOCKING, self._blocks, threading.current_thread(), error, ending))
+            run(end_block(BLOCKING, self._blocks, threading.current_thread(), error, ending, frame=frame_of_block()))
             raise
 
 
@@ -296,16 +323,22 @@ class AsyncBlockExit:
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         ending: list[Any] = []
         try:
-            await end_block(ASYNCIO, self._blocks, asyncio.current_task(), error, ending)
+            await end_block(ASYNCIO, self._blocks, asyncio.current_task(), error, ending, frame=frame_of_block())
         except DLockError:
             raise
         except BaseException:  # See `BlockExit`.
-            await end_block(ASYNCIO, self._blocks, asyncio.current_task(), error, ending)
+            await end_block(ASYNCIO, self._blocks, asyncio.current_task(), error, ending, frame=frame_of_block())
             raise
 
 
 async def end_block(
-    runtime: Runtime, blocks: Blocks, caller: object, error: BaseException | None, ending: list[Any]
+    runtime: Runtime,
+    blocks: Blocks,
+    caller: object,
+    error: BaseException | None,
+    ending: list[Any],
+    *,
+    frame: FrameType,
 ) -> None:
     """Release the lease of a `with` block, and check that it was held to the end of the block.
 
@@ -313,7 +346,7 @@ async def end_block(
     the same list, so that the second call ends this block and not the one around it.
     """
     if not ending:
-        ending += [blocks.innermost(caller)]
+        ending += [blocks.innermost(caller, frame)]
     if (lease := ending[0]) is None:
         return
     try:
@@ -382,9 +415,11 @@ class _Lock:
         return f"<{type(self).__name__} {self.name!r}>"
 
     async def _hold(
-        self, runtime: Runtime, caller: object, kind: type[L], *, once: bool = False, enters: bool = False
+        self, runtime: Runtime, caller: object, kind: type[L], *, once: bool = False, block: FrameType | None = None
     ) -> L | None:
-        """Acquire a lease; None if another holder has the lock and it is tried only `once`. `enters` a `with` block.
+        """Acquire a lease; None if another holder has the lock and it is tried only `once`.
+
+        `block`: the frame with the `with` statement, if a block begins.
 
         A signal handler may raise after any call. So this function knows at every moment what was granted, and can
         release it; and nothing is called any more, here or in `run`, once the lease is about to be returned.
@@ -406,9 +441,9 @@ class _Lock:
             lease = kind(held, membership)
             if membership is not None and not held.is_joinable():  # Another thread has just released it.
                 await lease._end(runtime)
-                return await self._hold(runtime, caller, kind, once=once, enters=enters)
-            if enters:
-                self._blocks.enter(caller, lease)
+                return await self._hold(runtime, caller, kind, once=once, block=block)
+            if block is not None:
+                self._blocks.enter(caller, lease, block)
         except BaseException:
             if lease is not None:
                 self._blocks.forget(caller, lease)
@@ -451,7 +486,7 @@ class Lock(_Lock, BlockExit):
 
     def __enter__(self) -> Lease:
         refuse_in_loop("use AsyncLock")
-        return run(self._hold(BLOCKING, threading.current_thread(), Lease, enters=True))  # type: ignore[return-value]
+        return run(self._hold(BLOCKING, threading.current_thread(), Lease, block=frame_of_block()))  # type: ignore[return-value]
 
 
 class AsyncLock(_Lock, AsyncBlockExit):
@@ -466,4 +501,4 @@ class AsyncLock(_Lock, AsyncBlockExit):
         return await self._hold(ASYNCIO, asyncio.current_task(), AsyncLease, once=True)
 
     async def __aenter__(self) -> AsyncLease:
-        return await self._hold(ASYNCIO, asyncio.current_task(), AsyncLease, enters=True)  # type: ignore[return-value]
+        return await self._hold(ASYNCIO, asyncio.current_task(), AsyncLease, block=frame_of_block())  # type: ignore[return-value]

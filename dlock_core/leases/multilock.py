@@ -25,6 +25,7 @@ from dlock_core.leases.lock import (
     LeaseHandle,
     LeaseView,
     Releasing,
+    frame_of_block,
     let_expire,
 )
 from dlock_core.leases.watchdog import renew_in_background
@@ -35,6 +36,7 @@ from dlock_core.runtime import ASYNCIO, BLOCKING, refuse_in_loop, run
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Hashable, Iterable, Sequence
+    from types import FrameType
 
     from dlock_core.backend import Backend, SupportsMany
     from dlock_core.leases.lease import LeaseRecord
@@ -270,8 +272,8 @@ class _MultiLock:
             raise ValueError("a MultiLock needs at least one name")
         self.backend, self._blocks = backend, Blocks()
 
-    async def _hold(self, runtime: Runtime, caller: Hashable, kind: type[L], *, enters: bool = False) -> L:
-        """Acquire all; `enters` a `with` block. See `Lock._hold` for what happens when it is interrupted.
+    async def _hold(self, runtime: Runtime, caller: Hashable, kind: type[L], *, block: FrameType | None = None) -> L:
+        """Acquire all; see `Lock._hold` for the arguments, and for what happens when it is interrupted.
 
         Raises LeaseLost if one is lost while this waits for the others.
         """
@@ -290,7 +292,7 @@ class _MultiLock:
                     one.ensure()
             note_held(caller, held)
             lease = kind(map(LeaseHandle, held))
-            return self._blocks.enter(caller, lease) if enters else lease
+            return lease if block is None else self._blocks.enter(caller, lease, block)
 
         try:
             return await acquire_all(runtime, acquisitions, deadline(since, self.wait), hand_out)
@@ -313,7 +315,7 @@ class MultiLock(_MultiLock, BlockExit):
 
     def __enter__(self) -> MultiLease:
         refuse_in_loop("use AsyncMultiLock")
-        return run(self._hold(BLOCKING, threading.current_thread(), MultiLease, enters=True))
+        return run(self._hold(BLOCKING, threading.current_thread(), MultiLease, block=frame_of_block()))
 
 
 class AsyncMultiLock(_MultiLock, AsyncBlockExit):
@@ -324,4 +326,4 @@ class AsyncMultiLock(_MultiLock, AsyncBlockExit):
         return await self._hold(ASYNCIO, asyncio.current_task(), AsyncMultiLease)
 
     async def __aenter__(self) -> AsyncMultiLease:
-        return await self._hold(ASYNCIO, asyncio.current_task(), AsyncMultiLease, enters=True)
+        return await self._hold(ASYNCIO, asyncio.current_task(), AsyncMultiLease, block=frame_of_block())
