@@ -193,8 +193,10 @@ class LeaseRecord:
         return left if left > 0.0 else 0.0
 
     def is_lost(self) -> bool:
-        """Return whether the lease ended in another way than by its release."""
-        return self.ended is None and self.time_left() == 0.0
+        """Return whether the lease ended in another way than by its release; a loss that was reported is final."""
+        if self.loss_reason:
+            return True
+        return self.time_left() == 0.0 if self.ended is None else self.ended is not Released.RELEASED
 
     def is_joinable(self) -> bool:
         """Return whether the lease certainly holds, and no handle has begun to release it."""
@@ -208,8 +210,7 @@ class LeaseRecord:
     def ensure_was_held(self, error: BaseException | None) -> None:
         """Raise LeaseLost if a block ended without an error but with a lost lease: its work only looked protected."""
         if error is None and self.ended is not None and self.ended is not Released.RELEASED:
-            reason = self.loss_reason or f"it was {self.ended.value} at release"
-            raise LeaseLost(self.name, token=self.token, reason=reason)
+            raise LeaseLost(self.name, token=self.token, reason=self.why())
 
     def ensure_own_process(self) -> None:
         """Raise NotHeld in a forked child: the lease is its parent's."""
@@ -220,8 +221,10 @@ class LeaseRecord:
         """Return why the lease does not hold, for an error message."""
         if self.pid != _own_pid:
             return f"it belongs to process {self.pid}, which forked this one"
-        if self.ended is not None:
+        if self.ended is Released.RELEASED:
             return "it was released"
+        if self.ended is not None:
+            return self.loss_reason or f"it was {self.ended.value} at release"
         is_being_released = self._releases and not self.loss_reason
         return "it is being released" if is_being_released else self.loss_reason or self.renewal_trouble
 

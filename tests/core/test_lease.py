@@ -138,3 +138,26 @@ def test_errors_carry_the_token(held: LeaseRecord, runtime: ManualRuntime) -> No
     with pytest.raises(LeaseLost) as caught:
         held.ensure()
     assert (caught.value.name, caught.value.token) == ("a", 7)
+
+
+@pytest.mark.parametrize("found", [Released.EXPIRED, Released.STOLEN])
+def test_lost_lease_stays_lost_when_it_is_released(held: LeaseRecord, runtime: ManualRuntime, found: Released) -> None:
+    runtime.advance(31)
+    assert held.is_lost()
+    held.begin_release()
+    held.end(found)
+    assert held.is_lost()
+
+
+def test_lease_whose_loss_was_reported_stays_lost_although_the_store_still_had_it(held: LeaseRecord) -> None:
+    held.lose("no answer")
+    held.begin_release()
+    held.end(Released.RELEASED)
+    assert held.is_lost()
+
+
+def test_lease_that_was_released_is_not_lost(held: LeaseRecord, runtime: ManualRuntime) -> None:
+    held.begin_release()
+    held.end(Released.RELEASED)
+    runtime.advance(31)
+    assert not held.is_lost()

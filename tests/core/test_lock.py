@@ -476,3 +476,14 @@ def test_lease_that_has_ended_or_was_thrown_away_is_not_remembered(store: Memory
         gc.collect()
     MultiLock(store, ["left:2", "left:3"]).acquire().release()
     assert [name for name in held_names() if name.startswith("left:")] == []
+
+
+@pytest.mark.parametrize(("kind", "name"), [(Lock, "a"), (MultiLock, ["a", "b"])], ids=["Lock", "MultiLock"])
+def test_leader_whose_on_lost_releases_its_lease_still_sees_that_it_is_lost(
+    store: MemoryBackend, kind: Any, name: Any
+) -> None:
+    lease = kind(store, name).acquire()
+    store._states.clear()
+    lease.release()
+    assert lease.lost
+    assert lease.remaining() == 0
