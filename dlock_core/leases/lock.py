@@ -34,13 +34,13 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Hashable
     from types import FrameType
 
-    from dlock_core.backend import Backend
+    from dlock_core.backend import Backend, Capabilities
     from dlock_core.leases.lease import LeaseRecord
     from dlock_core.runtime import Runtime
 
 __all__ = [
     "AsyncBlockExit", "AsyncLease", "AsyncLock", "AsyncReleasing", "BlockExit", "Blocks", "Lease",
-    "LeaseHandle", "LeaseView", "Lock", "Releasing", "frame_of_block", "let_expire",
+    "LeaseHandle", "LeaseView", "Lock", "Releasing", "capabilities_of", "current_task", "frame_of_block", "let_expire",
 ]  # fmt: skip
 
 logger = logging.getLogger("dlock")
@@ -361,6 +361,19 @@ def let_expire(error: BackendUnavailable | NotHeld) -> None:
         logger.warning("dlock: %s; unless a later attempt releases the lease, it runs out by itself", error)
 
 
+def capabilities_of(backend: Backend, name: str, *, shared: bool) -> Capabilities:
+    """Return what a lock's store can do; raises TypeError for what is no store, NotSupported if it cannot share."""
+    can: Capabilities | None = getattr(backend, "capabilities", None)
+    if can is None:
+        hint = "; pass its .backend" if hasattr(backend, "backend") else ""
+        raise TypeError(
+            f"a lock's store is made by connect(url) or connect(client), not {type(backend).__name__}{hint}"
+        )
+    if shared and not can.shared:
+        raise NotSupported(f"{type(backend).__name__} has no shared locks", name=name)
+    return can
+
+
 L = TypeVar("L", Lease, AsyncLease)
 
 
@@ -401,15 +414,13 @@ class _Lock:
         """
         if unknown:
             raise unknown_option(unknown, LockOptions._fields)
-        can, self._blocks = backend.capabilities, Blocks()
+        can, self._blocks = capabilities_of(backend, name, shared=shared), Blocks()
         check_flags(shared, renew, reentrant, fair, on_lost)
         self.ttl, self.wait = store_ttl(ttl_seconds(ttl), can), wait_seconds(wait)
         self.shared, self.renew, self.reentrant, self.fair, self.on_lost = shared, renew, reentrant, fair, on_lost
         if not isinstance(name, str):
             raise TypeError(f"a lock's name is text, not {type(name).__name__}: {name!r:.80}; MultiLock takes several")
         self.name, self.backend = canonical(name), backend
-        if shared and not can.shared:
-            raise NotSupported(f"{type(backend).__name__} has no shared locks", name=self.name)
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.name!r}>"
@@ -489,16 +500,27 @@ class Lock(_Lock, BlockExit):
         return run(self._hold(BLOCKING, threading.current_thread(), Lease, block=frame_of_block()))  # type: ignore[return-value]
 
 
+def current_task() -> asyncio.Task[Any]:
+    """Return the running task, which is the holder of what it acquires; raises RuntimeError outside a task."""
+    try:
+        task = asyncio.current_task()
+    except RuntimeError:  # no event loop is running
+        task = None
+    if task is None:
+        raise RuntimeError("the caller is not a task of asyncio, which could wait: await this in one, or use Lock")
+    return task
+
+
 class AsyncLock(_Lock, AsyncBlockExit):
     """A lock for the tasks of asyncio; see `Lock`."""
 
     async def acquire(self) -> AsyncLease:
         """See `Lock.acquire`."""
-        return await self._hold(ASYNCIO, asyncio.current_task(), AsyncLease)  # type: ignore[return-value]
+        return await self._hold(ASYNCIO, current_task(), AsyncLease)  # type: ignore[return-value]
 
     async def try_acquire(self) -> AsyncLease | None:
         """See `Lock.try_acquire`."""
-        return await self._hold(ASYNCIO, asyncio.current_task(), AsyncLease, once=True)
+        return await self._hold(ASYNCIO, current_task(), AsyncLease, once=True)
 
     async def __aenter__(self) -> AsyncLease:
-        return await self._hold(ASYNCIO, asyncio.current_task(), AsyncLease, block=frame_of_block())  # type: ignore[return-value]
+        return await self._hold(ASYNCIO, current_task(), AsyncLease, block=frame_of_block())  # type: ignore[return-value]

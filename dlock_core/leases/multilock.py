@@ -25,6 +25,8 @@ from dlock_core.leases.lock import (
     LeaseHandle,
     LeaseView,
     Releasing,
+    capabilities_of,
+    current_task,
     frame_of_block,
     let_expire,
 )
@@ -264,12 +266,13 @@ class _MultiLock:
         if unknown:
             raise unknown_option(unknown, ("ttl", "wait", "shared"))
         check_flags(shared, True, False, True, None)
-        self.ttl, self.wait, self.shared = store_ttl(ttl_seconds(ttl), backend.capabilities), wait_seconds(wait), shared
         if isinstance(names, str):
             raise TypeError(f"a MultiLock takes several names, not the letters of one: give [{names!r:.80}]")
         self.names = tuple(sorted({canonical(name) for name in names}))
         if not self.names:
             raise ValueError("a MultiLock needs at least one name")
+        can = capabilities_of(backend, self.names[0], shared=shared)
+        self.ttl, self.wait, self.shared = store_ttl(ttl_seconds(ttl), can), wait_seconds(wait), shared
         self.backend, self._blocks = backend, Blocks()
 
     async def _hold(self, runtime: Runtime, caller: Hashable, kind: type[L], *, block: FrameType | None = None) -> L:
@@ -323,7 +326,7 @@ class AsyncMultiLock(_MultiLock, AsyncBlockExit):
 
     async def acquire(self) -> AsyncMultiLease:
         """See `MultiLock.acquire`."""
-        return await self._hold(ASYNCIO, asyncio.current_task(), AsyncMultiLease)
+        return await self._hold(ASYNCIO, current_task(), AsyncMultiLease)
 
     async def __aenter__(self) -> AsyncMultiLease:
-        return await self._hold(ASYNCIO, asyncio.current_task(), AsyncMultiLease, block=frame_of_block())
+        return await self._hold(ASYNCIO, current_task(), AsyncMultiLease, block=frame_of_block())

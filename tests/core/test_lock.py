@@ -13,10 +13,22 @@ from typing import Any
 
 import pytest
 
-from dlock_core import AcquireTimeout, AlreadyHeld, AsyncLock, BackendUnavailable, LeaseLost, Lock, MultiLock, Released
+from dlock_core import (
+    AcquireTimeout,
+    AlreadyHeld,
+    AsyncLock,
+    AsyncMultiLock,
+    BackendUnavailable,
+    LeaseLost,
+    Lock,
+    MultiLock,
+    NotSupported,
+    Released,
+)
 from dlock_core.backend import Capabilities
 from dlock_core.leases.callers import held_names
 from dlock_core.leases.lease import LeaseRecord, Membership
+from dlock_core.stores import Store
 from dlock_core.testing import MemoryBackend
 from tests.waiting import auntil
 
@@ -487,3 +499,45 @@ def test_leader_whose_on_lost_releases_its_lease_still_sees_that_it_is_lost(
     lease.release()
     assert lease.lost
     assert lease.remaining() == 0
+
+
+ALL_KINDS = pytest.mark.parametrize(
+    ("kind", "name"),
+    [(Lock, "a"), (AsyncLock, "a"), (MultiLock, ["a"]), (AsyncMultiLock, ["a"])],
+    ids=["Lock", "AsyncLock", "MultiLock", "AsyncMultiLock"],
+)
+
+
+@ALL_KINDS
+def test_shared_lock_of_a_store_that_has_none_is_refused(kind: Any, name: Any) -> None:
+    class Exclusive(MemoryBackend):
+        capabilities = Capabilities(shared=False)
+
+    with pytest.raises(NotSupported, match="Exclusive has no shared locks"):
+        kind(Exclusive(), name, shared=True)
+
+
+@ALL_KINDS
+@pytest.mark.parametrize("wrong", ["redis://:secret@host", None, Store("default", MemoryBackend())])
+def test_what_is_no_store_is_refused_and_told_how_to_make_one(kind: Any, name: Any, wrong: Any) -> None:
+    with pytest.raises(TypeError, match=r"connect\(.*not (str|NoneType|Store)") as caught:
+        kind(wrong, name)
+    assert "secret" not in str(caught.value)
+    assert ("its .backend" in str(caught.value)) is isinstance(wrong, Store)
+
+
+@pytest.mark.parametrize("make", [AsyncLock, lambda store, name: AsyncMultiLock(store, [name])], ids=["one", "several"])
+@pytest.mark.parametrize("how", ["acquire", "__aenter__"])
+def test_async_lock_outside_a_task_is_refused(store: MemoryBackend, make: Any, how: str) -> None:
+    def step() -> None:
+        with pytest.raises(RuntimeError, match=r"is not a task of asyncio.*use Lock"):
+            getattr(make(store, "a"), how)().send(None)
+
+    step()  # Without an event loop ...
+
+    async def main() -> None:
+        done = asyncio.Event()
+        asyncio.get_running_loop().call_soon(lambda: (step(), done.set()))
+        await asyncio.wait_for(done.wait(), 10)
+
+    asyncio.run(main())  # ... and in a callback of one.
