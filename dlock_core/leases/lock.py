@@ -41,11 +41,17 @@ if TYPE_CHECKING:
 __all__ = [
     "AsyncBlockExit", "AsyncLease", "AsyncLock", "AsyncReleasing", "BlockExit", "Blocks", "Lease",
     "LeaseHandle", "LeaseView", "Lock", "Releasing", "capabilities_of", "current_task", "frame_of_block", "let_expire",
+    "no_copies",
 ]  # fmt: skip
 
 logger = logging.getLogger("dlock")
 
 T = TypeVar("T")
+
+
+def no_copies(lease: object) -> TypeError:
+    """Return the error of copying or pickling a lease: the end of the copy would be taken for the end of the lease."""
+    return TypeError(f"{type(lease).__name__} can be neither copied nor pickled: pass on its name and its token")
 
 
 class LeaseView:
@@ -58,6 +64,9 @@ class LeaseView:
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.name!r} token={self.token} remaining={self.remaining():.3f}>"
+
+    def __reduce__(self) -> Never:
+        raise no_copies(self)
 
     @property
     def name(self) -> str:

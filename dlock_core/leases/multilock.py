@@ -29,6 +29,7 @@ from dlock_core.leases.lock import (
     current_task,
     frame_of_block,
     let_expire,
+    no_copies,
 )
 from dlock_core.leases.watchdog import renew_in_background
 from dlock_core.names import canonical
@@ -202,6 +203,9 @@ class Leases(tuple[MemberLease, ...]):
     """Leases that are held together; each property covers all of them."""
 
     __slots__ = ()
+
+    def __reduce__(self) -> Never:
+        raise no_copies(self)
 
     @property
     def lost(self) -> bool:

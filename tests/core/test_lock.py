@@ -3,8 +3,10 @@
 import asyncio
 import contextlib
 import contextvars
+import copy
 import gc
 import logging
+import pickle
 import threading
 from collections.abc import AsyncGenerator, Callable, Generator
 from concurrent.futures import ThreadPoolExecutor
@@ -541,3 +543,14 @@ def test_async_lock_outside_a_task_is_refused(store: MemoryBackend, make: Any, h
         await asyncio.wait_for(done.wait(), 10)
 
     asyncio.run(main())  # ... and in a callback of one.
+
+
+@pytest.mark.parametrize(("kind", "name"), [(Lock, "a"), (MultiLock, ["a"])], ids=["Lock", "MultiLock"])
+@pytest.mark.parametrize("double", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_lease_is_neither_copied_nor_pickled(store: MemoryBackend, kind: Any, name: Any, double: Any) -> None:
+    """The end of a copy would be taken for the end of the lease."""
+    with kind(store, name) as lease:
+        with pytest.raises(TypeError, match="neither copied nor pickled: pass on its name and its token"):
+            double(lease)
+        with pytest.raises(AlreadyHeld):
+            kind(store, name).acquire()
