@@ -116,7 +116,7 @@ async def renew(runtime: Runtime, held: LeaseRecord, ttl: Seconds | None = None)
 async def _renew(runtime: Runtime, held: LeaseRecord, ttl: float | None) -> None:
     held.ensure_own_process()
     held.ensure()
-    sent = runtime.now()
+    sent = held.now()
     if ttl is not None:
         held.change_ttl(sent, ttl)
     (result,) = await held.backend.renew(runtime, [Renewal(held.request, held.granted)])

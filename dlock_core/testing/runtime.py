@@ -8,10 +8,13 @@ import math
 import threading
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from dlock_core.leases.lock import Lease
 from dlock_core.runtime import run
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
+
+    from dlock_core.leases.lock import Lock
 
 __all__ = ["ManualRuntime"]
 
@@ -21,8 +24,8 @@ T = TypeVar("T")
 class ManualRuntime:
     """A runtime in which each wait advances the clock, and the actions planned with `at` happen on the way, in order.
 
-    Pass `runtime.now` to a MemoryBackend as its clock, so that the store and the engine share one time. A wait without
-    limit that no planned action can end raises RuntimeError instead of hanging.
+    Pass `runtime.now` to a MemoryBackend as its clock, and acquire its locks with `acquire`, so that the store and the
+    leases share one time. A wait without limit that no planned action can end raises RuntimeError instead of hanging.
     """
 
     def __init__(self, start: float = 1_000.0) -> None:
@@ -41,6 +44,17 @@ class ManualRuntime:
     def advance(self, seconds: float) -> None:
         """Advance the clock by so many seconds."""
         self._turn_to(self._time + seconds, threading.Event())
+
+    def acquire(self, lock: Lock) -> Lease:
+        """Hold a lock as `lock.acquire()` does, but wait on this clock, on which the lease also runs out.
+
+        Raises ValueError unless the lock has `renew=False`: the renewal in the background follows the real clock. Call
+        `lease.renew()` instead.
+        """
+        if lock.renew:
+            raise ValueError("renewal follows the real clock: make the lock with renew=False, and call lease.renew()")
+        waiting = lock._hold(self, threading.current_thread(), Lease)  # noqa: SLF001 - as the lock's own `acquire`
+        return self.run(waiting)  # type: ignore[return-value]
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """Run a coroutine that waits only through this runtime, and return its result."""

@@ -4,11 +4,13 @@ import asyncio
 import gc
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from dlock_core import AcquireTimeout, LeaseLost, Lock, Released
 from dlock_core.runtime import ASYNCIO, BLOCKING, clock, run
-from dlock_core.testing import ManualRuntime
+from dlock_core.testing import ManualRuntime, MemoryBackend
 
 
 async def answer() -> int:
@@ -154,3 +156,39 @@ def test_manual_clock_refuses_a_wait_that_nothing_can_end() -> None:
     runtime = ManualRuntime()
     with pytest.raises(RuntimeError, match="never end"):
         runtime.run(runtime.sleep(float("inf")))
+
+
+def test_lease_on_the_clock_of_a_test_runs_out_when_the_test_advances_it() -> None:
+    runtime = ManualRuntime()
+    store = MemoryBackend(now=runtime.now)
+    lock = Lock(store, "report", ttl=30, renew=False)
+    lease = runtime.acquire(lock)
+    runtime.advance(20)
+    lease.renew()
+    runtime.advance(20)
+    assert 9 < lease.remaining() < 10
+    lease.ensure_held()
+    runtime.advance(11)
+    assert lease.lost
+    with pytest.raises(LeaseLost):
+        lease.ensure_held()
+    later = runtime.acquire(lock)
+    assert later.token > lease.token
+    assert lease.release() is Released.STOLEN
+    assert later.release() is Released.RELEASED
+
+
+def test_wait_on_the_clock_of_a_test_takes_no_time() -> None:
+    runtime = ManualRuntime()
+    store = MemoryBackend(now=runtime.now)
+    with ThreadPoolExecutor(1) as elsewhere:
+        held = elsewhere.submit(runtime.acquire, Lock(store, "report", renew=False)).result(10)
+    with pytest.raises(AcquireTimeout):
+        runtime.acquire(Lock(store, "report", wait=20, renew=False))
+    runtime.at(runtime.now() + 5, held.release)
+    assert runtime.acquire(Lock(store, "report", wait=20, renew=False)).release() is Released.RELEASED
+
+
+def test_lock_on_the_clock_of_a_test_that_would_be_renewed_is_refused() -> None:
+    with pytest.raises(ValueError, match="renew=False"):
+        ManualRuntime().acquire(Lock(MemoryBackend(), "report"))
