@@ -47,10 +47,10 @@ def find_held(caller: object, backend: Backend, *names: str) -> LeaseRecord | No
     for name in names:
         if name in _held or _held_besides:
             for known in (_held.get(name), _held_besides.get((own, backend, name))):
-                held = None if known is None else known()
-                if held is None or held.caller is not own or held.backend is not backend or not held.is_joinable():
+                if known is None or (held := known()) is None or held.caller is not own:
                     continue
-                if not isinstance(caller, threading.Thread) or known in acquired_here():
+                is_here = not isinstance(caller, threading.Thread) or known in acquired_here()
+                if is_here and held.backend is backend and held.is_joinable():
                     return held
     return None
 
