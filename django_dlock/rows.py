@@ -13,6 +13,7 @@ from django.db import models, router, transaction
 
 from django_dlock.connections import restore_on_rollback
 from django_dlock.querysets import LockManager, RowLock, RowLockOptions, RowLockQuerySet, row_name
+from django_dlock.refresh import fields_read
 from django_dlock.versions import VersionField
 
 if TYPE_CHECKING:
@@ -94,10 +95,12 @@ class RowLockMixin(models.Model):
         vars(instance)[SAVED_VALUES] = saved
         return instance
 
-    def refresh_from_db(self, using: str | None = None, fields: Any = None, *args: Any, **kwargs: Any) -> None:
+    def refresh_from_db(self, using: str | None = None, fields: Any = None, from_queryset: Any = None) -> None:
         """Refresh as Django does, and remember what was read."""
-        super().refresh_from_db(using, fields, *args, **kwargs)
-        self._remember(fields)
+        fields = None if fields is None else set(fields)
+        read = fields_read(self, fields, from_queryset)
+        super().refresh_from_db(using, fields, from_queryset=from_queryset)
+        self._remember(read)
 
     def save_base(self, *args: Any, **kwargs: Any) -> None:
         """Save as Django does, and remember what was written unless it is rolled back."""

@@ -16,6 +16,7 @@ from django.db.models.sql.where import AND
 from django_dlock.connections import restore_on_rollback
 from django_dlock.errors import StaleObject
 from django_dlock.querysets import LockManager, VersionedQuerySet, found_versions, row_name
+from django_dlock.refresh import fields_read, is_key
 from django_dlock.transactions import ABSENT
 from dlock_core.observability.hooks import emit_conflict
 from dlock_core.sql.versions import FIRST_VERSION_SQL, first_version
@@ -138,8 +139,8 @@ class VersionField(_BigIntegerField):
         """Mark the version as late if `fields`, which include it, were read after other fields of the instance."""
         values = vars(instance)
         values.pop(READ_VERSION, None)
-        others = (each for each in instance._meta.concrete_fields if each is not self and not each.primary_key)
-        if any(each.attname in values and not {each.name, each.attname} & set(fields) for each in others):
+        others = (each for each in instance._meta.concrete_fields if each is not self and not is_key(each))
+        if any(each.attname in values and each.attname not in fields for each in others):
             values[self.attname] = LateVersion(values[self.attname])
 
     def count_up(self, instance: Any, using: str) -> None:
@@ -252,14 +253,13 @@ class VersionedMixin(models.Model):
         """Await `delete_with_version`, which runs in a thread."""
         return await sync_to_async(self.delete_with_version)(expected=expected, **options)
 
-    def refresh_from_db(self, using: str | None = None, fields: Any = None, *args: Any, **kwargs: Any) -> None:
+    def refresh_from_db(self, using: str | None = None, fields: Any = None, from_queryset: Any = None) -> None:
         """Refresh as Django does; a version that is read again without the other fields is refused when saving."""
-        super().refresh_from_db(using, fields, *args, **kwargs)
-        version = self._dlock_version
-        if fields is None:
-            vars(self).pop(READ_VERSION, None)
-        elif version.name in fields or version.attname in fields:
-            version.mark_late(self, fields)
+        fields = None if fields is None else set(fields)
+        read = fields_read(self, fields, from_queryset)
+        super().refresh_from_db(using, fields, from_queryset=from_queryset)
+        if self._dlock_version.attname in read:
+            self._dlock_version.mark_late(self, read)
 
     def _check_expected(self, expected: int | None, action: str) -> None:
         """Raise StaleObject for a conflict that needs no statement.

@@ -684,6 +684,15 @@ def test_instance_may_be_locked_after_its_changes_are_saved_or_dropped(stock, da
     assert stock.pieces == 2
 
 
+def test_refresh_of_some_fields_leaves_the_others_unsaved(stock, database):
+    stock.pieces = 1
+    for some in ({"from_queryset": stocks(database).defer("pieces")}, {"fields": ["deliveries"]}, {"fields": []}):
+        stock._prefetched_objects_cache = {"deliveries": []}
+        stock.refresh_from_db(**some)
+        with atomic(database), pytest.raises(ValueError, match="in pieces"):
+            stock.lock_row()
+
+
 def test_saving_one_field_leaves_the_others_unsaved(stock, database):
     stock.pieces, stock.counter_id = 1, 4711
     stock.save(update_fields=["pieces"])

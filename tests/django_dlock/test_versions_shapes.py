@@ -176,6 +176,63 @@ def test_whole_row_read_again_cures_a_late_version(database):
     part.save_with_version()
 
 
+class TitlesLater(models.Manager[Any]):
+    def get_queryset(self) -> Any:
+        return super().get_queryset().defer("title")
+
+
+def refresh_with_a_queryset_that_defers(article: Any) -> None:
+    article.refresh_from_db(from_queryset=Article.objects.using(article._state.db).defer("title"))
+
+
+def refresh_with_a_queryset_of_some_fields(article: Any) -> None:
+    article.refresh_from_db(None, None, Article.objects.using(article._state.db).only("reads", "version"))
+
+
+def refresh_while_the_base_manager_defers(article: Any) -> None:
+    article.refresh_from_db()
+
+
+def refresh_of_fields_that_the_base_manager_defers(article: Any) -> None:
+    article.refresh_from_db(fields=iter(["title", "reads", "edited", "counter_id", "version"]))
+
+
+@pytest.mark.parametrize(
+    "refresh",
+    [
+        refresh_with_a_queryset_that_defers,
+        refresh_with_a_queryset_of_some_fields,
+        refresh_while_the_base_manager_defers,
+        refresh_of_fields_that_the_base_manager_defers,
+    ],
+)
+def test_refresh_that_leaves_a_field_out_makes_the_version_late(database, monkeypatch, refresh):
+    article = Article.objects.using(database).create(title="a")
+    other = read(article)
+    other.title = "theirs"
+    other.save()
+    if "base_manager" in refresh.__name__:
+        manager = TitlesLater()
+        manager.model = Article
+        monkeypatch.setattr(Article._meta, "base_manager", manager)
+    refresh(article)
+    monkeypatch.undo()
+    assert (article.title, article.version) == ("a", other.version)
+    with pytest.raises(ValueError, match="later"):
+        article.save()
+    article.refresh_from_db()
+    article.save()
+    assert read(article).title == "theirs"
+
+
+def test_refresh_of_all_fields_that_an_instance_has_leaves_no_late_version(database):
+    Article.objects.using(database).create(title="a")
+    part = Article.objects.using(database).only("title", "version").get()
+    read(part).save()
+    part.refresh_from_db(from_queryset=Article.objects.using(database).only("title"))
+    part.save()
+
+
 def test_version_read_late_beside_nothing_but_the_key_is_not_late(database):
     Article.objects.using(database).create(title="a")
     part = Article.objects.using(database).only("pk").get()
