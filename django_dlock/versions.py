@@ -42,7 +42,7 @@ NEXT: Final = _NextVersion()
 
 
 class LateVersion(int):
-    """A version that was read later than other fields of its row, so it says nothing about them."""
+    """A version that an instance got later than other fields of its row, so it says nothing about them."""
 
 
 class _FirstVersion(Func):
@@ -53,22 +53,30 @@ class _FirstVersion(Func):
 
 
 class _VersionAttribute(DeferredAttribute):
-    """The version on an instance: an assigned value is what the caller expects; the value read is kept next to it."""
+    """The version on an instance: an assigned value is what the caller expects; the value read is kept next to it.
 
-    def __get__(self, instance: Any, cls: Any = None) -> Any:
-        if instance is None:
-            return self
-        name, values = self.field.attname, vars(instance)
-        if name not in values:
-            super().__get__(instance, cls)
-            instance._dlock_version.mark_late(instance, [name])
-        return values[name]
+    A version that was deferred is late, however it comes: read on demand, read along with that of other instances
+    (FETCH_PEERS), or assigned.
+    """
+
+    field: VersionField
 
     def __set__(self, instance: Any, number: Any) -> None:
         name, values = self.field.attname, vars(instance)
-        if name in values:
-            values.setdefault(READ_VERSION, values[name])
+        former = values.get(name, ABSENT)
         values[name] = number
+        if isinstance(former, LateVersion):
+            values[name] = _marked(number, is_late=True)
+        elif former is not ABSENT:
+            values.setdefault(READ_VERSION, former)
+        elif not instance._state.adding:  # An instance that is being made gets all its fields now, one by one.
+            self.field.mark_read(instance, (name,))
+
+
+def _marked(number: Any, *, is_late: bool) -> Any:
+    if not isinstance(number, int):
+        return number  # What is no version is refused when it is read.
+    return LateVersion(number) if is_late else int(number)
 
 
 class VersionField(_BigIntegerField):
@@ -108,13 +116,13 @@ class VersionField(_BigIntegerField):
         """Return the version that was read with the instance, or assigned to it.
 
         Never queries: a version that is read now would make the check void. Raises ValueError if the version was
-        deferred, or read later than other fields.
+        deferred, or came later than other fields.
         """
         number = vars(instance).get(self.attname)
         if isinstance(number, LateVersion):
             raise ValueError(  # noqa: TRY004 - as below
-                f"{row_name(type(instance), instance.pk)}: {self.name!r} was read later than other fields, so nothing "
-                f"can be checked: read it together with them, only(…, {self.name!r}), or call refresh_from_db()"
+                f"{row_name(type(instance), instance.pk)}: {self.name!r} was read or assigned later than other fields, "
+                f"so nothing can be checked: read it together with them, only(…, {self.name!r}), or refresh them all"
             )
         if not isinstance(number, int):
             state = f"is {number!r}" if self.attname in vars(instance) else "was deferred"
@@ -131,17 +139,17 @@ class VersionField(_BigIntegerField):
         """
         number = self.read_version(instance)
         read = vars(instance).get(READ_VERSION, number)
-        if read != number and not isinstance(read, LateVersion):
+        if read != number:
             raise emit_conflict(StaleObject(instance, expected=number, found=read, action=action))
         return number
 
-    def mark_late(self, instance: Any, fields: Collection[str]) -> None:
-        """Mark the version as late if `fields`, which include it, were read after other fields of the instance."""
+    def mark_read(self, instance: Any, fields: Collection[str]) -> None:
+        """Note that the version was read with `fields`, which include it: it is late if other fields were not."""
         values = vars(instance)
         values.pop(READ_VERSION, None)
         others = (each for each in instance._meta.concrete_fields if each is not self and not is_key(each))
-        if any(each.attname in values and each.attname not in fields for each in others):
-            values[self.attname] = LateVersion(values[self.attname])
+        is_late = any(each.attname in values and each.attname not in fields for each in others)
+        values[self.attname] = _marked(values[self.attname], is_late=is_late)
 
     def count_up(self, instance: Any, using: str) -> None:
         """Increment the version in memory as the UPDATE did, and restore it if the UPDATE is rolled back."""
@@ -259,7 +267,7 @@ class VersionedMixin(models.Model):
         read = fields_read(self, fields, from_queryset)
         super().refresh_from_db(using, fields, from_queryset=from_queryset)
         if self._dlock_version.attname in read:
-            self._dlock_version.mark_late(self, read)
+            self._dlock_version.mark_read(self, read)
 
     def _check_expected(self, expected: int | None, action: str) -> None:
         """Raise StaleObject for a conflict that needs no statement.

@@ -7,6 +7,7 @@ import tracemalloc
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import django
 import pytest
 from django.db import IntegrityError, connections, models
 from django.db.models.signals import pre_delete
@@ -18,6 +19,8 @@ from django_dlock.errors import StaleObject
 from django_dlock.preconditions import etag_of
 from tests.django_dlock.parties import Party, until_blocked
 from tests.testapp.models import Account, Article, Code, Counter, Job, Member, Person, Place, Shop, Team
+
+needs_peers = pytest.mark.skipif(django.VERSION < (6, 1), reason="Django 6.1 added fetch modes")
 
 
 def read(instance: models.Model) -> Any:
@@ -148,7 +151,24 @@ def late_by_assigning_what_was_read_late(article: Any) -> None:
     article.version = article.version
 
 
-@pytest.mark.parametrize("touch", [late_by_touching, late_by_refresh, late_by_assigning_what_was_read_late])
+def late_by_assigning_to_what_was_read_late(article: Any) -> None:
+    article.version = int(article.version)
+
+
+def late_by_assigning_what_another_instance_has(article: Any) -> None:
+    article.version = read(article).version
+
+
+@pytest.mark.parametrize(
+    "touch",
+    [
+        late_by_touching,
+        late_by_refresh,
+        late_by_assigning_what_was_read_late,
+        late_by_assigning_to_what_was_read_late,
+        late_by_assigning_what_another_instance_has,
+    ],
+)
 def test_version_read_later_than_its_row_checks_nothing_and_is_refused(database, touch):
     article = Article.objects.using(database).create(title="a")
     part = Article.objects.using(database).only("title").get()
@@ -166,6 +186,21 @@ def test_version_read_later_than_its_row_checks_nothing_and_is_refused(database,
         with pytest.raises(ValueError, match="later"):
             etag_of(twin)
     assert read(article).title == "a + theirs"
+
+
+@needs_peers
+def test_version_read_along_with_that_of_another_instance_is_late(database):
+    rows = Article.objects.using(database)
+    rows.bulk_create([Article(title="a"), Article(title="b")])
+    first, second = rows.fetch_mode(models.FETCH_PEERS).only("title").order_by("title")
+    other = read(second)
+    other.title = "theirs"
+    other.save()
+    assert first.version
+    assert vars(second)["version"] == other.version
+    with pytest.raises(ValueError, match="later"):
+        second.save()
+    assert read(second).title == "theirs"
 
 
 def test_whole_row_read_again_cures_a_late_version(database):
@@ -239,6 +274,14 @@ def test_version_read_late_beside_nothing_but_the_key_is_not_late(database):
     assert part.version
     part.title = "b"
     part.save_with_version(update_fields=["title"])
+
+
+def test_version_assigned_beside_nothing_but_the_key_is_the_one_that_is_expected(database):
+    article = Article.objects.using(database).create(title="a")
+    part = Article.objects.using(database).only("pk").get()
+    part.version, part.title = article.version, "b"
+    part.save()
+    assert read(article).title == "b"
 
 
 # bulk_update
