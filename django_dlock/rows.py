@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Final, Self, TypeVar
 
 from asgiref.sync import sync_to_async
 from django.db import models, router, transaction
+from django.db.models.query_utils import DeferredAttribute
 
 from django_dlock.connections import restore_on_rollback
 from django_dlock.querysets import LockManager, RowLock, RowLockOptions, RowLockQuerySet, row_name
@@ -28,6 +29,31 @@ REFUSED_COPY: Final = (AttributeError, LookupError, RuntimeError, TypeError, Val
 """The errors of a value that cannot be copied; others may come from a signal handler, and must propagate."""
 SAVED_VALUES: Final = "_dlock_saved"
 """Attribute of an instance that keeps the values of its fields that were last read or written."""
+DJANGO_FETCH_PEERS: Final[Any] = getattr(models, "FETCH_PEERS", None)
+"""The fetch mode that reads a deferred field for all instances of a queryset at once; None before Django 6.1."""
+
+
+class _FetchPeers:
+    """Django's FETCH_PEERS, which sets the field without `refresh_from_db()`: the instances remember what was read."""
+
+    track_peers = True
+
+    def fetch(self, fetcher: Any, instance: Any) -> None:
+        """Fetch a deferred field, or related objects, as Django does."""
+        if not isinstance(fetcher, DeferredAttribute):
+            DJANGO_FETCH_PEERS.fetch(fetcher, instance)
+            return
+        name, peers = fetcher.field.attname, (each() for each in instance._state.peers)
+        unread = [each for each in peers if isinstance(each, RowLockMixin) and name not in vars(each)]
+        DJANGO_FETCH_PEERS.fetch(fetcher, instance)
+        for each in unread:
+            each._remember((name,))  # noqa: SLF001 - of the mixin below
+
+    def __reduce__(self) -> str:
+        return "FETCH_PEERS"
+
+
+FETCH_PEERS: Final = _FetchPeers()
 
 
 class RowLockMixin(models.Model):
@@ -87,6 +113,8 @@ class RowLockMixin(models.Model):
     @classmethod
     def from_db(cls, *args: Any, **kwargs: Any) -> Self:
         """Make an instance as Django does, and remember what was read."""
+        if "fetch_mode" in kwargs and kwargs["fetch_mode"] is DJANGO_FETCH_PEERS:
+            kwargs["fetch_mode"] = FETCH_PEERS
         instance = super().from_db(*args, **kwargs)
         saved = vars(instance).copy()
         for name in _mutable_fields(cls):

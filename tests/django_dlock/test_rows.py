@@ -8,6 +8,7 @@ from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 
+import django
 import pytest
 from asgiref.sync import sync_to_async
 from django.db import DatabaseError, InternalError, OperationalError, connections, models
@@ -745,6 +746,27 @@ def test_deferred_field_is_no_change_until_it_is_set(stock, database):
         part.pieces = 1
         with pytest.raises(ValueError, match="in pieces"):
             part.lock_row()
+
+
+@pytest.mark.skipif(django.VERSION < (6, 1), reason="Django 6.1 added fetch modes")
+def test_field_that_was_read_along_with_that_of_another_instance_is_no_change(database):
+    counters = [Counter.objects.using(database).create(name=name) for name in "ab"]
+    for counter in counters:
+        stocks(database).create(counter=counter)
+    parts = stocks(database).fetch_mode(models.FETCH_PEERS).defer("pieces").order_by("pk")
+    first, second = parts
+    second.counter_id = counters[0].pk
+    assert (first.pieces, first.counter.name) == (0, "a")
+    assert pickle.loads(pickle.dumps(first)).pieces == 0
+    with atomic(database):
+        first.lock_row()
+        with pytest.raises(ValueError, match="in counter:"):
+            second.lock_row()
+        second.counter_id = counters[1].pk
+        second.lock_row()
+        second.pieces = 1
+        with pytest.raises(ValueError, match="in pieces:"):
+            second.lock_row()
 
 
 def test_instance_that_was_never_read_or_saved_is_refused(database):
