@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Final, Self, TypeVar
 
 from asgiref.sync import sync_to_async
 from django.db import models, router, transaction
+from django.db.models.fields.files import FieldFile
 from django.db.models.query_utils import DeferredAttribute
 
 from django_dlock.connections import restore_on_rollback
@@ -157,7 +158,8 @@ class RowLockMixin(models.Model):
         changed = [
             field.name
             for field in self._meta.concrete_fields
-            if not isinstance(field, VersionField) and values.get(field.attname) != saved.get(field.attname)
+            if not (isinstance(field, VersionField) or field.generated)
+            and _is_changed(values.get(field.attname), saved.get(field.attname))
         ]
         if changed:
             raise ValueError(
@@ -168,17 +170,27 @@ class RowLockMixin(models.Model):
 
 @lru_cache(maxsize=1024)
 def _mutable_fields(model: type[models.Model]) -> frozenset[str]:
-    """Return the fields whose values can change without an assignment: JSON, arrays, and fields of other packages."""
+    """Return the fields whose values can change without an assignment: JSON, arrays, files, those of other packages."""
     return frozenset(field.attname for field in model._meta.concrete_fields if not _is_immutable(field))
 
 
 def _is_immutable(field: Any) -> bool:
-    is_plain = type(field).__module__.startswith("django.db.models.fields") and not isinstance(field, models.JSONField)
-    return is_plain or isinstance(field, VersionField | models.FileField)
+    if isinstance(field, models.JSONField | models.BinaryField | models.FileField):
+        return False
+    return isinstance(field, VersionField) or type(field).__module__.startswith("django.db.models.fields")
 
 
 def _copied(value: Any) -> Any:
+    """Return a copy of a value to compare it with later; of a file its name, as a save renames the file in place."""
+    if isinstance(value, FieldFile):
+        return value.name
     try:
         return deepcopy(value)
     except REFUSED_COPY:
         return value
+
+
+def _is_changed(value: Any, saved: Any) -> bool:
+    """Return whether a value differs from the one saved; a file that was assigned differs even if its name does not."""
+    is_new_file = isinstance(value, FieldFile) and not value._committed  # type: ignore[attr-defined]  # noqa: SLF001
+    return is_new_file or bool(value != saved)

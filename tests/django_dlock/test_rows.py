@@ -11,6 +11,7 @@ from typing import Any
 import django
 import pytest
 from asgiref.sync import sync_to_async
+from django.core.files.base import ContentFile
 from django.db import DatabaseError, InternalError, OperationalError, connections, models
 from django.db.models.sql import Query
 from django.db.transaction import TransactionManagementError, atomic, mark_for_rollback_on_error
@@ -24,7 +25,7 @@ from dlock_core.transactions.retry import DatabaseFailure, classify
 from tests.django_dlock.parties import until_blocked
 from tests.django_dlock.sessions import rows, second_session
 from tests.mysql_server import MYSQLD, mariadb_only
-from tests.testapp.models import Account, ColdStock, Counter, Delivery, Job, Stock, Team
+from tests.testapp.models import Account, ColdStock, Counter, Delivery, Job, Scan, Stock, Team
 
 with_row_locks = pytest.mark.parametrize("database", ["postgresql", "mariadb"], indirect=True)
 on_postgresql = pytest.mark.parametrize("database", ["postgresql"], indirect=True)
@@ -736,6 +737,40 @@ def test_value_that_was_changed_in_place_is_an_unsaved_change(database):
         job.refresh_from_db()
         with atomic(database):
             job.lock_row()
+
+
+def assign_a_file_of_the_same_name(scan: Scan) -> None:
+    scan.paper = ContentFile(b"2", name=scan.paper.name)
+    assert scan.paper.name
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda scan: scan.raw.extend(b"2"),
+        lambda scan: scan.paper.save("b.txt", ContentFile(b"2"), save=False),
+        lambda scan: scan.paper.delete(save=False),
+        assign_a_file_of_the_same_name,
+    ],
+)
+def test_file_or_buffer_that_was_changed_in_place_is_an_unsaved_change(database, change):
+    scan = Scan.objects.using(database).create(paper=ContentFile(b"1", name="a.txt"), raw=bytearray(b"1"))
+    with atomic(database):
+        scan.save()
+        change(scan)
+        with pytest.raises(ValueError, match=r"not saved, in (raw|paper):"):
+            scan.lock_row()
+        scan.save()
+        scan.lock_row()
+
+
+def test_value_that_the_database_computes_is_no_unsaved_change(database):
+    scan = Scan.objects.using(database).create()
+    scan.pages = 4
+    scan.save(update_fields=["pages"])
+    with atomic(database):
+        scan.lock_row()
+    assert scan.sheets == 2
 
 
 def test_deferred_field_is_no_change_until_it_is_set(stock, database):

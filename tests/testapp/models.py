@@ -2,6 +2,7 @@
 
 import uuid
 
+from django.core.files.storage import InMemoryStorage
 from django.db import models
 
 from django_dlock.fencing import FencedMixin
@@ -212,3 +213,14 @@ class Reading(models.Model):
     """A model whose key is a point in time."""
 
     at = models.DateTimeField(primary_key=True)
+
+
+class Scan(RowLockMixin):
+    """A model with values that change in place, and one that the database computes."""
+
+    paper = models.FileField(storage=InMemoryStorage(), blank=True)
+    raw = models.BinaryField(default=bytes)
+    pages = models.IntegerField(default=0)
+    sheets = models.GeneratedField(
+        expression=models.F("pages") / 2, output_field=models.IntegerField(), db_persist=True
+    )
