@@ -72,10 +72,10 @@ class RowLockMixin(models.Model):
     def lock_row(self, *, using: str | None = None, **how: Unpack[RowLockOptions]) -> None:
         """Lock this row until the end of the transaction, and refresh the instance under the lock.
 
-        Options and errors are those of the manager's `lock_row`. Raises ValueError if the instance has unsaved changes,
-        which would be lost.
+        Options and errors are those of the manager's `lock_row`, without `skip_locked`. Raises ValueError if the
+        instance has unsaved changes, which would be lost.
         """
-        lock = RowLock(**how)
+        lock = _row_lock(type(self), how)
         self._refuse_unsaved()
         using = using or router.db_for_write(type(self), instance=self)
         rows: RowLockQuerySet[Self] = RowLockQuerySet(type(self), using=using)
@@ -87,9 +87,9 @@ class RowLockMixin(models.Model):
         """Open a transaction, lock a row, and yield its current state.
 
         Inside another transaction it opens a savepoint, and the lock lasts until the outer transaction ends. Options
-        and errors are those of the manager's `lock_row`.
+        and errors are those of the manager's `lock_row`, without `skip_locked`.
         """
-        lock = RowLock(**how)
+        lock = _row_lock(cls, how)
         using = using or router.db_for_write(cls)
         with transaction.atomic(using=using):
             rows = cls._default_manager.using(using)
@@ -166,6 +166,15 @@ class RowLockMixin(models.Model):
                 f"{row_name(type(self), self.pk)} has changes that are not saved, in {', '.join(changed)}: "
                 "call save() or refresh_from_db() before lock_row(), which would overwrite them"
             )
+
+
+def _row_lock(model: type[models.Model], how: RowLockOptions) -> RowLock:
+    if how.get("skip_locked"):
+        raise TypeError(
+            f"skip_locked=True would leave nothing to work with: call {model.__name__}.objects.lock_row(pk, "
+            "skip_locked=True), which returns None for a locked row"
+        )
+    return RowLock(**how)
 
 
 @lru_cache(maxsize=1024)

@@ -409,6 +409,16 @@ def test_unknown_option_is_refused_before_any_io():
         pass
 
 
+def test_locked_row_of_an_instance_or_a_block_cannot_be_skipped(stock, database, sql):
+    with pytest.raises(TypeError, match=r"Stock\.objects\.lock_row\(pk, skip_locked=True\)"):
+        stock.lock_row(skip_locked=True)
+    with pytest.raises(TypeError, match="returns None"), Stock.locked_row(stock.pk, using=database, skip_locked=True):
+        pass
+    with pytest.raises(TypeError, match="returns None"):
+        asyncio.run(Stock.alocked_row(stock.pk, str, using=database, skip_locked=True))
+    assert not sql()
+
+
 # many rows
 
 
