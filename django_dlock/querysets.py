@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, overload
 
 from django.db import DatabaseError, connections, models, transaction
 from django.db.models import F, Model, Q, QuerySet
+from django.db.models.fields.proxy import OrderWrt
 from django.db.models.sql import Query
 
 from django_dlock.errors import NotSupported, RowLocked, StaleObject
@@ -211,6 +212,8 @@ class VersionedQuerySet(RowLockQuerySet[M_co]):
         is_for_django = not objs or any(obj.pk is None for obj in objs) or (batch_size is not None and batch_size <= 0)
         if version is None or is_for_django:  # Django reports what is wrong with the arguments.
             return super().bulk_update(objs, fields, batch_size)
+        if self._is_order_of_keys(objs, fields):
+            return super().bulk_update(objs, fields, batch_size)  # Our update() increments the versions.
         if version.name in fields:
             raise ValueError(f"bulk_update() increments {version.name!r} itself: leave it out of the fields")
         if len({obj.pk for obj in objs}) < len(objs):
@@ -246,6 +249,11 @@ class VersionedQuerySet(RowLockQuerySet[M_co]):
                 "bulk_create(update_conflicts=True) cannot increment versions: read the rows and save them"
             )
         return super().bulk_create(objs, batch_size, ignore_conflicts, update_conflicts, update_fields, unique_fields)
+
+    def _is_order_of_keys(self, objs: Iterable[Any], fields: Iterable[str]) -> bool:
+        """Return whether this is `set_…_order([…])` of Django, which makes objects of keys and knows no versions."""
+        is_order = all(isinstance(self.model._meta.get_field(each), OrderWrt) for each in fields)
+        return is_order and all(obj._state.adding for obj in objs)
 
     def _batches(self, objs: Sequence[Any], fields: Iterable[str], size: int | None) -> Iterator[Sequence[Any]]:
         meta = self.model._meta

@@ -18,7 +18,7 @@ from django.test.utils import CaptureQueriesContext
 from django_dlock.errors import StaleObject
 from django_dlock.preconditions import etag_of
 from tests.django_dlock.parties import Party, until_blocked
-from tests.testapp.models import Account, Article, Code, Counter, Job, Member, Person, Place, Shop, Team
+from tests.testapp.models import Account, Article, Code, Counter, Job, Member, Person, Place, Shop, Team, Track
 
 needs_peers = pytest.mark.skipif(django.VERSION < (6, 1), reason="Django 6.1 added fetch modes")
 
@@ -374,6 +374,21 @@ def test_bulk_update_writes_the_same_object_once_and_refuses_two_of_a_row(databa
     assert article.version == read(article).version
     with pytest.raises(ValueError, match="twice"):
         rows.bulk_update([article, read(article)], ["title"])
+
+
+def test_order_set_by_keys_counts_as_an_update_and_by_rows_is_checked(database):
+    team = Team.objects.using(database).create()
+    first, second = (Track.objects.using(database).create(team=team) for _ in "ab")
+    mine = read(first)
+    team.set_track_order([second.pk, first.pk], using=database)
+    assert list(Track.objects.using(database).values_list("pk", flat=True)) == [second.pk, first.pk]
+    assert [read(each).version for each in (first, second)] == [first.version + 1, second.version + 1]
+    with pytest.raises(StaleObject):
+        mine.save()
+    with pytest.raises(StaleObject):
+        Track.objects.using(database).bulk_update([mine], ["_order"])
+    with pytest.raises(StaleObject):
+        Track.objects.using(database).bulk_update([Track(pk=mine.pk, title="b")], ["title", "_order"])
 
 
 @pytest.mark.parametrize("model", [Shop, Member])

@@ -224,3 +224,13 @@ class Scan(RowLockMixin):
     sheets = models.GeneratedField(
         expression=models.F("pages") / 2, output_field=models.IntegerField(), db_persist=True
     )
+
+
+class Track(VersionedMixin):
+    """A model whose rows have an order that Django keeps."""
+
+    team = models.ForeignKey(Team, on_delete=models.CASCADE)
+    title = models.CharField(max_length=100, default="")
+
+    class Meta:
+        order_with_respect_to = "team"
