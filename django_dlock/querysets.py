@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from dlock_core.options import Seconds
 
 __all__ = [
+    "CountingQuerySet",
     "LockManager",
     "RowLock",
     "RowLockOptions",
@@ -184,8 +185,8 @@ def row_name(model: type[Model], pk: object) -> str:
     return f"{model.__name__}({pk!r})"
 
 
-class VersionedQuerySet(RowLockQuerySet[M_co]):
-    """A queryset whose writes increment the version; on a model without a version it behaves like any other."""
+class CountingQuerySet(RowLockQuerySet[M_co]):
+    """A queryset whose updates increment the version; on a model without a version it behaves like any other."""
 
     def update(self, **values: Any) -> int:
         """Update as Django does, and increment the version of each row.
@@ -202,6 +203,10 @@ class VersionedQuerySet(RowLockQuerySet[M_co]):
         self._for_write = True
         with transaction.atomic(using=self.db):
             return super().update(**values)
+
+
+class VersionedQuerySet(CountingQuerySet[M_co]):
+    """A queryset whose writes increment the version, and which checks the versions of the objects that it writes."""
 
     def bulk_update(self, objs: Iterable[Any], fields: Iterable[str], batch_size: int | None = None) -> int:
         """Update as Django does, but check and increment the version of each object; return the number of rows.

@@ -13,6 +13,7 @@ from django.db.models import F, Func
 from django.db.models.query_utils import DeferredAttribute
 from django.db.models.sql.where import AND
 
+from django_dlock import historical  # noqa: F401 - its receiver
 from django_dlock.connections import restore_on_rollback
 from django_dlock.errors import StaleObject
 from django_dlock.querysets import LockManager, VersionedQuerySet, found_versions, row_name

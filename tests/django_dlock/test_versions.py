@@ -702,6 +702,40 @@ def test_model_of_a_migration_counts_without_the_mixin(article, database):
         article.save_with_version()
 
 
+def test_updates_of_a_migration_count_and_check_nothing(article, database):
+    counter = Counter.objects.using(database).create(name="a")
+    state = ProjectState()
+    for model in (Counter, Article):
+        state.add_model(ModelState.from_model(model))
+    old = state.apps.get_model("testapp", "Article").objects.using(database)
+    old.filter(pk=article.pk).update(title="migrated", counter=counter.pk)
+    state.apps.get_model("testapp", "Counter").objects.using(database).get().article_set.update(reads=5)
+    part = old.only("title").get()
+    part.title = "again"
+    old.bulk_update([part], ["title"])
+    state.apps.get_model("testapp", "Counter").objects.using(database).get().delete()
+    found = read(article)
+    assert (found.title, found.reads, found.counter, found.version) == ("again", 5, None, 5)
+    with pytest.raises(StaleObject):
+        article.save_with_version()
+
+
+def test_manager_that_a_model_brings_into_its_migrations_is_kept(article, database):
+    state = ModelState.from_model(Article)
+    state.managers = [("objects", Mine()), ("others", models.Manager())]
+    project = ProjectState()
+    for each in (ModelState.from_model(Counter), state):
+        project.add_model(each)
+    old = project.apps.get_model("testapp", "Article")
+    assert (type(old.objects), type(old._default_manager)) == (Mine, Mine)
+    old.others.using(database).update(title="migrated")
+    assert version(article) == 2
+
+
+class Mine(models.Manager[Any]):
+    use_in_migrations = True
+
+
 def test_field_is_written_into_migrations_without_its_fixed_options():
     text, imports = MigrationWriter.serialize(VersionField())
     assert text == "django_dlock.models.VersionField()"
