@@ -59,17 +59,32 @@ class RowUpdate:
 @event.listens_for(VersionedMixin, "refresh", propagate=True, raw=True)
 def _on_refresh(state: InstanceState[Any], context: Any, names: Collection[str] | None) -> None:
     """Mark an instance whose version was read later than other columns, for which it then proves nothing."""
-    name = version_key(state.mapper)
+    name, left_out = version_key(state.mapper), _take_left_out(state)
+    is_read = name not in left_out if names is None else name in names
     # Without a context nothing was read: a bulk UPDATE has incremented the version of the instance and of its row.
-    if context is None or (names is not None and name not in names):
+    if context is None or not is_read:
         return
+    unread = left_out if names is None else _changeable(state.mapper).difference(names)
     if name not in state.dict or (names is None and state.dict[name] != state.info.get(_WRITTEN)):
         state.info.pop(_WRITTEN, None)  # The columns in memory are no longer those that we wrote with that version.
-    is_late = names is not None and any(_was_read(state, each) for each in _changeable(state.mapper).difference(names))
-    if is_late and state.dict[name] != state.info.get(_WRITTEN):
+    if any(_was_read(state, each) for each in unread) and state.dict[name] != state.info.get(_WRITTEN):
         state.info[_READ_LATE] = True
     else:
         state.info.pop(_READ_LATE, None)
+
+
+def _take_left_out(state: InstanceState[Any]) -> set[str]:
+    """Return the columns in memory that the last query has left out, by `load_only` or `defer`.
+
+    For each of them SQLAlchemy keeps a callable that loads it, even after it was loaded. What is in memory needs none,
+    so it is removed here: the next one is that of the next query.
+    """
+    if not state.callables:
+        return set()
+    left_out = {each for each in _changeable(state.mapper) if each in state.dict and each in state.callables}
+    for each in left_out:
+        del state.callables[each]
+    return left_out
 
 
 @event.listens_for(VersionedMixin, "after_update", propagate=True, raw=True)
@@ -80,6 +95,7 @@ def _on_updated(mapper: Mapper[Any], connection: Connection, state: InstanceStat
     that has just been written, and it is not late, because it is the version of that very write.
     """
     state.info[_WRITTEN] = state.dict.get(version_key(mapper))
+    _take_left_out(state)
 
 
 def note_overtaken(session: Session, mapper: Mapper[Any], key: tuple[Any, ...], version: Any) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from sqlalchemy import Engine, delete, insert, select, text
 from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession
-from sqlalchemy.orm import Session, load_only
+from sqlalchemy.orm import Session, defer, load_only
 
 from sqla_dlock.preconditions import etag_of
 from sqla_dlock.versions import StaleObject, asave_with_version, delete_with_version, mapping, save_with_version, touch
@@ -216,6 +216,37 @@ def test_version_that_is_refreshed_alone_is_no_check_either(session, order):
     order.title += " + mine"
     with pytest.raises(ValueError, match="was deferred"):
         save_with_version(session, order)
+
+
+@pytest.mark.parametrize("option", [defer(Order.title), load_only(Order.reads, Order.version)])
+def test_version_that_a_query_refreshes_without_another_column_is_no_check_either(session, order, option):
+    session.refresh(order)
+    session.commit()
+    elsewhere(session, "UPDATE orders SET title = 'important', version = version + 1")
+    session.get(Order, order.id, populate_existing=True, options=[option])
+    order.title += " + mine"
+    with pytest.raises(ValueError, match="read later"):
+        session.flush()
+    session.rollback()
+    assert row(session) == ("important", 2)
+
+
+@pytest.mark.parametrize("write", [save_with_version, flush])
+def test_column_that_was_left_out_at_first_and_loaded_or_written_since_is_read_along(session, order, write):
+    whole = select(Order).execution_options(populate_existing=True)
+    for use in (lambda part: part.title, lambda part: setattr(part, "title", "mine")):
+        session.expunge_all()
+        part = session.scalars(select(Order).options(defer(Order.title))).one()
+        use(part)
+        write(session, part)
+        session.commit()
+        elsewhere(session, "UPDATE orders SET title = 'theirs', version = version + 1")
+        session.scalars(whole).one()
+        part.title += " + mine"
+        write(session, part)
+        session.commit()
+        assert row(session)[0] == "theirs + mine"
+        session.commit()
 
 
 def test_reading_all_again_makes_it_a_check_again(session, order):
