@@ -119,7 +119,13 @@ PARTS: Final = {
         ("tests/core/test_retry.py tests/django_dlock/test_retry.py tests/sqla_dlock/test_retry.py",),
     ),
     "versions": Part(
-        ("dlock_core/sql/versions.py", "django_dlock/versions.py", "sqla_dlock/versions/*.py"),
+        (
+            "dlock_core/sql/versions.py",
+            "django_dlock/versions.py",
+            "django_dlock/refresh.py",
+            "django_dlock/historical.py",
+            "sqla_dlock/versions/*.py",
+        ),
         (
             "tests/django_dlock/test_versions.py tests/django_dlock/test_versions_shapes.py",
             "tests/sqla_dlock/test_versions.py tests/sqla_dlock/test_versions_mapping.py",
