@@ -7,8 +7,10 @@ import pytest
 from sqlalchemy import (
     Engine,
     ForeignKey,
+    String,
     Update,
     bindparam,
+    cast,
     create_engine,
     delete,
     event,
@@ -28,7 +30,7 @@ from dlock_core.errors import NotSupported
 from sqla_dlock.versions import StaleObject, VersionedMixin, aggregates, save_with_version
 from tests.mysql_server import DIALECT
 from tests.sqla_dlock.models import Counter
-from tests.sqla_dlock.version_models import Basket, Code, Line, LineNote, Member, Order, Park, Place, Shop
+from tests.sqla_dlock.version_models import Basket, Code, Line, LineNote, Member, Order, Park, Person, Place, Shop
 
 
 @pytest.fixture
@@ -449,9 +451,9 @@ IN_CTES: Final = {
     "select": lambda changed: select(changed.cte()),
     "subquery": lambda changed: select(Order).where(Order.id.in_(select(changed.cte()))),
     "added": lambda changed: select(literal(1)).add_cte(changed.cte()),
-    "update": lambda changed: update(Line).where(Line.id.in_(select(changed.cte()))).values(amount=5),
-    "delete": lambda changed: delete(Line).where(Line.id.in_(select(changed.cte()))),
-    "insert": lambda changed: insert(Line).from_select(["amount", "version"], select(changed.cte(), literal(1))),
+    "update": lambda changed: update(Person).where(Person.id.in_(select(changed.cte()))).values(name="b"),
+    "delete": lambda changed: delete(Person).where(Person.id.in_(select(changed.cte()))),
+    "insert": lambda changed: insert(Person).from_select(["name"], select(cast(changed.cte().c.id, String))),
     "from_statement": lambda changed: select(Order).from_statement(
         select(Order).where(Order.id.in_(select(changed.cte())))
     ),
