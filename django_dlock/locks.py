@@ -26,7 +26,8 @@ from django_dlock.tie import DatabaseAcquire, current
 from dlock_core import names
 from dlock_core.errors import BackendUnavailable, DLockError, NotHeld
 from dlock_core.leases import engine
-from dlock_core.leases.lock import AsyncBlockExit, BlockExit, Blocks, let_expire
+from dlock_core.leases.blocks import AsyncBlockExit, BlockExit, Blocks
+from dlock_core.leases.handles import let_expire
 from dlock_core.owner import in_task
 from dlock_core.runtime import ASYNCIO, BLOCKING, Asyncio, run
 from dlock_core.transactions.fence_sql import not_shared

@@ -21,7 +21,8 @@ if TYPE_CHECKING:
         StaleObject,
         StaleToken,
     )
-    from dlock_core.leases.lock import AsyncLease, AsyncLock, Lease, Lock
+    from dlock_core.leases.handles import AsyncLease, Lease
+    from dlock_core.leases.lock import AsyncLock, Lock
     from dlock_core.leases.multilock import AsyncMultiLease, AsyncMultiLock, MultiLease, MultiLock
     from dlock_core.stores import connect
 
@@ -50,11 +51,11 @@ __all__ = [
 ]
 
 _HOMES: Final = {
-    "AsyncLease": "leases.lock",
+    "AsyncLease": "leases.handles",
     "AsyncLock": "leases.lock",
     "AsyncMultiLease": "leases.multilock",
     "AsyncMultiLock": "leases.multilock",
-    "Lease": "leases.lock",
+    "Lease": "leases.handles",
     "Lock": "leases.lock",
     "MultiLease": "leases.multilock",
     "MultiLock": "leases.multilock",

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 from sqlalchemy.util import concurrency, greenlet_spawn
 
 from dlock_core.errors import BackendUnavailable, NotHeld
-from dlock_core.leases.lock import let_expire
+from dlock_core.leases.handles import let_expire
 from dlock_core.runtime import ASYNCIO, Asyncio
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from sqlalchemy.orm import Session
 from dlock_core import names
 from dlock_core.errors import NotSupported
 from dlock_core.leases import engine
-from dlock_core.leases.lock import AsyncBlockExit, BlockExit
+from dlock_core.leases.blocks import AsyncBlockExit, BlockExit
 from dlock_core.runtime import ASYNCIO, BLOCKING, refuse_in_loop, run
 from dlock_core.transactions.fence_sql import not_shared
 from dlock_core.transactions.tie import TiedLease, TiedLeases

@@ -8,7 +8,7 @@ import math
 import threading
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from dlock_core.leases.lock import Lease
+from dlock_core.leases.handles import Lease
 from dlock_core.runtime import run
 
 if TYPE_CHECKING:

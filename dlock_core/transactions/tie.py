@@ -18,7 +18,7 @@ from weakref import ref
 from dlock_core.backend import Released
 from dlock_core.errors import BackendUnavailable, DLockError, LeaseLost, NotHeld
 from dlock_core.leases import engine
-from dlock_core.leases.lock import LeaseView, let_expire
+from dlock_core.leases.handles import LeaseView, let_expire
 from dlock_core.leases.multilock import Leases
 from dlock_core.runtime import BLOCKING
 

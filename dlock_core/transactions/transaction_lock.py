@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Never, TypedDict
 
 from dlock_core import owner
 from dlock_core.errors import AlreadyHeld, DLockError, LeaseLost, NotSupported
+from dlock_core.leases.blocks import Blocks
 from dlock_core.leases.engine import Acquisition, new_request
-from dlock_core.leases.lock import Blocks
 from dlock_core.leases.multilock import acquire_all
 from dlock_core.options import (
     LockOptions,

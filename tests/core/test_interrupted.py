@@ -15,7 +15,7 @@ import pytest
 
 from dlock_core import AcquireTimeout, AsyncLock, AsyncMultiLock, Lock, MultiLock
 from dlock_core.backend import Released
-from dlock_core.leases.lock import Lease
+from dlock_core.leases.handles import Lease
 from dlock_core.leases.watchdog import _watchdogs
 from dlock_core.runtime import BLOCKING, run
 from dlock_core.testing import MemoryBackend

@@ -107,7 +107,12 @@ PARTS: Final = {
         ),
     ),
     "locks": Part(
-        ("dlock_core/leases/lock.py", "dlock_core/leases/multilock.py"),
+        (
+            "dlock_core/leases/lock.py",
+            "dlock_core/leases/handles.py",
+            "dlock_core/leases/blocks.py",
+            "dlock_core/leases/multilock.py",
+        ),
         (
             "tests/core/test_lock.py tests/core/test_many.py tests/core/test_interrupted.py tests/core/test_lease.py",
             "tests/core/test_options.py tests/core/test_in_a_loop.py tests/core/test_observability.py",
@@ -206,7 +211,7 @@ EXPLAINED: Final[dict[str, str]] = {
     "dlock_core/backends/table/statements.py: …HANNEL}', name)) FILTER (WHERE wanted_until > {_POSTGRESQL_NOW}) FROM ended\" → …HANNEL}', name)) FILTER (WHERE wanted_until >= {_POSTGRESQL_NOW}) FROM ended\"": "one notification more, of which a waiter learns nothing wrong",
     "dlock_core/backends/advisory/postgresql.py: await runtime.sleep(0.005) → pass": "it asks more often whether the session is gone",
     "dlock_core/backends/advisory/mysql.py: waiting = await self._waiting(runtime, name or '') → waiting = await self._waiting(runtime, name and '')": "the name is told in an error only",
-    "dlock_core/leases/lock.py: raise NotImplementedError → pass": "every class that is released has a step of its own",
+    "dlock_core/leases/handles.py: raise NotImplementedError → pass": "every class that is released has a step of its own",
     "dlock_core/transactions/fence_sql.py: PURGE_BATCH_SIZE: Final = 500 → PURGE_BATCH_SIZE: Final = 501": (
         "one row more is deleted at a time"
     ),

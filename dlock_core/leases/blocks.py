@@ -1,0 +1,169 @@
+"""The `with` blocks of locks: which lease belongs to a block that ends, in whatever thread or task that is."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sys
+import threading
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+
+from dlock_core.errors import DLockError
+from dlock_core.runtime import ASYNCIO, BLOCKING, run
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable
+    from types import FrameType
+
+    from dlock_core.runtime import Runtime
+
+__all__ = ["AsyncBlockExit", "BlockExit", "Blocks", "frame_of_block"]
+
+logger = logging.getLogger("dlock")
+
+T = TypeVar("T")
+
+
+class _Block(NamedTuple):
+    """A `with` block that has begun: who began it, where its statement is if that is known, and its lease."""
+
+    caller: Hashable
+    frame: FrameType | None
+    lease: Any
+
+
+class Blocks:
+    """The leases of the `with` blocks that each thread or task is in, so that all of them can share one lock object.
+
+    A block may end in another thread or task than the one it began in: a generator, a fixture, a dependency of FastAPI.
+    Its frame is the same, and tells which lease it is. If its two ends are called from different functions, as by an
+    ExitStack, its lease is sought among those whose thread or task has ended. If there is more than one candidate, none
+    is released: releasing the lease of a live holder would let in a second one.
+    """
+
+    __slots__ = ("_leases", "_unmatched")
+
+    def __init__(self) -> None:
+        self._leases: dict[Hashable, list[_Block]] = {}
+        self._unmatched = 0
+        """The number of blocks that have ended while it was unknown which lease was theirs."""
+
+    def enter(self, caller: Hashable, lease: T, frame: FrameType | None = None) -> T:
+        """Record the lease of a block that begins; `frame`: the one that its `with` statement is in."""
+        self._leases.setdefault(caller, []).append(_Block(caller, frame, lease))
+        return lease
+
+    def innermost(self, caller: Hashable, frame: FrameType | None = None) -> Any:
+        """Return the lease of a block that ends, which stays here until `forget`; None if it cannot be determined."""
+        own = self._leases.get(caller)
+        if own and own[-1].frame in {frame, None}:
+            return own[-1].lease
+        for block in reversed(self._entries()):
+            if block.frame is frame is not None:
+                return block.lease
+        return own[-1].lease if own else self._of_another_caller()
+
+    def forget(self, caller: Hashable, lease: object) -> None:
+        """Remove the lease of a block that is over, if it is here."""
+        if not self._remove(caller, lease):
+            any(self._remove(each, lease) for each in [*self._leases])
+        if self._unmatched and self._unmatched >= len(self._entries()):
+            self._leases.clear()  # All blocks have ended. A lease without other references is no longer renewed.
+            self._unmatched = 0
+
+    def _remove(self, caller: Hashable, lease: object) -> bool:
+        """Remove the lease if this caller's block has it, and return whether it has; may be repeated."""
+        blocks = self._leases.get(caller, [])
+        others = [block for block in blocks if block.lease is not lease]
+        is_here = len(others) < len(blocks)
+        blocks[:] = others
+        if not others:
+            self._leases.pop(caller, None)
+        return is_here
+
+    def _of_another_caller(self) -> Any:
+        blocks = self._entries()
+        ended = [block for block in blocks if _has_ended(block.caller)]
+        if len(blocks) == self._unmatched + 1:  # As many blocks have ended as have begun.
+            return blocks[-1].lease
+        if len(ended) == 1:
+            return ended[0].lease
+        self._unmatched += 1
+        logger.warning(
+            "dlock: a block ended in another thread or task than the one it began in, and it is unknown which of %d "
+            "leases belongs to it: its lease is held until all blocks of this lock object have ended. Create a lock "
+            "for each such block",
+            len(blocks),
+        )
+        return None
+
+    def _entries(self) -> list[_Block]:
+        return [block for blocks in [*self._leases.values()] for block in blocks]
+
+
+def frame_of_block() -> FrameType:
+    """Return the frame of the `with` statement, for a function that this statement calls: `__enter__`, `__exit__`."""
+    return sys._getframe(2)
+
+
+def _has_ended(caller: object) -> bool:
+    """Return whether a thread or task has ended, so that it can no longer be in a block."""
+    if isinstance(caller, threading.Thread):
+        return not caller.is_alive()
+    return isinstance(caller, asyncio.Future) and caller.done()
+
+
+class BlockExit:
+    """The end of a lock's `with` block, which releases the lease even if an interrupt arrives at any step of it."""
+
+    _blocks: Blocks
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        ending: list[Any] = []
+        try:
+            run(end_block(BLOCKING, self._blocks, threading.current_thread(), error, ending, frame=frame_of_block()))
+        except DLockError:
+            raise
+        except BaseException:  # A signal handler has raised, at any step; every step can be repeated.
+            run(end_block(BLOCKING, self._blocks, threading.current_thread(), error, ending, frame=frame_of_block()))
+            raise
+
+
+class AsyncBlockExit:
+    """Ends the `async with` block of a lock, or of several; see `BlockExit`."""
+
+    _blocks: Blocks
+
+    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        ending: list[Any] = []
+        try:
+            await end_block(ASYNCIO, self._blocks, asyncio.current_task(), error, ending, frame=frame_of_block())
+        except DLockError:
+            raise
+        except BaseException:  # See `BlockExit`.
+            await end_block(ASYNCIO, self._blocks, asyncio.current_task(), error, ending, frame=frame_of_block())
+            raise
+
+
+async def end_block(
+    runtime: Runtime,
+    blocks: Blocks,
+    caller: object,
+    error: BaseException | None,
+    ending: list[Any],
+    *,
+    frame: FrameType,
+) -> None:
+    """Release the lease of a `with` block, and check that it was held to the end of the block.
+
+    The list `ending` records which lease that is. A caller that was interrupted in this function calls it again with
+    the same list, so that the second call ends this block and not the one around it.
+    """
+    if not ending:
+        ending += [blocks.innermost(caller, frame)]
+    if (lease := ending[0]) is None:
+        return
+    try:
+        await lease._leave_block(runtime, error)
+    finally:
+        blocks.forget(caller, lease)
