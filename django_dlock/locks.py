@@ -115,7 +115,7 @@ def _forgotten() -> list[Tie]:
 class LockOptions(Options, total=False):
     """The options of `lock`."""
 
-    using: str
+    using: str | None
     store: str
 
 
@@ -125,19 +125,20 @@ class Lock(TiedLock, BlockExit, AsyncBlockExit):
     _options = tuple(LockOptions.__annotations__)
 
     def __init__(
-        self, *parts: Any, using: str = DEFAULT_DB_ALIAS, store: str = "default", **options: Unpack[Options]
+        self, *parts: Any, using: str | None = None, store: str = "default", **options: Unpack[Options]
     ) -> None:
-        name, self.fence = _identified(parts)
+        name, self.fence, self.using = _identified(parts, using)
         super().__init__(name, **options)
-        self.using, self.store = using, store
+        self.store, self._given = store, using
+        """`_given`: the caller's `using`; None if the models in the name decide."""
         if self.shared:
             self._refuse_shared_row()
 
     def _renamed(self, *parts: Any) -> Lock:
         """Return a lock with another name and the options of this one, which are not checked again."""
-        name, fence = (names.join(*parts), TABLE_FENCE) if names.are_plain(parts) else _identified(parts)
+        name, fence, using = _identified(parts, self._given)
         other = object.__new__(type(self))
-        vars(other).update(vars(self), name=name, fence=fence, _blocks=Blocks())
+        vars(other).update(vars(self), name=name, fence=fence, using=using, _blocks=Blocks())
         if self.shared:
             other._refuse_shared_row()
         return other
@@ -182,15 +183,14 @@ class Lock(TiedLock, BlockExit, AsyncBlockExit):
         )
 
 
-def _identified(parts: tuple[Any, ...]) -> tuple[str, TableFence]:
-    """Return the name of a lock, and its fence."""
+def _identified(parts: tuple[Any, ...], using: str | None) -> tuple[str, TableFence, str]:
+    """Return the name of a lock, its fence, and its database; see `identify`."""
     if names.are_plain(parts):
-        return names.join(*parts), TABLE_FENCE
+        return names.join(*parts), TABLE_FENCE, DEFAULT_DB_ALIAS if using is None else using
     try:
-        values, fence = identify(parts)
+        return identify(parts, using)
     except DLockError as error:
         reraise(error, as_database_error)
-    return names.join(*values), fence
 
 
 class Leases(TiedLeases[Lease]):
@@ -249,10 +249,11 @@ def lock(*parts: Any, **options: Any) -> Lock | Locks:
     `ttl` seconds (default: the store's TTL) is how long it outlives a dead holder; `wait` seconds (default: the store's
     WAIT; None means no limit, 0 one try) limits the acquire. `shared` allows other shared holders. `fence`: True or
     "transaction" (each transaction under the lease begins with the admit of its token), "lease" (the token is announced
-    at once, and confirmed at each COMMIT), False (none). `using`: the database of the protected data. `store`: an alias
-    of DLOCK. `snapshot="ignore"` allows an acquire inside a transaction whose snapshot is older than the lock.
-    `reentrant`: join the lease that this context already holds, instead of raising AlreadyHeld; inside a transaction it
-    always joins.
+    at once, and confirmed at each COMMIT), False (none). `using`: the database of the protected data (default: that to
+    which the router writes the models in the name, and "default" if there are none; ValueError if they differ).
+    `store`: an alias of DLOCK. `snapshot="ignore"` allows an acquire inside a transaction whose snapshot is older than
+    the lock. `reentrant`: join the lease that this context already holds, instead of raising AlreadyHeld; inside a
+    transaction it always joins.
 
     Guarantees: released after COMMIT or ROLLBACK is known, in any nesting; a holder that lost the lease cannot commit
     on `using`. It does not protect what is outside that database, nor what was read before the transaction began.

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from contextlib import suppress
 from functools import lru_cache, partial
+from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
 from django.apps import apps
 from django.core.exceptions import ValidationError
-from django.db import models
+from django.db import DEFAULT_DB_ALIAS, models, router
 from django.db.models.manager import BaseManager
 from django.utils.functional import Promise
 
@@ -25,17 +26,31 @@ if TYPE_CHECKING:
 __all__ = ["identify", "kind_of"]
 
 
-def identify(parts: tuple[Any, ...]) -> tuple[Sequence[Any], TableFence]:
-    """Return the values for `dlock_core.names.join` of parts among which are models and keys, and the lock's fence.
+def identify(parts: tuple[Any, ...], using: str | None) -> tuple[str, TableFence, str]:
+    """Return the name of a lock, its fence, and the database that it protects: `using`, or that of the models.
 
     A model's label, "shop.Order" or "shop.order", names the same locks as the model, with the same fence.
 
     Raises NoSuchKey for a value that cannot be a key of the model, and TypeError for managers, lazy texts, SQL
-    expressions, and an instance where no key is expected.
+    expressions, and an instance where no key is expected; ValueError for models of several databases without `using`.
     """
     parts = _with_model(parts)
     values = _plain(parts)
-    return values, fence_for((*parts[:1], *values[1:]))
+    name, fence = names.join(*values), fence_for((*parts[:1], *values[1:]))
+    return name, fence, _database_of(parts) if using is None else using
+
+
+def _database_of(parts: Sequence[Any]) -> str:
+    """Return the database to which the router writes the models, each with the instance that follows it as its key."""
+    found = {
+        router.db_for_write(part, **({"instance": key} if isinstance(key, models.Model) else {}))
+        for part, key in zip_longest(parts, parts[1:])
+        if isinstance(part, type)
+    }
+    if len(found) > 1:
+        aliases = " and ".join(map(repr, sorted(found)))
+        raise ValueError(f"the models in a lock's name are in {aliases}: pass using= with the one that it protects")
+    return found.pop() if found else DEFAULT_DB_ALIAS
 
 
 def _with_model(parts: tuple[Any, ...]) -> tuple[Any, ...]:

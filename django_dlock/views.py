@@ -15,7 +15,7 @@ from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar, cast
 
 from asgiref.sync import iscoroutinefunction
-from django.db import connections, transaction
+from django.db import DEFAULT_DB_ALIAS, connections, transaction
 from django.http import HttpRequest
 
 from django_dlock.conf import stores
@@ -65,8 +65,9 @@ def locked(kind: str | type[Model], *arguments: Any, **options: Any) -> Callable
     Options are those of `lock`. For views (functions, classes, methods; Django's and DRF's; async), tasks (below the
     task's own decorator) and plain functions.
 
-    With the fence in the transaction, the default, it opens one on `using` unless one is open, or the view is marked
-    with non_atomic_requests. An async view runs without one: its transactions are functions called by sync_to_async.
+    With the fence in the transaction, the default, it opens one on the lock's database (`using`, or that of the model)
+    unless one is open, or the view is marked with non_atomic_requests. An async view runs without one: its transactions
+    are functions called by sync_to_async.
 
     Raises TypeError for an argument that the function does not have, as early as that can be known.
     """
@@ -87,7 +88,7 @@ def _refuse_mistakes(parts: tuple[Any, ...], options: dict[str, Any]) -> None:
     Lock("kind", **options)
     for part in parts:
         if not isinstance(part, Argument) and not is_function(part):
-            Lock(part)
+            Lock(part, using=DEFAULT_DB_ALIAS)  # the routers are not loaded for an import
 
 
 class _NonAtomic(set[str]):

@@ -101,6 +101,8 @@ class SessionLock(TiedLock):
     _options = tuple(LockOptions.__annotations__)
     _lease_type: ClassVar[type[TiedLease]]
     """What the caller gets."""
+    classes: tuple[type, ...]
+    """The mapped classes in the lock's name."""
 
     def __init__(
         self,
@@ -117,11 +119,11 @@ class SessionLock(TiedLock):
         if bind is not None:
             _check_bind(bind)
         self.session, self.store, self.bind = session, store, bind
-        """`bind`: the caller's `bind`, or the mapped class in the lock's name, whose database is protected."""
-        self.fence = TABLE_FENCE
+        """`bind`: the caller's `bind`; without it the mapped classes in the lock's name say what is protected."""
+        self.fence, self.classes = TABLE_FENCE, ()
         if values is not parts:  # a mapped class is among them
             self.fence = fence_for((*parts[:1], *values[1:]))
-            self.bind = bind if bind is not None else next(filter(is_mapped, parts), None)
+            self.classes = tuple(filter(is_mapped, parts))
         if self.shared and self._form and not self.fence.supports_shared:
             raise NotSupported(not_shared(self.name), name=self.name)
 
@@ -181,9 +183,10 @@ def lock(session: Any, *parts: Any, **options: Any) -> Lock | Locks:
     store's, 10; None means no limit, 0 one try) limits the acquire. `shared` allows other shared holders. `fence`: True
     or "transaction" (each transaction under the lease begins with the admit of its token), "lease" (the token is
     announced at once, and confirmed at each COMMIT), False (none). `bind`: the engine, connection or mapped class whose
-    database is protected, if the session has several. `store`: a name passed to `configure`, or a backend.
-    `snapshot="ignore"` allows an acquire inside a transaction whose snapshot is older than the lock. `reentrant`: join
-    the lease that the session already holds, instead of raising AlreadyHeld; inside a transaction it always joins.
+    database is protected, if the session has several (default: that of the mapped classes in the name; the acquire
+    raises ValueError if they have several). `store`: a name passed to `configure`, or a backend. `snapshot="ignore"`
+    allows an acquire inside a transaction whose snapshot is older than the lock. `reentrant`: join the lease that the
+    session already holds, instead of raising AlreadyHeld; inside a transaction it always joins.
 
     Guarantees: released after COMMIT or ROLLBACK is known, in any nesting; a holder that lost the lease cannot commit.
     It does not protect what is outside that database, nor what was read before the transaction began.

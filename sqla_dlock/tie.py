@@ -241,6 +241,19 @@ def current(session: Session) -> list[TiedSession]:
     return list(vars(session).get("_dlock_ties", ()))
 
 
+def _bind_of(session: Session, classes: tuple[type, ...]) -> Engine | Connection:
+    """Return the engine or connection of the classes in a lock's name; raises ValueError if they have several."""
+    if not classes:
+        return session.get_bind()
+    binds = [session.get_bind(inspect(each)) for each in classes]  # an override may read the mapper
+    if len({bind.engine.pool for bind in binds}) > 1:
+        found = ", ".join(each.__name__ for each in classes)
+        raise ValueError(
+            f"the classes in a lock's name, {found}, are in several databases: pass bind= with the one it protects"
+        )
+    return binds[0]
+
+
 class SessionAcquire(LockAcquire):
     """One acquire of a lock by a session, in whatever thread or task it is used."""
 
@@ -258,7 +271,7 @@ class SessionAcquire(LockAcquire):
             return None
         bind, session = self.lock.bind, self.lock.session
         if bind is None or is_mapped(bind):
-            return session.get_bind(bind and inspect(bind))  # an override may read the mapper
+            return _bind_of(session, self.lock.classes if bind is None else (bind,))
         connection = getattr(bind, "sync_connection", None)  # an AsyncConnection has one, and an engine, too
         return connection or getattr(bind, "sync_engine", bind)
 

@@ -28,7 +28,7 @@ from tests.mysql_server import DIALECT
 from tests.proxy import Proxy
 from tests.servers import free_port
 from tests.sqla_dlock.engines import begin_immediate
-from tests.sqla_dlock.models import Base, Counter
+from tests.sqla_dlock.models import Base, Counter, Stock
 from tests.sqla_dlock.sessions import committed, kill_session, session_id
 
 servers_only = pytest.mark.parametrize("engine", ["postgresql", "mariadb", "pymysql"], indirect=True)
@@ -255,6 +255,20 @@ def test_session_of_several_databases_has_to_say_which_one_is_protected(second_e
         with pytest.raises(UnboundExecutionError):
             order(session).acquire()
         assert not is_held(store)
+
+
+def test_classes_of_several_databases_need_to_be_told_which_one_is_protected(engine, second_engine, store):
+    with Session(binds={Counter: engine, Stock: second_engine}) as session:
+        both = Counter, 1, Stock, 2
+        with pytest.raises(ValueError, match=r"Counter, Stock.*several databases.*bind="):
+            lock(session, *both).acquire()
+        assert not is_held(store)
+        for fits in ({"bind": Stock}, {"bind": engine}, {"fence": False}):
+            with lock(session, *both, **fits):
+                pass
+        session.bind_mapper(Stock, engine)
+        with lock(session, *both):
+            pass
 
 
 # Loss of the lease
