@@ -27,6 +27,7 @@ from dlock_core.errors import DLockError
 from dlock_core.runtime import BLOCKING
 from dlock_core.transactions.tie import reraise
 from dlock_core.web.decorators import (
+    LATE_WORK,
     Argument,
     NameTemplate,
     arg,
@@ -34,7 +35,6 @@ from dlock_core.web.decorators import (
     placeholders,
     refuse_bare,
     refuse_coroutine,
-    refuse_late,
 )
 
 if TYPE_CHECKING:
@@ -114,7 +114,7 @@ def _locked_class(view: type, parts: tuple[Any, ...], options: dict[str, Any]) -
 def _locked_function(
     function: Callable[..., Any], parts: tuple[Any, ...], options: dict[str, Any], *, is_async: bool = False
 ) -> Callable[..., Any]:
-    refuse_late(function)
+    LATE_WORK.refuse_function(function)
     make = Lock("kind", **options)._renamed  # noqa: SLF001 - not for applications, which use Lock's options
     name = NameTemplate(function, parts, kind_of, _url_arguments)
 

@@ -17,6 +17,7 @@ from sqlalchemy.orm import Session, scoped_session
 
 from dlock_core.runtime import ASYNCIO
 from dlock_core.web.decorators import (
+    LATE_WORK,
     Argument,
     NameTemplate,
     arg,
@@ -25,7 +26,6 @@ from dlock_core.web.decorators import (
     placeholders,
     refuse_bare,
     refuse_coroutine,
-    refuse_late,
 )
 from sqla_dlock.locks import alock, lock
 from sqla_dlock.names import kind_of
@@ -82,7 +82,7 @@ class Locked:
 
     def __call__(self, function: F) -> F:
         """Decorate a function."""
-        refuse_late(function)
+        LATE_WORK.refuse_function(function)
         name = NameTemplate(function, self._parts, kind_of, _from_url)
         session_of = self._session_finder(function)
 

@@ -15,6 +15,7 @@ from functools import partial, wraps
 from typing import TYPE_CHECKING, Any, Final, Self, TypeVar
 
 from dlock_core.errors import DLockError, RowLocked, StaleObject, StaleToken
+from dlock_core.late import LateWork
 from dlock_core.observability import hooks
 from dlock_core.runtime import ASYNCIO, BLOCKING, RNG, full_jitter, run
 from dlock_core.sql.driver_errors import DatabaseFailure, classify
@@ -56,6 +57,8 @@ SWALLOWED: Final = (
     "before it would be committed: let the error pass, or, unless it is a deadlock, run the statement in a savepoint"
 )
 """Why an attempt that ended without an error is refused."""
+
+_LATE_WORK: Final = LateWork("retry_on_conflict", "return a list, because what is yielded cannot be taken back")
 
 MIN_FIRST_PAUSE_S: Final = 0.01
 """Smallest limit of the first pause, in seconds."""
@@ -236,11 +239,10 @@ def with_retry(
 
 
 def check_function(function: Any) -> None:
-    """Raise TypeError for what cannot be retried as a whole: a generator function, a class, anything but a function."""
-    if not callable(function) or inspect.isclass(function):
+    """Raise TypeError for what cannot be retried as a whole: a task, a generator, a class, anything but a function."""
+    if inspect.isclass(function):
         raise TypeError(f"retry_on_conflict decorates a function or method, not {function!r:.80}")
-    if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
-        raise TypeError(f"{function.__qualname__} is a generator: what it has yielded cannot be taken back")
+    _LATE_WORK.refuse_function(function)
 
 
 def check_answer(answer: T) -> T:

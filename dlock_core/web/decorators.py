@@ -8,9 +8,10 @@ import sys
 import warnings
 from collections.abc import Callable, Mapping
 from types import CoroutineType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from dlock_core.errors import NoSuchKey
+from dlock_core.late import LateWork
 from dlock_core.names import join
 
 if TYPE_CHECKING:
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from dlock_core.names import Kind
 
 __all__ = [
+    "LATE_WORK",
     "Argument",
     "NameTemplate",
     "arg",
@@ -26,8 +28,10 @@ __all__ = [
     "placeholders",
     "refuse_bare",
     "refuse_coroutine",
-    "refuse_late",
 ]
+
+LATE_WORK: Final = LateWork("@locked", "write `with lock(...)` inside it")
+"""What `@locked` refuses."""
 
 Read = Callable[[tuple[Any, ...], dict[str, Any]], Any]
 """A function that reads a value out of the arguments of a call."""
@@ -188,16 +192,6 @@ def _untyped(parts: Sequence[Any], kind_of: Callable[[Any], Kind | None]) -> Ite
         if isinstance(part, Argument) and part.kind is None and converted <= 0:
             yield position
         converted -= 1
-
-
-def refuse_late(function: Callable[..., Any]) -> None:
-    """Raise TypeError for a function whose body would run after its call, when the lease is released already."""
-    if hasattr(function, "apply_async"):
-        raise TypeError("@locked must stand below the decorator that makes a function a task, on the function itself")
-    if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
-        raise TypeError(
-            f"@locked cannot hold a lock for the generator {function!r}: its body runs after the call has returned"
-        )
 
 
 def refuse_coroutine(function: Callable[..., Any], answer: Any, instead: str) -> Any:

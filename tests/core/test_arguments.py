@@ -19,7 +19,6 @@ from dlock_core.web.decorators import (
     placeholders,
     refuse_bare,
     refuse_coroutine,
-    refuse_late,
 )
 
 
@@ -173,18 +172,6 @@ def test_partial_of_a_bound_method_has_no_self():
 
 def test_argument_shows_its_name():
     assert (repr(Argument("order.pk")), Argument("order.pk").root) == ("order.pk", "order")
-
-
-def test_generator_is_refused():
-    def late():
-        yield
-
-    async def too_late():
-        yield
-
-    for function in (late, too_late):
-        with pytest.raises(TypeError, match="generator"):
-            refuse_late(function)
 
 
 def test_coroutine_of_a_blocking_function_is_closed_and_refused():

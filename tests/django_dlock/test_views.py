@@ -20,7 +20,7 @@ from rest_framework.exceptions import APIException
 from rest_framework.response import Response
 from rest_framework.views import APIView
 
-from django_dlock import lock, locked, pk
+from django_dlock import lock, locked, pk, retry_on_conflict
 from django_dlock.errors import AcquireTimeout, LeaseLost
 from django_dlock.models import Fence
 from django_dlock.tie import current
@@ -887,6 +887,25 @@ def test_decorator_above_a_task_is_refused(celery):
 
     with pytest.raises(TypeError, match="below"):
         locked("order", "order_id")(task)
+
+
+@pytest.mark.parametrize("decorate", [locked("order", "order_id"), retry_on_conflict])
+def test_decorator_above_a_task_that_is_an_object_is_refused(decorate):
+    class Task:
+        def __call__(self, order_id):
+            return self.enqueue(order_id)
+
+        def enqueue(self, order_id):
+            pass
+
+    with pytest.raises(TypeError, match="below the decorator that makes a function a task"):
+        decorate(Task())
+
+
+@pytest.mark.parametrize("decorate", [locked("order", "order_id"), retry_on_conflict])
+def test_decorator_above_classmethod_is_told_to_stand_below(decorate):
+    with pytest.raises(TypeError, match="below @classmethod"):
+        decorate(classmethod(ship))
 
 
 def test_class_that_is_no_view_is_refused():

@@ -37,6 +37,7 @@ from sqla_dlock import stores
 from sqla_dlock.handlers import _in_threads, locked
 from sqla_dlock.locks import lock
 from sqla_dlock.middleware import LockMiddleware, WSGILockMiddleware, answer_flask
+from sqla_dlock.retry import retry_on_conflict
 from sqla_dlock.tie import current
 from tests import leases
 from tests.processes import worker
@@ -584,6 +585,19 @@ def test_decorator_above_a_task_is_refused(celery):
 
     with pytest.raises(TypeError, match="below"):
         locked("order", "order_id")(task)
+
+
+@pytest.mark.parametrize("decorate", [locked("order", "order_id"), retry_on_conflict(sessionmaker())])
+def test_decorator_above_a_task_that_is_an_object_is_refused(decorate):
+    class Task:
+        def __call__(self, db, order_id):
+            return self.enqueue(order_id)
+
+        def enqueue(self, order_id):
+            pass
+
+    with pytest.raises(TypeError, match="below the decorator that makes a function a task"):
+        decorate(Task())
 
 
 # A request that is cancelled

@@ -1,0 +1,89 @@
+"""What only starts work, and does it after the call, cannot be decorated: tasks of every queue, generators."""
+
+from __future__ import annotations
+
+import functools
+from types import SimpleNamespace
+
+import pytest
+
+from dlock_core.late import LateWork
+
+LOCKED = LateWork("@locked", "write `with lock(...)` inside it")
+
+
+class Task:
+    """A task as huey, dramatiq, Django and others make them: an object, with a method that enqueues it."""
+
+    def __init__(self, method):
+        setattr(self, method, lambda *args: None)
+
+    def __call__(self, order_id):
+        raise AssertionError("the task was enqueued")
+
+
+def ship(order_id):
+    pass
+
+
+METHODS = ["apply_async", "call_local", "send_with_options", "enqueue", "delay", "defer", "kiq"]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_task_of_any_queue_is_refused_even_below_another_decorator(method):
+    task = Task(method)
+    for function in (task, functools.update_wrapper(lambda order_id: [task(order_id)], task)):
+        with pytest.raises(TypeError, match=r"^@locked must stand below the decorator that makes .* a task"):
+            LOCKED.refuse_function(function)
+
+
+def test_task_that_cannot_be_called_is_refused_as_a_task():
+    with pytest.raises(TypeError, match="below the decorator"):
+        LOCKED.refuse_function(SimpleNamespace(enqueue=ship))
+
+
+def test_function_that_rq_has_given_a_method_is_still_the_function_that_its_worker_runs():
+    @functools.wraps(ship)
+    def function(order_id):
+        pass
+
+    function.delay = function.enqueue = ship
+    LOCKED.refuse_function(function)
+
+
+def test_generator_is_refused():
+    def late():
+        yield
+
+    async def too_late():
+        yield
+
+    for function in (late, too_late):
+        with pytest.raises(
+            TypeError, match=r"^@locked cannot cover the generator .*write `with lock\(...\)` inside it"
+        ):
+            LOCKED.refuse_function(function)
+
+
+@pytest.mark.parametrize("made", [classmethod, property])
+def test_what_cannot_be_called_says_where_the_decorator_belongs(made):
+    with pytest.raises(TypeError, match=rf"^@locked .*below @{made.__name__}"):
+        LOCKED.refuse_function(made(ship))
+
+
+def test_callables_of_every_other_kind_are_functions():
+    class Shop:
+        def ship(self, order_id):
+            pass
+
+        def __call__(self, order_id):
+            pass
+
+    ships = (ship, Shop().ship, Shop(), functools.partial(ship, 1), functools.lru_cache(ship), staticmethod(ship))
+    for function in ships:
+        LOCKED.refuse_function(function)
+
+
+def test_what_is_no_function_at_all_is_refused():
+    with pytest.raises(TypeError, match=r"^@locked decorates a function or method, not 'ship'$"):
+        LOCKED.refuse_function("ship")
