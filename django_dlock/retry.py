@@ -112,7 +112,7 @@ def _attempt_in_new_transaction(
             transactions.enter_context(transaction.atomic(using=alias, durable=True))
             if (open_one := open_transaction(connections[alias])) is not None:
                 _follow(alias, open_one)
-        answer = check_answer(function(*args, **kwargs))
+        answer = check_answer(function, function(*args, **kwargs))
         for alias in aliases:  # before the first of them is committed
             _refuse_undone(alias)
         return answer
@@ -130,7 +130,7 @@ async def _attempt_of_coroutine(
     function: Callable[..., Any], aliases: tuple[str, ...], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     _refuse_nested(aliases)
-    return await function(*args, **kwargs)
+    return check_answer(function, await function(*args, **kwargs))
 
 
 def _refuse_inside(aliases: tuple[str, ...]) -> None:

@@ -34,7 +34,6 @@ from dlock_core.web.decorators import (
     is_function,
     placeholders,
     refuse_bare,
-    refuse_coroutine,
 )
 
 if TYPE_CHECKING:
@@ -153,12 +152,12 @@ def _locked_function(
 
     def call(*args: Any, **kwargs: Any) -> Any:
         answer = function(*args, **kwargs)
-        return refuse_coroutine(function, answer, "put it on the async view class, or on its async method")
+        return LATE_WORK.refuse_answer(function, answer, "put it on the async view class, or on its async method")
 
     @functools.wraps(function)
     async def async_wrapper(*args: Any, **kwargs: Any) -> Any:
         async with lock_for(args, kwargs):
-            return await function(*args, **kwargs)
+            return LATE_WORK.refuse_answer(function, await function(*args, **kwargs), "await it in the function")
 
     exempt = getattr(function, "_non_atomic_requests", ())
     non_atomic = _NonAtomic(set.copy(exempt) if isinstance(exempt, set) else exempt)

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from dataclasses import dataclass
+from types import AsyncGeneratorType, CoroutineType, GeneratorType
 from typing import Any, Final
 
 __all__ = ["LateWork"]
 
 _ENQUEUES: Final = ("apply_async", "call_local", "send_with_options", "enqueue", "delay", "defer", "kiq")
 """Methods of tasks: of Celery, huey, dramatiq, Django, Prefect, procrastinate and taskiq, in this order."""
+
+_MANAGERS: Final = (contextlib._GeneratorContextManager, contextlib._AsyncGeneratorContextManager)  # noqa: SLF001 - no other name
+_NOT_YET_RUN: Final = (CoroutineType, GeneratorType, AsyncGeneratorType, *_MANAGERS)
+"""What a call returns whose body has not run; a streaming response is none of them, because its author knows."""
 
 
 @dataclass(frozen=True)
@@ -18,8 +24,10 @@ class LateWork:
 
     decorator: str
     """Its name in errors."""
+    end: str
+    """The moment until which it covers the function's work."""
     instead: str
-    """What to do for a generator."""
+    """What to write in place of a generator."""
 
     def refuse_function(self, function: Any) -> None:
         """Raise TypeError for what is no function, or one whose call only enqueues a task or makes a generator."""
@@ -32,11 +40,27 @@ class LateWork:
             made = type(function).__name__
             advice = f": put it below @{made}, on the function itself" if hasattr(function, "__get__") else ""
             raise TypeError(f"{self.decorator} decorates a function or method, not {function!r:.80}{advice}")
-        if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
+        inner = inspect.unwrap(function, stop=_may_exhaust)
+        if inspect.isgeneratorfunction(inner) or inspect.isasyncgenfunction(inner):
             raise TypeError(
-                f"{self.decorator} cannot cover the generator {function!r}, whose body runs after the call has "
-                f"returned: {self.instead}"
+                f"{self.decorator} cannot cover the generator {function!r}, whose body runs after {self.end}: "
+                f"{self.instead}"
             )
+
+    def refuse_answer(self, function: Any, answer: Any, if_coroutine: str) -> Any:
+        """Return the answer of a call; raises TypeError, with advice, if the work is still to be done."""
+        if not isinstance(answer, _NOT_YET_RUN):
+            return answer
+        kind, advice = "context manager" if isinstance(answer, _MANAGERS) else "generator", self.instead
+        if isinstance(answer, CoroutineType):
+            answer.close()  # Python would warn that it was never awaited.
+            kind, advice = "coroutine", if_coroutine
+        raise TypeError(f"{self.decorator}: {function!r} returned a {kind}, which runs after {self.end}: {advice}")
+
+
+def _may_exhaust(link: Any) -> bool:
+    """Return whether a decorator may run the generator that it wraps; those of contextlib pass it on."""
+    return getattr(link, "__globals__", None) is not vars(contextlib)
 
 
 def _is_task(link: Any) -> bool:

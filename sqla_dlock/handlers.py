@@ -25,7 +25,6 @@ from dlock_core.web.decorators import (
     is_function,
     placeholders,
     refuse_bare,
-    refuse_coroutine,
 )
 from sqla_dlock.locks import alock, lock
 from sqla_dlock.names import kind_of
@@ -89,12 +88,12 @@ class Locked:
         @functools.wraps(function)
         def wrapper(*args: Any, **kwargs: Any) -> Any:
             with name(functools.partial(self._lock, session_of(args, kwargs)), args, kwargs):
-                return refuse_coroutine(function, function(*args, **kwargs), "decorate an async function")
+                return LATE_WORK.refuse_answer(function, function(*args, **kwargs), "decorate an async function")
 
         @functools.wraps(function)
         async def async_wrapper(*args: Any, **kwargs: Any) -> Any:
             async with name(functools.partial(self._alock, session_of(args, kwargs)), args, kwargs):
-                return await function(*args, **kwargs)
+                return LATE_WORK.refuse_answer(function, await function(*args, **kwargs), "await it in the function")
 
         return cast("F", async_wrapper if inspect.iscoroutinefunction(function) else wrapper)
 

@@ -109,7 +109,7 @@ def _attempt_of_function(
 ) -> Any:
     _refuse_given(args, kwargs)
     with _current(factory) as session, _own(session, Session), session.begin():
-        return check_answer(function(*args[:position], session, *args[position:], **kwargs))
+        return check_answer(function, function(*args[:position], session, *args[position:], **kwargs))
 
 
 async def _attempt_of_coroutine(
@@ -120,7 +120,8 @@ async def _attempt_of_coroutine(
     _refuse_given(args, kwargs)
     with _current(factory) as session:
         async with _own(session, AsyncSession), session.begin():
-            return await function(*args[:position], session, *args[position:], **kwargs)
+            answer = await function(*args[:position], session, *args[position:], **kwargs)
+            return check_answer(function, answer)
 
 
 @contextmanager

@@ -58,7 +58,9 @@ SWALLOWED: Final = (
 )
 """Why an attempt that ended without an error is refused."""
 
-_LATE_WORK: Final = LateWork("retry_on_conflict", "return a list, because what is yielded cannot be taken back")
+_LATE_WORK: Final = LateWork(
+    "retry_on_conflict", "COMMIT", "return a list, because what is yielded cannot be taken back"
+)
 
 MIN_FIRST_PAUSE_S: Final = 0.01
 """Smallest limit of the first pause, in seconds."""
@@ -245,14 +247,9 @@ def check_function(function: Any) -> None:
     _LATE_WORK.refuse_function(function)
 
 
-def check_answer(answer: T) -> T:
-    """Return the result of a blocking function; raise TypeError if it would do its work after COMMIT."""
-    if inspect.iscoroutine(answer):
-        answer.close()
-        raise TypeError("a blocking function returned a coroutine, which would run after COMMIT: make it async")
-    if inspect.isgenerator(answer) or inspect.isasyncgen(answer):
-        raise TypeError("a function returned a generator, which would run after COMMIT: return a list")
-    return answer
+def check_answer(function: Any, answer: Any) -> Any:
+    """Return the result of a function; raise TypeError if it would do its work after COMMIT."""
+    return _LATE_WORK.refuse_answer(function, answer, "make the function async, and await it there")
 
 
 def _tell(error: BaseException, pause: float) -> None:

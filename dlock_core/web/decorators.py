@@ -7,7 +7,6 @@ import inspect
 import sys
 import warnings
 from collections.abc import Callable, Mapping
-from types import CoroutineType
 from typing import TYPE_CHECKING, Any, Final
 
 from dlock_core.errors import NoSuchKey
@@ -27,10 +26,9 @@ __all__ = [
     "finder",
     "placeholders",
     "refuse_bare",
-    "refuse_coroutine",
 ]
 
-LATE_WORK: Final = LateWork("@locked", "write `with lock(...)` inside it")
+LATE_WORK: Final = LateWork("@locked", "the call", "write `with lock(...)` inside it")
 """What `@locked` refuses."""
 
 Read = Callable[[tuple[Any, ...], dict[str, Any]], Any]
@@ -137,7 +135,7 @@ class NameTemplate:
         """Return what reads a part out of a call; None if it is the same for all calls."""
         part = self._parts[position]
         if is_function(part):
-            return lambda args, kwargs: refuse_coroutine(
+            return lambda args, kwargs: LATE_WORK.refuse_answer(
                 part, part(*args, **kwargs), "use a plain function that returns a key"
             )
         if not isinstance(part, Argument):
@@ -192,14 +190,6 @@ def _untyped(parts: Sequence[Any], kind_of: Callable[[Any], Kind | None]) -> Ite
         if isinstance(part, Argument) and part.kind is None and converted <= 0:
             yield position
         converted -= 1
-
-
-def refuse_coroutine(function: Callable[..., Any], answer: Any, instead: str) -> Any:
-    """Return the answer of a blocking function; raises TypeError, with advice, if it is a coroutine."""
-    if isinstance(answer, CoroutineType):
-        answer.close()
-        raise TypeError(f"@locked took {function!r} for a blocking function, but it returned a coroutine: {instead}")
-    return answer
 
 
 def finder(function: Callable[..., Any], name: str) -> Read:

@@ -18,7 +18,6 @@ from dlock_core.web.decorators import (
     finder,
     placeholders,
     refuse_bare,
-    refuse_coroutine,
 )
 
 
@@ -172,12 +171,3 @@ def test_partial_of_a_bound_method_has_no_self():
 
 def test_argument_shows_its_name():
     assert (repr(Argument("order.pk")), Argument("order.pk").root) == ("order.pk", "order")
-
-
-def test_coroutine_of_a_blocking_function_is_closed_and_refused():
-    async def answer():
-        pass
-
-    with pytest.raises(TypeError, match=r"coroutine: await it"):
-        refuse_coroutine(ship, answer(), "await it")
-    assert refuse_coroutine(ship, 42, "") == 42

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from types import SimpleNamespace
 
@@ -9,7 +10,7 @@ import pytest
 
 from dlock_core.late import LateWork
 
-LOCKED = LateWork("@locked", "write `with lock(...)` inside it")
+LOCKED = LateWork("@locked", "the call", "write `with lock(...)` inside it")
 
 
 class Task:
@@ -20,6 +21,16 @@ class Task:
 
     def __call__(self, order_id):
         raise AssertionError("the task was enqueued")
+
+
+class Around(contextlib.ContextDecorator):
+    """A block that is also a decorator, as `transaction.atomic()` is."""
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        return None
 
 
 def ship(order_id):
@@ -63,6 +74,69 @@ def test_generator_is_refused():
             TypeError, match=r"^@locked cannot cover the generator .*write `with lock\(...\)` inside it"
         ):
             LOCKED.refuse_function(function)
+
+
+def test_context_manager_is_refused_as_the_generator_that_it_is():
+    def generator():
+        yield
+
+    async def async_generator():
+        yield
+
+    for function in (
+        contextlib.contextmanager(generator),
+        contextlib.asynccontextmanager(async_generator),
+        Around()(generator),
+        Around()(contextlib.contextmanager(generator)),
+    ):
+        with pytest.raises(TypeError, match=r"^@locked cannot cover the generator"):
+            LOCKED.refuse_function(function)
+
+
+def test_function_that_exhausts_a_generator_is_a_function():
+    def generator():
+        yield 1
+
+    @functools.wraps(generator)
+    def as_list():
+        return list(generator())
+
+    LOCKED.refuse_function(as_list)
+    LOCKED.refuse_function(Around()(ship))
+
+
+def late_answers():
+    def generator():
+        yield
+
+    async def async_generator():
+        yield
+
+    return {
+        "generator": generator(),
+        "async generator": async_generator(),
+        "context manager": contextlib.contextmanager(generator)(),
+        "async context manager": contextlib.asynccontextmanager(async_generator)(),
+    }
+
+
+@pytest.mark.parametrize("kind", late_answers())
+def test_answer_whose_body_is_still_to_run_is_refused(kind):
+    with pytest.raises(TypeError, match=r"^@locked: .*ship.* runs after the call: write `with lock\(...\)` inside it$"):
+        LOCKED.refuse_answer(ship, late_answers()[kind], "await it")
+
+
+def test_coroutine_of_a_blocking_function_is_closed_and_refused():
+    async def answer():
+        pass
+
+    with pytest.raises(TypeError, match=r"^@locked: .*ship.* returned a coroutine.*: await it$"):
+        LOCKED.refuse_answer(ship, answer(), "await it")
+
+
+def test_answer_that_is_there_is_returned():
+    for answer in (42, [1], iter([1]), None):
+        assert LOCKED.refuse_answer(ship, answer, "") is answer
 
 
 @pytest.mark.parametrize("made", [classmethod, property])

@@ -2,13 +2,14 @@
 
 import json
 import threading
+from contextlib import asynccontextmanager, contextmanager
 from functools import wraps
 
 import pytest
 from asgiref.sync import sync_to_async
 from django.core.handlers.wsgi import WSGIHandler
 from django.db import connections, transaction
-from django.http import HttpResponse
+from django.http import HttpResponse, StreamingHttpResponse
 from django.test import AsyncClient, Client, RequestFactory, override_settings
 from django.urls import include, path, re_path
 from django.utils.decorators import method_decorator
@@ -936,6 +937,55 @@ def test_generator_would_run_after_the_lease_and_is_refused(kind):
 
     with pytest.raises(TypeError, match="generator"):
         locked("order", pk)(generator if kind == "generator" else async_generator)
+
+
+@contextmanager
+def context(*args):
+    said.append("work")
+    yield
+
+
+@asynccontextmanager
+async def async_context(*args):
+    yield
+
+
+@pytest.mark.parametrize("function", [context, async_context])
+@pytest.mark.parametrize("decorate", [locked("order", 7), retry_on_conflict])
+def test_context_manager_would_run_after_the_lease_and_is_refused(decorate, function):
+    with pytest.raises(TypeError, match="generator"):
+        decorate(function)
+
+
+@pytest.mark.parametrize("answer", [context, async_context, lambda: (work() for _ in "a")])
+def test_answer_that_would_run_after_the_lease_is_refused_and_nothing_stays_held(make_default, store, journal, answer):
+    make_default("default", atomic_requests=False)
+    with pytest.raises(TypeError, match="after the call"):
+        locked("order", 7)(lambda: answer())()  # noqa: PLW0108 - a context manager is seen when it is decorated
+    assert journal == ["acquired order:7", "BEGIN", "ROLLBACK", "released order:7"]
+    with pytest.raises(TypeError, match="after COMMIT"):
+        retry_on_conflict(lambda: answer())()  # noqa: PLW0108
+    assert journal[4:] == ["BEGIN", "ROLLBACK"]
+
+
+@pytest.mark.parametrize("answer", [context, async_context, awork])
+async def test_answer_of_an_async_function_that_would_run_after_the_lease_is_refused(make_default, store, answer):
+    await sync_to_async(make_default)("default", False)
+
+    async def function():
+        return answer(None)
+
+    for decorate in (locked("order", 7), retry_on_conflict):
+        with pytest.raises(TypeError, match=r"after (the call|COMMIT)"):
+            await decorate(function)()
+    assert not is_held(store, "order:7")
+
+
+def test_streaming_response_may_be_returned(make_default, journal):
+    make_default("default", atomic_requests=False)
+    response = locked("order", 7)(lambda: StreamingHttpResponse(said.append("sent") or b"a" for _ in "a"))()
+    assert response.getvalue() == b"a"
+    assert journal == ["acquired order:7", "BEGIN", "COMMIT", "released order:7", "sent"]
 
 
 def test_method_decorator_finds_positional_arguments(make_default, journal):

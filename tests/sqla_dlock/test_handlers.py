@@ -1,6 +1,7 @@
 """`@locked("order", "order_id")` in real frameworks: wherever the COMMIT happens, the lease ends after it."""
 
 import asyncio
+import contextlib
 import functools
 import gc
 import inspect
@@ -910,6 +911,42 @@ def test_generator_would_run_after_the_lease_and_is_refused():
 
     with pytest.raises(TypeError, match="generator"):
         locked("order", "order_id")(generator)
+
+
+@contextlib.contextmanager
+def context(*args):
+    yield
+
+
+@contextlib.asynccontextmanager
+async def async_context(*args):
+    yield
+
+
+@pytest.mark.parametrize("function", [context, async_context])
+@pytest.mark.parametrize("decorate", [locked("order", 42), retry_on_conflict(sessionmaker())])
+def test_context_manager_would_run_after_the_lease_and_is_refused(decorate, function):
+    with pytest.raises(TypeError, match="generator"):
+        decorate(function)
+
+
+@pytest.mark.parametrize("answer", [context, async_context, lambda db: (db for _ in "a")])
+def test_answer_that_would_run_after_the_lease_is_refused_and_nothing_stays_held(session, make_engine, is_held, answer):
+    with pytest.raises(TypeError, match="after the call"):
+        locked("order", 42)(lambda db: answer(db))(session)  # noqa: PLW0108 - a context manager is seen when decorated
+    assert not is_held()
+    with pytest.raises(TypeError, match="after COMMIT"):
+        retry_on_conflict(sessionmaker(make_engine("sqlite")))(lambda db: answer(db))()  # noqa: PLW0108
+
+
+@pytest.mark.parametrize("answer", [context, async_context])
+async def test_answer_of_an_async_function_that_would_run_after_the_lease_is_refused(async_session, is_held, answer):
+    async def function(db):
+        return answer(db)
+
+    with pytest.raises(TypeError, match="after the call"):
+        await locked("order", 42)(function)(async_session)
+    assert not is_held()
 
 
 def test_coroutine_behind_a_blocking_function_is_refused(session):
