@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar, cast, get_origin
 
 from sqlalchemy.orm import Session, scoped_session
 
-from dlock_core.runtime import ASYNCIO
+from dlock_core.runtime import ASYNCIO, BLOCKING
 from dlock_core.web.decorators import (
     LATE_WORK,
     Argument,
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 __all__ = ["Locked", "arg", "locked"]
 
 F = TypeVar("F", bound="Callable[..., Any]")
+T = TypeVar("T")
 
 _SESSION = "dlock_session"
 
@@ -198,26 +199,38 @@ async def _in_threads(block: Lock) -> AsyncIterator[Lease]:
     """Enter and leave a block in a thread outside FastAPI's pool, in which waiters for this very lock may take all.
 
     A thread that waits for a lock cannot be stopped. A request that is cancelled meanwhile ends without it, and the
-    thread undoes the acquire at its end. That needs no event loop, which may be closed by then.
+    thread undoes the acquire at its end. That needs no event loop, which may be closed by then. But the request does
+    not end while the thread uses its session: a session belongs to one thread at a time.
     """
     from anyio import CapacityLimiter, to_thread
 
     run = functools.partial(to_thread.run_sync, limiter=CapacityLimiter(1))
-    decided: dict[str, str] = {}  # by whichever comes first, in one step that no other thread can divide
+    turn, has_ended, entered = _Turn(), threading.Event(), list[Any]()
+    acquire = block._new_acquire(BLOCKING)  # noqa: SLF001 - as `Lock.__enter__` does it
+    if acquire.home is None:  # Otherwise the store is the session's own database.
+        acquire.acquire_lease = turn.waiting(acquire.acquire_lease)  # type: ignore[method-assign]
 
     def begin(lease: Lease) -> None:
-        if decided.setdefault("as", "entered") != "entered":
-            raise asyncio.CancelledError
-        block._blocks.enter(threading.current_thread(), lease)  # noqa: SLF001 - as `Lock.__enter__` does it
+        entered.append(block._blocks.enter(threading.current_thread(), lease))  # noqa: SLF001 - as `Lock.__enter__` does it
+
+    def enter() -> Any:
+        try:
+            return acquire.hold_in_thread(begin)
+        finally:
+            has_ended.set()
 
     async def leave(error: BaseException | None) -> None:
         await _to_its_end(run(block.__exit__, None, error, None))  # only the error is read
 
     try:
-        lease = await run(block._acquire, begin, abandon_on_cancel=True)  # noqa: SLF001 - no user is to call it
+        lease = await run(enter, abandon_on_cancel=True)
     except BaseException as error:
-        if decided.setdefault("as", "cancelled") == "entered":  # the thread had just entered the block
-            await leave(error)
+        try:
+            if not turn.end():
+                await _to_its_end(run(has_ended.wait))
+        finally:  # after another cancellation, too
+            if entered:
+                await leave(error)
         raise
     try:
         yield lease
@@ -225,6 +238,37 @@ async def _in_threads(block: Lock) -> AsyncIterator[Lease]:
         await leave(error)
         raise
     await leave(None)
+
+
+class _Turn:
+    """Decides between a request that is cancelled and its thread, so that only one of them uses the session."""
+
+    def __init__(self) -> None:
+        self._mutex, self._waits, self._is_over = threading.Lock(), False, False
+
+    def end(self) -> bool:
+        """End the request; return whether the thread waits for the lock, and so will not use the session any more."""
+        with self._mutex:
+            self._is_over = True
+            return self._waits
+
+    def waiting(self, acquire: Callable[[], Coroutine[Any, Any, T]]) -> Callable[[], Coroutine[Any, Any, T]]:
+        """Return the function that acquires a lease from the store, and fails at its end if the request is over."""
+
+        async def acquire_lease() -> T:
+            self._now(waits=True)
+            try:
+                return await acquire()
+            finally:
+                self._now(waits=False)
+
+        return acquire_lease
+
+    def _now(self, *, waits: bool) -> None:
+        with self._mutex:
+            self._waits = waits
+            if self._is_over:
+                raise asyncio.CancelledError
 
 
 async def _to_its_end(call: Coroutine[Any, Any, object]) -> None:

@@ -30,7 +30,7 @@ LIMIT_S = max(120, COUNT)
 """A loaded machine needs a good second for each interrupt under asyncio, which begins an event loop in each round."""
 SEED = int(os.environ.get("DLOCK_TEST_SEED", "1"))
 UNGUARDED = {
-    "lock.py __exit__ RESUME", "lock.py __aexit__ RESUME", "lock.py release RESUME",
+    "blocks.py __exit__ RESUME", "blocks.py __aexit__ RESUME", "handles.py release RESUME",
 }  # fmt: skip
 """Places where a signal handler runs before any code of ours does. Under asyncio there are no others."""
 

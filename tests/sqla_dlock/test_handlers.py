@@ -673,6 +673,32 @@ async def test_request_cancelled_at_the_moment_of_the_grant_leaves_no_lease(make
         await auntil(lambda: not is_held())
 
 
+async def test_request_cancelled_while_its_thread_uses_the_session_ends_after_that(make_engine, is_held):
+    engine = make_engine("sqlite")
+    sent, go_on = threading.Event(), threading.Event()
+    with Session(engine) as session:
+        session.connection()
+
+        @event.listens_for(engine, "before_cursor_execute")
+        def stop(*_):
+            sent.set()
+            go_on.wait(20)
+
+        async def hold():
+            async with _in_threads(lock(session, "order", 42)):
+                pass
+
+        task = asyncio.create_task(hold())
+        await asyncio.to_thread(sent.wait, 20)
+        task.cancel()
+        await asyncio.sleep(0.05)
+        assert not task.done()
+        go_on.set()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+    assert not is_held()
+
+
 async def test_block_is_left_although_its_request_is_cancelled_again_and_again(make_engine, is_held):
     entered = asyncio.Event()
     with Session(make_engine("sqlite")) as session:
