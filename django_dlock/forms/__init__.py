@@ -106,7 +106,7 @@ class VersionedModelForm(_ModelForm):
         if not isinstance(self.instance, VersionedMixin):
             raise ImproperlyConfigured(f"{type(self).__name__} needs a model with VersionedMixin")
         self._next_version = ""
-        self._is_addition = self.instance._state.adding
+        self._given, self._is_addition = self.instance, self.instance._state.adding
         if self._is_addition:
             self.fields.pop(VERSION, None)
         else:
@@ -170,6 +170,8 @@ class VersionedModelForm(_ModelForm):
 
     def full_clean(self) -> None:
         """Clean as Django does, with the values in the database where the user has chosen them."""
+        if self.instance is not self._given and not self.instance._state.adding:
+            raise ImproperlyConfigured(f"{type(self).__name__} shows another object's version: pass instance= to it")
         if not self.is_bound or self._is_addition:
             super().full_clean()
             return

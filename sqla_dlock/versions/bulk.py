@@ -87,7 +87,17 @@ def _synchronize(execution: ORMExecuteState, mapper: Mapper[Any]) -> None:
         session = execution.session
         # Fetching the keys of many rows takes time, and is in vain where the session has no instance of them.
         is_needed = session.new or any(isinstance(each, mapper.class_) for each in session.identity_map.values())
+        is_needed = is_needed and not _may_write_fewer(execution.statement)
         execution.update_execution_options(synchronize_session="fetch" if is_needed else False, **{_MATCHES: True})
+
+
+def _may_write_fewer(statement: Any) -> bool:
+    """Return whether an UPDATE may write fewer rows than it matches, as by MySQL's LIMIT or IGNORE.
+
+    Nothing tells which they are: all instances stay as they are, and stale.
+    """
+    update = getattr(statement, "element", statement)
+    return bool(update._prefixes) or any(option.endswith("_limit") for option in update.dialect_kwargs)  # noqa: SLF001
 
 
 def _lock_matches(execution: ORMExecuteState) -> Result[Any] | None:

@@ -686,3 +686,22 @@ def test_child_without_a_way_back_is_refused():
             session.flush()
     finally:
         aggregates._unresolved_roots.clear()
+
+
+@pytest.mark.parametrize("engine", [DIALECT], indirect=True)
+@pytest.mark.parametrize(
+    "fewer",
+    [
+        lambda statement: statement.with_dialect_options(mysql_limit=1, mariadb_limit=1),
+        lambda statement: statement.prefix_with("IGNORE"),
+    ],
+    ids=["limit", "ignore"],
+)
+def test_update_that_may_write_fewer_rows_than_it_matches_leaves_instances_stale(session, orders, fewer):
+    session.execute(fewer(update(Order).values(reads=5)))
+    session.commit()
+    elsewhere(session, "UPDATE orders SET version = version + 1 WHERE version = 1")
+    for each in orders:
+        each.title = "mine"
+    with pytest.raises(StaleObject):
+        session.commit()
