@@ -36,6 +36,7 @@ def require_row_locks(dialect: Dialect) -> None:
 
 def require_tables(mapper: Mapper[Any]) -> None:
     """Raise NotSupported for a class that is selected from a query: no row lock reaches the rows below that."""
+    mapper._check_configure()  # noqa: SLF001 - concrete classes are told apart only then
     if not _is_of_tables(mapper.selectable):
         raise NotSupported(
             f"{mapper.class_.__name__} is selected from a query (a concrete hierarchy, or a mapped subquery), in which "

@@ -145,10 +145,10 @@ def test_form_that_has_lost_its_version_refuses_to_change_an_object(ticket, form
 
 def test_form_whose_object_was_exchanged_refuses_to_change_another(ticket):
     sent = answer(TicketForm(instance=ticket), title="mine")
-    for form in (TicketForm(sent), TicketForm(sent, instance=read(ticket))):
-        form.instance = read(ticket)
+    for given in (TicketForm(sent), TicketForm(sent, instance=read(ticket))):
+        given.instance = read(ticket)
         with pytest.raises(ImproperlyConfigured, match="pass instance="):
-            form.is_valid()
+            given.is_valid()
 
 
 def test_view_whose_form_has_lost_its_version_refuses_to_change_an_object(ticket, rf):

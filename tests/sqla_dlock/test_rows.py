@@ -462,21 +462,21 @@ class Manager(Employee):
 
 
 class Place(FromQueries):
-    __tablename__ = "place"
+    __tablename__ = "joined_place"
     id: Mapped[int] = mapped_column(primary_key=True)
     kind: Mapped[str]
     __mapper_args__: ClassVar[Any] = {"polymorphic_on": "kind", "with_polymorphic": "*"}
 
 
 class Shop(Place):
-    __tablename__ = "shop"
-    id: Mapped[int] = mapped_column(ForeignKey("place.id"), primary_key=True)
+    __tablename__ = "joined_shop"
+    id: Mapped[int] = mapped_column(ForeignKey("joined_place.id"), primary_key=True)
     __mapper_args__: ClassVar[Any] = {"polymorphic_identity": "shop"}
 
 
 class Market(Shop):
-    __tablename__ = "market"
-    id: Mapped[int] = mapped_column(ForeignKey("shop.id"), primary_key=True)
+    __tablename__ = "joined_market"
+    id: Mapped[int] = mapped_column(ForeignKey("joined_shop.id"), primary_key=True)
     __mapper_args__: ClassVar[Any] = {"polymorphic_identity": "market"}
 
 
@@ -506,7 +506,7 @@ def test_class_that_is_selected_from_joined_tables_is_locked(make_engine, cls):
             session.commit()
             assert type(lock_row(session, cls, 1)) is Market
             with engine.connect() as other, other.begin():
-                for table in ("place", "shop", "market"):
+                for table in ("joined_place", "joined_shop", "joined_market"):
                     assert other.execute(text(f"SELECT id FROM {table} FOR UPDATE SKIP LOCKED")).all() == []
     finally:
         FromQueries.metadata.drop_all(engine)
