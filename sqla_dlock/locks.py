@@ -101,7 +101,7 @@ class SessionLock(TiedLock):
     _options = tuple(LockOptions.__annotations__)
     _lease_type: ClassVar[type[TiedLease]]
     """What the caller gets."""
-    classes: tuple[type, ...]
+    _classes: tuple[type, ...]
     """The mapped classes in the lock's name."""
 
     def __init__(
@@ -120,10 +120,10 @@ class SessionLock(TiedLock):
             _check_bind(bind)
         self.session, self.store, self.bind = session, store, bind
         """`bind`: the caller's `bind`; without it the mapped classes in the lock's name say what is protected."""
-        self.fence, self.classes = TABLE_FENCE, ()
+        self.fence, self._classes = TABLE_FENCE, ()
         if values is not parts:  # a mapped class is among them
             self.fence = fence_for((*parts[:1], *values[1:]))
-            self.classes = tuple(filter(is_mapped, parts))
+            self._classes = tuple(filter(is_mapped, parts))
         if self.shared and self._form and not self.fence.supports_shared:
             raise NotSupported(not_shared(self.name), name=self.name)
 

@@ -271,7 +271,7 @@ class SessionAcquire(LockAcquire):
             return None
         bind, session = self.lock.bind, self.lock.session
         if bind is None or is_mapped(bind):
-            return _bind_of(session, self.lock.classes if bind is None else (bind,))
+            return _bind_of(session, self.lock._classes if bind is None else (bind,))  # noqa: SLF001 - no user is to read it
         connection = getattr(bind, "sync_connection", None)  # an AsyncConnection has one, and an engine, too
         return connection or getattr(bind, "sync_engine", bind)
 
