@@ -145,7 +145,7 @@ class VersionField(_BigIntegerField):
         return number
 
     def mark_read(self, instance: Any, fields: Collection[str]) -> None:
-        """Note that the version was read with `fields`, which include it: it is late if other fields were not."""
+        """Record that the version was read with `fields`, which include it: it is late if other fields were not."""
         values = vars(instance)
         values.pop(READ_VERSION, None)
         others = (each for each in instance._meta.concrete_fields if each is not self and not is_key(each))

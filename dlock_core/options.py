@@ -128,7 +128,7 @@ def check_switches(**given: object) -> None:
 def check_callback(name: str, value: object, *arguments: object) -> None:
     """Raise TypeError for a value that cannot be called with such arguments, and for one that would have to be awaited.
 
-    Otherwise each call would fail, or do nothing, at a time when nobody is there to be told.
+    Otherwise each call would fail, or do nothing, when no caller can learn of it.
     """
     wanted = f"{name} is a function {'with one argument' if arguments else 'without arguments'}"
     if not callable(value):

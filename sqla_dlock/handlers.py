@@ -198,9 +198,9 @@ def annotated(session: Any) -> Any:
 async def _in_threads(block: Lock) -> AsyncIterator[Lease]:
     """Enter and leave a block in a thread outside FastAPI's pool, in which waiters for this very lock may take all.
 
-    A thread that waits for a lock cannot be stopped. A request that is cancelled meanwhile ends without it, and the
-    thread undoes the acquire at its end. That needs no event loop, which may be closed by then. But the request does
-    not end while the thread uses its session: a session belongs to one thread at a time.
+    A thread that waits for a lock cannot be stopped. A request that is cancelled during the wait ends without it, and
+    the thread undoes the acquire at its end. That needs no event loop, which may be closed by then. But the request
+    does not end while the thread uses its session: a session belongs to one thread at a time.
     """
     from anyio import CapacityLimiter, to_thread
 

@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 
 class _Block(NamedTuple):
-    """A `with` block that has begun: who began it, where its statement is if that is known, and its lease."""
+    """A `with` block that has begun: the caller, the frame of its statement if that is known, and its lease."""
 
     caller: Hashable
     frame: FrameType | None

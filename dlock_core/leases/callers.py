@@ -2,7 +2,7 @@
 
 A caller is a task, or a thread in the context in which it acquired, or in a copy of that context. The thread alone is
 not enough: a thread of a pool serves one request after the other, while the leases of earlier ones may still be held.
-Web frameworks and `asyncio.to_thread` give each call a context of its own.
+Web frameworks and `asyncio.to_thread` give each call a separate context.
 
 Nothing here keeps a lease alive: one that is no longer referenced is no longer renewed, and runs out.
 """

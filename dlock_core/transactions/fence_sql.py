@@ -227,7 +227,7 @@ class FencedRow:
 def admit(row: FencedRow, entry: FenceEntry) -> None:
     """Raise the row in the open transaction, before anything is read in it; raises StaleToken.
 
-    A row without a token proves nothing: a newer holder may have created it, who was admitted in the table. So the
+    A row without a token proves nothing: a newer holder, admitted in the table, may have created it. So the
     table is asked until the row has its first token.
     """
     if not _raise(row, row.statements.admit, entry):
