@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary
 
+from django.core.exceptions import FieldDoesNotExist
 from django.db import DatabaseError, models, transaction
 from django.db.backends.utils import CursorDebugWrapper
 from django.db.models import F
@@ -140,9 +142,17 @@ class RowFence(TableFence):
         _run(ask_row, connection, entry)
 
 
+def fence_field(model: Any) -> Any:
+    """Return the column of the fence of a model, or None; models inside migrations have it without the mixin."""
+    with suppress(FieldDoesNotExist, AttributeError):  # AttributeError: no model
+        field = model._meta.get_field("dlock_token")
+        return field if isinstance(field, FenceTokenField) else None
+    return None
+
+
 def fence_for(parts: tuple[Any, ...]) -> TableFence:
     """Return the fence of a lock by its parts: (Model, pk) of a `FencedMixin` model, or anything else."""
-    if len(parts) == 2 and isinstance(parts[0], type) and issubclass(parts[0], FencedMixin):
+    if len(parts) == 2 and isinstance(parts[0], type) and fence_field(parts[0]) is not None:
         return RowFence(parts[0], parts[1])
     return TABLE_FENCE
 

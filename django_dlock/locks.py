@@ -10,7 +10,6 @@ import asyncio
 import os
 import threading
 from contextlib import AsyncExitStack, ExitStack
-from functools import partial
 from typing import TYPE_CHECKING, Any, Final, TypeVar, overload
 
 from asgiref.sync import sync_to_async
@@ -165,11 +164,11 @@ class Lock(TiedLock, BlockExit, AsyncBlockExit):
 
     def __enter__(self) -> Lease:
         refuse_in_loop()
-        enter = partial(self._blocks.enter, threading.current_thread())
+        enter = self._blocks.entering(threading.current_thread())
         return self._new_acquire(BLOCKING).hold_in_thread(enter)  # type: ignore[no-any-return]
 
     async def __aenter__(self) -> Lease:
-        enter = partial(self._blocks.enter, asyncio.current_task())
+        enter = self._blocks.entering(asyncio.current_task())
         return await self._new_acquire(DJANGO_ASYNCIO).hold(enter)  # type: ignore[no-any-return]
 
     def _new_acquire(self, runtime: DatabaseRuntime, **together: Any) -> DatabaseAcquire:
@@ -231,10 +230,10 @@ class Locks(TiedLocks, BlockExit, AsyncBlockExit):
 
     def __enter__(self) -> Leases:
         refuse_in_loop()
-        return run(self._hold(BLOCKING, partial(self._blocks.enter, threading.current_thread())))  # type: ignore[no-any-return]
+        return run(self._hold(BLOCKING, self._blocks.entering(threading.current_thread())))  # type: ignore[no-any-return]
 
     async def __aenter__(self) -> Leases:
-        return await self._hold(DJANGO_ASYNCIO, partial(self._blocks.enter, asyncio.current_task()))  # type: ignore[no-any-return]
+        return await self._hold(DJANGO_ASYNCIO, self._blocks.entering(asyncio.current_task()))  # type: ignore[no-any-return]
 
 
 @overload

@@ -14,7 +14,7 @@ from django.db.models.manager import BaseManager
 from django.utils.functional import Promise
 
 from django_dlock.errors import NotSupported
-from django_dlock.fencing import FencedMixin, fence_for
+from django_dlock.fencing import fence_field, fence_for
 from dlock_core import names
 from dlock_core.errors import NoSuchKey
 
@@ -41,15 +41,19 @@ def identify(parts: tuple[Any, ...], using: str | None) -> tuple[str, TableFence
 
 
 def _database_of(parts: Sequence[Any]) -> str:
-    """Return the database to which the router writes the models, each with the instance that follows it as its key."""
+    """Return the database to which the router writes the models, and each instance that follows its model as the key.
+
+    `save()` writes an instance to where it was read, unless a router knows better, and the model's managers do not.
+    """
     found = {
-        router.db_for_write(part, **({"instance": key} if isinstance(key, models.Model) else {}))
+        router.db_for_write(part, **hints)
         for part, key in zip_longest(parts, parts[1:])
         if isinstance(part, type)
+        for hints in ([{}, {"instance": key}] if isinstance(key, models.Model) else [{}])
     }
     if len(found) > 1:
         aliases = " and ".join(map(repr, sorted(found)))
-        raise ValueError(f"the models in a lock's name are in {aliases}: pass using= with the one that it protects")
+        raise ValueError(f"what a lock's name names is written to {aliases}: pass using= with the one that it protects")
     return found.pop() if found else DEFAULT_DB_ALIAS
 
 
@@ -109,7 +113,8 @@ def _row_model(model: type[models.Model]) -> type[models.Model]:
     With FencedMixin it is the model that has the columns of the fence, and the lock is named after that model.
     """
     model = model._meta.concrete_model or model
-    fenced = model._meta.get_field("dlock_token").model if issubclass(model, FencedMixin) else None
+    field = fence_field(model)
+    fenced = field.model if field is not None else None
     link: Any = model._meta.pk
     if model is not fenced and link.remote_field and link.remote_field.parent_link:
         return _row_model(link.remote_field.model)

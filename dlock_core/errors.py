@@ -111,10 +111,13 @@ class StaleToken(DLockError):
 
     def __init__(self, name: str, *, token: int, highest: int | None = None) -> None:
         newer = f" (it has admitted {highest})" if highest is not None else ""
-        super().__init__(
-            f"token {token} of lock {name!r} is stale{newer}: a newer holder is at work, so roll back and start over",
-            name=name,
-        )
+        why = f"is stale{newer}: a newer holder is at work, so roll back and start over"
+        if highest is not None and highest <= token:
+            why = (
+                "cannot be confirmed: the fence names another holder with it, or is gone with a row of FencedMixin, so "
+                'roll back and start over; delete such a row with fence="transaction"'
+            )
+        super().__init__(f"token {token} of lock {name!r} {why}", name=name)
         self.token, self.highest = token, highest
 
 

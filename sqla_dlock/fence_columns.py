@@ -9,6 +9,7 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any, Final
 
 from sqlalchemy import Insert, Update
+from sqlalchemy.orm import FromStatement
 
 from dlock_core.errors import NotSupported
 from sqla_dlock.upserts import upserted_keys
@@ -16,16 +17,27 @@ from sqla_dlock.upserts import upserted_keys
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-__all__ = ["FENCE_COLUMNS", "refuse_fence_columns"]
+__all__ = ["FENCE_COLUMNS", "refuse_fence_columns", "refuse_fence_columns_in_ctes"]
 
 FENCE_COLUMNS: Final = ("dlock_token", "dlock_holder")
 
 
 def refuse_fence_columns(_connection: Any, statement: Any, many: Any, params: Any, _options: Any) -> None:
     """Raise NotSupported for an UPDATE or upsert that sets a column of the fence; a listener to "before_execute"."""
-    if not isinstance(statement, Update | Insert):
-        return
-    table: Any = statement.table
+    statement = statement.element if isinstance(statement, FromStatement) else statement
+    if isinstance(statement, Update | Insert):
+        _refuse(statement, many, params)
+
+
+def refuse_fence_columns_in_ctes(*execution: Any) -> None:
+    """Do the same for the CTEs of a statement, which it has at hand when compiled; for "before_cursor_execute"."""
+    for cte in getattr(getattr(execution[4], "compiled", None), "ctes", None) or ():
+        if isinstance(cte.element, Update | Insert):
+            _refuse(cte.element, None, None)
+
+
+def _refuse(statement: Any, many: Any, params: Any) -> None:
+    table: Any = getattr(statement.table, "element", statement.table)  # of an alias
     if FENCE_COLUMNS[0] not in table.c:
         return
     sets = upserted_keys(statement) if isinstance(statement, Insert) else [_set_by_update(statement, many, params)]

@@ -34,7 +34,7 @@ from dlock_core.transactions.fence_functions import CREATE_BOTH as CREATE_FUNCTI
 from dlock_core.transactions.fence_sql import DIALECTS, MYSQL, POSTGRESQL, SCHEMA_OF_FUNCTIONS, functions_in
 from dlock_core.transactions.fencing import refusal
 from sqla_dlock.connections import note_xid
-from sqla_dlock.fence_columns import FENCE_COLUMNS, refuse_fence_columns
+from sqla_dlock.fence_columns import FENCE_COLUMNS, refuse_fence_columns, refuse_fence_columns_in_ctes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -125,6 +125,7 @@ def _check_mapping(mapper: Mapper[Any], cls: type) -> None:
         )
     if not event.contains(Engine, "before_execute", refuse_fence_columns):  # not in programs without such classes
         event.listen(Engine, "before_execute", refuse_fence_columns)
+        event.listen(Engine, "before_cursor_execute", refuse_fence_columns_in_ctes)
 
 
 def class_of(label: Any) -> type | None:

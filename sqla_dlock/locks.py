@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import threading
 from contextlib import AsyncExitStack, ExitStack
-from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Final, overload
 
 from sqlalchemy import Connection, Engine
@@ -159,7 +158,7 @@ class Lock(SessionLock, BlockExit):
         return self._acquire()
 
     def __enter__(self) -> Lease:
-        return self._acquire(partial(self._blocks.enter, threading.current_thread()))
+        return self._acquire(self._blocks.entering(threading.current_thread()))
 
     def _acquire(self, enter: Callable[[Any], object] | None = None) -> Lease:
         """Acquire the lock; inside an AsyncSession's `run_sync` the greenlet waits, so that the event loop does not."""
@@ -224,7 +223,7 @@ class Locks(TiedLocks, BlockExit):
         return self._acquire()
 
     def __enter__(self) -> Leases:
-        return self._acquire(partial(self._blocks.enter, threading.current_thread()))
+        return self._acquire(self._blocks.entering(threading.current_thread()))
 
     def _acquire(self, enter: Callable[[Any], object] | None = None) -> Leases:
         if in_greenlet():
@@ -243,7 +242,7 @@ class AsyncLock(SessionLock, AsyncBlockExit):
         return await self._new_acquire(GreenletAsyncio()).hold()  # type: ignore[no-any-return]
 
     async def __aenter__(self) -> AsyncLease:
-        enter = partial(self._blocks.enter, asyncio.current_task())
+        enter = self._blocks.entering(asyncio.current_task())
         return await self._new_acquire(GreenletAsyncio()).hold(enter)  # type: ignore[no-any-return]
 
 
@@ -269,7 +268,7 @@ class AsyncLocks(TiedLocks, AsyncBlockExit):
         return await self._hold(GreenletAsyncio())  # type: ignore[no-any-return]
 
     async def __aenter__(self) -> AsyncLeases:
-        return await self._hold(GreenletAsyncio(), partial(self._blocks.enter, asyncio.current_task()))  # type: ignore[no-any-return]
+        return await self._hold(GreenletAsyncio(), self._blocks.entering(asyncio.current_task()))  # type: ignore[no-any-return]
 
 
 @overload

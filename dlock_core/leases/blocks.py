@@ -3,29 +3,37 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import inspect
 import logging
 import sys
 import threading
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 
 from dlock_core.errors import DLockError
 from dlock_core.runtime import ASYNCIO, BLOCKING, run
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable
+    from collections.abc import Callable, Hashable
     from types import FrameType
 
     from dlock_core.runtime import Runtime
 
-__all__ = ["AsyncBlockExit", "BlockExit", "Blocks", "frame_of_block"]
+__all__ = ["AsyncBlockExit", "BlockExit", "Blocks"]
 
 logger = logging.getLogger("dlock")
 
 T = TypeVar("T")
 
+_PASS_ON: Final = {"__enter__", "__exit__", "__aenter__", "__aexit__", "enter_context", "enter_async_context"}
+"""Functions between a `with` statement and the lock: of a subclass, of another context manager, of an ExitStack."""
+_CAN_MOVE: Final = inspect.CO_GENERATOR | inspect.CO_ASYNC_GENERATOR
+"""Only a generator can begin a block in one thread or task and end it in another."""
+
 
 class _Block(NamedTuple):
-    """A `with` block that has begun: the caller, the frame of its statement if that is known, and its lease."""
+    """A `with` block that has begun: the caller, the frame of the generator that it is in, if any, and its lease."""
 
     caller: Hashable
     frame: FrameType | None
@@ -35,10 +43,10 @@ class _Block(NamedTuple):
 class Blocks:
     """The leases of the `with` blocks that each thread or task is in, so that all of them can share one lock object.
 
-    A block may end in another thread or task than the one it began in: a generator, a fixture, a dependency of FastAPI.
-    Its frame is the same, and tells which lease it is. If its two ends are called from different functions, as by an
-    ExitStack, its lease is sought among those whose thread or task has ended. If there is more than one candidate, none
-    is released: releasing the lease of a live holder would let in a second one.
+    A block may end in another thread or task than the one it began in if it is in a generator, such as a fixture or a
+    dependency of FastAPI. The frame of the generator tells which lease it is. If the two ends of a block are called by
+    other means, its lease is sought among those whose thread or task has ended. If there is more than one candidate,
+    none is released: releasing the lease of a live holder would let in a second one.
     """
 
     __slots__ = ("_leases", "_unmatched")
@@ -48,20 +56,22 @@ class Blocks:
         self._unmatched = 0
         """The number of blocks that have ended while it was unknown which lease was theirs."""
 
+    def entering(self, caller: Hashable) -> Callable[[T], T]:
+        """Return the function that records the lease of the block that begins, when `__enter__` has got it."""
+        return partial(self.enter, caller, frame=_generator_of_block())
+
     def enter(self, caller: Hashable, lease: T, frame: FrameType | None = None) -> T:
-        """Record the lease of a block that begins; `frame`: the one that its `with` statement is in."""
+        """Record the lease of a block that begins; `frame`: that of the generator which it is in."""
         self._leases.setdefault(caller, []).append(_Block(caller, frame, lease))
         return lease
 
     def innermost(self, caller: Hashable, frame: FrameType | None = None) -> Any:
         """Return the lease of a block that ends, which stays here until `forget`; None if it cannot be determined."""
         own = self._leases.get(caller)
-        if own and own[-1].frame in {frame, None}:
-            return own[-1].lease
-        for block in reversed(self._entries()):
-            if block.frame is frame is not None:
+        for block in reversed((own or ()) if frame is None else self._entries()):
+            if block.frame is frame:
                 return block.lease
-        return own[-1].lease if own else self._of_another_caller()
+        return self._of_another_caller()
 
     def forget(self, caller: Hashable, lease: object) -> None:
         """Remove the lease of a block that is over, if it is here."""
@@ -101,9 +111,14 @@ class Blocks:
         return [block for blocks in [*self._leases.values()] for block in blocks]
 
 
-def frame_of_block() -> FrameType:
-    """Return the frame of the `with` statement, for a function that this statement calls: `__enter__`, `__exit__`."""
-    return sys._getframe(2)
+def _generator_of_block() -> FrameType | None:
+    """Return the frame of the generator whose `with` statement has called `__enter__` or `__exit__`, or None."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and (
+        frame.f_code.co_name in _PASS_ON or frame.f_globals is vars(contextlib) or frame.f_globals is globals()
+    ):
+        frame = frame.f_back
+    return frame if frame is not None and frame.f_code.co_flags & _CAN_MOVE else None
 
 
 def _has_ended(caller: object) -> bool:
@@ -121,11 +136,19 @@ class BlockExit:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         ending: list[Any] = []
         try:
-            run(end_block(BLOCKING, self._blocks, threading.current_thread(), error, ending, frame=frame_of_block()))
+            run(
+                end_block(
+                    BLOCKING, self._blocks, threading.current_thread(), error, ending, frame=_generator_of_block()
+                )
+            )
         except DLockError:
             raise
         except BaseException:  # A signal handler has raised, at any step; every step can be repeated.
-            run(end_block(BLOCKING, self._blocks, threading.current_thread(), error, ending, frame=frame_of_block()))
+            run(
+                end_block(
+                    BLOCKING, self._blocks, threading.current_thread(), error, ending, frame=_generator_of_block()
+                )
+            )
             raise
 
 
@@ -137,11 +160,11 @@ class AsyncBlockExit:
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         ending: list[Any] = []
         try:
-            await end_block(ASYNCIO, self._blocks, asyncio.current_task(), error, ending, frame=frame_of_block())
+            await end_block(ASYNCIO, self._blocks, asyncio.current_task(), error, ending, frame=_generator_of_block())
         except DLockError:
             raise
         except BaseException:  # See `BlockExit`.
-            await end_block(ASYNCIO, self._blocks, asyncio.current_task(), error, ending, frame=frame_of_block())
+            await end_block(ASYNCIO, self._blocks, asyncio.current_task(), error, ending, frame=_generator_of_block())
             raise
 
 
@@ -152,7 +175,7 @@ async def end_block(
     error: BaseException | None,
     ending: list[Any],
     *,
-    frame: FrameType,
+    frame: FrameType | None,
 ) -> None:
     """Release the lease of a `with` block, and check that it was held to the end of the block.
 

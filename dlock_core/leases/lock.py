@@ -7,7 +7,7 @@ import threading
 from typing import TYPE_CHECKING, Any, Never, TypeVar
 
 from dlock_core.errors import AlreadyHeld, NotSupported
-from dlock_core.leases.blocks import AsyncBlockExit, BlockExit, Blocks, frame_of_block
+from dlock_core.leases.blocks import AsyncBlockExit, BlockExit, Blocks
 from dlock_core.leases.callers import find_held, forget_held, note_held
 from dlock_core.leases.engine import Acquisition, new_request
 from dlock_core.leases.handles import AsyncLease, Lease
@@ -26,7 +26,6 @@ from dlock_core.runtime import ASYNCIO, BLOCKING, refuse_in_loop, run
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from types import FrameType
 
     from dlock_core.backend import Backend, Capabilities
     from dlock_core.leases.lease import LeaseRecord
@@ -100,11 +99,17 @@ class _Lock:
         return f"<{type(self).__name__} {self.name!r}>"
 
     async def _hold(
-        self, runtime: Runtime, caller: object, kind: type[L], *, once: bool = False, block: FrameType | None = None
+        self,
+        runtime: Runtime,
+        caller: object,
+        kind: type[L],
+        *,
+        once: bool = False,
+        enter: Callable[[L], L] | None = None,
     ) -> L | None:
         """Acquire a lease; None if another holder has the lock and it is tried only `once`.
 
-        `block`: the frame with the `with` statement, if a block begins.
+        `enter(lease)` records a block that begins.
 
         A signal handler may raise after any call. So this function knows at every moment what was granted, and can
         release it; and nothing is called any more, here or in `run`, once the lease is about to be returned.
@@ -126,9 +131,9 @@ class _Lock:
             lease = kind(held, membership)
             if membership is not None and not held.is_joinable():  # Another thread has just released it.
                 await lease._end(runtime)
-                return await self._hold(runtime, caller, kind, once=once, block=block)
-            if block is not None:
-                self._blocks.enter(caller, lease, block)
+                return await self._hold(runtime, caller, kind, once=once, enter=enter)
+            if enter is not None:
+                enter(lease)
         except BaseException:
             if lease is not None:
                 self._blocks.forget(caller, lease)
@@ -171,7 +176,11 @@ class Lock(_Lock, BlockExit):
 
     def __enter__(self) -> Lease:
         refuse_in_loop("use AsyncLock")
-        return run(self._hold(BLOCKING, threading.current_thread(), Lease, block=frame_of_block()))  # type: ignore[return-value]
+        return run(
+            self._hold(
+                BLOCKING, threading.current_thread(), Lease, enter=self._blocks.entering(threading.current_thread())
+            )
+        )  # type: ignore[return-value]
 
 
 def current_task() -> asyncio.Task[Any]:
@@ -197,4 +206,6 @@ class AsyncLock(_Lock, AsyncBlockExit):
         return await self._hold(ASYNCIO, current_task(), AsyncLease, once=True)
 
     async def __aenter__(self) -> AsyncLease:
-        return await self._hold(ASYNCIO, current_task(), AsyncLease, block=frame_of_block())  # type: ignore[return-value]
+        return await self._hold(
+            ASYNCIO, current_task(), AsyncLease, enter=self._blocks.entering(asyncio.current_task())
+        )  # type: ignore[return-value]

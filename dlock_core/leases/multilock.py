@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Never, Protocol, TypeVar
 
 from dlock_core.backend import Released, supports_many
 from dlock_core.errors import AlreadyHeld, BackendUnavailable, NotHeld
-from dlock_core.leases.blocks import AsyncBlockExit, BlockExit, Blocks, frame_of_block
+from dlock_core.leases.blocks import AsyncBlockExit, BlockExit, Blocks
 from dlock_core.leases.callers import find_held, forget_held, note_held
 from dlock_core.leases.engine import MAX_OVERTIME_S, Acquisition, clean_up, new_requests, release, release_later
 from dlock_core.leases.handles import AsyncReleasing, LeaseHandle, LeaseView, Releasing, let_expire, no_copies
@@ -28,7 +28,6 @@ from dlock_core.runtime import ASYNCIO, BLOCKING, refuse_in_loop, run
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Hashable, Iterable, Sequence
-    from types import FrameType
 
     from dlock_core.backend import Backend, SupportsMany
     from dlock_core.leases.lease import LeaseRecord
@@ -268,7 +267,9 @@ class _MultiLock:
         self.ttl, self.wait, self.shared = store_ttl(ttl_seconds(ttl), can), wait_seconds(wait), shared
         self.backend, self._blocks = backend, Blocks()
 
-    async def _hold(self, runtime: Runtime, caller: Hashable, kind: type[L], *, block: FrameType | None = None) -> L:
+    async def _hold(
+        self, runtime: Runtime, caller: Hashable, kind: type[L], *, enter: Callable[[L], L] | None = None
+    ) -> L:
         """Acquire all; see `Lock._hold` for the arguments, and for what happens when it is interrupted.
 
         Raises LeaseLost if one is lost while this waits for the others.
@@ -288,7 +289,7 @@ class _MultiLock:
                     one.ensure()
             note_held(caller, held)
             lease = kind(map(LeaseHandle, held))
-            return lease if block is None else self._blocks.enter(caller, lease, block)
+            return lease if enter is None else enter(lease)
 
         try:
             return await acquire_all(runtime, acquisitions, deadline(since, self.wait), hand_out)
@@ -311,7 +312,14 @@ class MultiLock(_MultiLock, BlockExit):
 
     def __enter__(self) -> MultiLease:
         refuse_in_loop("use AsyncMultiLock")
-        return run(self._hold(BLOCKING, threading.current_thread(), MultiLease, block=frame_of_block()))
+        return run(
+            self._hold(
+                BLOCKING,
+                threading.current_thread(),
+                MultiLease,
+                enter=self._blocks.entering(threading.current_thread()),
+            )
+        )
 
 
 class AsyncMultiLock(_MultiLock, AsyncBlockExit):
@@ -322,4 +330,6 @@ class AsyncMultiLock(_MultiLock, AsyncBlockExit):
         return await self._hold(ASYNCIO, current_task(), AsyncMultiLease)
 
     async def __aenter__(self) -> AsyncMultiLease:
-        return await self._hold(ASYNCIO, current_task(), AsyncMultiLease, block=frame_of_block())
+        return await self._hold(
+            ASYNCIO, current_task(), AsyncMultiLease, enter=self._blocks.entering(asyncio.current_task())
+        )

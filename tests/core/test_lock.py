@@ -293,6 +293,23 @@ class Half:
         self._stack.close()
 
 
+@pytest.mark.parametrize("begin", [lambda lock: lock.__enter__(), lambda lock: Half(lock).begin()])
+def test_block_that_is_forgotten_is_not_renewed(store: MemoryBackend, begin: Any) -> None:
+    """Nothing that the block keeps leads back to its lock, not even before the garbage is collected."""
+
+    def forget() -> str:
+        lock = Lock(store, "a")
+        return str(begin(lock).name)
+
+    gc.disable()
+    try:
+        with pytest.warns(ResourceWarning, match="never released"):
+            assert forget() == "a"
+        assert held_names() == set()
+    finally:
+        gc.enable()
+
+
 class Stay:
     """A thread that stays alive and runs the steps that it is given."""
 

@@ -4,6 +4,7 @@ import contextlib
 
 import pytest
 from django.db import DatabaseError, connections
+from django.db.migrations.state import ModelState, ProjectState
 from django.db.transaction import TransactionManagementError, atomic
 from django.test import override_settings
 from django.test.utils import CaptureQueriesContext
@@ -336,6 +337,24 @@ def test_table_is_asked_only_until_the_row_has_its_first_token(alias, store, par
     assert not [query for query in sent.captured_queries if "dlock_fence" in query["sql"]]
     assert Fence.objects.using(alias).get().token == first.token
     assert fence_of(alias) == (lease.token, lease.holder)
+
+
+@levels([PG, MARIADB, SQLITE])
+def test_model_inside_a_migration_has_the_fence_of_its_row(alias, store, parcel):
+    state = ProjectState()
+    state.add_model(ModelState.from_model(Parcel))
+    with lock(state.apps.get_model("testapp", "Parcel"), parcel.pk, using=alias) as lease, atomic(alias):
+        Parcel.objects.using(alias).update(value=1)
+    assert fence_of(alias) == (lease.token, lease.holder)
+
+
+@levels(EVERY)
+@pytest.mark.parametrize("form", FORMS)
+def test_lease_that_deletes_its_own_row_is_told_how_to_do_it(alias, store, parcel, form):
+    refused = pytest.raises(StaleToken, match="is gone with a row") if form == "lease" else contextlib.nullcontext()
+    with refused, lock(Parcel, parcel.pk, using=alias, fence=form), atomic(alias):
+        parcel.delete()
+    assert Parcel.objects.using(alias).exists() == (form == "lease")
 
 
 @levels(EVERY)

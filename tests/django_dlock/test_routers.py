@@ -3,7 +3,7 @@
 from typing import Any
 
 import pytest
-from django.db import connections, router
+from django.db import connections
 from django.db.transaction import atomic
 from django.test import override_settings
 
@@ -78,9 +78,11 @@ def test_any_other_name_is_for_the_default_database(parts):
     assert lock(*parts).using == "default"
 
 
-def test_instance_is_locked_where_its_save_writes():
+def test_instance_that_its_save_writes_elsewhere_than_its_manager_needs_to_be_told_which_one_is_protected():
     read_there = Crate.from_db("other", ["id"], [1])
-    assert lock(Crate, read_there).using == router.db_for_write(Crate, instance=read_there) == "other"
+    with pytest.raises(ValueError, match="'default' and 'other': pass using="):
+        lock(Crate, read_there)
+    assert lock(Crate, read_there, using="other").using == "other"
     assert lock(Crate, Crate(pk=1)).using == "default"
 
 

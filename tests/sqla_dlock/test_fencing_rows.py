@@ -187,13 +187,16 @@ def upsert(session, set_):
         session.execute(given.on_conflict_do_update(index_elements=["id"], set_=set_(given.excluded)))
 
 
+RESET = update(Stamp).values(dlock_token=0).returning(Stamp)
 WRITES = {
     "upsert_all": lambda session: upsert(session, lambda given: given),
     "upsert_each": lambda session: upsert(session, lambda given: {column.name: column for column in given}),
     "update": lambda session: session.execute(update(Stamp).values(value=5, dlock_token=0)),
     "update_ordered": lambda session: session.execute(update(Stamp).ordered_values((Stamp.dlock_token, 0))),
     "update_table": lambda session: session.execute(update(Stamp.__table__).values(dlock_holder="")),
+    "update_alias": lambda session: session.execute(update(Stamp.__table__.alias("old")).values(dlock_token=0)),
     "update_by_key": lambda session: session.execute(update(Stamp), [{"id": 7, "dlock_token": 0}]),
+    "from_statement": lambda session: session.scalars(select(Stamp).from_statement(RESET)),
     "bulk_update_mappings": lambda session: session.bulk_update_mappings(Stamp, [{"id": 7, "dlock_token": 0}]),
     "bulk_save_objects": lambda session: session.bulk_save_objects([detached_stamp()], update_changed_only=False),
 }
@@ -215,6 +218,18 @@ def test_statement_that_would_set_the_fence_back_is_refused_before_it_is_sent(en
         session.commit()
         with pytest.raises(NotSupported, match=r"only the fence of a lock writes dlock_\w+.* of stamp.*leave"):
             write(session)
+        session.rollback()
+    assert read(engine, Stamp) == (1, *fence_of(lease))
+
+
+@levels([("postgresql", "read committed")])
+def test_statement_in_a_cte_that_would_set_the_fence_back_is_refused_too(engine, store):
+    key = make(engine, Stamp(id=7))
+    with Session(engine) as session, lock(session, Stamp, key) as lease:
+        set_to(session, 1, Stamp)
+        session.commit()
+        with pytest.raises(NotSupported, match="only the fence of a lock writes dlock_token of stamp"):
+            session.execute(select(RESET.cte()))
         session.rollback()
     assert read(engine, Stamp) == (1, *fence_of(lease))
 

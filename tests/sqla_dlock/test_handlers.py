@@ -39,7 +39,7 @@ from sqla_dlock.handlers import _in_threads, locked
 from sqla_dlock.locks import lock
 from sqla_dlock.middleware import LockMiddleware, WSGILockMiddleware, answer_flask
 from sqla_dlock.retry import retry_on_conflict
-from sqla_dlock.tie import current
+from sqla_dlock.tie import SessionAcquire, current
 from tests import leases
 from tests.processes import worker
 from tests.sqla_dlock.engines import new_async_engine, new_engine
@@ -333,7 +333,7 @@ async def test_waiting_requests_do_not_take_the_threads_that_the_holder_needs(ma
 async def test_blocking_dependency_may_be_set_up_and_torn_down_in_different_threads(make_engine, monkeypatch, is_held):
     maker, threads = sessionmaker(make_engine("postgresql")), []
     kind = type(lock(Session(), "order"))
-    enter, leave = kind._acquire, kind.__exit__
+    enter, leave = SessionAcquire.hold_in_thread, kind.__exit__
 
     def noting(step):
         def noted(self, *args):
@@ -342,7 +342,7 @@ async def test_blocking_dependency_may_be_set_up_and_torn_down_in_different_thre
 
         return noted
 
-    monkeypatch.setattr(kind, "_acquire", noting(enter))
+    monkeypatch.setattr(SessionAcquire, "hold_in_thread", noting(enter))
     monkeypatch.setattr(kind, "__exit__", noting(leave))
     occupied, go_on = asyncio.Event(), threading.Event()
     loop = asyncio.get_running_loop()
