@@ -215,6 +215,7 @@ async def _in_threads(block: Lock) -> AsyncIterator[Lease]:
 
     def enter() -> Any:
         try:
+            turn.begin()
             return acquire.hold_in_thread(begin)
         finally:
             has_ended.set()
@@ -244,13 +245,17 @@ class _Turn:
     """Decides between a request that is cancelled and its thread, so that only one of them uses the session."""
 
     def __init__(self) -> None:
-        self._mutex, self._waits, self._is_over = threading.Lock(), False, False
+        self._mutex, self._waits, self._is_over = threading.Lock(), True, False
 
     def end(self) -> bool:
-        """End the request; return whether the thread waits for the lock, and so will not use the session any more."""
+        """End the request; return whether the thread has not begun or waits: it will not use the session any more."""
         with self._mutex:
             self._is_over = True
             return self._waits
+
+    def begin(self) -> None:
+        """Begin to use the session; raises CancelledError if the request has ended."""
+        self._now(waits=False)
 
     def waiting(self, acquire: Callable[[], Coroutine[Any, Any, T]]) -> Callable[[], Coroutine[Any, Any, T]]:
         """Return the function that acquires a lease from the store, and fails at its end if the request is over."""

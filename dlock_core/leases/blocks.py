@@ -26,7 +26,10 @@ logger = logging.getLogger("dlock")
 
 T = TypeVar("T")
 
-_PASS_ON: Final = {"__enter__", "__exit__", "__aenter__", "__aexit__", "enter_context", "enter_async_context"}
+_PASS_ON: Final = {
+    "__enter__", "__exit__", "__aenter__", "__aexit__", "enter_context", "enter_async_context",
+    "<genexpr>", "<listcomp>", "<setcomp>", "<dictcomp>",
+}  # fmt: skip
 """Functions between a `with` statement and the lock: of a subclass, of another context manager, of an ExitStack."""
 _CAN_MOVE: Final = inspect.CO_GENERATOR | inspect.CO_ASYNC_GENERATOR
 """Only a generator can begin a block in one thread or task and end it in another."""
@@ -93,7 +96,8 @@ class Blocks:
 
     def _of_another_caller(self) -> Any:
         blocks = self._entries()
-        ended = [block for block in blocks if _has_ended(block.caller)]
+        # A generator may go on in another thread than the one that has ended.
+        ended = [block for block in blocks if block.frame is None and _has_ended(block.caller)]
         if len(blocks) == self._unmatched + 1:  # As many blocks have ended as have begun.
             return blocks[-1].lease
         if len(ended) == 1:

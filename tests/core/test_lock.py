@@ -310,6 +310,20 @@ def test_block_that_is_forgotten_is_not_renewed(store: MemoryBackend, begin: Any
         gc.enable()
 
 
+def test_block_that_was_begun_by_a_generator_expression_ends_with_its_own_lease(store: MemoryBackend) -> None:
+    """The other block is in a generator, which may go on although the thread that began it has ended."""
+    lock = Lock(store, "a", shared=True)
+    reading = generator(lock)
+    with ThreadPoolExecutor(1) as other:
+        live = other.submit(next, reading).result(30)
+    with contextlib.ExitStack() as stack:
+        (lease,) = tuple(stack.enter_context(each) for each in [lock])
+    live.ensure_held()
+    assert lease.remaining() == 0.0
+    reading.close()
+    assert held_names() == set()
+
+
 class Stay:
     """A thread that stays alive and runs the steps that it is given."""
 

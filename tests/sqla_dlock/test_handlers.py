@@ -673,6 +673,20 @@ async def test_request_cancelled_at_the_moment_of_the_grant_leaves_no_lease(make
         await auntil(lambda: not is_held())
 
 
+async def test_request_cancelled_before_its_thread_begins_ends_at_once(make_engine, is_held):
+    """anyio delivers a cancellation that came earlier just before the thread would begin."""
+
+    async def hold():
+        with anyio.move_on_after(0) as scope:
+            async with _in_threads(lock(session, "order", 42)):
+                pass
+        return scope.cancelled_caught
+
+    with Session(make_engine("sqlite")) as session:
+        assert await asyncio.wait_for(hold(), 20)
+    assert not is_held()
+
+
 async def test_request_cancelled_while_its_thread_uses_the_session_ends_after_that(make_engine, is_held):
     engine = make_engine("sqlite")
     sent, go_on = threading.Event(), threading.Event()
