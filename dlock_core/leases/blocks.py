@@ -74,6 +74,8 @@ class Blocks:
         for block in reversed((own or ()) if frame is None else self._entries()):
             if block.frame is frame:
                 return block.lease
+        if own and len(self._leases) == 1:  # No other thread or task is in a block.
+            return own[-1].lease
         return self._of_another_caller()
 
     def forget(self, caller: Hashable, lease: object) -> None:

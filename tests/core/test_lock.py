@@ -324,6 +324,21 @@ def test_block_that_was_begun_by_a_generator_expression_ends_with_its_own_lease(
     assert held_names() == set()
 
 
+def test_blocks_of_one_thread_that_end_outside_their_generators_release_the_lock(store: MemoryBackend) -> None:
+    lock, stacks = Lock(store, "a", reentrant=True), list[contextlib.ExitStack]()
+
+    def fixture() -> Generator[None, None, None]:
+        stacks.append(contextlib.ExitStack())
+        stacks[-1].enter_context(lock)
+        yield
+
+    for each in [fixture(), fixture()]:
+        next(each)
+    while stacks:
+        stacks.pop().close()
+    assert held_names() == set()
+
+
 class Stay:
     """A thread that stays alive and runs the steps that it is given."""
 
