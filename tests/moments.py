@@ -10,6 +10,8 @@ import sys
 from types import FrameType, TracebackType
 from typing import Final, Self
 
+from _pytest import unraisableexception
+
 UNGUARDED: Final = frozenset({"__exit__", "__aexit__", "release"})
 """Functions whose first bytecode nothing guards: no code of ours runs before it."""
 FOR_EVER: Final = 2000
@@ -18,6 +20,9 @@ RESUME_AFTER_YIELD: Final = 1
 """The least argument of a RESUME that continues inside a function; after an `await` it checks for no signals."""
 RESUME_LOCATION: Final = 3
 """The bits of the argument that say this."""
+
+BREAKABLE: Final = frozenset({logging.__file__, unraisableexception.__file__})
+"""`logging`, which an exception leaves locked, and pytest's report of an exception in a finalizer, which would fail."""
 
 
 class Interrupted(BaseException):
@@ -55,9 +60,9 @@ def goes_on(frame: FrameType) -> bool:
 
 
 def is_ours(frame: FrameType | None) -> bool:
-    """Return whether our code is running, directly or through others; not in `logging`, which an exception leaves locked for ever."""
+    """Return whether our code is running, directly or through others; not in what an exception would break for ever."""
     while frame is not None:
-        if frame.f_code.co_filename == logging.__file__:
+        if frame.f_code.co_filename in BREAKABLE:
             return False
         if "dlock_core" in frame.f_code.co_filename:
             return True

@@ -9,7 +9,7 @@ import logging
 import sys
 import threading
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from dlock_core.errors import DLockError
 from dlock_core.runtime import ASYNCIO, BLOCKING, run
@@ -31,16 +31,19 @@ _PASS_ON: Final = {
     "<genexpr>", "<listcomp>", "<setcomp>", "<dictcomp>",
 }  # fmt: skip
 """Functions between a `with` statement and the lock: of a subclass, of another context manager, of an ExitStack."""
+_CONTEXTLIB: Final = vars(contextlib)
+_HERE: Final = globals()
 _CAN_MOVE: Final = inspect.CO_GENERATOR | inspect.CO_ASYNC_GENERATOR
 """Only a generator can begin a block in one thread or task and end it in another."""
 
 
-class _Block(NamedTuple):
+class _Block:
     """A `with` block that has begun: the caller, the frame of the generator that it is in, if any, and its lease."""
 
-    caller: Hashable
-    frame: FrameType | None
-    lease: Any
+    __slots__ = ("caller", "frame", "lease")
+
+    def __init__(self, caller: Hashable, frame: FrameType | None, lease: Any) -> None:
+        self.caller, self.frame, self.lease = caller, frame, lease
 
 
 class Blocks:
@@ -88,11 +91,14 @@ class Blocks:
 
     def _remove(self, caller: Hashable, lease: object) -> bool:
         """Remove the lease if this caller's block has it, and return whether it has; may be repeated."""
-        blocks = self._leases.get(caller, [])
+        blocks = self._leases.get(caller)
+        if blocks is None:
+            return False
         others = [block for block in blocks if block.lease is not lease]
         is_here = len(others) < len(blocks)
-        blocks[:] = others
-        if not others:
+        if others:
+            blocks[:] = others
+        else:
             self._leases.pop(caller, None)
         return is_here
 
@@ -120,11 +126,12 @@ class Blocks:
 def _generator_of_block() -> FrameType | None:
     """Return the frame of the generator whose `with` statement has called `__enter__` or `__exit__`, or None."""
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and (
-        frame.f_code.co_name in _PASS_ON or frame.f_globals is vars(contextlib) or frame.f_globals is globals()
-    ):
+    while frame is not None:
+        code, module = frame.f_code, frame.f_globals
+        if code.co_name not in _PASS_ON and module is not _CONTEXTLIB and module is not _HERE:
+            return frame if code.co_flags & _CAN_MOVE else None
         frame = frame.f_back
-    return frame if frame is not None and frame.f_code.co_flags & _CAN_MOVE else None
+    return None
 
 
 def _has_ended(caller: object) -> bool:

@@ -176,11 +176,8 @@ class Lock(_Lock, BlockExit):
 
     def __enter__(self) -> Lease:
         refuse_in_loop("use AsyncLock")
-        return run(
-            self._hold(
-                BLOCKING, threading.current_thread(), Lease, enter=self._blocks.entering(threading.current_thread())
-            )
-        )  # type: ignore[return-value]
+        caller = threading.current_thread()
+        return run(self._hold(BLOCKING, caller, Lease, enter=self._blocks.entering(caller)))  # type: ignore[return-value]
 
 
 def current_task() -> asyncio.Task[Any]:
