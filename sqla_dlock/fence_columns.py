@@ -12,7 +12,7 @@ from sqlalchemy import Insert, Update
 from sqlalchemy.orm import FromStatement
 
 from dlock_core.errors import NotSupported
-from sqla_dlock.upserts import upserted_keys
+from sqla_dlock.statements import upserted_keys, writes_in_ctes
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -30,10 +30,9 @@ def refuse_fence_columns(_connection: Any, statement: Any, many: Any, params: An
 
 
 def refuse_fence_columns_in_ctes(*execution: Any) -> None:
-    """Do the same for the CTEs of a statement, which it has at hand when compiled; for "before_cursor_execute"."""
-    for cte in getattr(getattr(execution[4], "compiled", None), "ctes", None) or ():
-        if isinstance(cte.element, Update | Insert):
-            _refuse(cte.element, None, None)
+    """Do the same for the CTEs of a statement; a listener to "before_cursor_execute"."""
+    for statement in writes_in_ctes(execution[4]):
+        _refuse(statement, None, None)
 
 
 def _refuse(statement: Any, many: Any, params: Any) -> None:

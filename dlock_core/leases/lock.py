@@ -203,6 +203,5 @@ class AsyncLock(_Lock, AsyncBlockExit):
         return await self._hold(ASYNCIO, current_task(), AsyncLease, once=True)
 
     async def __aenter__(self) -> AsyncLease:
-        return await self._hold(
-            ASYNCIO, current_task(), AsyncLease, enter=self._blocks.entering(asyncio.current_task())
-        )  # type: ignore[return-value]
+        caller = current_task()
+        return await self._hold(ASYNCIO, caller, AsyncLease, enter=self._blocks.entering(caller))  # type: ignore[return-value]

@@ -312,14 +312,8 @@ class MultiLock(_MultiLock, BlockExit):
 
     def __enter__(self) -> MultiLease:
         refuse_in_loop("use AsyncMultiLock")
-        return run(
-            self._hold(
-                BLOCKING,
-                threading.current_thread(),
-                MultiLease,
-                enter=self._blocks.entering(threading.current_thread()),
-            )
-        )
+        caller = threading.current_thread()
+        return run(self._hold(BLOCKING, caller, MultiLease, enter=self._blocks.entering(caller)))
 
 
 class AsyncMultiLock(_MultiLock, AsyncBlockExit):
@@ -330,6 +324,5 @@ class AsyncMultiLock(_MultiLock, AsyncBlockExit):
         return await self._hold(ASYNCIO, current_task(), AsyncMultiLease)
 
     async def __aenter__(self) -> AsyncMultiLease:
-        return await self._hold(
-            ASYNCIO, current_task(), AsyncMultiLease, enter=self._blocks.entering(asyncio.current_task())
-        )
+        caller = current_task()
+        return await self._hold(ASYNCIO, caller, AsyncMultiLease, enter=self._blocks.entering(caller))

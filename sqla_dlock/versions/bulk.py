@@ -7,15 +7,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
-from sqlalchemy import ColumnClause, Engine, Insert, Update, event, false, inspect, null, type_coerce
+from sqlalchemy import ColumnClause, Engine, Update, event, false, inspect, null, type_coerce
 from sqlalchemy.exc import InvalidRequestError
 from sqlalchemy.orm import FromStatement, Session
 from sqlalchemy.sql import visitors
 
 from dlock_core.errors import NotSupported
 from sqla_dlock.connections import is_autocommit
+from sqla_dlock.statements import upserted_keys, writes_in_ctes
 from sqla_dlock.stores import connection_for_writing
-from sqla_dlock.upserts import upserted_keys
 from sqla_dlock.versions.conflicts import require_versions
 from sqla_dlock.versions.mapping import VersionedMixin, version_column, version_key
 from sqla_dlock.versions.writes import note_overtaken
@@ -59,22 +59,16 @@ def _count_or_refuse(execution: ORMExecuteState) -> None:
 
 @event.listens_for(Engine, "before_cursor_execute")
 def _refuse_uncounted_ctes(*execution: Any) -> None:
-    """Refuse a statement with an UPDATE or upsert in a CTE, which may be anywhere in it, that counts no version.
-
-    The compiled statement has its CTEs at hand, so that a statement without any costs nothing.
-    """
-    context = execution[4]
-    for cte in getattr(getattr(context, "compiled", None), "ctes", None) or ():
-        statement = cte.element
-        if isinstance(statement, Update | Insert):
-            mapper = inspect(statement.entity_description.get("type"), raiseerr=False)
-            if mapper is not None and issubclass(mapper.class_, VersionedMixin):
-                _refuse_upsert(statement, mapper)
-                if isinstance(statement, Update) and not _sets(_values(statement), version_column(mapper)):
-                    raise NotSupported(
-                        f"update({mapper.class_.__name__}) in a CTE has to count its version up itself, by "
-                        f"values(..., {version_key(mapper)}={mapper.class_.__name__}.{version_key(mapper)} + 1)"
-                    )
+    """Refuse a statement with an UPDATE or upsert in a CTE, which may be anywhere in it, that counts no version."""
+    for statement in writes_in_ctes(execution[4]):
+        mapper = inspect(statement.entity_description.get("type"), raiseerr=False)
+        if mapper is not None and issubclass(mapper.class_, VersionedMixin):
+            _refuse_upsert(statement, mapper)
+            if isinstance(statement, Update) and not _sets(_values(statement), version_column(mapper)):
+                raise NotSupported(
+                    f"update({mapper.class_.__name__}) in a CTE has to count its version up itself, by "
+                    f"values(..., {version_key(mapper)}={mapper.class_.__name__}.{version_key(mapper)} + 1)"
+                )
 
 
 def _synchronize(execution: ORMExecuteState, mapper: Mapper[Any]) -> None:
