@@ -16,12 +16,13 @@ from asgiref.sync import sync_to_async
 from django.core.exceptions import SynchronousOnlyOperation
 from django.db import DEFAULT_DB_ALIAS
 
+from django_dlock.acquire import DatabaseAcquire
 from django_dlock.conf import stores
 from django_dlock.connections import listen_to_all
 from django_dlock.errors import NotSupported, as_database_error
 from django_dlock.fencing import TABLE_FENCE, TableFence
 from django_dlock.names import identify
-from django_dlock.tie import DatabaseAcquire, current
+from django_dlock.tie import current
 from dlock_core import names
 from dlock_core.errors import BackendUnavailable, DLockError, NotHeld
 from dlock_core.leases import engine
@@ -30,8 +31,9 @@ from dlock_core.leases.handles import let_expire
 from dlock_core.owner import in_task
 from dlock_core.runtime import ASYNCIO, BLOCKING, Asyncio, run
 from dlock_core.transactions.fence_sql import not_shared
-from dlock_core.transactions.tie import Tie, TiedLease, TiedLeases, reraise
-from dlock_core.transactions.transaction_lock import Options, TiedLock, TiedLocks
+from dlock_core.transactions.multilock import TiedLocks
+from dlock_core.transactions.tied_lease import TiedLease, TiedLeases, reraise
+from dlock_core.transactions.transaction_lock import Options, TiedLock
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
@@ -41,6 +43,7 @@ if TYPE_CHECKING:
     from dlock_core.backend import Released
     from dlock_core.options import Seconds
     from dlock_core.runtime import DatabaseRuntime
+    from dlock_core.transactions.tie import Tie
 
 __all__ = ["Leases", "Lock", "LockOptions", "Locks", "lock"]
 

@@ -25,7 +25,7 @@ from django_dlock.locks import Lock, refuse_in_loop
 from django_dlock.names import kind_of
 from dlock_core.errors import DLockError
 from dlock_core.runtime import BLOCKING
-from dlock_core.transactions.tie import reraise
+from dlock_core.transactions.tied_lease import reraise
 from dlock_core.web.decorators import (
     LATE_WORK,
     Argument,

@@ -20,8 +20,9 @@ from dlock_core.leases import engine
 from dlock_core.leases.blocks import AsyncBlockExit, BlockExit
 from dlock_core.runtime import ASYNCIO, BLOCKING, refuse_in_loop, run
 from dlock_core.transactions.fence_sql import not_shared
-from dlock_core.transactions.tie import TiedLease, TiedLeases
-from dlock_core.transactions.transaction_lock import Options, TiedLock, TiedLocks
+from dlock_core.transactions.multilock import TiedLocks
+from dlock_core.transactions.tied_lease import TiedLease, TiedLeases
+from dlock_core.transactions.transaction_lock import Options, TiedLock
 from sqla_dlock.fencing import TABLE_FENCE, fence_for
 from sqla_dlock.greenlets import GreenletAsyncio, await_, in_greenlet
 from sqla_dlock.names import is_mapped, plain, with_class

@@ -43,7 +43,8 @@ if TYPE_CHECKING:
     from dlock_core.leases.lease import LeaseRecord
     from dlock_core.runtime import Runtime
     from dlock_core.transactions.fencing import FenceForm, FenceGate
-    from dlock_core.transactions.tie import Tie, TiedLease
+    from dlock_core.transactions.tie import Tie
+    from dlock_core.transactions.tied_lease import TiedLease
 
 __all__ = ["InsideAcquire", "SessionAcquire", "TiedSession", "current"]
 

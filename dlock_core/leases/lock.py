@@ -7,9 +7,9 @@ import threading
 from typing import TYPE_CHECKING, Any, Never, TypeVar
 
 from dlock_core.errors import AlreadyHeld, NotSupported
+from dlock_core.leases.acquisition import Acquisition, new_request
 from dlock_core.leases.blocks import AsyncBlockExit, BlockExit, Blocks
 from dlock_core.leases.callers import find_held, forget_held, note_held
-from dlock_core.leases.engine import Acquisition, new_request
 from dlock_core.leases.handles import AsyncLease, Lease
 from dlock_core.leases.lease import Membership
 from dlock_core.names import canonical

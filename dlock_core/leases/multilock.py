@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING, Never, Protocol, TypeVar
 
 from dlock_core.backend import Released, supports_many
 from dlock_core.errors import AlreadyHeld, BackendUnavailable, NotHeld
+from dlock_core.leases.acquisition import MAX_OVERTIME_S, Acquisition, clean_up, new_requests
 from dlock_core.leases.blocks import AsyncBlockExit, BlockExit, Blocks
 from dlock_core.leases.callers import find_held, forget_held, note_held
-from dlock_core.leases.engine import MAX_OVERTIME_S, Acquisition, clean_up, new_requests, release, release_later
+from dlock_core.leases.engine import release, release_later
 from dlock_core.leases.handles import AsyncReleasing, LeaseHandle, LeaseView, Releasing, let_expire, no_copies
 from dlock_core.leases.lock import capabilities_of, current_task
 from dlock_core.leases.watchdog import renew_in_background

@@ -1,4 +1,4 @@
-"""A lease that is tied to transactions: its handles, its transactions, and how it ends, by a release or an expiry.
+"""A lease that is tied to transactions: what needs it, and how it ends, by a release or an expiry.
 
 Django and SQLAlchemy each *have* a `Tie` for every lease: they report their transactions to it, and it decides, so that
 the promise "released only after COMMIT or ROLLBACK is known" has one copy.
@@ -9,28 +9,22 @@ from __future__ import annotations
 import enum
 import logging
 from collections import deque
-from contextlib import AsyncExitStack
-from functools import partial
-from os import getpid
-from typing import TYPE_CHECKING, Any, Never, Protocol, TypeVar
+from typing import TYPE_CHECKING
 from weakref import ref
 
 from dlock_core.backend import Released
-from dlock_core.errors import BackendUnavailable, DLockError, LeaseLost, NotHeld
+from dlock_core.errors import BackendUnavailable, LeaseLost, NotHeld
 from dlock_core.leases import engine
-from dlock_core.leases.handles import LeaseView, let_expire
-from dlock_core.leases.multilock import Leases
-from dlock_core.runtime import BLOCKING
+from dlock_core.leases.handles import let_expire
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
+    from dlock_core.leases.handles import LeaseView
     from dlock_core.leases.lease import LeaseRecord
-    from dlock_core.options import Seconds
-    from dlock_core.runtime import DatabaseRuntime, Runtime
-    from dlock_core.transactions.fencing import FenceForm
+    from dlock_core.runtime import DatabaseRuntime
 
-__all__ = ["Outcome", "Tie", "TieState", "Tied", "TiedLease", "TiedLeases", "call_all", "reraise"]
+__all__ = ["Outcome", "Tie", "TieState", "call_all"]
 
 logger = logging.getLogger("dlock")
 
@@ -85,7 +79,7 @@ class Tie:
     def __init__(self, held: LeaseRecord, runtime: DatabaseRuntime) -> None:
         self.held, self.runtime = held, runtime
         self.state = TieState.HELD
-        self.handles: set[ref[TiedLease]] = set()
+        self.handles: set[ref[LeaseView]] = set()
         """The callers' handles; a handle may join when the earlier ones were left to a transaction.
 
         A handle that is garbage-collected leaves by itself: `set.discard` is not Python code, so no interrupt can stop
@@ -95,15 +89,15 @@ class Tie:
         """The transactions that work under the lease and have not ended."""
         self.transactions = 0
         """How many transactions have ever worked under the lease."""
-        self._bound: dict[object, dict[ref[TiedLease], TiedLease]] = {}
+        self._bound: dict[object, dict[ref[LeaseView], LeaseView]] = {}
         """The handles that are detached when a transaction ends, by that transaction."""
 
-    def attach(self, handle: TiedLease) -> None:
+    def attach(self, handle: LeaseView) -> None:
         """Record that a handle needs the lease, until it is detached or garbage-collected."""
         self.handles.add(ref(handle, self.handles.discard))
         self.held.needed_by = (self.handles, self.open)
 
-    def bind_to(self, transaction: object, handle: TiedLease) -> None:
+    def bind_to(self, transaction: object, handle: LeaseView) -> None:
         """Detach a handle when a transaction ends, unless it was detached before."""
         self._bound.setdefault(transaction, {})[ref(handle)] = handle
 
@@ -127,7 +121,7 @@ class Tie:
         """Whether only transactions that are still open need the lease: it ends with them."""
         return self.are_bound(self.handles.copy())
 
-    def are_bound(self, handles: set[ref[TiedLease]]) -> bool:
+    def are_bound(self, handles: set[ref[LeaseView]]) -> bool:
         """Return whether each of these handles is detached when a transaction that is still open ends."""
         return handles <= set().union(*list(self._bound.values()))
 
@@ -177,7 +171,7 @@ class Tie:
         except (BackendUnavailable, NotHeld) as error:
             let_expire(error)
 
-    def detach(self, handle: TiedLease) -> bool:
+    def detach(self, handle: LeaseView) -> bool:
         """Record that a handle no longer needs the lease; return True if the caller has to release the lease now."""
         known = ref(handle)
         for bound in list(self._bound.values()):
@@ -215,7 +209,7 @@ class Tie:
             )
         return False
 
-    def note_collected(self, handle: TiedLease) -> None:
+    def note_collected(self, handle: LeaseView) -> None:
         """Record, perhaps in the garbage collector, that a handle was collected before it was released.
 
         This does no I/O: a release inside the garbage collector could deadlock on any mutex of the interrupted code.
@@ -259,128 +253,6 @@ class Tie:
         if self.transactions == 0 and held.ended in (Released.EXPIRED, Released.STOLEN):
             return LeaseLost(held.name, token=held.token, reason=held.loss_reason or "it had ended before its release")
         return None
-
-
-class Tied(Protocol):
-    """What an integration keeps for one lease: its tie, and the connections or the session that it is tied to."""
-
-    tie: Tie
-
-    @property
-    def settle_ended(self) -> Callable[[], None] | None:
-        """Settles transactions whose end the integration has missed because of an interrupt; None if there are none."""
-
-    def bind(self, database: Any, form: FenceForm, handle: TiedLease) -> None:
-        """Tie the caller's open transactions to a new lease, and protect a database from now on."""
-
-    def join(self, database: Any, form: FenceForm, handle: TiedLease) -> None:
-        """Attach a handle that joins the lease, and protect a database that was not protected so far."""
-
-    def keep(self, handle: TiedLease) -> None:
-        """Keep a handle without a block alive for as long as the integration promises."""
-
-    def begin_failed_exit(self, runtime: Runtime, handle: TiedLease) -> None:
-        """Record that the block of a handle is about to be left with an error."""
-
-    def note_detached(self, runtime: Runtime) -> None:
-        """Record that a handle was detached, and forget the lease if nothing needs it."""
-
-    def forget(self) -> None:
-        """Remove the lease from the integration's registry of leases."""
-
-
-class TiedLease(LeaseView):
-    """A handle of a tied lease, for sync and async code, Django and SQLAlchemy."""
-
-    __slots__ = ("__weakref__", "_tied")
-
-    def __init__(self, tied: Tied) -> None:
-        self._held = tied.tie.held
-        self._tied = tied
-
-    def __del__(self) -> None:
-        tied: Tied | None = getattr(self, "_tied", None)  # None if an interrupt stopped the constructor
-        if tied is not None and self._held.ended is None:
-            tied.tie.note_collected(self)
-
-    @staticmethod
-    def _own_error(error: DLockError) -> DLockError:
-        """Return the integration's own error for one of the core."""
-        return error
-
-    async def _renew(self, runtime: Runtime, ttl: Seconds | None) -> None:
-        try:
-            await engine.renew(runtime, self._held, ttl)
-        except DLockError as error:
-            reraise(error, self._own_error)
-
-    async def _end(self, runtime: Runtime) -> Released | None:
-        """Detach the handle, and release the lease if nothing else needs it; return None if something does."""
-        tied, tie, held = self._tied, self._tied.tie, self._held
-        if held.pid != getpid():
-            held.ensure_own_process()
-        try:
-            if tie.open and tied.settle_ended is not None:
-                tied.settle_ended()
-            if tie.detach(self) and held.ended is None:
-                if runtime is BLOCKING and tie.runtime is not BLOCKING:
-                    tie.runtime.finish(engine.release, held)
-                else:
-                    await engine.release(runtime, held)
-        finally:
-            tied.note_detached(runtime)
-        return held.ended
-
-    async def _release(self, runtime: Runtime) -> Released | None:
-        """End it, and repeat what an interrupt has cut short: no other code would come back to finish it."""
-        try:
-            return await self._end(runtime)
-        except DLockError as error:
-            reraise(error, self._own_error)
-        except BaseException:
-            await self._end(runtime)
-            raise
-
-    async def _leave_block(self, runtime: Runtime, error: BaseException | None) -> None:
-        """End the `with` block; raises LeaseLost if its body ended without an error but only looked protected."""
-        if error is not None:
-            self._tied.begin_failed_exit(runtime, self)
-        try:
-            await self._end(runtime)
-        except (BackendUnavailable, NotHeld) as failure:
-            let_expire(failure)
-        except DLockError as failure:
-            reraise(failure, self._own_error)
-        if error is None and self._held.ended is not Released.RELEASED and (lost := self._tied.tie.loss_of_block()):
-            raise self._own_error(lost)
-
-
-MemberLease = TypeVar("MemberLease", bound=TiedLease)
-
-
-class TiedLeases(Leases[MemberLease]):
-    """Leases that are held together, in the order in which their locks were named."""
-
-    __slots__ = ()
-
-    async def _leave_block(self, runtime: Runtime, error: BaseException | None) -> None:
-        """End the `with` block of each, last in, first out, even if one of them raises."""
-        stack = AsyncExitStack()
-        for lease in self:
-            stack.push_async_exit(partial(_leave_block, lease, runtime))
-        await stack.__aexit__(None if error is None else type(error), error, None)
-
-
-async def _leave_block(lease: Any, runtime: Runtime, kind: object, error: BaseException | None, trace: object) -> None:
-    await lease._leave_block(runtime, error)  # noqa: SLF001 - called by `Blocks`, never by the lease's user
-
-
-def reraise(error: DLockError, own_error: Callable[[DLockError], DLockError]) -> Never:
-    """Raise an error of the core again, as the integration's own error if there is one."""
-    own = own_error(error)
-    if own is error:
-        raise error
-    raise own from error.__cause__
 
 
 def call_all(steps: Iterable[Callable[[], object]]) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from dlock_core.backend import Granted, Released
 from dlock_core.backends.etcd.backend import EtcdBackend
-from dlock_core.leases.engine import new_request
+from dlock_core.leases.acquisition import new_request
 from dlock_core.options import LockOptions
 from dlock_core.runtime import BLOCKING, run
 from dlock_core.testing.contract import *  # noqa: F403

@@ -14,7 +14,7 @@ import pytest
 
 from dlock_core import connect
 from dlock_core.backend import AcquireRequest, Backend, Renewal
-from dlock_core.leases.engine import new_request
+from dlock_core.leases.acquisition import new_request
 from dlock_core.options import LockOptions
 from dlock_core.runtime import BLOCKING, run
 from dlock_core.stores import schemes

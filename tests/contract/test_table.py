@@ -6,7 +6,7 @@ import pytest
 
 from dlock_core.backend import Renewal
 from dlock_core.backends.table.backend import TableBackend
-from dlock_core.leases.engine import new_request
+from dlock_core.leases.acquisition import new_request
 from dlock_core.options import LockOptions
 from dlock_core.runtime import BLOCKING, run
 from dlock_core.testing.contract import *  # noqa: F403

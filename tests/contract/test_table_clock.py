@@ -15,7 +15,7 @@ from dlock_core.backends.table import backend as module
 from dlock_core.backends.table import statements
 from dlock_core.backends.table.backend import MAX_POLL_INTERVAL_S, TableBackend
 from dlock_core.backends.table.statements import KEPT, TEN_YEARS, Dialect
-from dlock_core.leases.engine import new_request
+from dlock_core.leases.acquisition import new_request
 from dlock_core.options import LockOptions
 from dlock_core.runtime import BLOCKING, run
 from tests.sqla_dlock.parties import until_blocked

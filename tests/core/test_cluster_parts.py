@@ -32,7 +32,7 @@ from dlock_core.backends.redis.cluster_routing import (
     slot_of,
 )
 from dlock_core.errors import BackendUnavailable
-from dlock_core.leases.engine import new_request
+from dlock_core.leases.acquisition import new_request
 from dlock_core.options import LockOptions
 from dlock_core.runtime import BLOCKING, run
 from tests import servers

@@ -11,7 +11,7 @@ from dlock_core.backend import AcquireRequest, Busy, Granted, Released, RenewalF
 from dlock_core.backends.memory import MemoryBackend
 from dlock_core.errors import AcquireTimeout, BackendUnavailable, LeaseLost, format_seconds
 from dlock_core.leases import engine
-from dlock_core.leases.engine import Acquisition, new_request
+from dlock_core.leases.acquisition import Acquisition, new_request
 from dlock_core.leases.lease import LeaseRecord
 from dlock_core.observability import hooks
 from dlock_core.options import LockOptions

@@ -19,8 +19,8 @@ import pytest
 from dlock_core import AsyncLock, AsyncMultiLock, Lock, MultiLock
 from dlock_core.backend import Granted, Released
 from dlock_core.errors import BackendUnavailable, LeaseLost
-from dlock_core.leases import engine, late_releases, multilock, watchdog
-from dlock_core.leases.engine import new_request
+from dlock_core.leases import acquisition, engine, late_releases, multilock, watchdog
+from dlock_core.leases.acquisition import Acquisition, new_request
 from dlock_core.leases.lease import LeaseRecord
 from dlock_core.observability import hooks
 from dlock_core.options import LockOptions
@@ -519,7 +519,7 @@ class TestGrantWhoseAnswerWasLost:
                 await silence(runtime)
                 return await super().release(runtime, request, granted)
 
-        monkeypatch.setattr(engine, "MAX_OVERTIME_S", -1.0)  # every answer takes too long
+        monkeypatch.setattr(acquisition, "MAX_OVERTIME_S", -1.0)  # every answer takes too long
         store = Silent()
         with pytest.raises(BackendUnavailable):
             asyncio.run(lock(store, ttl=TTL_S, wait=0).acquire())
@@ -541,7 +541,7 @@ class TestGrantWhoseAnswerWasLost:
         options = LockOptions(TTL_S, 0.0)
         request = new_request("a", options, transaction=object())
         with pytest.raises(BackendUnavailable):
-            run(engine.Acquisition(BLOCKING, backend, request, options).acquire())
+            run(Acquisition(BLOCKING, backend, request, options).acquire())
         assert not is_any_repeated()
 
 

@@ -9,7 +9,7 @@ import pytest
 from dlock_core.backend import Granted, Released
 from dlock_core.errors import LeaseLost, NotHeld
 from dlock_core.leases import lease
-from dlock_core.leases.engine import new_request
+from dlock_core.leases.acquisition import new_request
 from dlock_core.leases.lease import LeaseRecord, LeaseState, valid_until
 from dlock_core.observability import hooks
 from dlock_core.options import LockOptions

@@ -22,7 +22,7 @@ from dlock_core import (
 )
 from dlock_core.backend import Busy
 from dlock_core.backends.memory import MemoryBackend
-from dlock_core.leases.engine import Acquisition, new_request
+from dlock_core.leases.acquisition import Acquisition, new_request
 from dlock_core.leases.lease import LeaseState
 from dlock_core.leases.multilock import acquire_all
 from dlock_core.observability import hooks

@@ -13,7 +13,7 @@ from redis._parsers import _RESP2Parser
 from dlock_core.backends.redis import transport
 from dlock_core.backends.redis.transport import AsyncioTransport
 from dlock_core.backends.redis.waiting import _Waiter
-from dlock_core.leases.engine import new_request
+from dlock_core.leases.acquisition import new_request
 
 
 @pytest.mark.parametrize("command", [("PING",), ("SET", "clé:1", "30000", b"\x00\r\n", "", "0.5")])

@@ -13,7 +13,7 @@ from dlock_core.backend import AcquireRequest, Busy, Granted, Released
 from dlock_core.backends.memory import CLAIM_S, WAITER_TTL_S
 from dlock_core.errors import LeaseLost
 from dlock_core.leases import engine
-from dlock_core.leases.engine import new_request
+from dlock_core.leases.acquisition import new_request
 from dlock_core.leases.lease import LeaseRecord
 from dlock_core.options import LockOptions
 from dlock_core.testing import ManualRuntime, MemoryBackend

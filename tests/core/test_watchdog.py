@@ -18,7 +18,7 @@ from dlock_core.backend import Granted, RenewalFailure, RenewalResult
 from dlock_core.errors import BackendUnavailable
 from dlock_core.leases import lease as records
 from dlock_core.leases import watchdog
-from dlock_core.leases.engine import new_request
+from dlock_core.leases.acquisition import new_request
 from dlock_core.leases.lease import LeaseRecord, _told_in
 from dlock_core.observability import hooks
 from dlock_core.options import LockOptions

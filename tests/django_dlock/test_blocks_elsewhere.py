@@ -13,11 +13,12 @@ from django.db import connections, transaction
 from django.http import StreamingHttpResponse
 
 from django_dlock import lock
+from django_dlock.acquire import DatabaseAcquire
 from django_dlock.errors import LeaseLost
-from django_dlock.tie import DatabaseAcquire, current
+from django_dlock.tie import current
 from dlock_core.backends.memory import MemoryBackend
 from dlock_core.runtime import BLOCKING, run
-from dlock_core.transactions.tie import TiedLease
+from dlock_core.transactions.tied_lease import TiedLease
 from tests.testapp.models import Counter
 
 

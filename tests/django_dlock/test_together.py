@@ -15,7 +15,7 @@ from django_dlock.tie import current
 from dlock_core.backend import Capabilities
 from dlock_core.backends.memory import MemoryBackend
 from dlock_core.errors import BackendUnavailable
-from dlock_core.leases.engine import Acquisition
+from dlock_core.leases.acquisition import Acquisition
 from dlock_core.runtime import BLOCKING, run
 from dlock_core.testing.contract.observed import Observed
 from dlock_core.transactions import transaction_lock

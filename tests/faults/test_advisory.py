@@ -19,7 +19,7 @@ from dlock_core.backend import Released, Renewal, RenewalFailure
 from dlock_core.backends.advisory import session
 from dlock_core.backends.advisory.labels import key_of, word_of
 from dlock_core.errors import BackendUnavailable, LeaseLost
-from dlock_core.leases.engine import new_request
+from dlock_core.leases.acquisition import new_request
 from dlock_core.leases.lock import AsyncLock, Lock
 from dlock_core.options import LockOptions
 from dlock_core.runtime import BLOCKING, Blocking, run

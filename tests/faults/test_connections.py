@@ -14,7 +14,7 @@ from dlock_core import AcquireTimeout, AsyncLock, Lock
 from dlock_core.backend import Busy
 from dlock_core.backends.idle import MAX_IDLE_S
 from dlock_core.backends.redis.backend import RedisBackend
-from dlock_core.leases.engine import new_request
+from dlock_core.leases.acquisition import new_request
 from dlock_core.options import LockOptions
 from dlock_core.runtime import BLOCKING, clock, run
 from dlock_core.testing.contract.observed import WITHIN

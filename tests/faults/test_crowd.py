@@ -18,7 +18,7 @@ from dlock_core.backends.redis import waiting
 from dlock_core.backends.redis.backend import RedisBackend
 from dlock_core.backends.redis.pipeline import QueuedRequest
 from dlock_core.backends.redis.transport import pack_commands, send_commands
-from dlock_core.leases.engine import new_request
+from dlock_core.leases.acquisition import new_request
 from dlock_core.options import LockOptions
 from dlock_core.runtime import ASYNCIO
 from tests.faults.looking import holders, is_untouched, waiters

@@ -13,7 +13,7 @@ import redis
 from dlock_core import AcquireTimeout, BackendUnavailable, LeaseLost, Lock, MultiLock, Released
 from dlock_core.backend import Renewal
 from dlock_core.backends.redis.backend import RedisBackend
-from dlock_core.leases.engine import new_request
+from dlock_core.leases.acquisition import new_request
 from dlock_core.options import LockOptions
 from dlock_core.runtime import BLOCKING, run
 from dlock_core.testing.contract.harness import Harness

@@ -15,7 +15,7 @@ from kazoo.client import KazooClient
 
 from dlock_core import AcquireTimeout, BackendUnavailable, LeaseLost, Lock, Released, connect
 from dlock_core.backends.zookeeper.backend import ZooKeeperBackend
-from dlock_core.leases.engine import new_request
+from dlock_core.leases.acquisition import new_request
 from dlock_core.options import LockOptions
 from dlock_core.runtime import BLOCKING, clock, run
 from dlock_core.testing.contract.harness import Harness, Tasks

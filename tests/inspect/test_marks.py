@@ -15,7 +15,7 @@ from sqlalchemy.orm import Session
 
 import sqla_dlock
 from django_dlock import lock as django_lock
-from django_dlock.tie import open_sessions
+from django_dlock.acquire import open_sessions
 from dlock_core.backends.memory import MemoryBackend
 from dlock_core.runtime import BLOCKING
 from sqla_dlock import lock

@@ -28,6 +28,7 @@ PARTS: Final = {
     ),
     "leases": Part(
         (
+            "dlock_core/leases/acquisition.py",
             "dlock_core/leases/engine.py",
             "dlock_core/leases/lease.py",
             "dlock_core/leases/late_releases.py",
@@ -45,8 +46,11 @@ PARTS: Final = {
     "tie": Part(
         (
             "dlock_core/transactions/tie.py",
+            "dlock_core/transactions/tied_lease.py",
             "dlock_core/transactions/transaction_lock.py",
+            "dlock_core/transactions/multilock.py",
             "django_dlock/tie.py",
+            "django_dlock/acquire.py",
             "django_dlock/transactions.py",
             "django_dlock/connections.py",
             "django_dlock/tracker.py",
@@ -156,7 +160,7 @@ EXPLAINED: Final[dict[str, str]] = {
     "→ local found, over = redis.call('SSCAN', index, cursor, 'COUNT', 17), 0": "one lock more is looked at each time",
     f"{LUA}/held_locks.lua: if token % 64 ~= 0 then return end "
     "→ if token % 65 ~= 0 then return end": "one draw in 65 tidies up",
-    "dlock_core/leases/engine.py: if isinstance(error, BackendUnavailable) and runtime.now() > until + MAX_OVERTIME_S: "
+    "dlock_core/leases/acquisition.py: if isinstance(error, BackendUnavailable) and runtime.now() > until + MAX_OVERTIME_S: "
     "→ if isinstance(error, BackendUnavailable) and runtime.now() >= until + MAX_OVERTIME_S:": "both keep the bound",
     "dlock_core/leases/late_releases.py: late.attempts += 1 → late.attempts += 2": "the order is the same",
     "dlock_core/leases/late_releases.py: self.holder, self.step, self.until, self.attempts = (holder, step, until, 0) "

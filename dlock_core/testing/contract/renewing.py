@@ -8,7 +8,7 @@ import pytest
 
 from dlock_core.backend import Renewal, RenewalFailure
 from dlock_core.errors import LeaseLost
-from dlock_core.leases.engine import new_request
+from dlock_core.leases.acquisition import new_request
 from dlock_core.options import LockOptions
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from dlock_core.errors import AcquireTimeout
-from dlock_core.leases.engine import new_request
+from dlock_core.leases.acquisition import new_request
 from dlock_core.options import LockOptions
 from dlock_core.testing.contract.harness import Tasks
 from dlock_core.testing.contract.observed import WITHIN

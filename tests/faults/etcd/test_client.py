@@ -21,7 +21,7 @@ from dlock_core.backends.etcd.connections import MAX_IDLE_CONNECTIONS
 from dlock_core.backends.etcd.keys import NOTHING, LockView, StoredKey
 from dlock_core.backends.etcd.steps import HeldKey, QueueEntry, ServerLease
 from dlock_core.errors import AcquireTimeout, BackendUnavailable
-from dlock_core.leases.engine import new_request
+from dlock_core.leases.acquisition import new_request
 from dlock_core.options import LockOptions
 from dlock_core.runtime import ASYNCIO, BLOCKING, Runtime, clock, run
 from tests.etcd_servers import Cluster

@@ -11,7 +11,7 @@ from dlock_core.backends.etcd import backend as etcd
 from dlock_core.backends.etcd import keys, steps
 from dlock_core.backends.etcd.backend import EtcdBackend
 from dlock_core.errors import AcquireTimeout, BackendUnavailable, LeaseLost
-from dlock_core.leases.engine import new_request
+from dlock_core.leases.acquisition import new_request
 from dlock_core.options import LockOptions
 from dlock_core.runtime import BLOCKING, clock, run
 from dlock_core.testing.contract.harness import Harness, Tasks
