@@ -11,7 +11,7 @@ from tests.faults.turned_clocks import shim, start  # noqa: F401 - fixtures
 from tests.proxy import Proxy
 from tests.servers import Server
 
-LIMIT = 0.25
+LIMIT = 0.5
 """Seconds that one request may take in these tests."""
 
 

@@ -36,7 +36,7 @@ from tests.servers import Server, ServerMissing
 from tests.waiting import until
 
 WITHIN = 30.0
-LIMIT = 0.25
+LIMIT = 0.5
 SECRET = "s3cr3t/p:ss@w"
 QUOTED = "s3cr3t%2Fp%3Ass%40w"
 ACQUIRE, RELEASE, RENEW, WITHDRAW, ADOPT, RESTORE = (

@@ -30,8 +30,8 @@ from tests.servers import Server
 from tests.waiting import until
 from tests.zookeeper_servers import Ensemble, ensemble, zookeeper
 
-LIMIT = 0.5
-"""Seconds that one request may take in these tests."""
+LIMIT = 1.5
+"""Seconds that one request may take in these tests. A second try has to succeed in them, however busy the machine."""
 SHORT_SESSION = 2.0
 WITHIN = 30.0
 SECRET = "hunter2"

@@ -25,7 +25,7 @@ from tests.servers import Server
 from tests.waiting import until
 
 WITHIN = 30.0
-LIMIT = 0.5
+LIMIT = 1.0
 SECRET = "s3cr3t/p:ss@w"
 QUOTED = "s3cr3t%2Fp%3Ass%40w"
 LEASE, ENTER, LEAVE, RENEW, WATCH = b"/lease/grant", b"/kv/txn", b"/kv/deleterange", b"/lease/keepalive", b"/v3/watch"
