@@ -3,6 +3,7 @@
 import io
 import time
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from django_dlock.errors import NotSupported, StaleObject
 from django_dlock.querysets import LockManager
 from django_dlock.versions import VersionedMixin, VersionField
 from dlock_core import errors as core
+from dlock_core.sql import versions
 from tests import processes
 from tests.testapp.models import (
     Account,
@@ -698,6 +700,47 @@ def test_model_of_a_migration_counts_without_the_mixin(article, database):
     row.title = "migrated"
     row.save()
     assert (read(article).title, version(article)) == ("migrated", 2)
+    with pytest.raises(StaleObject):
+        article.save_with_version()
+
+
+def model_of_a_migration(model):
+    """Return a model as `apps.get_model()` returns it to a function of RunPython."""
+    state = ProjectState()
+    for each in {Counter, *model._meta.get_parent_list(), model}:
+        state.add_model(ModelState.from_model(each))
+    return state.apps.get_model("testapp", model.__name__)
+
+
+@pytest.mark.parametrize(
+    ("loaded", "saved"),
+    [([], ["title"]), ([], ["title", "version"]), (["pk", "title"], None), (["pk", "title"], ["title"])],
+)
+def test_save_of_some_fields_in_a_migration_counts_once(article, database, loaded, saved):
+    row = model_of_a_migration(Article).objects.using(database).only(*loaded).get()
+    row.title = "migrated"
+    row.save(update_fields=saved)
+    assert (read(article).title, version(article)) == ("migrated", 2)
+    with pytest.raises(StaleObject):
+        article.save_with_version()
+
+
+@pytest.mark.parametrize(("model", "own"), [(Shop, "owner"), (Member, "grade")])
+@pytest.mark.parametrize("saved", [["name"], ["own"], None])
+def test_save_in_a_migration_of_a_row_in_two_tables_counts_once(database, model, own, saved):
+    row = model.objects.using(database).create()
+    old = model_of_a_migration(model).objects.using(database).get()
+    old.save(update_fields=[own] if saved == ["own"] else saved)
+    assert version(row) == 2
+
+
+def test_bulk_create_over_rows_in_a_migration_gives_them_a_new_version(article, database, monkeypatch):
+    old = model_of_a_migration(Article)
+    rows = [old(pk=article.pk, title="migrated"), old(title="new")]
+    keys = {} if connections[database].vendor == "mysql" else {"unique_fields": ["id"]}
+    monkeypatch.setattr(versions, "time", SimpleNamespace(time_ns=lambda: 7000))
+    old.objects.using(database).bulk_create(rows, update_conflicts=True, update_fields=["title"], **keys)
+    assert (read(article).title, version(article)) == ("migrated", 7)
     with pytest.raises(StaleObject):
         article.save_with_version()
 
