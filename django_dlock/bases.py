@@ -1,8 +1,19 @@
-"""The order of bases: a mixin guards what stands to the right of it, and never hears of what stands to the left."""
+"""The order of bases: a mixin guards what stands to the right of it, and never hears of what stands to the left.
+
+Django's hooks, such as `get_form`, are made to be overridden on the left, often without `super()`: those are wrapped.
+"""
 
 from __future__ import annotations
 
-__all__ = ["require_left_of"]
+from functools import wraps
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    Method = Callable[..., Any]
+
+__all__ = ["guard_override", "guards", "require_left_of"]
 
 
 def require_left_of(guarded: type, mixin: type, cls: type) -> None:
@@ -19,3 +30,22 @@ def require_left_of(guarded: type, mixin: type, cls: type) -> None:
         f"{cls.__name__} is not guarded, because {own.__name__} stands to the right of {wrong.__name__}: write "
         f"class {cls.__name__}({own.__name__}, {wrong.__name__})"
     )
+
+
+def guards(wrapper: Callable[[Method], Method]) -> Callable[[Method], Method]:
+    """Return a decorator of methods that `guard_override` recognises, so that it leaves them alone."""
+
+    @wraps(wrapper)
+    def guard(method: Method) -> Method:
+        guarded = wraps(method)(wrapper(method))
+        vars(guarded)["_dlock_guards"] = True
+        return guarded
+
+    return guard
+
+
+def guard_override(cls: type, name: str, guard: Callable[[Method], Method]) -> None:
+    """Apply a guard to the method that a class uses, if it is an override on the left of the one that is guarded."""
+    method = getattr(cls, name)
+    if not hasattr(method, "_dlock_guards"):
+        setattr(cls, name, guard(method))

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from functools import wraps
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from django.db.models import Model
 from django.views import View
 
-from django_dlock.bases import require_left_of
+from django_dlock.bases import guard_override, guards, require_left_of
 from django_dlock.preconditions import check_preconditions, etag_of, require_version
 from dlock_core.extras import needed_by
 
@@ -34,17 +33,16 @@ _CHANGING_ACTIONS = (None, "update", "partial_update", "destroy")
 """Actions that change the object itself."""
 
 
+@guards
 def _checking(get_object: Callable[[Any], Any]) -> Callable[[Any], Any]:
     """Wrap a `get_object` so that its object is checked, once even if several classes override the method."""
 
-    @wraps(get_object)
     def checking(self: PreconditionMixin) -> Any:
         instance = get_object(self)
         if instance is not self._dlock_object:
             self._dlock_check(instance)
         return instance
 
-    vars(checking)["_dlock_checks"] = True
     return checking
 
 
@@ -82,8 +80,7 @@ class PreconditionMixin(_View):
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
         require_left_of(View, PreconditionMixin, cls)
-        if not hasattr(cls.get_object, "_dlock_checks"):
-            cls.get_object = _checking(cls.get_object)  # type: ignore[method-assign]
+        guard_override(cls, "get_object", _checking)
         if not hasattr(cls.if_match_required, "__get__"):  # A property is checked when it is read.
             _methods(cls.if_match_required, cls)
 

@@ -19,7 +19,7 @@ from django.template.response import TemplateResponse
 from django.utils.html import format_html_join
 from django.utils.translation import gettext as _
 
-from django_dlock.bases import require_left_of
+from django_dlock.bases import guard_override, guards, require_left_of
 from django_dlock.errors import StaleObject
 from django_dlock.forms import VERSION, VersionedForms, versioned
 from django_dlock.forms.differences import resubmitted
@@ -43,6 +43,33 @@ else:
 __all__ = ["VersionedInlineMixin", "VersionedModelAdmin", "VersionedStackedInline", "VersionedTabularInline"]
 
 
+@guards
+def _guarded_form(get_form: Callable[..., Any]) -> Callable[..., Any]:
+    def guarded(self: Any, request: HttpRequest, obj: Any = None, *args: Any, **kwargs: Any) -> Any:
+        form = get_form(self, request, obj, *args, **kwargs)
+        return versioned(form, also_shown=tuple(self.get_readonly_fields(request, obj)))
+
+    return guarded
+
+
+@guards
+def _guarded_list(get_changelist_formset: Callable[..., Any]) -> Callable[..., Any]:
+    def guarded(self: Any, request: HttpRequest, *args: Any, **kwargs: Any) -> Any:
+        formset = get_changelist_formset(self, request, *args, **kwargs)
+        return versioned_rows(formset, self.get_list_display(request))
+
+    return guarded
+
+
+@guards
+def _guarded_rows(get_formset: Callable[..., Any]) -> Callable[..., Any]:
+    def guarded(self: Any, request: HttpRequest, obj: Any = None, *args: Any, **kwargs: Any) -> Any:
+        formset = get_formset(self, request, obj, *args, **kwargs)
+        return versioned_rows(formset, self.get_readonly_fields(request, obj))
+
+    return guarded
+
+
 class VersionedModelAdmin(_ModelAdmin):
     """A ModelAdmin of a VersionedMixin model that never overwrites, or deletes, a change which the user has not seen.
 
@@ -58,6 +85,11 @@ class VersionedModelAdmin(_ModelAdmin):
     delete_confirmation_template = "admin/django_dlock/delete_confirmation.html"
     delete_selected_confirmation_template = "admin/django_dlock/delete_selected_confirmation.html"
 
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        guard_override(cls, "get_form", _guarded_form)
+        guard_override(cls, "get_changelist_formset", _guarded_list)
+
     def __init__(self, model: type[Model], admin_site: admin.AdminSite) -> None:
         super().__init__(model, admin_site)
         if not issubclass(model, VersionedMixin):
@@ -71,9 +103,9 @@ class VersionedModelAdmin(_ModelAdmin):
 
     # One object
 
+    @_guarded_form
     def get_form(self, request: HttpRequest, obj: Any = None, change: bool = False, **kwargs: Any) -> Any:  # noqa: FBT001, FBT002
-        form = super().get_form(request, obj, change, **kwargs)
-        return versioned(form, also_shown=tuple(self.get_readonly_fields(request, obj)))
+        return super().get_form(request, obj, change, **kwargs)
 
     def get_fields(self, request: HttpRequest, obj: Any = None) -> Any:
         return [name for name in super().get_fields(request, obj) if name != VERSION]
@@ -97,9 +129,9 @@ class VersionedModelAdmin(_ModelAdmin):
 
     # The list
 
+    @_guarded_list
     def get_changelist_formset(self, request: HttpRequest, **kwargs: Any) -> Any:
-        formset = super().get_changelist_formset(request, **kwargs)
-        return versioned_rows(formset, self.get_list_display(request))
+        return super().get_changelist_formset(request, **kwargs)
 
     def changelist_view(self, request: HttpRequest, extra_context: Any = None) -> Any:
         view = super().changelist_view
@@ -283,6 +315,8 @@ class _Rows(VersionedForms):
 
 def versioned_rows(formset: Any, also_shown: Sequence[Any]) -> Any:
     """Return a formset class whose rows are checked; one refused row refuses all of them."""
+    if issubclass(formset, _Rows):
+        return formset
     form = versioned(formset.form, also_shown=tuple(also_shown))
     return type(formset.__name__, (_Rows, formset), {"form": form})
 
@@ -296,10 +330,11 @@ class VersionedInlineMixin:
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
         require_left_of(InlineModelAdmin, VersionedInlineMixin, cls)
+        guard_override(cls, "get_formset", _guarded_rows)
 
+    @_guarded_rows
     def get_formset(self, request: HttpRequest, obj: Any = None, **kwargs: Any) -> Any:
-        formset = super().get_formset(request, obj, **kwargs)  # type: ignore[misc]
-        return versioned_rows(formset, self.get_readonly_fields(request, obj))  # type: ignore[attr-defined]
+        return super().get_formset(request, obj, **kwargs)  # type: ignore[misc]
 
     def get_fields(self, request: HttpRequest, obj: Any = None) -> Any:
         return [name for name in super().get_fields(request, obj) if name != VERSION]  # type: ignore[misc]

@@ -281,13 +281,18 @@ class VersionedModelForm(_ModelForm):
 def versioned(form: Any, model: Any = None, **attributes: Any) -> Any:
     """Return a VersionedModelForm class made of a form class, with these attributes.
 
-    A form without a model becomes one of `model`.
+    A form without a model becomes one of `model`. Changes that were made to `base_fields` are kept.
     """
-    if issubclass(form, forms.BaseModelForm):
-        bases: tuple[type, ...] = (form,) if issubclass(form, VersionedModelForm) else (VersionedModelForm, form)
-        return type(form)(form.__name__, bases, attributes)
-    bases = (form,) if form is not forms.Form else ()
-    return forms.modelform_factory(model, type("Form", (VersionedModelForm, *bases), attributes), fields=())
+    if not issubclass(form, forms.BaseModelForm):
+        bases: tuple[type, ...] = (form,) if form is not forms.Form else ()
+        return forms.modelform_factory(model, type("Form", (VersionedModelForm, *bases), attributes), fields=())
+    is_versioned = issubclass(form, VersionedModelForm)
+    if is_versioned and all(getattr(form, name) == value for name, value in attributes.items()):
+        return form
+    bases = (form,) if is_versioned else (VersionedModelForm, form)
+    made: Any = type(form)(form.__name__, bases, attributes)
+    made.base_fields = {**form.base_fields, VERSION: VersionedModelForm.base_fields[VERSION]}
+    return made
 
 
 class VersionedForms:

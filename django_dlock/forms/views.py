@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from django.core.exceptions import ImproperlyConfigured
 from django.db import router, transaction
 from django.views.generic import View
 from django.views.generic.detail import SingleObjectMixin
 from django.views.generic.edit import FormMixin
 
-from django_dlock.bases import require_left_of
+from django_dlock.bases import guard_override, guards, require_left_of
 from django_dlock.errors import StaleObject
-from django_dlock.forms import versioned
+from django_dlock.forms import VersionedModelForm, versioned
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from django.db.models import QuerySet
     from django.http import HttpRequest
 
@@ -30,12 +33,32 @@ def read_from_write_database(rows: QuerySet[Any], request: HttpRequest) -> Query
     return rows
 
 
+@guards
+def _versioned_class(get_form_class: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    return lambda self: versioned(get_form_class(self), self.get_queryset().model)
+
+
+@guards
+def _requiring_version(get_form: Callable[..., Any]) -> Callable[..., Any]:
+    def requiring(self: Any, *args: Any, **kwargs: Any) -> Any:
+        form = get_form(self, *args, **kwargs)
+        if not isinstance(form, VersionedModelForm):
+            raise ImproperlyConfigured(
+                f"get_form() of {type(self).__name__} returns a form that would overwrite the changes of others: "
+                f"derive {type(form).__name__} from VersionedModelForm, or return it from get_form_class()"
+            )
+        return form
+
+    return requiring
+
+
 class VersionedEditMixin:
     """A mixin for UpdateView and DeleteView, to the left of them; the template renders `{{ form }}` and a button.
 
     An object that has changed since the page was shown is neither saved nor deleted: the page is shown again, with the
     differences. A change during the request itself is found as well. The HTTP method DELETE, which has no form, is
-    refused.
+    refused. The form class of your own `get_form_class()` is guarded as well. A `get_form()` of yours has to return a
+    VersionedModelForm: for any other form it raises ImproperlyConfigured, before anything is shown or written.
     """
 
     http_method_names = [method for method in View.http_method_names if method != "delete"]  # noqa: RUF012 - Django's
@@ -44,13 +67,19 @@ class VersionedEditMixin:
         super().__init_subclass__(**options)
         for guarded in (View, SingleObjectMixin, FormMixin):
             require_left_of(guarded, VersionedEditMixin, cls)
+        guard_override(cls, "get_form_class", _versioned_class)
+        guard_override(cls, "get_form", _requiring_version)
 
     def get_queryset(self) -> Any:
         return read_from_write_database(super().get_queryset(), self.request)  # type: ignore[attr-defined, misc]
 
+    @_versioned_class
     def get_form_class(self) -> Any:
-        model = self.get_queryset().model
-        return versioned(super().get_form_class(), model)  # type: ignore[misc]
+        return super().get_form_class()  # type: ignore[misc]
+
+    @_requiring_version
+    def get_form(self, form_class: Any = None) -> Any:
+        return super().get_form(form_class)  # type: ignore[misc]
 
     def get_form_kwargs(self) -> dict[str, Any]:
         return {"instance": self.object, **super().get_form_kwargs()}  # type: ignore[attr-defined, misc]

@@ -10,9 +10,11 @@ from django.contrib.contenttypes.admin import GenericTabularInline
 from django.core.exceptions import ImproperlyConfigured
 from django.core.files.uploadedfile import SimpleUploadedFile
 from django.db.models.signals import pre_save
+from django.forms import ModelForm, inlineformset_factory, modelformset_factory
 from django.utils import timezone
 
-from django_dlock.admin import VersionedInlineMixin, VersionedModelAdmin
+from django_dlock.admin import VersionedInlineMixin, VersionedModelAdmin, VersionedTabularInline
+from django_dlock.forms import VersionedModelForm
 from tests.django_dlock.admin_fixtures import change
 from tests.django_dlock.admin_urls import site
 from tests.django_dlock.pages import form
@@ -495,6 +497,91 @@ def test_reader_sees_the_page_and_cannot_save(browser, ticket):
     assert response.status_code == 200
     assert "dlock_version" not in response.content.decode()
     assert browser.post(page, {"title": "mine"}).status_code == 403
+
+
+# forms of your own
+
+
+class PlainForm(ModelForm):
+    class Meta:
+        model = Ticket
+        fields = ["title"]
+
+
+class OwnFormAdmin(VersionedModelAdmin):
+    def get_form(self, request, obj=None, **options):
+        return PlainForm
+
+
+class FormOnTheLeftAdmin(type("Left", (), {"get_form": OwnFormAdmin.get_form}), VersionedModelAdmin):
+    pass
+
+
+class OwnRows(VersionedTabularInline):
+    model = Step
+
+    def get_formset(self, request, obj=None, **options):
+        return inlineformset_factory(Ticket, Step, fields=["text"], extra=0)
+
+
+class OwnListAdmin(VersionedModelAdmin):
+    list_display = ["id", "title"]
+    list_editable = ["title"]
+
+    def get_changelist_formset(self, request, **options):
+        return modelformset_factory(Draft, fields=["title"], extra=0)
+
+
+@pytest.fixture
+def register(monkeypatch):
+    """Give the admin of a model another class: its URLs are those of the instance."""
+    return lambda model, kind: monkeypatch.setattr(site._registry[model], "__class__", kind)
+
+
+@pytest.mark.parametrize("kind", [OwnFormAdmin, FormOnTheLeftAdmin])
+def test_form_that_an_admin_chooses_itself_is_guarded(browser, ticket, page, register, kind):
+    register(Ticket, kind)
+    sent = form(browser.get(page), title="mine")
+    change(ticket, title="theirs")
+    response = browser.post(page, sent)
+    assert (response.status_code, now(ticket).title) == (409, "theirs")
+    assert browser.post(page, form(response, dlock_version_title="mine")).status_code == 302
+    assert now(ticket).title == "mine"
+
+
+def test_formset_that_an_inline_makes_itself_is_guarded(browser, step, page, register):
+    register(Ticket, type("Own", (VersionedModelAdmin,), {"inlines": [OwnRows]}))
+    sent = form(browser.get(page), **{"step_set-0-text": "mine"})
+    change(step, text="theirs")
+    assert (browser.post(page, sent).status_code, now(step).text) == (409, "theirs")
+
+
+def test_formset_that_a_list_makes_itself_is_guarded(browser, register):
+    register(Draft, OwnListAdmin)
+    draft = Draft.objects.create(title="old")
+    page = "/admin/testapp/draft/"
+    sent = form(browser.get(page), **{"form-0-title": "mine", "_save": "1"})
+    change(draft, title="theirs")
+    assert (browser.post(page, sent).status_code, now(draft).title) == (409, "theirs")
+
+
+def test_versioned_form_of_an_admin_compares_what_the_page_shows_next_to_it(browser, step, register):
+    register(Step, type("Own", (VersionedModelAdmin,), {"form": VersionedModelForm, "readonly_fields": ["text"]}))
+    page = f"/admin/testapp/step/{step.pk}/change/"
+    sent = form(browser.get(page), is_done="on")
+    change(step, text="glue")
+    assert "Text saw glue" in text(browser.post(page, sent))
+
+
+def test_form_that_an_admin_has_adapted_stays_as_it_is(browser, ticket, page, register):
+    class Adapted(VersionedModelAdmin):
+        def get_form(self, request, obj=None, **options):
+            made = super().get_form(request, obj, **options)
+            made.base_fields["title"].label = "Name"
+            return made
+
+    register(Ticket, Adapted)
+    assert "Name:" in text(browser.get(page))
 
 
 @pytest.mark.parametrize("inline", [admin.TabularInline, admin.StackedInline, GenericTabularInline])

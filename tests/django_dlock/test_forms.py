@@ -7,7 +7,7 @@ import pytest
 from django.core.exceptions import ImproperlyConfigured
 from django.db import models
 from django.db.models.signals import pre_save
-from django.forms import inlineformset_factory, modelform_factory, modelformset_factory
+from django.forms import CharField, ModelForm, inlineformset_factory, modelform_factory, modelformset_factory
 from django.test.utils import isolate_apps
 from django.views.generic import DeleteView, UpdateView, View
 from django.views.generic.detail import SingleObjectMixin
@@ -19,7 +19,7 @@ from django_dlock.forms import BaseVersionedInlineFormSet, BaseVersionedModelFor
 from django_dlock.forms.views import VersionedEditMixin
 from django_dlock.models import VersionField
 from tests.django_dlock.admin_fixtures import change
-from tests.django_dlock.admin_urls import EditTicket, TicketForm, site
+from tests.django_dlock.admin_urls import EditPlain, EditTicket, TicketForm, site
 from tests.django_dlock.pages import form
 from tests.testapp.models import Step, Tag, Ticket
 
@@ -276,6 +276,61 @@ def test_class_between_the_mixin_and_the_view_is_no_matter():
 
     assert issubclass(First, VersionedEditMixin)
     assert issubclass(Second, VersionedEditMixin)
+
+
+class PlainForm(ModelForm):
+    """A form without a version, whose author has changed a field of it after defining it."""
+
+    class Meta:
+        model = Ticket
+        fields = ["title", "notes"]
+
+
+PlainForm.base_fields["notes"].label = "Remarks"
+del PlainForm.base_fields["title"]
+PlainForm.base_fields["title"] = CharField(max_length=3, label="Name")
+
+
+class OwnFormClass(EditPlain):
+    def get_form_class(self):
+        return PlainForm
+
+
+class FormClassOnTheLeft(type("Left", (), {"get_form_class": lambda self: PlainForm}), EditPlain):
+    pass
+
+
+class FormOfOwnFormClass(OwnFormClass):
+    def get_form(self, form_class=None):
+        return self.get_form_class()(**self.get_form_kwargs())
+
+
+@pytest.mark.parametrize("view", [OwnFormClass, FormClassOnTheLeft, FormOfOwnFormClass])
+def test_form_class_that_a_view_chooses_itself_is_guarded_and_keeps_its_fields(admin_pages, ticket, rf, view):
+    shown = view.as_view()(rf.get("/"), pk=ticket.pk)
+    assert re.findall(r"(\w+):", text(shown)) == ["Remarks", "Name"]
+    sent = form(shown, title="my")
+    change(ticket, title="theirs")
+    assert "Name old my theirs" in text(view.as_view()(rf.post("/", sent), pk=ticket.pk))
+    assert read(ticket).title == "theirs"
+
+
+class OwnForm(EditPlain):
+    def get_form(self, form_class=None):
+        return PlainForm(**self.get_form_kwargs())
+
+
+class FormOfAnotherClass(EditPlain):
+    def get_form(self, form_class=None):
+        return super().get_form(PlainForm)
+
+
+@pytest.mark.parametrize("view", [OwnForm, FormOfAnotherClass])
+def test_form_without_a_version_that_a_view_makes_is_refused_before_it_is_shown_or_saved(ticket, rf, view):
+    for request in (rf.get("/"), rf.post("/", {"title": "my"})):
+        with pytest.raises(ImproperlyConfigured, match=r"get_form\(\) of .*: derive PlainForm from VersionedModelForm"):
+            view.as_view()(request, pk=ticket.pk)
+    assert read(ticket).title == "old"
 
 
 # formsets
