@@ -66,7 +66,7 @@ class PreconditionMixin(_View):
     client sends it. JSON and the browsable API have different tags.
 
     The object that `get_object()` returns is checked, whichever class defines that method. A view that changes an
-    object without calling `get_object()` raises TypeError when it answers.
+    object without calling `get_object()` raises TypeError when it answers, also if its URL has no key, such as `/me/`.
     """
 
     if_match_required: ClassVar[Collection[str]] = ("PUT", "PATCH", "DELETE")
@@ -145,12 +145,12 @@ class PreconditionMixin(_View):
             )
 
     def _require_any_check(self, request: Any, response: Any) -> None:
-        is_of_one = (self.lookup_url_kwarg or self.lookup_field) in self.kwargs
         needs_it = self._dlock_requires(request.method) and getattr(self, "action", None) in _CHANGING_ACTIONS
-        if is_of_one and needs_it and response.status_code < 300 and self._dlock_object is None:
+        if needs_it and response.status_code < 300 and self._dlock_object is None:
             raise TypeError(
                 f"{type(self).__name__} has answered {request.method} without checking If-Match: "
-                "write the object that self.get_object() returns"
+                "write the object that self.get_object() returns; a view that changes no single object leaves "
+                f"{request.method} out of if_match_required"
             )
 
     def _dlock_variant(self) -> str:

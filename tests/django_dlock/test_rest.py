@@ -355,6 +355,41 @@ def test_view_that_changes_an_object_and_never_checked_one_fails_loudly(use_data
     assert draft.title == "first"
 
 
+@pytest.mark.parametrize("actions", [None, {"put": "update", "patch": "partial_update", "delete": "destroy"}])
+@pytest.mark.parametrize("method", ["put", "patch", "delete"])
+def test_address_without_a_key_needs_a_check_too(use_database, actions, method):
+    class Mine(PreconditionMixin, *([viewsets.GenericViewSet] if actions else [generics.GenericAPIView])):
+        def update(self, request):
+            Draft.objects.update(title="second")
+            return Response({})
+
+        put = patch = delete = partial_update = destroy = update
+
+    use_database("default")
+    draft = Draft.objects.create(title="first")
+    view = Mine.as_view(*([actions] if actions else []))
+    with pytest.raises(TypeError, match=r"Mine.*get_object\(\).*if_match_required"), transaction.atomic():
+        view(getattr(APIRequestFactory(), method)("/me/"))
+    draft.refresh_from_db()
+    assert draft.title == "first"
+
+
+def test_view_of_many_objects_may_say_that_it_needs_no_tag(use_database):
+    class All(PreconditionMixin, generics.ListAPIView):
+        queryset = Draft.objects.all()
+        serializer_class = DraftSerializer
+        if_match_required = ()
+
+        def patch(self, request):
+            Draft.objects.update(title="second")
+            return self.list(request)
+
+    use_database("default")
+    Draft.objects.create(title="first")
+    answer = All.as_view()(APIRequestFactory().patch("/"))
+    assert (answer.status_code, answer.data[0]["title"]) == (200, "second")
+
+
 def test_new_object_of_a_view_that_saves_in_its_own_way_tells_its_tag(use_database):
     class Makes(PreconditionMixin, generics.CreateAPIView):
         serializer_class = ArticleSerializer
